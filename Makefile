@@ -1,0 +1,53 @@
+# make demo | test | lint | bench | clean. Each installs what it needs into .venv first, once.
+PYTHON ?= python3
+BIN := .venv/bin
+
+# What makes an installation stale: Python files are live (editable install), these are not.
+BUILD_INPUTS := pyproject.toml CMakeLists.txt constraints.txt $(wildcard flowchan/_core/*.cpp flowchan/_core/*.hpp)
+
+# The tested versions hold for the build's own requirements too; newer pips read the second variable for them.
+export PIP_CONSTRAINT := constraints.txt
+export PIP_BUILD_CONSTRAINT := constraints.txt
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: help demo test lint bench clean
+
+help:
+	@sed -n 1p Makefile
+
+demo: .venv/installed
+	$(BIN)/python examples/wordcount.py
+	mkdir -p out
+	$(BIN)/flowchan viz examples/wordcount.py -o out/wordcount.svg
+
+test: .venv/installed-test
+	$(BIN)/python -m pytest
+
+# pipelines/ and viz/ are parts of the package flowchan, so the types are checked in the installed layout.
+lint: .venv/installed-test
+	$(BIN)/ruff check .
+	rm -rf build/types && mkdir -p build/types && cp -a flowchan build/types/flowchan
+	cp -a pipelines viz build/types/flowchan/
+	cd build/types && ../../$(BIN)/mypy --strict --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p flowchan
+
+bench: .venv/installed-bench
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf .venv build out .mypy_cache .ruff_cache .hypothesis
+
+$(BIN)/python:
+	$(PYTHON) -m venv .venv
+
+.venv/installed: $(BUILD_INPUTS) | $(BIN)/python
+	$(PIP_INSTALL) -e .
+	touch $@
+
+# Any of these brings the package itself up to date too, hence the second stamp.
+.venv/installed-test: $(BUILD_INPUTS) | $(BIN)/python
+	$(PIP_INSTALL) -e ".[test,lint]"
+	touch $@ .venv/installed
+
+.venv/installed-bench: $(BUILD_INPUTS) | $(BIN)/python
+	$(PIP_INSTALL) -e ".[bench]"
+	touch $@ .venv/installed

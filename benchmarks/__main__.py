@@ -1,0 +1,47 @@
+"""Run the benchmarks, print their tables, and store the figures in ``benchmarks/results/latest.json``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks import harness
+
+NAMES = ("channels_threads", "channels_processes", "round_trip", "maps", "wordcount", "wakeup", "imports")
+LATEST = Path(__file__).parent / "results" / "latest.json"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--only", choices=NAMES, help="run this one; stored figures of the others stay")
+    parser.add_argument("--quick", action="store_true", help="a trial run: short, and nothing is stored")
+    args = parser.parse_args()
+    effort = harness.QUICK if args.quick else harness.FULL
+    for name in [args.only] if args.only else NAMES:
+        module = importlib.import_module(f"benchmarks.{name}")
+        report = module.measure(effort)
+        harness.show(name, module.ISOLATES, report)
+        if effort.full:
+            store(name, module.ISOLATES, report)
+
+
+def store(name: str, isolates: str, report: harness.Report) -> None:
+    """Replace the figures of one benchmark in the stored file. Each keeps the machine and versions it ran with."""
+    latest: dict[str, Any] = json.loads(LATEST.read_text()) if LATEST.exists() else {}
+    latest[name] = {
+        "isolates": isolates,
+        **harness.machine(),
+        "rows": [asdict(row) for row in report.rows],
+        "results": [result.record() for result in report.results],
+    }
+    ordered = {known: latest[known] for known in NAMES if known in latest}
+    LATEST.parent.mkdir(exist_ok=True)
+    LATEST.write_text(json.dumps(ordered, indent=1, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Items between two processes, capacity 1024, one by one: int, a small tuple, 1 KB and 64 KB of bytes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import repeat
+from typing import Any
+
+from benchmarks.harness import Effort, Report, Result, at_least, throughput
+from benchmarks.peers import across_processes, fast_fifo, multiprocessing_queue, os_pipe, processes_channel
+
+ISOLATES = (
+    "one channel and nothing else: a forked child puts, this process gets, both stand at a barrier before the clock "
+    "starts, and the clock stops at the last get. Encoding and decoding are inside. Room for 1024 items, 64 of 64 KB; "
+    "the os pipe is multiprocessing.Pipe, with the kernel's bound. The memory copy moves 64 KB at a time "
+    "between two blocks of 64 such items each, all pages touched before."
+)
+
+BIG = 64 * 1024
+SLOTS = 64
+MAKERS = {
+    "flowchan": processes_channel,
+    "multiprocessing.Queue(1024)": multiprocessing_queue,
+    "faster-fifo": fast_fifo,
+    "os pipe": os_pipe,
+}
+
+
+def measure(effort: Effort) -> Report:
+    report = Report()
+    mine, queue, fifo, _ = _compare(report, "int", range, effort)
+    report.rows += [at_least(20, mine, queue), at_least(15, mine, fifo)]
+    for name, item in (("(1, 'abc', 2.5)", (1, "abc", 2.5)), ("1 KB bytes", bytes(1024))):
+        mine, queue, *_ = _compare(report, name, partial(repeat, item), effort)
+        report.rows.append(at_least(10, mine, queue))
+    _compare_big(report, effort)
+    return report
+
+
+def _compare(report: Report, item: str, items: Callable[[int], Iterable[Any]], effort: Effort) -> list[Result]:
+    moves = {name: partial(across_processes, make, items) for name, make in MAKERS.items()}
+    cases = [throughput(name, move, effort) for name, move in moves.items()]
+    return report.interleave(f"processes, {item}, 1→1", cases, effort.rounds)
+
+
+def _compare_big(report: Report, effort: Effort) -> None:
+    items = partial(repeat, bytes(BIG))
+    moves: dict[str, Callable[[int], float]] = {
+        name.replace("1024", str(SLOTS)): partial(across_processes, partial(make, SLOTS), items)
+        for name, make in MAKERS.items()
+    }
+    moves["warm memory copy"] = _copy
+    cases = [throughput(name, move, effort, scale=BIG, unit="B/s") for name, move in moves.items()]
+    mine, *_, copy = report.interleave("processes, 64 KB bytes, 1→1", cases, effort.rounds)
+    report.rows.append(at_least(0.5, mine, copy))
+
+
+def _copy(count: int) -> float:
+    # Not zeros: an untouched source would be one shared page of the kernel, always in the nearest cache.
+    source, target = bytearray(b"x") * (BIG * SLOTS), bytearray(BIG * SLOTS)
+    places = [slice(BIG * slot, BIG * (slot + 1)) for slot in range(SLOTS)]
+    pairs = [(memoryview(target)[place], memoryview(source)[place]) for place in places]
+    for into, out_of in pairs:
+        into[:] = out_of
+    began = time.perf_counter()
+    for number in range(count):
+        into, out_of = pairs[number % SLOTS]
+        into[:] = out_of
+    return time.perf_counter() - began

@@ -1,0 +1,209 @@
+"""How the benchmarks measure: cases of one benchmark take turns, round after round, and their medians are compared.
+
+A :class:`Case` does its work once per round and reports its samples. :meth:`Report.interleave` runs several rounds
+over all cases, so that a slow minute of the machine hits flowchan and its peers alike. CPU seconds are those of this
+process and of all children that ended meanwhile (``resource.getrusage``); therefore every case joins its children.
+A :class:`Row` is one line of the published table.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.metadata
+import os
+import platform
+import resource
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from rich.console import Console
+from rich.table import Table
+
+TIMES = "\N{MULTIPLICATION SIGN}"
+PEERS = ("faster-fifo", "joblib", "numpy", "pypeln")
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How long to measure: ``rounds`` rounds of about ``seconds`` each per case. ``full`` is false for a trial run."""
+
+    rounds: int
+    seconds: float
+    full: bool
+
+
+FULL = Effort(rounds=5, seconds=0.7, full=True)
+QUICK = Effort(rounds=1, seconds=0.05, full=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One way to do the work. ``work()`` does it once and returns ``(samples, items)``: figures in ``unit``, and how
+    many items they stand for."""
+
+    name: str
+    unit: str
+    work: Callable[[], tuple[Sequence[float], int]]
+
+
+@dataclass(slots=True)
+class Result:
+    """All that a case measured over the rounds, at the ``work`` it was compared in."""
+
+    work: str
+    name: str
+    unit: str
+    samples: list[float] = field(default_factory=list)
+    cpu_seconds_per_million_items: list[float] = field(default_factory=list)
+
+    def figure(self, quantile: float | None = None) -> float:
+        """The median of all samples, or the one below which ``quantile`` of them lie."""
+        if quantile is None:
+            return statistics.median(self.samples)
+        ordered = sorted(self.samples)
+        return ordered[min(len(ordered) - 1, int(quantile * len(ordered)))]
+
+    def record(self) -> dict[str, object]:
+        """The result as JSON holds it. Many samples are cut down to their quantiles."""
+        samples: object = self.samples
+        if len(self.samples) > 100:
+            samples = {f"p{100 * quantile:g}": self.figure(quantile) for quantile in (0.5, 0.9, 0.99, 0.999)}
+        cpu = statistics.median(self.cpu_seconds_per_million_items)
+        return {
+            "work": self.work,
+            "case": self.name,
+            "unit": self.unit,
+            "median": self.figure(),
+            "samples": samples,
+            "cpu_seconds_per_million_items": round(cpu, 3),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table: the work, what is to be reached, both figures, their ratio, and whether it was reached.
+    ``peer`` and ``ratio`` are empty where there is no peer."""
+
+    work: str
+    target: str
+    flowchan: str
+    peer: str
+    ratio: str
+    reached: bool
+
+
+@dataclass(slots=True)
+class Report:
+    """What one benchmark found: the rows of the table and the results behind them."""
+
+    rows: list[Row] = field(default_factory=list)
+    results: list[Result] = field(default_factory=list)
+
+    def interleave(self, work: str, cases: Sequence[Case], rounds: int) -> list[Result]:
+        """Run all cases in turn, ``rounds`` times over, and keep the results. They come in the order of the cases."""
+        results = [Result(work, case.name, case.unit) for case in cases]
+        for _ in range(rounds):
+            for case, result in zip(cases, results, strict=True):
+                gc.collect()
+                before = cpu_seconds()
+                samples, items = case.work()
+                result.samples.extend(samples)
+                result.cpu_seconds_per_million_items.append((cpu_seconds() - before) / items * 1e6)
+        self.results += results
+        return results
+
+
+def throughput(
+    name: str, move: Callable[[int], float], effort: Effort, scale: float = 1.0, unit: str = "items/s"
+) -> Case:
+    """A case around ``move(n)``, which moves n items and returns the seconds it took. n is found by trying, so that
+    one round takes about ``effort.seconds``; the figure is ``scale`` times items per second."""
+    count = calibrate(move, effort.seconds)
+
+    def work() -> tuple[Sequence[float], int]:
+        return [scale * count / move(count)], count
+
+    return Case(name, unit, work)
+
+
+def calibrate(move: Callable[[int], float], seconds: float) -> int:
+    """How many items ``move`` moves in about ``seconds``; at least 100, and a multiple of 4 to be shared."""
+    count = 100
+    while (took := move(count)) < seconds / 5:
+        count = 4 * count if took < seconds / 50 else 2 * count
+    return max(100, int(count * seconds / took) // 4 * 4)
+
+
+def cpu_seconds() -> float:
+    """User and system time of this process and of its children that have ended."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def at_least(factor: float, mine: Result, peer: Result) -> Row:
+    """A row for figures that shall be high: ``mine`` is to reach ``factor`` times ``peer``."""
+    ratio = mine.figure() / peer.figure()
+    return _row(f"≥ {factor:g} {TIMES} {peer.name}", mine, peer, ratio, ratio >= factor)
+
+
+def at_most(factor: float, mine: Result, peer: Result, quantile: float | None = None) -> Row:
+    """A row for figures that shall be low, such as times: ``mine`` is to stay within ``factor`` times ``peer``, at the
+    median or at the ``quantile`` named."""
+    ratio = mine.figure(quantile) / peer.figure(quantile)
+    target = f"≤ 1/{1 / factor:g} of {peer.name}" if factor < 1 else f"≤ {factor:g} {TIMES} {peer.name}"
+    return _row(target, mine, peer, ratio, ratio <= factor, quantile)
+
+
+def _row(target: str, mine: Result, peer: Result, ratio: float, reached: bool, quantile: float | None = None) -> Row:
+    figures = [in_words(result.figure(quantile), result.unit) for result in (mine, peer)]
+    work = mine.work if quantile is None else f"{mine.work}, p{100 * quantile:g}"
+    return Row(work, target, *figures, f"{ratio:.3g}", reached)
+
+
+def in_words(value: float, unit: str) -> str:
+    """``2.31 M items/s``, ``11.6 GB/s``, ``20.8 µs``: three figures and a prefix that suits ``unit``."""
+    steps = [(1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "µ"), (1e-9, "n")]
+    if unit == "items/s":
+        steps = steps[1:4]
+    factor, prefix = next((step for step in steps if abs(value) >= step[0]), steps[-1])
+    number = f"{value / factor:.3g}" if value else "0"
+    if "e" in number:
+        number = f"{value / factor:.0f}"
+    return f"{number} {prefix}{' ' if prefix and unit == 'items/s' else ''}{unit}"
+
+
+def machine() -> dict[str, object]:
+    """What the figures depend on besides the code: processor, cores this process may use, kernel, versions."""
+    return {
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "python": f"{platform.python_implementation()} {platform.python_version()}",
+        "versions": {name: importlib.metadata.version(name) for name in ("flowchan", *PEERS)},
+        "when": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+    }
+
+
+def _processor() -> str:
+    with open("/proc/cpuinfo") as lines:
+        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or "unknown"
+
+
+def show(name: str, isolates: str, report: Report) -> None:
+    """Print what one benchmark found: the table, and all figures behind it with the CPU they cost."""
+    console = Console(width=None if Console().is_terminal else 150)
+    table = Table("work", "to reach", "flowchan", "peer", "ratio", "reached", title=name, title_justify="left")
+    for row in report.rows:
+        table.add_row(row.work, row.target, row.flowchan, row.peer, row.ratio, "yes" if row.reached else "NO")
+    console.print(table)
+    for result in report.results:
+        cpu = statistics.median(result.cpu_seconds_per_million_items)
+        console.print(
+            f"  {result.work}: {result.name}: {in_words(result.figure(), result.unit)}, "
+            f"{cpu:.3g} CPU s per million items",
+            highlight=False,
+        )
+    console.print(f"  Isolated: {isolates}\n", highlight=False)

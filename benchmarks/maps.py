@@ -1,0 +1,118 @@
+"""``map`` on two worker processes: of the identity, item by item, and of work that takes 100 µs per item."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import partial
+from itertools import repeat
+from typing import Any
+
+import joblib
+import pypeln
+from joblib.externals.loky import get_reusable_executor
+
+from benchmarks.harness import Effort, Report, at_least, calibrate, throughput
+from benchmarks.peers import CONTEXT
+from benchmarks.tasks import identity, spin
+from flowchan import Graph
+
+ISOLATES = (
+    "a source of ready items, one map of two worker processes, and the list of its results in order. flowchan's and "
+    "pypeln's clocks include starting and ending the workers; the pools of multiprocessing, concurrent.futures and "
+    "joblib are started and warm before theirs. flowchan goes item by item throughout; concurrent.futures and joblib "
+    "use the chunk size that was their fastest in a trial just before."
+)
+
+WORKERS = 2
+CHUNKS = (1, 8, 64, 256)
+WORK = 100e-6
+
+
+def measure(effort: Effort) -> Report:
+    report = Report()
+    longer = replace(effort, seconds=3 * effort.seconds)
+    moves: dict[str, Callable[[int], float]] = {
+        "flowchan": partial(_flowchan, identity, 0),
+        "multiprocessing.Pool.imap": partial(_pool, identity, 0),
+        "pypeln.process.map": partial(_pypeln, identity, 0),
+    }
+    cases = [throughput(name, move, longer) for name, move in moves.items()]
+    mine, pool, pypeln_map = report.interleave("map of the identity, 2 processes", cases, effort.rounds)
+    report.rows += [at_least(10, mine, pool), at_least(100, mine, pypeln_map)]
+
+    turns = calibrate(_turns, 0.1)
+    per_item = int(turns * WORK / _turns(turns))
+    name, chunk = _best("concurrent.futures", CHUNKS, partial(_futures, spin, per_item), effort)
+    other_name, other_chunk = _best("joblib", (*CHUNKS, "auto"), partial(_joblib, spin, per_item), effort)
+    moves = {
+        "flowchan": partial(_flowchan, spin, per_item),
+        name: partial(_futures, spin, per_item, chunk),
+        other_name: partial(_joblib, spin, per_item, other_chunk),
+    }
+    cases = [throughput(name, move, longer) for name, move in moves.items()]
+    mine, futures, jobs = report.interleave("map of 100 µs of work, 2 processes", cases, effort.rounds)
+    report.rows += [at_least(1, mine, futures), at_least(1, mine, jobs)]
+    return report
+
+
+def _turns(count: int) -> float:
+    began = time.perf_counter()
+    spin(count)
+    return time.perf_counter() - began
+
+
+def _best(name: str, chunks: Iterable[Any], run: Callable[[Any, int], float], effort: Effort) -> tuple[str, Any]:
+    """The chunk size at which ``run`` is fastest, and a name that says so."""
+    chunk = min(chunks, key=lambda chunk: run(chunk, int(effort.seconds / WORK)))
+    return f"{name} (chunks: {chunk})", chunk
+
+
+def _flowchan(function: Callable[[int], int], item: int, count: int) -> float:
+    began = time.perf_counter()
+    graph = Graph("map")
+    results = graph.source(repeat(item, count)).map(function, workers=WORKERS, on="process", capacity=1024).collect()
+    found = graph.run()[results]
+    return _checked(found, count, began)
+
+
+def _pool(function: Callable[[int], int], item: int, count: int) -> float:
+    with CONTEXT.Pool(WORKERS) as pool:
+        pool.map(function, [item] * WORKERS)
+        began = time.perf_counter()
+        took = _checked(list(pool.imap(function, repeat(item, count))), count, began)
+        pool.close()
+        pool.join()
+    return took
+
+
+def _pypeln(function: Callable[[int], int], item: int, count: int) -> float:
+    began = time.perf_counter()
+    stage = pypeln.process.map(function, repeat(item, count), workers=WORKERS, maxsize=1024)
+    return _checked(list(stage), count, began)
+
+
+def _futures(function: Callable[[int], int], item: int, chunk: int, count: int) -> float:
+    with ProcessPoolExecutor(WORKERS, mp_context=CONTEXT) as executor:
+        list(executor.map(function, [item] * WORKERS))
+        began = time.perf_counter()
+        return _checked(list(executor.map(function, repeat(item, count), chunksize=chunk)), count, began)
+
+
+def _joblib(function: Callable[[int], int], item: int, chunk: int | str, count: int) -> float:
+    with joblib.Parallel(n_jobs=WORKERS, batch_size=chunk) as parallel:
+        parallel(joblib.delayed(function)(item) for _ in range(WORKERS))
+        began = time.perf_counter()
+        took = _checked(list(parallel(joblib.delayed(function)(item) for _ in range(count))), count, began)
+    # Its workers outlive the block, and the CPU time of a child counts when it has ended.
+    get_reusable_executor().shutdown(wait=True)
+    return took
+
+
+def _checked(results: list[Any], count: int, began: float) -> float:
+    took = time.perf_counter() - began
+    if len(results) != count:
+        raise AssertionError(f"{count} items went in, {len(results)} came out")
+    return took

@@ -1,0 +1,113 @@
+"""Peers' queues and flowchan's channel behind one face, so that all of them are driven by the same loops.
+
+An :class:`End` pair is plain callables: ``put(item)`` and ``get()``. They are the library's own bound methods wherever
+possible; a wrapper would cost a peer more than its queue does.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from itertools import repeat
+from typing import Any
+
+import faster_fifo
+
+from flowchan import Channel
+
+CONTEXT = multiprocessing.get_context("fork")
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """The two ends of one queue; ``owner`` keeps alive what they belong to."""
+
+    put: Callable[[Any], Any]
+    get: Callable[[], Any]
+    owner: Any
+
+
+def threads_channel(capacity: int = 1024) -> Ends:
+    channel = Channel(capacity)
+    return Ends(channel.put, channel.get, channel)
+
+
+def simple_queue(capacity: int = 0) -> Ends:
+    peer: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    return Ends(peer.put, peer.get, peer)
+
+
+def bounded_queue(capacity: int = 1024) -> Ends:
+    peer: queue.Queue[Any] = queue.Queue(capacity)
+    return Ends(peer.put, peer.get, peer)
+
+
+def processes_channel(capacity: int = 1024) -> Ends:
+    channel = Channel(capacity, across="processes")
+    return Ends(channel.put, channel.get, channel)
+
+
+def multiprocessing_queue(capacity: int = 1024) -> Ends:
+    peer = CONTEXT.Queue(capacity)
+    return Ends(peer.put, peer.get, peer)
+
+
+def fast_fifo(capacity: int = 1024) -> Ends:
+    # Room for 64 KB items too. Its default time limit of 10 s would end a get that waits longer.
+    peer = faster_fifo.Queue(max_size_bytes=64 << 20, maxsize=capacity)
+    return Ends(peer.put, partial(peer.get, timeout=1e6), peer)
+
+
+def os_pipe(capacity: int = 0) -> Ends:
+    """An os pipe with the standard library's framing and pickling. The kernel bounds it by bytes."""
+    reader, writer = CONTEXT.Pipe(duplex=False)
+    return Ends(writer.send, reader.recv, (reader, writer))
+
+
+def across_processes(make: Callable[[], Ends], items: Callable[[int], Iterable[Any]], count: int) -> float:
+    """Seconds from the common start until this process has got ``count`` items that a child puts one by one."""
+    ends = make()
+    start = CONTEXT.Barrier(2)
+    child = CONTEXT.Process(target=_produce, args=(ends.put, items, count, start))
+    child.start()
+    get = ends.get
+    start.wait()
+    began = time.perf_counter()
+    for _ in repeat(None, count):
+        get()
+    took = time.perf_counter() - began
+    child.join()
+    return took
+
+
+def across_threads(make: Callable[[], Ends], writers: int, readers: int, count: int) -> float:
+    """Seconds from the common start until ``readers`` threads have got the ``count`` items of ``writers`` threads."""
+    ends = make()
+    start = threading.Barrier(writers + readers + 1)
+    thread = threading.Thread
+    threads = [thread(target=_produce, args=(ends.put, range, count // writers, start)) for _ in range(writers)]
+    threads += [thread(target=_consume, args=(ends.get, count // readers, start)) for _ in range(readers)]
+    for one in threads:
+        one.start()
+    start.wait()
+    began = time.perf_counter()
+    for one in threads:
+        one.join()
+    return time.perf_counter() - began
+
+
+def _produce(put: Callable[[Any], Any], items: Callable[[int], Iterable[Any]], count: int, start: Any) -> None:
+    start.wait()
+    for item in items(count):
+        put(item)
+
+
+def _consume(get: Callable[[], Any], count: int, start: Any) -> None:
+    start.wait()
+    for _ in repeat(None, count):
+        get()

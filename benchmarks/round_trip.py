@@ -1,0 +1,105 @@
+"""An int to another process and back, both sides active; and what a side that is blocked for 10 s costs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from itertools import repeat
+from typing import Any
+
+from benchmarks.harness import Case, Effort, Report, Row, at_most, calibrate, in_words
+from benchmarks.peers import CONTEXT, Ends, fast_fifo, multiprocessing_queue, os_pipe, processes_channel
+
+ISOLATES = (
+    "two channels and two processes: the parent puts and gets, a forked child gets and puts back; the clock "
+    "runs from the first put to the last get, after a warm-up trip. The blocked side reads its own CPU clock before "
+    "and after a get for which the item comes late."
+)
+
+MAKERS = {
+    "flowchan": processes_channel,
+    "multiprocessing.Queue": multiprocessing_queue,
+    "faster-fifo": fast_fifo,
+    "os pipe": os_pipe,
+}
+# The CPU clock itself and one wake-up cost some tens of microseconds.
+NOT_MEASURABLE = 1e-3
+
+
+def measure(effort: Effort) -> Report:
+    report = Report()
+    cases = [_round_trips(name, make, effort) for name, make in MAKERS.items()]
+    mine, queue, *_ = report.interleave("round trip between two processes", cases, effort.rounds)
+    report.rows.append(at_most(1 / 20, mine, queue))
+    report.rows.append(_blocked(10 if effort.full else 1))
+    return report
+
+
+def _round_trips(name: str, make: Callable[[], Ends], effort: Effort) -> Case:
+    def trips(count: int) -> float:
+        there, back = make(), make()
+        child = CONTEXT.Process(target=_echo, args=(there, back, count + 1))
+        child.start()
+        put, get = there.put, back.get
+        put(0)
+        get()
+        began = time.perf_counter()
+        for _ in repeat(None, count):
+            put(0)
+            get()
+        took = time.perf_counter() - began
+        child.join()
+        return took
+
+    count = calibrate(trips, effort.seconds)
+
+    def work() -> tuple[Sequence[float], int]:
+        return [trips(count) / count], count
+
+    return Case(name, "s", work)
+
+
+def _echo(there: Ends, back: Ends, count: int) -> None:
+    get, put = there.get, back.put
+    for _ in repeat(None, count):
+        put(get())
+
+
+def _blocked(seconds: float) -> Row:
+    """The CPU time of a child whose get waits for ``seconds``; flowchan and the peer wait at the same time."""
+    used: dict[str, float] = {}
+    names = ("flowchan", "multiprocessing.Queue")
+    waits = [threading.Thread(target=_wait_blocked, args=(name, seconds, used)) for name in names]
+    for wait in waits:
+        wait.start()
+    for wait in waits:
+        wait.join()
+    mine, peer = used["flowchan"], used["multiprocessing.Queue"]
+    return Row(
+        f"CPU of a side blocked for {seconds:g} s",
+        f"none measurable (< {in_words(NOT_MEASURABLE, 's')})",
+        in_words(mine, "s"),
+        f"{in_words(peer, 's')} (multiprocessing.Queue)",
+        f"{mine / peer:.3g}",
+        mine < NOT_MEASURABLE,
+    )
+
+
+def _wait_blocked(name: str, seconds: float, used: dict[str, float]) -> None:
+    there, back = MAKERS[name](), os_pipe()
+    child = CONTEXT.Process(target=_get_late, args=(there, back))
+    child.start()
+    back.get()
+    time.sleep(seconds)
+    there.put(0)
+    used[name] = back.get()
+    child.join()
+
+
+def _get_late(there: Ends, back: Ends) -> None:
+    back.put("ready")
+    before = time.process_time()
+    there.get()
+    spent: Any = time.process_time() - before
+    back.put(spent)

@@ -1,0 +1,70 @@
+"""How long a sleeping reader takes to wake: from just before the put to just after the get has returned."""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from itertools import repeat
+
+from benchmarks.harness import Case, Effort, Report, at_most
+from benchmarks.peers import CONTEXT, Ends, bounded_queue, multiprocessing_queue, processes_channel, threads_channel
+
+ISOLATES = (
+    "one channel, one writer, one reader: the writer sleeps 2 ms before each put, so that the reader is asleep, "
+    "and puts the time of the put (CLOCK_MONOTONIC, the same in all processes). The os pipe is os.write and "
+    "os.read of 8 bytes, without pickling. Quantiles are over the wakes of all rounds."
+)
+
+QUANTILES = (0.5, 0.99, 0.999)
+PAUSE = 0.002
+# A first put may start a thread of its own (multiprocessing.Queue does); that is not a wake-up.
+WARM_UP = 10
+
+
+def bare_pipe() -> Ends:
+    reader, writer = os.pipe()
+    pack, unpack = struct.Struct("q").pack, struct.Struct("q").unpack
+    return Ends(lambda item: os.write(writer, pack(item)), lambda: unpack(os.read(reader, 8))[0], (reader, writer))
+
+
+MAKERS: dict[str, dict[str, Callable[[], Ends]]] = {
+    "threads": {"flowchan": threads_channel, "queue.Queue": bounded_queue, "os pipe": bare_pipe},
+    "processes": {"flowchan": processes_channel, "multiprocessing.Queue": multiprocessing_queue, "os pipe": bare_pipe},
+}
+
+
+def measure(effort: Effort) -> Report:
+    report = Report()
+    count = 1000 if effort.full else 20
+    for medium, makers in MAKERS.items():
+        # Queues outlive the rounds: making one is not part of waking a reader.
+        cases = [_wakes(name, make(), medium, count) for name, make in makers.items()]
+        mine, *peers = report.interleave(f"wake-up, {medium}", cases, effort.rounds)
+        report.rows += [at_most(1, mine, peer, quantile) for peer in peers for quantile in QUANTILES]
+    return report
+
+
+def _wakes(name: str, ends: Ends, medium: str, count: int) -> Case:
+    def work() -> tuple[Sequence[float], int]:
+        start = threading.Thread if medium == "threads" else CONTEXT.Process
+        writer = start(target=_put_now_and_then, args=(ends, WARM_UP + count))
+        writer.start()
+        get, now = ends.get, time.perf_counter_ns
+        latencies = []
+        for _ in repeat(None, WARM_UP + count):
+            put_at = get()
+            latencies.append((now() - put_at) / 1e9)
+        writer.join()
+        return latencies[WARM_UP:], count
+
+    return Case(name, "s", work)
+
+
+def _put_now_and_then(ends: Ends, count: int) -> None:
+    put, now, sleep = ends.put, time.perf_counter_ns, time.sleep
+    for _ in repeat(None, count):
+        sleep(PAUSE)
+        put(now())

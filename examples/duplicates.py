@@ -1,0 +1,84 @@
+"""Files with equal content below a directory: first by size, then by a hash that two processes compute.
+
+    python examples/duplicates.py [DIRECTORY]
+    flowchan run examples/duplicates.py [-- DIRECTORY]
+    flowchan viz examples/duplicates.py -o duplicates.svg
+
+The directory is the running Python's own standard library unless another is named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+import sysconfig
+from collections import defaultdict
+from collections.abc import Iterator
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from flowchan import Graph, In, Out
+
+STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
+
+
+def sized_files(directory: Path) -> Iterator[tuple[int, Path]]:
+    """All plain files below ``directory`` with their sizes. A link to a file is no second copy of it."""
+    for file in directory.rglob("*"):
+        if file.is_file() and not file.is_symlink():
+            yield file.stat().st_size, file
+
+
+def group(keyed: In[tuple[Any, Path]], groups: Out[list[Path]]) -> None:
+    """A stage with ports of its own: it reads (key, file) pairs to their end, then puts each group of two or more files
+    with one key."""
+    found = defaultdict(list)
+    for key, file in keyed:
+        found[key].append(file)
+    for files in found.values():
+        if len(files) > 1:
+            groups.put(files)
+
+
+def with_digest(file: Path) -> tuple[bytes, Path]:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").digest(), file
+
+
+def unreadable(failed: Any) -> None:
+    print(f"skipped {failed.item}: {failed.error}", file=sys.stderr)
+
+
+def show(groups: list[list[Path]]) -> None:
+    """The groups that waste most come first; the files of a group are in order."""
+    wasted = {min(files): min(files).stat().st_size * (len(files) - 1) for files in groups}
+    print(f"{len(groups):,} groups of equal files, {sum(wasted.values()):,} bytes could be saved")
+    for files in sorted(map(sorted, groups), key=lambda files: (-wasted[files[0]], files[0])):
+        print(f"{wasted[files[0]]:>12,}  {'  '.join(map(str, files))}")
+
+
+def duplicates(directory: str = str(STANDARD_LIBRARY)) -> Graph:
+    if not Path(directory).is_dir():
+        raise ValueError(f"not a directory: {directory}")
+    graph = Graph("duplicates")
+    files = graph.source(sized_files, Path(directory), name="files")
+    same_size = graph.stage(group, files, name="same size")
+    hashed = same_size.unbatch(name="candidates").map(with_digest, workers=2, on="process", ordered=False)
+    hashed.errors.sink(unreadable)
+    # Equal digests go to the same part, so each part can be grouped alone.
+    low, high = hashed.partition(itemgetter(0), 2, name="by digest")
+    equal = graph.merge(graph.stage(group, low, name="equal 1"), graph.stage(group, high, name="equal 2"))
+    equal.collect(name="report").sink(show)
+    return graph
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Find files with equal content below a directory.")
+    parser.add_argument("directory", nargs="?", default=str(STANDARD_LIBRARY))
+    duplicates(parser.parse_args().directory).run()
+
+
+if __name__ == "__main__":
+    main()

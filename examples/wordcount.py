@@ -1,0 +1,80 @@
+"""The words of all Python files below a directory, counted on two processes.
+
+    python examples/wordcount.py [DIRECTORY]
+    flowchan run examples/wordcount.py [-- DIRECTORY]
+    flowchan viz examples/wordcount.py -o wordcount.svg
+
+The directory is the running Python's own standard library unless another is named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sysconfig
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from flowchan import Graph, Stream
+
+STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
+
+
+def python_files(directory: Path) -> Iterator[Path]:
+    """The Python files below ``directory``, without what was installed into it later."""
+    for file in directory.rglob("*.py"):
+        if "site-packages" not in file.relative_to(directory).parts:
+            yield file
+
+
+def words(file: Path) -> list[str]:
+    """The words of a file. Some files of the standard library are not UTF-8, on purpose; odd bytes are no words."""
+    return re.findall(r"\w+", file.read_text(encoding="utf-8", errors="replace").lower())
+
+
+def count_words(files: list[Path]) -> Counter[str]:
+    """The words of several files: one Counter for many files crosses to the main process, not one for each."""
+    counts: Counter[str] = Counter()
+    for file in files:
+        counts.update(words(file))
+    return counts
+
+
+def add(total: Counter[str], counts: Counter[str]) -> Counter[str]:
+    """In place, because the total is large and nobody else holds it."""
+    total.update(counts)
+    return total
+
+
+def show(total: Counter[str]) -> None:
+    print(f"{total.total():,} words, {len(total):,} different ones; the most frequent:")
+    for word, count in total.most_common(10):
+        print(f"{count:>12,}  {word}")
+
+
+def declare(directory: Path) -> tuple[Graph, Stream]:
+    """The graph, and the stream whose one item is the total."""
+    graph = Graph("wordcount")
+    files = graph.source(python_files, directory)
+    counts = files.batch(32).map(count_words, workers=2, on="process", ordered=False)
+    return graph, counts.reduce(add, Counter(), name="total")
+
+
+def wordcount(directory: str = str(STANDARD_LIBRARY)) -> Graph:
+    """The graph that the command line runs and draws: it shows the total itself."""
+    if not Path(directory).is_dir():
+        raise ValueError(f"not a directory: {directory}")
+    graph, total = declare(Path(directory))
+    total.sink(show)
+    return graph
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Count the words of all Python files below a directory.")
+    parser.add_argument("directory", nargs="?", default=str(STANDARD_LIBRARY))
+    wordcount(parser.parse_args().directory).run()
+
+
+if __name__ == "__main__":
+    main()

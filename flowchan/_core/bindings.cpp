@@ -1,0 +1,171 @@
+// The module flowchan._core: what Python sees of the core. Its committed stub is flowchan/_core.pyi.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+
+#include <poll.h>
+#include <sys/syscall.h>
+#include <thread>
+
+#include "channel.hpp"
+
+namespace nb = nanobind;
+using namespace flowchan;
+using namespace nb::literals;
+
+namespace {
+
+PyType_Slot channel_slots[] = {{Py_tp_methods, channel_methods}, {Py_tp_iter, (void*)PyObject_SelfIter},
+                               {Py_tp_iternext, (void*)channel_next}, {Py_tp_traverse, (void*)channel_traverse},
+                               {Py_tp_clear, (void*)channel_clear}, {0, nullptr}};
+PyType_Slot in_slots[] = {{Py_tp_methods, in_methods}, {Py_tp_iter, (void*)PyObject_SelfIter},
+                          {Py_tp_iternext, (void*)in_next}, {Py_tp_traverse, (void*)in_traverse}, {0, nullptr}};
+PyType_Slot out_slots[] = {{Py_tp_methods, out_methods}, {Py_tp_traverse, (void*)out_traverse}, {0, nullptr}};
+
+uint64_t state_of(Channel& ch) {
+    if (!ch.usable()) throw nb::python_error();
+    return ch.queue ? ch.queue->state : std::atomic_ref(ch.ring->header().state).load(std::memory_order_acquire);
+}
+
+template <class F> auto locked(Channel& ch, F f) {
+    if (!ch.usable()) throw nb::python_error();
+    Wakes wakes;
+    if (ch.queue) {
+        Locked<LocalQueue> lock(*ch.queue);
+        auto result = f(*ch.queue, wakes);
+        lock.unlock(wakes);
+        return result;
+    }
+    Locked<Ring> lock(*ch.ring);
+    auto result = f(*ch.ring, wakes);
+    lock.unlock(wakes);
+    return result;
+}
+
+int64_t length(Channel& ch) {
+    if (state_of(ch) == BROKEN) return 0;
+    return locked(ch, [](auto& m, Wakes&) -> int64_t {
+        if constexpr (std::is_same_v<decltype(m), Ring&>) return m.header().inside();
+        else return int64_t(m.inside());
+    });
+}
+
+bool is_drained(Channel& ch) {
+    return locked(ch, [](auto& m, Wakes&) { return m.drained(); });
+}
+
+void close_channel(Channel& ch) {
+    locked(ch, [](auto& m, Wakes& wakes) {
+        m.close(wakes);
+        return 0;
+    });
+}
+
+// A supervised session is ended by its supervisor alone, never by whoever notices that its process is gone.
+template <class Port> void supervise(Port& port) {
+    if (port.ch->ring) port.ch->ring->session(port.state.session).supervised = 1;
+}
+
+template <class Port> nb::tuple hand_over(Port& port) {
+    if (!port.ch->ring) {
+        PyErr_SetString(PyExc_TypeError, (port.ch->describe() + " can't be sent to another process, and so can't its "
+                                          "ports; make it with across='processes'").c_str());
+        throw nb::python_error();
+    }
+    return nb::make_tuple(port.channel, port.state.session);
+}
+
+// Ends this process at once when the process `pid` has ended, whatever this one is doing, C code with the GIL held
+// included. One thread that only ever sleeps in poll(); it ends with its process.
+void die_with(int pid) {
+    int fd = int(syscall(SYS_pidfd_open, pid, 0));
+    if (fd < 0) _exit(1);  // it has ended already
+    std::thread([fd] {
+        pollfd p{fd, POLLIN, 0};
+        while (poll(&p, 1, -1) < 0 && errno == EINTR) {}
+        _exit(1);
+    }).detach();
+}
+
+// Errors of the operating system become OSError, not RuntimeError.
+template <class... Args> void construct(Channel* self, Args... args) {
+    try {
+        new (self) Channel(std::move(args)...);
+    } catch (const std::system_error& e) {
+        PyErr_SetObject(PyExc_OSError, nb::make_tuple(e.code().value(), e.what()).ptr());
+        throw nb::python_error();
+    }
+}
+
+}  // namespace
+
+NB_MODULE(_core, m) {
+    m.doc() = "The native core of flowchan: channels and their ports.";
+
+    nb::class_<Channel>(m, "Channel", nb::type_slots(channel_slots), nb::is_weak_referenceable(),
+                        "A bounded, closable FIFO. Use flowchan.Channel, which checks its arguments.")
+        .def("__init__", construct<uint64_t, bool, uint64_t, std::string>, "capacity"_a, "processes"_a, "max_bytes"_a,
+             "name"_a)
+        .def("__init__", construct<int, std::string>, "fd"_a, "name"_a)
+        .def("close", close_channel,
+             "Nobody can put any more; what is inside can still be read. Anybody may close, any number of times.")
+        .def("abort", [](Channel& ch, nb::handle cause) { abort_channel(ch, cause.ptr()); }, "cause"_a = nb::none(),
+             "Break the channel: what is inside is discarded, and every waiting or later call raises Broken from ``cause``.")
+        .def("reader", [](nb::handle self) { return nb::cast(new In(nb::borrow(self), 0), nb::rv_policy::take_ownership); },
+             "A counted reading end. When the last one is closed, writers get Closed.")
+        .def("writer", [](nb::handle self) { return nb::cast(new Out(nb::borrow(self), 0), nb::rv_policy::take_ownership); },
+             "A counted writing end. When the last one is closed, the channel is closed.")
+        .def("__len__", length)
+        .def_prop_ro("capacity", [](Channel& ch) { return ch.capacity; }, "How many items may be inside.")
+        .def_prop_ro("max_bytes", [](Channel& ch) -> std::optional<uint64_t> {
+            return ch.max_bytes == UINT64_MAX ? std::nullopt : std::optional(ch.max_bytes);
+        }, "How many bytes may be inside; None: no such limit.")
+        .def_prop_ro("across", [](Channel& ch) { return ch.queue ? "threads" : "processes"; }, "The medium.")
+        .def_prop_ro("closed", [](Channel& ch) { return state_of(ch) != OPEN; }, "Whether nobody can put any more.")
+        .def_prop_ro("drained", is_drained, "Whether it is closed and empty and no item is out on lease.")
+        .def_prop_ro("broken", [](Channel& ch) { return state_of(ch) == BROKEN; }, "Whether it was aborted.")
+        .def_rw("_name", &Channel::name)
+        .def_prop_ro("_fd", [](Channel& ch) { return ch.ring ? ch.ring->fd() : -1; })
+        .def("_stats", channel_stats)
+        .def("_adopt_reader", [](nb::handle self, int session) {
+            return nb::cast(new In(nb::borrow(self), session), nb::rv_policy::take_ownership);
+        }, "session"_a)
+        .def("_adopt_writer", [](nb::handle self, int session) {
+            return nb::cast(new Out(nb::borrow(self), session), nb::rv_policy::take_ownership);
+        }, "session"_a);
+
+    nb::class_<In>(m, "In", nb::type_slots(in_slots),
+                   "A stage's reading end of a channel. Taking the next item finishes the one before.")
+        .def("close", [](In& in) { in.close(true); }, "Leave: the items in hand count as finished.")
+        .def("_give_up", [](In& in) { in.close(false); })
+        .def("_finish", finish_items)
+        .def("_supervise", supervise<In>)
+        .def("_hand_over", hand_over<In>)
+        .def("__enter__", [](nb::handle self) { return self; })
+        .def("__exit__", [](In& in, nb::handle type, nb::handle, nb::handle) { in.close(type.is_none()); },
+             "type"_a.none(), "error"_a.none(), "traceback"_a.none())
+        .def_prop_ro("channel", [](In& in) { return in.channel; }, "The channel that it reads.")
+        .def_prop_ro("closed", [](In& in) { return !in.open; }, "Whether this port was closed.");
+
+    nb::class_<Out>(m, "Out", nb::type_slots(out_slots), "A stage's writing end of a channel.")
+        .def("close", &Out::close, "Leave; the last writer to leave closes the channel.")
+        .def("_follow", [](nb::handle self, nb::handle reader, bool ordered, bool single) {
+            Out& out = *nb::inst_ptr<Out>(self);
+            out.reader = nb::borrow(reader);
+            out.state.ordered = ordered;
+            out.state.single = single;
+            out.follows()->feeds.push_back(&out);
+        }, "reader"_a, "ordered"_a, "single"_a)
+        .def("_supervise", supervise<Out>)
+        .def("_hand_over", hand_over<Out>)
+        .def("__enter__", [](nb::handle self) { return self; })
+        .def("__exit__", [](Out& out, nb::handle, nb::handle, nb::handle) { out.close(); }, "type"_a.none(),
+             "error"_a.none(), "traceback"_a.none())
+        .def_prop_ro("channel", [](Out& out) { return out.channel; }, "The channel that it writes.")
+        .def_prop_ro("closed", [](Out& out) { return !out.open; }, "Whether this port was closed.");
+
+    for (const char* name : {"In", "Out"}) m.attr(name).attr("__module__") = "flowchan";
+    m.def("_set_codec", [](nb::handle dumps, nb::handle loads) { set_codec(dumps.ptr(), loads.ptr()); }, "dumps"_a,
+          "loads"_a);
+    m.def("_die_with", die_with, "pid"_a);
+}

@@ -1,0 +1,89 @@
+// The Python objects: Channel over either medium, and its ports In and Out.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "blocking.hpp"
+#include "codec.hpp"
+
+namespace flowchan {
+
+namespace nb = nanobind;
+
+// Grows by one in a forked child, so that what must not cross a fork can tell.
+extern uint64_t fork_count;
+
+struct Channel {
+    std::unique_ptr<LocalQueue> queue;  // one of the two
+    std::unique_ptr<Ring> ring;
+    std::string name;
+    uint64_t capacity = 0;
+    uint64_t max_bytes = 0;  // UINT64_MAX: no limit (threads)
+    uint64_t forks = fork_count;
+    uint32_t plain = 0;      // ring: this process's own session, opened when first needed
+
+    Channel(uint64_t capacity, bool processes, uint64_t max_bytes, std::string name);
+    Channel(int fd, std::string name);
+    ~Channel();
+
+    std::string describe() const;     // "channel 'name'" or "Channel(64, across='threads')"
+    uint32_t plain_session();         // throws nb::python_error
+    bool usable();                    // false with a Python error set: a `threads` channel in a forked child
+};
+
+struct Out;
+
+struct In {
+    nb::object channel;
+    Channel* ch;
+    ReaderState state;
+    std::vector<Out*> feeds;  // the writers whose outputs belong to the item in hand
+    uint64_t forks = fork_count;
+    uint64_t generation = 0;
+    bool open = true;
+
+    In(nb::object channel, int session);
+    ~In();
+    void close(bool finished);
+};
+
+struct Out {
+    nb::object channel;
+    Channel* ch;
+    WriterState state;
+    nb::object reader;        // the In that numbers the items, or null
+    uint64_t forks = fork_count;
+    uint64_t generation = 0;
+    bool open = true;
+
+    Out(nb::object channel, int session);
+    ~Out();
+    In* follows() const { return reader.is_valid() ? nb::inst_ptr<In>(reader) : nullptr; }
+    void close();
+};
+
+// Each gives a new reference, or null with a Python error set. `in`/`out` is the port used, or null for a plain call.
+PyObject* put_item(Channel& ch, Out* out, PyObject* item, Deadline deadline);
+PyObject* get_item(Channel& ch, In* in, Deadline deadline, bool keep, bool iterating);
+PyObject* put_all(Channel& ch, Out* out, PyObject* items, Deadline deadline);
+PyObject* get_all(Channel& ch, In* in, Py_ssize_t most, Deadline deadline);
+void finish_items(In& in);   // the items in hand are done with: tells the writers that follow, then acknowledges
+
+void abort_channel(Channel& ch, PyObject* cause);
+nb::tuple channel_stats(Channel& ch);
+PyObject* raise_step(Channel& ch, Step step, Side side, uint64_t size, Deadline deadline);
+bool parse_deadline(PyObject* timeout, Deadline& deadline);
+
+extern PyMethodDef channel_methods[], in_methods[], out_methods[];
+int channel_traverse(PyObject* self, visitproc visit, void* arg);
+int channel_clear(PyObject* self);
+int in_traverse(PyObject* self, visitproc visit, void* arg);
+int out_traverse(PyObject* self, visitproc visit, void* arg);
+PyObject* channel_next(PyObject* self);
+PyObject* in_next(PyObject* self);
+
+}  // namespace flowchan

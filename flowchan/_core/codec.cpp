@@ -1,0 +1,291 @@
+#include "codec.hpp"
+
+#include <algorithm>
+
+namespace flowchan {
+
+namespace {
+
+PyObject* py_dumps = nullptr;
+PyObject* py_loads = nullptr;
+
+constexpr int DEEPEST = 4;
+constexpr uint64_t WITHOUT_GIL = 1 << 16;  // copies of at least this release the GIL
+constexpr uint64_t ALIGN = 64;
+
+enum Tag : unsigned char {
+    NONE, TRUE_, FALSE_, INT8, INT32, INT64, FLOAT, TUPLE, BYTES_SHORT, BYTES_LONG,
+    ASCII_SHORT, STR_LONG,  // STR_LONG: kind byte (0 ascii, 1, 2, 4 bytes a character), u32 characters
+};
+
+// Writes into Frame::small; false when it does not fit or is not one of the direct types.
+struct Writer {
+    char* p;
+    char* end;
+
+    bool tag(Tag t, uint64_t more) {
+        if (uint64_t(end - p) < 1 + more) return false;
+        *p++ = char(t);
+        return true;
+    }
+    template <class T> void raw(T value) {
+        memcpy(p, &value, sizeof value);
+        p += sizeof value;
+    }
+    void raw(const void* at, uint64_t n) {
+        memcpy(p, at, n);
+        p += n;
+    }
+
+    bool integer(PyObject* o) {
+        int overflow = 0;
+        long long v = PyLong_AsLongLongAndOverflow(o, &overflow);
+        if (overflow) return false;
+        if (v >= INT8_MIN && v <= INT8_MAX) return tag(INT8, 1) && (raw(int8_t(v)), true);
+        if (v >= INT32_MIN && v <= INT32_MAX) return tag(INT32, 4) && (raw(int32_t(v)), true);
+        return tag(INT64, 8) && (raw(int64_t(v)), true);
+    }
+    bool text(PyObject* o) {
+        uint64_t n = uint64_t(PyUnicode_GET_LENGTH(o));
+        if (PyUnicode_IS_ASCII(o) && n < 256) {
+            if (!tag(ASCII_SHORT, 1 + n)) return false;
+            raw(uint8_t(n));
+            raw(PyUnicode_DATA(o), n);
+            return true;
+        }
+        uint64_t width = uint64_t(PyUnicode_KIND(o));
+        if (n > UINT32_MAX || !tag(STR_LONG, 5 + n * width)) return false;
+        raw(uint8_t(PyUnicode_IS_ASCII(o) ? 0 : width));
+        raw(uint32_t(n));
+        raw(PyUnicode_DATA(o), n * width);
+        return true;
+    }
+    bool bytes(PyObject* o) {
+        uint64_t n = uint64_t(PyBytes_GET_SIZE(o));
+        if (n < 256) {
+            if (!tag(BYTES_SHORT, 1 + n)) return false;
+            raw(uint8_t(n));
+        } else {
+            if (n > UINT32_MAX || !tag(BYTES_LONG, 4 + n)) return false;
+            raw(uint32_t(n));
+        }
+        raw(PyBytes_AS_STRING(o), n);
+        return true;
+    }
+    bool object(PyObject* o, int depth) {
+        if (PyLong_CheckExact(o)) return integer(o);
+        if (PyUnicode_CheckExact(o)) return text(o);
+        if (PyFloat_CheckExact(o)) return tag(FLOAT, 8) && (raw(PyFloat_AS_DOUBLE(o)), true);
+        if (o == Py_None) return tag(NONE, 0);
+        if (o == Py_True) return tag(TRUE_, 0);
+        if (o == Py_False) return tag(FALSE_, 0);
+        if (PyBytes_CheckExact(o)) return bytes(o);
+        if (!PyTuple_CheckExact(o) || depth == DEEPEST || PyTuple_GET_SIZE(o) > 255 || !tag(TUPLE, 1)) return false;
+        Py_ssize_t n = PyTuple_GET_SIZE(o);
+        raw(uint8_t(n));
+        for (Py_ssize_t i = 0; i < n; ++i)
+            if (!object(PyTuple_GET_ITEM(o, i), depth + 1)) return false;
+        return true;
+    }
+};
+
+struct Reader {
+    const char* p;
+    const char* end;
+
+    bool has(uint64_t n) const { return uint64_t(end - p) >= n; }
+    template <class T> T raw() {
+        T value;
+        memcpy(&value, p, sizeof value);
+        p += sizeof value;
+        return value;
+    }
+    PyObject* object(int depth);
+    PyObject* bytes(uint64_t n) {
+        if (!has(n)) return nullptr;
+        PyObject* o = PyBytes_FromStringAndSize(p, Py_ssize_t(n));
+        p += n;
+        return o;
+    }
+    PyObject* ascii(uint64_t n) {
+        if (!has(n)) return nullptr;
+        // Checked, because another process wrote it: an "ASCII" string with other bytes would be a broken object.
+        if (!std::all_of(p, p + n, [](char c) { return static_cast<unsigned char>(c) < 128; })) return nullptr;
+        PyObject* o = PyUnicode_New(Py_ssize_t(n), 127);
+        if (o) memcpy(PyUnicode_DATA(o), p, n);
+        p += n;
+        return o;
+    }
+    PyObject* text() {
+        if (!has(5)) return nullptr;
+        uint64_t width = raw<uint8_t>(), n = raw<uint32_t>();
+        if (width == 0) return ascii(n);
+        if ((width != 1 && width != 2 && width != 4) || !has(n * width)) return nullptr;
+        std::vector<char> aligned(p, p + n * width);  // the payload may lie at any address
+        p += n * width;
+        if (width == 4)
+            for (uint64_t i = 0; i < n; ++i) {
+                uint32_t c;
+                memcpy(&c, aligned.data() + 4 * i, 4);
+                if (c > 0x10ffff) return nullptr;
+            }
+        return PyUnicode_FromKindAndData(int(width), aligned.data(), Py_ssize_t(n));
+    }
+};
+
+PyObject* Reader::object(int depth) {
+    if (!has(1)) return nullptr;
+    switch (raw<uint8_t>()) {
+        case NONE: Py_RETURN_NONE;
+        case TRUE_: Py_RETURN_TRUE;
+        case FALSE_: Py_RETURN_FALSE;
+        case INT8: return has(1) ? PyLong_FromLong(raw<int8_t>()) : nullptr;
+        case INT32: return has(4) ? PyLong_FromLong(raw<int32_t>()) : nullptr;
+        case INT64: return has(8) ? PyLong_FromLongLong(raw<int64_t>()) : nullptr;
+        case FLOAT: return has(8) ? PyFloat_FromDouble(raw<double>()) : nullptr;
+        case BYTES_SHORT: return has(1) ? bytes(raw<uint8_t>()) : nullptr;
+        case BYTES_LONG: return has(4) ? bytes(raw<uint32_t>()) : nullptr;
+        case ASCII_SHORT: return has(1) ? ascii(raw<uint8_t>()) : nullptr;
+        case STR_LONG: return text();
+        case TUPLE: {
+            if (!has(1) || depth == DEEPEST) return nullptr;
+            uint8_t n = raw<uint8_t>();
+            PyObject* tuple = PyTuple_New(n);
+            for (uint8_t i = 0; tuple && i < n; ++i) {
+                PyObject* o = object(depth + 1);
+                if (!o) Py_CLEAR(tuple);
+                else PyTuple_SET_ITEM(tuple, i, o);
+            }
+            return tuple;
+        }
+        default: return nullptr;
+    }
+}
+
+void copy(char* to, const char* from, uint64_t n) {
+    if (n < WITHOUT_GIL) {
+        memcpy(to, from, n);
+        return;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    memcpy(to, from, n);
+    Py_END_ALLOW_THREADS
+}
+
+// `dumps` gives the pickle, or a list: the pickle, then its out-of-band buffers.
+bool encode_pickle(PyObject* object, ObjectFrame& frame) {
+    frame.keep = PyObject_CallOneArg(py_dumps, object);
+    if (!frame.keep) return false;
+    if (PyBytes_CheckExact(frame.keep)) {
+        frame.kind = PICKLE;
+        frame.size = uint64_t(PyBytes_GET_SIZE(frame.keep));
+        frame.one = {PyBytes_AS_STRING(frame.keep), frame.size, 0};
+        return true;
+    }
+    frame.kind = BUFFERS;
+    uint64_t n = uint64_t(PyList_GET_SIZE(frame.keep)), head = 8 + 8 * n;
+    char* header = frame.header;
+    if (head > sizeof frame.header) {
+        frame.long_header.resize(head);
+        header = frame.long_header.data();
+    }
+    frame.buffers.reserve(n);
+    memcpy(header, &n, 8);
+    frame.pieces.push_back({header, head, 0});
+    uint64_t at = head;
+    for (uint64_t i = 0; i < n; ++i) {
+        Py_buffer view;
+        if (PyObject_GetBuffer(PyList_GET_ITEM(frame.keep, Py_ssize_t(i)), &view, PyBUF_SIMPLE) != 0) return false;
+        frame.buffers.push_back(view);
+        uint64_t size = uint64_t(view.len);
+        memcpy(header + 8 + 8 * i, &size, 8);
+        at = (at + ALIGN - 1) / ALIGN * ALIGN;
+        frame.pieces.push_back({view.buf, size, at});
+        at += size;
+    }
+    frame.size = at;
+    return true;
+}
+
+PyObject* damaged() {
+    if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "an item in shared memory is damaged");
+    return nullptr;
+}
+
+PyObject* decode_buffers(const char* at, uint64_t size) {
+    uint64_t n;
+    if (size < 8) return damaged();
+    memcpy(&n, at, 8);
+    if (n == 0 || n > (size - 8) / 8) return damaged();
+    PyObject* args = PyList_New(0);
+    uint64_t from = 8 + 8 * n;
+    for (uint64_t i = 0; args && i < n; ++i) {
+        uint64_t length;
+        memcpy(&length, at + 8 + 8 * i, 8);
+        from = (from + ALIGN - 1) / ALIGN * ALIGN;
+        if (from > size || length > size - from) {
+            Py_DECREF(args);
+            return damaged();
+        }
+        // bytearray: writable, as the user's array was before it crossed
+        PyObject* o = i == 0 ? PyBytes_FromStringAndSize(at + from, Py_ssize_t(length))
+                             : PyByteArray_FromStringAndSize(nullptr, Py_ssize_t(length));
+        if (o && i) copy(PyByteArray_AS_STRING(o), at + from, length);
+        if (!o || PyList_Append(args, o) != 0) Py_CLEAR(args);
+        Py_XDECREF(o);
+        from += length;
+    }
+    PyObject* result = args ? PyObject_CallOneArg(py_loads, args) : nullptr;
+    Py_XDECREF(args);
+    return result;
+}
+
+}  // namespace
+
+ObjectFrame::~ObjectFrame() {
+    for (Py_buffer& view : buffers) PyBuffer_Release(&view);
+    Py_XDECREF(keep);
+}
+
+bool encode(PyObject* object, ObjectFrame& frame) {
+    Writer writer{frame.small, frame.small + Frame::SMALL};
+    if (writer.object(object, 0)) {
+        frame.size = frame.small_size = uint64_t(writer.p - frame.small);
+        return true;
+    }
+    if (PyBytes_CheckExact(object)) {
+        frame.kind = BYTES;
+        frame.size = uint64_t(PyBytes_GET_SIZE(object));
+        frame.one = {PyBytes_AS_STRING(object), frame.size, 0};
+        frame.keep = Py_NewRef(object);
+        return true;
+    }
+    return encode_pickle(object, frame);
+}
+
+PyObject* decode(uint64_t kind, const char* at, uint64_t size) {
+    if (kind == DIRECT) {
+        Reader reader{at, at + size};
+        PyObject* o = reader.object(0);
+        return o ? o : damaged();
+    }
+    if (kind == BYTES) {
+        PyObject* o = PyBytes_FromStringAndSize(nullptr, Py_ssize_t(size));
+        if (o) copy(PyBytes_AS_STRING(o), at, size);
+        return o;
+    }
+    if (kind == PICKLE) {
+        PyObject* bytes = PyBytes_FromStringAndSize(at, Py_ssize_t(size));
+        PyObject* o = bytes ? PyObject_CallOneArg(py_loads, bytes) : nullptr;
+        Py_XDECREF(bytes);
+        return o;
+    }
+    return kind == BUFFERS ? decode_buffers(at, size) : damaged();
+}
+
+void set_codec(PyObject* dumps, PyObject* loads) {
+    Py_XSETREF(py_dumps, Py_NewRef(dumps));
+    Py_XSETREF(py_loads, Py_NewRef(loads));
+}
+
+}  // namespace flowchan

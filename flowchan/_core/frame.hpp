@@ -1,0 +1,43 @@
+// An item on its way into a ring: up to a few pieces of memory that are laid one after the other.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace flowchan {
+
+// What the payload of a slot is. The numbers are written into shared memory: never reuse one.
+enum Kind : uint64_t {
+    DIRECT = 1,   // codec.cpp's direct encoding of small built-ins
+    BYTES = 2,    // the bytes of a `bytes` object
+    PICKLE = 3,   // a pickle without buffers
+    BUFFERS = 4,  // a pickle with its out-of-band buffers: u64 count, u64 sizes..., then each aligned to 64
+};
+
+struct Frame {
+    static constexpr uint64_t SMALL = 256;
+    struct Piece {
+        const void* at;
+        uint64_t size;
+        uint64_t offset;  // in the payload
+    };
+    uint64_t kind = DIRECT;
+    uint64_t size = 0;
+    uint64_t small_size = 0;
+    char small[SMALL];          // the payload of DIRECT
+    Piece one{};                // the payload of BYTES and PICKLE
+    std::vector<Piece> pieces;  // the payload of BUFFERS
+
+    void write(char* to) const {
+        if (kind == DIRECT) {
+            memcpy(to, small, small_size);
+        } else if (pieces.empty()) {
+            memcpy(to, one.at, one.size);
+        } else {
+            for (const Piece& p : pieces) memcpy(to + p.offset, p.at, p.size);
+        }
+    }
+};
+
+}  // namespace flowchan

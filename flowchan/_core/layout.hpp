@@ -1,0 +1,135 @@
+// The shared memory of one `processes` channel, as every process maps it.
+//
+//   | Header | Session x SESSIONS | Group x groups | blocks -> ...            ... <- slots |
+//
+// One memfd holds it all. It has no name, so the kernel frees it with its last user (C12). Its length is the most it
+// could ever need, but only `reserved_low`/`reserved_high` bytes are allocated; `fallocate` adds more before it is
+// touched, so that a full memory is an error where it happens, never a SIGBUS later. Freed blocks and slots go to free
+// lists and are used again while still warm; memory is never given back before the channel ends.
+//
+// An item is a slot, with a block when it does not fit into the slot. Slots are linked by offsets from the start of the
+// mapping; offset 0 (the header) stands for "none". The FIFO is the list head..tail. A slot is always in exactly one
+// place: the free list, the FIFO, a group (parked until its turn), a session's lease list, or owned singly by a session
+// that copies into it (FILLING) or out of it (HELD).
+#pragma once
+
+#include <pthread.h>
+
+#include "redo.hpp"
+#include "waiting.hpp"
+
+namespace flowchan {
+
+constexpr uint64_t MAGIC = 0x6e616863776f6c66;  // "flowchan"
+constexpr uint64_t VERSION = 1;
+constexpr uint32_t SESSIONS = 256;
+constexpr uint64_t UNIT = 64;        // blocks are multiples of it and aligned to it
+constexpr uint32_t CLASSES = 136;    // block sizes, four to a doubling: 64 B << 34
+
+enum State : uint64_t { OPEN = 0, CLOSED = 1, BROKEN = 2 };
+enum class SlotState : uint64_t { Free, Inside, Parked, Leased, Filling, Held };
+
+// One participant: the plain user of a process, or a port. Only `pid`s are ever looked at from outside.
+struct alignas(64) Session {
+    enum Role : uint64_t { NONE = 0, PLAIN = 1, READER = 2, WRITER = 3, RESUME = 4 };
+    uint64_t role;
+    uint64_t pid;
+    uint64_t started;       // the process's start time: with the pid it names one process for ever
+    uint64_t generation;    // of this record: an old handle of a reused record must not end the new user
+    uint64_t supervised;    // a supervisor ends this session, nobody else may
+    uint64_t lease_head;    // reader: the items in hand
+    uint64_t lease_tail;
+    uint64_t leased;
+    uint64_t committed_item;   // writer: number of the input item last worked on, plus one (0: none) ...
+    uint64_t committed_count;  // ... and how many of its outputs are in this ring. RESUME: the same, of a dead worker
+    // How many of its threads stand at each gate: what to take off the gates when it dies. No redo, as for the gates.
+    uint32_t at_reader_gate;
+    uint32_t at_writer_gate;
+};
+
+// A slot keeps its block for ever: both are freed into, and taken from, the free list of that block class together. So a
+// block holds nothing but payload, and filling one that is still on its free list disturbs nobody.
+struct alignas(64) Slot {
+    static constexpr uint64_t INLINE = 72;
+    uint64_t next;
+    uint64_t state;      // SlotState | owner session << 8 | numbered << 16 | deaths << 32
+    uint64_t size;       // of the payload in bytes
+    uint64_t number;     // i, given when first taken: items leave in the order of their numbers
+    uint64_t kind;       // what frame.hpp says the payload is
+    uint64_t cls;        // block class, 0 for none; never changes
+    uint64_t block;      // offset of the block, 0 for none; never changes
+    char data[INLINE];   // the payload, if there is no block
+
+    SlotState place() const { return SlotState(state & 0xff); }
+    uint32_t owner() const { return uint32_t(state >> 8 & 0xff); }
+    bool numbered() const { return state >> 16 & 1; }
+    uint64_t with_place(SlotState p, uint32_t owner = 0) const {
+        return (state & ~uint64_t(0xffff)) | uint64_t(p) | uint64_t(owner) << 8;
+    }
+};
+static_assert(sizeof(Slot) == 128);
+
+// Outputs for input item number i of an ordered stage, parked at groups[i % n] until i's turn comes.
+struct Group {
+    uint64_t head, tail, count;
+    uint64_t complete;   // i has no more outputs to come
+};
+
+struct Header {
+    uint64_t magic, version;
+    uint64_t capacity, max_bytes;
+    uint64_t mapped;          // length of the mapping
+    uint64_t groups;          // number of groups
+    uint64_t groups_at, blocks_at;
+    uint64_t reserved_low, reserved_high;  // allocated up to / from here; changed after fallocate, no redo needed
+    char label[64];           // the channel's name in messages
+
+    alignas(64) pthread_mutex_t mutex;
+    // --- below: only under the mutex, only by a Change, unless said otherwise ---
+    alignas(64) uint64_t head;
+    uint64_t tail;            // meaningless while head is 0
+    uint64_t slots_used;      // slots in no free list
+    uint64_t puts, takes;     // inside = puts - takes
+    uint64_t bytes_in, bytes_out;
+    uint64_t state;
+
+    alignas(64) uint64_t numbered;  // how many items have got their number
+    uint64_t leased;          // items on lease, over all sessions
+    uint64_t claimed;         // places in the channel claimed by FILLING slots
+    uint64_t parked, turn;
+    uint64_t writers, readers;        // counted ports open now
+    uint64_t resumes;         // sessions with role RESUME
+
+    alignas(64) Redo redo;
+    alignas(64) Gate reader_gate;     // gates need no redo, see waiting.hpp
+    Gate writer_gate;
+    alignas(64) uint64_t slots_at;    // slots grow down from the end of the mapping to here
+    uint64_t blocks_top;              // blocks grow up from blocks_at to here
+    uint64_t short_of_memory;  // a writer waits for memory, not for a place; needs no redo: it is set again on the next try
+    uint64_t cause, cause_size;       // block with the pickled cause of BROKEN
+    std::atomic<uint64_t> swept_ns;   // when somebody last looked for dead sessions: a hint, no partner
+    uint64_t free_slots[CLASSES];  // heads of the free lists, [0] of the slots without a block
+    Session sessions[SESSIONS];
+
+    int64_t inside() const { return int64_t(puts - takes); }
+};
+
+// Block classes: 0 is "no block"; 1 to 4 are 64, 128, 192, 256 bytes; then four steps to each doubling. `class_of` is
+// the smallest that holds `size`.
+inline uint64_t class_size(uint32_t c) {
+    if (c <= 4) return UNIT * c;
+    uint32_t doubling = (c - 5) / 4, step = (c - 5) % 4;
+    return (UNIT * 4 << doubling) / 4 * (5 + step);
+}
+inline uint32_t class_of(uint64_t size) {
+    if (size <= Slot::INLINE) return 0;
+    uint32_t c = 1;
+    if (size > UNIT * 4) {
+        uint32_t doubling = 63 - __builtin_clzll((size - 1) / (UNIT * 4));
+        c = 5 + doubling * 4;
+    }
+    while (class_size(c) < size) ++c;
+    return c;
+}
+
+}  // namespace flowchan

@@ -1,0 +1,226 @@
+// The methods that are called once per item, as plain C functions: a general binding layer costs more than the operation.
+#include <cstring>
+
+#include "channel.hpp"
+
+namespace flowchan {
+
+namespace {
+
+Channel& channel_of(PyObject* self) { return *nb::inst_ptr<Channel>(self); }
+In& in_of(PyObject* self) { return *nb::inst_ptr<In>(self); }
+Out& out_of(PyObject* self) { return *nb::inst_ptr<Out>(self); }
+
+template <class F> PyObject* guarded(F&& f) {
+    try {
+        return f();
+    } catch (nb::python_error& e) {
+        e.restore();
+    } catch (const std::exception& e) {
+        PyErr_SetString(PyExc_RuntimeError, e.what());
+    }
+    return nullptr;
+}
+
+// Parses at most `want` required arguments and an optional `timeout`, by position or by name.
+template <size_t N>
+bool parse(const char* function, const char* const (&names)[N], size_t required, PyObject* const* args, Py_ssize_t n,
+           PyObject* keywords, PyObject* (&values)[N]) {
+    if (n > Py_ssize_t(N)) {
+        PyErr_Format(PyExc_TypeError, "%s() takes at most %zu arguments (%zd given)", function, N, n);
+        return false;
+    }
+    for (size_t i = 0; i < N; ++i) values[i] = Py_ssize_t(i) < n ? args[i] : nullptr;
+    Py_ssize_t more = keywords ? PyTuple_GET_SIZE(keywords) : 0;
+    for (Py_ssize_t k = 0; k < more; ++k) {
+        PyObject* name = PyTuple_GET_ITEM(keywords, k);
+        size_t i = 0;
+        while (i < N && PyUnicode_CompareWithASCIIString(name, names[i]) != 0) ++i;
+        if (i == N || values[i]) {
+            PyErr_Format(PyExc_TypeError, i == N ? "%s() has no argument %R" : "%s() got two values for argument %R",
+                         function, name);
+            return false;
+        }
+        values[i] = args[n + k];
+    }
+    for (size_t i = 0; i < required; ++i) {
+        if (values[i]) continue;
+        PyErr_Format(PyExc_TypeError, "%s() needs the argument '%s'", function, names[i]);
+        return false;
+    }
+    return true;
+}
+
+// A port used by a forked child for the first time moves to that child.
+template <class Port> bool ready(Port& port) {
+    if (!port.open) {
+        PyErr_SetString(PyExc_ValueError, "this port was closed; open another one from the channel");
+        return false;
+    }
+    if (port.forks == fork_count) return true;
+    if (!port.ch->usable()) return false;
+    Wakes wakes;
+    Locked<Ring> locked(*port.ch->ring);
+    port.ch->ring->adopt(port.state.session);
+    locked.unlock(wakes);
+    port.forks = fork_count;
+    return true;
+}
+
+constexpr const char* PUT[] = {"item", "timeout"};
+constexpr const char* PUT_MANY[] = {"items", "timeout"};
+constexpr const char* GET[] = {"timeout"};
+constexpr const char* GET_MANY[] = {"max", "timeout"};
+
+PyObject* do_put(Channel& ch, Out* out, PyObject* const* args, Py_ssize_t n, PyObject* keywords) {
+    PyObject* v[2];
+    Deadline deadline;
+    if (n == 1 && !keywords) return put_item(ch, out, args[0], deadline);
+    if (!parse("put", PUT, 1, args, n, keywords, v) || !parse_deadline(v[1], deadline)) return nullptr;
+    return put_item(ch, out, v[0], deadline);
+}
+PyObject* do_put_many(Channel& ch, Out* out, PyObject* const* args, Py_ssize_t n, PyObject* keywords) {
+    PyObject* v[2];
+    Deadline deadline;
+    if (!parse("put_many", PUT_MANY, 1, args, n, keywords, v) || !parse_deadline(v[1], deadline)) return nullptr;
+    return put_all(ch, out, v[0], deadline);
+}
+PyObject* do_get(Channel& ch, In* in, PyObject* const* args, Py_ssize_t n, PyObject* keywords, bool keep) {
+    PyObject* v[1];
+    Deadline deadline;
+    if (n || keywords)
+        if (!parse("get", GET, 0, args, n, keywords, v) || !parse_deadline(v[0], deadline)) return nullptr;
+    return get_item(ch, in, deadline, keep, false);
+}
+PyObject* do_get_many(Channel& ch, In* in, PyObject* const* args, Py_ssize_t n, PyObject* keywords) {
+    PyObject* v[2];
+    Deadline deadline;
+    if (!parse("get_many", GET_MANY, 1, args, n, keywords, v) || !parse_deadline(v[1], deadline)) return nullptr;
+    Py_ssize_t most = PyLong_Check(v[0]) && !PyBool_Check(v[0]) ? PyLong_AsSsize_t(v[0]) : -1;
+    if (most < 1) {
+        PyErr_Clear();
+        PyErr_Format(PyExc_ValueError, "max must be a whole number >= 1, not %R", v[0]);
+        return nullptr;
+    }
+    return get_all(ch, in, most, deadline);
+}
+
+#define FAST(name, body)                                                                                    \
+    PyObject* name(PyObject* self, PyObject* const* args, Py_ssize_t n, PyObject* keywords) {               \
+        (void)args, (void)n, (void)keywords;                                                                \
+        return guarded([&]() -> PyObject* { body; });                                                       \
+    }
+#define PORT(kind) auto& port = kind##_of(self); if (!ready(port)) return nullptr
+
+FAST(channel_put, return do_put(channel_of(self), nullptr, args, n, keywords))
+FAST(channel_put_many, return do_put_many(channel_of(self), nullptr, args, n, keywords))
+FAST(channel_get, return do_get(channel_of(self), nullptr, args, n, keywords, false))
+FAST(channel_get_many, return do_get_many(channel_of(self), nullptr, args, n, keywords))
+FAST(out_put, PORT(out); return do_put(*port.ch, &port, args, n, keywords))
+FAST(out_put_many, PORT(out); return do_put_many(*port.ch, &port, args, n, keywords))
+FAST(in_get, PORT(in); return do_get(*port.ch, &port, args, n, keywords, false))
+FAST(in_get_more, PORT(in); return do_get(*port.ch, &port, args, n, keywords, true))
+FAST(in_get_many, PORT(in); return do_get_many(*port.ch, &port, args, n, keywords))
+
+PyObject* channel_put_nowait(PyObject* self, PyObject* item) {
+    return guarded([&] { return put_item(channel_of(self), nullptr, item, Deadline{0}); });
+}
+PyObject* channel_get_nowait(PyObject* self, PyObject*) {
+    return guarded([&] { return get_item(channel_of(self), nullptr, Deadline{0}, false, false); });
+}
+PyObject* out_put_nowait(PyObject* self, PyObject* item) {
+    return guarded([&]() -> PyObject* { PORT(out); return put_item(*port.ch, &port, item, Deadline{0}); });
+}
+PyObject* in_get_nowait(PyObject* self, PyObject*) {
+    return guarded([&]() -> PyObject* { PORT(in); return get_item(*port.ch, &port, Deadline{0}, false, false); });
+}
+
+#undef FAST
+#undef PORT
+
+template <class F> PyCFunction fast(F f) { return reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(f)); }
+constexpr int FASTCALL = METH_FASTCALL | METH_KEYWORDS;
+
+#define PUT_DOC "put($self, /, item, timeout=None)\n--\n\n" \
+    "Put ``item`` in, waiting up to ``timeout`` seconds for a place (None: for ever).\n\n" \
+    "Raises Full when the time is over, Closed when somebody closed the channel, Broken when it was aborted;\n" \
+    "across processes TypeError or another error of pickling if the item can't be serialised."
+#define PUT_NOWAIT_DOC "put_nowait($self, item, /)\n--\n\nPut ``item`` in if there is a place now, else raise Full."
+#define PUT_MANY_DOC "put_many($self, /, items, timeout=None)\n--\n\n" \
+    "Put every item of an iterable in, in order, waiting as needed. If that ends early the error's ``items_put`` tells\n" \
+    "how many were put."
+#define GET_DOC "get($self, /, timeout=None)\n--\n\n" \
+    "Take the oldest item out, waiting up to ``timeout`` seconds for one (None: for ever).\n\n" \
+    "Raises Empty when the time is over, Drained at the clean end, Broken when the channel was aborted."
+#define GET_NOWAIT_DOC "get_nowait($self)\n--\n\nTake the oldest item out if there is one now, else raise Empty."
+#define GET_MANY_DOC "get_many($self, /, max, timeout=None)\n--\n\n" \
+    "Take up to ``max`` items out as a list: waits for the first as ``get`` does, then takes what is there."
+
+}  // namespace
+
+PyMethodDef channel_methods[] = {
+    {"put", fast(channel_put), FASTCALL, PUT_DOC},
+    {"put_nowait", channel_put_nowait, METH_O, PUT_NOWAIT_DOC},
+    {"put_many", fast(channel_put_many), FASTCALL, PUT_MANY_DOC},
+    {"get", fast(channel_get), FASTCALL, GET_DOC},
+    {"get_nowait", channel_get_nowait, METH_NOARGS, GET_NOWAIT_DOC},
+    {"get_many", fast(channel_get_many), FASTCALL, GET_MANY_DOC},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyMethodDef in_methods[] = {
+    {"get", fast(in_get), FASTCALL, GET_DOC},
+    {"get_nowait", in_get_nowait, METH_NOARGS, GET_NOWAIT_DOC},
+    {"get_many", fast(in_get_many), FASTCALL, GET_MANY_DOC},
+    {"get_more", fast(in_get_more), FASTCALL,
+     "get_more($self, /, timeout=None)\n--\n\n"
+     "Like ``get``, but the items taken before stay in hand too: they all count as unfinished until the next ``get``."},
+    {"__class_getitem__", Py_GenericAlias, METH_O | METH_CLASS, "In[T]: the annotation of an input port of item type T."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyMethodDef out_methods[] = {
+    {"put", fast(out_put), FASTCALL, PUT_DOC},
+    {"put_nowait", out_put_nowait, METH_O, PUT_NOWAIT_DOC},
+    {"put_many", fast(out_put_many), FASTCALL, PUT_MANY_DOC},
+    {"__class_getitem__", Py_GenericAlias, METH_O | METH_CLASS, "Out[T]: the annotation of an output port of item type T."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyObject* channel_next(PyObject* self) {
+    return guarded([&] { return get_item(channel_of(self), nullptr, Deadline{}, false, true); });
+}
+PyObject* in_next(PyObject* self) {
+    return guarded([&]() -> PyObject* {
+        In& port = in_of(self);
+        return ready(port) ? get_item(*port.ch, &port, Deadline{}, false, true) : nullptr;
+    });
+}
+
+// --- garbage collection: a channel owns the items inside, a port owns its channel ---
+
+int channel_traverse(PyObject* self, visitproc visit, void* arg) {
+    Py_VISIT(Py_TYPE(self));
+    if (!nb::inst_ready(self)) return 0;
+    Channel& ch = channel_of(self);
+    return ch.queue ? ch.queue->traverse(visit, arg) : 0;
+}
+int channel_clear(PyObject* self) {
+    if (!nb::inst_ready(self) || !channel_of(self).queue) return 0;
+    std::vector<PyObject*> dropped;
+    Wakes wakes;
+    channel_of(self).queue->break_(dropped, wakes);
+    for (PyObject* o : dropped) Py_DECREF(o);
+    return 0;
+}
+int in_traverse(PyObject* self, visitproc visit, void* arg) {
+    Py_VISIT(Py_TYPE(self));
+    if (nb::inst_ready(self)) Py_VISIT(in_of(self).channel.ptr());
+    return 0;
+}
+int out_traverse(PyObject* self, visitproc visit, void* arg) {
+    Py_VISIT(Py_TYPE(self));
+    if (!nb::inst_ready(self)) return 0;
+    Py_VISIT(out_of(self).channel.ptr());
+    Py_VISIT(out_of(self).reader.ptr());
+    return 0;
+}
+
+}  // namespace flowchan

@@ -1,0 +1,142 @@
+#include "queue.hpp"
+
+#include <algorithm>
+
+namespace flowchan {
+
+LocalQueue::~LocalQueue() {
+    std::vector<PyObject*> dropped;
+    Wakes wakes;
+    break_(dropped, wakes);
+    for (PyObject* o : dropped) Py_DECREF(o);
+    Py_XDECREF(cause);
+}
+
+void LocalQueue::push(const Item& item) {
+    if (count_ == buffer_.size()) {
+        std::vector<Item> larger(buffer_.empty() ? 16 : 2 * buffer_.size());
+        for (uint64_t i = 0; i < count_; ++i) larger[i] = buffer_[(head_ + i) & (buffer_.size() - 1)];
+        buffer_.swap(larger);
+        head_ = 0;
+    }
+    buffer_[(head_ + count_) & (buffer_.size() - 1)] = item;
+    count_ += 1;
+    puts += 1;
+}
+
+Step LocalQueue::try_put(const Item& item, WriterState* writer, Wakes& wakes) {
+    if (state == BROKEN) return Step::Broken;
+    if (state == CLOSED) return Step::Closed;
+    if (item.size > max_bytes_) return Step::TooLarge;
+    if (bytes_in - bytes_out + item.size > max_bytes_ && bytes_in != bytes_out) return Step::Wait;
+    if (is_parked(writer)) {
+        uint64_t ahead = writer->number - turn;
+        if (ahead >= GROUPS || parked >= capacity_) return Step::Wait;
+        if (groups_.size() <= ahead) groups_.resize(ahead + 1);
+        groups_[ahead].items.push_back(item);
+        parked += 1;
+    } else {
+        if (count_ >= capacity_) return Step::Wait;
+        push(item);
+        wakes.readers += reader_gate.call(1);
+    }
+    bytes_in += item.size;
+    if (writer && writer->keyed) {
+        writer->count += 1;
+        if (writer->single && writer->ordered) item_done(*writer, wakes);
+    }
+    return Step::Done;
+}
+
+Step LocalQueue::try_take(Item& item, ReaderState* reader, Wakes& wakes) {
+    if (state == BROKEN) return Step::Broken;
+    if (count_ == 0) return nothing_coming() && leased == (reader ? reader->in_hand : 0) ? Step::Drained : Step::Wait;
+    item = buffer_[head_];
+    buffer_[head_].object = nullptr;
+    head_ = (head_ + 1) & (buffer_.size() - 1);
+    count_ -= 1;
+    bytes_out += item.size;
+    if (reader) {
+        if (reader->in_hand++ == 0) reader->number = takes;
+        leased += 1;
+    }
+    takes += 1;
+    wakes.writers += call_writers();
+    tell_end(wakes);
+    return Step::Done;
+}
+
+void LocalQueue::acknowledge(ReaderState& reader, Wakes& wakes) {
+    if (!reader.in_hand) return;
+    leased -= reader.in_hand;
+    reader.in_hand = 0;
+    tell_end(wakes);
+}
+
+void LocalQueue::begin_item(WriterState& writer, uint64_t number) {
+    writer.number = number;
+    writer.count = writer.skip = 0;
+}
+
+void LocalQueue::item_done(WriterState& writer, Wakes& wakes) {
+    writer.keyed = false;
+    if (!writer.ordered || writer.number < turn) return;
+    uint64_t ahead = writer.number - turn;
+    if (groups_.size() <= ahead) groups_.resize(ahead + 1);
+    groups_[ahead].complete = true;
+    if (ahead == 0) advance(wakes);
+}
+
+void LocalQueue::advance(Wakes& wakes) {
+    uint32_t linked = 0;
+    uint64_t before = turn;
+    while (!groups_.empty()) {
+        Group& g = groups_.front();
+        for (const Item& item : g.items) push(item);
+        linked += uint32_t(g.items.size());
+        parked -= g.items.size();
+        g.items.clear();
+        if (!g.complete) break;
+        groups_.pop_front();
+        turn += 1;
+    }
+    wakes.readers += reader_gate.call(linked);
+    if (turn != before) {
+        wakes.writers += writer_gate.call_all();
+        tell_end(wakes);
+    }
+}
+
+void LocalQueue::close(Wakes& wakes) {
+    if (state != OPEN) return;
+    state = CLOSED;
+    wakes.readers += reader_gate.call_all();
+    wakes.writers += writer_gate.call_all();
+}
+
+void LocalQueue::break_(std::vector<PyObject*>& dropped, Wakes& wakes) {
+    if (state == BROKEN) return;
+    state = BROKEN;
+    for (uint64_t i = 0; i < count_; ++i) dropped.push_back(buffer_[(head_ + i) & (buffer_.size() - 1)].object);
+    for (Group& g : groups_)
+        for (Item& item : g.items) dropped.push_back(item.object);
+    count_ = parked = 0;
+    groups_.clear();
+    wakes.readers += reader_gate.call_all();
+    wakes.writers += writer_gate.call_all();
+}
+
+void LocalQueue::end_port(bool writer, Wakes& wakes) {
+    uint64_t& open = writer ? writers : readers;
+    if (--open == 0) close(wakes);
+}
+
+int LocalQueue::traverse(visitproc visit, void* arg) {
+    for (uint64_t i = 0; i < count_; ++i) Py_VISIT(buffer_[(head_ + i) & (buffer_.size() - 1)].object);
+    for (Group& g : groups_)
+        for (Item& item : g.items) Py_VISIT(item.object);
+    Py_VISIT(cause);
+    return 0;
+}
+
+}  // namespace flowchan

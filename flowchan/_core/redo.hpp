@@ -1,0 +1,73 @@
+// The redo record: how a critical section on shared memory happens wholly or not at all, whoever is killed in it.
+//
+// Algorithm (write-ahead redo logging, as in databases). A change to the shared state is a list of (word, new value).
+// It is written to the record first, then the record is marked valid, then it is applied, then it is cleared. Who takes
+// the lock and finds that its owner died looks at the record: valid means that all of it was written, so it is applied
+// (again); not valid means that nothing of it was applied, so nothing is to be done. Values are absolute, so applying
+// twice is the same as applying once.
+//
+// Why compiler fences are enough. The reader of a dead owner's record got the lock from the kernel, after the owner was
+// descheduled for good: all stores that the owner had executed are visible then, in whatever order they left its core.
+// What matters is only the order in which the owner executed them, and that is the program's order once the compiler
+// is kept from changing it.
+#pragma once
+
+#include <atomic>
+#include <cassert>
+#include <cstdint>
+
+namespace flowchan {
+
+inline void keep_order() { std::atomic_signal_fence(std::memory_order_seq_cst); }
+
+struct Redo {
+    static constexpr uint32_t MOST = 24;
+    struct Entry {
+        uint64_t offset;
+        uint64_t value;
+    };
+    volatile uint64_t valid;  // number of entries, 0 when there is nothing to redo
+    Entry entry[MOST];
+
+    void apply(char* base, uint64_t n) const {
+        for (uint64_t i = 0; i < n; ++i)
+            *reinterpret_cast<volatile uint64_t*>(base + entry[i].offset) = entry[i].value;
+    }
+    // Called by who found the owner of the lock dead.
+    void recover(char* base) {
+        if (valid > MOST) valid = 0;
+        apply(base, valid);
+        keep_order();
+        valid = 0;
+    }
+};
+
+// One change being composed. Reads of the state between `set` calls see the old values.
+class Change {
+public:
+    Change(Redo& redo, char* base) : redo_(redo), base_(base) {}
+
+    void set(uint64_t& word, uint64_t value) {
+        assert(n_ < Redo::MOST);
+        redo_.entry[n_].offset = uint64_t(reinterpret_cast<char*>(&word) - base_);
+        redo_.entry[n_].value = value;
+        n_ += 1;
+    }
+    void commit() {
+        keep_order();
+        redo_.valid = n_;
+        keep_order();
+        redo_.apply(base_, n_);
+        keep_order();
+        redo_.valid = 0;
+        keep_order();
+        n_ = 0;
+    }
+
+private:
+    Redo& redo_;
+    char* base_;
+    uint64_t n_ = 0;
+};
+
+}  // namespace flowchan

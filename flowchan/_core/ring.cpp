@@ -1,0 +1,284 @@
+// The memory, the lock and the sessions of a ring. What happens to items is in ring_items.cpp.
+#include "ring.hpp"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <fcntl.h>
+#include <stdexcept>
+#include <sys/mman.h>
+#include <sys/stat.h>
+
+namespace flowchan {
+
+namespace {
+
+constexpr uint64_t PAGE = 4096;
+constexpr uint64_t GROW = 1 << 16;  // blocks are reserved in steps of at least this
+uint64_t align(uint64_t n, uint64_t to) { return (n + to - 1) / to * to; }
+
+[[noreturn]] void fail(int error, const char* what) { throw std::system_error(error, std::system_category(), what); }
+
+// Reads /proc/<pid>/stat: the state letter and the start time; false if there is no such process.
+bool read_stat(uint64_t pid, char& state, uint64_t& started) {
+    char path[32], text[512];
+    snprintf(path, sizeof path, "/proc/%lu/stat", static_cast<unsigned long>(pid));
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return false;
+    ssize_t n = read(fd, text, sizeof text - 1);
+    close(fd);
+    if (n <= 0) return false;
+    text[n] = 0;
+    const char* p = strrchr(text, ')');  // the command may itself contain ")" and spaces
+    if (!p) return false;
+    unsigned long long start = 0;
+    // after ")": state is field 3, start time is field 22
+    if (sscanf(p + 1, " %c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %*d %*d %llu", &state,
+               &start) != 2)
+        return false;
+    started = start;
+    return true;
+}
+
+}  // namespace
+
+uint64_t process_start(uint64_t pid) {
+    char state;
+    uint64_t started = 0;
+    return read_stat(pid, state, started) ? started : 0;
+}
+
+bool process_alive(uint64_t pid, uint64_t started) {
+    char state;
+    uint64_t now = 0;
+    return read_stat(pid, state, now) && state != 'Z' && state != 'X' && (started == 0 || started == now);
+}
+
+Ring::Ring(uint64_t capacity, uint64_t max_bytes) {
+    uint64_t groups = std::clamp<uint64_t>(capacity, 64, 4096);
+    uint64_t groups_at = align(sizeof(Header), UNIT);
+    uint64_t blocks_at = align(groups_at + groups * sizeof(Group), PAGE);
+    // Twice max_bytes: items on lease are not "inside", and classes waste up to a fifth.
+    uint64_t length = align(blocks_at + 2 * max_bytes + GROW + (2 * capacity + 16 * SESSIONS) * sizeof(Slot), GROW);
+    int fd = memfd_create("flowchan", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    if (fd < 0) fail(errno, "memfd_create");
+    fd_ = fd;
+    try {
+        if (ftruncate(fd, off_t(length)) != 0) fail(errno, "ftruncate");
+        // Nobody can shrink it under us, which would be a SIGBUS.
+        if (fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) fail(errno, "seal");
+        int error = posix_fallocate(fd, 0, off_t(blocks_at));
+        if (error) fail(error, "fallocate");
+        map(fd, length);
+        new (h_) Header{};
+        h_->version = VERSION;
+        h_->capacity = capacity;
+        h_->max_bytes = max_bytes;
+        h_->mapped = length;
+        h_->groups = groups;
+        h_->groups_at = groups_at;
+        h_->blocks_at = h_->blocks_top = h_->reserved_low = blocks_at;
+        h_->slots_at = h_->reserved_high = length;
+        if (!reserve_low(blocks_at + PAGE) || !reserve_high(length - std::min<uint64_t>(capacity + 16, 64) * sizeof(Slot)))
+            fail(ENOMEM, "fallocate");
+        pthread_mutexattr_t attr;
+        pthread_mutexattr_init(&attr);
+        pthread_mutexattr_setpshared(&attr, PTHREAD_PROCESS_SHARED);
+        pthread_mutexattr_setrobust(&attr, PTHREAD_MUTEX_ROBUST);
+        pthread_mutex_init(&h_->mutex, &attr);
+        pthread_mutexattr_destroy(&attr);
+        h_->magic = MAGIC;
+    } catch (...) {
+        if (base_) munmap(base_, length);
+        ::close(fd);
+        throw;
+    }
+}
+
+Ring::Ring(int fd) {
+    struct stat st;
+    if (fstat(fd, &st) != 0) fail(errno, "fstat");
+    if (st.st_size < off_t(sizeof(Header))) fail(EINVAL, "not the memory of a channel");
+    map(fd, uint64_t(st.st_size));
+    if (h_->magic != MAGIC || h_->version != VERSION || h_->mapped != uint64_t(st.st_size)) {
+        munmap(base_, uint64_t(st.st_size));
+        fail(EINVAL, "not the memory of a channel of this version");
+    }
+    fd_ = fd;
+}
+
+Ring::~Ring() {
+    if (base_) munmap(base_, h_->mapped);
+    if (fd_ >= 0) ::close(fd_);
+}
+
+void Ring::map(int fd, uint64_t length) {
+    void* p = mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
+    if (p == MAP_FAILED) fail(errno, "mmap");
+    madvise(p, length, MADV_DONTDUMP);
+    base_ = static_cast<char*>(p);
+    h_ = static_cast<Header*>(p);
+}
+
+// Makes sure that the memory below `upto` is allocated. False when there is none; the state is unchanged then.
+bool Ring::reserve_low(uint64_t upto) {
+    if (upto <= h_->reserved_low) return true;
+    if (upto > h_->reserved_high) return false;
+    uint64_t want = std::min(std::max(upto, h_->reserved_low + GROW), h_->reserved_high);
+    int error;
+    while ((error = fallocate(fd_, 0, off_t(h_->reserved_low), off_t(want - h_->reserved_low)) ? errno : 0) == EINTR) {}
+    if (error) return false;
+    h_->reserved_low = want;
+    return true;
+}
+
+bool Ring::reserve_high(uint64_t from) {
+    if (from >= h_->reserved_high) return true;
+    if (from < h_->reserved_low) return false;
+    uint64_t want = std::max(from / PAGE * PAGE, h_->reserved_low);
+    int error;
+    while ((error = fallocate(fd_, 0, off_t(want), off_t(h_->reserved_high - want)) ? errno : 0) == EINTR) {}
+    if (error) return false;
+    h_->reserved_high = want;
+    return true;
+}
+
+bool Ring::lock(bool patient) {
+    int rc;
+    for (int i = 0; (rc = pthread_mutex_trylock(&h_->mutex)) == EBUSY; ++i) {
+        if (i < 40) {
+            for (int j = 0; j < 8; ++j) cpu_relax();
+        } else if (!patient) {
+            return false;
+        } else {
+            rc = pthread_mutex_lock(&h_->mutex);
+            break;
+        }
+    }
+    if (rc == EOWNERDEAD) {
+        recover();
+        pthread_mutex_consistent(&h_->mutex);
+    }
+    return true;
+}
+
+// The owner of the lock died in its critical section. Everything but the last Change is whole; that one is made whole.
+// `advance` is the one operation of several Changes that nobody else would take up again.
+void Ring::recover() {
+    h_->redo.recover(base_);
+    Wakes wakes;
+    advance(wakes);
+    wakes.readers += h_->reader_gate.call_all();
+    wakes.writers += h_->writer_gate.call_all();
+    wake(wakes);
+}
+
+// --- the channel ---
+
+void Ring::close(Wakes& wakes) {
+    if (h_->state != OPEN) return;
+    Change change(h_->redo, base_);
+    change.set(h_->state, CLOSED);
+    change.commit();
+    wakes.readers += h_->reader_gate.call_all();
+    wakes.writers += h_->writer_gate.call_all();
+}
+
+void Ring::break_(const std::string& cause, Wakes& wakes) {
+    if (h_->state == BROKEN) return;
+    Change change(h_->redo, base_);
+    if (Slot* slot = cause.empty() ? nullptr : take_slot(cause.size(), change)) {
+        memcpy(payload(slot), cause.data(), cause.size());
+        change.set(h_->cause, offset(payload(slot)));
+        change.set(h_->cause_size, cause.size());
+    }
+    change.set(h_->state, BROKEN);
+    change.commit();
+    wakes.readers += h_->reader_gate.call_all();
+    wakes.writers += h_->writer_gate.call_all();
+}
+
+std::string Ring::cause() const { return h_->cause ? std::string(at<char>(h_->cause), h_->cause_size) : std::string(); }
+
+// --- sessions ---
+
+uint32_t Ring::open_session(Session::Role role, Wakes& wakes) {
+    for (int attempt = 0; attempt < 2; ++attempt) {
+        for (uint32_t i = 1; i < SESSIONS; ++i) {  // 0 means "no session"
+            Session& s = h_->sessions[i];
+            if (s.role != Session::NONE) continue;
+            s.pid = uint64_t(getpid());
+            s.started = process_start(s.pid);
+            s.generation += 1;
+            s.supervised = s.lease_head = s.lease_tail = s.leased = s.committed_item = s.committed_count = 0;
+            s.at_reader_gate = s.at_writer_gate = 0;
+            Change change(h_->redo, base_);
+            change.set(s.role, role);
+            if (role == Session::READER) change.set(h_->readers, h_->readers + 1);
+            if (role == Session::WRITER) change.set(h_->writers, h_->writers + 1);
+            change.commit();
+            return i;
+        }
+        h_->swept_ns.store(0, std::memory_order_relaxed);
+        sweep(wakes);
+    }
+    throw std::length_error("all " + std::to_string(SESSIONS - 1) +
+                            " places for ports and processes of this channel are taken; close some");
+}
+
+void Ring::adopt(uint32_t index) {
+    Session& s = h_->sessions[index];
+    s.pid = uint64_t(getpid());
+    s.started = process_start(s.pid);
+}
+
+// `finished`: the items in hand are done with, else they go back. Also what its killed process left half copied.
+void Ring::end_session(uint32_t index, bool finished, Wakes& wakes) {
+    Session& s = h_->sessions[index];
+    if (s.role == Session::NONE) return;
+    if (s.lease_head) finished ? free_leased(s, wakes) : give_back(s, wakes);
+    for (uint64_t p = h_->slots_at; p < h_->mapped; p += sizeof(Slot)) {
+        Slot* slot = at<Slot>(p);
+        if (slot->owner() != index) continue;
+        if (slot->place() == SlotState::Held) release(slot, wakes);
+        if (slot->place() == SlotState::Filling) unclaim(slot, wakes);
+    }
+    int64_t now = now_ns();
+    auto leave = [now](Gate& gate, uint32_t n) {
+        gate.waiting -= std::min(gate.waiting, n);
+        gate.woken = std::min(gate.woken, gate.waiting);
+        gate.waited_ns += int64_t(n) * now;
+    };
+    leave(h_->reader_gate, s.at_reader_gate);
+    leave(h_->writer_gate, s.at_writer_gate);
+    bool last = false;
+    Change change(h_->redo, base_);
+    if (s.role == Session::READER) {
+        last = h_->readers == 1;
+        change.set(h_->readers, h_->readers - 1);
+    } else if (s.role == Session::WRITER) {
+        last = h_->writers == 1;
+        change.set(h_->writers, h_->writers - 1);
+    } else if (s.role == Session::RESUME) {
+        change.set(h_->resumes, h_->resumes - 1);
+    }
+    change.set(s.role, Session::NONE);
+    change.commit();
+    if (last) close(wakes);
+}
+
+void Ring::sweep(Wakes& wakes) {
+    int64_t now = now_ns();
+    if (now - int64_t(h_->swept_ns.load(std::memory_order_relaxed)) < SLICE_NS * 4 / 5) return;
+    h_->swept_ns.store(uint64_t(now), std::memory_order_relaxed);
+    uint64_t me = uint64_t(getpid());
+    for (uint32_t i = 1; i < SESSIONS; ++i) {
+        Session& s = h_->sessions[i];
+        if (s.role == Session::NONE || s.role == Session::RESUME || s.supervised || s.pid == me) continue;
+        if (!process_alive(s.pid, s.started)) end_session(i, false, wakes);
+    }
+    for (Gate* gate : {&h_->reader_gate, &h_->writer_gate})
+        if (gate->starving && !process_alive(gate->starving, 0)) gate->starving = 0;
+}
+
+}  // namespace flowchan

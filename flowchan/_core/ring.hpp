@@ -1,0 +1,125 @@
+// Ring: the FIFO of a `processes` channel in shared memory, with leases and committed counts (layout.hpp has the data,
+// ring.cpp the memory, the lock and the sessions, ring_items.cpp what happens to items).
+//
+// Nothing here touches a Python object, so all of it may run with or without the GIL. Two rules keep threads from
+// deadlocking: the lock is never held while the GIL is being waited for, and nothing that can call Python runs under it.
+#pragma once
+
+#include <string>
+#include <system_error>
+
+#include "frame.hpp"
+#include "layout.hpp"
+
+namespace flowchan {
+
+// What a port remembers between two operations. Everything that must survive its process lies in Session.
+struct ReaderState {
+    uint32_t session = 0;
+    uint64_t number = 0;   // of the first item in hand
+    uint32_t in_hand = 0;
+};
+struct WriterState {
+    uint32_t session = 0;
+    bool ordered = false;  // outputs for item i wait for i's turn
+    bool single = false;   // each item has exactly one output, so the output also completes the item
+    bool keyed = false;    // outputs belong to the item `number`, as numbered by the reader it follows
+    uint64_t number = 0;
+    uint64_t count = 0;    // outputs made for it so far, those skipped included
+    uint64_t skip = 0;     // of them a dead predecessor has put already
+};
+
+// An item that was taken: either copied to `local`, or still in shared memory and to be given back by `release`.
+struct Taken {
+    static constexpr uint64_t LOCAL = 4096;
+    uint64_t kind = 0;
+    uint64_t size = 0;
+    const char* at = nullptr;
+    Slot* held = nullptr;  // plain get of a large item: release() it after reading
+    char local[LOCAL];
+};
+
+class Ring {
+public:
+    Ring(uint64_t capacity, uint64_t max_bytes);  // creates; throws std::system_error, std::bad_alloc
+    explicit Ring(int fd);                        // maps what another process created; takes over the descriptor
+    ~Ring();
+    Ring(const Ring&) = delete;
+
+    int fd() const { return fd_; }
+    Header& header() { return *h_; }
+
+    // The lock. `lock` says false if it could not get it without waiting and `patient` is false.
+    bool lock(bool patient);
+    void unlock() { pthread_mutex_unlock(&h_->mutex); }
+    void wake(const Wakes& w) {
+        if (w.readers) futex_wake(h_->reader_gate.seq, w.readers, true);
+        if (w.writers) futex_wake(h_->writer_gate.seq, w.writers, true);
+    }
+
+    // --- items; all under the lock ---
+    Step try_put(const Frame& frame, WriterState* writer, Wakes& wakes);
+    Step claim(const Frame& frame, WriterState* writer, uint32_t session, Slot*& slot);      // large put, first half
+    Step publish(Slot* slot, WriterState* writer, Wakes& wakes);                              // large put, second half
+    void unclaim(Slot* slot, Wakes& wakes);
+    void write(const Frame& frame, Slot* slot) { frame.write(payload(slot)); }               // between them, unlocked
+    Step try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& wakes);
+    void release(Slot* slot, Wakes& wakes);                       // of a HELD slot
+    void acknowledge(ReaderState& reader, Wakes& wakes);          // all items in hand are finished
+    void item_done(WriterState& writer, Wakes& wakes);            // no more outputs for writer.number
+    void begin_item(WriterState& writer, uint64_t number);        // first output for it is about to come
+    bool fits(const Frame& frame) const { return frame.size <= h_->max_bytes; }
+    bool drained() const { return h_->state == CLOSED && h_->leased == 0 && nothing_coming(); }
+
+    // --- the channel; all under the lock ---
+    void close(Wakes& wakes);
+    void break_(const std::string& cause, Wakes& wakes);
+    std::string cause() const;
+
+    // --- sessions; all under the lock ---
+    uint32_t open_session(Session::Role role, Wakes& wakes);  // throws std::length_error when all are taken
+    void adopt(uint32_t session);                             // it belongs to the calling process from now on
+    void end_session(uint32_t session, bool finished, Wakes& wakes);
+    void sweep(Wakes& wakes);                                 // ends unsupervised sessions of dead processes
+    Session& session(uint32_t index) { return h_->sessions[index]; }
+
+    Spin spin;
+
+private:
+    char* base_ = nullptr;
+    Header* h_ = nullptr;
+    int fd_ = -1;
+
+    template <class T> T* at(uint64_t offset) const { return reinterpret_cast<T*>(base_ + offset); }
+    uint64_t offset(const void* p) const { return uint64_t(static_cast<const char*>(p) - base_); }
+    Group& group(uint64_t number) { return at<Group>(h_->groups_at)[number % h_->groups]; }
+    bool nothing_coming() const { return h_->head == 0 && h_->parked == 0 && h_->claimed == 0; }
+    bool at_end_for(const ReaderState* reader) const;
+    void tell_end(Wakes& wakes);
+    void map(int fd, uint64_t length);
+    void recover();
+
+    Step room(const Frame& frame, const WriterState* writer) const;
+    char* payload(Slot* slot) const { return slot->block ? base_ + slot->block : slot->data; }
+    Slot* take_slot(uint64_t size, Change& change);
+    void free_slot(Slot* slot, Change& change);
+    void start_afresh();
+    Step no_slot();
+    void memory_freed(Wakes& wakes);
+    void link(Slot* slot, WriterState* writer, Change& change);
+    void finish_put(WriterState* writer, Wakes& wakes, bool parked);
+    bool is_parked(const WriterState* w) const { return w && w->keyed && w->ordered && w->number != h_->turn; }
+    void count_output(WriterState* writer, Change& change);
+    void advance(Wakes& wakes);
+    void free_leased(Session& s, Wakes& wakes);
+    void give_back(Session& s, Wakes& wakes);
+    bool reserve_low(uint64_t upto);
+    bool reserve_high(uint64_t from);
+    uint32_t call_writers() { return h_->turn || h_->parked ? h_->writer_gate.call_all() : h_->writer_gate.call(1); }
+};
+
+// Whether the process with this pid and start time still runs (a zombie does not). started = 0: any start time.
+bool process_alive(uint64_t pid, uint64_t started);
+uint64_t process_start(uint64_t pid);
+
+}  // namespace flowchan

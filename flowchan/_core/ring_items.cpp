@@ -1,0 +1,352 @@
+// What happens to the items of a ring: put, take, lease, acknowledge, and the order of an ordered stage's outputs.
+//
+// The life of an item:   claim -> FILLING -> publish        (large: the copy is made outside the lock)
+//                        put -> INSIDE, or PARKED until its turn -> INSIDE
+//                        take -> LEASED -> acknowledged, or given back to the front
+//                        take -> copied and freed; large: HELD until the copy is made
+//
+// Order (DESIGN §3 `ordered`). The workers of an ordered stage take items i = 0, 1, 2, … from one channel, one each, and
+// put the outputs for i into another. `turn` is the i whose outputs go straight into the FIFO. Outputs for a later i are
+// parked in its group. When the worker of `turn` says that i has no more outputs, turn moves on, and what is parked for
+// the new turn enters the FIFO. Invariants: nothing is parked for i = turn; i - turn < groups for every parked i; the
+// worker of `turn` never waits for anything but readers, so parked outputs cannot deadlock the stage.
+#include <algorithm>
+
+#include "ring.hpp"
+
+namespace flowchan {
+
+// --- memory ---
+
+// A slot with room for `size` bytes of payload. Null when there is no memory now; then nothing has changed.
+Slot* Ring::take_slot(uint64_t size, Change& change) {
+    uint32_t cls = class_of(size);
+    if (h_->slots_used == 0 && h_->free_slots[cls] == 0 && h_->blocks_top - h_->blocks_at > h_->max_bytes) start_afresh();
+    uint64_t from = h_->slots_at - sizeof(Slot), upto = h_->blocks_top + class_size(cls);
+    uint32_t found = cls;
+    if (!h_->free_slots[cls]) {
+        if (reserve_high(from) && reserve_low(upto)) {
+            Slot* slot = at<Slot>(from);
+            slot->state = slot->number = 0;
+            slot->cls = cls;
+            slot->block = cls ? h_->blocks_top : 0;
+            change.set(h_->slots_at, from);
+            change.set(h_->blocks_top, upto);
+            change.set(h_->slots_used, h_->slots_used + 1);
+            return slot;
+        }
+        while (++found < CLASSES && !h_->free_slots[found]) {}
+        if (found == CLASSES) {
+            if (h_->slots_used || h_->blocks_top == h_->blocks_at) return nullptr;
+            start_afresh();
+            return take_slot(size, change);
+        }
+    }
+    Slot* slot = at<Slot>(h_->free_slots[found]);
+    change.set(h_->free_slots[found], slot->next);
+    change.set(h_->slots_used, h_->slots_used + 1);
+    return slot;
+}
+
+void Ring::free_slot(Slot* slot, Change& change) {
+    change.set(slot->next, h_->free_slots[slot->cls]);
+    change.set(slot->state, 0);
+    change.set(h_->free_slots[slot->cls], offset(slot));
+    change.set(h_->slots_used, h_->slots_used - 1);
+}
+
+// Nothing is in use: forget how the memory was cut up. Several Changes; a death between them only leaves free lists
+// that are shorter than they could be, and the next start afresh mends that.
+void Ring::start_afresh() {
+    Change change(h_->redo, base_);
+    for (uint64_t& list : h_->free_slots) {
+        if (!list) continue;
+        change.set(list, 0);
+        change.commit();
+    }
+    change.set(h_->blocks_top, h_->blocks_at);
+    change.set(h_->slots_at, h_->mapped);
+    change.commit();
+}
+
+// There is no memory for a put: wait until some is freed, unless nothing is in use that could be.
+Step Ring::no_slot() {
+    h_->short_of_memory = 1;
+    return h_->slots_used ? Step::Wait : Step::NoMemory;
+}
+
+void Ring::memory_freed(Wakes& wakes) {
+    if (!h_->short_of_memory) return;
+    h_->short_of_memory = 0;
+    wakes.writers += h_->writer_gate.call_all();
+}
+
+// --- put ---
+
+Step Ring::room(const Frame& frame, const WriterState* writer) const {
+    if (h_->state == BROKEN) return Step::Broken;
+    if (h_->state == CLOSED) return Step::Closed;
+    if (frame.size > h_->max_bytes) return Step::TooLarge;
+    if (h_->bytes_in - h_->bytes_out + frame.size > h_->max_bytes && h_->bytes_in != h_->bytes_out) return Step::Wait;
+    if (is_parked(writer)) {
+        bool near = writer->number - h_->turn < h_->groups;
+        return near && h_->parked + h_->claimed < h_->capacity ? Step::Done : Step::Wait;
+    }
+    return uint64_t(h_->inside()) + h_->claimed < h_->capacity ? Step::Done : Step::Wait;
+}
+
+void Ring::link(Slot* slot, WriterState* writer, Change& change) {
+    uint64_t here = offset(slot);
+    change.set(slot->next, 0);
+    if (is_parked(writer)) {
+        Group& g = group(writer->number);
+        change.set(g.head ? at<Slot>(g.tail)->next : g.head, here);
+        change.set(g.tail, here);
+        change.set(g.count, g.count + 1);
+        change.set(h_->parked, h_->parked + 1);
+    } else {
+        change.set(h_->head ? at<Slot>(h_->tail)->next : h_->head, here);
+        change.set(h_->tail, here);
+        change.set(h_->puts, h_->puts + 1);
+    }
+    if (writer && writer->keyed) {
+        Session& s = h_->sessions[writer->session];
+        change.set(s.committed_item, writer->number + 1);
+        change.set(s.committed_count, writer->count + 1);
+    }
+}
+
+void Ring::finish_put(WriterState* writer, Wakes& wakes, bool parked) {
+    if (!parked) wakes.readers += h_->reader_gate.call(1);
+    if (!writer || !writer->keyed) return;
+    writer->count += 1;
+    if (writer->single && writer->ordered) item_done(*writer, wakes);
+}
+
+Step Ring::try_put(const Frame& frame, WriterState* writer, Wakes& wakes) {
+    Step step = room(frame, writer);
+    if (step != Step::Done) return step;
+    Change change(h_->redo, base_);
+    Slot* slot = take_slot(frame.size, change);
+    if (!slot) return no_slot();
+    frame.write(payload(slot));
+    slot->size = frame.size;
+    slot->kind = frame.kind;
+    bool parked = is_parked(writer);
+    change.set(slot->state, uint64_t(parked ? SlotState::Parked : SlotState::Inside));
+    change.set(h_->bytes_in, h_->bytes_in + frame.size);
+    link(slot, writer, change);
+    change.commit();
+    finish_put(writer, wakes, parked);
+    return Step::Done;
+}
+
+Step Ring::claim(const Frame& frame, WriterState* writer, uint32_t session, Slot*& slot) {
+    Step step = room(frame, writer);
+    if (step != Step::Done) return step;
+    Change change(h_->redo, base_);
+    slot = take_slot(frame.size, change);
+    if (!slot) return no_slot();
+    slot->size = frame.size;
+    slot->kind = frame.kind;
+    change.set(slot->state, uint64_t(SlotState::Filling) | uint64_t(session) << 8);
+    change.set(h_->bytes_in, h_->bytes_in + frame.size);
+    change.set(h_->claimed, h_->claimed + 1);
+    change.commit();
+    return Step::Done;
+}
+
+Step Ring::publish(Slot* slot, WriterState* writer, Wakes& wakes) {
+    if (h_->state != OPEN) {
+        unclaim(slot, wakes);
+        return h_->state == BROKEN ? Step::Broken : Step::Closed;
+    }
+    bool parked = is_parked(writer);
+    Change change(h_->redo, base_);
+    change.set(slot->state, uint64_t(parked ? SlotState::Parked : SlotState::Inside));
+    change.set(h_->claimed, h_->claimed - 1);
+    link(slot, writer, change);
+    change.commit();
+    finish_put(writer, wakes, parked);
+    return Step::Done;
+}
+
+void Ring::unclaim(Slot* slot, Wakes& wakes) {
+    Change change(h_->redo, base_);
+    change.set(h_->claimed, h_->claimed - 1);
+    change.set(h_->bytes_in, h_->bytes_in - slot->size);
+    free_slot(slot, change);
+    change.commit();
+    wakes.writers += call_writers();
+    tell_end(wakes);
+}
+
+// --- take ---
+
+Step Ring::try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& wakes) {
+    if (h_->state == BROKEN) return Step::Broken;
+    if (h_->head == 0) return at_end_for(reader) ? Step::Drained : Step::Wait;
+    Slot* slot = at<Slot>(h_->head);
+    taken.kind = slot->kind;
+    taken.size = slot->size;
+    Change change(h_->redo, base_);
+    change.set(h_->head, slot->next);
+    change.set(h_->takes, h_->takes + 1);
+    change.set(h_->bytes_out, h_->bytes_out + slot->size);
+    uint64_t state = slot->state;
+    if (!slot->numbered()) {
+        change.set(slot->number, h_->numbered);
+        change.set(h_->numbered, h_->numbered + 1);
+        state |= 1 << 16;
+    }
+    if (reader) {
+        Session& s = h_->sessions[reader->session];
+        uint64_t number = slot->numbered() ? slot->number : h_->numbered;
+        change.set(slot->next, 0);
+        change.set(slot->state, (state & ~uint64_t(0xffff)) | uint64_t(SlotState::Leased));
+        change.set(s.lease_head ? at<Slot>(s.lease_tail)->next : s.lease_head, offset(slot));
+        change.set(s.lease_tail, offset(slot));
+        change.set(s.leased, s.leased + 1);
+        change.set(h_->leased, h_->leased + 1);
+        change.commit();
+        if (reader->in_hand++ == 0) reader->number = number;
+        taken.at = payload(slot);
+    } else if (slot->size <= Taken::LOCAL) {
+        memcpy(taken.local, payload(slot), slot->size);
+        taken.at = taken.local;
+        free_slot(slot, change);
+        change.commit();
+        memory_freed(wakes);
+    } else {
+        change.set(slot->state, uint64_t(SlotState::Held) | uint64_t(session) << 8);
+        change.commit();
+        taken.at = payload(slot);
+        taken.held = slot;
+    }
+    wakes.writers += call_writers();
+    tell_end(wakes);
+    return Step::Done;
+}
+
+void Ring::release(Slot* slot, Wakes& wakes) {
+    Change change(h_->redo, base_);
+    free_slot(slot, change);
+    change.commit();
+    memory_freed(wakes);
+}
+
+// --- the end ---
+
+// Whether nothing can come any more for this reader: what it has in hand itself does not come back to it while it lives.
+bool Ring::at_end_for(const ReaderState* reader) const {
+    uint64_t own = reader ? h_->sessions[reader->session].leased : 0;
+    return h_->state == CLOSED && h_->leased == own && nothing_coming();
+}
+
+// When the last item may have gone, all who wait must look: for some the end has come.
+void Ring::tell_end(Wakes& wakes) {
+    if (h_->state == CLOSED && nothing_coming()) wakes.readers += h_->reader_gate.call_all();
+}
+
+// --- leases ---
+
+void Ring::free_leased(Session& s, Wakes& wakes) {
+    while (s.lease_head) {
+        Slot* slot = at<Slot>(s.lease_head);
+        Change change(h_->redo, base_);
+        change.set(s.lease_head, slot->next);
+        change.set(s.leased, s.leased - 1);
+        change.set(h_->leased, h_->leased - 1);
+        free_slot(slot, change);
+        change.commit();
+    }
+    memory_freed(wakes);
+    tell_end(wakes);
+}
+
+void Ring::acknowledge(ReaderState& reader, Wakes& wakes) {
+    if (!reader.in_hand) return;
+    free_leased(h_->sessions[reader.session], wakes);
+    reader.in_hand = 0;
+}
+
+// To the front, in their old order, with their old numbers.
+void Ring::give_back(Session& s, Wakes& wakes) {
+    uint64_t bytes = 0;
+    for (uint64_t p = s.lease_head; p; p = at<Slot>(p)->next) {
+        Slot* slot = at<Slot>(p);
+        bytes += slot->size;
+        // A death between here and the commit counts twice: `deaths` may then be one too high, nothing else.
+        slot->state = slot->with_place(SlotState::Inside) + (uint64_t(1) << 32);
+    }
+    uint32_t n = uint32_t(s.leased);
+    Change change(h_->redo, base_);
+    change.set(at<Slot>(s.lease_tail)->next, h_->head);
+    if (!h_->head) change.set(h_->tail, s.lease_tail);
+    change.set(h_->head, s.lease_head);
+    change.set(h_->takes, h_->takes - n);
+    change.set(h_->bytes_out, h_->bytes_out - bytes);
+    change.set(h_->leased, h_->leased - n);
+    change.set(s.lease_head, 0);
+    change.set(s.leased, 0);
+    change.commit();
+    wakes.readers += h_->reader_gate.call(n);
+}
+
+// --- the order of outputs ---
+
+void Ring::begin_item(WriterState& writer, uint64_t number) {
+    writer.number = number;
+    writer.count = writer.skip = 0;
+    if (!h_->resumes) return;
+    for (Session& old : h_->sessions) {
+        if (old.role != Session::RESUME || old.committed_item != number + 1) continue;
+        Session& s = h_->sessions[writer.session];
+        writer.skip = old.committed_count;
+        Change change(h_->redo, base_);
+        change.set(s.committed_item, old.committed_item);
+        change.set(s.committed_count, old.committed_count);
+        change.set(old.role, Session::NONE);
+        change.set(h_->resumes, h_->resumes - 1);
+        change.commit();
+        return;
+    }
+}
+
+void Ring::item_done(WriterState& writer, Wakes& wakes) {
+    writer.keyed = false;
+    if (!writer.ordered || writer.number < h_->turn) return;
+    Change change(h_->redo, base_);
+    change.set(group(writer.number).complete, 1);
+    change.commit();
+    if (writer.number == h_->turn) advance(wakes);
+}
+
+void Ring::advance(Wakes& wakes) {
+    Change change(h_->redo, base_);
+    uint64_t before = h_->turn, linked = 0;
+    for (;;) {
+        Group& g = group(h_->turn);
+        if (g.count) {
+            change.set(h_->head ? at<Slot>(h_->tail)->next : h_->head, g.head);
+            change.set(h_->tail, g.tail);
+            change.set(h_->puts, h_->puts + g.count);
+            change.set(h_->parked, h_->parked - g.count);
+            linked += g.count;
+            change.set(g.head, 0);
+            change.set(g.count, 0);
+            change.commit();
+        }
+        if (!g.complete) break;
+        change.set(g.complete, 0);
+        change.set(h_->turn, h_->turn + 1);
+        change.commit();
+    }
+    if (linked) wakes.readers += h_->reader_gate.call(uint32_t(std::min<uint64_t>(linked, UINT32_MAX)));
+    if (h_->turn != before) {
+        wakes.writers += h_->writer_gate.call_all();
+        tell_end(wakes);
+    }
+}
+
+}  // namespace flowchan

@@ -1,0 +1,144 @@
+// Waiting: deadlines, futex words, and the gate at which readers or writers of one channel wait in line.
+//
+// Algorithm. A gate is one futex word `seq` and a few counts that only the holder of the channel's lock touches. Who
+// finds nothing to do registers (waiting += 1), remembers `seq`, drops the lock and sleeps while `seq` is unchanged.
+// Who makes k operations possible wakes min(k, waiting - woken) sleepers: it adds that to `woken`, changes `seq` and
+// calls FUTEX_WAKE after dropping the lock. A sleeper that returns, for whatever reason, takes the lock, leaves
+// (waiting -= 1, and one off `woken` if there is any) and tries its operation again before it reports anything.
+//
+// Invariants (C8).
+//  - Nobody sleeps beside an available item: an operation that makes one available changes `seq` under the lock, so a
+//    waiter that registered before is woken or finds `seq` changed, and one that registers later sees the item first.
+//  - `woken` never exceeds the number of waiters that are on their way back, while all live. A process killed on its
+//    way back leaves it too high; the slices below repair that.
+//  - Nobody starves: a waiter that was woken twice in vain becomes `starving`; until it is served, newcomers queue up
+//    behind it instead of overtaking.
+// A sleep is cut into slices: a waiter that lost its waker to kill -9 (processes), or a signal that came between the
+// check and the sleep (main thread), looks again by itself within SLICE_NS. That is what makes C9 and C11 unconditional.
+#pragma once
+
+#include <cerrno>
+#include <climits>
+#include <cstdint>
+#include <ctime>
+#include <atomic>
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+namespace flowchan {
+
+constexpr int64_t NEVER = INT64_MAX;
+constexpr int64_t SLICE_NS = 100'000'000;  // 10 wake-ups a second: no measurable CPU, and half of the 200 ms of C11
+
+inline int64_t now_ns() {
+    timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return int64_t(t.tv_sec) * 1'000'000'000 + t.tv_nsec;
+}
+
+// When a call gives up: a point on the monotonic clock in ns, NEVER, or 0 for "do not wait at all".
+struct Deadline {
+    int64_t at = NEVER;
+    bool now_only() const { return at == 0; }
+    bool passed() const { return at != NEVER && now_ns() >= at; }
+    int64_t slice() const {
+        if (at == NEVER) return SLICE_NS;
+        int64_t left = at - now_ns();
+        return left < 0 ? 0 : (left < SLICE_NS ? left : SLICE_NS);
+    }
+};
+
+// `shared`: the word lies in memory that several processes map.
+inline int futex_wait(std::atomic<uint32_t>& word, uint32_t seen, int64_t ns, bool shared) {
+    timespec t{time_t(ns / 1'000'000'000), long(ns % 1'000'000'000)};
+    int op = FUTEX_WAIT | (shared ? 0 : FUTEX_PRIVATE_FLAG);
+    return syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), op, seen, &t, nullptr, 0) == 0 ? 0 : errno;
+}
+
+inline void futex_wake(std::atomic<uint32_t>& word, uint32_t count, bool shared) {
+    int op = FUTEX_WAKE | (shared ? 0 : FUTEX_PRIVATE_FLAG);
+    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), op, count > INT_MAX ? INT_MAX : count, nullptr, nullptr, 0);
+}
+
+inline void cpu_relax() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+struct Gate {
+    std::atomic<uint32_t> seq{0};  // the futex word; its partner is the sleeper's compare in the kernel
+    uint32_t waiting = 0;
+    uint32_t woken = 0;
+    uint32_t starving = 0;   // thread id of the waiter that newcomers must not overtake, 0 for none
+    int64_t waited_ns = 0;   // total time waited: minus the start of each wait, plus its end
+
+    // Under the lock: how many sleepers to wake for k new chances. The caller passes the result to `futex_wake` after
+    // it has dropped the lock. The lock's release orders the change of `seq` before it, so relaxed is enough here.
+    uint32_t call(uint32_t k) {
+        uint32_t asleep = waiting > woken ? waiting - woken : 0;
+        if (k > asleep) k = asleep;
+        if (k) {
+            woken += k;
+            seq.store(seq.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+        }
+        return k;
+    }
+    uint32_t call_all() { return call(UINT32_MAX); }
+
+    bool may_pass(uint32_t me) const { return starving == 0 || starving == me; }
+
+    uint32_t enter() {
+        waiting += 1;
+        waited_ns -= now_ns();
+        return seq.load(std::memory_order_relaxed);
+    }
+    void leave() {
+        waiting -= 1;
+        if (woken) woken -= 1;
+        waited_ns += now_ns();
+    }
+    int64_t total_wait_ns() const { return waited_ns + int64_t(waiting) * now_ns(); }
+};
+
+// How many sleepers of each gate an operation woke; acted on after the lock is dropped.
+struct Wakes {
+    uint32_t readers = 0;
+    uint32_t writers = 0;
+};
+
+// How an operation on a channel ended. `Wait` never leaves the core: it becomes NotNow or a sleep.
+enum class Step { Done, Wait, NotNow, Closed, Drained, Broken, TooLarge, NoMemory, Interrupted };
+
+// Spinning pays when the other side is running now. The budget doubles when a spin met its chance and halves when it
+// did not; at zero every 32nd wait tries a short spin again.
+struct Spin {
+    static constexpr uint32_t MOST = 2048, LEAST = 64;
+    std::atomic<uint32_t> budget{LEAST};  // shared by the threads of a handle: a hint, so relaxed everywhere
+    std::atomic<uint32_t> skipped{0};
+
+    template <class Ready>
+    bool wait(Ready ready) {
+        uint32_t b = budget.load(std::memory_order_relaxed);
+        if (b < LEAST) {
+            uint32_t s = skipped.load(std::memory_order_relaxed) + 1;
+            skipped.store(s, std::memory_order_relaxed);
+            if (s % 32) return false;
+            b = LEAST;
+        }
+        for (uint32_t i = 0; i < b; ++i) {
+            for (int j = 0; j < 8; ++j) cpu_relax();
+            if (ready()) {
+                budget.store(b * 2 > MOST ? MOST : b * 2, std::memory_order_relaxed);
+                return true;
+            }
+        }
+        budget.store(b / 2, std::memory_order_relaxed);
+        return false;
+    }
+};
+
+}  // namespace flowchan

@@ -1,0 +1,161 @@
+"""What the annotations of a user's function say about items and ports.
+
+Annotations are hints: whatever cannot be resolved counts as unknown (``None``), and nothing here raises because of a
+strange one.
+"""
+
+from __future__ import annotations
+
+import builtins
+import collections.abc
+import functools
+import inspect
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from flowchan._core import In, Out
+from flowchan.stage import is_callable_class
+
+Parameter = inspect.Parameter
+_STANDARD = ("builtins", "collections", "collections.abc")
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """One parameter of a general stage that is a port: its name, its direction and its item type."""
+
+    name: str
+    reads: bool
+    item: Any
+
+
+class _Names(dict[str, Any]):
+    """The names that an annotation written as a string may use. A name that exists for the type checker only counts as
+    ``Any``, so that the rest of the annotation is still read; the ports are known wherever they were imported."""
+
+    def __missing__(self, name: str) -> Any:
+        return {"In": In, "Out": Out}.get(name, Any)
+
+
+def plain_function(function: Any) -> Any:
+    """The Python function under partials, decorators, bound methods and callable objects or classes, as far as there
+    is one."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    if inspect.isclass(function):
+        return function.__call__ if is_callable_class(function) else function
+    function = inspect.unwrap(function)
+    if inspect.ismethod(function):
+        return function.__func__
+    if not inspect.isroutine(function) and hasattr(type(function), "__call__"):  # noqa: B004 - not asking whether
+        return inspect.unwrap(type(function).__call__)
+    return function
+
+
+def call_signature(function: Any) -> inspect.Signature | None:
+    """The signature of the call that a worker makes, with its annotations resolved; ``None`` if Python knows none.
+    For a callable class that is the call of its instance."""
+    try:
+        if is_callable_class(function):
+            signature = inspect.signature(plain_function(function))
+            signature = signature.replace(parameters=list(signature.parameters.values())[1:])
+        else:
+            signature = inspect.signature(function)
+        names = _names_of(function)
+        parameters = [p.replace(annotation=_resolved(p.annotation, names)) for p in signature.parameters.values()]
+        return signature.replace(parameters=parameters, return_annotation=_resolved(signature.return_annotation, names))
+    except Exception:  # a user's __signature__, decorator or lazy annotation may raise anything
+        return None
+
+
+def returned_type(function: Any) -> Any:
+    """What one call gives: the return annotation, or the class itself where a class is applied to each item."""
+    made = function
+    while isinstance(made, functools.partial):
+        made = made.func
+    if inspect.isclass(made) and not is_callable_class(made):
+        return made
+    signature = call_signature(function)
+    return None if signature is None else known(signature.return_annotation)
+
+
+def element_type(kind: Any) -> Any:
+    """The type of what iterating over a ``kind`` gives, for the standard containers and iterators."""
+    if kind is str:
+        return str
+    if kind in (bytes, bytearray, range):
+        return int
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if not inspect.isclass(origin) or not args or origin.__module__ not in _STANDARD:
+        return None
+    if origin is tuple:
+        members = [arg for arg in args if arg is not ...]
+        return known(members[0]) if all(member == members[0] for member in members) else None
+    if not issubclass(origin, collections.abc.Iterable) or issubclass(origin, collections.abc.ItemsView):
+        return None
+    return known(args[0])
+
+
+def ports_of(function: Callable[..., Any]) -> tuple[Port, ...]:
+    """The parameters annotated ``In`` or ``Out``, in the order of the signature."""
+    signature = call_signature(function)
+    if signature is None:
+        return ()
+    found = []
+    for parameter in signature.parameters.values():
+        if parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD):
+            continue
+        annotation = parameter.annotation
+        origin = typing.get_origin(annotation) or annotation
+        if origin is In or origin is Out:
+            args = typing.get_args(annotation)
+            found.append(Port(parameter.name, origin is In, known(args[0]) if args else None))
+    return tuple(found)
+
+
+def known(annotation: Any) -> Any:
+    """The annotation if it says something about a value, else ``None``: only classes, generic types and unions do."""
+    if annotation is None:
+        return type(None)
+    if annotation is Parameter.empty or annotation is Any:
+        return None
+    says = inspect.isclass(annotation) or isinstance(annotation, typing.NewType)
+    return annotation if says or typing.get_origin(annotation) is not None else None
+
+
+def type_name(kind: Any) -> str:
+    """The type as the user wrote it, for messages and pictures: ``int``, ``list[str]``, ``Doc``."""
+    if inspect.isclass(kind) and typing.get_origin(kind) is None:
+        return "None" if kind is type(None) else kind.__qualname__.rpartition("<locals>.")[2]
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if inspect.isclass(origin) and args and all(arg is ... or inspect.isclass(arg) for arg in args):
+        inner = ", ".join("..." if arg is ... else type_name(arg) for arg in args)
+        return f"{origin.__name__}[{inner}]"
+    return str(kind).replace("typing.", "")
+
+
+def _names_of(function: Any) -> _Names:
+    plain = plain_function(function)
+    names = _Names(vars(builtins))
+    names.update(getattr(plain, "__globals__", {}))
+    closure = getattr(plain, "__closure__", None) or ()
+    for name, cell in zip(getattr(getattr(plain, "__code__", None), "co_freevars", ()), closure, strict=False):
+        try:
+            names[name] = cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+    return names
+
+
+def _resolved(annotation: Any, names: _Names) -> Any:
+    for _ in range(2):  # twice: quotes under "from __future__ import annotations" make a string of a string
+        if isinstance(annotation, str):
+            try:
+                annotation = eval(annotation, {}, names)  # as typing.get_type_hints does, but one by one
+            except Exception:
+                return Parameter.empty
+    if typing.get_origin(annotation) is typing.Annotated:
+        return typing.get_args(annotation)[0]
+    return annotation

@@ -1,0 +1,122 @@
+"""The channel: a bounded, closable FIFO with one contract on every medium.
+
+The contract, C1 to C15, is written in docs/channels.md; each clause is a test in ``tests/channel_contract/``. ``put`` and
+``get`` and their kin are native methods inherited from the core; here are the checks of arguments, the statistics, and
+how a channel reaches another process.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar
+
+import flowchan.transport.codec  # tells the core how to serialise  # noqa: F401
+from flowchan import _core
+from flowchan._core import In, Out
+from flowchan.errors import Broken
+from flowchan.transport.handles import duplicate, open_handle
+
+__all__ = ["Channel", "ChannelStats", "In", "Out"]
+
+T = TypeVar("T")
+
+_NO_LIMIT = 2**64 - 1
+_MOST_BY_DEFAULT = 16 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelStats:
+    """One moment of a channel (C15). Counts are items since its creation; ``read_wait`` and ``write_wait`` are the
+    seconds that all its readers and writers together have spent waiting, those waiting now included."""
+
+    items_in: int
+    items_out: int
+    bytes_in: int
+    inside: int
+    leased: int
+    waiting_readers: int
+    waiting_writers: int
+    readers: int
+    writers: int
+    read_wait: float
+    write_wait: float
+
+
+class Channel(_core.Channel, Generic[T]):
+    """A bounded FIFO of items with any number of writers and readers: open, then closed, then drained; or broken.
+
+    ``capacity``: how many items may be inside before ``put`` waits. ``across``: ``"threads"`` passes references within
+    one process, ``"processes"`` passes copies through shared memory. ``max_bytes``: how many bytes may be inside; the
+    default is none for threads, and half of the machine's memory, at most 16 GiB, for processes (memory is taken as it
+    is needed, and used again).
+
+    Raises ``ValueError`` or ``TypeError`` for wrong arguments, ``OSError`` when there is no memory.
+    """
+
+    def __init__(
+        self,
+        capacity: int = 64,
+        across: Literal["threads", "processes"] = "threads",
+        max_bytes: int | None = None,
+    ) -> None:
+        if across not in ("threads", "processes"):
+            raise ValueError(f"across must be 'threads' or 'processes', not {across!r}")
+        _whole("capacity", capacity, "items")
+        if max_bytes is not None:
+            _whole("max_bytes", max_bytes, "bytes, or None")
+        elif across == "threads":
+            max_bytes = _NO_LIMIT
+        else:
+            pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            max_bytes = min(pages // 2, _MOST_BY_DEFAULT)
+        super().__init__(capacity=capacity, processes=across == "processes", max_bytes=max_bytes, name="")
+        if across == "processes":
+            _known[os.fstat(self._fd).st_ino] = self
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def stats(self) -> ChannelStats:
+        """Counts of this moment, taken together under the channel's lock."""
+        return ChannelStats(*self._stats())
+
+    def __repr__(self) -> str:
+        name = f"{self._name!r}, " if self._name else ""
+        limit = "" if self.across == "threads" and self.max_bytes is None else f", max_bytes={self.max_bytes}"
+        state = "broken" if self.broken else "drained" if self.drained else "closed" if self.closed else "open"
+        return f"<Channel({name}{self.capacity}, across={self.across!r}{limit}) {state}, {len(self)} inside>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.across == "threads":
+            raise TypeError(f"{self!r} can't be sent to another process; make it with across='processes'")
+        return _arrive, (duplicate(self._fd), self._name)
+
+
+# The channels of this process by the inode of their memory: one that arrives here again is the same object.
+_known: weakref.WeakValueDictionary[int, Channel[Any]] = weakref.WeakValueDictionary()
+
+
+def _arrive(handle: Any, name: str) -> Channel[Any]:
+    try:
+        fd = open_handle(handle)
+    except OSError as error:
+        raise Broken(f"channel {name!r} was sent by a process that has ended before it was received") from error
+    inode = os.fstat(fd).st_ino
+    known = _known.get(inode)
+    if known is not None:
+        os.close(fd)
+        return known
+    channel: Channel[Any] = Channel.__new__(Channel)
+    _core.Channel.__init__(channel, fd=fd, name=name)
+    _known[inode] = channel
+    return channel
+
+
+def _whole(argument: str, value: object, unit: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{argument} must be a whole number of {unit} >= 1, not {value!r}")
+    if not 1 <= value <= 10**15:
+        raise ValueError(f"{argument} must be a whole number of {unit} from 1 to 10**15, not {value!r}")

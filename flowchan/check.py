@@ -1,0 +1,191 @@
+"""Whether a declared graph can run: every problem at once, in the order of declaration, before anything is started.
+
+| rule | what it means |
+|---|---|
+| empty | nothing is declared, or no stage begins the graph |
+| duplicate | two stages, or two channels, have one name |
+| foreign | a stage reads a stream of another graph, or one that no stage writes |
+| cycle | stages wait for each other in a loop |
+| unread | nobody reads an output |
+| read-twice | several stages read one stream |
+| ports | streams and arguments do not fit the function's parameters |
+| type | the items are not what the reader's annotation asks for |
+| pickle | something cannot be sent to a stage's process |
+| capacity | a capacity is not an int of at least 1 |
+| memory | the channels between processes need more memory than is free |
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from operator import itemgetter
+
+from flowchan.check_pickle import pickle_problems
+from flowchan.check_types import port_problems, type_problems
+from flowchan.errors import GraphError
+from flowchan.graph import Blueprint
+from flowchan.stage import Link, Output, Problem, Stage
+
+_RESULTS = ("reduce", "collect")
+_BYTES_PER_ITEM = 64
+_BYTES_PER_CHANNEL = 128 * 1024
+
+Found = Iterator[tuple[int, Problem]]
+"""Problems, each with the place of its stage in the graph (-1: the graph as a whole)."""
+
+
+def check(graph: Blueprint) -> tuple[Problem, ...]:
+    """Everything that is wrong with the graph, in the order of declaration; empty if it can run. Starts nothing and
+    raises nothing because of the graph."""
+    stages = graph.stages
+    found: list[tuple[int, Problem]] = []
+    for rule in (_empty, _duplicates, _foreign, _cycles, _readers, _capacities, _memory):
+        found.extend(rule(graph, stages))
+    for place, stage in enumerate(stages):
+        for of_stage in (port_problems, type_problems, pickle_problems):
+            found.extend((place, problem) for problem in of_stage(stage))
+    return tuple(problem for _, problem in sorted(found, key=itemgetter(0)))
+
+
+def raise_for(graph: Blueprint) -> None:
+    """``GraphError`` with all problems, if :func:`check` finds any."""
+    problems = check(graph)
+    if problems:
+        raise GraphError(graph.name, problems)
+
+
+def _empty(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
+    if not stages:
+        yield (
+            -1,
+            Problem("empty", "", graph.where, f"graph {graph.name!r} has no stages; begin it with graph.source(…)"),
+        )
+    elif all(stage.inputs for stage in stages):
+        message = f"graph {graph.name!r} has no source: each stage waits for another; begin it with graph.source(…)"
+        yield -1, Problem("empty", "", graph.where, message)
+
+
+def _duplicates(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
+    first: dict[str, Stage] = {}
+    channels: dict[str, Stage] = {}
+    for place, stage in enumerate(stages):
+        owner = first.setdefault(stage.name, stage)
+        if owner is not stage:
+            message = f"the name {stage.name!r} is taken by the {owner.kind} at {owner.where}; give another name="
+            yield place, Problem("duplicate", stage.name, stage.where, message)
+            continue
+        for output in _outputs(stage):
+            owner = channels.setdefault(output.name, stage)
+            if owner is not stage:
+                message = (
+                    f"its channel {output.name!r} is named like one of stage {owner.name!r} at {owner.where}; "
+                    "give one of the stages another name="
+                )
+                yield place, Problem("duplicate", stage.name, stage.where, message)
+
+
+def _foreign(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
+    written = {(stage.name, output.port) for stage in stages for output in _outputs(stage)}
+    for place, stage in enumerate(stages):
+        for stream in stage.inputs:
+            if stream.graph is not graph:
+                message = (
+                    f"reads stream {stream.name!r} of another graph, {stream.graph.name!r} declared at "
+                    f"{stream.graph.where}; declare both ends in one graph"
+                )
+                yield place, Problem("foreign", stage.name, stage.where, message)
+            elif (stream.stage, stream.port) not in written:
+                message = f"reads stream {stream.name!r}, but no stage of graph {graph.name!r} writes it"
+                yield place, Problem("foreign", stage.name, stage.where, message)
+
+
+def _cycles(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
+    """One problem per knot of stages that wait for each other. A name given twice joins stages which are not joined,
+    so such names are left out; they have a problem of their own."""
+    import networkx
+
+    count = Counter(stage.name for stage in stages)
+    places = {stage.name: place for place, stage in enumerate(stages) if count[stage.name] == 1}
+    joined = networkx.DiGraph()
+    joined.add_edges_from(
+        (stream.stage, stage.name)
+        for stage in stages
+        for stream in stage.inputs
+        if stream.graph is graph and stage.name in places and stream.stage in places
+    )
+    for knot in networkx.strongly_connected_components(joined):
+        start = min(knot, key=places.__getitem__)
+        if len(knot) == 1 and not joined.has_edge(start, start):
+            continue
+        loop = [writer for writer, _ in networkx.find_cycle(joined.subgraph(knot), start)]
+        turn = loop.index(min(loop, key=places.__getitem__))
+        loop = [*loop[turn:], *loop[: turn + 1]]
+        stage = stages[places[loop[0]]]
+        message = f"the stages wait for each other in a loop: {' → '.join(loop)}; break it at one of them"
+        yield places[stage.name], Problem("cycle", stage.name, stage.where, message)
+
+
+def _readers(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
+    """Each output has exactly one reader; a result may have none. Who reads a name given twice is not certain."""
+    count = Counter(stage.name for stage in stages)
+    readers: dict[tuple[str, str], list[Stage]] = {}
+    for stage in stages:
+        for stream in stage.inputs:
+            if stream.graph is graph:
+                readers.setdefault((stream.stage, stream.port), []).append(stage)
+    for place, stage in enumerate(stages):
+        for output in _outputs(stage) if count[stage.name] == 1 else ():
+            reading = readers.get((stage.name, output.port), [])
+            if not reading and output is not stage.errors and stage.kind not in _RESULTS:
+                message = (
+                    f"nobody reads its output {output.name!r}; end it with .sink(function), or with .collect() "
+                    "to have the items as a result"
+                )
+                yield place, Problem("unread", stage.name, stage.where, message)
+            if len(reading) > 1:
+                who = " and ".join(f"{reader.name!r} ({reader.where})" for reader in reading)
+                message = (
+                    f"its output {output.name!r} is read {len(reading)} times, by {who}; a stream has one reader: "
+                    f"give each its own with .tee({len(reading)})"
+                )
+                yield place, Problem("read-twice", stage.name, stage.where, message)
+
+
+def _capacities(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
+    for place, stage in enumerate(stages):
+        for output in _outputs(stage):
+            if not _is_capacity(output.capacity):
+                message = f"capacity of {output.name!r} must be an int of at least 1, not {output.capacity!r}"
+                yield place, Problem("capacity", stage.name, stage.where, message)
+
+
+def _memory(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
+    """A lower bound, reserved when the run begins; items that are larger need more."""
+    shared = [link for link in graph.links if link.medium == "processes" and _is_capacity(link.capacity)]
+    if not shared:
+        return
+    import psutil
+
+    needed = sum(map(_bytes_of, shared))
+    free = psutil.virtual_memory().available
+    if needed > free:
+        largest = max(shared, key=_bytes_of)
+        place = next(place for place, stage in enumerate(stages) if stage.name == largest.writer)
+        message = (
+            f"the {len(shared)} channels between processes need at least {needed:,} bytes, but {free:,} are free; "
+            f"the largest is {largest.name!r} with capacity={largest.capacity:,}: lower it"
+        )
+        yield place, Problem("memory", largest.writer, largest.where, message)
+
+
+def _bytes_of(link: Link) -> int:
+    return link.capacity * _BYTES_PER_ITEM + _BYTES_PER_CHANNEL
+
+
+def _is_capacity(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _outputs(stage: Stage) -> tuple[Output, ...]:
+    return stage.outputs if stage.errors is None else (*stage.outputs, stage.errors)

@@ -1,0 +1,238 @@
+"""The rules "ports" and "type": whether a stage can call its function, and whether the items that reach it are what
+its annotations ask for.
+
+Annotations are believed only as far as they are certain: classes and the class of a generic type are compared, and
+whatever is unknown, abstract in an unusual way or merely convertible passes.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import numbers
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+from flowchan.annotations import call_signature, known, ports_of, returned_type, type_name
+from flowchan.stage import Problem, Stage, is_callable_class
+
+_CALLS = {"map": 1, "flat_map": 1, "filter": 1, "sink": 1, "partition": 1, "reduce": 2}
+_WIDER = {(int, float), (int, complex), (float, complex), (bool, float), (bool, complex)}
+_BYTES = {bytes, bytearray, memoryview}
+_ARGUMENTS = {1: "one argument, the item", 2: "two arguments, the result so far and the item"}
+
+
+def port_problems(stage: Stage) -> Iterator[Problem]:
+    """Whether the streams and arguments given fit the parameters of the function."""
+    if stage.function is None:
+        return
+    if stage.kind == "stage":
+        found = _port_messages(stage)
+    elif stage.kind == "source":
+        found = _source_messages(stage)
+    else:
+        found = _call_messages(stage)
+    yield from (Problem("ports", stage.name, stage.where, message) for message in found)
+
+
+def type_problems(stage: Stage) -> Iterator[Problem]:
+    """Whether the annotated item type of each stream fits the annotation of the parameter that takes it."""
+    if stage.kind in ("source", "flat_map") and stage.function is not None:
+        given = returned_type(stage.function)
+        if not _iterable(given):
+            yield Problem(
+                "type",
+                stage.name,
+                stage.where,
+                f"{stage.kind} iterates over what {_named(stage.function)} returns, but that is {type_name(given)}; "
+                "return an iterable, or yield the items",
+            )
+    for stream, port, asked in _asked(stage):
+        if not fits(stream.item, asked):
+            yield Problem(
+                "type",
+                stage.name,
+                stage.where,
+                f"{port!r} of {_named(stage.function)} takes {type_name(asked)}, but stream {stream.name!r} gives "
+                f"{type_name(stream.item)}; put a map between them that converts, or correct one of the annotations",
+            )
+
+
+def fits(given: Any, asked: Any) -> bool:
+    """Whether a value of type ``given`` may be passed where ``asked`` is annotated; true when that is not certain."""
+    given, asked = _bare(given), _bare(asked)
+    if isinstance(given, tuple):
+        return any(fits(member, asked) for member in given)
+    if isinstance(asked, tuple):
+        return any(fits(given, member) for member in asked)
+    if given is None or asked is None or (given, asked) in _WIDER or {given, asked} <= _BYTES:
+        return True
+    try:
+        if getattr(asked, "_is_protocol", False) or getattr(given, "_is_protocol", False):
+            return True
+        if issubclass(given, asked) or issubclass(asked, given):
+            return True
+        # NumPy's and other libraries' numbers convert; a builtin float where an int is asked for does not.
+        foreign = not {given, asked} <= {bool, int, float, complex}
+        return foreign and issubclass(given, numbers.Number) and issubclass(asked, numbers.Number)
+    except Exception:  # classes that refuse issubclass, such as TypedDict
+        return True
+
+
+def _iterable(annotation: Any) -> bool:
+    """Whether a value so annotated can be iterated over; true when that is not certain."""
+    kind = _bare(annotation)
+    if isinstance(kind, tuple):
+        return any(_iterable(member) for member in kind)
+    return kind in (None, object) or hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")
+
+
+def _bare(annotation: Any) -> Any:
+    """The class of an annotation, the tuple of a union's members, or ``None`` where nothing is certain."""
+    while isinstance(annotation, typing.NewType):
+        annotation = annotation.__supertype__
+    annotation = known(annotation) if annotation is not None else None
+    origin = typing.get_origin(annotation)
+    if origin is typing.Annotated:
+        return _bare(typing.get_args(annotation)[0])
+    if origin in (typing.Union, types.UnionType):
+        return typing.get_args(annotation)
+    return next((kind for kind in (origin, annotation) if inspect.isclass(kind)), None)
+
+
+def _asked(stage: Stage) -> Iterator[tuple[Any, str, Any]]:
+    """Each stream with a known item type, with the parameter it goes to and its annotation."""
+    if stage.function is None:
+        return
+    if stage.kind == "stage":
+        items = {port.name: port.item for port in ports_of(stage.function) if port.reads}
+        for stream, port in zip(stage.inputs, stage.input_ports, strict=False):
+            if stream.item is not None and items.get(port) is not None:
+                yield stream, port, items[port]
+    elif stage.kind in _CALLS and stage.inputs and stage.inputs[0].item is not None:
+        parameters = _positional(stage.function)
+        place = _CALLS[stage.kind] - 1
+        asked = known(parameters[place].annotation) if len(parameters) > place else None
+        if asked is not None:
+            yield stage.inputs[0], parameters[place].name, asked
+
+
+def _positional(function: Any) -> list[inspect.Parameter]:
+    signature = _item_signature(function)
+    if signature is None:
+        return []
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [parameter for parameter in signature.parameters.values() if parameter.kind in kinds]
+
+
+def _item_signature(function: Any) -> inspect.Signature | None:
+    """The signature of the call per item. A plain class applied to each item is left alone: its constructor's
+    signature is often not the truth (``__new__``, metaclasses)."""
+    made = function
+    while isinstance(made, functools.partial):
+        made = made.func
+    return None if inspect.isclass(made) and not is_callable_class(made) else call_signature(function)
+
+
+def _call_messages(stage: Stage) -> Iterator[str]:
+    """A verb that calls the function with the item."""
+    count = _CALLS.get(stage.kind)
+    if count is None:
+        return
+    signature = _item_signature(stage.function)
+    if signature is not None:
+        reason = _refused(signature, ("",) * count, {})
+        if reason:
+            yield (
+                f"{stage.kind} calls {_named(stage.function)} with {_ARGUMENTS[count]}, but its parameters are "
+                f"{_shown(signature)}: {reason}; bind the others with functools.partial"
+            )
+    yield from _construction_messages(stage)
+
+
+def _source_messages(stage: Stage) -> Iterator[str]:
+    signature = _item_signature(stage.function)
+    if signature is not None:
+        reason = _refused(signature, stage.args, dict(stage.kwargs))
+        if reason:
+            yield f"source can't call {_named(stage.function)}, its parameters are {_shown(signature)}: {reason}"
+    yield from _construction_messages(stage)
+
+
+def _construction_messages(stage: Stage) -> Iterator[str]:
+    """A callable class must be constructible in the worker, without further arguments."""
+    if not is_callable_class(stage.function):
+        return
+    try:
+        signature = inspect.signature(typing.cast(Any, stage.function))
+    except (TypeError, ValueError):
+        return
+    reason = _refused(signature, (), {})
+    if reason:
+        yield (
+            f"class {_named(stage.function)} is built once per worker without arguments, but its parameters are "
+            f"{_shown(signature)}: {reason}; bind them with functools.partial"
+        )
+
+
+def _port_messages(stage: Stage) -> Iterator[str]:
+    """A general stage: its streams against its ``In`` parameters, its arguments against the rest."""
+    name = _named(stage.function)
+    signature = call_signature(stage.function)
+    if signature is None:
+        yield f"the signature of {name} can't be read, so its ports are unknown; wrap it in a function with In and Out"
+        return
+    ports = {port.name: port for port in ports_of(typing.cast(Any, stage.function))}
+    readers = [port.name for port in ports.values() if port.reads]
+    if not ports:
+        yield f"{name} has no parameter annotated In[...] or Out[...], so it has no ports: {_shown(signature)}"
+    elif len(stage.inputs) != len(readers):
+        asked = f"{len(readers)} In parameter{'s' * (len(readers) != 1)}"
+        listed = f" ({', '.join(readers)})" if readers else ""
+        given = "1 stream was" if len(stage.inputs) == 1 else f"{len(stage.inputs)} streams were"
+        yield f"{name} has {asked}{listed}, but {given} given; give one stream for each"
+    for parameter in signature.parameters.values():
+        yield from _parameter_messages(stage, name, parameter, parameter.name in ports)
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+    for given in stage.kwargs:
+        if given not in signature.parameters and not takes_all:
+            yield f"{name} has no parameter {given!r}: {_shown(signature)}"
+    yield from _construction_messages(stage)
+
+
+def _parameter_messages(stage: Stage, name: str, parameter: inspect.Parameter, is_port: bool) -> Iterator[str]:
+    """One parameter of a general stage: a port comes from a stream, any other from an argument or its default."""
+    given = parameter.name in stage.kwargs
+    optional = parameter.default is not parameter.empty or parameter.kind in (
+        parameter.VAR_POSITIONAL,
+        parameter.VAR_KEYWORD,
+    )
+    if parameter.kind is parameter.POSITIONAL_ONLY and (is_port or given):
+        yield f"parameter {parameter.name!r} of {name} is positional-only; remove the '/' from the signature"
+    if is_port and given:
+        yield f"{parameter.name!r} of {name} is a port and can't be given as an argument; give it as a stream"
+    if not is_port and not given and not optional:
+        yield (
+            f"parameter {parameter.name!r} of {name} is neither a port nor given; annotate it In[...] or Out[...], "
+            f"or give it as {parameter.name}=..."
+        )
+
+
+def _refused(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        return str(error)
+    return None
+
+
+def _named(function: Any) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return repr(getattr(function, "__name__", type(function).__name__))
+
+
+def _shown(signature: inspect.Signature) -> str:
+    return "(" + ", ".join(parameter.name for parameter in signature.parameters.values()) + ")"

@@ -1,0 +1,230 @@
+"""The ``flowchan`` command: run, check and draw the graph that a Python file declares.
+
+Exit codes: 0 done, 1 the run failed, 2 the graph or the call is wrong, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import signal
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, ParamSpec
+
+import click
+
+if TYPE_CHECKING:
+    from flowchan.errors import RunError
+    from flowchan.graph import Blueprint
+    from flowchan.stage import Problem
+    from flowchan.viz.live import LiveView
+
+DONE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
+REFRESH = 0.25
+MOST_FAILURES = 10
+
+P = ParamSpec("P")
+
+
+@click.group()
+def main() -> None:
+    """Run, check and draw graphs of stages and channels.
+
+    FILE is a Python file that declares a graph: a Graph object, or a function that returns one and gets ARGS. With
+    several of them, say FILE:NAME.
+    """
+
+
+def _command(function: Callable[P, int]) -> Callable[..., None]:
+    """Makes a subcommand of a function that returns the exit code: adds FILE, ARGS and --debug, and turns errors
+    that are the caller's into one clear line."""
+
+    @main.command()
+    @click.argument("file")
+    @click.argument("args", nargs=-1)
+    @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+    @functools.wraps(function)
+    def command(*args: P.args, **kwargs: P.kwargs) -> None:
+        raise SystemExit(_exit_code(functools.partial(function, *args, **kwargs), bool(kwargs["debug"])))
+
+    return command
+
+
+def _exit_code(function: Callable[[], int], debug: bool) -> int:
+    from flowchan.errors import GraphError, RunError
+    from flowchan.loading import LoadError
+    from flowchan.viz import RenderError
+
+    try:
+        return function()
+    except KeyboardInterrupt:
+        click.echo("interrupted", err=True)
+        return INTERRUPTED
+    except (GraphError, LoadError, RenderError, RunError) as error:
+        if debug:
+            traceback.print_exception(error)
+        elif isinstance(error, RunError):
+            _tell_failures(error)
+        elif isinstance(error, GraphError):
+            _tell_problems(error.graph, error.problems, err=True)
+        else:
+            hint = "" if error.__cause__ is None else " (--debug shows the traceback)"
+            click.echo(f"flowchan: {error}{hint}", err=True)
+        return FAILED if isinstance(error, RunError) else WRONG
+
+
+@_command
+def run(file: str, args: tuple[str, ...], debug: bool) -> int:
+    """Run the graph in FILE and report.
+
+    Ctrl-C stops the sources and finishes what is in flight; the second Ctrl-C ends the run at once.
+    """
+    from flowchan.errors import RunError
+    from flowchan.loading import load
+
+    with _Interrupts() as interrupts:
+        graph: Any = load(file, args)
+        interrupts.hold = True
+        failure: RunError | None = None
+        with graph.start() as running:
+            try:
+                _follow(running, interrupts)
+            except RunError as error:
+                failure = error
+            click.echo(running.report())
+    if failure is not None:
+        _tell_failures(failure, debug)
+    return INTERRUPTED if interrupts.count else DONE if failure is None else FAILED
+
+
+@_command
+def check(file: str, args: tuple[str, ...], debug: bool) -> int:
+    """Check the graph in FILE without running it: all problems, or one line that all is clear."""
+    from flowchan.check import check as problems_of
+    from flowchan.loading import load
+
+    graph = load(file, args)
+    problems = problems_of(graph)
+    if problems:
+        _tell_problems(graph.name, problems, err=False)
+        return WRONG
+    click.echo(f"{graph.name}: all clear: {_counts(graph)}")
+    return DONE
+
+
+@_command
+@click.option("-o", "output", metavar="FILE.svg|png|pdf|dot|mmd", help="The picture's file. [default: <FILE>.svg]")
+@click.option("--open", "show", is_flag=True, help="Open the picture in its usual viewer.")
+def viz(file: str, args: tuple[str, ...], debug: bool, output: str | None, show: bool) -> int:
+    """Draw the graph in FILE without running any of it. The output's suffix names the format."""
+    from flowchan.loading import load, split_target
+    from flowchan.viz import FORMATS, draw
+
+    path = Path(output or f"{split_target(file)[0].stem}.svg")
+    if path.suffix[1:].lower() not in FORMATS:
+        raise click.BadParameter(f"{str(path)!r}: the name must end in .{', .'.join(FORMATS)}", param_hint="-o")
+    graph = load(file, args)
+    try:
+        draw(graph, path)
+    except OSError as error:
+        click.echo(f"flowchan: can't write {path}: {error.strerror or error}", err=True)
+        if debug:
+            traceback.print_exception(error)
+        return WRONG
+    click.echo(f"{path}: {_counts(graph)}")
+    if show and click.launch(str(path)):
+        click.echo("flowchan: found no viewer to open it with", err=True)
+    return DONE
+
+
+class _Interrupts:
+    """Ctrl-C and SIGTERM while the command runs: they raise ``KeyboardInterrupt`` while the file is loaded, and are
+    only counted once ``hold`` is set, for :func:`_follow` to act on. The third one raises in any case."""
+
+    def __init__(self) -> None:
+        self.hold = False
+        self.count = 0
+
+    def __enter__(self) -> _Interrupts:
+        self._before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+        if not self.hold or self.count > 2:
+            raise KeyboardInterrupt
+
+
+def _follow(running: Any, interrupts: _Interrupts) -> None:
+    """Show the run until it ends, and pass interrupts on to it. Raises what the run raises."""
+    from flowchan.viz.live import LiveView
+
+    heard = 0
+    with LiveView() as view:
+        while True:
+            if interrupts.count > heard:
+                heard = interrupts.count
+                _interrupt(running, view, heard)
+            try:
+                running.wait(timeout=REFRESH)
+                return
+            except TimeoutError:
+                view.show(running.stats())
+
+
+def _interrupt(running: Any, view: LiveView, times: int) -> None:
+    if times == 1:
+        view.say(
+            "stopping: the sources have stopped, what is in flight is being finished; Ctrl-C again ends it at once"
+        )
+        running.stop()
+    else:
+        view.say("ending at once")
+        running.abort()
+
+
+def _tell_failures(error: RunError, debug: bool = False) -> None:
+    """Each failure in a line, and the traceback of the first: the user's own, or with ``debug`` all there is."""
+    if debug:
+        traceback.print_exception(error)
+        return
+    first, *others = error.exceptions
+    click.echo(f"flowchan: {first}", err=True)
+    if first.__cause__ is not None:
+        click.echo("".join(traceback.format_exception(first.__cause__)).rstrip(), err=True)
+    for other in others[: MOST_FAILURES - 1]:
+        click.echo(f"flowchan: {other}", err=True)
+    if len(others) >= MOST_FAILURES:
+        click.echo(f"flowchan: and {len(others) - MOST_FAILURES + 1} more failures", err=True)
+
+
+def _tell_problems(graph: str, problems: Sequence[Problem], err: bool) -> None:
+    from flowchan.stage import Where
+    from flowchan.viz.labels import relative
+
+    for problem in problems:
+        where = Where(relative(problem.where.file), problem.where.line)
+        click.echo(str(dataclasses.replace(problem, where=where)), err=err)
+    click.echo(f"{graph}: {_number(len(problems), 'problem')}", err=err)
+
+
+def _counts(graph: Blueprint) -> str:
+    workers = sum(stage.workers for stage in graph.stages)
+    apart = sum(stage.workers for stage in graph.stages if stage.on != "thread")
+    return (
+        f"{_number(len(graph.stages), 'stage')}, {_number(len(graph.links), 'channel')}, {_number(workers, 'worker')}"
+        + (f", {apart} of them in processes" if apart else "")
+    )
+
+
+def _number(count: int, word: str) -> str:
+    return f"{count} {word}{'' if count == 1 else 's'}"

@@ -1,0 +1,78 @@
+"""Every exception of flowchan, one family under :class:`FlowchanError`.
+
+A channel call ends in one of five ways: it worked; *not now* (:class:`Full`, :class:`Empty`); somebody closed the
+channel (:class:`Closed`, and :class:`Drained` at its clean end); it ended by failure (:class:`Broken`); or the call
+itself was wrong (``TypeError``, ``ValueError``). A graph call adds :class:`GraphError` (the declaration is wrong) and
+:class:`RunError` (a stage failed while running).
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flowchan.stage import Problem
+
+
+class FlowchanError(Exception):
+    """Base of all errors that flowchan raises on its own account."""
+
+
+class ChannelError(FlowchanError):
+    """Base of everything a channel call can raise besides misuse."""
+
+
+class Closed(ChannelError):
+    """The channel was closed, so nothing can be put into it any more. Whoever called ``close()`` caused it, or the
+    last reader that left."""
+
+
+class Drained(Closed):
+    """The clean end: the channel is closed, empty, and no item is out on lease. Iteration turns it into its end."""
+
+
+class Broken(ChannelError):
+    """The channel ended by failure: ``abort(cause)`` was called, or its memory was found damaged. ``__cause__`` is the
+    cause."""
+
+
+class Full(ChannelError, queue.Full, TimeoutError):
+    """Nothing could be put *now*, or within ``timeout`` seconds: the channel is full."""
+
+
+class Empty(ChannelError, queue.Empty, TimeoutError):
+    """Nothing could be got *now*, or within ``timeout`` seconds: the channel is empty, and not yet at its end."""
+
+
+class GraphError(FlowchanError):
+    """The declaration of a graph is wrong. ``problems`` lists everything that :func:`flowchan.check` found."""
+
+    def __init__(self, graph: str, problems: Sequence[Problem]) -> None:
+        self.graph = graph
+        self.problems = tuple(problems)
+        lines = "\n".join(f"  {problem}" for problem in self.problems)
+        count = len(self.problems)
+        super().__init__(f"graph {graph!r} has {count} problem{'s' if count != 1 else ''}:\n{lines}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return GraphError, (self.graph, self.problems)
+
+
+class StageError(FlowchanError):
+    """A stage failed. ``stage`` and ``worker`` name it, ``item`` is the text of the item in hand (``None`` when it had
+    none), and ``__cause__`` is the exception of the user's function, with the worker's own traceback as a note."""
+
+    def __init__(self, message: str, *, stage: str, worker: str, item: str | None = None) -> None:
+        super().__init__(message)
+        self.stage = stage
+        self.worker = worker
+        self.item = item
+
+
+class RunError(ExceptionGroup[StageError], FlowchanError):
+    """A run failed. ``exceptions`` holds one :class:`StageError` per failure, the first failure first."""
+
+    def derive(self, excs: Sequence[StageError]) -> RunError:  # type: ignore[override]
+        return RunError(self.message, excs)

@@ -1,0 +1,193 @@
+"""Finding the graph in a user's file, for the command line.
+
+The file is imported, not run: its ``if __name__ == "__main__"`` block stays asleep.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.machinery
+import importlib.util
+import inspect
+import sys
+import typing
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+from flowchan.errors import FlowchanError, GraphError
+from flowchan.graph import Blueprint
+
+
+class LoadError(FlowchanError):
+    """No graph came out of the file: it isn't there, is no Python, failed while it was imported, holds no graph or
+    several, or the call does not fit its function. The message is one line; ``__cause__`` is the user's own error."""
+
+
+def load(target: str, args: Sequence[str] = ()) -> Blueprint:
+    """The graph that ``target``, ``FILE`` or ``FILE:NAME``, declares.
+
+    That is the module's only graph, or what its only function annotated ``-> Graph`` returns when it is called with
+    ``args``. ``NAME`` chooses among several, and may name a function without the annotation. Raises
+    :class:`LoadError`.
+    """
+    path, name = split_target(target)
+    module = load_module(path)
+    found = _named(module, name, path) if name else _only(module, path)
+    return _graph_of(f"{path}:{found}", getattr(module, found), args)
+
+
+def split_target(target: str) -> tuple[Path, str | None]:
+    """``FILE:NAME`` in its two parts. A file whose own name holds a colon is found all the same."""
+    file, colon, name = target.rpartition(":")
+    if not colon or Path(target).exists():
+        return Path(target), None
+    if not name.isidentifier():
+        raise LoadError(f"{target}: after the colon comes the name of a graph or function, not {name!r}")
+    return Path(file), name
+
+
+def load_module(path: Path) -> ModuleType:
+    """Import the file as a module named like it, with its folder on ``sys.path``, as Python does for a script.
+
+    The module's functions are pickled by value from then on, because a worker process may not find the file.
+    """
+    if not path.exists():
+        raise LoadError(f"{path}: no such file")
+    if not path.is_file():
+        raise LoadError(f"{path}: not a file")
+    file = path.resolve()
+    if str(file.parent) not in sys.path:
+        sys.path.insert(0, str(file.parent))
+    name = _module_name(file)
+    loader = _Loader(name, str(file))
+    module = importlib.util.module_from_spec(importlib.machinery.ModuleSpec(name, loader, origin=str(file)))
+    module.__file__ = str(file)
+    sys.modules[name] = module
+    try:
+        with _one_line(path):
+            loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    import cloudpickle
+
+    cloudpickle.register_pickle_by_value(module)
+    return module
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    """Compiles the file as it is now, and leaves no ``__pycache__`` beside it, as when Python runs a script."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        try:
+            return self.source_to_code(self.get_data(self.path), self.path)
+        except ValueError as error:  # what Python 3.11 says to a binary file
+            raise SyntaxError(str(error)) from error
+
+
+def _module_name(file: Path) -> str:
+    """The file's stem, unless a module of that name is loaded already or belongs to Python: that one stays."""
+    name = file.stem.replace(".", "_")
+    while name in sys.stdlib_module_names or getattr(sys.modules.get(name), "__file__", str(file)) != str(file):
+        name += "_"
+    return name
+
+
+@contextlib.contextmanager
+def _one_line(path: Path) -> Iterator[None]:
+    """Turns whatever the user's code raises into a :class:`LoadError` that says what and where in one line."""
+    try:
+        yield
+    except (KeyboardInterrupt, GraphError):
+        raise
+    except SyntaxError as error:
+        raise LoadError(f"{error.filename or path}:{error.lineno or 0}: not valid Python: {error.msg}") from error
+    except SystemExit as error:
+        raise LoadError(
+            f'{path}: calls exit when imported{_line_in(path, error)}; put that under `if __name__ == "__main__":`'
+        ) from error
+    except BaseException as error:
+        raise LoadError(f"{path}: {type(error).__name__}: {_first_line(error)}{_line_in(path, error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), "(no message)")
+
+
+def _line_in(path: Path, error: BaseException) -> str:
+    """The last line of the user's own file in the traceback."""
+    lines = []
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == str(path.resolve()):
+            lines.append(trace.tb_lineno)
+        trace = trace.tb_next
+    return f" (line {lines[-1]})" if lines else ""
+
+
+def _only(module: ModuleType, path: Path) -> str:
+    names = list(_candidates(module))
+    if not names:
+        raise LoadError(f"{path}: no graph inside: neither a Graph object nor a function annotated `-> Graph`")
+    if len(names) > 1:
+        raise LoadError(f"{path}: which graph? Say one of {', '.join(f'{path}:{name}' for name in names)}")
+    return names[0]
+
+
+def _candidates(module: ModuleType) -> Iterator[str]:
+    """Public names of the module's graphs, each graph once, and of its functions that return one."""
+    seen: set[int] = set()
+    for name, value in vars(module).items():
+        if name.startswith("_") or id(value) in seen:
+            continue
+        if isinstance(value, Blueprint) or _builds_graph(value, module):
+            seen.add(id(value))
+            yield name
+
+
+def _builds_graph(value: Any, module: ModuleType) -> bool:
+    if not inspect.isfunction(value) or value.__module__ != module.__name__:
+        return False
+    annotation = value.__annotations__.get("return")
+    with contextlib.suppress(Exception):
+        annotation = typing.get_type_hints(value).get("return")
+    if isinstance(annotation, str):
+        return annotation.rpartition(".")[2] in ("Graph", "Blueprint")
+    return isinstance(annotation, type) and issubclass(annotation, Blueprint)
+
+
+def _named(module: ModuleType, name: str, path: Path) -> str:
+    if hasattr(module, name):
+        return name
+    names = list(_candidates(module))
+    known = f"; it has {', '.join(names)}" if names else ", and no graph either"
+    raise LoadError(f"{path}: no {name!r} inside{known}")
+
+
+def _graph_of(label: str, value: Any, args: Sequence[str]) -> Blueprint:
+    if isinstance(value, Blueprint):
+        if args:
+            raise LoadError(f"{label}: is a graph, not a function, so it takes no arguments: {' '.join(args)}")
+        return value
+    if not callable(value):
+        raise LoadError(f"{label}: is neither a graph nor a function that returns one, but of type {_type(value)}")
+    try:
+        signature = inspect.signature(value)
+        signature.bind(*args)
+    except TypeError as error:
+        takes = signature.replace(return_annotation=inspect.Signature.empty)
+        raise LoadError(f"{label}: {error}: it takes {takes}, {len(args)} given") from error
+    except ValueError:  # a callable that tells no signature
+        pass
+    path = Path(label.rpartition(":")[0])
+    with _one_line(path):
+        graph = value(*args)
+    if not isinstance(graph, Blueprint):
+        raise LoadError(f"{label}: returned an object of type {_type(graph)}, not a Graph")
+    return graph
+
+
+def _type(value: Any) -> str:
+    return type(value).__name__

@@ -1,0 +1,125 @@
+"""The report of a run as text: a table of stages, a table of channels, the bottleneck and the account (R8)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flowchan.run.stats import LinkStats, RunStats, StageStats
+
+ONE_FOR_ONE = frozenset({"map", "sink", "merge", "partition"})
+"""Verbs that owe one item out, or one failed item, for each item in. A sink's items out are those it has finished."""
+
+SOME = {"filter": "dropped", "take": "not taken"}
+"""Verbs that let a part of their items through, and the word for the others."""
+
+
+def render(stats: RunStats) -> str:
+    """The report of ``stats``, of a run that has ended or of one that still goes on."""
+    head = [f"graph {stats.graph!r}: {stats.state} {_after(stats)} {stats.elapsed:.2f} s", bottleneck_text(stats)]
+    accounts = [[stage.name, _stage_account(stage)] for stage in stats.stages]
+    tables = [_stage_table(stats), _link_table(stats.links), table(["stage", "account"], accounts, left={0, 1})]
+    return "\n".join(head + [f"\n{text}" for text in tables if text] + [f"\n{account_text(stats)}"])
+
+
+def bottleneck_text(stats: RunStats) -> str:
+    """Names the stage that holds the others up, and shows why."""
+    slow = next((stage for stage in stats.stages if stage.name == stats.bottleneck), None)
+    if slow is None:
+        return "bottleneck: none to be seen"
+    workers = "1 worker" if slow.workers == 1 else f"{slow.workers} workers"
+    return f"bottleneck: {slow.name} (busy {share(slow.busy)} of the time, {workers} on={slow.on!r}, {rate(slow.rate)})"
+
+
+def account_text(stats: RunStats) -> str:
+    """Whether items in = items out + items failed at every stage that owes one for one."""
+    owing = [stage for stage in stats.stages if stage.kind in ONE_FOR_ONE]
+    missing = {stage.name: _missing(stage) for stage in owing if _missing(stage)}
+    totals = [
+        sum(column) for column in zip(*((s.items_in, s.items_out, s.failed, s.in_hand) for s in owing), strict=True)
+    ]
+    if not owing:
+        return "account: no stage here owes one item out for each item in"
+    equation = f"{_sum(totals[1], ('failed', totals[2]), ('in hand', totals[3]))}"
+    if not missing:
+        return f"account: items in = items out + items failed: {count(totals[0])} = {equation}"
+    where = ", ".join(f"{count(abs(number))} at {name}" for name, number in missing.items())
+    word = {"running": "moving", "stopping": "moving", "failed": "discarded", "aborted": "discarded"}
+    rest = f"{word.get(stats.state, 'MISSING')}: {where}"
+    return f"account: items in {count(totals[0])}, items out + items failed {equation}; {rest}"
+
+
+def count(number: int) -> str:
+    """A number of items."""
+    return f"{number:,}"
+
+
+def rate(number: float) -> str:
+    """Items a second."""
+    return f"{number:,.0f}/s" if number >= 10 or number == 0 else f"{number:.2g}/s"
+
+
+def share(part: float) -> str:
+    """A part of 1 as percent."""
+    return f"{100 * part:.0f} %"
+
+
+def _after(stats: RunStats) -> str:
+    return "for" if stats.state in ("running", "stopping") else "after"
+
+
+def _missing(stage: StageStats) -> int:
+    return stage.items_in - stage.items_out - stage.failed - stage.in_hand
+
+
+def _stage_account(stage: StageStats) -> str:
+    rest = [("failed", stage.failed), ("in hand", stage.in_hand)]
+    missing = _missing(stage)
+    if stage.kind in SOME and missing >= 0:
+        return f"{count(stage.items_in)} = {_sum(stage.items_out, (SOME[stage.kind], missing), *rest)}"
+    if stage.kind in ONE_FOR_ONE:
+        return f"{count(stage.items_in)} {'≠' if missing else '='} {_sum(stage.items_out, *rest)}"
+    if stage.kind in ("source", "input"):
+        return f"{count(stage.items_out)} out"
+    return f"{count(stage.items_in)} in, {_sum(stage.items_out, *rest)}"
+
+
+def _sum(out: int, *others: tuple[str, int]) -> str:
+    return " + ".join([f"{count(out)} out", *(f"{count(number)} {word}" for word, number in others if number)])
+
+
+def _stage_table(stats: RunStats) -> str:
+    titles = ["stage", "verb", "workers", "in", "out", "failed", "retried", "restarts", "rate", "busy", "wait in",
+              "wait out"]  # fmt: skip
+    rows = [
+        [stage.name, stage.kind, f"{count(stage.workers)} {stage.on}", count(stage.items_in), count(stage.items_out),
+         count(stage.failed), count(stage.retried), count(stage.restarts), rate(stage.rate), share(stage.busy),
+         share(stage.waiting_input), share(stage.waiting_output)]
+        for stage in stats.stages
+    ]  # fmt: skip
+    return table(titles, rows, left={0, 1, 2})
+
+
+def _link_table(links: Sequence[LinkStats]) -> str:
+    titles = ["channel", "from", "to", "medium", "fill", "passed", "rate"]
+    rows = [
+        [link.name, link.writer, link.reader or "-", link.medium, f"{count(link.inside)}/{count(link.capacity)}",
+         count(link.passed), rate(link.rate)]
+        for link in links
+    ]  # fmt: skip
+    return table(titles, rows, left={0, 1, 2, 3})
+
+
+def table(titles: Sequence[str], rows: Sequence[Sequence[str]], left: set[int]) -> str:
+    """Aligned columns, those numbered in ``left`` to the left and the others to the right. Empty without rows."""
+    if not rows:
+        return ""
+    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = (
+            cell.ljust(width) if number in left else cell.rjust(width)
+            for number, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        )
+        return "  ".join(padded).rstrip()
+
+    return "\n".join([line(titles), line(["-" * width for width in widths]), *(line(row) for row in rows)])

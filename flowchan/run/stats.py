@@ -1,0 +1,58 @@
+"""What a run looks like at one moment, as frozen values (R8). :meth:`Run.stats` makes them, the live view, the report
+and the tests read them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+RunState = Literal["running", "stopping", "done", "failed", "stopped", "aborted"]
+
+
+@dataclass(frozen=True, slots=True)
+class StageStats:
+    """One stage. ``busy``, ``waiting_input`` and ``waiting_output`` are shares (0 to 1) of its workers' time since the
+    stage began; they add up to 1. ``rate`` is items finished per second over the same time."""
+
+    name: str
+    kind: str
+    on: str
+    workers: int
+    alive: int
+    items_in: int
+    items_out: int
+    failed: int
+    retried: int
+    restarts: int
+    in_hand: int
+    rate: float
+    busy: float
+    waiting_input: float
+    waiting_output: float
+
+
+@dataclass(frozen=True, slots=True)
+class LinkStats:
+    """One channel: ``inside`` of ``capacity`` items are in it now, ``passed`` went through, ``rate`` of them a second."""
+
+    name: str
+    writer: str
+    reader: str | None
+    medium: str
+    inside: int
+    capacity: int
+    passed: int
+    rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class RunStats:
+    """A whole run: ``elapsed`` seconds since its start (until its end, once it has ended). ``bottleneck`` is the name
+    of the stage that holds the others up, ``None`` while nothing can be said."""
+
+    graph: str
+    state: RunState
+    elapsed: float
+    stages: tuple[StageStats, ...]
+    links: tuple[LinkStats, ...]
+    bottleneck: str | None

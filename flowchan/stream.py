@@ -1,0 +1,243 @@
+"""A stream: the handle of one output channel of a declared stage, with the verbs that declare the next stage.
+
+Declaring runs nothing. Each verb adds one frozen :class:`~flowchan.stage.Stage` to the graph and returns the handle of
+its output. Arguments that are wrong by themselves raise at once, ``TypeError`` or ``ValueError``, by the caller's act;
+what only the whole graph can tell is left to :func:`flowchan.check.check`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import GenericAlias
+from typing import TYPE_CHECKING, Any
+
+from flowchan.annotations import element_type, returned_type, type_name
+from flowchan.arguments import callable_argument, flag, seconds, shown, whole
+from flowchan.stage import DEFAULT_CAPACITY, Placement
+
+if TYPE_CHECKING:
+    from flowchan.graph import Blueprint
+
+_MISSING: Any = object()
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Stream:
+    """The output ``port`` of the stage named ``stage`` in ``graph``. ``name`` is the channel's name and ``item`` the
+    type of its items, ``None`` if unknown. Two handles of the same port are equal.
+
+    One stage reads a stream; several readers ask for :meth:`tee`.
+
+    The verbs that call a function for each item share these options: ``on`` places the workers on a "thread" or in a
+    "process" each; ``workers`` is their number; ``capacity`` bounds the output channel; ``retries`` is how many times a
+    failed item is tried again; ``ordered`` keeps the input's order when there are several workers. A callable class is
+    built once per worker.
+    """
+
+    graph: Blueprint
+    stage: str
+    port: str
+    name: str = field(compare=False)
+    item: Any = field(default=None, compare=False)
+
+    def __repr__(self) -> str:
+        kind = "" if self.item is None else f" of {type_name(self.item)}"
+        return f"<Stream {self.name!r}{kind} in graph {self.graph.name!r}>"
+
+    def map(
+        self,
+        function: Callable[..., Any],
+        *,
+        name: str | None = None,
+        on: Placement = "thread",
+        workers: int = 1,
+        capacity: int = DEFAULT_CAPACITY,
+        retries: int = 0,
+        ordered: bool = True,
+    ) -> Stream:
+        """``function(item)`` for each item: one output per item."""
+        return self._one(
+            "map", function, returned_type, name=name, on=on, workers=workers, capacity=capacity, retries=retries,
+            ordered=ordered,
+        )  # fmt: skip
+
+    def flat_map(
+        self,
+        function: Callable[..., Any],
+        *,
+        name: str | None = None,
+        on: Placement = "thread",
+        workers: int = 1,
+        capacity: int = DEFAULT_CAPACITY,
+        retries: int = 0,
+        ordered: bool = True,
+    ) -> Stream:
+        """Each element of the iterable that ``function(item)`` gives: any number of outputs per item."""
+        return self._one(
+            "flat_map", function, lambda called: element_type(returned_type(called)), name=name, on=on,
+            workers=workers, capacity=capacity, retries=retries, ordered=ordered,
+        )  # fmt: skip
+
+    def filter(
+        self,
+        function: Callable[..., Any],
+        *,
+        name: str | None = None,
+        on: Placement = "thread",
+        workers: int = 1,
+        capacity: int = DEFAULT_CAPACITY,
+        retries: int = 0,
+        ordered: bool = True,
+    ) -> Stream:
+        """The items for which ``function(item)`` is true."""
+        return self._one(
+            "filter", function, lambda _: self.item, name=name, on=on, workers=workers, capacity=capacity,
+            retries=retries, ordered=ordered,
+        )  # fmt: skip
+
+    def sink(
+        self,
+        function: Callable[..., Any],
+        *,
+        name: str | None = None,
+        on: Placement = "thread",
+        workers: int = 1,
+        retries: int = 0,
+    ) -> None:
+        """``function(item)`` for each item, for its effect. The graph ends here."""
+        self.graph._declare(
+            "sink", name=name, function=callable_argument("sink", "function", function), inputs=(self,), outputs=(),
+            on=on, workers=workers, retries=retries,
+        )  # fmt: skip
+
+    def partition(
+        self,
+        key: Callable[..., Any],
+        n: int,
+        *,
+        name: str | None = None,
+        on: Placement = "thread",
+        workers: int = 1,
+        capacity: int = DEFAULT_CAPACITY,
+        retries: int = 0,
+    ) -> tuple[Stream, ...]:
+        """``n`` streams; items for which ``key(item)`` is equal go to the same one."""
+        ports = range(whole("partition", "n", n, 1))
+        return self.graph._declare(
+            "partition", name=name, function=callable_argument("partition", "key", key), options={"n": n},
+            inputs=(self,), outputs=[(str(port), self.item) for port in ports], capacity=capacity, errors=True, on=on,
+            workers=workers, retries=retries,
+        )  # fmt: skip
+
+    def reduce(self, function: Callable[..., Any], initial: Any = _MISSING, *, name: str | None = None) -> Stream:
+        """One item: ``function(so_far, item)`` over all items, beginning with ``initial``, or with the first item if
+        there is none. It is a result of the run; no other stage needs to read it."""
+        options = {} if initial is _MISSING else {"initial": initial}
+        item = returned_type(callable_argument("reduce", "function", function))
+        (out,) = self.graph._declare(
+            "reduce", name=name, function=function, options=options, inputs=(self,), outputs=[("out", item)],
+            errors=True,
+        )  # fmt: skip
+        return out
+
+    def collect(self, *, name: str | None = None) -> Stream:
+        """One item: the list of all items. It is a result of the run; no other stage needs to read it."""
+        return self._plain("collect", _listed(self.item), name=name)
+
+    def batch(
+        self, size: int, timeout: float | None = None, *, name: str | None = None, capacity: int = DEFAULT_CAPACITY
+    ) -> Stream:
+        """Lists of ``size`` items; the last one may be shorter. A batch that is not full ``timeout`` seconds after its
+        first item goes out as it is."""
+        options = {"size": whole("batch", "size", size, 1), "timeout": seconds("batch", "timeout", timeout)}
+        return self._plain("batch", _listed(self.item), name=name, capacity=capacity, options=options)
+
+    def unbatch(self, *, name: str | None = None, capacity: int = DEFAULT_CAPACITY) -> Stream:
+        """Each element of each item; the items are iterables."""
+        return self._plain("unbatch", element_type(self.item), name=name, capacity=capacity)
+
+    def take(self, n: int, *, name: str | None = None, capacity: int = DEFAULT_CAPACITY) -> Stream:
+        """The first ``n`` items; the stages before it are then stopped, without an error."""
+        return self._plain("take", self.item, name=name, capacity=capacity, options={"n": whole("take", "n", n, 0)})
+
+    def tee(self, n: int, *, name: str | None = None, capacity: int = DEFAULT_CAPACITY) -> tuple[Stream, ...]:
+        """``n`` streams, each with every item."""
+        ports = range(whole("tee", "n", n, 1))
+        return self.graph._declare(
+            "tee", name=name, options={"n": n}, inputs=(self,), outputs=[(str(port), self.item) for port in ports],
+            capacity=capacity,
+        )  # fmt: skip
+
+    def zip(self, *others: Stream, name: str | None = None, capacity: int = DEFAULT_CAPACITY) -> Stream:
+        """Tuples of one item from each stream, until one of them ends."""
+        streams = streams_argument("zip", (self, *others))
+        item = GenericAlias(tuple, tuple(Any if stream.item is None else stream.item for stream in streams))
+        (out,) = self.graph._declare(
+            "zip", name=name, inputs=streams, input_ports=[str(port) for port in range(len(streams))],
+            outputs=[("out", item)], capacity=capacity,
+        )  # fmt: skip
+        return out
+
+    def buffer(self, capacity: int) -> Stream:
+        """This stream, with a channel of ``capacity`` items. It adds no stage."""
+        self.graph._resize(self, whole("buffer", "capacity", capacity, 1))
+        return self
+
+    @property
+    def errors(self) -> Stream:
+        """The items that failed in this stream's stage, as ``Failed`` values. While nobody reads them, a failure ends
+        the run. ``AttributeError`` if the stage calls no function of the user's per item."""
+        output = self.graph._stage_of(self).errors
+        if output is None or self.port == output.port:
+            raise AttributeError(f"{self!r} has no errors stream; map, flat_map, filter, partition and reduce have one")
+        return Stream(self.graph, self.stage, output.port, output.name, output.item)
+
+    def _one(
+        self,
+        kind: str,
+        function: Callable[..., Any],
+        item_of: Callable[[Any], Any],
+        *,
+        name: str | None,
+        on: Placement,
+        workers: int,
+        capacity: int,
+        retries: int,
+        ordered: bool,
+    ) -> Stream:
+        """A stage that calls the user's function for each item and has one output."""
+        item = item_of(callable_argument(kind, "function", function))
+        (out,) = self.graph._declare(
+            kind, name=name, function=function, inputs=(self,), outputs=[("out", item)], capacity=capacity,
+            errors=True, on=on, workers=workers, retries=retries, ordered=flag(kind, "ordered", ordered),
+        )  # fmt: skip
+        return out
+
+    def _plain(
+        self,
+        kind: str,
+        item: Any,
+        *,
+        name: str | None,
+        capacity: int = DEFAULT_CAPACITY,
+        options: dict[str, Any] | None = None,
+    ) -> Stream:
+        """A stage without a function of the user's and with one output."""
+        (out,) = self.graph._declare(
+            kind, name=name, options=options or {}, inputs=(self,), outputs=[("out", item)], capacity=capacity
+        )
+        return out
+
+
+def streams_argument(call: str, values: tuple[Any, ...]) -> tuple[Stream, ...]:
+    """The values, if all of them are streams; else ``TypeError`` naming the first that is not."""
+    for place, value in enumerate(values, 1):
+        if not isinstance(value, Stream):
+            hint = f"; write {call}(*streams)" if isinstance(value, (list, tuple, set)) else ""
+            raise TypeError(f"{call}: argument {place} must be a stream, not {shown(value)}{hint}")
+    return values
+
+
+def _listed(item: Any) -> Any:
+    return list if item is None else GenericAlias(list, (item,))

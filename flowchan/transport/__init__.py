@@ -1,0 +1,1 @@
+"""How items and channels cross process borders."""

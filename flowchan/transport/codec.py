@@ -1,0 +1,108 @@
+"""Serialising what the core's direct encoding does not cover: pickle protocol 5 with out-of-band buffers, by value
+where plain pickle can't or where the other process could not find the name.
+
+Functions and classes of ``__main__`` (and of a file that ``flowchan run`` loaded) go by value through cloudpickle,
+because another process has another ``__main__``; everything importable goes by reference.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any
+
+from flowchan import _core
+
+# Names of modules whose functions and classes other processes can't import.
+by_value_modules: set[str] = {"__main__", "__mp_main__"}
+
+# Buffers below this are cheaper inside the pickle than beside it.
+OUT_OF_BAND = 4096
+
+
+def dumps(item: object) -> bytes | list[bytes | pickle.PickleBuffer]:
+    """The pickle of ``item``, or a list of the pickle and its out-of-band buffers. Raises ``TypeError`` naming the part
+    that can't be serialised."""
+    buffers: list[pickle.PickleBuffer] = []
+
+    def aside(buffer: pickle.PickleBuffer) -> bool:
+        view = buffer.raw()
+        if view.nbytes < OUT_OF_BAND:
+            return True  # stays in the pickle
+        buffers.append(buffer)
+        return False
+
+    try:
+        data = pickle.dumps(item, protocol=5, buffer_callback=aside)
+    except Exception:
+        data = None
+    if data is None or any(name.encode() in data for name in by_value_modules):
+        del buffers[:]
+        data = _dumps_by_value(item, aside)
+    return [data, *buffers] if buffers else data
+
+
+def _dumps_by_value(item: object, aside: Any) -> bytes:
+    import cloudpickle  # slow to import, and most items do without
+
+    out = io.BytesIO()
+    try:
+        cloudpickle.Pickler(out, protocol=5, buffer_callback=aside).dump(item)
+    except Exception as error:
+        raise TypeError(f"can't send {_short(item)} to another process: {_culprit(item, error)}") from error
+    return out.getvalue()
+
+
+def loads(data: bytes | list[Any]) -> object:
+    """The object that :func:`dumps` was given."""
+    if isinstance(data, bytes):
+        return pickle.loads(data)
+    return pickle.loads(data[0], buffers=data[1:])
+
+
+def _short(item: object) -> str:
+    try:
+        text = repr(item)
+    except Exception:
+        text = f"a {type(item).__name__}"
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _culprit(item: object, error: BaseException) -> str:
+    """Names the innermost attribute, element or key that can't be pickled."""
+    path, current, seen = "", item, {id(item)}
+    while True:
+        for step, part in _parts(current):
+            if id(part) not in seen and not _can(part):
+                path, current = path + step, part
+                seen.add(id(part))
+                break
+        else:
+            break
+    where = f"its part {path.lstrip('.')} ({_short(current)})" if path else "it"
+    return f"{where} can't be pickled ({error})"
+
+
+def _parts(item: object) -> list[tuple[str, object]]:
+    if isinstance(item, dict):
+        return [(f"[{_short(key)}]", value) for key, value in item.items()]
+    if isinstance(item, (list, tuple, set, frozenset)):
+        return [(f"[{index}]", part) for index, part in enumerate(item)]
+    if callable(item) and getattr(item, "__closure__", None):
+        names = item.__code__.co_freevars  # type: ignore[attr-defined]
+        cells = item.__closure__  # type: ignore[attr-defined]
+        return [(f".{name}", cell.cell_contents) for name, cell in zip(names, cells, strict=True)]
+    return [(f".{name}", value) for name, value in getattr(item, "__dict__", {}).items()]
+
+
+def _can(part: object) -> bool:
+    import cloudpickle
+
+    try:
+        cloudpickle.dumps(part)
+    except Exception:
+        return False
+    return True
+
+
+_core._set_codec(dumps, loads)

@@ -1,0 +1,136 @@
+"""The other party of a test: a function that runs in a thread or in a forked process while the test goes on."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+from waiting import PATIENCE
+
+FORK = multiprocessing.get_context("fork")
+PR_SET_PDEATHSIG = 1
+
+
+class Peer(Protocol):
+    """A running function. Every peer ends by ``result()``, or by ``kill()`` and ``join()``."""
+
+    def result(self) -> Any:
+        """Waits for the end and returns what the function returned, or raises what it raised."""
+
+    def join(self) -> None:
+        """Waits for the end, whatever it was."""
+
+    def running(self) -> bool:
+        """Whether the function has not ended yet."""
+
+
+class ThreadPeer:
+    """A peer in this process."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        self._future: Future[Any] = Future()
+        self._thread = threading.Thread(target=self._run, args=(function, args), daemon=True)
+        self._thread.start()
+
+    def _run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        try:
+            self._future.set_result(function(*args))
+        except BaseException as error:
+            self._future.set_exception(error)
+
+    def result(self) -> Any:
+        self.join()
+        future, self._future = self._future, Future()  # holds no exception, and so no frame, longer than needed
+        return future.result(timeout=0)
+
+    def join(self) -> None:
+        self._thread.join(PATIENCE)
+        assert not self._thread.is_alive(), "the peer is still running"
+
+    def running(self) -> bool:
+        return self._thread.is_alive()
+
+
+class ProcessPeer:
+    """A peer in a forked process. It ends by ``os._exit``, so nothing in it is cleaned up by Python's shutdown."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        self._answer, answer = FORK.Pipe(duplex=False)
+        self._process = FORK.Process(target=_run_in_child, args=(answer, function, args), daemon=True)
+        self._process.start()
+        answer.close()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def result(self) -> Any:
+        assert self._answer.poll(PATIENCE), "the peer is still running"
+        try:
+            raised, value = self._answer.recv()
+        except EOFError:
+            self.join()
+            raise AssertionError(f"the peer ended without an answer, exit code {self._process.exitcode}") from None
+        self.join()
+        if raised:
+            raise value
+        return value
+
+    def join(self) -> None:
+        self._process.join(PATIENCE)
+        assert not self._process.is_alive(), "the peer is still running"
+        self._answer.close()
+
+    def running(self) -> bool:
+        return self._process.is_alive()
+
+    def kill(self) -> None:
+        """Sends SIGKILL and leaves the dead process unreaped: ``join()`` does that."""
+        os.kill(self.pid, signal.SIGKILL)
+
+
+def _run_in_child(answer: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # never outlives a test run that was killed
+    try:
+        message = (False, function(*args))
+    except BaseException as error:
+        error.add_note(f"in the peer process: {traceback.format_exc()}")
+        message = (True, error)
+    try:
+        answer.send(message)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        answer.send((True, AssertionError(f"the peer's answer {message!r} cannot be sent: {error}")))
+    answer.close()
+
+
+class Gate:
+    """A barrier for peers of either kind: each peer calls ``arrive()``, the test calls ``open()``, and all go on once
+    all have arrived. Made of two eventfds, which threads and forked processes use alike."""
+
+    def __init__(self, peers: int) -> None:
+        self._peers = peers
+        self._ready = os.eventfd(0, os.EFD_SEMAPHORE)
+        self._go = os.eventfd(0, os.EFD_SEMAPHORE)
+
+    def arrive(self) -> None:
+        os.eventfd_write(self._ready, 1)
+        os.eventfd_read(self._go)
+
+    def open(self) -> None:
+        for _ in range(self._peers):
+            os.eventfd_read(self._ready)
+        os.eventfd_write(self._go, self._peers)
+
+    def close(self) -> None:
+        os.close(self._ready)
+        os.close(self._go)

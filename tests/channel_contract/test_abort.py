@@ -1,0 +1,188 @@
+"""C6 break: abort discards what is inside, and everybody learns the cause."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+import pytest
+from waiting import wait_blocked
+
+from flowchan import Broken, Channel
+
+CALLS = {
+    "put": lambda ch: ch.put(1),
+    "put_timeout": lambda ch: ch.put(1, timeout=1_000),
+    "put_nowait": lambda ch: ch.put_nowait(1),
+    "put_many": lambda ch: ch.put_many([1]),
+    "get": lambda ch: ch.get(),
+    "get_timeout": lambda ch: ch.get(timeout=1_000),
+    "get_nowait": lambda ch: ch.get_nowait(),
+    "get_many": lambda ch: ch.get_many(2),
+    "iteration": lambda ch: next(ch),
+}
+
+
+def cause_seen(call, ch):
+    """What a peer learns: an exception's ``__cause__`` does not travel with it between processes."""
+    try:
+        call(ch)
+    except Broken as error:
+        return type(error.__cause__), str(error.__cause__)
+    return None
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_every_later_call_raises_broken_from_the_cause(make, call):
+    """C6: also a second time, and whether or not items were inside."""
+    ch = make()
+    ch.put("discarded")
+    ch.abort(ValueError("bad wind"))
+    for _ in range(2):
+        with pytest.raises(Broken) as caught:
+            CALLS[call](ch)
+        assert isinstance(caught.value.__cause__, ValueError)
+        assert "bad wind" in str(caught.value.__cause__)
+    assert ch.broken
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_peer_sees_the_same_cause(make, spawn_peer, call):
+    """C6: on either side."""
+    ch = make()
+    ch.abort(ValueError("bad wind"))
+    assert spawn_peer(cause_seen, CALLS[call], ch).result() == (ValueError, "bad wind")
+
+
+@pytest.mark.parametrize("call", ["get", "get_timeout", "get_many", "iteration"])
+def test_every_waiting_reader_raises_broken_from_the_cause(make, spawn_peer, call):
+    """C6."""
+    ch = make()
+    peers = [spawn_peer(cause_seen, CALLS[call], ch) for _ in range(3)]
+    wait_blocked(ch, readers=3)
+    ch.abort(ValueError("bad wind"))
+    assert [peer.result() for peer in peers] == [(ValueError, "bad wind")] * 3
+
+
+@pytest.mark.parametrize("call", ["put", "put_timeout", "put_many"])
+def test_every_waiting_writer_raises_broken_from_the_cause(make, spawn_peer, call):
+    """C6."""
+    ch = make(1)
+    ch.put(0)
+    peers = [spawn_peer(cause_seen, CALLS[call], ch) for _ in range(3)]
+    wait_blocked(ch, writers=3)
+    ch.abort(ValueError("bad wind"))
+    assert [peer.result() for peer in peers] == [(ValueError, "bad wind")] * 3
+
+
+def test_a_put_many_cut_in_the_middle_raises_broken(make, spawn_peer):
+    """C6: what it had put is discarded, so no number is worth telling."""
+    ch = make(2)
+    peer = spawn_peer(cause_seen, lambda ch: ch.put_many(range(5)), ch)
+    wait_blocked(ch, writers=1)
+    ch.abort(ValueError("bad wind"))
+    assert peer.result() == (ValueError, "bad wind")
+
+
+def test_abort_by_a_peer_breaks_the_channel_here(make, spawn_peer):
+    """C6."""
+    ch = make()
+    ch.put("discarded")
+    spawn_peer(lambda: ch.abort(KeyError("from the peer"))).result()
+    assert ch.broken
+    with pytest.raises(Broken) as caught:
+        ch.get()
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert "from the peer" in str(caught.value.__cause__)
+
+
+def test_abort_discards_what_is_inside(make):
+    """C6."""
+    ch = make()
+    ch.put_many(range(10))
+    ch.abort()
+    assert len(ch) == 0
+    assert ch.stats().inside == 0
+
+
+def test_abort_without_a_cause(make, spawn_peer):
+    """C6: then there is no cause to raise from."""
+    ch = make()
+    ch.abort()
+    with pytest.raises(Broken) as caught:
+        ch.get()
+    assert caught.value.__cause__ is None
+    assert spawn_peer(cause_seen, CALLS["get"], ch).result() == (type(None), "None")
+
+
+def test_a_cause_that_cannot_be_serialised_still_breaks_the_channel(make, spawn_peer):
+    """C6: abort never fails; at least the cause's words arrive everywhere."""
+    ch = make()
+    ch.abort(ValueError("held a lock", threading.Lock()))
+
+    def words():
+        try:
+            ch.get()
+        except Broken as error:
+            return f"{error} {error.__cause__}"
+        return "not broken"
+
+    assert "held a lock" in spawn_peer(words).result()
+
+
+def test_the_first_abort_names_the_cause(make):
+    """C6: what happens afterwards is a consequence."""
+    ch = make()
+    ch.abort(ValueError("first"))
+    ch.abort(ValueError("second"))
+    with pytest.raises(Broken) as caught:
+        ch.get()
+    assert str(caught.value.__cause__) == "first"
+
+
+def test_abort_after_close_breaks_a_channel_that_is_not_drained(make):
+    """C6: the items inside are lost, and nobody takes that for a clean end."""
+    ch = make()
+    ch.put_many([1, 2])
+    ch.close()
+    ch.abort(ValueError("bad wind"))
+    assert ch.broken
+    assert not ch.drained
+    with pytest.raises(Broken):
+        ch.get()
+
+
+def test_close_after_abort_is_no_error_and_changes_nothing(make):
+    """C3, C6."""
+    ch = make()
+    ch.abort(ValueError("bad wind"))
+    ch.close()
+    with pytest.raises(Broken):
+        ch.get()
+    with pytest.raises(Broken):
+        ch.put(1)
+
+
+def test_iteration_does_not_end_quietly_on_a_broken_channel(make, spawn_peer):
+    """C6: only the clean end ends a loop."""
+    ch = make()
+    peer = spawn_peer(cause_seen, list, ch)
+    wait_blocked(ch, readers=1)
+    ch.abort(ValueError("bad wind"))
+    assert peer.result() == (ValueError, "bad wind")
+
+
+class Item:
+    pass
+
+
+def test_abort_lets_go_of_the_items_of_this_process():
+    """C6, C12: discarded means freed."""
+    ch = Channel(across="threads")
+    item = Item()
+    gone = weakref.ref(item)
+    ch.put(item)
+    del item
+    assert gone() is not None
+    ch.abort()
+    assert gone() is None

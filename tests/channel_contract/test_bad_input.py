@@ -1,0 +1,226 @@
+"""Bad input gets an error that names the argument, the value and what is allowed. And C13: an item that cannot be
+serialised raises in put, names the offending part, and leaves the channel as it was."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import re
+import threading
+from dataclasses import dataclass, field
+
+import pytest
+from waiting import wait_blocked
+
+from flowchan import Channel
+
+MISUSE = (TypeError, ValueError)
+UNPICKLABLE = (TypeError, ValueError, AttributeError, pickle.PicklingError)
+
+
+@pytest.mark.parametrize("capacity", [0, -1, 2.0, "8", True, None])
+def test_capacity_must_be_an_int_of_at_least_1(make, capacity):
+    with pytest.raises(MISUSE, match=rf"capacity.*{re.escape(repr(capacity))}") as caught:
+        make(capacity)
+    assert "1" in str(caught.value)
+
+
+def test_a_capacity_too_large_for_a_number_of_items_is_refused(make):
+    """And by the same words, not by an OverflowError of the machine."""
+    with pytest.raises(ValueError, match="capacity"):
+        make(1 << 70)
+
+
+@pytest.mark.parametrize("across", ["moon", "", 3])
+def test_an_unknown_medium_is_refused(across):
+    with pytest.raises(MISUSE, match=rf"across.*{re.escape(repr(across))}") as caught:
+        Channel(1, across=across)
+    assert "threads" in str(caught.value)
+    assert "processes" in str(caught.value)
+
+
+@pytest.mark.parametrize("max_bytes", [0, -5, 1.5, "1k", True])
+def test_max_bytes_must_be_an_int_of_at_least_1(make, max_bytes):
+    with pytest.raises(MISUSE, match=rf"max_bytes.*{re.escape(repr(max_bytes))}"):
+        make(1, max_bytes=max_bytes)
+
+
+@pytest.mark.parametrize("timeout", [-1, -0.001, math.nan, "1", True])
+@pytest.mark.parametrize("call", ["put", "put_many", "get", "get_many"])
+def test_timeout_must_be_a_number_of_seconds_of_at_least_0(make, call, timeout):
+    """Whether or not the call would have to wait; and the channel is as it was."""
+    ch = make(2)
+    ch.put("inside")
+    calls = {
+        "put": lambda: ch.put(1, timeout=timeout),
+        "put_many": lambda: ch.put_many([1], timeout=timeout),
+        "get": lambda: ch.get(timeout=timeout),
+        "get_many": lambda: ch.get_many(1, timeout=timeout),
+    }
+    with pytest.raises(MISUSE, match=rf"timeout.*{re.escape(repr(timeout))}"):
+        calls[call]()
+    assert ch.get_many(5) == ["inside"]
+
+
+@pytest.mark.parametrize("most", [0, -1, "3", 1.0, True])
+def test_get_many_wants_an_int_of_at_least_1(make, most):
+    ch = make()
+    ch.put("inside")
+    with pytest.raises(MISUSE, match=rf"max.*{re.escape(repr(most))}"):
+        ch.get_many(most)
+    assert ch.get() == "inside"
+
+
+def test_put_many_wants_an_iterable(make):
+    with pytest.raises(TypeError, match="int"):
+        make().put_many(5)
+
+
+def test_a_word_that_is_no_argument_is_refused(make):
+    with pytest.raises(TypeError, match="block"):
+        make().put(1, block=False)
+    with pytest.raises(TypeError, match="maxsize"):
+        make(1, maxsize=3)
+
+
+def test_an_error_of_the_iterable_comes_out_of_put_many(make):
+    """What was put before it stays; the channel works as before."""
+    ch = make()
+
+    def broken():
+        yield 1
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        ch.put_many(broken())
+    ch.put("next")
+    assert ch.get_many(5) == [1, "next"]
+
+
+def test_an_item_larger_than_max_bytes_raises_at_once_with_both_numbers(make):
+    """Also into a full channel, where it would otherwise wait."""
+    ch = make(1, max_bytes=100_000)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="max_bytes") as caught:
+            ch.put(bytes(123_456))
+        words = str(caught.value).replace(",", "").replace("_", "")
+        numbers = [int(digits) for digits in re.findall(r"\d+", words)]
+        assert 100_000 in numbers
+        assert any(123_456 <= number < 125_000 for number in numbers)
+        if len(ch) == 0:
+            ch.put("inside")
+    assert ch.get_many(5) == ["inside"]
+
+
+@dataclass
+class Order:
+    number: int
+    connection_lock: object = field(default_factory=threading.Lock)
+
+
+@dataclass
+class Basket:
+    orders: dict
+
+
+def holder_of_a_lock():
+    captured_lock = threading.Lock()
+
+    def function():
+        return captured_lock
+
+    return function
+
+
+@pytest.mark.copying
+@pytest.mark.parametrize(
+    ("item", "part"),
+    [
+        (threading.Lock(), "lock"),
+        (Order(3), "connection_lock"),
+        (Basket({"monday": Order(3)}), "connection_lock"),
+        ({"plain": 1, "sharp": threading.Lock()}, "sharp"),
+        ([1, [2, (3, threading.Lock())]], "lock"),
+        (holder_of_a_lock(), "captured_lock"),
+        ((i for i in range(3)), "generator"),
+    ],
+    ids=["itself", "attribute", "attribute within", "key", "nested", "captured", "generator"],
+)
+def test_an_unpicklable_item_raises_in_put_and_names_the_part(make, item, part):
+    """C13: by every way to put, and the channel is as it was."""
+    ch = make(2)
+    ch.put("before")
+    for put in (ch.put, ch.put_nowait, lambda item: ch.put_many([item])):
+        with pytest.raises(UNPICKLABLE, match=re.escape(part)):
+            put(item)
+    assert len(ch) == 1
+    assert ch.stats().items_in == 1
+    ch.put("after")
+    assert ch.get_many(5) == ["before", "after"]
+
+
+@pytest.mark.copying
+def test_an_unpicklable_item_among_many_spoils_none_of_the_others(make):
+    """C13: what stood before it is inside, and counted by the error."""
+    ch = make()
+    with pytest.raises(UNPICKLABLE) as caught:
+        ch.put_many([1, 2, threading.Lock(), 4])
+    assert caught.value.items_put == 2
+    ch.close()
+    assert list(ch) == [1, 2]
+
+
+class FailsToPickle:
+    def __reduce__(self):
+        raise ArithmeticError("no way to write me down")
+
+
+class FailsToUnpickle:
+    def __reduce__(self):
+        return fail_to_build, ()
+
+
+def fail_to_build():
+    raise ArithmeticError("no way to read me back")
+
+
+@pytest.mark.copying
+def test_an_error_of_the_items_own_pickling_is_in_the_error(make):
+    """C13: the user's exception, or one that was raised from it."""
+    ch = make()
+    with pytest.raises(Exception, match="no way to write me down"):
+        ch.put(FailsToPickle())
+    ch.put("next")
+    assert ch.get_many(5) == ["next"]
+
+
+@pytest.mark.copying
+def test_an_item_that_cannot_be_read_back_raises_in_get_and_blocks_nobody(make):
+    """C13: the reader gets the user's exception, and the next items."""
+    ch = make()
+    ch.put_many([FailsToUnpickle(), "next"])
+    with pytest.raises(Exception, match="no way to read me back"):
+        ch.get()
+    assert ch.get() == "next"
+    assert len(ch) == 0
+
+
+@pytest.mark.copying
+def test_a_put_that_fails_wakes_or_blocks_nobody(make, spawn_peer):
+    """C13: a waiting reader goes on waiting."""
+    ch = make()
+    peer = spawn_peer(ch.get)
+    wait_blocked(ch, readers=1)
+    with pytest.raises(UNPICKLABLE):
+        ch.put(threading.Lock())
+    assert ch.stats().waiting_readers == 1
+    ch.put("good")
+    assert peer.result() == "good"
+
+
+def test_between_threads_anything_is_an_item():
+    """C13: nothing is serialised, the object itself crosses."""
+    ch = Channel(across="threads")
+    lock = threading.Lock()
+    ch.put(lock)
+    assert ch.get() is lock

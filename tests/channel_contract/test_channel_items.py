@@ -1,0 +1,199 @@
+"""C14: a channel can be put into a channel that spans at least as far. And what is dropped unread is freed."""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from itertools import pairwise
+
+import pytest
+from waiting import wait_blocked
+
+from flowchan import Channel, Drained
+
+
+def test_a_channel_through_a_channel_is_the_same_channel(make):
+    """C14: what is put into the one that arrived can be got from the one that was sent."""
+    carrier, sent = make(1), make(3)
+    carrier.put(sent)
+    arrived = carrier.get()
+    arrived.put(1)
+    assert sent.get() == 1
+    sent.put(2)
+    assert arrived.get() == 2
+    assert (arrived.capacity, arrived.across) == (3, sent.across)
+    sent.close()
+    assert arrived.closed
+
+
+def test_a_peer_answers_through_the_channel_it_was_sent(make, spawn_peer):
+    """C14: request and reply."""
+    requests = make()
+
+    def serve():
+        for number, reply in requests:
+            reply.put(number * number)
+            reply.close()
+
+    server = spawn_peer(serve)
+    for number in range(10):
+        reply = make(1)
+        requests.put((number, reply))
+        assert list(reply) == [number * number]
+    requests.close()
+    server.result()
+
+
+def test_a_peer_makes_a_channel_and_sends_it_here(make, spawn_peer, medium):
+    """C14: a channel that was made elsewhere works here, in both directions."""
+    carrier = make(1)
+
+    def offer():
+        own = medium.make(2)
+        carrier.put(own)
+        return [own.get(), own.get()]
+
+    peer = spawn_peer(offer)
+    arrived = carrier.get()
+    arrived.put_many(["from", "here"])
+    assert peer.result() == ["from", "here"]
+
+
+def test_a_channel_waited_in_here_is_closed_by_the_peer_it_was_sent_to(make, spawn_peer):
+    """C14, C3."""
+    carrier, sent = make(1), make(1)
+    closer = spawn_peer(lambda: carrier.get().close())
+    reader = spawn_peer(sent.get)
+    wait_blocked(sent, readers=1)
+    carrier.put(sent)
+    closer.result()
+    with pytest.raises(Drained):
+        reader.result()
+
+
+def test_channels_nest_in_items(make):
+    """C14: inside of tuples, lists and dicts."""
+    carrier, sent = make(), make()
+    carrier.put({"replies": [sent, sent], "pair": (sent, 1)})
+    item = carrier.get()
+    item["replies"][0].put("a")
+    item["replies"][1].put("b")
+    item["pair"][0].put("c")
+    assert sent.get_many(5) == ["a", "b", "c"]
+
+
+def test_a_channel_sent_twice_arrives_twice(make):
+    """C14."""
+    carrier, sent = make(), make()
+    carrier.put_many([sent, sent])
+    first, second = carrier.get_many(2)
+    first.put(1)
+    assert second.get() == 1
+
+
+def test_a_channel_goes_through_many_hands(make, spawn_peer):
+    """C14: from channel to channel to channel."""
+    hops = [make(1) for _ in range(4)]
+    sent = make()
+
+    def pass_on(source, target):
+        target.put(source.get())
+
+    peers = [spawn_peer(pass_on, source, target) for source, target in pairwise(hops)]
+    hops[0].put(sent)
+    hops[-1].get().put("arrived")
+    assert sent.get() == "arrived"
+    for peer in peers:
+        peer.result()
+
+
+@pytest.mark.copying
+def test_a_threads_channel_cannot_leave_its_process(make):
+    """C14: putting it into a channel that spans farther raises, names it, and leaves the carrier as it was."""
+    carrier = make()
+    for item in (Channel(across="threads"), {"reply": Channel(across="threads")}):
+        with pytest.raises((TypeError, ValueError), match="threads") as caught:
+            carrier.put(item)
+        assert "processes" in str(caught.value)
+    assert len(carrier) == 0
+
+
+@pytest.mark.copying
+def test_a_processes_channel_goes_through_a_threads_channel(make):
+    """C14: that spans less far, and carries the object itself."""
+    carrier, sent = Channel(across="threads"), make()
+    carrier.put(sent)
+    assert carrier.get() is sent
+
+
+def test_a_channel_put_into_itself_is_an_item(make):
+    """C14: nobody asks for it, and it hangs nothing."""
+    ch = make()
+    ch.put(ch)
+    arrived = ch.get()
+    arrived.put("through itself")
+    assert ch.get() == "through itself"
+
+
+class Item:
+    pass
+
+
+def test_items_of_this_process_dropped_unread_are_freed():
+    """Dropped unread: with the last handle go the items."""
+    ch = Channel(across="threads")
+    item = Item()
+    gone = weakref.ref(item)
+    ch.put_many([item, item])
+    del item, ch
+    gc.collect()
+    assert gone() is None
+
+
+def test_an_item_that_was_got_is_held_by_nobody_else():
+    """Between threads the channel keeps no reference to what has left it."""
+    ch = Channel(across="threads")
+    item = Item()
+    gone = weakref.ref(item)
+    ch.put(item)
+    assert ch.get() is item
+    del item
+    assert gone() is None
+
+
+def test_a_channel_that_holds_itself_is_collected():
+    """Dropped unread: a cycle through a channel of this process is no leak."""
+    ch = Channel(across="threads")
+    item = Item()
+    gone = weakref.ref(item)
+    ch.put_many([ch, item])
+    del item, ch
+    gc.collect()
+    assert gone() is None
+
+
+def test_channels_dropped_unread_hold_no_descriptor(medium):
+    """Dropped unread, C12: many channels, filled and forgotten, with channels inside of them."""
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        outer, inner = medium.make(4), medium.make(4)
+        inner.put_many([b"x" * 1_000, 2])
+        outer.put(inner)
+        del outer, inner
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_destroying_items_may_use_the_channel():
+    """Between threads the destructor of a discarded item runs while no lock is held."""
+    ch = Channel(across="threads")
+    seen = []
+
+    class Curious:
+        def __del__(self):
+            seen.append((len(ch), ch.broken))
+
+    ch.put_many([Curious(), Curious()])
+    ch.abort()
+    assert seen == [(0, True), (0, True)]

@@ -1,0 +1,230 @@
+"""A channel that spans processes reaches a child by inheritance, by pickling, and through another channel."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import forkserver, resource_tracker
+from typing import Any
+
+import children
+import pytest
+from peers import ThreadPeer
+from waiting import wait_blocked
+
+from flowchan import Channel
+
+METHODS = ["fork", "spawn", "forkserver"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def helpers_of_multiprocessing() -> Iterator[None]:
+    """Starts multiprocessing's own two server processes first, so that no test is blamed for them."""
+    resource_tracker.ensure_running()
+    forkserver.ensure_running()
+    yield
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+    resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
+
+
+@pytest.fixture(params=METHODS)
+def context(request: pytest.FixtureRequest) -> Any:
+    return multiprocessing.get_context(request.param)
+
+
+def end(process: Any) -> None:
+    """Waits for a child that must end well, and lets go of it."""
+    process.join()
+    assert process.exitcode == 0
+    process.close()
+
+
+def test_a_channel_is_an_argument_of_a_process(context):
+    """By inheritance under fork, by pickling under spawn and forkserver."""
+    there, back = Channel(4, across="processes"), Channel(4, across="processes")
+    process = context.Process(target=children.echo, args=(there, back))
+    process.start()
+    there.put_many([1, "two", None])
+    there.close()
+    assert list(back) == [1, "two", None]
+    end(process)
+
+
+def test_a_channel_reaches_a_child_through_another_channel(context):
+    """Made after the child has started, so neither inherited nor an argument."""
+    carrier = Channel(4, across="processes")
+    process = context.Process(target=children.answer_by_what_arrives, args=(carrier,))
+    process.start()
+    for number in range(3):
+        source, reply = Channel(1, across="processes"), Channel(1, across="processes")
+        source.put(number)
+        carrier.put((source, reply))
+        assert reply.get() == ("answer", number)
+    carrier.close()
+    end(process)
+
+
+def test_a_channel_made_in_a_child_reaches_its_parent(context):
+    """The other way."""
+    carrier = Channel(4, across="processes")
+    process = context.Process(target=children.make_and_send, args=(carrier,))
+    process.start()
+    source, reply = carrier.get()
+    source.put(41)
+    assert reply.get() == 42
+    end(process)
+
+
+def test_a_counted_end_in_a_child_closes(context):
+    """C5, whatever way the child was started."""
+    ch = Channel(4, across="processes")
+    process = context.Process(target=children.write_by_port, args=(ch, [1, 2, 3]))
+    process.start()
+    assert list(ch) == [1, 2, 3]
+    end(process)
+
+
+def test_a_child_that_waits_is_woken_from_here(context):
+    """C8, whatever way the child was started."""
+    ch, result = Channel(4, across="processes"), Channel(4, across="processes")
+    process = context.Process(target=children.pass_one, args=(ch, result))
+    process.start()
+    wait_blocked(ch, readers=1)
+    ch.put("woken")
+    assert result.get() == "woken"
+    end(process)
+
+
+def test_a_grandchild_inherits_too(context):
+    """From hand to hand: this process, a forked child, and a child of that by any method."""
+    there, back = Channel(4, across="processes"), Channel(4, across="processes")
+
+    def start_another():
+        process = context.Process(target=children.echo, args=(there, back))
+        process.start()
+        process.join()
+        os._exit(process.exitcode or 0)
+
+    child = multiprocessing.get_context("fork").Process(target=start_another)
+    child.start()
+    there.put("far")
+    there.close()
+    assert list(back) == ["far"]
+    end(child)
+
+
+def test_one_channel_pickled_twice_into_a_process_is_one_channel(context):
+    """Both arguments are the same channel there."""
+    ch, result = Channel(1, across="processes"), Channel(1, across="processes")
+    process = context.Process(target=children.put_and_take_back, args=(ch, ch, result))
+    process.start()
+    assert result.get() == "round"
+    end(process)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_channel_goes_with_an_executors_initialiser(method):
+    """As users of concurrent.futures pass what all workers share."""
+    there, back = Channel(4, across="processes"), Channel(4, across="processes")
+    context = multiprocessing.get_context(method)
+    there.put_many([1, 2, 3])
+    there.close()
+    with ProcessPoolExecutor(1, mp_context=context, initializer=children.echo, initargs=(there, back)) as pool:
+        assert pool.submit(len, "abc").result() == 3
+        assert list(back) == [1, 2, 3]
+
+
+def test_a_forked_child_without_multiprocessing():
+    """``os.fork`` is enough."""
+    ch = Channel(4, across="processes")
+    pid = os.fork()
+    if pid == 0:
+        try:
+            ch.put("from the child")
+        finally:
+            os._exit(0)
+    assert ch.get() == "from the child"
+    os.waitpid(pid, 0)
+
+
+@pytest.mark.parametrize("across", ["threads", "processes"])
+def test_pickling_a_channel_where_nobody_receives_it_is_refused(across):
+    """A pickle in a file would name memory that may be gone; the error says what can be done instead."""
+    with pytest.raises((TypeError, RuntimeError)) as caught:
+        pickle.dumps(Channel(across=across))
+    assert "processes" in str(caught.value)
+
+
+@pytest.mark.parametrize("across", ["threads", "processes"])
+def test_a_channel_cannot_be_copied(across):
+    """Two channels with the same items would be no FIFO."""
+    for copying in (copy.copy, copy.deepcopy):
+        with pytest.raises((TypeError, RuntimeError)):
+            copying(Channel(across=across))
+
+
+def test_a_threads_channel_cannot_be_an_argument_of_another_process():
+    """The error names both media."""
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=children.echo, args=(Channel(across="threads"), None))
+    with pytest.raises((TypeError, RuntimeError), match="threads") as caught:
+        process.start()
+    assert "processes" in str(caught.value)
+
+
+@pytest.mark.parametrize("call", ["put", "get", "put_nowait", "get_nowait"])
+def test_using_a_threads_channel_in_a_forked_child_is_refused(call):
+    """It would only reach the child's own copy; the error says so and names the medium that works."""
+    ch = Channel(across="threads")
+    ch.put("in the parent")
+    answer = Channel(across="processes")
+    pid = os.fork()
+    if pid == 0:
+        try:
+            getattr(ch, call)(*(["item"] if call.startswith("put") else []))
+            answer.put("no error")
+        except Exception as error:
+            answer.put((type(error).__name__, str(error)))
+        finally:
+            os._exit(0)
+    name, message = answer.get()
+    os.waitpid(pid, 0)
+    assert name == "ChannelError"
+    assert "threads" in message
+    assert "processes" in message
+    assert ch.get() == "in the parent"
+
+
+def test_a_fork_while_a_thread_waits_harms_neither_side(context):
+    """A child may be started at any time, and works in the channel at once."""
+    ch, result = Channel(4, across="processes"), Channel(4, across="processes")
+    waiting = ThreadPeer(ch.get)
+    wait_blocked(ch, readers=1)
+    process = context.Process(target=children.pass_one, args=(ch, result))
+    process.start()
+    wait_blocked(ch, readers=2)
+    ch.put_many(["one", "two"])
+    assert {waiting.result(), result.get()} == {"one", "two"}
+    end(process)
+
+
+def test_channels_outlive_the_script_that_forgets_them(tmp_path):
+    """A program may end with channels open, filled and waited in by daemon threads: it ends, with exit code 0."""
+    script = tmp_path / "forgets.py"
+    script.write_text(
+        "import threading\n"
+        "from flowchan import Channel\n"
+        "channels = [Channel(2, across=across) for across in ('threads', 'processes')]\n"
+        "for ch in channels:\n"
+        "    ch.put(ch)\n"
+        "    threading.Thread(target=lambda: list(ch), daemon=True).start()\n"
+        "port = channels[1].writer()\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

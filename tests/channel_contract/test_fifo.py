@@ -1,0 +1,258 @@
+"""C1 FIFO and C2 bounded: what goes in comes out, in order, and never more than fits is inside."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from waiting import wait_blocked, wait_stats
+
+from flowchan import Channel, Closed, Empty, Full
+
+
+def test_smoke(make):
+    """C1: one item goes in and comes out, and then nothing is there."""
+    ch = make(1)
+    ch.put(7)
+    assert ch.get() == 7
+    with pytest.raises(Empty):
+        ch.get_nowait()
+
+
+def test_items_leave_in_the_order_of_their_puts(make):
+    """C1."""
+    ch = make(100)
+    for i in range(100):
+        ch.put(i)
+    assert [ch.get() for _ in range(100)] == list(range(100))
+
+
+def test_order_holds_for_every_mixture_of_single_and_many(make):
+    """C1: put, put_nowait and put_many share one order, and so do get, get_nowait, get_many and iteration."""
+    ch = make(16)
+    ch.put(0)
+    ch.put_many([1, 2, 3])
+    ch.put_nowait(4)
+    ch.put_many(iter((5, 6, 7)))
+    ch.close()
+    assert ch.get() == 0
+    assert ch.get_many(2) == [1, 2]
+    assert ch.get_nowait() == 3
+    assert next(ch) == 4
+    assert list(ch) == [5, 6, 7]
+
+
+def test_order_holds_when_the_channel_wraps_around_many_times(make):
+    """C1: sizes vary, so that the items meet every place of the memory behind the channel."""
+    ch = make(3)
+    sent = [bytes([i % 251]) * (i % 97) for i in range(2_000)]
+    received = []
+    for i in range(0, 2_000, 2):
+        ch.put(sent[i])
+        ch.put(sent[i + 1])
+        received += [ch.get(), ch.get()]
+    assert received == sent
+
+
+def test_order_holds_from_a_peer(make, spawn_peer):
+    """C1."""
+    ch = make(8)
+
+    def write():
+        for i in range(1_000):
+            ch.put(i)
+        ch.close()
+
+    peer = spawn_peer(write)
+    assert list(ch) == list(range(1_000))
+    peer.result()
+
+
+def test_none_is_an_item_like_any_other(make):
+    """C1."""
+    ch = make()
+    ch.put(None)
+    ch.put_many([None, None])
+    ch.close()
+    assert len(ch) == 3
+    assert ch.get() is None
+    assert ch.get_many(5) == [None, None]
+    assert list(ch) == []
+
+
+def test_falsy_items_are_items(make):
+    """C1."""
+    items = [0, False, "", b"", (), 0.0, None, [], {}]
+    ch = make()
+    ch.put_many(items)
+    ch.close()
+    assert list(ch) == items
+
+
+def test_iteration_gives_what_get_would_give_and_leaves_the_rest(make):
+    """C1: leaving a loop early loses nothing."""
+    ch = make()
+    ch.put_many(range(5))
+    for item in ch:
+        if item == 2:
+            break
+    assert ch.get() == 3
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 3, 64, 1_000])
+def test_capacity_is_what_was_asked_for(make, capacity):
+    """C2: exactly so many items fit, and the next one does not."""
+    ch = make(capacity)
+    assert ch.capacity == capacity
+    for i in range(capacity):
+        ch.put_nowait(i)
+    with pytest.raises(Full):
+        ch.put_nowait("too many")
+    assert ch.get() == 0
+    ch.put_nowait("fits again")
+    assert len(ch) == capacity
+
+
+def test_defaults_are_64_items_between_threads():
+    """C2: ``Channel()`` needs no argument."""
+    ch = Channel()
+    assert (ch.capacity, ch.across, ch.max_bytes) == (64, "threads", None)
+
+
+def test_a_channel_tells_its_medium(make, medium):
+    assert make().across == medium.name
+
+
+def test_put_waits_while_the_channel_is_full(make, spawn_peer):
+    """C2: the waiting put goes on when, and only when, there is room."""
+    ch = make(2)
+    ch.put_many([0, 1])
+    peer = spawn_peer(ch.put, 2)
+    wait_blocked(ch, writers=1)
+    assert len(ch) == 2
+    assert ch.get() == 0
+    peer.result()
+    assert ch.get_many(5) == [1, 2]
+
+
+def test_put_many_of_more_than_fits_waits_for_room_in_the_middle(make, spawn_peer):
+    """C2: never more than ``capacity`` items are inside, and all are put in the end."""
+    ch = make(4)
+    peer = spawn_peer(ch.put_many, list(range(100)))
+    received = []
+    while len(received) < 100:
+        assert len(ch) <= 4
+        received += ch.get_many(3)
+    assert received == list(range(100))
+    peer.result()
+
+
+def test_put_many_takes_no_more_from_its_iterable_than_fits(make, spawn_peer):
+    """C2: an endless iterable is no danger; only the item that waits to be put has been drawn besides."""
+    ch = make(3)
+    drawn = 0
+
+    def endless():
+        nonlocal drawn
+        while True:
+            drawn += 1
+            yield drawn
+
+    def write():
+        try:
+            ch.put_many(endless())
+        except Closed as error:
+            return drawn, error.items_put
+        return None
+
+    peer = spawn_peer(write)
+    wait_blocked(ch, writers=1)
+    ch.close()
+    assert peer.result() == (4, 3)
+
+
+def test_get_waits_for_an_item(make, spawn_peer):
+    """C1."""
+    ch = make()
+    peer = spawn_peer(ch.get)
+    wait_blocked(ch, readers=1)
+    ch.put("late")
+    assert peer.result() == "late"
+
+
+def test_get_many_waits_for_the_first_and_takes_what_is_there(make, spawn_peer):
+    """C1: it never waits for a second item."""
+    ch = make()
+    ch.put_many(range(3))
+    assert ch.get_many(10) == [0, 1, 2]
+    peer = spawn_peer(ch.get_many, 10)
+    wait_blocked(ch, readers=1)
+    ch.put("only one")
+    assert peer.result() == ["only one"]
+
+
+def test_get_many_takes_at_most_max(make):
+    """C1."""
+    ch = make()
+    ch.put_many(range(5))
+    assert ch.get_many(2) == [0, 1]
+    assert ch.get_many(1) == [2]
+    assert len(ch) == 2
+
+
+def test_put_many_of_nothing_puts_nothing(make):
+    ch = make(1)
+    ch.put_many([])
+    assert len(ch) == 0
+
+
+def test_max_bytes_bounds_what_is_inside(make):
+    """C2: the channel is full by bytes long before it is full by items."""
+    ch = make(1_000, max_bytes=100_000)
+    assert ch.max_bytes == 100_000
+    with pytest.raises(Full) as caught:
+        ch.put_many([bytes(10_000)] * 50, timeout=0)
+    assert 1 <= caught.value.items_put == len(ch) <= 10
+    ch.get()
+    ch.put_nowait(bytes(10_000))
+
+
+def test_put_waits_while_max_bytes_are_inside(make, spawn_peer):
+    """C2."""
+    ch = make(1_000, max_bytes=100_000)
+    ch.put(bytes(80_000))
+    peer = spawn_peer(ch.put, bytes(80_001))
+    wait_blocked(ch, writers=1)
+    assert len(ch) == 1
+    assert len(ch.get()) == 80_000
+    peer.result()
+    assert len(ch.get()) == 80_001
+
+
+@pytest.mark.copying
+def test_an_item_much_larger_than_the_others_goes_through(make, spawn_peer):
+    """C2: the memory set aside for a channel does not bound the size of an item, only ``max_bytes`` does."""
+    ch = make(2)
+    large = os.urandom(1 << 20) * 24
+    peer = spawn_peer(lambda: [len(item) if len(item) < 10 else item == large for item in ch])
+    ch.put_many([b"small", large, large, b"end"])
+    ch.close()
+    assert peer.result() == [5, True, True, 3]
+
+
+def test_no_medium_grows_without_limit(make, spawn_peer):
+    """C2: a writer that is faster than its reader has never more than ``capacity`` items inside."""
+    ch = make(5)
+
+    def write():
+        for i in range(500):
+            ch.put(i)
+        ch.close()
+
+    peer = spawn_peer(write)
+    wait_blocked(ch, writers=1)
+    wait_stats(ch, items_in=5, inside=5)
+    assert sum(1 for _ in ch) == 500
+    peer.result()
+    stats = ch.stats()
+    assert (stats.items_in, stats.items_out, stats.inside) == (500, 500, 0)

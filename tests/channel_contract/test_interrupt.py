@@ -1,0 +1,100 @@
+"""C9: Ctrl-C ends any blocked call in the main thread. A script blocks, a second thread of it tells so, and the test
+sends it the signal."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+READS = ["ch.get()", "ch.get(timeout=1e6)", "ch.get_many(3)", "next(ch)", "list(ch)", "ch.reader().get()"]
+WRITES = ["ch.put(2)", "ch.put(2, timeout=1e6)", "ch.put_many([2, 3])", "ch.writer().put(2)"]
+
+SCRIPT = """
+import signal, sys, threading
+from waiting import wait_blocked
+from flowchan import Channel
+
+def tell_when_blocked():
+    wait_blocked(ch, {side}=1)
+    print("blocked", flush=True)
+
+ch = Channel(1, across={across!r})
+{prepare}
+threading.Thread(target=tell_when_blocked, daemon=True).start()
+try:
+    print("ended with", {call}, flush=True)
+except KeyboardInterrupt:
+    stats = ch.stats()
+    print("interrupted", stats.waiting_readers, stats.waiting_writers, len(ch), flush=True)
+{after}
+"""
+
+
+def run_until_blocked(**parts):
+    """Starts the script and returns once its main thread is blocked in the call."""
+    tests = str(Path(__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": tests}
+    script = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT.format(**parts)], stdout=subprocess.PIPE, text=True, env=environment
+    )
+    assert script.stdout is not None
+    assert script.stdout.readline() == "blocked\n"
+    return script
+
+
+def answer_after(script, signum):
+    """What the script prints after the signal, once it has ended well."""
+    script.send_signal(signum)
+    answer, _ = script.communicate()
+    assert script.returncode == 0, answer
+    return answer
+
+
+@pytest.mark.parametrize("call", READS)
+def test_ctrl_c_interrupts_a_waiting_reader(medium, call):
+    """C9: afterwards nobody waits, and the channel works as before."""
+    after = "ch.put('next'); print(ch.get())" if "reader()" not in call else "print('next')"
+    script = run_until_blocked(across=medium.name, side="readers", prepare="", call=call, after=after)
+    assert answer_after(script, signal.SIGINT) == "interrupted 0 0 0\nnext\n"
+
+
+@pytest.mark.parametrize("call", WRITES)
+def test_ctrl_c_interrupts_a_waiting_writer(medium, call):
+    """C9: the item was not put, nobody waits, and the channel works as before."""
+    after = "print(ch.get_many(5))"
+    script = run_until_blocked(across=medium.name, side="writers", prepare="ch.put(1)", call=call, after=after)
+    assert answer_after(script, signal.SIGINT) == "interrupted 0 0 1\n[1]\n"
+
+
+def test_a_signal_whose_handler_returns_ends_no_call(medium):
+    """C9: the call goes on waiting after the handler has run, and here the handler itself brings the item."""
+    prepare = "signal.signal(signal.SIGUSR1, lambda *_: ch.put_nowait('from the handler'))"
+    script = run_until_blocked(across=medium.name, side="readers", prepare=prepare, call="ch.get()", after="")
+    assert answer_after(script, signal.SIGUSR1) == "ended with from the handler\n"
+
+
+def test_a_handler_may_close_the_channel_that_the_main_thread_waits_in(medium):
+    """C9, C3: no lock is held while a handler runs."""
+    prepare = "signal.signal(signal.SIGUSR1, lambda *_: ch.close())"
+    script = run_until_blocked(across=medium.name, side="readers", prepare=prepare, call="list(ch)", after="")
+    assert answer_after(script, signal.SIGUSR1) == "ended with []\n"
+
+
+def test_an_exception_of_a_handler_comes_out_of_the_call(medium):
+    """C9: as from any blocked call of Python."""
+    prepare = "ch.put(1)\nsignal.signal(signal.SIGUSR1, lambda *_: 1 / 0)"
+    call = "[error for error in [None] if catch(lambda: ch.put(2))]"
+    catch = """
+def catch(call):
+    try:
+        call()
+    except ZeroDivisionError:
+        print("came out", len(ch), flush=True)
+"""
+    script = run_until_blocked(across=medium.name, side="writers", prepare=prepare + catch, call=call, after="")
+    assert answer_after(script, signal.SIGUSR1) == "came out 1\nended with []\n"

@@ -1,0 +1,190 @@
+"""C7: ``*_nowait`` and a timeout that runs out raise Full or Empty, and nothing else is ever mistaken for them."""
+
+from __future__ import annotations
+
+import queue
+import time
+
+import pytest
+from waiting import wait_blocked
+
+from flowchan import Closed, Empty, Full
+
+
+def test_get_nowait_raises_empty(make):
+    """C7."""
+    with pytest.raises(Empty):
+        make().get_nowait()
+
+
+def test_put_nowait_raises_full_and_puts_nothing(make):
+    """C7."""
+    ch = make(1)
+    ch.put_nowait("first")
+    with pytest.raises(Full):
+        ch.put_nowait("second")
+    assert ch.get_many(5) == ["first"]
+
+
+@pytest.mark.parametrize("standard", [queue.Empty, TimeoutError])
+def test_empty_is_what_python_users_catch(make, standard):
+    """C7."""
+    with pytest.raises(standard):
+        make().get_nowait()
+    with pytest.raises(standard):
+        make().get(timeout=0)
+
+
+@pytest.mark.parametrize("standard", [queue.Full, TimeoutError])
+def test_full_is_what_python_users_catch(make, standard):
+    """C7."""
+    ch = make(1)
+    ch.put(1)
+    with pytest.raises(standard):
+        ch.put_nowait(2)
+    with pytest.raises(standard):
+        ch.put(2, timeout=0)
+
+
+def test_not_now_is_not_closed(make):
+    """C7: "nothing there now" is never confused with the end."""
+    with pytest.raises(Empty) as caught:
+        make().get_nowait()
+    assert not isinstance(caught.value, Closed)
+
+
+@pytest.mark.parametrize("timeout", [0, 0.0, 0.02, 1e-9])
+def test_a_timeout_that_runs_out_raises_empty_and_not_before(make, timeout):
+    """C7."""
+    ch = make()
+    for call in (ch.get, lambda timeout: ch.get_many(3, timeout=timeout)):
+        begin = time.monotonic()
+        with pytest.raises(Empty):
+            call(timeout=timeout)
+        assert time.monotonic() - begin >= timeout
+
+
+@pytest.mark.parametrize("timeout", [0, 0.0, 0.02, 1e-9])
+def test_a_timeout_that_runs_out_raises_full_and_not_before(make, timeout):
+    """C7: and the item was not put."""
+    ch = make(1)
+    ch.put("inside")
+    for call in (ch.put, lambda item, timeout: ch.put_many([item], timeout=timeout)):
+        begin = time.monotonic()
+        with pytest.raises(Full):
+            call("outside", timeout=timeout)
+        assert time.monotonic() - begin >= timeout
+    assert ch.get_many(5) == ["inside"]
+
+
+def test_put_many_whose_time_runs_out_tells_how_many_it_put(make):
+    """C7: the error counts them, so that the caller can go on behind them."""
+    ch = make(3)
+    for put in (3, 0):
+        with pytest.raises(Full) as caught:
+            ch.put_many(range(5), timeout=0.01)
+        assert caught.value.items_put == put
+    assert ch.get_many(9) == [0, 1, 2]
+
+
+def test_timeout_zero_still_does_what_can_be_done_now(make):
+    """C7."""
+    ch = make(1)
+    ch.put(1, timeout=0)
+    assert ch.get(timeout=0) == 1
+    ch.put_many([2], timeout=0)
+    assert ch.get_many(1, timeout=0) == [2]
+
+
+def test_timeout_none_waits_for_ever(make, spawn_peer):
+    """C7: as without a timeout."""
+    ch = make()
+    peer = spawn_peer(lambda: ch.get(timeout=None))
+    wait_blocked(ch, readers=1)
+    ch.put(5)
+    assert peer.result() == 5
+
+
+@pytest.mark.parametrize("timeout", [1_000_000, 1e12])
+def test_a_very_long_timeout_waits(make, spawn_peer, timeout):
+    """C7: a number of seconds too large for the clock is no error."""
+    ch = make(1)
+    reader = spawn_peer(lambda: ch.get(timeout=timeout))
+    wait_blocked(ch, readers=1)
+    ch.put(5)
+    assert reader.result() == 5
+    ch.put(6)
+    writer = spawn_peer(lambda: ch.put(7, timeout=timeout))
+    wait_blocked(ch, writers=1)
+    assert ch.get() == 6
+    writer.result()
+    assert ch.get() == 7
+
+
+def test_an_item_that_comes_within_the_timeout_is_got(make, spawn_peer):
+    """C7."""
+    ch = make()
+    peer = spawn_peer(lambda: ch.get(timeout=1_000))
+    wait_blocked(ch, readers=1)
+    ch.put("in time")
+    assert peer.result() == "in time"
+
+
+def test_a_timeout_that_ran_out_leaves_no_trace(make, spawn_peer):
+    """C7: who gave up waiting is not waiting any more, and does not swallow the next item's wake-up."""
+    ch = make(1)
+
+    def give_up():
+        with pytest.raises(Empty):
+            ch.get(timeout=0.01)
+
+    for _ in range(3):
+        spawn_peer(give_up).result()
+    assert ch.stats().waiting_readers == 0
+    peer = spawn_peer(ch.get)
+    wait_blocked(ch, readers=1)
+    ch.put(1)
+    assert peer.result() == 1
+
+
+def test_a_reader_that_gives_up_just_now_takes_no_item_with_it(make, spawn_peer):
+    """C7, C8: many short timeouts race with the puts, and each item is got once all the same."""
+    ch = make(1)
+
+    def impatient():
+        received, end = [], False
+        while not end:
+            try:
+                received.append(ch.get(timeout=1e-5))
+            except Empty:
+                continue
+            except Closed:
+                end = True
+        return received
+
+    peers = [spawn_peer(impatient) for _ in range(2)]
+    for i in range(1_000):
+        ch.put(i)
+    ch.close()
+    assert sorted(item for peer in peers for item in peer.result()) == list(range(1_000))
+
+
+def test_a_writer_that_gives_up_just_now_has_put_nothing(make, spawn_peer):
+    """C7: many short timeouts race with the gets, and Full always means "not put"."""
+    ch = make(1)
+
+    def impatient():
+        done = 0
+        while done < 500:
+            try:
+                ch.put(done, timeout=1e-5)
+            except Full:
+                continue
+            done += 1
+
+    peers = [spawn_peer(impatient) for _ in range(2)]
+    received = [ch.get() for _ in range(1_000)]
+    for peer in peers:
+        peer.result()
+    assert sorted(received) == sorted([*range(500), *range(500)])
+    assert len(ch) == 0

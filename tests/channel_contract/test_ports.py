@@ -1,0 +1,433 @@
+"""C5 counted ends: the last writer's exit closes, the last reader's exit ends it for writers, however they exit."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+
+import pytest
+from waiting import wait_blocked, wait_stats
+
+from flowchan import Broken, Closed, Drained, Empty, Full
+
+
+def put_until_closed(ch):
+    """Puts 0, 1, 2, … and returns once a put has raised Closed."""
+    for i in itertools.count():
+        try:
+            ch.put(i)
+        except Closed:
+            return
+
+
+def test_ports_put_and_get_like_the_channel(make):
+    """C5: a port has the calls of its side, with the same errors."""
+    ch = make(2)
+    out, into = ch.writer(), ch.reader()
+    with pytest.raises(Empty):
+        into.get_nowait()
+    out.put(1)
+    out.put_nowait(2)
+    with pytest.raises(Full):
+        out.put_nowait(3)
+    with pytest.raises(Full):
+        out.put(3, timeout=0)
+    assert into.get() == 1
+    out.put_many([4], timeout=5)
+    assert into.get_many(5) == [2, 4]
+    out.put(None)
+    assert into.get_nowait() is None
+    out.close()
+    assert list(into) == []
+    with pytest.raises(Drained):
+        into.get()
+    into.close()
+
+
+def test_the_last_writer_closes(make):
+    """C5: and not one before it."""
+    ch = make()
+    first, second = ch.writer(), ch.writer()
+    first.put(1)
+    first.close()
+    assert not ch.closed
+    second.put(2)
+    second.close()
+    assert ch.closed
+    assert list(ch) == [1, 2]
+
+
+def test_the_last_reader_ends_it_for_writers(make):
+    """C5: their put raises Closed; and not one before."""
+    ch = make()
+    first, second = ch.reader(), ch.reader()
+    first.close()
+    ch.put(1)
+    assert second.get() == 1
+    second.close()
+    for _ in range(2):
+        with pytest.raises(Closed):
+            ch.put(2)
+
+
+def test_closing_a_port_twice_counts_once(make):
+    """C5."""
+    ch = make()
+    first, second = ch.writer(), ch.writer()
+    first.close()
+    first.close()
+    assert not ch.closed
+    second.put("still open")
+    second.close()
+    assert ch.closed
+
+
+def test_a_closed_port_is_closed_though_the_channel_is_open(make):
+    """C5: who has left cannot put or get any more; to try is misuse, and no outcome of the channel."""
+    ch = make()
+    out, other_out, into, other_in = ch.writer(), ch.writer(), ch.reader(), ch.reader()
+    ch.put(1)
+    out.close()
+    into.close()
+    with pytest.raises(ValueError, match="port was closed"):
+        out.put(2)
+    with pytest.raises(ValueError, match="port was closed"):
+        into.get()
+    other_out.put(2)
+    assert other_in.get_many(5) == [1, 2]
+
+
+def test_leaving_the_with_block_closes_the_port(make):
+    """C5: at its end and by an exception."""
+    ch = make()
+    with ch.writer() as out, ch.reader() as into:
+        out.put(1)
+        assert into.get() == 1
+    assert ch.closed
+    ch = make()
+
+    def leave_by_exception():
+        with ch.writer() as out:
+            out.put(1)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        leave_by_exception()
+    assert ch.closed
+    assert list(ch) == [1]
+
+
+def test_dropping_a_port_closes_it(make):
+    """C5: however they exit, forgetting included."""
+    ch = make()
+    out = ch.writer()
+    out.put(1)
+    del out
+    assert ch.closed
+    assert list(ch) == [1]
+    ch = make()
+    into = ch.reader()
+    del into
+    with pytest.raises(Closed):
+        ch.put(1)
+
+
+def test_a_channel_without_ports_counts_nobody(make):
+    """C5: plain put and get need no port and end nothing."""
+    ch = make()
+    ch.put(1)
+    ch.get()
+    assert not ch.closed
+    assert (ch.stats().writers, ch.stats().readers) == (0, 0)
+
+
+def test_stats_count_the_ports(make):
+    """C5, C15."""
+    ch = make()
+    outs, ins = [ch.writer() for _ in range(3)], [ch.reader() for _ in range(2)]
+    assert (ch.stats().writers, ch.stats().readers) == (3, 2)
+    outs.pop().close()
+    ins.pop().close()
+    assert (ch.stats().writers, ch.stats().readers) == (2, 1)
+
+
+def test_the_last_writers_exit_wakes_waiting_readers(make, spawn_peer):
+    """C5: readers that wait learn the end."""
+    ch = make()
+    out = ch.writer()
+    peers = [spawn_peer(list, ch) for _ in range(2)]
+    wait_blocked(ch, readers=2)
+    out.close()
+    assert [peer.result() for peer in peers] == [[], []]
+
+
+def test_the_last_readers_exit_wakes_waiting_writers(make, spawn_peer):
+    """C5: writers that wait learn that nobody will read."""
+    ch = make(1)
+    into = ch.reader()
+    ch.put("inside")
+    peers = [spawn_peer(ch.put, "outside") for _ in range(2)]
+    wait_blocked(ch, writers=2)
+    into.close()
+    for peer in peers:
+        with pytest.raises(Closed):
+            peer.result()
+
+
+def test_writers_that_come_and_go_close_at_the_last_exit(make, spawn_peer, make_gate):
+    """C5: across peers."""
+    ch = make()
+    gate = make_gate(3)
+
+    def write(number):
+        with ch.writer() as out:
+            gate.arrive()
+            for i in range(100):
+                out.put((number, i))
+
+    peers = [spawn_peer(write, number) for number in range(3)]
+    gate.open()
+    received = list(ch)
+    for peer in peers:
+        peer.result()
+    assert sorted(received) == [(number, i) for number in range(3) for i in range(100)]
+
+
+def test_readers_that_want_no_more_stop_the_writer(make, spawn_peer, make_gate):
+    """C5: the writer's endless loop ends by Closed once the last reader has left."""
+    ch = make(4)
+    gate = make_gate(2)
+
+    def read():
+        with ch.reader() as into:
+            gate.arrive()
+            return [into.get() for _ in range(10)]
+
+    peers = [spawn_peer(read) for _ in range(2)]
+    gate.open()
+    put_until_closed(ch)
+    received = sorted(item for peer in peers for item in peer.result())
+    assert received == list(range(20))
+
+
+def test_a_port_on_a_broken_channel_raises_broken(make):
+    """C5, C6."""
+    ch = make()
+    out, into = ch.writer(), ch.reader()
+    ch.abort(ValueError("bad wind"))
+    with pytest.raises(Broken):
+        out.put(1)
+    with pytest.raises(Broken):
+        into.get()
+    out.close()
+    into.close()
+
+
+def test_an_item_in_hand_keeps_the_channel_from_being_drained(make, spawn_peer):
+    """C4: a reading port leases its item until it asks for the next one or leaves; the item might come back."""
+    ch = make()
+    ch.put("in hand")
+    into = ch.reader()
+    assert into.get() == "in hand"
+    ch.close()
+    assert (len(ch), ch.stats().leased, ch.drained) == (0, 1, False)
+    with pytest.raises(Empty):
+        ch.get_nowait()
+    peer = spawn_peer(ch.get)
+    wait_blocked(ch, readers=1)
+    with pytest.raises(Drained):
+        into.get()
+    assert (ch.stats().leased, ch.drained) == (0, True)
+    with pytest.raises(Drained):
+        peer.result()
+
+
+def test_leaving_finishes_the_item_in_hand(make):
+    """C4: a reader that closes its port is done with what it got."""
+    ch = make()
+    ch.put_many([1, 2, 3])
+    ch.close()
+    into = ch.reader()
+    assert into.get_many(2) == [1, 2]
+    assert ch.stats().leased == 2
+    into.close()
+    assert ch.stats().leased == 0
+    assert list(ch) == [3]
+
+
+def test_iterating_a_reading_port(make):
+    """C5: as over the channel."""
+    ch = make()
+    ch.put_many(range(5))
+    ch.close()
+    with ch.reader() as into:
+        assert list(into) == [0, 1, 2, 3, 4]
+
+
+# However they exit: the end of a whole process.
+
+
+def open_writer_and_stay(ch):
+    """Never leaves by itself, and never closes its port."""
+    out = ch.writer()
+    out.put_many([1, 2, 3])
+    signal.pause()
+    out.close()
+
+
+def open_reader_and_stay(ch):
+    into = ch.reader()
+    signal.pause()
+    into.close()
+
+
+@pytest.mark.other_process
+def test_a_process_that_ends_without_closing_its_port_has_left(make, spawn_peer):
+    """C5: an ordinary end of the process."""
+    ch = make()
+    kept = []
+
+    def write():
+        kept.append(ch.writer())
+        kept[0].put(1)
+
+    spawn_peer(write).result()
+    assert list(ch) == [1]
+
+
+@pytest.mark.other_process
+def test_a_process_that_ends_at_once_has_left(make, spawn_peer):
+    """C5: ``os._exit``, which runs nothing on the way out."""
+    ch = make()
+
+    def write():
+        out = ch.writer()
+        out.put(1)
+        os._exit(3)
+
+    peer = spawn_peer(write)
+    wait_stats(ch, items_in=1)
+    assert list(ch) == [1]
+    peer.join()
+
+
+@pytest.mark.other_process
+def test_the_last_writer_killed_closes(make, spawn_peer):
+    """C5: SIGKILL, though nobody has reaped the process yet."""
+    ch = make()
+    peer = spawn_peer(open_writer_and_stay, ch)
+    wait_stats(ch, items_in=3)
+    peer.kill()
+    assert list(ch) == [1, 2, 3]
+    assert ch.closed
+    peer.join()
+
+
+@pytest.mark.other_process
+def test_the_last_writer_killed_wakes_waiting_readers(make, spawn_peer):
+    """C5: the reader waits already when the writer dies."""
+    ch = make()
+    writer = spawn_peer(open_writer_and_stay, ch)
+    wait_stats(ch, items_in=3)
+    assert ch.get_many(3) == [1, 2, 3]
+    reader = spawn_peer(ch.get)
+    wait_blocked(ch, readers=1)
+    writer.kill()
+    with pytest.raises(Drained):
+        reader.result()
+    writer.join()
+
+
+@pytest.mark.other_process
+def test_a_killed_writer_is_not_the_last_while_another_lives(make, spawn_peer):
+    """C5: the count is right after a death."""
+    ch = make()
+    out = ch.writer()
+    peer = spawn_peer(open_writer_and_stay, ch)
+    wait_stats(ch, items_in=3, writers=2)
+    peer.kill()
+    peer.join()
+    assert ch.get_many(3) == [1, 2, 3]
+    out.put("still open")
+    assert ch.get() == "still open"
+    assert not ch.closed
+    out.close()
+    assert list(ch) == []
+
+
+@pytest.mark.other_process
+def test_the_last_reader_killed_ends_it_for_writers(make, spawn_peer):
+    """C5: a writer that fills the channel gets Closed and does not wait for ever."""
+    ch = make(2)
+    peer = spawn_peer(open_reader_and_stay, ch)
+    wait_stats(ch, readers=1)
+    peer.kill()
+    put_until_closed(ch)
+    peer.join()
+
+
+@pytest.mark.other_process
+def test_the_last_reader_killed_wakes_waiting_writers(make, spawn_peer):
+    """C5."""
+    ch = make(1)
+    reader = spawn_peer(open_reader_and_stay, ch)
+    wait_stats(ch, readers=1)
+    ch.put("inside")
+    writer = spawn_peer(ch.put, "outside")
+    wait_blocked(ch, writers=1)
+    reader.kill()
+    with pytest.raises(Closed):
+        writer.result()
+    reader.join()
+
+
+@pytest.mark.other_process
+def test_the_items_in_the_hand_of_a_killed_reader_come_back(make, spawn_peer):
+    """C4, C5: to the front, in their order, so that the channel is as if the reader had never been there."""
+    ch = make()
+    ch.put_many(range(4))
+    ch.close()
+
+    def take_and_stay():
+        into = ch.reader()
+        into.get_many(2)
+        signal.pause()
+
+    peer = spawn_peer(take_and_stay)
+    wait_stats(ch, leased=2)
+    assert ch.get_many(5) == [2, 3]
+    reader = spawn_peer(ch.get_many, 5)
+    wait_blocked(ch, readers=1)
+    peer.kill()
+    assert reader.result() == [0, 1]
+    peer.join()
+    assert list(ch) == []
+
+
+@pytest.mark.other_process
+def test_a_port_used_in_a_forked_child_belongs_to_the_child(make, spawn_peer):
+    """C5: it is one port and not two, and leaves with the child's end."""
+    ch = make()
+    out = ch.writer()
+    spawn_peer(lambda: out.put("from the child")).result()
+    assert list(ch) == ["from the child"]
+    assert ch.stats().writers == 0
+    out.close()
+
+
+@pytest.mark.copying
+def test_a_reader_that_leaves_by_an_exception_gives_its_items_back(make):
+    """C4, C5: it was not done with them."""
+    ch = make()
+    ch.put_many([1, 2, 3])
+
+    def fail():
+        with ch.reader() as into:
+            into.get_many(2)
+            raise ZeroDivisionError
+
+    with ch.reader() as other:
+        with pytest.raises(ZeroDivisionError):
+            fail()
+        assert other.get_many(5) == [1, 2, 3]

@@ -1,0 +1,327 @@
+"""Between processes an equal copy of the same type arrives, and between threads the object itself."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import datetime
+import decimal
+import enum
+import math
+import pathlib
+import struct
+import sys
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+class Point(NamedTuple):
+    x: int
+    y: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    name: str
+    values: tuple
+    inner: Any = None
+
+
+class Text(str):
+    """A subclass of a built-in: its type must survive."""
+
+
+class Whole(int):
+    pass
+
+
+class Pair(tuple):
+    pass
+
+
+def same(sent: Any, arrived: Any) -> bool:
+    """Equal, of the same type, all the way down; floats bit for bit."""
+    if type(sent) is not type(arrived):
+        return False
+    if isinstance(sent, float):
+        return struct.pack("d", sent) == struct.pack("d", arrived)
+    if isinstance(sent, (tuple, list)):
+        return len(sent) == len(arrived) and all(map(same, sent, arrived))
+    if isinstance(sent, dict):
+        return same(list(sent.items()), list(arrived.items()))
+    if isinstance(sent, np.ndarray):
+        return sent.dtype == arrived.dtype and sent.shape == arrived.shape and bool(np.array_equal(sent, arrived))
+    return bool(sent == arrived)
+
+
+EDGES = [1 << bits for bits in (7, 8, 15, 16, 31, 32, 53, 62, 63, 64, 127, 128, 1_000, 5_000)]
+INTS = [0, 1, -1, 42, *(sign * (edge + step) for edge in EDGES for sign in (1, -1) for step in (-1, 0, 1))]
+FLOATS = [0.0, -0.0, 1.5, -1e300, 5e-324, sys.float_info.max, math.inf, -math.inf, math.nan]
+STRINGS = [
+    "",
+    "a",
+    "ä",
+    "Ω",
+    "\u2028",
+    "\U0001f600",
+    "\ud800",
+    "a\udfffb",
+    "\x00",
+    "x\x00y",
+    "ab" * 5_000,
+    "\U0001f600" * 70_000,
+]
+BYTES = [bytes(size) for size in (0, 1, 7, 8, 255, 256, 4_095, 4_096, 65_535, 65_536, 1 << 20, (5 << 20) + 3)]
+TUPLES = [
+    (),
+    (1,),
+    (1, "abc", 2.5),
+    (None, True, False, b"x", "y"),
+    ((), ((),), (((1,),),)),
+    tuple(range(100)),
+    (1, [2, 3]),
+    (1 << 80, "\ud800", -0.0),
+    tuple("x" * 100 for _ in range(300)),
+    (b"x" * 300_000, 1, "end"),
+]
+CONTAINERS = [
+    [],
+    [1, [2]],
+    {},
+    {"a": {"b": [1, (2,)]}},
+    {1, 2},
+    frozenset({3}),
+    bytearray(b"abc"),
+    range(5),
+    slice(1, 2),
+]
+OBJECTS = [
+    Colour.RED,
+    Point(1, 2),
+    Record("a", (1, 2.5), Record("b", ())),
+    Text("abc"),
+    Whole(7),
+    Pair((1, 2)),
+    (Whole(7), Text("x"), Pair()),
+    collections.OrderedDict(a=1, b=2),
+    collections.Counter("abca"),
+    decimal.Decimal("1.10"),
+    datetime.datetime(2024, 2, 29, tzinfo=datetime.UTC),
+    pathlib.PurePosixPath("/a/b"),
+    1 + 2j,
+    len,
+    dict,
+    Record,
+    NotImplemented,
+    ...,
+]
+ARRAYS = [
+    np.arange(10),
+    np.zeros((0, 3)),
+    np.array(3.5),
+    np.arange(24.0).reshape(2, 3, 4)[:, ::2],
+    np.asfortranarray(np.arange(6).reshape(2, 3)),
+    np.array(["a", "bc"]),
+    np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]),
+    np.arange(1 << 20),
+    np.float32(1.5),
+    np.int64(-3),
+]
+GROUPS = {
+    "ints": INTS,
+    "floats": FLOATS,
+    "strings": STRINGS,
+    "bytes": BYTES,
+    "tuples": TUPLES,
+    "containers": CONTAINERS,
+    "objects": OBJECTS,
+    "arrays": ARRAYS,
+}
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_values_arrive_as_they_were_sent(make, group):
+    """Each value by itself: equal, and of the same type."""
+    ch = make(1)
+    for sent in GROUPS[group]:
+        ch.put(sent)
+        arrived = ch.get()
+        assert same(sent, arrived), f"{sent!r:.200} arrived as {arrived!r:.200}"
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_values_go_through_a_peer_and_back(make, spawn_peer, group):
+    """Both directions, in a row, with batches."""
+    there, back = make(8), make(8)
+
+    def echo():
+        for item in there:
+            back.put(item)
+        back.close()
+
+    peer = spawn_peer(echo)
+    writer = spawn_peer(lambda: (there.put_many(GROUPS[group]), there.close()))
+    arrived = list(back)
+    writer.result()
+    peer.result()
+    assert len(arrived) == len(GROUPS[group])
+    assert all(map(same, GROUPS[group], arrived))
+
+
+def test_singletons_keep_their_identity(make):
+    """None, True, False and what else exists once."""
+    ch = make()
+    for value in (None, True, False, NotImplemented, ..., Colour.RED):
+        ch.put(value)
+        assert ch.get() is value
+        ch.put((value,))
+        assert ch.get()[0] is value
+
+
+def test_a_bool_is_not_an_int(make):
+    ch = make()
+    ch.put((True, 1, False, 0))
+    assert [type(value) for value in ch.get()] == [bool, int, bool, int]
+
+
+def test_the_same_object_twice_in_an_item_is_one_object_there(make):
+    """Identity inside one item is kept by whatever pickle would keep it for: mutable parts."""
+    shared = [1]
+    ch = make()
+    ch.put({"first": shared, "second": shared})
+    item = ch.get()
+    assert item["first"] is item["second"]
+
+
+def test_an_item_that_contains_itself(make):
+    ch = make()
+    loop: list[Any] = [1]
+    loop.append(loop)
+    ch.put(loop)
+    arrived = ch.get()
+    assert arrived[1] is arrived
+
+
+def test_a_tuple_that_contains_itself_by_a_list(make):
+    """Not a small tuple of built-ins, so not for the direct encoding."""
+    ch = make()
+    inner: list[Any] = []
+    loop = (inner,)
+    inner.append(loop)
+    ch.put(loop)
+    arrived = ch.get()
+    assert arrived[0][0] is arrived
+
+
+def test_tuples_nested_deeper_than_any_stack(make):
+    """An error or an item, but never a crash."""
+    deep: Any = ()
+    for _ in range(100_000):
+        deep = (deep,)
+    ch = make()
+    try:
+        ch.put(deep)
+    except RecursionError:
+        assert len(ch) == 0
+    else:
+        assert type(ch.get()) is tuple
+    while deep:  # taken apart from outside, for the sake of the interpreter that frees it
+        deep = deep[0]
+
+
+def test_functions_of_the_place_cross(make, spawn_peer):
+    """Lambdas, closures and local classes, which plain pickle refuses."""
+    calls, results = make(), make()
+    factor = 3
+
+    class Local:
+        def __call__(self, x):
+            return x * factor
+
+    def work():
+        for function in calls:
+            results.put(function(7))
+        results.close()
+
+    peer = spawn_peer(work)
+    calls.put_many([lambda x: x + 1, lambda x: x * factor, Local()])
+    calls.close()
+    assert list(results) == [8, 21, 21]
+    peer.result()
+
+
+@pytest.mark.copying
+def test_what_arrives_is_a_copy(make):
+    """Changing what was sent changes nothing that was put."""
+    ch = make()
+    sent, array, raw = [1, 2], np.arange(100_000), bytearray(b"abc" * 50_000)
+    ch.put_many([sent, array, raw])
+    sent.append(3)
+    array[:] = -1
+    raw[:3] = b"xyz"
+    arrived = ch.get_many(3)
+    assert arrived[0] == [1, 2]
+    assert arrived[1][5] == 5
+    assert arrived[2][:3] == b"abc"
+
+
+@pytest.mark.copying
+def test_an_arrived_array_is_the_readers_own(make):
+    """It may be written, and stays what it is while the channel goes on and when it is gone."""
+    ch = make(2)
+    ch.put(np.arange(200_000))
+    arrived = ch.get()
+    for _ in range(20):
+        ch.put(np.full(200_000, -1))
+        ch.get()
+    del ch
+    assert np.array_equal(arrived, np.arange(200_000))
+    arrived[0] = 99
+    assert arrived[0] == 99
+
+
+def test_the_object_itself_crosses_between_threads(medium):
+    """No copy where none is needed."""
+    ch = medium.make()
+    sent = [object()] if not medium.copies else [1]
+    ch.put(sent)
+    assert (ch.get() is sent) == (not medium.copies)
+
+
+LEAVES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(st.characters(codec=None, exclude_categories=())),
+    st.binary(max_size=300),
+)
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=4).map(tuple),
+        st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=150, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(values=st.lists(VALUES, min_size=1, max_size=8))
+def test_any_values_arrive_as_they_were_sent(medium, values):
+    """Whatever small built-ins are nested in whatever way, one by one and in batches."""
+    ch = medium.make(8)
+    ch.put_many(values)
+    assert same(values, [ch.get() for _ in values])
+    for value in values:
+        ch.put(value)
+    assert same(values, ch.get_many(8))

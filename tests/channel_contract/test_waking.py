@@ -1,0 +1,194 @@
+"""C8: k items wake k waiting readers, nobody sleeps beside an available item, nobody starves."""
+
+from __future__ import annotations
+
+import pytest
+from waiting import wait_blocked, wait_stats, wait_until
+
+from flowchan import Closed, Drained
+
+K = 4
+
+
+def test_each_item_wakes_one_reader(make, spawn_peer):
+    """C8: one for one; the others go on waiting."""
+    ch, done = make(), make()
+    peers = [spawn_peer(lambda: done.put(ch.get())) for _ in range(K)]
+    wait_blocked(ch, readers=K)
+    for i in range(K):
+        ch.put(i)
+        assert done.get() == i
+        wait_stats(ch, waiting_readers=K - 1 - i)
+    for peer in peers:
+        peer.result()
+
+
+def test_k_items_at_once_wake_k_readers(make, spawn_peer):
+    """C8: single puts in a row, with no reader running in between."""
+    ch = make()
+    peers = [spawn_peer(ch.get) for _ in range(K)]
+    wait_blocked(ch, readers=K)
+    for i in range(K):
+        ch.put(i)
+    assert sorted(peer.result() for peer in peers) == list(range(K))
+
+
+def test_a_batch_of_k_items_wakes_k_readers(make, spawn_peer):
+    """C8: a batch put too."""
+    ch = make()
+    peers = [spawn_peer(ch.get) for _ in range(K)]
+    wait_blocked(ch, readers=K)
+    ch.put_many(range(K))
+    assert sorted(peer.result() for peer in peers) == list(range(K))
+
+
+def test_fewer_items_than_readers_leave_the_others_waiting(make, spawn_peer):
+    """C8: exactly k wake."""
+    ch, done = make(), make()
+    peers = [spawn_peer(lambda: done.put(ch.get())) for _ in range(K)]
+    wait_blocked(ch, readers=K)
+    ch.put_many(range(K - 1))
+    assert sorted(done.get() for _ in range(K - 1)) == list(range(K - 1))
+    wait_stats(ch, waiting_readers=1, inside=0)
+    ch.put("last")
+    assert done.get() == "last"
+    for peer in peers:
+        peer.result()
+
+
+def test_k_places_wake_k_writers(make, spawn_peer):
+    """C8, on the other side: by single gets."""
+    ch = make(K)
+    ch.put_many(["old"] * K)
+    peers = [spawn_peer(ch.put, i) for i in range(K)]
+    wait_blocked(ch, writers=K)
+    assert [ch.get() for _ in range(K)] == ["old"] * K
+    for peer in peers:
+        peer.result()
+    assert sorted(ch.get_many(K)) == list(range(K))
+
+
+def test_a_batch_of_k_places_wakes_k_writers(make, spawn_peer):
+    """C8, on the other side: by one batch get."""
+    ch = make(K)
+    ch.put_many(["old"] * K)
+    peers = [spawn_peer(ch.put, i) for i in range(K)]
+    wait_blocked(ch, writers=K)
+    assert ch.get_many(K) == ["old"] * K
+    for peer in peers:
+        peer.result()
+    assert sorted(ch.get_many(K)) == list(range(K))
+
+
+def test_one_large_place_wakes_every_writer_whose_item_fits(make, spawn_peer):
+    """C8: under ``max_bytes`` one read can make room for many items."""
+    ch = make(100, max_bytes=100_000)
+    ch.put(bytes(90_000))
+    peers = [spawn_peer(ch.put, bytes(20_000)) for _ in range(K)]
+    wait_blocked(ch, writers=K)
+    assert len(ch.get()) == 90_000
+    for peer in peers:
+        peer.result()
+    assert len(ch) == K
+
+
+def test_readers_and_writers_hand_over_through_one_place(make, spawn_peer):
+    """C8: with capacity 1 every item needs a wake-up on each side, and none is lost."""
+    ch = make(1)
+
+    def write():
+        for i in range(300):
+            ch.put(i)
+
+    readers = [spawn_peer(list, ch) for _ in range(2)]
+    writers = [spawn_peer(write) for _ in range(2)]
+    for writer in writers:
+        writer.result()
+    ch.close()
+    assert sorted(item for reader in readers for item in reader.result()) == sorted([*range(300), *range(300)])
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_no_reader_starves(make, spawn_peer, batch):
+    """C8: each of several readers gets its items while the others keep taking. Ends only when all were served."""
+    ch, served = make(2), make()
+
+    def read():
+        count = 0
+        for _ in ch:
+            count += 1
+            if count == 100:
+                served.put("served")
+        return count
+
+    readers = [spawn_peer(read) for _ in range(3)]
+    total = 0
+    while len(served) < 3:
+        ch.put_many(range(batch))
+        total += batch
+    ch.close()
+    counts = [reader.result() for reader in readers]
+    assert sum(counts) == total
+    assert min(counts) >= 100
+
+
+def test_no_writer_starves(make, spawn_peer):
+    """C8: each of several writers gets its items in while the others keep putting. Ends only when all were served."""
+    ch = make(2)
+
+    def write(number):
+        try:
+            while True:
+                ch.put(number)
+        except Closed:
+            return
+
+    writers = [spawn_peer(write, number) for number in range(3)]
+    counts = [0, 0, 0]
+    while min(counts) < 100:
+        counts[ch.get()] += 1
+    ch.close()
+    for writer in writers:
+        writer.result()
+
+
+def test_linearizable(make, spawn_peer, make_gate):
+    """C1, C8: after an own put there is at least one item for an own get, so no call ever waits for another peer."""
+    peers, rounds = 4, 300
+    ch = make(peers)
+    gate = make_gate(peers)
+
+    def put_then_get():
+        gate.arrive()
+        for i in range(rounds):
+            ch.put_nowait(i)
+            ch.get_nowait()
+
+    running = [spawn_peer(put_then_get) for _ in range(peers)]
+    gate.open()
+    for peer in running:
+        peer.result()
+    assert len(ch) == 0
+
+
+def test_a_waiting_reader_uses_what_many_putters_leave(make, spawn_peer, make_gate):
+    """C8: nobody sleeps beside an available item, whoever put it and however the wake-ups cross."""
+    ch = make(1)
+    for _ in range(20):
+        gate = make_gate(2)
+        reader = spawn_peer(lambda gate=gate: (gate.arrive(), ch.get())[1])
+        writer = spawn_peer(lambda gate=gate: (gate.arrive(), ch.put("item")))
+        gate.open()
+        assert reader.result() == "item"
+        writer.result()
+
+
+def test_counts_of_waiting_parties_return_to_zero(make, spawn_peer):
+    """C8, C15."""
+    ch = make(1)
+    reader = spawn_peer(ch.get)
+    wait_blocked(ch, readers=1)
+    ch.close()
+    with pytest.raises(Drained):
+        reader.result()
+    wait_until(lambda: ch.stats().waiting_readers == 0 and ch.stats().waiting_writers == 0)

@@ -1,0 +1,191 @@
+"""``flowchan check`` and ``flowchan viz`` as a user calls them: what they say, and their exit codes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from flowchan.cli import main
+
+HEAD = """
+from flowchan.graph import Blueprint as Graph
+
+def never(*_):
+    raise AssertionError("a stage was started")
+
+def declare(name):
+    graph = Graph(name)
+    graph.source(never, name="numbers").map(never, name="half", workers=2, on="process").sink(never, name="save")
+    return graph
+"""
+ONE = HEAD + "\ngraph = declare('halves')\nif __name__ == '__main__':\n    never()\n"
+BUILDER = HEAD + "\ndef build(name: str, twice='no') -> Graph:\n    return declare(name + twice)\n"
+
+
+@pytest.fixture(autouse=True)
+def _user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each test stands in an empty folder, and what it imported from there is forgotten."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+def call(*words: str, file: str = "", name: str = "mine.py") -> Result:
+    if file:
+        Path(name).write_text(file)
+    return CliRunner().invoke(main, list(words))
+
+
+def refused(result: Result) -> str:
+    """The one line with which a call was refused."""
+    assert result.exit_code == 2, result.output
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("flowchan: ")
+    return line
+
+
+def test_check_gives_one_line_with_the_counts_when_all_is_clear() -> None:
+    result = call("check", "mine.py", file=ONE)
+    assert result.exit_code == 0
+    assert result.stdout == "halves: all clear: 3 stages, 2 channels, 4 workers, 2 of them in processes\n"
+
+
+def test_check_lists_all_problems_with_the_users_file_and_line() -> None:
+    wrong = HEAD + "\ngraph = Graph('wrong')\na = graph.source(never, name='a')\nb = graph.source(never, name='b')\n"
+    result = call("check", "mine.py", file=wrong)
+    line = 1 + wrong.splitlines().index("a = graph.source(never, name='a')")
+    assert result.exit_code == 2
+    assert [said.partition(": ")[0] for said in result.stdout.splitlines()] == [
+        f"mine.py:{line}", f"mine.py:{line + 1}", "wrong",
+    ]  # fmt: skip
+
+
+def test_check_calls_a_function_with_the_arguments_as_strings() -> None:
+    result = call("check", "mine.py", "--", "5", "-x", file=BUILDER)
+    assert result.stdout.startswith("5-x: all clear")
+
+
+def test_viz_draws_beside_the_user_under_the_files_name_and_starts_nothing() -> None:
+    result = call("viz", "mine.py", file=ONE)
+    assert result.exit_code == 0
+    assert result.stdout == "mine.svg: 3 stages, 2 channels, 4 workers, 2 of them in processes\n"
+    assert "halves" in Path("mine.svg").read_text()
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png", "pdf", "dot", "mmd"])
+def test_viz_writes_the_format_that_the_output_names(suffix: str) -> None:
+    assert call("viz", "mine.py", "-o", f"out.{suffix}", file=ONE).exit_code == 0
+    assert Path(f"out.{suffix}").stat().st_size > 0
+
+
+def test_viz_draws_a_graph_that_has_problems() -> None:
+    result = call("viz", "mine.py", "-o", "out.dot", file=HEAD + "\ngraph = Graph('g')\ngraph.source(never)\n")
+    assert result.exit_code == 0
+    assert "read by nobody" in Path("out.dot").read_text()
+
+
+def test_viz_refuses_a_format_it_does_not_know() -> None:
+    result = call("viz", "mine.py", "-o", "out.gif", file=ONE)
+    assert result.exit_code == 2
+    assert "'out.gif': the name must end in .svg, .png, .pdf, .dot, .mmd" in result.stderr
+
+
+def test_viz_refuses_an_output_that_cannot_be_written() -> None:
+    assert "can't write nowhere/out.dot: No such file" in refused(
+        call("viz", "mine.py", "-o", "nowhere/out.dot", file=ONE)
+    )
+
+
+def test_a_file_that_is_not_there_is_one_line() -> None:
+    assert refused(call("check", "none.py")) == "flowchan: none.py: no such file"
+
+
+@pytest.mark.parametrize("content", [b"\0\1\2", b"\xff\xfe", b"def (", b"plain words here"])
+def test_a_file_that_is_no_python_is_one_line(content: bytes) -> None:
+    Path("mine.py").write_bytes(content)
+    assert "mine.py" in refused(call("check", "mine.py"))
+    assert "not valid Python" in refused(call("check", "mine.py"))
+
+
+def test_an_error_in_the_file_is_one_line_with_its_place() -> None:
+    line = refused(call("check", "mine.py", file="import os\nimport no_such_module\n"))
+    assert line.startswith("flowchan: mine.py: ModuleNotFoundError: No module named 'no_such_module' (line 2)")
+
+
+def test_debug_shows_the_traceback() -> None:
+    result = call("check", "mine.py", "--debug", file="1 / 0\n")
+    assert result.exit_code == 2
+    assert "Traceback" in result.stderr
+    assert "ZeroDivisionError" in result.stderr
+
+
+def test_a_file_that_exits_when_imported_is_told_to_guard_it() -> None:
+    assert "__main__" in refused(call("check", "mine.py", file="raise SystemExit(0)\n"))
+
+
+def test_a_file_without_a_graph_is_one_line() -> None:
+    assert "no graph inside" in refused(call("check", "mine.py", file="x = 1\n"))
+
+
+def test_of_several_graphs_it_asks_which() -> None:
+    two = ONE + "\nother = declare('other')\nsame = other\ndef build() -> 'Graph':\n    return other\n"
+    assert refused(call("check", "mine.py", file=two)) == (
+        "flowchan: mine.py: which graph? Say one of mine.py:graph, mine.py:other, mine.py:build"
+    )
+    assert call("check", "mine.py:other").stdout.startswith("other: all clear")
+    assert call("check", "mine.py:build").stdout.startswith("other: all clear")
+
+
+def test_a_named_function_needs_no_annotation() -> None:
+    assert call("check", "mine.py:declare", "plain", file=HEAD).stdout.startswith("plain: all clear")
+
+
+def test_a_name_that_is_not_there_or_is_no_graph_is_one_line() -> None:
+    assert "no 'nope' inside; it has graph" in refused(call("check", "mine.py:nope", file=ONE))
+    assert "neither a graph nor a function" in refused(call("check", "mine.py:x", file=ONE + "\nx = 1\n"))
+    assert "returned an object of type int" in refused(call("check", "mine.py:f", file="def f():\n    return 1\n"))
+
+
+def test_arguments_that_do_not_fit_are_one_line() -> None:
+    assert "(name: str, twice='no'), 3 given" in refused(call("check", "mine.py", "a", "b", "c", file=BUILDER))
+    assert "takes no arguments: a" in refused(call("check", "mine.py", "a", file=ONE))
+
+
+def test_a_file_named_like_a_module_of_python_does_not_replace_it() -> None:
+    assert call("check", "queue.py", file=ONE, name="queue.py").exit_code == 0
+    import queue
+
+    assert hasattr(queue, "SimpleQueue")
+
+
+def test_neighbours_of_the_file_can_be_imported_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("neighbour_of_mine.py").write_text(ONE)
+    Path("mine.py").write_text("from neighbour_of_mine import graph\n")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert call("check", "../mine.py").stdout.startswith("halves: all clear")
+
+
+def test_no_cache_is_left_beside_the_users_file() -> None:
+    assert call("check", "mine.py", file=ONE).exit_code == 0
+    assert os.listdir() == ["mine.py"]
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys; from click.testing import CliRunner; from flowchan.cli import main\n"
+        "assert CliRunner().invoke(main, ['--help']).exit_code == 0\n"
+        "heavy = {'torch', 'numpy', 'networkx', 'graphviz', 'rich', 'flowchan.graph', 'flowchan.viz'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

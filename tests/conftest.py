@@ -1,0 +1,139 @@
+"""What every test runs under: a watchdog that turns a hang into stacks and a failure, and a check for leftovers.
+
+*Watchdog.* pytest-timeout says when a test has hung. Its action is extended: every child process dumps its stacks
+first and is killed afterwards, so that a hang between processes can be read from the log. When the interpreter itself
+cannot run (native code that never gives the GIL back), faulthandler's own thread does the same a little later.
+
+*Leftovers.* After each test that passed, no child process, thread, file descriptor or shared-memory mapping may
+remain that was not there before it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import pytest_timeout
+from waiting import wait_until
+
+GRACE = 20.0  # seconds by which faulthandler's last word comes after pytest-timeout's
+PASSED = pytest.StashKey[bool]()
+STDERR = pytest.StashKey[int]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Makes SIGUSR1 dump the stacks of this process and of every process forked from it, past pytest's capturing."""
+    config.stash[STDERR] = os.dup(sys.__stderr__.fileno() if sys.__stderr__ else 2)
+    faulthandler.register(signal.SIGUSR1, file=config.stash[STDERR], all_threads=True)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Takes all that exists before the first test out of the collector's sight: collecting is then cheap."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool:
+    """Arms the watchdog for one test (in place of pytest-timeout's own timer)."""
+    stderr = item.config.stash[STDERR]
+    timer = threading.Timer(settings.timeout, end_hang, (item, settings))
+    timer.daemon = True
+    timer.start()
+    faulthandler.dump_traceback_later(settings.timeout + GRACE, exit=True, file=stderr)
+
+    def cancel() -> None:
+        faulthandler.cancel_dump_traceback_later()
+        timer.cancel()
+        timer.join()
+
+    item.cancel_timeout = cancel  # type: ignore[attr-defined]
+    return True
+
+
+def end_hang(item: pytest.Item, settings: Any) -> None:
+    """Dumps the stacks of every process of the test run, kills the children, and exits."""
+    children = psutil.Process().children(recursive=True)
+    for child in children:
+        print(f"hang in {item.nodeid}: stacks of child {child}", file=sys.__stderr__, flush=True)
+        if catches(child.pid, signal.SIGUSR1):
+            child.send_signal(signal.SIGUSR1)
+            threading.Event().wait(0.5)  # one after the other, so that the dumps do not mix
+    for child in children:
+        child.kill()
+    pytest_timeout.timeout_timer(item, settings)
+
+
+def catches(pid: int, signum: int) -> bool:
+    """Whether a process has a handler for the signal; without one the signal would just end it."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
+    return bool(int(caught, 16) >> (signum - 1) & 1)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    report = yield
+    if call.when == "call":
+        item.stash[PASSED] = report.passed
+    return report
+
+
+@pytest.fixture(autouse=True)
+def no_leftovers(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails a passed test that leaves a child process, thread, descriptor or shared-memory mapping behind."""
+    before = holdings()
+    yield
+    if not request.node.stash.get(PASSED, False) or not leftovers(before):
+        return
+    gc.collect()  # an exception kept by pytest.raises forms a cycle that holds the test's locals
+    try:
+        wait_until(lambda: not leftovers(before), patience=10)  # a joined thread's task ends a moment after its join
+    except AssertionError:
+        pytest.fail(f"left behind: {', '.join(sorted(leftovers(before)))}", pytrace=False)
+
+
+def holdings() -> set[str]:
+    """What this process holds just now, as readable words. A fraction of a millisecond."""
+    tasks = {f"thread {task}" for task in os.listdir("/proc/self/task")}
+    return tasks | descriptors() | mappings() | children()
+
+
+def leftovers(before: set[str]) -> set[str]:
+    """What this process holds now and did not hold then."""
+    return holdings() - before
+
+
+def descriptors() -> set[str]:
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            found.add(f"descriptor {number} ({os.readlink(f'/proc/self/fd/{number}')})")
+        except OSError:  # the descriptor of the listing itself
+            continue
+    return found
+
+
+def mappings() -> set[str]:
+    with open("/proc/self/maps") as maps:
+        return {f"mapping {line.split()[0]} ({line.split()[-1]})" for line in maps if "memfd:" in line}
+
+
+def children() -> set[str]:
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # no child at all: the usual case, told by one system call
+        return set()
+    return {f"process {child.pid}" for child in psutil.Process().children(recursive=True)}

@@ -1,0 +1,99 @@
+"""Executes the code blocks of one Markdown file, in order, and compares what they print: ``python execute.py FILE.md``.
+
+- A ``python`` block runs in the namespace of the file, as part of ``__main__``. If ``<!-- file: NAME -->`` stands above
+  it, it is also written to that file, for the commands that follow.
+- In an ``sh`` block, the lines that begin with ``flowchan`` are run.
+- ``# → text`` ending a Python line is a line that the block prints; with such comments, they are all its output.
+- A ``text`` block directly below is the output of the block above it, exactly.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FILE = re.compile(r"<!-- file: (\S+) -->\n\Z")
+PRINTS = re.compile(r"# → (.*)$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A fenced block: its language, its text, the line it begins on, the file it is to be written to, and the output it
+    owes, ``None`` where none is stated."""
+
+    language: str
+    text: str
+    line: int
+    file: str | None
+    expected: str | None
+
+
+def blocks(markdown: str) -> Iterator[Block]:
+    found = list(FENCE.finditer(markdown))
+    for match, after in zip(found, [*found[1:], None], strict=True):
+        language, text = match.groups()
+        expected = None
+        if after is not None and after[1] == "text" and not markdown[match.end() : after.start()].strip():
+            expected = after[2]
+        elif language == "python" and PRINTS.search(text):
+            expected = "".join(f"{line}\n" for line in PRINTS.findall(text))
+        file = FILE.search(markdown, 0, match.start())
+        line = markdown.count("\n", 0, match.start(2))
+        yield Block(language, text, line, file and file[1], expected)
+
+
+def run_python(block: Block, path: str, main: ModuleType) -> None:
+    if block.file:
+        Path(block.file).write_text(block.text)
+    # Empty lines before it, so that a traceback shows the line of the Markdown file.
+    exec(compile("\n" * block.line + block.text, path, "exec"), vars(main))
+
+
+def run_commands(block: Block) -> None:
+    for line in block.text.splitlines():
+        if line.startswith("flowchan"):
+            subprocess.run(line, shell=True, check=True)
+
+
+def printed_by(action: Callable[[], None]) -> str:
+    """What the action, its threads and its child processes write to standard output."""
+    sys.stdout.flush()
+    before = os.dup(1)
+    with tempfile.TemporaryFile("w+") as captured:
+        os.dup2(captured.fileno(), 1)
+        try:
+            action()
+        finally:
+            sys.stdout.flush()
+            os.dup2(before, 1)
+            os.close(before)
+        captured.seek(0)
+        return captured.read()
+
+
+def main() -> None:
+    path = sys.argv[1]
+    user = ModuleType("__main__")
+    # This module's own names must not be seen by the blocks; it stays alive in the variable.
+    ours, sys.modules["__main__"] = sys.modules["__main__"], user
+    del sys.argv[1:]
+    for block in blocks(Path(path).read_text()):
+        if block.language not in ("python", "sh"):
+            continue
+        run = (lambda: run_python(block, path, user)) if block.language == "python" else (lambda: run_commands(block))  # noqa: B023
+        printed = printed_by(run)
+        if block.expected is not None and printed != block.expected:
+            raise SystemExit(f"{path}:{block.line}: the block prints\n{printed}\nand the text says\n{block.expected}")
+    sys.modules["__main__"] = ours
+
+
+if __name__ == "__main__":
+    main()

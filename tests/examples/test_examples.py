@@ -1,0 +1,140 @@
+"""Every example is run as a user runs it, in a process of its own, and its output is compared with a plain sequential
+computation made here."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+FLOWCHAN = Path(sys.executable).parent / "flowchan"
+ALL = sorted(path.name for path in EXAMPLES.glob("*.py"))
+
+
+def run(*command: object) -> str:
+    """What a command prints; it must succeed and have nothing to complain about."""
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout
+
+
+def python(example: str, *args: object) -> str:
+    return run(sys.executable, EXAMPLES / example, *args)
+
+
+@pytest.fixture(scope="module")
+def real_files() -> Path:
+    """A real directory of moderate size."""
+    return Path(asyncio.__file__).parent
+
+
+@pytest.mark.parametrize("across", ["threads", "processes"])
+def test_producer_consumer_accounts_for_every_item(across: str) -> None:
+    *producers, last = python("producer_consumer.py", "--across", across, "--seconds", 0.3).splitlines()
+    assert last == "every item is accounted for"
+    assert len(producers) == 3
+    for number, line in enumerate(producers):
+        counts = re.fullmatch(rf"producer {number}: ([\d,]+) items put, ([\d,]+) got", line)
+        assert counts, line
+        assert counts[1] == counts[2]
+
+
+def test_producer_consumer_graph_gets_what_its_sources_hold() -> None:
+    output = run(FLOWCHAN, "run", EXAMPLES / "producer_consumer.py")
+    for number in range(3):
+        assert f"producer {number}: 10,000 items got" in output
+
+
+def counted_words(directory: Path) -> list[str]:
+    """The output that wordcount owes, counted file by file. Words of equal count stand in any order."""
+    counts: Counter[str] = Counter()
+    for file in directory.rglob("*.py"):
+        counts.update(re.findall(r"\w+", file.read_text(encoding="utf-8", errors="replace").lower()))
+    head = f"{sum(counts.values()):,} words, {len(counts):,} different ones; the most frequent:"
+    return [head, *(f"{count:>12,}" for _, count in counts.most_common(10))]
+
+
+def test_wordcount_equals_a_sequential_count(real_files: Path) -> None:
+    head, *words = python("wordcount.py", real_files).splitlines()
+    assert [head, *(line[:12] for line in words)] == counted_words(real_files)
+    text = "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in real_files.rglob("*.py")).lower()
+    for line in words:
+        count, word = line.split()
+        assert int(count.replace(",", "")) == len(re.findall(rf"\b{word}\b", text))
+
+
+def test_wordcount_takes_its_directory_from_the_command_line(real_files: Path) -> None:
+    assert counted_words(real_files)[0] in run(FLOWCHAN, "run", EXAMPLES / "wordcount.py", "--", real_files)
+
+
+def test_wordcount_of_no_files_is_zero(tmp_path: Path) -> None:
+    assert python("wordcount.py", tmp_path).startswith("0 words, 0 different ones")
+
+
+def equal_files(directory: Path) -> set[frozenset[str]]:
+    """The groups of equal files, by comparing whole contents."""
+    groups = defaultdict(set)
+    for file in directory.rglob("*"):
+        if file.is_file() and not file.is_symlink():
+            groups[file.read_bytes()].add(str(file))
+    return {frozenset(group) for group in groups.values() if len(group) > 1}
+
+
+def test_duplicates_equal_a_comparison_of_whole_contents(tmp_path: Path, real_files: Path) -> None:
+    for number, file in enumerate(sorted(real_files.glob("*.py"))):
+        content = file.read_bytes()
+        (tmp_path / "a" / "b").mkdir(parents=True, exist_ok=True)
+        (tmp_path / file.name).write_bytes(content)
+        if number % 3 == 0:
+            (tmp_path / "a" / file.name).write_bytes(content)
+        if number % 6 == 0:
+            (tmp_path / "a" / "b" / f"copy of {number}").write_bytes(content)
+        if number % 5 == 0:  # equal in size, not in content
+            (tmp_path / "a" / f"reversed {number}").write_bytes(content[::-1])
+    (tmp_path / "link").symlink_to(tmp_path / "a" / "b")
+    expected = equal_files(tmp_path)
+    assert len(expected) > 5
+
+    head, *lines = python("duplicates.py", tmp_path).splitlines()
+    found = {frozenset(re.split(r"  (?=/)", line[14:])) for line in lines}
+    assert found == expected
+    wasted = sum(Path(min(group)).stat().st_size * (len(group) - 1) for group in expected)
+    assert head == f"{len(expected):,} groups of equal files, {wasted:,} bytes could be saved"
+
+
+def test_duplicates_finds_those_of_the_standard_library(real_files: Path) -> None:
+    expected = equal_files(real_files.parent / "encodings")
+    output = run(FLOWCHAN, "run", EXAMPLES / "duplicates.py", "--", real_files.parent / "encodings")
+    assert f"{len(expected):,} groups of equal files" in output
+
+
+@pytest.mark.parametrize("example", ALL)
+def test_every_example_passes_the_check(example: str) -> None:
+    output = run(FLOWCHAN, "check", EXAMPLES / example)
+    assert "all clear" in output
+    assert output.count("\n") == 1
+
+
+@pytest.mark.parametrize("example", ALL)
+@pytest.mark.parametrize("kind", ["svg", "mmd", "dot"])
+def test_every_example_is_drawn_without_running(example: str, kind: str, tmp_path: Path) -> None:
+    picture = tmp_path / f"picture.{kind}"
+    run(FLOWCHAN, "viz", EXAMPLES / example, "-o", picture)
+    assert example in picture.read_text()  # each stage shows where its function is
+
+
+@pytest.mark.parametrize("example", ["wordcount.py", "duplicates.py"])
+def test_a_directory_that_is_not_there_is_one_clear_line(example: str, tmp_path: Path) -> None:
+    command = [FLOWCHAN, "run", EXAMPLES / example, "--", tmp_path / "nowhere"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2
+    assert f"not a directory: {tmp_path / 'nowhere'}" in done.stderr
+    assert done.stderr.count("\n") == 1

@@ -1,0 +1,448 @@
+"""Declaring a graph: what the verbs leave in it, and what they refuse at once."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar  # noqa: F401 - named in annotations that are strings
+
+import pytest
+
+from flowchan.graph import Blueprint
+from flowchan._core import In, Out
+from flowchan.stage import Where
+from flowchan.stream import Stream
+
+if TYPE_CHECKING:
+    from nowhere import Unknown  # type: ignore[import-not-found]
+
+T = TypeVar("T")
+
+
+def to_text(item: int) -> str:
+    return str(item)
+
+
+def words(line: str) -> Iterator[str]:
+    yield from line.split()
+
+
+def numbers(upto: int, *, step: int = 1) -> Generator[int, None, None]:
+    yield from range(0, upto, step)
+
+
+def split(items: In[int], even: Out[int], odd: Out[str], limit: int = 3) -> None: ...
+
+
+class Model:
+    def __call__(self, item: int) -> float:
+        return item / 2
+
+
+@pytest.fixture
+def graph() -> Blueprint:
+    return Blueprint("test")
+
+
+@pytest.fixture
+def stream(graph: Blueprint) -> Stream:
+    return graph.source(range(3), name="start")
+
+
+def line() -> int:
+    """The line of the caller."""
+    frame = inspect.currentframe()
+    assert frame is not None
+    assert frame.f_back is not None
+    return frame.f_back.f_lineno
+
+
+# Stages and where they were declared
+
+
+def test_stages_keep_the_order_of_declaration(graph: Blueprint) -> None:
+    graph.source(range(3)).map(to_text).filter(str.isdigit).sink(print)
+    assert [(stage.kind, stage.name) for stage in graph.stages] == [
+        ("source", "source"),
+        ("map", "to_text"),
+        ("filter", "isdigit"),
+        ("sink", "print"),
+    ]
+
+
+def test_every_verb_notes_the_users_line(graph: Blueprint, stream: Stream) -> None:
+    here = line()
+    stream.map(to_text)
+    graph.input()
+    graph.stage(split, stream)
+    graph.merge(stream)
+    assert [stage.where for stage in graph.stages[1:]] == [Where(__file__, here + n) for n in (1, 2, 3, 4)]
+
+
+def test_a_graph_notes_its_line() -> None:
+    assert Blueprint("here").where == Where(__file__, line())
+
+
+def test_declaring_runs_nothing(graph: Blueprint) -> None:
+    def never(*_: Any) -> Any:
+        raise AssertionError("called")
+
+    class Never:
+        def __init__(self) -> None:
+            never()
+
+        def __call__(self, item: Any) -> Any: ...
+
+    graph.source(never).map(never).map(Never).reduce(never).sink(never)
+    assert len(graph.stages) == 5
+
+
+def test_stages_are_frozen(graph: Blueprint, stream: Stream) -> None:
+    with pytest.raises(AttributeError):
+        graph.stages[0].workers = 2  # type: ignore[misc]
+    with pytest.raises(AttributeError):
+        stream.stage = "other"  # type: ignore[misc]
+
+
+def test_stage_named_finds_a_stage_or_says_what_is_missing(graph: Blueprint, stream: Stream) -> None:
+    assert graph.stage_named("start") is graph.stages[0]
+    with pytest.raises(KeyError, match="graph 'test' has no stage named 'nothing'"):
+        graph.stage_named("nothing")
+
+
+# Names
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (to_text, "to_text"),
+        (lambda item: item, "map"),
+        (Path("x").rglob, "rglob"),
+        (functools.partial(functools.partial(to_text), 1), "to_text"),
+        (Model, "Model"),
+        (Model(), "Model"),
+        (Counter.__add__, "add"),
+        (int, "int"),
+    ],
+)
+def test_a_stage_is_named_after_its_function(stream: Stream, function: Any, name: str) -> None:
+    assert stream.map(function).name == name
+
+
+def test_automatic_names_that_clash_are_numbered(graph: Blueprint) -> None:
+    assert [graph.source(range(3)).map(to_text).name for _ in range(3)] == ["to_text", "to_text-2", "to_text-3"]
+
+
+def test_an_automatic_name_steps_aside_for_a_given_one(stream: Stream) -> None:
+    stream.map(to_text, name="to_text-2")
+    assert [stream.map(to_text).name for _ in range(2)] == ["to_text", "to_text-3"]
+
+
+def test_names_given_twice_are_held_for_the_check(graph: Blueprint, stream: Stream) -> None:
+    first, second = stream.map(to_text, name="same"), stream.batch(3, name="same")
+    second.buffer(5)
+    assert [stage.name for stage in graph.stages] == ["start", "same", "same"]
+    assert graph.stage_named("same").kind == "map"
+    assert first.item is str
+    assert second.item == list[int]
+
+
+# Streams
+
+
+def test_streams_are_equal_and_hash_by_what_they_name(graph: Blueprint, stream: Stream) -> None:
+    again = Stream(graph, "start", "out", "start")
+    assert again == stream
+    assert {stream: 1}[again] == 1
+    assert Stream(Blueprint("other"), "start", "out", "start") != stream
+
+
+def test_a_stream_shows_its_name_its_items_and_its_graph(stream: Stream) -> None:
+    assert repr(stream) == "<Stream 'start' of int in graph 'test'>"
+
+
+def test_buffer_changes_the_channel_and_adds_no_stage(graph: Blueprint, stream: Stream) -> None:
+    mapped = stream.map(to_text, capacity=5)
+    assert mapped.buffer(1000) is mapped
+    assert [output.capacity for output in graph.stage_named("to_text").outputs] == [1000]
+    assert [stage.name for stage in graph.stages] == ["start", "to_text"]
+    mapped.sink(print)
+    assert [link.capacity for link in graph.links] == [64, 1000]
+
+
+def test_buffer_changes_only_its_own_channel(graph: Blueprint, stream: Stream) -> None:
+    left, _ = stream.tee(2)
+    left.buffer(7)
+    mapped = left.map(to_text)
+    mapped.errors.buffer(9)
+    assert [output.capacity for output in graph.stage_named("tee").outputs] == [7, 64]
+    errors = graph.stage_named("to_text").errors
+    assert errors is not None
+    assert errors.capacity == 9
+    assert graph.stage_named("to_text").outputs[0].capacity == 64
+
+
+def test_outputs_of_one_stage_have_channels_of_their_own(graph: Blueprint, stream: Stream) -> None:
+    assert [out.name for out in stream.tee(2)] == ["tee.0", "tee.1"]
+    assert [out.name for out in stream.partition(hash, 3, name="by")] == ["by.0", "by.1", "by.2"]
+    assert [out.name for out in graph.stage(split, stream)] == ["split.even", "split.odd"]
+
+
+def test_a_result_is_a_stream_and_a_sink_is_none(stream: Stream) -> None:
+    assert isinstance(stream.collect(), Stream)
+    assert stream.sink(print) is None  # type: ignore[func-returns-value]
+
+
+def test_verbs_with_a_function_have_an_errors_stream(stream: Stream) -> None:
+    for out in (stream.map(int), stream.flat_map(words), stream.filter(bool), stream.reduce(max)):
+        assert out.errors.name == f"{out.stage}.errors"
+    parts = stream.partition(hash, 2)
+    assert parts[0].errors == parts[1].errors
+
+
+def test_other_verbs_have_no_errors_stream(stream: Stream) -> None:
+    with pytest.raises(AttributeError, match="has no errors stream; map, flat_map, filter, partition and reduce"):
+        _ = stream.batch(3).errors
+    with pytest.raises(AttributeError, match="has no errors stream"):
+        _ = stream.map(int).errors.errors
+
+
+# Options
+
+
+def test_options_reach_the_stage(graph: Blueprint, stream: Stream) -> None:
+    stream.map(to_text, name="m", on="process", workers=3, capacity=9, retries=2, ordered=False)
+    stage = graph.stage_named("m")
+    assert (stage.on, stage.workers, stage.retries, stage.ordered) == ("process", 3, 2, False)
+    assert stage.outputs[0].capacity == 9
+
+
+def test_options_of_one_verb_are_in_its_options(graph: Blueprint, stream: Stream) -> None:
+    stream.batch(4, timeout=0.5)
+    stream.take(2)
+    stream.tee(3)
+    stream.partition(hash, 2)
+    stream.reduce(max)
+    stream.reduce(max, None)
+    options = [dict(stage.options) for stage in graph.stages[1:]]
+    assert options == [{"size": 4, "timeout": 0.5}, {"n": 2}, {"n": 3}, {"n": 2}, {}, {"initial": None}]
+
+
+def test_a_source_takes_an_iterable_or_a_callable_with_its_arguments(graph: Blueprint) -> None:
+    items = [1, 2]
+    graph.source(items)
+    graph.source(numbers, 5, step=2)
+    plain, called = graph.stages
+    assert plain.function is None
+    assert plain.options["iterable"] is items
+    assert (called.function, called.args, dict(called.kwargs)) == (numbers, (5,), {"step": 2})
+
+
+def test_general_stages_have_the_ports_of_their_signature(graph: Blueprint, stream: Stream) -> None:
+    graph.stage(split, stream, limit=5)
+    stage = graph.stage_named("split")
+    assert stage.input_ports == ("items",)
+    assert [output.port for output in stage.outputs] == ["even", "odd"]
+    assert dict(stage.kwargs) == {"limit": 5}
+
+
+def test_a_general_stage_returns_as_many_streams_as_it_has_outputs(graph: Blueprint, stream: Stream) -> None:
+    def ends(items: In[int]) -> None: ...
+
+    def passes(items: In, out: Out) -> None: ...  # type: ignore[type-arg]
+
+    class Both:
+        def __call__(self, items: In[int], low: Out[int], high: Out[Unknown]) -> None: ...
+
+    assert graph.stage(ends, stream) is None
+    assert graph.stage(passes, stream).port == "out"
+    assert [out.item for out in graph.stage(Both, stream)] == [int, None]
+    assert [out.item for out in graph.stage(functools.partial(split, limit=1), stream)] == [int, str]
+
+
+def test_ports_are_known_when_only_the_type_checker_imports_them(graph: Blueprint, stream: Stream) -> None:
+    namespace: dict[str, Any] = {}
+    exec("def late(items: 'In[int]', out: 'Out[str]'): ...", namespace)
+    assert graph.stage(namespace["late"], stream).item is str
+
+
+# Item types
+
+
+def test_item_types_follow_the_verbs(graph: Blueprint, stream: Stream) -> None:
+    text = stream.map(to_text)
+    assert stream.item is int
+    assert text.item is str
+    assert text.filter(bool).take(3).item is str
+    assert [out.item for out in (*text.tee(2), *text.partition(len, 2))] == [str] * 4
+    assert text.batch(3).item == list[str]
+    assert text.batch(3).unbatch().item is str
+    assert text.collect().item == list[str]
+    assert text.zip(stream, graph.input()).item == tuple[str, int, Any]
+    assert graph.merge(text, text).item is str
+    assert graph.merge(text, stream).item is None
+    assert graph.source(numbers, 3).item is int
+    assert text.map(Model).item is float
+    assert text.map(Path).item is Path
+    assert text.reduce(lambda a, b: a + b).item is None
+
+
+@pytest.mark.parametrize(
+    ("annotation", "item"),
+    [
+        ("Iterator[str]", str),
+        ("list[int]", int),
+        ("dict[str, int]", str),
+        ("tuple[int, ...]", int),
+        ("tuple[int, str]", None),
+        ("str", str),
+        ("bytes", int),
+        ("list", None),
+        ("list[Unknown]", None),
+        ("Unknown", None),
+        ("Unknown[int", None),
+        ("1 / 0", None),
+        ("T", None),
+        ("list[T]", None),
+        ("None", None),
+        ("Annotated[list[int], 'words']", int),
+        ("Any", None),
+        ("object()", None),
+    ],
+)
+def test_the_item_type_is_the_element_type_or_unknown(stream: Stream, annotation: str, item: Any) -> None:
+    def function(item: Any) -> Any: ...
+
+    function.__annotations__["return"] = annotation
+    assert stream.flat_map(function).item is item
+
+
+def test_strange_annotations_leave_the_item_type_unknown(stream: Stream) -> None:
+    class Spiteful:
+        def __eq__(self, other: object) -> bool:
+            raise RuntimeError("compared")
+
+        __hash__ = None  # type: ignore[assignment]
+
+    def function(item: Any) -> Any: ...
+
+    function.__annotations__["return"] = Spiteful()
+    assert stream.map(function).item is None
+
+
+# Links
+
+
+def test_links_name_both_ends_and_their_medium(graph: Blueprint, stream: Stream) -> None:
+    mapped = stream.map(to_text, on="process")
+    left, right = mapped.batch(2).tee(2)
+    left.sink(print)
+    result = right.collect()
+    assert [(link.name, link.writer, link.reader, link.reader_port, link.medium) for link in graph.links] == [
+        ("start", "start", "to_text", "items", "processes"),
+        ("to_text", "to_text", "batch", "items", "processes"),
+        ("batch", "batch", "tee", "items", "threads"),
+        ("tee.0", "tee", "print", "items", "threads"),
+        ("tee.1", "tee", "collect", "items", "threads"),
+        (result.name, "collect", None, None, "threads"),
+    ]
+
+
+def test_an_error_stream_is_a_link_once_it_is_read(graph: Blueprint, stream: Stream) -> None:
+    mapped = stream.map(to_text)
+    mapped.sink(print)
+    assert not any(link.errors for link in graph.links)
+    mapped.errors.sink(print)
+    assert [(link.name, link.reader) for link in graph.links if link.errors] == [("to_text.errors", "print-2")]
+
+
+def test_each_reader_of_a_stream_has_a_link(graph: Blueprint, stream: Stream) -> None:
+    stream.sink(print)
+    stream.sink(print)
+    assert [link.reader for link in graph.links] == ["print", "print-2"]
+
+
+# Arguments that are wrong by themselves
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda s: s.map(int, workers=0), ValueError, "map: workers must be at least 1, not 0"),
+        (lambda s: s.map(int, workers=True), TypeError, "map: workers must be an int of at least 1, not True (bool)"),
+        (lambda s: s.map(int, workers=1.5), TypeError, "map: workers must be an int of at least 1, not 1.5 (float)"),
+        (lambda s: s.map(int, on="gpu"), ValueError, 'map: on must be "thread" or "process", not \'gpu\' (str)'),
+        (lambda s: s.map(int, on=None), TypeError, 'map: on must be "thread" or "process", not None (NoneType)'),
+        (lambda s: s.map(int, on=[]), TypeError, 'map: on must be "thread" or "process", not [] (list)'),
+        (lambda s: s.map(int, capacity=0), ValueError, "map: capacity must be at least 1, not 0"),
+        (lambda s: s.map(int, capacity="9"), TypeError, "map: capacity must be an int of at least 1, not '9' (str)"),
+        (lambda s: s.map(int, retries=-1), ValueError, "map: retries must be at least 0, not -1"),
+        (lambda s: s.map(int, ordered=1), TypeError, "map: ordered must be True or False, not 1 (int)"),
+        (lambda s: s.map(int, name=""), ValueError, "map: name must not be empty"),
+        (lambda s: s.map(int, name=3), TypeError, "map: name must be a string, not 3 (int)"),
+        (lambda s: s.map(3), TypeError, "map: function must be a function or a callable class, not 3 (int)"),
+        (lambda s: s.partition(3, 2), TypeError, "partition: key must be a function or a callable class, not 3 (int)"),
+        (lambda s: s.partition(hash, 0), ValueError, "partition: n must be at least 1, not 0"),
+        (lambda s: s.batch(0), ValueError, "batch: size must be at least 1, not 0"),
+        (lambda s: s.batch(2, timeout=-1), ValueError, "batch: timeout must be greater than 0 seconds"),
+        (lambda s: s.batch(2, timeout=float("nan")), ValueError, "batch: timeout must be greater than 0 seconds"),
+        (lambda s: s.batch(2, timeout="1"), TypeError, "batch: timeout must be a number of seconds or None"),
+        (lambda s: s.take(-1), ValueError, "take: n must be at least 0, not -1"),
+        (lambda s: s.tee(0), ValueError, "tee: n must be at least 1, not 0"),
+        (lambda s: s.buffer(0), ValueError, "buffer: capacity must be at least 1, not 0"),
+        (lambda s: s.zip([1]), TypeError, "zip: argument 2 must be a stream, not [1] (list); write zip(*streams)"),
+        (lambda s: s.graph.merge(), TypeError, "merge: give at least one stream"),
+        (lambda s: s.graph.merge([s]), TypeError, "merge: argument 1 must be a stream, not [<Stream 'start'"),
+        (lambda s: s.graph.stage(split, 3), TypeError, "stage: argument 1 must be a stream, not 3 (int)"),
+        (lambda s: s.graph.source(3), TypeError, "source: items must be an iterable or a callable that gives one"),
+        (
+            lambda s: s.graph.source([1], 2),
+            TypeError,
+            "source: items is not callable, so it takes no more arguments: [1]",
+        ),
+        (lambda s: s.graph.input(capacity=0), ValueError, "input: capacity must be at least 1, not 0"),
+        (lambda s: Blueprint(""), ValueError, "Graph: name must not be empty"),
+    ],
+)
+def test_a_wrong_argument_is_refused_at_once(stream: Stream, call: Any, error: Any, message: str) -> None:
+    with pytest.raises(error) as raised:
+        call(stream)
+    assert message in str(raised.value)
+    assert len(stream.graph.stages) == 1
+
+
+def test_an_argument_whose_repr_fails_is_still_refused_clearly(stream: Stream) -> None:
+    class Silent:
+        def __repr__(self) -> str:
+            raise RuntimeError("no")
+
+    with pytest.raises(TypeError, match="take: n must be an int of at least 0, not a Silent"):
+        stream.take(Silent())  # type: ignore[arg-type]
+
+
+# The whole
+
+
+def test_a_thousand_stages_are_declared(graph: Blueprint) -> None:
+    stream = graph.source(range(3))
+    for _ in range(1000):
+        stream = stream.map(to_text)
+    stream.sink(print)
+    assert len(graph.stages) == len({stage.name for stage in graph.stages}) == 1002
+    assert len(graph.links) == 1001
+
+
+def test_declaring_loads_no_heavy_package() -> None:
+    code = (
+        "import sys; from flowchan.graph import Blueprint; import flowchan.check\n"
+        "Blueprint().source(range(3)).sink(print)\n"
+        "print([m for m in ('torch', 'numpy', 'networkx', 'graphviz', 'rich', 'cloudpickle') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,126 @@
+"""The report shows what a run has done, and that nothing was lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from typing import Any
+
+from flowchan.viz.live import PLAIN_EVERY, LiveView, plain_line
+
+from flowchan.run.report import account_text, render
+from flowchan.run.stats import LinkStats, RunState, RunStats, StageStats
+
+
+def stage(name: str, kind: str = "map", **values: Any) -> StageStats:
+    empty = StageStats(name, kind, "thread", 1, 1, 0, 0, 0, 0, 0, 0, 0.0, 0.0, 1.0, 0.0)
+    return dataclasses.replace(empty, **values)
+
+
+def stats(*stages: StageStats, state: RunState = "done", bottleneck: str | None = None) -> RunStats:
+    link = LinkStats("files", "files", "counts", "processes", 12, 64, 1204, 340.0)
+    return RunStats("wordcount", state, 3.214, stages, (link,), bottleneck)
+
+
+FILES = stage("files", "source", items_out=1204, rate=340.0)
+COUNTS = stage("counts", on="process", workers=2, items_in=1204, items_out=1200, failed=4, busy=0.97, rate=338.2)
+TOTAL = stage("total", "reduce", items_in=1200, items_out=1)
+
+
+def row(report: str, first: str) -> str:
+    return next(line for line in report.splitlines() if line.startswith(first))
+
+
+def test_the_head_tells_graph_outcome_time_and_the_bottleneck_by_name() -> None:
+    head, bottleneck = render(stats(FILES, COUNTS, bottleneck="counts")).splitlines()[:2]
+    assert head == "graph 'wordcount': done after 3.21 s"
+    assert bottleneck.startswith("bottleneck: counts (busy 97 % of the time, 2 workers")
+
+
+def test_each_stage_has_a_row_with_its_numbers() -> None:
+    report = render(stats(FILES, COUNTS, TOTAL))
+    assert row(report, "counts ").split()[1:9] == ["map", "2", "process", "1,204", "1,200", "4", "0", "0"]
+    assert "counts  1,204 = 1,200 out + 4 failed" in report.splitlines()
+
+
+def test_each_channel_has_a_row_with_fill_and_rate() -> None:
+    lines = render(stats(FILES, COUNTS)).splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("channel"))
+    assert lines[start + 2].split() == ["files", "files", "counts", "processes", "12/64", "1,204", "340/s"]
+
+
+def test_columns_are_aligned() -> None:
+    lines = render(stats(FILES, COUNTS, TOTAL)).splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("stage "))
+    ends = [line.index(" %") for line in lines[start + 2 : start + 5]]
+    assert len(set(ends)) == 1
+
+
+def test_the_account_says_items_in_are_items_out_and_items_failed() -> None:
+    assert account_text(stats(FILES, COUNTS, TOTAL)) == (
+        "account: items in = items out + items failed: 1,204 = 1,200 out + 4 failed"
+    )
+
+
+def test_the_account_counts_what_a_stage_has_in_hand() -> None:
+    running = stats(stage("counts", items_in=10, items_out=7, in_hand=3), state="running")
+    assert account_text(running).endswith("10 = 7 out + 3 in hand")
+
+
+def test_items_missing_after_a_clean_end_are_said_loudly() -> None:
+    lost = stage("counts", items_in=10, items_out=7)
+    assert account_text(stats(lost)).endswith("MISSING: 3 at counts")
+    assert "counts  10 ≠ 7 out" in render(stats(lost)).splitlines()
+
+
+def test_items_missing_after_an_abort_were_discarded() -> None:
+    assert account_text(stats(stage("counts", items_in=10, items_out=7), state="aborted")).endswith(
+        "discarded: 3 at counts"
+    )
+
+
+def test_a_filter_accounts_for_what_it_dropped() -> None:
+    report = render(stats(stage("odd", "filter", items_in=10, items_out=6, failed=1)))
+    assert "odd    10 = 6 out + 3 dropped + 1 failed" in report.splitlines()
+
+
+def test_a_run_without_stages_or_bottleneck_has_a_report() -> None:
+    report = render(RunStats("empty", "done", 0.0, (), (), None))
+    assert "bottleneck: none to be seen" in report
+    assert "no stage here owes" in report
+
+
+def test_elsewhere_than_on_a_terminal_the_live_view_is_one_line_every_few_seconds() -> None:
+    now = 0.0
+    stream = io.StringIO()
+    with LiveView(stream, clock=lambda: now) as view:
+        for _ in range(30):
+            view.show(stats(FILES, COUNTS, state="running", bottleneck="counts"))
+            now += PLAIN_EVERY / 10
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 2
+    assert lines[0] == (
+        "3 s running: files 1,204 340/s busy 0 % | counts (bottleneck) 1,204 338/s busy 97 % queue 12/64 failed 4"
+    )
+
+
+def test_the_plain_line_of_many_stages_keeps_the_bottleneck_and_the_busiest() -> None:
+    many = [stage(f"s{number}", busy=number / 100) for number in range(100)]
+    line = plain_line(stats(*many, bottleneck="s0"))
+    assert "s0 (bottleneck)" in line
+    assert "s99 " in line
+    assert line.endswith("and 94 quieter stages")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_on_a_terminal_the_live_view_is_a_table() -> None:
+    stream = Terminal()
+    with LiveView(stream) as view:
+        view.show(stats(FILES, COUNTS, state="running", bottleneck="counts"))
+        view.say("[stopping]")
+    for words in ("▶ counts", "the bottleneck: counts", "12/64", "1,204", "[stopping]"):
+        assert words in stream.getvalue()

@@ -1,0 +1,140 @@
+"""Imports go down only, and there is no cycle. Function-level imports count; those under TYPE_CHECKING do not."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = {"flowchan": ROOT / "flowchan", "flowchan.pipelines": ROOT / "pipelines", "flowchan.viz": ROOT / "viz"}
+
+# From the ground up. Parts of one row do not know each other. "flowchan" is the public face, flowchan/__init__.py:
+# the framework below it never imports it, and what is built upon the framework may.
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("errors",),
+    ("_core",),
+    ("transport",),
+    ("channel", "select"),
+    ("stage",),
+    ("annotations", "arguments"),
+    ("stream",),
+    ("graph",),
+    ("check",),
+    ("run",),
+    ("hosts", "collective"),
+    ("flowchan",),
+    ("pipelines", "viz"),
+    ("cli",),
+)
+RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
+
+# Modules that serve one part, and belong to it: they stand where it stands.
+PART_OF = {"ports": "channel", "check_pickle": "check", "check_types": "check", "loading": "cli"}
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the project by its import name."""
+    found = {}
+    for package, folder in PACKAGES.items():
+        for path in sorted(folder.rglob("*.py")):
+            inner = path.relative_to(folder).with_suffix("").parts
+            found[".".join((package, *(part for part in inner if part != "__init__")))] = path
+    return found
+
+
+MODULES = modules()
+KNOWN = {*MODULES, "flowchan._core"}
+
+
+def part(module: str) -> str:
+    """The part of the house that a module belongs to: ``flowchan.run.worker`` belongs to ``run``."""
+    name = module.split(".")[1] if "." in module else module
+    return PART_OF.get(name, name)
+
+
+def is_type_checking(test: ast.expr) -> bool:
+    return (isinstance(test, ast.Name) and test.id == "TYPE_CHECKING") or (
+        isinstance(test, ast.Attribute) and test.attr == "TYPE_CHECKING"
+    )
+
+
+def import_statements(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Every import of a tree that can happen while the program runs."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import | ast.ImportFrom):
+            yield child
+        elif isinstance(child, ast.If) and is_type_checking(child.test):
+            for other in child.orelse:
+                yield from import_statements(ast.Module([other], []))
+        else:
+            yield from import_statements(child)
+
+
+def targets(module: str, statement: ast.Import | ast.ImportFrom) -> Iterator[str]:
+    """The project's modules that a statement imports."""
+    if isinstance(statement, ast.Import):
+        names = [alias.name for alias in statement.names]
+    else:
+        base = statement.module or ""
+        if statement.level:
+            package = module if MODULES[module].name == "__init__.py" else module.rpartition(".")[0]
+            above = package.split(".")[: len(package.split(".")) - statement.level + 1]
+            base = ".".join([*above, base] if base else above)
+        # from package import name: the submodule of that name, or something in the package itself
+        names = [f"{base}.{alias.name}" if f"{base}.{alias.name}" in KNOWN else base for alias in statement.names]
+    for name in names:
+        if name.split(".")[0] != "flowchan":
+            continue
+        assert name in KNOWN, f"{module} imports {name}, which is no module of the project"
+        yield name
+
+
+def imports(module: str) -> set[tuple[str, int]]:
+    """What a module imports of the project, with the line."""
+    tree = ast.parse(MODULES[module].read_text())
+    found = {
+        (target, statement.lineno) for statement in import_statements(tree) for target in targets(module, statement)
+    }
+    return {(target, line) for target, line in found if target != module}
+
+
+def test_every_module_has_its_place():
+    """A new part must be put into LAYERS, or into PART_OF beside the part that it serves."""
+    homeless = sorted(module for module in KNOWN if part(module) not in RANK)
+    assert not homeless, f"say in {Path(__file__).name} where these stand: {homeless}"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_go_down_only(module):
+    """A module knows only what stands below it, and the other modules of its own part."""
+    wrong = [
+        f"{MODULES[module].relative_to(ROOT)}:{line} imports {target}"
+        for target, line in sorted(imports(module))
+        if part(target) != part(module) and RANK[part(target)] >= RANK[part(module)]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_there_is_no_cycle_of_imports():
+    """Not within a part either."""
+    graph = {module: {target for target, _ in imports(module)} for module in MODULES}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(f"modules import each other in a circle: {' <- '.join(error.args[1])}", pytrace=False)
+
+
+def test_files_can_be_read_in_a_sitting():
+    """About 500 lines, native sources included."""
+    long = {}
+    for folder in [*PACKAGES.values(), ROOT / "tests"]:
+        for path in folder.rglob("*"):
+            if path.suffix in {".py", ".pyi", ".cpp", ".hpp"}:
+                lines = len(path.read_text().splitlines())
+                if lines > 550:
+                    long[str(path.relative_to(ROOT))] = lines
+    assert not long

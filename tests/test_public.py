@@ -1,0 +1,189 @@
+"""The public face: what ``import flowchan`` loads, which names it shows, and that the native module's stub is true."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import flowchan
+import flowchan._core as native
+
+HEAVY = ("torch", "numpy", "networkx", "graphviz", "pygraphviz", "rich")
+STUB = Path(__file__).parents[1] / "flowchan" / "_core.pyi"
+ACCEPT = "to accept a change of the native module, write it into flowchan/_core.pyi and commit that"
+
+PUBLIC = [name for name in flowchan.__all__ if not name.startswith("__")]
+
+
+def loaded_after(statement: str) -> set[str]:
+    """The top-level modules in a fresh interpreter after a statement."""
+    code = f"{statement}\nimport json, sys\nprint(json.dumps(sorted({{name.split('.')[0] for name in sys.modules}})))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(json.loads(done.stdout))
+
+
+def test_import_flowchan_loads_nothing_heavy():
+    """It is quick: these are imported when first needed."""
+    assert loaded_after("import flowchan") & set(HEAVY) == set()
+
+
+def test_using_a_channel_loads_nothing_heavy():
+    """Nor does the first use of a channel."""
+    statement = (
+        "import flowchan\n"
+        "for across in ('threads', 'processes'):\n"
+        "    ch = flowchan.Channel(across=across)\n"
+        "    ch.put_many([1, 'a', (1, 2.5), {'b': [3]}])\n"
+        "    ch.close()\n"
+        "    assert len(list(ch)) == 4"
+    )
+    assert loaded_after(statement) & set(HEAVY) == set()
+
+
+def test_all_lists_each_name_once_and_in_order():
+    assert len(set(flowchan.__all__)) == len(flowchan.__all__)
+    assert all(hasattr(flowchan, name) for name in flowchan.__all__)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_name_has_a_docstring(name):
+    """Its own, which says what it is."""
+    value = getattr(flowchan, name)
+    if inspect.isclass(value):
+        assert value.__dict__.get("__doc__"), f"flowchan.{name} has no docstring of its own"
+    assert inspect.getdoc(value), f"flowchan.{name} has no docstring"
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_name_is_at_home_in_flowchan(name):
+    """Users read ``flowchan.X`` in messages and in tracebacks, wherever the file is."""
+    value = getattr(flowchan, name)
+    if not inspect.ismodule(value):
+        assert value.__module__ == "flowchan", f"set flowchan.{name}.__module__ to 'flowchan'"
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_method_has_a_docstring(name):
+    value = getattr(flowchan, name)
+    if not inspect.isclass(value) or issubclass(value, BaseException):
+        return
+    bare = [
+        method
+        for method, member in vars(value).items()
+        if not method.startswith("_") and (callable(member) or isinstance(member, property)) and not member.__doc__
+    ]
+    assert not bare, f"without a docstring: {', '.join(f'{name}.{method}' for method in bare)}"
+
+
+# The stub
+
+
+def stub_tree() -> ast.Module:
+    return ast.parse(STUB.read_text())
+
+
+def declared(body: list[ast.stmt]) -> dict[str, ast.stmt]:
+    """What a stub's module or class body declares, imports left out; of overloads the last."""
+    found: dict[str, ast.stmt] = {}
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found[node.name] = node
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found[node.target.id] = node
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            found[node.targets[0].id] = node
+    return found
+
+
+def public(names: Any) -> set[str]:
+    return {name for name in names if not name.startswith("_")}
+
+
+def stub_signature(node: ast.FunctionDef) -> inspect.Signature:
+    """The parameters that a stub's function declares, without annotations and without ``self``."""
+    names = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args)]
+    bare = ast.parse(f"def f({ast.unparse(strip_annotations(node.args))}): ...").body[0]
+    scope: dict[str, Any] = {}
+    exec(compile(ast.Module([bare], []), str(STUB), "exec"), scope)
+    signature = inspect.signature(scope["f"])
+    kept = list(signature.parameters.values())
+    return inspect.Signature(kept[1:] if names[:1] in (["self"], ["cls"]) else kept)
+
+
+def strip_annotations(arguments: ast.arguments) -> ast.arguments:
+    for node in ast.walk(arguments):
+        if isinstance(node, ast.arg):
+            node.annotation = None
+    return arguments
+
+
+def native_signature(function: Any) -> inspect.Signature:
+    """The parameters that the native function shows, without annotations and without ``self``. Where nanobind made the
+    function, ``inspect`` cannot read it, and nanobind's own text of the signature is read instead."""
+    texts = getattr(function, "__nb_signature__", None)
+    if texts:
+        text, _, *defaults = texts[-1]
+        for number, default in enumerate(defaults[0] if defaults and defaults[0] else ()):
+            text = text.replace(f"\\{number}", repr(default))
+        node = ast.parse(f"{text}: ...").body[0]
+        assert isinstance(node, ast.FunctionDef)
+        return stub_signature(node)
+    kept = [
+        parameter.replace(annotation=inspect.Parameter.empty)
+        for parameter in inspect.signature(function).parameters.values()
+    ]
+    return inspect.Signature(kept[1:] if kept and kept[0].name in ("self", "cls") else kept)
+
+
+def functions() -> dict[str, tuple[ast.FunctionDef, Any]]:
+    """Every public function and method of the stub, beside its native counterpart; constructors included."""
+    pairs: dict[str, tuple[ast.FunctionDef, Any]] = {}
+    for name, node in declared(stub_tree().body).items():
+        if isinstance(node, ast.FunctionDef):
+            pairs[name] = (node, getattr(native, name, None))
+        elif isinstance(node, ast.ClassDef):
+            for method, inner in declared(node.body).items():
+                if isinstance(inner, ast.FunctionDef) and not is_property(inner):
+                    if method in ("__init__", "__new__"):
+                        pairs[name] = (inner, getattr(native, name, None))
+                    elif not method.startswith("_"):
+                        pairs[f"{name}.{method}"] = (inner, getattr(getattr(native, name, None), method, None))
+    return pairs
+
+
+def is_property(node: ast.FunctionDef) -> bool:
+    return any(isinstance(decorator, ast.Name) and decorator.id == "property" for decorator in node.decorator_list)
+
+
+def test_the_stub_names_exactly_what_the_native_module_has():
+    stub = declared(stub_tree().body)
+    assert public(stub) == public(vars(native)), ACCEPT
+
+
+def classes() -> list[str]:
+    return [name for name, node in declared(stub_tree().body).items() if isinstance(node, ast.ClassDef)]
+
+
+@pytest.mark.parametrize("name", classes())
+def test_the_stubs_classes_have_exactly_the_native_members(name):
+    node = declared(stub_tree().body)[name]
+    assert isinstance(node, ast.ClassDef)
+    stub = declared(node.body)
+    members = vars(getattr(native, name))
+    assert public(stub) == public(members), ACCEPT
+    special = {member for member in stub if member.startswith("__")} - {"__init__", "__new__", "__hash__"}
+    assert special <= set(dir(getattr(native, name))), ACCEPT
+
+
+@pytest.mark.parametrize("name", functions())
+def test_the_stubs_signatures_are_the_native_ones(name):
+    node, function = functions()[name]
+    assert function is not None, ACCEPT
+    assert stub_signature(node) == native_signature(function), ACCEPT

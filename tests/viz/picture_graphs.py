@@ -1,0 +1,67 @@
+"""Graphs for the tests of pictures, made of declared values by hand, so that pictures are tested apart from verbs."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from flowchan.graph import Blueprint
+from flowchan.stage import Link, Medium, Placement, Stage, Where
+
+HERE = Where(__file__, 1)
+
+
+@dataclass(frozen=True)
+class Declared:
+    """All that a picture may read of a graph."""
+
+    name: str
+    stages: tuple[Stage, ...]
+    links: tuple[Link, ...]
+
+
+def declared(name: str, stages: list[Stage], links: list[Link]) -> Blueprint:
+    return cast(Blueprint, Declared(name, tuple(stages), tuple(links)))
+
+
+def explode(*_: object) -> None:
+    raise AssertionError("a picture called a function of the graph")
+
+
+def stage(name: str, kind: str = "map", on: Placement = "thread", workers: int = 1, function: Any = explode) -> Stage:
+    return Stage(name, kind, HERE, function=function, on=on, workers=workers)
+
+
+def link(writer: str, reader: str | None, item: Any = None, medium: Medium = "threads", errors: bool = False) -> Link:
+    name = f"{writer}.errors" if errors else writer
+    return Link(name, writer, "out", reader, None if reader is None else "items", item, 64, medium, errors, HERE)
+
+
+def wordcount() -> Blueprint:
+    stages = [
+        stage("files", "source"),
+        stage("counts", on="process", workers=2),
+        stage("total", "reduce"),
+        stage("report", "sink"),
+        stage("save", "sink"),
+    ]
+    links = [
+        link("files", "counts", Path, "processes"),
+        link("counts", "total", dict[str, int], "processes"),
+        link("counts", "report", None, "processes", errors=True),
+        link("total", None, dict[str, int]),
+        link("total", "save"),
+    ]
+    return declared("wordcount", stages, links)
+
+
+def chain(length: int, every_process: int) -> Blueprint:
+    """``length`` stages in a row, each ``every_process``-th of them a process."""
+    stages = [stage(f"s{i}", on="thread" if i % every_process else "process") for i in range(length)]
+    links = [
+        link(a.name, b.name, int, "threads" if a.on == b.on == "thread" else "processes")
+        for a, b in itertools.pairwise(stages)
+    ]
+    return declared("chain", stages, links)

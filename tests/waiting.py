@@ -1,0 +1,46 @@
+"""How tests wait for a state: they look at counts until the state is there, and never sleep in its place.
+
+``PATIENCE`` is no promise about time. It is where a wait that will never end is given up, so that one broken promise
+fails one test and not the whole suite.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+PATIENCE = 60.0
+
+
+def wait_until(
+    condition: Callable[[], bool], patience: float = PATIENCE, what: Callable[[], object] | None = None
+) -> None:
+    """Returns once ``condition()`` holds. Gives up with an AssertionError that shows ``what()``."""
+    tick = threading.Event()
+    give_up = time.monotonic() + patience
+    while not condition():
+        if time.monotonic() > give_up:
+            raise AssertionError(f"waited {patience:g} s in vain; last seen: {what() if what else condition}")
+        tick.wait(0.001)  # lets other threads and processes have the CPU
+
+
+def wait_blocked(channel: Any, readers: int = 0, writers: int = 0) -> None:
+    """Returns once at least so many readers and so many writers are waiting in the channel, wherever they run."""
+
+    def blocked() -> bool:
+        stats = channel.stats()
+        return bool(stats.waiting_readers >= readers and stats.waiting_writers >= writers)
+
+    wait_until(blocked, what=lambda: f"{channel.stats()} where readers={readers}, writers={writers} were expected")
+
+
+def wait_stats(channel: Any, **expected: int) -> None:
+    """Returns once ``channel.stats()`` has exactly the given values, e.g. ``wait_stats(ch, items_in=3)``."""
+
+    def reached() -> bool:
+        stats = channel.stats()
+        return all(getattr(stats, name) == value for name, value in expected.items())
+
+    wait_until(reached, what=lambda: f"{channel.stats()} where {expected} was expected")
