@@ -157,9 +157,9 @@ def at_most(factor: float, mine: Result, peer: Result, quantile: float | None = 
 
 
 def _row(target: str, mine: Result, peer: Result, ratio: float, reached: bool, quantile: float | None = None) -> Row:
-    figures = [in_words(result.figure(quantile), result.unit) for result in (mine, peer)]
+    own, other = (in_words(result.figure(quantile), result.unit) for result in (mine, peer))
     work = mine.work if quantile is None else f"{mine.work}, p{100 * quantile:g}"
-    return Row(work, target, *figures, f"{ratio:.3g}", reached)
+    return Row(work, target, own, other, f"{ratio:.3g}", reached)
 
 
 def in_words(value: float, unit: str) -> str:

@@ -38,7 +38,7 @@ MAKERS: dict[str, dict[str, Callable[[], Ends]]] = {
 
 def measure(effort: Effort) -> Report:
     report = Report()
-    count = 1000 if effort.full else 20
+    count = 2000 if effort.full else 20
     for medium, makers in MAKERS.items():
         # Queues outlive the rounds: making one is not part of waking a reader.
         cases = [_wakes(name, make(), medium, count) for name, make in makers.items()]

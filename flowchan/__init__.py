@@ -13,6 +13,7 @@ from flowchan.errors import (
     RunError,
     StageError,
 )
+from flowchan.run import Failed, Graph, LinkStats, Results, Run, RunStats, StageStats
 
 __all__ = [
     "Broken",
@@ -22,11 +23,18 @@ __all__ = [
     "Closed",
     "Drained",
     "Empty",
+    "Failed",
     "FlowchanError",
     "Full",
+    "Graph",
     "GraphError",
     "In",
+    "LinkStats",
     "Out",
+    "Results",
+    "Run",
     "RunError",
+    "RunStats",
     "StageError",
+    "StageStats",
 ]

@@ -7,6 +7,7 @@ how a channel reaches another process.
 
 from __future__ import annotations
 
+import copyreg
 import os
 import weakref
 from collections.abc import Iterator
@@ -120,3 +121,16 @@ def _whole(argument: str, value: object, unit: str) -> None:
         raise TypeError(f"{argument} must be a whole number of {unit} >= 1, not {value!r}")
     if not 1 <= value <= 10**15:
         raise ValueError(f"{argument} must be a whole number of {unit} from 1 to 10**15, not {value!r}")
+
+
+# Ports cross to another process with their session: the port moves, it is not copied.
+def _adopt_reader(channel: Channel[Any], session: int) -> In[Any]:
+    return channel._adopt_reader(session)
+
+
+def _adopt_writer(channel: Channel[Any], session: int) -> Out[Any]:
+    return channel._adopt_writer(session)
+
+
+copyreg.pickle(In, lambda port: (_adopt_reader, port._hand_over()))
+copyreg.pickle(Out, lambda port: (_adopt_writer, port._hand_over()))

@@ -28,15 +28,17 @@ Step LocalQueue::try_put(const Item& item, WriterState* writer, Wakes& wakes) {
     if (state == BROKEN) return Step::Broken;
     if (state == CLOSED) return Step::Closed;
     if (item.size > max_bytes_) return Step::TooLarge;
-    if (bytes_in - bytes_out + item.size > max_bytes_ && bytes_in != bytes_out) return Step::Wait;
-    if (is_parked(writer)) {
+    const bool parks = is_parked(writer);
+    const bool alone = count_ == 0 && (!parks || parked == 0);  // see Ring::room
+    if (bytes_in - bytes_out + item.size > max_bytes_ && !alone) return Step::Wait;
+    if (parks) {
         uint64_t ahead = writer->number - turn;
-        if (ahead >= GROUPS || parked >= capacity_) return Step::Wait;
+        if (ahead >= GROUPS || count_ + parked + 1 >= capacity_) return Step::Wait;
         if (groups_.size() <= ahead) groups_.resize(ahead + 1);
         groups_[ahead].items.push_back(item);
         parked += 1;
     } else {
-        if (count_ >= capacity_) return Step::Wait;
+        if (count_ + parked >= capacity_) return Step::Wait;
         push(item);
         wakes.readers += reader_gate.call(1);
     }

@@ -9,7 +9,8 @@
 // put the outputs for i into another. `turn` is the i whose outputs go straight into the FIFO. Outputs for a later i are
 // parked in its group. When the worker of `turn` says that i has no more outputs, turn moves on, and what is parked for
 // the new turn enters the FIFO. Invariants: nothing is parked for i = turn; i - turn < groups for every parked i; the
-// worker of `turn` never waits for anything but readers, so parked outputs cannot deadlock the stage.
+// worker of `turn` never waits for anything but readers, so parked outputs cannot deadlock the stage: parked items leave
+// one place of `capacity` free for it.
 #include <algorithm>
 
 #include "ring.hpp"
@@ -87,12 +88,13 @@ Step Ring::room(const Frame& frame, const WriterState* writer) const {
     if (h_->state == BROKEN) return Step::Broken;
     if (h_->state == CLOSED) return Step::Closed;
     if (frame.size > h_->max_bytes) return Step::TooLarge;
-    if (h_->bytes_in - h_->bytes_out + frame.size > h_->max_bytes && h_->bytes_in != h_->bytes_out) return Step::Wait;
-    if (is_parked(writer)) {
-        bool near = writer->number - h_->turn < h_->groups;
-        return near && h_->parked + h_->claimed < h_->capacity ? Step::Done : Step::Wait;
-    }
-    return uint64_t(h_->inside()) + h_->claimed < h_->capacity ? Step::Done : Step::Wait;
+    const uint64_t inside = h_->puts - h_->takes, all = inside + h_->parked + h_->claimed;
+    const bool parks = is_parked(writer);
+    // An item larger than what is left waits, but the worker of `turn` never waits for parked bytes: only it can free them.
+    const bool alone = parks ? all == 0 : inside + h_->claimed == 0;
+    if (h_->bytes_in - h_->bytes_out + frame.size > h_->max_bytes && !alone) return Step::Wait;
+    if (parks && (writer->number - h_->turn >= h_->groups || all + 1 >= h_->capacity)) return Step::Wait;
+    return all < h_->capacity ? Step::Done : Step::Wait;
 }
 
 void Ring::link(Slot* slot, WriterState* writer, Change& change) {

@@ -35,11 +35,12 @@ def account_text(stats: RunStats) -> str:
     owing = [stage for stage in stats.stages if stage.kind in ONE_FOR_ONE]
     missing = {stage.name: _missing(stage) for stage in owing if _missing(stage)}
     totals = [
-        sum(column) for column in zip(*((s.items_in, s.items_out, s.failed, s.in_hand) for s in owing), strict=True)
+        sum(column)
+        for column in zip(*((s.items_in, s.items_out, s.failed, s.in_hand, s.unwanted) for s in owing), strict=True)
     ]
     if not owing:
         return "account: no stage here owes one item out for each item in"
-    equation = f"{_sum(totals[1], ('failed', totals[2]), ('in hand', totals[3]))}"
+    equation = f"{_sum(totals[1], ('failed', totals[2]), ('in hand', totals[3]), ('unwanted', totals[4]))}"
     if not missing:
         return f"account: items in = items out + items failed: {count(totals[0])} = {equation}"
     where = ", ".join(f"{count(abs(number))} at {name}" for name, number in missing.items())
@@ -68,11 +69,11 @@ def _after(stats: RunStats) -> str:
 
 
 def _missing(stage: StageStats) -> int:
-    return stage.items_in - stage.items_out - stage.failed - stage.in_hand
+    return stage.items_in - stage.items_out - stage.failed - stage.in_hand - stage.unwanted
 
 
 def _stage_account(stage: StageStats) -> str:
-    rest = [("failed", stage.failed), ("in hand", stage.in_hand)]
+    rest = [("failed", stage.failed), ("in hand", stage.in_hand), ("unwanted", stage.unwanted)]
     missing = _missing(stage)
     if stage.kind in SOME and missing >= 0:
         return f"{count(stage.items_in)} = {_sum(stage.items_out, (SOME[stage.kind], missing), *rest)}"

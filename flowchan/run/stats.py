@@ -12,7 +12,8 @@ RunState = Literal["running", "stopping", "done", "failed", "stopped", "aborted"
 @dataclass(frozen=True, slots=True)
 class StageStats:
     """One stage. ``busy``, ``waiting_input`` and ``waiting_output`` are shares (0 to 1) of its workers' time since the
-    stage began; they add up to 1. ``rate`` is items finished per second over the same time."""
+    stage began; they add up to 1. ``rate`` is items finished per second over the same time. ``unwanted`` items were in hand
+    when the readers of the stage left (R2)."""
 
     name: str
     kind: str
@@ -24,6 +25,7 @@ class StageStats:
     failed: int
     retried: int
     restarts: int
+    unwanted: int
     in_hand: int
     rate: float
     busy: float

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkProcess
 from typing import Any, Protocol
 
 from waiting import PATIENCE
@@ -26,7 +27,7 @@ class Peer(Protocol):
     def result(self) -> Any:
         """Waits for the end and returns what the function returned, or raises what it raised."""
 
-    def join(self) -> None:
+    def join(self) -> Any:
         """Waits for the end, whatever it was."""
 
     def running(self) -> bool:
@@ -65,38 +66,41 @@ class ProcessPeer:
 
     def __init__(self, function: Callable[..., Any], *args: Any) -> None:
         self._answer, answer = FORK.Pipe(duplex=False)
-        self._process = FORK.Process(target=_run_in_child, args=(answer, function, args), daemon=True)
-        self._process.start()
+        process = FORK.Process(target=_run_in_child, args=(answer, function, args), daemon=True)
+        process.start()
+        self._process: ForkProcess | None = process
         answer.close()
-
-    @property
-    def pid(self) -> int:
-        assert self._process.pid is not None
-        return self._process.pid
 
     def result(self) -> Any:
         assert self._answer.poll(PATIENCE), "the peer is still running"
         try:
             raised, value = self._answer.recv()
         except EOFError:
-            self.join()
-            raise AssertionError(f"the peer ended without an answer, exit code {self._process.exitcode}") from None
+            raise AssertionError(f"the peer ended without an answer, exit code {self.join()}") from None
         self.join()
         if raised:
             raise value
         return value
 
-    def join(self) -> None:
+    def join(self) -> int | None:
+        if self._process is None:
+            return None
         self._process.join(PATIENCE)
-        assert not self._process.is_alive(), "the peer is still running"
+        exit_code = self._process.exitcode
+        assert exit_code is not None, "the peer is still running"
+        self._process.close()
+        self._process = None
         self._answer.close()
+        return exit_code
 
     def running(self) -> bool:
-        return self._process.is_alive()
+        return self._process is not None and self._process.is_alive()
 
     def kill(self) -> None:
         """Sends SIGKILL and leaves the dead process unreaped: ``join()`` does that."""
-        os.kill(self.pid, signal.SIGKILL)
+        assert self._process is not None
+        assert self._process.pid is not None
+        os.kill(self._process.pid, signal.SIGKILL)
 
 
 def _run_in_child(answer: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:

@@ -13,7 +13,7 @@ from flowchan.run.stats import LinkStats, RunState, RunStats, StageStats
 
 
 def stage(name: str, kind: str = "map", **values: Any) -> StageStats:
-    empty = StageStats(name, kind, "thread", 1, 1, 0, 0, 0, 0, 0, 0, 0.0, 0.0, 1.0, 0.0)
+    empty = StageStats(name, kind, "thread", 1, 1, 0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, 1.0, 0.0)
     return dataclasses.replace(empty, **values)
 
 

@@ -1,0 +1,8 @@
+"""Running a declared graph: workers, the supervisor, the statistics and the outcome."""
+
+from flowchan.run.failures import Failed
+from flowchan.run.graph import Graph
+from flowchan.run.handle import Results, Run
+from flowchan.run.stats import LinkStats, RunStats, StageStats
+
+__all__ = ["Failed", "Graph", "LinkStats", "Results", "Run", "RunStats", "StageStats"]

@@ -1,0 +1,172 @@
+"""What the supervisor decides, as pure functions: a state value and something that happened give the next state and
+the actions to take. Nothing here touches a process, a thread, a channel or a clock.
+
+The life of a run:
+
+    running ──stop──> stopping ──┐
+       │                         ├──all workers ended──> ended
+       ├──failure──> failing ────┤
+       ├──abort────> aborting ───┘
+       └──every end of the graph reached──> finishing
+
+In *stopping* sources are stopped and the rest drains. In *failing* and *aborting* all channels are broken, and whoever
+does not end by itself is ended: processes are terminated after ``GRACE`` seconds and killed after twice that; a thread
+that is stuck in the user's code can't be ended, it is given up. *finishing* is the same without a failure: everything
+that the user can see has ended, only workers are left that nobody needs (a source that waits for its device).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal
+
+from flowchan.run.worker import Ended, Failure, WorkerId
+
+GRACE = 2.0
+"""Seconds that a worker has to end by itself once it shall."""
+STOP_SECONDS = 30.0
+"""Seconds that a stopped run has to finish what is in flight before it is aborted."""
+
+Phase = Literal["running", "stopping", "finishing", "failing", "aborting", "ended"]
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """All that decisions depend on. ``since`` is when the phase began, in seconds of a clock that only goes forward;
+    ``ends`` are the workers of stages whose end is what the user waits for."""
+
+    alive: frozenset[WorkerId]
+    processes: frozenset[WorkerId]
+    sources: frozenset[WorkerId]
+    ends: frozenset[WorkerId]
+    phase: Phase = "running"
+    since: float = 0.0
+    failures: tuple[Failure, ...] = ()
+    stopped: bool = False
+    aborted: bool = False
+    terminated: bool = False
+    killed: bool = False
+    abandoned: frozenset[WorkerId] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Died:
+    """A worker's process is gone without having told how it ended. ``code`` is its exit code, minus the signal."""
+
+    worker: WorkerId
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
+class StopAsked:
+    """``run.stop()``, the first Ctrl-C, or SIGTERM."""
+
+
+@dataclass(frozen=True, slots=True)
+class AbortAsked:
+    """``run.abort()``, or the second Ctrl-C."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+Happening = Ended | Failure | Died | StopAsked | AbortAsked | Tick
+
+
+@dataclass(frozen=True, slots=True)
+class StopSources:
+    """Close the channels of all sources and inputs."""
+
+
+@dataclass(frozen=True, slots=True)
+class BreakChannels:
+    """Abort every channel."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReleasePorts:
+    """End the sessions of a worker, however it ended."""
+
+    worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class Terminate:
+    """End the worker's process; by force if it did not hear the first time."""
+
+    worker: WorkerId
+    force: bool
+
+
+Action = StopSources | BreakChannels | ReleasePorts | Terminate
+
+
+def decide(state: State, happening: Happening, now: float) -> tuple[State, tuple[Action, ...]]:
+    """The next state and what to do, after ``happening`` at time ``now``."""
+    if state.phase == "ended":
+        return state, ()
+    if isinstance(happening, Ended):
+        return _gone(state, happening.worker, now)
+    if isinstance(happening, Died):
+        return _failed(state, happening.failure, now, expected=state.terminated)
+    if isinstance(happening, Failure):
+        return _failed(state, happening, now, expected=False)
+    if isinstance(happening, StopAsked):
+        if state.phase != "running":
+            return dataclasses.replace(state, stopped=True), ()
+        return dataclasses.replace(state, phase="stopping", since=now, stopped=True), (StopSources(),)
+    if isinstance(happening, AbortAsked):
+        return _abort(state, now)
+    return _tick(state, now)
+
+
+def _gone(state: State, worker: WorkerId, now: float) -> tuple[State, tuple[Action, ...]]:
+    alive = state.alive - {worker}
+    phase, since = state.phase, state.since
+    if not alive:
+        phase = "ended"
+    elif phase in ("running", "stopping") and state.ends and not (alive & state.ends):
+        phase, since = "finishing", now
+    return dataclasses.replace(state, alive=alive, phase=phase, since=since), (ReleasePorts(worker),)
+
+
+def _failed(state: State, failure: Failure, now: float, expected: bool) -> tuple[State, tuple[Action, ...]]:
+    """``expected``: the worker was ended by us, which is no failure of its own."""
+    breaking = state.phase in ("running", "stopping", "finishing") and not expected
+    if not expected:
+        state = dataclasses.replace(state, failures=(*state.failures, failure))
+    if breaking:
+        state = dataclasses.replace(state, phase="failing", since=now)
+    state, actions = _gone(state, failure.worker, now)
+    return state, (*((BreakChannels(),) if breaking else ()), *actions)
+
+
+def _abort(state: State, now: float) -> tuple[State, tuple[Action, ...]]:
+    if state.phase in ("failing", "aborting"):
+        return state, ()
+    return dataclasses.replace(state, phase="aborting", since=now, aborted=True), (BreakChannels(),)
+
+
+def _tick(state: State, now: float) -> tuple[State, tuple[Action, ...]]:
+    waited = now - state.since
+    if state.phase == "stopping":
+        if state.alive <= state.sources and waited > GRACE:  # the rest has drained; only blocked sources are left
+            return dataclasses.replace(state, phase="finishing", since=now), ()
+        return _abort(state, now) if waited > STOP_SECONDS else (state, ())
+    if state.phase not in ("finishing", "failing", "aborting") or waited <= GRACE:
+        return state, ()
+    stuck = state.alive & state.processes
+    if stuck:
+        if not state.terminated:
+            return dataclasses.replace(state, terminated=True), _terminate(stuck, force=False)
+        if waited > 2 * GRACE and not state.killed:
+            return dataclasses.replace(state, killed=True), _terminate(stuck, force=True)
+        return state, ()
+    return dataclasses.replace(state, phase="ended", alive=frozenset(), abandoned=state.alive), ()
+
+
+def _terminate(workers: frozenset[WorkerId], force: bool) -> tuple[Action, ...]:
+    return tuple(Terminate(worker, force) for worker in sorted(workers, key=str))

@@ -1,0 +1,57 @@
+"""The graph that users write: a declaration that can be checked and run."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from flowchan.check import raise_for
+from flowchan.graph import Blueprint
+from flowchan.run.handle import Results, Run, wait_interrupted
+from flowchan.run.plan import plan
+
+
+class Graph(Blueprint):
+    """Stages joined by channels. Declare with :meth:`source`, :meth:`input`, :meth:`stage` and the verbs of the streams
+    they return; then :meth:`run` it, or :meth:`start` it and take part while it runs."""
+
+    def start(self) -> Run:
+        """Checks the graph and starts it. Raises ``GraphError`` with everything that is wrong with it, and ``OSError``
+        when there is no memory for its channels."""
+        raise_for(self)
+        return Run(plan(self))
+
+    def run(self) -> Results:
+        """Runs the graph to its end and gives the results by stream. Raises ``GraphError`` before anything starts, and
+        ``RunError`` when a stage failed. The first Ctrl-C or SIGTERM stops the sources and lets what is in flight
+        finish, the second breaks off; then ``KeyboardInterrupt`` is raised."""
+        with _terminate_as_interrupt():
+            run = self.start()
+            for out in run._plan.inputs.values():
+                out.close()  # nobody has the handle to put anything
+            try:
+                return run.wait()
+            except KeyboardInterrupt:
+                wait_interrupted(run)
+                raise
+
+
+@contextlib.contextmanager
+def _terminate_as_interrupt() -> Iterator[None]:
+    """Within it SIGTERM means what Ctrl-C means, unless the program has its own handler or this is no main thread."""
+    usual = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if not usual or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)

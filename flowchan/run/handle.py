@@ -1,0 +1,214 @@
+"""The handle of a run that is going on: what the user does with it, and what comes out of it."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Any
+
+from flowchan.channel import Out
+from flowchan.errors import Broken, RunError, StageError
+from flowchan.run.decisions import AbortAsked, StopAsked
+from flowchan.run.plan import Plan
+from flowchan.run.report import render
+from flowchan.run.statistics import measure, summarise
+from flowchan.run.stats import RunStats
+from flowchan.run.supervisor import Supervisor
+from flowchan.run.worker import Ended, Failure, WorkerId
+from flowchan.stream import Stream
+
+
+class Results(Mapping[Stream, Any]):
+    """What a run gave: the value of a ``reduce`` stream, the list of a ``collect`` stream."""
+
+    def __init__(self, graph: str, values: dict[Stream, Any]) -> None:
+        self._graph = graph
+        self._values = values
+
+    def __getitem__(self, stream: Stream) -> Any:
+        try:
+            return self._values[stream]
+        except KeyError:
+            known = ", ".join(sorted(known.name for known in self._values)) or "none"
+            raise KeyError(
+                f"{stream!r} is no result of graph {self._graph!r}; results are reduce and collect streams, here: {known}"
+            ) from None
+
+    def __iter__(self) -> Iterator[Stream]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        return f"<Results of {self._graph!r}: {', '.join(stream.name for stream in self._values) or 'none'}>"
+
+
+class Run:
+    """A run that has started. Use it as a context manager: leaving the block closes the inputs and waits for the end;
+    leaving it by an exception aborts the run first.
+
+    ``run[stream]`` is the writing end of an ``input()`` stream.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._supervisor = Supervisor(plan)
+        self._pid = os.getpid()
+        self._iterated: set[str] = set()
+        self._gathering = False
+        self._lock = threading.Lock()
+        self._supervisor.start()
+        _running.add(self)
+
+    # --- what goes in and comes out ---
+
+    def __getitem__(self, stream: Stream) -> Out[Any]:
+        if stream.stage not in self._plan.inputs:
+            raise KeyError(f"{stream!r} is no input of this run; run[…] takes the stream that graph.input() returned")
+        return self._plan.inputs[stream.stage]
+
+    def iter(self, stream: Stream) -> Iterator[Any]:
+        """The items of a ``collect`` stream, one by one as they come; leaving the loop early stops the stages before it.
+        Raises ``RunError`` when the run fails."""
+        stage = self._plan.graph._stage_of(stream)
+        if stage.kind != "collect":
+            raise ValueError(f"{stream!r} does not leave the graph; iterate over {stream.name}.collect() instead")
+        with self._lock:
+            if self._gathering or stage.name in self._iterated:
+                raise ValueError(f"the items of {stream!r} are taken already: by wait(), or by another iter()")
+            self._iterated.add(stage.name)
+        return self._items(WorkerId(stage.name, 1))
+
+    def _items(self, id: WorkerId) -> Iterator[Any]:
+        (port,) = (worker.ports.inputs["items"] for worker in self._plan.workers if worker.id == id)
+        try:
+            yield from port
+        except Broken:
+            self.wait()
+            raise
+        finally:
+            port.close()
+            with contextlib.suppress(Exception):  # the run may be over
+                self._supervisor.tell(Ended(id))
+
+    # --- the end ---
+
+    def wait(self, timeout: float | None = None) -> Results:
+        """Waits for the end and gives the results. Raises ``TimeoutError`` when the run still goes on after ``timeout``
+        seconds, and ``RunError`` when a stage failed."""
+        self._gather()
+        if not self._supervisor.ended.wait(timeout):
+            raise TimeoutError(f"the run of graph {self._plan.graph.name!r} still goes on after {timeout} s")
+        _running.discard(self)
+        failures = self._supervisor.state.failures
+        if failures:
+            raise RunError(f"graph {self._plan.graph.name!r} failed", [_stage_error(failure) for failure in failures])
+        stages = {stage.name: stage for stage in self._plan.graph.stages}
+        values = {
+            Stream(self._plan.graph, name, "out", name): value
+            for name, value in self._supervisor.results.items()
+            if name in stages and name not in self._iterated
+        }
+        return Results(self._plan.graph.name, values)
+
+    def stop(self) -> None:
+        """Stops the sources and lets everything in flight finish. Returns at once."""
+        self._supervisor.ask(StopAsked())
+
+    def abort(self) -> None:
+        """Breaks every channel at once; what is in flight is discarded. Returns at once."""
+        self._supervisor.ask(AbortAsked())
+
+    def _gather(self) -> None:
+        """From now on somebody waits: gather the results that nobody iterates over, each on a thread."""
+        with self._lock:
+            if self._gathering:
+                return
+            self._gathering = True
+        for worker in self._plan.workers:
+            if worker.stage.kind == "collect" and worker.stage.name not in self._iterated:
+                self._supervisor.start_thread(worker.id)
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if error is None:
+            for out in self._plan.inputs.values():
+                out.close()
+            self.wait()
+            return
+        self._leave_iterators()
+        if isinstance(error, KeyboardInterrupt):
+            wait_interrupted(self)
+            return
+        self.abort()
+        with contextlib.suppress(RunError):  # the body's exception says what happened
+            self.wait()
+
+    def _leave_iterators(self) -> None:
+        """The body that iterated is gone: nobody reads these results any more."""
+        for worker in self._plan.workers:
+            if worker.stage.name in self._iterated:
+                for port in worker.ports.inputs.values():
+                    port.close()
+                self._supervisor.tell(Ended(worker.id))
+
+    # --- what it looks like ---
+
+    def stats(self) -> RunStats:
+        """The run at this moment (R8)."""
+        return summarise(self._supervisor, measure(self._plan))
+
+    def report(self) -> str:
+        """The run in tables: stages, channels, the bottleneck, and the account of items."""
+        return render(self.stats())
+
+    def __repr__(self) -> str:
+        return f"<Run of {self._plan.graph.name!r}: {self.stats().state}>"
+
+
+def wait_interrupted(run: Run) -> None:
+    """After a Ctrl-C: stops the run and waits; a second one aborts it. Says so in one line."""
+    print("flowchan: stopping, what is in flight is being finished (Ctrl-C again to break off)", file=sys.stderr)
+    run.stop()
+    for out in run._plan.inputs.values():
+        out.close()
+    try:
+        run.wait()
+    except KeyboardInterrupt:
+        run.abort()
+        run.wait()
+
+
+def _stage_error(failure: Failure) -> StageError:
+    if isinstance(failure.error, StageError) and failure.error.stage == failure.worker.stage:
+        return failure.error
+    item = f" on item {failure.item}" if failure.item is not None else ""
+    error = StageError(
+        f"stage {failure.worker.stage!r} failed{item} in worker {failure.worker} (pid {failure.pid}): "
+        f"{type(failure.error).__name__}: {failure.error}",
+        stage=failure.worker.stage, worker=str(failure.worker), item=failure.item,
+    )  # fmt: skip
+    error.__cause__ = failure.error
+    return error
+
+
+# Runs that have not ended, of this process. A forked child inherits the set but not the runs.
+_running: weakref.WeakSet[Run] = weakref.WeakSet()
+
+
+@atexit.register
+def _abort_unfinished() -> None:
+    """The interpreter exits: nothing of a run may outlive it."""
+    for run in list(_running):
+        if run._pid == os.getpid():
+            run.abort()
+            run._supervisor.ended.wait()

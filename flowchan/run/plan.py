@@ -1,0 +1,100 @@
+"""From a declared graph to the channels, ports and workers of one run. Everything is made here before anything starts,
+so that a channel knows all its writers and readers from the beginning and can't close too early."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from flowchan.channel import Channel, In, Out
+from flowchan.graph import Blueprint
+from flowchan.run.worker import Ports, Recipe, WorkerId
+from flowchan.stage import Link, Stage
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedWorker:
+    """One worker to start: where, with which recipe and ports."""
+
+    id: WorkerId
+    stage: Stage
+    ports: Ports
+
+    @property
+    def recipe(self) -> Recipe:
+        return Recipe.of(self.stage)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All that one run consists of. ``inputs`` are the writing ends that the user holds, by stage name."""
+
+    graph: Blueprint
+    links: tuple[Link, ...]
+    channels: dict[str, Channel[Any]]
+    workers: tuple[PlannedWorker, ...]
+    inputs: dict[str, Out[Any]]
+
+    @property
+    def sources(self) -> frozenset[str]:
+        """The names of the stages that begin the graph."""
+        return frozenset(stage.name for stage in self.graph.stages if stage.kind in ("source", "input"))
+
+    @property
+    def ends(self) -> frozenset[str]:
+        """The names of the stages whose output nobody reads: what the user waits for."""
+        read = {link.writer for link in self.links if link.reader is not None}
+        return frozenset(stage.name for stage in self.graph.stages if stage.name not in read)
+
+    @property
+    def uses_processes(self) -> bool:
+        return any(worker.stage.on == "process" for worker in self.workers)
+
+
+def plan(graph: Blueprint) -> Plan:
+    """Makes the channels of ``graph`` and every port of every worker. Raises ``OSError`` when there is no memory."""
+    links = tuple(link for link in graph.links if link.reader is not None)
+    channels: dict[str, Channel[Any]] = {}
+    for link in links:
+        channel: Channel[Any] = Channel(link.capacity, across=link.medium)
+        channel._name = link.name
+        channels[link.name] = channel
+    reading = {(link.reader, link.reader_port): channels[link.name] for link in links}
+    writing = {(link.writer, link.writer_port): channels[link.name] for link in links}
+    workers: list[PlannedWorker] = []
+    inputs: dict[str, Out[Any]] = {}
+    for stage in graph.stages:
+        if stage.kind == "input":
+            inputs[stage.name] = writing[stage.name, "out"].writer()
+            continue
+        for number, ports in enumerate(_input_ports(stage), 1):
+            workers.append(PlannedWorker(WorkerId(stage.name, number), stage, _open(stage, ports, reading, writing)))
+    return Plan(graph, links, channels, tuple(workers), inputs)
+
+
+def _input_ports(stage: Stage) -> Iterable[tuple[str, ...]]:
+    """The input ports of each worker: all of them, but one each for the workers of a merge."""
+    if stage.kind == "merge":
+        return [(port,) for port in stage.input_ports]
+    return [stage.input_ports] * stage.workers
+
+
+def _open(
+    stage: Stage,
+    input_ports: tuple[str, ...],
+    reading: dict[tuple[str | None, str | None], Channel[Any]],
+    writing: dict[tuple[str, str], Channel[Any]],
+) -> Ports:
+    def supervised(port: Any) -> Any:
+        port._supervise()
+        return port
+
+    errors = writing.get((stage.name, stage.errors.port)) if stage.errors is not None else None
+    inputs: dict[str, In[Any]] = {name: supervised(reading[stage.name, name].reader()) for name in input_ports}
+    outputs: dict[str, Out[Any]] = {
+        output.port: supervised(writing[stage.name, output.port].writer())
+        for output in stage.outputs
+        if (stage.name, output.port) in writing
+    }
+    return Ports(inputs, outputs, None if errors is None else supervised(errors.writer()))

@@ -1,0 +1,110 @@
+"""From the counts of the channels to the statistics of a run (R8). The channels count natively, so watching costs the
+workers nothing."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from flowchan.channel import ChannelStats
+from flowchan.run.decisions import State
+from flowchan.run.plan import Plan
+from flowchan.run.stats import LinkStats, RunState, RunStats, StageStats
+from flowchan.run.supervisor import Supervisor
+from flowchan.stage import Link, Stage
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """One link with the counts of its channel."""
+
+    link: Link
+    stats: ChannelStats
+
+
+def measure(plan: Plan) -> tuple[Snapshot, ...]:
+    """The counts of all channels now."""
+    return tuple(Snapshot(link, plan.channels[link.name].stats()) for link in plan.links)
+
+
+def summarise(supervisor: Supervisor, snapshots: tuple[Snapshot, ...]) -> RunStats:
+    """The statistics of a run from what its supervisor knows and the counts of its channels."""
+    plan, state = supervisor.plan, supervisor.state
+    now = time.monotonic() if supervisor.ended_at is None else supervisor.ended_at
+    elapsed = max(now - supervisor.started_at, 1e-9)
+    stages = []
+    for stage in plan.graph.stages:
+        about = _About(
+            stage=stage,
+            reads=[s for s in snapshots if s.link.reader == stage.name],
+            writes=[s for s in snapshots if s.link.writer == stage.name],
+            alive=sum(id.stage == stage.name for id in state.alive),
+            broken=sum(f.worker.stage == stage.name and f.item is not None for f in state.failures),
+            retried=supervisor.retried[stage.name],
+            unwanted=supervisor.unwanted[stage.name],
+            seconds=supervisor.seconds.get(stage.name, 0.0),
+        )
+        stages.append(_stage(about, elapsed))
+    links = tuple(
+        LinkStats(
+            name=s.link.name, writer=s.link.writer, reader=s.link.reader, medium=s.link.medium, inside=s.stats.inside,
+            capacity=s.link.capacity, passed=s.stats.items_out, rate=s.stats.items_out / elapsed,
+        )
+        for s in snapshots
+    )  # fmt: skip
+    return RunStats(plan.graph.name, _state(state), elapsed, tuple(stages), links, _bottleneck(stages))
+
+
+@dataclass(frozen=True, slots=True)
+class _About:
+    """What is known of one stage. ``broken`` items ended the run; ``seconds`` is the time of workers that have ended."""
+
+    stage: Stage
+    reads: list[Snapshot]
+    writes: list[Snapshot]
+    alive: int
+    broken: int
+    retried: int
+    unwanted: int
+    seconds: float
+
+
+def _stage(about: _About, elapsed: float) -> StageStats:
+    stage, reads, writes = about.stage, about.reads, about.writes
+    time_in_all = max(about.seconds + about.alive * elapsed, 1e-9)
+    items_in = sum(s.stats.items_out for s in reads)
+    in_hand = sum(s.stats.leased for s in reads)
+    failed = about.broken + sum(s.stats.items_in for s in writes if s.link.errors)
+    outs = [s for s in writes if not s.link.errors]
+    # A tee puts each item into every branch; a stage that nobody reads has finished what it took.
+    given = [s.stats.items_in for s in outs]
+    items_out = (max if stage.kind == "tee" else sum)(given) if given else max(0, items_in - in_hand - failed)
+    waiting_in = min(1.0, sum(s.stats.read_wait for s in reads) / time_in_all)
+    waiting_out = min(1.0 - waiting_in, sum(s.stats.write_wait for s in writes) / time_in_all)
+    return StageStats(
+        name=stage.name, kind=stage.kind, on=stage.on, workers=len(reads) if stage.kind == "merge" else stage.workers,
+        alive=about.alive, items_in=items_in, items_out=items_out, failed=failed, retried=about.retried, restarts=0,
+        unwanted=about.unwanted, in_hand=in_hand, rate=(items_in if reads else items_out) / elapsed,
+        busy=1.0 - waiting_in - waiting_out, waiting_input=waiting_in, waiting_output=waiting_out,
+    )  # fmt: skip
+
+
+def _state(state: State) -> RunState:
+    if state.phase in ("running", "finishing"):
+        return "running"
+    if state.phase == "stopping":
+        return "stopping"
+    if state.failures:
+        return "failed"
+    if state.phase == "aborting" or state.aborted:
+        return "aborted"
+    return "stopped" if state.stopped else "done"
+
+
+def _bottleneck(stages: list[StageStats]) -> str | None:
+    """The stage that is busy for the largest share of its time: the others wait for it, before it to put and behind it
+    to get."""
+    candidates = [stage for stage in stages if stage.kind != "input" and stage.items_in + stage.items_out]
+    if len(candidates) < 2:
+        return None
+    return max(candidates, key=lambda stage: stage.busy).name

@@ -1,0 +1,241 @@
+"""The supervisor of one run. It starts the workers, hears how they end, and does what ``decisions.decide`` says.
+
+The run contract. If the code disagrees with it, that is a bug; each clause names its test in ``tests/run/``.
+
+- R1 Cascade. When a source ends, its channel closes; each stage drains its inputs, finishes, and closes its outputs; the
+  run ends when all sinks have. (test_cascade.py)
+- R2 Early end. When a reader wants no more, writers upstream are stopped the same way, without an error.
+  (test_early_end.py)
+- R3 Failure. An exception that no ``errors`` stream receives ends the run: sources stop, channels break, workers end,
+  and ``run()`` raises one RunError whose members are StageErrors with stage, item, worker and the original traceback.
+  The first failure is first. No error is lost, BaseException in a worker included. (test_failure.py)
+- R4 Death. A worker that dies is noticed within 200 ms and reported with signal and exit code. (test_death.py)
+- R5 Stop. First Ctrl-C, SIGTERM or ``run.stop()``: sources stop, everything in flight is finished. Second, or
+  ``run.abort()``: break at once. Both end within a bounded time; the command prints one line and exits with 130.
+  (test_stop.py)
+- R6 No residue. After any ending no process, thread, segment or descriptor of the run is left. (test_residue.py)
+- R7 Same everywhere. Under fork, forkserver and spawn, with lambdas and closures. (test_start_methods.py)
+- R8 Account. ``stats()`` at any time and ``report()`` at the end; items in = items out + items failed. (test_account.py)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import threading
+import time
+import warnings
+from collections import Counter
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from flowchan.channel import Channel
+from flowchan.errors import Broken, Closed, Empty, StageError
+from flowchan.run import decisions
+from flowchan.run.decisions import Action, BreakChannels, Happening, ReleasePorts, State, StopSources, Terminate, decide
+from flowchan.run.plan import Plan, PlannedWorker
+from flowchan.run.worker import Ended, Event, Failure, Result, Retried, WorkerId, pack, process_main, work
+
+LOOK = 0.05
+"""Seconds between two looks at the worker processes: two looks and what they take stay below what R4 allows."""
+
+
+class Supervisor:
+    """Owns the workers of one run. Its thread is the only one that changes ``state``."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        ids = {worker.id: worker for worker in plan.workers}
+        self.ended = threading.Event()
+        self.results: dict[str, Any] = {}
+        self.retried: Counter[str] = Counter()
+        self.unwanted: Counter[str] = Counter()
+        self.seconds: dict[str, float] = dict.fromkeys((id.stage for id in ids), 0.0)  # worked by the workers of a stage that have ended
+        self.started_at = time.monotonic()
+        self.ended_at: float | None = None
+        self.state = State(
+            alive=frozenset(ids),
+            processes=frozenset(id for id, worker in ids.items() if worker.stage.on == "process"),
+            sources=frozenset(id for id in ids if id.stage in plan.sources),
+            ends=frozenset(id for id in ids if id.stage in plan.ends),
+            since=self.started_at,
+        )
+        self._workers = ids
+        self._processes: dict[WorkerId, BaseProcess] = {}
+        self._threads: dict[WorkerId, threading.Thread] = {}
+        self._gone: set[WorkerId] = set()
+        # Everything that happens comes through `_events`, as references. What worker processes tell comes through
+        # `_mail`, and a thread of its own hands it on.
+        self._events: Channel[Happening | Event] = Channel(1024)
+        self._mail: Channel[Event] | None = Channel(1024, across="processes") if plan.uses_processes else None
+        self._mail_reader = None if self._mail is None else self._mail.reader()
+        self._thread = threading.Thread(target=self._watch, name=f"flowchan {plan.graph.name} supervisor", daemon=True)
+        self._postman = threading.Thread(target=self._deliver, name=f"flowchan {plan.graph.name} mail", daemon=True)
+
+    # --- called by the run, on any thread ---
+
+    def start(self) -> None:
+        """Starts every worker but those that gather results. Processes first: a fork copies no thread of ours."""
+        try:
+            for worker in self.plan.workers:
+                if worker.stage.on == "process":
+                    self._start_process(worker)
+            for worker in self.plan.workers:
+                if worker.stage.on == "thread" and worker.stage.kind != "collect":
+                    self.start_thread(worker.id)
+        except BaseException:
+            self._break(None)
+            for process in self._processes.values():
+                process.kill()
+            self._clear_up()
+            raise
+        if self._mail is not None:
+            self._postman.start()
+        self._thread.start()
+
+    def start_thread(self, id: WorkerId) -> None:
+        """Starts a worker on a thread of this process."""
+        worker = self._workers[id]
+        name = f"flowchan {self.plan.graph.name}/{id}"
+        arguments = (id, worker.recipe, worker.ports, self.tell, False)
+        self._threads[id] = threading.Thread(target=work, args=arguments, name=name, daemon=True)
+        self._threads[id].start()
+
+    def tell(self, event: Event) -> None:
+        """Takes an event of a worker in this process."""
+        self._events.put(event)
+
+    def ask(self, happening: Happening) -> None:
+        """Asks for a stop or an abort; returns at once. Does nothing when the run has ended."""
+        with contextlib.suppress(Closed):
+            self._events.put(happening)
+
+    # --- the supervisor's thread ---
+
+    def _watch(self) -> None:
+        while self.state.phase != "ended":
+            try:
+                event = self._events.get(timeout=LOOK)
+            except Empty:
+                event = decisions.Tick()
+            if isinstance(event, Result):
+                self.results[event.stage] = event.value
+            elif isinstance(event, Retried):
+                self.retried[event.worker.stage] += 1
+            else:
+                self._handle(event)
+            for died in self._dead():
+                self._handle(died)
+            self._handle(decisions.Tick())
+        self._clear_up()
+        self.ended_at = time.monotonic()
+        self.ended.set()
+
+    def _handle(self, happening: Happening) -> None:
+        now = time.monotonic()
+        if isinstance(happening, Ended | Failure | decisions.Died) and happening.worker in self.state.alive:
+            self.seconds[happening.worker.stage] += now - self.started_at
+            self.unwanted[happening.worker.stage] += isinstance(happening, Ended) and happening.early
+        self.state, actions = decide(self.state, happening, now)
+        for action in actions:
+            self._act(action)
+
+    def _act(self, action: Action) -> None:
+        if isinstance(action, StopSources):
+            for link in self.plan.links:
+                if link.writer in self.plan.sources:
+                    self.plan.channels[link.name].close()
+        elif isinstance(action, BreakChannels):
+            self._break(self.state.failures[0].error if self.state.failures else None)
+        elif isinstance(action, ReleasePorts):
+            for port in self._workers[action.worker].ports.everything():
+                port.close()
+        elif isinstance(action, Terminate):
+            process = self._processes[action.worker]
+            process.kill() if action.force else process.terminate()
+
+    def _break(self, cause: BaseException | None) -> None:
+        for channel in self.plan.channels.values():
+            channel.abort(cause)
+
+    def _dead(self) -> list[decisions.Died]:
+        """Workers whose process has ended without a word. What it told may still be under way, so one is believed dead
+        at the second look, when the mail is empty."""
+        found = []
+        for id in self.state.alive & self.state.processes:
+            process = self._processes[id]
+            if process.exitcode is None:
+                continue
+            if id not in self._gone:
+                self._gone.add(id)
+            elif self._mail_is_empty() and len(self._events) == 0:
+                text = exit_text(process.exitcode)
+                error = StageError(f"the process of worker {id} {text}", stage=id.stage, worker=str(id))
+                found.append(decisions.Died(id, Failure(id, error, None, process.pid or 0)))
+        return found
+
+    def _mail_is_empty(self) -> bool:
+        stats = self._mail.stats() if self._mail is not None else None
+        return stats is None or stats.inside + stats.leased == 0
+
+    # --- the postman's thread ---
+
+    def _deliver(self) -> None:
+        assert self._mail_reader is not None
+        with contextlib.suppress(Closed, Broken):
+            for event in self._mail_reader:  # an event counts as unread until it is handed on
+                self._events.put(event)
+
+    # --- processes and the end ---
+
+    def _start_process(self, worker: PlannedWorker) -> None:
+        arguments = (worker.id, pack(worker.recipe), worker.ports, self._mail, os.getpid())
+        name = f"flowchan {self.plan.graph.name}/{worker.id}"
+        process = multiprocessing.get_context().Process(target=process_main, args=arguments, name=name)
+        process.start()
+        self._processes[worker.id] = process
+
+    def _clear_up(self) -> None:
+        """Leaves nothing behind but threads that are stuck in the user's code, which are named in a warning."""
+        deadline = time.monotonic() + decisions.GRACE
+        for process in self._processes.values():
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.exitcode is None:
+                process.kill()
+                process.join()
+            process.close()
+        for worker in self.plan.workers:
+            for port in worker.ports.everything():
+                if worker.id not in self.state.abandoned:
+                    port.close()
+        for out in self.plan.inputs.values():
+            out.close()
+        if self._mail is not None:
+            self._mail.close()
+            if self._postman.ident is not None:
+                self._postman.join()
+        self._events.close()
+        for id, thread in self._threads.items():
+            if id not in self.state.abandoned:
+                thread.join()
+        for id in sorted(self.state.abandoned & frozenset(self._threads), key=str):
+            warnings.warn(
+                f"worker {id} of graph {self.plan.graph.name!r} still runs code of yours that nothing can interrupt "
+                "from outside; its thread ends when that code returns",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def exit_text(code: int) -> str:
+    """What an exit code of a process means, in words."""
+    if code >= 0:
+        return f"exited with code {code} without finishing"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    hint = "; the kernel does so when memory runs out" if -code == signal.SIGKILL else ""
+    return f"was killed by {name}{hint}"

@@ -1,0 +1,292 @@
+"""What each verb does while it runs: a loop over ports, exactly as a user would write a general stage.
+
+Each function here is the body of one verb. It gets a :class:`Job` and its ports, and returns when its input is drained,
+or lets ``Closed`` out when nobody reads its output any more; both are a clean end. The next item is asked for only when
+everything for the item in hand is done: that is what finishes it.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flowchan.channel import In, Out
+from flowchan.errors import Closed, Drained, Empty
+from flowchan.run.failures import Failed, ItemFailed, portable
+
+SKIPPED: Any = object()
+
+
+@dataclass
+class Job:
+    """What a body needs besides its ports: the user's function, the verb's options, and what to do with a failure."""
+
+    kind: str
+    function: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    retries: int = 0
+    errors: Out[Failed] | None = None
+    sends_errors: bool = False
+    on_retry: Callable[[], None] = lambda: None
+    on_result: Callable[[Any], None] = lambda _: None
+
+    def recover(self, call: Callable[[Any], Any], item: Any, error: BaseException) -> Any:
+        """After ``call(item)`` raised: tries again, then sends the failure to the errors stream and answers SKIPPED.
+        Raises :class:`ItemFailed` when nobody reads that stream, or the error is none to go on after."""
+        attempts = 1
+        while isinstance(error, Exception) and attempts <= self.retries:
+            self.on_retry()
+            attempts += 1
+            try:
+                return call(item)
+            except BaseException as again:
+                error = again
+        if self.errors is None or not isinstance(error, Exception):
+            raise ItemFailed(item) from error
+        self.errors.put(Failed(item, portable(error) if self.sends_errors else error, attempts))
+        return SKIPPED
+
+
+def source(job: Job, *, out: Out[Any]) -> None:
+    iterable = job.options["iterable"] if "iterable" in job.options else job.function(*job.args, **job.kwargs)
+    out.put_many(iterable)
+
+
+def map_(job: Job, *, items: In[Any], out: Out[Any]) -> None:
+    function, put = job.function, out.put
+    for item in items:
+        try:
+            result = function(item)
+        except BaseException as error:
+            result = job.recover(function, item, error)
+            if result is SKIPPED:
+                continue
+        put(result)
+
+
+def filter_(job: Job, *, items: In[Any], out: Out[Any]) -> None:
+    function, put = job.function, out.put
+    for item in items:
+        try:
+            wanted = function(item)
+        except BaseException as error:
+            wanted = job.recover(function, item, error)
+            if wanted is SKIPPED:
+                continue
+        if wanted:
+            put(item)
+
+
+def flat_map(job: Job, *, items: In[Any], out: Out[Any]) -> None:
+    function = job.function
+    for item in items:
+        given = 0  # a retry does not repeat what is out already
+
+        def pour(item: Any) -> None:
+            nonlocal given
+            for number, output in enumerate(_elements(function, item)):
+                if number == given:
+                    given += 1
+                    _put(out, output)
+
+        _pour(job, pour, item)
+
+
+def unbatch(job: Job, *, items: In[Any], out: Out[Any]) -> None:
+    for item in items:
+        _pour(job, lambda item: [_put(out, element) for element in item], item)
+
+
+class _Ended(BaseException):
+    """The own output is closed. Told apart from a Closed that the user's code raises on its own channels."""
+
+
+def _put(out: Out[Any], output: Any) -> None:
+    try:
+        out.put(output)
+    except Closed as end:
+        raise _Ended from end
+
+
+def _elements(function: Callable[[Any], Iterable[Any]], item: Any) -> Iterable[Any]:
+    elements = function(item)
+    if not isinstance(elements, Iterable):
+        raise TypeError(f"flat_map's function must return an iterable, not {elements!r}")
+    return elements
+
+
+def _pour(job: Job, pour: Callable[[Any], Any], item: Any) -> None:
+    """Calls ``pour(item)``, which puts outputs while the user's iterator runs."""
+    try:
+        pour(item)
+    except _Ended as end:
+        raise end.__cause__ or Closed from None
+    except BaseException as error:
+        try:
+            job.recover(pour, item, error)
+        except ItemFailed as failed:
+            if isinstance(failed.__cause__, _Ended):
+                raise failed.__cause__.__cause__ or Closed from None
+            raise
+
+
+def sink(job: Job, *, items: In[Any]) -> None:
+    function = job.function
+    for item in items:
+        try:
+            function(item)
+        except BaseException as error:
+            job.recover(function, item, error)
+
+
+def collect(job: Job, *, items: In[Any]) -> None:
+    gathered: list[Any] = []
+    job.on_result(gathered)
+    while True:
+        try:
+            gathered.extend(items.get_many(1024))
+        except Drained:
+            return
+
+
+def reduce(job: Job, *, items: In[Any], out: Out[Any] | None = None) -> None:
+    total = copy.deepcopy(job.options["initial"]) if "initial" in job.options else SKIPPED
+    for item in items:
+        if total is SKIPPED:
+            total = item
+            continue
+        so_far = total
+
+        def fold(item: Any, so_far: Any = so_far) -> Any:
+            return job.function(so_far, item)
+
+        try:
+            total = fold(item)
+        except BaseException as error:
+            result = job.recover(fold, item, error)
+            total = so_far if result is SKIPPED else result
+    if total is SKIPPED:
+        raise TypeError("reduce of a stream without items needs an initial value")
+    job.on_result(total)
+    if out is not None:
+        out.put(total)
+
+
+def batch(job: Job, *, items: In[Any], out: Out[list[Any]]) -> None:
+    size, timeout = job.options["size"], job.options["timeout"]
+    while True:
+        try:
+            group = items.get_many(size)
+        except Drained:
+            return
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while len(group) < size:
+            try:
+                group.append(items.get_more(None if deadline is None else max(0.0, deadline - time.monotonic())))
+            except (Empty, Drained):
+                break
+        out.put(group)
+
+
+def take(job: Job, *, items: In[Any], out: Out[Any]) -> None:
+    left = job.options["n"]
+    if left == 0:
+        return
+    for item in items:
+        out.put(item)
+        left -= 1
+        if left == 0:
+            return
+
+
+def tee(job: Job, *, items: In[Any], **outs: Out[Any]) -> None:
+    branches = list(outs.values())
+    for item in items:
+        for out in list(branches):
+            try:
+                out.put(item)
+            except Closed:  # that branch wants no more; the others do
+                branches.remove(out)
+        if not branches:
+            return
+
+
+def partition(job: Job, *, items: In[Any], **outs: Out[Any]) -> None:
+    branches: dict[int, Out[Any]] = {int(port): out for port, out in outs.items()}
+    n = job.options["n"]
+    for item in items:
+        try:
+            key = job.function(item)
+            place = place_of(key) % n
+        except BaseException as error:
+            place = job.recover(lambda item: place_of(job.function(item)) % n, item, error)
+            if place is SKIPPED:
+                continue
+        try:
+            if place in branches:
+                branches[place].put(item)
+        except Closed:
+            del branches[place]
+        if not branches:
+            return
+
+
+def place_of(key: Any) -> int:
+    """A whole number for ``key``, the same in every process for the built-in kinds of key (``hash`` of a text differs
+    from process to process), equal for equal keys."""
+    if isinstance(key, str):
+        return zlib.crc32(key.encode("utf-8", "surrogatepass"))
+    if isinstance(key, bytes):
+        return zlib.crc32(key)
+    if isinstance(key, tuple):
+        number = 0
+        for part in key:
+            number = number * 1_000_003 ^ place_of(part)
+        return number
+    return hash(key)
+
+
+def zip_(job: Job, *, out: Out[tuple[Any, ...]], **inputs: In[Any]) -> None:
+    ports = list(inputs.values())
+    while True:
+        try:
+            together = tuple([port.get() for port in ports])
+        except Drained:
+            return
+        out.put(together)
+
+
+def merge(job: Job, *, out: Out[Any], **inputs: In[Any]) -> None:
+    """One worker per input runs this, so each has one input."""
+    (items,) = inputs.values()
+    for item in items:
+        out.put(item)
+
+
+def stage(job: Job, **ports: In[Any] | Out[Any]) -> None:
+    job.function(**ports, **job.kwargs)
+
+
+BODIES: dict[str, Callable[..., None]] = {
+    "source": source,
+    "map": map_,
+    "filter": filter_,
+    "flat_map": flat_map,
+    "unbatch": unbatch,
+    "sink": sink,
+    "collect": collect,
+    "reduce": reduce,
+    "batch": batch,
+    "take": take,
+    "tee": tee,
+    "partition": partition,
+    "zip": zip_,
+    "merge": merge,
+    "stage": stage,
+}

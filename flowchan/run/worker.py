@@ -1,0 +1,198 @@
+"""One worker: builds what the user declared, runs the verb's loop over its ports, and tells the supervisor how it ended.
+
+The same :func:`work` runs on a thread of this process and in a process of its own; what differs is how it gets there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+
+from flowchan import _core
+from flowchan.channel import In, Out
+from flowchan.errors import Broken, Closed
+from flowchan.run.failures import ItemFailed, portable, short
+from flowchan.run.verbs import BODIES, Job
+from flowchan.stage import Stage, is_callable_class
+
+ONE_OUTPUT = frozenset({"map"})
+"""Verbs with exactly one output per item: putting it also passes the item's turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerId:
+    """Which worker of which stage; workers of a stage are numbered from 1."""
+
+    stage: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.stage} {self.number}"
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The worker has ended cleanly. ``early``: its readers had left, so the item in hand was not wanted any more."""
+
+    worker: WorkerId
+    early: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The worker has ended by ``error``, which the user's code raised. ``item`` is the text of the item in hand."""
+
+    worker: WorkerId
+    error: BaseException
+    item: str | None
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Retried:
+    """The worker tries an item again."""
+
+    worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A stage whose output is a result of the run has it."""
+
+    stage: str
+    value: Any
+
+
+Event = Ended | Failure | Retried | Result
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """The ports of one worker, by the names in the stage's declaration."""
+
+    inputs: dict[str, In[Any]]
+    outputs: dict[str, Out[Any]]
+    errors: Out[Any] | None
+
+    def everything(self) -> Iterator[In[Any] | Out[Any]]:
+        """Readers first: what they had in hand is finished before the outputs end."""
+        yield from self.inputs.values()
+        yield from self.outputs.values()
+        if self.errors is not None:
+            yield self.errors
+
+    def join(self, stage: Stage | Recipe) -> None:
+        """Lets the outputs belong to the items of the single input: that is what keeps order, and what recovery needs
+        to know which outputs of an item exist."""
+        if len(self.inputs) != 1:
+            return
+        (reader,) = self.inputs.values()
+        ordered = stage.ordered and stage.workers > 1 and stage.kind != "stage"
+        for out in self.outputs.values():
+            out._follow(reader, ordered, stage.kind in ONE_OUTPUT)
+        if self.errors is not None:
+            self.errors._follow(reader, False, False)
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What a worker needs of its stage. Unlike :class:`Stage` it can be sent to another process."""
+
+    kind: str
+    function: Callable[..., Any] | None
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    options: dict[str, Any]
+    retries: int
+    ordered: bool
+    workers: int
+
+    @classmethod
+    def of(cls, stage: Stage) -> Recipe:
+        return cls(
+            stage.kind, stage.function, stage.args, dict(stage.kwargs), dict(stage.options), stage.retries,
+            stage.ordered, stage.workers,
+        )  # fmt: skip
+
+
+@contextlib.contextmanager
+def built(function: Callable[..., Any] | None) -> Iterator[Callable[..., Any]]:
+    """The function to call: a callable class is built here, once for this worker, and closed at its end."""
+    if function is None or not is_callable_class(function):
+        yield function or _nothing
+        return
+    made = function()
+    try:
+        yield made
+    finally:
+        close = getattr(made, "close", None)
+        if callable(close):
+            close()
+
+
+def _nothing() -> None: ...
+
+
+def work(worker: WorkerId, recipe: Recipe, ports: Ports, tell: Callable[[Event], None], sends: bool) -> None:
+    """Runs one worker to its end. Never raises: however it ends, ``tell`` hears it before the ports are closed, and
+    the ports are closed. ``sends``: what is told crosses to another process."""
+    last: Event = Ended(worker)
+    finished = True
+    try:
+        ports.join(recipe)
+        with built(recipe.function) as function:
+            job = Job(
+                kind=recipe.kind, function=function, args=recipe.args, kwargs=recipe.kwargs, options=recipe.options,
+                retries=recipe.retries, errors=ports.errors, sends_errors=sends,
+                on_retry=lambda: tell(Retried(worker)), on_result=lambda value: tell(Result(worker.stage, value)),
+            )  # fmt: skip
+            BODIES[recipe.kind](job, **ports.inputs, **ports.outputs)
+    except BaseException as error:
+        if _clean_end(error, ports):
+            last = Ended(worker, early=bool(ports.inputs) and isinstance(error, Closed))
+        else:
+            finished = False
+            cause = error.__cause__ if isinstance(error, ItemFailed) and error.__cause__ else error
+            item = short(error.item) if isinstance(error, ItemFailed) else None
+            last = Failure(worker, portable(cause) if sends else cause, item, os.getpid())
+    with contextlib.suppress(Closed, Broken):  # a run that was aborted hears nobody any more
+        tell(last)
+    for port in ports.everything():
+        if isinstance(port, In) and not finished:
+            port._give_up()
+        else:
+            port.close()
+
+
+def _clean_end(error: BaseException, ports: Ports) -> bool:
+    """Whether the error only says that one of the worker's own channels has ended."""
+    if isinstance(error, Closed):
+        return any(out.channel.closed for out in (*ports.outputs.values(), *([ports.errors] if ports.errors else [])))
+    if isinstance(error, Broken):
+        return any(port.channel.broken for port in ports.everything())
+    return False
+
+
+def process_main(worker: WorkerId, recipe: bytes, ports: Ports, events: Any, parent: int) -> None:
+    """What a worker's own process runs."""
+    _core._die_with(parent)
+    # The terminal sends Ctrl-C to the whole group; what it means is the supervisor's decision.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.set_wakeup_fd(-1)
+    try:
+        loaded = cloudpickle.loads(recipe)
+    except BaseException as error:
+        events.put(Failure(worker, portable(error), None, os.getpid()))
+        return
+    work(worker, loaded, ports, events.put, sends=True)
+
+
+pack = functools.partial(cloudpickle.dumps, protocol=5)
