@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from flowchan import Graph, Stream
+from flowchan import Graph
 
 STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
 
@@ -53,20 +53,13 @@ def show(total: Counter[str]) -> None:
         print(f"{count:>12,}  {word}")
 
 
-def declare(directory: Path) -> tuple[Graph, Stream]:
-    """The graph, and the stream whose one item is the total."""
-    graph = Graph("wordcount")
-    files = graph.source(python_files, directory)
-    counts = files.batch(32).map(count_words, workers=2, on="process", ordered=False)
-    return graph, counts.reduce(add, Counter(), name="total")
-
-
 def wordcount(directory: str = str(STANDARD_LIBRARY)) -> Graph:
-    """The graph that the command line runs and draws: it shows the total itself."""
     if not Path(directory).is_dir():
         raise ValueError(f"not a directory: {directory}")
-    graph, total = declare(Path(directory))
-    total.sink(show)
+    graph = Graph("wordcount")
+    files = graph.source(python_files, Path(directory))
+    counts = files.batch(32).map(count_words, workers=2, on="process", ordered=False)
+    counts.reduce(add, Counter(), name="total").sink(show)
     return graph
 
 

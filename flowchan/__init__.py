@@ -14,6 +14,8 @@ from flowchan.errors import (
     StageError,
 )
 from flowchan.run import Failed, Graph, LinkStats, Results, Run, RunStats, StageStats
+from flowchan.stage import Problem
+from flowchan.stream import Stream
 
 __all__ = [
     "Broken",
@@ -31,10 +33,17 @@ __all__ = [
     "In",
     "LinkStats",
     "Out",
+    "Problem",
     "Results",
     "Run",
     "RunError",
     "RunStats",
     "StageError",
     "StageStats",
+    "Stream",
 ]
+
+# Messages, tracebacks and pickles name the place that users import from.
+for _name in __all__:
+    globals()[_name].__module__ = "flowchan"
+del _name

@@ -8,15 +8,21 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from flowchan.check import raise_for
+from flowchan.check import check, raise_for
 from flowchan.graph import Blueprint
 from flowchan.run.handle import Results, Run, wait_interrupted
 from flowchan.run.plan import plan
+from flowchan.stage import Problem
 
 
 class Graph(Blueprint):
     """Stages joined by channels. Declare with :meth:`source`, :meth:`input`, :meth:`stage` and the verbs of the streams
     they return; then :meth:`run` it, or :meth:`start` it and take part while it runs."""
+
+    def check(self) -> tuple[Problem, ...]:
+        """Everything that is wrong with the declaration, with the lines it stands on; empty when nothing is. Runs
+        nothing."""
+        return check(self)
 
     def start(self) -> Run:
         """Checks the graph and starts it. Raises ``GraphError`` with everything that is wrong with it, and ``OSError``
