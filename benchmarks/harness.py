@@ -131,8 +131,8 @@ def throughput(
 def calibrate(move: Callable[[int], float], seconds: float) -> int:
     """How many items ``move`` moves in about ``seconds``; at least 100, and a multiple of 4 to be shared."""
     count = 100
-    while (took := move(count)) < seconds / 5:
-        count = 4 * count if took < seconds / 50 else 2 * count
+    while (took := move(count)) < seconds / 2:  # long enough for the cost of a start to be small beside it
+        count = 4 * count if took < seconds / 10 else 2 * count
     return max(100, int(count * seconds / took) // 4 * 4)
 
 
@@ -165,13 +165,14 @@ def _row(target: str, mine: Result, peer: Result, ratio: float, reached: bool, q
 def in_words(value: float, unit: str) -> str:
     """``2.31 M items/s``, ``11.6 GB/s``, ``20.8 µs``: three figures and a prefix that suits ``unit``."""
     steps = [(1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "µ"), (1e-9, "n")]
-    if unit == "items/s":
+    counted = unit in ("items/s", "words/s")
+    if counted:
         steps = steps[1:4]
     factor, prefix = next((step for step in steps if abs(value) >= step[0]), steps[-1])
     number = f"{value / factor:.3g}" if value else "0"
     if "e" in number:
         number = f"{value / factor:.0f}"
-    return f"{number} {prefix}{' ' if prefix and unit == 'items/s' else ''}{unit}"
+    return f"{number} {prefix}{' ' if prefix and counted else ''}{unit}"
 
 
 def machine() -> dict[str, object]:

@@ -44,7 +44,7 @@ def in_parallel() -> Counter[str]:
 
 
 def _job(name: str, job: Callable[[], Counter[str]], expected: Counter[str]) -> Case:
-    """The figure is words per second, so that higher is better as everywhere."""
+    """The figure is a rate, so that higher is better."""
 
     def work() -> tuple[Sequence[float], int]:
         began = time.perf_counter()
@@ -54,4 +54,4 @@ def _job(name: str, job: Callable[[], Counter[str]], expected: Counter[str]) -> 
             raise AssertionError(f"{name} counted {total.total()} words, not {expected.total()}")
         return [total.total() / took], total.total()
 
-    return Case(name, "items/s", work)
+    return Case(name, "words/s", work)

@@ -90,20 +90,29 @@ def stub_tree() -> ast.Module:
 
 
 def declared(body: list[ast.stmt]) -> dict[str, ast.stmt]:
-    """What a stub's module or class body declares, imports left out; of overloads the last."""
+    """What a stub's module or class body declares, imports and type variables left out; of overloads the last."""
     found: dict[str, ast.stmt] = {}
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             found[node.name] = node
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             found[node.target.id] = node
-        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+        elif (
+            isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and not is_type_variable(node.value)
+        ):
             found[node.targets[0].id] = node
     return found
 
 
-def public(names: Any) -> set[str]:
-    return {name for name in names if not name.startswith("_")}
+def is_type_variable(value: ast.expr) -> bool:
+    return (
+        isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id in ("TypeVar", "ParamSpec")
+    )
+
+
+def plain(names: Any) -> set[str]:
+    """All but Python's own double-underscore names."""
+    return {name for name in names if not name.startswith("__")}
 
 
 def stub_signature(node: ast.FunctionDef) -> inspect.Signature:
@@ -143,18 +152,16 @@ def native_signature(function: Any) -> inspect.Signature:
 
 
 def functions() -> dict[str, tuple[ast.FunctionDef, Any]]:
-    """Every public function and method of the stub, beside its native counterpart; constructors included."""
+    """Every function and method of the stub, beside its native counterpart; constructors included."""
     pairs: dict[str, tuple[ast.FunctionDef, Any]] = {}
     for name, node in declared(stub_tree().body).items():
         if isinstance(node, ast.FunctionDef):
             pairs[name] = (node, getattr(native, name, None))
         elif isinstance(node, ast.ClassDef):
             for method, inner in declared(node.body).items():
-                if isinstance(inner, ast.FunctionDef) and not is_property(inner):
-                    if method in ("__init__", "__new__"):
-                        pairs[name] = (inner, getattr(native, name, None))
-                    elif not method.startswith("_"):
-                        pairs[f"{name}.{method}"] = (inner, getattr(getattr(native, name, None), method, None))
+                called = method == "__init__" or not method.startswith("__")
+                if isinstance(inner, ast.FunctionDef) and called and not is_property(inner):
+                    pairs[f"{name}.{method}"] = (inner, getattr(getattr(native, name, None), method, None))
     return pairs
 
 
@@ -164,7 +171,7 @@ def is_property(node: ast.FunctionDef) -> bool:
 
 def test_the_stub_names_exactly_what_the_native_module_has():
     stub = declared(stub_tree().body)
-    assert public(stub) == public(vars(native)), ACCEPT
+    assert plain(stub) == plain(vars(native)), ACCEPT
 
 
 def classes() -> list[str]:
@@ -177,7 +184,7 @@ def test_the_stubs_classes_have_exactly_the_native_members(name):
     assert isinstance(node, ast.ClassDef)
     stub = declared(node.body)
     members = vars(getattr(native, name))
-    assert public(stub) == public(members), ACCEPT
+    assert plain(stub) == plain(members), ACCEPT
     special = {member for member in stub if member.startswith("__")} - {"__init__", "__new__", "__hash__"}
     assert special <= set(dir(getattr(native, name))), ACCEPT
 

@@ -2,6 +2,9 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
 
 #include <poll.h>
 #include <sys/syscall.h>
@@ -75,6 +78,38 @@ template <class Port> nb::tuple hand_over(Port& port) {
     return nb::make_tuple(port.channel, port.state.session);
 }
 
+// --- what a supervisor does for a worker that died; `port` is the supervisor's own handle of the dead worker's port ---
+
+std::vector<Slot*> in_hand(In& in) {
+    if (!in.ch->ring) return {};
+    Locked<Ring> lock(*in.ch->ring);
+    auto slots = in.ch->ring->in_hand(in.state.session);
+    lock.unlock({});
+    return slots;
+}
+
+nb::list numbers_in_hand(In& in) {
+    nb::list numbers;
+    for (Slot* slot : in_hand(in)) numbers.append(slot->number);
+    return numbers;
+}
+
+// How many workers have died with the item in hand that killed most.
+uint64_t deaths_in_hand(In& in) {
+    uint64_t most = 0;
+    for (Slot* slot : in_hand(in)) most = std::max(most, slot->state >> 32);
+    return most;
+}
+
+void retire(Out& out, std::vector<uint64_t> items) {
+    if (!out.ch->ring) return;
+    out.open = false;
+    Wakes wakes;
+    Locked<Ring> lock(*out.ch->ring);
+    out.ch->ring->retire_writer(out.state.session, items, wakes);
+    lock.unlock(wakes);
+}
+
 // Ends this process at once when the process `pid` has ended, whatever this one is doing, C code with the GIL held
 // included. One thread that only ever sleeps in poll(); it ends with its process.
 void die_with(int pid) {
@@ -138,8 +173,13 @@ NB_MODULE(_core, m) {
                    "A stage's reading end of a channel. Taking the next item finishes the one before.")
         .def("close", [](In& in) { in.close(true); }, "Leave: the items in hand count as finished.")
         .def("_give_up", [](In& in) { in.close(false); })
-        .def("_finish", finish_items)
         .def("_supervise", supervise<In>)
+        .def("_numbers_in_hand", numbers_in_hand)
+        .def("_deaths_in_hand", deaths_in_hand)
+        .def("_on_poison", [](In& in, uint64_t deaths, nb::object handler) {
+            in.max_deaths = deaths;
+            in.on_poison = std::move(handler);
+        }, "deaths"_a, "handler"_a)
         .def("_hand_over", hand_over<In>)
         .def("__enter__", [](nb::handle self) { return self; })
         .def("__exit__", [](In& in, nb::handle type, nb::handle, nb::handle) { in.close(type.is_none()); },
@@ -156,6 +196,8 @@ NB_MODULE(_core, m) {
             out.state.single = single;
             out.follows()->feeds.push_back(&out);
         }, "reader"_a, "ordered"_a, "single"_a)
+        .def("_replay", [](Out& out) { out.replays = true; })
+        .def("_retire", retire, "items"_a)
         .def("_supervise", supervise<Out>)
         .def("_hand_over", hand_over<Out>)
         .def("__enter__", [](nb::handle self) { return self; })

@@ -57,9 +57,10 @@ bool size_of(PyObject* item, uint64_t& size) {
 
 // Before the first output for an item: which item it is, and how many of its outputs are there already.
 template <class M> void begin(M& m, Out& out) {
+    if (out.state.keyed) return;
     In* in = out.follows();
-    if (!in || out.state.keyed || !in->state.in_hand) return;
-    m.begin_item(out.state, in->state.number);
+    if (!out.replays && (!in || !in->state.in_hand)) return;
+    m.begin_item(out.state, out.replays ? 0 : in->state.number);
     out.state.keyed = true;
 }
 
@@ -130,6 +131,15 @@ Step put_step(Channel& ch, Out* out, PyObject* item, Deadline deadline, uint64_t
     return ch.queue ? put_local(ch, out, item, deadline, size) : put_ring(ch, out, item, deadline, size);
 }
 
+// Hands an item that has killed its workers to the handler, in place of the caller. Wait: go on with the next item.
+Step poisoned(In& in, PyObject*& item, uint64_t deaths) {
+    PyObject* done = PyObject_CallFunction(in.on_poison.ptr(), "OK", item, static_cast<unsigned long long>(deaths));
+    Py_CLEAR(item);
+    if (!done) return Step::Interrupted;
+    Py_DECREF(done);
+    return Step::Wait;
+}
+
 // `keep`: the items in hand stay in hand (a batch being gathered); else they are acknowledged with the same lock.
 Step get_step(Channel& ch, In* in, Deadline deadline, bool keep, PyObject*& result) {
     ReaderState* reader = in ? &in->state : nullptr;
@@ -164,6 +174,7 @@ Step get_step(Channel& ch, In* in, Deadline deadline, bool keep, PyObject*& resu
         ring.release(taken.held, wakes);
         locked.unlock(wakes);
     }
+    if (result && in && in->max_deaths && taken.deaths >= in->max_deaths) return poisoned(*in, result, taken.deaths);
     return result ? Step::Done : Step::Interrupted;
 }
 
@@ -358,9 +369,12 @@ PyObject* put_item(Channel& ch, Out* out, PyObject* item, Deadline deadline) {
 
 PyObject* get_item(Channel& ch, In* in, Deadline deadline, bool keep, bool iterating) {
     if (!ch.usable()) return nullptr;
-    if (in && !keep) tell_followers(*in);
     PyObject* result = nullptr;
-    Step step = get_step(ch, in, deadline, keep, result);
+    Step step;
+    do {
+        if (in && !keep) tell_followers(*in);
+        step = get_step(ch, in, deadline, keep, result);
+    } while (step == Step::Wait);
     if (step == Step::Done) return result;
     if (step == Step::Drained && iterating) return nullptr;  // the end of an iteration needs no exception
     return raise_step(ch, step, Side::Reader, 0, deadline);
@@ -417,20 +431,6 @@ PyObject* get_all(Channel& ch, In* in, Py_ssize_t most, Deadline deadline) {
         }
     }
     return list;
-}
-
-void finish_items(In& in) {
-    tell_followers(in);
-    Wakes wakes;
-    if (in.ch->queue) {
-        Locked<LocalQueue> locked(*in.ch->queue);
-        in.ch->queue->acknowledge(in.state, wakes);
-        locked.unlock(wakes);
-    } else {
-        Locked<Ring> locked(*in.ch->ring);
-        in.ch->ring->acknowledge(in.state, wakes);
-        locked.unlock(wakes);
-    }
 }
 
 // The cause of Broken: for `threads` the exception itself, for `processes` what codec.dumps made of it.

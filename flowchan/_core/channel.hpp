@@ -45,6 +45,8 @@ struct In {
     uint64_t forks = fork_count;
     uint64_t generation = 0;
     bool open = true;
+    uint64_t max_deaths = 0;  // an item with which so many workers have died goes to `on_poison` instead; 0: none does
+    nb::object on_poison;
 
     In(nb::object channel, int session);
     ~In();
@@ -59,6 +61,7 @@ struct Out {
     uint64_t forks = fork_count;
     uint64_t generation = 0;
     bool open = true;
+    bool replays = false;     // a source's: all it puts belongs to one item, number 0, so that a successor can skip it
 
     Out(nb::object channel, int session);
     ~Out();
@@ -71,7 +74,6 @@ PyObject* put_item(Channel& ch, Out* out, PyObject* item, Deadline deadline);
 PyObject* get_item(Channel& ch, In* in, Deadline deadline, bool keep, bool iterating);
 PyObject* put_all(Channel& ch, Out* out, PyObject* items, Deadline deadline);
 PyObject* get_all(Channel& ch, In* in, Py_ssize_t most, Deadline deadline);
-void finish_items(In& in);   // the items in hand are done with: tells the writers that follow, then acknowledges
 
 void abort_channel(Channel& ch, PyObject* cause);
 nb::tuple channel_stats(Channel& ch);

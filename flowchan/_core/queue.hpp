@@ -89,7 +89,7 @@ private:
     }
     void push(const Item& item);
     void advance(Wakes& wakes);
-    bool is_parked(const WriterState* w) const { return w && w->keyed && w->ordered && w->number != turn; }
+    bool is_parked(const WriterState* w) const { return w && w->keyed && w->ordered && w->number > turn; }
     uint32_t call_writers() { return turn || parked ? writer_gate.call_all() : writer_gate.call(1); }
 
     Mutex mutex_;

@@ -146,8 +146,8 @@ bool Ring::reserve_high(uint64_t from) {
 bool Ring::lock(bool patient) {
     int rc;
     for (int i = 0; (rc = pthread_mutex_trylock(&h_->mutex)) == EBUSY; ++i) {
-        if (i < 40) {
-            for (int j = 0; j < 8; ++j) cpu_relax();
+        if (i < 200) {
+            cpu_relax();
         } else if (!patient) {
             return false;
         } else {
@@ -232,11 +232,9 @@ void Ring::adopt(uint32_t index) {
     s.started = process_start(s.pid);
 }
 
-// `finished`: the items in hand are done with, else they go back. Also what its killed process left half copied.
-void Ring::end_session(uint32_t index, bool finished, Wakes& wakes) {
+// What a session that ends, perhaps because its process was killed, was copying, and the waits it was counted in.
+void Ring::drop_copies(uint32_t index, Wakes& wakes) {
     Session& s = h_->sessions[index];
-    if (s.role == Session::NONE) return;
-    if (s.lease_head) finished ? free_leased(s, wakes) : give_back(s, wakes);
     for (uint64_t p = h_->slots_at; p < h_->mapped; p += sizeof(Slot)) {
         Slot* slot = at<Slot>(p);
         if (slot->owner() != index) continue;
@@ -251,6 +249,15 @@ void Ring::end_session(uint32_t index, bool finished, Wakes& wakes) {
     };
     leave(h_->reader_gate, s.at_reader_gate);
     leave(h_->writer_gate, s.at_writer_gate);
+    s.at_reader_gate = s.at_writer_gate = 0;
+}
+
+// `finished`: the items in hand are done with, else they go back.
+void Ring::end_session(uint32_t index, bool finished, Wakes& wakes) {
+    Session& s = h_->sessions[index];
+    if (s.role == Session::NONE) return;
+    if (s.lease_head) finished ? free_leased(s, wakes) : give_back(s, wakes);
+    drop_copies(index, wakes);
     bool last = false;
     Change change(h_->redo, base_);
     if (s.role == Session::READER) {
@@ -263,6 +270,29 @@ void Ring::end_session(uint32_t index, bool finished, Wakes& wakes) {
         change.set(h_->resumes, h_->resumes - 1);
     }
     change.set(s.role, Session::NONE);
+    change.commit();
+    if (last) close(wakes);
+}
+
+std::vector<Slot*> Ring::in_hand(uint32_t index) const {
+    std::vector<Slot*> slots;
+    for (uint64_t p = h_->sessions[index].lease_head; p; p = at<Slot>(p)->next) slots.push_back(at<Slot>(p));
+    return slots;
+}
+
+void Ring::retire_writer(uint32_t index, const std::vector<uint64_t>& items, Wakes& wakes) {
+    Session& s = h_->sessions[index];
+    bool again = s.committed_item && std::find(items.begin(), items.end(), s.committed_item - 1) != items.end();
+    if (!again || s.role != Session::WRITER) {
+        end_session(index, true, wakes);
+        return;
+    }
+    drop_copies(index, wakes);
+    bool last = h_->writers == 1;
+    Change change(h_->redo, base_);
+    change.set(h_->writers, h_->writers - 1);
+    change.set(h_->resumes, h_->resumes + 1);
+    change.set(s.role, Session::RESUME);
     change.commit();
     if (last) close(wakes);
 }

@@ -34,6 +34,7 @@ struct Taken {
     static constexpr uint64_t LOCAL = 4096;
     uint64_t kind = 0;
     uint64_t size = 0;
+    uint64_t deaths = 0;   // how many workers have died with it in hand
     const char* at = nullptr;
     Slot* held = nullptr;  // plain get of a large item: release() it after reading
     char local[LOCAL];
@@ -81,6 +82,11 @@ public:
     void adopt(uint32_t session);                             // it belongs to the calling process from now on
     void end_session(uint32_t session, bool finished, Wakes& wakes);
     void sweep(Wakes& wakes);                                 // ends unsupervised sessions of dead processes
+    std::vector<Slot*> in_hand(uint32_t session) const;       // what a reader has on lease, oldest first
+    // Ends the session of a writer that died. If it had put outputs for one of `items`, which will be worked on again,
+    // that is remembered, so that they are not put twice.
+    void retire_writer(uint32_t session, const std::vector<uint64_t>& items, Wakes& wakes);
+    const char* payload_of(Slot* slot) const { return payload(slot); }
     Session& session(uint32_t index) { return h_->sessions[index]; }
 
     Spin spin;
@@ -98,6 +104,7 @@ private:
     void tell_end(Wakes& wakes);
     void map(int fd, uint64_t length);
     void recover();
+    void drop_copies(uint32_t session, Wakes& wakes);
 
     Step room(const Frame& frame, const WriterState* writer) const;
     char* payload(Slot* slot) const { return slot->block ? base_ + slot->block : slot->data; }
@@ -108,7 +115,7 @@ private:
     void memory_freed(Wakes& wakes);
     void link(Slot* slot, WriterState* writer, Change& change);
     void finish_put(WriterState* writer, Wakes& wakes, bool parked);
-    bool is_parked(const WriterState* w) const { return w && w->keyed && w->ordered && w->number != h_->turn; }
+    bool is_parked(const WriterState* w) const { return w && w->keyed && w->ordered && w->number > h_->turn; }
     void count_output(WriterState* writer, Change& change);
     void advance(Wakes& wakes);
     void free_leased(Session& s, Wakes& wakes);

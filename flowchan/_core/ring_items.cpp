@@ -191,6 +191,7 @@ Step Ring::try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& 
     Slot* slot = at<Slot>(h_->head);
     taken.kind = slot->kind;
     taken.size = slot->size;
+    taken.deaths = slot->state >> 32;
     Change change(h_->redo, base_);
     change.set(h_->head, slot->next);
     change.set(h_->takes, h_->takes + 1);

@@ -114,28 +114,31 @@ struct Wakes {
 enum class Step { Done, Wait, NotNow, Closed, Drained, Broken, TooLarge, NoMemory, Interrupted };
 
 // Spinning pays when the other side is running now. The budget doubles when a spin met its chance and halves when it
-// did not; at zero every 32nd wait tries a short spin again.
+// did not; below LEAST_NS only every 32nd wait tries a short spin again. MOST_NS is about what a sleep and a wake-up
+// cost, so spinning in vain at worst doubles that cost.
 struct Spin {
-    static constexpr uint32_t MOST = 2048, LEAST = 64;
-    std::atomic<uint32_t> budget{LEAST};  // shared by the threads of a handle: a hint, so relaxed everywhere
+    static constexpr uint32_t MOST_NS = 50'000, LEAST_NS = 4'000, LOOKS = 16;
+    std::atomic<uint32_t> budget{MOST_NS};  // shared by the threads of a handle: a hint, so relaxed everywhere
     std::atomic<uint32_t> skipped{0};
 
     template <class Ready>
     bool wait(Ready ready) {
         uint32_t b = budget.load(std::memory_order_relaxed);
-        if (b < LEAST) {
+        if (b < LEAST_NS) {
             uint32_t s = skipped.load(std::memory_order_relaxed) + 1;
             skipped.store(s, std::memory_order_relaxed);
             if (s % 32) return false;
-            b = LEAST;
+            b = LEAST_NS;
         }
-        for (uint32_t i = 0; i < b; ++i) {
-            for (int j = 0; j < 8; ++j) cpu_relax();
-            if (ready()) {
-                budget.store(b * 2 > MOST ? MOST : b * 2, std::memory_order_relaxed);
+        const int64_t until = now_ns() + b;
+        do {
+            for (uint32_t i = 0; i < LOOKS; ++i) {
+                cpu_relax();
+                if (!ready()) continue;
+                budget.store(b * 2 > MOST_NS ? MOST_NS : b * 2, std::memory_order_relaxed);
                 return true;
             }
-        }
+        } while (now_ns() < until);
         budget.store(b / 2, std::memory_order_relaxed);
         return false;
     }

@@ -101,8 +101,10 @@ def test_a_child_that_waits_is_woken_from_here(context):
     end(process)
 
 
-def test_a_grandchild_inherits_too(context):
-    """From hand to hand: this process, a forked child, and a child of that by any method."""
+@pytest.mark.parametrize("method", ["fork", "spawn"])  # a forked child cannot use its parent's forkserver
+def test_a_grandchild_inherits_too(method):
+    """From hand to hand: this process, a forked child, and a child of that."""
+    context = multiprocessing.get_context(method)
     there, back = Channel(4, across="processes"), Channel(4, across="processes")
 
     def start_another():
