@@ -12,6 +12,7 @@ from flowchan.errors import (
     GraphError,
     RunError,
     StageError,
+    WorkerDied,
 )
 from flowchan.run import Failed, Graph, LinkStats, Results, Run, RunStats, StageStats
 from flowchan.stage import Problem
@@ -41,6 +42,7 @@ __all__ = [
     "StageError",
     "StageStats",
     "Stream",
+    "WorkerDied",
 ]
 
 # Messages, tracebacks and pickles name the place that users import from.

@@ -46,6 +46,23 @@ class Empty(ChannelError, queue.Empty, TimeoutError):
     """Nothing could be got *now*, or within ``timeout`` seconds: the channel is empty, and not yet at its end."""
 
 
+class WorkerDied(FlowchanError):
+    """A worker process ended without a word: it was killed, it crashed, or something in it called ``os._exit``.
+    ``exitcode`` is the process's exit code, minus the signal's number; ``pid`` was its process."""
+
+    def __init__(self, message: str, *, exitcode: int | None = None, pid: int | None = None) -> None:
+        super().__init__(message)
+        self.exitcode = exitcode
+        self.pid = pid
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _worker_died, (str(self), self.exitcode, self.pid)
+
+
+def _worker_died(message: str, exitcode: int | None, pid: int | None) -> WorkerDied:
+    return WorkerDied(message, exitcode=exitcode, pid=pid)
+
+
 class GraphError(FlowchanError):
     """The declaration of a graph is wrong. ``problems`` lists everything that :func:`flowchan.check` found."""
 

@@ -14,8 +14,8 @@ from types import MappingProxyType
 from typing import Any
 
 from flowchan.annotations import element_type, ports_of, returned_type
-from flowchan.arguments import callable_argument, placement, shown, text, whole
-from flowchan.stage import DEFAULT_CAPACITY, Link, Medium, Output, Placement, Stage, Where
+from flowchan.arguments import callable_argument, flag, placement, shown, text, whole
+from flowchan.stage import DEFAULT_CAPACITY, DEFAULT_MAX_DEATHS, DEFAULT_RESTARTS, Link, Medium, Output, Placement, Stage, Where
 from flowchan.stream import Stream, streams_argument
 
 _PACKAGE = __name__.partition(".")[0]
@@ -74,10 +74,13 @@ class Blueprint:
         name: str | None = None,
         on: Placement = "thread",
         capacity: int = DEFAULT_CAPACITY,
+        restarts: int = DEFAULT_RESTARTS,
+        restartable: bool = False,
         **kwargs: Any,
     ) -> Stream:
         """A stream of the elements of ``items``: an iterable, or a callable that gives one when it is called with
-        ``args`` and ``kwargs`` inside the run."""
+        ``args`` and ``kwargs`` inside the run. ``restartable``: iterating again gives the same elements, so a worker
+        process that died may be replaced, up to ``restarts`` times, by one that goes on behind what is out already."""
         function: Callable[..., Any] | None = None
         options: dict[str, Any] = {}
         if callable(items) and (args or kwargs or not isinstance(items, Iterable)):
@@ -90,7 +93,7 @@ class Blueprint:
             options, item = {"iterable": items}, element_type(type(items))
         (out,) = self._declare(
             "source", name=name, function=function, args=args, kwargs=kwargs, options=options, input_ports=(),
-            outputs=[("out", item)], capacity=capacity, on=on,
+            outputs=[("out", item)], capacity=capacity, on=on, restarts=restarts, restartable=restartable,
         )  # fmt: skip
         return out
 
@@ -118,18 +121,21 @@ class Blueprint:
         on: Placement = "thread",
         workers: int = 1,
         capacity: int = DEFAULT_CAPACITY,
+        restarts: int = DEFAULT_RESTARTS,
+        restartable: bool = False,
         **kwargs: Any,
     ) -> Any:
         """The general stage: ``function`` is called once per worker with its ports, the parameters annotated ``In[T]``
         and ``Out[T]``. The streams go to the ``In`` parameters in order, ``kwargs`` to the parameters that are no
-        ports. Returns ``None``, one stream or a tuple of streams, as there are ``Out`` parameters."""
+        ports. Returns ``None``, one stream or a tuple of streams, as there are ``Out`` parameters. ``restartable``: the
+        function keeps no state between items, so a worker process that died may be replaced, up to ``restarts`` times."""
         ports = ports_of(callable_argument("stage", "function", function))
         readers = [port.name for port in ports if port.reads][: len(streams)]
         surplus = [f"surplus{number}" for number in range(1, len(streams) - len(readers) + 1)]
         outs = self._declare(
             "stage", name=name, function=function, kwargs=kwargs, inputs=streams_argument("stage", streams),
             input_ports=readers + surplus, outputs=[(port.name, port.item) for port in ports if not port.reads],
-            capacity=capacity, on=on, workers=workers,
+            capacity=capacity, on=on, workers=workers, restarts=restarts, restartable=restartable,
         )  # fmt: skip
         return None if not outs else outs[0] if len(outs) == 1 else outs
 
@@ -139,8 +145,8 @@ class Blueprint:
         self,
         kind: str,
         *,
-        name: str | None,
         outputs: Sequence[tuple[str, Any]],
+        name: str | None = None,
         inputs: tuple[Stream, ...] = (),
         input_ports: Sequence[str] = ("items",),
         function: Callable[..., Any] | None = None,
@@ -153,12 +159,19 @@ class Blueprint:
         workers: int = 1,
         ordered: bool = True,
         retries: int = 0,
+        restarts: int = DEFAULT_RESTARTS,
+        max_deaths: int = DEFAULT_MAX_DEATHS,
+        restartable: bool = False,
     ) -> tuple[Stream, ...]:
         """Adds one stage, after the checks that all verbs share, and gives the handles of its outputs."""
         whole(kind, "capacity", capacity, 1)
         on = placement(kind, on)
         whole(kind, "workers", workers, 1)
         whole(kind, "retries", retries, 0)
+        whole(kind, "restarts", restarts, 0)
+        whole(kind, "max_deaths", max_deaths, 1)
+        flag(kind, "ordered", ordered)
+        flag(kind, "restartable", restartable)
         called = self._free_name(_name_from(function, kind)) if name is None else text(kind, "name", name)
         single = len(outputs) == 1
         stage = Stage(
@@ -177,6 +190,9 @@ class Blueprint:
             workers=workers,
             ordered=ordered,
             retries=retries,
+            restarts=restarts,
+            max_deaths=max_deaths,
+            restartable=restartable,
         )
         self._add(stage)
         return tuple(Stream(self, called, output.port, output.name, output.item) for output in stage.outputs)

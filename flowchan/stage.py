@@ -20,6 +20,8 @@ Placement = Literal["thread", "process"]
 Medium = Literal["threads", "processes"]
 
 DEFAULT_CAPACITY = 64
+DEFAULT_RESTARTS = 10
+DEFAULT_MAX_DEATHS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,7 @@ class Output:
 @dataclass(frozen=True, slots=True, eq=False)
 class Stage:
     """A node of the graph. ``kind`` is the verb that declared it ("map", "source", …, "stage" for the general one);
-    ``options`` holds what only that verb takes (``size`` of batch, ``key`` of partition, …)."""
+    ``options`` holds what only that verb takes (``size`` of batch, ``n`` of take, …)."""
 
     name: str
     kind: str
@@ -67,6 +69,9 @@ class Stage:
     workers: int = 1
     ordered: bool = True
     retries: int = 0
+    restarts: int = DEFAULT_RESTARTS
+    max_deaths: int = DEFAULT_MAX_DEATHS
+    restartable: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,16 +10,47 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import GenericAlias
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from flowchan.annotations import element_type, returned_type, type_name
-from flowchan.arguments import callable_argument, flag, seconds, shown, whole
+from flowchan.arguments import callable_argument, seconds, shown, whole
 from flowchan.stage import DEFAULT_CAPACITY, Placement
 
 if TYPE_CHECKING:
     from flowchan.graph import Blueprint
 
 _MISSING: Any = object()
+
+
+class WorkOptions(TypedDict, total=False):
+    """What every verb takes that calls a function of the user's for each item."""
+
+    name: str | None
+    """The stage's name; the function's name if it is left out."""
+    on: Placement
+    """Its workers run on a ``"thread"`` (default) or in a ``"process"`` each."""
+    workers: int
+    """How many of them; 1 if left out."""
+    retries: int
+    """How many times an item for which the function raised is tried again; 0 if left out."""
+    restarts: int
+    """How many worker processes that died are replaced, over the whole run; 10 if left out."""
+    max_deaths: int
+    """With how many workers an item may die before it counts as failed itself; 3 if left out."""
+
+
+class ItemOptions(WorkOptions, total=False):
+    """The same for a verb with an output."""
+
+    capacity: int
+    """Of the output channel, in items; 64 if left out."""
+
+
+class OrderedOptions(ItemOptions, total=False):
+    """The same for a verb that can keep the order of its input."""
+
+    ordered: bool
+    """Whether several workers together keep it; true if left out."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -29,10 +60,8 @@ class Stream:
 
     One stage reads a stream; several readers ask for :meth:`tee`.
 
-    The verbs that call a function for each item share these options: ``on`` places the workers on a "thread" or in a
-    "process" each; ``workers`` is their number; ``capacity`` bounds the output channel; ``retries`` is how many times a
-    failed item is tried again; ``ordered`` keeps the input's order when there are several workers. A callable class is
-    built once per worker.
+    The verbs that call a function for each item share the options of :class:`ItemOptions`. A callable class is built
+    once per worker.
     """
 
     graph: Blueprint
@@ -45,89 +74,30 @@ class Stream:
         kind = "" if self.item is None else f" of {type_name(self.item)}"
         return f"<Stream {self.name!r}{kind} in graph {self.graph.name!r}>"
 
-    def map(
-        self,
-        function: Callable[..., Any],
-        *,
-        name: str | None = None,
-        on: Placement = "thread",
-        workers: int = 1,
-        capacity: int = DEFAULT_CAPACITY,
-        retries: int = 0,
-        ordered: bool = True,
-    ) -> Stream:
+    def map(self, function: Callable[..., Any], **options: Unpack[OrderedOptions]) -> Stream:
         """``function(item)`` for each item: one output per item."""
-        return self._one(
-            "map", function, returned_type, name=name, on=on, workers=workers, capacity=capacity, retries=retries,
-            ordered=ordered,
-        )  # fmt: skip
+        return self._one("map", function, returned_type, options)
 
-    def flat_map(
-        self,
-        function: Callable[..., Any],
-        *,
-        name: str | None = None,
-        on: Placement = "thread",
-        workers: int = 1,
-        capacity: int = DEFAULT_CAPACITY,
-        retries: int = 0,
-        ordered: bool = True,
-    ) -> Stream:
+    def flat_map(self, function: Callable[..., Any], **options: Unpack[OrderedOptions]) -> Stream:
         """Each element of the iterable that ``function(item)`` gives: any number of outputs per item."""
-        return self._one(
-            "flat_map", function, lambda called: element_type(returned_type(called)), name=name, on=on,
-            workers=workers, capacity=capacity, retries=retries, ordered=ordered,
-        )  # fmt: skip
+        return self._one("flat_map", function, lambda called: element_type(returned_type(called)), options)
 
-    def filter(
-        self,
-        function: Callable[..., Any],
-        *,
-        name: str | None = None,
-        on: Placement = "thread",
-        workers: int = 1,
-        capacity: int = DEFAULT_CAPACITY,
-        retries: int = 0,
-        ordered: bool = True,
-    ) -> Stream:
+    def filter(self, function: Callable[..., Any], **options: Unpack[OrderedOptions]) -> Stream:
         """The items for which ``function(item)`` is true."""
-        return self._one(
-            "filter", function, lambda _: self.item, name=name, on=on, workers=workers, capacity=capacity,
-            retries=retries, ordered=ordered,
-        )  # fmt: skip
+        return self._one("filter", function, lambda _: self.item, options)
 
-    def sink(
-        self,
-        function: Callable[..., Any],
-        *,
-        name: str | None = None,
-        on: Placement = "thread",
-        workers: int = 1,
-        retries: int = 0,
-    ) -> None:
-        """``function(item)`` for each item, for its effect. The graph ends here."""
-        self.graph._declare(
-            "sink", name=name, function=callable_argument("sink", "function", function), inputs=(self,), outputs=(),
-            on=on, workers=workers, retries=retries,
-        )  # fmt: skip
+    def sink(self, function: Callable[..., Any], **options: Unpack[WorkOptions]) -> None:
+        """``function(item)`` for each item, for its effect. The graph ends here. The item in hand of a worker that died
+        is done again."""
+        callable_argument("sink", "function", function)
+        self.graph._declare("sink", function=function, inputs=(self,), outputs=(), **options)
 
-    def partition(
-        self,
-        key: Callable[..., Any],
-        n: int,
-        *,
-        name: str | None = None,
-        on: Placement = "thread",
-        workers: int = 1,
-        capacity: int = DEFAULT_CAPACITY,
-        retries: int = 0,
-    ) -> tuple[Stream, ...]:
+    def partition(self, key: Callable[..., Any], n: int, **options: Unpack[ItemOptions]) -> tuple[Stream, ...]:
         """``n`` streams; items for which ``key(item)`` is equal go to the same one."""
         ports = range(whole("partition", "n", n, 1))
         return self.graph._declare(
-            "partition", name=name, function=callable_argument("partition", "key", key), options={"n": n},
-            inputs=(self,), outputs=[(str(port), self.item) for port in ports], capacity=capacity, errors=True, on=on,
-            workers=workers, retries=retries,
+            "partition", function=callable_argument("partition", "key", key), options={"n": n}, inputs=(self,),
+            outputs=[(str(port), self.item) for port in ports], errors=True, **options,
         )  # fmt: skip
 
     def reduce(self, function: Callable[..., Any], initial: Any = _MISSING, *, name: str | None = None) -> Stream:
@@ -195,24 +165,13 @@ class Stream:
         return Stream(self.graph, self.stage, output.port, output.name, output.item)
 
     def _one(
-        self,
-        kind: str,
-        function: Callable[..., Any],
-        item_of: Callable[[Any], Any],
-        *,
-        name: str | None,
-        on: Placement,
-        workers: int,
-        capacity: int,
-        retries: int,
-        ordered: bool,
+        self, kind: str, function: Callable[..., Any], item_of: Callable[[Any], Any], options: OrderedOptions
     ) -> Stream:
         """A stage that calls the user's function for each item and has one output."""
         item = item_of(callable_argument(kind, "function", function))
         (out,) = self.graph._declare(
-            kind, name=name, function=function, inputs=(self,), outputs=[("out", item)], capacity=capacity,
-            errors=True, on=on, workers=workers, retries=retries, ordered=flag(kind, "ordered", ordered),
-        )  # fmt: skip
+            kind, function=function, inputs=(self,), outputs=[("out", item)], errors=True, **options
+        )
         return out
 
     def _plain(

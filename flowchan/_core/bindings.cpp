@@ -22,8 +22,10 @@ PyType_Slot channel_slots[] = {{Py_tp_methods, channel_methods}, {Py_tp_iter, (v
                                {Py_tp_iternext, (void*)channel_next}, {Py_tp_traverse, (void*)channel_traverse},
                                {Py_tp_clear, (void*)channel_clear}, {0, nullptr}};
 PyType_Slot in_slots[] = {{Py_tp_methods, in_methods}, {Py_tp_iter, (void*)PyObject_SelfIter},
-                          {Py_tp_iternext, (void*)in_next}, {Py_tp_traverse, (void*)in_traverse}, {0, nullptr}};
-PyType_Slot out_slots[] = {{Py_tp_methods, out_methods}, {Py_tp_traverse, (void*)out_traverse}, {0, nullptr}};
+                          {Py_tp_iternext, (void*)in_next}, {Py_tp_traverse, (void*)in_traverse},
+                          {Py_tp_clear, (void*)in_clear}, {0, nullptr}};
+PyType_Slot out_slots[] = {{Py_tp_methods, out_methods}, {Py_tp_traverse, (void*)out_traverse},
+                           {Py_tp_clear, (void*)out_clear}, {0, nullptr}};
 
 uint64_t state_of(Channel& ch) {
     if (!ch.usable()) throw nb::python_error();

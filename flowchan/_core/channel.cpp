@@ -178,27 +178,35 @@ Step get_step(Channel& ch, In* in, Deadline deadline, bool keep, PyObject*& resu
     return result ? Step::Done : Step::Interrupted;
 }
 
-template <class M> void done_with(M& m, Out& out, uint64_t number) {
+// Says that item `number` has no more outputs. As for a put, an item too far ahead of its turn waits. False with a Python
+// error set when a signal's handler raised meanwhile.
+template <class M> bool done_with(M& m, Out& out, uint64_t number) {
     if (!out.state.ordered) {
         out.state.keyed = false;
-        return;
+        return true;
     }
     // `single` has passed its turn with its output; an item without any output must still pass it.
-    if (!out.state.keyed && out.state.count > 0 && out.state.number == number) return;
-    Wakes wakes;
-    Locked<M> locked(m);
-    if (!out.state.keyed) m.begin_item(out.state, number);
-    m.item_done(out.state, wakes);
-    locked.unlock(wakes);
+    if (!out.state.keyed && out.state.count > 0 && out.state.number == number) return true;
+    Step step = perform(
+        m, Side::Writer, [&] { return out.state.session; },
+        [&](Wakes& wakes) {
+            if (!out.state.keyed) m.begin_item(out.state, number);
+            out.state.keyed = true;
+            return m.item_done(out.state, wakes);
+        },
+        Deadline{});
+    return step != Step::Interrupted;
 }
 
-void tell_followers(In& in) {
-    if (!in.state.in_hand) return;
+bool tell_followers(In& in) {
+    if (!in.state.in_hand) return true;
     for (Out* out : in.feeds) {
-        if (out->ch->queue) done_with(*out->ch->queue, *out, in.state.number);
-        else done_with(*out->ch->ring, *out, in.state.number);
+        bool told = out->ch->queue ? done_with(*out->ch->queue, *out, in.state.number)
+                                   : done_with(*out->ch->ring, *out, in.state.number);
+        if (!told) return false;
         out->state.count = 0;
     }
+    return true;
 }
 
 }  // namespace
@@ -327,7 +335,7 @@ Out::~Out() {
 void In::close(bool finished) {
     if (!open) return;
     open = false;
-    if (finished) tell_followers(*this);
+    if (finished && !tell_followers(*this)) PyErr_Clear();  // interrupted; leaving goes on all the same
     Wakes wakes;
     if (ch->queue) {
         Locked<LocalQueue> locked(*ch->queue);
@@ -372,7 +380,7 @@ PyObject* get_item(Channel& ch, In* in, Deadline deadline, bool keep, bool itera
     PyObject* result = nullptr;
     Step step;
     do {
-        if (in && !keep) tell_followers(*in);
+        if (in && !keep && !tell_followers(*in)) return nullptr;
         step = get_step(ch, in, deadline, keep, result);
     } while (step == Step::Wait);
     if (step == Step::Done) return result;

@@ -85,6 +85,8 @@ int channel_traverse(PyObject* self, visitproc visit, void* arg);
 int channel_clear(PyObject* self);
 int in_traverse(PyObject* self, visitproc visit, void* arg);
 int out_traverse(PyObject* self, visitproc visit, void* arg);
+int in_clear(PyObject* self);
+int out_clear(PyObject* self);
 PyObject* channel_next(PyObject* self);
 PyObject* in_next(PyObject* self);
 

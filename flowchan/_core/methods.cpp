@@ -212,7 +212,13 @@ int channel_clear(PyObject* self) {
 }
 int in_traverse(PyObject* self, visitproc visit, void* arg) {
     Py_VISIT(Py_TYPE(self));
-    if (nb::inst_ready(self)) Py_VISIT(in_of(self).channel.ptr());
+    if (!nb::inst_ready(self)) return 0;
+    Py_VISIT(in_of(self).channel.ptr());
+    Py_VISIT(in_of(self).on_poison.ptr());
+    return 0;
+}
+int in_clear(PyObject* self) {
+    if (nb::inst_ready(self)) in_of(self).on_poison.reset();
     return 0;
 }
 int out_traverse(PyObject* self, visitproc visit, void* arg) {
@@ -220,6 +226,12 @@ int out_traverse(PyObject* self, visitproc visit, void* arg) {
     if (!nb::inst_ready(self)) return 0;
     Py_VISIT(out_of(self).channel.ptr());
     Py_VISIT(out_of(self).reader.ptr());
+    return 0;
+}
+int out_clear(PyObject* self) {
+    if (!nb::inst_ready(self)) return 0;
+    if (In* in = out_of(self).follows()) std::erase(in->feeds, &out_of(self));
+    out_of(self).reader.reset();
     return 0;
 }
 

@@ -80,13 +80,16 @@ void LocalQueue::begin_item(WriterState& writer, uint64_t number) {
     writer.count = writer.skip = 0;
 }
 
-void LocalQueue::item_done(WriterState& writer, Wakes& wakes) {
+Step LocalQueue::item_done(WriterState& writer, Wakes& wakes) {
+    const bool behind = !writer.ordered || state != OPEN || writer.number < turn;
+    if (!behind && writer.number - turn >= GROUPS) return Step::Wait;
     writer.keyed = false;
-    if (!writer.ordered || writer.number < turn) return;
+    if (behind) return Step::Done;
     uint64_t ahead = writer.number - turn;
     if (groups_.size() <= ahead) groups_.resize(ahead + 1);
     groups_[ahead].complete = true;
     if (ahead == 0) advance(wakes);
+    return Step::Done;
 }
 
 void LocalQueue::advance(Wakes& wakes) {

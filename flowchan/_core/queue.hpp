@@ -61,7 +61,7 @@ public:
     Step try_take(Item& item, ReaderState* reader, Wakes& wakes);       // hands the reference over
     void acknowledge(ReaderState& reader, Wakes& wakes);
     void begin_item(WriterState& writer, uint64_t number);
-    void item_done(WriterState& writer, Wakes& wakes);
+    Step item_done(WriterState& writer, Wakes& wakes);
     void close(Wakes& wakes);
     void break_(std::vector<PyObject*>& dropped, Wakes& wakes);  // the caller drops the references, unlocked
     void end_port(bool writer, Wakes& wakes);

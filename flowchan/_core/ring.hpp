@@ -67,7 +67,7 @@ public:
     Step try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& wakes);
     void release(Slot* slot, Wakes& wakes);                       // of a HELD slot
     void acknowledge(ReaderState& reader, Wakes& wakes);          // all items in hand are finished
-    void item_done(WriterState& writer, Wakes& wakes);            // no more outputs for writer.number
+    Step item_done(WriterState& writer, Wakes& wakes);            // no more outputs for writer.number
     void begin_item(WriterState& writer, uint64_t number);        // first output for it is about to come
     bool fits(const Frame& frame) const { return frame.size <= h_->max_bytes; }
     bool drained() const { return h_->state == CLOSED && h_->leased == 0 && nothing_coming(); }

@@ -316,13 +316,16 @@ void Ring::begin_item(WriterState& writer, uint64_t number) {
     }
 }
 
-void Ring::item_done(WriterState& writer, Wakes& wakes) {
+Step Ring::item_done(WriterState& writer, Wakes& wakes) {
+    const bool behind = !writer.ordered || h_->state != OPEN || writer.number < h_->turn;
+    if (!behind && writer.number - h_->turn >= h_->groups) return Step::Wait;
     writer.keyed = false;
-    if (!writer.ordered || writer.number < h_->turn) return;
+    if (behind) return Step::Done;
     Change change(h_->redo, base_);
     change.set(group(writer.number).complete, 1);
     change.commit();
     if (writer.number == h_->turn) advance(wakes);
+    return Step::Done;
 }
 
 void Ring::advance(Wakes& wakes) {

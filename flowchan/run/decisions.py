@@ -13,12 +13,16 @@ In *stopping* sources are stopped and the rest drains. In *failing* and *abortin
 does not end by itself is ended: processes are terminated after ``GRACE`` seconds and killed after twice that; a thread
 that is stuck in the user's code can't be ended, it is given up. *finishing* is the same without a failure: everything
 that the user can see has ended, only workers are left that nobody needs (a source that waits for its device).
+
+A worker process that dies while the run is *running* or *stopping* is replaced as long as its stage has restarts left: at
+once the first time, later after a pause that doubles with every death over the same item.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from flowchan.run.worker import Ended, Failure, WorkerId
@@ -28,18 +32,24 @@ GRACE = 2.0
 STOP_SECONDS = 30.0
 """Seconds that a stopped run has to finish what is in flight before it is aborted."""
 
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0
+"""Seconds before a worker is started again after the second death over the same item, and at most."""
+
 Phase = Literal["running", "stopping", "finishing", "failing", "aborting", "ended"]
 
 
 @dataclass(frozen=True, slots=True)
 class State:
     """All that decisions depend on. ``since`` is when the phase began, in seconds of a clock that only goes forward;
-    ``ends`` are the workers of stages whose end is what the user waits for."""
+    ``ends`` are the workers of stages whose end is what the user waits for. ``restarts`` says how many workers of a stage
+    have been replaced, ``limits`` how many may be."""
 
     alive: frozenset[WorkerId]
     processes: frozenset[WorkerId]
     sources: frozenset[WorkerId]
     ends: frozenset[WorkerId]
+    limits: Mapping[str, int] = field(default_factory=dict)
+    restarts: Mapping[str, int] = field(default_factory=dict)
     phase: Phase = "running"
     since: float = 0.0
     failures: tuple[Failure, ...] = ()
@@ -52,10 +62,12 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Died:
-    """A worker's process is gone without having told how it ended. ``code`` is its exit code, minus the signal."""
+    """A worker's process is gone without having told how it ended. ``deaths`` counts the workers that have died with the
+    item that it had in hand, this one included."""
 
     worker: WorkerId
     failure: Failure
+    deaths: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +113,15 @@ class Terminate:
     force: bool
 
 
-Action = StopSources | BreakChannels | ReleasePorts | Terminate
+@dataclass(frozen=True, slots=True)
+class Replace:
+    """Give back what a dead worker had in hand, and start another in its place after ``pause`` seconds."""
+
+    worker: WorkerId
+    pause: float
+
+
+Action = StopSources | BreakChannels | ReleasePorts | Terminate | Replace
 
 
 def decide(state: State, happening: Happening, now: float) -> tuple[State, tuple[Action, ...]]:
@@ -111,7 +131,7 @@ def decide(state: State, happening: Happening, now: float) -> tuple[State, tuple
     if isinstance(happening, Ended):
         return _gone(state, happening.worker, now)
     if isinstance(happening, Died):
-        return _failed(state, happening.failure, now, expected=state.terminated)
+        return _died(state, happening, now)
     if isinstance(happening, Failure):
         return _failed(state, happening, now, expected=False)
     if isinstance(happening, StopAsked):
@@ -142,6 +162,16 @@ def _failed(state: State, failure: Failure, now: float, expected: bool) -> tuple
         state = dataclasses.replace(state, phase="failing", since=now)
     state, actions = _gone(state, failure.worker, now)
     return state, (*((BreakChannels(),) if breaking else ()), *actions)
+
+
+def _died(state: State, died: Died, now: float) -> tuple[State, tuple[Action, ...]]:
+    stage = died.worker.stage
+    used = state.restarts.get(stage, 0)
+    if state.phase in ("running", "stopping") and used < state.limits.get(stage, 0):
+        pause = 0.0 if died.deaths < 2 else min(FIRST_PAUSE * 2 ** (died.deaths - 2), LONGEST_PAUSE)
+        restarts = {**state.restarts, stage: used + 1}
+        return dataclasses.replace(state, restarts=restarts), (Replace(died.worker, pause),)
+    return _failed(state, died.failure, now, expected=state.terminated or state.phase == "finishing")
 
 
 def _abort(state: State, now: float) -> tuple[State, tuple[Action, ...]]:

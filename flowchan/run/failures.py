@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 import traceback
 from dataclasses import dataclass
 from typing import Any
 
+import cloudpickle
+
 from flowchan.errors import FlowchanError
-from flowchan.transport import codec
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,26 +33,51 @@ class LostError(FlowchanError):
     """Stands for an exception that can't be sent to another process; its text and traceback are kept."""
 
 
-def portable(error: BaseException) -> BaseException:
-    """``error`` in a form that survives the way to another process: itself with its traceback as a note, or a
-    :class:`LostError` with the same text where pickling or unpickling it fails."""
-    text = "".join(traceback.format_exception(error)).rstrip()
-    note = f"in the worker:\n{text}"
-    try:
-        copy = codec.loads(codec.dumps(error))
-        whole = type(copy) is type(error)
-    except BaseException:
-        whole = False
-    if not whole:
-        error = LostError(f"{type(error).__name__}: {error}")
-    error.add_note(note)
+class Portable:
+    """An exception on its way to another process. It arrives there as the exception itself, with its traceback as a
+    note; or as a :class:`LostError` with the same text, where it can't be pickled here or not rebuilt there."""
+
+    def __init__(self, error: BaseException) -> None:
+        whole = "".join(traceback.format_exception(error)).rstrip()
+        self._text = text_of(error)
+        # Beside the pickle, because an exception's own __reduce__ may leave its notes out (json's does).
+        self._notes = [*getattr(error, "__notes__", ()), f"in the worker:\n{whole}"]
+        self._data: bytes | None
+        try:
+            self._data = cloudpickle.dumps(error, protocol=5)
+        except BaseException:
+            self._data = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrive, (self._data, self._text, self._notes)
+
+
+def _arrive(data: bytes | None, text: str, notes: list[str]) -> BaseException:
+    error: Any = None
+    if data is not None:
+        try:
+            error = pickle.loads(data)
+        except BaseException:  # the user's class decides what this raises, and the failure must not be lost by it
+            error = None
+    if not isinstance(error, BaseException):
+        error = LostError(text)
+    error.__notes__ = notes
     return error
+
+
+def text_of(error: BaseException) -> str:
+    """Type and message of an exception, whatever its ``__str__`` does."""
+    try:
+        text = str(error)
+    except BaseException as bad:
+        text = f"<its text raises {type(bad).__name__}>"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def short(item: Any, most: int = 120) -> str:
     """The text of an item for messages."""
     try:
         text = repr(item)
-    except Exception as error:
+    except BaseException as error:
         text = f"<{type(item).__name__} whose repr raises {type(error).__name__}>"
     return text if len(text) <= most else f"{text[: most - 3]}..."

@@ -12,9 +12,10 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
-from flowchan.channel import Out
-from flowchan.errors import Broken, RunError, StageError
+from flowchan.channel import In, Out
+from flowchan.errors import Broken, Closed, RunError, StageError
 from flowchan.run.decisions import AbortAsked, StopAsked
+from flowchan.run.failures import text_of
 from flowchan.run.plan import Plan
 from flowchan.run.report import render
 from flowchan.run.statistics import measure, summarise
@@ -60,43 +61,55 @@ class Run:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._supervisor = Supervisor(plan)
-        self._pid = os.getpid()
-        self._iterated: set[str] = set()
+        self._iterated: dict[str, int] = {}  # by stage name: the thread that last asked for an item
         self._gathering = False
         self._lock = threading.Lock()
         self._supervisor.start()
-        _running.add(self)
+        _running.add(self._supervisor)
 
     # --- what goes in and comes out ---
 
     def __getitem__(self, stream: Stream) -> Out[Any]:
-        if stream.stage not in self._plan.inputs:
+        if not self._owns(stream) or stream.stage not in self._plan.inputs:
             raise KeyError(f"{stream!r} is no input of this run; run[…] takes the stream that graph.input() returned")
         return self._plan.inputs[stream.stage]
 
     def iter(self, stream: Stream) -> Iterator[Any]:
         """The items of a ``collect`` stream, one by one as they come; leaving the loop early stops the stages before it.
         Raises ``RunError`` when the run fails."""
+        if not self._owns(stream):
+            raise ValueError(f"{stream!r} is no stream of graph {self._plan.graph.name!r}")
         stage = self._plan.graph._stage_of(stream)
         if stage.kind != "collect":
             raise ValueError(f"{stream!r} does not leave the graph; iterate over {stream.name}.collect() instead")
         with self._lock:
             if self._gathering or stage.name in self._iterated:
                 raise ValueError(f"the items of {stream!r} are taken already: by wait(), or by another iter()")
-            self._iterated.add(stage.name)
+            self._iterated[stage.name] = threading.get_ident()
         return self._items(WorkerId(stage.name, 1))
 
     def _items(self, id: WorkerId) -> Iterator[Any]:
         (port,) = (worker.ports.inputs["items"] for worker in self._plan.workers if worker.id == id)
         try:
-            yield from port
+            self._iterated[id.stage] = threading.get_ident()
+            for item in port:
+                yield item
+                self._iterated[id.stage] = threading.get_ident()
         except Broken:
+            self._leave(id, port)  # the run does not end before its last reader
             self.wait()
             raise
         finally:
-            port.close()
-            with contextlib.suppress(Exception):  # the run may be over
-                self._supervisor.tell(Ended(id))
+            self._leave(id, port)
+
+    def _leave(self, id: WorkerId, port: In[Any]) -> None:
+        """Nobody iterates over this result any more."""
+        port.close()
+        with contextlib.suppress(Closed):  # the run may be over
+            self._supervisor.tell(Ended(id))
+
+    def _owns(self, stream: Stream) -> bool:
+        return isinstance(stream, Stream) and stream.graph is self._plan.graph
 
     # --- the end ---
 
@@ -106,7 +119,6 @@ class Run:
         self._gather()
         if not self._supervisor.ended.wait(timeout):
             raise TimeoutError(f"the run of graph {self._plan.graph.name!r} still goes on after {timeout} s")
-        _running.discard(self)
         failures = self._supervisor.state.failures
         if failures:
             raise RunError(f"graph {self._plan.graph.name!r} failed", [_stage_error(failure) for failure in failures])
@@ -141,6 +153,7 @@ class Run:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if error is None:
+            self._leave_iterators(of_thread=threading.get_ident())
             for out in self._plan.inputs.values():
                 out.close()
             self.wait()
@@ -150,16 +163,20 @@ class Run:
             wait_interrupted(self)
             return
         self.abort()
-        with contextlib.suppress(RunError):  # the body's exception says what happened
+        try:
             self.wait()
+        except RunError:
+            if isinstance(error, Broken):  # the body only met the end of its channel: this says why
+                raise
 
-    def _leave_iterators(self) -> None:
-        """The body that iterated is gone: nobody reads these results any more."""
+    def _leave_iterators(self, of_thread: int | None = None) -> None:
+        """The body that iterated is gone: nobody reads these results any more. What another thread iterates over goes
+        on unless the run is broken off."""
         for worker in self._plan.workers:
-            if worker.stage.name in self._iterated:
+            reader = self._iterated.get(worker.stage.name)
+            if reader is not None and of_thread in (None, reader):
                 for port in worker.ports.inputs.values():
-                    port.close()
-                self._supervisor.tell(Ended(worker.id))
+                    self._leave(worker.id, port)
 
     # --- what it looks like ---
 
@@ -194,21 +211,22 @@ def _stage_error(failure: Failure) -> StageError:
     item = f" on item {failure.item}" if failure.item is not None else ""
     error = StageError(
         f"stage {failure.worker.stage!r} failed{item} in worker {failure.worker} (pid {failure.pid}): "
-        f"{type(failure.error).__name__}: {failure.error}",
+        + text_of(failure.error),
         stage=failure.worker.stage, worker=str(failure.worker), item=failure.item,
     )  # fmt: skip
     error.__cause__ = failure.error
     return error
 
 
-# Runs that have not ended, of this process. A forked child inherits the set but not the runs.
-_running: weakref.WeakSet[Run] = weakref.WeakSet()
+# Supervisors whose thread still lives, whether or not anybody kept the handle of the run. A forked child inherits the
+# set but not the runs.
+_running: weakref.WeakSet[Supervisor] = weakref.WeakSet()
 
 
 @atexit.register
 def _abort_unfinished() -> None:
     """The interpreter exits: nothing of a run may outlive it."""
-    for run in list(_running):
-        if run._pid == os.getpid():
-            run.abort()
-            run._supervisor.ended.wait()
+    for supervisor in list(_running):
+        if supervisor.pid == os.getpid() and not supervisor.ended.is_set():
+            supervisor.ask(AbortAsked())
+            supervisor.ended.wait()

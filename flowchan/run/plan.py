@@ -13,6 +13,13 @@ from flowchan.run.worker import Ports, Recipe, WorkerId
 from flowchan.stage import Link, Stage
 
 
+_Reading = dict[tuple[str | None, str | None], Channel[Any]]
+_Writing = dict[tuple[str, str], Channel[Any]]
+
+PER_ITEM = frozenset({"map", "flat_map", "filter", "partition", "sink"})
+"""Verbs that keep nothing from one item to the next, so that another worker can take the next one up."""
+
+
 @dataclass(frozen=True, slots=True)
 class PlannedWorker:
     """One worker to start: where, with which recipe and ports."""
@@ -36,10 +43,23 @@ class Plan:
     workers: tuple[PlannedWorker, ...]
     inputs: dict[str, Out[Any]]
 
+    def limits(self) -> dict[str, int]:
+        """How many dead workers of each stage may be replaced: a stage with state of its own can't be, unless it says
+        so; a thread does not die."""
+        return {
+            stage.name: stage.restarts if stage.restartable or stage.kind in PER_ITEM else 0
+            for stage in self.graph.stages
+            if stage.on == "process"
+        }
+
+    def open_again(self, worker: PlannedWorker) -> Ports:
+        """New ports like those of ``worker``, to be opened before its own are closed."""
+        return _open(worker.stage, tuple(worker.ports.inputs), *_ends(self.links, self.channels))
+
     @property
     def sources(self) -> frozenset[str]:
         """The names of the stages that begin the graph."""
-        return frozenset(stage.name for stage in self.graph.stages if stage.kind in ("source", "input"))
+        return frozenset(stage.name for stage in self.graph.stages if not stage.inputs)
 
     @property
     def ends(self) -> frozenset[str]:
@@ -60,8 +80,7 @@ def plan(graph: Blueprint) -> Plan:
         channel: Channel[Any] = Channel(link.capacity, across=link.medium)
         channel._name = link.name
         channels[link.name] = channel
-    reading = {(link.reader, link.reader_port): channels[link.name] for link in links}
-    writing = {(link.writer, link.writer_port): channels[link.name] for link in links}
+    reading, writing = _ends(links, channels)
     workers: list[PlannedWorker] = []
     inputs: dict[str, Out[Any]] = {}
     for stage in graph.stages:
@@ -71,6 +90,12 @@ def plan(graph: Blueprint) -> Plan:
         for number, ports in enumerate(_input_ports(stage), 1):
             workers.append(PlannedWorker(WorkerId(stage.name, number), stage, _open(stage, ports, reading, writing)))
     return Plan(graph, links, channels, tuple(workers), inputs)
+
+
+def _ends(links: tuple[Link, ...], channels: dict[str, Channel[Any]]) -> tuple[_Reading, _Writing]:
+    """The channels by who reads them and by who writes them."""
+    reading = {(link.reader, link.reader_port): channels[link.name] for link in links}
+    return reading, {(link.writer, link.writer_port): channels[link.name] for link in links}
 
 
 def _input_ports(stage: Stage) -> Iterable[tuple[str, ...]]:
@@ -83,8 +108,8 @@ def _input_ports(stage: Stage) -> Iterable[tuple[str, ...]]:
 def _open(
     stage: Stage,
     input_ports: tuple[str, ...],
-    reading: dict[tuple[str | None, str | None], Channel[Any]],
-    writing: dict[tuple[str, str], Channel[Any]],
+    reading: _Reading,
+    writing: _Writing,
 ) -> Ports:
     def supervised(port: Any) -> Any:
         port._supervise()

@@ -41,6 +41,7 @@ def summarise(supervisor: Supervisor, snapshots: tuple[Snapshot, ...]) -> RunSta
             alive=sum(id.stage == stage.name for id in state.alive),
             broken=sum(f.worker.stage == stage.name and f.item is not None for f in state.failures),
             retried=supervisor.retried[stage.name],
+            restarts=state.restarts.get(stage.name, 0),
             unwanted=supervisor.unwanted[stage.name],
             seconds=supervisor.seconds.get(stage.name, 0.0),
         )
@@ -65,6 +66,7 @@ class _About:
     alive: int
     broken: int
     retried: int
+    restarts: int
     unwanted: int
     seconds: float
 
@@ -83,7 +85,7 @@ def _stage(about: _About, elapsed: float) -> StageStats:
     waiting_out = min(1.0 - waiting_in, sum(s.stats.write_wait for s in writes) / time_in_all)
     return StageStats(
         name=stage.name, kind=stage.kind, on=stage.on, workers=len(reads) if stage.kind == "merge" else stage.workers,
-        alive=about.alive, items_in=items_in, items_out=items_out, failed=failed, retried=about.retried, restarts=0,
+        alive=about.alive, items_in=items_in, items_out=items_out, failed=failed, retried=about.retried, restarts=about.restarts,
         unwanted=about.unwanted, in_hand=in_hand, rate=(items_in if reads else items_out) / elapsed,
         busy=1.0 - waiting_in - waiting_out, waiting_input=waiting_in, waiting_output=waiting_out,
     )  # fmt: skip

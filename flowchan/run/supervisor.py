@@ -21,6 +21,7 @@ The run contract. If the code disagrees with it, that is a bug; each clause name
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import multiprocessing
 import os
 import signal
@@ -31,13 +32,26 @@ from collections import Counter
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+import psutil
+
 from flowchan.channel import Channel
-from flowchan.errors import Broken, Closed, Empty, StageError
+from flowchan.errors import Broken, Closed, Empty, WorkerDied
 from flowchan.run import decisions
-from flowchan.run.decisions import Action, BreakChannels, Happening, ReleasePorts, State, StopSources, Terminate, decide
+from flowchan.run.decisions import (
+    Action,
+    BreakChannels,
+    Happening,
+    ReleasePorts,
+    Replace,
+    State,
+    StopSources,
+    Terminate,
+    decide,
+)
 from flowchan.run.plan import Plan, PlannedWorker
 from flowchan.run.worker import Ended, Event, Failure, Result, Retried, WorkerId, pack, process_main, work
 
+PAGE = os.sysconf("SC_PAGE_SIZE")
 LOOK = 0.05
 """Seconds between two looks at the worker processes: two looks and what they take stay below what R4 allows."""
 
@@ -47,6 +61,7 @@ class Supervisor:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
+        self.pid = os.getpid()
         ids = {worker.id: worker for worker in plan.workers}
         self.ended = threading.Event()
         self.results: dict[str, Any] = {}
@@ -60,9 +75,14 @@ class Supervisor:
             processes=frozenset(id for id, worker in ids.items() if worker.stage.on == "process"),
             sources=frozenset(id for id in ids if id.stage in plan.sources),
             ends=frozenset(id for id in ids if id.stage in plan.ends),
+            limits=plan.limits(),
             since=self.started_at,
         )
         self._workers = ids
+        self._due: dict[WorkerId, float] = {}  # when a replaced worker is to be started
+        self._born: dict[WorkerId, float] = {}
+        self._deaths_without_item: Counter[WorkerId] = Counter()
+        self._memory: dict[WorkerId, int] = {}  # last known, in bytes
         self._processes: dict[WorkerId, BaseProcess] = {}
         self._threads: dict[WorkerId, threading.Thread] = {}
         self._gone: set[WorkerId] = set()
@@ -129,15 +149,19 @@ class Supervisor:
             for died in self._dead():
                 self._handle(died)
             self._handle(decisions.Tick())
-        self._clear_up()
-        self.ended_at = time.monotonic()
-        self.ended.set()
+            self._start_due()
+        try:
+            self._clear_up()
+        finally:
+            self.ended_at = time.monotonic()
+            self.ended.set()
+        self._warn_of_abandoned()
 
     def _handle(self, happening: Happening) -> None:
         now = time.monotonic()
         if isinstance(happening, Ended | Failure | decisions.Died) and happening.worker in self.state.alive:
             self.seconds[happening.worker.stage] += now - self.started_at
-            self.unwanted[happening.worker.stage] += isinstance(happening, Ended) and happening.early
+            self.unwanted[happening.worker.stage] += happening.unwanted if isinstance(happening, Ended) else 0
         self.state, actions = decide(self.state, happening, now)
         for action in actions:
             self._act(action)
@@ -153,8 +177,12 @@ class Supervisor:
             for port in self._workers[action.worker].ports.everything():
                 port.close()
         elif isinstance(action, Terminate):
-            process = self._processes[action.worker]
-            process.kill() if action.force else process.terminate()
+            process = self._processes.get(action.worker)
+            if process is not None:  # it may be dead and not yet replaced
+                process.kill() if action.force else process.terminate()
+        elif isinstance(action, Replace):
+            self._replace(action.worker)
+            self._due[action.worker] = time.monotonic() + action.pause
 
     def _break(self, cause: BaseException | None) -> None:
         for channel in self.plan.channels.values():
@@ -164,17 +192,62 @@ class Supervisor:
         """Workers whose process has ended without a word. What it told may still be under way, so one is believed dead
         at the second look, when the mail is empty."""
         found = []
-        for id in self.state.alive & self.state.processes:
+        for id in (self.state.alive & self.state.processes) - self._due.keys():
             process = self._processes[id]
             if process.exitcode is None:
-                continue
-            if id not in self._gone:
+                self._memory[id] = _memory_of(process.pid) or self._memory.get(id, 0)
+            elif id not in self._gone:
                 self._gone.add(id)
             elif self._mail_is_empty() and len(self._events) == 0:
-                text = exit_text(process.exitcode)
-                error = StageError(f"the process of worker {id} {text}", stage=id.stage, worker=str(id))
-                found.append(decisions.Died(id, Failure(id, error, None, process.pid or 0)))
+                found.append(self._obituary(id, process))
         return found
+
+    def _obituary(self, id: WorkerId, process: BaseProcess) -> decisions.Died:
+        worker = self._workers[id]
+        in_hand = [number for port in worker.ports.inputs.values() for number in port._numbers_in_hand()]
+        if in_hand:
+            deaths = 1 + max(port._deaths_in_hand() for port in worker.ports.inputs.values())
+        else:
+            lived = time.monotonic() - self._born[id]
+            self._deaths_without_item[id] = 1 if lived > 1 else self._deaths_without_item[id] + 1
+            deaths = self._deaths_without_item[id]
+        code = process.exitcode or 0
+        limit = self.state.limits.get(id.stage, 0)
+        used = f"{self.state.restarts.get(id.stage, 0)} of {limit} restarts are used"
+        why = used if limit else f"a {worker.stage.kind} stage keeps state of its own and is not declared restartable"
+        error = WorkerDied(
+            f"the process of worker {id} {exit_text(code, self._memory.get(id, 0))}; it is not replaced: {why}",
+            exitcode=code, pid=process.pid,
+        )  # fmt: skip
+        return decisions.Died(id, Failure(id, error, None, process.pid or 0), deaths)
+
+    def _replace(self, id: WorkerId) -> None:
+        """Gives back what a dead worker had in hand, so that every output of it appears once: outputs that are out
+        already stay remembered in their channel, and whoever takes the item up skips them. The successor's ports are
+        opened first, so that no channel believes that its last writer or reader has gone."""
+        old = self._workers[id]
+        ports = self.plan.open_again(old)
+        items = [number for port in old.ports.inputs.values() for number in port._numbers_in_hand()]
+        if not old.ports.inputs:
+            items = [0]  # a source: all its outputs belong to one item
+        for out in (*old.ports.outputs.values(), *([old.ports.errors] if old.ports.errors is not None else [])):
+            out._retire(items)
+        for reader in old.ports.inputs.values():
+            reader._give_up()
+        self._workers[id] = dataclasses.replace(old, ports=ports)
+        process = self._processes.pop(id)
+        process.join()
+        process.close()
+
+    def _start_due(self) -> None:
+        now = time.monotonic()
+        for id in [id for id, due in self._due.items() if due <= now or self.state.phase == "ended"]:
+            del self._due[id]
+            self._gone.discard(id)
+            if self.state.phase in ("running", "stopping"):
+                self._start_process(self._workers[id])
+            else:
+                self._handle(Ended(id))
 
     def _mail_is_empty(self) -> bool:
         stats = self._mail.stats() if self._mail is not None else None
@@ -196,9 +269,10 @@ class Supervisor:
         process = multiprocessing.get_context().Process(target=process_main, args=arguments, name=name)
         process.start()
         self._processes[worker.id] = process
+        self._born[worker.id] = time.monotonic()
 
     def _clear_up(self) -> None:
-        """Leaves nothing behind but threads that are stuck in the user's code, which are named in a warning."""
+        """Leaves nothing behind but threads that are stuck in the user's code."""
         deadline = time.monotonic() + decisions.GRACE
         for process in self._processes.values():
             process.join(max(0.0, deadline - time.monotonic()))
@@ -206,7 +280,7 @@ class Supervisor:
                 process.kill()
                 process.join()
             process.close()
-        for worker in self.plan.workers:
+        for worker in self._workers.values():
             for port in worker.ports.everything():
                 if worker.id not in self.state.abandoned:
                     port.close()
@@ -220,6 +294,9 @@ class Supervisor:
         for id, thread in self._threads.items():
             if id not in self.state.abandoned:
                 thread.join()
+
+    def _warn_of_abandoned(self) -> None:
+        """Comes last: with warnings turned into errors it raises, and the run must have ended for all who wait."""
         for id in sorted(self.state.abandoned & frozenset(self._threads), key=str):
             warnings.warn(
                 f"worker {id} of graph {self.plan.graph.name!r} still runs code of yours that nothing can interrupt "
@@ -229,13 +306,25 @@ class Supervisor:
             )
 
 
-def exit_text(code: int) -> str:
-    """What an exit code of a process means, in words."""
+def exit_text(code: int, memory: int) -> str:
+    """What an exit code of a process means, in words, with the memory in bytes that it was last seen to have."""
     if code >= 0:
         return f"exited with code {code} without finishing"
     try:
         name = signal.Signals(-code).name
     except ValueError:
         name = f"signal {-code}"
-    hint = "; the kernel does so when memory runs out" if -code == signal.SIGKILL else ""
-    return f"was killed by {name}{hint}"
+    if -code != signal.SIGKILL or not memory:
+        return f"was killed by {name}"
+    total = psutil.virtual_memory().total
+    likely = ", likely for lack of memory" if memory > total / 4 else ""
+    return f"was killed by {name}{likely} (last known memory {memory / 2**20:,.0f} of {total / 2**20:,.0f} MiB)"
+
+
+def _memory_of(pid: int | None) -> int:
+    """The resident memory of a process in bytes, 0 when it can't be told."""
+    try:
+        with open(f"/proc/{pid}/statm") as file:
+            return int(file.read().split()[1]) * PAGE
+    except (OSError, IndexError, ValueError):
+        return 0

@@ -8,6 +8,7 @@ everything for the item in hand is done: that is what finishes it.
 from __future__ import annotations
 
 import copy
+import enum
 import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping
@@ -15,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flowchan.channel import In, Out
-from flowchan.errors import Closed, Drained, Empty
-from flowchan.run.failures import Failed, ItemFailed, portable
+from flowchan.errors import Broken, ChannelError, Closed, Drained, Empty, WorkerDied
+from flowchan.run.failures import Failed, ItemFailed, Portable, text_of
 
 SKIPPED: Any = object()
 
@@ -32,13 +33,12 @@ class Job:
     options: Mapping[str, Any] = field(default_factory=dict)
     retries: int = 0
     errors: Out[Failed] | None = None
-    sends_errors: bool = False
     on_retry: Callable[[], None] = lambda: None
     on_result: Callable[[Any], None] = lambda _: None
+    unwanted: int = 0  # items whose reader had left (partition)
 
     def recover(self, call: Callable[[Any], Any], item: Any, error: BaseException) -> Any:
-        """After ``call(item)`` raised: tries again, then sends the failure to the errors stream and answers SKIPPED.
-        Raises :class:`ItemFailed` when nobody reads that stream, or the error is none to go on after."""
+        """After ``call(item)`` raised: tries again, then gives the item up and answers SKIPPED."""
         attempts = 1
         while isinstance(error, Exception) and attempts <= self.retries:
             self.on_retry()
@@ -47,10 +47,28 @@ class Job:
                 return call(item)
             except BaseException as again:
                 error = again
+        self.give_up(item, error, attempts)
+        return SKIPPED
+
+    def give_up(self, item: Any, error: BaseException, attempts: int = 1) -> None:
+        """Sends the failure of ``item`` to the errors stream. Raises :class:`ItemFailed` when that stream does not
+        receive it (nobody reads it, or no more), or the error is none to go on after."""
         if self.errors is None or not isinstance(error, Exception):
             raise ItemFailed(item) from error
-        self.errors.put(Failed(item, portable(error) if self.sends_errors else error, attempts))
-        return SKIPPED
+        crosses = self.errors.channel.across != "threads"
+        carried: Any = Portable(error) if crosses else error
+        try:
+            self.errors.put(Failed(item, carried, attempts))
+        except Broken:
+            raise
+        except Exception as refused:
+            error.add_note(f"the errors stream did not take it: {text_of(refused)}")
+            raise ItemFailed(item) from error
+
+
+    def poisoned(self, item: Any, deaths: int) -> None:
+        """Takes an item with which ``deaths`` workers have died: it counts as failed, and its neighbours are spared."""
+        self.give_up(item, WorkerDied(f"{deaths} workers died with this item in hand"), deaths)
 
 
 def source(job: Job, *, out: Out[Any]) -> None:
@@ -67,7 +85,12 @@ def map_(job: Job, *, items: In[Any], out: Out[Any]) -> None:
             result = job.recover(function, item, error)
             if result is SKIPPED:
                 continue
-        put(result)
+        try:
+            put(result)
+        except ChannelError:
+            raise
+        except Exception as error:  # it can't be sent
+            job.give_up(item, error)
 
 
 def filter_(job: Job, *, items: In[Any], out: Out[Any]) -> None:
@@ -80,7 +103,12 @@ def filter_(job: Job, *, items: In[Any], out: Out[Any]) -> None:
             if wanted is SKIPPED:
                 continue
         if wanted:
-            put(item)
+            try:
+                put(item)
+            except ChannelError:
+                raise
+            except Exception as error:  # it can't be sent
+                job.give_up(item, error)
 
 
 def flat_map(job: Job, *, items: In[Any], out: Out[Any]) -> None:
@@ -100,7 +128,12 @@ def flat_map(job: Job, *, items: In[Any], out: Out[Any]) -> None:
 
 def unbatch(job: Job, *, items: In[Any], out: Out[Any]) -> None:
     for item in items:
-        _pour(job, lambda item: [_put(out, element) for element in item], item)
+
+        def pour(item: Any) -> None:
+            for element in item:
+                _put(out, element)
+
+        _pour(job, pour, item)
 
 
 class _Ended(BaseException):
@@ -231,8 +264,15 @@ def partition(job: Job, *, items: In[Any], **outs: Out[Any]) -> None:
         try:
             if place in branches:
                 branches[place].put(item)
+            else:
+                job.unwanted += 1
         except Closed:
+            job.unwanted += 1
             del branches[place]
+        except ChannelError:
+            raise
+        except Exception as error:  # it can't be sent
+            job.give_up(item, error)
         if not branches:
             return
 
@@ -249,6 +289,12 @@ def place_of(key: Any) -> int:
         for part in key:
             number = number * 1_000_003 ^ place_of(part)
         return number
+    if isinstance(key, frozenset):
+        return sum(map(place_of, key))
+    if key is None:
+        return 0
+    if isinstance(key, enum.Enum) and type(key).__hash__ is enum.Enum.__hash__:
+        return place_of(key.name)
     return hash(key)
 
 

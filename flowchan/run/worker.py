@@ -18,7 +18,7 @@ import cloudpickle
 from flowchan import _core
 from flowchan.channel import In, Out
 from flowchan.errors import Broken, Closed
-from flowchan.run.failures import ItemFailed, portable, short
+from flowchan.run.failures import ItemFailed, Portable, short
 from flowchan.run.verbs import BODIES, Job
 from flowchan.stage import Stage, is_callable_class
 
@@ -39,10 +39,10 @@ class WorkerId:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The worker has ended cleanly. ``early``: its readers had left, so the item in hand was not wanted any more."""
+    """The worker has ended cleanly. ``unwanted``: how many of its items nobody wanted, because their readers had left."""
 
     worker: WorkerId
-    early: bool = False
+    unwanted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Failure:
     """The worker has ended by ``error``, which the user's code raised. ``item`` is the text of the item in hand."""
 
     worker: WorkerId
-    error: BaseException
+    error: Any  # on its way out of a process a Portable, which arrives as the exception
     item: str | None
     pid: int
 
@@ -88,9 +88,12 @@ class Ports:
         if self.errors is not None:
             yield self.errors
 
-    def join(self, stage: Stage | Recipe) -> None:
+    def join(self, stage: Recipe) -> None:
         """Lets the outputs belong to the items of the single input: that is what keeps order, and what recovery needs
-        to know which outputs of an item exist."""
+        to know which outputs of an item exist. All outputs of a restartable source belong to one item."""
+        if not self.inputs and stage.restartable:
+            for out in self.outputs.values():
+                out._replay()
         if len(self.inputs) != 1:
             return
         (reader,) = self.inputs.values()
@@ -113,12 +116,14 @@ class Recipe:
     retries: int
     ordered: bool
     workers: int
+    max_deaths: int
+    restartable: bool
 
     @classmethod
     def of(cls, stage: Stage) -> Recipe:
         return cls(
             stage.kind, stage.function, stage.args, dict(stage.kwargs), dict(stage.options), stage.retries,
-            stage.ordered, stage.workers,
+            stage.ordered, stage.workers, stage.max_deaths, stage.restartable,
         )  # fmt: skip
 
 
@@ -143,25 +148,30 @@ def _nothing() -> None: ...
 def work(worker: WorkerId, recipe: Recipe, ports: Ports, tell: Callable[[Event], None], sends: bool) -> None:
     """Runs one worker to its end. Never raises: however it ends, ``tell`` hears it before the ports are closed, and
     the ports are closed. ``sends``: what is told crosses to another process."""
-    last: Event = Ended(worker)
+    last: Event
     finished = True
+    job = Job(kind=recipe.kind, function=_nothing)
     try:
         ports.join(recipe)
         with built(recipe.function) as function:
             job = Job(
                 kind=recipe.kind, function=function, args=recipe.args, kwargs=recipe.kwargs, options=recipe.options,
-                retries=recipe.retries, errors=ports.errors, sends_errors=sends,
+                retries=recipe.retries, errors=ports.errors,
                 on_retry=lambda: tell(Retried(worker)), on_result=lambda value: tell(Result(worker.stage, value)),
             )  # fmt: skip
+            for reader in ports.inputs.values():
+                reader._on_poison(recipe.max_deaths, job.poisoned)
             BODIES[recipe.kind](job, **ports.inputs, **ports.outputs)
+        last = Ended(worker, job.unwanted)
     except BaseException as error:
         if _clean_end(error, ports):
-            last = Ended(worker, early=bool(ports.inputs) and isinstance(error, Closed))
+            in_hand = bool(ports.inputs) and isinstance(error, Closed)
+            last = Ended(worker, job.unwanted + in_hand)
         else:
             finished = False
             cause = error.__cause__ if isinstance(error, ItemFailed) and error.__cause__ else error
             item = short(error.item) if isinstance(error, ItemFailed) else None
-            last = Failure(worker, portable(cause) if sends else cause, item, os.getpid())
+            last = Failure(worker, Portable(cause) if sends else cause, item, os.getpid())
     with contextlib.suppress(Closed, Broken):  # a run that was aborted hears nobody any more
         tell(last)
     for port in ports.everything():
@@ -190,7 +200,7 @@ def process_main(worker: WorkerId, recipe: bytes, ports: Ports, events: Any, par
     try:
         loaded = cloudpickle.loads(recipe)
     except BaseException as error:
-        events.put(Failure(worker, portable(error), None, os.getpid()))
+        events.put(Failure(worker, Portable(error), None, os.getpid()))
         return
     work(worker, loaded, ports, events.put, sends=True)
 
