@@ -53,8 +53,10 @@ def run(across: str, seconds: float) -> dict[tuple[str, int], int]:
     parties.append(start(target=consume, args=(channel, accounts)))
     for party in parties:
         party.start()
-    time.sleep(seconds)
-    channel.close()
+    try:
+        time.sleep(seconds)
+    finally:  # after Ctrl-C too: the parties end because the channel does
+        channel.close()
     for party in parties:
         party.join()
     accounts.close()

@@ -18,6 +18,14 @@
 
 namespace flowchan {
 
+// A place where a process may be killed. The crash tests build the core with FLOWCHAN_FAULTS and give a function that
+// kills at the n-th such place; otherwise it is nothing.
+#ifdef FLOWCHAN_FAULTS
+void fault_point();
+#else
+inline void fault_point() {}
+#endif
+
 inline void keep_order() { std::atomic_signal_fence(std::memory_order_seq_cst); }
 
 struct Redo {
@@ -30,8 +38,10 @@ struct Redo {
     Entry entry[MOST];
 
     void apply(char* base, uint64_t n) const {
-        for (uint64_t i = 0; i < n; ++i)
+        for (uint64_t i = 0; i < n; ++i) {
             *reinterpret_cast<volatile uint64_t*>(base + entry[i].offset) = entry[i].value;
+            fault_point();
+        }
     }
     // Called by who found the owner of the lock dead.
     void recover(char* base) {
@@ -39,6 +49,7 @@ struct Redo {
         apply(base, valid);
         keep_order();
         valid = 0;
+        fault_point();
     }
 };
 
@@ -54,13 +65,16 @@ public:
         n_ += 1;
     }
     void commit() {
+        fault_point();
         keep_order();
         redo_.valid = n_;
         keep_order();
+        fault_point();
         redo_.apply(base_, n_);
         keep_order();
         redo_.valid = 0;
         keep_order();
+        fault_point();
         n_ = 0;
     }
 

@@ -155,8 +155,10 @@ bool Ring::lock(bool patient) {
             break;
         }
     }
+    fault_point();
     if (rc == EOWNERDEAD) {
         recover();
+        fault_point();
         pthread_mutex_consistent(&h_->mutex);
     }
     return true;

@@ -52,8 +52,12 @@ public:
 
     // The lock. `lock` says false if it could not get it without waiting and `patient` is false.
     bool lock(bool patient);
-    void unlock() { pthread_mutex_unlock(&h_->mutex); }
+    void unlock() {
+        fault_point();
+        pthread_mutex_unlock(&h_->mutex);
+    }
     void wake(const Wakes& w) {
+        fault_point();
         if (w.readers) futex_wake(h_->reader_gate.seq, w.readers, true);
         if (w.writers) futex_wake(h_->writer_gate.seq, w.writers, true);
     }
