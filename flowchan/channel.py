@@ -101,6 +101,8 @@ _known: weakref.WeakValueDictionary[int, Channel[Any]] = weakref.WeakValueDictio
 
 
 def _arrive(handle: Any, name: str) -> Channel[Any]:
+    if isinstance(handle, tuple) and (known := _known.get(handle[2])) is not None:
+        return known  # no need of the sender, which may have ended
     try:
         fd = open_handle(handle)
     except OSError as error:

@@ -137,6 +137,7 @@ template <class... Args> void construct(Channel* self, Args... args) {
 }  // namespace
 
 NB_MODULE(_core, m) {
+    nb::set_leak_warnings(false);  // a thread that still waits at the interpreter's exit is no leak of ours
     m.doc() = "The native core of flowchan: channels and their ports.";
 
     nb::class_<Channel>(m, "Channel", nb::type_slots(channel_slots), nb::is_weak_referenceable(),

@@ -146,14 +146,20 @@ Step get_step(Channel& ch, In* in, Deadline deadline, bool keep, PyObject*& resu
     if (ch.queue) {
         LocalQueue& queue = *ch.queue;
         LocalQueue::Item item{};
+        std::vector<LocalQueue::Item> before;
         Step step = perform(
             queue, Side::Reader, [] { return 0u; },
             [&](Wakes& wakes) {
-                if (reader && !keep) queue.acknowledge(*reader, wakes);
+                if (reader && !keep) {
+                    queue.acknowledge(*reader, wakes);
+                    before.swap(in->hand);
+                }
                 return queue.try_take(item, reader, wakes);
             },
             deadline);
+        for (LocalQueue::Item& old : before) Py_DECREF(old.object);
         result = item.object;
+        if (in && result) in->hand.push_back({Py_NewRef(result), item.size});
         return step;
     }
     Ring& ring = *ch.ring;
@@ -256,7 +262,7 @@ uint32_t Channel::plain_session() {
     std::string failure;
     {
         Locked<Ring> locked(*ring);
-        try {
+        if (!plain) try {  // another thread may have been quicker
             plain = ring->open_session(Session::PLAIN, wakes);
         } catch (const std::exception& e) {
             failure = e.what();
@@ -339,9 +345,16 @@ void In::close(bool finished) {
     Wakes wakes;
     if (ch->queue) {
         Locked<LocalQueue> locked(*ch->queue);
-        ch->queue->acknowledge(state, wakes);  // no other process could take the items up
+        if (finished || ch->queue->state == BROKEN) {
+            ch->queue->acknowledge(state, wakes);
+        } else {
+            ch->queue->give_back(hand, state, wakes);
+            hand.clear();
+        }
         ch->queue->end_port(false, wakes);
         locked.unlock(wakes);
+        for (LocalQueue::Item& item : hand) Py_DECREF(item.object);
+        hand.clear();
         return;
     }
     Locked<Ring> locked(*ch->ring);
@@ -450,9 +463,28 @@ PyObject* stored_cause(Channel& ch) {
     std::string pickled = ch.ring->cause();
     locked.unlock(wakes);
     if (pickled.empty()) return nullptr;
-    PyObject* cause = decode(PICKLE, pickled.data(), pickled.size());
+    PyObject* cause = decode(uint64_t(pickled[0]), pickled.data() + 1, pickled.size() - 1);
     if (!cause) PyErr_Clear();
     return cause;
+}
+}  // namespace
+
+namespace {
+// The kind, then the payload. Of a cause that can't cross, its text; the break itself must always work.
+std::string pickle_cause(PyObject* cause) {
+    ObjectFrame frame, text;
+    const ObjectFrame* used = &frame;
+    if (!encode(cause, frame)) {
+        PyErr_Clear();
+        nb::object words = nb::steal(PyUnicode_FromFormat("%s: %S", Py_TYPE(cause)->tp_name, cause));
+        nb::object stand_in = words ? nb::steal(PyObject_CallOneArg(PyExc_RuntimeError, words.ptr())) : nb::object();
+        used = stand_in && encode(stand_in.ptr(), text) ? &text : nullptr;
+        PyErr_Clear();
+    }
+    if (!used) return "";
+    std::string all(1 + used->size, char(used->kind));
+    used->write(all.data() + 1);
+    return all;
 }
 }  // namespace
 
@@ -470,9 +502,7 @@ void abort_channel(Channel& ch, PyObject* cause) {
     }
     std::string pickled;
     if (cause != Py_None) {
-        ObjectFrame frame;
-        if (encode(cause, frame) && frame.kind == PICKLE) pickled.assign(static_cast<const char*>(frame.one.at), frame.size);
-        PyErr_Clear();  // a cause that can't cross is left out, the break itself must work
+        pickled = pickle_cause(cause);
     }
     Locked<Ring> locked(*ch.ring);
     ch.ring->break_(pickled, wakes);

@@ -41,6 +41,7 @@ struct In {
     nb::object channel;
     Channel* ch;
     ReaderState state;
+    std::vector<LocalQueue::Item> hand;  // threads: the items in hand, to be given back if they are not finished
     std::vector<Out*> feeds;  // the writers whose outputs belong to the item in hand
     uint64_t forks = fork_count;
     uint64_t generation = 0;

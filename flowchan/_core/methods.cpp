@@ -215,6 +215,7 @@ int in_traverse(PyObject* self, visitproc visit, void* arg) {
     if (!nb::inst_ready(self)) return 0;
     Py_VISIT(in_of(self).channel.ptr());
     Py_VISIT(in_of(self).on_poison.ptr());
+    for (LocalQueue::Item& item : in_of(self).hand) Py_VISIT(item.object);
     return 0;
 }
 int in_clear(PyObject* self) {

@@ -12,13 +12,16 @@ LocalQueue::~LocalQueue() {
     Py_XDECREF(cause);
 }
 
+void LocalQueue::grow() {
+    if (count_ < buffer_.size()) return;
+    std::vector<Item> larger(buffer_.empty() ? 16 : 2 * buffer_.size());
+    for (uint64_t i = 0; i < count_; ++i) larger[i] = buffer_[(head_ + i) & (buffer_.size() - 1)];
+    buffer_.swap(larger);
+    head_ = 0;
+}
+
 void LocalQueue::push(const Item& item) {
-    if (count_ == buffer_.size()) {
-        std::vector<Item> larger(buffer_.empty() ? 16 : 2 * buffer_.size());
-        for (uint64_t i = 0; i < count_; ++i) larger[i] = buffer_[(head_ + i) & (buffer_.size() - 1)];
-        buffer_.swap(larger);
-        head_ = 0;
-    }
+    grow();
     buffer_[(head_ + count_) & (buffer_.size() - 1)] = item;
     count_ += 1;
     puts += 1;
@@ -30,7 +33,10 @@ Step LocalQueue::try_put(const Item& item, WriterState* writer, Wakes& wakes) {
     if (item.size > max_bytes_) return Step::TooLarge;
     const bool parks = is_parked(writer);
     const bool alone = count_ == 0 && (!parks || parked == 0);  // see Ring::room
-    if (bytes_in - bytes_out + item.size > max_bytes_ && !alone) return Step::Wait;
+    if (bytes_in - bytes_out + item.size > max_bytes_ && !alone) {
+        short_of_bytes_ = true;
+        return Step::Wait;
+    }
     if (parks) {
         uint64_t ahead = writer->number - turn;
         if (ahead >= GROUPS || count_ + parked + 1 >= capacity_) return Step::Wait;
@@ -63,7 +69,8 @@ Step LocalQueue::try_take(Item& item, ReaderState* reader, Wakes& wakes) {
         leased += 1;
     }
     takes += 1;
-    wakes.writers += call_writers();
+    wakes.writers += short_of_bytes_ ? writer_gate.call_all() : call_writers();
+    short_of_bytes_ = false;
     tell_end(wakes);
     return Step::Done;
 }
@@ -73,6 +80,20 @@ void LocalQueue::acknowledge(ReaderState& reader, Wakes& wakes) {
     leased -= reader.in_hand;
     reader.in_hand = 0;
     tell_end(wakes);
+}
+
+void LocalQueue::give_back(const std::vector<Item>& items, ReaderState& reader, Wakes& wakes) {
+    leased -= reader.in_hand;
+    takes -= reader.in_hand;
+    reader.in_hand = 0;
+    for (auto item = items.rbegin(); item != items.rend(); ++item) {
+        grow();
+        head_ = (head_ - 1) & (buffer_.size() - 1);
+        buffer_[head_] = *item;
+        count_ += 1;
+        bytes_out -= item->size;
+    }
+    wakes.readers += reader_gate.call(uint32_t(items.size()));
 }
 
 void LocalQueue::begin_item(WriterState& writer, uint64_t number) {
@@ -120,7 +141,7 @@ void LocalQueue::close(Wakes& wakes) {
 }
 
 void LocalQueue::break_(std::vector<PyObject*>& dropped, Wakes& wakes) {
-    if (state == BROKEN) return;
+    if (state == BROKEN || drained()) return;
     state = BROKEN;
     for (uint64_t i = 0; i < count_; ++i) dropped.push_back(buffer_[(head_ + i) & (buffer_.size() - 1)].object);
     for (Group& g : groups_)

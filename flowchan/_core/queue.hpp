@@ -60,6 +60,7 @@ public:
     Step try_put(const Item& item, WriterState* writer, Wakes& wakes);  // takes over the reference when Done
     Step try_take(Item& item, ReaderState* reader, Wakes& wakes);       // hands the reference over
     void acknowledge(ReaderState& reader, Wakes& wakes);
+    void give_back(const std::vector<Item>& items, ReaderState& reader, Wakes& wakes);  // takes over the references
     void begin_item(WriterState& writer, uint64_t number);
     Step item_done(WriterState& writer, Wakes& wakes);
     void close(Wakes& wakes);
@@ -87,6 +88,7 @@ private:
     void tell_end(Wakes& wakes) {
         if (nothing_coming()) wakes.readers += reader_gate.call_all();
     }
+    void grow();
     void push(const Item& item);
     void advance(Wakes& wakes);
     bool is_parked(const WriterState* w) const { return w && w->keyed && w->ordered && w->number > turn; }
@@ -96,6 +98,7 @@ private:
     uint64_t capacity_, max_bytes_;
     std::vector<Item> buffer_;
     uint64_t head_ = 0, count_ = 0;
+    bool short_of_bytes_ = false;  // a writer waits for bytes, not for a place
     std::deque<Group> groups_;  // groups_[i - turn], as long as the furthest parked i
 };
 

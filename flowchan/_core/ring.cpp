@@ -187,7 +187,7 @@ void Ring::close(Wakes& wakes) {
 }
 
 void Ring::break_(const std::string& cause, Wakes& wakes) {
-    if (h_->state == BROKEN) return;
+    if (h_->state == BROKEN || drained()) return;  // the clean end is final
     Change change(h_->redo, base_);
     if (Slot* slot = cause.empty() ? nullptr : take_slot(cause.size(), change)) {
         memcpy(payload(slot), cause.data(), cause.size());

@@ -110,7 +110,7 @@ private:
     void recover();
     void drop_copies(uint32_t session, Wakes& wakes);
 
-    Step room(const Frame& frame, const WriterState* writer) const;
+    Step room(const Frame& frame, const WriterState* writer);
     char* payload(Slot* slot) const { return slot->block ? base_ + slot->block : slot->data; }
     Slot* take_slot(uint64_t size, Change& change);
     void free_slot(Slot* slot, Change& change);

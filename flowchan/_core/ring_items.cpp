@@ -84,7 +84,7 @@ void Ring::memory_freed(Wakes& wakes) {
 
 // --- put ---
 
-Step Ring::room(const Frame& frame, const WriterState* writer) const {
+Step Ring::room(const Frame& frame, const WriterState* writer) {
     if (h_->state == BROKEN) return Step::Broken;
     if (h_->state == CLOSED) return Step::Closed;
     if (frame.size > h_->max_bytes) return Step::TooLarge;
@@ -92,7 +92,10 @@ Step Ring::room(const Frame& frame, const WriterState* writer) const {
     const bool parks = is_parked(writer);
     // An item larger than what is left waits, but the worker of `turn` never waits for parked bytes: only it can free them.
     const bool alone = parks ? all == 0 : inside + h_->claimed == 0;
-    if (h_->bytes_in - h_->bytes_out + frame.size > h_->max_bytes && !alone) return Step::Wait;
+    if (h_->bytes_in - h_->bytes_out + frame.size > h_->max_bytes && !alone) {
+        h_->short_of_memory = 1;
+        return Step::Wait;
+    }
     if (parks && (writer->number - h_->turn >= h_->groups || all + 1 >= h_->capacity)) return Step::Wait;
     return all < h_->capacity ? Step::Done : Step::Wait;
 }
@@ -219,13 +222,13 @@ Step Ring::try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& 
         taken.at = taken.local;
         free_slot(slot, change);
         change.commit();
-        memory_freed(wakes);
     } else {
         change.set(slot->state, uint64_t(SlotState::Held) | uint64_t(session) << 8);
         change.commit();
         taken.at = payload(slot);
         taken.held = slot;
     }
+    memory_freed(wakes);
     wakes.writers += call_writers();
     tell_end(wakes);
     return Step::Done;

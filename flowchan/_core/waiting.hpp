@@ -80,6 +80,7 @@ struct Gate {
     // it has dropped the lock. The lock's release orders the change of `seq` before it, so relaxed is enough here.
     uint32_t call(uint32_t k) {
         uint32_t asleep = waiting > woken ? waiting - woken : 0;
+        if (k && starving) k = asleep;  // only the starving one may pass, and the kernel wakes whom it likes
         if (k > asleep) k = asleep;
         if (k) {
             woken += k;

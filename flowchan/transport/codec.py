@@ -16,6 +16,9 @@ from flowchan import _core
 # Names of modules whose functions and classes other processes can't import.
 by_value_modules: set[str] = {"__main__", "__mp_main__"}
 
+# How far an error message looks for the part that can't be pickled.
+DEEPEST = 20
+
 # Buffers below this are cheaper inside the pickle than beside it.
 OUT_OF_BAND = 4096
 
@@ -71,7 +74,7 @@ def _short(item: object) -> str:
 def _culprit(item: object, error: BaseException) -> str:
     """Names the innermost attribute, element or key that can't be pickled."""
     path, current, seen = "", item, {id(item)}
-    while True:
+    for _ in range(DEEPEST):
         for step, part in _parts(current):
             if id(part) not in seen and not _can(part):
                 path, current = path + step, part

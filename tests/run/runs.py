@@ -1,0 +1,66 @@
+"""What the tests of runs share: gates that hold workers up wherever they run, and scripts as users start them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+from waiting import wait_blocked
+
+from flowchan import Channel, Run, StageStats
+
+everywhere = pytest.mark.parametrize("on", ["thread", "process"])
+"""For tests of what holds on both placements."""
+
+
+class Gate:
+    """Holds workers up until it is opened. It reaches worker processes as a captured variable does."""
+
+    def __init__(self) -> None:
+        self.channel: Channel[Any] = Channel(1, across="processes")
+
+    def wait(self) -> None:
+        """Called by the worker."""
+        for _ in self.channel:
+            raise AssertionError("nothing is ever put into a gate")
+
+    def wait_held(self, workers: int = 1) -> None:
+        """Returns once so many workers are held up."""
+        wait_blocked(self.channel, readers=workers)
+
+    def open(self) -> None:
+        self.channel.close()
+
+
+def stage_of(run: Run, name: str) -> StageStats:
+    """The statistics of one stage now."""
+    return next(stage for stage in run.stats().stages if stage.name == name)
+
+
+def script(folder: Path, text: str, name: str = "script.py") -> Path:
+    """Writes a program."""
+    path = folder / name
+    path.write_text(textwrap.dedent(text))
+    return path
+
+
+def start(*command: str | Path, **options: Any) -> subprocess.Popen[str]:
+    """Starts ``python *command`` in a session of its own, as a terminal does, with its output in pipes."""
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    return subprocess.Popen(
+        [sys.executable, *map(str, command)], text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, env=environment, start_new_session=True, **options,
+    )  # fmt: skip
+
+
+def run_python(*command: str | Path, **options: Any) -> str:
+    """What ``python *command`` prints; it must end with exit code 0."""
+    with start(*command, **options) as process:
+        out, err = process.communicate()
+    assert process.returncode == 0, err
+    return out

@@ -1,0 +1,113 @@
+"""R4 Death: a worker that dies is noticed and reported with signal and exit code."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from typing import Any
+
+import psutil
+import pytest
+from runs import Gate
+from waiting import wait_until
+
+from flowchan import Graph, In, Out, Run, RunError, StageError
+
+
+def workers_of(run: Run) -> list[psutil.Process]:
+    """The processes of the run's workers, known by what they were started by: this process."""
+    return [psutil.Process(process.pid) for process in run._supervisor._processes.values()]
+
+
+def failure_of(run: Run) -> StageError:
+    with pytest.raises(RunError) as caught:
+        run.wait()
+    (error,) = caught.value.exceptions
+    return error
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
+def test_a_worker_that_is_killed_is_reported_with_the_signal(signum: signal.Signals) -> None:
+    gate = Gate()
+    graph = Graph("r4")
+    graph.source(itertools.count).map(lambda _: gate.wait(), on="process", name="victim", restarts=0).sink(id)
+    run = graph.start()
+    gate.wait_held()
+    (worker,) = workers_of(run)
+    worker.send_signal(signum)
+    error = failure_of(run)
+    assert (error.stage, error.worker) == ("victim", "victim 1")
+    assert f"killed by {signum.name}" in str(error)
+
+
+@pytest.mark.parametrize("code", [0, 1, 77])
+def test_a_worker_that_exits_by_itself_is_reported_with_its_code(code: int) -> None:
+    graph = Graph("r4")
+    graph.source([1]).map(lambda _: os._exit(code), on="process", name="victim", restarts=0).sink(id)
+    error = failure_of(graph.start())
+    assert error.stage == "victim"
+    assert f"exited with code {code}" in str(error)
+
+
+def test_a_source_that_is_killed_is_reported() -> None:
+    def source() -> Any:
+        yield 1
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    graph = Graph("r4")
+    graph.source(source, on="process", name="victim").sink(id)
+    error = failure_of(graph.start())
+    assert (error.stage, error.item) == ("victim", None)
+    assert "killed by SIGKILL" in str(error)
+
+
+def test_a_general_stage_that_is_killed_is_reported() -> None:
+    def stage(items: In[int], out: Out[int]) -> None:
+        for item in items:
+            out.put(item)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    graph = Graph("r4")
+    graph.stage(stage, graph.source(range(9)), on="process", name="victim").sink(id)
+    assert "killed by SIGKILL" in str(failure_of(graph.start()))
+
+
+def test_a_worker_that_is_killed_while_it_waits_for_an_item_is_reported() -> None:
+    graph = Graph("r4")
+    numbers = graph.input()
+    numbers.map(abs, on="process", restarts=0).sink(id)
+    run = graph.start()
+    wait_until(lambda: run._plan.channels["input"].stats().waiting_readers == 1)
+    workers_of(run)[0].kill()
+    assert "killed by SIGKILL" in str(failure_of(run))
+
+
+def test_a_death_ends_the_other_workers() -> None:
+    gate = Gate()
+    graph = Graph("r4")
+    held = graph.source(itertools.count, on="process").map(lambda _: gate.wait(), on="process", workers=3, restarts=0)
+    held.sink(id, on="process")
+    run = graph.start()
+    gate.wait_held(3)
+    processes = workers_of(run)
+    victim = next(process for process in processes if process.is_running())
+    victim.kill()
+    gate.open()
+    with pytest.raises(RunError):
+        run.wait()
+    assert not any(process.is_running() for process in processes)
+
+
+def test_a_process_that_dies_at_its_birth_is_reported() -> None:
+    class Deadly:
+        def __init__(self) -> None:
+            os._exit(9)
+
+        def __call__(self, item: int) -> int:
+            return item
+
+    graph = Graph("r4")
+    graph.source([1]).map(Deadly, on="process", restarts=0).sink(id)
+    error = failure_of(graph.start())
+    assert "exited with code 9" in str(error)

@@ -1,0 +1,451 @@
+"""R3 Failure: an exception that no ``errors`` stream receives ends the run: sources stop, channels break, workers end, and
+``run()`` raises one RunError whose members are StageErrors with stage, item, worker and the original traceback. The first
+failure is first. No error is lost, BaseException in a worker included."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from runs import Gate, everywhere
+
+from flowchan import Broken, Failed, Graph, In, Out, RunError, StageError
+from flowchan.run.failures import LostError
+
+FINE = "the run has ended without a failure"
+
+
+class Fault(Exception):
+    """A user's exception with state of its own."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message, code)
+        self.code = code
+
+
+class Unpicklable(Exception):
+    """A lock can't be sent."""
+
+    def __init__(self) -> None:
+        super().__init__("holds a lock")
+        self.lock = threading.Lock()
+
+
+class NotRebuilt(Exception):
+    """Pickles, but its constructor wants two arguments where pickle has one."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} and {second}")
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+class BrokenItem:
+    def __repr__(self) -> str:
+        raise SystemExit("no repr")
+
+
+def fail_at_three(item: int) -> int:
+    if item == 3:
+        raise Fault("three", 33)
+    return item
+
+
+def fails(graph: Graph) -> tuple[StageError, ...]:
+    with pytest.raises(RunError) as caught:
+        graph.run()
+    return caught.value.exceptions
+
+
+def fails_once(graph: Graph) -> StageError:
+    (error,) = fails(graph)
+    return error
+
+
+def raises(error: BaseException | type[BaseException]) -> Callable[[Any], Any]:
+    def function(item: Any) -> Any:
+        raise error
+
+    return function
+
+
+def text_of(error: BaseException) -> str:
+    """All that a user sees of it."""
+    return "".join(traceback.format_exception(error))
+
+
+@everywhere
+def test_a_failure_names_stage_item_and_worker_and_keeps_the_exception(on: Any) -> None:
+    graph = Graph("r3")
+    graph.source(range(10)).map(fail_at_three, on=on, name="decode").sink(print)
+    error = fails_once(graph)
+    assert (error.stage, error.item, error.worker) == ("decode", "3", "decode 1")
+    assert isinstance(error.__cause__, Fault)
+    assert (error.__cause__.args, error.__cause__.code) == (("three", 33), 33)
+    for word in ("'decode'", "item 3", "decode 1", "pid", "Fault"):
+        assert word in str(error)
+
+
+@everywhere
+def test_a_failure_shows_the_original_traceback(on: Any) -> None:
+    graph = Graph("r3")
+    graph.source(range(10)).map(fail_at_three, on=on).sink(print)
+    shown = text_of(fails_once(graph))
+    assert 'raise Fault("three", 33)' in shown
+    assert "in fail_at_three" in shown
+
+
+@everywhere
+def test_the_causes_of_an_exception_are_shown(on: Any) -> None:
+    def chained(item: int) -> None:
+        try:
+            raise KeyError("the root")
+        except KeyError as root:
+            raise Fault("on top", 1) from root
+
+    graph = Graph("r3")
+    graph.source([1]).map(chained, on=on).sink(print)
+    shown = text_of(fails_once(graph))
+    assert "the root" in shown
+    assert "on top" in shown
+
+
+@everywhere
+@pytest.mark.parametrize("verb", ["map", "filter", "flat_map", "sink"])
+def test_a_function_that_raises_fails_the_run(verb: str, on: Any) -> None:
+    graph = Graph("r3")
+    stream = getattr(graph.source(itertools.count), verb)(fail_at_three, on=on, name="bad")
+    if stream is not None:
+        stream.sink(id)
+    error = fails_once(graph) if verb != "flat_map" else fails(graph)[0]
+    assert error.stage == "bad"
+
+
+@everywhere
+def test_a_partition_key_that_raises_fails_the_run(on: Any) -> None:
+    graph = Graph("r3")
+    for branch in graph.source(itertools.count).partition(fail_at_three, 2, on=on, name="bad"):
+        branch.sink(id)
+    assert (fails_once(graph).stage, "Fault") == ("bad", "Fault")
+
+
+def test_a_reduce_that_raises_fails_the_run() -> None:
+    graph = Graph("r3")
+    graph.source(range(10)).reduce(lambda so_far, item: so_far + fail_at_three(item), 0, name="bad")
+    error = fails_once(graph)
+    assert (error.stage, error.item) == ("bad", "3")
+
+
+@everywhere
+def test_a_source_that_raises_half_way_fails_the_run(on: Any) -> None:
+    def half_way() -> Iterator[int]:
+        yield from range(5)
+        raise Fault("half way", 5)
+
+    graph = Graph("r3")
+    graph.source(half_way, on=on).sink(id)
+    error = fails_once(graph)
+    assert (error.stage, error.item, type(error.__cause__)) == ("half_way", None, Fault)
+
+
+@everywhere
+def test_a_source_that_can_not_be_called_fails_the_run(on: Any) -> None:
+    graph = Graph("r3")
+    graph.source(fail_at_three, 3, on=on).sink(id)
+    assert isinstance(fails_once(graph).__cause__, Fault)
+
+
+@everywhere
+def test_a_generator_that_raises_half_way_fails_the_run_with_its_item(on: Any) -> None:
+    def half_way(item: int) -> Iterator[int]:
+        yield item
+        raise Fault("half way", item)
+
+    graph = Graph("r3")
+    graph.source([7]).flat_map(half_way, on=on).sink(id)
+    error = fails_once(graph)
+    assert (error.item, type(error.__cause__)) == ("7", Fault)
+
+
+@everywhere
+def test_a_flat_map_that_gives_no_iterable_fails_the_run(on: Any) -> None:
+    graph = Graph("r3")
+    graph.source([7]).flat_map(abs, on=on).sink(id)
+    assert "must return an iterable, not 7" in str(fails_once(graph))
+
+
+def test_an_element_that_is_no_iterable_fails_unbatch() -> None:
+    graph = Graph("r3")
+    graph.source([[1], 2]).unbatch(name="bad").sink(id)
+    error = fails_once(graph)
+    assert (error.stage, error.item) == ("bad", "2")
+
+
+@everywhere
+def test_a_general_stage_that_raises_fails_the_run(on: Any) -> None:
+    def bad(items: In[int], out: Out[int]) -> None:
+        for item in items:
+            out.put(fail_at_three(item))
+
+    graph = Graph("r3")
+    graph.stage(bad, graph.source(itertools.count), on=on).sink(id)
+    error = fails_once(graph)
+    assert (error.stage, type(error.__cause__)) == ("bad", Fault)
+
+
+@everywhere
+def test_a_constructor_that_raises_fails_the_run(on: Any) -> None:
+    class Model:
+        def __init__(self) -> None:
+            raise Fault("no weights", 404)
+
+        def __call__(self, item: int) -> int:
+            return item
+
+    graph = Graph("r3")
+    graph.source(itertools.count).map(Model, on=on).sink(id)
+    error = fails_once(graph)
+    assert (error.stage, error.item, type(error.__cause__)) == ("Model", None, Fault)
+
+
+@everywhere
+def test_a_close_that_raises_fails_the_run(on: Any) -> None:
+    class Model:
+        def __call__(self, item: int) -> int:
+            return item
+
+        def close(self) -> None:
+            raise Fault("disk full", 28)
+
+    graph = Graph("r3")
+    graph.source(range(3)).map(Model, on=on).sink(id)
+    assert isinstance(fails_once(graph).__cause__, Fault)
+
+
+@everywhere
+def test_a_close_that_raises_hides_no_earlier_failure(on: Any) -> None:
+    class Model:
+        def __call__(self, item: int) -> int:
+            raise Fault("first", 1)
+
+        def close(self) -> None:
+            raise Fault("second", 2)
+
+    graph = Graph("r3")
+    graph.source(range(3)).map(Model, on=on).sink(id)
+    shown = text_of(fails(graph)[0])
+    assert "first" in shown
+    assert "second" in shown
+
+
+@everywhere
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit(), BaseException("base")])
+def test_a_base_exception_in_a_worker_fails_the_run(error: BaseException, on: Any) -> None:
+    graph = Graph("r3")
+    graph.source(itertools.count).map(raises(error), on=on, name="bad", retries=3).sink(id)
+    failed = fails_once(graph)
+    assert (failed.stage, failed.item, type(failed.__cause__)) == ("bad", "0", type(error))
+
+
+@everywhere
+def test_sys_exit_in_a_source_fails_the_run(on: Any) -> None:
+    graph = Graph("r3")
+    graph.source(sys.exit, "enough", on=on, name="bad").sink(id)
+    assert isinstance(fails_once(graph).__cause__, SystemExit)
+
+
+@everywhere
+def test_a_base_exception_does_not_go_to_the_errors_stream(on: Any) -> None:
+    graph = Graph("r3")
+    mapped = graph.source([1]).map(raises(SystemExit), on=on)
+    mapped.sink(id)
+    mapped.errors.sink(print)
+    assert isinstance(fails_once(graph).__cause__, SystemExit)
+
+
+@everywhere
+def test_channel_errors_of_the_users_own_channels_are_failures(on: Any) -> None:
+    graph = Graph("r3")
+    graph.source([1]).map(raises(Broken("a channel of the user's")), on=on).sink(id)
+    assert isinstance(fails_once(graph).__cause__, Broken)
+
+
+def test_an_exception_that_can_not_be_pickled_is_told_from_a_process_with_its_text() -> None:
+    graph = Graph("r3")
+    graph.source([1]).map(lambda _: raises(Unpicklable())(1), on="process").sink(id)
+    error = fails_once(graph)
+    assert isinstance(error.__cause__, LostError)
+    assert "Unpicklable: holds a lock" in str(error)
+    assert "in the worker:" in text_of(error)
+
+
+def test_an_exception_that_can_not_be_pickled_passes_between_threads_as_it_is() -> None:
+    graph = Graph("r3")
+    graph.source([1]).map(raises(Unpicklable())).sink(id)
+    assert isinstance(fails_once(graph).__cause__, Unpicklable)
+
+
+def test_an_exception_that_can_not_be_rebuilt_is_told_from_a_process_with_its_text() -> None:
+    graph = Graph("r3")
+    graph.source([1]).map(lambda _: raises(NotRebuilt("this", "that"))(1), on="process").sink(id)
+    error = fails_once(graph)
+    assert "NotRebuilt: this and that" in str(error)
+
+
+def test_an_exception_whose_reduce_leaves_its_notes_out_keeps_its_traceback() -> None:
+    graph = Graph("r3")
+    graph.source(["{"]).map(json.loads, on="process").sink(id)
+    error = fails_once(graph)
+    assert isinstance(error.__cause__, json.JSONDecodeError)
+    assert "in the worker:" in text_of(error)
+
+
+@everywhere
+def test_an_exception_without_a_text_is_told(on: Any) -> None:
+    graph = Graph("r3")
+    graph.source([1]).map(lambda _: raises(Mute())(1), on=on).sink(id)
+    assert "Mute" in str(fails_once(graph))
+
+
+@everywhere
+def test_an_item_without_a_repr_is_told(on: Any) -> None:
+    graph = Graph("r3")
+    graph.source([BrokenItem()]).map(raises(Fault("x", 1)), on=on).sink(id)
+    assert fails_once(graph).item == "<BrokenItem whose repr raises SystemExit>"
+
+
+@pytest.mark.parametrize("verb", ["map", "flat_map"])
+def test_a_result_that_can_not_be_sent_fails_with_its_item(verb: str) -> None:
+    def locks(item: int) -> Any:
+        return [threading.Lock()]
+
+    graph = Graph("r3")
+    getattr(graph.source([5]), verb)(locks, on="process", name="locks").sink(id)
+    error = fails_once(graph)
+    assert (error.stage, error.item) == ("locks", "5")
+    assert "lock" in str(error)
+
+
+@everywhere
+def test_the_first_failure_is_first(on: Any) -> None:
+    entered, first_is_told = Gate(), Gate()
+
+    def second(item: int) -> None:
+        entered.open()
+        first_is_told.wait()
+        raise Fault("second", 2)
+
+    def first(item: int) -> None:
+        entered.wait()
+        raise Fault("first", 1)
+
+    graph = Graph("r3")
+    left, right = graph.source([1]).tee(2)
+    left.sink(first, on=on)
+    right.sink(second, on=on)
+    run = graph.start()
+    from waiting import wait_until
+
+    wait_until(lambda: bool(run._supervisor.state.failures))
+    first_is_told.open()
+    with pytest.raises(RunError) as caught:
+        run.wait()
+    assert [error.stage for error in caught.value.exceptions] == ["first", "second"]
+
+
+@everywhere
+def test_a_failure_ends_workers_that_wait_for_their_channels(on: Any) -> None:
+    """Each stage here waits to put or to get when the failure comes."""
+    gate = Gate()
+
+    def hold(item: int) -> int:
+        gate.wait()
+        raise Fault("late", 1)
+
+    graph = Graph("r3")
+    held = graph.source(itertools.count, on=on, capacity=1).map(abs, on=on, capacity=1)
+    held.map(hold, on=on, name="hold").map(abs, on=on).sink(id, on=on)
+    run = graph.start()
+    gate.wait_held()
+    gate.open()
+    with pytest.raises(RunError) as caught:
+        run.wait()
+    assert [error.stage for error in caught.value.exceptions] == ["hold"]
+    assert run.stats().state == "failed"
+
+
+@everywhere
+def test_failures_that_an_errors_stream_receives_do_not_end_the_run(on: Any) -> None:
+    graph = Graph("r3")
+    mapped = graph.source(range(6)).map(fail_at_three, on=on, workers=2)
+    good, bad = mapped.collect(), mapped.errors.collect()
+    results = graph.run()
+    assert results[good] == [0, 1, 2, 4, 5]
+    (failed,) = results[bad]
+    assert isinstance(failed, Failed)
+    assert (failed.item, type(failed.error), failed.attempts) == (3, Fault, 1)
+
+
+@pytest.mark.parametrize(("on", "reader"), [("thread", "process"), ("process", "thread"), ("process", "process")])
+def test_an_errors_stream_between_places_carries_any_exception(on: Any, reader: Any) -> None:
+    def fail(item: int) -> None:
+        raise (Unpicklable(), NotRebuilt("a", "b"), json.JSONDecodeError("bad", "{", 1))[item]
+
+    def described(failed: Failed) -> str:
+        return f"{type(failed.error).__name__} {failed.error} {failed.error.__notes__}"
+
+    graph = Graph("r3")
+    mapped = graph.source(range(3)).map(fail, on=on)
+    mapped.sink(id)
+    texts = mapped.errors.map(described, on=reader).collect()
+    lost, not_rebuilt, decode = graph.run()[texts]
+    assert "LostError Unpicklable: holds a lock" in lost
+    assert "NotRebuilt: a and b" in not_rebuilt
+    assert decode.startswith("JSONDecodeError")
+    assert all("in the worker:" in text and "in fail" in text for text in (lost, not_rebuilt, decode))
+
+
+def test_an_item_that_the_errors_stream_can_not_carry_fails_the_run() -> None:
+    graph = Graph("r3")
+    mapped = graph.source([threading.Lock()]).map(raises(Fault("x", 1)))
+    mapped.sink(id)
+    mapped.errors.sink(id, on="process")
+    error = fails_once(graph)
+    assert isinstance(error.__cause__, Fault)
+    assert "the errors stream did not take it" in text_of(error)
+
+
+def test_a_run_error_is_an_exception_group() -> None:
+    graph = Graph("r3")
+    graph.source([1]).map(raises(Fault("x", 1))).sink(id)
+    caught = None
+    try:
+        graph.run()
+    except* StageError as group:
+        caught = group
+    assert caught is not None
+    assert isinstance(caught, RunError)
+
+
+@everywhere
+def test_the_graph_runs_again_after_a_failure(on: Any) -> None:
+    graph = Graph("r3")
+    numbers = graph.input()
+    mapped = numbers.map(fail_at_three, on=on).collect()
+    run = graph.start()
+    run[numbers].put(3)
+    with pytest.raises(RunError):
+        run.wait()
+    run = graph.start()
+    run[numbers].put(4)
+    run[numbers].close()
+    assert run.wait()[mapped] == [4]
