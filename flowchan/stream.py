@@ -112,9 +112,9 @@ class Stream:
         return out
 
     def collect(self, *, name: str | None = None) -> Stream:
-        """The items leave the graph here: ``graph.run()[stream]`` is their list, ``run.iter(stream)`` gives them one by
-        one while the graph runs. No stage can read the stream this returns."""
-        return self._plain("collect", self.item, name=name)
+        """One item: the list of all items. It is a result of the run, ``graph.run()[stream]``; no other stage needs to
+        read it. While none does, ``run.iter(stream)`` gives the items one by one as they come."""
+        return self._plain("collect", _listed(self.item), name=name)
 
     def batch(
         self, size: int, timeout: float | None = None, *, name: str | None = None, capacity: int = DEFAULT_CAPACITY

@@ -69,6 +69,7 @@ Step wait(M& m, Side side, uint32_t session, Op&& op, Deadline deadline) {
     Gate& gate = T::gate(m, side);
     const uint32_t me = uint32_t(gettid());
     uint32_t seq = 0, vain = 0;
+    const int64_t since = now_ns();
     Wakes wakes;
 
     if constexpr (T::processes) {
@@ -103,7 +104,7 @@ Step wait(M& m, Side side, uint32_t session, Op&& op, Deadline deadline) {
         // that one may be dead.
         if (!interrupted && (gate.may_pass(me) || slice_over)) step = op(wakes);
         if (step == Step::Wait && !interrupted && !late) {
-            if (error == 0 && ++vain >= 2 && gate.starving == 0) gate.starving = me;
+            if (error == 0 && ++vain >= 2 && gate.starving == 0 && now_ns() - since > PATIENCE_NS) gate.starving = me;
             seq = gate.enter();
             T::at_gate(m, session, side, +1);
         } else {

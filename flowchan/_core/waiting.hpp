@@ -11,8 +11,9 @@
 //    waiter that registered before is woken or finds `seq` changed, and one that registers later sees the item first.
 //  - `woken` never exceeds the number of waiters that are on their way back, while all live. A process killed on its
 //    way back leaves it too high; the slices below repair that.
-//  - Nobody starves: a waiter that was woken twice in vain becomes `starving`; until it is served, newcomers queue up
-//    behind it instead of overtaking.
+//  - Nobody starves: a waiter that was woken twice in vain and has waited for PATIENCE_NS becomes `starving`; until it is
+//    served, newcomers queue up behind it instead of overtaking. (Overtaking as such is what makes bursts fast: under
+//    the GIL a running thread empties a full channel while the sleepers it woke are still on their way.)
 // A sleep is cut into slices: a waiter that lost its waker to kill -9 (processes), or a signal that came between the
 // check and the sleep (main thread), looks again by itself within SLICE_NS. That is what makes C9 and C11 unconditional.
 #pragma once
@@ -30,6 +31,8 @@ namespace flowchan {
 
 constexpr int64_t NEVER = INT64_MAX;
 constexpr int64_t SLICE_NS = 100'000'000;  // 10 wake-ups a second: no measurable CPU, and half of the 200 ms of C11
+
+constexpr int64_t PATIENCE_NS = 20'000'000;
 
 inline int64_t now_ns() {
     timespec t;

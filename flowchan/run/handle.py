@@ -80,8 +80,8 @@ class Run:
         if not self._owns(stream):
             raise ValueError(f"{stream!r} is no stream of graph {self._plan.graph.name!r}")
         stage = self._plan.graph._stage_of(stream)
-        if stage.kind != "collect":
-            raise ValueError(f"{stream!r} does not leave the graph; iterate over {stream.name}.collect() instead")
+        if not any(worker.gathers for worker in self._plan.workers if worker.stage is stage):
+            raise ValueError(f"{stream!r} does not leave the graph; iterate over what its collect() returns")
         with self._lock:
             if self._gathering or stage.name in self._iterated:
                 raise ValueError(f"the items of {stream!r} are taken already: by wait(), or by another iter()")
@@ -145,7 +145,7 @@ class Run:
                 return
             self._gathering = True
         for worker in self._plan.workers:
-            if worker.stage.kind == "collect" and worker.stage.name not in self._iterated:
+            if worker.gathers and worker.stage.name not in self._iterated:
                 self._supervisor.start_thread(worker.id)
 
     def __enter__(self) -> Run:

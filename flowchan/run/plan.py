@@ -29,6 +29,11 @@ class PlannedWorker:
     ports: Ports
 
     @property
+    def gathers(self) -> bool:
+        """Whether it gathers items for the user and nobody else: then it waits until the user does not take them."""
+        return self.stage.kind == "collect" and not self.ports.outputs
+
+    @property
     def recipe(self) -> Recipe:
         return Recipe.of(self.stage)
 

@@ -103,7 +103,7 @@ class Supervisor:
                 if worker.stage.on == "process":
                     self._start_process(worker)
             for worker in self.plan.workers:
-                if worker.stage.on == "thread" and worker.stage.kind != "collect":
+                if worker.stage.on == "thread" and not worker.gathers:
                     self.start_thread(worker.id)
         except BaseException:
             self._break(None)

@@ -7,6 +7,7 @@ everything for the item in hand is done: that is what finishes it.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import enum
 import time
@@ -178,14 +179,14 @@ def sink(job: Job, *, items: In[Any]) -> None:
             job.recover(function, item, error)
 
 
-def collect(job: Job, *, items: In[Any]) -> None:
+def collect(job: Job, *, items: In[Any], out: Out[list[Any]] | None = None) -> None:
     gathered: list[Any] = []
-    job.on_result(gathered)
-    while True:
-        try:
+    with contextlib.suppress(Drained):
+        while True:
             gathered.extend(items.get_many(1024))
-        except Drained:
-            return
+    job.on_result(gathered)
+    if out is not None:
+        out.put(gathered)
 
 
 def reduce(job: Job, *, items: In[Any], out: Out[Any] | None = None) -> None:

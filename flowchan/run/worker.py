@@ -146,8 +146,7 @@ def _nothing() -> None: ...
 
 
 def work(worker: WorkerId, recipe: Recipe, ports: Ports, tell: Callable[[Event], None], sends: bool) -> None:
-    """Runs one worker to its end. Never raises: however it ends, ``tell`` hears it before the ports are closed, and
-    the ports are closed. ``sends``: what is told crosses to another process."""
+    """Runs one worker to its end. Never raises: however it ends, ``tell`` hears it before the ports are closed. ``sends``: what is told crosses to another process."""
     last: Event
     finished = True
     job = Job(kind=recipe.kind, function=_nothing)
@@ -172,13 +171,16 @@ def work(worker: WorkerId, recipe: Recipe, ports: Ports, tell: Callable[[Event],
             cause = error.__cause__ if isinstance(error, ItemFailed) and error.__cause__ else error
             item = short(error.item) if isinstance(error, ItemFailed) else None
             last = Failure(worker, Portable(cause) if sends else cause, item, os.getpid())
-    with contextlib.suppress(Closed, Broken):  # a run that was aborted hears nobody any more
+    try:
         tell(last)
+    except (Closed, Broken):  # a run that is over hears nobody any more
+        finished = True
+    if not finished:
+        # The supervisor ends these ports once it has broken the channels. Ended here, they would let the stages behind
+        # see a clean end of half the items, and another worker do the failed item again.
+        return
     for port in ports.everything():
-        if isinstance(port, In) and not finished:
-            port._give_up()
-        else:
-            port.close()
+        port.close()
 
 
 def _clean_end(error: BaseException, ports: Ports) -> bool:

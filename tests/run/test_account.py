@@ -1,0 +1,207 @@
+"""R8 Account: ``run.stats()`` at any time and ``run.report()`` at the end: items in = items out + items failed."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from runs import Gate, everywhere, stage_of
+from waiting import wait_until
+
+from flowchan import Graph, In, Out, Run, RunError, StageStats
+
+
+def fail_odd(item: int) -> int:
+    if item % 2:
+        raise ValueError(item)
+    return item
+
+
+def is_small(item: int) -> bool:
+    return item < 5
+
+
+def same(item: int) -> int:
+    return item
+
+
+def finished(graph: Graph) -> Run:
+    run = graph.start()
+    run.wait()
+    return run
+
+
+def balance(stage: StageStats) -> int:
+    return stage.items_in - stage.items_out - stage.failed - stage.unwanted - stage.in_hand
+
+
+@everywhere
+def test_items_in_are_items_out_and_items_failed(on: Any) -> None:
+    graph = Graph("r8")
+    mapped = graph.source(range(100)).map(fail_odd, on=on, workers=2, name="map")
+    mapped.sink(same, on=on, name="sink")
+    mapped.errors.sink(same, name="bad")
+    run = finished(graph)
+    found = stage_of(run, "map")
+    assert (found.items_in, found.items_out, found.failed) == (100, 50, 50)
+    assert [stage_of(run, name).items_in for name in ("sink", "bad")] == [50, 50]
+    assert "MISSING" not in run.report()
+    assert "100 = 50 out + 50 failed" in run.report()
+
+
+@everywhere
+def test_an_item_that_ended_the_run_counts_as_failed(on: Any) -> None:
+    graph = Graph("r8")
+    graph.source([1]).map(fail_odd, on=on, name="map").sink(id)
+    run = graph.start()
+    with pytest.raises(RunError):
+        run.wait()
+    found = stage_of(run, "map")
+    assert (found.items_in, found.items_out, found.failed) == (1, 0, 1)
+    assert run.stats().state == "failed"
+
+
+@everywhere
+@pytest.mark.parametrize("workers", [1, 3])
+def test_items_that_nobody_wanted_any_more_are_accounted_for(workers: int, on: Any) -> None:
+    graph = Graph("r8")
+    graph.source(itertools.count).map(same, on=on, workers=workers, name="map").take(7).collect()
+    run = finished(graph)
+    found = stage_of(run, "map")
+    assert balance(found) == 0
+    assert found.items_out >= 7
+    assert "MISSING" not in run.report()
+
+
+def test_items_of_a_branch_that_has_ended_are_accounted_for() -> None:
+    graph = Graph("r8")
+    even, odd = graph.source(range(1000)).partition(same, 2, name="partition", capacity=1)
+    even.take(1).collect()
+    odd.collect()
+    run = finished(graph)
+    assert balance(stage_of(run, "partition")) == 0
+    assert stage_of(run, "partition").unwanted > 0
+    assert "MISSING" not in run.report()
+
+
+@everywhere
+def test_a_filter_accounts_for_what_it_dropped(on: Any) -> None:
+    graph = Graph("r8")
+    graph.source(range(20)).filter(is_small, on=on, name="filter").collect()
+    run = finished(graph)
+    assert "20 = 5 out + 15 dropped" in run.report()
+
+
+@everywhere
+def test_tries_are_counted(on: Any) -> None:
+    graph = Graph("r8")
+    mapped = graph.source(range(4)).map(fail_odd, on=on, retries=2, name="map")
+    mapped.sink(id)
+    mapped.errors.sink(id)
+    found = stage_of(finished(graph), "map")
+    assert (found.retried, found.failed) == (4, 2)
+
+
+@everywhere
+def test_the_statistics_of_a_run_that_goes_on_show_what_is_in_hand(on: Any) -> None:
+    gate = Gate()
+
+    def hold(item: int) -> int:
+        gate.wait()
+        return item
+
+    graph = Graph("r8")
+    graph.source(range(10)).map(hold, on=on, workers=2, name="hold").sink(id, name="sink")
+    run = graph.start()
+    gate.wait_held(2)
+    found = stage_of(run, "hold")
+    assert (found.alive, found.items_in, found.items_out, found.in_hand) == (2, 2, 0, 2)
+    assert run.stats().state == "running"
+    assert "2 in hand" in run.report()
+    gate.open()
+    run.wait()
+    assert (stage_of(run, "hold").items_out, stage_of(run, "hold").in_hand) == (10, 0)
+
+
+def test_the_statistics_show_the_fill_of_a_channel() -> None:
+    gate = Gate()
+    graph = Graph("r8")
+    graph.source(range(100), name="numbers", capacity=5).sink(lambda _: gate.wait())
+    run = graph.start()
+    gate.wait_held()
+    (link,) = run.stats().links
+    wait_until(lambda: run.stats().links[0].inside == 5)
+    assert (link.name, link.capacity, link.medium) == ("numbers", 5, "threads")
+    gate.open()
+    run.wait()
+    assert run.stats().links[0].passed == 100
+
+
+@everywhere
+def test_shares_of_time_add_up_to_one(on: Any) -> None:
+    graph = Graph("r8")
+    graph.source(range(1000)).map(same, on=on, workers=2).sink(same, on=on)
+    for stage in finished(graph).stats().stages:
+        shares = (stage.busy, stage.waiting_input, stage.waiting_output)
+        assert all(0 <= share <= 1 for share in shares)
+        assert sum(shares) == pytest.approx(1)
+
+
+def test_the_bottleneck_is_named() -> None:
+    gate = Gate()
+
+    def slow(item: int) -> int:
+        gate.wait()
+        return item
+
+    graph = Graph("r8")
+    graph.source(range(50), capacity=1).map(same, capacity=1).map(slow, name="slow").sink(id)
+    run = graph.start()
+    gate.wait_held()
+    wait_until(lambda: run.stats().bottleneck == "slow")
+    assert "bottleneck: slow" in run.report()
+    gate.open()
+    run.wait()
+
+
+@pytest.mark.parametrize("ending", ["done", "stopped", "aborted", "failed"])
+def test_the_statistics_say_how_the_run_ended(ending: str) -> None:
+    graph = Graph("r8")
+    numbers = graph.input()
+    numbers.map(fail_odd).sink(id)
+    run = graph.start()
+    if ending == "failed":
+        run[numbers].put(1)
+        with pytest.raises(RunError):
+            run.wait()
+    else:
+        {"done": run[numbers].close, "stopped": run.stop, "aborted": run.abort}[ending]()
+        run.wait()
+    stats = run.stats()
+    assert stats.state == ending
+    assert all(stage.alive == 0 for stage in stats.stages)
+    assert run.stats() == stats, "the statistics stay as they were at the end"
+    assert ending in run.report()
+
+
+def test_a_general_stage_is_counted() -> None:
+    def pair(items: In[int], out: Out[tuple[int, int]]) -> None:
+        for item in items:
+            out.put((item, items.get()))
+
+    graph = Graph("r8")
+    graph.stage(pair, graph.source(range(10))).collect()
+    found = stage_of(finished(graph), "pair")
+    assert (found.items_in, found.items_out) == (10, 5)
+
+
+def test_a_merge_a_tee_and_a_zip_are_counted() -> None:
+    graph = Graph("r8")
+    merged = graph.merge(graph.source(range(5)), graph.source(range(5)))
+    one, other = merged.tee(2)
+    one.zip(other).collect()
+    run = finished(graph)
+    found = {name: (stage_of(run, name).items_in, stage_of(run, name).items_out) for name in ("merge", "tee", "zip")}
+    assert found == {"merge": (10, 10), "tee": (10, 10), "zip": (20, 10)}
+    assert "MISSING" not in run.report()

@@ -1,0 +1,272 @@
+"""What the supervisor decides, without a process, a thread or a clock: every phase and every happening, and that a run is
+never stuck."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, get_args
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from flowchan.run.decisions import (
+    GRACE,
+    STOP_SECONDS,
+    AbortAsked,
+    BreakChannels,
+    Died,
+    Phase,
+    ReleasePorts,
+    State,
+    StopAsked,
+    StopSources,
+    Terminate,
+    Tick,
+    decide,
+)
+from flowchan.run.worker import Ended, Failure, WorkerId
+
+SOURCE, MAP, SINK = (WorkerId(name, 1) for name in ("source", "map", "sink"))
+ALL = frozenset({SOURCE, MAP, SINK})
+START = State(alive=ALL, processes=frozenset({MAP}), sources=frozenset({SOURCE}), ends=frozenset({SINK}))
+GOING_ON = [phase for phase in get_args(Phase) if phase != "ended"]
+
+
+def failure(worker: WorkerId, text: str = "wrong") -> Failure:
+    return Failure(worker, ValueError(text), "item", 1)
+
+
+def died(worker: WorkerId) -> Died:
+    return Died(worker, failure(worker, "killed"))
+
+
+def at(phase: Phase, **values: Any) -> State:
+    return dataclasses.replace(START, phase=phase, **values)
+
+
+@pytest.mark.parametrize("phase", GOING_ON)
+def test_the_end_of_a_worker_releases_its_ports_in_every_phase(phase: Phase) -> None:
+    state, actions = decide(at(phase), Ended(MAP), 0.0)
+    assert MAP not in state.alive
+    assert actions == (ReleasePorts(MAP),)
+    assert state.phase == phase
+
+
+@pytest.mark.parametrize("phase", GOING_ON)
+def test_the_end_of_the_last_worker_ends_the_run_in_every_phase(phase: Phase) -> None:
+    state, actions = decide(at(phase, alive=frozenset({SINK})), Ended(SINK), 0.0)
+    assert (state.phase, actions) == ("ended", (ReleasePorts(SINK),))
+
+
+@pytest.mark.parametrize("happening", [Ended(MAP), failure(MAP), died(MAP), StopAsked(), AbortAsked(), Tick()])
+def test_nothing_happens_after_the_end(happening: Any) -> None:
+    state = at("ended", alive=frozenset())
+    assert decide(state, happening, 1e9) == (state, ())
+
+
+@pytest.mark.parametrize("phase", ["running", "stopping"])
+def test_the_end_of_the_last_end_leaves_the_rest_to_finish(phase: Phase) -> None:
+    state, _ = decide(at(phase), Ended(SINK), 7.0)
+    assert (state.phase, state.since) == ("finishing", 7.0)
+
+
+@pytest.mark.parametrize("phase", ["running", "stopping", "finishing"])
+def test_a_failure_breaks_the_channels(phase: Phase) -> None:
+    state, actions = decide(at(phase), failure(MAP), 7.0)
+    assert actions == (BreakChannels(), ReleasePorts(MAP))
+    assert (state.phase, state.since, state.failures) == ("failing", 7.0, (failure_in(state),))
+
+
+def failure_in(state: State) -> Failure:
+    (found,) = state.failures
+    return found
+
+
+@pytest.mark.parametrize("phase", ["failing", "aborting"])
+def test_a_later_failure_is_kept_behind_the_first(phase: Phase) -> None:
+    first, second = failure(SOURCE, "first"), failure(MAP, "second")
+    state, actions = decide(at(phase, failures=(first,)), second, 7.0)
+    assert state.failures == (first, second)
+    assert actions == (ReleasePorts(MAP),)
+
+
+def test_the_failure_of_the_only_worker_ends_the_run() -> None:
+    state, actions = decide(at("running", alive=frozenset({SINK})), failure(SINK), 0.0)
+    assert (state.phase, len(state.failures)) == ("ended", 1)
+    assert actions == (BreakChannels(), ReleasePorts(SINK))
+
+
+@pytest.mark.parametrize("phase", ["running", "stopping"])
+def test_a_death_without_restarts_left_is_a_failure(phase: Phase) -> None:
+    state, actions = decide(at(phase), died(MAP), 0.0)
+    assert (state.phase, len(state.failures)) == ("failing", 1)
+    assert actions == (BreakChannels(), ReleasePorts(MAP))
+
+
+@pytest.mark.parametrize("phase", ["finishing", "failing", "aborting"])
+def test_the_death_of_a_worker_that_we_ended_is_no_failure(phase: Phase) -> None:
+    state, actions = decide(at(phase, terminated=True), died(MAP), 0.0)
+    assert (state.phase, state.failures) == (phase, ())
+    assert actions == (ReleasePorts(MAP),)
+
+
+def test_a_stop_stops_the_sources() -> None:
+    state, actions = decide(START, StopAsked(), 7.0)
+    assert (state.phase, state.since, state.stopped) == ("stopping", 7.0, True)
+    assert actions == (StopSources(),)
+
+
+@pytest.mark.parametrize("phase", [phase for phase in GOING_ON if phase != "running"])
+def test_a_stop_of_a_run_that_ends_anyway_changes_nothing_but_the_word(phase: Phase) -> None:
+    state, actions = decide(at(phase), StopAsked(), 7.0)
+    assert (state, actions) == (at(phase, stopped=True), ())
+
+
+@pytest.mark.parametrize("phase", ["running", "stopping", "finishing"])
+def test_an_abort_breaks_the_channels(phase: Phase) -> None:
+    state, actions = decide(at(phase), AbortAsked(), 7.0)
+    assert (state.phase, state.since, state.aborted) == ("aborting", 7.0, True)
+    assert actions == (BreakChannels(),)
+
+
+@pytest.mark.parametrize("phase", ["failing", "aborting"])
+def test_an_abort_of_a_broken_run_changes_nothing(phase: Phase) -> None:
+    assert decide(at(phase), AbortAsked(), 7.0) == (at(phase), ())
+
+
+@pytest.mark.parametrize("phase", GOING_ON)
+def test_time_within_the_grace_changes_nothing(phase: Phase) -> None:
+    assert decide(at(phase), Tick(), GRACE) == (at(phase), ())
+
+
+def test_a_run_may_take_its_time() -> None:
+    assert decide(START, Tick(), 1e9) == (START, ())
+
+
+def test_a_stopped_run_whose_rest_has_drained_waits_no_longer_for_its_sources() -> None:
+    state, actions = decide(at("stopping", alive=frozenset({SOURCE})), Tick(), GRACE + 1)
+    assert (state.phase, state.since, actions) == ("finishing", GRACE + 1, ())
+
+
+def test_a_stopped_run_that_does_not_drain_is_aborted() -> None:
+    assert decide(at("stopping"), Tick(), STOP_SECONDS) == (at("stopping"), ())
+    state, actions = decide(at("stopping"), Tick(), STOP_SECONDS + 1)
+    assert (state.phase, actions) == ("aborting", (BreakChannels(),))
+
+
+@pytest.mark.parametrize("phase", ["finishing", "failing", "aborting"])
+def test_after_the_grace_processes_are_terminated_then_killed(phase: Phase) -> None:
+    state, actions = decide(at(phase), Tick(), GRACE + 1)
+    assert actions == (Terminate(MAP, force=False),)
+    assert decide(state, Tick(), 2 * GRACE) == (state, ())
+    state, actions = decide(state, Tick(), 2 * GRACE + 1)
+    assert actions == (Terminate(MAP, force=True),)
+    assert decide(state, Tick(), 1e9) == (state, ())  # death is certain, its news is under way
+
+
+@pytest.mark.parametrize("phase", ["finishing", "failing", "aborting"])
+def test_after_the_grace_threads_are_given_up(phase: Phase) -> None:
+    state, actions = decide(at(phase, alive=frozenset({SOURCE, SINK})), Tick(), GRACE + 1)
+    assert (state.phase, state.alive, state.abandoned) == ("ended", frozenset(), frozenset({SOURCE, SINK}))
+    assert actions == ()
+
+
+class Runs(RuleBasedStateMachine):
+    """A run in a world that behaves as badly as it can: workers ignore everything but their death."""
+
+    @initialize(
+        stages=st.lists(st.integers(1, 3), min_size=1, max_size=4),
+        processes=st.sets(st.integers(0, 3)),
+        ends=st.sets(st.integers(0, 3), min_size=1),
+        restarts=st.integers(0, 2),
+    )
+    def begin(self, stages: list[int], processes: set[int], ends: set[int], restarts: int) -> None:
+        workers = [WorkerId(str(s), n + 1) for s, count in enumerate(stages) for n in range(count)]
+        self.now = 0.0
+        self.failed = 0
+        self.broken = False
+        self.released: set[WorkerId] = set()
+        self.killed: set[WorkerId] = set()
+        last = len(stages) - 1
+        self.state = State(
+            alive=frozenset(workers),
+            processes=frozenset(worker for worker in workers if int(worker.stage) in processes),
+            sources=frozenset(worker for worker in workers if worker.stage == "0"),
+            ends=frozenset(worker for worker in workers if int(worker.stage) in {min(end, last) for end in ends}),
+            limits=dict.fromkeys(map(str, range(len(stages))), restarts),
+        )
+
+    def happens(self, happening: Any) -> None:
+        before = self.state
+        self.state, actions = decide(before, happening, self.now)
+        for action in actions:
+            if isinstance(action, BreakChannels):
+                assert not self.broken, "channels are broken once"
+                self.broken = True
+            elif isinstance(action, ReleasePorts):
+                self.released.add(action.worker)
+            elif isinstance(action, Terminate):
+                assert action.worker in before.processes & before.alive
+                if action.force:
+                    self.killed.add(action.worker)
+            elif isinstance(action, StopSources):
+                assert before.phase == "running"
+
+    def some(self, data: st.DataObject, workers: frozenset[WorkerId]) -> WorkerId:
+        return data.draw(st.sampled_from(sorted(workers, key=str)))
+
+    @precondition(lambda self: self.state.alive)
+    @rule(data=st.data())
+    def a_worker_ends(self, data: st.DataObject) -> None:
+        self.happens(Ended(self.some(data, self.state.alive)))
+
+    @precondition(lambda self: self.state.alive)
+    @rule(data=st.data())
+    def a_worker_fails(self, data: st.DataObject) -> None:
+        self.failed += 1
+        self.happens(failure(self.some(data, self.state.alive)))
+
+    @precondition(lambda self: self.state.alive & self.state.processes)
+    @rule(data=st.data())
+    def a_process_dies(self, data: st.DataObject) -> None:
+        self.happens(died(self.some(data, self.state.alive & self.state.processes)))
+
+    @rule()
+    def somebody_stops_the_run(self) -> None:
+        self.happens(StopAsked())
+
+    @rule()
+    def somebody_aborts_the_run(self) -> None:
+        self.happens(AbortAsked())
+
+    @rule(seconds=st.floats(0, 40))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        self.happens(Tick())
+
+    @invariant()
+    def no_failure_is_lost(self) -> None:
+        assert len(getattr(self, "state", State(*[frozenset()] * 4)).failures) >= getattr(self, "failed", 0)
+
+    @invariant()
+    def ended_means_nobody_is_alive(self) -> None:
+        if hasattr(self, "state"):
+            assert (self.state.phase == "ended") == (not self.state.alive)
+
+    def teardown(self) -> None:
+        """Whatever has happened: once it is stopped, the run ends by the passing of time alone. Killed processes die."""
+        if not hasattr(self, "state"):
+            return
+        self.happens(StopAsked())
+        for _ in range(1000):
+            if self.state.phase == "ended":
+                return
+            self.now += 1.0
+            self.happens(Tick())
+            for worker in sorted(self.killed & self.state.alive, key=str):
+                self.happens(died(worker))
+        raise AssertionError(f"stuck: {self.state}")
+
+
+TestRuns = Runs.TestCase
