@@ -10,6 +10,7 @@ The directory is the running Python's own standard library unless another is nam
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sysconfig
 from collections import Counter
@@ -23,9 +24,9 @@ STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
 
 def python_files(directory: Path) -> Iterator[Path]:
     """The Python files below ``directory``, without what was installed into it later."""
-    for file in directory.rglob("*.py"):
-        if "site-packages" not in file.relative_to(directory).parts:
-            yield file
+    for folder, folders, files in os.walk(directory):
+        folders[:] = [name for name in folders if name not in ("site-packages", "__pycache__")]
+        yield from (Path(folder, name) for name in files if name.endswith(".py"))
 
 
 def words(file: Path) -> list[str]:

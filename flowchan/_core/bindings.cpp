@@ -177,6 +177,7 @@ NB_MODULE(_core, m) {
         .def("close", [](In& in) { in.close(true); }, "Leave: the items in hand count as finished.")
         .def("_give_up", [](In& in) { in.close(false); })
         .def("_supervise", supervise<In>)
+        .def("_wake_lazily", [](In& in) { in.state.lazy = true; })
         .def("_numbers_in_hand", numbers_in_hand)
         .def("_deaths_in_hand", deaths_in_hand)
         .def("_on_poison", [](In& in, uint64_t deaths, nb::object handler) {

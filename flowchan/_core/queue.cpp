@@ -69,7 +69,7 @@ Step LocalQueue::try_take(Item& item, ReaderState* reader, Wakes& wakes) {
         leased += 1;
     }
     takes += 1;
-    wakes.writers += short_of_bytes_ ? writer_gate.call_all() : call_writers();
+    wakes.writers += short_of_bytes_ ? writer_gate.call_all() : call_writers(reader);
     short_of_bytes_ = false;
     tell_end(wakes);
     return Step::Done;

@@ -92,7 +92,13 @@ private:
     void push(const Item& item);
     void advance(Wakes& wakes);
     bool is_parked(const WriterState* w) const { return w && w->keyed && w->ordered && w->number > turn; }
-    uint32_t call_writers() { return turn || parked ? writer_gate.call_all() : writer_gate.call(1); }
+    uint32_t call_writers(const ReaderState* reader) {  // as in Ring
+        if (!writer_gate.waiting) return 0;
+        if (turn || parked) return writer_gate.call_all();
+        if (!reader || !reader->lazy) return writer_gate.call(1);
+        const uint64_t room = capacity_ - std::min(capacity_, count_);
+        return room >= std::max<uint64_t>(capacity_ / 4, 1) ? writer_gate.call(uint32_t(room)) : 0;
+    }
 
     Mutex mutex_;
     uint64_t capacity_, max_bytes_;

@@ -5,6 +5,7 @@
 // deadlocking: the lock is never held while the GIL is being waited for, and nothing that can call Python runs under it.
 #pragma once
 
+#include <algorithm>
 #include <string>
 #include <system_error>
 
@@ -18,6 +19,8 @@ struct ReaderState {
     uint32_t session = 0;
     uint64_t number = 0;   // of the first item in hand
     uint32_t in_hand = 0;
+    bool lazy = false;     // wakes writers when a quarter of the places is free, not for each place: a stage's reader,
+                           // whose next item matters more than the writer's. Their slices bound the delay.
 };
 struct WriterState {
     uint32_t session = 0;
@@ -126,7 +129,13 @@ private:
     void give_back(Session& s, Wakes& wakes);
     bool reserve_low(uint64_t upto);
     bool reserve_high(uint64_t from);
-    uint32_t call_writers() { return h_->turn || h_->parked ? h_->writer_gate.call_all() : h_->writer_gate.call(1); }
+    uint32_t call_writers(const ReaderState* reader = nullptr) {
+        if (!h_->writer_gate.waiting) return 0;
+        if (h_->turn || h_->parked) return h_->writer_gate.call_all();
+        if (!reader || !reader->lazy) return h_->writer_gate.call(1);
+        const uint64_t room = h_->capacity - std::min(h_->capacity, h_->puts - h_->takes + h_->claimed);
+        return room >= std::max<uint64_t>(h_->capacity / 4, 1) ? h_->writer_gate.call(uint32_t(room)) : 0;
+    }
 };
 
 // Whether the process with this pid and start time still runs (a zombie does not). started = 0: any start time.

@@ -229,7 +229,7 @@ Step Ring::try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& 
         taken.held = slot;
     }
     memory_freed(wakes);
-    wakes.writers += call_writers();
+    wakes.writers += call_writers(reader);
     tell_end(wakes);
     return Step::Done;
 }

@@ -159,6 +159,7 @@ def work(worker: WorkerId, recipe: Recipe, ports: Ports, tell: Callable[[Event],
                 on_retry=lambda: tell(Retried(worker)), on_result=lambda value: tell(Result(worker.stage, value)),
             )  # fmt: skip
             for reader in ports.inputs.values():
+                reader._wake_lazily()
                 reader._on_poison(recipe.max_deaths, job.poisoned)
             BODIES[recipe.kind](job, **ports.inputs, **ports.outputs)
         last = Ended(worker, job.unwanted)

@@ -27,7 +27,7 @@ def failure_of(run: Run) -> StageError:
     return error
 
 
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
 def test_a_worker_that_is_killed_is_reported_with_the_signal(signum: signal.Signals) -> None:
     gate = Gate()
     graph = Graph("r4")

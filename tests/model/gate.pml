@@ -1,0 +1,361 @@
+/* Waiting: nobody sleeps beside an available item (C8), model of the gates in waiting.hpp and the loop in blocking.hpp.
+
+   Two writers and READERS readers share one ring of CAP places. A critical section is one atomic step here: that the
+   changes of a dead owner happen wholly or not at all is shown by ring.pml. What is left are the counts of the gates,
+   the system calls after the lock is dropped, and the kernel's own step from "compare" to "sleep".
+
+   Slices. A sleep is cut into slices of 100 ms, which would hide every lost wake-up from a search for deadlocks. So no
+   slice ends while nobody has died. After a death slices end, but only when nothing else can move (`timeout`), and only
+   SLICES times for each participant and death: then also a run that only ever sleeps and looks again is an error.
+   A futex may return without reason: SPURIOUS times, at any moment. FUTEX_WAKE wakes any of the sleepers, not the first.
+
+   step of the model                        source
+   --------------------------------------   ---------------------------------------------------------------
+   call(), call_all()                       waiting.hpp: Gate::call, Gate::call_all
+   enter(), leave()                         waiting.hpp: Gate::enter, Gate::leave; blocking.hpp: Traits<Ring>::at_gate
+   fresh[p]                                 waiting.hpp: Gate::seq == the `seq` that p remembers
+   futex_wait(), futex_wake()               waiting.hpp: futex_wait, futex_wake; ring.hpp: Ring::wake
+   operation() of a writer                  ring_items.cpp: Ring::room, Ring::try_put, Ring::finish_put
+   operation() of a reader                  channel.cpp: get_step; ring_items.cpp: Ring::acknowledge, Ring::free_leased,
+                                            Ring::try_take, Ring::at_end_for, Ring::tell_end, Ring::call_writers
+   first try                                blocking.hpp: perform
+   registering, the loop                    blocking.hpp: wait
+   depart()                                 ring.cpp: Ring::end_session, Ring::close, Ring::drop_copies
+   sweep()                                  ring.cpp: Ring::sweep; ring_items.cpp: Ring::give_back
+   take_lock()                              ring.cpp: Ring::lock, Ring::recover
+
+   -D GATHER: readers gather two items with `get_more`, which keeps what is in hand (verbs.py: batch).
+   Left out: spinning, deadlines, ordered outputs (`turn`), large items, shortage of memory.
+
+   Two places where the source as of caa6d0c does worse than the model; each can be put back by a define, and is found:
+     SOURCE_TURNED_AWAY  blocking.hpp, wait(), the loop: a woken waiter that may not pass somebody starving goes back to
+                         sleep and the wake-up is lost. Here whoever is woken tries; only newcomers queue up.
+     SOURCE_END_OWN      ring_items.cpp, at_end_for(): for a reader with items in hand the end comes only when no other
+                         reader has any, so two that gather wait for each other (with GATHER). Here the end comes for
+                         it as soon as nothing is inside; what others give back it sees when it asks with empty hands.
+   Planted faults: PLANT_no_wake (a put wakes nobody), PLANT_old_seq (the wake-up does not change seq, so who is about to
+   sleep sleeps), PLANT_no_tell_end (the last acknowledgement tells nobody), PLANT_close_wakes_one, PLANT_keep_turn (who
+   was starving does not call those that queued up), PLANT_no_pass_on (who is interrupted keeps the wake-up),
+   PLANT_no_slices, PLANT_end_leased (the end comes although an item is on lease). */
+
+#ifndef READERS
+#define READERS 2
+#endif
+#ifndef ITEMS
+#define ITEMS 2       /* of each writer */
+#endif
+#ifndef CAP
+#define CAP 1
+#endif
+#ifndef DEATHS
+#define DEATHS 0
+#endif
+#ifndef SPURIOUS
+#define SPURIOUS 1
+#endif
+#ifndef QUITS
+#define QUITS 1         /* calls that a signal ends while they wait */
+#endif
+#ifndef SLICES
+#define SLICES 3
+#endif
+#ifdef GATHER
+#define GATHERS true
+#else
+#define GATHERS false
+#endif
+#define WRITERS 2
+#define ALL (READERS + WRITERS)
+#define R 0
+#define W 1
+#define side_of(p) (p < READERS -> R : W)
+
+mtype = { DONE, WAIT, CLOSED, DRAINED, INTERRUPTED };
+
+byte inside, leased, writers = WRITERS, readers = READERS, put, acknowledged;
+bool closed, drained, owner_died;
+byte waiting[2], woken[2];
+byte starving[2];                    /* participant + 1, 0 for none */
+bool fresh[ALL], asleep[ALL], at_gate[ALL], dead[ALL], here[ALL];
+byte in_hand[ALL];
+byte spurious = SPURIOUS, quits = QUITS, deaths, slices[ALL];
+
+#if defined(PLANT_end_leased)
+#define AT_END(p) true
+#elif defined(SOURCE_END_OWN)
+#define AT_END(p) (leased == in_hand[p])
+#else
+#define AT_END(p) (leased == in_hand[p] || in_hand[p] > 0)
+#endif
+
+inline call(side, k, count) {        /* adds to `count` how many to wake */
+  n = (waiting[side] > woken[side] -> waiting[side] - woken[side] : 0);
+  n = (n > k -> k : n);
+  woken[side] = woken[side] + n;
+  if
+  :: n > 0 ->
+#ifndef PLANT_old_seq
+     q = 0;
+     do
+     :: q < ALL -> fresh[q] = (side_of(q) == side -> false : fresh[q]); q++
+     :: else -> break
+     od
+#endif
+  :: else
+  fi;
+  count = count + n
+}
+
+inline enter(side, p) { waiting[side]++; at_gate[p] = true; fresh[p] = true }
+inline leave(side, p) {
+  waiting[side]--; at_gate[p] = false; fresh[p] = false;
+  woken[side] = (woken[side] > 0 -> woken[side] - 1 : 0)
+}
+
+inline tell_end() {
+  if
+  :: closed && inside == 0 -> call(R, ALL, wake_r)
+  :: else
+  fi
+}
+
+/* A waiting participant's chance, under the lock; `step` says how it ended. Locals: n, q, step, wake_r, wake_w. */
+inline operation(p) {
+  if
+  :: p < READERS ->
+     if
+     :: !keep && in_hand[p] > 0 ->
+        assert(!drained);
+        leased = leased - in_hand[p]; acknowledged = acknowledged + in_hand[p]; in_hand[p] = 0;
+#ifndef PLANT_no_tell_end
+        tell_end()
+#endif
+     :: else
+     fi;
+     if
+     :: inside > 0 ->
+        assert(!drained);
+        inside--; leased++; in_hand[p]++; step = DONE;
+        call(W, 1, wake_w); tell_end()
+     :: inside == 0 && closed && AT_END(p) -> step = DRAINED; drained = drained || leased == 0
+     :: else -> step = WAIT
+     fi
+  :: else ->
+     if
+     :: closed -> step = CLOSED
+     :: !closed && inside < CAP ->
+        inside++; put++; step = DONE;
+#ifndef PLANT_no_wake
+        call(R, 1, wake_r)
+#endif
+     :: else -> step = WAIT
+     fi
+  fi
+}
+inline close_(count_r, count_w) {
+  closed = true;
+#ifdef PLANT_close_wakes_one
+  call(R, 1, count_r)
+#else
+  call(R, ALL, count_r)
+#endif
+  ; call(W, ALL, count_w)
+}
+
+/* The session of p ends: by itself, or swept because p died. */
+inline depart(p) {
+  here[p] = false;
+  if
+  :: in_hand[p] > 0 ->
+     assert(!drained);
+     leased = leased - in_hand[p];
+     if
+     ::  dead[p] || step == INTERRUPTED -> inside = inside + in_hand[p]; call(R, in_hand[p], wake_r)
+     :: else -> acknowledged = acknowledged + in_hand[p]; tell_end()
+     fi;
+     in_hand[p] = 0
+  :: else
+  fi;
+  if
+  :: at_gate[p] ->
+     at_gate[p] = false; fresh[p] = false;
+     waiting[side_of(p)]--;
+     woken[side_of(p)] = (woken[side_of(p)] > waiting[side_of(p)] -> waiting[side_of(p)] : woken[side_of(p)])
+  :: else
+  fi;
+  if
+  :: p < READERS -> readers--; if :: readers == 0 && !closed -> close_(wake_r, wake_w) :: else fi
+  :: else -> writers--; if :: writers == 0 && !closed -> close_(wake_r, wake_w) :: else fi
+  fi
+}
+
+inline sweep() {
+  z = 0;
+  do
+  :: z < ALL ->
+     if :: dead[z] && here[z] -> depart(z) :: else fi;
+     z++
+  :: else -> break
+  od;
+  if :: starving[R] > 0 && dead[starving[R] - 1] -> starving[R] = 0 :: else fi;
+  if :: starving[W] > 0 && dead[starving[W] - 1] -> starving[W] = 0 :: else fi;
+  z = 0
+}
+
+/* Who gets the lock of a dead owner wakes everybody: nobody knows what the owner was about to do. */
+inline take_lock() {
+  if
+  :: owner_died -> owner_died = false; call(R, ALL, wake_r); call(W, ALL, wake_w)
+  :: else
+  fi
+}
+
+inline futex_wake(side, count) {
+  do
+  :: count > 0 ->
+     if
+     :: side == R && asleep[0] -> asleep[0] = false; count--
+     :: side == R && READERS > 1 && asleep[1 % READERS] -> asleep[1 % READERS] = false; count--
+     :: side == R && READERS > 2 && asleep[2 % READERS] -> asleep[2 % READERS] = false; count--
+     :: side == W && asleep[READERS] -> asleep[READERS] = false; count--
+     :: side == W && asleep[READERS + 1] -> asleep[READERS + 1] = false; count--
+     :: else -> count = 0
+     fi
+  :: else -> break
+  od
+}
+
+inline may_die(p) {
+  if
+  :: deaths < DEATHS -> goto died
+  :: true
+  fi
+}
+inline wake(p) {                     /* the lock is dropped: two system calls, a death before each */
+  may_die(p);
+  if :: wake_r > 0 -> atomic { futex_wake(R, wake_r) }; may_die(p) :: else fi;
+  if :: wake_w > 0 -> atomic { futex_wake(W, wake_w) }; may_die(p) :: else fi
+}
+/* Dies with the lock held after its change, with the wake-ups neither counted nor sent: what `wake_*` counts is undone. */
+inline may_die_inside(p) {
+  if
+  :: deaths < DEATHS -> owner_died = true; goto died
+  :: true
+  fi
+}
+
+proctype participant(byte me) {
+  byte n, q, z, wake_r, wake_w, left, vain;
+  mtype step = DONE;
+  bool keep, slice, error, side;
+  side = side_of(me);
+  left = ITEMS;
+  do
+  :: me >= READERS && left == 0 -> break
+  :: me < READERS || left > 0 ->
+     /* first try */
+     atomic {
+       take_lock();
+       if :: starving[side] == 0 -> operation(me) :: else -> step = WAIT fi;
+       may_die_inside(me)
+     };
+     wake(me);
+     if
+     :: step == WAIT ->
+        atomic {
+          take_lock(); vain = 0;
+          if :: starving[side] == 0 || starving[side] == me + 1 -> operation(me) :: else -> step = WAIT fi;
+          if :: step == WAIT -> enter(side, me) :: else fi;
+          may_die_inside(me)
+        };
+        wake(me);
+        do
+        :: step == WAIT ->
+           /* the kernel compares and sleeps in one step */
+           atomic { slice = false; error = !fresh[me]; asleep[me] = fresh[me] };
+           do
+           :: atomic { !asleep[me] -> break }
+           :: atomic { asleep[me] && spurious > 0 -> spurious--; asleep[me] = false; break }
+#ifndef PLANT_no_slices
+           :: atomic { timeout && deaths > 0 && slices[me] < SLICES * deaths ->
+                       slices[me]++; asleep[me] = false; slice = true; error = true; break }
+#endif
+           :: atomic { deaths < DEATHS && asleep[me] -> goto died }
+           od;
+           may_die(me);
+           atomic {
+             take_lock(); leave(side, me);
+             if :: slice -> sweep() :: else fi;
+             if
+             :: quits > 0 -> quits--; step = INTERRUPTED
+#ifdef SOURCE_TURNED_AWAY
+             :: starving[side] == 0 || starving[side] == me + 1 || slice -> operation(me)
+             :: else -> step = WAIT
+#else
+             :: true -> operation(me)
+#endif
+             fi;
+             if
+             :: step == WAIT ->
+                vain = (!error && vain < 2 -> vain + 1 : vain);
+                starving[side] = (vain >= 2 && starving[side] == 0 -> me + 1 : starving[side]);
+                enter(side, me)
+             :: else ->
+                if
+                :: starving[side] == me + 1 ->
+                   starving[side] = 0;
+#ifndef PLANT_keep_turn
+                   if :: side == R -> call(R, ALL, wake_r) :: else -> call(W, ALL, wake_w) fi
+#endif
+#ifndef PLANT_no_pass_on
+                :: starving[side] != me + 1 && step == INTERRUPTED ->
+                   if :: side == R -> call(R, 1, wake_r) :: else -> call(W, 1, wake_w) fi
+#endif
+                :: else
+                fi
+             fi;
+             may_die_inside(me)
+           };
+           wake(me)
+        :: else -> break
+        od
+     :: else
+     fi;
+     if
+     :: step == DONE -> left = (me >= READERS -> left - 1 : left); keep = GATHERS && in_hand[me] == 1
+     :: step == DRAINED && keep -> keep = false
+     :: else -> break
+     fi;
+     may_die(me)
+  od;
+  atomic { take_lock(); depart(me); may_die_inside(me) };
+  wake(me);
+  goto over;
+died:
+  atomic { dead[me] = true; asleep[me] = false; deaths++ };
+over:
+  skip
+}
+
+init {
+  byte p;
+  atomic {
+    do
+    :: p < ALL -> here[p] = true; run participant(p); p++
+    :: else -> break
+    od
+  };
+  (_nr_pr == 1);                     /* all have ended: who can't is an invalid end state */
+  d_step {
+    p = 0;
+    do
+    :: p < ALL -> if :: dead[p] && here[p] -> goto swept :: else fi; p++
+    :: else -> break
+    od;
+    assert(leased == 0 && waiting[R] == 0 && waiting[W] == 0 && closed);
+    assert(inside + acknowledged == put);
+    assert(inside == 0 || deaths > 0 || quits < QUITS);
+swept:
+    skip
+  }
+}

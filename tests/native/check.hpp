@@ -1,0 +1,201 @@
+// The invariants of layout.hpp and ring_items.cpp, checked on a whole ring.
+//
+// Every slot is in exactly one place, every list is acyclic and as long as its count says, every sum agrees. Offsets are
+// relative to the header, which is where the mapping begins, so no private part of Ring is needed.
+#pragma once
+
+#include <map>
+#include <set>
+#include <string>
+
+#include "ring.hpp"
+
+namespace testing {
+
+using namespace flowchan;
+
+struct Tolerance {
+    bool lost_free_slots = false;  // start_afresh may leave free lists shorter than they could be
+    bool giving_back = false;      // give_back marks its slots before its one Change
+};
+
+class Check {
+public:
+    Check(Ring& ring, Tolerance tolerance = {})
+        : h(ring.header()), base(reinterpret_cast<char*>(&ring.header())), tolerance(tolerance) {}
+
+    // What is wrong; empty if nothing is. To be called under the lock.
+    std::string run() {
+        if (h.redo.valid) wrong("the redo record is still valid");
+        if (h.slots_at > h.mapped || (h.mapped - h.slots_at) % sizeof(Slot)) wrong("slots_at is no slot");
+        if (h.slots_at < h.reserved_high || h.blocks_top > h.reserved_low) wrong("memory is used that is not reserved");
+        if (h.blocks_top > h.slots_at) wrong("blocks and slots overlap");
+        if (!problems.empty()) return problems;
+        free_lists();
+        fifo();
+        groups();
+        sessions();
+        if (h.cause) put_cause();
+        rest();
+        totals();
+        blocks();
+        return problems;
+    }
+
+private:
+    Header& h;
+    char* base;
+    Tolerance tolerance;
+    std::string problems;
+    std::map<uint64_t, std::string> where;  // slot -> the list that it is in
+    uint64_t used = 0, bytes = 0, filling = 0;
+
+    void wrong(const std::string& what) { problems += (problems.empty() ? "" : "; ") + what; }
+    void equal(const char* name, uint64_t word, uint64_t counted) {
+        if (word == counted) return;
+        wrong(std::string(name) + " is " + std::to_string(int64_t(word)) + " where " + std::to_string(counted) + " was counted");
+    }
+    Slot* slot(uint64_t p) { return reinterpret_cast<Slot*>(base + p); }
+
+    // The length of a list; its slots are entered under `name`.
+    template <class Each>
+    uint64_t walk(uint64_t head, uint64_t* tail, const std::string& name, Each each) {
+        uint64_t n = 0, last = 0;
+        for (uint64_t p = head; p; p = slot(p)->next) {
+            if (p < h.slots_at || p >= h.mapped || (p - h.slots_at) % sizeof(Slot)) {
+                wrong(name + " leads outside of the slots");
+                return n;
+            }
+            auto [it, fresh] = where.emplace(p, name);
+            if (!fresh) {
+                wrong("slot " + std::to_string(p) + " is in " + it->second + " and in " + name);
+                return n;
+            }
+            each(*slot(p));
+            n += 1;
+            last = p;
+        }
+        if (tail && head && *tail != last) wrong("the tail of " + name + " is not its last slot");
+        return n;
+    }
+    void placed(Slot& s, SlotState place, const std::string& name) {
+        const bool marked = tolerance.giving_back && place == SlotState::Leased && s.place() == SlotState::Inside;
+        if (s.place() != place && !marked)
+            wrong("a slot in " + name + " is marked " + std::to_string(int(s.place())));
+    }
+
+    void free_lists() {
+        for (uint32_t c = 0; c < CLASSES; ++c) {
+            const std::string name = "the free list of class " + std::to_string(c);
+            walk(h.free_slots[c], nullptr, name, [&](Slot& s) {
+                placed(s, SlotState::Free, name);
+                if (s.cls != c) wrong("a slot of class " + std::to_string(s.cls) + " is in " + name);
+            });
+        }
+    }
+    void fifo() {
+        uint64_t n = walk(h.head, &h.tail, "the FIFO", [&](Slot& s) {
+            placed(s, SlotState::Inside, "the FIFO");
+            if (s.numbered() && s.number >= h.numbered) wrong("an item has a number that was not given yet");
+            bytes += s.size;
+        });
+        equal("puts - takes", h.puts - h.takes, n);
+        used += n;
+    }
+    void groups() {
+        Group* g = reinterpret_cast<Group*>(base + h.groups_at);
+        uint64_t parked = 0;
+        for (uint64_t i = 0; i < h.groups; ++i) {
+            const std::string name = "group " + std::to_string(i);
+            uint64_t n = walk(g[i].head, &g[i].tail, name, [&](Slot& s) {
+                placed(s, SlotState::Parked, name);
+                bytes += s.size;
+            });
+            equal(("count of " + name).c_str(), g[i].count, n);
+            parked += n;
+            if (i == h.turn % h.groups && (n || g[i].complete)) wrong("something waits for the turn that it is");
+        }
+        equal("parked", h.parked, parked);
+        used += parked;
+    }
+    void sessions() {
+        uint64_t leased = 0, readers = 0, writers = 0, resumes = 0;
+        std::set<uint64_t> numbers;
+        for (uint32_t i = 0; i < SESSIONS; ++i) {
+            Session& s = h.sessions[i];
+            if (s.role == Session::NONE) continue;
+            readers += s.role == Session::READER;
+            writers += s.role == Session::WRITER;
+            resumes += s.role == Session::RESUME;
+            const std::string name = "the lease of session " + std::to_string(i);
+            uint64_t n = walk(s.lease_head, &s.lease_tail, name, [&](Slot& slot) {
+                placed(slot, SlotState::Leased, name);
+                if (!slot.numbered() || !numbers.insert(slot.number).second)
+                    wrong("an item on lease has no number of its own");
+            });
+            equal(("leased of session " + std::to_string(i)).c_str(), s.leased, n);
+            leased += n;
+        }
+        equal("leased", h.leased, leased);
+        equal("readers", h.readers, readers);
+        equal("writers", h.writers, writers);
+        equal("resumes", h.resumes, resumes);
+        used += leased;
+    }
+    void put_cause() {
+        for (uint64_t p = h.slots_at; p < h.mapped; p += sizeof(Slot)) {
+            if (slot(p)->block != h.cause && uint64_t(slot(p)->data - base) != h.cause) continue;
+            if (!where.emplace(p, "the cause").second) wrong("the cause's slot is in " + where[p] + " too");
+            used += 1;
+            return;
+        }
+        wrong("the cause is in no slot");
+    }
+    // What is in no list belongs to a live session that copies, or was forgotten by an interrupted start_afresh.
+    void rest() {
+        for (uint64_t p = h.slots_at; p < h.mapped; p += sizeof(Slot)) {
+            if (where.count(p)) continue;
+            Slot& s = *slot(p);
+            const std::string name = "slot " + std::to_string(p) + " in no list";
+            if (s.place() == SlotState::Free) {
+                if (!tolerance.lost_free_slots) wrong(name + " is marked free");
+                continue;
+            }
+            if (s.place() != SlotState::Filling && s.place() != SlotState::Held)
+                wrong(name + " is marked " + std::to_string(int(s.place())));
+            if (s.owner() == 0 || h.sessions[s.owner()].role == Session::NONE) wrong(name + " has no owner");
+            if (s.place() == SlotState::Filling) {
+                filling += 1;
+                bytes += s.size;
+            }
+            used += 1;
+        }
+    }
+    void totals() {
+        equal("claimed", h.claimed, filling);
+        equal("bytes_in - bytes_out", h.bytes_in - h.bytes_out, bytes);
+        equal("slots_used", h.slots_used, used);
+        if (h.puts - h.takes + h.parked + h.claimed > h.capacity + SESSIONS) wrong("far more inside than the capacity");
+    }
+    // No two slots share a byte of a block.
+    void blocks() {
+        std::map<uint64_t, uint64_t> ends;
+        for (uint64_t p = h.slots_at; p < h.mapped; p += sizeof(Slot)) {
+            Slot& s = *slot(p);
+            if (!s.cls != !s.block) wrong("a slot has a class or a block alone");
+            if (!s.block) continue;
+            if (s.block < h.blocks_at || s.block + class_size(uint32_t(s.cls)) > h.blocks_top)
+                wrong("a block lies outside of the blocks");
+            if (!ends.emplace(s.block, s.block + class_size(uint32_t(s.cls))).second) wrong("two slots have one block");
+        }
+        uint64_t end = 0;
+        for (auto [from, to] : ends) {
+            if (from < end) wrong("two blocks overlap");
+            end = to;
+        }
+    }
+};
+
+inline std::string check(Ring& ring, Tolerance tolerance = {}) { return Check(ring, tolerance).run(); }
+
+}  // namespace testing

@@ -1,0 +1,12 @@
+// What blocking.hpp needs of Python, for programs without an interpreter: there is no GIL, and no signal handler.
+#pragma once
+
+struct PyObject;
+struct PyThreadState;
+
+inline PyThreadState* PyEval_SaveThread() {
+    static char token;
+    return reinterpret_cast<PyThreadState*>(&token);
+}
+inline void PyEval_RestoreThread(PyThreadState*) {}
+inline int PyErr_CheckSignals() { return 0; }

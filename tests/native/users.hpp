@@ -1,0 +1,179 @@
+// What the native test programs share: messages whose every byte can be verified, and users of a ring that put and take
+// as channel.cpp does, with the core's own waiting loop.
+#pragma once
+
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "blocking.hpp"
+
+namespace testing {
+
+using namespace flowchan;
+
+[[noreturn]] inline void die(const std::string& why) {
+    fprintf(stderr, "FAILED: %s\n", why.c_str());
+    fflush(stderr);
+    _exit(2);
+}
+inline void must(bool holds, const std::string& what) {
+    if (!holds) die(what);
+}
+
+// A number and, up to `size` bytes, what follows from it. Sizes above 256 travel as BYTES, above Taken::LOCAL as a large put.
+struct Message {
+    static constexpr uint64_t LEAST = sizeof(uint64_t);
+    std::vector<char> bytes;
+
+    explicit Message(uint64_t value, uint64_t size = LEAST) : bytes(std::max(size, LEAST)) {
+        memcpy(bytes.data(), &value, sizeof value);
+        for (uint64_t i = LEAST; i < bytes.size(); ++i) bytes[i] = char(value * 31 + i);
+    }
+    // Fills `frame`, which then refers to this message.
+    void fill(Frame& frame) const {
+        frame.size = bytes.size();
+        frame.kind = bytes.size() <= Frame::SMALL ? DIRECT : BYTES;
+        if (frame.kind == DIRECT) {
+            frame.small_size = frame.size;
+            memcpy(frame.small, bytes.data(), bytes.size());
+        } else {
+            frame.one = {bytes.data(), bytes.size(), 0};
+        }
+    }
+    static uint64_t value_of(const char* at, uint64_t size) {
+        uint64_t value;
+        memcpy(&value, at, sizeof value);
+        for (uint64_t i = LEAST; i < size; ++i)
+            if (at[i] != char(value * 31 + i))
+                die("byte " + std::to_string(i) + " of message " + std::to_string(value) + " is wrong");
+        return value;
+    }
+};
+
+// A port or plain user. `in` numbers the items to which this one's outputs belong.
+struct User {
+    Ring& ring;
+    uint32_t session = 0;
+    bool is_reader = false, is_writer = false;
+    ReaderState reader{};
+    WriterState writer{};
+    Taken taken{};
+
+    User(Ring& ring, uint32_t session, Session::Role role) : ring(ring), session(session) {
+        is_reader = role == Session::READER;
+        is_writer = role == Session::WRITER;
+        reader.session = writer.session = session;
+    }
+    ReaderState* as_reader() { return is_reader ? &reader : nullptr; }
+    WriterState* as_writer() { return is_writer ? &writer : nullptr; }
+
+    // As put_ring and put_large of channel.cpp. `item`: the number of the input item that the output belongs to.
+    Step put(const Message& message, Deadline deadline = {}, const uint64_t* item = nullptr) {
+        Frame frame;
+        message.fill(frame);
+        const bool large = frame.size > Taken::LOCAL;
+        Slot* slot = nullptr;
+        Step step = perform(
+            ring, Side::Writer, [&] { return session; },
+            [&](Wakes& wakes) {
+                if (item) begin(*item);
+                if (skip()) return Step::Done;
+                return large ? ring.claim(frame, as_writer(), session, slot) : ring.try_put(frame, as_writer(), wakes);
+            },
+            deadline);
+        if (step != Step::Done || !slot) return step;
+        ring.write(frame, slot);
+        Wakes wakes;
+        Locked<Ring> locked(ring);
+        step = ring.publish(slot, as_writer(), wakes);
+        locked.unlock(wakes);
+        return step;
+    }
+    // As get_step of channel.cpp.
+    Step get(uint64_t& value, Deadline deadline = {}) {
+        Step step = perform(
+            ring, Side::Reader, [&] { return session; },
+            [&](Wakes& wakes) {
+                if (is_reader) ring.acknowledge(reader, wakes);
+                return ring.try_take(taken, as_reader(), session, wakes);
+            },
+            deadline);
+        if (step != Step::Done) return step;
+        value = Message::value_of(taken.at, taken.size);
+        if (taken.held) {
+            Wakes wakes;
+            Locked<Ring> locked(ring);
+            ring.release(taken.held, wakes);
+            locked.unlock(wakes);
+            taken.held = nullptr;
+        }
+        return step;
+    }
+    // As done_with of channel.cpp.
+    Step done_with(uint64_t number) {
+        Step step = Step::Done;
+        if (!writer.ordered) {
+            writer.keyed = false;
+        } else if (writer.keyed || writer.count == 0 || writer.number != number) {
+            step = perform(
+                ring, Side::Writer, [&] { return session; },
+                [&](Wakes& wakes) {
+                    begin(number);
+                    return ring.item_done(writer, wakes);
+                },
+                Deadline{});
+        }
+        writer.count = 0;
+        return step;
+    }
+    void leave(bool finished) {
+        Wakes wakes;
+        Locked<Ring> locked(ring);
+        ring.end_session(session, finished, wakes);
+        locked.unlock(wakes);
+    }
+
+private:
+    void begin(uint64_t number) {
+        if (writer.keyed) return;
+        ring.begin_item(writer, number);
+        writer.keyed = true;
+    }
+    bool skip() {
+        if (!is_writer || !writer.keyed || writer.count >= writer.skip) return false;
+        writer.count += 1;
+        return true;
+    }
+};
+
+// One operation that needs no waiting, with the lock around it.
+template <class Op> auto locked(Ring& ring, Op&& op) {
+    Wakes wakes;
+    ring.lock(true);
+    if constexpr (std::is_void_v<decltype(op(wakes))>) {
+        op(wakes);
+        ring.unlock();
+        ring.wake(wakes);
+    } else {
+        auto result = op(wakes);
+        ring.unlock();
+        ring.wake(wakes);
+        return result;
+    }
+}
+inline uint32_t open_session(Ring& ring, Session::Role role) {
+    return locked(ring, [&](Wakes& wakes) { return ring.open_session(role, wakes); });
+}
+inline User open(Ring& ring, Session::Role role) { return {ring, open_session(ring, role), role}; }
+
+// The same ring, mapped once more.
+inline std::unique_ptr<Ring> attach(Ring& ring) {
+    int fd = dup(ring.fd());
+    must(fd >= 0, "dup");
+    return std::make_unique<Ring>(fd);
+}
+
+}  // namespace testing

@@ -1,0 +1,45 @@
+"""Long and wide graphs."""
+
+from __future__ import annotations
+
+from flowchan import Graph, Stream
+
+
+def plus_one(item: int) -> int:
+    return item + 1
+
+
+def chain(graph: Graph, stages: int) -> Stream:
+    stream = graph.source(range(50))
+    for _ in range(stages):
+        stream = stream.map(plus_one, capacity=2)
+    return stream
+
+
+def test_a_chain_of_a_hundred_thread_stages_runs() -> None:
+    graph = Graph("long")
+    items = chain(graph, 100).collect()
+    assert graph.run()[items] == [100 + item for item in range(50)]
+
+
+def test_a_hundred_branches_run() -> None:
+    graph = Graph("wide")
+    branches = graph.source(range(50)).tee(100)
+    total = graph.merge(*(branch.map(plus_one) for branch in branches)).reduce(int.__add__, 0)
+    assert graph.run()[total] == 100 * sum(range(1, 51))
+
+
+def test_a_graph_of_a_thousand_stages_checks() -> None:
+    graph = Graph("long")
+    chain(graph, 998).sink(id)
+    assert len(graph.stages) == 1000
+    assert graph.check() == ()
+
+
+def test_a_chain_through_processes_runs() -> None:
+    graph = Graph("long")
+    stream = graph.source(range(50))
+    for place in ("process", "thread") * 4:
+        stream = stream.map(plus_one, on=place, capacity=2)
+    items = stream.collect()
+    assert graph.run()[items] == [8 + item for item in range(50)]

@@ -1,0 +1,264 @@
+"""R7 Same everywhere: the same under fork, forkserver and spawn, in scripts, ``python -c`` and pytest; lambdas, closures,
+functions and classes of ``__main__`` included."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import run_python, script, start
+
+from flowchan import Graph, In, Out, RunError
+
+METHODS = pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+
+
+@pytest.fixture(params=["fork", "forkserver", "spawn"])
+def _method(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Runs the test under each start method."""
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method(request.param, force=True)
+    yield
+    multiprocessing.set_start_method(before, force=True)
+
+
+class Scaled:
+    def __init__(self) -> None:
+        self.factor = 10
+
+    def __call__(self, item: int) -> int:
+        return self.factor * item
+
+
+def fail(item: int) -> int:
+    raise LookupError(f"item {item}")
+
+
+EVERYTHING = """
+    import dataclasses, multiprocessing, sys
+    from flowchan import Graph, In, Out, RunError
+
+    @dataclasses.dataclass(frozen=True)
+    class Point:
+        x: int
+
+        def moved(self):
+            return Point(self.x + STEP)
+
+    class Mine(Exception):
+        pass
+
+    class Model:
+        def __init__(self):
+            self.bias = 100
+
+        def __call__(self, point):
+            assert isinstance(point, Point)
+            return Point(point.x + self.bias)
+
+    STEP = 1
+
+    def points():
+        for x in range(4):
+            yield Point(x)
+
+    def move(point):
+        assert type(point) is Point, (type(point), id(type(point)), id(Point))
+        return point.moved()
+
+    def split(points: In[Point], even: Out[Point], odd: Out[Point]):
+        for point in points:
+            (odd if point.x % 2 else even).put(point)
+
+    def fail(point):
+        raise Mine(point)
+
+    def main():
+        seven = 7
+        graph = Graph("everything")
+        stream = graph.source(points, on="process").map(move, on="process", workers=2)
+        stream = stream.map(Model, on="process").map(lambda point: Point(point.x + seven), on="process")
+        even, odd = graph.stage(split, stream, on="process")
+        evens, odds = even.collect(), odd.collect()
+        results = graph.run()
+        assert results[evens] == [Point(108), Point(110)], results[evens]
+        assert results[odds] == [Point(109), Point(111)], results[odds]
+        assert all(type(point) is Point for point in results[evens])
+
+        graph = Graph("failing")
+        failing = graph.source([Point(1)]).map(fail, on="process")
+        failing.sink(print)
+        try:
+            graph.run()
+        except* Exception as group:
+            (error,) = group.exceptions
+            assert isinstance(error.__cause__, Mine), error.__cause__
+            assert error.__cause__.args == (Point(1),)
+            assert type(error.__cause__.args[0]) is Point
+
+        graph = Graph("failed items")
+        failing = graph.source([Point(1)]).map(fail, on="process")
+        failing.sink(print)
+        failed = failing.errors.collect()
+        (found,) = graph.run()[failed]
+        assert type(found.item) is Point and isinstance(found.error, Mine)
+        print("fine")
+"""
+
+
+def program(method: str) -> str:
+    return EVERYTHING + f"""
+    if __name__ == "__main__":
+        multiprocessing.set_start_method("{method}")
+        main()
+"""
+
+
+@METHODS
+def test_everything_of_main_works_in_a_script(method: str, tmp_path: Path) -> None:
+    assert run_python(script(tmp_path, program(method))) == "fine\n"
+
+
+@METHODS
+def test_everything_of_main_works_in_a_module_run_by_name(method: str, tmp_path: Path) -> None:
+    script(tmp_path, program(method), "everything.py")
+    assert run_python("-m", "everything", cwd=tmp_path) == "fine\n"
+
+
+@METHODS
+def test_everything_of_main_works_in_python_c(method: str, tmp_path: Path) -> None:
+    text = script(tmp_path, program(method)).read_text()
+    assert run_python("-c", text) == "fine\n"
+
+
+@METHODS
+def test_everything_of_main_works_when_the_program_comes_by_exec(method: str, tmp_path: Path) -> None:
+    """As a notebook's cells do: the functions have no file to import."""
+    text = script(tmp_path, program(method)).read_text()
+    assert run_python("-c", f"exec(compile({text!r}, '<cell>', 'exec'), globals())") == "fine\n"
+
+
+@METHODS
+def test_a_script_without_a_main_guard_ends(method: str, tmp_path: Path) -> None:
+    """Under spawn and forkserver Python itself asks for the guard. Without it the run fails and nothing hangs."""
+    text = f"""
+        import multiprocessing
+        from flowchan import Graph
+        multiprocessing.set_start_method("{method}", force=True)
+        graph = Graph("unguarded")
+        total = graph.source(range(3)).map(abs, on="process").reduce(int.__add__, 0)
+        print(graph.run()[total])
+    """
+    with start(script(tmp_path, text)) as process:
+        out, err = process.communicate()
+    if method == "fork":
+        assert (process.returncode, out) == (0, "3\n"), err
+    else:
+        assert process.returncode == 1
+        assert "__main__" in err
+
+
+@pytest.mark.usefixtures("_method")
+def test_functions_of_an_imported_module() -> None:
+    graph = Graph("r7")
+    scaled = graph.source(range(50), on="process").map(Scaled, on="process", workers=2).collect()
+    assert graph.run()[scaled] == [10 * item for item in range(50)]
+
+
+@pytest.mark.usefixtures("_method")
+def test_lambdas_and_closures() -> None:
+    offset = 5
+
+    def plus_offset(item: int) -> int:
+        return item + offset
+
+    class Local:
+        def __call__(self, item: int) -> list[int]:
+            return [item + offset]
+
+    graph = Graph("r7")
+    stream = graph.source(lambda: iter(range(4)), on="process").map(lambda item: 2 * item, on="process")
+    result = stream.map(plus_offset, on="process").flat_map(Local, on="process").collect()
+    assert graph.run()[result] == [10, 12, 14, 16]
+
+
+@pytest.mark.usefixtures("_method")
+def test_general_stages() -> None:
+    def double(items: In[int], out: Out[int], factor: int = 2) -> None:
+        for item in items:
+            out.put(factor * item)
+
+    graph = Graph("r7")
+    result = graph.stage(double, graph.source(range(4)), on="process", factor=3).collect()
+    assert graph.run()[result] == [0, 3, 6, 9]
+
+
+@pytest.mark.usefixtures("_method")
+def test_failures() -> None:
+    graph = Graph("r7")
+    graph.source([1]).map(fail, on="process").sink(id)
+    with pytest.raises(RunError) as caught:
+        graph.run()
+    (error,) = caught.value.exceptions
+    assert isinstance(error.__cause__, LookupError)
+    assert "in fail" in error.__cause__.__notes__[0]
+
+
+@pytest.mark.usefixtures("_method")
+def test_an_early_end_and_a_stop() -> None:
+    graph = Graph("r7")
+    first = graph.source(range(10**9), on="process").map(abs, on="process", workers=2).take(3).collect()
+    assert graph.run()[first] == [0, 1, 2]
+    graph = Graph("r7")
+    graph.source(range(10**9), on="process").sink(abs, on="process")
+    run = graph.start()
+    run.stop()
+    run.wait()
+    assert run.stats().state == "stopped"
+
+
+@pytest.mark.usefixtures("_method")
+@pytest.mark.parametrize("key", [str, lambda item: (str(item), item % 2), lambda item: str(item) if item else None])
+def test_equal_keys_go_to_the_same_branch_whichever_process_computes_them(key: Any) -> None:
+    graph = Graph("r7")
+    items = graph.source([number % 10 for number in range(100)])
+    branches = items.partition(key, 3, on="process", workers=3)
+    results = [branch.map(key).collect() for branch in branches]
+    found = graph.run()
+    one, two, three = (set(map(repr, found[result])) for result in results)
+    assert not (one & two or one & three or two & three)
+
+
+@pytest.mark.usefixtures("_method")
+def test_recursion_and_module_names_survive() -> None:
+    def factorial(item: int) -> int:
+        return 1 if item < 2 else item * factorial(item - 1)
+
+    graph = Graph("r7")
+    result = graph.source([5, 6]).map(factorial, on="process").map(lambda _: __name__, on="process").collect()
+    assert graph.run()[result] == [__name__] * 2
+
+
+@METHODS
+def test_a_graph_runs_inside_pytest(method: str, tmp_path: Path) -> None:
+    text = f"""
+        import multiprocessing
+        from flowchan import Graph
+
+        class Item:
+            pass
+
+        def test_it():
+            multiprocessing.set_start_method("{method}", force=True)
+            graph = Graph("inner")
+            result = graph.source([Item()]).map(lambda item: item, on="process").collect()
+            (item,) = graph.run()[result]
+            assert type(item) is Item
+    """
+    script(tmp_path, text, "test_inner.py")
+    assert "1 passed" in run_python("-m", "pytest", "-q", "-p", "no:cacheprovider", tmp_path, cwd=tmp_path)
+    assert sys.executable

@@ -1,0 +1,404 @@
+"""R5 Stop: the first Ctrl-C, SIGTERM or ``run.stop()`` stops the sources and everything in flight is finished; the second,
+or ``run.abort()``, breaks at once. Both end, and an interrupted program prints one line."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import Gate, everywhere, script, stage_of, start
+from waiting import wait_until
+
+from flowchan import Broken, Graph, Out, RunError
+
+PROGRAM = """
+    import itertools, os, sys, threading
+    from flowchan import Graph
+
+    ready = threading.Event()
+    seen = []
+
+    def numbers():
+        for number in itertools.count():
+            if number == 100:
+                ready.set()
+            yield number
+
+    def same(item):
+        return item
+
+    def save(item):
+        seen.append(item)
+
+    def announce():
+        ready.wait()
+        print("going", flush=True)
+
+    graph = Graph("endless")
+    graph.source(numbers).map(same, on="process", workers=2).sink(save)
+
+    if __name__ == "__main__":
+        threading.Thread(target=announce, daemon=True).start()
+        try:
+            graph.run()
+        except KeyboardInterrupt:
+            assert seen == list(range(len(seen))), "something in flight was lost"
+            print("interrupted after", "some" if len(seen) > 99 else "few", flush=True)
+            raise
+"""
+
+STUBBORN = """
+    import itertools, sys, threading
+    from flowchan import Channel, Graph
+
+    held = threading.Event()
+
+    def hold(item):
+        print("going", flush=True)
+        held.wait()
+
+    graph = Graph("stubborn")
+    graph.source(itertools.count).sink(hold)
+
+    if __name__ == "__main__":
+        graph.run()
+"""
+
+BLOCKED_SOURCE = """
+    import os
+    from flowchan import Graph
+
+    def camera():
+        yield 1
+        print("going", flush=True)
+        os.read(os.pipe()[0], 1)
+
+    graph = Graph("blocked")
+    graph.source(camera, on="PLACE").sink(id)
+
+    if __name__ == "__main__":
+        graph.run()
+"""
+
+
+def going(process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    assert process.stdout.readline() == "going\n", process.communicate()
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate()
+    return process.returncode, out, err
+
+
+def same(item: Any) -> Any:
+    return item
+
+
+# stop and abort by the program
+
+
+@everywhere
+def test_stop_finishes_what_is_in_flight(on: Any) -> None:
+    gate = Gate()
+
+    def hold_the_first(item: int) -> int:
+        if item == 0:
+            gate.wait()
+        return item
+
+    graph = Graph("r5")
+    numbers = graph.source(itertools.count, on=on, name="numbers", capacity=8)
+    result = numbers.map(hold_the_first, on=on, workers=2).map(same, on=on).collect()
+    run = graph.start()
+    gate.wait_held()
+    run.stop()
+    wait_until(lambda: run._plan.channels["numbers"].closed)
+    gate.open()
+    items = run.wait()[result]
+    assert items == list(range(len(items)))
+    assert len(items) == stage_of(run, "numbers").items_out
+    assert run.stats().state == "stopped"
+
+
+def test_stop_ends_a_reduce_with_what_has_come() -> None:
+    graph = Graph("r5")
+    numbers = graph.input()
+    total = numbers.reduce(int.__add__, 0)
+    run = graph.start()
+    run[numbers].put(3)
+    run[numbers].put(4)
+    run.stop()
+    assert run.wait()[total] == 7
+
+
+def test_stop_stops_general_stages_without_inputs() -> None:
+    def count(out: Out[int]) -> None:
+        for number in itertools.count():
+            out.put(number)
+
+    graph = Graph("r5")
+    graph.stage(count).sink(id)
+    run = graph.start()
+    run.stop()
+    run.wait()
+    assert run.stats().state == "stopped"
+
+
+@everywhere
+def test_abort_discards_what_is_in_flight(on: Any) -> None:
+    gate = Gate()
+
+    def hold(item: int) -> int:
+        gate.wait()
+        return item
+
+    graph = Graph("r5")
+    result = graph.source(itertools.count, on=on).map(hold, on=on, name="hold").collect()
+    run = graph.start()
+    gate.wait_held()
+    run.abort()
+    gate.open()
+    assert run.wait()[result] == []
+    assert run.stats().state == "aborted"
+
+
+def test_abort_ends_workers_that_ignore_it() -> None:
+    gate = Gate()
+    graph = Graph("r5")
+    graph.source([1]).map(lambda _: gate.wait(), on="process").sink(id)
+    run = graph.start()
+    gate.wait_held()
+    run.abort()
+    run.wait()
+    assert not any(stage.alive for stage in run.stats().stages)
+
+
+def test_abort_ends_workers_that_ignore_sigterm() -> None:
+    gate = Gate()
+
+    def stubborn(item: int) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        gate.wait()
+
+    graph = Graph("r5")
+    graph.source([1]).map(stubborn, on="process").sink(id)
+    run = graph.start()
+    gate.wait_held()
+    run.abort()
+    run.wait()
+    assert run.stats().state == "aborted"
+
+
+def test_abort_gives_threads_up_that_nothing_can_interrupt() -> None:
+    held = threading.Event()
+    entered = threading.Event()
+
+    def stubborn(item: int) -> None:
+        entered.set()
+        held.wait()
+
+    graph = Graph("r5")
+    graph.source([1]).sink(stubborn)
+    with pytest.warns(RuntimeWarning, match="worker stubborn 1 of graph 'r5' still runs code of yours"):
+        run = graph.start()
+        entered.wait()
+        run.abort()
+        run.wait()
+        run._supervisor._thread.join()
+    held.set()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_is_given_up_ends_the_run_where_warnings_are_errors_too() -> None:
+    held = threading.Event()
+    entered = threading.Event()
+
+    def stubborn(item: int) -> None:
+        entered.set()
+        held.wait()
+
+    graph = Graph("r5")
+    graph.source([1]).sink(stubborn)
+    run = graph.start()
+    entered.wait()
+    run.abort()
+    run.wait()
+    held.set()
+    run._supervisor._thread.join()
+
+
+@pytest.mark.parametrize("on", ["thread", "process"])
+def test_stop_does_not_wait_for_a_source_that_is_blocked_in_its_own_iterator(on: Any) -> None:
+    device = Gate()
+
+    def camera() -> Iterator[int]:
+        yield 1
+        device.wait()
+
+    graph = Graph("r5")
+    result = graph.source(camera, on=on).collect()
+    run = graph.start()
+    device.wait_held()
+    run.stop()
+    if on == "thread":
+        with pytest.warns(RuntimeWarning, match="camera 1"):
+            assert run.wait()[result] == [1]
+            run._supervisor._thread.join()
+    else:
+        assert run.wait()[result] == [1]
+    assert run.stats().state == "stopped"
+    device.open()
+
+
+def test_stopping_a_run_that_has_ended_does_nothing() -> None:
+    graph = Graph("r5")
+    result = graph.source([1]).collect()
+    run = graph.start()
+    run.wait()
+    run.stop()
+    run.abort()
+    assert run.wait()[result] == [1]
+    assert run.stats().state == "done"
+
+
+def test_an_abort_after_a_stop_breaks_at_once() -> None:
+    gate = Gate()
+    graph = Graph("r5")
+    graph.source(itertools.count).map(lambda _: gate.wait(), on="process").sink(id)
+    run = graph.start()
+    gate.wait_held()
+    run.stop()
+    run.stop()
+    run.abort()
+    run.wait()
+    assert run.stats().state == "aborted"
+
+
+def test_a_failure_after_a_stop_is_told() -> None:
+    gate = Gate()
+
+    def fail(item: int) -> None:
+        gate.wait()
+        raise ValueError
+
+    graph = Graph("r5")
+    graph.source(itertools.count).sink(fail)
+    run = graph.start()
+    gate.wait_held()
+    run.stop()
+    gate.open()
+    with pytest.raises(RunError):
+        run.wait()
+
+
+def test_stop_closes_the_inputs_for_those_who_put() -> None:
+    from flowchan import Closed
+
+    graph = Graph("r5")
+    numbers = graph.input()
+    numbers.sink(id)
+    run = graph.start()
+    run.stop()
+    run.wait()
+    with pytest.raises((Closed, Broken, ValueError)):
+        run[numbers].put(1)
+
+
+# signals to a program
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_finishes_what_is_in_flight(signum: signal.Signals, tmp_path: Path) -> None:
+    with start(script(tmp_path, PROGRAM)) as process:
+        going(process)
+        process.send_signal(signum)
+        code, out, err = ended(process)
+    assert out == "interrupted after some\n", err
+    assert code == -signal.SIGINT, err  # a Python program that lets KeyboardInterrupt out
+    assert err.count("flowchan: stopping, what is in flight is being finished") == 1
+
+
+def test_ctrl_c_at_a_terminal_reaches_the_workers_too_and_does_not_kill_them(tmp_path: Path) -> None:
+    with start(script(tmp_path, PROGRAM)) as process:
+        going(process)
+        os.killpg(process.pid, signal.SIGINT)
+        _, out, err = ended(process)
+    assert out == "interrupted after some\n", err
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_the_second_signal_breaks_off(signum: signal.Signals, tmp_path: Path) -> None:
+    with start(script(tmp_path, STUBBORN)) as process:
+        going(process)
+        process.send_signal(signum)
+        assert process.stderr is not None
+        assert "stopping" in process.stderr.readline()
+        process.send_signal(signum)
+        code, _, err = ended(process)
+    assert code == -signal.SIGINT, err
+    assert "KeyboardInterrupt" in err
+
+
+@everywhere
+def test_a_signal_ends_a_program_whose_source_is_blocked(on: str, tmp_path: Path) -> None:
+    with start(script(tmp_path, BLOCKED_SOURCE.replace("PLACE", on))) as process:
+        going(process)
+        process.send_signal(signal.SIGINT)
+        code, _, err = ended(process)
+    assert code == -signal.SIGINT, err
+
+
+def test_ctrl_c_in_a_block_that_iterates_stops_the_run(tmp_path: Path) -> None:
+    text = """
+        import itertools
+        from flowchan import Graph
+
+        graph = Graph("block")
+        numbers = graph.source(itertools.count).collect()
+
+        with graph.start() as run:
+            try:
+                for number in run.iter(numbers):
+                    if number == 10:
+                        print("going", flush=True)
+            finally:
+                pass
+    """
+    with start(script(tmp_path, text)) as process:
+        going(process)
+        process.send_signal(signal.SIGINT)
+        code, _, err = ended(process)
+    assert code == -signal.SIGINT, err
+    assert err.count("flowchan: stopping") == 1
+
+
+def test_a_program_with_its_own_handler_of_sigterm_keeps_it(tmp_path: Path) -> None:
+    text = """
+        import os, signal
+        from flowchan import Graph
+
+        signal.signal(signal.SIGTERM, lambda *_: print("mine", flush=True))
+        graph = Graph("own")
+        graph.source([1]).sink(lambda _: os.kill(os.getpid(), signal.SIGTERM))
+        graph.run()
+    """
+    with start(script(tmp_path, text)) as process:
+        code, out, err = ended(process)
+    assert (code, out) == (0, "mine\n"), err
+
+
+def test_sigterm_means_after_the_run_what_it_meant_before() -> None:
+    graph = Graph("r5")
+    graph.source([1]).sink(id)
+    before = signal.getsignal(signal.SIGTERM)
+    graph.run()
+    assert signal.getsignal(signal.SIGTERM) == before

@@ -1,0 +1,560 @@
+"""Each verb does what a Python user expects of the word, on threads and on processes where it has ``on=``."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from runs import Gate, everywhere, stage_of
+from waiting import wait_until
+
+from flowchan import Failed, Graph, In, Out, RunError, Stream
+
+
+def same(item: Any) -> Any:
+    return item
+
+
+def is_even(item: int) -> bool:
+    return item % 2 == 0
+
+
+def words(line: str) -> Iterator[str]:
+    yield from line.split()
+
+
+def repeated(item: int) -> list[int]:
+    return [item] * (item % 4)
+
+
+def fail_odd(item: int) -> int:
+    if item % 2:
+        raise ValueError(item)
+    return item
+
+
+def collected(stream: Stream) -> Any:
+    """Runs the stream's graph and gives the stream's items."""
+    result = stream.collect()
+    return stream.graph.run()[result]
+
+
+def numbers(upto: int, **options: Any) -> Stream:
+    return Graph("verbs").source(range(upto), **options)
+
+
+# source
+
+
+@everywhere
+@pytest.mark.parametrize("items", [[1, 2, 3], (1, 2, 3), range(1, 4), {1: "a", 2: "b", 3: "c"}])
+def test_a_source_gives_the_elements_of_an_iterable(items: Any, on: Any) -> None:
+    assert collected(Graph("verbs").source(items, on=on)) == [1, 2, 3]
+
+
+@everywhere
+def test_a_source_calls_a_callable_with_its_arguments_inside_the_run(on: Any) -> None:
+    called = Gate()
+
+    def source(first: int, *, last: int) -> Iterator[int]:
+        called.open()
+        yield from range(first, last)
+
+    graph = Graph("verbs")
+    stream = graph.source(source, 3, last=6, on=on)
+    assert not called.channel.closed
+    assert collected(stream) == [3, 4, 5]
+
+
+@everywhere
+def test_none_is_an_item_like_any_other(on: Any) -> None:
+    assert collected(Graph("verbs").source([None, 0, None, ""], on=on).map(same, on=on)) == [None, 0, None, ""]
+
+
+def test_a_source_takes_an_old_style_sequence() -> None:
+    class Old:
+        def __getitem__(self, place: int) -> int:
+            return [5, 6][place]
+
+    assert collected(Graph("verbs").source(Old())) == [5, 6]
+
+
+# map, filter, flat_map: order
+
+
+def held_first(gate: Gate, function: Any) -> Any:
+    """``function``, but item 0 takes until the gate is opened."""
+
+    def held(item: int) -> Any:
+        if item == 0:
+            gate.wait()
+        return function(item)
+
+    return held
+
+
+@everywhere
+@pytest.mark.parametrize(
+    ("verb", "function", "expected"),
+    [
+        ("map", same, list(range(40))),
+        ("filter", is_even, list(range(0, 40, 2))),
+        ("flat_map", repeated, [number for number in range(40) for _ in range(number % 4)]),
+    ],
+)
+def test_several_workers_keep_the_order_of_the_input(verb: str, function: Any, expected: Any, on: Any) -> None:
+    """The other workers run ahead while the first item takes its time."""
+    gate = Gate()
+    stream = getattr(numbers(40), verb)(held_first(gate, function), on=on, workers=3, name="work")
+    result = stream.collect()
+    run = stream.graph.start()
+    gate.wait_held()
+    wait_until(lambda: stage_of(run, "work").items_in >= 3)
+    gate.open()
+    assert run.wait()[result] == expected
+
+
+@everywhere
+@pytest.mark.parametrize(("verb", "function"), [("map", same), ("filter", bool), ("flat_map", lambda item: [item])])
+def test_unordered_workers_do_not_wait_for_each_other(verb: str, function: Any, on: Any) -> None:
+    gate = Gate()
+    stream = getattr(numbers(20), verb)(held_first(gate, function), on=on, workers=2, ordered=False)
+    result = stream.collect()
+    with stream.graph.start() as run:
+        items = run.iter(result)
+        assert [next(items) for _ in range(19)] == list(range(1, 20))
+        gate.wait_held()
+        gate.open()
+        assert list(items) == ([0] if verb != "filter" else [])
+
+
+@everywhere
+def test_workers_work_at_the_same_time(on: Any) -> None:
+    gate = Gate()
+
+    def hold(item: int) -> int:
+        gate.wait()
+        return item
+
+    stream = numbers(8).map(hold, on=on, workers=4)
+    result = stream.collect()
+    run = stream.graph.start()
+    gate.wait_held(4)
+    gate.open()
+    assert run.wait()[result] == list(range(8))
+
+
+@everywhere
+def test_order_is_kept_past_failed_items(on: Any) -> None:
+    stream = numbers(50).map(fail_odd, on=on, workers=3)
+    good, bad = stream.collect(), stream.errors.collect()
+    results = stream.graph.run()
+    assert results[good] == list(range(0, 50, 2))
+    assert sorted(failed.item for failed in results[bad]) == list(range(1, 50, 2))
+
+
+@everywhere
+def test_many_items_through_several_workers_arrive_once_and_in_order(on: Any) -> None:
+    assert collected(numbers(20_000, on=on).map(same, on=on, workers=3).filter(is_even, on=on, workers=2)) == list(
+        range(0, 20_000, 2)
+    )
+
+
+@everywhere
+def test_flat_map_gives_the_elements_of_generators(on: Any) -> None:
+    stream = Graph("verbs").source(["to be or", "", "not to be"]).flat_map(words, on=on)
+    assert collected(stream) == "to be or not to be".split()
+
+
+def test_flat_map_passes_elements_on_as_they_come() -> None:
+    seen = threading.Event()
+
+    def slow(item: int) -> Iterator[int]:
+        yield item
+        seen.wait()
+        yield item + 1
+
+    graph = Graph("verbs")
+    result = graph.source([1]).flat_map(slow).collect()
+    with graph.start() as run:
+        items = run.iter(result)
+        assert next(items) == 1
+        seen.set()
+        assert list(items) == [2]
+
+
+@everywhere
+def test_a_class_without_call_is_applied_to_each_item(on: Any) -> None:
+    assert collected(Graph("verbs").source(["1", "2"]).map(int, on=on)) == [1, 2]
+
+
+# retries and errors
+
+
+@everywhere
+@pytest.mark.parametrize("verb", ["map", "filter"])
+def test_an_item_is_tried_again_up_to_retries_times(verb: str, on: Any) -> None:
+    class Flaky:
+        def __init__(self) -> None:
+            self.tries: Counter[int] = Counter()
+
+        def __call__(self, item: int) -> int:
+            self.tries[item] += 1
+            if self.tries[item] <= item:
+                raise ValueError(f"try {self.tries[item]}")
+            return item
+
+    stream = getattr(numbers(5), verb)(Flaky, on=on, retries=2)
+    good, bad = stream.collect(), stream.errors.collect()
+    results = stream.graph.run()
+    assert results[good] == ([0, 1, 2] if verb == "map" else [1, 2])
+    assert [(failed.item, failed.attempts, str(failed.error)) for failed in results[bad]] == [
+        (3, 3, "try 3"),
+        (4, 3, "try 3"),
+    ]
+
+
+@everywhere
+def test_a_retry_of_flat_map_does_not_repeat_what_is_out(on: Any) -> None:
+    class Flaky:
+        def __init__(self) -> None:
+            self.failed = False
+
+        def __call__(self, item: int) -> Iterator[int]:
+            yield from range(item)
+            if not self.failed:
+                self.failed = True
+                raise ValueError
+            yield item
+
+    assert collected(Graph("verbs").source([3]).flat_map(Flaky, on=on, retries=1)) == [0, 1, 2, 3]
+
+
+def test_a_sink_is_tried_again() -> None:
+    tried: list[int] = []
+
+    def flaky(item: int) -> None:
+        tried.append(item)
+        if len(tried) < 3:
+            raise ValueError
+
+    stream = Graph("verbs").source([7])
+    stream.sink(flaky, retries=2)
+    stream.graph.run()
+    assert tried == [7, 7, 7]
+
+
+def test_a_reduce_goes_on_behind_a_failed_item() -> None:
+    def add(so_far: int, item: int) -> int:
+        return so_far + fail_odd(item)
+
+    graph = Graph("verbs")
+    total = graph.source(range(6)).reduce(add, 0)
+    bad = total.errors.map(lambda failed: failed.item).collect()
+    results = graph.run()
+    assert (results[total], results[bad]) == (0 + 2 + 4, [1, 3, 5])
+
+
+@everywhere
+def test_a_partition_key_that_fails_goes_to_the_errors(on: Any) -> None:
+    graph = Graph("verbs")
+    one, other = graph.source(range(6)).partition(fail_odd, 2, on=on)
+    good = graph.merge(one, other).collect()
+    bad = one.errors.collect()
+    results = graph.run()
+    assert sorted(results[good]) == [0, 2, 4]
+    assert all(isinstance(failed, Failed) for failed in results[bad])
+
+
+# callable classes
+
+
+class Counting:
+    """Says how many items this very instance has seen."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def __call__(self, item: int) -> int:
+        self.seen += 1
+        return self.seen
+
+
+@everywhere
+def test_a_callable_class_is_built_once_per_worker(on: Any) -> None:
+    assert collected(numbers(10).map(Counting, on=on)) == list(range(1, 11))
+
+
+@everywhere
+def test_every_worker_has_an_instance_of_its_own(on: Any) -> None:
+    gate = Gate()
+
+    class Held(Counting):
+        def __call__(self, item: int) -> int:
+            gate.wait()
+            return super().__call__(item)
+
+    stream = numbers(2).map(Held, on=on, workers=2)
+    result = stream.collect()
+    run = stream.graph.start()
+    gate.wait_held(2)
+    gate.open()
+    assert run.wait()[result] == [1, 1]
+
+
+def test_an_instance_is_shared_by_the_threads_of_a_stage() -> None:
+    assert sorted(collected(numbers(10).map(Counting(), workers=1))) == list(range(1, 11))
+
+
+@pytest.mark.parametrize("verb", ["map", "filter", "flat_map", "sink"])
+def test_a_callable_class_is_closed_at_the_end(verb: str) -> None:
+    life: list[str] = []
+
+    class Model:
+        def __init__(self) -> None:
+            life.append("built")
+
+        def __call__(self, item: int) -> list[int]:
+            return [item]
+
+        def close(self) -> None:
+            life.append("closed")
+
+    graph = Graph("verbs")
+    stream = getattr(graph.source(range(5)), verb)(Model, workers=2)
+    if stream is not None:
+        stream.sink(id)
+    graph.run()
+    assert sorted(life) == ["built", "built", "closed", "closed"]
+
+
+# batch, unbatch, buffer
+
+
+def test_batch_gives_lists_of_its_size_and_a_shorter_last_one() -> None:
+    assert collected(numbers(7).batch(3)) == [[0, 1, 2], [3, 4, 5], [6]]
+
+
+def test_batch_of_nothing_gives_nothing() -> None:
+    assert collected(numbers(0).batch(3)) == []
+
+
+def test_a_batch_larger_than_the_channel_before_it_is_filled() -> None:
+    assert collected(numbers(250, capacity=4).batch(100, timeout=600)) == [
+        list(range(0, 100)), list(range(100, 200)), list(range(200, 250)),
+    ]  # fmt: skip
+
+
+def test_a_batch_that_is_not_full_goes_out_after_the_timeout() -> None:
+    graph = Graph("verbs")
+    stream = graph.input()
+    batches = stream.batch(3, timeout=0.01).collect()
+    with graph.start() as run:
+        items = run.iter(batches)
+        run[stream].put(1)
+        assert next(items) == [1]
+        for number in (2, 3, 4, 5):
+            run[stream].put(number)
+        run[stream].close()
+        assert list(itertools.chain.from_iterable(items)) == [2, 3, 4, 5]
+
+
+def test_unbatch_gives_the_elements_again() -> None:
+    assert collected(numbers(10).batch(4).unbatch()) == list(range(10))
+    assert collected(Graph("verbs").source([[], (1, 2), "ab"]).unbatch()) == [1, 2, "a", "b"]
+
+
+def test_buffer_is_the_capacity_of_the_channel() -> None:
+    gate = Gate()
+    stream = numbers(100).buffer(7)
+    stream.sink(lambda _: gate.wait())
+    run = stream.graph.start()
+    gate.wait_held()
+    wait_until(lambda: run.stats().links[0].inside == 7)
+    assert run.stats().links[0].capacity == 7
+    gate.open()
+    run.wait()
+
+
+# take, tee, partition, zip, merge
+
+
+@pytest.mark.parametrize(("n", "expected"), [(0, []), (1, [0]), (5, [0, 1, 2, 3, 4]), (9, [0, 1, 2, 3, 4, 5])])
+def test_take_gives_the_first_items(n: int, expected: list[int]) -> None:
+    assert collected(numbers(6).take(n)) == expected
+
+
+def test_take_does_not_wait_for_an_item_behind_the_last() -> None:
+    graph = Graph("verbs")
+    stream = graph.input()
+    two = stream.take(2).collect()
+    run = graph.start()
+    run[stream].put("a")
+    run[stream].put("b")
+    assert run.wait()[two] == ["a", "b"]
+
+
+def test_tee_gives_every_branch_every_item() -> None:
+    branches = numbers(100).tee(3)
+    results = [branch.collect() for branch in branches]
+    found = branches[0].graph.run()
+    assert [found[result] for result in results] == [list(range(100))] * 3
+
+
+@everywhere
+@pytest.mark.parametrize("key", [same, str, lambda item: (str(item), item), lambda _: None, lambda item: item % 3 or None])
+def test_equal_keys_go_to_the_same_branch(key: Any, on: Any) -> None:
+    graph = Graph("verbs")
+    items = graph.source([number % 10 for number in range(200)])
+    branches = items.partition(key, 3, on=on, workers=2)
+    results = [branch.collect() for branch in branches]
+    found = graph.run()
+    keys = [{repr(key(item)) for item in found[result]} for result in results]
+    assert sum(len(found[result]) for result in results) == 200
+    assert not any(one & other for one, other in itertools.combinations(keys, 2))
+
+
+def test_whole_numbers_go_round_the_branches() -> None:
+    graph = Graph("verbs")
+    results = [branch.collect() for branch in graph.source(range(9)).partition(same, 3)]
+    found = graph.run()
+    assert [found[result] for result in results] == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
+
+
+def test_zip_pairs_item_by_item_until_the_shortest_ends() -> None:
+    graph = Graph("verbs")
+    first, second, third = graph.source("abc"), graph.source(range(2)), graph.source(itertools.count)
+    assert collected(first.zip(second, third)) == [("a", 0, 0), ("b", 1, 1)]
+
+
+def test_zip_of_one_stream_gives_single_tuples() -> None:
+    assert collected(numbers(2).zip()) == [(0,), (1,)]
+
+
+def test_merge_gives_all_items_of_all_streams_each_in_its_order() -> None:
+    graph = Graph("verbs")
+    merged = collected(graph.merge(*(graph.source([(name, n) for n in range(50)]) for name in "abc")))
+    for name in "abc":
+        assert [item for item in merged if item[0] == name] == [(name, n) for n in range(50)]
+
+
+def test_merge_does_not_wait_for_a_stream_that_gives_nothing() -> None:
+    graph = Graph("verbs")
+    silent, lively = graph.input(), graph.source([1, 2])
+    merged = graph.merge(silent, lively).collect()
+    with graph.start() as run:
+        items = run.iter(merged)
+        assert [next(items), next(items)] == [1, 2]
+        run[silent].close()
+        assert list(items) == []
+
+
+# reduce
+
+
+def test_reduce_folds_from_the_left() -> None:
+    graph = Graph("verbs")
+    text = graph.source("abc").reduce(lambda so_far, item: so_far + item, ">")
+    assert graph.run()[text] == ">abc"
+
+
+def test_reduce_without_an_initial_value_begins_with_the_first_item() -> None:
+    graph = Graph("verbs")
+    product = graph.source([2, 3, 4]).reduce(lambda so_far, item: so_far * item)
+    assert graph.run()[product] == 24
+
+
+def test_reduce_of_nothing_gives_the_initial_value() -> None:
+    graph = Graph("verbs")
+    total = graph.source([]).reduce(int.__add__, 5)
+    assert graph.run()[total] == 5
+
+
+def test_reduce_of_nothing_without_an_initial_value_fails_as_functools_does() -> None:
+    graph = Graph("verbs")
+    graph.source([]).reduce(int.__add__)
+    with pytest.raises(RunError) as caught:
+        graph.run()
+    assert isinstance(caught.value.exceptions[0].__cause__, TypeError)
+
+
+def test_an_initial_value_of_none_is_a_value() -> None:
+    graph = Graph("verbs")
+    last = graph.source([1, 2]).reduce(lambda so_far, item: (so_far, item), None)
+    assert graph.run()[last] == ((None, 1), 2)
+
+
+def test_a_mutable_initial_value_is_not_shared_between_runs() -> None:
+    def count(so_far: Counter[str], item: str) -> Counter[str]:
+        so_far[item] += 1
+        return so_far
+
+    initial: Counter[str] = Counter()
+    graph = Graph("verbs")
+    counts = graph.source("aab").reduce(count, initial)
+    assert [graph.run()[counts] for _ in range(2)] == [Counter(a=2, b=1)] * 2
+    assert initial == Counter()
+
+
+def test_what_reduce_gives_can_be_read_on() -> None:
+    graph = Graph("verbs")
+    total = graph.source(range(4)).reduce(int.__add__, 0)
+    texts = total.map(str).collect()
+    results = graph.run()
+    assert (results[total], results[texts]) == (6, ["6"])
+
+
+# sink, stage
+
+
+@everywhere
+def test_sink_is_called_for_each_item(on: Any) -> None:
+    gate = Gate()
+
+    def last(item: int) -> None:
+        if item == 99:
+            gate.open()
+
+    graph = Graph("verbs")
+    graph.source(range(100)).sink(last, on=on, workers=2)
+    graph.run()
+    gate.wait()
+
+
+@everywhere
+def test_a_general_stage_has_its_ports_by_name(on: Any) -> None:
+    def split(numbers: In[int], even: Out[int], odd: Out[int]) -> None:
+        for number in numbers:
+            (odd if number % 2 else even).put(number)
+
+    graph = Graph("verbs")
+    even, odd = graph.stage(split, graph.source(range(10)), on=on)
+    evens, odds = even.collect(), odd.collect()
+    results = graph.run()
+    assert (results[evens], results[odds]) == ([0, 2, 4, 6, 8], [1, 3, 5, 7, 9])
+
+
+@everywhere
+def test_a_general_stage_may_read_several_streams(on: Any) -> None:
+    def interleave(left: In[int], right: In[int], out: Out[int]) -> None:
+        for first in left:
+            out.put(first)
+            out.put(right.get())
+
+    graph = Graph("verbs")
+    stream = graph.stage(interleave, graph.source([1, 3]), graph.source([2, 4]), on=on)
+    assert collected(stream) == [1, 2, 3, 4]
+
+
+@everywhere
+def test_the_workers_of_a_general_stage_share_its_ports(on: Any) -> None:
+    def work(items: In[int], out: Out[int]) -> None:
+        for item in items:
+            out.put(item)
+
+    graph = Graph("verbs")
+    assert sorted(collected(graph.stage(work, graph.source(range(100)), on=on, workers=3))) == list(range(100))
