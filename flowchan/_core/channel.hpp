@@ -76,10 +76,11 @@ PyObject* get_item(Channel& ch, In* in, Deadline deadline, bool keep, bool itera
 PyObject* put_all(Channel& ch, Out* out, PyObject* items, Deadline deadline);
 PyObject* get_all(Channel& ch, In* in, Py_ssize_t most, Deadline deadline);
 
+// The items in hand are done with: the writers that follow pass their turn. False with a Python error set.
+bool tell_followers(In& in);
+
 void abort_channel(Channel& ch, PyObject* cause);
 nb::tuple channel_stats(Channel& ch);
-PyObject* raise_step(Channel& ch, Step step, Side side, uint64_t size, Deadline deadline);
-bool parse_deadline(PyObject* timeout, Deadline& deadline);
 
 extern PyMethodDef channel_methods[], in_methods[], out_methods[];
 int channel_traverse(PyObject* self, visitproc visit, void* arg);

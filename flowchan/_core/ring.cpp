@@ -180,8 +180,14 @@ void Ring::recover() {
 void Ring::close(Wakes& wakes) {
     if (h_->state != OPEN) return;
     Change change(h_->redo, base_);
-    change.set(h_->state, CLOSED);
+    close_with(change, wakes);
     change.commit();
+}
+
+// Closes as a part of `change`: when the last port leaves, a death must not come between its leaving and the close.
+void Ring::close_with(Change& change, Wakes& wakes) {
+    if (h_->state != OPEN) return;
+    change.set(h_->state, CLOSED);
     wakes.readers += h_->reader_gate.call_all();
     wakes.writers += h_->writer_gate.call_all();
 }
@@ -260,20 +266,18 @@ void Ring::end_session(uint32_t index, bool finished, Wakes& wakes) {
     if (s.role == Session::NONE) return;
     if (s.lease_head) finished ? free_leased(s, wakes) : give_back(s, wakes);
     drop_copies(index, wakes);
-    bool last = false;
     Change change(h_->redo, base_);
     if (s.role == Session::READER) {
-        last = h_->readers == 1;
+        if (h_->readers == 1) close_with(change, wakes);
         change.set(h_->readers, h_->readers - 1);
     } else if (s.role == Session::WRITER) {
-        last = h_->writers == 1;
+        if (h_->writers == 1) close_with(change, wakes);
         change.set(h_->writers, h_->writers - 1);
     } else if (s.role == Session::RESUME) {
         change.set(h_->resumes, h_->resumes - 1);
     }
     change.set(s.role, Session::NONE);
     change.commit();
-    if (last) close(wakes);
 }
 
 std::vector<Slot*> Ring::in_hand(uint32_t index) const {
@@ -290,13 +294,12 @@ void Ring::retire_writer(uint32_t index, const std::vector<uint64_t>& items, Wak
         return;
     }
     drop_copies(index, wakes);
-    bool last = h_->writers == 1;
     Change change(h_->redo, base_);
+    if (h_->writers == 1) close_with(change, wakes);
     change.set(h_->writers, h_->writers - 1);
     change.set(h_->resumes, h_->resumes + 1);
     change.set(s.role, Session::RESUME);
     change.commit();
-    if (last) close(wakes);
 }
 
 void Ring::sweep(Wakes& wakes) {

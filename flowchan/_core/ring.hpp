@@ -109,6 +109,7 @@ private:
     bool nothing_coming() const { return h_->head == 0 && h_->parked == 0 && h_->claimed == 0; }
     bool at_end_for(const ReaderState* reader) const;
     void tell_end(Wakes& wakes);
+    void close_with(Change& change, Wakes& wakes);
     void map(int fd, uint64_t length);
     void recover();
     void drop_copies(uint32_t session, Wakes& wakes);

@@ -28,20 +28,32 @@ class Graph(Blueprint):
         """Checks the graph and starts it. Raises ``GraphError`` with everything that is wrong with it, and ``OSError``
         when there is no memory for its channels."""
         raise_for(self)
-        return Run(plan(self))
+        run = None
+        try:
+            with _interrupts_held():
+                run = Run(plan(self))
+        except KeyboardInterrupt:
+            if run is not None:
+                run.abort()
+                run.wait()
+            raise
+        return run
 
     def run(self) -> Results:
         """Runs the graph to its end and gives the results by stream. Raises ``GraphError`` before anything starts, and
         ``RunError`` when a stage failed. The first Ctrl-C or SIGTERM stops the sources and lets what is in flight
         finish, the second breaks off; then ``KeyboardInterrupt`` is raised."""
         with _terminate_as_interrupt():
-            run = self.start()
-            for out in run._plan.inputs.values():
-                out.close()  # nobody has the handle to put anything
+            run = None
             try:
+                with _interrupts_held():
+                    run = self.start()
+                for out in run._plan.inputs.values():
+                    out.close()  # nobody has the handle to put anything
                 return run.wait()
             except KeyboardInterrupt:
-                wait_interrupted(run)
+                if run is not None:
+                    wait_interrupted(run)
                 raise
 
 
@@ -61,3 +73,23 @@ def _terminate_as_interrupt() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Within it nothing is interrupted half-way: Ctrl-C and SIGTERM count when it is left."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[tuple[Any, ...]] = []
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
+    for number in handlers:
+        signal.signal(number, lambda *arguments: came.append(arguments))
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number, frame in came[:1]:
+            handlers[number](number, frame)

@@ -156,7 +156,11 @@ class Run:
             self._leave_iterators(of_thread=threading.get_ident())
             for out in self._plan.inputs.values():
                 out.close()
-            self.wait()
+            try:
+                self.wait()
+            except KeyboardInterrupt:
+                wait_interrupted(self)
+                raise
             return
         self._leave_iterators()
         if isinstance(error, KeyboardInterrupt):
@@ -194,11 +198,11 @@ class Run:
 
 def wait_interrupted(run: Run) -> None:
     """After a Ctrl-C: stops the run and waits; a second one aborts it. Says so in one line."""
-    print("flowchan: stopping, what is in flight is being finished (Ctrl-C again to break off)", file=sys.stderr)
-    run.stop()
-    for out in run._plan.inputs.values():
-        out.close()
     try:
+        print("flowchan: stopping, what is in flight is being finished (Ctrl-C again to break off)", file=sys.stderr)
+        run.stop()
+        for out in run._plan.inputs.values():
+            out.close()
         run.wait()
     except KeyboardInterrupt:
         run.abort()

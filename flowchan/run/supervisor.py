@@ -293,7 +293,7 @@ class Supervisor:
         self._events.close()
         for id, thread in self._threads.items():
             if id not in self.state.abandoned:
-                thread.join()
+                thread.join(None if self._thread.ident else decisions.GRACE)  # a start that failed has asked nobody yet
 
     def _warn_of_abandoned(self) -> None:
         """Comes last: with warnings turned into errors it raises, and the run must have ended for all who wait."""

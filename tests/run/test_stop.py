@@ -16,7 +16,7 @@ import pytest
 from runs import Gate, everywhere, script, stage_of, start
 from waiting import wait_until
 
-from flowchan import Broken, Graph, Out, RunError
+from flowchan import Broken, Closed, Graph, Out, RunError
 
 PROGRAM = """
     import itertools, os, sys, threading
@@ -166,7 +166,7 @@ def test_abort_discards_what_is_in_flight(on: Any) -> None:
     gate.wait_held()
     run.abort()
     gate.open()
-    assert run.wait()[result] == []
+    assert result not in run.wait()
     assert run.stats().state == "aborted"
 
 
@@ -216,27 +216,33 @@ def test_abort_gives_threads_up_that_nothing_can_interrupt() -> None:
     held.set()
 
 
-@pytest.mark.filterwarnings("error")
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_thread_that_is_given_up_ends_the_run_where_warnings_are_errors_too() -> None:
-    held = threading.Event()
-    entered = threading.Event()
+def test_a_thread_that_is_given_up_ends_the_run_where_warnings_are_errors_too(tmp_path: Path) -> None:
+    text = """
+        import threading
+        from flowchan import Graph
 
-    def stubborn(item: int) -> None:
-        entered.set()
-        held.wait()
+        entered, held = threading.Event(), threading.Event()
 
-    graph = Graph("r5")
-    graph.source([1]).sink(stubborn)
-    run = graph.start()
-    entered.wait()
-    run.abort()
-    run.wait()
-    held.set()
-    run._supervisor._thread.join()
+        def stubborn(item):
+            entered.set()
+            held.wait()
+
+        graph = Graph("r5")
+        graph.source([1]).sink(stubborn)
+        run = graph.start()
+        entered.wait()
+        run.abort()
+        run.wait()
+        run._supervisor._thread.join()
+        print(run.stats().state)
+    """
+    with start("-W", "error", script(tmp_path, text)) as process:
+        code, out, err = ended(process)
+    assert (code, out) == (0, "aborted\n"), err
+    assert "still runs code of yours" in err
 
 
-@pytest.mark.parametrize("on", ["thread", "process"])
+@everywhere
 def test_stop_does_not_wait_for_a_source_that_is_blocked_in_its_own_iterator(on: Any) -> None:
     device = Gate()
 
@@ -301,8 +307,6 @@ def test_a_failure_after_a_stop_is_told() -> None:
 
 
 def test_stop_closes_the_inputs_for_those_who_put() -> None:
-    from flowchan import Closed
-
     graph = Graph("r5")
     numbers = graph.input()
     numbers.sink(id)
@@ -357,6 +361,68 @@ def test_a_signal_ends_a_program_whose_source_is_blocked(on: str, tmp_path: Path
     assert code == -signal.SIGINT, err
 
 
+def test_ctrl_c_at_the_end_of_a_block_finishes_what_is_in_flight(tmp_path: Path) -> None:
+    text = """
+        import itertools, threading
+        from flowchan import Graph
+
+        seen = []
+
+        def save(number):
+            seen.append(number)
+            if number == 100:
+                print("going", flush=True)
+
+        graph = Graph("block")
+        graph.source(itertools.count, name="numbers").map(abs, on="process").sink(save)
+        try:
+            with graph.start() as run:
+                pass
+        finally:
+            print(len(seen) == run.stats().stages[0].items_out)
+    """
+    with start(script(tmp_path, text)) as process:
+        going(process)
+        process.send_signal(signal.SIGINT)
+        code, out, err = ended(process)
+    assert (code, out) == (-signal.SIGINT, "True\n"), err
+    assert err.count("flowchan: stopping") == 1
+
+
+def test_ctrl_c_while_the_run_is_being_started_stops_it(tmp_path: Path) -> None:
+    text = """
+        import itertools, os, signal, threading
+        from flowchan import Graph
+        from flowchan.run.supervisor import Supervisor
+
+        held = threading.Event()
+
+        def camera():
+            yield 1
+            held.wait()
+
+        usual = Supervisor.start_thread
+
+        def start_thread(self, id):
+            usual(self, id)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        Supervisor.start_thread = start_thread
+        seen = []
+        graph = Graph("start")
+        graph.source(camera).sink(seen.append)
+        try:
+            graph.WAY()
+        finally:
+            print(seen, flush=True)
+    """
+    for way, seen in (("run", "[1]"), ("start", None)):
+        with start(script(tmp_path, text.replace("WAY", way))) as process:
+            code, out, err = ended(process)
+        assert code == -signal.SIGINT, err
+        assert seen is None or out == f"{seen}\n", err
+
+
 def test_ctrl_c_in_a_block_that_iterates_stops_the_run(tmp_path: Path) -> None:
     text = """
         import itertools
@@ -366,12 +432,9 @@ def test_ctrl_c_in_a_block_that_iterates_stops_the_run(tmp_path: Path) -> None:
         numbers = graph.source(itertools.count).collect()
 
         with graph.start() as run:
-            try:
-                for number in run.iter(numbers):
-                    if number == 10:
-                        print("going", flush=True)
-            finally:
-                pass
+            for number in run.iter(numbers):
+                if number == 10:
+                    print("going", flush=True)
     """
     with start(script(tmp_path, text)) as process:
         going(process)

@@ -3,6 +3,7 @@
 
 struct PyObject;
 struct PyThreadState;
+using visitproc = int (*)(PyObject*, void*);
 
 inline PyThreadState* PyEval_SaveThread() {
     static char token;

@@ -1,0 +1,232 @@
+// What a call on a channel or port does, from the Python object to the medium and back.
+#include "channel.hpp"
+#include "raising.hpp"
+
+namespace flowchan {
+
+namespace {
+
+// The bytes that an item counts against max_bytes of a `threads` channel: its buffer, else what Python says of it.
+bool size_of(PyObject* item, uint64_t& size) {
+    if (PyObject_CheckBuffer(item)) {
+        Py_buffer view;
+        if (PyObject_GetBuffer(item, &view, PyBUF_STRIDED_RO) == 0) {
+            size = uint64_t(view.len);
+            PyBuffer_Release(&view);
+            return true;
+        }
+        PyErr_Clear();
+    }
+    PyObject* n = PyObject_CallMethod(item, "__sizeof__", nullptr);
+    if (!n) return false;
+    size = PyLong_AsUnsignedLongLong(n);
+    Py_DECREF(n);
+    return !PyErr_Occurred();
+}
+
+// Before the first output for an item: which item it is, and how many of its outputs are there already.
+template <class M> void begin(M& m, Out& out) {
+    if (out.state.keyed) return;
+    In* in = out.follows();
+    if (!out.replays && (!in || !in->state.in_hand)) return;
+    m.begin_item(out.state, out.replays ? 0 : in->state.number);
+    out.state.keyed = true;
+}
+
+// The put of one output when a predecessor that died has put it already: counted, not put.
+bool skip(WriterState& writer) {
+    if (!writer.keyed || writer.count >= writer.skip) return false;
+    writer.count += 1;
+    return true;
+}
+
+Step put_local(Channel& ch, Out* out, PyObject* item, Deadline deadline, uint64_t& size) {
+    if (ch.max_bytes != UINT64_MAX && !size_of(item, size)) return Step::Interrupted;
+    LocalQueue::Item entry{Py_NewRef(item), size};
+    Step step = perform(
+        *ch.queue, Side::Writer, [] { return 0u; },
+        [&](Wakes& wakes) {
+            if (out) begin(*ch.queue, *out);
+            return ch.queue->try_put(entry, out ? &out->state : nullptr, wakes);
+        },
+        deadline);
+    if (step != Step::Done) Py_DECREF(item);
+    return step;
+}
+
+// A large item is copied outside the lock, in two steps, so that nobody waits for the copy.
+Step put_large(Channel& ch, Out* out, const ObjectFrame& frame, Deadline deadline) {
+    Ring& ring = *ch.ring;
+    WriterState* writer = out ? &out->state : nullptr;
+    uint32_t session = out ? out->state.session : ch.plain_session();
+    Slot* slot = nullptr;
+    Step step = perform(
+        ring, Side::Writer, [&] { return session; },
+        [&](Wakes&) {
+            if (out) begin(ring, *out);
+            if (writer && skip(*writer)) return Step::Done;
+            return ring.claim(frame, writer, session, slot);
+        },
+        deadline);
+    if (step != Step::Done || !slot) return step;
+    Py_BEGIN_ALLOW_THREADS
+    ring.write(frame, slot);
+    Py_END_ALLOW_THREADS
+    Wakes wakes;
+    Locked<Ring> locked(ring);
+    step = ring.publish(slot, writer, wakes);
+    locked.unlock(wakes);
+    return step;
+}
+
+Step put_ring(Channel& ch, Out* out, PyObject* item, Deadline deadline, uint64_t& size) {
+    ObjectFrame frame;
+    if (!encode(item, frame)) return Step::Interrupted;
+    size = frame.size;
+    if (size > Taken::LOCAL && size <= ch.max_bytes) return put_large(ch, out, frame, deadline);
+    Ring& ring = *ch.ring;
+    WriterState* writer = out ? &out->state : nullptr;
+    return perform(
+        ring, Side::Writer, [&] { return out ? out->state.session : ch.plain_session(); },
+        [&](Wakes& wakes) {
+            if (out) begin(ring, *out);
+            if (writer && skip(*writer)) return Step::Done;
+            return ring.try_put(frame, writer, wakes);
+        },
+        deadline);
+}
+
+Step put_step(Channel& ch, Out* out, PyObject* item, Deadline deadline, uint64_t& size) {
+    return ch.queue ? put_local(ch, out, item, deadline, size) : put_ring(ch, out, item, deadline, size);
+}
+
+// Hands an item that has killed its workers to the handler, in place of the caller. Wait: go on with the next item.
+Step poisoned(In& in, PyObject*& item, uint64_t deaths) {
+    PyObject* done = PyObject_CallFunction(in.on_poison.ptr(), "OK", item, static_cast<unsigned long long>(deaths));
+    Py_CLEAR(item);
+    if (!done) return Step::Interrupted;
+    Py_DECREF(done);
+    return Step::Wait;
+}
+
+// `keep`: the items in hand stay in hand (a batch being gathered); else they are acknowledged with the same lock.
+Step get_step(Channel& ch, In* in, Deadline deadline, bool keep, PyObject*& result) {
+    ReaderState* reader = in ? &in->state : nullptr;
+    if (ch.queue) {
+        LocalQueue& queue = *ch.queue;
+        LocalQueue::Item item{};
+        std::vector<LocalQueue::Item> before;
+        Step step = perform(
+            queue, Side::Reader, [] { return 0u; },
+            [&](Wakes& wakes) {
+                if (reader && !keep) {
+                    queue.acknowledge(*reader, wakes);
+                    before.swap(in->hand);
+                }
+                return queue.try_take(item, reader, wakes);
+            },
+            deadline);
+        for (LocalQueue::Item& old : before) Py_DECREF(old.object);
+        result = item.object;
+        if (in && result) in->hand.push_back({Py_NewRef(result), item.size});
+        return step;
+    }
+    Ring& ring = *ch.ring;
+    Taken taken;
+    uint32_t session = reader ? reader->session : ch.plain ? ch.plain : ch.plain_session();
+    Step step = perform(
+        ring, Side::Reader, [&] { return session; },
+        [&](Wakes& wakes) {
+            if (reader && !keep) ring.acknowledge(*reader, wakes);
+            return ring.try_take(taken, reader, session, wakes);
+        },
+        deadline);
+    if (step != Step::Done) return step;
+    result = decode(taken.kind, taken.at, taken.size);
+    if (taken.held) {
+        Wakes wakes;
+        Locked<Ring> locked(ring);
+        ring.release(taken.held, wakes);
+        locked.unlock(wakes);
+    }
+    if (result && in && in->max_deaths && taken.deaths >= in->max_deaths) return poisoned(*in, result, taken.deaths);
+    return result ? Step::Done : Step::Interrupted;
+}
+
+}  // namespace
+
+PyObject* put_item(Channel& ch, Out* out, PyObject* item, Deadline deadline) {
+    if (!ch.usable()) return nullptr;
+    uint64_t size = 0;
+    Step step = put_step(ch, out, item, deadline, size);
+    if (step == Step::Done) Py_RETURN_NONE;
+    return raise_step(ch, step, Side::Writer, size, deadline);
+}
+
+PyObject* get_item(Channel& ch, In* in, Deadline deadline, bool keep, bool iterating) {
+    if (!ch.usable()) return nullptr;
+    PyObject* result = nullptr;
+    Step step;
+    do {
+        if (in && !keep && !tell_followers(*in)) return nullptr;
+        step = get_step(ch, in, deadline, keep, result);
+    } while (step == Step::Wait);
+    if (step == Step::Done) return result;
+    if (step == Step::Drained && iterating) return nullptr;  // the end of an iteration needs no exception
+    return raise_step(ch, step, Side::Reader, 0, deadline);
+}
+
+PyObject* put_all(Channel& ch, Out* out, PyObject* items, Deadline deadline) {
+    PyObject* iterator = PyObject_GetIter(items);
+    if (!iterator) return nullptr;
+    Py_ssize_t done = 0;
+    PyObject* item;
+    while ((item = PyIter_Next(iterator))) {
+        PyObject* none = put_item(ch, out, item, deadline);
+        Py_DECREF(item);
+        if (!none) break;
+        Py_DECREF(none);
+        ++done;
+    }
+    Py_DECREF(iterator);
+    if (!PyErr_Occurred()) Py_RETURN_NONE;
+    // The error tells how many were put, so that the caller can go on behind them.
+    PyObject *type, *error, *trace;
+    PyErr_Fetch(&type, &error, &trace);
+    PyErr_NormalizeException(&type, &error, &trace);
+    if (PyObject* n = PyLong_FromSsize_t(done)) {
+        if (PyObject_SetAttrString(error, "items_put", n) != 0) PyErr_Clear();
+        Py_DECREF(n);
+    }
+    PyErr_Restore(type, error, trace);
+    return nullptr;
+}
+
+PyObject* get_all(Channel& ch, In* in, Py_ssize_t most, Deadline deadline) {
+    PyObject* first = get_item(ch, in, deadline, false, false);
+    if (!first) return nullptr;
+    PyObject* list = PyList_New(0);
+    if (!list || PyList_Append(list, first) != 0) {
+        Py_DECREF(first);
+        return nullptr;
+    }
+    Py_DECREF(first);
+    while (PyList_GET_SIZE(list) < most) {
+        PyObject* item = nullptr;
+        Step step = get_step(ch, in, Deadline{0}, true, item);
+        if (step == Step::Interrupted) {
+            Py_DECREF(list);
+            return nullptr;
+        }
+        if (step != Step::Done) break;  // whatever it is, the next call will say it
+        int failed = PyList_Append(list, item);
+        Py_DECREF(item);
+        if (failed) {
+            Py_DECREF(list);
+            return nullptr;
+        }
+    }
+    return list;
+}
+
+}  // namespace flowchan

@@ -1,0 +1,138 @@
+// In and Out: a stage's counted ends of a channel, and how the outputs of a stage belong to the items of its input.
+#include "channel.hpp"
+#include "raising.hpp"
+
+namespace flowchan {
+
+namespace {
+
+// Says that item `number` has no more outputs. As for a put, an item too far ahead of its turn waits. False with a Python
+// error set when a signal's handler raised meanwhile.
+template <class M> bool done_with(M& m, Out& out, uint64_t number) {
+    if (!out.state.ordered) {
+        out.state.keyed = false;
+        return true;
+    }
+    // `single` has passed its turn with its output; an item without any output must still pass it.
+    if (!out.state.keyed && out.state.count > 0 && out.state.number == number) return true;
+    Step step = perform(
+        m, Side::Writer, [&] { return out.state.session; },
+        [&](Wakes& wakes) {
+            if (!out.state.keyed) m.begin_item(out.state, number);
+            out.state.keyed = true;
+            return m.item_done(out.state, wakes);
+        },
+        Deadline{});
+    return step != Step::Interrupted;
+}
+
+// Opens a session for a port, or adopts one that another process opened for it.
+template <class State>
+uint64_t open_port(Channel& ch, int session, bool writer, State& state) {
+    if (!ch.usable()) throw nb::python_error();
+    if (ch.queue) {
+        Wakes wakes;
+        Locked<LocalQueue> locked(*ch.queue);
+        (writer ? ch.queue->writers : ch.queue->readers) += 1;
+        locked.unlock(wakes);
+        return 0;
+    }
+    Wakes wakes;
+    std::string failure;
+    Locked<Ring> locked(*ch.ring);
+    try {
+        if (session) ch.ring->adopt(uint32_t(session));
+        state.session = session ? uint32_t(session)
+                                : ch.ring->open_session(writer ? Session::WRITER : Session::READER, wakes);
+    } catch (const std::exception& e) {
+        failure = e.what();
+    }
+    uint64_t generation = ch.ring->session(state.session).generation;
+    locked.unlock(wakes);
+    if (failure.empty()) return generation;
+    raise("ChannelError", ch.describe() + ": " + failure);
+    throw nb::python_error();
+}
+
+// Whether the port's session is still this port's and, unless `anyway`, still this process's (it may have moved on).
+bool owns(Ring& ring, uint32_t session, uint64_t generation) {
+    Session& s = ring.session(session);
+    return s.generation == generation && s.role != Session::NONE;
+}
+
+}  // namespace
+
+bool tell_followers(In& in) {
+    if (!in.state.in_hand) return true;
+    for (Out* out : in.feeds) {
+        bool told = out->ch->queue ? done_with(*out->ch->queue, *out, in.state.number)
+                                   : done_with(*out->ch->ring, *out, in.state.number);
+        if (!told) return false;
+        out->state.count = 0;
+    }
+    return true;
+}
+
+In::In(nb::object channel_, int session) : channel(std::move(channel_)), ch(nb::inst_ptr<Channel>(channel)) {
+    generation = open_port(*ch, session, false, state);
+}
+
+Out::Out(nb::object channel_, int session) : channel(std::move(channel_)), ch(nb::inst_ptr<Channel>(channel)) {
+    generation = open_port(*ch, session, true, state);
+}
+
+In::~In() {
+    for (Out* out : feeds) out->reader.reset();
+    bool mine = open && forks == fork_count;
+    if (mine && ch->ring) mine = ch->ring->session(state.session).pid == uint64_t(getpid());
+    if (mine) close(false);
+}
+
+Out::~Out() {
+    if (In* in = follows()) std::erase(in->feeds, this);
+    bool mine = open && forks == fork_count;
+    if (mine && ch->ring) mine = ch->ring->session(state.session).pid == uint64_t(getpid());
+    if (mine) close();
+}
+
+void In::close(bool finished) {
+    if (!open) return;
+    open = false;
+    if (finished && !tell_followers(*this)) PyErr_Clear();  // interrupted; leaving goes on all the same
+    Wakes wakes;
+    if (ch->queue) {
+        Locked<LocalQueue> locked(*ch->queue);
+        if (finished || ch->queue->state == BROKEN) {
+            ch->queue->acknowledge(state, wakes);
+        } else {
+            ch->queue->give_back(hand, state, wakes);
+            hand.clear();
+        }
+        ch->queue->end_port(false, wakes);
+        locked.unlock(wakes);
+        for (LocalQueue::Item& item : hand) Py_DECREF(item.object);
+        hand.clear();
+        return;
+    }
+    Locked<Ring> locked(*ch->ring);
+    if (owns(*ch->ring, state.session, generation)) ch->ring->end_session(state.session, finished, wakes);
+    locked.unlock(wakes);
+    state.in_hand = 0;
+}
+
+void Out::close() {
+    if (!open) return;
+    open = false;
+    Wakes wakes;
+    if (ch->queue) {
+        Locked<LocalQueue> locked(*ch->queue);
+        ch->queue->end_port(true, wakes);
+        locked.unlock(wakes);
+        return;
+    }
+    Locked<Ring> locked(*ch->ring);
+    if (owns(*ch->ring, state.session, generation)) ch->ring->end_session(state.session, true, wakes);
+    locked.unlock(wakes);
+}
+
+}  // namespace flowchan

@@ -1,0 +1,95 @@
+// How a call that did not work is told to the user, and how the cause of a break is kept.
+#include "raising.hpp"
+
+namespace flowchan {
+
+namespace {
+
+PyObject* error_class(const char* name) {
+    static PyObject* module = PyImport_ImportModule("flowchan.errors");
+    return module ? PyObject_GetAttrString(module, name) : nullptr;
+}
+
+// Raises Broken with the cause given to abort(), which may be null.
+void raise_broken(const std::string& message, PyObject* cause) {
+    PyObject* cls = error_class("Broken");
+    PyObject* error = cls ? PyObject_CallFunction(cls, "s", message.c_str()) : nullptr;
+    Py_XDECREF(cls);
+    if (!error) return;
+    if (cause) PyException_SetCause(error, Py_NewRef(cause));
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error)), error);
+    Py_DECREF(error);
+}
+
+std::string seconds(Deadline deadline) { return deadline.now_only() ? "now" : "within the timeout"; }
+
+// The cause of Broken: for `threads` the exception itself, for `processes` what codec.dumps made of it.
+PyObject* stored_cause(Channel& ch) {
+    if (ch.queue) return Py_XNewRef(ch.queue->cause);
+    Wakes wakes;
+    Locked<Ring> locked(*ch.ring);
+    std::string pickled = ch.ring->cause();
+    locked.unlock(wakes);
+    if (pickled.empty()) return nullptr;
+    PyObject* cause = decode(uint64_t(pickled[0]), pickled.data() + 1, pickled.size() - 1);
+    if (!cause) PyErr_Clear();
+    return cause;
+}
+
+}  // namespace
+
+void raise(const char* name, const std::string& message) {
+    PyObject* cls = error_class(name);
+    if (!cls) return;
+    PyErr_SetString(cls, message.c_str());
+    Py_DECREF(cls);
+}
+
+// The kind, then the payload. Of a cause that can't cross, its text; the break itself must always work.
+std::string pickle_cause(PyObject* cause) {
+    ObjectFrame frame, text;
+    const ObjectFrame* used = &frame;
+    if (!encode(cause, frame)) {
+        PyErr_Clear();
+        nb::object words = nb::steal(PyUnicode_FromFormat("%s: %S", Py_TYPE(cause)->tp_name, cause));
+        nb::object stand_in = words ? nb::steal(PyObject_CallOneArg(PyExc_RuntimeError, words.ptr())) : nb::object();
+        used = stand_in && encode(stand_in.ptr(), text) ? &text : nullptr;
+        PyErr_Clear();
+    }
+    if (!used) return "";
+    std::string all(1 + used->size, char(used->kind));
+    used->write(all.data() + 1);
+    return all;
+}
+PyObject* raise_step(Channel& ch, Step step, Side side, uint64_t size, Deadline deadline) {
+    const std::string who = ch.describe();
+    switch (step) {
+        case Step::NotNow:
+            if (side == Side::Writer)
+                raise("Full", who + " is full, nothing could be put " + seconds(deadline) + ": " +
+                                  std::to_string(ch.capacity) + " of " + std::to_string(ch.capacity) + " items inside");
+            else
+                raise("Empty", who + " is empty, nothing could be got " + seconds(deadline) + "; it is not closed");
+            break;
+        case Step::Closed: raise("Closed", who + " is closed: nothing can be put into it any more"); break;
+        case Step::Drained: raise("Drained", who + " is drained: it is closed and everything in it has been read"); break;
+        case Step::Broken: {
+            PyObject* cause = stored_cause(ch);
+            raise_broken(who + " is broken", cause);
+            Py_XDECREF(cause);
+            break;
+        }
+        case Step::TooLarge:
+            PyErr_SetString(PyExc_ValueError, (who + " takes items of at most max_bytes=" + std::to_string(ch.max_bytes) +
+                                               " bytes, this one has " + std::to_string(size)).c_str());
+            break;
+        case Step::NoMemory:
+            PyErr_SetString(PyExc_MemoryError, (who + ": no shared memory for an item of " + std::to_string(size) +
+                                                " bytes").c_str());
+            break;
+        default: break;  // Interrupted: the error is set already
+    }
+    return nullptr;
+}
+
+}  // namespace flowchan

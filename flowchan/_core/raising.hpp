@@ -1,0 +1,19 @@
+// How a call that did not work is told to the user.
+#pragma once
+
+#include <string>
+
+#include "channel.hpp"
+
+namespace flowchan {
+
+// Sets the exception `name` of flowchan.errors.
+void raise(const char* name, const std::string& message);
+
+// Sets the exception for a call that ended in `step`; answers null. `size` is that of the item, for TooLarge.
+PyObject* raise_step(Channel& ch, Step step, Side side, uint64_t size, Deadline deadline);
+
+// The cause of a break as another process can read it; empty for one without any text.
+std::string pickle_cause(PyObject* cause);
+
+}  // namespace flowchan

@@ -1,0 +1,212 @@
+// The fault walk: a process dies at the n-th fault point of an operation, n = 1, 2, 3, … until it survives; each time
+// others go on with what it left behind. Then the same once more with a second process that dies at every step of
+// recovering from that.
+//
+// The core is compiled with FLOWCHAN_FAULTS, so that it calls `fault_point` before and after each store of a critical
+// section, with the lock just taken and just before it is dropped.
+#pragma once
+
+#include <csignal>
+#include <functional>
+#include <sys/mman.h>
+#include <sys/wait.h>
+
+#include "check.hpp"
+#include "users.hpp"
+
+namespace testing {
+
+using Values = std::vector<uint64_t>;
+using Lists = std::vector<Values>;
+
+// What the process that dies leaves as its testament, in memory of its own.
+struct Journal {
+    volatile int done;  // steps that have returned
+};
+
+// The rings of one scenario as one process sees them, and the sessions that were opened for it beforehand.
+struct Scene {
+    std::unique_ptr<Ring> in, out;  // null if the scenario has no such ring
+    std::vector<User> users;        // on either ring
+    Journal* journal = nullptr;
+
+    void did() { journal->done = journal->done + 1; }
+};
+
+struct Scenario {
+    std::string name;
+    uint64_t capacity = 16, max_bytes = 1 << 20;
+    bool has_in = true, has_out = false;
+    Tolerance tolerance{};
+    std::function<void(Scene&)> prepare = [](Scene&) {};
+    std::function<void(Scene&)> act;                                    // by the process that dies
+    std::function<void(Scene&)> take_over = [](Scene&) {};              // what a supervisor does then; may be done twice
+    std::function<Lists(int done)> allowed = [](int) { return Lists{}; };  // what may be inside `in` then
+    std::function<void(Scene&, int done)> look = [](Scene&, int) {};    // further checks
+    std::function<void(Scene&)> finish;                                 // instead of reading `in` to its end
+};
+
+struct Walked {
+    long points = 0;      // steps of the operation at which a process died
+    long recoveries = 0;  // steps of the recovery at which a second one died
+};
+
+inline long fault_left = 0;  // 0: nobody shall die
+
+inline void find_dead(Ring& ring) {
+    locked(ring, [&](Wakes& wakes) {
+        ring.header().swept_ns.store(0, std::memory_order_relaxed);
+        ring.sweep(wakes);
+    });
+}
+
+class Walk {
+public:
+    explicit Walk(const Scenario& scenario) : scenario(scenario) {
+        void* p = mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+        must(p != MAP_FAILED, "mmap");
+        journal = static_cast<Journal*>(p);
+    }
+    ~Walk() { munmap(journal, 4096); }
+
+    Walked run() {
+        Walked walked;
+        for (long m = 1;; ++m) {
+            for (long n = 0;; ++n) {  // 0: the recovery survives
+                at = scenario.name + ", dead at step " + std::to_string(m) + (n ? ", recovery at " + std::to_string(n) : "");
+                Scene scene = build();
+                const bool died = dies(m, scene, scenario.act);
+                if (!died) {
+                    finish(scene);
+                    return walked;
+                }
+                const bool again = n && dies(n, scene, [this](Scene& s) { take_over(s); });
+                finish(scene);
+                if (n == 0) walked.points += 1;
+                if (n && !again) break;
+                walked.recoveries += again;
+            }
+        }
+    }
+
+private:
+    const Scenario& scenario;
+    Journal* journal;
+    std::string at;
+
+    void need(bool holds, const std::string& what) {
+        if (!holds) die(at + ": " + what);
+    }
+    Scene build() {
+        Scene scene;
+        if (scenario.has_in) scene.in = std::make_unique<Ring>(scenario.capacity, scenario.max_bytes);
+        if (scenario.has_out) scene.out = std::make_unique<Ring>(scenario.capacity, scenario.max_bytes);
+        scene.journal = journal;
+        journal->done = 0;
+        scenario.prepare(scene);
+        return scene;
+    }
+    // Does `act` in a child that is killed at its n-th fault point; whether it was.
+    template <class Act> bool dies(long n, Scene& scene, Act act) {
+        fflush(nullptr);
+        pid_t child = fork();
+        must(child >= 0, "fork");
+        if (child == 0) {
+            fault_left = n;
+            act(scene);
+            fault_left = 0;
+            _exit(0);
+        }
+        int status = 0;
+        must(waitpid(child, &status, 0) == child, "waitpid");
+        if (WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL) return true;
+        need(WIFEXITED(status) && WEXITSTATUS(status) == 0, "the child ended with status " + std::to_string(status));
+        return false;
+    }
+    void take_over(Scene& scene) {
+        if (scene.in) find_dead(*scene.in);
+        if (scene.out) find_dead(*scene.out);
+        scenario.take_over(scene);
+    }
+    void checked(Ring& ring, Tolerance tolerance, const std::string& when) {
+        std::string problems;
+        locked(ring, [&](Wakes&) { problems = check(ring, tolerance); });
+        need(problems.empty(), when + ": " + problems);
+    }
+    // By users that were there all the time, and that see the rings at other addresses than the dead one did.
+    void finish(Scene& scene) {
+        std::vector<std::unique_ptr<Ring>> seen;
+        for (auto* ring : {&scene.in, &scene.out})
+            if (*ring) seen.push_back(attach(**ring));
+        Tolerance interrupted = scenario.tolerance;
+        interrupted.giving_back = true;
+        for (auto& ring : seen) checked(*ring, interrupted, "after the lock was recovered");
+        take_over(scene);
+        for (auto& ring : seen) {
+            checked(*ring, scenario.tolerance, "after the dead one's sessions were ended");
+            Header& h = ring->header();
+            for (Session& s : h.sessions)
+                need(s.role == Session::NONE || s.role == Session::RESUME || s.pid == uint64_t(getpid()),
+                     "a session of a dead process is left");
+            need(h.reader_gate.waiting == 0 && h.writer_gate.waiting == 0, "a dead process still waits");
+        }
+        scenario.look(scene, journal->done);
+        if (scenario.finish) scenario.finish(scene);
+        else read_to_the_end(scene, *seen[0]);
+        for (auto& ring : seen) checked(*ring, scenario.tolerance, "at the end");
+    }
+    // Both users put, one closes, both read in turn.
+    void read_to_the_end(Scene& scene, Ring& second) {
+        User one = open(*scene.in, Session::PLAIN), other = open(second, Session::PLAIN);
+        Values more;
+        for (uint64_t value : {901, 902, 903}) {
+            User& user = value % 2 ? one : other;
+            Step step = user.put(Message(value, value == 902 ? 6000 : 8), Deadline{0});
+            if (step == Step::Done) more.push_back(value);
+            else need(second.header().state != OPEN, "a put failed: " + std::to_string(int(step)));
+        }
+        locked(second, [&](Wakes& wakes) { second.close(wakes); });
+        Values values = drain(one, other);
+        Lists lists = scenario.allowed(journal->done);
+        bool found = false;
+        for (Values& list : lists) {
+            list.insert(list.end(), more.begin(), more.end());
+            found |= list == values;
+        }
+        need(found, "after " + std::to_string(journal->done) + " steps there came " + text(values));
+        one.leave(true);
+        other.leave(true);
+    }
+
+public:
+    static std::string text(const Values& values) {
+        std::string text;
+        for (uint64_t value : values) text += " " + std::to_string(value);
+        return text.empty() ? " nothing" : text;
+    }
+    // Reads a closed ring to its end. Nobody else is there, so every read must succeed or see the end at once.
+    static Values drain(User& one, User& other) {
+        Values values;
+        for (int i = 0; i < 10'000; ++i) {
+            uint64_t value = 0;
+            Step step = (i % 2 ? other : one).get(value, Deadline{0});
+            if (step == Step::Done) {
+                values.push_back(value);
+                continue;
+            }
+            must(step == Step::Drained, "a read of what is left ended with " + std::to_string(int(step)) + " after" + text(values));
+            Header& h = one.ring.header();
+            must(one.ring.drained() && h.slots_used == 0 && h.leased == 0, "drained with something inside");
+            return values;
+        }
+        die("there is no end to what comes");
+    }
+};
+
+// Defined where the operations are; each is walked on its own.
+std::vector<Scenario> put_scenarios();
+std::vector<Scenario> take_scenarios();
+std::vector<Scenario> session_scenarios();
+std::vector<Scenario> stage_scenarios();
+
+}  // namespace testing

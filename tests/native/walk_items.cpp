@@ -1,0 +1,184 @@
+// The fault walk over puts and takes.
+#include "walk.hpp"
+
+namespace testing {
+
+namespace {
+
+constexpr uint64_t LARGE = 6000, HUGE_ONE = 70'000;
+
+// What is inside after `done` of `puts`, behind `before`: the one under way may have taken effect or not.
+Lists put_so_far(const Values& before, const Values& puts, int done) {
+    Values list = before;
+    list.insert(list.end(), puts.begin(), puts.begin() + done);
+    Lists lists{list};
+    if (size_t(done) < puts.size()) {
+        list.push_back(puts[size_t(done)]);
+        lists.push_back(list);
+    }
+    return lists;
+}
+// What is left of `all` after `done` takes.
+Lists taken_so_far(const Values& all, int done) {
+    Lists lists{Values(all.begin() + done, all.end())};
+    if (size_t(done) < all.size()) lists.push_back(Values(all.begin() + done + 1, all.end()));
+    return lists;
+}
+
+void fill(Ring& ring, const Values& values, uint64_t size = 8) {
+    User user = open(ring, Session::PLAIN);
+    for (uint64_t value : values) must(user.put(Message(value, size), Deadline{0}) == Step::Done, "filling");
+    user.leave(true);
+}
+
+Scenario putting(const char* name, Values before, std::vector<uint64_t> sizes) {
+    Values puts;
+    for (size_t i = 0; i < sizes.size(); ++i) puts.push_back(11 + i);
+    Scenario s{name};
+    s.prepare = [=](Scene& scene) { fill(*scene.in, before); };
+    s.act = [=](Scene& scene) {
+        User user = open(*scene.in, Session::PLAIN);
+        for (size_t i = 0; i < puts.size(); ++i) {
+            must(user.put(Message(puts[i], sizes[i]), Deadline{0}) == Step::Done, "put");
+            scene.did();
+        }
+    };
+    s.allowed = [=](int done) { return put_so_far(before, puts, done); };
+    return s;
+}
+
+// So much has gone through that the memory is cut up into more blocks than max_bytes, all free, none of the right size.
+Scenario start_afresh() {
+    Scenario s = putting("start afresh", {}, {15'000, 8, 3000});
+    s.max_bytes = 30'000;
+    s.tolerance.lost_free_slots = true;
+    s.prepare = [](Scene& scene) {
+        User user = open(*scene.in, Session::PLAIN);
+        uint64_t value;
+        for (uint64_t size : {100, 600, 2200, 5000, 6000, 9000, 12'000}) {
+            must(user.put(Message(1, size), Deadline{0}) == Step::Done, "put");
+            must(user.get(value, Deadline{0}) == Step::Done, "get");
+        }
+        user.leave(true);
+        Header& h = scene.in->header();
+        must(h.slots_used == 0 && h.blocks_top - h.blocks_at > h.max_bytes, "it would not start afresh");
+    };
+    s.look = [](Scene& scene, int done) {
+        Header& h = scene.in->header();
+        if (done) must(h.blocks_top - h.blocks_at < h.max_bytes + 5000, "it did not start afresh");
+    };
+    return s;
+}
+
+// A put of a large item that is under way when the channel is closed puts nothing.
+Scenario close_between() {
+    Scenario s{"put large, closed meanwhile"};
+    s.prepare = [](Scene& scene) { fill(*scene.in, {1, 2}); };
+    s.act = [](Scene& scene) {
+        Ring& ring = *scene.in;
+        User user = open(ring, Session::PLAIN);
+        Message message(11, LARGE);
+        Frame frame;
+        message.fill(frame);
+        Slot* slot = nullptr;
+        must(locked(ring, [&](Wakes&) { return ring.claim(frame, nullptr, user.session, slot); }) == Step::Done, "claim");
+        ring.write(frame, slot);
+        locked(ring, [&](Wakes& wakes) { ring.close(wakes); });
+        must(locked(ring, [&](Wakes& wakes) { return ring.publish(slot, nullptr, wakes); }) == Step::Closed, "publish");
+    };
+    s.allowed = [](int) { return Lists{{1, 2}}; };
+    return s;
+}
+
+Scenario taking(const char* name, uint64_t size) {
+    const Values all{1, 2, 3, 4};
+    Scenario s{name};
+    s.prepare = [=](Scene& scene) { fill(*scene.in, all, size); };
+    s.act = [](Scene& scene) {
+        User user = open(*scene.in, Session::PLAIN);
+        uint64_t value = 0;
+        for (uint64_t i = 1; i <= 3; ++i) {
+            must(user.get(value, Deadline{0}) == Step::Done && value == i, "get");
+            scene.did();
+        }
+    };
+    s.allowed = [=](int done) { return taken_so_far(all, done); };
+    return s;
+}
+
+// A supervised reader: what it has in hand when it dies comes back, what it has acknowledged does not.
+Scenario leasing(const char* name, uint64_t size, int batch) {
+    const Values all{1, 2, 3, 4, 5, 6};
+    Scenario s{name};
+    s.prepare = [=](Scene& scene) {
+        fill(*scene.in, all, size);
+        scene.users.push_back(open(*scene.in, Session::READER));
+        scene.users.push_back(open(*scene.in, Session::READER));  // another one is there all the time
+        scene.in->session(scene.users[0].session).supervised = 1;
+    };
+    s.act = [=](Scene& scene) {
+        User& user = scene.users[0];
+        Ring& ring = *scene.in;
+        locked(ring, [&](Wakes&) { ring.adopt(user.session); });
+        for (int round = 0; round < 2; ++round) {
+            for (int i = 0; i < batch; ++i)
+                must(locked(ring, [&](Wakes& wakes) {
+                    if (i == 0) ring.acknowledge(user.reader, wakes);
+                    return ring.try_take(user.taken, &user.reader, user.session, wakes);
+                }) == Step::Done, "take");
+            scene.did();
+        }
+        locked(ring, [&](Wakes& wakes) { ring.acknowledge(user.reader, wakes); });
+        scene.did();
+    };
+    s.take_over = [](Scene& scene) { scene.users[0].leave(false); };
+    s.allowed = [=](int done) {
+        // Acknowledging a batch takes one Change for each of its items.
+        Lists lists;
+        int least = std::max(0, done - 1) * batch, most = std::min(done, 2) * batch;
+        for (int gone = least; gone <= most; ++gone) lists.push_back(Values(all.begin() + gone, all.end()));
+        return lists;
+    };
+    s.look = [](Scene& scene, int) {
+        for (uint64_t p = scene.in->header().head; p;) {
+            Slot* slot = reinterpret_cast<Slot*>(reinterpret_cast<char*>(&scene.in->header()) + p);
+            must(slot->state >> 32 <= 2, "an item counts more deaths than there were");
+            p = slot->next;
+        }
+        scene.users[1].leave(true);
+    };
+    return s;
+}
+
+}  // namespace
+
+std::vector<Scenario> put_scenarios() {
+    Scenario grow = putting("put, memory grows", {}, {});
+    {
+        Values before;
+        for (uint64_t i = 0; i < 79; ++i) before.push_back(100 + i);
+        grow = putting("put, memory grows", before, {8, 8, 3000, 200, 4000});
+        grow.capacity = 200;
+    }
+    return {
+        putting("put small", {1, 2}, {8, 50, 300}),
+        putting("put into an empty channel", {}, {8, 8}),
+        putting("put large", {1}, {LARGE, HUGE_ONE, LARGE}),
+        grow,
+        start_afresh(),
+        close_between(),
+    };
+}
+
+std::vector<Scenario> take_scenarios() {
+    return {
+        taking("take small", 8),
+        taking("take with a block", 1000),
+        taking("take large", LARGE),
+        leasing("lease and acknowledge", 8, 1),
+        leasing("lease large and acknowledge", LARGE, 1),
+        leasing("lease and acknowledge batches", 8, 2),
+    };
+}
+
+}  // namespace testing

@@ -1,0 +1,212 @@
+// The fault walk over what a stage's worker does: it leases items from `in` and puts outputs into `out`. Whenever it dies,
+// its successor takes its items up; each output appears exactly once, in order where the stage is ordered.
+#include <algorithm>
+
+#include "walk.hpp"
+
+namespace testing {
+
+namespace {
+
+struct Kind {
+    bool ordered, single;
+    uint64_t size;  // of the outputs
+};
+using Outputs = std::vector<Values>;  // by the number of the item
+
+// Everything for one item: its outputs, then the word that there are no more.
+void produce(Scene& scene, User& writer, uint64_t item, const Values& outputs, uint64_t size) {
+    for (uint64_t value : outputs) must(writer.put(Message(value, size), Deadline{0}, &item) == Step::Done, "output");
+    must(writer.done_with(item) == Step::Done, "done");
+    scene.did();
+}
+User writer_of(Scene& scene, const Kind& kind) {
+    User writer = open(*scene.out, Session::WRITER);
+    writer.writer.ordered = kind.ordered;
+    writer.writer.single = kind.single;
+    return writer;
+}
+void adopt(User& user) {
+    locked(user.ring, [&](Wakes&) { user.ring.adopt(user.session); });
+}
+// As a supervisor does for a dead worker. It may itself have died in the middle, so this may come twice.
+void retire(User& writer, const std::vector<uint64_t>& items) {
+    locked(writer.ring, [&](Wakes& wakes) {
+        if (writer.ring.session(writer.session).role == Session::WRITER)
+            writer.ring.retire_writer(writer.session, items, wakes);
+    });
+}
+void expect_out(Scene& scene, Values expected, bool ordered) {
+    User one = open(*scene.out, Session::PLAIN), other = open(*scene.out, Session::PLAIN);
+    must(scene.out->header().state == CLOSED, "the last writer has left and the channel is open");
+    must(scene.out->header().resumes == 0, "what a dead writer has put is remembered for nobody");
+    Values values = Walk::drain(one, other);
+    if (!ordered) std::sort(values.begin(), values.end()), std::sort(expected.begin(), expected.end());
+    must(values == expected, "the outputs were" + Walk::text(values));
+}
+
+// One writer of an ordered stage works on the items mine[0], mine[1], …, others before and after it do the rest. users:
+// 0 the one that dies, 1 its successor, 2 the others. The items in hand are those that it is not done with.
+Scenario writing(const char* name, Kind kind, Outputs outputs, Values first, Values mine, Values last) {
+    Scenario s{name};
+    s.has_in = false, s.has_out = true;
+    auto in_hand = [=](Scene& scene) {
+        size_t done = size_t(scene.journal->done);
+        return done < mine.size() ? std::vector<uint64_t>{mine[done]} : std::vector<uint64_t>{};
+    };
+    s.prepare = [=](Scene& scene) {
+        for (int i = 0; i < 3; ++i) scene.users.push_back(writer_of(scene, kind));
+        scene.out->session(scene.users[0].session).supervised = 1;
+        for (uint64_t item : first) produce(scene, scene.users[2], item, outputs[item], kind.size);
+        scene.journal->done = 0;
+    };
+    s.act = [=](Scene& scene) {
+        adopt(scene.users[0]);
+        for (uint64_t item : mine) produce(scene, scene.users[0], item, outputs[item], kind.size);
+    };
+    s.take_over = [=](Scene& scene) { retire(scene.users[0], in_hand(scene)); };
+    s.finish = [=](Scene& scene) {
+        for (size_t i = size_t(scene.journal->done); i < mine.size(); ++i)
+            produce(scene, scene.users[1], mine[i], outputs[mine[i]], kind.size);
+        for (uint64_t item : last) produce(scene, scene.users[2], item, outputs[item], kind.size);
+        scene.users[1].leave(true);
+        scene.users[2].leave(true);
+        Values expected;
+        for (const Values& of_item : outputs) expected.insert(expected.end(), of_item.begin(), of_item.end());
+        expect_out(scene, expected, kind.ordered);
+    };
+    return s;
+}
+
+// A writer died after `put` of the outputs of item 0; the supervisor dies while it retires it.
+Scenario retiring(const char* name, Kind kind) {
+    const Values outputs{1, 2, 3};
+    Scenario s{name};
+    s.has_in = false, s.has_out = true;
+    s.prepare = [=](Scene& scene) {
+        for (int i = 0; i < 2; ++i) scene.users.push_back(writer_of(scene, kind));
+        scene.out->session(scene.users[0].session).supervised = 1;
+        uint64_t item = 0;
+        for (uint64_t value : {1, 2})
+            must(scene.users[0].put(Message(value, kind.size), Deadline{0}, &item) == Step::Done, "output");
+    };
+    s.act = [](Scene& scene) { retire(scene.users[0], {0}); };
+    s.take_over = s.act;
+    s.finish = [=](Scene& scene) {
+        produce(scene, scene.users[1], 0, outputs, kind.size);
+        scene.users[1].leave(true);
+        expect_out(scene, outputs, true);
+    };
+    return s;
+}
+
+// The successor, which takes over what its predecessor has put, dies too.
+Scenario resuming(const char* name, Kind kind) {
+    Scenario s = retiring(name, kind);
+    s.prepare = [=, before = s.prepare](Scene& scene) {
+        before(scene);
+        retire(scene.users[0], {0});
+        scene.users.push_back(writer_of(scene, kind));
+        scene.out->session(scene.users[1].session).supervised = 1;
+    };
+    s.act = [=](Scene& scene) {
+        adopt(scene.users[1]);
+        produce(scene, scene.users[1], 0, {1, 2, 3, 4}, kind.size);
+        produce(scene, scene.users[1], 1, {5}, kind.size);
+    };
+    s.take_over = [](Scene& scene) { retire(scene.users[1], {uint64_t(scene.journal->done)}); };
+    s.finish = [=](Scene& scene) {
+        int done = scene.journal->done;
+        if (done < 1) produce(scene, scene.users[2], 0, {1, 2, 3, 4}, kind.size);
+        if (done < 2) produce(scene, scene.users[2], 1, {5}, kind.size);
+        scene.users[2].leave(true);
+        expect_out(scene, {1, 2, 3, 4, 5}, true);
+    };
+    return s;
+}
+
+// A whole worker: lease, outputs, acknowledge. users: 0 reader and 1 writer of the one that dies, 2 and 3 its successor.
+void work(Scene& scene, User& reader, User& writer, const Kind& kind, const Outputs& outputs) {
+    for (;;) {
+        if (reader.reader.in_hand) must(writer.done_with(reader.reader.number) == Step::Done, "done");
+        uint64_t value = 0;
+        Step step = reader.get(value, Deadline{0});
+        if (step == Step::Drained) return;
+        must(step == Step::Done, "a worker's read ended with " + std::to_string(int(step)));
+        for (uint64_t output : outputs[value])
+            must(writer.put(Message(output, kind.size), Deadline{0}, &reader.reader.number) == Step::Done, "output");
+        scene.did();
+    }
+}
+
+Scenario working(const char* name, Kind kind, Outputs outputs) {
+    Scenario s{name};
+    s.has_out = true;
+    s.prepare = [=](Scene& scene) {
+        User source = open(*scene.in, Session::WRITER);
+        for (uint64_t item = 0; item < outputs.size(); ++item)
+            must(source.put(Message(item), Deadline{0}) == Step::Done, "filling");
+        source.leave(true);
+        for (int i = 0; i < 2; ++i) {
+            scene.users.push_back(open(*scene.in, Session::READER));
+            scene.users.push_back(writer_of(scene, kind));
+            scene.in->session(scene.users[size_t(2 * i)].session).supervised = 1;
+            scene.out->session(scene.users[size_t(2 * i + 1)].session).supervised = 1;
+        }
+    };
+    s.act = [=](Scene& scene) {
+        adopt(scene.users[0]);
+        adopt(scene.users[1]);
+        work(scene, scene.users[0], scene.users[1], kind, outputs);
+        scene.users[0].leave(true);
+        scene.users[1].leave(true);
+    };
+    s.take_over = [](Scene& scene) {
+        std::vector<uint64_t> items;
+        locked(*scene.in, [&](Wakes&) {
+            for (Slot* slot : scene.in->in_hand(scene.users[0].session)) items.push_back(slot->number);
+        });
+        retire(scene.users[1], items);
+        scene.users[0].leave(false);
+    };
+    s.finish = [=](Scene& scene) {
+        work(scene, scene.users[2], scene.users[3], kind, outputs);
+        scene.users[2].leave(true);
+        scene.users[3].leave(true);
+        Values expected;
+        for (const Values& of_item : outputs) expected.insert(expected.end(), of_item.begin(), of_item.end());
+        expect_out(scene, expected, true);
+        User plain = open(*scene.in, Session::PLAIN);
+        uint64_t value;
+        must(plain.get(value, Deadline{0}) == Step::Drained, "the input is drained");
+    };
+    return s;
+}
+
+}  // namespace
+
+std::vector<Scenario> stage_scenarios() {
+    constexpr Kind map{true, true, 8}, flat{true, false, 8}, large{true, false, 6000}, loose{false, false, 8};
+    const Outputs one{{1}, {2}, {3}, {4}}, some{{1, 2}, {}, {3}, {4, 5, 6}, {}, {7}}, few{{1, 2}, {}, {3}};
+    return {
+        writing("put ordered, parked", flat, some, {}, {3, 4, 5}, {0, 1, 2}),
+        writing("put ordered, parked, large", large, some, {}, {3, 5}, {0, 1, 2, 4}),
+        writing("put ordered, at its turn", flat, some, {}, {0, 1, 2}, {3, 4, 5}),
+        writing("advance over several groups", flat, some, {1, 3, 4, 5}, {0, 2}, {}),
+        writing("advance over large ones", large, some, {1, 3, 4, 5}, {0, 2}, {}),
+        writing("put single, parked", map, one, {}, {2, 3}, {0, 1}),
+        writing("put single, at its turn", map, one, {1, 3}, {0, 2}, {}),
+        writing("put unordered", loose, some, {1}, {0, 2, 3}, {4, 5}),
+        retiring("retire a writer", flat),
+        retiring("retire a writer, unordered", loose),
+        resuming("begin an item with what a dead writer has put", flat),
+        resuming("the same with large outputs", large),
+        resuming("the same unordered", loose),
+        working("a worker of map", map, {{1}, {2}}),
+        working("a worker of flat_map", flat, few),
+        working("a worker of flat_map, large outputs", large, few),
+        working("a worker of flat_map, unordered", loose, few),
+    };
+}
+
+}  // namespace testing
