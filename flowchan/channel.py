@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
 import flowchan.transport.codec  # tells the core how to serialise  # noqa: F401
-from flowchan import _core
+from flowchan import _core, asynchronous
 from flowchan._core import In, Out
 from flowchan.errors import Broken
 from flowchan.transport.handles import duplicate, open_handle
@@ -80,6 +80,11 @@ class Channel(_core.Channel, Generic[T]):
     def __iter__(self) -> Iterator[T]:
         return self
 
+    aput = asynchronous.aput
+    aget = asynchronous.aget
+    __aiter__ = asynchronous.aiter_items
+    __anext__ = asynchronous.anext_item
+
     def stats(self) -> ChannelStats:
         """Counts of this moment, taken together under the channel's lock."""
         return ChannelStats(*self._stats())
@@ -123,6 +128,13 @@ def _whole(argument: str, value: object, unit: str) -> None:
         raise TypeError(f"{argument} must be a whole number of {unit} >= 1, not {value!r}")
     if not 1 <= value <= 10**15:
         raise ValueError(f"{argument} must be a whole number of {unit} from 1 to 10**15, not {value!r}")
+
+
+for _port in (In, Out):
+    _verb = "aget" if _port is In else "aput"
+    setattr(_port, _verb, getattr(asynchronous, _verb))
+setattr(In, "__aiter__", asynchronous.aiter_items)  # noqa: B010
+setattr(In, "__anext__", asynchronous.anext_item)  # noqa: B010
 
 
 # Ports cross to another process with their session: the port moves, it is not copied.

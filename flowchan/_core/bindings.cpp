@@ -213,5 +213,8 @@ NB_MODULE(_core, m) {
     for (const char* name : {"In", "Out"}) m.attr(name).attr("__module__") = "flowchan";
     m.def("_set_codec", [](nb::handle dumps, nb::handle loads) { set_codec(dumps.ptr(), loads.ptr()); }, "dumps"_a,
           "loads"_a);
+    m.def("_select", select_one, "gets"_a, "puts"_a, "timeout"_a.none());
+    m.def("_wait_any", wait_any, "targets"_a, "seconds"_a);
+    m.def("_pass_on", pass_on, "target"_a, "reading"_a);
     m.def("_die_with", die_with, "pid"_a);
 }

@@ -22,6 +22,8 @@ template <> struct Traits<LocalQueue> {
     static void at_gate(LocalQueue&, uint32_t, Side, int) {}
     static bool ready(LocalQueue&, Side) { return false; }
     static void look_for_dead(LocalQueue&, Wakes&) {}
+    static bool readable(LocalQueue& q) { return q.inside() || q.state == BROKEN || q.drained(); }
+    static bool writable(LocalQueue& q, uint64_t capacity) { return q.state != OPEN || q.inside() + q.parked < capacity; }
 };
 
 template <> struct Traits<Ring> {
@@ -40,6 +42,11 @@ template <> struct Traits<Ring> {
         if (seen(h.state) != OPEN) return true;
         if (side == Side::Reader) return seen(h.head) != 0;
         return seen(h.puts) - seen(h.takes) < h.capacity;
+    }
+    static bool readable(Ring& r) { return r.header().head || r.header().state == BROKEN || r.drained(); }
+    static bool writable(Ring& r, uint64_t capacity) {
+        Header& h = r.header();
+        return h.state != OPEN || h.puts - h.takes + h.parked + h.claimed < capacity;
     }
     static void look_for_dead(Ring& r, Wakes& wakes) { r.sweep(wakes); }
 };
@@ -97,8 +104,9 @@ Step wait(M& m, Side side, uint32_t session, Op&& op, Deadline deadline) {
         }
         const bool slice_over = error == ETIMEDOUT;
         Locked<M> locked(m);
-        gate.leave();
         T::at_gate(m, session, side, -1);
+        keep_order();  // as in Ring::drop_copies: dead in between, it counts as waiting once too often, never too seldom
+        gate.leave();
         if (slice_over) T::look_for_dead(m, wakes);
         // An interrupted call must not take an item that it can't return. One whose slice is over ignores who starves:
         // that one may be dead.

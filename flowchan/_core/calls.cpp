@@ -176,6 +176,24 @@ PyObject* get_item(Channel& ch, In* in, Deadline deadline, bool keep, bool itera
     return raise_step(ch, step, Side::Reader, 0, deadline);
 }
 
+Step try_put(Channel& ch, Out* out, PyObject* item) {
+    uint64_t size = 0;
+    Step step = put_step(ch, out, item, Deadline{0}, size);
+    if (step != Step::Done && step != Step::NotNow) raise_step(ch, step, Side::Writer, size, Deadline{0});
+    return step;
+}
+
+Step try_get(Channel& ch, In* in, PyObject*& item) {
+    Step step;
+    do {
+        if (in && !tell_followers(*in)) return Step::Interrupted;
+        step = get_step(ch, in, Deadline{0}, false, item);
+    } while (step == Step::Wait);
+    if (step != Step::Done && step != Step::NotNow && step != Step::Drained)
+        raise_step(ch, step, Side::Reader, 0, Deadline{0});
+    return step;
+}
+
 PyObject* put_all(Channel& ch, Out* out, PyObject* items, Deadline deadline) {
     PyObject* iterator = PyObject_GetIter(items);
     if (!iterator) return nullptr;

@@ -79,6 +79,16 @@ PyObject* get_all(Channel& ch, In* in, Py_ssize_t most, Deadline deadline);
 // The items in hand are done with: the writers that follow pass their turn. False with a Python error set.
 bool tell_followers(In& in);
 
+// One try, no waiting: Done, NotNow, Drained, or a step with its Python error set.
+Step try_put(Channel& ch, Out* out, PyObject* item);
+Step try_get(Channel& ch, In* in, PyObject*& item);
+
+bool parse_deadline(PyObject* timeout, Deadline& deadline);
+
+nb::object select_one(nb::list gets, nb::list puts, nb::handle timeout);
+nb::list wait_any(nb::list targets, double seconds);
+void pass_on(nb::handle target, bool reading);
+
 void abort_channel(Channel& ch, PyObject* cause);
 nb::tuple channel_stats(Channel& ch);
 

@@ -5,6 +5,18 @@
 
 namespace flowchan {
 
+bool parse_deadline(PyObject* timeout, Deadline& deadline) {
+    if (!timeout || timeout == Py_None) return true;
+    double s = (PyFloat_Check(timeout) || PyLong_Check(timeout)) && !PyBool_Check(timeout) ? PyFloat_AsDouble(timeout) : NAN;
+    if (PyErr_Occurred()) PyErr_Clear();
+    if (!(s >= 0)) {
+        PyErr_Format(PyExc_ValueError, "timeout must be None (wait for ever) or a number of seconds >= 0, not %R", timeout);
+        return false;
+    }
+    deadline.at = s == 0 ? 0 : s > 1e9 ? NEVER : now_ns() + int64_t(s * 1e9);
+    return true;
+}
+
 namespace {
 
 Channel& channel_of(PyObject* self) { return *nb::inst_ptr<Channel>(self); }
@@ -20,18 +32,6 @@ template <class F> PyObject* guarded(F&& f) {
         PyErr_SetString(PyExc_RuntimeError, e.what());
     }
     return nullptr;
-}
-
-bool parse_deadline(PyObject* timeout, Deadline& deadline) {
-    if (!timeout || timeout == Py_None) return true;
-    double s = (PyFloat_Check(timeout) || PyLong_Check(timeout)) && !PyBool_Check(timeout) ? PyFloat_AsDouble(timeout) : NAN;
-    if (PyErr_Occurred()) PyErr_Clear();
-    if (!(s >= 0)) {
-        PyErr_Format(PyExc_ValueError, "timeout must be None (wait for ever) or a number of seconds >= 0, not %R", timeout);
-        return false;
-    }
-    deadline.at = s == 0 ? 0 : s > 1e9 ? NEVER : now_ns() + int64_t(s * 1e9);
-    return true;
 }
 
 // Parses at most `want` required arguments and an optional `timeout`, by position or by name.

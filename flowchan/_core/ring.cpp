@@ -220,6 +220,7 @@ uint32_t Ring::open_session(Session::Role role, Wakes& wakes) {
             s.generation += 1;
             s.supervised = s.lease_head = s.lease_tail = s.leased = s.committed_item = s.committed_count = 0;
             s.at_reader_gate = s.at_writer_gate = 0;
+            fault_point();
             Change change(h_->redo, base_);
             change.set(s.role, role);
             if (role == Session::READER) change.set(h_->readers, h_->readers + 1);
@@ -250,14 +251,17 @@ void Ring::drop_copies(uint32_t index, Wakes& wakes) {
         if (slot->place() == SlotState::Filling) unclaim(slot, wakes);
     }
     int64_t now = now_ns();
-    auto leave = [now](Gate& gate, uint32_t n) {
+    auto leave = [now](Gate& gate, uint32_t& at_gate) {
+        const uint32_t n = at_gate;
+        at_gate = 0;  // first: a death in between leaves `waiting` too high, which costs a needless wake-up, never too low
+        keep_order();
+        fault_point();
         gate.waiting -= std::min(gate.waiting, n);
         gate.woken = std::min(gate.woken, gate.waiting);
         gate.waited_ns += int64_t(n) * now;
     };
     leave(h_->reader_gate, s.at_reader_gate);
     leave(h_->writer_gate, s.at_writer_gate);
-    s.at_reader_gate = s.at_writer_gate = 0;
 }
 
 // `finished`: the items in hand are done with, else they go back.

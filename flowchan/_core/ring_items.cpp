@@ -284,6 +284,7 @@ void Ring::give_back(Session& s, Wakes& wakes) {
         bytes += slot->size;
         // A death between here and the commit counts twice: `deaths` may then be one too high, nothing else.
         slot->state = slot->with_place(SlotState::Inside) + (uint64_t(1) << 32);
+        fault_point();
     }
     uint32_t n = uint32_t(s.leased);
     Change change(h_->redo, base_);

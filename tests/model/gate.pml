@@ -7,7 +7,7 @@
    Slices. A sleep is cut into slices of 100 ms, which would hide every lost wake-up from a search for deadlocks. So no
    slice ends while nobody has died. After a death slices end, but only when nothing else can move (`timeout`), and only
    SLICES times for each participant and death: then also a run that only ever sleeps and looks again is an error.
-   A futex may return without reason: SPURIOUS times, at any moment. FUTEX_WAKE wakes any of the sleepers, not the first.
+   A futex may return without reason: SPURIOUS times, at any moment. FUTEX_WAKE wakes who has slept longest.
 
    step of the model                        source
    --------------------------------------   ---------------------------------------------------------------
@@ -27,9 +27,11 @@
    -D GATHER: readers gather two items with `get_more`, which keeps what is in hand (verbs.py: batch).
    Left out: spinning, deadlines, ordered outputs (`turn`), large items, shortage of memory.
 
-   Two places where the source as of caa6d0c does worse than the model; each can be put back by a define, and is found:
+   Three places where the source as of caa6d0c does worse than the model; each can be put back by a define, and is found:
      SOURCE_TURNED_AWAY  blocking.hpp, wait(), the loop: a woken waiter that may not pass somebody starving goes back to
                          sleep and the wake-up is lost. Here whoever is woken tries; only newcomers queue up.
+     SOURCE_QUEUE_UNACKED  blocking.hpp, perform() and wait(): who queues up behind somebody starving does not even
+                         acknowledge what it has in hand, which is what the starving one may wait for. Here it does.
      SOURCE_END_OWN      ring_items.cpp, at_end_for(): for a reader with items in hand the end comes only when no other
                          reader has any, so two that gather wait for each other (with GATHER). Here the end comes for
                          it as soon as nothing is inside; what others give back it sees when it asks with empty hands.
@@ -51,7 +53,7 @@
 #define DEATHS 0
 #endif
 #ifndef SPURIOUS
-#define SPURIOUS 1
+#define SPURIOUS 1    /* returns of a futex without reason */
 #endif
 #ifndef QUITS
 #define QUITS 1         /* calls that a signal ends while they wait */
@@ -74,10 +76,12 @@ mtype = { DONE, WAIT, CLOSED, DRAINED, INTERRUPTED };
 
 byte inside, leased, writers = WRITERS, readers = READERS, put, acknowledged;
 bool closed, drained, owner_died;
+hidden byte n, q, z;                 /* scratch within one step */
 byte waiting[2], woken[2];
 byte starving[2];                    /* participant + 1, 0 for none */
 bool fresh[ALL], asleep[ALL], at_gate[ALL], dead[ALL], here[ALL];
 byte in_hand[ALL];
+chan line[2] = [ALL] of { byte };      /* the kernel's sleepers at each gate */
 byte spurious = SPURIOUS, quits = QUITS, deaths, slices[ALL];
 
 #if defined(PLANT_end_leased)
@@ -119,19 +123,23 @@ inline tell_end() {
   fi
 }
 
-/* A waiting participant's chance, under the lock; `step` says how it ended. Locals: n, q, step, wake_r, wake_w. */
+inline acknowledge(p) {              /* what a reader does first, whether or not it may go on */
+  if
+  :: p < READERS && !keep && in_hand[p] > 0 ->
+     assert(!drained);
+     leased = leased - in_hand[p]; acknowledged = acknowledged + in_hand[p]; in_hand[p] = 0;
+#ifndef PLANT_no_tell_end
+     tell_end()
+#endif
+  :: else
+  fi
+}
+
+/* A waiting participant's chance, under the lock; `step` says how it ended. Locals: step, wake_r, wake_w. */
 inline operation(p) {
   if
   :: p < READERS ->
-     if
-     :: !keep && in_hand[p] > 0 ->
-        assert(!drained);
-        leased = leased - in_hand[p]; acknowledged = acknowledged + in_hand[p]; in_hand[p] = 0;
-#ifndef PLANT_no_tell_end
-        tell_end()
-#endif
-     :: else
-     fi;
+     acknowledge(p);
      if
      :: inside > 0 ->
         assert(!drained);
@@ -210,111 +218,130 @@ inline take_lock() {
   fi
 }
 
+/* Who sleeps longest first, as the kernel does for threads of one priority. */
 inline futex_wake(side, count) {
   do
-  :: count > 0 ->
-     if
-     :: side == R && asleep[0] -> asleep[0] = false; count--
-     :: side == R && READERS > 1 && asleep[1 % READERS] -> asleep[1 % READERS] = false; count--
-     :: side == R && READERS > 2 && asleep[2 % READERS] -> asleep[2 % READERS] = false; count--
-     :: side == W && asleep[READERS] -> asleep[READERS] = false; count--
-     :: side == W && asleep[READERS + 1] -> asleep[READERS + 1] = false; count--
-     :: else -> count = 0
-     fi
-  :: else -> break
+  :: count > 0 && len(line[side]) > 0 -> line[side]?q; asleep[q] = false; count--
+  :: else -> count = 0; break
   od
 }
+inline get_up(p) { asleep[p] = false; line[side_of(p)]??eval(p) }
 
-inline may_die(p) {
+inline may_die(p) {                  /* between two steps */
   if
   :: deaths < DEATHS -> goto died
   :: true
   fi
 }
-inline wake(p) {                     /* the lock is dropped: two system calls, a death before each */
-  may_die(p);
-  if :: wake_r > 0 -> atomic { futex_wake(R, wake_r) }; may_die(p) :: else fi;
-  if :: wake_w > 0 -> atomic { futex_wake(W, wake_w) }; may_die(p) :: else fi
-}
-/* Dies with the lock held after its change, with the wake-ups neither counted nor sent: what `wake_*` counts is undone. */
-inline may_die_inside(p) {
+inline choose_crash(p) {             /* shall it die in the critical section that comes? */
+  crash = false;
   if
-  :: deaths < DEATHS -> owner_died = true; goto died
+  :: deaths < DEATHS -> crash = true
   :: true
   fi
 }
+/* Dies with the lock held: the change has happened, but the wake-ups for it are neither counted nor sent. What a gate
+   counts needs no redo record, so what was half counted stays so until the session is swept. */
+inline crash_here(p) {
+  if
+  :: crash -> owner_died = true; dead[p] = true; wake_r = 0; wake_w = 0
+  :: else
+  fi
+}
+inline wake(p) {                     /* the lock is dropped; two system calls */
+  if :: crash -> goto died :: else fi;
+  may_die(p);
+  if :: wake_r > 0 -> d_step { futex_wake(R, wake_r) }; may_die(p) :: else fi;
+  if :: wake_w > 0 -> d_step { futex_wake(W, wake_w) }; may_die(p) :: else fi
+}
 
 proctype participant(byte me) {
-  byte n, q, z, wake_r, wake_w, left, vain;
+  byte wake_r, wake_w, left = ITEMS, vain;
   mtype step = DONE;
-  bool keep, slice, error, side;
-  side = side_of(me);
-  left = ITEMS;
+  bool keep, slice, error, crash, signal;
   do
-  :: me >= READERS && left == 0 -> break
+  :: atomic { me >= READERS && left == 0 -> break }
   :: me < READERS || left > 0 ->
-     /* first try */
      atomic {
-       take_lock();
-       if :: starving[side] == 0 -> operation(me) :: else -> step = WAIT fi;
-       may_die_inside(me)
+       choose_crash(me);
+       d_step {
+         take_lock();
+#ifndef SOURCE_QUEUE_UNACKED
+         acknowledge(me);
+#endif
+         if :: starving[side_of(me)] == 0 -> operation(me) :: else -> step = WAIT fi;
+         crash_here(me)
+       }
      };
      wake(me);
      if
      :: step == WAIT ->
         atomic {
-          take_lock(); vain = 0;
-          if :: starving[side] == 0 || starving[side] == me + 1 -> operation(me) :: else -> step = WAIT fi;
-          if :: step == WAIT -> enter(side, me) :: else fi;
-          may_die_inside(me)
+          choose_crash(me);
+          d_step {
+            take_lock();
+            if
+            :: starving[side_of(me)] == 0 || starving[side_of(me)] == me + 1 -> operation(me)
+            :: else -> step = WAIT
+            fi;
+            if :: step == WAIT -> enter(side_of(me), me) :: else fi;
+            crash_here(me)
+          }
         };
         wake(me);
         do
         :: step == WAIT ->
-           /* the kernel compares and sleeps in one step */
-           atomic { slice = false; error = !fresh[me]; asleep[me] = fresh[me] };
-           do
-           :: atomic { !asleep[me] -> break }
-           :: atomic { asleep[me] && spurious > 0 -> spurious--; asleep[me] = false; break }
+           d_step {                  /* the kernel compares and sleeps in one step */
+             slice = false; error = !fresh[me]; asleep[me] = fresh[me];
+             if :: asleep[me] -> line[side_of(me)]!me :: else fi
+           };
+           if
+           :: !asleep[me]
+           :: d_step { asleep[me] && spurious > 0 -> spurious--; get_up(me) }
 #ifndef PLANT_no_slices
-           :: atomic { timeout && deaths > 0 && slices[me] < SLICES * deaths ->
-                       slices[me]++; asleep[me] = false; slice = true; error = true; break }
+           :: d_step { timeout && asleep[me] && deaths > 0 && slices[me] < SLICES * deaths ->
+                       slices[me]++; get_up(me); slice = true; error = true }
 #endif
-           :: atomic { deaths < DEATHS && asleep[me] -> goto died }
-           od;
-           may_die(me);
+           :: d_step { asleep[me] && deaths < DEATHS -> get_up(me); crash = true }
+           fi;
+           if :: crash -> goto died :: else fi;
            atomic {
-             take_lock(); leave(side, me);
-             if :: slice -> sweep() :: else fi;
-             if
-             :: quits > 0 -> quits--; step = INTERRUPTED
+             choose_crash(me);
+             if :: quits > 0 -> quits--; signal = true :: true fi;
+             d_step {
+               take_lock(); leave(side_of(me), me);
+               if :: slice -> sweep() :: else fi;
+               if
+               :: signal -> step = INTERRUPTED
 #ifdef SOURCE_TURNED_AWAY
-             :: starving[side] == 0 || starving[side] == me + 1 || slice -> operation(me)
-             :: else -> step = WAIT
+               :: !signal && (starving[side_of(me)] == 0 || starving[side_of(me)] == me + 1 || slice) -> operation(me)
+               :: else -> step = WAIT
 #else
-             :: true -> operation(me)
+               :: else -> operation(me)
 #endif
-             fi;
-             if
-             :: step == WAIT ->
-                vain = (!error && vain < 2 -> vain + 1 : vain);
-                starving[side] = (vain >= 2 && starving[side] == 0 -> me + 1 : starving[side]);
-                enter(side, me)
-             :: else ->
-                if
-                :: starving[side] == me + 1 ->
-                   starving[side] = 0;
+               fi;
+               if
+               :: step == WAIT ->
+                  vain = (!error && vain < 2 -> vain + 1 : vain);
+                  starving[side_of(me)] = (vain == 2 && !error && starving[side_of(me)] == 0 -> me + 1 : starving[side_of(me)]);
+                  enter(side_of(me), me)
+               :: else ->
+                  vain = 0;
+                  if
+                  :: starving[side_of(me)] == me + 1 ->
+                     starving[side_of(me)] = 0;
 #ifndef PLANT_keep_turn
-                   if :: side == R -> call(R, ALL, wake_r) :: else -> call(W, ALL, wake_w) fi
+                     if :: me < READERS -> call(R, ALL, wake_r) :: else -> call(W, ALL, wake_w) fi
 #endif
 #ifndef PLANT_no_pass_on
-                :: starving[side] != me + 1 && step == INTERRUPTED ->
-                   if :: side == R -> call(R, 1, wake_r) :: else -> call(W, 1, wake_w) fi
+                  :: starving[side_of(me)] != me + 1 && step == INTERRUPTED ->
+                     if :: me < READERS -> call(R, 1, wake_r) :: else -> call(W, 1, wake_w) fi
 #endif
-                :: else
-                fi
-             fi;
-             may_die_inside(me)
+                  :: else
+                  fi
+               fi;
+               crash_here(me)
+             }
            };
            wake(me)
         :: else -> break
@@ -322,17 +349,16 @@ proctype participant(byte me) {
      :: else
      fi;
      if
-     :: step == DONE -> left = (me >= READERS -> left - 1 : left); keep = GATHERS && in_hand[me] == 1
-     :: step == DRAINED && keep -> keep = false
+     :: atomic { step == DONE -> left = (me >= READERS -> left - 1 : left); keep = GATHERS && in_hand[me] == 1 }
+     :: atomic { step == DRAINED && keep -> keep = false }
      :: else -> break
-     fi;
-     may_die(me)
+     fi
   od;
-  atomic { take_lock(); depart(me); may_die_inside(me) };
+  atomic { choose_crash(me); d_step { take_lock(); depart(me); crash_here(me) } };
   wake(me);
   goto over;
 died:
-  atomic { dead[me] = true; asleep[me] = false; deaths++ };
+  d_step { dead[me] = true; deaths++ };
 over:
   skip
 }

@@ -17,6 +17,7 @@ using namespace flowchan;
 struct Tolerance {
     bool lost_free_slots = false;  // start_afresh may leave free lists shorter than they could be
     bool giving_back = false;      // give_back marks its slots before its one Change
+    uint32_t waiting = 0;          // so many dead may still be counted at a gate: who looks after them died too
 };
 
 class Check {

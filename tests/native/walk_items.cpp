@@ -150,21 +150,36 @@ Scenario leasing(const char* name, uint64_t size, int batch) {
     return s;
 }
 
+// More slots and blocks than were reserved when the channel was made.
+Scenario growing() {
+    Values before;
+    for (uint64_t i = 0; i < 79; ++i) before.push_back(100 + i);
+    Scenario s = putting("put, memory grows", before, {8, 8, 3000, 200, 4000});
+    s.capacity = 200;
+    return s;
+}
+
 }  // namespace
 
+Scenario planted_scenario() {
+    Scenario s = putting("planted", {1, 2}, {8, 8});
+    s.act = [](Scene& scene) {
+        locked(*scene.in, [&](Wakes&) {
+            Header& h = scene.in->header();
+            h.slots_used += 1;
+            fault_point();
+            h.slots_used -= 1;
+        });
+    };
+    return s;
+}
+
 std::vector<Scenario> put_scenarios() {
-    Scenario grow = putting("put, memory grows", {}, {});
-    {
-        Values before;
-        for (uint64_t i = 0; i < 79; ++i) before.push_back(100 + i);
-        grow = putting("put, memory grows", before, {8, 8, 3000, 200, 4000});
-        grow.capacity = 200;
-    }
     return {
         putting("put small", {1, 2}, {8, 50, 300}),
         putting("put into an empty channel", {}, {8, 8}),
         putting("put large", {1}, {LARGE, HUGE_ONE, LARGE}),
-        grow,
+        growing(),
         start_afresh(),
         close_between(),
     };

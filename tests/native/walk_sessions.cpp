@@ -124,6 +124,7 @@ Scenario finishing() {
 // A process has died in the middle of everything; the one that cleans up after it dies too.
 Scenario sweeping() {
     Scenario s{"sweep up after a dead process"};
+    s.tolerance.waiting = 1;
     s.prepare = [](Scene& scene) {
         fill(*scene.in, {1, 2, 3}, 6000);
         scene.users.push_back(open(*scene.in, Session::READER));

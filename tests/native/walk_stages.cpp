@@ -50,6 +50,7 @@ void expect_out(Scene& scene, Values expected, bool ordered) {
 Scenario writing(const char* name, Kind kind, Outputs outputs, Values first, Values mine, Values last) {
     Scenario s{name};
     s.has_in = false, s.has_out = true;
+    s.twice = kind.size <= Taken::LOCAL;
     auto in_hand = [=](Scene& scene) {
         size_t done = size_t(scene.journal->done);
         return done < mine.size() ? std::vector<uint64_t>{mine[done]} : std::vector<uint64_t>{};
@@ -103,6 +104,7 @@ Scenario retiring(const char* name, Kind kind) {
 // The successor, which takes over what its predecessor has put, dies too.
 Scenario resuming(const char* name, Kind kind) {
     Scenario s = retiring(name, kind);
+    s.twice = kind.size <= Taken::LOCAL;
     s.prepare = [=, before = s.prepare](Scene& scene) {
         before(scene);
         retire(scene.users[0], {0});
@@ -142,6 +144,7 @@ void work(Scene& scene, User& reader, User& writer, const Kind& kind, const Outp
 Scenario working(const char* name, Kind kind, Outputs outputs) {
     Scenario s{name};
     s.has_out = true;
+    s.twice = false;
     s.prepare = [=](Scene& scene) {
         User source = open(*scene.in, Session::WRITER);
         for (uint64_t item = 0; item < outputs.size(); ++item)

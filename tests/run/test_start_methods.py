@@ -4,8 +4,8 @@ functions and classes of ``__main__`` included."""
 from __future__ import annotations
 
 import multiprocessing
-import sys
 from collections.abc import Iterator
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,9 @@ def _method(request: pytest.FixtureRequest) -> Iterator[None]:
     multiprocessing.set_start_method(request.param, force=True)
     yield
     multiprocessing.set_start_method(before, force=True)
+    # Python's own helpers would stay until the end of pytest.
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+    resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
 
 
 class Scaled:
@@ -150,7 +153,7 @@ def test_a_script_without_a_main_guard_ends(method: str, tmp_path: Path) -> None
         from flowchan import Graph
         multiprocessing.set_start_method("{method}", force=True)
         graph = Graph("unguarded")
-        total = graph.source(range(3)).map(abs, on="process").reduce(int.__add__, 0)
+        total = graph.source(range(3)).map(abs, on="process", restarts=0).reduce(int.__add__, 0)
         print(graph.run()[total])
     """
     with start(script(tmp_path, text)) as process:
@@ -261,4 +264,3 @@ def test_a_graph_runs_inside_pytest(method: str, tmp_path: Path) -> None:
     """
     script(tmp_path, text, "test_inner.py")
     assert "1 passed" in run_python("-m", "pytest", "-q", "-p", "no:cacheprovider", tmp_path, cwd=tmp_path)
-    assert sys.executable

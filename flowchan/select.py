@@ -1,0 +1,48 @@
+"""``select``: exactly one of several operations on channels, as soon as one can be done (C10)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from flowchan import _core
+from flowchan.channel import Channel, In, Out
+from flowchan.errors import Drained, Empty, Full
+
+
+@dataclass(frozen=True, slots=True)
+class Selected:
+    """What :func:`select` did: ``item`` came out of ``channel``, or went into it if ``put`` is true."""
+
+    channel: Any
+    item: Any
+    put: bool
+
+
+class NothingReady(Empty, Full):
+    """None of the operations could be done *now*, or within ``timeout`` seconds."""
+
+
+def select(
+    gets: Iterable[Channel[Any] | In[Any]] = (),
+    puts: Iterable[tuple[Channel[Any] | Out[Any], Any]] = (),
+    timeout: float | None = None,
+) -> Selected:
+    """Does one of the operations and no other: a get from one of ``gets``, or one of ``puts``, pairs of a channel and an
+    item. They may be channels or ports of any media. Of several that can be done one is chosen at random.
+
+    Channels that are drained are left out; when nothing else is left, ``Drained`` is raised. Otherwise it raises what
+    the operation raises: ``Closed`` for a put into a closed channel, ``Broken`` for an aborted one. When ``timeout``
+    seconds are over it raises :class:`NothingReady`, which is an ``Empty`` and a ``Full``.
+    """
+    reading, writing = list(gets), list(puts)
+    index, item = _core._select(reading, writing, timeout)
+    if index == -2:
+        raise Drained("select: every channel to get from is drained")
+    if index < 0:
+        raise NothingReady(f"select: none of {len(reading) + len(writing)} operations could be done within {timeout} s")
+    if index < len(reading):
+        return Selected(reading[index], item, put=False)
+    channel, item = writing[index - len(reading)]
+    return Selected(channel, item, put=True)

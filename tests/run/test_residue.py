@@ -1,0 +1,324 @@
+"""R6 No residue: after any ending no process, thread, segment or descriptor of the run is left."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import os
+import signal
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from runs import Gate, everywhere, run_python, script, start
+from waiting import wait_until
+
+from flowchan import Channel, Graph, In, Out, RunError
+
+
+def same(item: Any) -> Any:
+    return item
+
+
+def fail(item: int) -> int:
+    raise ValueError(item)
+
+
+def die(item: int) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def residue() -> set[str]:
+    """What a run consists of, as far as this process holds it."""
+    found = {f"process {child.pid}" for child in psutil.Process().children(recursive=True)}
+    found |= {f"thread {thread.name}" for thread in threading.enumerate() if thread.name.startswith("flowchan")}
+    with open("/proc/self/maps") as maps:
+        found |= {line.strip() for line in maps if "memfd:flowchan" in line}
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found.add(f"descriptor {number} {os.readlink(f'/proc/self/fd/{number}')}")
+    return found
+
+
+@pytest.fixture
+def _nothing_left() -> Iterator[None]:
+    """What was not there before is gone as soon as nobody holds the run any more."""
+    gc.collect()
+    before = residue()
+    yield
+    gc.collect()
+    wait_until(lambda: residue() <= before, what=lambda: residue() - before)
+
+
+def endless(on: str) -> Graph:
+    graph = Graph("r6")
+    graph.source(itertools.count, on=on).map(same, on=on, workers=2).sink(same, on=on)
+    return graph
+
+
+def done(on: str) -> None:
+    graph = Graph("r6")
+    graph.source(range(100), on=on).map(same, on=on, workers=2).collect()
+    graph.run()
+
+
+def taken(on: str) -> None:
+    graph = Graph("r6")
+    graph.source(itertools.count, on=on).map(same, on=on, workers=2).take(3).collect()
+    graph.run()
+
+
+def failed(on: str) -> None:
+    graph = Graph("r6")
+    graph.source(itertools.count, on=on).map(fail, on=on, workers=2).sink(same, on=on)
+    with pytest.raises(RunError):
+        graph.run()
+
+
+def failed_to_be_built(on: str) -> None:
+    class Model:
+        def __init__(self) -> None:
+            raise ValueError
+
+        def __call__(self, item: int) -> int:
+            return item
+
+    graph = Graph("r6")
+    graph.source(itertools.count, on=on).map(Model, on=on).sink(same, on=on)
+    with pytest.raises(RunError):
+        graph.run()
+
+
+def exited(on: str) -> None:
+    graph = Graph("r6")
+    graph.source(itertools.count, on=on).map(lambda _: exit(3), on=on).sink(same, on=on)
+    with pytest.raises(RunError):
+        graph.run()
+
+
+def stopped(on: str) -> None:
+    run = endless(on).start()
+    run.stop()
+    run.wait()
+
+
+def aborted(on: str) -> None:
+    run = endless(on).start()
+    run.abort()
+    run.wait()
+
+
+def left_by_an_exception(on: str) -> None:
+    with contextlib.suppress(LookupError), endless(on).start():
+        raise LookupError
+
+
+def loop_left(on: str) -> None:
+    graph = Graph("r6")
+    numbers = graph.source(itertools.count, on=on).map(same, on=on).collect()
+    with graph.start() as run:
+        for item in run.iter(numbers):
+            if item == 5:
+                break
+
+
+def killed(on: str) -> None:
+    graph = Graph("r6")
+    graph.source(itertools.count).map(die, on="process", restarts=0).sink(same, on=on)
+    with pytest.raises(RunError):
+        graph.run()
+
+
+def stuck(on: str) -> None:
+    gate = Gate()
+    graph = Graph("r6")
+    graph.source(itertools.count, on=on).map(lambda _: gate.wait(), on="process").sink(same, on=on)
+    run = graph.start()
+    gate.wait_held()
+    run.abort()
+    run.wait()
+
+
+ENDINGS: list[Callable[[str], None]] = [
+    done, taken, failed, failed_to_be_built, exited, stopped, aborted, left_by_an_exception, loop_left, killed, stuck,
+]  # fmt: skip
+
+
+@everywhere
+@pytest.mark.usefixtures("_nothing_left")
+@pytest.mark.parametrize("ending", ENDINGS, ids=lambda ending: ending.__name__)
+def test_nothing_is_left_after(ending: Callable[[str], None], on: str) -> None:
+    ending(on)
+
+
+@pytest.mark.usefixtures("_nothing_left")
+def test_a_start_that_fails_leaves_nothing() -> None:
+    graph = Graph("r6")
+    graph.source(itertools.count, on="process").map(same, on="process").sink(same)
+    real = os.fork
+    forks = itertools.count()
+
+    def fork() -> int:
+        if next(forks) == 1:
+            raise OSError("no more processes")
+        return real()
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="no more processes"):
+        patch.setattr(os, "fork", fork)
+        graph.start()
+
+
+@pytest.mark.usefixtures("_nothing_left")
+def test_a_plan_that_fails_leaves_nothing() -> None:
+    graph = Graph("r6")
+    graph.source(itertools.count).map(same, on="process", capacity=10**15).sink(same)
+    with pytest.raises(Exception):  # noqa: B017, PT011 - GraphError or OSError, by the machine
+        graph.start()
+
+
+def test_a_run_is_forgotten_when_nobody_holds_it() -> None:
+    graph = Graph("r6")
+    graph.source([1]).map(same, on="process").collect()
+    run = graph.start()
+    run.wait()
+    gone = weakref.ref(run)
+    del run
+    gc.collect()
+    assert gone() is None
+
+
+def memory() -> int:
+    gc.collect()
+    return psutil.Process().memory_info().rss
+
+
+def test_two_hundred_runs_leave_the_process_as_it_was() -> None:
+    def once() -> None:
+        graph = Graph("r6")
+        total = graph.source(range(50)).map(same, workers=2).map(same, on="process").reduce(int.__add__, 0)
+        assert graph.run()[total] == sum(range(50))
+
+    for _ in range(20):
+        once()
+    before, size = residue(), memory()
+    for _ in range(200):
+        once()
+    gc.collect()
+    wait_until(lambda: residue() <= before, what=lambda: residue() - before)
+    assert memory() - size < 16 << 20
+
+
+def test_two_hundred_failed_runs_leave_the_process_as_it_was() -> None:
+    for _ in range(10):
+        failed("thread")
+    before, size = residue(), memory()
+    for number in range(200):
+        (failed if number % 10 else killed)("thread")
+    gc.collect()
+    wait_until(lambda: residue() <= before, what=lambda: residue() - before)
+    assert memory() - size < 16 << 20
+
+
+@pytest.mark.parametrize("across", ["threads", "processes"])
+def test_a_thousand_channels_leave_the_process_as_it_was(across: Any) -> None:
+    def once() -> None:
+        channel: Channel[bytes] = Channel(8, across=across)
+        channel.put(b"x" * 10_000)
+        channel.close()
+        assert channel.get() == b"x" * 10_000
+
+    for _ in range(50):
+        once()
+    before, size = residue(), memory()
+    for _ in range(1000):
+        once()
+    gc.collect()
+    assert residue() <= before
+    assert memory() - size < 16 << 20
+
+
+# the program itself ends
+
+PROGRAM = """
+    import itertools, os, sys
+    from flowchan import Graph, In, Out
+
+    def hold(item):
+        print(os.getpid(), flush=True)
+        os.read(os.pipe()[0], 1)
+
+    def wait_for_input(items: In[int], out: Out[int]):
+        print(os.getpid(), flush=True)
+        for item in items:
+            out.put(item)
+
+    graph = Graph("orphans")
+    numbers = graph.source(itertools.count, on="process", capacity=1)
+    held = numbers.map(hold, on="process", workers=2)
+    graph.stage(wait_for_input, held, on="process").sink(id)
+
+    if __name__ == "__main__":
+        import multiprocessing
+        multiprocessing.set_start_method(sys.argv[1])
+        run = graph.start()
+        END
+"""
+
+
+def gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_the_workers_of_a_program_that_was_killed_are_gone(method: str, tmp_path: Path) -> None:
+    with start(script(tmp_path, PROGRAM.replace("END", "run.wait()")), method) as process:
+        assert process.stdout is not None
+        workers = [int(process.stdout.readline()) for _ in range(3)]
+        family = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
+        process.kill()
+        wait_until(lambda: all(map(gone, {*workers, *family})), what=lambda: list(filter(psutil.pid_exists, family)))
+
+
+@pytest.mark.parametrize("end", ["sys.exit(0)", "raise SystemExit", "pass", "del run", "os._exit(0)"])
+def test_the_workers_of_a_program_that_ends_without_waiting_are_gone(end: str, tmp_path: Path) -> None:
+    end = "for _ in range(100): run.stats().stages\n        " + end
+    with start(script(tmp_path, PROGRAM.replace("END", end)), "fork") as process:
+        family = {child.pid for child in psutil.Process(process.pid).children(recursive=True)}
+        out, err = process.communicate()
+    assert process.returncode == 0, err
+    wait_until(lambda: all(map(gone, {*map(int, out.split()), *family})))
+
+
+def test_a_run_whose_handle_was_dropped_does_not_hold_the_program_up(tmp_path: Path) -> None:
+    text = """
+        import itertools
+        from flowchan import Graph
+
+        graph = Graph("dropped")
+        graph.source(itertools.count, on="process").sink(id)
+        graph.start()
+        print("end")
+    """
+    assert run_python(script(tmp_path, text)) == "end\n"
+
+
+def test_ports_kept_by_a_stage_do_not_keep_the_run(tmp_path: Path) -> None:
+    kept: list[Any] = []
+
+    def keep(items: In[int], out: Out[int]) -> None:
+        for item in items:
+            out.put(item)
+        kept.append((items, out))
+
+    graph = Graph("r6")
+    numbers = graph.stage(keep, graph.source(range(3))).collect()
+    assert graph.run()[numbers] == [0, 1, 2]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("flowchan")]
