@@ -5,6 +5,7 @@ from flowchan.errors import (
     Broken,
     ChannelError,
     Closed,
+    Deadlock,
     Drained,
     Empty,
     FlowchanError,
@@ -15,6 +16,7 @@ from flowchan.errors import (
     WorkerDied,
 )
 from flowchan.run import Failed, Graph, LinkStats, Results, Run, RunStats, StageStats
+from flowchan.select import NothingReady, Selected, select
 from flowchan.stage import Problem
 from flowchan.stream import Stream
 
@@ -24,6 +26,7 @@ __all__ = [
     "ChannelError",
     "ChannelStats",
     "Closed",
+    "Deadlock",
     "Drained",
     "Empty",
     "Failed",
@@ -33,16 +36,19 @@ __all__ = [
     "GraphError",
     "In",
     "LinkStats",
+    "NothingReady",
     "Out",
     "Problem",
     "Results",
     "Run",
     "RunError",
     "RunStats",
+    "Selected",
     "StageError",
     "StageStats",
     "Stream",
     "WorkerDied",
+    "select",
 ]
 
 # Messages, tracebacks and pickles name the place that users import from.

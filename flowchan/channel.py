@@ -31,7 +31,9 @@ _MOST_BY_DEFAULT = 16 << 30
 @dataclass(frozen=True, slots=True)
 class ChannelStats:
     """One moment of a channel (C15). Counts are items since its creation; ``read_wait`` and ``write_wait`` are the
-    seconds that all its readers and writers together have spent waiting, those waiting now included."""
+    seconds that all its readers and writers together have spent waiting, those waiting now included;
+    ``readers_waiting_for`` and ``writers_waiting_for`` are the seconds for which somebody has been waiting without a
+    break until now."""
 
     items_in: int
     items_out: int
@@ -44,6 +46,8 @@ class ChannelStats:
     writers: int
     read_wait: float
     write_wait: float
+    readers_waiting_for: float
+    writers_waiting_for: float
 
 
 class Channel(_core.Channel, Generic[T]):

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 DONE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
 REFRESH = 0.25
 MOST_FAILURES = 10
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT)
 
 P = ParamSpec("P")
 
@@ -80,7 +81,8 @@ def _exit_code(function: Callable[[], int], debug: bool) -> int:
 def run(file: str, args: tuple[str, ...], debug: bool) -> int:
     """Run the graph in FILE and report.
 
-    Ctrl-C stops the sources and finishes what is in flight; the second Ctrl-C ends the run at once.
+    Ctrl-C stops the sources and finishes what is in flight; the second Ctrl-C ends the run at once. Ctrl-\\ (SIGQUIT)
+    shows which stage waits on which channel.
     """
     from flowchan.errors import RunError
     from flowchan.loading import load
@@ -142,14 +144,16 @@ def viz(file: str, args: tuple[str, ...], debug: bool, output: str | None, show:
 
 class _Interrupts:
     """Ctrl-C and SIGTERM while the command runs: they raise ``KeyboardInterrupt`` while the file is loaded, and are
-    only counted once ``hold`` is set, for :func:`_follow` to act on. The third one raises in any case."""
+    only counted once ``hold`` is set, for :func:`_follow` to act on. The third one raises in any case. SIGQUIT (Ctrl-\\)
+    asks who waits for whom."""
 
     def __init__(self) -> None:
         self.hold = False
         self.count = 0
+        self.asked = False
 
     def __enter__(self) -> _Interrupts:
-        self._before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
         return self
 
     def __exit__(
@@ -159,6 +163,9 @@ class _Interrupts:
             signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGQUIT:
+            self.asked = True
+            return
         self.count += 1
         if not self.hold or self.count > 2:
             raise KeyboardInterrupt
@@ -174,6 +181,9 @@ def _follow(running: Any, interrupts: _Interrupts) -> None:
             if interrupts.count > heard:
                 heard = interrupts.count
                 _interrupt(running, view, heard)
+            if interrupts.asked:
+                interrupts.asked = False
+                view.say(running.explain())
             try:
                 running.wait(timeout=REFRESH)
                 return

@@ -63,6 +63,11 @@ def _worker_died(message: str, exitcode: int | None, pid: int | None) -> WorkerD
     return WorkerDied(message, exitcode=exitcode, pid=pid)
 
 
+class Deadlock(FlowchanError):
+    """Every worker of a run waited for a channel, and nothing was in flight: nobody could ever move again. The message
+    says who waited for whom."""
+
+
 class GraphError(FlowchanError):
     """The declaration of a graph is wrong. ``problems`` lists everything that :func:`flowchan.check` found."""
 

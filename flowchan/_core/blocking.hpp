@@ -113,7 +113,7 @@ Step wait(M& m, Side side, uint32_t session, Op&& op, Deadline deadline) {
         if (!interrupted && (gate.may_pass(me) || slice_over)) step = op(wakes);
         if (step == Step::Wait && !interrupted && !late) {
             if (error == 0 && ++vain >= 2 && gate.starving == 0 && now_ns() - since > PATIENCE_NS) gate.starving = me;
-            seq = gate.enter();
+            seq = gate.enter(true);
             T::at_gate(m, session, side, +1);
         } else {
             if (gate.starving == me) {

@@ -94,13 +94,15 @@ void abort_channel(Channel& ch, PyObject* cause) {
 
 nb::tuple channel_stats(Channel& ch) {
     if (!ch.usable()) throw nb::python_error();
-    auto gate = [](Gate& g) { return double(g.total_wait_ns()) / 1e9; };
+    auto total = [](Gate& g) { return double(g.total_wait_ns()) / 1e9; };
+    auto now = [](Gate& g) { return double(g.waiting_for_ns()) / 1e9; };
     if (ch.queue) {
         LocalQueue& q = *ch.queue;
         Locked<LocalQueue> locked(q);
         auto values = std::make_tuple(q.puts + q.parked, q.takes, q.bytes_in, q.state == BROKEN ? 0 : q.inside(), q.leased,
                                       q.reader_gate.waiting, q.writer_gate.waiting, q.readers, q.writers,
-                                      gate(q.reader_gate), gate(q.writer_gate));
+                                      total(q.reader_gate), total(q.writer_gate),
+                                      now(q.reader_gate), now(q.writer_gate));
         locked.unlock({});
         return std::apply([](auto... v) { return nb::make_tuple(v...); }, values);
     }
@@ -108,7 +110,8 @@ nb::tuple channel_stats(Channel& ch) {
     Locked<Ring> locked(*ch.ring);
     auto values = std::make_tuple(h.puts + h.parked, h.takes, h.bytes_in, h.state == BROKEN ? 0 : uint64_t(h.inside()),
                                   h.leased, h.reader_gate.waiting, h.writer_gate.waiting, h.readers, h.writers,
-                                  gate(h.reader_gate), gate(h.writer_gate));
+                                  total(h.reader_gate), total(h.writer_gate),
+                                  now(h.reader_gate), now(h.writer_gate));
     locked.unlock({});
     return std::apply([](auto... v) { return nb::make_tuple(v...); }, values);
 }

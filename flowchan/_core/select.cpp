@@ -30,10 +30,10 @@ struct Entered {
     bool ready;  // a try may succeed, or raise, already
 };
 
-template <class M> Entered enter(M& m, const Place& place) {
+template <class M> Entered enter(M& m, const Place& place, bool again) {
     Locked<M> locked(m);
     Gate& gate = Traits<M>::gate(m, place.side);
-    uint32_t seq = gate.enter();
+    uint32_t seq = gate.enter(again);
     Traits<M>::at_gate(m, place.session, place.side, +1);
     const bool ready = place.side == Side::Reader ? Traits<M>::readable(m) : Traits<M>::writable(m, place.ch->capacity);
     locked.unlock({});
@@ -54,9 +54,9 @@ template <class M> void leave(M& m, const Place& place, bool pass_on, bool look)
 // All the gates of one wait; leaves them at its end.
 class Gates {
 public:
-    explicit Gates(std::vector<Place> places) : places_(std::move(places)) {
+    Gates(std::vector<Place> places, bool again) : places_(std::move(places)) {
         for (const Place& p : places_) {
-            Entered entered = p.ch->queue ? enter(*p.ch->queue, p) : enter(*p.ch->ring, p);
+            Entered entered = p.ch->queue ? enter(*p.ch->queue, p, again) : enter(*p.ch->ring, p, again);
             uint32_t flags = FUTEX_32 | (p.ch->queue ? FUTEX_PRIVATE_FLAG : 0);
             words_.push_back({entered.seq, reinterpret_cast<uint64_t>(entered.word), flags, 0});
             ready_.push_back(entered.ready);
@@ -166,10 +166,12 @@ nb::object select_one(nb::list gets, nb::list puts, nb::handle timeout) {
         throw nb::python_error();
     }
     nb::object done = try_each(ops);
+    bool again = false;
     while (nb::cast<int64_t>(done[0]) == -1 && !deadline.now_only()) {
         std::vector<Place> places;
         for (const Operation& op : ops) places.push_back(op.place);
-        Gates gates(std::move(places));
+        Gates gates(std::move(places), again);
+        again = true;
         bool over = false, late = false;
         try {
             done = try_each(ops);
@@ -196,7 +198,7 @@ nb::list wait_any(nb::list targets, double seconds) {
     std::vector<Place> places;
     for (nb::handle t : targets)
         places.push_back(parse(t[0], nb::cast<bool>(t[1]) ? Side::Reader : Side::Writer, nullptr).place);
-    Gates gates(places);
+    Gates gates(places, true);
     bool over = gates.changed().empty() && gates.sleep(int64_t(seconds * 1e9));
     std::vector<size_t> changed = gates.changed();
     nb::list found;

@@ -78,6 +78,7 @@ struct Gate {
     uint32_t woken = 0;
     uint32_t starving = 0;   // thread id of the waiter that newcomers must not overtake, 0 for none
     int64_t waited_ns = 0;   // total time waited: minus the start of each wait, plus its end
+    int64_t since_ns = 0;    // when somebody began to wait here, with somebody waiting ever since
 
     // Under the lock: how many sleepers to wake for k new chances. The caller passes the result to `futex_wake` after
     // it has dropped the lock. The lock's release orders the change of `seq` before it, so relaxed is enough here.
@@ -95,9 +96,12 @@ struct Gate {
 
     bool may_pass(uint32_t me) const { return starving == 0 || starving == me; }
 
-    uint32_t enter() {
+    // `again`: after a slice, of the same wait.
+    uint32_t enter(bool again = false) {
+        const int64_t now = now_ns();
+        if (waiting == 0 && !again) since_ns = now;
         waiting += 1;
-        waited_ns -= now_ns();
+        waited_ns -= now;
         return seq.load(std::memory_order_relaxed);
     }
     void leave() {
@@ -105,6 +109,7 @@ struct Gate {
         if (woken) woken -= 1;
         waited_ns += now_ns();
     }
+    int64_t waiting_for_ns() const { return waiting ? now_ns() - since_ns : 0; }
     int64_t total_wait_ns() const { return waited_ns + int64_t(waiting) * now_ns(); }
 };
 

@@ -71,6 +71,13 @@ class Died:
 
 
 @dataclass(frozen=True, slots=True)
+class Stuck:
+    """Nobody can ever move again; the failure says who waits for whom."""
+
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
 class StopAsked:
     """``run.stop()``, the first Ctrl-C, or SIGTERM."""
 
@@ -85,7 +92,7 @@ class Tick:
     """Time has passed."""
 
 
-Happening = Ended | Failure | Died | StopAsked | AbortAsked | Tick
+Happening = Ended | Failure | Died | Stuck | StopAsked | AbortAsked | Tick
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +141,8 @@ def decide(state: State, happening: Happening, now: float) -> tuple[State, tuple
         return _died(state, happening, now)
     if isinstance(happening, Failure):
         return _failed(state, happening, now, expected=False)
+    if isinstance(happening, Stuck):
+        return _stuck(state, happening, now)
     if isinstance(happening, StopAsked):
         if state.phase != "running":
             return dataclasses.replace(state, stopped=True), ()
@@ -172,6 +181,13 @@ def _died(state: State, died: Died, now: float) -> tuple[State, tuple[Action, ..
         restarts = {**state.restarts, stage: used + 1}
         return dataclasses.replace(state, restarts=restarts), (Replace(died.worker, pause),)
     return _failed(state, died.failure, now, expected=state.terminated or state.phase == "finishing")
+
+
+def _stuck(state: State, stuck: Stuck, now: float) -> tuple[State, tuple[Action, ...]]:
+    if state.phase not in ("running", "stopping"):
+        return state, ()
+    failures = (*state.failures, stuck.failure)
+    return dataclasses.replace(state, failures=failures, phase="failing", since=now), (BreakChannels(),)
 
 
 def _abort(state: State, now: float) -> tuple[State, tuple[Action, ...]]:

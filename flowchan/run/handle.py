@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import multiprocessing.util  # noqa: F401 - registers its own exit function, which waits for all processes, before ours
 import os
 import sys
 import threading
@@ -16,6 +17,7 @@ from flowchan.channel import In, Out
 from flowchan.errors import Broken, Closed, RunError, StageError
 from flowchan.run.decisions import AbortAsked, StopAsked
 from flowchan.run.failures import text_of
+from flowchan.run.explain import explain
 from flowchan.run.plan import Plan
 from flowchan.run.report import render
 from flowchan.run.statistics import measure, summarise
@@ -119,6 +121,8 @@ class Run:
         self._gather()
         if not self._supervisor.ended.wait(timeout):
             raise TimeoutError(f"the run of graph {self._plan.graph.name!r} still goes on after {timeout} s")
+        if self._supervisor.crashed is not None:
+            raise RuntimeError(f"flowchan failed to supervise graph {self._plan.graph.name!r}") from self._supervisor.crashed
         failures = self._supervisor.state.failures
         if failures:
             raise RunError(f"graph {self._plan.graph.name!r} failed", [_stage_error(failure) for failure in failures])
@@ -191,6 +195,10 @@ class Run:
     def report(self) -> str:
         """The run in tables: stages, channels, the bottleneck, and the account of items."""
         return render(self.stats())
+
+    def explain(self) -> str:
+        """Which stage waits on which channel, for how long, and what the other end of it does."""
+        return explain(self.stats())
 
     def __repr__(self) -> str:
         return f"<Run of {self._plan.graph.name!r}: {self.stats().state}>"

@@ -4,14 +4,18 @@ workers nothing."""
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from flowchan.channel import ChannelStats
 from flowchan.run.decisions import State
 from flowchan.run.plan import Plan
 from flowchan.run.stats import LinkStats, RunState, RunStats, StageStats
-from flowchan.run.supervisor import Supervisor
 from flowchan.stage import Link, Stage
+
+if TYPE_CHECKING:
+    from flowchan.run.supervisor import Supervisor
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +36,21 @@ def summarise(supervisor: Supervisor, snapshots: tuple[Snapshot, ...]) -> RunSta
     plan, state = supervisor.plan, supervisor.state
     now = time.monotonic() if supervisor.ended_at is None else supervisor.ended_at
     elapsed = max(now - supervisor.started_at, 1e-9)
+    reading: dict[str | None, list[Snapshot]] = {}
+    writing: dict[str, list[Snapshot]] = {}
+    for snapshot in snapshots:
+        reading.setdefault(snapshot.link.reader, []).append(snapshot)
+        writing.setdefault(snapshot.link.writer, []).append(snapshot)
+    alive = Counter(id.stage for id in state.alive)
+    broken = Counter(failure.worker.stage for failure in state.failures if failure.item is not None)
     stages = []
     for stage in plan.graph.stages:
         about = _About(
             stage=stage,
-            reads=[s for s in snapshots if s.link.reader == stage.name],
-            writes=[s for s in snapshots if s.link.writer == stage.name],
-            alive=sum(id.stage == stage.name for id in state.alive),
-            broken=sum(f.worker.stage == stage.name and f.item is not None for f in state.failures),
+            reads=reading.get(stage.name, []),
+            writes=writing.get(stage.name, []),
+            alive=alive[stage.name],
+            broken=broken[stage.name],
             retried=supervisor.retried[stage.name],
             restarts=state.restarts.get(stage.name, 0),
             unwanted=supervisor.unwanted[stage.name],
@@ -50,6 +61,8 @@ def summarise(supervisor: Supervisor, snapshots: tuple[Snapshot, ...]) -> RunSta
         LinkStats(
             name=s.link.name, writer=s.link.writer, reader=s.link.reader, medium=s.link.medium, inside=s.stats.inside,
             capacity=s.link.capacity, passed=s.stats.items_out, rate=s.stats.items_out / elapsed,
+            waiting_readers=s.stats.waiting_readers, waiting_writers=s.stats.waiting_writers,
+            readers_waiting_for=s.stats.readers_waiting_for, writers_waiting_for=s.stats.writers_waiting_for,
         )
         for s in snapshots
     )  # fmt: skip

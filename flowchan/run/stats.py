@@ -35,7 +35,9 @@ class StageStats:
 
 @dataclass(frozen=True, slots=True)
 class LinkStats:
-    """One channel: ``inside`` of ``capacity`` items are in it now, ``passed`` went through, ``rate`` of them a second."""
+    """One channel: ``inside`` of ``capacity`` items are in it now, ``passed`` went through, ``rate`` of them a second.
+    ``waiting_readers`` workers wait for an item, and somebody has for ``readers_waiting_for`` seconds; the same for
+    writers."""
 
     name: str
     writer: str
@@ -45,6 +47,10 @@ class LinkStats:
     capacity: int
     passed: int
     rate: float
+    waiting_readers: int = 0
+    waiting_writers: int = 0
+    readers_waiting_for: float = 0.0
+    writers_waiting_for: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

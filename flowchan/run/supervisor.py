@@ -35,7 +35,7 @@ from typing import Any
 import psutil
 
 from flowchan.channel import Channel
-from flowchan.errors import Broken, Closed, Empty, WorkerDied
+from flowchan.errors import Broken, Closed, Deadlock, Empty, WorkerDied
 from flowchan.run import decisions
 from flowchan.run.decisions import (
     Action,
@@ -48,10 +48,15 @@ from flowchan.run.decisions import (
     Terminate,
     decide,
 )
+from flowchan.run.explain import all_wait, explain
 from flowchan.run.plan import Plan, PlannedWorker
+from flowchan.run.statistics import measure, summarise
 from flowchan.run.worker import Ended, Event, Failure, Result, Retried, WorkerId, pack, process_main, work
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
+STILL = 0.5
+"""Seconds for which nothing must move before a run counts as stuck."""
+REMEDY = "give a channel that somebody waits to put into more places, stream.buffer(n), or read its branches apart"
 LOOK = 0.05
 """Seconds between two looks at the worker processes: two looks and what they take stay below what R4 allows."""
 
@@ -64,6 +69,7 @@ class Supervisor:
         self.pid = os.getpid()
         ids = {worker.id: worker for worker in plan.workers}
         self.ended = threading.Event()
+        self.crashed: BaseException | None = None
         self.results: dict[str, Any] = {}
         self.retried: Counter[str] = Counter()
         self.unwanted: Counter[str] = Counter()
@@ -79,6 +85,8 @@ class Supervisor:
             since=self.started_at,
         )
         self._workers = ids
+        self._next_look = self.started_at + STILL
+        self._counts: list[tuple[str, int, int]] | None = None  # of the last look at which every worker waited
         self._due: dict[WorkerId, float] = {}  # when a replaced worker is to be started
         self._born: dict[WorkerId, float] = {}
         self._deaths_without_item: Counter[WorkerId] = Counter()
@@ -135,6 +143,22 @@ class Supervisor:
     # --- the supervisor's thread ---
 
     def _watch(self) -> None:
+        try:
+            self._run_to_the_end()
+        except BaseException as error:  # a mistake of ours: whoever waits must hear of it
+            self.crashed = error
+            self._break(error)
+            for process in self._processes.values():
+                process.kill()
+            self.state = dataclasses.replace(self.state, phase="ended", abandoned=self.state.alive)
+        try:
+            self._clear_up()
+        finally:
+            self.ended_at = time.monotonic()
+            self.ended.set()
+        self._warn_of_abandoned()
+
+    def _run_to_the_end(self) -> None:
         while self.state.phase != "ended":
             try:
                 event = self._events.get(timeout=LOOK)
@@ -148,14 +172,9 @@ class Supervisor:
                 self._handle(event)
             for died in self._dead():
                 self._handle(died)
+            self._look_for_deadlock()
             self._handle(decisions.Tick())
             self._start_due()
-        try:
-            self._clear_up()
-        finally:
-            self.ended_at = time.monotonic()
-            self.ended.set()
-        self._warn_of_abandoned()
 
     def _handle(self, happening: Happening) -> None:
         now = time.monotonic()
@@ -220,6 +239,24 @@ class Supervisor:
             exitcode=code, pid=process.pid,
         )  # fmt: skip
         return decisions.Died(id, Failure(id, error, None, process.pid or 0), deaths)
+
+    def _look_for_deadlock(self) -> None:
+        """Two looks ``STILL`` seconds apart at which every worker waits and no count has changed: nobody can move.
+        Unless somebody outside can: an input that is open, or a result that the user may still take."""
+        now = time.monotonic()
+        if now < self._next_look or any(not out.closed for out in self.plan.inputs.values()) or self._due:
+            return
+        self._next_look = now + STILL
+        if self._threads.keys() | self._processes.keys() < self.state.alive:
+            return  # results wait to be gathered or iterated over
+        stats = summarise(self, measure(self.plan))
+        counts = [(link.name, link.inside, link.passed) for link in stats.links] if all_wait(stats) else None
+        if counts is not None and counts == self._counts:
+            waiting = next(link for link in stats.links if link.waiting_writers or link.waiting_readers)
+            stage = waiting.writer if waiting.waiting_writers else waiting.reader or waiting.writer
+            error = Deadlock(f"every worker waits and nothing is in flight; {REMEDY}\n{explain(stats)}")
+            self._handle(decisions.Stuck(Failure(WorkerId(stage, 1), error, None, self.pid)))
+        self._counts = counts
 
     def _replace(self, id: WorkerId) -> None:
         """Gives back what a dead worker had in hand, so that every output of it appears once: outputs that are out

@@ -358,6 +358,7 @@ proctype participant(byte me) {
   wake(me);
   goto over;
 died:
+  skip;
   d_step { dead[me] = true; deaths++ };
 over:
   skip

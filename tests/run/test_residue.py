@@ -52,7 +52,7 @@ def _nothing_left() -> Iterator[None]:
     before = residue()
     yield
     gc.collect()
-    wait_until(lambda: residue() <= before, what=lambda: residue() - before)
+    wait_until(lambda: residue() <= before, 10, what=lambda: residue() - before)
 
 
 def endless(on: str) -> Graph:
@@ -209,7 +209,7 @@ def test_two_hundred_runs_leave_the_process_as_it_was() -> None:
     for _ in range(200):
         once()
     gc.collect()
-    wait_until(lambda: residue() <= before, what=lambda: residue() - before)
+    wait_until(lambda: residue() <= before, 10, what=lambda: residue() - before)
     assert memory() - size < 16 << 20
 
 
@@ -220,7 +220,7 @@ def test_two_hundred_failed_runs_leave_the_process_as_it_was() -> None:
     for number in range(200):
         (failed if number % 10 else killed)("thread")
     gc.collect()
-    wait_until(lambda: residue() <= before, what=lambda: residue() - before)
+    wait_until(lambda: residue() <= before, 10, what=lambda: residue() - before)
     assert memory() - size < 16 << 20
 
 

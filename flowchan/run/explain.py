@@ -1,0 +1,58 @@
+"""Who waits for whom, in words; and whether anybody can ever move again. Both are read off the statistics of a run."""
+
+from __future__ import annotations
+
+from flowchan.run.stats import LinkStats, RunStats, StageStats
+
+
+def explain(stats: RunStats) -> str:
+    """One line for each stage that has workers left: what it waits for, for how long, and on whom that depends."""
+    stages = {stage.name: stage for stage in stats.stages}
+    lines = [f"graph {stats.graph!r} ({stats.state} for {stats.elapsed:.1f} s):"]
+    for stage in stats.stages:
+        if stage.alive:
+            lines.append(f"  {_name(stage)} {'; '.join(_waits(stage, stats.links, stages)) or _works(stage)}")
+    return "\n".join(lines)
+
+
+def all_wait(stats: RunStats) -> bool:
+    """Whether every worker that is alive waits for a channel of this graph: then nobody can move unless somebody from
+    outside does. Workers that are only about to be woken look the same for a moment, so one look proves nothing."""
+    alive = sum(stage.alive for stage in stats.stages)
+    waiting = sum(link.waiting_readers + link.waiting_writers for link in stats.links)
+    return 0 < alive <= waiting
+
+
+def _name(stage: StageStats) -> str:
+    return f"{stage.name!r}" if stage.alive == 1 else f"{stage.name!r} ×{stage.alive}"
+
+
+def _works(stage: StageStats) -> str:
+    return f"works on {stage.in_hand} item{'s' if stage.in_hand != 1 else ''} (busy {100 * stage.busy:.0f} %)"
+
+
+def _waits(stage: StageStats, links: tuple[LinkStats, ...], stages: dict[str, StageStats]) -> list[str]:
+    found = []
+    for link in links:
+        if link.reader == stage.name and link.waiting_readers:
+            found.append(
+                f"waits for an item from {_fill(link)} for {link.readers_waiting_for:.1f} s, "
+                f"whose writer {_other(stages.get(link.writer), link.writer)}"
+            )
+        if link.writer == stage.name and link.waiting_writers:
+            reader = link.reader or "nobody"
+            found.append(
+                f"waits to put into {_fill(link)} for {link.writers_waiting_for:.1f} s, "
+                f"whose reader {_other(stages.get(reader), reader)}"
+            )
+    return found
+
+
+def _fill(link: LinkStats) -> str:
+    return f"{link.name!r} ({link.inside} of {link.capacity})"
+
+
+def _other(stage: StageStats | None, name: str) -> str:
+    if stage is None or not stage.alive:
+        return f"{name!r} has ended" if stage is None or stage.kind != "input" else f"{name!r} is filled from outside"
+    return f"{name!r} is busy {100 * stage.busy:.0f} %"

@@ -1,0 +1,228 @@
+// The native stress: processes and threads over rings with the core's own waiting loop, started together, ending in exact
+// totals. Arguments: `threads` (some of them attached to the ring a second time) or `processes`, and the number of items for
+// each party. It runs as it is, and under the sanitizers.
+//
+// What the sanitizers see. Threads that use one Ring are seen by the thread sanitizer as they are: the lock is a pthread
+// mutex. Those that use a second mapping of the same memory are strangers to it; they are here because the core must
+// not care at which address a ring is mapped. Payload copies made outside of the lock are seen like everything else.
+#include <sys/mman.h>
+#include <sys/wait.h>
+
+#include <array>
+#include <thread>
+
+#include "check.hpp"
+#include "plants.hpp"
+#include "users.hpp"
+
+namespace testing {
+
+namespace {
+
+constexpr uint64_t SIZES[] = {8, 40, 300, 2000, 5000, 20'000};
+uint64_t size_for(uint64_t value) { return SIZES[value * 7 % 6]; }
+
+struct Totals {
+    std::atomic<uint64_t> count{0}, sum{0}, xored{0};  // of all that was read
+    void add(uint64_t value) {
+        count += 1;
+        sum += value;
+        xored ^= value;
+    }
+};
+
+// A party runs `what` on a thread of this process or in a process of its own.
+class Parties {
+public:
+    explicit Parties(bool processes) : processes(processes) {}
+    template <class What> void start(What what) {
+        if (!processes) {
+            threads.emplace_back(what);
+            return;
+        }
+        fflush(nullptr);
+        pid_t child = fork();
+        must(child >= 0, "fork");
+        if (child == 0) {
+            what();
+            _exit(0);
+        }
+        children.push_back(child);
+    }
+    void join() {
+        for (std::thread& thread : threads) thread.join();
+        for (pid_t child : children) {
+            int status = 0;
+            must(waitpid(child, &status, 0) == child && status == 0, "a party ended with status " + std::to_string(status));
+        }
+    }
+
+private:
+    bool processes;
+    std::vector<std::thread> threads;
+    std::vector<pid_t> children;
+};
+
+// What all parties share, in memory that children inherit.
+template <class T> struct Shared {
+    T* value;
+    Shared() {
+        void* p = mmap(nullptr, sizeof(T), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+        must(p != MAP_FAILED, "mmap");
+        value = new (p) T();
+    }
+    ~Shared() { munmap(value, sizeof(T)); }
+    T* operator->() { return value; }
+};
+
+void checked(Ring& ring, const char* name) {
+    std::string problems;
+    locked(ring, [&](Wakes&) { problems = check(ring, {.lost_free_slots = true}); });
+    must(problems.empty(), std::string(name) + ": " + problems);
+    must(ring.drained(), std::string(name) + " is not drained");
+    Header& h = ring.header();
+    must(h.readers == 0 && h.writers == 0 && h.slots_used == 0, std::string(name) + ": something is left");
+}
+
+// Writers and readers of every kind over one small channel. FIFO: each reader sees each writer's items in their order.
+void many_to_many(bool processes, uint64_t each) {
+    constexpr uint64_t WRITERS = 3, READERS = 3;
+    Ring one(8, 100'000);
+    auto other = attach(one);
+    Shared<Totals> totals;
+    std::vector<std::pair<Ring*, uint32_t>> readers, writers;
+    for (uint64_t i = 0; i < READERS; ++i) {
+        Ring* ring = i == 2 ? other.get() : &one;
+        readers.emplace_back(ring, open_session(*ring, Session::READER));
+    }
+    for (uint64_t i = 0; i < WRITERS; ++i) {
+        Ring* ring = i == 2 ? other.get() : &one;
+        writers.emplace_back(ring, open_session(*ring, Session::WRITER));
+    }
+    Parties parties(processes);
+    for (uint64_t i = 0; i < READERS; ++i) {
+        parties.start([=, &totals] {
+            auto [ring, session] = readers[i];
+            locked(*ring, [&](Wakes&) { ring->adopt(session); });
+            User user(*ring, session, Session::READER);
+            user.reader.lazy = i == 1;
+            std::vector<uint64_t> last(WRITERS);
+            for (uint64_t value; user.get(value) == Step::Done;) {
+                must(value % each >= last[value / each], "a reader saw items of one writer out of order");
+                last[value / each] = value % each;
+                totals->add(value);
+                plant(*ring);
+            }
+            user.leave(true);
+        });
+    }
+    for (uint64_t i = 0; i < WRITERS; ++i) {
+        parties.start([=] {
+            auto [ring, session] = writers[i];
+            locked(*ring, [&](Wakes&) { ring->adopt(session); });
+            User user(*ring, session, Session::WRITER);
+            for (uint64_t n = 0; n < each; ++n) {
+                uint64_t value = i * each + n;
+                // Every fourth with a deadline that may run out, and then again.
+                while (user.put(Message(value, size_for(value)), n % 4 ? Deadline{} : Deadline{now_ns() + 20'000}) != Step::Done) {}
+            }
+            user.leave(true);
+        });
+    }
+    parties.join();
+    const uint64_t n = WRITERS * each;
+    uint64_t xored = 0;
+    for (uint64_t value = 0; value < n; ++value) xored ^= value;
+    must(totals->count == n && totals->sum == n * (n - 1) / 2 && totals->xored == xored, "the totals of the readers");
+    checked(one, "the channel");
+}
+
+// Plain users that take and put at any time, with copies made outside of the lock; the items go round.
+void round_and_round(bool processes, uint64_t turns) {
+    constexpr uint64_t USERS = 4, ITEMS = 5;
+    Ring one(8, 60'000);
+    auto other = attach(one);
+    User filler = open(one, Session::PLAIN);
+    for (uint64_t value = 0; value < ITEMS; ++value) must(filler.put(Message(value, size_for(value))) == Step::Done, "filling");
+    Parties parties(processes);
+    for (uint64_t i = 0; i < USERS; ++i) {
+        parties.start([&, i] {
+            User user = open(i % 2 ? one : *other, Session::PLAIN);
+            for (uint64_t n = 0; n < turns; ++n) {
+                uint64_t value = 0;
+                must(user.get(value) == Step::Done, "get");
+                must(user.put(Message(value + 1, size_for(value + 1))) == Step::Done, "put");
+            }
+            user.leave(true);
+        });
+    }
+    parties.join();
+    locked(one, [&](Wakes& wakes) { one.close(wakes); });
+    uint64_t sum = 0, value = 0;
+    while (filler.get(value) == Step::Done) sum += value;
+    must(sum == ITEMS * (ITEMS - 1) / 2 + USERS * turns, "the sum of all that went round");
+    filler.leave(true);
+    checked(one, "the ring of rounds");
+}
+
+// An ordered stage between two channels: item i has i % 4 outputs, and they leave in the order of the items.
+void ordered_stage(bool processes, uint64_t items) {
+    constexpr uint64_t WORKERS = 3;
+    Ring in(6, 1 << 20), out(6, 1 << 20);
+    auto other_in = attach(in), other_out = attach(out);
+    std::vector<std::array<uint32_t, 2>> ports;
+    for (uint64_t i = 0; i < WORKERS; ++i)
+        ports.push_back({open_session(in, Session::READER), open_session(out, Session::WRITER)});
+    uint32_t source = open_session(in, Session::WRITER);
+    Parties parties(processes);
+    parties.start([&] {
+        locked(in, [&](Wakes&) { in.adopt(source); });
+        User user(in, source, Session::WRITER);
+        for (uint64_t i = 0; i < items; ++i) must(user.put(Message(i)) == Step::Done, "source");
+        user.leave(true);
+    });
+    for (uint64_t i = 0; i < WORKERS; ++i) {
+        parties.start([&, i] {
+            Ring &mine = i == 2 ? *other_in : in, &target = i == 2 ? *other_out : out;
+            User reader(mine, ports[i][0], Session::READER), writer(target, ports[i][1], Session::WRITER);
+            locked(mine, [&](Wakes&) { mine.adopt(reader.session); });
+            locked(target, [&](Wakes&) { target.adopt(writer.session); });
+            writer.writer.ordered = true;
+            for (;;) {
+                if (reader.reader.in_hand) must(writer.done_with(reader.reader.number) == Step::Done, "done");
+                uint64_t value = 0;
+                if (reader.get(value) != Step::Done) break;
+                for (uint64_t k = 0; k < value % 4; ++k)
+                    must(writer.put(Message(value * 4 + k, size_for(value + k)), {}, &reader.reader.number) == Step::Done, "out");
+            }
+            reader.leave(true);
+            writer.leave(true);
+        });
+    }
+    User sink = open(out, Session::PLAIN);
+    uint64_t value = 0, seen = 0;
+    for (uint64_t i = 0; i < items; ++i)
+        for (uint64_t k = 0; k < i % 4; ++k, ++seen)
+            must(sink.get(value) == Step::Done && value == i * 4 + k, "the outputs are not in the order of the items");
+    must(sink.get(value) == Step::Drained, "more came than there was");
+    sink.leave(true);
+    parties.join();
+    checked(in, "the input");
+    checked(out, "the output");
+    printf("ordered outputs: %lu\n", static_cast<unsigned long>(seen));
+}
+
+}  // namespace
+
+}  // namespace testing
+
+int main(int argc, char** argv) {
+    using namespace testing;
+    must(argc == 3, "arguments: 'threads' or 'processes', and the number of items");
+    const bool processes = std::string(argv[1]) == "processes";
+    const uint64_t n = strtoull(argv[2], nullptr, 10);
+    many_to_many(processes, n);
+    round_and_round(processes, n);
+    ordered_stage(processes, n);
+    printf("all totals are exact\n");
+}
