@@ -102,7 +102,8 @@ nb::tuple channel_stats(Channel& ch) {
         auto values = std::make_tuple(q.puts + q.parked, q.takes, q.bytes_in, q.state == BROKEN ? 0 : q.inside(), q.leased,
                                       q.reader_gate.waiting, q.writer_gate.waiting, q.readers, q.writers,
                                       total(q.reader_gate), total(q.writer_gate),
-                                      now(q.reader_gate), now(q.writer_gate));
+                                      now(q.reader_gate), now(q.writer_gate),
+                                      q.reader_gate.selecting + q.writer_gate.selecting);
         locked.unlock({});
         return std::apply([](auto... v) { return nb::make_tuple(v...); }, values);
     }
@@ -111,7 +112,8 @@ nb::tuple channel_stats(Channel& ch) {
     auto values = std::make_tuple(h.puts + h.parked, h.takes, h.bytes_in, h.state == BROKEN ? 0 : uint64_t(h.inside()),
                                   h.leased, h.reader_gate.waiting, h.writer_gate.waiting, h.readers, h.writers,
                                   total(h.reader_gate), total(h.writer_gate),
-                                  now(h.reader_gate), now(h.writer_gate));
+                                  now(h.reader_gate), now(h.writer_gate),
+                                  h.reader_gate.selecting + h.writer_gate.selecting);
     locked.unlock({});
     return std::apply([](auto... v) { return nb::make_tuple(v...); }, values);
 }

@@ -34,6 +34,7 @@ template <class M> Entered enter(M& m, const Place& place, bool again) {
     Locked<M> locked(m);
     Gate& gate = Traits<M>::gate(m, place.side);
     uint32_t seq = gate.enter(again);
+    gate.selecting += 1;
     Traits<M>::at_gate(m, place.session, place.side, +1);
     const bool ready = place.side == Side::Reader ? Traits<M>::readable(m) : Traits<M>::writable(m, place.ch->capacity);
     locked.unlock({});
@@ -45,6 +46,7 @@ template <class M> void leave(M& m, const Place& place, bool pass_on, bool look)
     Locked<M> locked(m);
     Gate& gate = Traits<M>::gate(m, place.side);
     gate.leave();
+    gate.selecting -= 1;
     Traits<M>::at_gate(m, place.session, place.side, -1);
     if (look) Traits<M>::look_for_dead(m, wakes);
     if (pass_on) (place.side == Side::Reader ? wakes.readers : wakes.writers) += gate.call(1);

@@ -76,6 +76,7 @@ struct Gate {
     std::atomic<uint32_t> seq{0};  // the futex word; its partner is the sleeper's compare in the kernel
     uint32_t waiting = 0;
     uint32_t woken = 0;
+    uint32_t selecting = 0;  // of those waiting, how many wait at other gates too
     uint32_t starving = 0;   // thread id of the waiter that newcomers must not overtake, 0 for none
     int64_t waited_ns = 0;   // total time waited: minus the start of each wait, plus its end
     int64_t since_ns = 0;    // when somebody began to wait here, with somebody waiting ever since

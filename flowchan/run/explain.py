@@ -17,7 +17,10 @@ def explain(stats: RunStats) -> str:
 
 def all_wait(stats: RunStats) -> bool:
     """Whether every worker that is alive waits for a channel of this graph: then nobody can move unless somebody from
-    outside does. Workers that are only about to be woken look the same for a moment, so one look proves nothing."""
+    outside does. Workers that are only about to be woken look the same for a moment, so one look proves nothing. One
+    that selects waits at several channels and can't be told from several that wait, so then the answer is no."""
+    if any(link.selecting for link in stats.links):
+        return False
     alive = sum(stage.alive for stage in stats.stages)
     waiting = sum(link.waiting_readers + link.waiting_writers for link in stats.links)
     return 0 < alive <= waiting

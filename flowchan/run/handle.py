@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from flowchan.channel import In, Out
-from flowchan.errors import Broken, Closed, RunError, StageError
+from flowchan.errors import Broken, Closed, Deadlock, RunError, StageError
 from flowchan.run.decisions import AbortAsked, StopAsked
 from flowchan.run.failures import text_of
 from flowchan.run.explain import explain
@@ -220,6 +220,10 @@ def wait_interrupted(run: Run) -> None:
 def _stage_error(failure: Failure) -> StageError:
     if isinstance(failure.error, StageError) and failure.error.stage == failure.worker.stage:
         return failure.error
+    if isinstance(failure.error, Deadlock):
+        error = StageError("nobody can ever move again", stage=failure.worker.stage, worker=str(failure.worker))
+        error.__cause__ = failure.error
+        return error
     item = f" on item {failure.item}" if failure.item is not None else ""
     error = StageError(
         f"stage {failure.worker.stage!r} failed{item} in worker {failure.worker} (pid {failure.pid}): "

@@ -227,16 +227,16 @@ inline futex_wake(side, count) {
 }
 inline get_up(p) { asleep[p] = false; line[side_of(p)]??eval(p) }
 
-inline may_die(p) {                  /* between two steps */
-  if
-  :: deaths < DEATHS -> goto died
-  :: true
-  fi
-}
+#if DEATHS
+#define MAY_DIE(p) if :: deaths < DEATHS -> goto died :: true fi
+#else
+#define MAY_DIE(p) skip
+#endif
 inline choose_crash(p) {             /* shall it die in the critical section that comes? */
-  crash = false;
   if
+#if DEATHS
   :: deaths < DEATHS -> crash = true
+#endif
   :: true
   fi
 }
@@ -249,10 +249,17 @@ inline crash_here(p) {
   fi
 }
 inline wake(p) {                     /* the lock is dropped; two system calls */
+#if DEATHS
   if :: crash -> goto died :: else fi;
-  may_die(p);
-  if :: wake_r > 0 -> d_step { futex_wake(R, wake_r) }; may_die(p) :: else fi;
-  if :: wake_w > 0 -> d_step { futex_wake(W, wake_w) }; may_die(p) :: else fi
+  MAY_DIE(p);
+#endif
+  do
+  :: d_step { wake_r > 0 -> futex_wake(R, wake_r); wake_r = 0 };
+     MAY_DIE(p)
+  :: d_step { wake_r == 0 && wake_w > 0 -> futex_wake(W, wake_w); wake_w = 0 };
+     MAY_DIE(p)
+  :: atomic { wake_r == 0 && wake_w == 0 -> break }
+  od
 }
 
 proctype participant(byte me) {
@@ -326,7 +333,7 @@ proctype participant(byte me) {
                   starving[side_of(me)] = (vain == 2 && !error && starving[side_of(me)] == 0 -> me + 1 : starving[side_of(me)]);
                   enter(side_of(me), me)
                :: else ->
-                  vain = 0;
+                  vain = 0; signal = false;
                   if
                   :: starving[side_of(me)] == me + 1 ->
                      starving[side_of(me)] = 0;
@@ -340,7 +347,7 @@ proctype participant(byte me) {
                   :: else
                   fi
                fi;
-               crash_here(me)
+               error = false; slice = false; crash_here(me)
              }
            };
            wake(me)
