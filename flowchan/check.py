@@ -25,7 +25,7 @@ from flowchan.check_pickle import pickle_problems
 from flowchan.check_types import port_problems, type_problems
 from flowchan.errors import GraphError
 from flowchan.graph import Blueprint
-from flowchan.stage import Link, Output, Problem, Stage
+from flowchan.stage import ASYNC_KINDS, Link, Output, Problem, Stage, is_async
 
 _RESULTS = ("reduce", "collect")
 _BYTES_PER_ITEM = 64
@@ -40,7 +40,7 @@ def check(graph: Blueprint) -> tuple[Problem, ...]:
     raises nothing because of the graph."""
     stages = graph.stages
     found: list[tuple[int, Problem]] = []
-    for rule in (_empty, _duplicates, _foreign, _cycles, _readers, _capacities, _memory):
+    for rule in (_empty, _duplicates, _foreign, _cycles, _readers, _capacities, _memory, _asyncs):
         found.extend(rule(graph, stages))
     for place, stage in enumerate(stages):
         for of_stage in (port_problems, type_problems, pickle_problems):
@@ -177,6 +177,18 @@ def _memory(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
             f"the largest is {largest.name!r} with capacity={largest.capacity:,}: lower it"
         )
         yield place, Problem("memory", largest.writer, largest.where, message)
+
+
+def _asyncs(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
+    for place, stage in enumerate(stages):
+        if not is_async(stage.function):
+            continue
+        if stage.kind not in ASYNC_KINDS:
+            message = f"{stage.kind} takes no async function; {', '.join(sorted(ASYNC_KINDS))} do"
+            yield place, Problem("async", stage.name, stage.where, message)
+        elif stage.on != "thread":
+            message = f"an async function runs as {stage.workers} tasks of one event loop, on='thread', not {stage.on!r}"
+            yield place, Problem("async", stage.name, stage.where, message)
 
 
 def _bytes_of(link: Link) -> int:

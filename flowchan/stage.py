@@ -106,6 +106,20 @@ class Problem:
         return f"{self.where}: {subject}{self.message}"
 
 
+ASYNC_KINDS = frozenset({"map", "filter", "flat_map", "sink", "stage"})
+"""The verbs that take an ``async def`` function."""
+
+
+def is_async(function: Any) -> bool:
+    """Whether calling ``function`` gives something to await: an ``async def``, an async generator, a partial or an
+    instance or class whose ``__call__`` is one."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    if is_callable_class(function) or not (inspect.isroutine(function) or inspect.isclass(function)):
+        function = getattr(function, "__call__", function)  # noqa: B004
+    return inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
+
+
 def is_callable_class(function: Any) -> bool:
     """Whether ``function`` is a class whose *instances* are called per item (built once per worker), not a class such
     as ``int`` that is itself applied to each item. ``functools.partial`` of such a class counts too."""

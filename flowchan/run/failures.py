@@ -61,8 +61,9 @@ def _arrive(data: bytes | None, text: str, notes: list[str]) -> BaseException:
             error = None
     if not isinstance(error, BaseException):
         error = LostError(text)
-    error.__notes__ = notes
-    return error
+    failed: BaseException = error
+    failed.__notes__ = notes
+    return failed
 
 
 def text_of(error: BaseException) -> str:

@@ -82,8 +82,11 @@ def _interrupts_held() -> Iterator[None]:
         yield
         return
     came: list[tuple[Any, ...]] = []
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
+    handlers: dict[int, Any] = {}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        handler = signal.getsignal(number)
+        if callable(handler):
+            handlers[number] = handler
     for number in handlers:
         signal.signal(number, lambda *arguments: came.append(arguments))
     try:

@@ -122,7 +122,8 @@ class Run:
         if not self._supervisor.ended.wait(timeout):
             raise TimeoutError(f"the run of graph {self._plan.graph.name!r} still goes on after {timeout} s")
         if self._supervisor.crashed is not None:
-            raise RuntimeError(f"flowchan failed to supervise graph {self._plan.graph.name!r}") from self._supervisor.crashed
+            message = f"flowchan failed to supervise graph {self._plan.graph.name!r}"
+            raise RuntimeError(message) from self._supervisor.crashed
         failures = self._supervisor.state.failures
         if failures:
             raise RunError(f"graph {self._plan.graph.name!r} failed", [_stage_error(failure) for failure in failures])

@@ -10,7 +10,7 @@ from typing import Any
 from flowchan.channel import Channel, In, Out
 from flowchan.graph import Blueprint
 from flowchan.run.worker import Ports, Recipe, WorkerId
-from flowchan.stage import Link, Stage
+from flowchan.stage import Link, Stage, is_async
 
 
 _Reading = dict[tuple[str | None, str | None], Channel[Any]]
@@ -27,6 +27,11 @@ class PlannedWorker:
     id: WorkerId
     stage: Stage
     ports: Ports
+
+    @property
+    def is_task(self) -> bool:
+        """Whether it is a task of its stage's event loop, beside the stage's other workers."""
+        return is_async(self.stage.function)
 
     @property
     def gathers(self) -> bool:

@@ -51,7 +51,8 @@ from flowchan.run.decisions import (
 from flowchan.run.explain import all_wait, explain
 from flowchan.run.plan import Plan, PlannedWorker
 from flowchan.run.statistics import measure, summarise
-from flowchan.run.worker import Ended, Event, Failure, Result, Retried, WorkerId, pack, process_main, work
+from flowchan.run.worker import Ended, Event, Failure, Recipe, Result, Retried, WorkerId, pack, process_main, work, work_together
+from flowchan.stage import Stage, is_async
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 STILL = 0.5
@@ -111,8 +112,11 @@ class Supervisor:
                 if worker.stage.on == "process":
                     self._start_process(worker)
             for worker in self.plan.workers:
-                if worker.stage.on == "thread" and not worker.gathers:
+                if worker.stage.on == "thread" and not worker.gathers and not worker.is_task:
                     self.start_thread(worker.id)
+            for stage in self.plan.graph.stages:
+                if is_async(stage.function):
+                    self._start_loop(stage)
         except BaseException:
             self._break(None)
             for process in self._processes.values():
@@ -130,6 +134,15 @@ class Supervisor:
         arguments = (id, worker.recipe, worker.ports, self.tell, False)
         self._threads[id] = threading.Thread(target=work, args=arguments, name=name, daemon=True)
         self._threads[id].start()
+
+    def _start_loop(self, stage: Stage) -> None:
+        """Starts the workers of an async stage, as tasks on one thread."""
+        ports = {id: worker.ports for id, worker in self._workers.items() if worker.stage is stage}
+        arguments = (ports, Recipe.of(stage), self.tell)
+        name = f"flowchan {self.plan.graph.name}/{stage.name}"
+        thread = threading.Thread(target=work_together, args=arguments, name=name, daemon=True)
+        self._threads.update(dict.fromkeys(ports, thread))
+        thread.start()
 
     def tell(self, event: Event) -> None:
         """Takes an event of a worker in this process."""

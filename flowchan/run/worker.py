@@ -5,6 +5,7 @@ The same :func:`work` runs on a thread of this process and in a process of its o
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import os
@@ -20,6 +21,7 @@ from flowchan.channel import In, Out
 from flowchan.errors import Broken, Closed
 from flowchan.run.failures import ItemFailed, Portable, short
 from flowchan.run.verbs import BODIES, Job
+from flowchan.run.verbs_async import ASYNC_BODIES
 from flowchan.stage import Stage, is_callable_class
 
 ONE_OUTPUT = frozenset({"map"})
@@ -146,37 +148,72 @@ def _nothing() -> None: ...
 
 
 def work(worker: WorkerId, recipe: Recipe, ports: Ports, tell: Callable[[Event], None], sends: bool) -> None:
-    """Runs one worker to its end. Never raises: however it ends, ``tell`` hears it before the ports are closed. ``sends``: what is told crosses to another process."""
-    last: Event
-    finished = True
+    """Runs one worker to its end. Never raises: however it ends, ``tell`` hears it before the ports are closed. ``sends``:
+    what is told crosses to another process."""
     job = Job(kind=recipe.kind, function=_nothing)
+    ended_by: BaseException | None = None
     try:
         ports.join(recipe)
         with built(recipe.function) as function:
-            job = Job(
-                kind=recipe.kind, function=function, args=recipe.args, kwargs=recipe.kwargs, options=recipe.options,
-                retries=recipe.retries, errors=ports.errors,
-                on_retry=lambda: tell(Retried(worker)), on_result=lambda value: tell(Result(worker.stage, value)),
-            )  # fmt: skip
-            for reader in ports.inputs.values():
-                reader._wake_lazily()
-                reader._on_poison(recipe.max_deaths, job.poisoned)
+            job = _job(worker, recipe, ports, function, tell)
             BODIES[recipe.kind](job, **ports.inputs, **ports.outputs)
-        last = Ended(worker, job.unwanted)
     except BaseException as error:
-        if _clean_end(error, ports):
-            in_hand = bool(ports.inputs) and isinstance(error, Closed)
-            last = Ended(worker, job.unwanted + in_hand)
-        else:
-            finished = False
-            cause = error.__cause__ if isinstance(error, ItemFailed) and error.__cause__ else error
-            item = short(error.item) if isinstance(error, ItemFailed) else None
-            last = Failure(worker, Portable(cause) if sends else cause, item, os.getpid())
+        ended_by = error
+    _end(worker, job, ports, ended_by, tell, sends)
+
+
+def work_together(workers: dict[WorkerId, Ports], recipe: Recipe, tell: Callable[[Event], None]) -> None:
+    """Runs the workers of an ``async def`` stage, each as a task of one event loop on this thread."""
+
+    async def one(worker: WorkerId, ports: Ports) -> None:
+        job = Job(kind=recipe.kind, function=_nothing)
+        ended_by: BaseException | None = None
+        try:
+            ports.join(recipe)
+            with built(recipe.function) as function:
+                job = _job(worker, recipe, ports, function, tell)
+                await ASYNC_BODIES[recipe.kind](job, **ports.inputs, **ports.outputs)
+        except BaseException as error:
+            ended_by = error
+        _end(worker, job, ports, ended_by, tell, sends=False)
+
+    async def everyone() -> None:
+        await asyncio.gather(*(one(worker, ports) for worker, ports in workers.items()))
+
+    asyncio.run(everyone())
+
+
+def _job(
+    worker: WorkerId, recipe: Recipe, ports: Ports, function: Callable[..., Any], tell: Callable[[Event], None]
+) -> Job:
+    job = Job(
+        kind=recipe.kind, function=function, args=recipe.args, kwargs=recipe.kwargs, options=recipe.options,
+        retries=recipe.retries, errors=ports.errors,
+        on_retry=lambda: tell(Retried(worker)), on_result=lambda value: tell(Result(worker.stage, value)),
+    )  # fmt: skip
+    for reader in ports.inputs.values():
+        reader._wake_lazily()
+        reader._on_poison(recipe.max_deaths, job.poisoned)
+    return job
+
+
+def _end(
+    worker: WorkerId, job: Job, ports: Ports, error: BaseException | None, tell: Callable[[Event], None], sends: bool
+) -> None:
+    """Tells how the worker ended, then closes its ports."""
+    last: Event = Ended(worker, job.unwanted)
+    failed = error is not None and not _clean_end(error, ports)
+    if error is not None and failed:
+        cause = error.__cause__ if isinstance(error, ItemFailed) and error.__cause__ else error
+        item = short(error.item) if isinstance(error, ItemFailed) else None
+        last = Failure(worker, Portable(cause) if sends else cause, item, os.getpid())
+    elif isinstance(error, Closed) and ports.inputs:
+        last = Ended(worker, job.unwanted + 1)  # the readers have left, so nobody wants the item in hand
     try:
         tell(last)
     except (Closed, Broken):  # a run that is over hears nobody any more
-        finished = True
-    if not finished:
+        failed = False
+    if failed:
         # The supervisor ends these ports once it has broken the channels. Ended here, they would let the stages behind
         # see a clean end of half the items, and another worker do the failed item again.
         return

@@ -228,20 +228,19 @@ inline futex_wake(side, count) {
 inline get_up(p) { asleep[p] = false; line[side_of(p)]??eval(p) }
 
 #if DEATHS
-#define MAY_DIE(p) if :: deaths < DEATHS -> goto died :: true fi
+#define MAY_DIE(p) if :: atomic { deaths < DEATHS -> deaths++; goto died } :: true fi
 #else
 #define MAY_DIE(p) skip
 #endif
 inline choose_crash(p) {             /* shall it die in the critical section that comes? */
   if
 #if DEATHS
-  :: deaths < DEATHS -> crash = true
+  :: deaths < DEATHS -> deaths++; crash = true
 #endif
   :: true
   fi
 }
-/* Dies with the lock held: the change has happened, but the wake-ups for it are neither counted nor sent. What a gate
-   counts needs no redo record, so what was half counted stays so until the session is swept. */
+/* Dies with the lock held: the change has happened and its wake-ups are counted, but they are never sent. */
 inline crash_here(p) {
   if
   :: crash -> owner_died = true; dead[p] = true; wake_r = 0; wake_w = 0
@@ -306,10 +305,10 @@ proctype participant(byte me) {
            :: !asleep[me]
            :: d_step { asleep[me] && spurious > 0 -> spurious--; get_up(me) }
 #ifndef PLANT_no_slices
-           :: d_step { timeout && asleep[me] && deaths > 0 && slices[me] < SLICES * deaths ->
+           :: atomic { timeout && asleep[me] && deaths > 0 && slices[me] < SLICES * deaths ->
                        slices[me]++; get_up(me); slice = true; error = true }
 #endif
-           :: d_step { asleep[me] && deaths < DEATHS -> get_up(me); crash = true }
+           :: d_step { asleep[me] && deaths < DEATHS -> deaths++; get_up(me); crash = true }
            fi;
            if :: crash -> goto died :: else fi;
            atomic {
@@ -366,7 +365,7 @@ proctype participant(byte me) {
   goto over;
 died:
   skip;
-  d_step { dead[me] = true; deaths++ };
+  dead[me] = true;
 over:
   skip
 }

@@ -1,5 +1,5 @@
-"""R1 Cascade: when a source ends, its channel closes; each stage drains its inputs, finishes, and closes its outputs; the
-run ends when all sinks have."""
+"""R1 Cascade: when a source ends, its channel closes; each stage drains its inputs, finishes, and closes its outputs;
+the run ends when all sinks have."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What the supervisor decides, without a process, a thread or a clock: every phase and every happening, and that a run is
-never stuck."""
+"""What the supervisor decides, without a process, a thread or a clock: every phase and every happening, and that a run
+is never stuck."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ class Runs(RuleBasedStateMachine):
             assert (self.state.phase == "ended") == (not self.state.alive)
 
     def teardown(self) -> None:
-        """Whatever has happened: once it is stopped, the run ends by the passing of time alone. Killed processes die."""
+        """Whatever has happened: once stopped, the run ends by the passing of time alone. Killed processes die."""
         if not hasattr(self, "state"):
             return
         self.happens(StopAsked())

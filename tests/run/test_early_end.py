@@ -169,7 +169,7 @@ def test_a_source_that_waits_for_its_device_is_given_up_with_a_warning_that_name
 
     graph = Graph("r2")
     one = graph.source(camera).take(1).collect()
-    with pytest.warns(RuntimeWarning, match="worker camera 1 of graph 'r2' still runs code of yours"):
+    with pytest.warns(RuntimeWarning, match="worker camera 1 of graph 'r2' still runs code of yours"):  # noqa: PT031
         run = graph.start()
         assert run.wait()[one] == [1]
         run._supervisor._thread.join()

@@ -1,6 +1,6 @@
-"""R3 Failure: an exception that no ``errors`` stream receives ends the run: sources stop, channels break, workers end, and
-``run()`` raises one RunError whose members are StageErrors with stage, item, worker and the original traceback. The first
-failure is first. No error is lost, BaseException in a worker included."""
+"""R3 Failure: an exception that no ``errors`` stream receives ends the run: sources stop, channels break, workers end,
+and ``run()`` raises one RunError whose members are StageErrors with stage, item, worker and the original traceback. The
+first failure is first. No error is lost, BaseException in a worker included."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flowchan import Broken, Failed, Graph, In, Out, RunError, StageError
 from flowchan.run.failures import LostError
 
 
-class Fault(Exception):
+class UsersError(Exception):
     """A user's exception with state of its own."""
 
     def __init__(self, message: str, code: int) -> None:
@@ -28,7 +28,7 @@ class Fault(Exception):
         self.code = code
 
 
-class Unpicklable(Exception):
+class UnpicklableError(Exception):
     """A lock can't be sent."""
 
     def __init__(self) -> None:
@@ -36,14 +36,14 @@ class Unpicklable(Exception):
         self.lock = threading.Lock()
 
 
-class NotRebuilt(Exception):
+class NotRebuiltError(Exception):
     """Pickles, but its constructor wants two arguments where pickle has one."""
 
     def __init__(self, first: str, second: str) -> None:
         super().__init__(f"{first} and {second}")
 
 
-class Mute(Exception):
+class MuteError(Exception):
     def __str__(self) -> str:
         raise ValueError("no text")
 
@@ -55,7 +55,7 @@ class BrokenItem:
 
 def fail_at_three(item: int) -> Any:
     if item == 3:
-        raise Fault("three", 33)
+        raise UsersError("three", 33)
     return item
 
 
@@ -88,9 +88,9 @@ def test_a_failure_names_stage_item_and_worker_and_keeps_the_exception(on: Any) 
     graph.source(range(10)).map(fail_at_three, on=on, name="decode").sink(print)
     error = fails_once(graph)
     assert (error.stage, error.item, error.worker) == ("decode", "3", "decode 1")
-    assert isinstance(error.__cause__, Fault)
+    assert isinstance(error.__cause__, UsersError)
     assert (error.__cause__.args, error.__cause__.code) == (("three", 33), 33)
-    for word in ("'decode'", "item 3", "decode 1", "pid", "Fault"):
+    for word in ("'decode'", "item 3", "decode 1", "pid", "UsersError"):
         assert word in str(error)
 
 
@@ -99,7 +99,7 @@ def test_a_failure_shows_the_original_traceback(on: Any) -> None:
     graph = Graph("r3")
     graph.source(range(10)).map(fail_at_three, on=on).sink(print)
     shown = text_of(fails_once(graph))
-    assert 'raise Fault("three", 33)' in shown
+    assert 'raise UsersError("three", 33)' in shown
     assert "in fail_at_three" in shown
 
 
@@ -109,7 +109,7 @@ def test_the_causes_of_an_exception_are_shown(on: Any) -> None:
         try:
             raise KeyError("the root")
         except KeyError as root:
-            raise Fault("on top", 1) from root
+            raise UsersError("on top", 1) from root
 
     graph = Graph("r3")
     graph.source([1]).map(chained, on=on).sink(print)
@@ -148,31 +148,31 @@ def test_a_reduce_that_raises_fails_the_run() -> None:
 def test_a_source_that_raises_half_way_fails_the_run(on: Any) -> None:
     def half_way() -> Iterator[int]:
         yield from range(5)
-        raise Fault("half way", 5)
+        raise UsersError("half way", 5)
 
     graph = Graph("r3")
     graph.source(half_way, on=on).sink(id)
     error = fails_once(graph)
-    assert (error.stage, error.item, type(error.__cause__)) == ("half_way", None, Fault)
+    assert (error.stage, error.item, type(error.__cause__)) == ("half_way", None, UsersError)
 
 
 @everywhere
 def test_a_source_that_can_not_be_called_fails_the_run(on: Any) -> None:
     graph = Graph("r3")
     graph.source(fail_at_three, 3, on=on).sink(id)
-    assert isinstance(fails_once(graph).__cause__, Fault)
+    assert isinstance(fails_once(graph).__cause__, UsersError)
 
 
 @everywhere
 def test_a_generator_that_raises_half_way_fails_the_run_with_its_item(on: Any) -> None:
     def half_way(item: int) -> Iterator[int]:
         yield item
-        raise Fault("half way", item)
+        raise UsersError("half way", item)
 
     graph = Graph("r3")
     graph.source([7]).flat_map(half_way, on=on).sink(id)
     error = fails_once(graph)
-    assert (error.item, type(error.__cause__)) == ("7", Fault)
+    assert (error.item, type(error.__cause__)) == ("7", UsersError)
 
 
 @everywhere
@@ -198,14 +198,14 @@ def test_a_general_stage_that_raises_fails_the_run(on: Any) -> None:
     graph = Graph("r3")
     graph.stage(bad, graph.source(itertools.count), on=on).sink(id)
     error = fails_once(graph)
-    assert (error.stage, type(error.__cause__)) == ("bad", Fault)
+    assert (error.stage, type(error.__cause__)) == ("bad", UsersError)
 
 
 @everywhere
 def test_a_constructor_that_raises_fails_the_run(on: Any) -> None:
     class Model:
         def __init__(self) -> None:
-            raise Fault("no weights", 404)
+            raise UsersError("no weights", 404)
 
         def __call__(self, item: int) -> int:
             return item
@@ -213,7 +213,7 @@ def test_a_constructor_that_raises_fails_the_run(on: Any) -> None:
     graph = Graph("r3")
     graph.source(itertools.count).map(Model, on=on).sink(id)
     error = fails_once(graph)
-    assert (error.stage, error.item, type(error.__cause__)) == ("Model", None, Fault)
+    assert (error.stage, error.item, type(error.__cause__)) == ("Model", None, UsersError)
 
 
 @everywhere
@@ -223,21 +223,21 @@ def test_a_close_that_raises_fails_the_run(on: Any) -> None:
             return item
 
         def close(self) -> None:
-            raise Fault("disk full", 28)
+            raise UsersError("disk full", 28)
 
     graph = Graph("r3")
     graph.source(range(3)).map(Model, on=on).sink(id)
-    assert isinstance(fails_once(graph).__cause__, Fault)
+    assert isinstance(fails_once(graph).__cause__, UsersError)
 
 
 @everywhere
 def test_a_close_that_raises_hides_no_earlier_failure(on: Any) -> None:
     class Model:
         def __call__(self, item: int) -> int:
-            raise Fault("first", 1)
+            raise UsersError("first", 1)
 
         def close(self) -> None:
-            raise Fault("second", 2)
+            raise UsersError("second", 2)
 
     graph = Graph("r3")
     graph.source(range(3)).map(Model, on=on).sink(id)
@@ -280,24 +280,24 @@ def test_channel_errors_of_the_users_own_channels_are_failures(on: Any) -> None:
 
 def test_an_exception_that_can_not_be_pickled_is_told_from_a_process_with_its_text() -> None:
     graph = Graph("r3")
-    graph.source([1]).map(lambda _: raises(Unpicklable())(1), on="process").sink(id)
+    graph.source([1]).map(lambda _: raises(UnpicklableError())(1), on="process").sink(id)
     error = fails_once(graph)
     assert isinstance(error.__cause__, LostError)
-    assert "Unpicklable: holds a lock" in str(error)
+    assert "UnpicklableError: holds a lock" in str(error)
     assert "in the worker:" in text_of(error)
 
 
 def test_an_exception_that_can_not_be_pickled_passes_between_threads_as_it_is() -> None:
     graph = Graph("r3")
-    graph.source([1]).map(raises(Unpicklable())).sink(id)
-    assert isinstance(fails_once(graph).__cause__, Unpicklable)
+    graph.source([1]).map(raises(UnpicklableError())).sink(id)
+    assert isinstance(fails_once(graph).__cause__, UnpicklableError)
 
 
 def test_an_exception_that_can_not_be_rebuilt_is_told_from_a_process_with_its_text() -> None:
     graph = Graph("r3")
-    graph.source([1]).map(lambda _: raises(NotRebuilt("this", "that"))(1), on="process").sink(id)
+    graph.source([1]).map(lambda _: raises(NotRebuiltError("this", "that"))(1), on="process").sink(id)
     error = fails_once(graph)
-    assert "NotRebuilt: this and that" in str(error)
+    assert "NotRebuiltError: this and that" in str(error)
 
 
 def test_an_exception_whose_reduce_leaves_its_notes_out_keeps_its_traceback() -> None:
@@ -311,14 +311,14 @@ def test_an_exception_whose_reduce_leaves_its_notes_out_keeps_its_traceback() ->
 @everywhere
 def test_an_exception_without_a_text_is_told(on: Any) -> None:
     graph = Graph("r3")
-    graph.source([1]).map(lambda _: raises(Mute())(1), on=on).sink(id)
-    assert "Mute" in str(fails_once(graph))
+    graph.source([1]).map(lambda _: raises(MuteError())(1), on=on).sink(id)
+    assert "MuteError" in str(fails_once(graph))
 
 
 @everywhere
 def test_an_item_without_a_repr_is_told(on: Any) -> None:
     graph = Graph("r3")
-    graph.source([BrokenItem()]).map(raises(Fault("x", 1)), on=on).sink(id)
+    graph.source([BrokenItem()]).map(raises(UsersError("x", 1)), on=on).sink(id)
     assert fails_once(graph).item == "<BrokenItem whose repr raises SystemExit>"
 
 
@@ -341,11 +341,11 @@ def test_the_first_failure_is_first(on: Any) -> None:
     def second(item: int) -> None:
         entered.open()
         first_is_told.wait()
-        raise Fault("second", 2)
+        raise UsersError("second", 2)
 
     def first(item: int) -> None:
         entered.wait()
-        raise Fault("first", 1)
+        raise UsersError("first", 1)
 
     graph = Graph("r3")
     left, right = graph.source([1]).tee(2)
@@ -366,7 +366,7 @@ def test_a_failure_ends_workers_that_wait_for_their_channels(on: Any) -> None:
 
     def hold(item: int) -> int:
         gate.wait()
-        raise Fault("late", 1)
+        raise UsersError("late", 1)
 
     graph = Graph("r3")
     held = graph.source(itertools.count, on=on, capacity=1).map(abs, on=on, capacity=1)
@@ -389,13 +389,13 @@ def test_failures_that_an_errors_stream_receives_do_not_end_the_run(on: Any) -> 
     assert results[good] == [0, 1, 2, 4, 5]
     (failed,) = results[bad]
     assert isinstance(failed, Failed)
-    assert (failed.item, type(failed.error), failed.attempts) == (3, Fault, 1)
+    assert (failed.item, type(failed.error), failed.attempts) == (3, UsersError, 1)
 
 
 @pytest.mark.parametrize(("on", "reader"), [("thread", "process"), ("process", "thread"), ("process", "process")])
 def test_an_errors_stream_between_places_carries_any_exception(on: Any, reader: Any) -> None:
     def fail(item: int) -> None:
-        raise (Unpicklable(), NotRebuilt("a", "b"), json.JSONDecodeError("bad", "{", 1))[item]
+        raise (UnpicklableError(), NotRebuiltError("a", "b"), json.JSONDecodeError("bad", "{", 1))[item]
 
     def described(failed: Failed) -> str:
         return f"{type(failed.error).__name__} {failed.error} {failed.error.__notes__}"
@@ -405,25 +405,25 @@ def test_an_errors_stream_between_places_carries_any_exception(on: Any, reader: 
     mapped.sink(id)
     texts = mapped.errors.map(described, on=reader).collect()
     lost, not_rebuilt, decode = graph.run()[texts]
-    assert "LostError Unpicklable: holds a lock" in lost
-    assert "NotRebuilt: a and b" in not_rebuilt
+    assert "LostError UnpicklableError: holds a lock" in lost
+    assert "NotRebuiltError: a and b" in not_rebuilt
     assert decode.startswith("JSONDecodeError")
     assert all("in the worker:" in text and "in fail" in text for text in (lost, not_rebuilt, decode))
 
 
 def test_an_item_that_the_errors_stream_can_not_carry_fails_the_run() -> None:
     graph = Graph("r3")
-    mapped = graph.source([threading.Lock()]).map(raises(Fault("x", 1)))
+    mapped = graph.source([threading.Lock()]).map(raises(UsersError("x", 1)))
     mapped.sink(id)
     mapped.errors.sink(id, on="process")
     error = fails_once(graph)
-    assert isinstance(error.__cause__, Fault)
+    assert isinstance(error.__cause__, UsersError)
     assert "the errors stream did not take it" in text_of(error)
 
 
 def test_a_run_error_is_an_exception_group() -> None:
     graph = Graph("r3")
-    graph.source([1]).map(raises(Fault("x", 1))).sink(id)
+    graph.source([1]).map(raises(UsersError("x", 1))).sink(id)
     caught = None
     try:
         graph.run()
@@ -456,11 +456,11 @@ def test_the_stages_behind_a_failure_see_no_clean_end(culprit: str, on: Any) -> 
 
     def half(out: Out[int]) -> None:
         out.put(1)
-        raise Fault("half way", 1)
+        raise UsersError("half way", 1)
 
     def half_of(items: In[int], out: Out[int]) -> None:
         out.put(items.get())
-        raise Fault("half way", 1)
+        raise UsersError("half way", 1)
 
     def save_at_the_end(items: In[int]) -> None:
         for _ in items:
@@ -474,7 +474,7 @@ def test_the_stages_behind_a_failure_see_no_clean_end(culprit: str, on: Any) -> 
         "stage": lambda: graph.stage(half_of, graph.source(range(9)), on=on),
     }[culprit]()
     graph.stage(save_at_the_end, stream)
-    assert isinstance(fails_once(graph).__cause__, Fault)
+    assert isinstance(fails_once(graph).__cause__, UsersError)
     assert not gate.channel.closed
 
 

@@ -62,7 +62,7 @@ def test_putting_what_nobody_wants_any_more_raises_closed() -> None:
     graph = Graph("handle")
     numbers = graph.input()
     numbers.take(1).sink(id)
-    with graph.start() as run, pytest.raises(Closed):
+    with graph.start() as run, pytest.raises(Closed):  # noqa: PT012
         while True:
             run[numbers].put(1)
 
@@ -232,7 +232,7 @@ def test_an_exception_in_the_block_aborts_the_run_and_is_not_hidden() -> None:
 def test_an_exception_in_the_loop_aborts_the_run_and_is_not_hidden(on: Any) -> None:
     graph = Graph("handle")
     numbers = graph.source(itertools.count, on=on).collect()
-    with pytest.raises(LookupError, match="mine"), graph.start() as run:
+    with pytest.raises(LookupError, match="mine"), graph.start() as run:  # noqa: PT012
         for _ in run.iter(numbers):
             raise LookupError("mine")
     assert run.stats().state == "aborted"
@@ -241,7 +241,7 @@ def test_an_exception_in_the_loop_aborts_the_run_and_is_not_hidden(on: Any) -> N
 def test_an_exception_in_the_block_after_the_run_has_ended_is_not_hidden() -> None:
     graph = Graph("handle")
     numbers = graph.source([1]).collect()
-    with pytest.raises(LookupError, match="mine"), graph.start() as run:
+    with pytest.raises(LookupError, match="mine"), graph.start() as run:  # noqa: PT012
         assert list(run.iter(numbers)) == [1]
         run.wait()
         raise LookupError("mine")
@@ -263,7 +263,7 @@ def test_a_failure_ends_a_block_that_puts_with_the_run_error(on: Any) -> None:
     graph = Graph("handle")
     numbers = graph.input(capacity=1)
     numbers.map(fail, on=on).sink(id)
-    with pytest.raises(RunError) as caught, graph.start() as run:
+    with pytest.raises(RunError) as caught, graph.start() as run:  # noqa: PT012
         while True:
             run[numbers].put(1)
     assert str(caught.value.exceptions[0].__cause__) == "item 1"

@@ -10,6 +10,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -160,17 +161,18 @@ def test_nothing_is_left_after(ending: Callable[[str], None], on: str) -> None:
 def test_a_start_that_fails_leaves_nothing() -> None:
     graph = Graph("r6")
     graph.source(itertools.count, on="process").map(same, on="process").sink(same)
-    real = os.fork
-    forks = itertools.count()
+    real = BaseProcess.start
+    starts = itertools.count()
 
-    def fork() -> int:
-        if next(forks) == 1:
+    def start_once(process: BaseProcess) -> None:
+        if next(starts) == 1:
             raise OSError("no more processes")
-        return real()
+        real(process)
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="no more processes"):
-        patch.setattr(os, "fork", fork)
-        graph.start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BaseProcess, "start", start_once)
+        with pytest.raises(OSError, match="no more processes"):
+            graph.start()
 
 
 @pytest.mark.usefixtures("_nothing_left")
@@ -310,7 +312,7 @@ def test_a_run_whose_handle_was_dropped_does_not_hold_the_program_up(tmp_path: P
     assert run_python(script(tmp_path, text)) == "end\n"
 
 
-def test_ports_kept_by_a_stage_do_not_keep_the_run(tmp_path: Path) -> None:
+def test_ports_kept_by_a_stage_do_not_keep_the_run() -> None:
     kept: list[Any] = []
 
     def keep(items: In[int], out: Out[int]) -> None:

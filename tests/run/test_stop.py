@@ -1,5 +1,5 @@
-"""R5 Stop: the first Ctrl-C, SIGTERM or ``run.stop()`` stops the sources and everything in flight is finished; the second,
-or ``run.abort()``, breaks at once. Both end, and an interrupted program prints one line."""
+"""R5 Stop: the first Ctrl-C, SIGTERM or ``run.stop()`` stops the sources and everything in flight is finished; the
+second, or ``run.abort()``, breaks at once. Both end, and an interrupted program prints one line."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def test_abort_gives_threads_up_that_nothing_can_interrupt() -> None:
 
     graph = Graph("r5")
     graph.source([1]).sink(stubborn)
-    with pytest.warns(RuntimeWarning, match="worker stubborn 1 of graph 'r5' still runs code of yours"):
+    with pytest.warns(RuntimeWarning, match="worker stubborn 1 of graph 'r5' still runs code of yours"):  # noqa: PT031
         run = graph.start()
         entered.wait()
         run.abort()
@@ -256,7 +256,7 @@ def test_stop_does_not_wait_for_a_source_that_is_blocked_in_its_own_iterator(on:
     device.wait_held()
     run.stop()
     if on == "thread":
-        with pytest.warns(RuntimeWarning, match="camera 1"):
+        with pytest.warns(RuntimeWarning, match="camera 1"):  # noqa: PT031
             assert run.wait()[result] == [1]
             run._supervisor._thread.join()
     else:

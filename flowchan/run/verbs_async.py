@@ -1,0 +1,99 @@
+"""The verbs for an ``async def`` function: the same loops as in ``verbs.py``, with ``await`` where they wait.
+
+The ``workers=n`` of such a stage are n tasks of one event loop, each with ports of its own; so order, errors, retries and
+the ends are those of n threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterable, Awaitable, Callable
+from typing import Any
+
+from flowchan.channel import In, Out
+from flowchan.errors import ChannelError
+from flowchan.run.verbs import SKIPPED, Job
+
+
+async def _call(job: Job, item: Any) -> Any:
+    """The result for ``item``, after as many tries as the stage has, or SKIPPED when it went to the errors stream."""
+    for attempt in range(1, job.retries + 2):
+        try:
+            return await job.function(item)
+        except BaseException as error:
+            if attempt > job.retries or not isinstance(error, Exception):
+                job.give_up(item, error, attempt)
+                return SKIPPED
+            job.on_retry()
+    raise AssertionError("the loop above returns or raises")
+
+
+async def _put(job: Job, out: Out[Any], item: Any, output: Any) -> None:
+    try:
+        await out.aput(output)
+    except ChannelError:
+        raise
+    except Exception as error:  # it can't be sent
+        job.give_up(item, error)
+
+
+async def map_(job: Job, *, items: In[Any], out: Out[Any]) -> None:
+    async for item in items:
+        result = await _call(job, item)
+        if result is not SKIPPED:
+            await _put(job, out, item, result)
+
+
+async def filter_(job: Job, *, items: In[Any], out: Out[Any]) -> None:
+    async for item in items:
+        wanted = await _call(job, item)
+        if wanted is not SKIPPED and wanted:
+            await _put(job, out, item, item)
+
+
+async def flat_map(job: Job, *, items: In[Any], out: Out[Any]) -> None:
+    async for item in items:
+        given = 0  # a retry does not repeat what is out already
+        for attempt in range(1, job.retries + 2):
+            try:
+                number = 0
+                async for output in _elements(job.function(item)):
+                    if number == given:
+                        await out.aput(output)
+                        given += 1
+                    number += 1
+                break
+            except ChannelError:
+                raise
+            except BaseException as error:
+                if attempt > job.retries or not isinstance(error, Exception):
+                    job.give_up(item, error, attempt)
+                    break
+                job.on_retry()
+
+
+async def _elements(called: Any) -> Any:
+    """The elements of an async generator, or of the iterable that a coroutine returns."""
+    if isinstance(called, AsyncIterable):
+        async for element in called:
+            yield element
+    else:
+        for element in await called:
+            yield element
+
+
+async def sink(job: Job, *, items: In[Any]) -> None:
+    async for item in items:
+        await _call(job, item)
+
+
+async def stage(job: Job, **ports: In[Any] | Out[Any]) -> None:
+    await job.function(**ports, **job.kwargs)
+
+
+ASYNC_BODIES: dict[str, Callable[..., Awaitable[None]]] = {
+    "map": map_,
+    "filter": filter_,
+    "flat_map": flat_map,
+    "sink": sink,
+    "stage": stage,
+}
