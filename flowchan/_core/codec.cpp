@@ -1,4 +1,5 @@
 #include "codec.hpp"
+#include "raising.hpp"
 
 #include <algorithm>
 
@@ -208,7 +209,7 @@ bool encode_pickle(PyObject* object, ObjectFrame& frame) {
 }
 
 PyObject* damaged() {
-    if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "an item in shared memory is damaged");
+    if (!PyErr_Occurred()) raise("Broken", "an item in shared memory is damaged: its lengths can't be right");
     return nullptr;
 }
 

@@ -105,6 +105,7 @@ struct Header {
     Gate writer_gate;
     alignas(64) uint64_t slots_at;    // slots grow down from the end of the mapping to here
     uint64_t blocks_top;              // blocks grow up from blocks_at to here
+    uint64_t damaged;         // something here can't be right: set with BROKEN, never unset
     uint64_t short_of_memory;  // a writer waits for bytes, not for a place; needs no redo: it is set again on the next try
     uint64_t cause, cause_size;       // block with the pickled cause of BROKEN
     std::atomic<uint64_t> swept_ns;   // when somebody last looked for dead sessions: a hint, no partner

@@ -75,7 +75,8 @@ PyObject* raise_step(Channel& ch, Step step, Side side, uint64_t size, Deadline 
         case Step::Drained: raise("Drained", who + " is drained: it is closed and everything in it has been read"); break;
         case Step::Broken: {
             PyObject* cause = stored_cause(ch);
-            raise_broken(who + " is broken", cause);
+            const bool damaged = ch.ring && ch.ring->header().damaged;
+            raise_broken(who + (damaged ? " is broken: its shared memory is damaged" : " is broken"), cause);
             Py_XDECREF(cause);
             break;
         }

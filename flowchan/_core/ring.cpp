@@ -100,7 +100,7 @@ Ring::Ring(int fd) {
     if (fstat(fd, &st) != 0) fail(errno, "fstat");
     if (st.st_size < off_t(sizeof(Header))) fail(EINVAL, "not the memory of a channel");
     map(fd, uint64_t(st.st_size));
-    if (h_->magic != MAGIC || h_->version != VERSION || h_->mapped != uint64_t(st.st_size)) {
+    if (h_->magic != MAGIC || h_->version != VERSION || h_->mapped != uint64_t(st.st_size) || h_->groups == 0) {
         munmap(base_, uint64_t(st.st_size));
         fail(EINVAL, "not the memory of a channel of this version");
     }

@@ -121,6 +121,9 @@ private:
     void start_afresh();
     Step no_slot();
     void memory_freed(Wakes& wakes);
+    bool slot_exists(uint64_t offset) const;
+    bool payload_exists(const Slot* slot) const;
+    Step found_damage();
     void link(Slot* slot, WriterState* writer, Change& change);
     void finish_put(WriterState* writer, Wakes& wakes, bool parked);
     bool is_parked(const WriterState* w) const { return w && w->keyed && w->ordered && w->number > h_->turn; }

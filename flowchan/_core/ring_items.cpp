@@ -44,6 +44,10 @@ Slot* Ring::take_slot(uint64_t size, Change& change) {
         }
     }
     Slot* slot = at<Slot>(h_->free_slots[found]);
+    if (!slot_exists(h_->free_slots[found]) || slot->cls != found || !payload_exists(slot)) {
+        found_damage();
+        return nullptr;
+    }
     change.set(h_->free_slots[found], slot->next);
     change.set(h_->slots_used, h_->slots_used + 1);
     return slot;
@@ -70,8 +74,33 @@ void Ring::start_afresh() {
     change.commit();
 }
 
+// --- damage ---
+//
+// Other processes write this memory, and one of them may have a stray pointer. What is about to be followed is checked
+// first, so that damage breaks the channel and never crashes its users or lets them read outside.
+
+bool Ring::slot_exists(uint64_t offset) const {
+    return offset >= h_->slots_at && offset <= h_->mapped - sizeof(Slot) && h_->slots_at >= h_->blocks_at &&
+           (h_->mapped - offset) % sizeof(Slot) == 0;
+}
+
+bool Ring::payload_exists(const Slot* slot) const {
+    if (slot->cls >= CLASSES) return false;
+    if (slot->cls == 0) return slot->block == 0 && slot->size <= Slot::INLINE;
+    const uint64_t room = class_size(uint32_t(slot->cls));
+    return slot->size <= room && slot->block >= h_->blocks_at && slot->block % UNIT == 0 && room <= h_->slots_at &&
+           slot->block <= h_->slots_at - room;
+}
+
+Step Ring::found_damage() {
+    h_->damaged = 1;
+    h_->state = BROKEN;
+    return Step::Broken;
+}
+
 // There is no memory for a put: wait until some is freed, unless nothing is in use that could be.
 Step Ring::no_slot() {
+    if (h_->damaged) return Step::Broken;
     h_->short_of_memory = 1;
     return h_->slots_used ? Step::Wait : Step::NoMemory;
 }
@@ -86,6 +115,7 @@ void Ring::memory_freed(Wakes& wakes) {
 
 Step Ring::room(const Frame& frame, const WriterState* writer) {
     if (h_->state == BROKEN) return Step::Broken;
+    if (h_->head && !slot_exists(h_->tail)) return found_damage();
     if (h_->state == CLOSED) return Step::Closed;
     if (frame.size > h_->max_bytes) return Step::TooLarge;
     const uint64_t inside = h_->puts - h_->takes, all = inside + h_->parked + h_->claimed;
@@ -192,6 +222,7 @@ Step Ring::try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& 
     if (h_->state == BROKEN) return Step::Broken;
     if (h_->head == 0) return at_end_for(reader) ? Step::Drained : Step::Wait;
     Slot* slot = at<Slot>(h_->head);
+    if (!slot_exists(h_->head) || !payload_exists(slot)) return found_damage();
     taken.kind = slot->kind;
     taken.size = slot->size;
     taken.deaths = slot->state >> 32;

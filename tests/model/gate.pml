@@ -30,8 +30,8 @@
    Three places where the source as of caa6d0c does worse than the model; each can be put back by a define, and is found:
      SOURCE_TURNED_AWAY  blocking.hpp, wait(), the loop: a woken waiter that may not pass somebody starving goes back to
                          sleep and the wake-up is lost. Here whoever is woken tries; only newcomers queue up.
-     SOURCE_QUEUE_UNACKED  blocking.hpp, perform() and wait(): who queues up behind somebody starving does not even
-                         acknowledge what it has in hand, which is what the starving one may wait for. Here it does.
+     SOURCE_QUEUE_CLOSED blocking.hpp, perform() and wait(): a reader queues up behind a starving one with its item still
+                         in hand, for whose end the starving one may wait. Here nobody queues up once it is closed.
      SOURCE_END_OWN      ring_items.cpp, at_end_for(): for a reader with items in hand the end comes only when no other
                          reader has any, so two that gather wait for each other (with GATHER). Here the end comes for
                          it as soon as nothing is inside; what others give back it sees when it asks with empty hands.
@@ -70,6 +70,11 @@
 #define ALL (READERS + WRITERS)
 #define R 0
 #define W 1
+#ifdef SOURCE_QUEUE_CLOSED
+#define may_pass(p) (starving[side_of(p)] == 0 || starving[side_of(p)] == p + 1)
+#else
+#define may_pass(p) (closed || starving[side_of(p)] == 0 || starving[side_of(p)] == p + 1)
+#endif
 #define side_of(p) (p < READERS -> R : W)
 
 mtype = { DONE, WAIT, CLOSED, DRAINED, INTERRUPTED };
@@ -123,7 +128,7 @@ inline tell_end() {
   fi
 }
 
-inline acknowledge(p) {              /* what a reader does first, whether or not it may go on */
+inline acknowledge(p) {              /* what a reader does first */
   if
   :: p < READERS && !keep && in_hand[p] > 0 ->
      assert(!drained);
@@ -272,10 +277,7 @@ proctype participant(byte me) {
        choose_crash(me);
        d_step {
          take_lock();
-#ifndef SOURCE_QUEUE_UNACKED
-         acknowledge(me);
-#endif
-         if :: starving[side_of(me)] == 0 -> operation(me) :: else -> step = WAIT fi;
+         if :: may_pass(me) -> operation(me) :: else -> step = WAIT fi;
          crash_here(me)
        }
      };
@@ -287,7 +289,7 @@ proctype participant(byte me) {
           d_step {
             take_lock();
             if
-            :: starving[side_of(me)] == 0 || starving[side_of(me)] == me + 1 -> operation(me)
+            :: may_pass(me) -> operation(me)
             :: else -> step = WAIT
             fi;
             if :: step == WAIT -> enter(side_of(me), me) :: else fi;
@@ -320,7 +322,7 @@ proctype participant(byte me) {
                if
                :: signal -> step = INTERRUPTED
 #ifdef SOURCE_TURNED_AWAY
-               :: !signal && (starving[side_of(me)] == 0 || starving[side_of(me)] == me + 1 || slice) -> operation(me)
+               :: !signal && (may_pass(me) || slice) -> operation(me)
                :: else -> step = WAIT
 #else
                :: else -> operation(me)
