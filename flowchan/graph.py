@@ -15,7 +15,17 @@ from typing import Any
 
 from flowchan.annotations import element_type, ports_of, returned_type
 from flowchan.arguments import callable_argument, flag, placement, shown, text, whole
-from flowchan.stage import DEFAULT_CAPACITY, DEFAULT_MAX_DEATHS, DEFAULT_RESTARTS, Link, Medium, Output, Placement, Stage, Where
+from flowchan.stage import (
+    DEFAULT_CAPACITY,
+    DEFAULT_MAX_DEATHS,
+    DEFAULT_RESTARTS,
+    Link,
+    Medium,
+    Output,
+    Placement,
+    Stage,
+    Where,
+)
 from flowchan.stream import Stream, streams_argument
 
 _PACKAGE = __name__.partition(".")[0]

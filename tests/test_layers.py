@@ -33,7 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 
 # Modules that serve one part, and belong to it: they stand where it stands.
-PART_OF = {"ports": "channel", "check_pickle": "check", "check_types": "check", "loading": "cli"}
+PART_OF = {"asynchronous": "channel", "check_pickle": "check", "check_types": "check", "loading": "cli"}
 
 
 def modules() -> dict[str, Path]:

@@ -8,10 +8,9 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from flowchan.stage import Link, Stage
 from flowchan.viz import labels
 from flowchan.viz.labels import Picture, Pool, Role
-
-from flowchan.stage import Link, Stage
 
 if TYPE_CHECKING:
     from graphviz import Digraph

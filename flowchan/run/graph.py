@@ -82,7 +82,7 @@ def _interrupts_held() -> Iterator[None]:
         yield
         return
     came: list[tuple[Any, ...]] = []
-    handlers: dict[int, Any] = {}
+    handlers: dict[signal.Signals, Any] = {}
     for number in (signal.SIGINT, signal.SIGTERM):
         handler = signal.getsignal(number)
         if callable(handler):
@@ -94,5 +94,5 @@ def _interrupts_held() -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        for number, frame in came[:1]:
-            handlers[number](number, frame)
+        for came_number, frame in came[:1]:
+            handlers[signal.Signals(came_number)](came_number, frame)

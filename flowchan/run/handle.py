@@ -16,8 +16,8 @@ from typing import Any
 from flowchan.channel import In, Out
 from flowchan.errors import Broken, Closed, Deadlock, RunError, StageError
 from flowchan.run.decisions import AbortAsked, StopAsked
-from flowchan.run.failures import text_of
 from flowchan.run.explain import explain
+from flowchan.run.failures import text_of
 from flowchan.run.plan import Plan
 from flowchan.run.report import render
 from flowchan.run.statistics import measure, summarise

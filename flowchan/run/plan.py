@@ -12,7 +12,6 @@ from flowchan.graph import Blueprint
 from flowchan.run.worker import Ports, Recipe, WorkerId
 from flowchan.stage import Link, Stage, is_async
 
-
 _Reading = dict[tuple[str | None, str | None], Channel[Any]]
 _Writing = dict[tuple[str, str], Channel[Any]]
 

@@ -99,8 +99,9 @@ def _stage(about: _About, elapsed: float) -> StageStats:
     waiting_out = min(1.0 - waiting_in, sum(s.stats.write_wait for s in writes) / time_in_all)
     return StageStats(
         name=stage.name, kind=stage.kind, on=stage.on, workers=len(reads) if stage.kind == "merge" else stage.workers,
-        alive=about.alive, items_in=items_in, items_out=items_out, failed=failed, retried=about.retried, restarts=about.restarts,
-        unwanted=about.unwanted, in_hand=in_hand, rate=(items_in if reads else items_out) / elapsed,
+        alive=about.alive, items_in=items_in, items_out=items_out, failed=failed, retried=about.retried,
+        restarts=about.restarts, unwanted=about.unwanted, in_hand=in_hand,
+        rate=(items_in if reads else items_out) / elapsed,
         busy=1.0 - waiting_in - waiting_out, waiting_input=waiting_in, waiting_output=waiting_out,
     )  # fmt: skip
 

@@ -51,7 +51,19 @@ from flowchan.run.decisions import (
 from flowchan.run.explain import all_wait, explain
 from flowchan.run.plan import Plan, PlannedWorker
 from flowchan.run.statistics import measure, summarise
-from flowchan.run.worker import Ended, Event, Failure, Recipe, Result, Retried, WorkerId, pack, process_main, work, work_together
+from flowchan.run.worker import (
+    Ended,
+    Event,
+    Failure,
+    Recipe,
+    Result,
+    Retried,
+    WorkerId,
+    pack,
+    process_main,
+    work,
+    work_together,
+)
 from flowchan.stage import Stage, is_async
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -74,7 +86,8 @@ class Supervisor:
         self.results: dict[str, Any] = {}
         self.retried: Counter[str] = Counter()
         self.unwanted: Counter[str] = Counter()
-        self.seconds: dict[str, float] = dict.fromkeys((id.stage for id in ids), 0.0)  # worked by the workers of a stage that have ended
+        # What the workers of a stage that have ended worked, in seconds.
+        self.seconds: dict[str, float] = dict.fromkeys((id.stage for id in ids), 0.0)
         self.started_at = time.monotonic()
         self.ended_at: float | None = None
         self.state = State(

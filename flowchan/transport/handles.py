@@ -12,8 +12,8 @@ Handle = Any
 
 def duplicate(fd: int) -> Handle:
     """What to pickle in place of ``fd``."""
-    if context.get_spawning_popen() is not None:  # type: ignore[attr-defined]
-        return reduction.DupFd(fd)  # type: ignore[attr-defined]
+    if context.get_spawning_popen() is not None:
+        return reduction.DupFd(fd)
     return os.getpid(), fd, os.fstat(fd).st_ino
 
 

@@ -17,11 +17,11 @@ from typing import Annotated, Any, Literal, NewType, Protocol, TypedDict, TypeVa
 import psutil
 import pytest
 
+from flowchan._core import In, Out
 from flowchan.check import check, raise_for
 from flowchan.check_types import fits
 from flowchan.errors import GraphError
 from flowchan.graph import Blueprint
-from flowchan._core import In, Out
 from flowchan.stage import Output, Problem, Stage
 from flowchan.stream import Stream
 

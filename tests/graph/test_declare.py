@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar  # noqa: F401 - named 
 
 import pytest
 
-from flowchan.graph import Blueprint
 from flowchan._core import In, Out
+from flowchan.graph import Blueprint
 from flowchan.stage import Where
 from flowchan.stream import Stream
 

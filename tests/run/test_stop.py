@@ -366,18 +366,19 @@ def test_ctrl_c_at_the_end_of_a_block_finishes_what_is_in_flight(tmp_path: Path)
         import itertools, threading
         from flowchan import Graph
 
-        seen = []
+        seen, enough = [], threading.Event()
 
         def save(number):
             seen.append(number)
             if number == 100:
-                print("going", flush=True)
+                enough.set()
 
         graph = Graph("block")
         graph.source(itertools.count, name="numbers").map(abs, on="process").sink(save)
         try:
             with graph.start() as run:
-                pass
+                enough.wait()
+                print("going", flush=True)
         finally:
             print(len(seen) == run.stats().stages[0].items_out)
     """

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, Optional
 
 import pytest
+from picture_graphs import chain, declared, link, stage, wordcount
+
 from flowchan.viz import to_dot
 from flowchan.viz.labels import place, type_text
-from picture_graphs import chain, declared, link, stage, wordcount
 
 DOT = to_dot(wordcount())
 
@@ -29,8 +30,8 @@ def test_it_runs_from_left_to_right() -> None:
 
 
 def test_a_stage_shows_its_name_workers_and_the_place_of_its_function() -> None:
-    assert "×2" in node("counts")  # noqa: RUF001
-    assert "×" not in node("files")  # noqa: RUF001
+    assert "×2" in node("counts")
+    assert "×" not in node("files")
     graphs = Path(__file__).with_name("picture_graphs.py")
     line = 1 + graphs.read_text().splitlines().index("def explode(*_: object) -> None:")
     assert f"picture_graphs.py:{line}" in node("counts")

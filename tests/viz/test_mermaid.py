@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from flowchan.viz import to_mermaid
 from picture_graphs import chain, declared, link, stage, wordcount
+
+from flowchan.viz import to_mermaid
 
 TEXT = to_mermaid(wordcount())
 

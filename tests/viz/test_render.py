@@ -8,8 +8,9 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
-from flowchan.viz import RenderError, draw, render
 from picture_graphs import chain, declared, link, stage, wordcount
+
+from flowchan.viz import RenderError, draw, render
 
 HEADS = {"svg": b"<?xml", "png": b"\x89PNG", "pdf": b"%PDF", "dot": b"digraph", "mmd": b"---\ntitle"}
 
