@@ -93,7 +93,7 @@ def declared(body: list[ast.stmt]) -> dict[str, ast.stmt]:
     """What a stub's module or class body declares, imports and type variables left out; of overloads the last."""
     found: dict[str, ast.stmt] = {}
     for node in body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found[node.name] = node
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             found[node.target.id] = node

@@ -148,8 +148,8 @@ def _nothing() -> None: ...
 
 
 def work(worker: WorkerId, recipe: Recipe, ports: Ports, tell: Callable[[Event], None], sends: bool) -> None:
-    """Runs one worker to its end. Never raises: however it ends, ``tell`` hears it before the ports are closed. ``sends``:
-    what is told crosses to another process."""
+    """Runs one worker to its end. Never raises: however it ends, ``tell`` hears it before the ports are closed.
+    ``sends``: what is told crosses to another process."""
     job = Job(kind=recipe.kind, function=_nothing)
     ended_by: BaseException | None = None
     try:
@@ -158,7 +158,7 @@ def work(worker: WorkerId, recipe: Recipe, ports: Ports, tell: Callable[[Event],
             job = _job(worker, recipe, ports, function, tell)
             BODIES[recipe.kind](job, **ports.inputs, **ports.outputs)
     except BaseException as error:
-        ended_by = error
+        ended_by = _let_go(error, ports)
     _end(worker, job, ports, ended_by, tell, sends)
 
 
@@ -174,7 +174,7 @@ def work_together(workers: dict[WorkerId, Ports], recipe: Recipe, tell: Callable
                 job = _job(worker, recipe, ports, function, tell)
                 await ASYNC_BODIES[recipe.kind](job, **ports.inputs, **ports.outputs)
         except BaseException as error:
-            ended_by = error
+            ended_by = _let_go(error, ports)
         _end(worker, job, ports, ended_by, tell, sends=False)
 
     async def everyone() -> None:
@@ -219,6 +219,14 @@ def _end(
         return
     for port in ports.everything():
         port.close()
+
+
+def _let_go(error: BaseException, ports: Ports) -> BaseException:
+    """``error``, in a clean end without what its traceback holds: so a source's generator is cleaned up here and now."""
+    if _clean_end(error, ports):
+        error.__cause__ = error.__context__ = None
+        return error.with_traceback(None)
+    return error
 
 
 def _clean_end(error: BaseException, ports: Ports) -> bool:

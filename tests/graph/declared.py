@@ -1,0 +1,59 @@
+"""Functions, types and graphs that the tests of the check share."""
+
+from __future__ import annotations
+
+from typing import Any, NewType, Protocol, TypedDict, TypeVar
+
+from flowchan._core import In, Out
+from flowchan.check import check
+from flowchan.graph import Blueprint
+from flowchan.stage import Output, Problem, Stage
+from flowchan.stream import Stream
+
+T = TypeVar("T")
+UserId = NewType("UserId", int)
+
+
+class Animal: ...
+
+
+class Dog(Animal): ...
+
+
+class Speaks(Protocol):
+    def speak(self) -> str: ...
+
+
+class Row(TypedDict):
+    id: int
+
+
+def to_text(item: int) -> str:
+    return str(item)
+
+
+def to_int(item: str) -> int:
+    return int(item)
+
+
+def pass_on(items: In[int], out: Out[int], limit: int) -> None: ...
+
+
+def only(graph: Blueprint) -> Problem:
+    (problem,) = check(graph)
+    return problem
+
+
+def rules(graph: Blueprint) -> list[str]:
+    return [problem.rule for problem in check(graph)]
+
+
+def by_hand(graph: Blueprint, name: str, *inputs: Stream, capacity: Any = 64) -> None:
+    """A stage that the verbs would not declare."""
+    ports = tuple(str(port) for port in range(len(inputs)))
+    output = Output(name, "out", None, capacity)
+    graph._add(Stage(name, "zip", graph.where, inputs=inputs, input_ports=ports, outputs=(output,)))
+
+
+def handle(graph: Blueprint, name: str) -> Stream:
+    return Stream(graph, name, "out", name)

@@ -1,0 +1,242 @@
+"""The check of what crosses a graph: the types of items, and what can be sent to a process."""
+
+from __future__ import annotations
+
+import collections.abc
+import functools
+import io
+import threading
+import typing
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pytest
+from declared import Animal, Dog, Row, Speaks, T, UserId, only, pass_on, to_int, to_text
+
+from flowchan._core import In, Out
+from flowchan.check import check
+from flowchan.check_types import fits
+from flowchan.graph import Blueprint
+
+# type
+
+
+def test_items_of_the_wrong_type_are_reported_with_both_types(graph: Blueprint) -> None:
+    graph.source(range(3)).batch(2).map(to_int).sink(print)
+    problem = only(graph)
+    assert (problem.rule, problem.stage) == ("type", "to_int")
+    assert problem.message == (
+        "'item' of 'to_int' takes str, but stream 'batch' gives list[int]; "
+        "put a map between them that converts, or correct one of the annotations"
+    )
+
+
+def test_ports_of_the_wrong_type_are_reported(graph: Blueprint) -> None:
+    def joins(numbers: In[int], texts: In[str], out: Out[str]) -> None: ...
+
+    texts, numbers = graph.source(range(3)).map(to_text), graph.source(range(3))
+    graph.stage(joins, texts, numbers).map(to_text).sink(print)
+    assert [problem.message.partition(";")[0] for problem in check(graph)] == [
+        "'numbers' of 'joins' takes int, but stream 'to_text' gives str",
+        "'texts' of 'joins' takes str, but stream 'source-2' gives int",
+        "'item' of 'to_text' takes int, but stream 'joins' gives str",
+    ]
+
+
+def test_a_reduction_is_checked_by_its_second_parameter(graph: Blueprint) -> None:
+    def longest(so_far: str, item: int) -> str:
+        return so_far
+
+    graph.source(range(3)).reduce(longest)
+    assert check(graph) == ()
+    graph.source("abc").reduce(longest)
+    assert "'item' of 'longest' takes int" in only(graph).message
+
+
+def test_what_cannot_be_iterated_is_reported(graph: Blueprint) -> None:
+    def one() -> int:
+        return 1
+
+    def maybe(item: Any) -> list[int] | None: ...
+
+    begin: Any = graph.source
+    begin(one).flat_map(to_text).flat_map(maybe).flat_map(Path).sink(print)
+    assert [problem.message for problem in check(graph)] == [
+        "source iterates over what 'one' returns, but that is int; return an iterable, or yield the items",
+        "flat_map iterates over what 'Path' returns, but that is Path; return an iterable, or yield the items",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "asked"),
+    [
+        (int, int),
+        (Dog, Animal),
+        (Animal, Dog),
+        (int, float),
+        (bool, int),
+        (bool, float),
+        (int, object),
+        (int, Any),
+        (int, T),
+        (int, int | None),
+        (int | str, str),
+        (typing.Optional[int], int),  # noqa: UP045
+        (list[int], list),
+        (list[int], list[str]),
+        (list[int], Sequence[int]),
+        (Iterator[int], Iterable[int]),
+        (Counter[str], Mapping[str, int]),
+        (dict[str, int], Row),
+        (Row, dict),
+        (int, UserId),
+        (UserId, int),
+        (str, Literal["a"]),
+        (Annotated[int, "small"], int),
+        (Dog, Speaks),
+        (type(to_text), collections.abc.Callable[[int], str]),
+        (type[int], type),
+        (bytearray, bytes),
+        (Fraction, float),
+        (type(None), int | None),
+        (None, int),
+        (int, None),
+    ],
+)
+def test_types_that_may_fit_raise_no_alarm(given: Any, asked: Any) -> None:
+    assert fits(given, asked)
+
+
+@pytest.mark.parametrize(
+    ("given", "asked"),
+    [
+        (int, str),
+        (str, Path),
+        (float, int),
+        (list[int], int),
+        (int, list[int]),
+        (int | float, str),
+        (int, str | bytes),
+        (type(None), int),
+        (UserId, str),
+        (Annotated[int, "small"], str),
+        (tuple[int, str], dict),
+    ],
+)
+def test_types_that_cannot_fit_raise_an_alarm(given: Any, asked: Any) -> None:
+    assert not fits(given, asked)
+
+
+# pickle
+
+LOCK = threading.Lock()
+OWN_MODULE = {"__name__": "__main__", "LOCK": LOCK, "threading": threading}
+
+
+def made_in_main(source: str) -> Any:
+    """A function as a script's own: it travels by value, with the globals it uses."""
+    namespace = dict(OWN_MODULE)
+    exec(source, namespace)
+    return namespace["f"]
+
+
+class Holder:
+    def __init__(self) -> None:
+        self.name = "x"
+        self.parts = {"lock": threading.Lock()}
+
+    def method(self, item: int) -> int:
+        return item
+
+    def __call__(self, item: int) -> int:
+        return item
+
+
+class Refuses:
+    def __init__(self) -> None:
+        self.name = "x"
+
+    def __reduce__(self) -> Any:
+        raise ValueError("I stay\nhere")
+
+
+def local(value: Any) -> Any:
+    return lambda item: (item, value)
+
+
+@pytest.mark.parametrize(
+    ("function", "path"),
+    [
+        (local(LOCK), "captured variable 'value' is a _thread.lock"),
+        (local([1, LOCK]), "captured variable 'value', element 1 is a _thread.lock"),
+        (local(local(LOCK)), "captured variable 'value', captured variable 'value' is a _thread.lock"),
+        (local({"x": {LOCK}}), "captured variable 'value', item 'x', element 0 is a _thread.lock"),
+        (functools.partial(print, LOCK), "argument 1 is a _thread.lock"),
+        (functools.partial(print, file=LOCK), "argument 'file' is a _thread.lock"),
+        (functools.partial(local(LOCK)), "function '<lambda>', captured variable 'value' is a _thread.lock"),
+        (Holder().method, "attribute 'parts', item 'lock' is a _thread.lock"),
+        (Holder(), "its attribute 'parts', item 'lock' is a _thread.lock"),
+        (lambda item, held=LOCK: item, "its default of 'held' is a _thread.lock"),
+        (lambda item, *, held=LOCK: item, "its default of 'held' is a _thread.lock"),
+        (made_in_main("def f(item): return LOCK"), "its global variable 'LOCK' is a _thread.lock"),
+        (made_in_main("def f(item): return [LOCK for _ in (1, 2)]"), "its global variable 'LOCK' is a _thread.lock"),
+        (
+            made_in_main("def g(): return LOCK\ndef f(item): return g()"),
+            "its global variable 'g', global variable 'LOCK' is a _thread.lock",
+        ),
+        (
+            made_in_main("class f:\n  held = LOCK\n  def __call__(self, item): return item"),
+            "its class attribute 'held' is a _thread.lock",
+        ),
+        (local(io.StringIO), None),
+        (local(Refuses()), ".Refuses (I stay)"),
+        (local(Blueprint("g")), "is a flowchan.graph.Blueprint (graph 'g' is a declaration"),
+    ],
+)
+def test_what_cannot_be_pickled_is_named(graph: Blueprint, function: Any, path: str | None) -> None:
+    graph.source(range(3)).sink(function, on="process", name="there")
+    problems = check(graph)
+    if path is None:
+        assert problems == ()
+        return
+    (problem,) = problems
+    assert (problem.rule, problem.stage) == ("pickle", "there")
+    assert path in problem.message
+    assert "can't be sent to a process: its " in problem.message
+    assert problem.message.endswith('or use on="thread"')
+
+
+def test_the_arguments_of_a_stage_are_pickled_too(graph: Blueprint) -> None:
+    graph.stage(pass_on, graph.source(range(3)), on="process", limit=LOCK).sink(print)
+    assert only(graph).message.startswith("argument 'limit' can't be sent to a process: it is a _thread.lock (")
+    other = Blueprint("other")
+    other.source(iter, LOCK, on="process").sink(print)
+    assert only(other).message.startswith("argument 1 can't be sent to a process: it is a _thread.lock (")
+
+
+def test_a_generator_in_a_process_has_a_remedy_of_its_own(graph: Blueprint) -> None:
+    graph.source((n for n in range(3)), on="process").sink(print)
+    assert only(graph).message.startswith("source's iterable can't be sent to a process: it is a generator (")
+    assert only(graph).message.endswith("pass the function that makes it, and its arguments")
+
+
+def test_threads_may_use_what_cannot_be_pickled(graph: Blueprint) -> None:
+    graph.source(n for n in range(3)).map(local(LOCK)).sink(print)
+    assert check(graph) == ()
+
+
+def test_lambdas_closures_and_functions_of_main_can_be_sent(graph: Blueprint) -> None:
+    stream = graph.source(range(3), on="process").map(lambda item: item, on="process")
+    stream = stream.map(local([1, 2]), on="process").map(made_in_main("def f(item): return threading"), on="process")
+    stream.sink(print)
+    assert check(graph) == ()
+
+
+def test_an_object_that_contains_itself_does_not_trap_the_search(graph: Blueprint) -> None:
+    loop: list[Any] = []
+    loop.extend([loop, LOCK])
+    graph.source(range(3)).sink(local(loop), on="process")
+    assert "captured variable 'value', element 1 is a _thread.lock" in only(graph).message
