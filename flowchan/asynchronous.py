@@ -23,13 +23,13 @@ MOST = 127  # waits of one thread: what one futex_waitv takes, less the bell
 
 
 class Watcher:
-    """Sleeps for up to ``MOST`` waits of one event loop. Its thread ends when nothing has been waited for some time, or
-    when the loop is closed."""
+    """Sleeps for up to ``MOST`` waits of one event loop. Its thread ends when nothing has been waited for some time, when
+    the loop is closed, or when the main thread has ended."""
 
     IDLE = 1.0
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+        self._loop = weakref.ref(loop)  # while something waits, its future holds the loop
         self._lock = threading.Lock()
         self._waits: dict[asyncio.Future[None], tuple[Any, bool]] = {}
         self._bell: Any = _core.Channel(capacity=1, processes=False, max_bytes=2**64 - 1, name="bell")
@@ -42,7 +42,7 @@ class Watcher:
         with self._lock:
             self._waits[future] = (target, reading)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._watch, name="flowchan async", daemon=True)
+                self._thread = threading.Thread(target=self._watch, name="flowchan async")
                 self._thread.start()
         self._ring()
 
@@ -59,7 +59,10 @@ class Watcher:
 
     def _watch(self) -> None:
         idle_since = time.monotonic()
-        while not self._loop.is_closed():
+        while True:
+            loop = self._loop()
+            if loop is None or loop.is_closed():
+                break
             with self._lock:
                 waits = list(self._waits.items())
                 if not waits and time.monotonic() - idle_since > self.IDLE:
@@ -77,9 +80,11 @@ class Watcher:
                 futures = [future for future in futures if self._waits.pop(future, None) is not None]
             if futures:
                 try:
-                    self._loop.call_soon_threadsafe(_tell, futures)
+                    loop.call_soon_threadsafe(_tell, futures)
                 except RuntimeError:
-                    return  # the loop was closed
+                    break  # the loop was closed
+            del loop, waits, futures
+        self._waits.clear()  # nobody hears of them any more, and they hold the loop
 
 
 def _tell(futures: list[asyncio.Future[None]]) -> None:

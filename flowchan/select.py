@@ -36,6 +36,8 @@ def select(
     the operation raises: ``Closed`` for a put into a closed channel, ``Broken`` for an aborted one. When ``timeout``
     seconds are over it raises :class:`NothingReady`, which is an ``Empty`` and a ``Full``.
     """
+    if isinstance(gets, Channel | In):  # iterating over it would take its items
+        raise TypeError(f"select takes a list of channels and ports to get from, here [{gets!r}]")
     reading, writing = list(gets), list(puts)
     index, item = _core._select(reading, writing, timeout)
     if index == -2:

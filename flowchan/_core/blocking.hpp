@@ -6,6 +6,7 @@
 
 #include <Python.h>
 
+#include "gil.hpp"
 #include "queue.hpp"
 #include "ring.hpp"
 
@@ -19,7 +20,7 @@ template <class M> struct Traits;
 template <> struct Traits<LocalQueue> {
     static constexpr bool processes = false;
     static Gate& gate(LocalQueue& q, Side side) { return side == Side::Reader ? q.reader_gate : q.writer_gate; }
-    static void at_gate(LocalQueue&, uint32_t, Side, int) {}
+    static bool at_gate(LocalQueue&, uint32_t, Side, int) { return true; }
     static bool ready(LocalQueue&, Side) { return false; }
     static void look_for_dead(LocalQueue&, Wakes&) {}
     static bool readable(LocalQueue& q) { return q.inside() || q.state == BROKEN || q.drained(); }
@@ -31,9 +32,13 @@ template <> struct Traits<Ring> {
     static Gate& gate(Ring& r, Side side) {
         return side == Side::Reader ? r.header().reader_gate : r.header().writer_gate;
     }
-    static void at_gate(Ring& r, uint32_t session, Side side, int change) {
+    // False when the session has ended while its caller waited, and was taken off the gate with that.
+    static bool at_gate(Ring& r, uint32_t session, Side side, int change) {
         Session& s = r.session(session);
-        (side == Side::Reader ? s.at_reader_gate : s.at_writer_gate) += uint32_t(change);
+        uint32_t& n = side == Side::Reader ? s.at_reader_gate : s.at_writer_gate;
+        if (change < 0 && n == 0) return false;
+        n += uint32_t(change);
+        return true;
     }
     // A hint read without the lock; whoever believes it takes the lock and looks.
     static bool ready(Ring& r, Side side) {
@@ -63,7 +68,7 @@ struct Locked {
     void unlock(const Wakes& wakes) {
         m.unlock();
         m.wake(wakes);
-        if (released) PyEval_RestoreThread(released);
+        if (released) take_gil(released);
         released = nullptr;
     }
     M& m;
@@ -82,7 +87,7 @@ Step wait(M& m, Side side, uint32_t session, Op&& op, Deadline deadline) {
     if constexpr (T::processes) {
         PyThreadState* state = PyEval_SaveThread();
         m.spin.wait([&] { return T::ready(m, side); });
-        PyEval_RestoreThread(state);
+        take_gil(state);
     }
     Locked<M> first(m);
     Step step = gate.may_pass(me) ? op(wakes) : Step::Wait;
@@ -100,13 +105,13 @@ Step wait(M& m, Side side, uint32_t session, Op&& op, Deadline deadline) {
         if (!interrupted && !late) {
             PyThreadState* state = PyEval_SaveThread();
             error = futex_wait(gate.seq, seq, deadline.slice(), T::processes);
-            PyEval_RestoreThread(state);
+            take_gil(state);
         }
         const bool slice_over = error == ETIMEDOUT;
         Locked<M> locked(m);
-        T::at_gate(m, session, side, -1);
+        const bool counted = T::at_gate(m, session, side, -1);
         keep_order();  // as in Ring::drop_copies: dead in between, it counts as waiting once too often, never too seldom
-        gate.leave();
+        if (counted) gate.leave();
         if (slice_over) T::look_for_dead(m, wakes);
         // An interrupted call must not take an item that it can't return. One whose slice is over ignores who starves:
         // that one may be dead.

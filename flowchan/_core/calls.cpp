@@ -46,6 +46,7 @@ Step put_local(Channel& ch, Out* out, PyObject* item, Deadline deadline, uint64_
     Step step = perform(
         *ch.queue, Side::Writer, [] { return 0u; },
         [&](Wakes& wakes) {
+            if (out && !out->open) return Step::PortClosed;
             if (out) begin(*ch.queue, *out);
             return ch.queue->try_put(entry, out ? &out->state : nullptr, wakes);
         },
@@ -63,18 +64,20 @@ Step put_large(Channel& ch, Out* out, const ObjectFrame& frame, Deadline deadlin
     Step step = perform(
         ring, Side::Writer, [&] { return session; },
         [&](Wakes&) {
+            if (out && !out->open) return Step::PortClosed;
             if (out) begin(ring, *out);
             if (writer && skip(*writer)) return Step::Done;
             return ring.claim(frame, writer, session, slot);
         },
         deadline);
     if (step != Step::Done || !slot) return step;
-    Py_BEGIN_ALLOW_THREADS
-    ring.write(frame, slot);
-    Py_END_ALLOW_THREADS
+    {
+        WithoutGil without;
+        ring.write(frame, slot);
+    }
     Wakes wakes;
     Locked<Ring> locked(ring);
-    step = ring.publish(slot, writer, wakes);
+    step = out && !out->open ? Step::PortClosed : ring.publish(slot, writer, wakes);  // closing it gave the slot back
     locked.unlock(wakes);
     return step;
 }
@@ -89,6 +92,7 @@ Step put_ring(Channel& ch, Out* out, PyObject* item, Deadline deadline, uint64_t
     return perform(
         ring, Side::Writer, [&] { return out ? out->state.session : ch.plain_session(); },
         [&](Wakes& wakes) {
+            if (out && !out->open) return Step::PortClosed;
             if (out) begin(ring, *out);
             if (writer && skip(*writer)) return Step::Done;
             return ring.try_put(frame, writer, wakes);
@@ -119,6 +123,7 @@ Step get_step(Channel& ch, In* in, Deadline deadline, bool keep, PyObject*& resu
         Step step = perform(
             queue, Side::Reader, [] { return 0u; },
             [&](Wakes& wakes) {
+                if (in && !in->open) return Step::PortClosed;
                 if (reader && !keep) {
                     queue.acknowledge(*reader, wakes);
                     before.swap(in->hand);
@@ -137,6 +142,7 @@ Step get_step(Channel& ch, In* in, Deadline deadline, bool keep, PyObject*& resu
     Step step = perform(
         ring, Side::Reader, [&] { return session; },
         [&](Wakes& wakes) {
+            if (in && !in->open) return Step::PortClosed;
             if (reader && !keep) ring.acknowledge(*reader, wakes);
             return ring.try_take(taken, reader, session, wakes);
         },

@@ -85,6 +85,10 @@ Step try_get(Channel& ch, In* in, PyObject*& item);
 
 bool parse_deadline(PyObject* timeout, Deadline& deadline);
 
+// Whether the port can be used here; false with a Python error set. A port used by a forked child for the first time
+// moves to that child.
+template <class Port> bool ready(Port& port);
+
 nb::object select_one(nb::list gets, nb::list puts, nb::handle timeout);
 nb::list wait_any(nb::list targets, double seconds);
 void pass_on(nb::handle target, bool reading);

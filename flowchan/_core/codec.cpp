@@ -1,4 +1,5 @@
 #include "codec.hpp"
+#include "gil.hpp"
 #include "raising.hpp"
 
 #include <algorithm>
@@ -168,9 +169,8 @@ void copy(char* to, const char* from, uint64_t n) {
         memcpy(to, from, n);
         return;
     }
-    Py_BEGIN_ALLOW_THREADS
+    WithoutGil without;
     memcpy(to, from, n);
-    Py_END_ALLOW_THREADS
 }
 
 // `dumps` gives the pickle, or a list: the pickle, then its out-of-band buffers.

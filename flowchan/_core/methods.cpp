@@ -63,22 +63,6 @@ bool parse(const char* function, const char* const (&names)[N], size_t required,
     return true;
 }
 
-// A port used by a forked child for the first time moves to that child.
-template <class Port> bool ready(Port& port) {
-    if (!port.open) {
-        PyErr_SetString(PyExc_ValueError, "this port was closed; open another one from the channel");
-        return false;
-    }
-    if (port.forks == fork_count) return true;
-    if (!port.ch->usable()) return false;
-    Wakes wakes;
-    Locked<Ring> locked(*port.ch->ring);
-    port.ch->ring->adopt(port.state.session);
-    locked.unlock(wakes);
-    port.forks = fork_count;
-    return true;
-}
-
 constexpr const char* PUT[] = {"item", "timeout"};
 constexpr const char* PUT_MANY[] = {"items", "timeout"};
 constexpr const char* GET[] = {"timeout"};

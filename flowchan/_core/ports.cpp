@@ -18,6 +18,7 @@ template <class M> bool done_with(M& m, Out& out, uint64_t number) {
     Step step = perform(
         m, Side::Writer, [&] { return out.state.session; },
         [&](Wakes& wakes) {
+            if (!out.open) return Step::Done;
             if (!out.state.keyed) m.begin_item(out.state, number);
             out.state.keyed = true;
             return m.item_done(out.state, wakes);
@@ -61,6 +62,24 @@ bool owns(Ring& ring, uint32_t session, uint64_t generation) {
 }
 
 }  // namespace
+
+template <class Port> bool ready(Port& port) {
+    if (!port.open) {
+        raise_step(*port.ch, Step::PortClosed, Side::Reader, 0, {});
+        return false;
+    }
+    if (port.forks == fork_count) return true;
+    if (!port.ch->usable()) return false;
+    Wakes wakes;
+    Locked<Ring> locked(*port.ch->ring);
+    port.ch->ring->adopt(port.state.session);
+    locked.unlock(wakes);
+    port.forks = fork_count;
+    return true;
+}
+
+template bool ready(In&);
+template bool ready(Out&);
 
 bool tell_followers(In& in) {
     if (!in.state.in_hand) return true;

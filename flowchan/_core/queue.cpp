@@ -155,6 +155,7 @@ void LocalQueue::break_(std::vector<PyObject*>& dropped, Wakes& wakes) {
 void LocalQueue::end_port(bool writer, Wakes& wakes) {
     uint64_t& open = writer ? writers : readers;
     if (--open == 0) close(wakes);
+    (writer ? wakes.writers : wakes.readers) += (writer ? writer_gate : reader_gate).call_all();  // it may wait itself
 }
 
 int LocalQueue::traverse(visitproc visit, void* arg) {

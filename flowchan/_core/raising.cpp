@@ -88,6 +88,9 @@ PyObject* raise_step(Channel& ch, Step step, Side side, uint64_t size, Deadline 
             PyErr_SetString(PyExc_MemoryError, (who + ": no shared memory for an item of " + std::to_string(size) +
                                                 " bytes").c_str());
             break;
+        case Step::PortClosed:
+            PyErr_SetString(PyExc_ValueError, "this port was closed; open another one from the channel");
+            break;
         default: break;  // Interrupted: the error is set already
     }
     return nullptr;

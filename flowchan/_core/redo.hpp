@@ -39,7 +39,9 @@ struct Redo {
 
     void apply(char* base, uint64_t n) const {
         for (uint64_t i = 0; i < n; ++i) {
-            *reinterpret_cast<volatile uint64_t*>(base + entry[i].offset) = entry[i].value;
+            // Atomic because some words are read without the lock, as hints (Traits<Ring>::ready in blocking.hpp is the
+            // partner); relaxed because who believes a hint takes the lock and looks.
+            std::atomic_ref(*reinterpret_cast<uint64_t*>(base + entry[i].offset)).store(entry[i].value, std::memory_order_relaxed);
             fault_point();
         }
     }

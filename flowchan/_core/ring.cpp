@@ -258,10 +258,12 @@ void Ring::drop_copies(uint32_t index, Wakes& wakes) {
         fault_point();
         gate.waiting -= std::min(gate.waiting, n);
         gate.woken = std::min(gate.woken, gate.waiting);
+        gate.selecting = std::min(gate.selecting, gate.waiting);
         gate.waited_ns += int64_t(n) * now;
+        return n ? gate.call_all() : 0;  // a thread that waits in the port that is being closed must hear of it
     };
-    leave(h_->reader_gate, s.at_reader_gate);
-    leave(h_->writer_gate, s.at_writer_gate);
+    wakes.readers += leave(h_->reader_gate, s.at_reader_gate);
+    wakes.writers += leave(h_->writer_gate, s.at_writer_gate);
 }
 
 // `finished`: the items in hand are done with, else they go back.

@@ -45,9 +45,10 @@ template <class M> void leave(M& m, const Place& place, bool pass_on, bool look)
     Wakes wakes;
     Locked<M> locked(m);
     Gate& gate = Traits<M>::gate(m, place.side);
-    gate.leave();
+    const bool counted = Traits<M>::at_gate(m, place.session, place.side, -1);
+    keep_order();
+    if (counted) gate.leave();
     gate.selecting -= 1;
-    Traits<M>::at_gate(m, place.session, place.side, -1);
     if (look) Traits<M>::look_for_dead(m, wakes);
     if (pass_on) (place.side == Side::Reader ? wakes.readers : wakes.writers) += gate.call(1);
     locked.unlock(wakes);
@@ -83,7 +84,7 @@ public:
             timespec nap{0, 1'000'000};
             nanosleep(&nap, nullptr);
         }
-        PyEval_RestoreThread(state);
+        take_gil(state);
         return error == ETIMEDOUT;
     }
     // Those that were ready when they were entered, or whose words have changed since.
@@ -116,10 +117,12 @@ Operation parse(nb::handle target, Side side, PyObject* item) {
         op.place.ch = nb::inst_ptr<Channel>(target);
     } else if (side == Side::Reader && nb::isinstance<In>(target)) {
         op.in = nb::inst_ptr<In>(target);
+        if (!ready(*op.in)) throw nb::python_error();
         op.place.ch = op.in->ch;
         op.place.session = op.in->state.session;
     } else if (side == Side::Writer && nb::isinstance<Out>(target)) {
         op.out = nb::inst_ptr<Out>(target);
+        if (!ready(*op.out)) throw nb::python_error();
         op.place.ch = op.out->ch;
         op.place.session = op.out->state.session;
     } else {
@@ -131,6 +134,11 @@ Operation parse(nb::handle target, Side side, PyObject* item) {
     if (!op.place.ch->usable()) throw nb::python_error();
     if (op.place.ch->ring && !op.place.session) op.place.session = op.place.ch->plain_session();
     return op;
+}
+
+bool closed_port(nb::handle target) {
+    if (nb::isinstance<In>(target)) return !nb::inst_ptr<In>(target)->open;
+    return nb::isinstance<Out>(target) && !nb::inst_ptr<Out>(target)->open;
 }
 
 }  // namespace
@@ -195,16 +203,25 @@ nb::object select_one(nb::list gets, nb::list puts, nb::handle timeout) {
 }
 
 // Sleeps until one of the (channel or port, is it a read) changes, or about `seconds` are over; answers the indices of
-// those that changed. The waiter that runs the async calls of an event loop does nothing else.
+// those that changed; a port that was closed meanwhile has. The waiter that runs the async calls of an event loop does
+// nothing else.
 nb::list wait_any(nb::list targets, double seconds) {
     std::vector<Place> places;
-    for (nb::handle t : targets)
-        places.push_back(parse(t[0], nb::cast<bool>(t[1]) ? Side::Reader : Side::Writer, nullptr).place);
-    Gates gates(places, true);
-    bool over = gates.changed().empty() && gates.sleep(int64_t(seconds * 1e9));
-    std::vector<size_t> changed = gates.changed();
+    std::vector<size_t> numbers;
     nb::list found;
-    for (size_t i : changed) found.append(i);
+    for (size_t i = 0; i < targets.size(); ++i) {
+        nb::handle target = targets[i][0];
+        if (closed_port(target)) {
+            found.append(i);
+            continue;
+        }
+        places.push_back(parse(target, nb::cast<bool>(targets[i][1]) ? Side::Reader : Side::Writer, nullptr).place);
+        numbers.push_back(i);
+    }
+    Gates gates(places, true);
+    bool over = found.size() == 0 && gates.changed().empty() && gates.sleep(int64_t(seconds * 1e9));
+    std::vector<size_t> changed = gates.changed();
+    for (size_t i : changed) found.append(numbers[i]);
     for (size_t i = 0; i < places.size(); ++i) {
         // Those that changed are told to their callers, who try at once, or pass the wake-up on.
         bool told = std::find(changed.begin(), changed.end(), i) != changed.end();
@@ -217,6 +234,7 @@ nb::list wait_any(nb::list targets, double seconds) {
 
 // A caller that was told and will not try: somebody else may.
 void pass_on(nb::handle target, bool reading) {
+    if (closed_port(target)) return;
     Place p = parse(target, reading ? Side::Reader : Side::Writer, nullptr).place;
     Wakes wakes;
     auto call = [&](auto& m) {

@@ -12,7 +12,7 @@
    step of the model                     source
    -----------------------------------   ------------------------------------------------------------------
    set()                                 redo.hpp: Change::set
-   commit()                              redo.hpp: Change::commit, Redo::apply; each may_die() is a fault_point()
+   COMMIT(), finish(), apply()           redo.hpp: Change::commit, Redo::apply; each may_die() is a fault_point()
    lock(), unlock()                      ring.cpp: Ring::lock (robust mutex, EOWNERDEAD); ring.hpp: Ring::unlock
    recover()                             ring.cpp: Ring::recover, pthread_mutex_consistent; redo.hpp: Redo::recover
    take_slot(), free_slot()              ring_items.cpp: Ring::take_slot (from the free list), Ring::free_slot
@@ -92,6 +92,9 @@ byte deaths;
 bool is_put[TOTAL];
 bool is_done[TOTAL];
 bool drained;
+#ifdef PLANT_two_changes
+byte taken;
+#endif
 hidden byte i, j, slot, count;       /* scratch within one step */
 
 #define inside (mem[PUTS] - mem[TAKES])
@@ -136,26 +139,29 @@ inline clear() {
     i = 0
   }
 }
-inline commit(compose) {
+/* COMMIT composes a change in one step, whose last act is to mark it valid; the rest goes store by store. */
+#define COMMIT(compose) may_die(); d_step { compose; MARK }; finish()
+#if defined(PLANT_late)
+#define MARK mem[at[0]] = value[0]; mem[at[1]] = value[1]
+#elif defined(PLANT_early)
+#define MARK early = n
+byte early;
+#else
+#define MARK valid = n
+#endif
+inline finish() {
   may_die();
+#ifdef PLANT_late
+  valid = n; may_die();
+#endif
 #ifdef PLANT_early
-  d_step { compose; early = n };
   do
-  :: early > 0 && k < early -> mem[at[k]] = value[k]; k++; may_die()
+  :: k < early -> mem[at[k]] = value[k]; k++; may_die()
   :: else -> break
   od;
   early = 0;
-#else
-#ifdef PLANT_late
-  d_step { compose; mem[at[0]] = value[0]; mem[at[1]] = value[1] };
-  may_die();
-  d_step { valid = n };
-#else
-  d_step { compose; valid = n };
 #endif
-  may_die();
   apply();
-#endif
   clear();
   may_die()
 }
@@ -284,16 +290,13 @@ inline end_session() {
 #ifdef SOURCE_CLOSE_APART
   last = (mem[OPENED + who / 2] == 1 && !mem[STATE]);
 #endif
-  commit(compose_leave());
+  COMMIT(compose_leave());
 #ifdef SOURCE_CLOSE_APART
-  if :: last -> commit(compose_close()); last = false :: else fi
+  if :: last -> COMMIT(compose_close()); last = false :: else fi
 #endif
 }
 
-#if defined(PLANT_early)
-byte early;
-#endif
-#define LOCALS byte k; bool held; byte who
+#define LOCALS byte k, who; bool held
 #ifdef SOURCE_CLOSE_APART
 bool last;
 #endif
@@ -318,7 +321,7 @@ proctype writer(byte me) {
        lock(mem[STATE] || inside < CAP);
        if
        :: mem[STATE] -> unlock(); break
-       :: !mem[STATE] && inside < CAP -> commit(compose_put()); unlock(); sent++
+       :: !mem[STATE] && inside < CAP -> COMMIT(compose_put()); unlock(); sent++
        :: else -> unlock()           /* it came to recover, and waits on */
        fi
      }
@@ -337,15 +340,15 @@ proctype reader(byte me) {
   do
   :: atomic {
        lock(mem[IN_HAND(me)] || mem[HEAD] || AT_END);
-       if :: mem[IN_HAND(me)] -> commit(compose_acknowledge()) :: else fi;
+       if :: mem[IN_HAND(me)] -> COMMIT(compose_acknowledge()) :: else fi;
        if
        :: mem[HEAD] ->
 #ifdef PLANT_two_changes
           taken = mem[HEAD];
-          commit(compose_unlink());
-          commit(slot = taken; compose_lease(); slot = 0);
+          COMMIT(compose_unlink());
+          COMMIT(slot = taken; compose_lease(); slot = 0);
 #else
-          commit(compose_take());
+          COMMIT(compose_take());
 #endif
           unlock()
        :: mem[HEAD] == NONE && AT_END -> drained = true; unlock(); break
@@ -361,10 +364,6 @@ dying:
 out:
   skip
 }
-#ifdef PLANT_two_changes
-byte taken;
-#endif
-
 /* Ends the sessions of the dead. When it dies another one takes its place. */
 proctype janitor() {
   LOCALS;
@@ -379,7 +378,7 @@ again:
        :: who < 4 ->
           if
           :: died[who] && mem[ROLE(who)] ->
-             if :: who >= 2 && mem[LEASE_HEAD(who)] -> commit(compose_give_back()) :: else fi;
+             if :: who >= 2 && mem[LEASE_HEAD(who)] -> COMMIT(compose_give_back()) :: else fi;
              end_session()
           :: else
           fi;
@@ -394,6 +393,7 @@ again:
        (over[2] || (died[2] && !mem[ROLE(2)])) && (over[3] || (died[3] && !mem[ROLE(3)])) && mutex == FREE_LOCK -> break
      }
   od;
+  skip;
   d_step {
     assert(mem[STATE] && mem[OPENED] == 0 && mem[OPENED + 1] == 0 && mem[LEASED] == 0);
     /* nothing is left but what nobody was there to read */

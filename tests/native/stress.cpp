@@ -140,7 +140,7 @@ void many_to_many(bool processes, uint64_t each) {
 // Plain users that take and put at any time, with copies made outside of the lock; the items go round.
 void round_and_round(bool processes, uint64_t turns) {
     constexpr uint64_t USERS = 4, ITEMS = 5;
-    Ring one(8, 60'000);
+    Ring one(8, 1 << 20);  // room for all the items, else the last one to put would wait for ever
     auto other = attach(one);
     User filler = open(one, Session::PLAIN);
     for (uint64_t value = 0; value < ITEMS; ++value) must(filler.put(Message(value, size_for(value))) == Step::Done, "filling");

@@ -373,12 +373,17 @@ def test_ctrl_c_at_the_end_of_a_block_finishes_what_is_in_flight(tmp_path: Path)
             if number == 100:
                 enough.set()
 
+        def announce(condition):
+            while not condition._waiters:  # the main thread waits at the end of its block
+                threading.Event().wait(0.001)
+            print("going", flush=True)
+
         graph = Graph("block")
         graph.source(itertools.count, name="numbers").map(abs, on="process").sink(save)
         try:
             with graph.start() as run:
                 enough.wait()
-                print("going", flush=True)
+                threading.Thread(target=announce, args=[run._supervisor.ended._cond]).start()
         finally:
             print(len(seen) == run.stats().stages[0].items_out)
     """

@@ -1,0 +1,337 @@
+/* Exactly once under kill -9 (DESIGN §4 "Leases"): two workers of a stage read ring I and write OUTPUTS outputs per item to
+   ring O; workers die between any two steps, the supervisor gives back what they had in hand and starts successors.
+
+   Critical sections are one step each, which ring.pml shows they may be taken for; who must wait stands still until it can
+   go on, which gate.pml shows. Two writers put ITEMS items each into I; when one of them dies what it has not put is not put.
+   One sink reads O. Any two rings of the real thing have the same code, so I and O differ here only in what is looked at.
+
+   step of the model                     source
+   -----------------------------------   ------------------------------------------------------------------
+   source                                verbs.py: source; ring_items.cpp: Ring::try_put; ring.cpp: Ring::end_session
+   ask()                                 channel.cpp: get_item, get_step; ring_items.cpp: Ring::acknowledge, Ring::try_take
+   AT_END()                              ring_items.cpp: Ring::at_end_for
+   begin()                               channel.cpp: begin; ring_items.cpp: Ring::begin_item
+   give_output()                         channel.cpp: skip, put_ring; ring_items.cpp: Ring::try_put, Ring::link
+   leaving: told, close In, close Out    worker.py: work; channel.cpp: In::close, Out::close; ring.cpp: Ring::end_session
+   open_again, numbers, retire,          supervisor.py: _replace; plan.py: open_again; bindings.cpp: numbers_in_hand, retire;
+     give up                             ring.cpp: Ring::open_session, Ring::retire_writer; ring_items.cpp: Ring::give_back
+   release                               supervisor.py: _act (ReleasePorts), after worker.py: Ended
+   start                                 supervisor.py: _start_due
+   sink                                  verbs.py: sink (plain reads: C4)
+
+   A session is an index that is used again (layout.hpp: Session); numbers are given at the first taking, as in
+   Ring::try_take. Left out: ordered outputs, several outputs rings, poison items, limits of restarts, get_many.
+
+   Planted faults: PLANT_forget (the supervisor ends the dead writer's session without keeping its committed count),
+   PLANT_hasty (it gives the item back before it retires the writer), PLANT_apart (the output and the committed count are
+   two critical sections), PLANT_open_late (the successor's ports are opened after the dead one's are closed),
+   PLANT_end_leased (the end comes although an item is on lease), PLANT_finish (items in the hands of the dead count as
+   finished), PLANT_no_inherit (who takes an item up does not make the kept count its own),
+   PLANT_any_resume (a kept count is taken for any item). */
+
+#ifndef ITEMS
+#define ITEMS 1       /* of each writer */
+#endif
+#ifndef OUTPUTS
+#define OUTPUTS 2     /* of each item */
+#endif
+#ifndef DEATHS
+#define DEATHS 2
+#endif
+#ifndef CAP
+#define CAP 1
+#endif
+#define TOTAL (2 * ITEMS)
+#define SESSIONS (3 + DEATHS)        /* two workers, one successor being made, one kept count for each death */
+#define NONE 255
+
+mtype = { FREE, READER, WRITER, RESUME };
+
+/* Ring I. The front is at index 0. */
+byte queue[TOTAL + 1], inside, numbered, number[TOTAL];   /* number + 1 of each item, 0: none yet */
+bool closed_in;
+byte writers_in = 2, readers_in, leased;
+mtype role_in[SESSIONS] = FREE;
+byte in_hand[SESSIONS] = NONE;
+/* Ring O: what is inside is only counted. */
+byte inside_out;
+bool closed_out;
+byte writers_out, resumes;
+mtype role_out[SESSIONS] = FREE;
+byte committed_item[SESSIONS], committed_count[SESSIONS];
+
+/* What the outside sees. */
+bool is_put[TOTAL];
+byte output[TOTAL * OUTPUTS];        /* how often each is in O */
+bool drained_in, drained_out;
+byte read;
+
+/* Workers: their sessions, and how it is with them. */
+byte reading[2] = NONE, writing[2] = NONE;
+bool go[2], dead[2], told[2], gone[2];
+byte deaths;
+hidden byte i, j;
+
+#ifdef PLANT_end_leased
+#define AT_END(s) (closed_in && inside == 0)
+#else
+#define AT_END(s) (closed_in && inside == 0 && leased == (in_hand[s] != NONE))
+#endif
+
+inline open_session(role, kind, result) {
+  i = 0;
+  do
+  :: role[i] != FREE -> i++; assert(i < SESSIONS)
+  :: else -> break
+  od;
+  role[i] = kind; result = i; i = 0
+}
+inline open_ports(w) {
+  open_session(role_in, READER, reading[w]); in_hand[reading[w]] = NONE; readers_in++;
+  open_session(role_out, WRITER, writing[w]); writers_out++;
+  committed_item[writing[w]] = 0; committed_count[writing[w]] = 0
+}
+inline leave_in(s) {                 /* end_session(s, finished) of a reader */
+  if
+  :: role_in[s] == READER ->
+     if :: in_hand[s] != NONE -> leased--; in_hand[s] = NONE :: else fi;
+     role_in[s] = FREE; readers_in--;
+     closed_in = closed_in || readers_in == 0
+  :: else
+  fi
+}
+inline leave_out(s) {
+  if
+  :: role_out[s] == WRITER ->
+     role_out[s] = FREE; committed_item[s] = 0; committed_count[s] = 0; writers_out--;
+     closed_out = closed_out || writers_out == 0
+  :: else
+  fi
+}
+inline give_back(s) {                /* end_session(s, not finished) of a reader */
+  if
+  :: role_in[s] == READER ->
+     if
+     :: in_hand[s] != NONE ->
+        assert(!drained_in);
+#ifndef PLANT_finish
+        i = inside;
+        do
+        :: i > 0 -> queue[i] = queue[i - 1]; i--
+        :: else -> break
+        od;
+        queue[0] = in_hand[s]; inside++;
+#endif
+        leased--; in_hand[s] = NONE
+     :: else
+     fi;
+     role_in[s] = FREE; readers_in--;
+     closed_in = closed_in || readers_in == 0
+  :: else
+  fi
+}
+
+proctype source(byte me) {
+  byte sent;
+  do
+  :: sent < ITEMS ->
+     if
+     :: d_step { !closed_in && inside < CAP ->
+                 assert(!drained_in);
+                 queue[inside] = me * ITEMS + sent; inside++;
+                 is_put[me * ITEMS + sent] = true; sent++ }
+     :: closed_in -> break
+     :: atomic { deaths < DEATHS -> deaths++; break }   /* dies; its session is ended for it */
+     fi
+  :: else -> break
+  od;
+  skip;
+  d_step { sent = 0; writers_in--; closed_in = closed_in || writers_in == 0 }
+}
+
+#define MAY_DIE if :: atomic { deaths < DEATHS -> deaths++; goto died } :: true fi
+
+inline begin() {                     /* before the first output of an item, in the critical section of that output */
+  count = 0; skip_ = 0; keyed = true; i = 0;
+  do
+  :: resumes > 0 && i < SESSIONS ->
+#ifdef PLANT_any_resume
+     if :: role_out[i] == RESUME ->
+#else
+     if :: role_out[i] == RESUME && committed_item[i] == number[in_hand[reading[me]]] ->
+#endif
+           skip_ = committed_count[i];
+#ifndef PLANT_no_inherit
+           committed_item[writing[me]] = committed_item[i];
+           committed_count[writing[me]] = committed_count[i];
+#endif
+           role_out[i] = FREE; committed_item[i] = 0; committed_count[i] = 0; resumes--;
+           break
+     :: else -> i++
+     fi
+  :: else -> break
+  od;
+  i = 0
+}
+#ifdef PLANT_apart
+#define COMMITTED
+#else
+#define COMMITTED committed_item[writing[me]] = number[in_hand[reading[me]]]; committed_count[writing[me]] = count
+#endif
+
+proctype worker(byte me) {
+  byte count, skip_;
+  bool keyed, ended;
+start:
+  atomic { go[me] -> go[me] = false };
+  do
+  :: MAY_DIE;
+     /* ask: the last item is finished, the next one on lease */
+     d_step {
+       in_hand[reading[me]] != NONE || inside > 0 || AT_END(reading[me]) ->
+       if
+       :: in_hand[reading[me]] != NONE -> assert(!drained_in); in_hand[reading[me]] = NONE; leased--
+       :: else
+       fi;
+       keyed = false; count = 0; skip_ = 0;
+       if
+       :: inside > 0 ->
+          assert(!drained_in);
+          in_hand[reading[me]] = queue[0]; leased++; inside--; i = 0;
+          do
+          :: i < inside -> queue[i] = queue[i + 1]; i++
+          :: else -> break
+          od;
+          queue[inside] = 0; i = 0;
+          if
+          :: number[in_hand[reading[me]]] == 0 -> numbered++; number[in_hand[reading[me]]] = numbered
+          :: else
+          fi
+       :: inside == 0 && AT_END(reading[me]) -> drained_in = true; ended = true
+       :: else                       /* acknowledged; it waits on */
+       fi
+     };
+     if
+     :: ended -> break
+     :: !ended && in_hand[reading[me]] != NONE ->
+        do
+        :: count < OUTPUTS ->
+           MAY_DIE;
+           d_step {                  /* one output: skipped, or put in when there is room */
+             (keyed && count < skip_) || !keyed || closed_out || inside_out < CAP ->
+             if :: !keyed -> begin() :: else fi;
+             if
+             :: count < skip_ -> count++
+             :: count >= skip_ && closed_out -> assert(false)   /* nobody closes O while it has a writer */
+             :: count >= skip_ && !closed_out && inside_out < CAP ->
+                assert(!drained_out);
+                inside_out++;
+                output[in_hand[reading[me]] * OUTPUTS + count]++;
+                assert(output[in_hand[reading[me]] * OUTPUTS + count] == 1);
+                count++;
+                COMMITTED
+             :: else                 /* the item has begun; its output waits for room */
+             fi
+           };
+#ifdef PLANT_apart
+           MAY_DIE;
+           d_step { committed_item[writing[me]] = number[in_hand[reading[me]]]; committed_count[writing[me]] = count }
+#endif
+        :: count == OUTPUTS -> break
+        od
+     :: else
+     fi
+  od;
+  MAY_DIE;
+  told[me] = true;                   /* the supervisor hears it before the ports are closed */
+  MAY_DIE;
+  d_step { leave_in(reading[me]) };
+  MAY_DIE;
+  d_step { leave_out(writing[me]) };
+  gone[me] = true;
+  goto over;
+died:
+  atomic { count = 0; skip_ = 0; keyed = false; ended = false; dead[me] = true };
+  if
+  :: go[me] -> goto start            /* its successor, as a process of its own */
+  :: gone[me]
+  fi;
+over:
+  skip
+}
+
+proctype supervisor() {
+  byte old_in, old_out, item, w;
+  do
+  :: atomic { dead[0] && !told[0] -> w = 0 };
+     goto replace
+  :: atomic { dead[1] && !told[1] -> w = 1 };
+     goto replace
+  :: atomic { dead[0] && told[0] && !gone[0] -> w = 0 };
+     goto release
+  :: atomic { dead[1] && told[1] && !gone[1] -> w = 1 };
+     goto release
+  :: atomic { gone[0] && gone[1] -> break };
+  ;
+replace:
+     d_step {
+       dead[w] = false; old_in = reading[w]; old_out = writing[w];
+#ifndef PLANT_open_late
+       open_ports(w)
+#endif
+     };
+     d_step { item = in_hand[old_in] };
+#ifdef PLANT_hasty
+     d_step { give_back(old_in) };
+#endif
+     d_step {
+#ifndef PLANT_forget
+       if
+       :: item != NONE && committed_item[old_out] > 0 && committed_item[old_out] == number[item] ->
+          writers_out--; resumes++; role_out[old_out] = RESUME;
+          closed_out = closed_out || writers_out == 0
+       :: else -> leave_out(old_out)
+       fi
+#else
+       leave_out(old_out)
+#endif
+     };
+#ifndef PLANT_hasty
+     d_step { give_back(old_in) };
+#endif
+#ifdef PLANT_open_late
+     d_step { open_ports(w) };
+#endif
+     d_step { old_in = 0; old_out = 0; item = 0; go[w] = true; w = 0 };
+     goto next;
+release:
+     d_step { leave_in(reading[w]) };
+     d_step { leave_out(writing[w]); gone[w] = true; w = 0 };
+next:
+     skip
+  od
+}
+
+proctype sink() {
+  do
+  :: d_step { inside_out > 0 -> assert(!drained_out); inside_out--; read++ }
+  :: d_step { inside_out == 0 && closed_out -> drained_out = true };
+     break
+  od
+}
+
+init {
+  d_step { open_ports(0); open_ports(1); go[0] = true; go[1] = true };
+  atomic { run source(0); run source(1); run worker(0); run worker(1); run supervisor(); run sink() };
+  (_nr_pr == 1);
+  d_step {
+    j = 0; i = 0;
+    do
+    :: j < TOTAL * OUTPUTS ->
+       assert(output[j] == is_put[j / OUTPUTS]);
+       i = i + output[j]; j++
+    :: else -> break
+    od;
+    assert(read == i && leased == 0 && inside == 0 && resumes == 0 && drained_in && drained_out)
+  }
+}
