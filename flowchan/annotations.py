@@ -93,7 +93,7 @@ def element_type(kind: Any) -> Any:
     if origin is tuple:
         members = [arg for arg in args if arg is not ...]
         return known(members[0]) if all(member == members[0] for member in members) else None
-    if not issubclass(origin, collections.abc.Iterable) or issubclass(origin, collections.abc.ItemsView):
+    if not issubclass(origin, (collections.abc.Iterable, collections.abc.AsyncIterable)) or issubclass(origin, collections.abc.ItemsView):
         return None
     return known(args[0])
 

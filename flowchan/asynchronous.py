@@ -34,6 +34,7 @@ class Watcher:
         self._waits: dict[asyncio.Future[None], tuple[Any, bool]] = {}
         self._bell: Any = _core.Channel(capacity=1, processes=False, max_bytes=2**64 - 1, name="bell")
         self._thread: threading.Thread | None = None
+        self._over = False
 
     def has_room(self) -> bool:
         return len(self._waits) < MOST
@@ -51,6 +52,14 @@ class Watcher:
             self._waits.pop(future, None)
         self._ring()
 
+    def end(self) -> None:
+        """Ends the thread now. Nothing may wait any more."""
+        self._over = True
+        self._ring()
+        thread = self._thread
+        if thread is not None:
+            thread.join()
+
     def _ring(self) -> None:
         try:
             self._bell.put_nowait(None)
@@ -61,7 +70,7 @@ class Watcher:
         idle_since = time.monotonic()
         while True:
             loop = self._loop()
-            if loop is None or loop.is_closed():
+            if loop is None or loop.is_closed() or self._over:
                 break
             with self._lock:
                 waits = list(self._waits.items())
@@ -75,9 +84,13 @@ class Watcher:
                 self._bell.get_nowait()
             except Empty:
                 pass
-            futures = [waits[index - 1][0] for index in changed if index]
+            futures = []
             with self._lock:
-                futures = [future for future in futures if self._waits.pop(future, None) is not None]
+                for future, place in (waits[index - 1] for index in changed if index):
+                    if self._waits.pop(future, None) is not None:
+                        futures.append(future)
+                    else:
+                        _core._pass_on(*place)  # its call was cancelled meanwhile
             if futures:
                 try:
                     loop.call_soon_threadsafe(_tell, futures)
@@ -94,6 +107,12 @@ def _tell(futures: list[asyncio.Future[None]]) -> None:
 
 
 _watchers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, list[Watcher]] = weakref.WeakKeyDictionary()
+
+
+def end_waits() -> None:
+    """The running loop is about to end and nothing waits in it any more: leaves no thread behind."""
+    for watcher in _watchers.pop(asyncio.get_running_loop(), []):
+        watcher.end()
 
 
 async def _changed(target: Any, reading: bool) -> None:

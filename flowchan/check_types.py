@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from flowchan.annotations import call_signature, known, ports_of, returned_type, type_name
-from flowchan.stage import Problem, Stage, is_callable_class
+from flowchan.stage import Problem, Stage, is_async, is_callable_class
 
 _CALLS = {"map": 1, "flat_map": 1, "filter": 1, "sink": 1, "partition": 1, "reduce": 2}
 _WIDER = {(int, float), (int, complex), (float, complex), (bool, float), (bool, complex)}
@@ -41,7 +41,7 @@ def type_problems(stage: Stage) -> Iterator[Problem]:
     """Whether the annotated item type of each stream fits the annotation of the parameter that takes it."""
     if stage.kind in ("source", "flat_map") and stage.function is not None:
         given = returned_type(stage.function)
-        if not _iterable(given):
+        if not _iterable(given) and not is_async(stage.function):
             yield Problem(
                 "type",
                 stage.name,

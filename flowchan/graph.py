@@ -140,6 +140,8 @@ class Blueprint:
         ports. Returns ``None``, one stream or a tuple of streams, as there are ``Out`` parameters. ``restartable``: the
         function keeps no state between items, so a worker process that died may be replaced, up to ``restarts`` times."""
         ports = ports_of(callable_argument("stage", "function", function))
+        if restartable and not streams and workers != 1:
+            raise ValueError(f"stage: a restartable stage without inputs has one worker, not workers={workers!r}")
         readers = [port.name for port in ports if port.reads][: len(streams)]
         surplus = [f"surplus{number}" for number in range(1, len(streams) - len(readers) + 1)]
         outs = self._declare(

@@ -183,7 +183,7 @@ NB_MODULE(_core, m) {
         .def("_on_poison", [](In& in, uint64_t deaths, nb::object handler) {
             in.max_deaths = deaths;
             in.on_poison = std::move(handler);
-        }, "deaths"_a, "handler"_a)
+        }, "deaths"_a, "handler"_a.none())
         .def("_hand_over", hand_over<In>)
         .def("__enter__", [](nb::handle self) { return self; })
         .def("__exit__", [](In& in, nb::handle type, nb::handle, nb::handle) { in.close(type.is_none()); },

@@ -23,6 +23,8 @@ template <> struct Traits<LocalQueue> {
     static bool at_gate(LocalQueue&, uint32_t, Side, int) { return true; }
     static bool ready(LocalQueue&, Side) { return false; }
     static void look_for_dead(LocalQueue&, Wakes&) {}
+    static bool ended(LocalQueue& q) { return q.state != OPEN; }
+    static uint64_t resumes(LocalQueue&) { return 0; }
     static bool readable(LocalQueue& q) { return q.inside() || q.state == BROKEN || q.drained(); }
     static bool writable(LocalQueue& q, uint64_t capacity) { return q.state != OPEN || q.inside() + q.parked < capacity; }
 };
@@ -48,6 +50,8 @@ template <> struct Traits<Ring> {
         if (side == Side::Reader) return seen(h.head) != 0;
         return seen(h.puts) - seen(h.takes) < h.capacity;
     }
+    static bool ended(Ring& r) { return r.header().state != OPEN; }
+    static uint64_t resumes(Ring& r) { return std::atomic_ref(r.header().resumes).load(std::memory_order_relaxed); }
     static bool readable(Ring& r) { return r.header().head || r.header().state == BROKEN || r.drained(); }
     static bool writable(Ring& r, uint64_t capacity) {
         Header& h = r.header();
@@ -90,7 +94,7 @@ Step wait(M& m, Side side, uint32_t session, Op&& op, Deadline deadline) {
         take_gil(state);
     }
     Locked<M> first(m);
-    Step step = gate.may_pass(me) ? op(wakes) : Step::Wait;
+    Step step = gate.may_pass(me) || T::ended(m) ? op(wakes) : Step::Wait;
     if (step == Step::Wait) {
         seq = gate.enter();
         T::at_gate(m, session, side, +1);
@@ -115,7 +119,7 @@ Step wait(M& m, Side side, uint32_t session, Op&& op, Deadline deadline) {
         if (slice_over) T::look_for_dead(m, wakes);
         // An interrupted call must not take an item that it can't return. One whose slice is over ignores who starves:
         // that one may be dead.
-        if (!interrupted && (gate.may_pass(me) || slice_over)) step = op(wakes);
+        if (!interrupted && (gate.may_pass(me) || slice_over || T::ended(m))) step = op(wakes);
         if (step == Step::Wait && !interrupted && !late) {
             if (error == 0 && ++vain >= 2 && gate.starving == 0 && now_ns() - since > PATIENCE_NS) gate.starving = me;
             seq = gate.enter(true);
@@ -139,7 +143,8 @@ template <class M, class Op, class Session>
 Step perform(M& m, Side side, Session&& session, Op&& op, Deadline deadline) {
     Wakes wakes;
     Locked<M> locked(m);
-    bool behind = Traits<M>::gate(m, side).starving != 0 && !deadline.now_only();
+    // Nobody queues up in a channel that has ended: what is in hand here may be what the others wait for.
+    bool behind = Traits<M>::gate(m, side).starving != 0 && !deadline.now_only() && !Traits<M>::ended(m);
     Step step = behind ? Step::Wait : op(wakes);
     locked.unlock(wakes);
     if (step != Step::Wait) return step;

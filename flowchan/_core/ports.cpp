@@ -10,6 +10,11 @@ namespace {
 // error set when a signal's handler raised meanwhile.
 template <class M> bool done_with(M& m, Out& out, uint64_t number) {
     if (!out.state.ordered) {
+        if (!out.state.keyed && Traits<M>::resumes(m)) {  // the item ends without an output: forget what a dead one put
+            Locked<M> locked(m);
+            m.begin_item(out.state, number);
+            locked.unlock({});
+        }
         out.state.keyed = false;
         return true;
     }

@@ -170,6 +170,7 @@ void Ring::recover() {
     h_->redo.recover(base_);
     Wakes wakes;
     advance(wakes);
+    h_->reader_gate.woken = h_->writer_gate.woken = 0;  // it may have counted sleepers that it did not get to wake
     wakes.readers += h_->reader_gate.call_all();
     wakes.writers += h_->writer_gate.call_all();
     wake(wakes);
@@ -264,6 +265,11 @@ void Ring::drop_copies(uint32_t index, Wakes& wakes) {
     };
     wakes.readers += leave(h_->reader_gate, s.at_reader_gate);
     wakes.writers += leave(h_->writer_gate, s.at_writer_gate);
+    if (s.pid == uint64_t(getpid())) return;
+    // It died, perhaps woken and on its way back, or about to wake somebody: let those who sleep look again.
+    h_->reader_gate.woken = h_->writer_gate.woken = 0;
+    wakes.readers += h_->reader_gate.call_all();
+    wakes.writers += h_->writer_gate.call_all();
 }
 
 // `finished`: the items in hand are done with, else they go back.

@@ -274,10 +274,11 @@ void Ring::release(Slot* slot, Wakes& wakes) {
 
 // --- the end ---
 
-// Whether nothing can come any more for this reader: what it has in hand itself does not come back to it while it lives.
+// Whether nothing more can come for this reader now. Others may still give back what they have in hand, so who has nothing
+// in hand waits for that. Who has something does not: two who gather (get_more) would wait for each other.
 bool Ring::at_end_for(const ReaderState* reader) const {
-    uint64_t own = reader ? h_->sessions[reader->session].leased : 0;
-    return h_->state == CLOSED && h_->leased == own && nothing_coming();
+    const bool gathers = reader && h_->sessions[reader->session].leased > 0;
+    return h_->state == CLOSED && nothing_coming() && (gathers || h_->leased == 0);
 }
 
 // When the last item may have gone, all who wait must look: for some the end has come.

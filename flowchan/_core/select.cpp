@@ -41,15 +41,18 @@ template <class M> Entered enter(M& m, const Place& place, bool again) {
     return {&gate.seq, seq, ready};
 }
 
-template <class M> void leave(M& m, const Place& place, bool pass_on, bool look) {
+// `seen`: pass on, too, if the gate's word is no longer this one.
+template <class M> void leave(M& m, const Place& place, bool pass_on, bool look, const uint64_t* seen = nullptr) {
     Wakes wakes;
     Locked<M> locked(m);
     Gate& gate = Traits<M>::gate(m, place.side);
     const bool counted = Traits<M>::at_gate(m, place.session, place.side, -1);
     keep_order();
     if (counted) gate.leave();
-    gate.selecting -= 1;
+    if (counted && gate.selecting) gate.selecting -= 1;
+    gate.selecting = std::min(gate.selecting, gate.waiting);  // mends what a dead process or a closed port left
     if (look) Traits<M>::look_for_dead(m, wakes);
+    if (seen && gate.seq.load(std::memory_order_relaxed) != uint32_t(*seen)) pass_on = true;
     if (pass_on) (place.side == Side::Reader ? wakes.readers : wakes.writers) += gate.call(1);
     locked.unlock(wakes);
 }
@@ -87,6 +90,7 @@ public:
         take_gil(state);
         return error == ETIMEDOUT;
     }
+    const uint64_t* seen(size_t i) const { return reinterpret_cast<const uint64_t*>(&words_[i].val); }
     // Those that were ready when they were entered, or whose words have changed since.
     std::vector<size_t> changed() const {
         std::vector<size_t> found;
@@ -226,8 +230,9 @@ nb::list wait_any(nb::list targets, double seconds) {
         // Those that changed are told to their callers, who try at once, or pass the wake-up on.
         bool told = std::find(changed.begin(), changed.end(), i) != changed.end();
         const Place& p = places[i];
-        if (p.ch->queue) leave(*p.ch->queue, p, !told && over, over);
-        else leave(*p.ch->ring, p, !told && over, over);
+        const uint64_t* seen = told ? nullptr : gates.seen(i);
+        if (p.ch->queue) leave(*p.ch->queue, p, !told && over, over, seen);
+        else leave(*p.ch->ring, p, !told && over, over, seen);
     }
     return found;
 }

@@ -63,11 +63,12 @@ class State:
 @dataclass(frozen=True, slots=True)
 class Died:
     """A worker's process is gone without having told how it ended. ``deaths`` counts the workers that have died with the
-    item that it had in hand, this one included."""
+    item that it had in hand, this one included. ``hopeless``: it dies again and again before it takes any item."""
 
     worker: WorkerId
     failure: Failure
     deaths: int = 1
+    hopeless: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +177,7 @@ def _failed(state: State, failure: Failure, now: float, expected: bool) -> tuple
 def _died(state: State, died: Died, now: float) -> tuple[State, tuple[Action, ...]]:
     stage = died.worker.stage
     used = state.restarts.get(stage, 0)
-    if state.phase in ("running", "stopping") and used < state.limits.get(stage, 0):
+    if state.phase in ("running", "stopping") and used < state.limits.get(stage, 0) and not died.hopeless:
         pause = 0.0 if died.deaths < 2 else min(FIRST_PAUSE * 2 ** (died.deaths - 2), LONGEST_PAUSE)
         restarts = {**state.restarts, stage: used + 1}
         return dataclasses.replace(state, restarts=restarts), (Replace(died.worker, pause),)

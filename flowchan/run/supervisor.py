@@ -58,6 +58,7 @@ from flowchan.run.worker import (
     Recipe,
     Result,
     Retried,
+    Tasks,
     WorkerId,
     pack,
     process_main,
@@ -67,6 +68,8 @@ from flowchan.run.worker import (
 from flowchan.stage import Stage, is_async
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
+HOPELESS = 4
+"""Deaths of a worker in a row, each within a second of its start and without an item in hand, that end the run."""
 STILL = 0.5
 """Seconds for which nothing must move before a run counts as stuck."""
 REMEDY = "give a channel that somebody waits to put into more places, stream.buffer(n), or read its branches apart"
@@ -107,6 +110,7 @@ class Supervisor:
         self._memory: dict[WorkerId, int] = {}  # last known, in bytes
         self._processes: dict[WorkerId, BaseProcess] = {}
         self._threads: dict[WorkerId, threading.Thread] = {}
+        self._tasks: list[Tasks] = []  # of the async stages
         self._gone: set[WorkerId] = set()
         # Everything that happens comes through `_events`, as references. What worker processes tell comes through
         # `_mail`, and a thread of its own hands it on.
@@ -151,7 +155,8 @@ class Supervisor:
     def _start_loop(self, stage: Stage) -> None:
         """Starts the workers of an async stage, as tasks on one thread."""
         ports = {id: worker.ports for id, worker in self._workers.items() if worker.stage is stage}
-        arguments = (ports, Recipe.of(stage), self.tell)
+        self._tasks.append(Tasks())
+        arguments = (ports, Recipe.of(stage), self.tell, self._tasks[-1])
         name = f"flowchan {self.plan.graph.name}/{stage.name}"
         thread = threading.Thread(target=work_together, args=arguments, name=name, daemon=True)
         self._threads.update(dict.fromkeys(ports, thread))
@@ -199,6 +204,7 @@ class Supervisor:
             for died in self._dead():
                 self._handle(died)
             self._look_for_deadlock()
+            self._cancel_tasks()
             self._handle(decisions.Tick())
             self._start_due()
 
@@ -229,6 +235,13 @@ class Supervisor:
             self._replace(action.worker)
             self._due[action.worker] = time.monotonic() + action.pause
 
+    def _cancel_tasks(self) -> None:
+        """At once when the run is broken off; when only workers are left that nobody needs, they may end by themselves."""
+        late = time.monotonic() - self.state.since > decisions.GRACE / 2
+        if self.state.phase in ("failing", "aborting") or (self.state.phase == "finishing" and late):
+            for tasks in self._tasks:
+                tasks.cancel()
+
     def _break(self, cause: BaseException | None) -> None:
         for channel in self.plan.channels.values():
             channel.abort(cause)
@@ -256,15 +269,19 @@ class Supervisor:
             lived = time.monotonic() - self._born[id]
             self._deaths_without_item[id] = 1 if lived > 1 else self._deaths_without_item[id] + 1
             deaths = self._deaths_without_item[id]
+        hopeless = not in_hand and deaths >= HOPELESS
         code = process.exitcode or 0
         limit = self.state.limits.get(id.stage, 0)
         used = f"{self.state.restarts.get(id.stage, 0)} of {limit} restarts are used"
-        why = used if limit else f"a {worker.stage.kind} stage keeps state of its own and is not declared restartable"
+        if id.stage not in self.state.limits or (limit == 0 and worker.stage.restarts):
+            why = f"a {worker.stage.kind} stage keeps state of its own and is not declared restartable"
+        else:
+            why = "it dies before it takes an item" if hopeless else used
         error = WorkerDied(
             f"the process of worker {id} {exit_text(code, self._memory.get(id, 0))}; it is not replaced: {why}",
             exitcode=code, pid=process.pid,
         )  # fmt: skip
-        return decisions.Died(id, Failure(id, error, None, process.pid or 0), deaths)
+        return decisions.Died(id, Failure(id, error, None, process.pid or 0), deaths, hopeless)
 
     def _look_for_deadlock(self) -> None:
         """Two looks ``STILL`` seconds apart at which every worker waits and no count has changed: nobody can move.

@@ -10,13 +10,15 @@ import contextlib
 import functools
 import os
 import signal
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
 
 from flowchan import _core
+from flowchan.asynchronous import end_waits
 from flowchan.channel import In, Out
 from flowchan.errors import Broken, Closed
 from flowchan.run.failures import ItemFailed, Portable, short
@@ -159,10 +161,49 @@ def work(worker: WorkerId, recipe: Recipe, ports: Ports, tell: Callable[[Event],
             BODIES[recipe.kind](job, **ports.inputs, **ports.outputs)
     except BaseException as error:
         ended_by = _let_go(error, ports)
-    _end(worker, job, ports, ended_by, tell, sends)
+    try:
+        _end(worker, job, ports, ended_by, tell, sends)
+    except BaseException as error:  # no worker may end without a word, or the run waits for it for ever
+        tell(Failure(worker, Portable(error) if sends else error, None, os.getpid()))
 
 
-def work_together(workers: dict[WorkerId, Ports], recipe: Recipe, tell: Callable[[Event], None]) -> None:
+class Tasks:
+    """The tasks of one async stage, as another thread sees them. Unlike a thread, a task that awaits can be ended."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._cancelled = False
+
+    def cancel(self) -> None:
+        """Cancels them, once: what they do then to clean up is left alone."""
+        with self._lock:
+            loop, again, self._cancelled = self._loop, self._cancelled, True
+        if loop is not None and not again:
+            with contextlib.suppress(RuntimeError):  # the loop was closed: they have ended
+                loop.call_soon_threadsafe(self._cancel)
+
+    def _cancel(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    async def run(self, workers: Iterable[Coroutine[Any, Any, None]]) -> None:
+        self._tasks = [asyncio.ensure_future(worker) for worker in workers]
+        with self._lock:
+            self._loop = asyncio.get_running_loop()
+            cancelled = self._cancelled
+        await asyncio.sleep(0)  # a task that is cancelled before it began would never say how it ended
+        if cancelled:
+            self._cancel()
+        await asyncio.gather(*self._tasks)
+        with self._lock:
+            self._loop = None
+        self._tasks.clear()
+        end_waits()
+
+
+def work_together(workers: dict[WorkerId, Ports], recipe: Recipe, tell: Callable[[Event], None], tasks: Tasks) -> None:
     """Runs the workers of an ``async def`` stage, each as a task of one event loop on this thread."""
 
     async def one(worker: WorkerId, ports: Ports) -> None:
@@ -177,10 +218,7 @@ def work_together(workers: dict[WorkerId, Ports], recipe: Recipe, tell: Callable
             ended_by = _let_go(error, ports)
         _end(worker, job, ports, ended_by, tell, sends=False)
 
-    async def everyone() -> None:
-        await asyncio.gather(*(one(worker, ports) for worker, ports in workers.items()))
-
-    asyncio.run(everyone())
+    asyncio.run(tasks.run(one(worker, ports) for worker, ports in workers.items()))
 
 
 def _job(
@@ -201,6 +239,8 @@ def _end(
     worker: WorkerId, job: Job, ports: Ports, error: BaseException | None, tell: Callable[[Event], None], sends: bool
 ) -> None:
     """Tells how the worker ended, then closes its ports."""
+    for reader in ports.inputs.values():
+        reader._on_poison(0, _nothing)  # it holds the job, and so the run: without it no collector need end them
     last: Event = Ended(worker, job.unwanted)
     failed = error is not None and not _clean_end(error, ports)
     if error is not None and failed:
@@ -224,13 +264,22 @@ def _end(
 def _let_go(error: BaseException, ports: Ports) -> BaseException:
     """``error``, in a clean end without what its traceback holds: so a source's generator is cleaned up here and now."""
     if _clean_end(error, ports):
+        if isinstance(error, ItemFailed) and error.__cause__:
+            error = error.__cause__
         error.__cause__ = error.__context__ = None
         return error.with_traceback(None)
     return error
 
 
 def _clean_end(error: BaseException, ports: Ports) -> bool:
-    """Whether the error only says that one of the worker's own channels has ended."""
+    """Whether the error only says that one of the worker's own channels has ended. A task whose channels have ended is
+    cancelled by us."""
+    if isinstance(error, ItemFailed) and isinstance(error.__cause__, asyncio.CancelledError):
+        error = error.__cause__
+    if isinstance(error, asyncio.CancelledError):
+        return any(port.channel.broken for port in ports.everything()) or any(
+            out.channel.closed for out in ports.outputs.values()
+        )
     if isinstance(error, Closed):
         return any(out.channel.closed for out in (*ports.outputs.values(), *([ports.errors] if ports.errors else [])))
     if isinstance(error, Broken):

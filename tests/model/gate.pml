@@ -1,44 +1,45 @@
-/* Waiting: nobody sleeps beside an available item (C8), model of the gates in waiting.hpp and the loop in blocking.hpp.
+/* Waiting: nobody sleeps beside an available item (C8), model of the gates in waiting.hpp and the loop in
+   blocking.hpp.
 
    Two writers and READERS readers share one ring of CAP places. A critical section is one atomic step here: that the
    changes of a dead owner happen wholly or not at all is shown by ring.pml. What is left are the counts of the gates,
    the system calls after the lock is dropped, and the kernel's own step from "compare" to "sleep".
 
-   Slices. A sleep is cut into slices of 100 ms, which would hide every lost wake-up from a search for deadlocks. So no
-   slice ends while nobody has died. After a death slices end, but only when nothing else can move (`timeout`), and only
-   SLICES times for each participant and death: then also a run that only ever sleeps and looks again is an error.
-   A futex may return without reason: SPURIOUS times, at any moment. FUTEX_WAKE wakes who has slept longest.
+   Slices. A sleep is cut into slices of 100 ms, which would hide every lost wake-up from a search for deadlocks. So
+   no slice ends while nobody has died. After a death slices end, but only when nothing else can move (`timeout`),
+   and only SLICES times for each participant and death: then also a run that only ever sleeps and looks again is an
+   error. A futex may return without reason: SPURIOUS times, at any moment. FUTEX_WAKE wakes who has slept longest.
 
    step of the model                        source
    --------------------------------------   ---------------------------------------------------------------
-   call(), call_all()                       waiting.hpp: Gate::call, Gate::call_all
+   call()                                   waiting.hpp: Gate::call, Gate::call_all
+   call_writers()                           ring.hpp: Ring::call_writers
    enter(), leave()                         waiting.hpp: Gate::enter, Gate::leave; blocking.hpp: Traits<Ring>::at_gate
    fresh[p]                                 waiting.hpp: Gate::seq == the `seq` that p remembers
-   futex_wait(), futex_wake()               waiting.hpp: futex_wait, futex_wake; ring.hpp: Ring::wake
+   asleep[p], get_up(), futex_wake()        waiting.hpp: futex_wait, futex_wake; ring.hpp: Ring::wake
    operation() of a writer                  ring_items.cpp: Ring::room, Ring::try_put, Ring::finish_put
-   operation() of a reader                  channel.cpp: get_step; ring_items.cpp: Ring::acknowledge, Ring::free_leased,
-                                            Ring::try_take, Ring::at_end_for, Ring::tell_end, Ring::call_writers
+   operation() of a reader                  calls.cpp: get_step; ring_items.cpp: Ring::acknowledge, Ring::free_leased,
+                                            Ring::try_take, Ring::at_end_for, Ring::tell_end
    first try                                blocking.hpp: perform
    registering, the loop                    blocking.hpp: wait
-   depart()                                 ring.cpp: Ring::end_session, Ring::close, Ring::drop_copies
+   depart()                                 ring.cpp: Ring::end_session, Ring::close_with, Ring::drop_copies
    sweep()                                  ring.cpp: Ring::sweep; ring_items.cpp: Ring::give_back
    take_lock()                              ring.cpp: Ring::lock, Ring::recover
 
+   -D LAZY=n: readers wake writers when n places are free (ring.hpp: Ring::call_writers, ReaderState::lazy).
    -D GATHER: readers gather two items with `get_more`, which keeps what is in hand (verbs.py: batch).
    Left out: spinning, deadlines, ordered outputs (`turn`), large items, shortage of memory.
 
-   Three places where the source as of caa6d0c does worse than the model; each can be put back by a define, and is found:
-     SOURCE_TURNED_AWAY  blocking.hpp, wait(), the loop: a woken waiter that may not pass somebody starving goes back to
-                         sleep and the wake-up is lost. Here whoever is woken tries; only newcomers queue up.
+   Two places where the source does worse than the model; each can be put back by a define, and is found:
      SOURCE_QUEUE_CLOSED blocking.hpp, perform() and wait(): a reader queues up behind a starving one with its item still
                          in hand, for whose end the starving one may wait. Here nobody queues up once it is closed.
      SOURCE_END_OWN      ring_items.cpp, at_end_for(): for a reader with items in hand the end comes only when no other
                          reader has any, so two that gather wait for each other (with GATHER). Here the end comes for
                          it as soon as nothing is inside; what others give back it sees when it asks with empty hands.
    Planted faults: PLANT_no_wake (a put wakes nobody), PLANT_old_seq (the wake-up does not change seq, so who is about to
-   sleep sleeps), PLANT_no_tell_end (the last acknowledgement tells nobody), PLANT_close_wakes_one, PLANT_keep_turn (who
-   was starving does not call those that queued up), PLANT_no_pass_on (who is interrupted keeps the wake-up),
-   PLANT_no_slices, PLANT_end_leased (the end comes although an item is on lease). */
+   sleep sleeps), PLANT_no_tell_end (the last acknowledgement tells nobody), PLANT_close_wakes_one,
+   PLANT_wake_one (while somebody starves one is woken, perhaps one that may not go on), PLANT_no_pass_on (who is
+   interrupted keeps the wake-up), PLANT_no_slices, PLANT_end_leased (the end comes although an item is on lease). */
 
 #ifndef READERS
 #define READERS 2
@@ -99,7 +100,11 @@ byte spurious = SPURIOUS, quits = QUITS, deaths, slices[ALL];
 
 inline call(side, k, count) {        /* adds to `count` how many to wake */
   n = (waiting[side] > woken[side] -> waiting[side] - woken[side] : 0);
+#ifndef PLANT_wake_one
+  n = (n > k && !(k > 0 && starving[side] > 0) -> k : n);
+#else
   n = (n > k -> k : n);
+#endif
   woken[side] = woken[side] + n;
   if
   :: n > 0 ->
@@ -113,6 +118,17 @@ inline call(side, k, count) {        /* adds to `count` how many to wake */
   :: else
   fi;
   count = count + n
+}
+
+inline call_writers() {
+#ifdef LAZY
+  if
+  :: CAP - inside >= LAZY -> call(W, CAP - inside, wake_w)
+  :: else
+  fi
+#else
+  call(W, 1, wake_w)
+#endif
 }
 
 inline enter(side, p) { waiting[side]++; at_gate[p] = true; fresh[p] = true }
@@ -149,8 +165,8 @@ inline operation(p) {
      :: inside > 0 ->
         assert(!drained);
         inside--; leased++; in_hand[p]++; step = DONE;
-        call(W, 1, wake_w); tell_end()
-     :: inside == 0 && closed && AT_END(p) -> step = DRAINED; drained = drained || leased == 0
+        call_writers(); tell_end()
+     :: inside == 0 && closed && AT_END(p) -> step = DRAINED; drained = drained || in_hand[p] == 0
      :: else -> step = WAIT
      fi
   :: else ->
@@ -194,6 +210,10 @@ inline depart(p) {
      at_gate[p] = false; fresh[p] = false;
      waiting[side_of(p)]--;
      woken[side_of(p)] = (woken[side_of(p)] > waiting[side_of(p)] -> waiting[side_of(p)] : woken[side_of(p)])
+  :: else
+  fi;
+  if
+  :: dead[p] -> woken[R] = 0; woken[W] = 0; call(R, ALL, wake_r); call(W, ALL, wake_w)
   :: else
   fi;
   if
@@ -321,26 +341,21 @@ proctype participant(byte me) {
                if :: slice -> sweep() :: else fi;
                if
                :: signal -> step = INTERRUPTED
-#ifdef SOURCE_TURNED_AWAY
                :: !signal && (may_pass(me) || slice) -> operation(me)
                :: else -> step = WAIT
-#else
-               :: else -> operation(me)
-#endif
                fi;
                if
                :: step == WAIT ->
                   vain = (!error && vain < 2 -> vain + 1 : vain);
-                  starving[side_of(me)] = (vain == 2 && !error && starving[side_of(me)] == 0 -> me + 1 : starving[side_of(me)]);
+                  starving[side_of(me)] =
+                    (vain == 2 && !error && starving[side_of(me)] == 0 -> me + 1 : starving[side_of(me)]);
                   enter(side_of(me), me)
                :: else ->
                   vain = 0; signal = false;
                   if
                   :: starving[side_of(me)] == me + 1 ->
                      starving[side_of(me)] = 0;
-#ifndef PLANT_keep_turn
                      if :: me < READERS -> call(R, ALL, wake_r) :: else -> call(W, ALL, wake_w) fi
-#endif
 #ifndef PLANT_no_pass_on
                   :: starving[side_of(me)] != me + 1 && step == INTERRUPTED ->
                      if :: me < READERS -> call(R, 1, wake_r) :: else -> call(W, 1, wake_w) fi

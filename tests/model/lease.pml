@@ -1,20 +1,23 @@
-/* Exactly once under kill -9 (DESIGN §4 "Leases"): two workers of a stage read ring I and write OUTPUTS outputs per item to
-   ring O; workers die between any two steps, the supervisor gives back what they had in hand and starts successors.
+/* Exactly once under kill -9 (DESIGN §4 "Leases"): two workers of a stage read ring I and write OUTPUTS outputs per
+   item to ring O; workers die between any two steps, the supervisor gives back what they had in hand and starts
+   successors.
 
-   Critical sections are one step each, which ring.pml shows they may be taken for; who must wait stands still until it can
-   go on, which gate.pml shows. Two writers put ITEMS items each into I; when one of them dies what it has not put is not put.
-   One sink reads O. Any two rings of the real thing have the same code, so I and O differ here only in what is looked at.
+   Critical sections are one step each, which ring.pml shows they may be taken for; who must wait stands still until
+   it can go on, which gate.pml shows. Two writers put ITEMS items each into I; when one of them dies what it has
+   not put is not put. One sink reads O. Any two rings of the real thing have the same code, so I and O differ here
+   only in what is looked at.
 
    step of the model                     source
    -----------------------------------   ------------------------------------------------------------------
    source                                verbs.py: source; ring_items.cpp: Ring::try_put; ring.cpp: Ring::end_session
-   ask()                                 channel.cpp: get_item, get_step; ring_items.cpp: Ring::acknowledge, Ring::try_take
+   ask                                   calls.cpp: get_item, get_step; ring_items.cpp: Ring::acknowledge, Ring::try_take
    AT_END()                              ring_items.cpp: Ring::at_end_for
-   begin()                               channel.cpp: begin; ring_items.cpp: Ring::begin_item
-   give_output()                         channel.cpp: skip, put_ring; ring_items.cpp: Ring::try_put, Ring::link
-   leaving: told, close In, close Out    worker.py: work; channel.cpp: In::close, Out::close; ring.cpp: Ring::end_session
-   open_again, numbers, retire,          supervisor.py: _replace; plan.py: open_again; bindings.cpp: numbers_in_hand, retire;
-     give up                             ring.cpp: Ring::open_session, Ring::retire_writer; ring_items.cpp: Ring::give_back
+   begin()                               calls.cpp: begin; ring_items.cpp: Ring::begin_item
+   one output                            calls.cpp: skip, put_ring; ring_items.cpp: Ring::try_put, Ring::link
+   leaving: told, close In, close Out    worker.py: work; ports.cpp: In::close, Out::close; ring.cpp: Ring::end_session
+   open_again, numbers, retire,          supervisor.py: _replace; plan.py: open_again; bindings.cpp: retire,
+     give up                             numbers_in_hand; ring.cpp: Ring::open_session, Ring::retire_writer;
+                                         ring_items.cpp: Ring::give_back
    release                               supervisor.py: _act (ReleasePorts), after worker.py: Ended
    start                                 supervisor.py: _start_due
    sink                                  verbs.py: sink (plain reads: C4)
@@ -23,11 +26,11 @@
    Ring::try_take. Left out: ordered outputs, several outputs rings, poison items, limits of restarts, get_many.
 
    Planted faults: PLANT_forget (the supervisor ends the dead writer's session without keeping its committed count),
-   PLANT_hasty (it gives the item back before it retires the writer), PLANT_apart (the output and the committed count are
-   two critical sections), PLANT_open_late (the successor's ports are opened after the dead one's are closed),
-   PLANT_end_leased (the end comes although an item is on lease), PLANT_finish (items in the hands of the dead count as
-   finished), PLANT_no_inherit (who takes an item up does not make the kept count its own),
-   PLANT_any_resume (a kept count is taken for any item). */
+   PLANT_hasty (it gives the item back before it retires the writer), PLANT_apart (the output and the committed
+   count are two critical sections), PLANT_open_late (the successor's ports are opened after the dead one's are
+   closed; with -D WORKERS=1), PLANT_end_leased (the end comes although an item is on lease), PLANT_finish (items in
+   the hands of the dead count as finished), PLANT_no_inherit (who takes an item up does not make the kept count its
+   own), PLANT_any_resume (a kept count is taken for any item). */
 
 #ifndef ITEMS
 #define ITEMS 1       /* of each writer */
@@ -40,6 +43,9 @@
 #endif
 #ifndef CAP
 #define CAP 1
+#endif
+#ifndef WORKERS
+#define WORKERS 2
 #endif
 #define TOTAL (2 * ITEMS)
 #define SESSIONS (3 + DEATHS)        /* two workers, one successor being made, one kept count for each death */
@@ -78,14 +84,13 @@ hidden byte i, j;
 #define AT_END(s) (closed_in && inside == 0 && leased == (in_hand[s] != NONE))
 #endif
 
-inline open_session(role, kind, result) {
-  i = 0;
-  do
-  :: role[i] != FREE -> i++; assert(i < SESSIONS)
-  :: else -> break
-  od;
+#define open_session(role, kind, result) \
+  i = 0; \
+  do \
+  :: role[i] != FREE -> i++; assert(i < SESSIONS) \
+  :: else -> break \
+  od; \
   role[i] = kind; result = i; i = 0
-}
 inline open_ports(w) {
   open_session(role_in, READER, reading[w]); in_hand[reading[w]] = NONE; readers_in++;
   open_session(role_out, WRITER, writing[w]); writers_out++;
@@ -263,52 +268,46 @@ over:
 proctype supervisor() {
   byte old_in, old_out, item, w;
   do
-  :: atomic { dead[0] && !told[0] -> w = 0 };
-     goto replace
-  :: atomic { dead[1] && !told[1] -> w = 1 };
-     goto replace
-  :: atomic { dead[0] && told[0] && !gone[0] -> w = 0 };
-     goto release
-  :: atomic { dead[1] && told[1] && !gone[1] -> w = 1 };
-     goto release
-  :: atomic { gone[0] && gone[1] -> break };
-  ;
-replace:
-     d_step {
-       dead[w] = false; old_in = reading[w]; old_out = writing[w];
+  :: atomic { dead[0] && !gone[0] -> w = 0 };
+handle:
+     if
+     :: !told[w] ->
+        skip;
+        d_step {                     /* open_again */
+          dead[w] = false; old_in = reading[w]; old_out = writing[w];
 #ifndef PLANT_open_late
-       open_ports(w)
+          open_ports(w)
 #endif
-     };
-     d_step { item = in_hand[old_in] };
+        };
+        item = in_hand[old_in];      /* numbers */
 #ifdef PLANT_hasty
-     d_step { give_back(old_in) };
+        d_step { give_back(old_in) };
 #endif
-     d_step {
+        d_step {                     /* retire */
+          if
 #ifndef PLANT_forget
-       if
-       :: item != NONE && committed_item[old_out] > 0 && committed_item[old_out] == number[item] ->
-          writers_out--; resumes++; role_out[old_out] = RESUME;
-          closed_out = closed_out || writers_out == 0
-       :: else -> leave_out(old_out)
-       fi
-#else
-       leave_out(old_out)
+          :: item != NONE && committed_item[old_out] > 0 && committed_item[old_out] == number[item] ->
+             writers_out--; resumes++; role_out[old_out] = RESUME;
+             closed_out = closed_out || writers_out == 0
 #endif
-     };
+          :: else -> leave_out(old_out)
+          fi
+        };
 #ifndef PLANT_hasty
-     d_step { give_back(old_in) };
+        d_step { give_back(old_in) };   /* give up */
 #endif
 #ifdef PLANT_open_late
-     d_step { open_ports(w) };
+        d_step { open_ports(w) };
 #endif
-     d_step { old_in = 0; old_out = 0; item = 0; go[w] = true; w = 0 };
-     goto next;
-release:
-     d_step { leave_in(reading[w]) };
-     d_step { leave_out(writing[w]); gone[w] = true; w = 0 };
-next:
-     skip
+        d_step { old_in = 0; old_out = 0; item = 0; go[w] = true; w = 0 }      /* start */
+     :: told[w] ->                   /* release */
+        skip;
+        d_step { leave_in(reading[w]) };
+        d_step { leave_out(writing[w]); gone[w] = true; w = 0 }
+     fi
+  :: atomic { dead[1] && !gone[1] -> w = 1 };
+     goto handle
+  :: atomic { gone[0] && gone[1] -> break }
   od
 }
 
@@ -321,8 +320,20 @@ proctype sink() {
 }
 
 init {
-  d_step { open_ports(0); open_ports(1); go[0] = true; go[1] = true };
-  atomic { run source(0); run source(1); run worker(0); run worker(1); run supervisor(); run sink() };
+  d_step {
+    open_ports(0); go[0] = true;
+#if WORKERS == 2
+    open_ports(1); go[1] = true
+#else
+    gone[1] = true
+#endif
+  };
+  atomic {
+    run source(0); run source(1); run worker(0); run supervisor(); run sink();
+#if WORKERS == 2
+    run worker(1)
+#endif
+  };
   (_nr_pr == 1);
   d_step {
     j = 0; i = 0;

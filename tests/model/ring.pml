@@ -1,27 +1,27 @@
 /* The critical sections of one ring, store by store, with a death before and after each store (C11): every operation
    happens wholly or not at all, whoever dies in it, in the recovery from it, or in the recovery from that.
 
-   Two writers put ITEMS items each; two readers take them on lease and acknowledge each with the next call. Who dies is
-   not replaced (lease.pml does that): a janitor, who may die too, ends the sessions of the dead; what they had in hand goes back.
+   Two writers put ITEMS items each; two readers take them on lease and acknowledge each with the next call. Who
+   dies is not replaced (lease.pml does that): a janitor, who may die too, ends the sessions of the dead; what they
+   had in hand goes back.
 
-   The shared memory is the array `mem`; a word is named as in layout.hpp. The record `redo` is what matters: a change is
-   composed into it, marked valid, applied store by store, cleared. Composing has no steps of its own, for nobody reads a
-   record that is not valid. While a process holds the lock nobody else looks at `mem`, so a whole critical section is one
-   atomic block; a death ends the block anywhere and leaves the lock to be found dead.
+   The shared memory is the array `mem`; a word is named as in layout.hpp. The record `redo` is what matters: a
+   change is composed into it, marked valid, applied store by store, cleared. Composing has no steps of its own, for
+   nobody reads a record that is not valid. While a process holds the lock nobody else looks at `mem`, so a whole
+   critical section is one atomic block; a death ends the block anywhere and leaves the lock to be found dead.
 
    step of the model                     source
    -----------------------------------   ------------------------------------------------------------------
    set()                                 redo.hpp: Change::set
    COMMIT(), finish(), apply()           redo.hpp: Change::commit, Redo::apply; each may_die() is a fault_point()
    lock(), unlock()                      ring.cpp: Ring::lock (robust mutex, EOWNERDEAD); ring.hpp: Ring::unlock
-   recover()                             ring.cpp: Ring::recover, pthread_mutex_consistent; redo.hpp: Redo::recover
-   take_slot(), free_slot()              ring_items.cpp: Ring::take_slot (from the free list), Ring::free_slot
-   put()                                 ring_items.cpp: Ring::try_put, Ring::room, Ring::link
-   take()                                ring_items.cpp: Ring::try_take, the branch of a reader
-   acknowledge()                         ring_items.cpp: Ring::acknowledge, Ring::free_leased
+   lock(), its first branch              ring.cpp: Ring::recover, pthread_mutex_consistent; redo.hpp: Redo::recover
+   compose_put()                         ring_items.cpp: Ring::try_put, Ring::room, Ring::take_slot, Ring::link
+   compose_take()                        ring_items.cpp: Ring::try_take, the branch of a reader
+   compose_acknowledge()                 ring_items.cpp: Ring::acknowledge, Ring::free_leased, Ring::free_slot
    AT_END                                ring_items.cpp: Ring::at_end_for
-   give_back()                           ring_items.cpp: Ring::give_back
-   end_session()                         ring.cpp: Ring::end_session, Ring::close
+   compose_give_back()                   ring_items.cpp: Ring::give_back
+   compose_leave(), end_session()        ring.cpp: Ring::end_session, Ring::close_with
    janitor                               ring.cpp: Ring::sweep
    look()                                layout.hpp: "A slot is always in exactly one place"
    room to begin an operation            blocking.hpp: wait; a sleeper of gate.pml stands still here until it can go on,
@@ -29,14 +29,12 @@
 
    Left out: memory (start_afresh, growth), large items (FILLING, HELD), parked outputs (turn, advance), break_.
 
-   Where the source as of caa6d0c does worse than the model; the define puts that back, and is found:
-     SOURCE_CLOSE_APART  ring.cpp, end_session() and retire_writer(): the last one's leaving and the closing are two
-                         changes; who dies between them leaves a channel that nobody will ever close. Here it is one.
-   Planted faults: PLANT_ignore (recovery ignores a valid record), PLANT_late (a record is applied before it is marked
-   valid), PLANT_early (it is cleared before it is applied), PLANT_relative (a value is "one more", not absolute),
-   PLANT_inconsistent (recovery forgets pthread_mutex_consistent), PLANT_not_robust (a dead owner keeps the lock),
-   PLANT_end_leased (the end comes although an item is on lease), PLANT_two_changes (an item leaves the FIFO in one
-   change and enters the lease list in another). */
+   Planted faults: PLANT_ignore (recovery ignores a valid record), PLANT_late (a record is applied before it is
+   marked valid), PLANT_early (it is cleared before it is applied), PLANT_relative (a value is "one more", not
+   absolute), PLANT_inconsistent (recovery forgets pthread_mutex_consistent), PLANT_not_robust (a dead owner keeps
+   the lock), PLANT_end_leased (the end comes although an item is on lease), PLANT_two_changes (an item leaves the
+   FIFO in one change and enters the lease list in another), PLANT_close_apart (the last one's leaving and the
+   closing are two changes). */
 
 #ifndef CAP
 #define CAP 1
@@ -187,7 +185,8 @@ inline look() {
        if
        :: mem[LEASE_HEAD(j)] != NONE ->
           slot = mem[LEASE_HEAD(j)];
-          assert(slot == mem[LEASE_TAIL(j)] && mem[NEXT(slot)] == NONE && mem[PLACE(slot)] == ON_LEASE);
+          assert(slot == mem[LEASE_TAIL(j)] && mem[NEXT(slot)] == NONE);
+          assert(mem[PLACE(slot)] == ON_LEASE || (died[j] && mem[PLACE(slot)] == INSIDE));   /* see the janitor */
           assert(is_put[payload[slot]] && !is_done[payload[slot]]);
           count++
        :: else
@@ -270,8 +269,6 @@ inline compose_acknowledge() {
   is_done[payload[slot]] = true; slot = 0
 }
 inline compose_give_back() {
-  /* the slot's state is no part of the change */
-  mem[PLACE(mem[LEASE_HEAD(who)])] = INSIDE;
   set(NEXT(mem[LEASE_TAIL(who)]), mem[HEAD]);
   if :: mem[HEAD] == NONE -> set(TAIL, mem[LEASE_TAIL(who)]) :: else fi;
   set(HEAD, mem[LEASE_HEAD(who)]); set(TAKES, mem[TAKES] - mem[IN_HAND(who)]);
@@ -280,24 +277,24 @@ inline compose_give_back() {
 }
 inline compose_leave() {
   set(OPENED + who / 2, mem[OPENED + who / 2] - 1); set(ROLE(who), 0);
-#ifndef SOURCE_CLOSE_APART
+#ifndef PLANT_close_apart
   if :: mem[OPENED + who / 2] == 1 -> set(STATE, 1) :: else fi
 #endif
 }
 inline compose_close() { set(STATE, 1) }
 
 inline end_session() {
-#ifdef SOURCE_CLOSE_APART
+#ifdef PLANT_close_apart
   last = (mem[OPENED + who / 2] == 1 && !mem[STATE]);
 #endif
   COMMIT(compose_leave());
-#ifdef SOURCE_CLOSE_APART
+#ifdef PLANT_close_apart
   if :: last -> COMMIT(compose_close()); last = false :: else fi
 #endif
 }
 
 #define LOCALS byte k, who; bool held
-#ifdef SOURCE_CLOSE_APART
+#ifdef PLANT_close_apart
 bool last;
 #endif
 
@@ -305,7 +302,7 @@ inline died_here() {
   atomic {
     died[me] = true; k = 0; n = 0;
     if :: held -> held = false; suspect = false; mutex = DEAD :: else fi;
-#ifdef SOURCE_CLOSE_APART
+#ifdef PLANT_close_apart
     last = false;
 #endif
     if :: valid == 0 -> clear() :: else fi
@@ -372,13 +369,20 @@ again:
   do
   :: atomic {
        /* somebody is dead and has a session */
-       lock((died[0] && mem[ROLE(0)]) || (died[1] && mem[ROLE(1)]) || (died[2] && mem[ROLE(2)]) || (died[3] && mem[ROLE(3)]));
+       lock((died[0] && mem[ROLE(0)]) || (died[1] && mem[ROLE(1)]) ||
+            (died[2] && mem[ROLE(2)]) || (died[3] && mem[ROLE(3)]));
        who = 0;
        do
        :: who < 4 ->
           if
           :: died[who] && mem[ROLE(who)] ->
-             if :: who >= 2 && mem[LEASE_HEAD(who)] -> COMMIT(compose_give_back()) :: else fi;
+             if
+             :: who >= 2 && mem[LEASE_HEAD(who)] ->
+                /* the slot's state is no part of the change */
+                mem[PLACE(mem[LEASE_HEAD(who)])] = INSIDE;
+                COMMIT(compose_give_back())
+             :: else
+             fi;
              end_session()
           :: else
           fi;
@@ -405,7 +409,7 @@ dying:
   atomic {
     k = 0; n = 0; who = 0;
     if :: held -> held = false; suspect = false; mutex = DEAD :: else fi;
-#ifdef SOURCE_CLOSE_APART
+#ifdef PLANT_close_apart
     last = false;
 #endif
     if :: valid == 0 -> clear() :: else fi

@@ -263,6 +263,8 @@ def test_stop_does_not_wait_for_a_source_that_is_blocked_in_its_own_iterator(on:
         assert run.wait()[result] == [1]
     assert run.stats().state == "stopped"
     device.open()
+    for thread in run._supervisor._threads.values():
+        thread.join()
 
 
 def test_stopping_a_run_that_has_ended_does_nothing() -> None:

@@ -1,0 +1,260 @@
+"""A work queue: one owner puts questions, many workers take them and put answers, over one object.
+
+The queue is two channels. Who calls decides which one is meant: the owner is the thread that made the queue, every other
+thread, of any process, is a worker. Nobody can stand still because both directions are full: while the owner waits to put a
+question it takes answers in and keeps them.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator
+from multiprocessing.util import Finalize
+from typing import Any, Literal
+
+from flowchan import Channel, Drained, Empty, Full, In, select
+from flowchan.pipelines.sharing import Shared
+
+LOOK = 0.1
+"""Seconds between two looks of an owner that waits for the last answers."""
+
+
+class WorkQueue:
+    """The handle that :func:`workqueue` gives. ``creator``: whether this handle made the queue or opened it."""
+
+    def __init__(self, sides: _Sides, creator: bool) -> None:
+        self._sides = sides
+        self.creator = creator
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrive, (self._sides, self._sides.name)
+
+    @property
+    def name(self) -> str | None:
+        """The name it was made with."""
+        return self._sides.name
+
+    @property
+    def is_owner(self) -> bool:
+        """Whether the calling thread is the owner."""
+        return self._sides.is_owner
+
+    def put(self, item: Any, timeout: float | None = None) -> None:
+        """The owner puts a question, a worker an answer. Waits while that direction is full; the owner takes answers in
+        meanwhile. Raises ``Closed`` after :meth:`close`, ``Full`` when ``timeout`` seconds are over."""
+        self._sides.ask(item, timeout) if self.is_owner else self._sides.answer(item, timeout)
+
+    def put_many(self, items: Iterable[Any]) -> None:
+        """Puts all of them, one by one."""
+        for item in items:
+            self.put(item)
+
+    def get(self, timeout: float | None = None) -> Any:
+        """The owner gets an answer, a worker a question. Raises ``Drained`` at the end, ``Empty`` when ``timeout`` seconds
+        are over.
+
+        A question that a worker got is finished when that worker asks for the next one, calls :meth:`close`, or ends
+        after an answer. If it ends or is killed before, another worker gets the question.
+        """
+        return self._sides.next_answer(timeout) if self.is_owner else self._sides.next_question(timeout)
+
+    def get_nowait(self) -> Any:
+        """As :meth:`get`; raises ``Empty`` when there is nothing now."""
+        return self.get(timeout=0)
+
+    def __iter__(self) -> Iterator[Any]:
+        """What :meth:`get` gives, until the end: for a worker when the owner has closed the queue and all questions are
+        finished, for the owner when it has all answers besides."""
+        while True:
+            try:
+                item = self.get()
+            except Drained:
+                return
+            yield item
+
+    def drain(self, timeout: float | None = None) -> None:
+        """Waits until there is an answer to every question, and keeps the answers for :meth:`get`. The owner may call it,
+        where workers give one answer to each question. Raises ``Empty`` when ``timeout`` seconds are over."""
+        if not self.is_owner:
+            raise RuntimeError("drain: only the owner of a work queue, the thread that made it, can wait for its answers")
+        self._sides.drain(timeout)
+
+    def close(self) -> None:
+        """The owner: no more questions; those inside are still done, and the answers can be read. The name is free again.
+        A worker: is done with the question it has. May be called again."""
+        if self.is_owner:
+            self._sides.channels[0].close()
+            _forget(self._sides)
+        else:
+            self._sides.leave()
+
+    def __repr__(self) -> str:
+        questions, answers = self._sides.channels
+        name = "" if self.name is None else f" {self.name!r}"
+        return f"<WorkQueue{name}, {len(questions)} questions and {len(answers)} answers inside>"
+
+
+class _Hand:
+    """What one worker holds: its port, and whether it has answered the question it has."""
+
+    def __init__(self, port: In[Any]) -> None:
+        self.port = port
+        self.answered = [False]
+        # When the thread or the process ends in an orderly way, an answered question is finished. Otherwise dropping
+        # the port gives it back.
+        self.leave = Finalize(self, _finish, (port, self.answered), exitpriority=0)
+
+
+def _finish(port: In[Any], answered: list[bool]) -> None:
+    if answered[0]:
+        port.close()
+
+
+class _Sides(Shared):
+    """What all handles of one queue share within a process."""
+
+    name: str | None = None
+    _owner: tuple[int, threading.Thread] | None = None
+
+    def make(self, name: str | None, capacity: int, across: Literal["threads", "processes"]) -> None:
+        self.name = name
+        self._owner = os.getpid(), threading.current_thread()
+        self._open((Channel(capacity, across=across), Channel(capacity, across=across)))
+        self._stay = self.channels[0].reader()  # the queue outlives its last worker: another may come
+
+    def _renew(self) -> None:
+        self._worker = threading.local()
+        self._kept: deque[Any] = deque()  # answers that the owner took in and has not asked for yet
+        self._asked = self._received = 0
+
+    @property
+    def is_owner(self) -> bool:
+        return self._owner is not None and self._owner == (os.getpid(), threading.current_thread())
+
+    # --- the owner ---
+
+    def ask(self, item: Any, timeout: float | None) -> None:
+        questions, answers = self.channels
+        deadline = _deadline(timeout)
+        try:
+            questions.put_nowait(item)
+        except Full:
+            while not (done := select([answers], puts=[(questions, item)], timeout=_left(deadline))).put:
+                self._received += 1
+                self._kept.append(done.item)
+        self._asked += 1
+
+    def next_answer(self, timeout: float | None) -> Any:
+        return self._kept.popleft() if self._kept else self._receive(timeout)
+
+    def drain(self, timeout: float | None) -> None:
+        deadline = _deadline(timeout)
+        while self._received < self._asked:
+            self._kept.append(self._receive(_left(deadline)))
+
+    def _receive(self, timeout: float | None) -> Any:
+        questions, answers = self.channels
+        deadline = _deadline(timeout)
+        while True:
+            left = _left(deadline)
+            if questions.closed:  # the last worker may leave without a word
+                if questions.drained and len(answers) == 0:
+                    answers.close()
+                left = LOOK if left is None else min(left, LOOK)
+            try:
+                item = answers.get(timeout=left)
+            except Empty:
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise
+                continue
+            self._received += 1
+            return item
+
+    # --- a worker ---
+
+    def next_question(self, timeout: float | None) -> Any:
+        hand = self._hand()
+        if hand is None:
+            hand = self._worker.hand = _Hand(self.channels[0].reader())
+        try:
+            item = hand.port.get(timeout=timeout)
+        except Drained:  # every question is finished, so all answers are there
+            self.channels[1].close()
+            raise
+        hand.answered[0] = False
+        return item
+
+    def answer(self, item: Any, timeout: float | None) -> None:
+        self.channels[1].put(item, timeout=timeout)
+        hand = self._hand()
+        if hand is not None:
+            hand.answered[0] = True
+
+    def leave(self) -> None:
+        hand = self._hand()
+        if hand is not None:
+            hand.answered[0] = True
+            hand.leave()
+            del self._worker.hand
+
+    def _hand(self) -> _Hand | None:
+        return getattr(self._worker, "hand", None)
+
+
+def _deadline(timeout: float | None) -> float | None:
+    return None if timeout is None else time.monotonic() + timeout
+
+
+def _left(deadline: float | None) -> float | None:
+    return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+
+# The queues that this process can open by name, as long as somebody has them and their owner has not closed them.
+_named: weakref.WeakValueDictionary[str, _Sides] = weakref.WeakValueDictionary()
+_naming = threading.Lock()
+
+
+def _after_fork() -> None:
+    global _naming
+    _naming = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _forget(sides: _Sides) -> None:
+    with _naming:
+        if sides.name is not None and _named.get(sides.name) is sides:
+            del _named[sides.name]
+
+
+def _arrive(sides: _Sides, name: str | None) -> WorkQueue:
+    if name is not None and sides.name is None:
+        sides.name = name
+        with _naming:
+            _named.setdefault(name, sides)
+    return WorkQueue(sides, creator=False)
+
+
+def workqueue(
+    name: str | None = None, capacity: int = 64, across: Literal["threads", "processes"] = "threads"
+) -> WorkQueue:
+    """A work queue. With a ``name``, whoever asks for the name first makes the queue and owns it; every other call with it,
+    from any thread of the process, opens that queue as a worker's. The options count for the maker.
+
+    ``across="processes"``: the queue can be sent to other processes, as an argument or through a channel, and is known
+    there by its name from then on; a forked child knows the names of its parent.
+    """
+    with _naming:
+        sides = None if name is None else _named.get(name)
+        if sides is not None:
+            return WorkQueue(sides, creator=False)
+        sides = _Sides()
+        sides.make(name, capacity, across)
+        if name is not None:
+            _named[name] = sides
+        return WorkQueue(sides, creator=True)

@@ -1,0 +1,62 @@
+"""What patterns share that are made of channels and know more than their channels do.
+
+An object of :class:`Shared` crosses to another process by its channels. In each process there is one object for one set of
+channels, however often it arrives, and what it knows of its own process is made anew in a forked child.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import Any, Self
+
+from flowchan import Channel, In
+
+
+class Shared:
+    """Base of what is made of ``channels`` and crosses to other processes with them."""
+
+    channels: tuple[Channel[Any], ...]
+
+    def _open(self, channels: tuple[Channel[Any], ...]) -> None:
+        """Every object begins here: the maker's own, and the one that arrives in another process."""
+        self.channels = channels
+        self._renew()
+        _known[id(channels[0])] = self  # no other object can have this id while we hold the channel
+
+    def _renew(self) -> None:
+        """Makes what belongs to this process: at the beginning, and again in a forked child."""
+        raise NotImplementedError
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self)._arrive, (self.channels,)
+
+    @classmethod
+    def _arrive(cls, channels: tuple[Channel[Any], ...]) -> Self:
+        known = _known.get(id(channels[0]))
+        if isinstance(known, cls):
+            return known
+        made = cls.__new__(cls)
+        made._open(channels)
+        return made
+
+
+_known: weakref.WeakValueDictionary[int, Shared] = weakref.WeakValueDictionary()
+
+
+def _after_fork() -> None:
+    for shared in list(_known.values()):
+        shared._renew()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+class _NotDone(Exception):
+    """Leaving a reading port by an exception gives back what it has in hand."""
+
+
+def give_back(port: In[Any]) -> None:
+    """Closes a reading port, and what it has in hand is in the channel again, at the front. One step: whoever is killed
+    during it has either done it or has the channel do it."""
+    port.__exit__(_NotDone, _NotDone(), None)

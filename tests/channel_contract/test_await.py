@@ -1,0 +1,486 @@
+"""C9 for asyncio: ``aput``, ``aget`` and ``async for`` on channels and ports of every medium. A cancelled call has taken
+and put nothing, a wait costs no thread, and the event loop goes on meanwhile.
+
+That a blocked await costs no CPU can't be told without a clock; it sleeps in the same call as ``select``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import threading
+import weakref
+from collections import Counter
+
+import pytest
+from peers import ProcessPeer, ThreadPeer
+from waiting import PATIENCE, wait_blocked, wait_until
+
+from flowchan import Broken, Channel, Closed, Drained, asynchronous
+
+
+def run(coroutine):
+    """Runs it in a loop of its own, and gives a hang up."""
+
+    async def limited():
+        return await asyncio.wait_for(coroutine, PATIENCE)
+
+    return asyncio.run(limited())
+
+
+async def until(condition):
+    """As ``wait_until``, with the loop going on."""
+    while not condition():
+        await asyncio.sleep(0)
+
+
+async def blocked(channel, readers=0, writers=0):
+    """Until so many wait in the channel."""
+
+    def reached():
+        stats = channel.stats()
+        return stats.waiting_readers >= readers and stats.waiting_writers >= writers
+
+    await until(reached)
+
+
+# what the calls do
+
+
+def test_items_go_in_and_out(make):
+    """C1, C9: without waiting."""
+
+    async def main():
+        ch = make()
+        for item in (1, None, "three"):
+            await ch.aput(item)
+        return [await ch.aget() for _ in range(3)]
+
+    assert run(main()) == [1, None, "three"]
+
+
+def test_async_for_ends_when_the_channel_is_drained(make):
+    """C4, C9."""
+
+    async def main():
+        ch = make()
+        ch.put_many(range(5))
+        ch.close()
+        return [item async for item in ch]
+
+    assert run(main()) == list(range(5))
+
+
+def test_a_waiting_aget_is_woken_by_another_thread_or_process(make, spawn_peer):
+    """C8, C9."""
+
+    async def main():
+        ch = make()
+        task = asyncio.create_task(ch.aget())
+        await blocked(ch, readers=1)
+        peer = spawn_peer(ch.put, "item")
+        item = await task
+        peer.result()
+        return item
+
+    assert run(main()) == "item"
+
+
+def test_a_waiting_aput_is_woken_by_another_thread_or_process(make, spawn_peer):
+    """C2, C8, C9."""
+
+    async def main():
+        ch = make(1)
+        ch.put("old")
+        task = asyncio.create_task(ch.aput("new"))
+        await blocked(ch, writers=1)
+        assert len(ch) == 1
+        peer = spawn_peer(ch.get)
+        await task
+        assert peer.result() == "old"
+        return ch.get()
+
+    assert run(main()) == "new"
+
+
+def test_coroutines_hand_over_to_each_other(make):
+    """C2, C9: both ends in one loop, through one place."""
+
+    async def main():
+        ch = make(1)
+
+        async def write():
+            for i in range(300):
+                await ch.aput(i)
+            ch.close()
+
+        writing = asyncio.create_task(write())
+        items = [item async for item in ch]
+        await writing
+        return items
+
+    assert run(main()) == list(range(300))
+
+
+def test_ports_wait_like_channels(make):
+    """C5, C9: the last writer's exit ends the loop, and an item is on lease until the next is asked for."""
+
+    async def main():
+        ch = make(1)
+        reader, writer = ch.reader(), ch.writer()
+
+        async def write():
+            with writer:
+                for i in range(50):
+                    await writer.aput(i)
+
+        writing = asyncio.create_task(write())
+        items = []
+        async for item in reader:
+            assert ch.stats().leased == 1
+            items.append(item)
+        await writing
+        reader.close()
+        return items
+
+    assert run(main()) == list(range(50))
+
+
+def test_the_loop_goes_on_while_a_coroutine_waits(make):
+    """C9."""
+
+    async def main():
+        ch = make()
+        waiting = asyncio.create_task(ch.aget())
+        steps = 0
+        while not ch.stats().waiting_readers:
+            steps += 1
+            await asyncio.sleep(0)
+        assert not waiting.done()
+        ch.put(steps)
+        return await waiting
+
+    assert run(main()) > 0
+
+
+@pytest.mark.parametrize(("end", "raised"), [("close", Drained), ("abort", Broken)])
+def test_an_end_wakes_every_waiting_aget(make, end, raised):
+    """C3, C6, C9."""
+
+    async def main():
+        ch = make()
+        tasks = [asyncio.create_task(ch.aget()) for _ in range(5)]
+        await blocked(ch, readers=5)
+        getattr(ch, end)()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    assert [type(error) for error in run(main())] == [raised] * 5
+
+
+@pytest.mark.parametrize(("end", "raised"), [("close", Closed), ("abort", Broken)])
+def test_an_end_wakes_every_waiting_aput(make, end, raised):
+    """C3, C6, C9."""
+
+    async def main():
+        ch = make(1)
+        ch.put("old")
+        tasks = [asyncio.create_task(ch.aput(i)) for i in range(5)]
+        await blocked(ch, writers=5)
+        getattr(ch, end)()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    assert [type(error) for error in run(main())] == [raised] * 5
+
+
+def test_a_port_closed_while_a_coroutine_waits_in_it_ends_the_wait(make):
+    """C5, C9."""
+
+    async def main():
+        ch = make()
+        keep, reader = ch.reader(), ch.reader()
+        task = asyncio.create_task(reader.aget())
+        await blocked(ch, readers=1)
+        reader.close()
+        with pytest.raises(ValueError, match="this port was closed"):
+            await task
+        keep.close()
+        return ch.stats().waiting_readers
+
+    assert run(main()) == 0
+
+
+@pytest.mark.copying
+def test_an_item_that_cannot_be_sent_raises_in_aput(make):
+    """C9, C13."""
+
+    async def main():
+        ch = make()
+        with pytest.raises(TypeError, match="can't be pickled"):
+            await ch.aput(threading.Lock())
+        return len(ch)
+
+    assert run(main()) == 0
+
+
+# cancellation
+
+
+def test_a_cancelled_aget_has_taken_nothing(make):
+    """C9."""
+
+    async def main():
+        ch = make()
+        task = asyncio.create_task(ch.aget())
+        await blocked(ch, readers=1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        ch.put("item")
+        await until(lambda: ch.stats().waiting_readers == 0)
+        return ch.get_nowait()
+
+    assert run(main()) == "item"
+
+
+def test_a_cancelled_aput_has_put_nothing(make):
+    """C9."""
+
+    async def main():
+        ch = make(1)
+        ch.put("old")
+        task = asyncio.create_task(ch.aput("new"))
+        await blocked(ch, writers=1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return ch.get_many(5)
+
+    assert run(main()) == ["old"]
+
+
+def test_a_timeout_around_aget_takes_nothing(make):
+    """C7, C9."""
+
+    async def main():
+        ch = make()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await ch.aget()
+        ch.put("item")
+        return await ch.aget()
+
+    assert run(main()) == "item"
+
+
+def test_a_call_cancelled_after_its_wake_up_passes_it_on(make):
+    """C8, C9: the item was announced to the call that is cancelled; the other reader gets it."""
+
+    async def main():
+        for _ in range(50):
+            ch = make()
+            tasks = [asyncio.create_task(ch.aget()) for _ in range(2)]
+            await blocked(ch, readers=2)
+            ch.put("item")
+            tasks[0].cancel()
+            results = await asyncio.gather(tasks[0], return_exceptions=True)
+            if results == ["item"]:
+                ch.put("item")
+            assert await tasks[1] == "item"
+
+    run(main())
+
+
+def test_a_cancelled_call_leaves_its_wake_up_to_a_blocked_thread(make):
+    """C8, C9."""
+
+    async def main():
+        for _ in range(50):
+            ch = make()
+            task = asyncio.create_task(ch.aget())
+            thread = ThreadPeer(ch.get)
+            await blocked(ch, readers=2)
+            ch.put("item")
+            task.cancel()
+            (result,) = await asyncio.gather(task, return_exceptions=True)
+            if result == "item":
+                ch.put("item")
+            assert await asyncio.to_thread(thread.result) == "item"
+
+    run(main())
+
+
+def test_no_item_is_lost_by_many_cancelled_agets(make, spawn_peer):
+    """C9: readers that are cancelled again and again, racing with puts; every item arrives exactly once."""
+    ch, writers, each = make(4), 2, 700
+    taken = []
+
+    async def read(chance):
+        while True:
+            task = asyncio.create_task(ch.aget())
+            for _ in range(chance.randrange(4)):
+                await asyncio.sleep(0)
+            task.cancel()
+            try:
+                taken.append(await task)
+            except asyncio.CancelledError:
+                continue
+            except Drained:
+                return
+
+    async def main():
+        peers = [spawn_peer(ch.put_many, [(number, i) for i in range(each)]) for number in range(writers)]
+        reading = [asyncio.create_task(read(random.Random(seed))) for seed in range(5)]
+        await asyncio.to_thread(lambda: [peer.result() for peer in peers])
+        ch.close()
+        await asyncio.gather(*reading)
+
+    run(main())
+    assert Counter(taken) == dict.fromkeys(((number, i) for number in range(writers) for i in range(each)), 1)
+
+
+def test_no_item_is_lost_or_put_twice_by_many_cancelled_aputs(make):
+    """C9: what a cancelled call reports is what happened."""
+    ch, put = make(2), []
+
+    async def write(number):
+        chance = random.Random(number)
+        for i in range(200):
+            task = asyncio.create_task(ch.aput((number, i)))
+            for _ in range(chance.randrange(4)):
+                await asyncio.sleep(0)
+            task.cancel()
+            try:
+                await task
+                put.append((number, i))
+            except asyncio.CancelledError:
+                continue
+
+    async def main():
+        reader = ThreadPeer(list, ch)
+        await asyncio.gather(*(write(number) for number in range(5)))
+        ch.close()
+        return await asyncio.to_thread(reader.result)
+
+    taken = run(main())
+    assert taken
+    assert Counter(taken) == Counter(put)
+    assert max(Counter(taken).values()) == 1
+
+
+# threads and loops
+
+
+def test_500_waits_at_once_take_no_thread_each(make):
+    """C9: on a hundred channels; each item then wakes one of the five that wait for it."""
+
+    async def main():
+        channels = [make() for _ in range(100)]
+        before = threading.active_count()
+        tasks = [asyncio.create_task(ch.aget()) for ch in channels for _ in range(5)]
+        for ch in channels:
+            await blocked(ch, readers=5)
+        threads = threading.active_count() - before
+        for number, ch in enumerate(channels):
+            ch.put_many([number] * 5)
+        assert Counter(await asyncio.gather(*tasks)) == dict.fromkeys(range(100), 5)
+        return threads
+
+    assert run(main()) <= 4  # 127 waits each
+
+
+def test_two_loops_wait_in_the_same_channel(make):
+    """C8, C9: each on a thread of its own."""
+    ch, items = make(2), 400
+
+    def read():
+        async def main():
+            return [item async for item in ch]
+
+        return run(main())
+
+    def write(start):
+        async def main():
+            for i in range(start, items, 2):
+                await ch.aput(i)
+
+        run(main())
+
+    readers = [ThreadPeer(read) for _ in range(2)]
+    for writer in [ThreadPeer(write, start) for start in range(2)]:
+        writer.result()
+    ch.close()
+    assert sorted(item for reader in readers for item in reader.result()) == list(range(items))
+
+
+def test_a_loop_may_be_closed_while_something_waits(make):
+    """C8, C9: its thread ends, nobody is counted as waiting any more, and the item is there for others."""
+    ch = make()
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(ch.aget())
+    loop.run_until_complete(blocked(ch, readers=1))
+    task.cancel()
+    loop.close()
+    wait_until(lambda: not any(thread.name == "flowchan async" for thread in threading.enumerate()))
+    assert ch.stats().waiting_readers == 0
+    ch.put("item")
+    assert ch.get() == "item"
+
+
+def test_a_closed_loop_is_forgotten(make):
+    """C9, C12: nothing of flowchan's keeps a loop that is over, whatever waited in it."""
+    ch = make()
+
+    async def main():
+        waiting = asyncio.create_task(ch.aget())
+        await blocked(ch, readers=1)
+        waiting.cancel()
+        return weakref.ref(asyncio.get_running_loop())
+
+    gone = asyncio.run(main())
+
+    def forgotten():
+        gc.collect()
+        return gone() is None
+
+    wait_until(forgotten)
+    wait_until(lambda: len(asynchronous._watchers) == 0)
+
+
+def test_the_watching_thread_ends_when_nothing_has_been_waited_for(make, monkeypatch):
+    """C12: and a later wait starts it again."""
+    monkeypatch.setattr(asynchronous.Watcher, "IDLE", 0.0)
+
+    async def main():
+        ch = make()
+        for item in range(2):
+            task = asyncio.create_task(ch.aget())
+            await blocked(ch, readers=1)
+            ch.put(item)
+            assert await task == item
+            await until(lambda: not any(thread.name == "flowchan async" for thread in threading.enumerate()))
+
+    run(main())
+
+
+def test_a_forked_child_waits_in_a_loop_of_its_own():
+    """C9: its parent's loop is waiting at that moment."""
+    ch, answer = Channel(across="processes"), Channel(across="processes")
+
+    def child():
+        async def add_one():
+            await answer.aput(1 + await ch.aget())
+
+        run(add_one())
+
+    async def main():
+        waiting = asyncio.create_task(answer.aget())
+        await blocked(answer, readers=1)
+        peer = ProcessPeer(child)
+        wait_blocked(ch, readers=1)
+        ch.put(41)
+        result = await waiting
+        await asyncio.to_thread(peer.result)
+        return result
+
+    assert run(main()) == 42

@@ -1,0 +1,35 @@
+"""How the crash tests make a worker die at a chosen point: it asks, wherever it runs, and is killed as often as was said."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from flowchan import Channel, Closed, Run, StageStats
+
+
+class Deaths:
+    """``at(point)`` kills the calling process with SIGKILL the first ``times`` times that a worker comes to that point."""
+
+    def __init__(self, *points: object, times: int = 1) -> None:
+        self.total = len(points) * times
+        self.left: dict[object, Channel[None]] = {}
+        for point in points:
+            self.left[point] = Channel(times, across="processes")
+            self.left[point].put_many([None] * times)
+            self.left[point].close()
+
+    def at(self, point: object) -> None:
+        left = self.left.get(point)
+        if left is None:
+            return
+        try:
+            left.get()
+        except Closed:
+            return
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stage_of(run: Run, name: str) -> StageStats:
+    """The statistics of one stage now."""
+    return next(stage for stage in run.stats().stages if stage.name == name)

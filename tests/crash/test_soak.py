@@ -1,0 +1,28 @@
+"""C11, R4: a short soak; ``python -m tests.crash.soak --minutes 60`` is a long one."""
+
+from __future__ import annotations
+
+from soak import case, soak
+
+from flowchan import Graph
+
+
+def test_c11_random_kills_in_random_graphs_lose_and_repeat_nothing() -> None:
+    totals = soak(seconds=20, seed=1)
+    print(totals)
+    assert not totals.failures
+    assert (totals.lost, totals.repeated, totals.disordered, totals.hangs) == (0, 0, 0, 0)
+    assert totals.kills > 0
+
+
+def test_the_soak_finds_a_stage_that_loses_an_item() -> None:
+    from soak import Totals, one
+    import random
+
+    wrong = case(1, 1)
+    graph = Graph("wrong")
+    wrong.graph, wrong.out = graph, graph.source(wrong.expected[1:] + wrong.expected[-1:]).collect()
+    totals = Totals()
+    one(wrong, random.Random(1), totals, "planted")
+    assert (totals.lost, totals.repeated) == (1, 1)
+    assert len(totals.failures) == 1

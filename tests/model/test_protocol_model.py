@@ -1,0 +1,148 @@
+"""The ring's protocol, its leases and its waiting as models that spin searches exhaustively, a death between any two steps.
+
+What each model covers, and which line of the source each of its steps stands for, is written at its top. Every property is
+shown able to fail: a fault planted in the model (``PLANT_…``), or what the source still does worse (``SOURCE_…``), is
+found.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+SOURCE = HERE.parents[1] / "flowchan"
+MEGABYTES = 1900
+
+needs_spin = pytest.mark.skipif(
+    not (shutil.which("spin") and shutil.which("gcc")),
+    reason="needs spin and gcc (.ci/tools.sh installs spin, Debian package 'spin')",
+)
+
+CALM = "SPURIOUS=0 QUITS=0"
+
+# Small enough to be searched to the end, large enough for every planted fault below.
+WHOLE = [
+    ("ring", "ITEMS=1 DEATHS=3"),
+    ("ring", "ITEMS=2 DEATHS=1"),
+    ("ring", "ITEMS=2 DEATHS=1 CAP=2"),
+    ("lease", "ITEMS=1 OUTPUTS=2 DEATHS=3"),
+    ("lease", "ITEMS=2 OUTPUTS=2 DEATHS=1"),
+    ("lease", "ITEMS=1 OUTPUTS=2 DEATHS=2 CAP=2"),
+    ("lease", "ITEMS=1 OUTPUTS=2 DEATHS=2 WORKERS=1"),
+    ("gate", "ITEMS=1"),
+    ("gate", f"ITEMS=2 CAP=2 {CALM} LAZY=2"),
+    ("gate", "ITEMS=1 SPURIOUS=0 GATHER"),
+    ("gate", f"ITEMS=1 {CALM} DEATHS=1"),
+]
+
+FAULTS = [
+    # every operation happens wholly or not at all, in one place, once
+    ("ring", "ITEMS=1 DEATHS=1", "PLANT_ignore"),
+    ("ring", "ITEMS=1 DEATHS=1", "PLANT_late"),
+    ("ring", "ITEMS=1 DEATHS=1", "PLANT_early"),
+    ("ring", "ITEMS=1 DEATHS=1", "PLANT_relative"),
+    ("ring", "ITEMS=1 DEATHS=1", "PLANT_two_changes"),
+    # the dead block nobody
+    ("ring", "ITEMS=1 DEATHS=1", "PLANT_inconsistent"),
+    ("ring", "ITEMS=1 DEATHS=1", "PLANT_not_robust"),
+    ("ring", "ITEMS=1 DEATHS=1", "PLANT_close_apart"),
+    # drained is final
+    ("ring", "ITEMS=1 DEATHS=1", "PLANT_end_leased"),
+    ("lease", "DEATHS=1", "PLANT_end_leased"),
+    ("gate", f"ITEMS=1 {CALM} DEATHS=1", "PLANT_end_leased"),
+    # each output exactly once
+    ("lease", "DEATHS=1", "PLANT_forget"),
+    ("lease", "DEATHS=1", "PLANT_hasty"),
+    ("lease", "DEATHS=1", "PLANT_apart"),
+    ("lease", "DEATHS=1", "PLANT_finish"),
+    ("lease", "DEATHS=1", "PLANT_any_resume"),
+    ("lease", "DEATHS=2", "PLANT_no_inherit"),
+    ("lease", "DEATHS=1 WORKERS=1", "PLANT_open_late"),
+    # nobody sleeps beside an available item, and nobody sleeps for ever
+    ("gate", "ITEMS=1", "PLANT_no_wake"),
+    ("gate", "ITEMS=1", "PLANT_old_seq"),
+    ("gate", "ITEMS=1", "PLANT_no_tell_end"),
+    ("gate", "ITEMS=1", "PLANT_close_wakes_one"),
+    ("gate", "ITEMS=1", "PLANT_no_pass_on"),
+    ("gate", f"ITEMS=1 {CALM} DEATHS=1", "PLANT_no_slices"),
+    ("gate", "ITEMS=1", "SOURCE_QUEUE_CLOSED"),
+    ("gate", "ITEMS=1 GATHER", "SOURCE_END_OWN"),
+    ("gate", f"ITEMS=2 {CALM}", "PLANT_wake_one"),
+]
+
+
+def run(command: list[str], folder: Path) -> str:
+    """What the command prints; fails with it unless the command succeeds."""
+    done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def search(model: str, defines: str, folder: Path, optimise: str) -> tuple[int, int, str]:
+    """Searches the model: how many errors (it stops at the first), how many states, and all that was printed."""
+    shutil.copy(HERE / f"{model}.pml", folder)
+    run(["spin", "-a", *(f"-D{define}" for define in defines.split()), f"{model}.pml"], folder)
+    compressed = ["-DCOLLAPSE"] if model == "gate" else []
+    limits = ["-DSAFETY", *compressed, "-DVECTORSZ=2048", f"-DMEMLIM={MEGABYTES}"]
+    run(["gcc", optimise, "-w", *limits, "-o", "pan", "pan.c"], folder)
+    printed = run(["./pan", "-m20000", "-w22"], folder)
+    errors, states = re.search(r"errors: (\d+)", printed), re.search(r"(\d+) states, stored", printed)
+    assert errors, printed
+    assert states, printed
+    return int(errors[1]), int(states[1]), printed
+
+
+@needs_spin
+@pytest.mark.parametrize(("model", "defines"), WHOLE)
+def test_the_whole_model_holds(model: str, defines: str, tmp_path: Path) -> None:
+    errors, states, printed = search(model, defines, tmp_path, "-O2")
+    assert errors == 0, printed
+    for cut_short in ("not completed", "max search depth too small", "MEMLIM"):
+        assert cut_short not in printed, printed
+    print(f"{model} {defines}: {states:,} states, errors: 0")
+
+
+@needs_spin
+@pytest.mark.parametrize(("model", "defines", "fault"), FAULTS)
+def test_a_planted_fault_is_found(model: str, defines: str, fault: str, tmp_path: Path) -> None:
+    assert fault in (HERE / f"{model}.pml").read_text(), "no such fault"
+    far = fault in ("PLANT_wake_one", "PLANT_no_pass_on")  # found only after millions of states
+    errors, states, printed = search(model, f"{defines} {fault}", tmp_path, "-O2" if far else "-O0")
+    assert errors == 1, printed
+    (said,) = re.findall(r"^pan:1: (.*)", printed, re.M)
+    assert said.startswith(("invalid end state", "assertion violated")), printed
+    print(f"{model} {defines} {fault}: {said}, after {states:,} states")
+
+
+def test_every_planted_fault_is_tried() -> None:
+    tried = {(model, fault) for model, _, fault in FAULTS}
+    there = {
+        (path.stem, fault)
+        for path in HERE.glob("*.pml")
+        for fault in re.findall(r"\b(?:PLANT|SOURCE)_\w+", path.read_text())
+    }
+    assert tried == there
+
+
+@pytest.mark.parametrize("model", ["ring", "lease", "gate"])
+def test_what_a_model_says_it_stands_for_is_in_the_source(model: str) -> None:
+    """Each "file: name, name" of the table at the top names things in that file; each step is in the model."""
+    text_of_model = (HERE / f"{model}.pml").read_text()
+    head = text_of_model.split("*/")[0]
+    table = head.split("-----\n", 1)[1].split("\n\n", 1)[0]
+    for step in re.findall(r"\b(\w+)\(\)", " ".join(line[:40] for line in table.splitlines())):
+        assert re.search(rf"^(inline|#define) {step}\(", text_of_model, re.M), f"{step}() is not in the model"
+    right = re.sub(r"\([^)]*\)", "", " ".join(line[40:] for line in table.splitlines()))
+    named = re.findall(r"(\w+\.(?:cpp|hpp|py)): ((?:[\w:<>]+(?:, )?)+)", re.sub(r"\s+", " ", right))
+    assert len(named) >= 10
+    for file, names in named:
+        (path,) = (path for folder in (SOURCE / "_core", SOURCE / "run") for path in folder.glob(file))
+        text = path.read_text()
+        for name in re.split(r", ?", names.strip(", ")):
+            last = re.split(r"::|>", name)[-1] or name
+            assert re.search(rf"\b{re.escape(last)}\b", text), f"{name} is not in {file}"

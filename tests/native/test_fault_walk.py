@@ -1,0 +1,111 @@
+"""C11: a process killed at any instruction, holding any lock, never blocks or corrupts the others.
+
+``walk.cpp`` kills a process at every fault point of every operation on a ring, and a second one at every fault point of
+recovering from that. Each time the others find the lock, check every invariant of the ring, and read it to its end: each
+item comes exactly once, or not at all where its operation had not yet taken effect, in order.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from building import Builder, run
+
+SOURCES = ("walk.cpp", "walk_items.cpp", "walk_sessions.cpp", "walk_stages.cpp")
+
+OPERATIONS = (
+    "put small",
+    "put into an empty channel",
+    "put large",
+    "put, memory grows",
+    "start afresh",
+    "put large, closed meanwhile",
+    "take small",
+    "take with a block",
+    "take large",
+    "lease and acknowledge",
+    "lease large and acknowledge",
+    "lease and acknowledge batches",
+    "close",
+    "break without a cause",
+    "break, small cause",
+    "break, large cause",
+    "open and end the last writer",
+    "open and end the last reader",
+    "open and end one of two writers",
+    "open and end one of two readers",
+    "give back",
+    "give back into an empty channel",
+    "end a session, its items finished",
+    "sweep up after a dead process",
+    "put ordered, parked",
+    "put ordered, parked, large",
+    "put ordered, at its turn",
+    "advance over several groups",
+    "advance over large ones",
+    "put single, parked",
+    "put single, at its turn",
+    "put unordered",
+    "retire a writer",
+    "retire a writer, unordered",
+    "begin an item with what a dead writer has put",
+    "the same with large outputs",
+    "the same unordered",
+    "a worker of map",
+    "a worker of flat_map",
+    "a worker of flat_map, large outputs",
+    "a worker of flat_map, unordered",
+)
+ONCE = {name for name in OPERATIONS if name.startswith("a worker") or "large o" in name or name.endswith("parked, large")}
+"""Whose recovery is that of others, so that only one process dies in them."""
+
+
+@pytest.fixture(scope="module")
+def walk(builder: Builder) -> Path:
+    return builder.program(*SOURCES, flags=["-DFLOWCHAN_FAULTS"])
+
+
+@pytest.fixture(scope="module")
+def walked(walk: Path) -> dict[str, tuple[int, int]]:
+    """By operation: at how many points a process died in it, and at how many a second one in the recovery. Two halves of
+    them are walked at a time."""
+    halves = [
+        subprocess.Popen([walk, *OPERATIONS[half::2]], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for half in range(2)
+    ]
+    lines: list[str] = []
+    failures = []
+    for half in halves:
+        out, errors = half.communicate()
+        lines += out.splitlines()
+        if half.returncode != 0:
+            failures.append(errors)
+    assert not failures, "\n".join(failures)
+    found = {}
+    for line in lines:
+        name, _, numbers = line.rpartition(": ")
+        points, recoveries = map(int, numbers.split())
+        found[name] = (points, recoveries)
+    return found
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_c11_a_death_at_any_step_of_an_operation_harms_nobody(walked: dict[str, tuple[int, int]], operation: str) -> None:
+    points, recoveries = walked[operation]
+    assert points > 0
+    assert recoveries > points or operation in ONCE
+
+
+def test_c11_every_operation_there_is_was_walked(walked: dict[str, tuple[int, int]], walk: Path) -> None:
+    assert set(walked) == set(OPERATIONS)
+    assert run(walk, "list").stdout.splitlines() == list(OPERATIONS)
+    points, recoveries = (sum(numbers) for numbers in zip(*walked.values(), strict=True))
+    print(f"{points} fault points walked, and {recoveries} with a second death in the recovery")
+
+
+def test_c11_the_walk_finds_a_put_that_keeps_no_record(walk: Path) -> None:
+    planted = run(walk, "planted")
+    assert planted.returncode == 2
+    assert "planted, dead at step 2: after the lock was recovered: slots_used is 3 where 2 was counted" in planted.stderr

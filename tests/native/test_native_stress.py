@@ -1,0 +1,60 @@
+"""The ring under load, without Python: exact totals, and the same under each sanitizer."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from building import Builder, run
+
+SOURCES = ("stress.cpp", "plants.cpp")
+OPTIONS = {
+    "address": {"ASAN_OPTIONS": "detect_leaks=1"},
+    "undefined": {"UBSAN_OPTIONS": "print_stacktrace=1"},
+    "thread": {"TSAN_OPTIONS": "halt_on_error=1"},
+}
+REPORTS = {
+    "address": ("PLANT_ASAN", "heap-buffer-overflow"),
+    "undefined": ("PLANT_UBSAN", "runtime error: shift exponent"),
+    "thread": ("PLANT_TSAN", "ThreadSanitizer: data race"),
+}
+"""By sanitizer: the fault to plant, and what it must say of it."""
+
+
+def flags(sanitizer: str) -> list[str]:
+    return [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
+
+
+@pytest.mark.parametrize("who", ["threads", "processes"])
+def test_c1_c4_c5_c8_many_parties_over_one_ring_end_in_exact_totals(builder: Builder, who: str) -> None:
+    ended = run(builder.program(*SOURCES), who, "20000")
+    assert ended.returncode == 0, ended.stderr
+    assert "all totals are exact" in ended.stdout
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_c11_random_kills_of_sources_and_workers_lose_and_repeat_nothing(builder: Builder, seed: int) -> None:
+    ended = run(builder.program("kills.cpp"), str(seed), "2000")
+    assert ended.returncode == 0, ended.stderr
+    found = re.findall(r"^(ordered|unordered): (\d+) passed, (\d+) kills$", ended.stdout, re.MULTILINE)
+    assert [(kind, passed) for kind, passed, _ in found] == [("ordered", "3000"), ("unordered", "3000")]
+    assert all(int(kills) > 0 for *_, kills in found)
+    print(ended.stdout)
+
+
+@pytest.mark.parametrize("sanitizer", OPTIONS)
+def test_the_stress_is_clean_under_each_sanitizer(builder: Builder, sanitizer: str) -> None:
+    program = builder.program(*SOURCES, flags=flags(sanitizer))
+    for who in ("threads",) if sanitizer == "thread" else ("threads", "processes"):
+        ended = run(program, who, "2000", **OPTIONS[sanitizer])
+        assert ended.returncode == 0, ended.stderr
+        assert "all totals are exact" in ended.stdout
+
+
+@pytest.mark.parametrize("sanitizer", OPTIONS)
+def test_each_sanitizer_finds_a_planted_fault(builder: Builder, sanitizer: str) -> None:
+    plant, report = REPORTS[sanitizer]
+    ended = run(builder.program(*SOURCES, flags=flags(sanitizer), planted=plant), "threads", "200", **OPTIONS[sanitizer])
+    assert ended.returncode != 0
+    assert report in ended.stderr
+    assert "all totals are exact" not in ended.stdout
