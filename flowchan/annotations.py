@@ -93,7 +93,8 @@ def element_type(kind: Any) -> Any:
     if origin is tuple:
         members = [arg for arg in args if arg is not ...]
         return known(members[0]) if all(member == members[0] for member in members) else None
-    if not issubclass(origin, (collections.abc.Iterable, collections.abc.AsyncIterable)) or issubclass(origin, collections.abc.ItemsView):
+    iterables = (collections.abc.Iterable, collections.abc.AsyncIterable)
+    if not issubclass(origin, iterables) or issubclass(origin, collections.abc.ItemsView):
         return None
     return known(args[0])
 

@@ -33,7 +33,8 @@ class ChannelStats:
     """One moment of a channel (C15). Counts are items since its creation; ``read_wait`` and ``write_wait`` are the
     seconds that all its readers and writers together have spent waiting, those waiting now included;
     ``readers_waiting_for`` and ``writers_waiting_for`` are the seconds for which somebody has been waiting without a
-    break until now. ``selecting`` of the waiting ones wait for other channels too (``select``, ``await``)."""
+    break until now. ``selecting`` of the waiting ones may go on without this channel (``select``, ``await``, a timeout);
+    ``woken`` of them have been woken and are about to look."""
 
     items_in: int
     items_out: int
@@ -49,6 +50,7 @@ class ChannelStats:
     readers_waiting_for: float
     writers_waiting_for: float
     selecting: int
+    woken: int
 
 
 class Channel(_core.Channel, Generic[T]):

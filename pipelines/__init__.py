@@ -27,3 +27,8 @@ __all__ = [
     "marshal",
     "workqueue",
 ]
+
+# Messages, tracebacks and pickles name the place that users import from.
+for _name in __all__:
+    globals()[_name].__module__ = "flowchan.pipelines"
+del _name

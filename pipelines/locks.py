@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import time
 from types import TracebackType
-from typing import Any
 
 from flowchan import Channel, ChannelError, Empty, In
 from flowchan.pipelines.sharing import Shared, give_back
@@ -34,6 +33,7 @@ class Lock(Shared):
         # The threads of this process take turns here, so that one of them at most waits for the token.
         self._turn = threading.RLock()
         self._depth = 0
+        self._holder: int | None = None
         self._token: In[None] | None = None
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
@@ -59,16 +59,17 @@ class Lock(Shared):
                     return False
                 raise
             self._token = token
+            self._holder = threading.get_ident()
         self._depth += 1
         return True
 
     def release(self) -> None:
         """Raises ``RuntimeError`` if the calling thread does not hold the lock."""
-        if not self._turn._is_owned():  # type: ignore[attr-defined]
+        if self._holder != threading.get_ident():
             raise RuntimeError("this thread does not hold the lock")
         self._depth -= 1
         if self._depth == 0 and self._token is not None:
-            token, self._token = self._token, None
+            token, self._token, self._holder = self._token, None, None
             give_back(token)
         self._turn.release()
 
@@ -113,8 +114,10 @@ class Barrier:
             with self._lock:
                 meeting, index = divmod(self._arrive(), self.parties)
                 gate = self._gates[meeting % 2]
+                if index == 0:
+                    self._clear(gate)
                 if index == self.parties - 1:
-                    self._open(gate)
+                    gate.put_many([None] * index)
             if index < self.parties - 1:
                 gate.get(timeout)
         except ChannelError as error:
@@ -129,10 +132,11 @@ class Barrier:
         self._arrivals.put_nowait(None)
         return self._arrivals.stats().items_in - 1
 
-    def _open(self, gate: Channel[Any]) -> None:
-        while len(gate):  # left by a participant that died in the meeting before the last one
+    def _clear(self, gate: Channel[None]) -> None:
+        """All are here since the last meeting, so the one before that is over. What is in its gate was left for a
+        participant that died."""
+        while len(gate):
             gate.get_nowait()
-        gate.put_many([None] * (self.parties - 1))
 
     def abort(self) -> None:
         """Breaks the barrier: everybody who waits, and everybody who comes, gets ``threading.BrokenBarrierError``."""

@@ -7,61 +7,67 @@ next one finishes it.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, TypeVar
 
-from flowchan import Channel
+import cloudpickle
+
+from flowchan import Channel, In
 from flowchan.pipelines.locks import Lock
-from flowchan.pipelines.sharing import Shared, give_back
+from flowchan.pipelines.sharing import Shared, arrive, give_back
 
 K = TypeVar("K")
 V = TypeVar("V")
-R = TypeVar("R")
 
 
 class SharedDict(Shared, MutableMapping[K, V]):
     """A mapping between processes. Each operation is done as a whole; do several as one under ``with mapping.lock:``.
 
     What is read is a copy: to change a value within, assign it again, or store a ``SharedDict`` in it. Keys and values
-    are whatever can be an item of a channel between processes.
+    are whatever can be pickled, by cloudpickle where plain pickle cannot. Channels and what is made of them can be values
+    as long as the process that assigned them has them.
     """
 
     def __init__(self, items: Mapping[K, V] | Iterable[tuple[K, V]] = ()) -> None:
         cell: Channel[Any] = Channel(2, across="processes")
-        cell.put(dict(items))
+        cell.put({key: _packed(value) for key, value in dict(items).items()})
         self.lock = Lock()
         self._open((cell, *self.lock.channels))
+        self._stay = cell.reader()
 
     def _renew(self) -> None:
         self._cell, token = self.channels
-        self.lock = Lock._arrive((token,))
-        self._stay = self._cell.reader()  # the last reader's exit would end the channel for those who write
+        self.lock = arrive(Lock, (token,))
+        self._stay: In[Any] | None = None  # the last reader's exit would end the channel for those who write
 
-    def _read(self) -> dict[K, V]:
+    def _read(self) -> dict[K, bytes]:
         with self.lock:
+            if self._stay is None:
+                self._stay = self._cell.reader()
             if len(self._cell) == 2:
                 self._cell.get_nowait()  # somebody died after the change
             port = self._cell.reader()
             try:
-                found: dict[K, V] = port.get()
+                found: dict[K, bytes] = port.get()
             finally:
                 give_back(port)
         return found
 
-    def _change(self, change: Callable[[dict[K, V]], R]) -> R:
+    def _change(self, change: Callable[[dict[K, bytes]], object]) -> None:
         """Lets ``change`` work on a copy that then takes the place of what is there; if it raises, nothing is changed."""
         with self.lock:
             changed = self._read()
-            result = change(changed)
+            change(changed)
             self._cell.put(changed)
             self._cell.get_nowait()
-        return result
 
     def __getitem__(self, key: K) -> V:
-        return self._read()[key]
+        value: V = pickle.loads(self._read()[key])
+        return value
 
     def __setitem__(self, key: K, value: V) -> None:
-        self._change(lambda items: items.__setitem__(key, value))
+        self.update({key: value})
 
     def __delitem__(self, key: K) -> None:
         self._change(lambda items: items.__delitem__(key))
@@ -77,11 +83,12 @@ class SharedDict(Shared, MutableMapping[K, V]):
 
     def copy(self) -> dict[K, V]:
         """All of it at one moment, as a plain dictionary."""
-        return self._read()
+        return {key: pickle.loads(value) for key, value in self._read().items()}
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """As ``dict.update``, and all of it at once."""
-        self._change(lambda items: items.update(*args, **kwargs))
+        packed = {key: _packed(value) for key, value in dict(*args, **kwargs).items()}
+        self._change(lambda items: items.update(packed))
 
     def clear(self) -> None:
         """Takes everything out."""
@@ -89,15 +96,23 @@ class SharedDict(Shared, MutableMapping[K, V]):
 
     def pop(self, *args: Any) -> Any:
         """As ``dict.pop``."""
-        return self._change(lambda items: items.pop(*args))
+        with self.lock:
+            return super().pop(*args)
 
     def popitem(self) -> tuple[K, V]:
-        """As ``dict.popitem``."""
-        return self._change(lambda items: items.popitem())
+        """As ``dict.popitem``, without promising which one."""
+        with self.lock:
+            return super().popitem()
 
     def setdefault(self, *args: Any) -> Any:
         """As ``dict.setdefault``."""
-        return self._change(lambda items: items.setdefault(*args))
+        with self.lock:
+            return super().setdefault(*args)
 
     def __repr__(self) -> str:
-        return f"SharedDict({self._read()!r})"
+        return f"SharedDict({self.copy()!r})"
+
+
+def _packed(value: Any) -> bytes:
+    data: bytes = cloudpickle.dumps(value, protocol=5)
+    return data

@@ -6,7 +6,7 @@ reader that is killed has not taken it away.
 
 from __future__ import annotations
 
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from flowchan import Channel, Drained
 from flowchan.pipelines.sharing import give_back

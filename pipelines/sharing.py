@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import Any, Self
+from typing import Any, TypeVar
 
 from flowchan import Channel, In
 
@@ -29,16 +29,20 @@ class Shared:
         raise NotImplementedError
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self)._arrive, (self.channels,)
+        return arrive, (type(self), self.channels)
 
-    @classmethod
-    def _arrive(cls, channels: tuple[Channel[Any], ...]) -> Self:
-        known = _known.get(id(channels[0]))
-        if isinstance(known, cls):
-            return known
-        made = cls.__new__(cls)
-        made._open(channels)
-        return made
+
+S = TypeVar("S", bound=Shared)
+
+
+def arrive(kind: type[S], channels: tuple[Channel[Any], ...]) -> S:
+    """This process's object for the channels."""
+    known = _known.get(id(channels[0]))
+    if isinstance(known, kind):
+        return known
+    made = kind.__new__(kind)
+    made._open(channels)
+    return made
 
 
 _known: weakref.WeakValueDictionary[int, Shared] = weakref.WeakValueDictionary()

@@ -10,7 +10,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import BrokenExecutor, Executor, Future
+from concurrent.futures import BrokenExecutor, Executor, Future, InvalidStateError
 from typing import Any, Literal, ParamSpec, TypeVar
 
 from flowchan import ChannelError, Failed, Graph, Run
@@ -45,9 +45,7 @@ class TaskPool(Executor):
             tasks.sink(book.work, name="call", workers=workers)
         else:
             begun = tasks.filter(book.begin, name="begin", capacity=1)
-            done = begun.map(
-                _called, name="call", on=on, workers=workers, ordered=False, max_deaths=1, restarts=10**9
-            )
+            done = begun.map(_called, name="call", on=on, workers=workers, ordered=False, max_deaths=1, restarts=10**9)
             graph.merge(begun.errors, done.errors).sink(book.fail, name="failures")
             done.sink(book.finish, name="results")
         run = graph.start()
@@ -62,16 +60,14 @@ class TaskPool(Executor):
         self._enter(future, fn, args, kwargs)
         return future
 
-    def _enter(
-        self, future: Future[Any], fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _enter(self, future: Future[Any], fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not callable(fn):
             raise TypeError(f"submit: the first argument must be callable, not {fn!r}")
         number = next(self._numbers)
         self._futures[number] = future
         try:
             self._submitted.put((number, fn, args, kwargs))
-        except ChannelError as error:
+        except (ChannelError, ValueError) as error:  # the channel, or our end of it, is closed
             self._futures.pop(number, None)
             raise BrokenExecutor(f"the pool takes no more tasks: {error}") from error
 
@@ -93,8 +89,7 @@ class TaskPool(Executor):
 class BackgroundTask(Future[T]):
     """``fn(*args, **kwargs)`` in the background: a ``concurrent.futures.Future`` that has a worker of its own.
 
-    ``on="process"`` gives it a process. A process runs on after an exception of yours, so wait for it: by ``result()``, or
-    by ``close()``.
+    ``on="process"`` gives it a process. ``result()`` and ``close()`` wait for it; when the program ends it is broken off.
     """
 
     def __init__(
@@ -158,5 +153,7 @@ def _watch(run: Run, futures: dict[int, Future[Any]]) -> None:
         error = ended
     while futures:
         _, future = futures.popitem()
-        if not future.cancel():
+        try:
             future.set_exception(error)
+        except InvalidStateError:  # it was cancelled: whoever waits for it shall hear that
+            future.set_running_or_notify_cancel()

@@ -20,9 +20,7 @@ class Workers:
         graph = Graph(self._name)
         numbers = graph.source(_numbers, n)
         # A worker that dies takes its call with it: another one would repeat what it may have done already.
-        done = numbers.map(
-            _Call(fn, args), name=self._name, on=on, workers=n, ordered=False, max_deaths=1, restarts=2 * n
-        )
+        done = numbers.map(_Call(fn, args), name=self._name, on=on, workers=n, ordered=False, max_deaths=1, restarts=2 * n)
         done.errors.sink(self._failures.put, name="failures")
         done.sink(self._keep, name="results")
         self._run = graph.start()

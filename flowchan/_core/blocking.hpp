@@ -97,6 +97,7 @@ Step wait(M& m, Side side, uint32_t session, Op&& op, Deadline deadline) {
     Step step = gate.may_pass(me) || T::ended(m) ? op(wakes) : Step::Wait;
     if (step == Step::Wait) {
         seq = gate.enter();
+        if (deadline.at != NEVER) gate.ends_by_itself(+1);
         T::at_gate(m, session, side, +1);
     }
     first.unlock(wakes);
@@ -116,6 +117,7 @@ Step wait(M& m, Side side, uint32_t session, Op&& op, Deadline deadline) {
         const bool counted = T::at_gate(m, session, side, -1);
         keep_order();  // as in Ring::drop_copies: dead in between, it counts as waiting once too often, never too seldom
         if (counted) gate.leave();
+        if (counted && deadline.at != NEVER) gate.ends_by_itself(-1);
         if (slice_over) T::look_for_dead(m, wakes);
         // An interrupted call must not take an item that it can't return. One whose slice is over ignores who starves:
         // that one may be dead.
@@ -123,6 +125,7 @@ Step wait(M& m, Side side, uint32_t session, Op&& op, Deadline deadline) {
         if (step == Step::Wait && !interrupted && !late) {
             if (error == 0 && ++vain >= 2 && gate.starving == 0 && now_ns() - since > PATIENCE_NS) gate.starving = me;
             seq = gate.enter(true);
+            if (deadline.at != NEVER) gate.ends_by_itself(+1);
             T::at_gate(m, session, side, +1);
         } else {
             if (gate.starving == me) {

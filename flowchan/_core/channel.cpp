@@ -103,7 +103,8 @@ nb::tuple channel_stats(Channel& ch) {
                                       q.reader_gate.waiting, q.writer_gate.waiting, q.readers, q.writers,
                                       total(q.reader_gate), total(q.writer_gate),
                                       now(q.reader_gate), now(q.writer_gate),
-                                      q.reader_gate.selecting + q.writer_gate.selecting);
+                                      q.reader_gate.selecting + q.writer_gate.selecting,
+                                      q.reader_gate.woken + q.writer_gate.woken);
         locked.unlock({});
         return std::apply([](auto... v) { return nb::make_tuple(v...); }, values);
     }
@@ -113,7 +114,8 @@ nb::tuple channel_stats(Channel& ch) {
                                   h.leased, h.reader_gate.waiting, h.writer_gate.waiting, h.readers, h.writers,
                                   total(h.reader_gate), total(h.writer_gate),
                                   now(h.reader_gate), now(h.writer_gate),
-                                  h.reader_gate.selecting + h.writer_gate.selecting);
+                                  h.reader_gate.selecting + h.writer_gate.selecting,
+                                  h.reader_gate.woken + h.writer_gate.woken);
     locked.unlock({});
     return std::apply([](auto... v) { return nb::make_tuple(v...); }, values);
 }

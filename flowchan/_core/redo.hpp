@@ -45,13 +45,18 @@ struct Redo {
             fault_point();
         }
     }
-    // Called by who found the owner of the lock dead.
-    void recover(char* base) {
-        if (valid > MOST) valid = 0;
-        apply(base, valid);
+    // Called by who found the owner of the lock dead. False, with nothing done, if the record can't be right: an entry
+    // names a word outside `from`..`to`.
+    bool recover(char* base, uint64_t from, uint64_t to) {
+        const uint64_t n = valid;
+        bool right = n <= MOST;
+        for (uint64_t i = 0; right && i < n; ++i)
+            right = entry[i].offset % 8 == 0 && entry[i].offset >= from && entry[i].offset <= to - 8;
+        if (right) apply(base, n);
         keep_order();
         valid = 0;
         fault_point();
+        return right;
     }
 };
 

@@ -17,6 +17,19 @@ constexpr uint64_t PAGE = 4096;
 constexpr uint64_t GROW = 1 << 16;  // blocks are reserved in steps of at least this
 uint64_t align(uint64_t n, uint64_t to) { return (n + to - 1) / to * to; }
 
+// Where everything lies in the memory of a channel.
+struct Layout {
+    uint64_t groups, groups_at, blocks_at, length;
+
+    Layout(uint64_t capacity, uint64_t max_bytes) {
+        groups = std::clamp<uint64_t>(capacity, 64, 4096);
+        groups_at = align(sizeof(Header), UNIT);
+        blocks_at = align(groups_at + groups * sizeof(Group), PAGE);
+        // Twice max_bytes: items on lease are not "inside", and classes waste up to a fifth.
+        length = align(blocks_at + 2 * max_bytes + GROW + (2 * capacity + 16 * SESSIONS) * sizeof(Slot), GROW);
+    }
+};
+
 [[noreturn]] void fail(int error, const char* what) { throw std::system_error(error, std::system_category(), what); }
 
 // Reads /proc/<pid>/stat: the state letter and the start time; false if there is no such process.
@@ -55,11 +68,7 @@ bool process_alive(uint64_t pid, uint64_t started) {
 }
 
 Ring::Ring(uint64_t capacity, uint64_t max_bytes) {
-    uint64_t groups = std::clamp<uint64_t>(capacity, 64, 4096);
-    uint64_t groups_at = align(sizeof(Header), UNIT);
-    uint64_t blocks_at = align(groups_at + groups * sizeof(Group), PAGE);
-    // Twice max_bytes: items on lease are not "inside", and classes waste up to a fifth.
-    uint64_t length = align(blocks_at + 2 * max_bytes + GROW + (2 * capacity + 16 * SESSIONS) * sizeof(Slot), GROW);
+    const auto [groups, groups_at, blocks_at, length] = Layout(capacity, max_bytes);
     int fd = memfd_create("flowchan", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     if (fd < 0) fail(errno, "memfd_create");
     fd_ = fd;
@@ -79,6 +88,7 @@ Ring::Ring(uint64_t capacity, uint64_t max_bytes) {
         h_->groups_at = groups_at;
         h_->blocks_at = h_->blocks_top = h_->reserved_low = blocks_at;
         h_->slots_at = h_->reserved_high = length;
+        keep_constants();
         if (!reserve_low(blocks_at + PAGE) || !reserve_high(length - std::min<uint64_t>(capacity + 16, 64) * sizeof(Slot)))
             fail(ENOMEM, "fallocate");
         pthread_mutexattr_t attr;
@@ -87,6 +97,7 @@ Ring::Ring(uint64_t capacity, uint64_t max_bytes) {
         pthread_mutexattr_setrobust(&attr, PTHREAD_MUTEX_ROBUST);
         pthread_mutex_init(&h_->mutex, &attr);
         pthread_mutexattr_destroy(&attr);
+        kind_ = kind_of(h_->mutex);
         h_->magic = MAGIC;
     } catch (...) {
         if (base_) munmap(base_, length);
@@ -99,16 +110,31 @@ Ring::Ring(int fd) {
     struct stat st;
     if (fstat(fd, &st) != 0) fail(errno, "fstat");
     if (st.st_size < off_t(sizeof(Header))) fail(EINVAL, "not the memory of a channel");
-    map(fd, uint64_t(st.st_size));
-    if (h_->magic != MAGIC || h_->version != VERSION || h_->mapped != uint64_t(st.st_size) || h_->groups == 0) {
-        munmap(base_, uint64_t(st.st_size));
+    const uint64_t length = uint64_t(st.st_size);
+    map(fd, length);
+    keep_constants();
+    kind_ = kind_of(h_->mutex);
+    const Layout layout(std::min(capacity_, length), std::min(max_bytes_, length));
+    if (h_->magic != MAGIC || h_->version != VERSION || mapped_ != length || layout.length != length ||
+        groups_ != layout.groups || groups_at_ != layout.groups_at || blocks_at_ != layout.blocks_at) {
+        munmap(base_, length);
+        base_ = nullptr;
         fail(EINVAL, "not the memory of a channel of this version");
     }
     fd_ = fd;
 }
 
+void Ring::keep_constants() {
+    mapped_ = h_->mapped;
+    capacity_ = h_->capacity;
+    max_bytes_ = h_->max_bytes;
+    groups_ = h_->groups;
+    groups_at_ = h_->groups_at;
+    blocks_at_ = h_->blocks_at;
+}
+
 Ring::~Ring() {
-    if (base_) munmap(base_, h_->mapped);
+    if (base_) munmap(base_, mapped_);
     if (fd_ >= 0) ::close(fd_);
 }
 
@@ -144,6 +170,7 @@ bool Ring::reserve_high(uint64_t from) {
 }
 
 bool Ring::lock(bool patient) {
+    if (kind_of(h_->mutex) != kind_) return lock_without_mutex();
     int rc;
     for (int i = 0; (rc = pthread_mutex_trylock(&h_->mutex)) == EBUSY; ++i) {
         if (i < 200) {
@@ -151,7 +178,7 @@ bool Ring::lock(bool patient) {
         } else if (!patient) {
             return false;
         } else {
-            rc = pthread_mutex_lock(&h_->mutex);
+            rc = lock_slowly();
             break;
         }
     }
@@ -160,14 +187,42 @@ bool Ring::lock(bool patient) {
         recover();
         fault_point();
         pthread_mutex_consistent(&h_->mutex);
+    } else if (rc != 0) {
+        return lock_without_mutex();
     }
+    return true;
+}
+
+// Waits for the lock, unless nobody can ever unlock it: its word names a thread that is not there, or this one. (When a
+// thread dies with the lock, the kernel marks the word before the thread is gone.)
+int Ring::lock_slowly() {
+    uint32_t before = 0;
+    for (;;) {
+        const int64_t at = now_ns() + 2 * SLICE_NS;
+        timespec until{time_t(at / 1'000'000'000), long(at % 1'000'000'000)};
+        const int rc = pthread_mutex_clocklock(&h_->mutex, CLOCK_MONOTONIC, &until);
+        if (rc != ETIMEDOUT) return rc;
+#ifdef __GLIBC__
+        const uint32_t word = uint32_t(__atomic_load_n(&h_->mutex.__data.__lock, __ATOMIC_RELAXED));
+        const uint32_t owner = word & FUTEX_TID_MASK;
+        const bool lost = !(word & FUTEX_OWNER_DIED) && (owner == uint32_t(gettid()) || !process_alive(owner, 0));
+        if (word && lost && word == before) return EINVAL;
+        before = word;
+#endif
+    }
+}
+
+// The mutex itself is damaged. The channel breaks, and what does not look at the state finds `damaged`.
+bool Ring::lock_without_mutex() {
+    std::atomic_ref(h_->damaged).store(1, std::memory_order_relaxed);  // hints to others without the lock: no partner
+    std::atomic_ref(h_->state).store(BROKEN, std::memory_order_relaxed);
     return true;
 }
 
 // The owner of the lock died in its critical section. Everything but the last Change is whole; that one is made whole.
 // `advance` is the one operation of several Changes that nobody else would take up again.
 void Ring::recover() {
-    h_->redo.recover(base_);
+    if (!h_->redo.recover(base_, offset(&h_->head), mapped_)) found_damage();
     Wakes wakes;
     advance(wakes);
     h_->reader_gate.woken = h_->writer_gate.woken = 0;  // it may have counted sleepers that it did not get to wake
@@ -207,7 +262,14 @@ void Ring::break_(const std::string& cause, Wakes& wakes) {
     wakes.writers += h_->writer_gate.call_all();
 }
 
-std::string Ring::cause() const { return h_->cause ? std::string(at<char>(h_->cause), h_->cause_size) : std::string(); }
+std::string Ring::cause() const {
+    const uint64_t begin = h_->cause, size = h_->cause_size;
+    const bool in_block = begin >= blocks_at_ && begin < h_->blocks_top;
+    const uint64_t end = in_block ? std::min(h_->blocks_top, h_->reserved_low) : mapped_;
+    if (!begin || begin < blocks_at_ || begin >= end || size > end - begin) return "";
+    if (!in_block && size > Slot::INLINE) return "";
+    return std::string(at<char>(begin), size);
+}
 
 // --- sessions ---
 
@@ -237,6 +299,7 @@ uint32_t Ring::open_session(Session::Role role, Wakes& wakes) {
 }
 
 void Ring::adopt(uint32_t index) {
+    if (index == 0 || index >= SESSIONS) throw std::length_error("a port of this channel can't have the number " + std::to_string(index));
     Session& s = h_->sessions[index];
     s.pid = uint64_t(getpid());
     s.started = process_start(s.pid);
@@ -245,7 +308,8 @@ void Ring::adopt(uint32_t index) {
 // What a session that ends, perhaps because its process was killed, was copying, and the waits it was counted in.
 void Ring::drop_copies(uint32_t index, Wakes& wakes) {
     Session& s = h_->sessions[index];
-    for (uint64_t p = h_->slots_at; p < h_->mapped; p += sizeof(Slot)) {
+    if (!memory_is_right()) found_damage();
+    for (uint64_t p = h_->slots_at; !h_->damaged && p < mapped_; p += sizeof(Slot)) {
         Slot* slot = at<Slot>(p);
         if (slot->owner() != index) continue;
         if (slot->place() == SlotState::Held) release(slot, wakes);
@@ -294,7 +358,9 @@ void Ring::end_session(uint32_t index, bool finished, Wakes& wakes) {
 
 std::vector<Slot*> Ring::in_hand(uint32_t index) const {
     std::vector<Slot*> slots;
-    for (uint64_t p = h_->sessions[index].lease_head; p; p = at<Slot>(p)->next) slots.push_back(at<Slot>(p));
+    const Session& s = h_->sessions[index];
+    for (uint64_t p = s.lease_head; slot_exists(p) && slots.size() < s.leased; p = at<Slot>(p)->next)
+        slots.push_back(at<Slot>(p));
     return slots;
 }
 
@@ -316,7 +382,8 @@ void Ring::retire_writer(uint32_t index, const std::vector<uint64_t>& items, Wak
 
 void Ring::sweep(Wakes& wakes) {
     int64_t now = now_ns();
-    if (now - int64_t(h_->swept_ns.load(std::memory_order_relaxed)) < SLICE_NS * 4 / 5) return;
+    const int64_t ago = now - int64_t(h_->swept_ns.load(std::memory_order_relaxed));
+    if (ago >= 0 && ago < SLICE_NS * 4 / 5) return;
     h_->swept_ns.store(uint64_t(now), std::memory_order_relaxed);
     uint64_t me = uint64_t(getpid());
     for (uint32_t i = 1; i < SESSIONS; ++i) {

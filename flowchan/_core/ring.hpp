@@ -57,7 +57,7 @@ public:
     bool lock(bool patient);
     void unlock() {
         fault_point();
-        pthread_mutex_unlock(&h_->mutex);
+        if (kind_of(h_->mutex) == kind_) pthread_mutex_unlock(&h_->mutex);
     }
     void wake(const Wakes& w) {
         fault_point();
@@ -70,13 +70,15 @@ public:
     Step claim(const Frame& frame, WriterState* writer, uint32_t session, Slot*& slot);      // large put, first half
     Step publish(Slot* slot, WriterState* writer, Wakes& wakes);                              // large put, second half
     void unclaim(Slot* slot, Wakes& wakes);
-    void write(const Frame& frame, Slot* slot) { frame.write(payload(slot)); }               // between them, unlocked
+    void write(const Frame& frame, Slot* slot) {                                              // between them, unlocked
+        if (slot->size == frame.size && payload_exists(slot)) frame.write(payload(slot));
+    }
     Step try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& wakes);
     void release(Slot* slot, Wakes& wakes);                       // of a HELD slot
     void acknowledge(ReaderState& reader, Wakes& wakes);          // all items in hand are finished
     Step item_done(WriterState& writer, Wakes& wakes);            // no more outputs for writer.number
     void begin_item(WriterState& writer, uint64_t number);        // first output for it is about to come
-    bool fits(const Frame& frame) const { return frame.size <= h_->max_bytes; }
+    bool fits(const Frame& frame) const { return frame.size <= max_bytes_; }
     bool drained() const { return h_->state == CLOSED && h_->leased == 0 && nothing_coming(); }
 
     // --- the channel; all under the lock ---
@@ -102,15 +104,29 @@ private:
     char* base_ = nullptr;
     Header* h_ = nullptr;
     int fd_ = -1;
+    // What never changes, as it was when this process first saw it: damage to the header does not reach it.
+    uint64_t mapped_ = 0, capacity_ = 0, max_bytes_ = 0, groups_ = 1, groups_at_ = 0, blocks_at_ = 0;
+    int kind_ = 0;
 
+    // The type of a mutex, which glibc believes without looking; 0 where it can't be told.
+    static int kind_of(const pthread_mutex_t& mutex) {
+#ifdef __GLIBC__
+        return mutex.__data.__kind;
+#else
+        return (void)mutex, 0;
+#endif
+    }
     template <class T> T* at(uint64_t offset) const { return reinterpret_cast<T*>(base_ + offset); }
     uint64_t offset(const void* p) const { return uint64_t(static_cast<const char*>(p) - base_); }
-    Group& group(uint64_t number) { return at<Group>(h_->groups_at)[number % h_->groups]; }
+    Group& group(uint64_t number) { return at<Group>(groups_at_)[number % groups_]; }
     bool nothing_coming() const { return h_->head == 0 && h_->parked == 0 && h_->claimed == 0; }
     bool at_end_for(const ReaderState* reader) const;
     void tell_end(Wakes& wakes);
     void close_with(Change& change, Wakes& wakes);
     void map(int fd, uint64_t length);
+    void keep_constants();
+    int lock_slowly();
+    bool lock_without_mutex();
     void recover();
     void drop_copies(uint32_t session, Wakes& wakes);
 
@@ -123,6 +139,7 @@ private:
     void memory_freed(Wakes& wakes);
     bool slot_exists(uint64_t offset) const;
     bool payload_exists(const Slot* slot) const;
+    bool memory_is_right() const;
     Step found_damage();
     void link(Slot* slot, WriterState* writer, Change& change);
     void finish_put(WriterState* writer, Wakes& wakes, bool parked);
@@ -137,8 +154,8 @@ private:
         if (!h_->writer_gate.waiting) return 0;
         if (h_->turn || h_->parked) return h_->writer_gate.call_all();
         if (!reader || !reader->lazy) return h_->writer_gate.call(1);
-        const uint64_t room = h_->capacity - std::min(h_->capacity, h_->puts - h_->takes + h_->claimed);
-        return room >= std::max<uint64_t>(h_->capacity / 4, 1) ? h_->writer_gate.call(uint32_t(room)) : 0;
+        const uint64_t room = capacity_ - std::min(capacity_, h_->puts - h_->takes + h_->claimed);
+        return room >= std::max<uint64_t>(capacity_ / 4, 1) ? h_->writer_gate.call(uint32_t(room)) : 0;
     }
 };
 

@@ -22,10 +22,11 @@ namespace flowchan {
 // A slot with room for `size` bytes of payload. Null when there is no memory now; then nothing has changed.
 Slot* Ring::take_slot(uint64_t size, Change& change) {
     uint32_t cls = class_of(size);
-    if (h_->slots_used == 0 && h_->free_slots[cls] == 0 && h_->blocks_top - h_->blocks_at > h_->max_bytes) start_afresh();
+    if (h_->slots_used == 0 && h_->free_slots[cls] == 0 && h_->blocks_top - blocks_at_ > max_bytes_) start_afresh();
     uint64_t from = h_->slots_at - sizeof(Slot), upto = h_->blocks_top + class_size(cls);
     uint32_t found = cls;
     if (!h_->free_slots[cls]) {
+        if (!memory_is_right()) return found_damage(), nullptr;
         if (reserve_high(from) && reserve_low(upto)) {
             Slot* slot = at<Slot>(from);
             slot->state = slot->number = 0;
@@ -38,22 +39,22 @@ Slot* Ring::take_slot(uint64_t size, Change& change) {
         }
         while (++found < CLASSES && !h_->free_slots[found]) {}
         if (found == CLASSES) {
-            if (h_->slots_used || h_->blocks_top == h_->blocks_at) return nullptr;
+            if (h_->slots_used || h_->blocks_top == blocks_at_) return nullptr;
             start_afresh();
             return take_slot(size, change);
         }
     }
     Slot* slot = at<Slot>(h_->free_slots[found]);
-    if (!slot_exists(h_->free_slots[found]) || slot->cls != found || !payload_exists(slot)) {
-        found_damage();
-        return nullptr;
-    }
+    if (!slot_exists(h_->free_slots[found]) || slot->place() != SlotState::Free || slot->cls != found ||
+        !payload_exists(slot))
+        return found_damage(), nullptr;
     change.set(h_->free_slots[found], slot->next);
     change.set(h_->slots_used, h_->slots_used + 1);
     return slot;
 }
 
 void Ring::free_slot(Slot* slot, Change& change) {
+    if (slot->cls >= CLASSES) return void(found_damage());
     change.set(slot->next, h_->free_slots[slot->cls]);
     change.set(slot->state, 0);
     change.set(h_->free_slots[slot->cls], offset(slot));
@@ -69,27 +70,36 @@ void Ring::start_afresh() {
         change.set(list, 0);
         change.commit();
     }
-    change.set(h_->blocks_top, h_->blocks_at);
-    change.set(h_->slots_at, h_->mapped);
+    change.set(h_->blocks_top, blocks_at_);
+    change.set(h_->slots_at, mapped_);
     change.commit();
 }
 
 // --- damage ---
 //
 // Other processes write this memory, and one of them may have a stray pointer. What is about to be followed is checked
-// first, so that damage breaks the channel and never crashes its users or lets them read outside.
+// first, so that damage breaks the channel and never crashes its users or lets them read outside. A list is followed no
+// further than its count says, and a slot is taken out of a list only if its state says that it belongs there. Once damage
+// has been found nothing is followed any more.
+
+// The order in which everything lies: | blocks .. reserved_low | hole | reserved_high .. slots |
+bool Ring::memory_is_right() const {
+    return blocks_at_ <= h_->blocks_top && h_->blocks_top <= h_->reserved_low && h_->reserved_low <= h_->reserved_high &&
+           h_->reserved_high <= h_->slots_at && h_->slots_at <= mapped_ && (mapped_ - h_->slots_at) % sizeof(Slot) == 0;
+}
 
 bool Ring::slot_exists(uint64_t offset) const {
-    return offset >= h_->slots_at && offset <= h_->mapped - sizeof(Slot) && h_->slots_at >= h_->blocks_at &&
-           (h_->mapped - offset) % sizeof(Slot) == 0;
+    return offset >= h_->slots_at && offset <= mapped_ - sizeof(Slot) && h_->slots_at >= blocks_at_ &&
+           (mapped_ - offset) % sizeof(Slot) == 0;
 }
 
 bool Ring::payload_exists(const Slot* slot) const {
     if (slot->cls >= CLASSES) return false;
     if (slot->cls == 0) return slot->block == 0 && slot->size <= Slot::INLINE;
     const uint64_t room = class_size(uint32_t(slot->cls));
-    return slot->size <= room && slot->block >= h_->blocks_at && slot->block % UNIT == 0 && room <= h_->slots_at &&
-           slot->block <= h_->slots_at - room;
+    const uint64_t end = std::min(h_->slots_at, mapped_);
+    return slot->size <= room && slot->block >= blocks_at_ && slot->block % UNIT == 0 && room <= end &&
+           slot->block <= end - room;
 }
 
 Step Ring::found_damage() {
@@ -115,19 +125,20 @@ void Ring::memory_freed(Wakes& wakes) {
 
 Step Ring::room(const Frame& frame, const WriterState* writer) {
     if (h_->state == BROKEN) return Step::Broken;
-    if (h_->head && !slot_exists(h_->tail)) return found_damage();
+    if (h_->state > BROKEN || (h_->head && !slot_exists(h_->tail))) return found_damage();
     if (h_->state == CLOSED) return Step::Closed;
-    if (frame.size > h_->max_bytes) return Step::TooLarge;
+    if (frame.size > max_bytes_) return Step::TooLarge;
     const uint64_t inside = h_->puts - h_->takes, all = inside + h_->parked + h_->claimed;
     const bool parks = is_parked(writer);
     // An item larger than what is left waits, but the worker of `turn` never waits for parked bytes: only it can free them.
     const bool alone = parks ? all == 0 : inside + h_->claimed == 0;
-    if (h_->bytes_in - h_->bytes_out + frame.size > h_->max_bytes && !alone) {
+    if (h_->bytes_in - h_->bytes_out + frame.size > max_bytes_ && !alone) {
         h_->short_of_memory = 1;
         return Step::Wait;
     }
-    if (parks && (writer->number - h_->turn >= h_->groups || all + 1 >= h_->capacity)) return Step::Wait;
-    return all < h_->capacity ? Step::Done : Step::Wait;
+    if (parks && (writer->number - h_->turn >= groups_ || all + 1 >= capacity_)) return Step::Wait;
+    if (parks && group(writer->number).head && !slot_exists(group(writer->number).tail)) return found_damage();
+    return all < capacity_ ? Step::Done : Step::Wait;
 }
 
 void Ring::link(Slot* slot, WriterState* writer, Change& change) {
@@ -197,6 +208,8 @@ Step Ring::publish(Slot* slot, WriterState* writer, Wakes& wakes) {
         return h_->state == BROKEN ? Step::Broken : Step::Closed;
     }
     bool parked = is_parked(writer);
+    const bool behind_others = parked ? group(writer->number).head != 0 : h_->head != 0;
+    if (behind_others && !slot_exists(parked ? group(writer->number).tail : h_->tail)) return found_damage();
     Change change(h_->redo, base_);
     change.set(slot->state, uint64_t(parked ? SlotState::Parked : SlotState::Inside));
     change.set(h_->claimed, h_->claimed - 1);
@@ -207,6 +220,7 @@ Step Ring::publish(Slot* slot, WriterState* writer, Wakes& wakes) {
 }
 
 void Ring::unclaim(Slot* slot, Wakes& wakes) {
+    if (h_->damaged) return;
     Change change(h_->redo, base_);
     change.set(h_->claimed, h_->claimed - 1);
     change.set(h_->bytes_in, h_->bytes_in - slot->size);
@@ -219,10 +233,13 @@ void Ring::unclaim(Slot* slot, Wakes& wakes) {
 // --- take ---
 
 Step Ring::try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& wakes) {
-    if (h_->state == BROKEN) return Step::Broken;
+    if (h_->state >= BROKEN) return h_->state == BROKEN ? Step::Broken : found_damage();
     if (h_->head == 0) return at_end_for(reader) ? Step::Drained : Step::Wait;
     Slot* slot = at<Slot>(h_->head);
     if (!slot_exists(h_->head) || !payload_exists(slot)) return found_damage();
+    if (slot->place() != SlotState::Inside && slot->place() != SlotState::Parked) return found_damage();
+    if (reader && h_->sessions[reader->session].lease_head && !slot_exists(h_->sessions[reader->session].lease_tail))
+        return found_damage();
     taken.kind = slot->kind;
     taken.size = slot->size;
     taken.deaths = slot->state >> 32;
@@ -266,6 +283,7 @@ Step Ring::try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& 
 }
 
 void Ring::release(Slot* slot, Wakes& wakes) {
+    if (h_->damaged) return;
     Change change(h_->redo, base_);
     free_slot(slot, change);
     change.commit();
@@ -288,9 +306,15 @@ void Ring::tell_end(Wakes& wakes) {
 
 // --- leases ---
 
+// Inside: whoever was giving it back died before it was done.
+static bool is_leased(const Slot* slot) {
+    return slot->place() == SlotState::Leased || slot->place() == SlotState::Inside;
+}
+
 void Ring::free_leased(Session& s, Wakes& wakes) {
-    while (s.lease_head) {
+    while (s.lease_head && !h_->damaged) {
         Slot* slot = at<Slot>(s.lease_head);
+        if (!slot_exists(s.lease_head) || s.leased == 0 || !is_leased(slot)) return void(found_damage());
         Change change(h_->redo, base_);
         change.set(s.lease_head, slot->next);
         change.set(s.leased, s.leased - 1);
@@ -310,14 +334,17 @@ void Ring::acknowledge(ReaderState& reader, Wakes& wakes) {
 
 // To the front, in their old order, with their old numbers.
 void Ring::give_back(Session& s, Wakes& wakes) {
-    uint64_t bytes = 0;
-    for (uint64_t p = s.lease_head; p; p = at<Slot>(p)->next) {
+    if (h_->damaged || !slot_exists(s.lease_tail)) return void(found_damage());
+    uint64_t bytes = 0, last = 0, left = s.leased;
+    for (uint64_t p = s.lease_head; p; last = p, p = at<Slot>(p)->next, left -= 1) {
         Slot* slot = at<Slot>(p);
+        if (!slot_exists(p) || left == 0 || !is_leased(slot)) return void(found_damage());
         bytes += slot->size;
         // A death between here and the commit counts twice: `deaths` may then be one too high, nothing else.
         slot->state = slot->with_place(SlotState::Inside) + (uint64_t(1) << 32);
         fault_point();
     }
+    if (left || last != s.lease_tail) return void(found_damage());
     uint32_t n = uint32_t(s.leased);
     Change change(h_->redo, base_);
     change.set(at<Slot>(s.lease_tail)->next, h_->head);
@@ -354,7 +381,7 @@ void Ring::begin_item(WriterState& writer, uint64_t number) {
 
 Step Ring::item_done(WriterState& writer, Wakes& wakes) {
     const bool behind = !writer.ordered || h_->state != OPEN || writer.number < h_->turn;
-    if (!behind && writer.number - h_->turn >= h_->groups) return Step::Wait;
+    if (!behind && writer.number - h_->turn >= groups_) return Step::Wait;
     writer.keyed = false;
     if (behind) return Step::Done;
     Change change(h_->redo, base_);
@@ -367,9 +394,13 @@ Step Ring::item_done(WriterState& writer, Wakes& wakes) {
 void Ring::advance(Wakes& wakes) {
     Change change(h_->redo, base_);
     uint64_t before = h_->turn, linked = 0;
-    for (;;) {
+    while (!h_->damaged) {
         Group& g = group(h_->turn);
         if (g.count) {
+            if (!slot_exists(g.head) || !slot_exists(g.tail) || (h_->head && !slot_exists(h_->tail))) {
+                found_damage();
+                break;
+            }
             change.set(h_->head ? at<Slot>(h_->tail)->next : h_->head, g.head);
             change.set(h_->tail, g.tail);
             change.set(h_->puts, h_->puts + g.count);

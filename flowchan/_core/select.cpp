@@ -34,7 +34,7 @@ template <class M> Entered enter(M& m, const Place& place, bool again) {
     Locked<M> locked(m);
     Gate& gate = Traits<M>::gate(m, place.side);
     uint32_t seq = gate.enter(again);
-    gate.selecting += 1;
+    gate.ends_by_itself(+1);
     Traits<M>::at_gate(m, place.session, place.side, +1);
     const bool ready = place.side == Side::Reader ? Traits<M>::readable(m) : Traits<M>::writable(m, place.ch->capacity);
     locked.unlock({});
@@ -49,8 +49,7 @@ template <class M> void leave(M& m, const Place& place, bool pass_on, bool look,
     const bool counted = Traits<M>::at_gate(m, place.session, place.side, -1);
     keep_order();
     if (counted) gate.leave();
-    if (counted && gate.selecting) gate.selecting -= 1;
-    gate.selecting = std::min(gate.selecting, gate.waiting);  // mends what a dead process or a closed port left
+    gate.ends_by_itself(counted ? -1 : 0);
     if (look) Traits<M>::look_for_dead(m, wakes);
     if (seen && gate.seq.load(std::memory_order_relaxed) != uint32_t(*seen)) pass_on = true;
     if (pass_on) (place.side == Side::Reader ? wakes.readers : wakes.writers) += gate.call(1);

@@ -76,7 +76,8 @@ struct Gate {
     std::atomic<uint32_t> seq{0};  // the futex word; its partner is the sleeper's compare in the kernel
     uint32_t waiting = 0;
     uint32_t woken = 0;
-    uint32_t selecting = 0;  // of those waiting, how many wait at other gates too
+    uint32_t selecting = 0;  // of those waiting, how many may go on without this channel: they wait at other gates too,
+                             // or until a deadline
     uint32_t starving = 0;   // thread id of the waiter that newcomers must not overtake, 0 for none
     int64_t waited_ns = 0;   // total time waited: minus the start of each wait, plus its end
     int64_t since_ns = 0;    // when somebody began to wait here, with somebody waiting ever since
@@ -110,6 +111,11 @@ struct Gate {
         waiting -= 1;
         if (woken) woken -= 1;
         waited_ns += now_ns();
+    }
+    // One more, or one less, of `selecting`. The second line mends what a dead process or a closed port left.
+    void ends_by_itself(int change) {
+        if (change > 0 || selecting) selecting += uint32_t(change);
+        selecting = selecting < waiting ? selecting : waiting;
     }
     int64_t waiting_for_ns() const { return waiting ? now_ns() - since_ns : 0; }
     int64_t total_wait_ns() const { return waited_ns + int64_t(waiting) * now_ns(); }

@@ -63,7 +63,7 @@ class State:
 @dataclass(frozen=True, slots=True)
 class Died:
     """A worker's process is gone without having told how it ended. ``deaths`` counts the workers that have died with the
-    item that it had in hand, this one included. ``hopeless``: it dies again and again before it takes any item."""
+    item that it had in hand, this one included. ``hopeless``: it dies again and again before it begins to work."""
 
     worker: WorkerId
     failure: Failure
@@ -178,7 +178,7 @@ def _died(state: State, died: Died, now: float) -> tuple[State, tuple[Action, ..
     stage = died.worker.stage
     used = state.restarts.get(stage, 0)
     if state.phase in ("running", "stopping") and used < state.limits.get(stage, 0) and not died.hopeless:
-        pause = 0.0 if died.deaths < 2 else min(FIRST_PAUSE * 2 ** (died.deaths - 2), LONGEST_PAUSE)
+        pause = 0.0 if died.deaths < 2 else min(FIRST_PAUSE * 2 ** min(died.deaths - 2, 30), LONGEST_PAUSE)
         restarts = {**state.restarts, stage: used + 1}
         return dataclasses.replace(state, restarts=restarts), (Replace(died.worker, pause),)
     return _failed(state, died.failure, now, expected=state.terminated or state.phase == "finishing")

@@ -17,13 +17,20 @@ def explain(stats: RunStats) -> str:
 
 def all_wait(stats: RunStats) -> bool:
     """Whether every worker that is alive waits for a channel of this graph: then nobody can move unless somebody from
-    outside does. Workers that are only about to be woken look the same for a moment, so one look proves nothing. One
-    that selects waits at several channels and can't be told from several that wait, so then the answer is no."""
-    if any(link.selecting for link in stats.links):
+    outside does. The channels are looked at one after the other, so one look proves nothing. One that selects waits at
+    several channels and can't be told from several that wait, one with a timeout will go on, one that has been woken may
+    go on: then the answer is no."""
+    if any(link.selecting or link.woken for link in stats.links):
         return False
-    alive = sum(stage.alive for stage in stats.stages)
-    waiting = sum(link.waiting_readers + link.waiting_writers for link in stats.links)
-    return 0 < alive <= waiting
+    alive = [stage for stage in stats.stages if stage.alive]
+    return bool(alive) and all(_waiting(stage, stats.links) >= stage.alive for stage in alive)
+
+
+def _waiting(stage: StageStats, links: tuple[LinkStats, ...]) -> int:
+    return sum(
+        link.waiting_readers * (link.reader == stage.name) + link.waiting_writers * (link.writer == stage.name)
+        for link in links
+    )
 
 
 def _name(stage: StageStats) -> str:

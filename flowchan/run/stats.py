@@ -37,7 +37,7 @@ class StageStats:
 class LinkStats:
     """One channel: ``inside`` of ``capacity`` items are in it now, ``passed`` went through, ``rate`` of them a second.
     ``waiting_readers`` workers wait for an item, and somebody has for ``readers_waiting_for`` seconds; the same for
-    writers. ``selecting`` of them wait for other channels too."""
+    writers. ``selecting`` of them may go on without this channel, ``woken`` of them are about to look."""
 
     name: str
     writer: str
@@ -52,6 +52,7 @@ class LinkStats:
     readers_waiting_for: float = 0.0
     writers_waiting_for: float = 0.0
     selecting: int = 0
+    woken: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,7 @@ from flowchan.run.explain import all_wait, explain
 from flowchan.run.plan import Plan, PlannedWorker
 from flowchan.run.statistics import measure, summarise
 from flowchan.run.worker import (
+    Began,
     Ended,
     Event,
     Failure,
@@ -69,7 +70,7 @@ from flowchan.stage import Stage, is_async
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 HOPELESS = 4
-"""Deaths of a worker in a row, each within a second of its start and without an item in hand, that end the run."""
+"""Deaths of a worker in a row, each before it begins to work, that end the run."""
 STILL = 0.5
 """Seconds for which nothing must move before a run counts as stuck."""
 REMEDY = "give a channel that somebody waits to put into more places, stream.buffer(n), or read its branches apart"
@@ -107,6 +108,7 @@ class Supervisor:
         self._due: dict[WorkerId, float] = {}  # when a replaced worker is to be started
         self._born: dict[WorkerId, float] = {}
         self._deaths_without_item: Counter[WorkerId] = Counter()
+        self._stillborn: Counter[WorkerId] = Counter()  # deaths in a row before it began to work
         self._memory: dict[WorkerId, int] = {}  # last known, in bytes
         self._processes: dict[WorkerId, BaseProcess] = {}
         self._threads: dict[WorkerId, threading.Thread] = {}
@@ -199,6 +201,8 @@ class Supervisor:
                 self.results[event.stage] = event.value
             elif isinstance(event, Retried):
                 self.retried[event.worker.stage] += 1
+            elif isinstance(event, Began):
+                self._stillborn[event.worker] = -1
             else:
                 self._handle(event)
             for died in self._dead():
@@ -269,14 +273,15 @@ class Supervisor:
             lived = time.monotonic() - self._born[id]
             self._deaths_without_item[id] = 1 if lived > 1 else self._deaths_without_item[id] + 1
             deaths = self._deaths_without_item[id]
-        hopeless = not in_hand and deaths >= HOPELESS
+        self._stillborn[id] += 1
+        hopeless = self._stillborn[id] >= HOPELESS
         code = process.exitcode or 0
         limit = self.state.limits.get(id.stage, 0)
         used = f"{self.state.restarts.get(id.stage, 0)} of {limit} restarts are used"
         if id.stage not in self.state.limits or (limit == 0 and worker.stage.restarts):
             why = f"a {worker.stage.kind} stage keeps state of its own and is not declared restartable"
         else:
-            why = "it dies before it takes an item" if hopeless else used
+            why = "it dies before it begins to work" if hopeless else used
         error = WorkerDied(
             f"the process of worker {id} {exit_text(code, self._memory.get(id, 0))}; it is not replaced: {why}",
             exitcode=code, pid=process.pid,
@@ -295,8 +300,8 @@ class Supervisor:
         stats = summarise(self, measure(self.plan))
         counts = [(link.name, link.inside, link.passed) for link in stats.links] if all_wait(stats) else None
         if counts is not None and counts == self._counts:
-            waiting = next(link for link in stats.links if link.waiting_writers or link.waiting_readers)
-            stage = waiting.writer if waiting.waiting_writers else waiting.reader or waiting.writer
+            putting = [link.writer for link in stats.links if link.waiting_writers]
+            stage = (putting + [link.reader or link.writer for link in stats.links if link.waiting_readers])[0]
             error = Deadlock(f"every worker waits and nothing is in flight; {REMEDY}\n{explain(stats)}")
             self._handle(decisions.Stuck(Failure(WorkerId(stage, 1), error, None, self.pid)))
         self._counts = counts
@@ -315,9 +320,7 @@ class Supervisor:
         for reader in old.ports.inputs.values():
             reader._give_up()
         self._workers[id] = dataclasses.replace(old, ports=ports)
-        process = self._processes.pop(id)
-        process.join()
-        process.close()
+        _reap(self._processes.pop(id))
 
     def _start_due(self) -> None:
         now = time.monotonic()
@@ -358,8 +361,7 @@ class Supervisor:
             process.join(max(0.0, deadline - time.monotonic()))
             if process.exitcode is None:
                 process.kill()
-                process.join()
-            process.close()
+            _reap(process)
         for worker in self._workers.values():
             for port in worker.ports.everything():
                 if worker.id not in self.state.abandoned:
@@ -399,6 +401,15 @@ def exit_text(code: int, memory: int) -> str:
     total = psutil.virtual_memory().total
     likely = ", likely for lack of memory" if memory > total / 4 else ""
     return f"was killed by {name}{likely} (last known memory {memory / 2**20:,.0f} of {total / 2**20:,.0f} MiB)"
+
+
+def _reap(process: BaseProcess) -> None:
+    """Joins and closes. Another thread may be asking for the same child's exit code (``multiprocessing`` itself does so
+    whenever a process is started or listed); until it has noted it here, a join returns without one."""
+    process.join()
+    while process.exitcode is None:
+        time.sleep(0.001)
+    process.close()
 
 
 def _memory_of(pid: int | None) -> int:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import inspect
 import os
 import signal
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,13 @@ class WorkerId:
 
     def __str__(self) -> str:
         return f"{self.stage} {self.number}"
+
+
+@dataclass(frozen=True, slots=True)
+class Began:
+    """The worker's process has built what the user declared and begins its loop."""
+
+    worker: WorkerId
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +82,7 @@ class Result:
     value: Any
 
 
-Event = Ended | Failure | Retried | Result
+Event = Began | Ended | Failure | Retried | Result
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +154,22 @@ def built(function: Callable[..., Any] | None) -> Iterator[Callable[..., Any]]:
             close()
 
 
+@contextlib.asynccontextmanager
+async def built_async(function: Callable[..., Any] | None) -> AsyncIterator[Callable[..., Any]]:
+    """The same for an async stage, whose ``close`` may be async too."""
+    if function is None or not is_callable_class(function):
+        yield function or _nothing
+        return
+    made = function()
+    try:
+        yield made
+    finally:
+        close = getattr(made, "close", None)
+        closing = close() if callable(close) else None
+        if inspect.isawaitable(closing):
+            await closing
+
+
 def _nothing() -> None: ...
 
 
@@ -158,6 +182,8 @@ def work(worker: WorkerId, recipe: Recipe, ports: Ports, tell: Callable[[Event],
         ports.join(recipe)
         with built(recipe.function) as function:
             job = _job(worker, recipe, ports, function, tell)
+            if sends:
+                tell(Began(worker))
             BODIES[recipe.kind](job, **ports.inputs, **ports.outputs)
     except BaseException as error:
         ended_by = _let_go(error, ports)
@@ -211,7 +237,7 @@ def work_together(workers: dict[WorkerId, Ports], recipe: Recipe, tell: Callable
         ended_by: BaseException | None = None
         try:
             ports.join(recipe)
-            with built(recipe.function) as function:
+            async with built_async(recipe.function) as function:
                 job = _job(worker, recipe, ports, function, tell)
                 await ASYNC_BODIES[recipe.kind](job, **ports.inputs, **ports.outputs)
         except BaseException as error:

@@ -1,4 +1,4 @@
-"""How the crash tests make a worker die at a chosen point: it asks, wherever it runs, and is killed as often as was said."""
+"""How the crash tests make a worker die at a chosen point: it asks there, and is killed as often as was said."""
 
 from __future__ import annotations
 

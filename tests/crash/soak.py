@@ -19,12 +19,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 from flowchan import Graph, Run, RunError, Stream
+from flowchan.run import decisions
 from flowchan.stage import DEFAULT_CAPACITY
 
 STALL = 60.0
 """Seconds without any movement that count as a hang."""
+MOST_KILLS = 3
+"""Kills after which something must have moved before the next one: dying faster than starting gets nobody anywhere."""
 ENDLESS = 10**9
 """A limit that the random deaths of a soak never reach."""
 
@@ -163,14 +167,17 @@ def soak(seconds: float, seed: int, first: int = 0, last: int | None = None) -> 
     totals = Totals()
     end = time.monotonic() + seconds
     number = first
-    while time.monotonic() < end and (last is None or number <= last):
-        one(case(seed, number), random.Random(f"{seed} {number} kills"), totals, f"seed {seed}, graph {number}")
-        number += 1
+    # Deaths in quick succession are the point here; the pauses after them would be all that a soak consists of.
+    with patch.object(decisions, "LONGEST_PAUSE", 0.01):
+        while time.monotonic() < end and (last is None or number <= last):
+            chance = random.Random(f"{seed} {number} kills")
+            one(case(seed, number), chance, totals, f"seed {seed}, graph {number}", end)
+            number += 1
     return totals
 
 
-def one(case: Case, chance: random.Random, totals: Totals, name: str) -> None:
-    """Runs one graph, killing its worker processes all the time, and adds what came of it to the totals."""
+def one(case: Case, chance: random.Random, totals: Totals, name: str, end: float) -> None:
+    """Runs one graph, killing its worker processes until ``end``, and adds what came of it to the totals."""
 
     def fail(what: str) -> None:
         totals.failures.append(f"{name}: {what}\n  {case.text}")
@@ -179,14 +186,16 @@ def one(case: Case, chance: random.Random, totals: Totals, name: str) -> None:
     totals.graphs += 1
     run = case.graph.start()
     run._gather()
-    pause = chance.choice([0.005, 0.03, 0.1])
-    moved, last_moved = 0, time.monotonic()
+    pause, most = chance.choice([0.005, 0.03, 0.1]), chance.choice([20, 100, 500])
+    moved, last_moved, kills = -1, time.monotonic(), 0
     while not run._supervisor.ended.wait(chance.random() * pause):
-        kill_one(run, chance)
         now = progress(run)
-        if now != moved:
-            moved, last_moved = now, time.monotonic()
-        elif time.monotonic() - last_moved > STALL:
+        if now > moved:
+            moved, last_moved, kills = now, time.monotonic(), 0
+        if kills < MOST_KILLS and most > 0 and time.monotonic() < end:
+            killed = kill_one(run, chance)
+            kills, most = kills + killed, most - killed
+        if time.monotonic() - last_moved > STALL:
             totals.hangs += 1
             fail(f"nothing has moved for {STALL:g} s\n{run.report()}\n{run.stats()}")
             faulthandler.dump_traceback(all_threads=True)
@@ -214,17 +223,20 @@ def one(case: Case, chance: random.Random, totals: Totals, name: str) -> None:
         fail("the items came out of order")
 
 
-def kill_one(run: Run, chance: random.Random) -> None:
-    """Kills one of the run's worker processes, if there is one, with SIGKILL."""
+def kill_one(run: Run, chance: random.Random) -> bool:
+    """Kills one of the run's worker processes with SIGKILL; false if there is none."""
     with contextlib.suppress(RuntimeError, ValueError, OSError):  # the supervisor is replacing one just now
-        processes = [process for process in run._supervisor._processes.values() if process.is_alive()]
+        processes = list(run._supervisor._processes.values())
         if processes:
-            chance.choice(processes).kill()
+            chance.choice(processes).kill()  # one that is dead already is killed once more, in vain
+            return True
+    return False
 
 
 def progress(run: Run) -> int:
-    """A number that grows while anything moves."""
-    return sum(link.passed for link in run.stats().links) + sum(stage.items_out for stage in run.stats().stages)
+    """A number that only grows: what was put, and what was taken and finished."""
+    stats = [channel.stats() for channel in run._plan.channels.values()]
+    return sum(stat.items_in + stat.items_out - stat.leased for stat in stats)
 
 
 def main() -> int:

@@ -299,3 +299,18 @@ def test_c11_killed_while_it_waits_for_room() -> None:
             wait_until(lambda: channel.stats().waiting_writers == 2)
             kill_one(run, "work")
         assert run.wait()[out] == list(range(20))
+
+
+def test_r4_an_idle_worker_may_die_as_often_as_it_has_restarts() -> None:
+    """Dying without an item in hand is no sign that a worker can't begin."""
+    graph = Graph("idle")
+    numbers = graph.input()
+    out = numbers.map(abs, on="process", name="work").collect()
+    with graph.start() as run:
+        channel = run._plan.channels["input"]
+        for _ in range(5):
+            wait_until(lambda: channel.stats().waiting_readers == 1)
+            kill_one(run, "work")
+        run[numbers].put(-1)
+        run[numbers].close()
+        assert run.wait()[out] == [1]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from soak import case, soak
+import random
+
+from soak import Totals, case, one, soak
 
 from flowchan import Graph
 
@@ -15,14 +17,12 @@ def test_c11_random_kills_in_random_graphs_lose_and_repeat_nothing() -> None:
     assert totals.kills > 0
 
 
-def test_the_soak_finds_a_stage_that_loses_an_item() -> None:
-    from soak import Totals, one
-    import random
-
+def test_the_soak_finds_an_item_that_was_lost_and_one_that_came_twice() -> None:
     wrong = case(1, 1)
     graph = Graph("wrong")
-    wrong.graph, wrong.out = graph, graph.source(wrong.expected[1:] + wrong.expected[-1:]).collect()
+    wrong.out = graph.source([*wrong.expected[1:], wrong.expected[-1]]).collect()
+    wrong.graph = graph
     totals = Totals()
-    one(wrong, random.Random(1), totals, "planted")
+    one(wrong, random.Random(1), totals, "planted", end=0)
     assert (totals.lost, totals.repeated) == (1, 1)
     assert len(totals.failures) == 1

@@ -171,7 +171,8 @@ def test_partials_and_bound_methods() -> None:
     assert result_of(graph, out) == [0, 10, 20, 30]
 
 
-def test_a_callable_class_is_built_once_per_worker_and_closed() -> None:
+@pytest.mark.parametrize("awaits", [False, True])
+def test_a_callable_class_is_built_once_per_worker_and_closed(awaits: bool) -> None:
     events: Counter[str] = Counter()
     meeting = asyncio.Barrier(3)
 
@@ -183,7 +184,12 @@ def test_a_callable_class_is_built_once_per_worker_and_closed() -> None:
             await meeting.wait()
             return -item
 
-        def close(self) -> None:
+        def close(self) -> Any:
+            events["closed"] += not awaits
+            return self.aclose() if awaits else None
+
+        async def aclose(self) -> None:
+            await asyncio.sleep(0)
             events["closed"] += 1
 
     graph = Graph("async")

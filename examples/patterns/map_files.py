@@ -1,0 +1,38 @@
+"""The lines of all Python files below a directory, counted by n workers that share the files between them.
+
+    python examples/patterns/map_files.py [DIRECTORY] [--workers N] [--on thread|process]
+
+The directory is the running Python's own standard library unless another is named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sysconfig
+from pathlib import Path
+
+from flowchan.pipelines import map  # noqa: A004
+
+
+def count_lines(files: list[Path], workers: int, worker: int) -> tuple[int, int]:
+    """What one worker does: every ``workers``-th file, beginning with its own number. Gives its files and their lines."""
+    mine = files[worker - 1 :: workers]
+    return len(mine), sum(file.read_bytes().count(b"\n") for file in mine)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Count the lines of all Python files below a directory.")
+    parser.add_argument("directory", nargs="?", type=Path, default=Path(sysconfig.get_path("stdlib")))
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--on", choices=["thread", "process"], default="thread")
+    args = parser.parse_args()
+
+    files = sorted(args.directory.rglob("*.py"))
+    counts = map(args.workers, count_lines, files, args.workers, on=args.on).join()
+    for worker, (number, lines) in enumerate(counts, 1):
+        print(f"worker {worker}: {lines:,} lines in {number:,} files")
+    print(f"together: {sum(lines for _, lines in counts):,} lines in {len(files):,} files")
+
+
+if __name__ == "__main__":
+    main()

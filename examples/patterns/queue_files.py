@@ -1,0 +1,66 @@
+"""The imports in all Python files below a directory: the owner of a work queue asks for files, workers answer.
+
+    python examples/patterns/queue_files.py [DIRECTORY] [--workers N] [--on thread|process]
+
+Unlike with ``map``, a worker that got short files takes more of them. The directory is the running Python's own standard
+library unless another is named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import sysconfig
+from collections import Counter
+from pathlib import Path
+
+from flowchan.pipelines import WorkQueue, map, workqueue  # noqa: A004
+
+
+def imported(file: Path) -> set[str] | None:
+    """The top-level names of the modules that a file imports; ``None`` if it is no Python of this version."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError):
+        return None
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            names.add(node.module.partition(".")[0])
+    return names
+
+
+def work(queue: WorkQueue, worker: int) -> int:
+    """What one worker does until the owner has closed the queue. Gives the number of files it has done."""
+    done = 0
+    for file in queue:
+        queue.put(imported(file))
+        done += 1
+    return done
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Count the imports in all Python files below a directory.")
+    parser.add_argument("directory", nargs="?", type=Path, default=Path(sysconfig.get_path("stdlib")))
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--on", choices=["thread", "process"], default="process")
+    args = parser.parse_args()
+
+    queue = workqueue(across="processes" if args.on == "process" else "threads")
+    workers = map(args.workers, work, queue, on=args.on)
+    queue.put_many(args.directory.rglob("*.py"))
+    queue.close()
+    answers = list(queue)
+    assert sum(workers.join()) == len(answers)
+
+    found = [names for names in answers if names is not None]
+    print(f"{len(answers):,} files, {len(answers) - len(found):,} of them no Python of this version")
+    counts = Counter(name for names in found for name in names)
+    for name, count in sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))[:5]:
+        print(f"{count:>8,}  {name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,325 @@
+"""Damage in the shared memory of a channel breaks it, and never crashes its users or holds them up for ever.
+
+Other processes write this memory, and one of them may have a stray pointer. Each case is one forked child: it fills a
+channel in every way (items inside, on lease, parked out of turn, ports, a cause), damages its memory, and then uses it.
+A call may raise ``Broken`` or any other error, time out, or go on working; the child must not die by a signal. An
+``abort`` after a while stands for the user who gives up on a channel whose counts make no sense any more: then every
+call must end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import random
+import signal
+import struct
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from flowchan import Broken, Channel, ChannelError, Drained, In, Out, select
+from flowchan.channel import _arrive
+
+CASES = 400
+BATCH = 25  # children of one test, two at a time
+MUTEX, COUNTS = 192, 256  # where the lock, and what changes under it, lie in the header
+GATES_END = 4_096
+SLOT = 128
+OWNER_DIED = 0x4000_0000
+ERRORS = (
+    ChannelError, ValueError, TypeError, LookupError, OSError, EOFError, ImportError, AttributeError, ArithmeticError,
+    MemoryError, NameError, RuntimeError,
+)  # fmt: skip
+"""What a call may raise: the channel's own errors, and what unpickling damaged content can."""
+
+
+class Memory:
+    """The memory of a channel, as a stray pointer sees it."""
+
+    def __init__(self, channel: Channel[Any]) -> None:
+        self.map = mmap.mmap(channel._fd, 0)
+        self.length, _, self.groups_at, self.blocks_at = (self.word(at) for at in (32, 40, 48, 56))
+
+    def word(self, at: int) -> int:
+        return int(struct.unpack_from("<Q", self.map, at)[0])
+
+    def set(self, at: int, value: int) -> None:
+        struct.pack_into("<Q", self.map, at, value % 2**64)
+
+    def sessions(self) -> list[int]:
+        """Where the records of this process's ports lie: their second word is its number."""
+        return [at - 8 for at in range(GATES_END, self.groups_at, 8) if self.word(at) == os.getpid()]
+
+    def slots(self) -> int:
+        """Where the slots begin: the last ones are used first."""
+        return self.length - 24 * SLOT
+
+
+class Use:
+    """A channel in use in every way, and then used on."""
+
+    def __init__(self) -> None:
+        self.ch: Channel[Any] = Channel(24, across="processes", max_bytes=1 << 18)
+        before: Channel[int] = Channel(8, across="processes")
+        self.reader, self.writer = self.ch.reader(), self.ch.writer()
+        for item in (1, None, "text", b"x" * 300, b"y" * 20_000, {"a": [1, 2]}, b"z" * 3_000):
+            self.ch.put(item)
+        self.reader.get()
+        self.reader.get_more()
+        self.ch.get()  # a free slot
+        # Two workers of an ordered stage, the second one ahead of its turn.
+        before.put_many(range(6))
+        self.inputs = [before.reader() for _ in range(2)]
+        self.outputs = [self.ch.writer() for _ in range(2)]
+        for into, out in zip(self.inputs, self.outputs, strict=True):
+            out._follow(into, True, False)
+            into.get()
+        self.outputs[1].put("ahead")
+        self.outputs[1].put(b"far ahead" * 1_000)
+
+    def calls(self) -> Iterator[Callable[[], Any]]:
+        ch, soon = self.ch, 0.01
+        yield from (lambda: ch.put(2, soon), lambda: ch.put(b"w" * 30_000, soon), lambda: ch.put({"b": 1}, soon))
+        yield from (ch.stats, lambda: len(ch), lambda: ch.closed, lambda: ch.drained, lambda: repr(ch))
+        yield from (lambda: self.reader.get_more(soon), lambda: self.reader.get(soon), lambda: ch.get(soon))
+        yield lambda: self.reader._numbers_in_hand() + [self.reader._deaths_in_hand()]
+        yield from (lambda: self.outputs[0].put("in turn", soon), lambda: self.inputs[0].get(soon))
+        yield from (lambda: self.inputs[1].get(soon), lambda: self.outputs[1].put(b"v" * 10_000, soon))
+        yield from (lambda: select([ch], puts=[(ch, 3)], timeout=soon), lambda: ch.get_many(5, soon))
+        yield from (lambda: self.reader.get_many(9, soon), lambda: self.writer.put_many([1, b"u" * 9_000], soon))
+        yield from (lambda: self.outputs[1]._retire([1]), self.reader._give_up, lambda: self.other_port(ch.reader()))
+        yield from (lambda: self.other_port(ch.writer()), self.writer.close, self.outputs[0].close, ch.close)
+        yield from (lambda: ch.get_many(50, soon), lambda: ch.abort(KeyError("cause")), lambda: ch.get(soon), ch.stats)
+
+    def other_port(self, port: In[Any] | Out[Any]) -> None:
+        with contextlib.closing(port):
+            port.get(0.01) if isinstance(port, In) else port.put(4, 0.01)
+
+    def go_on(self) -> None:
+        give_up = threading.Timer(1.5, self.ch.abort)
+        give_up.daemon = True
+        give_up.start()
+        for call in self.calls():
+            with contextlib.suppress(*ERRORS):
+                call()
+        give_up.cancel()
+
+
+def some_value(chance: random.Random, memory: Memory) -> int:
+    """A word that means something to the code that reads it: an offset, a count, a flag, or nonsense."""
+    place = chance.randrange(memory.length)
+    return chance.choice([
+        0, 1, 2, 3, 7, 255, 2**31, 2**32 - 1, 2**63, 2**64 - 1, 2**64 - 128, chance.getrandbits(64), chance.getrandbits(32),
+        chance.randrange(64), place, place // 8 * 8, place // 128 * 128, memory.length, memory.length - 128, memory.length - 64,
+        memory.slots() + chance.randrange(24) * SLOT, memory.blocks_at, memory.groups_at, memory.length + 4_096,
+    ])  # fmt: skip
+
+
+def damage_words(chance: random.Random, memory: Memory) -> None:
+    for _ in range(chance.choice([1, 1, 1, 2, 4])):
+        session = chance.choice(memory.sessions())
+        begin, end = chance.choice([
+            (0, MUTEX), (MUTEX, COUNTS), (COUNTS, COUNTS + 128), (COUNTS, 1_000), (1_000, GATES_END),
+            (session, session + 128), (memory.groups_at, memory.groups_at + 128), (memory.groups_at, memory.blocks_at),
+            (memory.slots(), memory.length), (memory.slots(), memory.length), (memory.blocks_at, memory.blocks_at + 40_000),
+        ])  # fmt: skip
+        memory.set(chance.randrange(begin // 8, end // 8) * 8, some_value(chance, memory))
+
+
+def damage_slot(chance: random.Random, memory: Memory) -> None:
+    """One of next, state, size, number, kind, class and block of one or more slots."""
+    for _ in range(chance.choice([1, 1, 3])):
+        slot = memory.length - SLOT * chance.randrange(1, 14)
+        memory.set(slot + 8 * chance.randrange(7), some_value(chance, memory))
+
+
+def damage_bytes(chance: random.Random, memory: Memory) -> None:
+    """A run of random bytes somewhere."""
+    begin = chance.choice([0, MUTEX, COUNTS, chance.choice(memory.sessions()), memory.groups_at, memory.slots(), memory.blocks_at])
+    at = begin + chance.randrange(2_000)
+    content = chance.randbytes(chance.randrange(1, 80))
+    memory.map[at : at + len(content)] = content[: memory.length - at]
+
+
+def damage_record(chance: random.Random, memory: Memory) -> None:
+    """The owner of the lock has died, so it seems, and what it was about to do is nonsense."""
+    record = COUNTS + 128
+    memory.set(record, chance.choice([1, 3, 24, 25, 2**40]))
+    for entry in range(24):
+        memory.set(record + 8 + 16 * entry, some_value(chance, memory))
+        memory.set(record + 16 + 16 * entry, some_value(chance, memory))
+    memory.set(MUTEX, OWNER_DIED)
+
+
+def damage_lock(chance: random.Random, memory: Memory) -> None:
+    """The words of the lock itself: held by nobody, by this thread, by a thread that never was; of another type."""
+    memory.set(MUTEX + 8 * chance.randrange(5), chance.choice([
+        threading.get_native_id(), 2**22 + chance.getrandbits(20), 2**31, OWNER_DIED, chance.getrandbits(64), 2**31 - 2,
+        chance.getrandbits(8) << 32, chance.getrandbits(8),
+    ]))  # fmt: skip
+
+
+KINDS = (damage_words, damage_slot, damage_bytes, damage_record, damage_lock)
+
+
+def one_case(number: int) -> None:
+    """What a child does."""
+    chance = random.Random(number)
+    use = Use()
+    memory = Memory(use.ch)
+    KINDS[number % len(KINDS)](chance, memory)
+    use.go_on()
+
+
+def start_child(number: int) -> tuple[int, int]:
+    """Forks a child for the case; its process number, and where it says what went wrong."""
+    answer, write = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(write)
+        return pid, answer
+    code = 1
+    try:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(30)  # a hang, told as one
+        one_case(number)
+        code = 0
+    except BaseException:
+        os.write(write, traceback.format_exc().encode()[-4_000:])
+    finally:
+        os._exit(code)
+
+
+def outcome(number: int, pid: int, answer: int) -> str:
+    """What is wrong with how the child ended, or nothing."""
+    with open(answer, "rb") as told:
+        text = told.read().decode()
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if code == 0:
+        return ""
+    how = f"died by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+    return f"case {number} ({KINDS[number % len(KINDS)].__name__}) {how}\n{text}"
+
+
+@pytest.mark.parametrize("first", range(0, CASES, BATCH))
+def test_damage_breaks_the_channel_and_never_its_users(first: int) -> None:
+    wrong, running = [], []
+    for number in range(first, first + BATCH):
+        running.append((number, *start_child(number)))
+        if len(running) == 2:
+            wrong.append(outcome(*running.pop(0)))
+    wrong.extend(outcome(*child) for child in running)
+    assert not [text for text in wrong if text], "\n".join(text for text in wrong if text)
+
+
+# what is certain to be noticed
+
+
+def damaged(change: Callable[[Memory], None]) -> Channel[Any]:
+    ch: Channel[Any] = Channel(8, across="processes")
+    ch.put_many([1, 2, b"x" * 10_000])
+    memory = Memory(ch)
+    change(memory)
+    memory.map.close()
+    return ch
+
+
+@pytest.mark.parametrize("offset", [8, 2**63, 128 * 3])
+def test_a_first_item_that_is_no_slot_breaks_the_channel_and_says_why(offset: int) -> None:
+    ch = damaged(lambda memory: memory.set(COUNTS, offset))
+    for call in (ch.get, lambda: ch.put(1), ch.get):
+        with pytest.raises(Broken, match="shared memory is damaged"):
+            call()
+    assert ch.broken
+
+
+def test_a_list_that_runs_in_a_circle_breaks_the_channel() -> None:
+    ch = damaged(lambda memory: memory.set(memory.length - SLOT, memory.length - SLOT))
+    assert ch.get() == 1
+    with pytest.raises(Broken, match="damaged"):
+        ch.get()
+
+
+@pytest.mark.parametrize(("word", "value"), [(2, 10**9), (5, 200), (6, 64), (6, 2**62)])
+def test_a_payload_that_lies_elsewhere_breaks_the_channel(word: int, value: int) -> None:
+    ch = damaged(lambda memory: memory.set(memory.length - 3 * SLOT + 8 * word, value))
+    assert [ch.get(), ch.get()] == [1, 2]
+    with pytest.raises(Broken, match="damaged"):
+        ch.get()
+
+
+@pytest.mark.parametrize(("word", "value"), [(4, 77), (4, 3), (7, 0xFF)])
+def test_content_of_no_known_kind_raises_at_its_reader(word: int, value: int) -> None:
+    ch = damaged(lambda memory: memory.set(memory.length - SLOT + 8 * word, value))
+    with pytest.raises(Broken):
+        ch.get()
+
+
+def test_a_lock_of_another_kind_breaks_the_channel() -> None:
+    ch = damaged(lambda memory: memory.set(MUTEX + 16, 5))
+    with pytest.raises(Broken, match="damaged"):
+        ch.get()
+
+
+def test_a_lock_whose_owner_never_was_breaks_the_channel() -> None:
+    ch = damaged(lambda memory: memory.set(MUTEX, 2**22 + 1))
+    with pytest.raises(Broken, match="damaged"):
+        ch.put(1)
+
+
+def test_users_that_wait_are_told() -> None:
+    """One that sleeps in the channel while another one finds the damage."""
+    ch: Channel[int] = Channel(1, across="processes")
+    ch.put(1)
+    result: list[BaseException] = []
+
+    def wait() -> None:
+        with pytest.raises(Broken) as caught:
+            ch.put(2)
+        result.append(caught.value)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    while not ch.stats().waiting_writers:
+        pass
+    Memory(ch).set(COUNTS, 8)
+    with pytest.raises(Broken):
+        ch.get()
+    waiting.join()
+    assert "damaged" in str(result[0])
+
+
+# attaching
+
+
+@pytest.mark.parametrize("word", range(8), ids="magic version capacity max_bytes length groups groups_at blocks_at".split())
+def test_a_header_that_makes_no_sense_is_refused(word: int) -> None:
+    ch = damaged(lambda memory: memory.set(8 * word, memory.word(8 * word) + 1))
+    copy = os.dup(ch._fd)
+    with pytest.raises(OSError, match="not the memory of a channel"):
+        Channel.__new__(Channel).__class__.__mro__[1].__init__(Channel.__new__(Channel), fd=copy, name="")
+    os.close(copy)
+    assert ch.get() == 1  # who has it already goes on with what it knows
+
+
+def test_a_file_that_is_no_channel_is_refused() -> None:
+    fd = os.memfd_create("other")
+    os.ftruncate(fd, 1 << 20)
+    with pytest.raises(OSError, match="not the memory of a channel"):
+        _arrive((os.getpid(), fd, os.fstat(fd).st_ino), "other")
+    os.close(fd)
+
+
+def test_the_memory_cannot_be_cut_off() -> None:
+    """It would be a SIGBUS for everybody."""
+    ch: Channel[int] = Channel(4, across="processes")
+    with pytest.raises(PermissionError):
+        os.ftruncate(ch._fd, 4_096)
+    ch.close()
+    with pytest.raises(Drained):
+        ch.get()

@@ -1,0 +1,132 @@
+"""``SharedDict``: a mapping between processes; every operation is done as a whole."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flowchan import Channel
+from flowchan.pipelines import Lock, SharedDict, map  # noqa: A004
+
+everywhere = pytest.mark.parametrize("on", ["thread", "process"])
+
+
+def test_it_begins_with_what_it_is_given_and_the_source_stays() -> None:
+    source = {"a": 1, "b": None}
+    shared = SharedDict(source)
+    assert len(shared) == len(source) == 2
+    assert dict(shared) == shared.copy() == source
+    assert len(SharedDict[str, int]()) == 0
+    with pytest.raises((TypeError, ValueError)):
+        SharedDict(3)  # type: ignore[arg-type]
+
+
+def test_it_is_a_mutable_mapping() -> None:
+    shared: SharedDict[Any, Any] = SharedDict({"a": 1})
+    shared["b"] = [2]
+    assert shared["b"] == [2]
+    assert "b" in shared
+    assert "c" not in shared
+    assert shared.get("c", 3) == 3
+    del shared["a"]
+    with pytest.raises(KeyError):
+        shared["a"]
+    shared.update({1: "x"}, y=2)
+    assert list(shared.items()) == [("b", [2]), (1, "x"), ("y", 2)]
+    assert shared.pop("y") == 2
+    assert shared.pop("y", None) is None
+    assert shared.setdefault(1, "other") == "x"
+    assert shared.popitem() in [(1, "x"), ("b", [2])]
+    assert len(shared) == 1
+    shared.clear()
+    assert not shared
+
+
+def test_what_is_read_is_a_copy() -> None:
+    shared = SharedDict({"list": [1]})
+    shared["list"].append(2)
+    assert shared["list"] == [1]
+
+
+@everywhere
+def test_workers_see_each_others_changes(on: Any) -> None:
+    def write(shared: SharedDict[Any, Any], worker: int) -> None:
+        shared[worker] = 10 * worker
+
+    shared: SharedDict[Any, Any] = SharedDict()
+    map(8, write, shared, on=on).join()
+    assert sorted(shared.items()) == [(n, 10 * n) for n in range(1, 9)]
+
+
+@everywhere
+def test_changes_under_the_lock_are_one_change(on: Any) -> None:
+    def count(shared: SharedDict[str, int], worker: int) -> None:
+        for _ in range(30):
+            with shared.lock:
+                shared["n"] += 1
+
+    shared = SharedDict({"n": 0})
+    map(4, count, shared, on=on).join()
+    assert shared["n"] == 120
+
+
+@everywhere
+def test_locks_arrays_and_other_mappings_can_be_inside(on: Any) -> None:
+    inner: SharedDict[int, int] = SharedDict()
+    lock = Lock()
+    shared: SharedDict[str, Any] = SharedDict({"lock": lock, "array": np.arange(20_000), "inner": inner})
+
+    def work(shared: SharedDict[str, Any], worker: int) -> int:
+        with shared["lock"]:
+            shared["last"] = worker
+            shared["inner"][worker] = int(shared["array"].sum())
+        return worker
+
+    map(3, work, shared, on=on).join()
+    assert dict(inner) == dict.fromkeys((1, 2, 3), 199_990_000)
+
+
+def test_a_change_that_raises_changes_nothing() -> None:
+    shared = SharedDict({"a": 1})
+    with pytest.raises(KeyError):
+        shared.pop("b")
+    with pytest.raises(TypeError):
+        shared[[]] = 1  # type: ignore[index]
+    with pytest.raises(TypeError, match="pickle"):
+        shared["lock"] = threading.Lock()  # type: ignore[assignment]
+    assert shared.copy() == {"a": 1}
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_a_process_that_dies_in_the_middle_of_a_change_has_made_it_or_not(done: bool) -> None:
+    shared, told = SharedDict({"n": 0}), Channel[None](1, across="processes")
+
+    def die() -> None:
+        with shared.lock:
+            if done:
+                shared._cell.put({"n": pickle.dumps(1)})
+            told.put(None)
+            signal.pause()
+
+    child = multiprocessing.get_context("fork").Process(target=die)
+    child.start()
+    told.get()
+    os.kill(child.pid or 0, signal.SIGKILL)
+    assert shared["n"] == int(done)
+    shared["n"] += 1
+    assert shared["n"] == 1 + int(done)
+    child.join()
+
+
+def test_it_outlives_the_processes_that_come_and_go() -> None:
+    shared: SharedDict[int, int] = SharedDict()
+    for number in range(3):
+        map(1, lambda shared, number, worker: shared.update({number: worker}), shared, number, on="process").join()
+    assert dict(shared) == {0: 1, 1: 1, 2: 1}

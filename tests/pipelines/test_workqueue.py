@@ -1,0 +1,389 @@
+"""``workqueue``: one owner, many workers, two directions."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+from waiting import wait_blocked, wait_until
+
+from flowchan import Closed, Drained, Empty, Full
+from flowchan.pipelines import Lock, WorkQueue, workqueue
+from flowchan.pipelines import map as start
+
+Across = Literal["threads", "processes"]
+everywhere = pytest.mark.parametrize("across", ["threads", "processes"])
+
+
+def on(across: Across) -> Any:
+    return "thread" if across == "threads" else "process"
+
+
+def echo(queue: WorkQueue, worker: int) -> None:
+    for item in queue:
+        queue.put(item)
+
+
+@contextmanager
+def echoed(across: Across, workers: int = 1, capacity: int = 64) -> Iterator[WorkQueue]:
+    """A work queue with workers that put back what they get."""
+    queue = workqueue(capacity=capacity, across=across)
+    running = start(workers, echo, queue, on=on(across))
+    yield queue
+    queue.close()
+    assert list(queue) == []
+    running.join()
+
+
+class Point:
+    def __init__(self, x: int) -> None:
+        self.x = x
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Point) and other.x == self.x
+
+
+@everywhere
+@pytest.mark.parametrize(
+    "item",
+    [True, False, None, 0, -1, 2**80, 1.5, "", "text", b"bytes", [1, [2, [None]]], {"a": {"b": (1, 2)}}, Point(3)],
+    ids=repr,
+)
+def test_items_come_back_as_they_went(across: Across, item: Any) -> None:
+    with echoed(across) as queue:
+        queue.put(item)
+        found = queue.get()
+    assert found == item
+    assert type(found) is type(item)
+
+
+@everywhere
+def test_functions_and_closures_do_the_same_where_they_arrive(across: Across) -> None:
+    factor = 3
+
+    def call(queue: WorkQueue, worker: int) -> None:
+        for function in queue:
+            queue.put(function(14))
+
+    queue = workqueue(across=across)
+    running = start(1, call, queue, on=on(across))
+    queue.put_many([lambda number: factor * number, Point(5).__eq__, abs])
+    queue.close()
+    assert list(queue) == [42, False, 14]
+    running.join()
+
+
+@everywhere
+def test_arrays_arrive_equal_alone_and_inside_others(across: Across) -> None:
+    array = np.arange(100_000.0).reshape(100, 1000)
+    with echoed(across) as queue:
+        queue.put(array)
+        assert np.array_equal(queue.get(), array)
+        queue.put({"deep": [array, array.T]})
+        deep = queue.get()["deep"]
+        assert np.array_equal(deep[0], array)
+        assert np.array_equal(deep[1], array.T)
+
+
+def test_between_threads_both_sides_have_the_same_array() -> None:
+    queue = workqueue()
+
+    def fill(worker: int) -> None:
+        for item in queue:
+            item["array"][:] = 7
+            queue.put(None)
+
+    running = start(1, fill)
+    array = np.zeros(10)
+    queue.put({"array": array})
+    queue.drain()
+    assert array.tolist() == [7] * 10
+    queue.close()
+    running.join()
+
+
+@everywhere
+def test_drain_waits_for_an_answer_to_every_question(across: Across) -> None:
+    with echoed(across) as queue:
+        queue.put_many(range(13))
+        queue.drain()
+        assert [queue.get_nowait() for _ in range(13)] == list(range(13))
+        with pytest.raises(Empty):
+            queue.get_nowait()
+
+
+@everywhere
+def test_drain_counts_questions_that_a_worker_holds(across: Across) -> None:
+    gate = workqueue(across="processes")
+    queue = workqueue(across=across)
+
+    def slow(queue: WorkQueue, gate: WorkQueue, worker: int) -> None:
+        for item in queue:
+            gate.get()
+            queue.put(item)
+
+    running = start(1, slow, queue, gate, on=on(across))
+    queue.put("held")
+    wait_until(lambda: queue._sides.channels[0].stats().leased == 1)
+    with pytest.raises(Empty):
+        queue.drain(timeout=0.01)
+    gate.put(None)
+    queue.drain()
+    assert queue.get_nowait() == "held"
+    queue.close()
+    running.join()
+
+
+def test_only_the_owner_drains() -> None:
+    queue = workqueue()
+    with pytest.raises(Exception, match="1 of 1 workers") as caught:
+        start(1, lambda worker: queue.drain()).join()
+    assert "only the owner" in str(caught.value.exceptions[0].__cause__)  # type: ignore[attr-defined]
+
+
+@everywhere
+def test_many_items_come_in_order(across: Across) -> None:
+    with echoed(across) as queue:
+        queue.put_many(range(300))
+        assert [queue.get() for _ in range(300)] == list(range(300))
+
+
+@everywhere
+@pytest.mark.parametrize("workers", [1, 3])
+def test_both_directions_full_is_no_standstill(across: Across, workers: int) -> None:
+    with echoed(across, workers, capacity=1) as queue:
+        for number in range(100):
+            queue.put(number)  # nobody reads the answers yet
+        assert sum(queue.get() for _ in range(100)) == 4950
+
+
+@everywhere
+def test_a_put_that_cannot_go_on_ends_with_its_timeout(across: Across) -> None:
+    queue = workqueue(capacity=1, across=across)
+    queue.put(1)
+    with pytest.raises(Full):
+        queue.put(2, timeout=0.01)
+    with pytest.raises(Empty):
+        queue.get(timeout=0.01)
+
+
+def test_a_queue_without_a_name_and_a_lock_go_to_a_worker_that_writes_after_the_owner_closed() -> None:
+    queue, lock, closed = workqueue(), Lock(), threading.Event()
+
+    def write(queue: WorkQueue, lock: Lock, worker: int) -> None:
+        closed.wait()
+        with lock:
+            queue.put("late")
+
+    running = start(1, write, queue, lock)
+    queue.close()
+    queue.close()  # twice is fine
+    closed.set()
+    running.join()
+    assert queue.get() == "late"
+    with pytest.raises(Closed):
+        queue.put("no more")
+
+
+def test_the_first_who_asks_for_a_name_is_its_creator() -> None:
+    first, second = workqueue("creator"), workqueue("creator")
+    assert (first.creator, second.creator) == (True, False)
+    assert first.is_owner
+    assert start(1, lambda worker: (workqueue("creator").creator, workqueue("creator").is_owner)).join() == [(False, False)]
+
+
+def test_of_many_threads_that_ask_at_once_one_is_the_creator() -> None:
+    made = start(50, lambda worker: workqueue("contended")).join()
+    assert sum(queue.creator for queue in made) == 1
+    assert len({id(queue._sides) for queue in made}) == 1
+
+
+def test_any_thread_opens_a_queue_by_its_name() -> None:
+    queue = workqueue("by name")
+    running = start(3, lambda worker: echo(workqueue("by name"), worker))
+    queue.put_many(range(50))
+    queue.close()
+    assert sorted(queue) == list(range(50))
+    running.join()
+
+
+def test_a_name_is_free_again_when_its_owner_has_closed_or_nobody_has_the_queue() -> None:
+    queue = workqueue("again")
+    queue.close()
+    queue = workqueue("again")
+    assert queue.creator
+    del queue
+    gc.collect()
+    assert workqueue("again").creator
+
+
+def test_a_forked_worker_opens_a_queue_by_its_name() -> None:
+    queue = workqueue("forked", across="processes")
+    child = multiprocessing.get_context("fork").Process(target=lambda: echo(workqueue("forked"), 1))
+    child.start()
+    queue.put_many("abc")
+    queue.close()
+    assert list(queue) == ["a", "b", "c"]
+    child.join()
+
+
+def echo_by_name(queue: WorkQueue, answer: Any) -> None:
+    """Runs in a spawned process."""
+    answer.put((queue.creator, queue.is_owner, workqueue("spawned").creator))
+    echo(workqueue("spawned"), 1)
+
+
+def test_a_spawned_process_gets_the_queue_as_an_argument_and_then_knows_its_name() -> None:
+    queue, told = workqueue("spawned", across="processes"), workqueue(across="processes")
+    child = multiprocessing.get_context("spawn").Process(target=echo_by_name, args=(queue, told))
+    child.start()
+    assert told.get() == (False, False, False)
+    queue.put_many("abc")
+    queue.close()
+    assert list(queue) == ["a", "b", "c"]
+    child.join()
+    child.close()
+    resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
+
+
+@everywhere
+def test_many_workers_and_the_owner_see_every_answer_and_then_the_end(across: Across) -> None:
+    queue = workqueue(capacity=4, across=across)
+    running = start(4, echo, queue, on=on(across))
+    queue.put_many(range(500))
+    queue.close()
+    assert sorted(queue) == list(range(500))
+    with pytest.raises(Drained):
+        queue.get()
+    running.join()
+
+
+@everywhere
+def test_a_worker_may_give_any_number_of_answers(across: Across) -> None:
+    def divisors(queue: WorkQueue, worker: int) -> None:
+        for number in queue:
+            queue.put_many(divisor for divisor in range(1, number + 1) if number % divisor == 0)
+
+    queue = workqueue(across=across)
+    running = start(2, divisors, queue, on=on(across))
+    queue.put_many([6, 7])
+    queue.close()
+    assert sorted(queue) == [1, 1, 2, 3, 6, 7]
+    running.join()
+
+
+def take_one(queue: WorkQueue, worker: int) -> None:
+    queue.put(queue.get())
+
+
+@everywhere
+def test_a_worker_that_leaves_after_its_answer_has_finished_its_question(across: Across) -> None:
+    queue = workqueue(across=across)
+    queue.put_many([1, 2, 3])
+    start(1, take_one, queue, on=on(across)).join()
+    start(2, take_one, queue, on=on(across)).join()
+    queue.close()
+    assert sorted(queue) == [1, 2, 3]
+
+
+def test_a_forked_process_that_ends_after_its_answer_has_finished_its_question() -> None:
+    queue = workqueue(across="processes")
+    queue.put_many([1, 2])
+    for _ in range(2):
+        child = multiprocessing.get_context("fork").Process(target=take_one, args=(queue, 1))
+        child.start()
+        child.join()
+    queue.close()
+    assert list(queue) == [1, 2]
+
+
+@everywhere
+def test_a_question_that_a_worker_left_without_an_answer_goes_to_another(across: Across) -> None:
+    def leave(queue: WorkQueue, worker: int) -> Any:
+        return queue.get()
+
+    queue = workqueue(across=across)
+    queue.put("question")
+    assert start(1, leave, queue, on=on(across)).join() == ["question"]
+    with echo_workers(queue, across):
+        assert queue.get() == "question"
+
+
+@everywhere
+def test_a_worker_that_closes_is_done_with_its_question(across: Across) -> None:
+    def decline(queue: WorkQueue, worker: int) -> None:
+        queue.get()
+        queue.close()
+
+    queue = workqueue(across=across)
+    queue.put("question")
+    start(1, decline, queue, on=on(across)).join()
+    queue.close()
+    assert list(queue) == []
+
+
+def test_the_question_of_a_killed_worker_goes_to_another() -> None:
+    queue = workqueue(across="processes")
+
+    def hold() -> None:
+        queue.get()
+        signal.pause()
+
+    child = multiprocessing.get_context("fork").Process(target=hold)
+    child.start()
+    queue.put("question")
+    wait_until(lambda: queue._sides.channels[0].stats().leased == 1)
+    os.kill(child.pid or 0, signal.SIGKILL)
+    with echo_workers(queue, "processes"):
+        assert queue.get() == "question"
+    child.join()
+
+
+@contextmanager
+def echo_workers(queue: WorkQueue, across: Across) -> Iterator[None]:
+    running = start(1, echo, queue, on=on(across))
+    yield
+    queue.close()
+    running.join()
+
+
+def test_a_waiting_owner_hears_the_end_though_the_last_worker_leaves_without_a_word() -> None:
+    queue = workqueue()
+    got: list[Any] = []
+    go = threading.Event()
+
+    def one(queue: WorkQueue, worker: int) -> None:
+        item = queue.get()
+        go.wait()
+        queue.put(item)
+
+    running = start(1, one, queue)
+    queue.put(1)
+    queue.close()
+    go.set()
+    got.extend(queue)
+    assert got == [1]
+    running.join()
+
+
+def test_workers_that_wait_hear_the_end() -> None:
+    queue = workqueue()
+    running = start(5, echo, queue)
+    wait_blocked(queue._sides.channels[0], readers=5)
+    queue.close()
+    assert running.join() == [None] * 5
+
+
+def test_a_queue_between_threads_cannot_be_sent_to_a_process() -> None:
+    sent: Callable[[], object] = lambda: start(1, echo, workqueue(), on="process")  # noqa: E731
+    with pytest.raises(Exception, match="across='processes'"):
+        sent()
