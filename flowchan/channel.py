@@ -125,7 +125,11 @@ def _arrive(handle: Any, name: str) -> Channel[Any]:
         os.close(fd)
         return known
     channel: Channel[Any] = Channel.__new__(Channel)
-    _core.Channel.__init__(channel, fd=fd, name=name)
+    try:
+        _core.Channel.__init__(channel, fd=fd, name=name)
+    except BaseException:
+        os.close(fd)
+        raise
     _known[inode] = channel
     return channel
 

@@ -24,6 +24,11 @@ bool size_of(PyObject* item, uint64_t& size) {
     return !PyErr_Occurred();
 }
 
+// What a put says whose port was closed while it waited.
+Step left(uint64_t state) {
+    return state == OPEN ? Step::PortClosed : state == BROKEN ? Step::Broken : Step::Closed;
+}
+
 // Before the first output for an item: which item it is, and how many of its outputs are there already.
 template <class M> void begin(M& m, Out& out) {
     if (out.state.keyed) return;
@@ -46,7 +51,7 @@ Step put_local(Channel& ch, Out* out, PyObject* item, Deadline deadline, uint64_
     Step step = perform(
         *ch.queue, Side::Writer, [] { return 0u; },
         [&](Wakes& wakes) {
-            if (out && !out->open) return Step::PortClosed;
+            if (out && !out->open) return left(ch.queue->state);
             if (out) begin(*ch.queue, *out);
             return ch.queue->try_put(entry, out ? &out->state : nullptr, wakes);
         },
@@ -64,7 +69,7 @@ Step put_large(Channel& ch, Out* out, const ObjectFrame& frame, Deadline deadlin
     Step step = perform(
         ring, Side::Writer, [&] { return session; },
         [&](Wakes&) {
-            if (out && !out->open) return Step::PortClosed;
+            if (out && !out->open) return left(ring.header().state);
             if (out) begin(ring, *out);
             if (writer && skip(*writer)) return Step::Done;
             return ring.claim(frame, writer, session, slot);
@@ -77,7 +82,7 @@ Step put_large(Channel& ch, Out* out, const ObjectFrame& frame, Deadline deadlin
     }
     Wakes wakes;
     Locked<Ring> locked(ring);
-    step = out && !out->open ? Step::PortClosed : ring.publish(slot, writer, wakes);  // closing it gave the slot back
+    step = out && !out->open ? left(ring.header().state) : ring.publish(slot, writer, wakes);  // closing gave the slot back
     locked.unlock(wakes);
     return step;
 }
@@ -92,7 +97,7 @@ Step put_ring(Channel& ch, Out* out, PyObject* item, Deadline deadline, uint64_t
     return perform(
         ring, Side::Writer, [&] { return out ? out->state.session : ch.plain_session(); },
         [&](Wakes& wakes) {
-            if (out && !out->open) return Step::PortClosed;
+            if (out && !out->open) return left(ring.header().state);
             if (out) begin(ring, *out);
             if (writer && skip(*writer)) return Step::Done;
             return ring.try_put(frame, writer, wakes);
@@ -123,7 +128,7 @@ Step get_step(Channel& ch, In* in, Deadline deadline, bool keep, PyObject*& resu
         Step step = perform(
             queue, Side::Reader, [] { return 0u; },
             [&](Wakes& wakes) {
-                if (in && !in->open) return Step::PortClosed;
+                if (in && !in->open) return queue.state == BROKEN ? Step::Broken : Step::PortClosed;
                 if (reader && !keep) {
                     queue.acknowledge(*reader, wakes);
                     before.swap(in->hand);
@@ -142,7 +147,7 @@ Step get_step(Channel& ch, In* in, Deadline deadline, bool keep, PyObject*& resu
     Step step = perform(
         ring, Side::Reader, [&] { return session; },
         [&](Wakes& wakes) {
-            if (in && !in->open) return Step::PortClosed;
+            if (in && !in->open) return ring.header().state == BROKEN ? Step::Broken : Step::PortClosed;
             if (reader && !keep) ring.acknowledge(*reader, wakes);
             return ring.try_take(taken, reader, session, wakes);
         },

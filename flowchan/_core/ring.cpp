@@ -170,7 +170,7 @@ bool Ring::reserve_high(uint64_t from) {
 }
 
 bool Ring::lock(bool patient) {
-    if (kind_of(h_->mutex) != kind_) return lock_without_mutex();
+    if (kind_of(h_->mutex) != kind_.load(std::memory_order_relaxed)) return lock_without_mutex();
     int rc;
     for (int i = 0; (rc = pthread_mutex_trylock(&h_->mutex)) == EBUSY; ++i) {
         if (i < 200) {
@@ -193,6 +193,25 @@ bool Ring::lock(bool patient) {
     return true;
 }
 
+// Whether a thread lives that has this memory mapped; true when that can't be told.
+bool Ring::is_used_by(uint64_t thread) const {
+    struct stat st;
+    char path[32];
+    snprintf(path, sizeof path, "/proc/%lu/maps", static_cast<unsigned long>(thread));
+    FILE* maps = fstat(fd_, &st) == 0 ? fopen(path, "re") : nullptr;
+    if (!maps) return errno != ENOENT && errno != EACCES;  // who has a channel can look at its other users
+    char* line = nullptr;
+    size_t room = 0;
+    bool found = false;
+    while (!found && getline(&line, &room, maps) > 0) {
+        unsigned long inode = 0;
+        found = sscanf(line, "%*s %*s %*s %*s %lu", &inode) == 1 && inode == st.st_ino && strstr(line, "memfd:flowchan");
+    }
+    free(line);
+    fclose(maps);
+    return found;
+}
+
 // Waits for the lock, unless nobody can ever unlock it: its word names a thread that is not there, or this one. (When a
 // thread dies with the lock, the kernel marks the word before the thread is gone.)
 int Ring::lock_slowly() {
@@ -202,10 +221,11 @@ int Ring::lock_slowly() {
         timespec until{time_t(at / 1'000'000'000), long(at % 1'000'000'000)};
         const int rc = pthread_mutex_clocklock(&h_->mutex, CLOCK_MONOTONIC, &until);
         if (rc != ETIMEDOUT) return rc;
+        if (std::atomic_ref(h_->damaged).load(std::memory_order_relaxed)) return EINVAL;  // its owner may have given it up
 #ifdef __GLIBC__
         const uint32_t word = uint32_t(__atomic_load_n(&h_->mutex.__data.__lock, __ATOMIC_RELAXED));
         const uint32_t owner = word & FUTEX_TID_MASK;
-        const bool lost = !(word & FUTEX_OWNER_DIED) && (owner == uint32_t(gettid()) || !process_alive(owner, 0));
+        const bool lost = !(word & FUTEX_OWNER_DIED) && (owner == uint32_t(gettid()) || !is_used_by(owner));
         if (word && lost && word == before) return EINVAL;
         before = word;
 #endif
@@ -214,6 +234,7 @@ int Ring::lock_slowly() {
 
 // The mutex itself is damaged. The channel breaks, and what does not look at the state finds `damaged`.
 bool Ring::lock_without_mutex() {
+    kind_.store(-1, std::memory_order_relaxed);
     std::atomic_ref(h_->damaged).store(1, std::memory_order_relaxed);  // hints to others without the lock: no partner
     std::atomic_ref(h_->state).store(BROKEN, std::memory_order_relaxed);
     return true;
@@ -299,7 +320,7 @@ uint32_t Ring::open_session(Session::Role role, Wakes& wakes) {
 }
 
 void Ring::adopt(uint32_t index) {
-    if (index == 0 || index >= SESSIONS) throw std::length_error("a port of this channel can't have the number " + std::to_string(index));
+    if (index == 0 || index >= SESSIONS) throw std::length_error("there is no port number " + std::to_string(index));
     Session& s = h_->sessions[index];
     s.pid = uint64_t(getpid());
     s.started = process_start(s.pid);

@@ -57,7 +57,7 @@ public:
     bool lock(bool patient);
     void unlock() {
         fault_point();
-        if (kind_of(h_->mutex) == kind_) pthread_mutex_unlock(&h_->mutex);
+        if (kind_of(h_->mutex) == kind_.load(std::memory_order_relaxed)) pthread_mutex_unlock(&h_->mutex);
     }
     void wake(const Wakes& w) {
         fault_point();
@@ -106,7 +106,7 @@ private:
     int fd_ = -1;
     // What never changes, as it was when this process first saw it: damage to the header does not reach it.
     uint64_t mapped_ = 0, capacity_ = 0, max_bytes_ = 0, groups_ = 1, groups_at_ = 0, blocks_at_ = 0;
-    int kind_ = 0;
+    std::atomic<int> kind_ = 0;  // of the mutex; -1 once it was found damaged, and is touched no more. A hint: relaxed
 
     // The type of a mutex, which glibc believes without looking; 0 where it can't be told.
     static int kind_of(const pthread_mutex_t& mutex) {
@@ -126,6 +126,7 @@ private:
     void map(int fd, uint64_t length);
     void keep_constants();
     int lock_slowly();
+    bool is_used_by(uint64_t thread) const;
     bool lock_without_mutex();
     void recover();
     void drop_copies(uint32_t session, Wakes& wakes);

@@ -97,7 +97,8 @@ bool Ring::payload_exists(const Slot* slot) const {
     if (slot->cls >= CLASSES) return false;
     if (slot->cls == 0) return slot->block == 0 && slot->size <= Slot::INLINE;
     const uint64_t room = class_size(uint32_t(slot->cls));
-    const uint64_t end = std::min(h_->slots_at, mapped_);
+    // Read without the lock by `write`: the partner is Redo::apply; relaxed, because a slot that exists stays above it.
+    const uint64_t end = std::min(std::atomic_ref(h_->slots_at).load(std::memory_order_relaxed), mapped_);
     return slot->size <= room && slot->block >= blocks_at_ && slot->block % UNIT == 0 && room <= end &&
            slot->block <= end - room;
 }

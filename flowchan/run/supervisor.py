@@ -104,7 +104,7 @@ class Supervisor:
         )
         self._workers = ids
         self._next_look = self.started_at + STILL
-        self._counts: list[tuple[str, int, int]] | None = None  # of the last look at which every worker waited
+        self._counts: object = None  # of the last look at which every worker waited
         self._due: dict[WorkerId, float] = {}  # when a replaced worker is to be started
         self._born: dict[WorkerId, float] = {}
         self._deaths_without_item: Counter[WorkerId] = Counter()
@@ -292,13 +292,17 @@ class Supervisor:
         """Two looks ``STILL`` seconds apart at which every worker waits and no count has changed: nobody can move.
         Unless somebody outside can: an input that is open, or a result that the user may still take."""
         now = time.monotonic()
-        if now < self._next_look or any(not out.closed for out in self.plan.inputs.values()) or self._due:
+        if now < self._next_look or any(not out.channel.closed for out in self.plan.inputs.values()) or self._due:
             return
         self._next_look = now + STILL
         if self._threads.keys() | self._processes.keys() < self.state.alive:
             return  # results wait to be gathered or iterated over
+        if any(self._processes[id].exitcode is not None for id in self.state.alive & self.state.processes):
+            self._counts = None  # a worker that died while it waited counts as waiting until it is replaced
+            return
         stats = summarise(self, measure(self.plan))
-        counts = [(link.name, link.inside, link.passed) for link in stats.links] if all_wait(stats) else None
+        still = (self.state.restarts, [(link.name, link.inside, link.passed) for link in stats.links])
+        counts = still if all_wait(stats) else None
         if counts is not None and counts == self._counts:
             putting = [link.writer for link in stats.links if link.waiting_writers]
             stage = (putting + [link.reader or link.writer for link in stats.links if link.waiting_readers])[0]
@@ -367,7 +371,7 @@ class Supervisor:
                 if worker.id not in self.state.abandoned:
                     port.close()
         for out in self.plan.inputs.values():
-            out.close()
+            out.channel.close()  # not the port: it is the user's, whose next put shall raise Closed
         if self._mail is not None:
             self._mail.close()
             if self._postman.ident is not None:

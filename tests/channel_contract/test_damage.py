@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import pickle
 import random
 import signal
 import struct
@@ -22,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from flowchan import Broken, Channel, ChannelError, Drained, In, Out, select
+from flowchan import Broken, Channel, ChannelError, Drained, In, Out, _core, select
 from flowchan.channel import _arrive
 
 CASES = 400
@@ -33,7 +34,7 @@ SLOT = 128
 OWNER_DIED = 0x4000_0000
 ERRORS = (
     ChannelError, ValueError, TypeError, LookupError, OSError, EOFError, ImportError, AttributeError, ArithmeticError,
-    MemoryError, NameError, RuntimeError,
+    MemoryError, NameError, RuntimeError, pickle.PickleError,
 )  # fmt: skip
 """What a call may raise: the channel's own errors, and what unpickling damaged content can."""
 
@@ -53,7 +54,7 @@ class Memory:
 
     def sessions(self) -> list[int]:
         """Where the records of this process's ports lie: their second word is its number."""
-        return [at - 8 for at in range(GATES_END, self.groups_at, 8) if self.word(at) == os.getpid()]
+        return [at - 8 for at in range(COUNTS, self.groups_at, 8) if self.word(at) == os.getpid()]
 
     def slots(self) -> int:
         """Where the slots begin: the last ones are used first."""
@@ -159,7 +160,7 @@ def damage_record(chance: random.Random, memory: Memory) -> None:
 def damage_lock(chance: random.Random, memory: Memory) -> None:
     """The words of the lock itself: held by nobody, by this thread, by a thread that never was; of another type."""
     memory.set(MUTEX + 8 * chance.randrange(5), chance.choice([
-        threading.get_native_id(), 2**22 + chance.getrandbits(20), 2**31, OWNER_DIED, chance.getrandbits(64), 2**31 - 2,
+        threading.get_native_id(), 1, 2**22 + chance.getrandbits(20), 2**31, OWNER_DIED, chance.getrandbits(64), 2**31 - 2,
         chance.getrandbits(8) << 32, chance.getrandbits(8),
     ]))  # fmt: skip
 
@@ -253,7 +254,7 @@ def test_a_payload_that_lies_elsewhere_breaks_the_channel(word: int, value: int)
         ch.get()
 
 
-@pytest.mark.parametrize(("word", "value"), [(4, 77), (4, 3), (7, 0xFF)])
+@pytest.mark.parametrize(("word", "value"), [(4, 77), (4, 2**63), (7, 0xFF)])
 def test_content_of_no_known_kind_raises_at_its_reader(word: int, value: int) -> None:
     ch = damaged(lambda memory: memory.set(memory.length - SLOT + 8 * word, value))
     with pytest.raises(Broken):
@@ -266,8 +267,9 @@ def test_a_lock_of_another_kind_breaks_the_channel() -> None:
         ch.get()
 
 
-def test_a_lock_whose_owner_never_was_breaks_the_channel() -> None:
-    ch = damaged(lambda memory: memory.set(MUTEX, 2**22 + 1))
+@pytest.mark.parametrize("owner", [1, 2**22 + 1, threading.get_native_id()])
+def test_a_lock_whose_owner_has_never_had_it_breaks_the_channel(owner: int) -> None:
+    ch = damaged(lambda memory: memory.set(MUTEX, owner))
     with pytest.raises(Broken, match="damaged"):
         ch.put(1)
 
@@ -299,10 +301,10 @@ def test_users_that_wait_are_told() -> None:
 
 @pytest.mark.parametrize("word", range(8), ids="magic version capacity max_bytes length groups groups_at blocks_at".split())
 def test_a_header_that_makes_no_sense_is_refused(word: int) -> None:
-    ch = damaged(lambda memory: memory.set(8 * word, memory.word(8 * word) + 1))
+    ch = damaged(lambda memory: memory.set(8 * word, memory.word(8 * word) + 2**40))
     copy = os.dup(ch._fd)
     with pytest.raises(OSError, match="not the memory of a channel"):
-        Channel.__new__(Channel).__class__.__mro__[1].__init__(Channel.__new__(Channel), fd=copy, name="")
+        _core.Channel.__init__(Channel.__new__(Channel), fd=copy, name="")
     os.close(copy)
     assert ch.get() == 1  # who has it already goes on with what it knows
 
