@@ -92,6 +92,15 @@ class StageError(FlowchanError):
         self.worker = worker
         self.item = item
 
+    def __reduce__(self) -> tuple[Any, ...]:  # a run inside a worker process fails there, and is told here
+        return _stage_error, (str(self), self.stage, self.worker, self.item, self.__cause__), self.__dict__
+
+
+def _stage_error(message: str, stage: str, worker: str, item: str | None, cause: BaseException | None) -> StageError:
+    error = StageError(message, stage=stage, worker=worker, item=item)
+    error.__cause__ = cause
+    return error
+
 
 class RunError(ExceptionGroup[StageError], FlowchanError):
     """A run failed. ``exceptions`` holds one :class:`StageError` per failure, the first failure first."""

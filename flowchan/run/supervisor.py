@@ -111,6 +111,8 @@ class Supervisor:
         self._stillborn: Counter[WorkerId] = Counter()  # deaths in a row before it began to work
         self._memory: dict[WorkerId, int] = {}  # last known, in bytes
         self._processes: dict[WorkerId, BaseProcess] = {}
+        self._known: dict[WorkerId, psutil.Process] = {}  # the same as the system knows them
+        self._lost: set[WorkerId] = set()  # those whose forkserver was killed
         self._threads: dict[WorkerId, threading.Thread] = {}
         self._tasks: list[Tasks] = []  # of the async stages
         self._gone: set[WorkerId] = set()
@@ -258,11 +260,26 @@ class Supervisor:
             process = self._processes[id]
             if process.exitcode is None:
                 self._memory[id] = _memory_of(process.pid) or self._memory.get(id, 0)
+            elif self._end_lost(id):
+                continue
             elif id not in self._gone:
                 self._gone.add(id)
             elif self._mail_is_empty() and len(self._events) == 0:
                 found.append(self._obituary(id, process))
         return found
+
+    def _end_lost(self, id: WorkerId) -> bool:
+        """Kills a process that still runs although Python says that it has ended: so it looks when the forkserver, its
+        parent, was killed. Its death must be certain before its items are given to another. True while it runs."""
+        process = self._known.get(id)
+        try:
+            if process is None or not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
+                return False
+            process.kill()
+        except psutil.NoSuchProcess:
+            return False
+        self._lost.add(id)
+        return True
 
     def _obituary(self, id: WorkerId, process: BaseProcess) -> decisions.Died:
         worker = self._workers[id]
@@ -282,8 +299,11 @@ class Supervisor:
             why = f"a {worker.stage.kind} stage keeps state of its own and is not declared restartable"
         else:
             why = "it dies before it begins to work" if hopeless else used
+        how = exit_text(code, self._memory.get(id, 0))
+        if id in self._lost:
+            how = "was killed, because Python's forkserver had been, and without it nothing is known of a process"
         error = WorkerDied(
-            f"the process of worker {id} {exit_text(code, self._memory.get(id, 0))}; it is not replaced: {why}",
+            f"the process of worker {id} {how}; it is not replaced: {why}",
             exitcode=code, pid=process.pid,
         )  # fmt: skip
         return decisions.Died(id, Failure(id, error, None, process.pid or 0), deaths, hopeless)
@@ -356,6 +376,9 @@ class Supervisor:
         process = multiprocessing.get_context().Process(target=process_main, args=arguments, name=name)
         process.start()
         self._processes[worker.id] = process
+        self._lost.discard(worker.id)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self._known[worker.id] = psutil.Process(process.pid)
         self._born[worker.id] = time.monotonic()
 
     def _clear_up(self) -> None:
@@ -366,6 +389,8 @@ class Supervisor:
             if process.exitcode is None:
                 process.kill()
             _reap(process)
+        while any(self._end_lost(id) for id in self._processes) and time.monotonic() < deadline + decisions.GRACE:
+            time.sleep(0.001)
         for worker in self._workers.values():
             for port in worker.ports.everything():
                 if worker.id not in self.state.abandoned:

@@ -88,7 +88,7 @@ class Use:
         yield from (lambda: ch.put(2, soon), lambda: ch.put(b"w" * 30_000, soon), lambda: ch.put({"b": 1}, soon))
         yield from (ch.stats, lambda: len(ch), lambda: ch.closed, lambda: ch.drained, lambda: repr(ch))
         yield from (lambda: self.reader.get_more(soon), lambda: self.reader.get(soon), lambda: ch.get(soon))
-        yield lambda: self.reader._numbers_in_hand() + [self.reader._deaths_in_hand()]
+        yield lambda: [*self.reader._numbers_in_hand(), self.reader._deaths_in_hand()]
         yield from (lambda: self.outputs[0].put("in turn", soon), lambda: self.inputs[0].get(soon))
         yield from (lambda: self.inputs[1].get(soon), lambda: self.outputs[1].put(b"v" * 10_000, soon))
         yield from (lambda: select([ch], puts=[(ch, 3)], timeout=soon), lambda: ch.get_many(5, soon))
@@ -115,9 +115,10 @@ def some_value(chance: random.Random, memory: Memory) -> int:
     """A word that means something to the code that reads it: an offset, a count, a flag, or nonsense."""
     place = chance.randrange(memory.length)
     return chance.choice([
-        0, 1, 2, 3, 7, 255, 2**31, 2**32 - 1, 2**63, 2**64 - 1, 2**64 - 128, chance.getrandbits(64), chance.getrandbits(32),
-        chance.randrange(64), place, place // 8 * 8, place // 128 * 128, memory.length, memory.length - 128, memory.length - 64,
-        memory.slots() + chance.randrange(24) * SLOT, memory.blocks_at, memory.groups_at, memory.length + 4_096,
+        0, 1, 2, 3, 7, 255, 2**31, 2**32 - 1, 2**63, 2**64 - 1, 2**64 - 128, chance.getrandbits(64),
+        chance.getrandbits(32), chance.randrange(64), place, place // 8 * 8, place // 128 * 128, memory.length,
+        memory.length - 128, memory.length - 64, memory.slots() + chance.randrange(24) * SLOT, memory.blocks_at,
+        memory.groups_at, memory.length + 4_096,
     ])  # fmt: skip
 
 
@@ -141,7 +142,8 @@ def damage_slot(chance: random.Random, memory: Memory) -> None:
 
 def damage_bytes(chance: random.Random, memory: Memory) -> None:
     """A run of random bytes somewhere."""
-    begin = chance.choice([0, MUTEX, COUNTS, chance.choice(memory.sessions()), memory.groups_at, memory.slots(), memory.blocks_at])
+    session = chance.choice(memory.sessions())
+    begin = chance.choice([0, MUTEX, COUNTS, session, memory.groups_at, memory.slots(), memory.blocks_at])
     at = begin + chance.randrange(2_000)
     content = chance.randbytes(chance.randrange(1, 80))
     memory.map[at : at + len(content)] = content[: memory.length - at]
@@ -299,7 +301,10 @@ def test_users_that_wait_are_told() -> None:
 # attaching
 
 
-@pytest.mark.parametrize("word", range(8), ids="magic version capacity max_bytes length groups groups_at blocks_at".split())
+CONSTANTS = ("magic", "version", "capacity", "max_bytes", "length", "groups", "groups_at", "blocks_at")
+
+
+@pytest.mark.parametrize("word", range(8), ids=CONSTANTS)
 def test_a_header_that_makes_no_sense_is_refused(word: int) -> None:
     ch = damaged(lambda memory: memory.set(8 * word, memory.word(8 * word) + 2**40))
     copy = os.dup(ch._fd)

@@ -1,0 +1,195 @@
+"""Fork safety: a channel in a forked child works, or says at once why it does not, whatever other threads were doing
+with it at the moment of the fork."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+from peers import ProcessPeer, ThreadPeer
+from waiting import wait_blocked, wait_until
+
+from flowchan import Channel, ChannelError, Closed, Graph, select
+
+FORKS = 40
+
+
+def in_child(function: Callable[[], object]) -> int:
+    """The exit code of a forked child that calls the function: 0 if it returned true."""
+    pid = os.fork()
+    if pid == 0:
+        code = 3
+        try:
+            code = 0 if function() else 1
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@pytest.mark.copying
+def test_a_fork_while_threads_use_the_channel_leaves_both_processes_working(make):
+    """Parent threads put and get without a pause, so that locks are held at most forks. Nothing is lost or doubled."""
+    ch, back, each = make(4), make(), 5
+    stop = threading.Event()
+
+    def hammer(number):
+        count = 0
+        while not stop.is_set():
+            ch.put(("thread", number, count))
+            count += 1
+        return count
+
+    threads = [ThreadPeer(hammer, number) for number in range(3)]
+    reader = ThreadPeer(list, ch)
+    for fork in range(FORKS):
+
+        def use(fork=fork):
+            for i in range(each):
+                ch.put(("child", fork, i))
+            back.put(fork)
+            return len(ch) <= 4
+
+        assert in_child(use) == 0
+    stop.set()
+    counts = [thread.result() for thread in threads]
+    ch.close()
+    seen = Counter(reader.result())
+    expected = [("thread", number, i) for number, count in enumerate(counts) for i in range(count)]
+    expected += [("child", fork, i) for fork in range(FORKS) for i in range(each)]
+    assert seen == dict.fromkeys(expected, 1)
+    assert sorted(back.get_many(FORKS)) == list(range(FORKS))
+
+
+def test_a_channel_of_threads_says_at_once_that_it_does_not_reach_a_child():
+    """Its lock may be held by a thread that does not exist in the child: no call waits for that."""
+    ch: Channel[int] = Channel(4)
+    reader, writer = ch.reader(), ch.writer()
+    stop = threading.Event()
+
+    def hammer():
+        while not stop.is_set():
+            with contextlib.suppress(ChannelError):
+                ch.put_nowait(1)
+                ch.get_nowait()
+                ch.stats()
+
+    threads = [ThreadPeer(hammer) for _ in range(3)]
+    calls = [
+        lambda: ch.put(1), ch.get, lambda: ch.get(timeout=1), lambda: ch.put_many([1]), lambda: ch.get_many(1), ch.stats,
+        lambda: list(ch), reader.get, lambda: writer.put(1), ch.reader, ch.writer, lambda: select([ch]), lambda: len(ch),
+        lambda: ch.closed, lambda: ch.drained, ch.close, ch.abort,
+    ]  # fmt: skip
+
+    def refused():
+        for call in calls:
+            with pytest.raises(ChannelError, match="does not reach a forked child"):
+                call()
+        return True
+
+    for _ in range(FORKS):
+        assert in_child(refused) == 0
+    stop.set()
+    for thread in threads:
+        thread.result()
+
+
+def test_a_child_that_drops_what_it_inherited_disturbs_nobody(make):
+    """Its exit runs every destructor, with locks that other threads held at the fork; ports and items stay the parent's."""
+    ch = make(2)
+    kept = [ch.reader(), ch.writer()]
+    stop = threading.Event()
+
+    def hammer():
+        while not stop.is_set():
+            with contextlib.suppress(ChannelError):
+                ch.put_nowait("item")
+                ch.get_nowait()
+
+    threads = [ThreadPeer(hammer) for _ in range(2)]
+
+    def drop():
+        nonlocal ch
+        kept.clear()
+        ch = None
+        gc.collect()
+        return True
+
+    for _ in range(FORKS):
+        assert in_child(drop) == 0
+    stop.set()
+    for thread in threads:
+        thread.result()
+    assert not ch.closed
+    assert (ch.stats().readers, ch.stats().writers) == (1, 1)
+    kept[1].put("last")
+    assert kept[0].get_many(3)[-1] == "last"
+    for port in kept:
+        port.close()
+    assert ch.closed
+
+
+@pytest.mark.copying
+def test_a_child_waits_and_is_woken_like_anybody(make):
+    """While the parent has waiters of its own at the moment of the fork."""
+    ch, answer = make(), make()
+    waiting = ThreadPeer(ch.get)
+    wait_blocked(ch, readers=1)
+    child = ProcessPeer(lambda: answer.put(ch.get()))
+    wait_blocked(ch, readers=2)
+    ch.put_many(["a", "b"])
+    assert {waiting.result(), answer.get()} == {"a", "b"}
+    child.result()
+
+
+@pytest.mark.copying
+def test_a_port_used_in_a_child_moves_there(make):
+    """It is the child's then: its death gives back what the child had in hand."""
+    ch = make()
+    ch.put("item")
+    reader = ch.reader()
+    child = ProcessPeer(lambda: (reader.get(), wait_until(lambda: False)))
+    wait_until(lambda: ch.stats().leased == 1)
+    child.kill()
+    child.join()
+    assert ch.get() == "item"
+    reader.close()
+
+
+@pytest.mark.copying
+def test_a_grandchild_uses_the_channel_too(make):
+    ch = make()
+
+    def child():
+        ch.put("child")
+        return in_child(lambda: ch.put("grandchild") is None) == 0
+
+    assert in_child(child) == 0
+    assert sorted(ch.get_many(2)) == ["child", "grandchild"]
+
+
+def test_a_fork_while_a_run_is_going_on_leaves_it_to_the_parent():
+    """The child neither holds the run up nor ends it, and can run graphs of its own."""
+    numbers: Channel[int] = Channel(across="processes")
+    graph = Graph("forked")
+    source = graph.input()
+    doubled = source.map(lambda item: 2 * item, on="process").collect()
+
+    def own_run():
+        mine = Graph("child")
+        result = mine.source(range(5)).map(lambda item: item + 1, on="process").collect()
+        numbers.put(sum(mine.run()[result]))
+        return True
+
+    with graph.start() as run:
+        run[source].put(1)
+        assert in_child(own_run) == 0
+        run[source].put(2)
+    assert run.wait()[doubled] == [2, 4]
+    assert numbers.get() == 15
+    with pytest.raises((Closed, ValueError)):
+        run[source].put(3)

@@ -1,0 +1,332 @@
+"""Every way out of a run (R5, R6, R7): a program that ends in each way, under each start method, as a script and as
+``python -c``. Afterwards none of its processes is left, no temporary file, no word of Python's resource tracker; there is
+one readable message, and the right exit code.
+
+The full product of endings, start methods and kinds of program would take minutes. Here every ending meets every start
+method, and the kind of program changes from one to the next, so that every two of the three meet somewhere.
+``test_residue.py`` has the endings inside pytest itself, ``test_start_methods.py`` what crosses to the workers.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from runs import script, start
+from waiting import wait_until
+
+PROGRAM = """
+    import ctypes, itertools, multiprocessing, os, signal, sys
+    from flowchan import Channel, Graph
+
+    ENDING = sys.argv[1]
+    reached = Channel(across="processes")
+
+    def numbers():
+        for number in range(40) if ENDING == "normal" else itertools.count():
+            if number == 20 and ENDING == "source":
+                raise LookupError("bad source")
+            yield number
+
+    def work(number):
+        if number == 20:
+            if ENDING == "map":
+                raise LookupError("bad item")
+            if ENDING == "worker killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if ENDING == "os._exit":
+                os._exit(7)
+            if ENDING == "stubborn":
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            if ENDING in ("stubborn", "interrupted twice"):
+                reached.put("stuck")
+                while True:
+                    os.read(os.pipe()[0], 1)
+            if ENDING == "in C":
+                reached.put("stuck")
+                ctypes.PyDLL(None).sleep(1_000_000)  # with the GIL held
+        return number
+
+    def save(number):
+        if number == 10:
+            reached.put("going")
+        if number == 20 and ENDING == "sink":
+            raise LookupError("bad sink")
+
+    def main():
+        graph = Graph("ways")
+        stream = graph.source(numbers).map(work, on="process", workers=2, restarts=2, max_deaths=9)
+        if ENDING == "generator":
+            result = stream.collect()
+            with graph.start() as run:
+                for number in run.iter(result):
+                    if number == 5:
+                        break
+            print("left")
+            return
+        stream.sink(save)
+        if ENDING == "body":
+            with graph.start() as run:
+                reached.get()
+                raise KeyError("mine")
+        if ENDING == "exit":
+            run = graph.start()
+            reached.get()
+            return
+        if ENDING in ("stubborn", "in C"):
+            run = graph.start()
+            while reached.get() != "stuck":
+                pass
+            run.abort()
+            run.wait()
+            return
+        announcer.start()
+        graph.run()
+        print("done")
+
+    def announce():
+        word = "stuck" if ENDING == "interrupted twice" else "going"
+        while reached.get() != word:
+            pass
+        print(word, flush=True)
+
+    if __name__ == "__main__":
+        import threading
+        announcer = threading.Thread(target=announce, daemon=True)
+        multiprocessing.set_start_method(sys.argv[2])
+        main()
+"""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """A way out: the signals sent once the program says that it is going, its exit code, and what it says then."""
+
+    code: int
+    says: str = ""
+    out: str = ""
+    signals: tuple[signal.Signals, ...] = ()
+
+
+FAILED = r"RunError: graph 'ways' failed \(1 sub-exception\)"
+STOPPING = "flowchan: stopping, what is in flight is being finished"
+INT, TERM = signal.SIGINT, signal.SIGTERM
+ENDINGS = {
+    "normal": Ending(0, out="done"),
+    "source": Ending(1, FAILED + r"(?s:.*)LookupError: bad source"),
+    "map": Ending(1, FAILED + r"(?s:.*)LookupError: bad item"),
+    "sink": Ending(1, FAILED + r"(?s:.*)LookupError: bad sink"),
+    "interrupted": Ending(-INT, STOPPING, signals=(INT,)),
+    "interrupted twice": Ending(-INT, STOPPING, signals=(INT, INT)),
+    "terminated": Ending(-INT, STOPPING, signals=(TERM,)),
+    "killed": Ending(-signal.SIGKILL, signals=(signal.SIGKILL,)),
+    "worker killed": Ending(1, FAILED + r"(?s:.*)was killed by SIGKILL.*2 of 2 restarts are used"),
+    "os._exit": Ending(1, FAILED + r"(?s:.*)exited with code 7 without finishing.*2 of 2 restarts are used"),
+    "body": Ending(1, "KeyError: 'mine'"),
+    "generator": Ending(0, out="left"),
+    "exit": Ending(0),
+    "stubborn": Ending(0),
+    "in C": Ending(0),
+}
+GOING = ("going", "stuck")
+METHODS = ("fork", "forkserver", "spawn")
+
+
+def cases() -> Iterator[Any]:
+    for place, ending in enumerate(ENDINGS):
+        for number, method in enumerate(METHODS):
+            kind = ("script", "-c")[(place + number) % 2]
+            yield pytest.param(ending, method, kind, id=f"{ending}-{method}-{kind}".replace(" ", "_"))
+
+
+def members(session: int) -> list[psutil.Process]:
+    """The processes that live in a session; it is named by the program that began it."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.NoSuchProcess, ProcessLookupError, PermissionError):
+            continue
+    return found
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a program puts its temporary files."""
+    folder = tmp_path / "t"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    return folder
+
+
+def run_to_its_end(command: list[Any], ending: Ending) -> tuple[subprocess.Popen[str], str, str]:
+    """The program after its end, with what it printed; its signals are sent when it says that it is going."""
+    with start(*command) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        said = ""
+        if ending.signals:
+            assert process.stdout.readline().strip() in GOING, process.communicate()
+        for number, signum in enumerate(ending.signals):
+            if number:
+                said = process.stderr.readline()
+            process.send_signal(signum)
+        out, err = process.communicate()
+        return process, out, said + err
+
+
+@pytest.mark.parametrize(("name", "method", "kind"), list(cases()))
+def test_every_way_out_leaves_nothing(name: str, method: str, kind: str, tmp_path: Path, temporary: Path) -> None:
+    ending = ENDINGS[name]
+    command = [script(tmp_path, PROGRAM)] if kind == "script" else ["-c", textwrap.dedent(PROGRAM)]
+    process, out, err = run_to_its_end([*command, name, method], ending)
+    assert process.returncode == ending.code, err
+    assert [line for line in out.split() if line not in GOING] == ending.out.split(), err
+    if ending.says:
+        assert len(re.findall(ending.says, err)) == 1, err
+    else:
+        assert err == ""
+    for unwanted in ("resource_tracker", "leaked", "Exception ignored", "Fatal Python error", "WorkerDied: WorkerDied"):
+        assert unwanted not in err
+    wait_until(lambda: not members(process.pid), 20, what=lambda: members(process.pid))
+    if name != "killed":  # nobody can clean up Python's own socket then
+        assert os.listdir(temporary) == []
+
+
+FORKSERVER = """
+    import multiprocessing, os, signal, sys
+    from multiprocessing import forkserver
+    from flowchan import Channel, Graph, RunError
+
+    reached, go_on = Channel(across="processes"), Channel(across="processes")
+
+    def work(number):
+        if number == 3:
+            reached.put(os.getpid())
+            list(go_on)
+        return number
+
+    if __name__ == "__main__":
+        multiprocessing.set_start_method("forkserver")
+        graph = Graph("orphaned")
+        stream = graph.source(range(2_000)).map(work, on="process", workers=2, restarts=int(sys.argv[1]), name="work")
+        result = stream.collect()
+        run = graph.start()
+        worker = reached.get()
+        os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL)
+        if sys.argv[1] == "0":
+            try:
+                run.wait()
+            except RunError as failed:
+                print(failed.exceptions[0])
+        else:
+            assert reached.get() != worker  # another one has taken up what it had in hand
+            go_on.close()
+            print(run.wait()[result] == list(range(2_000)))
+"""
+
+
+@pytest.mark.parametrize("restarts", [0, 5])
+def test_when_the_forkserver_is_killed_its_workers_are_replaced_or_the_run_says_why(
+    restarts: int, tmp_path: Path
+) -> None:
+    """Python then says that all its children have ended, though they live: each item still comes out once."""
+    with start(script(tmp_path, FORKSERVER), str(restarts)) as process:
+        out, err = process.communicate()
+    assert process.returncode == 0, err
+    assert "forkserver had been" in out if restarts == 0 else out == "True\n", err
+    wait_until(lambda: not members(process.pid), 20, what=lambda: members(process.pid))
+
+
+# a notebook
+
+CELLS = (
+    """
+    import itertools
+    from flowchan import Graph, RunError
+
+    OFFSET = 100
+
+    class Point:
+        def __init__(self, x):
+            self.x = x
+
+    def move(x):
+        return Point(x + OFFSET)
+    """,
+    """
+    graph = Graph("cell")
+    moved = graph.source(range(5)).map(move, on="process", workers=2).collect()
+    points = graph.run()[moved]
+    assert all(type(point) is Point for point in points)
+    print([point.x for point in points])
+    """,
+    """
+    graph = Graph("failing")
+    graph.source(range(5)).map(lambda x: 1 // (x - 3), on="process").sink(print)
+    try:
+        graph.run()
+    except RunError as failed:
+        print(type(failed.exceptions[0].__cause__).__name__, failed.exceptions[0].item)
+    """,
+    """
+    graph = Graph("interrupted")
+    graph.source(itertools.count).map(move, on="process").sink(id)
+    run = graph.start()
+    print(*[process.pid for process in run._supervisor._processes.values()])
+    """,
+    """
+    import _thread, threading
+    threading.Timer(0.3, _thread.interrupt_main).start()  # the button that stops a cell
+    try:
+        run.wait()
+    except KeyboardInterrupt:
+        run.abort()
+        run.wait()
+        print("interrupted", run.stats().state)
+    """,
+)
+
+
+NOTEBOOK = """
+    import json, sys
+    import nbclient, nbformat
+
+    cells = [nbformat.v4.new_code_cell(cell) for cell in json.load(open(sys.argv[1]))]
+    client = nbclient.NotebookClient(nbformat.v4.new_notebook(cells=cells), timeout=60, kernel_name="python3")
+    done = client.execute()
+    print(json.dumps(["".join(output.get("text", "") for output in cell.outputs) for cell in done.cells]))
+"""
+
+
+def test_a_notebook_runs_graphs_of_its_own_functions_and_leaves_nothing(tmp_path: Path) -> None:
+    """Cells in a real kernel: functions and classes of a cell, a failure, and the button that interrupts a cell."""
+    for needed in ("nbclient", "ipykernel"):
+        if importlib.util.find_spec(needed) is None:
+            pytest.skip(f"{needed} is not installed")
+    cells = json.dumps([textwrap.dedent(cell) for cell in CELLS])
+    (tmp_path / "cells.json").write_text(cells)
+    program = script(tmp_path, NOTEBOOK)
+    with start(program, tmp_path / "cells.json") as process:
+        out, err = process.communicate()
+    assert process.returncode == 0, err
+    said = json.loads(out)
+    assert said[1] == "[100, 101, 102, 103, 104]\n"
+    assert said[2].splitlines()[-1] == "ZeroDivisionError 3"
+    assert said[4].splitlines()[-1] == "interrupted aborted"
+    workers = [int(word) for word in said[3].split()]
+    assert workers
+    wait_until(lambda: not any(psutil.pid_exists(worker) for worker in workers), 20)
+    wait_until(lambda: not members(process.pid), 20, what=lambda: members(process.pid))
