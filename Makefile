@@ -1,4 +1,4 @@
-# make demo | test | lint | bench | clean. Each installs what it needs into .venv first, once.
+# make demo | test | lint | coverage | soak | bench | clean. Each installs what it needs into .venv first, once.
 PYTHON ?= python3
 BIN := .venv/bin
 
@@ -10,7 +10,7 @@ export PIP_CONSTRAINT := constraints.txt
 export PIP_BUILD_CONSTRAINT := constraints.txt
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test lint coverage soak bench clean
 
 help:
 	@sed -n 1p Makefile
@@ -29,6 +29,20 @@ lint: .venv/installed-test
 	rm -rf build/types && mkdir -p build/types && cp -a flowchan build/types/flowchan
 	cp -a pipelines viz build/types/flowchan/
 	cd build/types && ../../$(BIN)/mypy --strict --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p flowchan
+
+# Which lines of the Python package its quicker tests run in this process; what worker processes run is not counted.
+coverage: .venv/installed-test
+	$(BIN)/python -m pytest --cov=flowchan --cov=viz --cov=pipelines --cov-report=term-missing:skip-covered \
+	    tests/graph tests/viz tests/cli tests/run/test_verbs.py tests/run/test_verbs_per_item.py tests/run/test_failure.py \
+	    tests/run/test_handle.py tests/run/test_decisions.py tests/run/test_async_stages.py tests/run/test_explain.py \
+	    tests/crash/test_exactly_once.py tests/pipelines tests/channel_contract/test_values.py \
+	    tests/channel_contract/test_select.py tests/channel_contract/test_await.py
+
+# Random graphs and random kills, for MINUTES from SEED; the result is compared exactly.
+MINUTES ?= 10
+SEED ?= 1
+soak: .venv/installed-test
+	$(BIN)/python -m tests.crash.soak --minutes $(MINUTES) --seed $(SEED)
 
 bench: .venv/installed-bench
 	$(BIN)/python -m benchmarks

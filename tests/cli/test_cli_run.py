@@ -1,0 +1,126 @@
+"""``flowchan run``: what it shows, and its exit codes: 0 done, 1 failed, 2 the graph or the call is wrong, 130
+interrupted."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from flowchan.cli import main
+
+HEAD = "from flowchan import Graph\ngraph = Graph('numbers')\n"
+WORKS = HEAD + "graph.source(range(1000)).map(abs, name='same').sink(lambda item: None, name='last')\n"
+FAILS = HEAD + "graph.source([4, 2, 0]).map(lambda n: 8 // n, name='halve').sink(lambda item: None)\n"
+UNREAD = HEAD + "graph.source([4, 2, 0]).map(abs)\n"
+ENDLESS = (
+    "import itertools, sys\n" + HEAD + "def tell(item):\n    if item == 100:\n        print('going', flush=True)\n"
+    "graph.source(itertools.count).sink(tell)\n"
+)
+FUNCTION = "from flowchan import Graph\ndef made(n: str) -> Graph:\n    graph = Graph('made')\n" \
+    "    graph.source(range(int(n))).sink(lambda item: None, name='last')\n    return graph\n"
+
+
+def run(tmp_path: Path, text: str, *args: str) -> Result:
+    (tmp_path / "case.py").write_text(text)
+    return CliRunner().invoke(main, ["run", str(tmp_path / "case.py"), *args])
+
+
+def command(tmp_path: Path, text: str) -> list[str]:
+    (tmp_path / "case.py").write_text(text)
+    return [sys.executable, "-c", "from flowchan.cli import main; main()", "run", str(tmp_path / "case.py")]
+
+
+def test_a_run_that_is_done_ends_with_the_report_and_0(tmp_path: Path) -> None:
+    result = run(tmp_path, WORKS)
+    assert result.exit_code == 0, result.output
+    assert "graph 'numbers': done after" in result.output
+    assert "bottleneck: " in result.output
+    assert "account: items in = items out + items failed: 2,000 = 2,000 out" in result.output
+
+
+def test_a_run_that_fails_names_stage_item_and_error_and_ends_with_1(tmp_path: Path) -> None:
+    result = run(tmp_path, FAILS)
+    assert result.exit_code == 1
+    assert "stage 'halve' failed on item 0" in result.output
+    assert "ZeroDivisionError" in result.output
+
+
+def test_a_wrong_graph_lists_its_problems_and_ends_with_2(tmp_path: Path) -> None:
+    result = run(tmp_path, UNREAD)
+    assert result.exit_code == 2
+    assert "case.py:3: stage 'abs':" in result.output
+
+
+def test_a_function_gets_the_arguments_behind_the_dashes(tmp_path: Path) -> None:
+    result = run(tmp_path, FUNCTION, "--", "7")
+    assert result.exit_code == 0, result.output
+    assert "7 = 7 out" in result.output
+
+
+def test_an_item_that_failed_shows_its_traceback_with_debug(tmp_path: Path) -> None:
+    result = run(tmp_path, FAILS, "--debug")
+    assert result.exit_code == 1
+    assert "Traceback" in result.output
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_finishes_says_so_in_one_line_and_ends_with_130(tmp_path: Path, number: int) -> None:
+    """R5, for the command."""
+    with subprocess.Popen(
+        command(tmp_path, ENDLESS), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "going\n"
+        process.send_signal(number)
+        out, err = process.communicate()
+    assert process.returncode == 130, err
+    assert err.count("stopping") == 1
+    assert "stopped after" in out
+    assert "Traceback" not in err
+
+
+def test_sigquit_shows_who_waits_for_whom(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        command(tmp_path, ENDLESS), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == "going\n"
+        process.send_signal(signal.SIGQUIT)
+        line = process.stderr.readline()
+        while line and "(running for" not in line:
+            line = process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        process.communicate()
+    assert line.startswith("graph 'numbers' (running for")
+
+
+def test_a_terminal_sees_a_live_table(tmp_path: Path) -> None:
+    """One row per stage while it runs: items, rate, busy, fill."""
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "30"}
+    with subprocess.Popen(
+        command(tmp_path, ENDLESS), stdout=subprocess.PIPE, stderr=theirs, text=True, env=environment
+    ) as process:
+        os.close(theirs)
+        assert process.stdout is not None
+        process.stdout.readline()
+        shown = b""
+        while b"count" not in shown or b"tell" not in shown:
+            shown += os.read(ours, 4096)
+        process.send_signal(signal.SIGINT)
+        process.stdout.read()
+        while process.poll() is None:
+            try:
+                os.read(ours, 4096)
+            except OSError:
+                break
+    os.close(ours)
+    assert process.returncode == 130
