@@ -29,6 +29,8 @@ class SharedDict(Shared, MutableMapping[K, V]):
     as long as the process that assigned them has them.
     """
 
+    _stay: In[Any] | None  # the last reader's exit would end the channel for those who write
+
     def __init__(self, items: Mapping[K, V] | Iterable[tuple[K, V]] = ()) -> None:
         cell: Channel[Any] = Channel(2, across="processes")
         cell.put({key: _packed(value) for key, value in dict(items).items()})
@@ -39,7 +41,7 @@ class SharedDict(Shared, MutableMapping[K, V]):
     def _renew(self) -> None:
         self._cell, token = self.channels
         self.lock = arrive(Lock, (token,))
-        self._stay: In[Any] | None = None  # the last reader's exit would end the channel for those who write
+        self._stay = None
 
     def _read(self) -> dict[K, bytes]:
         with self.lock:

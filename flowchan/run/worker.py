@@ -266,7 +266,7 @@ def _end(
 ) -> None:
     """Tells how the worker ended, then closes its ports."""
     for reader in ports.inputs.values():
-        reader._on_poison(0, _nothing)  # it holds the job, and so the run: without it no collector need end them
+        reader._on_poison(0, None)  # it holds the job, and so the run: without it no collector need end them
     last: Event = Ended(worker, job.unwanted)
     failed = error is not None and not _clean_end(error, ports)
     if error is not None and failed:
