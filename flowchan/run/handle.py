@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import math
 import multiprocessing.util  # noqa: F401 - registers its own exit function, which waits for all processes, before ours
 import os
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Iterator, Mapping
 from types import TracebackType
@@ -27,9 +25,6 @@ from flowchan.run.stats import RunStats
 from flowchan.run.supervisor import Supervisor
 from flowchan.run.worker import Ended, Failure, WorkerId
 from flowchan.stream import Stream
-
-HEAR = 0.2
-"""Seconds within which a waiting main thread hears of a Ctrl-C, however unlucky its moment."""
 
 
 class Results(Mapping[Stream, Any]):
@@ -124,7 +119,7 @@ class Run:
         """Waits for the end and gives the results. Raises ``TimeoutError`` when the run still goes on after ``timeout``
         seconds, and ``RunError`` when a stage failed."""
         self._gather()
-        if not self._ended_within(timeout):
+        if not self._supervisor.ended.wait(timeout):
             raise TimeoutError(f"the run of graph {self._plan.graph.name!r} still goes on after {timeout} s")
         if self._supervisor.crashed is not None:
             message = f"flowchan failed to supervise graph {self._plan.graph.name!r}"
@@ -139,14 +134,6 @@ class Run:
             if name in stages and name not in self._iterated
         }
         return Results(self._plan.graph.name, values)
-
-    def _ended_within(self, timeout: float | None) -> bool:
-        """Waits in slices: a signal that comes just before Python waits for a lock is heard only after that wait."""
-        deadline = math.inf if timeout is None else time.monotonic() + timeout
-        while not self._supervisor.ended.wait(max(0.0, min(HEAR, deadline - time.monotonic()))):
-            if time.monotonic() >= deadline:
-                return False
-        return True
 
     def stop(self) -> None:
         """Stops the sources and lets everything in flight finish. Returns at once."""

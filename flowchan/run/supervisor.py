@@ -35,7 +35,7 @@ from typing import Any
 import psutil
 
 from flowchan.channel import Channel
-from flowchan.errors import Broken, Closed, Deadlock, Empty, WorkerDied
+from flowchan.errors import Broken, Closed, Deadlock, Drained, Empty, WorkerDied
 from flowchan.run import decisions
 from flowchan.run.decisions import (
     Action,
@@ -78,6 +78,30 @@ LOOK = 0.05
 """Seconds between two looks at the worker processes: two looks and what they take stay below what R4 allows."""
 
 
+class Latch:
+    """Is set once, for all who wait. A channel that closes, in place of ``threading.Event``: a Ctrl-C in the middle of
+    waiting for an Event can leave its lock held for ever, and one just before is heard only after the wait."""
+
+    def __init__(self) -> None:
+        self._channel: Channel[None] = Channel(1)
+
+    def set(self) -> None:
+        self._channel.close()
+
+    def is_set(self) -> bool:
+        return self._channel.closed
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Whether it is set within ``timeout`` seconds."""
+        try:
+            self._channel.get(timeout)
+        except Drained:
+            return True
+        except Empty:
+            return False
+        raise AssertionError("nobody puts into a latch")
+
+
 class Supervisor:
     """Owns the workers of one run. Its thread is the only one that changes ``state``."""
 
@@ -85,7 +109,7 @@ class Supervisor:
         self.plan = plan
         self.pid = os.getpid()
         ids = {worker.id: worker for worker in plan.workers}
-        self.ended = threading.Event()
+        self.ended = Latch()
         self.crashed: BaseException | None = None
         self.results: dict[str, Any] = {}
         self.retried: Counter[str] = Counter()

@@ -54,7 +54,11 @@ def test_the_stress_is_clean_under_each_sanitizer(builder: Builder, sanitizer: s
 @pytest.mark.parametrize("sanitizer", OPTIONS)
 def test_each_sanitizer_finds_a_planted_fault(builder: Builder, sanitizer: str) -> None:
     plant, report = REPORTS[sanitizer]
-    ended = run(builder.program(*SOURCES, flags=flags(sanitizer), planted=plant), "threads", "200", **OPTIONS[sanitizer])
+    program = builder.program(*SOURCES, flags=flags(sanitizer), planted=plant)
+    for _ in range(10):  # the planted race needs two threads at one moment, which a busy machine may not give at once
+        ended = run(program, "threads", "200", **OPTIONS[sanitizer])
+        if ended.returncode != 0:
+            break
     assert ended.returncode != 0
     assert report in ended.stderr
     assert "all totals are exact" not in ended.stdout

@@ -251,11 +251,11 @@ PROGRAM = """
     from flowchan import Graph, In, Out
 
     def hold(item):
-        print(os.getpid(), flush=True)
+        os.write(1, b"%d\\n" % os.getpid())
         os.read(os.pipe()[0], 1)
 
     def wait_for_input(items: In[int], out: Out[int]):
-        print(os.getpid(), flush=True)
+        os.write(1, b"%d\\n" % os.getpid())
         for item in items:
             out.put(item)
 
@@ -283,9 +283,11 @@ def gone(pid: int) -> bool:
 def test_the_workers_of_a_program_that_was_killed_are_gone(method: str, tmp_path: Path) -> None:
     with start(script(tmp_path, PROGRAM.replace("END", "run.wait()")), method) as process:
         assert process.stdout is not None
-        workers = [int(process.stdout.readline()) for _ in range(3)]
-        family = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
-        process.kill()
+        try:
+            workers = [int(process.stdout.readline()) for _ in range(3)]
+            family = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
+        finally:
+            process.kill()
         wait_until(lambda: all(map(gone, {*workers, *family})), what=lambda: list(filter(psutil.pid_exists, family)))
 
 

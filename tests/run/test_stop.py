@@ -375,8 +375,8 @@ def test_ctrl_c_at_the_end_of_a_block_finishes_what_is_in_flight(tmp_path: Path)
             if number == 100:
                 enough.set()
 
-        def announce(condition):
-            while not condition._waiters:  # the main thread waits at the end of its block
+        def announce(channel):
+            while not channel.stats().waiting_readers:  # the main thread waits at the end of its block
                 threading.Event().wait(0.001)
             print("going", flush=True)
 
@@ -385,7 +385,7 @@ def test_ctrl_c_at_the_end_of_a_block_finishes_what_is_in_flight(tmp_path: Path)
         try:
             with graph.start() as run:
                 enough.wait()
-                threading.Thread(target=announce, args=[run._supervisor.ended._cond]).start()
+                threading.Thread(target=announce, args=[run._supervisor.ended._channel]).start()
         finally:
             print(len(seen) == run.stats().stages[0].items_out)
     """
