@@ -6,6 +6,7 @@ channels, however often it arrives, and what it knows of its own process is made
 
 from __future__ import annotations
 
+import abc
 import os
 import weakref
 from typing import Any, TypeVar
@@ -13,7 +14,7 @@ from typing import Any, TypeVar
 from flowchan import Channel, In
 
 
-class Shared:
+class Shared(abc.ABC):
     """Base of what is made of ``channels`` and crosses to other processes with them."""
 
     channels: tuple[Channel[Any], ...]
@@ -24,9 +25,9 @@ class Shared:
         self._renew()
         _known[id(channels[0])] = self  # no other object can have this id while we hold the channel
 
+    @abc.abstractmethod
     def _renew(self) -> None:
         """Makes what belongs to this process: at the beginning, and again in a forked child."""
-        raise NotImplementedError
 
     def __reduce__(self) -> tuple[Any, ...]:
         return arrive, (type(self), self.channels)
