@@ -9,42 +9,10 @@ from typing import Any
 
 import pytest
 from runs import Gate, everywhere
+from verb_cases import collected, numbers, same
 from waiting import wait_until
 
-from flowchan import Graph, In, Out, RunError, Stream
-
-
-def same(item: Any) -> Any:
-    return item
-
-
-def is_even(item: int) -> bool:
-    return item % 2 == 0
-
-
-def words(line: str) -> Iterator[str]:
-    yield from line.split()
-
-
-def repeated(item: int) -> list[int]:
-    return [item] * (item % 4)
-
-
-def fail_odd(item: int) -> int:
-    if item % 2:
-        raise ValueError(item)
-    return item
-
-
-def collected(stream: Stream) -> Any:
-    """Runs the stream's graph and gives the stream's items."""
-    result = stream.collect()
-    return stream.graph.run()[result]
-
-
-def numbers(upto: int, **options: Any) -> Stream:
-    return Graph("verbs").source(range(upto), **options)
-
+from flowchan import Graph, In, Out, RunError
 
 # source
 
