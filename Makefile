@@ -35,8 +35,7 @@ coverage: .venv/installed-test
 	$(BIN)/python -m pytest --cov=flowchan --cov=viz --cov=pipelines --cov-report=term-missing:skip-covered \
 	    tests/graph tests/viz tests/cli tests/run/test_verbs.py tests/run/test_verbs_per_item.py tests/run/test_failure.py \
 	    tests/run/test_handle.py tests/run/test_decisions.py tests/run/test_async_stages.py tests/run/test_explain.py \
-	    tests/crash/test_exactly_once.py tests/pipelines tests/channel_contract/test_values.py \
-	    tests/channel_contract/test_select.py tests/channel_contract/test_await.py
+	    tests/crash/test_exactly_once.py tests/pipelines tests/channel_contract/test_values.py
 
 # Random graphs and random kills, for MINUTES from SEED; the result is compared exactly.
 MINUTES ?= 10
