@@ -1,6 +1,6 @@
 """flowchan: graphs of stages joined by closable channels that span threads and processes."""
 
-from flowchan.channel import Channel, ChannelStats, In, Out
+from flowchan.channel import Channel, ChannelStats, Holder, In, Out
 from flowchan.errors import (
     Broken,
     ChannelError,
@@ -34,6 +34,7 @@ __all__ = [
     "Full",
     "Graph",
     "GraphError",
+    "Holder",
     "In",
     "LinkStats",
     "NothingReady",

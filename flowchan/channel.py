@@ -18,9 +18,10 @@ import flowchan.transport.codec  # tells the core how to serialise  # noqa: F401
 from flowchan import _core, asynchronous
 from flowchan._core import In, Out
 from flowchan.errors import Broken
+from flowchan.transport import arrays
 from flowchan.transport.handles import duplicate, open_handle
 
-__all__ = ["Channel", "ChannelStats", "In", "Out"]
+__all__ = ["Channel", "ChannelStats", "Holder", "In", "Out"]
 
 T = TypeVar("T")
 
@@ -29,12 +30,22 @@ _MOST_BY_DEFAULT = 16 << 30
 
 
 @dataclass(frozen=True, slots=True)
+class Holder:
+    """A process that keeps ``blocks`` of a channel's memory, ``bytes`` in all: by arrays, tensors and memory views that it
+    got and still has, or that it has on loan."""
+
+    pid: int
+    blocks: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class ChannelStats:
     """One moment of a channel (C15). Counts are items since its creation; ``read_wait`` and ``write_wait`` are the
     seconds that all its readers and writers together have spent waiting, those waiting now included;
     ``readers_waiting_for`` and ``writers_waiting_for`` are the seconds for which somebody has been waiting without a
     break until now. ``selecting`` of the waiting ones may go on without this channel (``select``, ``await``, a timeout);
-    ``woken`` of them have been woken and are about to look."""
+    ``woken`` of them have been woken and are about to look. ``holders`` are the processes that keep blocks."""
 
     items_in: int
     items_out: int
@@ -51,6 +62,7 @@ class ChannelStats:
     writers_waiting_for: float
     selecting: int
     woken: int
+    holders: tuple[Holder, ...] = ()
 
 
 class Channel(_core.Channel, Generic[T]):
@@ -87,6 +99,7 @@ class Channel(_core.Channel, Generic[T]):
     def __iter__(self) -> Iterator[T]:
         return self
 
+    loan = arrays.loan
     aput = asynchronous.aput
     aget = asynchronous.aget
     __aiter__ = asynchronous.aiter_items
@@ -94,7 +107,8 @@ class Channel(_core.Channel, Generic[T]):
 
     def stats(self) -> ChannelStats:
         """Counts of this moment, taken together under the channel's lock."""
-        return ChannelStats(*self._stats())
+        *values, held = self._stats()
+        return ChannelStats(*values, tuple(Holder(*one) for one in held))
 
     def __repr__(self) -> str:
         name = f"{self._name!r}, " if self._name else ""
@@ -144,6 +158,7 @@ def _whole(argument: str, value: object, unit: str) -> None:
 for _port in (In, Out):
     _verb = "aget" if _port is In else "aput"
     setattr(_port, _verb, getattr(asynchronous, _verb))
+setattr(Out, "loan", arrays.loan)  # noqa: B010
 setattr(In, "__aiter__", asynchronous.aiter_items)  # noqa: B010
 setattr(In, "__anext__", asynchronous.anext_item)  # noqa: B010
 

@@ -140,6 +140,12 @@ NB_MODULE(_core, m) {
     nb::set_leak_warnings(false);  // a thread that still waits at the interpreter's exit is no leak of ours
     m.doc() = "The native core of flowchan: channels and their ports.";
 
+    nb::class_<View>(m, "View", nb::type_slots(view_slots), "Memory of a channel, or of this process, as a buffer.")
+        .def_static("of", View::of, "address"_a, "size"_a, "owner"_a, "Read-only memory that ``owner`` keeps where it is.")
+        .def("private", private_view, "The same bytes, writable; pages are copied as they are written.")
+        .def("lent", [](View& view, nb::handle array) { view.block->array = nb::weakref(array); }, "array"_a,
+             "``array`` was made of this loan: it becomes read-only when it is put.");
+
     nb::class_<Channel>(m, "Channel", nb::type_slots(channel_slots), nb::is_weak_referenceable(),
                         "A bounded, closable FIFO. Use flowchan.Channel, which checks its arguments.")
         .def("__init__", construct<uint64_t, bool, uint64_t, std::string>, "capacity"_a, "processes"_a, "max_bytes"_a,
@@ -165,6 +171,8 @@ NB_MODULE(_core, m) {
         .def_rw("_name", &Channel::name)
         .def_prop_ro("_fd", [](Channel& ch) { return ch.ring ? ch.ring->fd() : -1; })
         .def("_stats", channel_stats)
+        .def("_loan", [](Channel& ch, uint64_t size, nb::handle timeout) { return loan(ch, nullptr, size, timeout); },
+             "size"_a, "timeout"_a.none())
         .def("_adopt_reader", [](nb::handle self, int session) {
             return nb::cast(new In(nb::borrow(self), session), nb::rv_policy::take_ownership);
         }, "session"_a)
@@ -201,6 +209,10 @@ NB_MODULE(_core, m) {
             out.follows()->feeds.push_back(&out);
         }, "reader"_a, "ordered"_a, "single"_a)
         .def("_replay", [](Out& out) { out.replays = true; })
+        .def("_loan", [](Out& out, uint64_t size, nb::handle timeout) {
+            if (!ready(out)) throw nb::python_error();
+            return loan(*out.ch, &out, size, timeout);
+        }, "size"_a, "timeout"_a.none())
         .def("_retire", retire, "items"_a)
         .def("_supervise", supervise<Out>)
         .def("_hand_over", hand_over<Out>)

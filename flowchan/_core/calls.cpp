@@ -4,6 +4,8 @@
 
 namespace flowchan {
 
+using namespace nb::literals;
+
 namespace {
 
 // The bytes that an item counts against max_bytes of a `threads` channel: its buffer, else what Python says of it.
@@ -87,10 +89,40 @@ Step put_large(Channel& ch, Out* out, const ObjectFrame& frame, Deadline deadlin
     return step;
 }
 
+// Puts an item whose large buffer was filled in place. Wait: it can't go that way, copy it like any other.
+Step put_loaned(Channel& ch, Out* out, ObjectFrame& frame, Deadline deadline) {
+    std::shared_ptr<Block> loan;
+    for (size_t i = 2; !loan && i < frame.pieces.size(); ++i) loan = loan_with(ch.loans, frame.pieces[i].at);
+    if (!loan || (out && (out->follows() || out->replays))) return Step::Wait;
+    if (loan->put) {
+        raise("ChannelError", "this array was on loan from " + ch.describe() +
+                                  " and has been put: it belongs to the channel now; loan another one");
+        return Step::Interrupted;
+    }
+    if (!lay_into(frame, *loan)) return Step::Wait;
+    Ring& ring = *ch.ring;
+    Step step = perform(
+        ring, Side::Writer, [&] { return out ? out->state.session : ch.plain_session(); },
+        [&](Wakes& wakes) {
+            if (out && !out->open) return left(ring.header().state);
+            return ring.put_loan(loan->slot, frame, out ? &out->state : nullptr, wakes);
+        },
+        deadline);
+    if (step != Step::Done) return step;
+    loan->put = true;
+    nb::object array = loan->array.is_valid() ? loan->array() : nb::none();
+    if (!array.is_none()) array.attr("setflags")("write"_a = false);
+    return step;
+}
+
 Step put_ring(Channel& ch, Out* out, PyObject* item, Deadline deadline, uint64_t& size) {
     ObjectFrame frame;
     if (!encode(item, frame)) return Step::Interrupted;
     size = frame.size;
+    if (!ch.loans.empty() && frame.kind == BUFFERS) {
+        Step step = put_loaned(ch, out, frame, deadline);
+        if (step != Step::Wait) return step;
+    }
     if (size > Taken::LOCAL && size <= ch.max_bytes) return put_large(ch, out, frame, deadline);
     Ring& ring = *ch.ring;
     WriterState* writer = out ? &out->state : nullptr;
@@ -153,7 +185,8 @@ Step get_step(Channel& ch, In* in, Deadline deadline, bool keep, PyObject*& resu
         },
         deadline);
     if (step != Step::Done) return step;
-    result = decode(taken.kind, taken.at, taken.size);
+    std::shared_ptr<Block> block = taken.viewed ? std::make_shared<Block>(ch.ring, taken.slot) : nullptr;
+    result = decode(taken.kind, taken.at, taken.size, block);
     if (taken.held) {
         Wakes wakes;
         Locked<Ring> locked(ring);
@@ -165,6 +198,28 @@ Step get_step(Channel& ch, In* in, Deadline deadline, bool keep, PyObject*& resu
 }
 
 }  // namespace
+
+// Memory of the channel for `size` bytes that the caller fills and then puts, waiting until there is some.
+nb::object loan(Channel& ch, Out* out, uint64_t size, nb::handle timeout) {
+    Deadline deadline;
+    if (!ch.usable() || !parse_deadline(timeout.ptr(), deadline)) throw nb::python_error();
+    size += LOAN_HEAD;
+    Slot* slot = nullptr;
+    Ring& ring = *ch.ring;
+    const uint32_t session = out ? out->state.session : ch.plain_session();
+    Step step = perform(
+        ring, Side::Writer, [&] { return session; },
+        [&](Wakes&) { return out && !out->open ? left(ring.header().state) : ring.loan(size, session, slot); }, deadline);
+    if (step != Step::Done) {
+        raise_step(ch, step, Side::Writer, size, deadline);
+        throw nb::python_error();
+    }
+    auto block = std::make_shared<Block>(ch.ring, slot);
+    ch.loans.push_back(block);
+    nb::object view = View::over(block, block->begin + LOAN_HEAD, size - LOAN_HEAD);
+    nb::inst_ptr<View>(view)->writable = true;
+    return view;
+}
 
 PyObject* put_item(Channel& ch, Out* out, PyObject* item, Deadline deadline) {
     if (!ch.usable()) return nullptr;

@@ -6,22 +6,22 @@
 
 namespace flowchan {
 
-uint64_t fork_count = 0;
+uint64_t fork_count = 0, children_forked = 0;
 
 namespace {
 
-[[maybe_unused]] const int fork_hook = pthread_atfork(nullptr, nullptr, [] { fork_count += 1; });
+[[maybe_unused]] const int fork_hook = pthread_atfork(nullptr, [] { children_forked += 1; }, [] { fork_count += 1; });
 
 }  // namespace
 
 Channel::Channel(uint64_t capacity, bool processes, uint64_t max_bytes, std::string name)
     : name(std::move(name)), capacity(capacity), max_bytes(max_bytes) {
-    if (processes) ring = std::make_unique<Ring>(capacity, max_bytes);
+    if (processes) ring = std::make_shared<Ring>(capacity, max_bytes);
     else queue = std::make_unique<LocalQueue>(capacity, max_bytes);
 }
 
 Channel::Channel(int fd, std::string name) : name(std::move(name)) {
-    ring = std::make_unique<Ring>(fd);
+    ring = std::make_shared<Ring>(fd);
     capacity = ring->header().capacity;
     max_bytes = ring->header().max_bytes;
 }
@@ -92,6 +92,13 @@ void abort_channel(Channel& ch, PyObject* cause) {
     locked.unlock(wakes);
 }
 
+// (pid, blocks, bytes) of each process that looks at blocks of the channel.
+static nb::list as_list(const std::vector<Held>& held) {
+    nb::list list;
+    for (const Held& h : held) list.append(nb::make_tuple(h.pid, h.blocks, h.bytes));
+    return list;
+}
+
 nb::tuple channel_stats(Channel& ch) {
     if (!ch.usable()) throw nb::python_error();
     auto total = [](Gate& g) { return double(g.total_wait_ns()) / 1e9; };
@@ -106,7 +113,7 @@ nb::tuple channel_stats(Channel& ch) {
                                       q.reader_gate.selecting + q.writer_gate.selecting,
                                       q.reader_gate.woken + q.writer_gate.woken);
         locked.unlock({});
-        return std::apply([](auto... v) { return nb::make_tuple(v...); }, values);
+        return std::apply([](auto... v) { return nb::make_tuple(v..., nb::list()); }, values);
     }
     Header& h = ch.ring->header();
     Locked<Ring> locked(*ch.ring);
@@ -116,8 +123,9 @@ nb::tuple channel_stats(Channel& ch) {
                                   now(h.reader_gate), now(h.writer_gate),
                                   h.reader_gate.selecting + h.writer_gate.selecting,
                                   h.reader_gate.woken + h.writer_gate.woken);
+    const std::vector<Held> held = ch.ring->held();
     locked.unlock({});
-    return std::apply([](auto... v) { return nb::make_tuple(v...); }, values);
+    return std::apply([&](auto... v) { return nb::make_tuple(v..., as_list(held)); }, values);
 }
 
 }  // namespace flowchan

@@ -12,14 +12,10 @@
 
 namespace flowchan {
 
-namespace nb = nanobind;
-
-// Grows by one in a forked child, so that what must not cross a fork can tell.
-extern uint64_t fork_count;
-
 struct Channel {
     std::unique_ptr<LocalQueue> queue;  // one of the two
-    std::unique_ptr<Ring> ring;
+    std::shared_ptr<Ring> ring;
+    std::vector<std::weak_ptr<Block>> loans;  // memory of the ring that writers here fill, or have put
     std::string name;
     uint64_t capacity = 0;
     uint64_t max_bytes = 0;  // UINT64_MAX: no limit (threads)
@@ -73,6 +69,7 @@ struct Out {
 // Each gives a new reference, or null with a Python error set. `in`/`out` is the port used, or null for a plain call.
 PyObject* put_item(Channel& ch, Out* out, PyObject* item, Deadline deadline);
 PyObject* get_item(Channel& ch, In* in, Deadline deadline, bool keep, bool iterating);
+nb::object loan(Channel& ch, Out* out, uint64_t size, nb::handle timeout);
 PyObject* put_all(Channel& ch, Out* out, PyObject* items, Deadline deadline);
 PyObject* get_all(Channel& ch, In* in, Py_ssize_t most, Deadline deadline);
 

@@ -14,6 +14,7 @@ PyObject* py_loads = nullptr;
 constexpr int DEEPEST = 4;
 constexpr uint64_t WITHOUT_GIL = 1 << 16;  // copies of at least this release the GIL
 constexpr uint64_t ALIGN = 64;
+constexpr uint64_t COPIED = 4096;  // smaller buffers arrive as copies: cheaper than a view of the block
 
 enum Tag : unsigned char {
     NONE, TRUE_, FALSE_, INT8, INT32, INT64, FLOAT, TUPLE, BYTES_SHORT, BYTES_LONG,
@@ -184,7 +185,7 @@ bool encode_pickle(PyObject* object, ObjectFrame& frame) {
         return true;
     }
     frame.kind = BUFFERS;
-    uint64_t n = uint64_t(PyList_GET_SIZE(frame.keep)), head = 8 + 8 * n;
+    uint64_t n = uint64_t(PyList_GET_SIZE(frame.keep)), head = 8 + 16 * n;
     char* header = frame.header;
     if (head > sizeof frame.header) {
         frame.long_header.resize(head);
@@ -198,9 +199,10 @@ bool encode_pickle(PyObject* object, ObjectFrame& frame) {
         Py_buffer view;
         if (PyObject_GetBuffer(PyList_GET_ITEM(frame.keep, Py_ssize_t(i)), &view, PyBUF_SIMPLE) != 0) return false;
         frame.buffers.push_back(view);
-        uint64_t size = uint64_t(view.len);
-        memcpy(header + 8 + 8 * i, &size, 8);
+        const uint64_t size = uint64_t(view.len);
         at = (at + ALIGN - 1) / ALIGN * ALIGN;
+        memcpy(header + 8 + 16 * i, &at, 8);
+        memcpy(header + 16 + 16 * i, &size, 8);
         frame.pieces.push_back({view.buf, size, at});
         at += size;
     }
@@ -213,28 +215,29 @@ PyObject* damaged() {
     return nullptr;
 }
 
-PyObject* decode_buffers(const char* at, uint64_t size) {
+// A buffer of an item: where it lies, when the block stays ours; else a copy. Read-only in either case.
+PyObject* buffer_at(const char* at, uint64_t size, const std::shared_ptr<Block>& block) {
+    if (size < COPIED) return PyBytes_FromStringAndSize(at, Py_ssize_t(size));
+    return (block ? View::over(block, at, size) : View::copy_of(at, size)).release().ptr();
+}
+
+PyObject* decode_buffers(const char* at, uint64_t size, const std::shared_ptr<Block>& block) {
     uint64_t n;
     if (size < 8) return damaged();
     memcpy(&n, at, 8);
-    if (n == 0 || n > (size - 8) / 8) return damaged();
+    if (n == 0 || n > (size - 8) / 16) return damaged();
     PyObject* args = PyList_New(0);
-    uint64_t from = 8 + 8 * n;
     for (uint64_t i = 0; args && i < n; ++i) {
-        uint64_t length;
-        memcpy(&length, at + 8 + 8 * i, 8);
-        from = (from + ALIGN - 1) / ALIGN * ALIGN;
+        uint64_t from, length;
+        memcpy(&from, at + 8 + 16 * i, 8);
+        memcpy(&length, at + 16 + 16 * i, 8);
         if (from > size || length > size - from) {
             Py_DECREF(args);
             return damaged();
         }
-        // bytearray: writable, as the user's array was before it crossed
-        PyObject* o = i == 0 ? PyBytes_FromStringAndSize(at + from, Py_ssize_t(length))
-                             : PyByteArray_FromStringAndSize(nullptr, Py_ssize_t(length));
-        if (o && i) copy(PyByteArray_AS_STRING(o), at + from, length);
+        PyObject* o = i == 0 ? PyBytes_FromStringAndSize(at + from, Py_ssize_t(length)) : buffer_at(at + from, length, block);
         if (!o || PyList_Append(args, o) != 0) Py_CLEAR(args);
         Py_XDECREF(o);
-        from += length;
     }
     PyObject* result = args ? PyObject_CallOneArg(py_loads, args) : nullptr;
     Py_XDECREF(args);
@@ -264,7 +267,7 @@ bool encode(PyObject* object, ObjectFrame& frame) {
     return encode_pickle(object, frame);
 }
 
-PyObject* decode(uint64_t kind, const char* at, uint64_t size) {
+PyObject* decode(uint64_t kind, const char* at, uint64_t size, const std::shared_ptr<Block>& block) {
     if (kind == DIRECT) {
         Reader reader{at, at + size};
         PyObject* o = reader.object(0);
@@ -281,7 +284,31 @@ PyObject* decode(uint64_t kind, const char* at, uint64_t size) {
         Py_XDECREF(bytes);
         return o;
     }
-    return kind == BUFFERS ? decode_buffers(at, size) : damaged();
+    return kind == BUFFERS ? decode_buffers(at, size, block) : damaged();
+}
+
+bool lay_into(ObjectFrame& frame, const Block& loan) {
+    std::vector<Frame::Piece> rest(frame.pieces.begin(), frame.pieces.begin() + 1);
+    char* header = static_cast<char*>(const_cast<void*>(frame.pieces[0].at));
+    std::vector<char> table(header, header + frame.pieces[0].size);
+    uint64_t at = table.size();
+    for (size_t i = 1; i < frame.pieces.size(); ++i) {
+        Frame::Piece piece = frame.pieces[i];
+        const char* from = static_cast<const char*>(piece.at);
+        if (from >= loan.begin && from < loan.begin + loan.size) {
+            piece.offset = uint64_t(from - loan.begin);
+        } else {
+            piece.offset = (at + ALIGN - 1) / ALIGN * ALIGN;
+            at = piece.offset + piece.size;
+            rest.push_back(piece);
+        }
+        memcpy(table.data() + 16 * i - 8, &piece.offset, 8);
+    }
+    if (at > LOAN_HEAD) return false;
+    memcpy(header, table.data(), table.size());
+    for (const Frame::Piece& piece : rest) memcpy(const_cast<char*>(loan.begin) + piece.offset, piece.at, piece.size);
+    frame.size = loan.size;
+    return true;
 }
 
 void set_codec(PyObject* dumps, PyObject* loads) {

@@ -8,7 +8,7 @@
 
 #include <Python.h>
 
-#include "frame.hpp"
+#include "views.hpp"
 
 namespace flowchan {
 
@@ -16,7 +16,7 @@ namespace flowchan {
 struct ObjectFrame : Frame {
     PyObject* keep = nullptr;
     std::vector<Py_buffer> buffers;
-    char header[16 + 8 * 30];
+    char header[8 + 16 * 16];
     std::vector<char> long_header;
     ObjectFrame() = default;
     ObjectFrame(const ObjectFrame&) = delete;
@@ -26,8 +26,14 @@ struct ObjectFrame : Frame {
 // False with a Python error set if the object can't be serialised (C13).
 bool encode(PyObject* object, ObjectFrame& frame);
 
-// A new reference, or null with a Python error set. Copies everything it needs out of `at`.
-PyObject* decode(uint64_t kind, const char* at, uint64_t size);
+// A new reference, or null with a Python error set. Copies everything it needs out of `at`; but of BUFFERS in a `block` only
+// the pickle.
+PyObject* decode(uint64_t kind, const char* at, uint64_t size, const std::shared_ptr<Block>& block = nullptr);
+
+// A frame whose buffers lie in `loan`, filled in place: writes the rest before them, in the LOAN_HEAD bytes that are kept
+// free there. False, with nothing changed, when that does not fit or some buffer lies elsewhere and is too large.
+constexpr uint64_t LOAN_HEAD = 4096;
+bool lay_into(ObjectFrame& frame, const Block& loan);
 
 // The functions of flowchan.transport.codec, given at import.
 void set_codec(PyObject* dumps, PyObject* loads);

@@ -12,7 +12,7 @@ enum Kind : uint64_t {
     DIRECT = 1,   // codec.cpp's direct encoding of small built-ins
     BYTES = 2,    // the bytes of a `bytes` object
     PICKLE = 3,   // a pickle without buffers
-    BUFFERS = 4,  // a pickle with its out-of-band buffers: u64 count, u64 sizes..., then each aligned to 64
+    BUFFERS = 4,  // u64 count, then u64 offset and u64 size of each: a pickle, and its out-of-band buffers
 };
 
 struct Frame {

@@ -10,7 +10,8 @@
 // An item is a slot, with a block when it does not fit into the slot. Slots are linked by offsets from the start of the
 // mapping; offset 0 (the header) stands for "none". The FIFO is the list head..tail. A slot is always in exactly one
 // place: the free list, the FIFO, a group (parked until its turn), a session's lease list, or owned singly by a session
-// that copies into it (FILLING) or out of it (HELD).
+// that copies into it (FILLING) or out of it, or looks at it, or fills it in place (HELD). Wherever it is, a session may be
+// looking at it: its viewer (ring_memory.cpp).
 #pragma once
 
 #include <pthread.h>
@@ -21,7 +22,7 @@
 namespace flowchan {
 
 constexpr uint64_t MAGIC = 0x6e616863776f6c66;  // "flowchan"
-constexpr uint64_t VERSION = 1;
+constexpr uint64_t VERSION = 2;
 constexpr uint32_t SESSIONS = 256;
 constexpr uint64_t UNIT = 64;        // blocks are multiples of it and aligned to it
 constexpr uint32_t CLASSES = 136;    // block sizes, four to a doubling: 64 B << 34
@@ -31,7 +32,8 @@ enum class SlotState : uint64_t { Free, Inside, Parked, Leased, Filling, Held };
 
 // One participant: the plain user of a process, or a port. Only `pid`s are ever looked at from outside.
 struct alignas(64) Session {
-    enum Role : uint64_t { NONE = 0, PLAIN = 1, READER = 2, WRITER = 3, RESUME = 4 };
+    // HOLDER: its channel or port was closed, but its process still looks at blocks.
+    enum Role : uint64_t { NONE = 0, PLAIN = 1, READER = 2, WRITER = 3, RESUME = 4, HOLDER = 5 };
     uint64_t role;
     uint64_t pid;
     uint64_t started;       // the process's start time: with the pid it names one process for ever
@@ -42,6 +44,7 @@ struct alignas(64) Session {
     uint64_t leased;
     uint64_t committed_item;   // writer: number of the input item last worked on, plus one (0: none) ...
     uint64_t committed_count;  // ... and how many of its outputs are in this ring. RESUME: the same, of a dead worker
+    uint64_t views;            // slots that it is the viewer of
     // How many of its threads stand at each gate: what to take off the gates when it dies. No redo, as for the gates.
     uint32_t at_reader_gate;
     uint32_t at_writer_gate;
@@ -52,7 +55,9 @@ struct alignas(64) Session {
 struct alignas(64) Slot {
     static constexpr uint64_t INLINE = 72;
     uint64_t next;
-    uint64_t state;      // SlotState | owner session << 8 | numbered << 16 | deaths << 32
+    static constexpr uint32_t VIEWER = 24;
+    static constexpr uint64_t LOANED = 1 << 17, VIEW_BITS = uint64_t(0xff) << VIEWER | LOANED;
+    uint64_t state;      // SlotState | owner session << 8 | numbered << 16 | loaned << 17 | viewer session << 24 | deaths << 32
     uint64_t size;       // of the payload in bytes
     uint64_t number;     // i, given when first taken: items leave in the order of their numbers
     uint64_t kind;       // what frame.hpp says the payload is
@@ -63,6 +68,8 @@ struct alignas(64) Slot {
     SlotState place() const { return SlotState(state & 0xff); }
     uint32_t owner() const { return uint32_t(state >> 8 & 0xff); }
     bool numbered() const { return state >> 16 & 1; }
+    bool loaned() const { return state & LOANED; }
+    uint32_t viewer() const { return uint32_t(state >> VIEWER & 0xff); }
     uint64_t with_place(SlotState p, uint32_t owner = 0) const {
         return (state & ~uint64_t(0xffff)) | uint64_t(p) | uint64_t(owner) << 8;
     }
@@ -99,6 +106,7 @@ struct Header {
     uint64_t parked, turn;
     uint64_t writers, readers;        // counted ports open now
     uint64_t resumes;         // sessions with role RESUME
+    uint64_t viewed_bytes;    // of the slots with a viewer, those that are loaned left out
 
     alignas(64) Redo redo;
     alignas(64) Gate reader_gate;     // gates need no redo, see waiting.hpp
@@ -132,5 +140,9 @@ inline uint32_t class_of(uint64_t size) {
     while (class_size(c) < size) ++c;
     return c;
 }
+
+// Blocks from this class on lie alone in their pages, and may be read in place by who takes them. Smaller ones are copied,
+// which is cheaper than to keep account of their views.
+constexpr uint32_t VIEWABLE = 28;  // 16 KB
 
 }  // namespace flowchan

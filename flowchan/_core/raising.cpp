@@ -21,6 +21,30 @@ void raise_broken(const std::string& message, PyObject* cause) {
     Py_DECREF(error);
 }
 
+std::string amount(uint64_t bytes) {
+    char text[32];
+    const bool large = bytes >= 1'000'000;
+    snprintf(text, sizeof text, large ? "%.1f MB" : "%.1f KB", double(bytes) / (large ? 1e6 : 1e3));
+    return text;
+}
+
+// How full a channel is that takes nothing now; and whose views keep memory back.
+std::string fill(Channel& ch) {
+    if (ch.queue) return std::to_string(ch.queue->inside()) + " of " + std::to_string(ch.capacity) + " items inside";
+    Wakes wakes;
+    Locked<Ring> locked(*ch.ring);
+    const Header& h = ch.ring->header();
+    const uint64_t bytes = h.bytes_in - h.bytes_out;
+    std::string text = std::to_string(h.inside()) + " of " + std::to_string(ch.capacity) + " items inside";
+    const std::vector<Held> held = ch.ring->held();
+    locked.unlock(wakes);
+    if (bytes >= 1000) text += ", " + amount(bytes) + " of max_bytes=" + amount(ch.max_bytes);
+    for (const Held& one : held)
+        text += "; process " + std::to_string(one.pid) + " holds " + std::to_string(one.blocks) + " blocks, " + amount(one.bytes) +
+                ", by arrays and tensors that it got or has on loan";
+    return text;
+}
+
 std::string seconds(Deadline deadline) { return deadline.now_only() ? "now" : "within the timeout"; }
 
 // The cause of Broken: for `threads` the exception itself, for `processes` what codec.dumps made of it.
@@ -66,8 +90,7 @@ PyObject* raise_step(Channel& ch, Step step, Side side, uint64_t size, Deadline 
     switch (step) {
         case Step::NotNow:
             if (side == Side::Writer)
-                raise("Full", who + " is full, nothing could be put " + seconds(deadline) + ": " +
-                                  std::to_string(ch.capacity) + " of " + std::to_string(ch.capacity) + " items inside");
+                raise("Full", who + " is full, nothing could be put " + seconds(deadline) + ": " + fill(ch));
             else
                 raise("Empty", who + " is empty, nothing could be got " + seconds(deadline) + "; it is not closed");
             break;
@@ -86,7 +109,7 @@ PyObject* raise_step(Channel& ch, Step step, Side side, uint64_t size, Deadline 
             break;
         case Step::NoMemory:
             PyErr_SetString(PyExc_MemoryError, (who + ": no shared memory for an item of " + std::to_string(size) +
-                                                " bytes").c_str());
+                                                " bytes: " + fill(ch)).c_str());
             break;
         case Step::PortClosed:
             PyErr_SetString(PyExc_ValueError, "this port was closed; open another one from the channel");

@@ -1,4 +1,4 @@
-// The memory, the lock and the sessions of a ring. What happens to items is in ring_items.cpp.
+// The mapping, the lock and the sessions of a ring. Slots and blocks are in ring_memory.cpp, items in ring_items.cpp.
 #include "ring.hpp"
 
 #include <algorithm>
@@ -25,8 +25,8 @@ struct Layout {
         groups = std::clamp<uint64_t>(capacity, 64, 4096);
         groups_at = align(sizeof(Header), UNIT);
         blocks_at = align(groups_at + groups * sizeof(Group), PAGE);
-        // Twice max_bytes: items on lease are not "inside", and classes waste up to a fifth.
-        length = align(blocks_at + 2 * max_bytes + GROW + (2 * capacity + 16 * SESSIONS) * sizeof(Slot), GROW);
+        // Thrice max_bytes: items on lease, and what is viewed, are not "inside", and classes waste up to a fifth.
+        length = align(blocks_at + 3 * max_bytes + GROW + (2 * capacity + 16 * SESSIONS) * sizeof(Slot), GROW);
     }
 };
 
@@ -302,7 +302,7 @@ uint32_t Ring::open_session(Session::Role role, Wakes& wakes) {
             s.pid = uint64_t(getpid());
             s.started = process_start(s.pid);
             s.generation += 1;
-            s.supervised = s.lease_head = s.lease_tail = s.leased = s.committed_item = s.committed_count = 0;
+            s.supervised = s.lease_head = s.lease_tail = s.leased = s.committed_item = s.committed_count = s.views = 0;
             s.at_reader_gate = s.at_writer_gate = 0;
             fault_point();
             Change change(h_->redo, base_);
@@ -327,11 +327,16 @@ void Ring::adopt(uint32_t index) {
 }
 
 // What a session that ends, perhaps because its process was killed, was copying, and the waits it was counted in.
-void Ring::drop_copies(uint32_t index, Wakes& wakes) {
+// `views`: it looks at nothing any more.
+void Ring::drop_copies(uint32_t index, bool views, Wakes& wakes) {
     Session& s = h_->sessions[index];
     if (!memory_is_right()) found_damage();
     for (uint64_t p = h_->slots_at; !h_->damaged && p < mapped_; p += sizeof(Slot)) {
         Slot* slot = at<Slot>(p);
+        if (slot->viewer() == index) {
+            if (views) unview(slot, wakes);
+            continue;
+        }
         if (slot->owner() != index) continue;
         if (slot->place() == SlotState::Held) release(slot, wakes);
         if (slot->place() == SlotState::Filling) unclaim(slot, wakes);
@@ -357,12 +362,18 @@ void Ring::drop_copies(uint32_t index, Wakes& wakes) {
     wakes.writers += h_->writer_gate.call_all();
 }
 
+// Whether the process of this session is this one, and so may still use what it looks at.
+bool Ring::still_looks(uint32_t index) const {
+    return h_->sessions[index].views && h_->sessions[index].pid == uint64_t(getpid());
+}
+
 // `finished`: the items in hand are done with, else they go back.
 void Ring::end_session(uint32_t index, bool finished, Wakes& wakes) {
     Session& s = h_->sessions[index];
     if (s.role == Session::NONE) return;
     if (s.lease_head) finished ? free_leased(s, wakes) : give_back(s, wakes);
-    drop_copies(index, wakes);
+    const bool looks = still_looks(index);
+    drop_copies(index, !looks, wakes);
     Change change(h_->redo, base_);
     if (s.role == Session::READER) {
         if (h_->readers == 1) close_with(change, wakes);
@@ -373,7 +384,8 @@ void Ring::end_session(uint32_t index, bool finished, Wakes& wakes) {
     } else if (s.role == Session::RESUME) {
         change.set(h_->resumes, h_->resumes - 1);
     }
-    change.set(s.role, Session::NONE);
+    if (looks) change.set(s.supervised, 0);  // when its process dies, whoever notices ends it
+    change.set(s.role, looks ? Session::HOLDER : Session::NONE);
     change.commit();
 }
 
@@ -392,7 +404,7 @@ void Ring::retire_writer(uint32_t index, const std::vector<uint64_t>& items, Wak
         end_session(index, true, wakes);
         return;
     }
-    drop_copies(index, wakes);
+    drop_copies(index, true, wakes);
     Change change(h_->redo, base_);
     if (h_->writers == 1) close_with(change, wakes);
     change.set(h_->writers, h_->writers - 1);

@@ -1,5 +1,6 @@
 // Ring: the FIFO of a `processes` channel in shared memory, with leases and committed counts (layout.hpp has the data,
-// ring.cpp the memory, the lock and the sessions, ring_items.cpp what happens to items).
+// ring.cpp the mapping, the lock and the sessions, ring_memory.cpp slots, blocks and views, ring_items.cpp what happens to
+// items).
 //
 // Nothing here touches a Python object, so all of it may run with or without the GIL. Two rules keep threads from
 // deadlocking: the lock is never held while the GIL is being waited for, and nothing that can call Python runs under it.
@@ -40,7 +41,14 @@ struct Taken {
     uint64_t deaths = 0;   // how many workers have died with it in hand
     const char* at = nullptr;
     Slot* held = nullptr;  // plain get of a large item: release() it after reading
+    bool viewed = false;   // the session is the viewer of `slot` now: unview() it some time
+    Slot* slot = nullptr;
     char local[LOCAL];
+};
+
+// What one process looks at or fills in place.
+struct Held {
+    uint64_t pid, blocks, bytes;
 };
 
 class Ring {
@@ -51,6 +59,7 @@ public:
     Ring(const Ring&) = delete;
 
     int fd() const { return fd_; }
+    uint64_t offset(const void* p) const { return uint64_t(static_cast<const char*>(p) - base_); }
     Header& header() { return *h_; }
 
     // The lock. `lock` says false if it could not get it without waiting and `patient` is false.
@@ -75,6 +84,10 @@ public:
     }
     Step try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& wakes);
     void release(Slot* slot, Wakes& wakes);                       // of a HELD slot
+    void unview(Slot* slot, Wakes& wakes);                        // its viewer has let go of it
+    Step loan(uint64_t size, uint32_t session, Slot*& slot);      // memory to be filled in place; it counts as viewed
+    Step put_loan(Slot* slot, const Frame& frame, WriterState* writer, Wakes& wakes);
+    std::vector<Held> held() const;
     void acknowledge(ReaderState& reader, Wakes& wakes);          // all items in hand are finished
     Step item_done(WriterState& writer, Wakes& wakes);            // no more outputs for writer.number
     void begin_item(WriterState& writer, uint64_t number);        // first output for it is about to come
@@ -117,7 +130,6 @@ private:
 #endif
     }
     template <class T> T* at(uint64_t offset) const { return reinterpret_cast<T*>(base_ + offset); }
-    uint64_t offset(const void* p) const { return uint64_t(static_cast<const char*>(p) - base_); }
     Group& group(uint64_t number) { return at<Group>(groups_at_)[number % groups_]; }
     bool nothing_coming() const { return h_->head == 0 && h_->parked == 0 && h_->claimed == 0; }
     bool at_end_for(const ReaderState* reader) const;
@@ -129,13 +141,18 @@ private:
     bool is_used_by(uint64_t thread) const;
     bool lock_without_mutex();
     void recover();
-    void drop_copies(uint32_t session, Wakes& wakes);
+    void drop_copies(uint32_t session, bool views, Wakes& wakes);
+    bool still_looks(uint32_t session) const;
 
     Step room(const Frame& frame, const WriterState* writer);
     char* payload(Slot* slot) const { return slot->block ? base_ + slot->block : slot->data; }
     Slot* take_slot(uint64_t size, Change& change);
+    Slot* new_slot(uint32_t cls, Change& change);
     void free_slot(Slot* slot, Change& change);
-    void start_afresh();
+    void put_away(Slot* slot, Change& change);
+    void tidy(uint32_t cls);
+    bool may_view(const Slot* slot) const;
+    uint64_t view(uint64_t state, const Slot* slot, uint32_t session, Change& change);
     Step no_slot();
     void memory_freed(Wakes& wakes);
     bool slot_exists(uint64_t offset) const;

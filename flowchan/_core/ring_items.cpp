@@ -3,7 +3,8 @@
 // The life of an item:   claim -> FILLING -> publish        (large: the copy is made outside the lock)
 //                        put -> INSIDE, or PARKED until its turn -> INSIDE
 //                        take -> LEASED -> acknowledged, or given back to the front
-//                        take -> copied and freed; large: HELD until the copy is made
+//                        take -> copied and freed; large: HELD until the copy is made, or the last view is gone
+//                        loan -> HELD until it is put
 //
 // Order (DESIGN §3 `ordered`). The workers of an ordered stage take items i = 0, 1, 2, … from one channel, one each, and
 // put the outputs for i into another. `turn` is the i whose outputs go straight into the FIFO. Outputs for a later i are
@@ -16,111 +17,6 @@
 #include "ring.hpp"
 
 namespace flowchan {
-
-// --- memory ---
-
-// A slot with room for `size` bytes of payload. Null when there is no memory now; then nothing has changed.
-Slot* Ring::take_slot(uint64_t size, Change& change) {
-    uint32_t cls = class_of(size);
-    if (h_->slots_used == 0 && h_->free_slots[cls] == 0 && h_->blocks_top - blocks_at_ > max_bytes_) start_afresh();
-    uint64_t from = h_->slots_at - sizeof(Slot), upto = h_->blocks_top + class_size(cls);
-    uint32_t found = cls;
-    if (!h_->free_slots[cls]) {
-        if (!memory_is_right()) return found_damage(), nullptr;
-        if (reserve_high(from) && reserve_low(upto)) {
-            Slot* slot = at<Slot>(from);
-            slot->state = slot->number = 0;
-            slot->cls = cls;
-            slot->block = cls ? h_->blocks_top : 0;
-            change.set(h_->slots_at, from);
-            change.set(h_->blocks_top, upto);
-            change.set(h_->slots_used, h_->slots_used + 1);
-            return slot;
-        }
-        while (++found < CLASSES && !h_->free_slots[found]) {}
-        if (found == CLASSES) {
-            if (h_->slots_used || h_->blocks_top == blocks_at_) return nullptr;
-            start_afresh();
-            return take_slot(size, change);
-        }
-    }
-    Slot* slot = at<Slot>(h_->free_slots[found]);
-    if (!slot_exists(h_->free_slots[found]) || slot->place() != SlotState::Free || slot->cls != found ||
-        !payload_exists(slot))
-        return found_damage(), nullptr;
-    change.set(h_->free_slots[found], slot->next);
-    change.set(h_->slots_used, h_->slots_used + 1);
-    return slot;
-}
-
-void Ring::free_slot(Slot* slot, Change& change) {
-    if (slot->cls >= CLASSES) return void(found_damage());
-    change.set(slot->next, h_->free_slots[slot->cls]);
-    change.set(slot->state, 0);
-    change.set(h_->free_slots[slot->cls], offset(slot));
-    change.set(h_->slots_used, h_->slots_used - 1);
-}
-
-// Nothing is in use: forget how the memory was cut up. Several Changes; a death between them only leaves free lists
-// that are shorter than they could be, and the next start afresh mends that.
-void Ring::start_afresh() {
-    Change change(h_->redo, base_);
-    for (uint64_t& list : h_->free_slots) {
-        if (!list) continue;
-        change.set(list, 0);
-        change.commit();
-    }
-    change.set(h_->blocks_top, blocks_at_);
-    change.set(h_->slots_at, mapped_);
-    change.commit();
-}
-
-// --- damage ---
-//
-// Other processes write this memory, and one of them may have a stray pointer. What is about to be followed is checked
-// first, so that damage breaks the channel and never crashes its users or lets them read outside. A list is followed no
-// further than its count says, and a slot is taken out of a list only if its state says that it belongs there. Once damage
-// has been found nothing is followed any more.
-
-// The order in which everything lies: | blocks .. reserved_low | hole | reserved_high .. slots |
-bool Ring::memory_is_right() const {
-    return blocks_at_ <= h_->blocks_top && h_->blocks_top <= h_->reserved_low && h_->reserved_low <= h_->reserved_high &&
-           h_->reserved_high <= h_->slots_at && h_->slots_at <= mapped_ && (mapped_ - h_->slots_at) % sizeof(Slot) == 0;
-}
-
-bool Ring::slot_exists(uint64_t offset) const {
-    return offset >= h_->slots_at && offset <= mapped_ - sizeof(Slot) && h_->slots_at >= blocks_at_ &&
-           (mapped_ - offset) % sizeof(Slot) == 0;
-}
-
-bool Ring::payload_exists(const Slot* slot) const {
-    if (slot->cls >= CLASSES) return false;
-    if (slot->cls == 0) return slot->block == 0 && slot->size <= Slot::INLINE;
-    const uint64_t room = class_size(uint32_t(slot->cls));
-    // Read without the lock by `write`: the partner is Redo::apply; relaxed, because a slot that exists stays above it.
-    const uint64_t end = std::min(std::atomic_ref(h_->slots_at).load(std::memory_order_relaxed), mapped_);
-    return slot->size <= room && slot->block >= blocks_at_ && slot->block % UNIT == 0 && room <= end &&
-           slot->block <= end - room;
-}
-
-Step Ring::found_damage() {
-    h_->damaged = 1;
-    h_->state = BROKEN;
-    return Step::Broken;
-}
-
-// There is no memory for a put: wait until some is freed, unless nothing is in use that could be.
-Step Ring::no_slot() {
-    if (h_->damaged) return Step::Broken;
-    h_->short_of_memory = 1;
-    return h_->slots_used ? Step::Wait : Step::NoMemory;
-}
-
-void Ring::memory_freed(Wakes& wakes) {
-    if (!h_->short_of_memory) return;
-    h_->short_of_memory = 0;
-    wakes.writers += h_->writer_gate.call_all();
-}
 
 // --- put ---
 
@@ -244,6 +140,8 @@ Step Ring::try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& 
     taken.kind = slot->kind;
     taken.size = slot->size;
     taken.deaths = slot->state >> 32;
+    taken.slot = slot;
+    taken.viewed = may_view(slot);
     Change change(h_->redo, base_);
     change.set(h_->head, slot->next);
     change.set(h_->takes, h_->takes + 1);
@@ -254,6 +152,7 @@ Step Ring::try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& 
         change.set(h_->numbered, h_->numbered + 1);
         state |= 1 << 16;
     }
+    if (taken.viewed) state = view(state, slot, session, change);
     if (reader) {
         Session& s = h_->sessions[reader->session];
         uint64_t number = slot->numbered() ? slot->number : h_->numbered;
@@ -272,10 +171,10 @@ Step Ring::try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& 
         free_slot(slot, change);
         change.commit();
     } else {
-        change.set(slot->state, uint64_t(SlotState::Held) | uint64_t(session) << 8);
+        change.set(slot->state, (state & ~uint64_t(0xffff)) | uint64_t(SlotState::Held) | uint64_t(session) << 8);
         change.commit();
         taken.at = payload(slot);
-        taken.held = slot;
+        taken.held = taken.viewed ? nullptr : slot;
     }
     memory_freed(wakes);
     wakes.writers += call_writers(reader);

@@ -59,7 +59,8 @@ def _waits(stage: StageStats, links: tuple[LinkStats, ...], stages: dict[str, St
 
 
 def _fill(link: LinkStats) -> str:
-    return f"{link.name!r} ({link.inside} of {link.capacity})"
+    held = [f"process {h.pid} holds {h.blocks} blocks, {h.bytes / 1e6:.1f} MB" for h in link.holders]
+    return f"{link.name!r} ({'; '.join([f'{link.inside} of {link.capacity}', *held])})"
 
 
 def _other(stage: StageStats | None, name: str) -> str:

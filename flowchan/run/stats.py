@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from flowchan.channel import Holder
+
 RunState = Literal["running", "stopping", "done", "failed", "stopped", "aborted"]
 
 
@@ -37,7 +39,8 @@ class StageStats:
 class LinkStats:
     """One channel: ``inside`` of ``capacity`` items are in it now, ``passed`` went through, ``rate`` of them a second.
     ``waiting_readers`` workers wait for an item, and somebody has for ``readers_waiting_for`` seconds; the same for
-    writers. ``selecting`` of them may go on without this channel, ``woken`` of them are about to look."""
+    writers. ``selecting`` of them may go on without this channel, ``woken`` of them are about to look.
+    ``holders`` are the processes that keep blocks of its memory."""
 
     name: str
     writer: str
@@ -53,6 +56,7 @@ class LinkStats:
     writers_waiting_for: float = 0.0
     selecting: int = 0
     woken: int = 0
+    holders: tuple[Holder, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

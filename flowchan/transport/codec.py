@@ -1,5 +1,6 @@
-"""Serialising what the core's direct encoding does not cover: pickle protocol 5 with out-of-band buffers, by value
-where plain pickle can't or where the other process could not find the name.
+"""Serialising what the core's direct encoding does not cover: pickle protocol 5, by value where plain pickle can't or
+where the other process could not find the name. The contents of arrays and tensors go beside the pickle, as buffers
+(transport/arrays.py), so that they are written once and read where they lie.
 
 Functions and classes of ``__main__`` (and of a file that ``flowchan run`` loaded) go by value through cloudpickle,
 because another process has another ``__main__``; everything importable goes by reference.
@@ -9,9 +10,11 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections import ChainMap
 from typing import Any
 
 from flowchan import _core
+from flowchan.transport.arrays import reducers
 
 # Names of modules whose functions and classes other processes can't import.
 by_value_modules: set[str] = {"__main__", "__mp_main__"}
@@ -19,41 +22,40 @@ by_value_modules: set[str] = {"__main__", "__mp_main__"}
 # How far an error message looks for the part that can't be pickled.
 DEEPEST = 20
 
-# Buffers below this are cheaper inside the pickle than beside it.
-OUT_OF_BAND = 4096
-
 
 def dumps(item: object) -> bytes | list[bytes | pickle.PickleBuffer]:
     """The pickle of ``item``, or a list of the pickle and its out-of-band buffers. Raises ``TypeError`` naming the part
     that can't be serialised."""
     buffers: list[pickle.PickleBuffer] = []
-
-    def aside(buffer: pickle.PickleBuffer) -> bool:
-        view = buffer.raw()
-        if view.nbytes < OUT_OF_BAND:
-            return True  # stays in the pickle
-        buffers.append(buffer)
-        return False
-
+    out = io.BytesIO()
     try:
-        data = pickle.dumps(item, protocol=5, buffer_callback=aside)
+        pickler = pickle.Pickler(out, protocol=5, buffer_callback=buffers.append)
+        pickler.dispatch_table = reducers()
+        pickler.dump(item)
+        data = out.getvalue()
     except Exception:
         data = None
     if data is None or any(name.encode() in data for name in by_value_modules):
         del buffers[:]
-        data = _dumps_by_value(item, aside)
+        data = _dumps_by_value(item, buffers.append)
     return [data, *buffers] if buffers else data
 
 
 def _dumps_by_value(item: object, aside: Any) -> bytes:
-    import cloudpickle  # slow to import, and most items do without
-
     out = io.BytesIO()
     try:
-        cloudpickle.Pickler(out, protocol=5, buffer_callback=aside).dump(item)
+        _by_value_pickler()(out, protocol=5, buffer_callback=aside).dump(item)
     except Exception as error:
         raise TypeError(f"can't send {_short(item)} to another process: {_culprit(item, error)}") from error
     return out.getvalue()
+
+
+def _by_value_pickler() -> Any:
+    """cloudpickle's with our reducers; it takes them from its class only."""
+    import cloudpickle  # slow to import, and most items do without
+
+    table = ChainMap(reducers(), cloudpickle.Pickler.dispatch_table)
+    return type("Pickler", (cloudpickle.Pickler,), {"dispatch_table": table})
 
 
 def loads(data: bytes | list[Any]) -> object:

@@ -273,8 +273,8 @@ def test_what_arrives_is_a_copy(make):
 
 
 @pytest.mark.copying
-def test_an_arrived_array_is_the_readers_own(make):
-    """It may be written, and stays what it is while the channel goes on and when it is gone."""
+def test_an_arrived_array_stays_what_it_is(make):
+    """It is read-only, and the same while the channel goes on and when it is gone."""
     ch = make(2)
     ch.put(np.arange(200_000))
     arrived = ch.get()
@@ -283,8 +283,8 @@ def test_an_arrived_array_is_the_readers_own(make):
         ch.get()
     del ch
     assert np.array_equal(arrived, np.arange(200_000))
-    arrived[0] = 99
-    assert arrived[0] == 99
+    with pytest.raises(ValueError, match="read-only"):
+        arrived[0] = 99
 
 
 def test_the_object_itself_crosses_between_threads(medium):

@@ -1,0 +1,281 @@
+// The memory of a ring: slots and their blocks, views of blocks that were handed out, and what is done about damage.
+//
+// A block is cut from the middle of the mapping when there is no free one of its class, and goes to the free list of its
+// class when its slot is free again, so that it is used again while it is still warm. When the middle is used up, `tidy`
+// cuts what no used block covers anew.
+//
+// Views (DESIGN §3 "without a second copy at the receiver"). Who takes an item with large buffers may read them where they
+// lie. The slot then names the session that looks at it, its `viewer`. Whoever would free such a slot leaves it HELD for the
+// viewer instead, and the viewer frees it when its last view goes, or does nothing but strike its name out when the item
+// is still somewhere else: an item that was given back is read by its next worker while the first still looks at it.
+// A slot has one viewer; a second reader makes a private copy, as does every reader once the views cover max_bytes, so
+// that nobody who keeps what it received can stop a writer. A session whose port was closed lives on as HOLDER until its
+// process has let go of its last view, or has died.
+#include <algorithm>
+
+#include "ring.hpp"
+
+namespace flowchan {
+
+namespace {
+
+constexpr uint64_t PAGE = 4096;
+
+uint64_t block_start(uint64_t top, uint32_t cls) { return cls >= VIEWABLE ? (top + PAGE - 1) / PAGE * PAGE : top; }
+
+}  // namespace
+
+// --- slots ---
+
+// A slot with room for `size` bytes of payload. Null when there is no memory now; then nothing has changed.
+Slot* Ring::take_slot(uint64_t size, Change& change) {
+    const uint32_t cls = class_of(size);
+    if (h_->slots_used == 0 && h_->free_slots[cls] == 0 && h_->blocks_top - blocks_at_ > max_bytes_) tidy(cls);
+    if (!h_->free_slots[cls]) {
+        if (!memory_is_right()) return found_damage(), nullptr;
+        if (Slot* slot = new_slot(cls, change)) return slot;
+        if (h_->damaged) return nullptr;
+    }
+    uint32_t found = cls;
+    while (found < CLASSES && found <= cls + 4 && !h_->free_slots[found]) ++found;  // up to twice as large is no great waste
+    if (found == CLASSES || !h_->free_slots[found]) {
+        tidy(cls);
+        if (Slot* slot = h_->free_slots[cls] || h_->damaged ? nullptr : new_slot(cls, change)) return slot;
+        for (found = cls; found < CLASSES && !h_->free_slots[found];) ++found;
+        if (found == CLASSES || h_->damaged) return nullptr;
+    }
+    Slot* slot = at<Slot>(h_->free_slots[found]);
+    if (!slot_exists(h_->free_slots[found]) || slot->place() != SlotState::Free || slot->cls != found ||
+        !payload_exists(slot))
+        return found_damage(), nullptr;
+    change.set(h_->free_slots[found], slot->next);
+    change.set(h_->slots_used, h_->slots_used + 1);
+    return slot;
+}
+
+// A slot with a block that has never been one, cut where blocks end.
+Slot* Ring::new_slot(uint32_t cls, Change& change) {
+    const uint64_t block = block_start(h_->blocks_top, cls), upto = block + class_size(cls);
+    const uint64_t bare = cls ? h_->free_slots[0] : 0;  // a slot without a block
+    const uint64_t from = bare ? bare : h_->slots_at - sizeof(Slot);
+    if (bare && (!slot_exists(bare) || at<Slot>(bare)->place() != SlotState::Free)) return found_damage(), nullptr;
+    if (!reserve_high(from) || (cls && !reserve_low(upto))) return nullptr;
+    Slot* slot = at<Slot>(from);
+    if (bare) {
+        change.set(h_->free_slots[0], slot->next);
+        change.commit();  // now nobody finds it until it is used; after a death in between, `tidy` does
+    } else {
+        change.set(h_->slots_at, from);
+    }
+    slot->state = slot->number = slot->size = 0;
+    slot->cls = cls;
+    slot->block = cls ? block : 0;
+    if (cls) change.set(h_->blocks_top, upto);
+    change.set(h_->slots_used, h_->slots_used + 1);
+    return slot;
+}
+
+void Ring::free_slot(Slot* slot, Change& change) {
+    if (slot->cls >= CLASSES) return void(found_damage());
+    if (slot->viewer()) {
+        change.set(slot->state, slot->with_place(SlotState::Held, slot->viewer()));
+        return;
+    }
+    put_away(slot, change);
+}
+
+void Ring::put_away(Slot* slot, Change& change) {
+    change.set(slot->next, h_->free_slots[slot->cls]);
+    change.set(slot->state, 0);
+    change.set(h_->free_slots[slot->cls], offset(slot));
+    change.set(h_->slots_used, h_->slots_used - 1);
+}
+
+// Cuts all memory that no used block covers anew: what lies behind the last used block is uncut again, gaps between them
+// become blocks of the class in demand, and what is left of those of the largest class that fits. First all free lists are
+// emptied, so that what is written then belongs to nobody; at the end they are filled. Whoever dies in between leaves
+// lists that are shorter than they could be, which the next `tidy` mends, because it looks at what is used only.
+void Ring::tidy(uint32_t cls) {
+    std::vector<std::pair<uint64_t, uint64_t>> used;
+    std::vector<Slot*> free;
+    for (uint64_t p = h_->slots_at; p < mapped_; p += sizeof(Slot)) {
+        Slot* slot = at<Slot>(p);
+        if (slot->place() == SlotState::Free) free.push_back(slot);
+        else if (!payload_exists(slot)) return void(found_damage());
+        else if (slot->cls) used.emplace_back(slot->block, slot->block + class_size(uint32_t(slot->cls)));
+    }
+    if (free.empty()) return;
+    Change change(h_->redo, base_);
+    for (uint64_t& list : h_->free_slots) {
+        if (!list) continue;
+        change.set(list, 0);
+        change.commit();
+    }
+    std::sort(used.begin(), used.end());
+    std::vector<uint64_t> heads(CLASSES, 0);
+    auto give = [&](uint32_t of_class, uint64_t block) {
+        Slot* slot = free.back();
+        free.pop_back();
+        slot->cls = of_class;
+        slot->block = of_class ? block : 0;
+        slot->state = slot->number = slot->size = 0;
+        slot->next = heads[of_class];
+        heads[of_class] = offset(slot);
+    };
+    uint64_t begin = blocks_at_;
+    for (auto [block, end] : used) {
+        for (uint32_t piece = cls; !free.empty() && begin < block;) {
+            const uint64_t start = block_start(begin, piece);
+            if (piece == 0) break;
+            if (start + class_size(piece) <= block) {
+                give(piece, start);
+                begin = start + class_size(piece);
+                if (piece != cls) piece = cls;
+            } else {
+                piece -= 1;
+            }
+        }
+        begin = std::max(begin, end);
+    }
+    while (!free.empty()) give(0, 0);
+    for (uint32_t c = 0; c < CLASSES; ++c) {
+        if (!heads[c]) continue;
+        change.set(h_->free_slots[c], heads[c]);
+        change.commit();
+    }
+    change.set(h_->blocks_top, begin);
+    change.commit();
+}
+
+// --- views ---
+
+// Whether the payload of this slot, about to be taken, may be read where it lies.
+bool Ring::may_view(const Slot* slot) const {
+    return slot->kind == BUFFERS && slot->cls >= VIEWABLE && slot->viewer() == 0 &&
+           h_->viewed_bytes + slot->size <= max_bytes_;
+}
+
+// Enters the session as the viewer of the slot whose state is about to become `state`; gives that state.
+uint64_t Ring::view(uint64_t state, const Slot* slot, uint32_t session, Change& change) {
+    change.set(h_->sessions[session].views, h_->sessions[session].views + 1);
+    change.set(h_->viewed_bytes, h_->viewed_bytes + slot->size);
+    return state | uint64_t(session) << Slot::VIEWER;
+}
+
+// The last view of this slot is gone.
+void Ring::unview(Slot* slot, Wakes& wakes) {
+    if (h_->damaged || !slot->viewer()) return;
+    if (slot->cls >= CLASSES) return void(found_damage());
+    Session& s = h_->sessions[slot->viewer()];
+    const bool last = s.views == 1 && s.role == Session::HOLDER;
+    Change change(h_->redo, base_);
+    if (!slot->loaned()) change.set(h_->viewed_bytes, h_->viewed_bytes - std::min(h_->viewed_bytes, slot->size));
+    change.set(s.views, s.views - 1);
+    if (last) change.set(s.role, Session::NONE);
+    const bool held = slot->place() == SlotState::Held;
+    if (held) put_away(slot, change);
+    else change.set(slot->state, slot->state & ~Slot::VIEW_BITS);
+    change.commit();
+    if (held) memory_freed(wakes);
+}
+
+// Memory that a writer fills in place: a slot that is HELD and LOANED, outside the FIFO.
+Step Ring::loan(uint64_t size, uint32_t session, Slot*& slot) {
+    if (h_->state == BROKEN) return Step::Broken;
+    if (h_->state == CLOSED) return Step::Closed;
+    if (size > max_bytes_) return Step::TooLarge;
+    Change change(h_->redo, base_);
+    slot = take_slot(std::max(size, class_size(VIEWABLE)), change);
+    if (!slot) return no_slot();
+    slot->size = size;
+    slot->kind = BUFFERS;
+    Session& s = h_->sessions[session];
+    change.set(s.views, s.views + 1);
+    change.set(slot->state, uint64_t(SlotState::Held) | uint64_t(session) << 8 | uint64_t(session) << Slot::VIEWER |
+                                Slot::LOANED);
+    change.commit();
+    return Step::Done;
+}
+
+// The put of what was filled in place; `frame` says its size only.
+Step Ring::put_loan(Slot* slot, const Frame& frame, WriterState* writer, Wakes& wakes) {
+    Step step = room(frame, writer);
+    if (step != Step::Done) return step;
+    Session& s = h_->sessions[slot->viewer()];
+    Change change(h_->redo, base_);
+    slot->size = frame.size;
+    change.set(s.views, s.views - 1);
+    if (s.role == Session::HOLDER && s.views == 1) change.set(s.role, Session::NONE);
+    const bool parked = is_parked(writer);
+    change.set(slot->state, uint64_t(parked ? SlotState::Parked : SlotState::Inside));
+    change.set(h_->bytes_in, h_->bytes_in + frame.size);
+    link(slot, writer, change);
+    change.commit();
+    finish_put(writer, wakes, parked);
+    return Step::Done;
+}
+
+std::vector<Held> Ring::held() const {
+    std::vector<Held> all;
+    const bool any = std::any_of(h_->sessions, h_->sessions + SESSIONS, [](const Session& s) { return s.views > 0; });
+    if (!any || !memory_is_right()) return all;
+    for (uint64_t p = h_->slots_at; p < mapped_; p += sizeof(Slot)) {
+        const Slot* slot = at<Slot>(p);
+        if (!slot->viewer()) continue;
+        const uint64_t pid = h_->sessions[slot->viewer()].pid;
+        auto found = std::find_if(all.begin(), all.end(), [&](const Held& h) { return h.pid == pid; });
+        if (found == all.end()) found = all.insert(all.end(), Held{pid, 0, 0});
+        found->blocks += 1;
+        found->bytes += slot->size;
+    }
+    return all;
+}
+
+// --- damage ---
+//
+// Other processes write this memory, and one of them may have a stray pointer. What is about to be followed is checked
+// first, so that damage breaks the channel and never crashes its users or lets them read outside. A list is followed no
+// further than its count says, and a slot is taken out of a list only if its state says that it belongs there. Once damage
+// has been found nothing is followed any more.
+
+// The order in which everything lies: | blocks .. reserved_low | hole | reserved_high .. slots |
+bool Ring::memory_is_right() const {
+    return blocks_at_ <= h_->blocks_top && h_->blocks_top <= h_->reserved_low && h_->reserved_low <= h_->reserved_high &&
+           h_->reserved_high <= h_->slots_at && h_->slots_at <= mapped_ && (mapped_ - h_->slots_at) % sizeof(Slot) == 0;
+}
+
+bool Ring::slot_exists(uint64_t offset) const {
+    return offset >= h_->slots_at && offset <= mapped_ - sizeof(Slot) && h_->slots_at >= blocks_at_ &&
+           (mapped_ - offset) % sizeof(Slot) == 0;
+}
+
+bool Ring::payload_exists(const Slot* slot) const {
+    if (slot->cls >= CLASSES) return false;
+    if (slot->cls == 0) return slot->block == 0 && slot->size <= Slot::INLINE;
+    const uint64_t room = class_size(uint32_t(slot->cls));
+    // Read without the lock by `write`: the partner is Redo::apply; relaxed, because a slot that exists stays above it.
+    const uint64_t end = std::min(std::atomic_ref(h_->slots_at).load(std::memory_order_relaxed), mapped_);
+    return slot->size <= room && slot->block >= blocks_at_ && slot->block % UNIT == 0 && room <= end &&
+           slot->block <= end - room;
+}
+
+Step Ring::found_damage() {
+    h_->damaged = 1;
+    h_->state = BROKEN;
+    return Step::Broken;
+}
+
+// There is no memory for a put: wait until some is freed, unless nothing is in use that could be.
+Step Ring::no_slot() {
+    if (h_->damaged) return Step::Broken;
+    h_->short_of_memory = 1;
+    return h_->slots_used ? Step::Wait : Step::NoMemory;
+}
+
+void Ring::memory_freed(Wakes& wakes) {
+    if (!h_->short_of_memory) return;
+    h_->short_of_memory = 0;
+    wakes.writers += h_->writer_gate.call_all();
+}
+
+}  // namespace flowchan

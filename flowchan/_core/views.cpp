@@ -1,0 +1,81 @@
+#include "views.hpp"
+
+#include "blocking.hpp"
+
+#include <sys/mman.h>
+
+namespace flowchan {
+
+namespace {
+
+constexpr uint64_t PAGE = 4096;
+
+int get_buffer(PyObject* self, Py_buffer* buffer, int flags) {
+    const View& view = *nb::inst_ptr<View>(self);
+    return PyBuffer_FillInfo(buffer, self, view.at, Py_ssize_t(view.size), !view.writable, flags);
+}
+
+nb::object wrap(View view) { return nb::cast(std::move(view)); }
+
+}  // namespace
+
+PyType_Slot view_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(get_buffer)}, {0, nullptr}};
+
+// A child that was forked while the block was in view may still look at it, and nothing would tell: so it stays as it is
+// until the channel's end. In the child itself the block belongs to the parent.
+Block::~Block() {
+    if (put || forks != fork_count || children != children_forked) return;
+    Wakes wakes;
+    Locked<Ring> locked(*ring);
+    ring->unview(slot, wakes);
+    locked.unlock(wakes);
+}
+
+nb::object View::over(std::shared_ptr<Block> block, const char* at, uint64_t size) {
+    return wrap({std::move(block), nullptr, const_cast<char*>(at), size});
+}
+
+nb::object View::of(uint64_t address, uint64_t size, nb::object owner) {
+    char* at = reinterpret_cast<char*>(address);
+    return wrap({nullptr, std::shared_ptr<char>(at, [owner = std::move(owner)](char*) {}), at, size});
+}
+
+nb::object View::copy_of(const char* at, uint64_t size) {
+    std::shared_ptr<char> memory(static_cast<char*>(malloc(size)), free);
+    if (!memory) throw std::bad_alloc();
+    {
+        WithoutGil without;
+        memcpy(memory.get(), at, size);
+    }
+    char* begin = memory.get();
+    return wrap({nullptr, std::move(memory), begin, size});
+}
+
+nb::object private_view(nb::handle self) {
+    const View& view = *nb::inst_ptr<View>(self);
+    View result = view;
+    result.writable = true;
+    if (!view.block || view.writable) return wrap(std::move(result));
+    Ring& ring = *view.block->ring;
+    const uint64_t from = ring.offset(view.at), begin = from / PAGE * PAGE, length = from + view.size - begin;
+    void* p = mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, ring.fd(), off_t(begin));
+    if (p == MAP_FAILED) {  // no room for another mapping: a plain copy does as well
+        nb::object copy = View::copy_of(view.at, view.size);
+        nb::inst_ptr<View>(copy)->writable = true;
+        return copy;
+    }
+    result.memory = std::shared_ptr<char>(static_cast<char*>(p), [length](char* q) { munmap(q, length); });
+    result.at = result.memory.get() + (from - begin);
+    return wrap(std::move(result));
+}
+
+std::shared_ptr<Block> loan_with(std::vector<std::weak_ptr<Block>>& loans, const void* at) {
+    std::erase_if(loans, [](const std::weak_ptr<Block>& loan) { return loan.expired(); });
+    for (const std::weak_ptr<Block>& loan : loans) {
+        std::shared_ptr<Block> block = loan.lock();
+        if (block && at >= block->begin && at < block->begin + block->size) return block;
+    }
+    return nullptr;
+}
+
+}  // namespace flowchan

@@ -1,0 +1,135 @@
+"""How arrays, tensors and memory views cross to another process: their contents beside the pickle, to be read in place.
+
+| what is put | what arrives |
+|---|---|
+| NumPy array | a read-only array; ``array.copy()`` gives one to change |
+| torch tensor on the CPU | a tensor that may be changed: what is written becomes private, page by page |
+| ``memoryview`` | a read-only ``memoryview`` |
+
+Each array or tensor travels by itself: two views of one memory arrive as two of their own, while one object that is in the
+item twice arrives as one. What lies with gaps arrives without. A tensor that is the result of a computation under autograd
+is refused, because its graph can't cross; a leaf that requires a gradient arrives as such a leaf.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import sys
+from collections.abc import Callable, Sequence
+from pickle import PickleBuffer
+from typing import Any
+
+from flowchan._core import View
+
+_Reducers = dict[Any, Callable[[Any], Any]]
+_made: _Reducers = {}
+_made_from: tuple[int, bool, bool] = (-1, False, False)
+
+
+def reducers() -> _Reducers:
+    """A pickler's dispatch table: ours, for the libraries that are loaded, and what programs have registered."""
+    global _made, _made_from
+    state = len(copyreg.dispatch_table), "numpy" in sys.modules, "torch" in sys.modules
+    if state != _made_from:
+        table: _Reducers = {**copyreg.dispatch_table, memoryview: _reduce_memoryview}
+        # One that is just being imported by another thread may not have its type yet: then nobody has an instance.
+        if array := getattr(sys.modules.get("numpy"), "ndarray", None):
+            table[array] = _reduce_array
+        if tensor := getattr(sys.modules.get("torch"), "Tensor", None):
+            table[tensor] = _reduce_tensor
+        _made, _made_from = table, state
+    return _made
+
+
+def _reduce_memoryview(view: memoryview) -> Any:
+    return _rebuild_memoryview, (PickleBuffer(view if view.c_contiguous else view.tobytes()), view.format, view.shape)
+
+
+def _rebuild_memoryview(buffer: Any, code: str, shape: Sequence[int]) -> memoryview:
+    view = memoryview(buffer).toreadonly().cast("B")
+    return view.cast(code, shape) if view.nbytes else view  # type: ignore[call-overload, no-any-return]
+
+
+def _reduce_array(array: Any) -> Any:
+    flags = array.flags
+    return (array if flags.forc else array.copy(order="C")).__reduce_ex__(5)
+
+
+def _reduce_tensor(tensor: Any) -> Any:
+    import torch
+
+    if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized or tensor.__dict__:
+        return tensor.__reduce_ex__(5)
+    if tensor.requires_grad and not tensor.is_leaf:
+        raise TypeError(
+            f"a tensor of shape {tuple(tensor.shape)} with grad_fn={tensor.grad_fn} is part of an autograd graph, which "
+            "can't cross to another process; send tensor.detach()"
+        )
+    data = tensor.detach().resolve_conj().resolve_neg()
+    if not _is_dense(data):
+        data = data.contiguous()
+    memory = View.of(data.data_ptr(), data.numel() * data.element_size(), data)
+    return _rebuild_tensor, (PickleBuffer(memory), data.dtype, data.shape, data.stride(), tensor.requires_grad)
+
+
+def _is_dense(tensor: Any) -> bool:
+    """Whether its elements lie without gaps and without overlap, in whatever order of dimensions."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _rebuild_tensor(buffer: Any, dtype: Any, shape: Any, stride: Any, requires_grad: bool) -> Any:
+    import torch
+
+    if len(memory := memoryview(buffer)) == 0:
+        tensor = torch.empty_strided(shape, stride, dtype=dtype)
+    else:
+        # torch has no read-only tensors: what it writes to must be this process's own
+        own = buffer.private() if isinstance(buffer, View) else bytearray(memory)
+        tensor = torch.frombuffer(own, dtype=torch.uint8).view(dtype).as_strided(shape, stride)
+    return tensor.requires_grad_(requires_grad)
+
+
+def loan(self: Any, shape: int | Sequence[int], dtype: Any = "float64", timeout: float | None = None) -> Any:
+    """An array in the channel's own memory, to be filled and then put, by itself or within a larger item: so that not
+    even the one copy into the channel is made. A torch tensor if ``dtype`` is one of torch's, else a NumPy array;
+    ``shape`` in elements. What it contains at first is undefined. Waits up to ``timeout`` seconds for memory.
+
+    Once put it belongs to the channel: the array becomes read-only, a tensor must not be written to any more; putting it
+    again raises :class:`ChannelError`. One that is dropped without having been put returns its memory. One loan per
+    item is used in place, any further one is copied.
+    """
+    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+    local = getattr(self, "channel", self).across == "threads"
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(dtype, torch.dtype):
+        if local:
+            return torch.empty(sizes, dtype=dtype)
+        view = self._loan(_count(sizes) * dtype.itemsize, timeout)
+        return torch.frombuffer(view, dtype=dtype).view(sizes) if len(memoryview(view)) else torch.empty(sizes, dtype=dtype)
+    import numpy
+
+    if local:
+        return numpy.empty(sizes, dtype)
+    dtype = numpy.dtype(dtype)
+    if dtype.hasobject:
+        raise TypeError(f"loan: dtype must be of plain values, not {dtype!r}: objects can't lie in shared memory")
+    view = self._loan(_count(sizes) * dtype.itemsize, timeout)
+    array = numpy.ndarray(sizes, dtype, buffer=view)
+    view.lent(array)
+    return array
+
+
+def _count(shape: Sequence[int]) -> int:
+    count = 1
+    for size in shape:
+        if isinstance(size, bool) or not hasattr(size, "__index__") or size < 0:
+            raise ValueError(f"loan: shape must be whole numbers >= 0, not {shape!r}")
+        count *= size
+    return count
