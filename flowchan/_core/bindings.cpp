@@ -171,6 +171,12 @@ NB_MODULE(_core, m) {
         .def_rw("_name", &Channel::name)
         .def_prop_ro("_fd", [](Channel& ch) { return ch.ring ? ch.ring->fd() : -1; })
         .def("_stats", channel_stats)
+        .def("_pinned", [](Channel& ch) {
+            Locked<Ring> lock(*ch.ring);
+            auto ids = ch.ring->pinned();
+            lock.unlock({});
+            return ids;
+        })
         .def("_loan", [](Channel& ch, uint64_t size, nb::handle timeout) { return loan(ch, nullptr, size, timeout); },
              "size"_a, "timeout"_a.none())
         .def("_adopt_reader", [](nb::handle self, int session) {

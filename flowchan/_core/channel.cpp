@@ -116,15 +116,20 @@ nb::tuple channel_stats(Channel& ch) {
         return std::apply([](auto... v) { return nb::make_tuple(v..., nb::list()); }, values);
     }
     Header& h = ch.ring->header();
+    Wakes wakes;
     Locked<Ring> locked(*ch.ring);
+    std::vector<Held> held = ch.ring->held();
+    if (!held.empty()) {
+        ch.ring->sweep(wakes);  // the dead hold nothing
+        held = ch.ring->held();
+    }
     auto values = std::make_tuple(h.puts + h.parked, h.takes, h.bytes_in, h.state == BROKEN ? 0 : uint64_t(h.inside()),
                                   h.leased, h.reader_gate.waiting, h.writer_gate.waiting, h.readers, h.writers,
                                   total(h.reader_gate), total(h.writer_gate),
                                   now(h.reader_gate), now(h.writer_gate),
                                   h.reader_gate.selecting + h.writer_gate.selecting,
                                   h.reader_gate.woken + h.writer_gate.woken);
-    const std::vector<Held> held = ch.ring->held();
-    locked.unlock({});
+    locked.unlock(wakes);
     return std::apply([&](auto... v) { return nb::make_tuple(v..., as_list(held)); }, values);
 }
 

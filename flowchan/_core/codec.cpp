@@ -174,7 +174,7 @@ void copy(char* to, const char* from, uint64_t n) {
     memcpy(to, from, n);
 }
 
-// `dumps` gives the pickle, or a list: the pickle, then its out-of-band buffers.
+// `dumps` gives the pickle; or a list, the pickle and then its out-of-band buffers; or a tuple, an id and such a list.
 bool encode_pickle(PyObject* object, ObjectFrame& frame) {
     frame.keep = PyObject_CallOneArg(py_dumps, object);
     if (!frame.keep) return false;
@@ -184,29 +184,38 @@ bool encode_pickle(PyObject* object, ObjectFrame& frame) {
         frame.one = {PyBytes_AS_STRING(frame.keep), frame.size, 0};
         return true;
     }
-    frame.kind = BUFFERS;
-    uint64_t n = uint64_t(PyList_GET_SIZE(frame.keep)), head = 8 + 16 * n;
+    uint64_t id = 0, pin = 0;
+    PyObject* list = frame.keep;
+    if (PyTuple_CheckExact(frame.keep)) {
+        id = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(frame.keep, 0));
+        list = PyTuple_GET_ITEM(frame.keep, 1);
+        pin = PIN;
+    }
+    frame.kind = pin ? PINNED : BUFFERS;
+    uint64_t n = uint64_t(PyList_GET_SIZE(list)), head = pin + 8 + 16 * n;
     char* header = frame.header;
     if (head > sizeof frame.header) {
         frame.long_header.resize(head);
         header = frame.long_header.data();
     }
     frame.buffers.reserve(n);
-    memcpy(header, &n, 8);
+    memcpy(header, &id, 8);  // where there is none, n follows in its place
     frame.pieces.push_back({header, head, 0});
-    uint64_t at = head;
+    header += pin;
+    memcpy(header, &n, 8);
+    uint64_t at = head - pin;
     for (uint64_t i = 0; i < n; ++i) {
         Py_buffer view;
-        if (PyObject_GetBuffer(PyList_GET_ITEM(frame.keep, Py_ssize_t(i)), &view, PyBUF_SIMPLE) != 0) return false;
+        if (PyObject_GetBuffer(PyList_GET_ITEM(list, Py_ssize_t(i)), &view, PyBUF_SIMPLE) != 0) return false;
         frame.buffers.push_back(view);
         const uint64_t size = uint64_t(view.len);
         at = (at + ALIGN - 1) / ALIGN * ALIGN;
         memcpy(header + 8 + 16 * i, &at, 8);
         memcpy(header + 16 + 16 * i, &size, 8);
-        frame.pieces.push_back({view.buf, size, at});
+        frame.pieces.push_back({view.buf, size, pin + at});
         at += size;
     }
-    frame.size = at;
+    frame.size = pin + at;
     return true;
 }
 
@@ -221,6 +230,7 @@ PyObject* buffer_at(const char* at, uint64_t size, const std::shared_ptr<Block>&
     return (block ? View::over(block, at, size) : View::copy_of(at, size)).release().ptr();
 }
 
+// A list of the pickle and its buffers.
 PyObject* decode_buffers(const char* at, uint64_t size, const std::shared_ptr<Block>& block) {
     uint64_t n;
     if (size < 8) return damaged();
@@ -238,6 +248,20 @@ PyObject* decode_buffers(const char* at, uint64_t size, const std::shared_ptr<Bl
         PyObject* o = i == 0 ? PyBytes_FromStringAndSize(at + from, Py_ssize_t(length)) : buffer_at(at + from, length, block);
         if (!o || PyList_Append(args, o) != 0) Py_CLEAR(args);
         Py_XDECREF(o);
+    }
+    return args;
+}
+
+// What `loads` is called with: the pickle and its buffers; for PINNED within a tuple, with a view that keeps the item in
+// existence, or None where this reader may not.
+PyObject* decode_with_buffers(uint64_t kind, const char* at, uint64_t size, const std::shared_ptr<Block>& block) {
+    const uint64_t pin = kind == PINNED ? PIN : 0;
+    if (size < pin) return damaged();
+    PyObject* args = decode_buffers(at + pin, size - pin, block);
+    if (args && pin) {
+        nb::object keep = block ? View::over(block, at, pin) : nb::none();
+        PyObject* pair = PyTuple_Pack(2, keep.ptr(), args);
+        Py_SETREF(args, pair);
     }
     PyObject* result = args ? PyObject_CallOneArg(py_loads, args) : nullptr;
     Py_XDECREF(args);
@@ -284,7 +308,7 @@ PyObject* decode(uint64_t kind, const char* at, uint64_t size, const std::shared
         Py_XDECREF(bytes);
         return o;
     }
-    return kind == BUFFERS ? decode_buffers(at, size, block) : damaged();
+    return kind == BUFFERS || kind == PINNED ? decode_with_buffers(kind, at, size, block) : damaged();
 }
 
 bool lay_into(ObjectFrame& frame, const Block& loan) {

@@ -16,7 +16,7 @@ namespace flowchan {
 struct ObjectFrame : Frame {
     PyObject* keep = nullptr;
     std::vector<Py_buffer> buffers;
-    char header[8 + 16 * 16];
+    char header[PIN + 8 + 16 * 16];
     std::vector<char> long_header;
     ObjectFrame() = default;
     ObjectFrame(const ObjectFrame&) = delete;

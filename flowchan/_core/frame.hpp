@@ -13,7 +13,10 @@ enum Kind : uint64_t {
     BYTES = 2,    // the bytes of a `bytes` object
     PICKLE = 3,   // a pickle without buffers
     BUFFERS = 4,  // u64 count, then u64 offset and u64 size of each: a pickle, and its out-of-band buffers
+    PINNED = 5,   // u64 id, PIN bytes in all, then as BUFFERS: whoever put it keeps something for as long as the item exists
 };
+
+constexpr uint64_t PIN = 64;
 
 struct Frame {
     static constexpr uint64_t SMALL = 256;

@@ -25,8 +25,9 @@ struct Layout {
         groups = std::clamp<uint64_t>(capacity, 64, 4096);
         groups_at = align(sizeof(Header), UNIT);
         blocks_at = align(groups_at + groups * sizeof(Group), PAGE);
-        // Thrice max_bytes: items on lease, and what is viewed, are not "inside", and classes waste up to a fifth.
-        length = align(blocks_at + 3 * max_bytes + GROW + (2 * capacity + 16 * SESSIONS) * sizeof(Slot), GROW);
+        // Four times max_bytes: items on lease, and what is viewed, are not "inside", classes waste up to a fifth, and what
+        // is viewed for long lies in the way.
+        length = align(blocks_at + 4 * max_bytes + GROW + (2 * capacity + 16 * SESSIONS) * sizeof(Slot), GROW);
     }
 };
 

@@ -88,6 +88,7 @@ public:
     Step loan(uint64_t size, uint32_t session, Slot*& slot);      // memory to be filled in place; it counts as viewed
     Step put_loan(Slot* slot, const Frame& frame, WriterState* writer, Wakes& wakes);
     std::vector<Held> held() const;
+    std::vector<uint64_t> pinned() const;
     void acknowledge(ReaderState& reader, Wakes& wakes);          // all items in hand are finished
     Step item_done(WriterState& writer, Wakes& wakes);            // no more outputs for writer.number
     void begin_item(WriterState& writer, uint64_t number);        // first output for it is about to come

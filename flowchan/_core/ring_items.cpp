@@ -165,7 +165,7 @@ Step Ring::try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& 
         change.commit();
         if (reader->in_hand++ == 0) reader->number = number;
         taken.at = payload(slot);
-    } else if (slot->size <= Taken::LOCAL) {
+    } else if (slot->size <= Taken::LOCAL && !taken.viewed) {
         memcpy(taken.local, payload(slot), slot->size);
         taken.at = taken.local;
         free_slot(slot, change);

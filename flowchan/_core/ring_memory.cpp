@@ -151,8 +151,9 @@ void Ring::tidy(uint32_t cls) {
 
 // Whether the payload of this slot, about to be taken, may be read where it lies.
 bool Ring::may_view(const Slot* slot) const {
-    return slot->kind == BUFFERS && slot->cls >= VIEWABLE && slot->viewer() == 0 &&
-           h_->viewed_bytes + slot->size <= max_bytes_;
+    if (slot->viewer()) return false;
+    return slot->kind == PINNED ||
+           (slot->kind == BUFFERS && slot->cls >= VIEWABLE && h_->viewed_bytes + slot->size <= max_bytes_);
 }
 
 // Enters the session as the viewer of the slot whose state is about to become `state`; gives that state.
@@ -213,6 +214,22 @@ Step Ring::put_loan(Slot* slot, const Frame& frame, WriterState* writer, Wakes& 
     change.commit();
     finish_put(writer, wakes, parked);
     return Step::Done;
+}
+
+// The ids of the PINNED items that exist: inside, with somebody, or looked at. One that is being written just now may show
+// the id of the item that was in its slot before.
+std::vector<uint64_t> Ring::pinned() const {
+    std::vector<uint64_t> ids;
+    if (!memory_is_right()) return ids;
+    for (uint64_t p = h_->slots_at; p < mapped_; p += sizeof(Slot)) {
+        const Slot* slot = at<Slot>(p);
+        const bool inside = slot->place() == SlotState::Inside || slot->place() == SlotState::Parked;
+        if (slot->place() == SlotState::Free || (inside && h_->state == BROKEN && !slot->viewer())) continue;
+        if (slot->kind != PINNED || slot->size < PIN || !payload_exists(slot)) continue;
+        ids.emplace_back();
+        memcpy(&ids.back(), payload(const_cast<Slot*>(slot)), 8);
+    }
+    return ids;
 }
 
 std::vector<Held> Ring::held() const {

@@ -51,8 +51,15 @@ def _rebuild_memoryview(buffer: Any, code: str, shape: Sequence[int]) -> memoryv
 
 
 def _reduce_array(array: Any) -> Any:
-    flags = array.flags
-    return (array if flags.forc else array.copy(order="C")).__reduce_ex__(5)
+    if not array.flags.forc:
+        array = array.copy(order="C")
+    if array.dtype.kind in "mM":  # NumPy gives no buffer of times
+        return _rebuild_times, (array.view("i8"), array.dtype)
+    return array.__reduce_ex__(5)
+
+
+def _rebuild_times(numbers: Any, dtype: Any) -> Any:
+    return numbers.view(dtype)
 
 
 def _reduce_tensor(tensor: Any) -> Any:

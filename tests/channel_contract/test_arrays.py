@@ -1,0 +1,494 @@
+"""What crosses (DESIGN §3): arrays, tensors and memory views are written once into shared memory and read there."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from waiting import wait_until
+
+from flowchan import Channel, ChannelError, Closed, Full
+
+LARGE = 100_000
+BLOCK = 16_384
+"""Bytes from which on an item is read in place."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_compute_thread():
+    """Peers are forked, and torch's own threads do not survive a fork."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@dataclasses.dataclass
+class Sample:
+    image: Any
+    label: int
+
+
+ARRAYS = {
+    "plain": np.arange(LARGE),
+    "small": np.arange(5),
+    "0-d": np.array(2.5),
+    "of size zero": np.empty((0, 3), "int16"),
+    "bool": np.arange(LARGE) % 3 == 0,
+    "complex": np.arange(LARGE) * (1 + 2j),
+    "big endian": np.arange(LARGE, dtype=">i4"),
+    "structured": np.zeros(5000, [("a", "i4"), ("b", "f8", 3)]),
+    "times": np.arange(LARGE).astype("datetime64[s]"),
+    "of strings": np.array(["a", "bcd"] * 5000),
+    "of objects": np.array([1, "a", None], dtype=object),
+    "Fortran order": np.asfortranarray(np.arange(LARGE).reshape(100, -1)),
+    "with gaps": np.arange(LARGE)[::3],
+    "backwards": np.arange(LARGE)[::-1],
+    "transposed": np.arange(LARGE).reshape(10, 100, 100).transpose(1, 2, 0),
+    "repeated by strides": np.broadcast_to(np.arange(100), (200, 100)),
+    "masked": np.ma.masked_array(np.arange(LARGE), np.arange(LARGE) % 2 == 0),
+}
+
+
+@pytest.mark.copying
+@pytest.mark.parametrize("name", ARRAYS)
+def test_c13_every_kind_of_array_arrives_equal(make, name):
+    ch, sent = make(1), ARRAYS[name]
+    ch.put(sent)
+    arrived = ch.get()
+    assert type(arrived) is type(sent)
+    assert arrived.dtype == sent.dtype
+    assert arrived.shape == sent.shape
+    assert np.array_equal(arrived, sent)
+    if type(sent) is np.ndarray and not sent.dtype.hasobject:
+        assert not arrived.flags.writeable
+        assert arrived.copy().flags.writeable
+
+
+TENSORS = {
+    "plain": torch.arange(LARGE),
+    "small": torch.arange(5),
+    "0-d": torch.tensor(2.5),
+    "of size zero": torch.empty(0, 3),
+    "bool": torch.arange(LARGE) % 3 == 0,
+    "complex": torch.arange(LARGE) * (1 + 2j),
+    "bfloat16": torch.arange(LARGE).bfloat16(),
+    "half": torch.arange(2000).half(),
+    "transposed": torch.arange(LARGE).reshape(100, -1).t(),
+    "channels last": torch.arange(LARGE).reshape(10, 10, 10, 100).to(memory_format=torch.channels_last),
+    "with gaps": torch.arange(LARGE)[::3],
+    "a part of a larger one": torch.arange(LARGE)[500:900],
+    "expanded": torch.arange(100).expand(200, 100),
+    "conjugated": (torch.arange(LARGE) * 1j).conj(),
+    "a leaf with a gradient to come": torch.ones(LARGE, requires_grad=True),
+    "a parameter": torch.nn.Parameter(torch.ones(LARGE)),
+    "sparse": torch.eye(100).to_sparse(),
+    "meta": torch.empty(5, 6, device="meta"),
+}
+
+
+@pytest.mark.copying
+@pytest.mark.parametrize("name", TENSORS)
+def test_c13_every_kind_of_tensor_arrives_equal(make, name):
+    ch, sent = make(1), TENSORS[name]
+    ch.put(sent)
+    arrived = ch.get()
+    assert type(arrived) is type(sent)
+    assert (arrived.dtype, arrived.shape, arrived.device) == (sent.dtype, sent.shape, sent.device)
+    assert (arrived.requires_grad, arrived.is_leaf) == (sent.requires_grad, sent.is_leaf)
+    if name != "meta":
+        assert torch.equal(arrived.detach().to_dense(), sent.detach().to_dense())
+    if name in ("transposed", "channels last"):
+        assert arrived.stride() == sent.stride()
+
+
+@pytest.mark.copying
+def test_c13_a_tensor_within_an_autograd_graph_is_refused(make):
+    """Its graph can't cross; the error says what to send instead, and the channel is as it was."""
+    ch = make(1)
+    with pytest.raises(TypeError, match=r"autograd graph.*send tensor\.detach\(\)"):
+        ch.put({"loss": torch.ones(3, requires_grad=True) * 2})
+    assert len(ch) == 0
+    ch.put("the next one")
+    assert ch.get() == "the next one"
+
+
+def test_nested_arrays_and_tensors_arrive(make):
+    ch = make(1)
+    array, tensor = np.arange(LARGE), torch.arange(LARGE)
+    ch.put({"sample": Sample(array, 3), "rest": (tensor, [memoryview(array)])})
+    arrived = ch.get()
+    assert np.array_equal(arrived["sample"].image, array)
+    assert arrived["sample"].label == 3
+    assert torch.equal(arrived["rest"][0], tensor)
+    view = arrived["rest"][1][0]
+    assert (view.format, view.shape) == (memoryview(array).format, (LARGE,))
+    assert view == memoryview(array)
+
+
+@pytest.mark.copying
+@pytest.mark.parametrize("bytes_like", [b"x" * LARGE, bytearray(b"x" * LARGE), memoryview(b"x" * LARGE), memoryview(b"")])
+def test_bytes_arrive_as_what_they_were(make, bytes_like):
+    """Bytes own their memory, so they are copied; a memory view of them is read in place."""
+    ch = make(1)
+    ch.put(bytes_like)
+    arrived = ch.get()
+    assert type(arrived) is type(bytes_like)
+    assert arrived == bytes_like
+    assert bool(ch.stats().holders) == (type(arrived) is memoryview and len(arrived) > 0)
+
+
+@pytest.mark.copying
+def test_one_object_twice_in_an_item_arrives_as_one(make):
+    ch = make(1)
+    array, tensor = np.arange(LARGE), torch.arange(LARGE)
+    ch.put([array, array, tensor, tensor])
+    first, second, third, fourth = ch.get()
+    assert first is second
+    assert third is fourth
+
+
+def test_an_in_place_change_is_seen_on_both_sides_between_threads():
+    ch = Channel(1)
+    sent = [np.zeros(LARGE), torch.zeros(LARGE)]
+    ch.put(sent)
+    arrived = ch.get()
+    arrived[0][0] = arrived[1][0] = 5
+    assert sent[0][0] == sent[1][0] == 5
+
+
+# --- what the receiver may do, and when the block returns ---
+
+
+@pytest.mark.copying
+def test_a_changed_tensor_is_the_receivers_own(make):
+    """C11: an item that was changed in hand and given back is read whole by the next."""
+    ch = make(2)
+    ch.put(torch.zeros(LARGE))
+    reader = ch.reader()
+    tensor = reader.get()
+    tensor += 7
+    keeper = ch.reader()
+    reader._give_up()
+    again = keeper.get()
+    assert torch.equal(again, torch.zeros(LARGE))
+    assert torch.equal(tensor, torch.full((LARGE,), 7.0))
+    again += 1
+    assert torch.equal(tensor, torch.full((LARGE,), 7.0))
+    keeper.close()
+
+
+@pytest.mark.copying
+def test_a_block_returns_with_its_last_view(make):
+    """A part of the array, or an array made of it, keeps it as well."""
+    ch = make(1)
+    ch.put((np.arange(LARGE), torch.arange(LARGE)))
+    arrived = ch.get()
+    (holder,) = ch.stats().holders
+    assert (holder.pid, holder.blocks) == (os.getpid(), 1)
+    assert holder.bytes >= 16 * LARGE
+    part = arrived[0][5:7]
+    del arrived
+    assert ch.stats().holders == (holder,)
+    assert part.tolist() == [5, 6]
+    del part
+    assert ch.stats().holders == ()
+
+
+@pytest.mark.copying
+def test_blocks_are_used_again(make):
+    """C2: a long stream of large items takes no more memory than a few of them."""
+    ch = make(1, max_bytes=3 * 8 * LARGE)
+    for number in range(100):
+        ch.put(np.full(LARGE, number))
+        arrived = ch.get()
+        assert (arrived == number).all()
+
+
+@pytest.mark.copying
+def test_views_stay_valid_while_a_port_goes_on_and_when_all_is_gone(make):
+    """An item that a stage's reader has finished stays as it is for whoever kept it."""
+    ch = make(4)
+    kept = []
+    with ch.writer() as out, ch.reader() as reader:
+        for number in range(10):
+            out.put(np.full(LARGE, number))
+            kept.append(reader.get())
+    assert ch.closed
+    del ch, out, reader
+    gc.collect()
+    assert [array[0] for array in kept] == list(range(10))
+    assert all((array == array[0]).all() for array in kept)
+
+
+@pytest.mark.copying
+def test_who_keeps_everything_stops_nobody(make):
+    """Once what is kept would fill the memory, arrays arrive as copies."""
+    ch = make(4, max_bytes=4 * 8 * LARGE)
+    kept = []
+    for number in range(30):
+        ch.put(np.full(LARGE, number), timeout=0)
+        kept.append(ch.get())
+    (holder,) = ch.stats().holders
+    assert 1 <= holder.blocks <= 4
+    assert [int(array[0]) for array in kept] == list(range(30))
+    assert all((array == array[0]).all() for array in kept)
+
+
+@pytest.mark.copying
+def test_items_of_other_sizes_find_memory_beside_what_is_kept(make):
+    """Free blocks are cut anew, although some between them are in use for ever. (Each item is less than a quarter of
+    max_bytes here: a larger one may find no gap of its size.)"""
+    ch = make(64, max_bytes=2_000_000)
+    kept = []
+    for size in [20_000, 30_000, 50_000, 90_000, 150_000, 200_000, 300_000, 450_000] * 3:
+        count = min(64, 2_000_000 // (size + 1000))
+        for number in range(count):
+            ch.put(np.full(size, number % 100, "uint8"), timeout=0)
+        for number in range(count):
+            arrived = ch.get()
+            assert (arrived == number % 100).all()
+        kept.append(arrived)
+    assert all((array == array[0]).all() for array in kept)
+
+
+@pytest.mark.copying
+def test_pressure_names_who_holds_how_much(make):
+    """The error of a put that finds no room says what fills the channel and who keeps blocks."""
+    ch = make(2, max_bytes=10 * 8 * LARGE)
+    ch.put(np.zeros(LARGE))
+    kept = ch.get()
+    ch.put_many([np.zeros(LARGE)] * 2)
+    said = rf"2 of 2 items inside, 1\.6 MB of max_bytes=8\.0 MB; process {os.getpid()} holds 1 blocks, 800\.2 KB"
+    with pytest.raises(Full, match=said):
+        ch.put(np.zeros(LARGE), timeout=0.01)
+    assert len(kept) == LARGE
+
+
+@pytest.mark.other_process
+@pytest.mark.parametrize("port", [False, True])
+def test_c11_blocks_of_a_killed_process_return(make, spawn_peer, port):
+    ch, taken = make(4), make(4)
+    ch.put_many([np.zeros(LARGE)] * 3)
+    peer = spawn_peer(_keep_two, ch, taken, port)
+    pid = taken.get()
+    assert [holder.pid for holder in ch.stats().holders] == [pid]
+    peer.kill()
+    peer.join()
+    ch.close()
+    items = list(ch)  # waits for what the dead one had in hand
+    assert len(items) == (2 if port else 1)
+    del items
+    wait_until(lambda: ch.stats().holders == (), what=ch.stats)
+
+
+def _keep_two(ch: Channel, taken: Channel, port: bool) -> None:
+    source = ch.reader() if port else ch
+    kept = [source.get(), source.get()]
+    taken.put(os.getpid())
+    never = Channel(1)
+    never.get()
+    del kept
+
+
+@pytest.mark.other_process
+def test_a_forked_child_sees_what_its_parent_had(make, spawn_peer):
+    """The parent may let go and the channel go on; the child's view stays what it was."""
+    ch, asked, answers = make(1), make(1), make(1)
+    ch.put(np.full(LARGE, 5))
+    arrived = ch.get()
+    peer = spawn_peer(_look_again, arrived, asked, answers)
+    assert answers.get() == 5 * LARGE
+    del arrived
+    for _ in range(10):
+        ch.put(np.full(LARGE, 6))
+        assert ch.get()[0] == 6
+    asked.put(None)
+    assert answers.get() == 5 * LARGE
+    peer.result()
+
+
+def _look_again(array: Any, asked: Channel, answers: Channel) -> None:
+    answers.put(int(array.sum()))
+    asked.get()
+    answers.put(int(array.sum()))
+
+
+def _put_tensors(ch: Channel, count: int) -> None:
+    for number in range(count):
+        ch.put(torch.full((LARGE,), number))
+    os._exit(0)  # at once, as abrupt as an exit can be
+
+
+@pytest.mark.other_process
+def test_c12_a_producer_that_exits_after_its_last_put_loses_nothing(make, spawn_peer):
+    ch = make(4)
+    peer = spawn_peer(_put_tensors, ch, 4)
+    assert peer.join() == 0
+    assert [int(ch.get()[0]) for _ in range(4)] == [0, 1, 2, 3]
+
+
+def _get_one(ch: Channel) -> int:
+    return int(ch.get()[0])
+
+
+@pytest.mark.other_process
+def test_c12_a_consumer_that_exits_early_loses_nothing(make, spawn_peer):
+    ch = make(4)
+    for number in range(4):
+        ch.put(torch.full((LARGE,), number))
+    assert spawn_peer(_get_one, ch).result() == 0
+    assert [int(ch.get()[0]) for _ in range(3)] == [1, 2, 3]
+
+
+# --- loans ---
+
+
+def test_a_loan_is_filled_in_place_and_put(make):
+    ch = make(2)
+    array = ch.loan((100, 1000), "float32")
+    assert (array.shape, array.dtype, array.flags.writeable) == ((100, 1000), np.float32, True)
+    array[:] = 3
+    ch.put({"array": array, "label": 7})
+    arrived = ch.get()
+    assert arrived["label"] == 7
+    assert arrived["array"].sum() == 300_000
+
+
+@pytest.mark.copying
+def test_a_loan_is_not_copied(make):
+    """What the writer wrote into is what the reader looks at."""
+    ch = make(2)
+    array = ch.loan(LARGE, "uint8")
+    array[:] = 1
+    at = array.ctypes.data
+    ch.put(array)
+    assert ch.get().ctypes.data == at
+
+
+def test_a_loan_of_a_torch_type_is_a_tensor(make):
+    ch = make(2)
+    tensor = ch.loan((4, 5), torch.bfloat16)
+    assert (type(tensor), tensor.shape, tensor.dtype) == (torch.Tensor, (4, 5), torch.bfloat16)
+    tensor.fill_(2)
+    ch.put(tensor)
+    assert torch.equal(ch.get(), torch.full((4, 5), 2, dtype=torch.bfloat16))
+
+
+@pytest.mark.copying
+def test_a_loan_that_was_put_belongs_to_the_channel(make):
+    ch = make(2)
+    array = ch.loan(LARGE, "uint8")
+    array[:] = 1
+    ch.put(array)
+    with pytest.raises(ValueError, match="read-only"):
+        array[0] = 2
+    with pytest.raises(ChannelError, match="was on loan from .* and has been put"):
+        ch.put(array)
+    assert len(ch) == 1
+
+
+@pytest.mark.copying
+def test_a_loan_beside_others_and_a_part_of_one_arrive(make):
+    """One loan of an item is used in place, and whatever else is in it is copied."""
+    ch = make(2)
+    first, second = ch.loan(LARGE, "uint8"), ch.loan(LARGE, "uint8")
+    first[:], second[:] = 1, 2
+    ch.put((first[10:20], second, np.arange(LARGE)))
+    part, whole, other = ch.get()
+    assert part.tolist() == [1] * 10
+    assert (whole == 2).all()
+    assert np.array_equal(other, np.arange(LARGE))
+
+
+@pytest.mark.copying
+def test_a_loan_that_is_dropped_returns_its_memory(make):
+    ch = make(2, max_bytes=200_000)
+    for _ in range(50):
+        array = ch.loan(150_000, "uint8")
+        assert [holder.blocks for holder in ch.stats().holders] == [1]
+        del array
+    assert ch.stats().holders == ()
+
+
+@pytest.mark.copying
+def test_a_loan_takes_no_place_and_ends_nothing(make):
+    """C2, C3, C4: only its put does; a loan that is out keeps no reader waiting."""
+    ch = make(1)
+    array = ch.loan(LARGE, "uint8")
+    ch.put("first")
+    with pytest.raises(Full):
+        ch.put(array, timeout=0.01)
+    assert ch.get() == "first"
+    ch.close()
+    assert ch.drained
+    with pytest.raises(Closed):
+        ch.put(array)
+    with pytest.raises(Closed):
+        ch.loan(LARGE, "uint8")
+
+
+@pytest.mark.copying
+def test_a_loan_outlives_its_channel(make):
+    ch = make(1)
+    with ch.writer() as out:
+        array = out.loan(LARGE, "uint8")
+    del ch, out
+    gc.collect()
+    array[:] = 9
+    assert (array == 9).all()
+
+
+@pytest.mark.copying
+def test_c7_a_loan_waits_for_memory(make):
+    ch = make(8, max_bytes=100_000)
+    kept = []
+    with pytest.raises(Full, match=rf"process {os.getpid()} holds \d+ blocks"):
+        while True:
+            kept.append(ch.loan(90_000, "uint8", timeout=0.01))
+    assert kept
+    del kept[0]
+    kept.append(ch.loan(90_000, "uint8", timeout=0.01))
+
+
+@pytest.mark.copying
+@pytest.mark.parametrize(
+    ("shape", "dtype", "error", "said"),
+    [
+        (-1, "uint8", ValueError, "shape must be whole numbers"),
+        ((3, 2.5), "uint8", ValueError, "shape must be whole numbers"),
+        (3, object, TypeError, "dtype must be of plain values"),
+        (3, "no such type", TypeError, "no such type"),
+        (10**7, "uint8", ValueError, "at most max_bytes=1000000 bytes"),
+    ],
+)
+def test_c13_a_loan_that_cannot_be(make, shape, dtype, error, said):
+    with pytest.raises(error, match=said):
+        make(1, max_bytes=10**6).loan(shape, dtype)
+
+
+@pytest.mark.other_process
+def test_c11_loans_of_a_killed_process_return(make, spawn_peer):
+    ch, taken = make(4), make(4)
+    peer = spawn_peer(_borrow, ch, taken)
+    taken.get()
+    assert [holder.blocks for holder in ch.stats().holders] == [2]
+    peer.kill()
+    peer.join()
+    ch.close()
+    with pytest.raises(Closed):
+        ch.get()
+    with ch.reader():  # opening a port looks for the dead
+        wait_until(lambda: ch.stats().holders == (), what=ch.stats)
+
+
+def _borrow(ch: Channel, taken: Channel) -> None:
+    kept = [ch.loan(LARGE, "uint8"), ch.loan(LARGE, "uint8")]
+    taken.put(os.getpid())
+    Channel(1).get()
+    del kept
