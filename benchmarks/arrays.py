@@ -18,10 +18,10 @@ from benchmarks.peers import CONTEXT, Ends, multiprocessing_queue, processes_cha
 from flowchan import Channel
 
 ISOLATES = (
-    "one queue and nothing else: a forked child puts, this process gets and reads one byte of every page; both stand at a "
-    "barrier before the clock starts, and the clock stops at the last read. Room for 8 items. Arrays: one and the same, "
-    "put again and again. Fresh tensors: each is made (filled) for its put. The memory copy goes from one array to 8 others "
-    "in turn, all pages touched before. Loans: got, one byte written, put, got by the other side, one byte read."
+    "one queue and nothing else: a forked child puts, this process gets and reads one byte of every page; both stand at "
+    "a barrier before the clock starts, and the clock stops at the last read. Room for 8 items. Arrays: one and the same, "
+    "put again and again. Fresh tensors: each is made (filled) for its put. The memory copy goes from one array to 8 "
+    "others in turn, all pages touched before. Loans: got, one byte written, put, got by the other side, one byte read."
 )
 
 SLOTS = 8

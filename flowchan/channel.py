@@ -107,8 +107,8 @@ class Channel(_core.Channel, Generic[T]):
 
     def stats(self) -> ChannelStats:
         """Counts of this moment, taken together under the channel's lock."""
-        *values, held = self._stats()
-        return ChannelStats(*values, tuple(Holder(*one) for one in held))
+        values = self._stats()
+        return ChannelStats(*values[:-1], holders=tuple(Holder(*one) for one in values[-1]))
 
     def __repr__(self) -> str:
         name = f"{self._name!r}, " if self._name else ""

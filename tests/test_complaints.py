@@ -31,7 +31,7 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
         "run/test_residue.py::test_nothing_is_left_after",
         "test_complaints.py::test_a_run_gives_its_memory_back_without_the_garbage_collector")),
     3: ("keeping a returned array blocks the next run", (
-        "channel_contract/test_values.py::test_an_arrived_array_is_the_readers_own",)),
+        "channel_contract/test_arrays.py::test_views_stay_valid_while_a_port_goes_on_and_when_all_is_gone",)),
     4: ("dropping one of two outputs leaks or stalls the other", (
         "run/test_early_end.py::test_a_branch_of_a_tee_that_ends_leaves_the_others_alone",
         "run/test_early_end.py::test_a_branch_of_a_partition_that_ends_leaves_the_others_alone")),

@@ -9,8 +9,10 @@ import asyncio
 import contextlib
 import functools
 import inspect
+import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass
@@ -320,6 +322,9 @@ def process_main(worker: WorkerId, recipe: bytes, ports: Ports, events: Any, par
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
+    # OpenMP's threads did not come along with a fork, and torch would wait for them for ever.
+    if (torch := sys.modules.get("torch")) and multiprocessing.get_start_method() == "fork":
+        torch.set_num_threads(1)
     try:
         loaded = cloudpickle.loads(recipe)
     except BaseException as error:

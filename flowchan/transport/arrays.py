@@ -47,7 +47,7 @@ def _reduce_memoryview(view: memoryview) -> Any:
 
 def _rebuild_memoryview(buffer: Any, code: str, shape: Sequence[int]) -> memoryview:
     view = memoryview(buffer).toreadonly().cast("B")
-    return view.cast(code, shape) if view.nbytes else view  # type: ignore[call-overload, no-any-return]
+    return view.cast(code, shape) if view.nbytes else view  # type: ignore[call-overload]
 
 
 def _reduce_array(array: Any) -> Any:

@@ -388,7 +388,7 @@ def test_a_loan_that_was_put_belongs_to_the_channel(make):
     ch.put(array)
     with pytest.raises(ValueError, match="read-only"):
         array[0] = 2
-    with pytest.raises(ChannelError, match="was on loan from .* and has been put"):
+    with pytest.raises(ChannelError, match=r"was on loan from .* and has been put"):
         ch.put(array)
     assert len(ch) == 1
 
@@ -447,11 +447,9 @@ def test_a_loan_outlives_its_channel(make):
 @pytest.mark.copying
 def test_c7_a_loan_waits_for_memory(make):
     ch = make(8, max_bytes=100_000)
-    kept = []
+    kept = [ch.loan(90_000, "uint8")]
     with pytest.raises(Full, match=rf"process {os.getpid()} holds \d+ blocks"):
-        while True:
-            kept.append(ch.loan(90_000, "uint8", timeout=0.01))
-    assert kept
+        kept.extend(ch.loan(90_000, "uint8", timeout=0.01) for _ in range(100))
     del kept[0]
     kept.append(ch.loan(90_000, "uint8", timeout=0.01))
 

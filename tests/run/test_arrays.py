@@ -1,0 +1,108 @@
+"""Arrays and tensors through a whole run: read in place, whole after a death, and valid when the run is over."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from flowchan import Graph, Holder
+from flowchan.run.explain import explain
+from flowchan.run.stats import LinkStats, RunStats, StageStats
+
+LARGE = 50_000
+
+
+@pytest.fixture(autouse=True)
+def one_compute_thread() -> Iterator[None]:
+    """torch's own threads would be left over."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def numbered(count: int):
+    for number in range(count):
+        yield np.full(LARGE, number)
+
+
+def test_r8_results_that_outlive_the_run_stay_valid() -> None:
+    graph = Graph("kept")
+    negatives = graph.source(numbered, 20, on="process").map(np.negative, on="process", workers=2).collect()
+    kept = graph.run()[negatives]
+    assert [int(array[0]) for array in kept] == [-number for number in range(20)]
+    assert all((array == array[0]).all() for array in kept)
+
+
+class SpoilsAndDies:
+    """Changes the tensor that it got, and is killed the first time."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __call__(self, tensor: torch.Tensor) -> int:
+        found = int(tensor.sum())
+        tensor += 1
+        if not self.mark.exists():
+            self.mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return found
+
+
+def test_c11_an_item_that_a_killed_worker_had_changed_comes_back_whole(tmp_path: Path) -> None:
+    graph = Graph("spoiled")
+    ones = graph.source([torch.ones(LARGE)] * 3)
+    sums = ones.map(SpoilsAndDies(tmp_path / "died"), on="process").collect()
+    assert graph.run()[sums] == [LARGE] * 3
+
+
+class Keeper:
+    """Keeps every item that it ever saw, and looks at all of them each time."""
+
+    def __init__(self) -> None:
+        self.kept: list[np.ndarray] = []
+
+    def __call__(self, array: np.ndarray) -> int:
+        self.kept.append(array)
+        assert all((one == number).all() for number, one in enumerate(self.kept))
+        return len(self.kept)
+
+
+def test_c11_what_a_worker_keeps_past_its_lease_stays_what_it_was() -> None:
+    graph = Graph("keeping")
+    counts = graph.source(numbered, 30).map(Keeper, on="process").collect()
+    assert graph.run()[counts] == list(range(1, 31))
+
+
+def test_the_explanation_names_who_holds_memory() -> None:
+    """Pressure is visible: a writer that waits for memory is told who keeps it."""
+    stage = StageStats("resize", "map", "process", 1, 1, 5, 5, 0, 0, 0, 0, 0, 1.0, 0.1, 0.0, 0.9)
+    held = (Holder(7, 2, 3_200_000),)
+    link = LinkStats("resize", "resize", "upload", "processes", 3, 64, 5, 1.0, waiting_writers=1, holders=held)
+    said = explain(RunStats("images", "running", 1.0, (stage,), (link,), None))
+    assert "waits to put into 'resize' (3 of 64; process 7 holds 2 blocks, 3.2 MB)" in said
+
+
+AFTER_OPENMP = """
+import torch
+from flowchan import Graph
+torch.set_num_threads(2)
+ones = torch.ones(1_000_000)
+assert ones.sum() == 1_000_000  # starts the threads of OpenMP, which do not survive a fork
+graph = Graph("computing")
+sums = graph.source([ones] * 3).map(lambda tensor: int((tensor * 2).sum()), on="process", workers=2).collect()
+print(graph.run()[sums])
+"""
+
+
+def test_r7_workers_compute_with_torch_after_their_parent_did() -> None:
+    done = subprocess.run([sys.executable, "-c", AFTER_OPENMP], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "[2000000, 2000000, 2000000]\n"), done.stderr
