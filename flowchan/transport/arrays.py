@@ -51,15 +51,23 @@ def _rebuild_memoryview(buffer: Any, code: str, shape: Sequence[int]) -> memoryv
 
 
 def _reduce_array(array: Any) -> Any:
-    if not array.flags.forc:
+    dtype, flags = array.dtype, array.flags
+    if dtype.kind not in "biufcmMSU":
+        return array.__reduce_ex__(5)
+    if not flags.forc:
         array = array.copy(order="C")
-    if array.dtype.kind in "mM":  # NumPy gives no buffer of times
-        return _rebuild_times, (array.view("i8"), array.dtype)
-    return array.__reduce_ex__(5)
+    # NumPy gives no buffer of times, and its own way is twice as slow
+    fortran = flags.fnc
+    memory = array.T if fortran else array
+    if dtype.kind in "mM":
+        memory = memory.view("i8")
+    return _rebuild_array, (PickleBuffer(memory), dtype.str, array.shape, "F" if fortran else "C")
 
 
-def _rebuild_times(numbers: Any, dtype: Any) -> Any:
-    return numbers.view(dtype)
+def _rebuild_array(buffer: Any, dtype: str, shape: tuple[int, ...], order: str) -> Any:
+    import numpy
+
+    return numpy.ndarray(shape, dtype, buffer, order=order)
 
 
 def _reduce_tensor(tensor: Any) -> Any:

@@ -35,10 +35,17 @@ def dumps(item: object) -> bytes | list[bytes | pickle.PickleBuffer]:
         data = out.getvalue()
     except Exception:
         data = None
-    if data is None or any(name.encode() in data for name in by_value_modules):
+    if data is None or _names_what_is_only_here(data):
         del buffers[:]
         data = _dumps_by_value(item, buffers.append)
     return [data, *buffers] if buffers else data
+
+
+def _names_what_is_only_here(data: bytes) -> bool:
+    for name in by_value_modules:  # noqa: SIM110  # quicker than any(), and done for each item
+        if name.encode() in data:
+            return True
+    return False
 
 
 def _dumps_by_value(item: object, aside: Any) -> bytes:
