@@ -11,7 +11,10 @@ from typing import Any
 
 from benchmarks import harness
 
-NAMES = ("channels_threads", "channels_processes", "arrays", "round_trip", "maps", "wordcount", "wakeup", "imports")
+NAMES = (
+    "channels_threads", "channels_processes", "arrays", "round_trip", "maps", "wordcount", "wakeup", "imports",
+    "sequential",
+)  # fmt: skip
 LATEST = Path(__file__).parent / "results" / "latest.json"
 
 

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 TIMES = "\N{MULTIPLICATION SIGN}"
-PEERS = ("faster-fifo", "joblib", "numpy", "pypeln")
+PEERS = ("faster-fifo", "joblib", "numpy", "pypeln", "torch", "torchgpipe")
 
 
 @dataclass(frozen=True, slots=True)

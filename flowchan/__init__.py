@@ -18,7 +18,7 @@ from flowchan.errors import (
 from flowchan.run import Failed, Graph, LinkStats, Results, Run, RunStats, StageStats
 from flowchan.select import NothingReady, Selected, select
 from flowchan.stage import Problem
-from flowchan.stream import Stream
+from flowchan.stream import Feedback, Stream
 
 __all__ = [
     "Broken",
@@ -30,6 +30,7 @@ __all__ = [
     "Drained",
     "Empty",
     "Failed",
+    "Feedback",
     "FlowchanError",
     "Full",
     "Graph",

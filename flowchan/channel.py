@@ -107,8 +107,9 @@ class Channel(_core.Channel, Generic[T]):
 
     def stats(self) -> ChannelStats:
         """Counts of this moment, taken together under the channel's lock."""
-        values = self._stats()
-        return ChannelStats(*values[:-1], holders=tuple(Holder(*one) for one in values[-1]))
+        *counts, held = self._stats()
+        counts.append(tuple(Holder(*one) for one in held))
+        return ChannelStats(*counts)
 
     def __repr__(self) -> str:
         name = f"{self._name!r}, " if self._name else ""

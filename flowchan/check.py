@@ -5,7 +5,8 @@
 | empty | nothing is declared, or no stage begins the graph |
 | duplicate | two stages, or two channels, have one name |
 | foreign | a stage reads a stream of another graph, or one that no stage writes |
-| cycle | stages wait for each other in a loop |
+| cycle | stages wait for each other in a loop without a declared feedback |
+| loop | a feedback that nothing feeds, or that another verb than ``stage`` reads |
 | unread | nobody reads an output |
 | read-twice | several stages read one stream |
 | ports | streams and arguments do not fit the function's parameters |
@@ -26,6 +27,7 @@ from flowchan.check_types import port_problems, type_problems
 from flowchan.errors import GraphError
 from flowchan.graph import Blueprint
 from flowchan.stage import ASYNC_KINDS, Link, Output, Problem, Stage, is_async
+from flowchan.stream import Feedback
 
 _RESULTS = ("reduce", "collect")
 _BYTES_PER_ITEM = 64
@@ -40,7 +42,7 @@ def check(graph: Blueprint) -> tuple[Problem, ...]:
     raises nothing because of the graph."""
     stages = graph.stages
     found: list[tuple[int, Problem]] = []
-    for rule in (_empty, _duplicates, _foreign, _cycles, _readers, _capacities, _memory, _asyncs):
+    for rule in (_empty, _duplicates, _foreign, _cycles, _loops, _readers, _capacities, _memory, _asyncs):
         found.extend(rule(graph, stages))
     for place, stage in enumerate(stages):
         for of_stage in (port_problems, type_problems, pickle_problems):
@@ -61,7 +63,7 @@ def _empty(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
             -1,
             Problem("empty", "", graph.where, f"graph {graph.name!r} has no stages; begin it with graph.source(…)"),
         )
-    elif all(stage.inputs for stage in stages):
+    elif not any(stage.begins for stage in stages):
         message = f"graph {graph.name!r} has no source: each stage waits for another; begin it with graph.source(…)"
         yield -1, Problem("empty", "", graph.where, message)
 
@@ -95,7 +97,7 @@ def _foreign(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
                     f"{stream.graph.where}; declare both ends in one graph"
                 )
                 yield place, Problem("foreign", stage.name, stage.where, message)
-            elif (stream.stage, stream.port) not in written:
+            elif (stream.stage, stream.port) not in written and not isinstance(stream, Feedback):
                 message = f"reads stream {stream.name!r}, but no stage of graph {graph.name!r} writes it"
                 yield place, Problem("foreign", stage.name, stage.where, message)
 
@@ -111,8 +113,8 @@ def _cycles(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     joined.add_edges_from(
         (stream.stage, stage.name)
         for stage in stages
-        for stream in stage.inputs
-        if stream.graph is graph and stage.name in places and stream.stage in places
+        for stream, port in zip(stage.inputs, stage.input_ports, strict=False)
+        if stream.graph is graph and stage.name in places and stream.stage in places and port not in stage.feedback
     )
     for knot in networkx.strongly_connected_components(joined):
         start = min(knot, key=places.__getitem__)
@@ -122,8 +124,28 @@ def _cycles(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
         turn = loop.index(min(loop, key=places.__getitem__))
         loop = [*loop[turn:], *loop[: turn + 1]]
         stage = stages[places[loop[0]]]
-        message = f"the stages wait for each other in a loop: {' → '.join(loop)}; break it at one of them"
+        message = (
+            f"the stages wait for each other in a loop: {' → '.join(loop)}; break it at one of them, or declare which of "
+            "them leads back: graph.feedback()"
+        )
         yield places[stage.name], Problem("cycle", stage.name, stage.where, message)
+
+
+def _loops(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
+    """Each feedback is fed, and who reads it can end by itself."""
+    for feedback, where in graph.feedbacks.items():
+        if feedback not in graph._fed:
+            message = f"nothing feeds {feedback.name!r}; close the loop with .feed(stream)"
+            places = [place for place, stage in enumerate(stages) if feedback in stage.inputs]
+            place = places[0] if places else -1
+            yield place, Problem("loop", stages[place].name if places else "", where, message)
+    for place, stage in enumerate(stages):
+        if stage.feedback and stage.kind != "stage":
+            message = (
+                f"{stage.kind} reads a feedback, and would wait for its own end; let a graph.stage read it, which "
+                "returns when its work is done"
+            )
+            yield place, Problem("loop", stage.name, stage.where, message)
 
 
 def _readers(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:

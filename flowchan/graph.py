@@ -26,7 +26,7 @@ from flowchan.stage import (
     Stage,
     Where,
 )
-from flowchan.stream import Stream, streams_argument
+from flowchan.stream import Feedback, Stream, streams_argument
 
 _PACKAGE = __name__.partition(".")[0]
 
@@ -35,7 +35,7 @@ class Blueprint:
     """A graph as declared: its ``name``, the stages in the order of declaration, and the channels between them.
 
     Stages are declared by :meth:`source`, :meth:`input`, :meth:`merge`, :meth:`stage` and by the verbs of the
-    :class:`~flowchan.stream.Stream` values which these return.
+    :class:`~flowchan.stream.Stream` values which these return. :meth:`feedback` lets a graph lead back.
     """
 
     def __init__(self, name: str = "graph") -> None:
@@ -46,6 +46,8 @@ class Blueprint:
         self._by_port: dict[tuple[str, str], int] = {}
         self._last_number: dict[str, int] = {}
         self._links: tuple[Link, ...] | None = None
+        self._feedbacks: dict[Feedback, Where] = {}
+        self._fed: dict[Stream, Stream] = {}
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r} with {len(self._stages)} stages>"
@@ -74,6 +76,11 @@ class Blueprint:
         if self._links is None:
             self._links = tuple(self._joined())
         return self._links
+
+    @property
+    def feedbacks(self) -> Mapping[Feedback, Where]:
+        """Every stream that :meth:`feedback` has given, with the place of the call."""
+        return MappingProxyType(self._feedbacks)
 
     # Declaring
 
@@ -122,6 +129,16 @@ class Blueprint:
             outputs=[("out", items[0] if all(item == items[0] for item in items) else None)], capacity=capacity,
         )  # fmt: skip
         return out
+
+    def feedback(self, name: str = "feedback") -> Feedback:
+        """A stream of the items that a stage declared later puts: how a graph leads back. A :meth:`stage` reads it, and
+        ``feedback.feed(stream)`` says what it is once that stage is declared. ``name`` stands for it in messages.
+
+        A loop has no source that ends it. Its stages end it, one of them by returning when its work is done: then its
+        outputs close, and the others see the end of their inputs."""
+        feedback = Feedback(self, "", str(len(self._feedbacks)), text("feedback", "name", name))
+        self._feedbacks[feedback] = _users_line()
+        return feedback
 
     def stage(
         self,
@@ -190,11 +207,12 @@ class Blueprint:
             name=called,
             kind=kind,
             where=_users_line(),
+            feedback=frozenset(port for port, read in zip(input_ports, inputs, strict=False) if isinstance(read, Feedback)),
             function=function,
             args=args,
             kwargs=MappingProxyType(dict(kwargs or {})),
             options=MappingProxyType(dict(options or {})),
-            inputs=inputs,
+            inputs=tuple(self._fed.get(read, read) for read in inputs),
             input_ports=tuple(input_ports),
             outputs=tuple(Output(called if single else f"{called}.{p}", p, item, capacity) for p, item in outputs),
             errors=Output(f"{called}.errors", "errors") if errors else None,
@@ -218,8 +236,24 @@ class Blueprint:
             self._by_port.setdefault((stage.name, output.port), place)
         self._links = None
 
+    def _place_of(self, stream: Stream) -> int:
+        if isinstance(stream, Feedback):
+            raise ValueError(f"{stream!r} is what another stage puts; say it of the stream that feeds it")
+        return self._by_port[stream.stage, stream.port]
+
     def _stage_of(self, stream: Stream) -> Stage:
-        return self._stages[self._by_port[stream.stage, stream.port]]
+        return self._stages[self._place_of(stream)]
+
+    def _feed(self, feedback: Feedback, stream: Stream) -> None:
+        """Closes a loop: whoever reads ``feedback`` reads ``stream``, by a new value in the place of its stage."""
+        if feedback in self._fed:
+            raise ValueError(f"{feedback!r} is fed by {self._fed[feedback]!r} already; ask for another graph.feedback()")
+        self._fed[feedback] = stream
+        for place, stage in enumerate(self._stages):
+            if feedback in stage.inputs:
+                inputs = tuple(stream if read == feedback else read for read in stage.inputs)
+                self._stages[place] = dataclasses.replace(stage, inputs=inputs)
+        self._links = None
 
     def _resize(self, stream: Stream, capacity: int) -> None:
         """Gives the stream's channel another capacity, by a new value in the place of its stage."""
@@ -227,7 +261,7 @@ class Blueprint:
         def resized(output: Output) -> Output:
             return dataclasses.replace(output, capacity=capacity) if output.port == stream.port else output
 
-        place = self._by_port[stream.stage, stream.port]
+        place = self._place_of(stream)
         stage = self._stages[place]
         self._stages[place] = dataclasses.replace(
             stage,
@@ -273,6 +307,7 @@ def _link(stage: Stage, output: Output, reader: Stage | None, port: str | None) 
         medium=across,
         errors=output is stage.errors,
         where=stage.where,
+        feedback=reader is not None and port in reader.feedback,
     )
 
 

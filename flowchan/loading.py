@@ -29,8 +29,8 @@ def load(target: str, args: Sequence[str] = ()) -> Blueprint:
     """The graph that ``target``, ``FILE`` or ``FILE:NAME``, declares.
 
     That is the module's only graph, or what its only function annotated ``-> Graph`` returns when it is called with
-    ``args``. ``NAME`` chooses among several, and may name a function without the annotation. Raises
-    :class:`LoadError`.
+    ``args``. An object that has a graph, in a property ``graph`` annotated ``-> Graph``, counts as that graph. ``NAME``
+    chooses among several, and may name a function without the annotation. Raises :class:`LoadError`.
     """
     path, name = split_target(target)
     module = load_module(path)
@@ -140,19 +140,45 @@ def _candidates(module: ModuleType) -> Iterator[str]:
     """Public names of the module's graphs, each graph once, and of its functions that return one."""
     seen: set[int] = set()
     for name, value in vars(module).items():
-        if name.startswith("_") or id(value) in seen:
+        if name.startswith("_"):
             continue
-        if isinstance(value, Blueprint) or _builds_graph(value, module):
-            seen.add(id(value))
+        found = _graph_behind(value)
+        if found is None and _builds_graph(value, module):
+            found = value
+        if found is not None and id(found) not in seen:
+            seen.add(id(found))
             yield name
+
+
+def _graph_behind(value: Any) -> Blueprint | None:
+    """The graph that a value is or has."""
+    if not isinstance(value, Blueprint) and _has_graph(type(value)):
+        value = value.graph
+    return value if isinstance(value, Blueprint) else None
+
+
+def _has_graph(kind: type) -> bool:
+    """Whether a class says of its objects that they have a graph."""
+    found = inspect.getattr_static(kind, "graph", None)
+    return isinstance(found, property) and found.fget is not None and _is_graph(_returned(found.fget))
 
 
 def _builds_graph(value: Any, module: ModuleType) -> bool:
     if not inspect.isfunction(value) or value.__module__ != module.__name__:
         return False
-    annotation = value.__annotations__.get("return")
+    returned = _returned(value)
+    return _is_graph(returned) or (isinstance(returned, type) and _has_graph(returned))
+
+
+def _returned(function: Any) -> Any:
+    """The annotation of what a function returns; as text where it can't be resolved."""
+    annotation = getattr(function, "__annotations__", {}).get("return")
     with contextlib.suppress(Exception):
-        annotation = typing.get_type_hints(value).get("return")
+        annotation = typing.get_type_hints(function).get("return")
+    return annotation
+
+
+def _is_graph(annotation: Any) -> bool:
     if isinstance(annotation, str):
         return annotation.rpartition(".")[2] in ("Graph", "Blueprint")
     return isinstance(annotation, type) and issubclass(annotation, Blueprint)
@@ -167,10 +193,11 @@ def _named(module: ModuleType, name: str, path: Path) -> str:
 
 
 def _graph_of(label: str, value: Any, args: Sequence[str]) -> Blueprint:
-    if isinstance(value, Blueprint):
+    graph = _graph_behind(value)
+    if graph is not None:
         if args:
             raise LoadError(f"{label}: is a graph, not a function, so it takes no arguments: {' '.join(args)}")
-        return value
+        return graph
     if not callable(value):
         raise LoadError(f"{label}: is neither a graph nor a function that returns one, but of type {_type(value)}")
     try:
@@ -183,9 +210,10 @@ def _graph_of(label: str, value: Any, args: Sequence[str]) -> Blueprint:
         pass
     path = Path(label.rpartition(":")[0])
     with _one_line(path):
-        graph = value(*args)
-    if not isinstance(graph, Blueprint):
-        raise LoadError(f"{label}: returned an object of type {_type(graph)}, not a Graph")
+        returned = value(*args)
+    graph = _graph_behind(returned)
+    if graph is None:
+        raise LoadError(f"{label}: returned an object of type {_type(returned)}, not a Graph")
     return graph
 
 

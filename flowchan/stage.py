@@ -72,12 +72,20 @@ class Stage:
     restarts: int = DEFAULT_RESTARTS
     max_deaths: int = DEFAULT_MAX_DEATHS
     restartable: bool = False
+    feedback: frozenset[str] = frozenset()
+    """The input ports that read what a stage further on puts."""
+
+    @property
+    def begins(self) -> bool:
+        """Whether the graph begins here: no stage before it gives it items."""
+        return len(self.inputs) == len(self.feedback)
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
     """A channel of the graph: which port writes it, which stage's port reads it (``reader`` is ``None`` for a result
-    that leaves the graph, or when nobody reads it), and the medium that the placements of both ends ask for."""
+    that leaves the graph, or when nobody reads it), and the medium that the placements of both ends ask for.
+    ``feedback``: it leads back to a stage that its writer depends on."""
 
     name: str
     writer: str
@@ -89,6 +97,7 @@ class Link:
     medium: Medium
     errors: bool
     where: Where
+    feedback: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -190,6 +190,20 @@ class Stream:
         return out
 
 
+class Feedback(Stream):
+    """A stream whose writer is declared later, which :meth:`feed` names. A ``graph.stage`` reads it."""
+
+    __slots__ = ()
+
+    def feed(self, stream: Stream) -> None:
+        """Closes the loop: the items of ``stream`` are what the reader of this feedback gets. ``stream`` then has its
+        reader. Raises ``ValueError`` when this feedback is fed already."""
+        streams_argument("feed", (stream,))
+        if isinstance(stream, Feedback):
+            raise TypeError(f"feed: takes the stream of a stage, not {stream!r}")
+        self.graph._feed(self, stream)
+
+
 def streams_argument(call: str, values: tuple[Any, ...]) -> tuple[Stream, ...]:
     """The values, if all of them are streams; else ``TypeError`` naming the first that is not."""
     for place, value in enumerate(values, 1):

@@ -5,7 +5,15 @@
 - :class:`TaskPool` and :class:`BackgroundTask`: tasks as ``concurrent.futures`` knows them.
 - :func:`marshal`: an object that is serialised once and read many times.
 - :class:`Lock`, :class:`Barrier` and :class:`SharedDict`: what several processes share.
+- :class:`Sequential`: an ``nn.Sequential`` whose parts work at the same time; :class:`Stash` and :class:`Pop` for skip
+  connections in it; :class:`Training`, which its ``training(...)`` gives. They are loaded when they are first asked for, as
+  they need torch, and nothing else here does.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from flowchan.pipelines.locks import Barrier, Lock
 from flowchan.pipelines.mapping import SharedDict
@@ -14,13 +22,20 @@ from flowchan.pipelines.queues import WorkQueue, workqueue
 from flowchan.pipelines.tasks import BackgroundTask, TaskPool
 from flowchan.pipelines.workers import Workers, map  # noqa: A004
 
+if TYPE_CHECKING:
+    from flowchan.pipelines.sequential import Pop, Sequential, Stash, Training
+
 __all__ = [
     "BackgroundTask",
     "Barrier",
     "Lock",
     "Marshalled",
+    "Pop",
+    "Sequential",
     "SharedDict",
+    "Stash",
     "TaskPool",
+    "Training",
     "WorkQueue",
     "Workers",
     "map",
@@ -30,5 +45,20 @@ __all__ = [
 
 # Messages, tracebacks and pickles name the place that users import from.
 for _name in __all__:
-    globals()[_name].__module__ = "flowchan.pipelines"
+    if _name in globals():
+        globals()[_name].__module__ = "flowchan.pipelines"
 del _name
+
+
+def __getattr__(name: str) -> Any:
+    """Loads what needs torch when it is first asked for."""
+    if name not in ("Pop", "Sequential", "Stash", "Training"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        found = getattr(importlib.import_module("flowchan.pipelines.sequential"), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ImportError(f"flowchan.pipelines.{name} needs torch: pip install 'flowchan[torch]'", name="torch") from error
+    globals()[name] = found
+    return found

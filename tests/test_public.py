@@ -47,6 +47,12 @@ def test_using_a_channel_loads_nothing_heavy():
     assert loaded_after(statement) & set(HEAVY) == set()
 
 
+def test_of_the_patterns_only_those_that_need_torch_load_it():
+    """``flowchan.pipelines.Sequential`` is loaded when it is asked for."""
+    assert "torch" not in loaded_after("import flowchan.pipelines; flowchan.pipelines.map(1, abs).join()")
+    assert "torch" in loaded_after("from flowchan.pipelines import Sequential")
+
+
 def test_all_lists_each_name_once_and_in_order():
     assert len(set(flowchan.__all__)) == len(flowchan.__all__)
     assert all(hasattr(flowchan, name) for name in flowchan.__all__)

@@ -133,6 +133,8 @@ def _arrow(link: Link) -> dict[str, Any]:
     look = {"label": f"<{words}>", "tooltip": graphviz.escape(link.name)}
     if link.medium == "processes":
         look |= {"penwidth": "2.2"}
+    if link.feedback:  # it runs against the order of the stages, which it must not pull apart
+        look |= {"style": "dashed", "constraint": "false"}
     if link.errors:
         look |= {"color": RED, "fontcolor": RED, "style": "dashed"}
     return look
@@ -152,6 +154,8 @@ def _legend(picture: Picture) -> str:
     arrows = [_line("→", BLUE) + _key("channel between threads")] if "threads" in media else []
     if "processes" in media:
         arrows.append(_line("<B>➔</B>", BLUE) + _key("channel between processes"))
+    if any(link.feedback for _, _, link in picture.arrows):
+        arrows.append(_line("⇠", BLUE) + _key("feedback"))
     if any(link.errors for _, _, link in picture.arrows):
         arrows.append(_line("⇢", RED) + _key("failed items"))
     if arrows:

@@ -74,7 +74,7 @@ def _shaped(role: Role, words: str) -> str:
 
 def _arrow(link: Link) -> str:
     words = _quoted("\n".join(filter(None, labels.channel_text(link))))
-    line = "-.->" if link.errors else "==>" if link.medium == "processes" else "-->"
+    line = "-.->" if link.errors or link.feedback else "==>" if link.medium == "processes" else "-->"
     return f"{line}|{words}|"
 
 

@@ -68,7 +68,7 @@ class Plan:
     @property
     def sources(self) -> frozenset[str]:
         """The names of the stages that begin the graph."""
-        return frozenset(stage.name for stage in self.graph.stages if not stage.inputs)
+        return frozenset(stage.name for stage in self.graph.stages if stage.begins)
 
     @property
     def ends(self) -> frozenset[str]:

@@ -17,7 +17,7 @@ import copyreg
 import sys
 from collections.abc import Callable, Sequence
 from pickle import PickleBuffer
-from typing import Any
+from typing import Any, Literal
 
 from flowchan._core import View
 
@@ -64,7 +64,7 @@ def _reduce_array(array: Any) -> Any:
     return _rebuild_array, (PickleBuffer(memory), dtype.str, array.shape, "F" if fortran else "C")
 
 
-def _rebuild_array(buffer: Any, dtype: str, shape: tuple[int, ...], order: str) -> Any:
+def _rebuild_array(buffer: Any, dtype: str, shape: tuple[int, ...], order: Literal["C", "F"]) -> Any:
     import numpy
 
     return numpy.ndarray(shape, dtype, buffer, order=order)

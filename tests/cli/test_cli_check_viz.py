@@ -146,6 +146,24 @@ def test_of_several_graphs_it_asks_which() -> None:
     assert call("check", "mine.py:build").stdout.startswith("other: all clear")
 
 
+def test_an_object_that_has_a_graph_counts_as_that_graph() -> None:
+    head = f"""{HEAD}
+class Pipe:
+    def __init__(self, name: str = "within") -> None:
+        self.found = Graph(name)
+        self.found.source([1]).sink(print)
+
+    @property
+    def graph(self) -> Graph:
+        return self.found
+"""
+    one = head + "pipe = Pipe()\ngraph = pipe.graph\n"
+    builder = head + "def make(name: str) -> Pipe:\n    return Pipe(name)\n"
+    assert call("check", "mine.py", file=one).stdout.startswith("within: all clear")
+    assert call("check", "mine.py", "other", file=builder).stdout.startswith("other: all clear")
+    assert "takes no arguments: a" in refused(call("check", "mine.py", "a", file=one))
+
+
 def test_a_named_function_needs_no_annotation() -> None:
     assert call("check", "mine.py:declare", "plain", file=HEAD).stdout.startswith("plain: all clear")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -55,6 +55,14 @@ def wordcount() -> Blueprint:
         link("total", "save"),
     ]
     return declared("wordcount", stages, links)
+
+
+def leading_back() -> Blueprint:
+    """A loop of two stages: ``worker`` gives back what ``steer`` sent it."""
+    stages = [stage("numbers", "source"), stage("steer", "stage"), stage("worker", on="process"), stage("save", "sink")]
+    back = replace(link("worker", "steer", int, "processes"), feedback=True)
+    links = [link("numbers", "steer"), link("steer", "worker", int, "processes"), link("steer", "save"), back]
+    return declared("leading back", stages, links)
 
 
 def chain(length: int, every_process: int) -> Blueprint:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 import pytest
-from picture_graphs import chain, declared, link, stage, wordcount
+from picture_graphs import chain, declared, leading_back, link, stage, wordcount
 
 from flowchan.viz import to_dot
 from flowchan.viz.labels import place, type_text
@@ -85,6 +85,16 @@ def test_sources_sinks_results_and_errors_look_different_from_stages() -> None:
     assert "shape=note" in result
     (errors,) = arrow("counts.errors")
     assert "dashed" in errors
+
+
+def test_feedback_is_dashed_and_does_not_pull_its_stages_apart() -> None:
+    dot = to_dot(leading_back())
+    (back,) = arrow("worker", dot)
+    assert "style=dashed" in back
+    assert "constraint=false" in back
+    assert dot.count("constraint=false") == dot.count("style=dashed") == 1
+    assert ">feedback<" in dot
+    assert ">feedback<" not in DOT
 
 
 def test_a_channel_that_nobody_reads_is_a_result_only_behind_reduce_and_collect() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from picture_graphs import chain, declared, link, stage, wordcount
+from picture_graphs import chain, declared, leading_back, link, stage, wordcount
 
 from flowchan.viz import to_mermaid
 
@@ -28,6 +28,13 @@ def test_error_streams_and_results_look_different() -> None:
     assert 'n1 -.->|"64 · processes"| n3' in TEXT
     assert "linkStyle 2 " in TEXT
     assert 'out3[/"result"/]:::result' in TEXT
+
+
+def test_feedback_is_dashed_and_not_red() -> None:
+    text = to_mermaid(leading_back())
+    assert 'n2 -.->|"int<br/>64 · processes"| n1' in text
+    assert text.count("-.->") == 1
+    assert "linkStyle" not in text
 
 
 def test_every_class_sets_the_colour_of_text_with_its_ground_for_dark_viewers() -> None:

@@ -1,0 +1,302 @@
+"""A model in two equal parts on two processes with one compute thread each: a stream of batches through it, and training
+steps; beside the plain module, torchgpipe and ``torch.distributed.pipelining``."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from itertools import repeat
+from pathlib import Path
+from queue import Queue
+from threading import Thread
+from typing import Any
+
+import torch
+import torch.distributed
+import torchgpipe.pipeline
+import torchgpipe.worker
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.nn import functional
+from torchgpipe import GPipe
+
+from benchmarks.harness import Case, Effort, Report, at_least
+from flowchan.pipelines import Sequential
+
+ISOLATES = (
+    "one model of 8 Linear layers of 1024 and their ReLUs, cut in the middle; batches of 2048 samples in 8 micro-batches "
+    "for all but the plain module, which takes them whole; one compute thread for the plain module and for each part; the "
+    "same batch again and again, and items are samples. Everything is started and warm before its clock, and its first "
+    "answer is compared with the plain module's; CPU seconds include the start. flowchan's outputs come back to the "
+    "program; torch.distributed.pipelining (gloo) leaves them with the last of its two processes. torchgpipe 0.0.7 has "
+    "devices=['cpu', 'cpu'], checkpoint='never', and one worker thread for each device: one for both parts. 'torchgpipe, a "
+    "thread per part' is the same with its spawn_workers replaced, so that its forward passes overlap; its backward passes "
+    "do not, for autograd has one thread for all that is on the CPU. Training: cross entropy, the GPipe schedule for all "
+    "pipelines, SGD, no recomputation."
+)
+
+CONTEXT = multiprocessing.get_context("fork")
+WIDTH, LAYERS, SAMPLES, CHUNKS = 1024, 8, 2048, 8
+
+Job = Callable[[int], float]
+"""Does its work that many times and returns the seconds it took."""
+
+
+def measure(effort: Effort) -> Report:
+    report = Report()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # of threads that are yet to come, and of forked processes, too
+    try:
+        jobs: dict[str, Job] = {
+            "flowchan": _stream,
+            "the plain module": _plain,
+            "torchgpipe": _torchgpipe,
+            "torchgpipe, a thread per part": partial(_threaded, _torchgpipe),
+            "torch.distributed.pipelining": partial(_distributed, _rank_forward),
+        }
+        _compare(report, "stream of batches, 2 parts", jobs, effort, 1.8)
+        jobs = {
+            "flowchan": _training,
+            "the plain module": _plain_training,
+            "torchgpipe": _torchgpipe_training,
+            "torchgpipe, a thread per part": partial(_threaded, _torchgpipe_training),
+            "torch.distributed.pipelining": partial(_distributed, _rank_training),
+        }
+        _compare(report, "training steps, 2 parts", jobs, effort, 1)
+    finally:
+        torch.set_num_threads(threads)
+    return report
+
+
+def _compare(report: Report, work: str, jobs: dict[str, Job], effort: Effort, factor: float) -> None:
+    """Rows of flowchan against each of the others, with ``factor`` for the first of them."""
+    count = 10 if effort.full else 2
+    mine, plain, *peers = report.interleave(work, [_case(*job, count) for job in jobs.items()], effort.rounds)
+    report.rows += [at_least(factor, mine, plain), *(at_least(1, mine, peer) for peer in peers)]
+
+
+def _case(name: str, job: Job, count: int) -> Case:
+    def work() -> tuple[Sequence[float], int]:
+        return [count * SAMPLES / job(count)], count * SAMPLES
+
+    return Case(name, "items/s", work)
+
+
+def model() -> nn.Sequential:
+    """The same one every time. Both halves of it cost the same."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())))
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    """Samples and their classes."""
+    chance = torch.Generator().manual_seed(1)
+    return torch.randn(SAMPLES, WIDTH, generator=chance), torch.randint(WIDTH, (SAMPLES,), generator=chance)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def timed(work: Callable[[], object], count: int) -> float:
+    began = time.perf_counter()
+    for _ in repeat(None, count):
+        work()
+    return time.perf_counter() - began
+
+
+# A stream of batches
+
+
+@torch.no_grad()
+def _plain(count: int) -> float:
+    plain, (x, _) = model(), batch()
+    plain(x)
+    return timed(lambda: plain(x), count)
+
+
+def _stream(count: int) -> float:
+    x, _ = batch()
+    with Sequential(model(), parts=2, on="process", chunks=CHUNKS) as pipe:
+        _check_output(pipe(x))
+        began = time.perf_counter()
+        came = sum(len(y) for y in pipe.stream(repeat(x, count)))
+        took = time.perf_counter() - began
+    if came != count * SAMPLES:
+        raise AssertionError(f"{count * SAMPLES} samples went in, {came} came out")
+    return took
+
+
+@torch.no_grad()
+def _torchgpipe(count: int) -> float:
+    x, _ = batch()
+    pipe = _gpipe(model())
+    _check_output(pipe(x))
+    return timed(lambda: pipe(x), count)
+
+
+def _rank_forward(rank: int, stage: PipelineStage, count: int) -> float:
+    x, _ = batch()
+    schedule = ScheduleGPipe(stage, CHUNKS)
+    with torch.no_grad():
+        if rank == 0:
+            schedule.eval(x)
+            return _together(lambda: schedule.eval(x), count)
+        _check_output(schedule.eval())
+        return _together(schedule.eval, count)
+
+
+# Training
+
+
+def _plain_training(count: int) -> float:
+    plain, (x, target) = model(), batch()
+    optimizer = sgd(plain.parameters())
+    step = partial(_plain_step, plain, optimizer, x, target)
+    step()
+    return timed(step, count)
+
+
+def _plain_step(module: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, target: Tensor) -> float:
+    optimizer.zero_grad()
+    loss = functional.cross_entropy(module(x), target)
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def _training(count: int) -> float:
+    x, target = batch()
+    with (
+        Sequential(model(), parts=2, on="process", chunks=CHUNKS) as pipe,
+        pipe.training(loss=functional.cross_entropy, optimizer=sgd, schedule="gpipe") as training,
+    ):
+        _check_loss(float(training.step(x, target)))
+        return timed(lambda: training.step(x, target), count)
+
+
+def _torchgpipe_training(count: int) -> float:
+    x, target = batch()
+    pipe = _gpipe(model())
+    step = partial(_plain_step, pipe, sgd(pipe.parameters()), x, target)
+    _check_loss(step())
+    return timed(step, count)
+
+
+def _rank_training(rank: int, stage: PipelineStage, count: int) -> float:
+    x, target = batch()
+    schedule = ScheduleGPipe(stage, CHUNKS, loss_fn=functional.cross_entropy)
+    optimizer = sgd(stage.submod.parameters())
+    losses: list[Tensor] = []
+
+    def step() -> None:
+        optimizer.zero_grad()
+        losses.clear()
+        if rank == 0:
+            schedule.step(x)
+        else:
+            schedule.step(target=target, losses=losses)
+        optimizer.step()
+
+    step()
+    if rank == 1:
+        _check_loss(torch.stack(losses).mean().item())
+    return _together(step, count)
+
+
+# The peers
+
+
+def _gpipe(module: nn.Sequential) -> GPipe:
+    half = len(module) // 2
+    return GPipe(module, balance=[half, half], devices=["cpu", "cpu"], chunks=CHUNKS, checkpoint="never")
+
+
+def _threaded(job: Job, count: int) -> float:
+    """``job`` with a torchgpipe that has a worker thread for each part, not for each device."""
+    original = torchgpipe.pipeline.spawn_workers
+    torchgpipe.pipeline.spawn_workers = _spawn_workers
+    try:
+        return job(count)
+    finally:
+        torchgpipe.pipeline.spawn_workers = original
+
+
+@contextmanager
+def _spawn_workers(devices: Sequence[torch.device]) -> Iterator[tuple[list[Queue[Any]], list[Queue[Any]]]]:
+    tasks: list[Queue[Any]] = [Queue() for _ in devices]
+    done: list[Queue[Any]] = [Queue() for _ in devices]
+    mode = torch.is_grad_enabled()
+    threads = [Thread(target=torchgpipe.worker.worker, args=(*one, mode)) for one in zip(tasks, done, devices, strict=True)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield tasks, done
+    finally:
+        for queue in tasks:
+            queue.put(None)
+        for thread in threads:
+            thread.join()
+
+
+def _distributed(work: Callable[[int, PipelineStage, int], float], count: int) -> float:
+    """Seconds that ``work(rank, stage, count)`` took in two processes."""
+    answers = CONTEXT.SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        meeting = str(Path(folder) / "meeting")
+        processes = [CONTEXT.Process(target=_rank, args=(rank, meeting, work, count, answers)) for rank in range(2)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+    if any(process.exitcode for process in processes):
+        raise AssertionError(f"its processes ended with {[process.exitcode for process in processes]}")
+    return max(answers.get() for _ in processes)
+
+
+def _rank(rank: int, meeting: str, work: Callable[[int, PipelineStage, int], float], count: int, answers: Any) -> None:
+    with _group(rank, meeting):
+        module = model()
+        half = len(module) // 2
+        part = module[half * rank : half * (rank + 1)]
+        answers.put(work(rank, PipelineStage(part, rank, 2, torch.device("cpu")), count))
+
+
+@contextmanager
+def _group(rank: int, meeting: str) -> Iterator[None]:
+    join = torch.distributed.init_process_group
+    join("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2, timeout=timedelta(seconds=120))
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def _together(work: Callable[[], object], count: int) -> float:
+    """Seconds until both processes have done ``work`` that many times."""
+    torch.distributed.barrier()
+    began = time.perf_counter()
+    timed(work, count)
+    torch.distributed.barrier()
+    return time.perf_counter() - began
+
+
+# Nobody is quick by being wrong
+
+
+@torch.no_grad()
+def _check_output(output: Tensor) -> None:
+    torch.testing.assert_close(output, model()(batch()[0]))
+
+
+@torch.no_grad()
+def _check_loss(loss: float) -> None:
+    x, target = batch()
+    expected = functional.cross_entropy(model()(x), target).item()
+    if abs(loss - expected) > 1e-4:
+        raise AssertionError(f"the loss of the first step is {loss}, not {expected}")

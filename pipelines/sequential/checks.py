@@ -1,0 +1,250 @@
+"""What can be wrong with a pipe, found before anything starts. Each error names the argument, its value, what is allowed,
+and the remedy."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import Tensor, nn
+
+from flowchan.pipelines.sequential.parts import Part, forks, run_part, whole
+from flowchan.pipelines.sequential.values import batch_size, leaves, mapped, shown
+
+BALANCES = ("time", "memory")
+PLACEMENTS = ("thread", "process")
+
+
+def checked_module(module: Any) -> nn.Sequential:
+    """The module, or one made of a list of layers."""
+    if isinstance(module, nn.Module) and not isinstance(module, (nn.Sequential, nn.ModuleList)):
+        raise TypeError(
+            f"Sequential: module must be an nn.Sequential or a list of layers, not a {type(module).__name__}: "
+            "only of those it is known which layer follows which; give nn.Sequential(…) of its layers"
+        )
+    if not isinstance(module, (nn.Module, Iterable)):
+        raise TypeError(f"Sequential: module must be an nn.Sequential or a list of layers, not {shown(module)}")
+    layers: Any = module if isinstance(module, nn.Sequential) else list(module)  # type: ignore[arg-type]
+    for place, layer in enumerate(layers):
+        if not isinstance(layer, nn.Module):
+            raise TypeError(f"Sequential: layer {place} of module must be an nn.Module, not {shown(layer)}")
+    if not len(layers):
+        raise ValueError("Sequential: module has no layers; give it at least one")
+    if isinstance(layers, nn.Sequential):
+        _raise_for_own_ways(layers)
+    for name, tensor in whole(layers).named_parameters():
+        if nn.parameter.is_lazy(tensor):
+            raise ValueError(f"Sequential: parameter {name!r} of module has no shape yet; call module(x) once before")
+    return whole(layers)
+
+
+def _raise_for_own_ways(module: nn.Sequential) -> None:
+    """The parts call the layers one after the other, and nothing else that a container may do."""
+    if type(module).forward is not nn.Sequential.forward:
+        raise TypeError(
+            f"Sequential: module is a {type(module).__name__} with a forward of its own, which its parts would not call; "
+            "give an nn.Sequential whose layers do it all"
+        )
+    if module._forward_hooks or module._forward_pre_hooks:
+        raise ValueError(
+            "Sequential: module has forward hooks, which its parts would not call; register them on its layers"
+        )
+
+
+def checked_counts(parts: Any, layers: int) -> int | list[int]:
+    """``parts`` as a number, or as the number of layers in each."""
+    if isinstance(parts, int) and not isinstance(parts, bool):
+        if not 1 <= parts <= layers:
+            raise ValueError(
+                f"Sequential: parts must be from 1 to {layers}, the number of layers, not {parts}; "
+                "each part has at least one layer"
+            )
+        return parts
+    if isinstance(parts, (str, bool)) or not isinstance(parts, Iterable):
+        raise TypeError(f"Sequential: parts must be an int, or a list with the layers of each part, not {shown(parts)}")
+    counts = list(parts)
+    for count in counts:
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError(
+                f"Sequential: parts={counts} must hold ints of at least 1, the layers of each part, not {count!r}"
+            )
+    if sum(counts) != layers:
+        raise ValueError(f"Sequential: parts={counts} must add up to {layers}, the number of layers, not to {sum(counts)}")
+    return counts
+
+
+def check_choices(on: Any, chunks: Any, balance: Any, sample: Any, counts: int | list[int]) -> None:
+    """The arguments that are words and numbers."""
+    if not isinstance(on, str) or on not in PLACEMENTS:
+        raise ValueError(f'Sequential: on must be "thread" or "process", not {shown(on)}')
+    if isinstance(chunks, bool) or not isinstance(chunks, int):
+        raise TypeError(f"Sequential: chunks must be an int of at least 1, not {shown(chunks)}")
+    if chunks < 1:
+        raise ValueError(f"Sequential: chunks must be at least 1, not {chunks}; 1 sends each batch as a whole")
+    if balance is not None and (not isinstance(balance, str) or balance not in BALANCES):
+        raise ValueError(f'Sequential: balance must be "time", "memory" or None, not {shown(balance)}')
+    if balance is not None and not isinstance(counts, int):
+        raise ValueError(
+            f"Sequential: balance={balance!r} finds the layers of each part, but parts={counts} says them already; "
+            f"give parts={len(counts)}"
+        )
+    if balance is not None and sample is None:
+        raise ValueError(f"Sequential: balance={balance!r} measures the layers; give sample=, a usual batch")
+    if balance is None and sample is not None:
+        raise ValueError('Sequential: sample is for measuring the layers; say balance="time" or "memory" with it')
+    if sample is not None:
+        batch_size(sample, "Sequential: sample")
+
+
+def checked_devices(devices: Any, parts: int, on: str) -> list[torch.device] | None:
+    """One device for each part, each of which is there."""
+    if devices is None:
+        return None
+    if isinstance(devices, (str, torch.device)) or not isinstance(devices, Sequence):
+        raise TypeError(f"Sequential: devices must be a list with one device for each part, not {shown(devices)}")
+    if len(devices) != parts:
+        raise ValueError(f"Sequential: devices must be {parts}, one for each part, not {len(devices)}: {shown(devices)}")
+    found = [_device(name) for name in devices]
+    begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if on == "process" and begun and forks() and any(device.type == "cuda" for device in found):
+        raise ValueError(
+            f"Sequential: devices={shown(devices)} can't be used in forked processes once this one uses CUDA; "
+            'call multiprocessing.set_start_method("spawn") first, or use on="thread"'
+        )
+    return found
+
+
+def _device(name: Any) -> torch.device:
+    """The device of that name. ``meta`` has no values, and CUDA is only counted, as a process may have to begin it."""
+    there = ["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
+    try:
+        device = torch.device(name)
+        if device.type == "meta" or (device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count()):
+            raise RuntimeError("there is none")
+        if device.type not in ("cpu", "cuda"):
+            torch.empty(0, device=device)
+    except (RuntimeError, TypeError, AssertionError, NotImplementedError) as error:
+        reason = (str(error).splitlines() or [""])[0]
+        raise ValueError(
+            f"Sequential: device {name!r} of devices can't be used ({reason}); here are {', '.join(there)}"
+        ) from error
+    return device
+
+
+# --- what can be sent to a process ---
+
+
+def check_sendable(parts: Sequence[Part]) -> None:
+    """``TypeError`` naming the layer, and what in it can't be pickled."""
+    for part in parts:
+        for name, layer in part.module._modules.items():
+            if layer is not None and (reason := _refusal(layer)) is not None:
+                path, culprit, reason = _smallest(layer, name, reason)
+                raise TypeError(
+                    f"Sequential: layer {name!r} ({type(layer).__name__}) of {part.name} can't be sent to a process: "
+                    f"{path} is of type {type(culprit).__name__} ({reason}); make it inside forward(), leave it out in "
+                    'its __getstate__(), or use on="thread"'
+                )
+
+
+class _Weightless(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
+    """Pickles without the numbers in tensors, which can be sent in any case, and may be many."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        return (int, ()) if isinstance(obj, Tensor) else super().reducer_override(obj)
+
+
+def _refusal(value: Any) -> str | None:
+    """Why a value can't be pickled, in one line; ``None`` if it can."""
+    try:
+        _Weightless(io.BytesIO(), protocol=5).dump(value)
+    except Exception as error:  # a user's __reduce__ or __getstate__ may raise anything
+        return (str(error).splitlines() or [type(error).__name__])[0]
+    return None
+
+
+def _smallest(value: Any, path: str, reason: str) -> tuple[str, Any, str]:
+    """The path to the smallest part that is refused by itself, that part, and why."""
+    for name, child in _children(value, path):
+        if (inner := _refusal(child)) is not None:
+            return _smallest(child, name, inner)
+    return path, value, reason
+
+
+def _children(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """The submodules and attributes of a module, the elements of a container."""
+    if isinstance(value, nn.Module):
+        yield from ((f"{path}.{name}", child) for name, child in value.named_children())
+        yield from ((f"{path}.{name}", child) for name, child in vars(value).items() if name != "_modules")
+    elif isinstance(value, dict):
+        yield from ((f"{path}[{key!r}]", child) for key, child in value.items())
+    elif isinstance(value, (list, tuple)):
+        yield from ((f"{path}[{place}]", child) for place, child in enumerate(value))
+
+
+# --- what becomes of the batch dimension ---
+
+
+def check_shapes(module: nn.Sequential, micro: Any) -> None:
+    """Runs the layers on a micro-batch without numbers (device ``meta``), which costs nothing and changes nothing.
+
+    ``TypeError`` when what comes out can't be joined because it is no tensor, ``ValueError`` when it has not one row for
+    each sample, each with the layer that did it. Layers that can't be run so end the check without a word.
+    """
+    samples = batch_size(micro)
+    for size in (samples, samples + 1):  # one more sample: the sizes must agree by more than chance
+        _check_run(module, mapped(partial(_without_numbers, size), micro), size)
+
+
+def _without_numbers(samples: int, tensor: Tensor) -> Tensor:
+    return torch.empty((samples, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
+
+
+def _check_run(module: nn.Sequential, value: Any, samples: int) -> None:
+    skips: dict[str, Tensor] = {}
+    culprit: str | None = None
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        for number, (name, layer) in enumerate(module._modules.items()):
+            assert layer is not None
+            part = Part(number, nn.Sequential())
+            try:
+                part.module.add_module(name, _shadow(layer))
+                value, skips = run_part(part, value, skips)
+            except Exception:  # not for meta tensors, or not to be copied; or it is wrong, and says so when it runs
+                return
+            wrong = _first_wrong(value, samples)
+            culprit = None if wrong is None else culprit or f"layer {name!r} ({type(layer).__name__})"
+    if wrong is None:
+        return
+    path, leaf = wrong
+    if not isinstance(leaf, Tensor):
+        raise TypeError(
+            f"Sequential: what comes out of the module must be tensors, to be joined again, but {path} is {shown(leaf)}, "
+            f"since {culprit}; let the last layer give tensors, or tuples, lists or dicts of them"
+        )
+    raise ValueError(
+        f"Sequential: {culprit} changes the batch dimension: of a batch of {samples}, {path} of the module has the shape "
+        f"{tuple(leaf.shape)}; micro-batches can be joined only where the first dimension stays the batch: "
+        "change the layer, or leave it out and apply it to the joined output"
+    )
+
+
+def _first_wrong(value: Any, samples: int) -> tuple[str, Any] | None:
+    """The first leaf that can't be joined with those of other micro-batches."""
+    for path, leaf in leaves(value, "the output"):
+        if not isinstance(leaf, Tensor) or leaf.dim() == 0 or leaf.shape[0] != samples:
+            return path, leaf
+    return None
+
+
+def _shadow(layer: nn.Module) -> nn.Module:
+    """A copy of a layer whose parameters and buffers have shapes and no numbers. The layer itself may be at work on other
+    threads, so nothing of it is put aside for the while."""
+    memo: dict[int, Any] = {id(tensor): tensor.to("meta") for tensor in layer.buffers()}
+    memo |= {id(tensor): nn.Parameter(tensor.to("meta"), requires_grad=False) for tensor in layer.parameters()}
+    return copy.deepcopy(layer, memo)

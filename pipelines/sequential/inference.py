@@ -1,0 +1,295 @@
+"""Inference: a graph with one stage for each part, through which micro-batches follow each other.
+
+    batches ──split──> [input] ──> [part 0] ──> [part 1] ──> … ──> [results] ──join──> outputs
+                                      └─────────────┴──errors──> [failures]
+
+Each item is a :class:`Micro`. A ``map`` keeps nothing between items, so a part whose process is killed is replaced and the
+micro-batch in its hands is done again. The run begins with the first batch and stays until :meth:`Inference.close`; what is
+out is noted in a :class:`Book`, where the last stages put what comes back.
+
+A stream has at most ``2 * (chunks + parts)`` micro-batches out before it asks for one more batch: enough for every part to
+have work while the program handles one batch and makes the next, and a bound on memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from flowchan import Broken, Channel, Closed, Failed, Graph, RunError, StageError, Stream
+from flowchan.pipelines.sequential.checks import check_shapes
+from flowchan.pipelines.sequential.parts import Part, compute_threads, run_part
+from flowchan.pipelines.sequential.values import Micro, batch_size, join, mapped, split
+
+REMEMBERED = 100_000
+"""Events of the timeline that are kept: the last ones."""
+
+
+@dataclass
+class PartWorker:
+    """What a stage calls: one part, built once for each worker. In a process it has the part to itself.
+
+    A generated ``__init__`` has no file: a picture shows the line where the user made the pipe in its place.
+    """
+
+    part: Part
+    processes: int
+    """How many processes the parts have; 0 where they work on threads."""
+
+    def __post_init__(self) -> None:
+        if self.processes:
+            torch.set_num_threads(compute_threads(self.processes))
+            if self.part.device is not None:
+                self.part.module.to(self.part.device)
+
+    def __call__(self, micro: Micro) -> Micro:
+        begin = time.monotonic()
+        with torch.no_grad():
+            value, skips = run_part(self.part, micro.value, micro.skips, keep=not self.processes)
+        events = (*micro.events, (begin, time.monotonic()))
+        return Micro(micro.batch, micro.chunk, micro.chunks, value, skips, events)
+
+
+@dataclass(slots=True)
+class Batch:
+    """One batch that is out. ``sizes`` are the samples of its micro-batches, ``values`` what has come back of them."""
+
+    sizes: list[int]
+    values: list[Any]
+    left: int
+    outcome: Channel[Any] = field(default_factory=lambda: Channel(2))
+    """Gets the list of all values, or the exception that ended the batch."""
+
+
+class Book:
+    """The batches that are out, by number. The last stages of the graph write into it what comes back."""
+
+    def __init__(self, parts: list[Part]) -> None:
+        self.parts = parts
+        self.out: dict[int, Batch] = {}
+        self.events: deque[tuple[int, int, int, float, float]] = deque(maxlen=REMEMBERED)
+
+    def receive(self, micro: Micro) -> None:
+        """A micro-batch is through. Nobody waits for those of a stream that was left."""
+        self._note(micro)
+        batch = self.out.get(micro.batch)
+        if batch is None:
+            return
+        batch.values[micro.chunk] = micro.value
+        batch.left -= 1
+        if not batch.left:
+            self.out.pop(micro.batch, None)
+            batch.outcome.put(batch.values)
+
+    def fail(self, failed: Failed) -> None:
+        """A part failed on a micro-batch, or its process died with it again and again."""
+        micro: Micro = failed.item
+        self._note(micro)
+        part = self.parts[len(micro.events)]  # each part that is done has left its times
+        error = StageError(
+            f"{part} failed on {micro}: {type(failed.error).__name__}: {failed.error}",
+            stage=part.name, worker=part.name, item=repr(micro),
+        )  # fmt: skip
+        error.__cause__ = failed.error
+        self.end(micro.batch, error)
+
+    def end(self, number: int, error: BaseException) -> None:
+        """Batch ``number`` ends by ``error``, if it has not ended."""
+        batch = self.out.pop(number, None)
+        if batch is not None:
+            batch.outcome.put(error)
+
+    def _note(self, micro: Micro) -> None:
+        self.events.extend((part, micro.batch, micro.chunk, *times) for part, times in enumerate(micro.events))
+
+
+class _Line:
+    """One run of the graph, with a thread that waits for its end: whatever it ends by, nobody waits for a batch in vain."""
+
+    def __init__(self, graph: Graph, batches: Stream, book: Book) -> None:
+        self.run = graph.start()
+        self.port = self.run[batches]
+        self.error: BaseException = Closed("the run has ended")
+        self.watcher = threading.Thread(target=self._watch, args=(book,), name=f"{graph.name} watcher", daemon=True)
+        self.watcher.start()
+
+    def _watch(self, book: Book) -> None:
+        try:
+            self.run.wait()
+        except RunError as failed:
+            self.error = failed.exceptions[0]
+        except BaseException as failed:
+            self.error = failed
+        for number in list(book.out):
+            book.end(number, self.error)
+
+    def end(self, at_once: bool = False) -> None:
+        """Ends the run and waits for it. What is out is finished first, unless it shall end ``at_once``."""
+        self.port.close()
+        if at_once:
+            self.run.abort()
+        self.watcher.join()
+
+
+class Inference:
+    """The graph of some parts, its run, and the batches that go through."""
+
+    def __init__(
+        self, module: nn.Sequential, parts: list[Part], on: Literal["thread", "process"], chunks: int, name: str
+    ) -> None:
+        self.module, self.parts, self.on, self.chunks = module, parts, on, chunks
+        self.book = Book(parts)
+        self.graph = Graph(name)
+        self._checked = False
+        self._most = 2 * (chunks + len(parts))
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()  # around what begins and ends runs, and feeds them
+        self._line: _Line | None = None
+        self._seen: object = None  # the state of the module that the processes have
+        self._closed = False
+        self._declare()
+
+    def _declare(self) -> None:
+        processes = len(self.parts) if self.on == "process" else 0
+        room = self._most + self.chunks  # for all that one stream has out, so that it need not wait for room
+        stream = self._input = self.graph.input("micro-batches", capacity=room)
+        failures = []
+        for part in self.parts:
+            worker = partial(PartWorker, part, processes)
+            stream = stream.map(worker, name=part.name, on=self.on, capacity=self.chunks, restarts=10**9)
+            failures.append(stream.errors)
+        stream.sink(self.book.receive, name="results")
+        failed = self.graph.merge(*failures, name="errors") if len(failures) > 1 else failures[0]
+        failed.sink(self.book.fail, name="failures")
+
+    # --- batches ---
+
+    def stream(self, batches: Iterable[Any], keep: object = None) -> Iterator[Any]:
+        """The output of each batch, in order. ``keep`` is kept alive as long as the stream is."""
+        self._raise_if_closed()
+        return self._streamed(iter(batches), keep)
+
+    def _streamed(self, batches: Iterator[Any], keep: object) -> Iterator[Any]:
+        out: deque[tuple[int, Batch]] = deque()
+        ended_by: BaseException | None = None
+        try:
+            while True:
+                try:
+                    out.append(self._send(next(batches), fresh=not out))
+                except StopIteration:
+                    break
+                except Exception as error:  # it comes in its turn, after the outputs of the batches before
+                    ended_by = error
+                    break
+                while sum(len(batch.sizes) for _, batch in out) >= self._most:
+                    yield _outcome(*out.popleft())
+            while out:
+                yield _outcome(*out.popleft())
+            if ended_by is not None:
+                raise ended_by
+        finally:
+            ended_by = None  # its traceback holds this frame
+            for number, _ in out:
+                self.book.out.pop(number, None)
+
+    def _send(self, value: Any, fresh: bool) -> tuple[int, Batch]:
+        """Puts a batch into the graph and notes it. ``fresh``: nothing of this stream is out, so the processes may be
+        given another state."""
+        self._raise_if_closed()
+        pieces = split(mapped(torch.Tensor.detach, value), self.chunks)
+        if not self._checked:
+            check_shapes(self.module, pieces[0])
+            self._checked = True
+        batch = Batch([batch_size(piece) for piece in pieces], [None] * len(pieces), len(pieces))
+        with self._lock:
+            self._raise_if_closed()
+            line = self._started(fresh)
+            number = next(self._numbers)
+            self.book.out[number] = batch
+            try:
+                for chunk, piece in enumerate(pieces):
+                    line.port.put(Micro(number, chunk, len(pieces), piece))
+            except (Closed, Broken):  # the run has failed; its watcher may have looked for batches before this one came
+                line.watcher.join()
+                self.book.end(number, line.error)
+            except BaseException:
+                self.book.out.pop(number, None)
+                raise
+        return number, batch
+
+    # --- the run ---
+
+    def _started(self, fresh: bool) -> _Line:
+        """The line; a new one where there is none, the last has failed, or its processes hold an old state."""
+        line = self._line
+        if line is not None and not line.watcher.is_alive():
+            line = None
+        if self.on == "process" and (line is None or fresh):
+            now = state_of(self.parts)
+            if line is not None and now != self._seen:
+                line.end()  # it finishes what is out first
+                line = None
+            self._seen = now
+        if line is None:
+            line = self._line = _Line(self.graph, self._input, self.book)
+        return line
+
+    def _raise_if_closed(self) -> None:
+        if self._closed:
+            raise Closed(f"the pipe {self.graph.name!r} is closed; make another one")
+
+    def close(self) -> None:
+        """Ends the run. Batches that are out end with ``Closed``."""
+        with self._lock:
+            self._closed = True
+            busy = bool(self.book.out)
+            for number in list(self.book.out):
+                self.book.end(number, Closed(f"the pipe {self.graph.name!r} was closed"))
+            if self._line is not None:
+                self._line.end(at_once=busy)
+                self._line = None
+
+    def forget(self) -> None:
+        """Ends the run without waiting for it, and without a lock: the collector may call this anywhere."""
+        line = self._line
+        if line is not None:
+            line.port.close()
+
+
+def _outcome(number: int, batch: Batch) -> Any:
+    """The output of a batch when it is there. Raises what ended the batch."""
+    found = batch.outcome.get()
+    if isinstance(found, BaseException):
+        try:
+            raise found
+        finally:
+            found = None  # its traceback holds this frame
+    for chunk, (value, size) in enumerate(zip(found, batch.sizes, strict=True)):
+        if (came := batch_size(value, "the output")) != size:
+            raise ValueError(
+                f"the module made {came} samples of the {size} of micro-batch {chunk} of batch {number}; "
+                "micro-batches can be joined only where the first dimension stays the batch"
+            )
+    return join(found)
+
+
+def state_of(parts: list[Part]) -> object:
+    """Something that changes when parameters, buffers or modes of the parts do: torch counts the changes of each tensor,
+    but for those through ``tensor.data``."""
+    found: list[object] = []
+    for part in parts:
+        for module in part.module.modules():
+            found.append(module.training)
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                if tensor is not None:
+                    found.append((id(tensor), tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version))
+    return found

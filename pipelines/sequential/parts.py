@@ -1,0 +1,92 @@
+"""Parts: consecutive layers of an ``nn.Sequential``, which keep their names, so that the keys of ``state_dict`` do too."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flowchan.pipelines.sequential.skip import shelf
+from flowchan.pipelines.sequential.values import mapped
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some consecutive layers, counted from 0 on. ``device`` is where they compute; ``None``: where they are."""
+
+    number: int
+    module: nn.Sequential
+    device: torch.device | None = None
+
+    @property
+    def name(self) -> str:
+        """``part 0``."""
+        return f"part {self.number}"
+
+    def __str__(self) -> str:
+        names = list(self.module._modules)
+        layers = f"layer {names[0]!r}" if len(names) == 1 else f"layers {names[0]!r} to {names[-1]!r}"
+        return f"part {self.number} ({layers})"
+
+
+def run_part(part: Part, value: Any, skips: dict[str, Tensor], keep: bool = True) -> tuple[Any, dict[str, Tensor]]:
+    """What comes out of a part, and the skips that travel on behind it. ``keep``: the value that came in is left as it is,
+    for others may read it too; what came from another process is the part's own."""
+    if part.device is not None:
+        value = mapped(lambda tensor: tensor.to(part.device), value)
+        skips = {name: tensor.to(part.device) for name, tensor in skips.items()}
+    if keep and may_write(part.module):
+        value = mapped(Tensor.clone, value)
+    with shelf(skips) as left:
+        return part.module(value), left
+
+
+def may_write(module: nn.Module) -> bool:
+    """Whether the module may change its input in place. A layer of torch's own with parameters doesn't, and what comes
+    behind it works in new memory; of anything else it is not known."""
+    while isinstance(module, nn.Sequential) and len(module):
+        module = module[0]
+    own = type(module).__module__.startswith("torch.nn.modules.")
+    return not own or next(module.parameters(recurse=False), None) is None
+
+
+def whole(layers: nn.Sequential | Iterable[nn.Module]) -> nn.Sequential:
+    """The layers as one ``nn.Sequential``: the one that was given, or a new one of a list of layers."""
+    return layers if isinstance(layers, nn.Sequential) else nn.Sequential(*layers)
+
+
+def divided(module: nn.Sequential, counts: Sequence[int], devices: Sequence[torch.device] | None = None) -> list[Part]:
+    """The parts of a module, ``counts`` layers each. They hold the module's own layers, no copies."""
+    layers = list(module._modules.items())  # named_children() would leave a layer out that is there twice
+    ends = list(accumulate(counts, initial=0))
+    parts = []
+    for number, (start, end) in enumerate(pairwise(ends)):
+        inner = nn.Sequential(OrderedDict(layers[start:end]))
+        inner.training = module.training  # the container's own flag; True in a new one
+        parts.append(Part(number, inner, devices[number] if devices is not None else None))
+    return parts
+
+
+def evenly(layers: int, parts: int) -> list[int]:
+    """How many of ``layers`` layers each of ``parts`` parts gets, as equal as possible."""
+    size, larger = divmod(layers, parts)
+    return [size + (place < larger) for place in range(parts)]
+
+
+def compute_threads(processes: int) -> int:
+    """How many threads each of some processes computes with, so that together they use every core once. OpenMP's threads do
+    not survive a fork, so a forked process computes with one."""
+    return 1 if forks() else max(1, len(os.sched_getaffinity(0)) // processes)
+
+
+def forks() -> bool:
+    """Whether processes are started by a fork. Asking does not decide it for the program."""
+    method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+    return method == "fork"

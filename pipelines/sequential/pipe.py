@@ -1,0 +1,153 @@
+"""``Sequential``: an ``nn.Sequential`` whose parts work at the same time, each on a thread or in a process of its own."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from flowchan import Graph
+from flowchan.pipelines.sequential import balance as balancing
+from flowchan.pipelines.sequential.checks import (
+    check_choices,
+    check_sendable,
+    checked_counts,
+    checked_devices,
+    checked_module,
+)
+from flowchan.pipelines.sequential.inference import Inference
+from flowchan.pipelines.sequential.parts import compute_threads, divided, evenly
+from flowchan.pipelines.sequential.schedule import Schedule
+from flowchan.pipelines.sequential.timeline import Event, Timeline
+from flowchan.pipelines.sequential.training import Training
+from flowchan.pipelines.sequential.values import split
+from flowchan.pipelines.sequential.worker import Loss, Optimizers
+
+
+class Sequential:
+    """An ``nn.Sequential``, or a list of layers, in parts through which micro-batches follow each other.
+
+    ``parts``: how many, or a list with the number of layers in each. Their layers are counted evenly, unless ``balance``
+    measures them with ``sample``, a usual batch, and makes the part that takes longest (``"time"``) or needs most bytes
+    (``"memory"``) as small as possible. ``on="process"`` gives each part a process of its own, with a copy of its layers.
+    ``chunks``: into how many micro-batches each batch is split. ``devices``: one for each part; inputs are moved there.
+
+    ``pipe(x)`` gives what ``module(x)`` gives under ``torch.no_grad()``, in the module's own mode. What can be wrong raises
+    ``TypeError`` or ``ValueError`` before anything starts; a part that fails raises ``StageError``. Workers start with the
+    first batch and stay until :meth:`close`, the end of a ``with`` block, or until nobody has the pipe any more. Several
+    threads may use one pipe at the same time.
+    """
+
+    def __init__(
+        self,
+        module: nn.Sequential | Iterable[nn.Module],
+        parts: int | Sequence[int] = 2,
+        *,
+        on: Literal["thread", "process"] = "thread",
+        chunks: int = 8,
+        balance: Literal["time", "memory"] | None = None,
+        sample: Any = None,
+        devices: Sequence[torch.device | str] | None = None,
+    ) -> None:
+        self.module = checked_module(module)
+        """The plain module. Its parameters are the pipe's."""
+        counts = checked_counts(parts, len(self.module))
+        check_choices(on, chunks, balance, sample, counts)
+        number = counts if isinstance(counts, int) else len(counts)
+        places = checked_devices(devices, number, on)
+        if isinstance(counts, int):
+            counts = evenly(len(self.module), number)
+            if balance is not None:
+                threads = compute_threads(number) if on == "process" else torch.get_num_threads()
+                micro = split(sample, chunks, "sample")[0]
+                counts = balancing.best_split(balancing.costs(self.module, micro, balance, threads), number)
+        self.on, self.chunks = on, chunks
+        self.parts = divided(self.module, counts, places)
+        """The parts, whose layers are the module's own."""
+        if on == "process":
+            check_sendable(self.parts)
+        else:
+            for part in self.parts:
+                part.module.to(part.device)
+        self._inference = Inference(self.module, self.parts, on, chunks, type(self).__name__)
+        self._training: Training | None = None
+        weakref.finalize(self, self._inference.forget)  # a forgotten pipe leaves nothing
+
+    def __call__(self, x: Any) -> Any:
+        """The module's output for a batch: a tensor, or tuples, lists and dictionaries of tensors that have the batch as
+        their first dimension. It is split along that into micro-batches, and the outputs are joined."""
+        (y,) = self._inference.stream([x], keep=self)
+        return y
+
+    def stream(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """The output for each batch, in order. Batches are asked for as there is room: all parts have work, and at most
+        ``2 * (chunks + parts)`` micro-batches and one batch are between the two ends. When ``batches`` raises, that is
+        raised after the outputs of the batches before."""
+        return self._inference.stream(batches, keep=self)
+
+    def training(
+        self,
+        *,
+        loss: Loss,
+        optimizer: Optimizers | None = None,
+        schedule: Schedule = "1f1b",
+        workers: int | None = None,
+        recompute: bool = False,
+        clip: float | None = None,
+        autocast: torch.dtype | None = None,
+    ) -> Training:
+        """Training of the module: use it in a ``with`` block, and call its ``step(x, target)`` for each batch.
+
+        ``loss(output, target)`` gives the mean over a batch, as torch's losses do. ``optimizer(parameters)`` makes an
+        optimizer for a part, where its parameters are; ``None``: yours is outside, and after a step the module's parameters
+        have their ``grad``. ``schedule``: ``"gpipe"``, ``"1f1b"`` or ``"interleaved"``, for which fewer ``workers`` than
+        parts hold several each. ``recompute``: activations are not kept for the backward pass but computed again. ``clip``:
+        the largest norm of all gradients together. ``autocast``: the type for ``torch.autocast``, as ``torch.bfloat16``.
+        Raises ``TypeError`` or ``ValueError`` for what is wrong, ``RuntimeError`` while another training goes on.
+        """
+        if self._training is not None and self._training.active:
+            raise RuntimeError("training: the last training of this pipe still goes on; leave its with block first")
+        self._training = Training(
+            self.module, self.parts, self.on, self.chunks, loss=loss, optimizer=optimizer, schedule=schedule,
+            workers=workers, recompute=recompute, clip=clip, autocast=autocast,
+        )  # fmt: skip
+        return self._training
+
+    @property
+    def graph(self) -> Graph:
+        """The graph of the inference, for ``flowchan viz``."""
+        return self._inference.graph
+
+    def timeline(self) -> Timeline:
+        """What each part did and when, for the batches until now; the last 100,000 events are kept. A step is a batch."""
+        events = list(self._inference.book.events)
+        return Timeline((Event(part, part, "F", batch, chunk, *times) for part, batch, chunk, *times in events), repr(self))
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the plain module, with what the training that goes on has learned."""
+        if self._training is not None and self._training.active:
+            return self._training.state_dict()
+        return self.module.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
+        """Loads into the plain module, and so into the parts. Returns and raises what the module's own does."""
+        if self._training is not None and self._training.active:
+            return self._training.load_state_dict(state, strict)
+        return self.module.load_state_dict(state, strict)
+
+    def close(self) -> None:
+        """Ends the workers and waits for them; calls that are going on end with ``Closed``. May be called again."""
+        self._inference.close()
+
+    def __enter__(self) -> Sequential:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        where = "processes" if self.on == "process" else "threads"
+        return f"Sequential: {', '.join(map(str, self.parts))}; on {where}, {self.chunks} chunks"

@@ -1,0 +1,76 @@
+"""Skip connections: a tensor that one layer stashes and a later layer pops, in the same part or in another one.
+
+The layers find each other through a shelf that belongs to the thread and to the batch on its way. In the plain module all
+layers of a thread share one; in a pipeline each part finds on it what travels along with its micro-batch, and what it
+leaves there travels on. Kim et al. 2020, "torchgpipe: On-the-fly Pipeline Parallelism for Training Giant Models",
+section 3.3, sends a skip straight from part to part; here it goes through the parts between, which is simpler and costs a
+copy for each of them on processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+
+class _Here(threading.local):
+    def __init__(self) -> None:
+        self.shelf: dict[str, Tensor] = {}
+
+
+_here = _Here()
+
+
+class Stash(nn.Module):
+    """Gives its input, a tensor, on as it is, and keeps it under ``name`` for a later :class:`Pop` of the same name. The
+    layer behind must not change it in place: whether ``Pop`` would see that depends on where the parts are cut."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x``. Raises ``TypeError`` when it is no tensor."""
+        if not isinstance(x, Tensor):
+            raise TypeError(f"Stash({self.name!r}) takes a tensor, not a {type(x).__name__}")
+        _here.shelf[self.name] = x
+        return x
+
+    def extra_repr(self) -> str:
+        """Its name, for the picture of a module as text."""
+        return repr(self.name)
+
+
+class Pop(nn.Module):
+    """``combine(x, stashed)``: its input with what the :class:`Stash` of the same ``name`` kept, which is gone then.
+    ``combine`` adds if it is left out; for ``on="process"`` it must be one that can be pickled."""
+
+    def __init__(self, name: str, combine: Callable[[Tensor, Tensor], Tensor] = torch.add) -> None:
+        super().__init__()
+        self.name = name
+        self.combine = combine
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``combine(x, stashed)``. Raises ``RuntimeError`` when nothing is stashed under its name."""
+        stashed = _here.shelf.pop(self.name, None)
+        if stashed is None:
+            raise RuntimeError(f"Pop({self.name!r}) finds nothing: no Stash({self.name!r}) came before it in this batch")
+        return self.combine(x, stashed)
+
+    def extra_repr(self) -> str:
+        """Its name, for the picture of a module as text."""
+        return repr(self.name)
+
+
+@contextlib.contextmanager
+def shelf(skips: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Within it ``Pop`` finds ``skips``; gives a dictionary that holds, at the end, what travels on."""
+    before, _here.shelf = _here.shelf, dict(skips)
+    try:
+        yield _here.shelf
+    finally:
+        _here.shelf = before

@@ -1,0 +1,410 @@
+"""Training by micro-batches: the parent's side. It declares the graph of workers, feeds them, and gathers what they answer.
+
+The plain module stays the master: on threads the workers train its own layers; on processes they train copies, and it has
+their parameters and buffers again at the end, and whenever the state is asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from flowchan import ChannelError, Feedback, Graph, Run, RunError, StageError, Stream, WorkerDied
+from flowchan.pipelines.sequential import worker as stages
+from flowchan.pipelines.sequential.execution import Passed
+from flowchan.pipelines.sequential.parts import Part, compute_threads
+from flowchan.pipelines.sequential.schedule import Schedule, Step, plan, steps, text
+from flowchan.pipelines.sequential.timeline import Event, Timeline
+from flowchan.pipelines.sequential.values import batch_size, join, mapped, split
+from flowchan.pipelines.sequential.worker import (
+    Answer,
+    Evaluate,
+    Give,
+    Item,
+    Job,
+    Loss,
+    Optimizers,
+    Scale,
+    Take,
+    Train,
+    at,
+    load,
+)
+
+KEPT = 10
+"""Of so many last steps the timeline is kept."""
+
+
+class Training:
+    """What ``pipe.training(...)`` gives: use it in a ``with`` block, which starts the workers and ends them.
+
+    A step that fails raises ``RunError``, whose message names the part, the schedule's step and the micro-batch; the
+    training is over then. On processes the plain module has the state from before the ``with`` block then, or from the
+    last :meth:`state_dict`; on threads the parts that were quicker may have been updated already.
+    """
+
+    def __init__(
+        self,
+        module: nn.Sequential,
+        parts: Sequence[Part],
+        on: Literal["thread", "process"],
+        chunks: int,
+        *,
+        loss: Loss,
+        optimizer: Optimizers | None = None,
+        schedule: Schedule = "1f1b",
+        workers: int | None = None,
+        recompute: bool = False,
+        clip: float | None = None,
+        autocast: torch.dtype | None = None,
+        name: str = "Sequential",
+    ) -> None:
+        workers = len(parts) if workers is None else workers
+        _check(parts, loss, optimizer, recompute, clip, autocast)
+        plans = plan(schedule, workers, len(parts), chunks)
+        self._module, self._on, self._chunks, self._clip = module, on, chunks, clip
+        self._outside = optimizer is None
+        self._total, self._last = len(parts), (len(parts) - 1) % workers
+        threads = compute_threads(workers) if on == "process" else None
+        self._jobs = [
+            Job(
+                number, workers, len(parts), tuple(parts[number::workers]), schedule,
+                loss if number == self._last else None, optimizer, recompute, clip is not None, autocast, threads,
+            )
+            for number in range(workers)
+        ]  # fmt: skip
+        self._graph = Graph(f"{name} training")
+        self._commands, self._answered_by = _declare(self._graph, self._jobs, on, 2 * chunks + 8)
+        self.schedule = [text(steps) for steps in plans]
+        """What each worker does in a step of ``chunks`` micro-batches, as text."""
+        self._run: Run | None = None
+        self._begun = False
+        self._answers: Iterator[Answer] | None = None
+        self._steps = 0
+        self._sent = [{"F": 0, "B": 0} for _ in self._jobs]
+        self._events: deque[tuple[Event, ...]] = deque(maxlen=KEPT * workers)
+
+    # --- its life ---
+
+    def __enter__(self) -> Training:
+        if self._begun:
+            raise RuntimeError("this training has begun already; make another one with pipe.training(...)")
+        self._run, self._begun = self._graph.start(), True
+        self._answers = self._run.iter(self._answered_by)
+        return self
+
+    @property
+    def graph(self) -> Graph:
+        """The workers and their channels, for ``flowchan viz``."""
+        return self._graph
+
+    @property
+    def active(self) -> bool:
+        """Whether it has begun and is not over."""
+        return self._answers is not None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        run = self._run
+        assert run is not None
+        if error is None and self._answers is None:  # a step failed, and that was raised then
+            run.abort()
+            with contextlib.suppress(RunError):
+                run.wait()
+            self._run = None
+            return
+        try:
+            if error is None:
+                self._fetch()
+        except BaseException as failed:
+            run.__exit__(type(failed), failed, failed.__traceback__)
+            raise
+        finally:
+            self._answers, self._run = None, None
+        run.__exit__(kind, error, trace)
+
+    # --- training ---
+
+    def step(self, x: Any, target: Any) -> Tensor:
+        """One training step with the batch ``x``: forward and backward passes of all its micro-batches, then the update.
+        Gives the batch's loss: the mean of those of the micro-batches, each weighted by its size.
+
+        With an optimizer outside, the gradients are added to the ``grad`` of the plain module's parameters instead, as
+        ``loss.backward()`` does. Raises ``ValueError`` or ``TypeError`` for a batch that can't be split, and ``RunError``
+        when a part fails or its worker dies.
+        """
+        inputs, targets = self._split(x, target)
+        sizes = tuple(map(batch_size, inputs))
+        seed = int(torch.randint(2**31, ()))
+        with self._commanding(f"step {self._steps}", len(sizes), "FB"):
+            for job in self._jobs:
+                self._put(job.worker, Train(self._steps, sizes, seed, self._changed(job)))
+            for chunk, (value, wanted) in enumerate(zip(inputs, targets, strict=True)):
+                self._put(0, Item(("F", 0, chunk), Passed(self._light(value), {}, ())))
+                self._put(self._last, Item(("T", self._total - 1, chunk), self._light(wanted)))
+            if self._clip is not None:
+                norm = math.sqrt(sum(answer.square for answer in self._answered()))
+                factor = self._clip / (norm + 1e-6)  # as torch's clip_grad_norm_, also where it is not a number
+                for job in self._jobs:
+                    self._put(job.worker, Scale(1.0 if factor >= 1.0 else factor))
+            answers = self._answered()
+        self._events.extend(answer.events for answer in answers)
+        self._steps += 1
+        for job, answer in zip(self._jobs, answers, strict=True):
+            add_gradients(job.parameters, answer.values)
+        loss = answers[self._last].loss
+        assert loss is not None
+        return loss
+
+    def evaluate(self, x: Any) -> Any:
+        """The output for the batch ``x`` with the parameters of now, in ``eval`` mode and without gradients."""
+        inputs = split(x, self._chunks)
+        with self._commanding("an evaluation", len(inputs), "F"):
+            for job in self._jobs:
+                self._put(job.worker, Evaluate(len(inputs)))
+            for chunk, value in enumerate(inputs):
+                self._put(0, Item(("F", 0, chunk), Passed(self._light(value), {}, ())))
+            outputs = self._answered()[self._last].values
+        assert outputs is not None
+        return join(outputs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The plain module's ``state_dict()``, with the parameters and buffers of now."""
+        self._fetch()
+        return self._module.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
+        """The plain module's ``load_state_dict``, for the workers too. What optimizers remember stays."""
+        found = self._module.load_state_dict(state, strict=strict)
+        if self._on == "process":
+            with self._commanding("loading the state"):
+                for job in self._jobs:
+                    self._put(job.worker, Take([self._light(one) for one in job.state]))
+                self._answered()
+        return found
+
+    def timeline(self) -> Timeline:
+        """What the workers did and when, in the last ten steps."""
+        return Timeline((event for events in self._events for event in events), self._graph.name)
+
+    # --- behind it ---
+
+    def _split(self, x: Any, target: Any) -> tuple[list[Any], list[Any]]:
+        inputs = split(x, self._chunks)
+        samples, wanted = batch_size(x), batch_size(target, "target")
+        if samples != wanted:
+            raise ValueError(f"step: x has a batch of {samples}, but target one of {wanted}; give a target for each sample")
+        return inputs, split(target, len(inputs), "target")
+
+    def _changed(self, job: Job) -> list[Tensor] | None:
+        """The parameters that a worker has to begin with: an optimizer outside has changed ours."""
+        sends = self._outside and self._on == "process"
+        return [self._light(one) for one in job.parameters] if sends else None
+
+    def _fetch(self) -> None:
+        """Brings the plain module up to date. With an optimizer outside it has the parameters, and they the buffers."""
+        if self._on == "thread":
+            return
+        with self._commanding("fetching the state"):
+            for job in self._jobs:
+                self._put(job.worker, Give())
+            answers = self._answered()
+        for job, answer in zip(self._jobs, answers, strict=True):
+            assert answer.values is not None
+            known = len(job.parameters) if self._outside else 0
+            load(job.state[known:], answer.values[known:])
+
+    def _light(self, value: Any) -> Any:
+        return value if self._on == "thread" else mapped(lambda tensor: tensor.detach().cpu(), value)
+
+    def _put(self, worker: int, item: Any) -> None:
+        assert self._run is not None
+        self._run[self._commands[worker]].put(item)
+
+    def _answered(self) -> list[Answer]:
+        """One answer of each worker, by worker."""
+        assert self._answers is not None
+        return sorted([next(self._answers) for _ in self._jobs], key=lambda answer: answer.worker)
+
+    @contextlib.contextmanager
+    def _commanding(self, doing: str, chunks: int = 0, ops: str = "") -> Iterator[None]:
+        """Within it workers do something. Whatever breaks it off ends the training; a failure is told by its place."""
+        if self._answers is None:
+            raise RuntimeError("this training has not begun, or is over: use it in its own with block, until a step fails")
+        assert self._run is not None
+        try:
+            yield
+            for job, sent in zip(self._jobs, self._sent, strict=True):
+                for step in self._plan(job, chunks, ops):
+                    sent[step.op] += self._sends(step)
+        except (ChannelError, StopIteration, RunError) as error:
+            self._answers = None
+            raise self._told(error, doing, chunks, ops) from None
+        except BaseException:
+            self._answers = None
+            raise
+
+    def _plan(self, job: Job, chunks: int, ops: str) -> list[Step]:
+        if not chunks:
+            return []
+        ordered = steps(job.schedule, job.worker, job.workers, job.total, chunks)
+        return [step for step in ordered if step.op in ops]
+
+    def _sends(self, step: Step) -> bool:
+        return step.part < self._total - 1 if step.op == "F" else step.part > 0
+
+    def _told(self, error: BaseException, doing: str, chunks: int, ops: str) -> BaseException:
+        """The failure of the run, with the place of the first one in its message."""
+        assert self._run is not None
+        with contextlib.suppress(RunError):  # it waits for the end, and nobody reads the answers any more
+            self._run.__exit__(type(error), error, error.__traceback__)
+        if not isinstance(error, RunError):
+            try:
+                self._run.wait()
+            except RunError as failed:
+                error = failed
+            else:
+                return RuntimeError("the run of this training was stopped from outside")
+        failures = [failure for failure in error.exceptions if isinstance(failure, StageError)]
+        failure = failures[0]
+        cause = failure.__cause__ or failure
+        if isinstance(cause, WorkerDied):
+            job = next(job for job in self._jobs if _name(job) == failure.stage)
+            place = f"{' and '.join(map(str, job.parts))}, {doing}, {self._reached(job, chunks, ops)}"
+        else:
+            notes = [note for note in getattr(cause, "__notes__", ()) if note.startswith("part ")]
+            place = notes[0] if notes else f"{failure.stage}, {doing}"
+        return RunError(f"{place}: {type(cause).__name__}: {cause}", failures)
+
+    def _reached(self, job: Job, chunks: int, ops: str) -> str:
+        """How far a worker that died had come for certain, from what the others had taken of what it sent."""
+        assert self._run is not None
+        ports = {f"{_name(job)}.onward": "F", f"{_name(job)}.back": "B"}
+        taken = {ports[link.name]: link.passed for link in self._run.stats().links if link.name in ports}
+        left = {op: taken.get(op, 0) - self._sent[job.worker][op] for op in "FB"}
+        done = None
+        for step in self._plan(job, chunks, ops):
+            if self._sends(step) and left[step.op] > 0:
+                left[step.op] -= 1
+                done = step
+        if done is None:
+            return "before anything of it was seen"
+        name = text([done]) if len(job.parts) == 1 else str(done)
+        return f"after {name} (micro-batch {done.chunk} of {chunks})"
+
+
+def add_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None] | None) -> None:
+    """Adds to the ``grad`` of parameters, in memory of their own, as a backward pass does."""
+    for parameter, gradient in zip(parameters, gradients or [None] * len(parameters), strict=True):
+        if gradient is not None and parameter.grad is None:
+            parameter.grad = gradient.detach().to(parameter.device, copy=True)
+        elif gradient is not None and parameter.grad is not None:
+            parameter.grad += gradient.to(parameter.device)
+
+
+def _declare(
+    graph: Graph, jobs: Sequence[Job], on: Literal["thread", "process"], capacity: int
+) -> tuple[list[Stream], Stream]:
+    """The graph of a training: its inputs, and the stream of answers. With several parts per worker the last worker's
+    activations go on to the first one, and the first one's gradients back to the last: a ring."""
+    size = len(jobs)
+    ring = jobs[0].total > size
+    commands = [graph.input(f"commands {number}", capacity) for number in range(size)]
+    round_about = graph.feedback("activations of the last worker") if ring else None
+    onward: Stream | None = round_about
+    gradients: list[Feedback] = []
+    backs: list[Stream] = []
+    answers: list[Stream] = []
+    for job in jobs:
+        inputs = [commands[job.worker], *([onward] if onward is not None else [])]
+        if ring or job.worker < size - 1:
+            gradients.append(graph.feedback(f"gradients for {_name(job)}"))
+            inputs.append(gradients[-1])
+        function = _FUNCTIONS[onward is not None, ring or job.worker < size - 1]
+        outs = graph.stage(function, *inputs, name=_name(job), on=on, capacity=capacity, job=job)
+        named = {stream.port: stream for stream in (outs if isinstance(outs, tuple) else (outs,))}
+        answers.append(named["answers"])
+        onward = named.get("onward")
+        if "back" in named:
+            backs.append(named["back"])
+    if ring:
+        assert round_about is not None
+        assert onward is not None
+        round_about.feed(onward)
+        backs = [*backs[1:], backs[0]]
+    for feedback, back in zip(gradients, backs, strict=True):
+        feedback.feed(back)
+    return commands, graph.merge(*answers, name="merge").collect(name="answers")
+
+
+_FUNCTIONS: dict[tuple[bool, bool], Callable[..., None]] = {
+    (False, False): stages.alone,
+    (False, True): stages.first,
+    (True, True): stages.middle,
+    (True, False): stages.last,
+}
+"""By whether there is a worker before, and one behind."""
+
+
+def _name(job: Job) -> str:
+    """``part 1``, or ``parts 0 and 2``."""
+    numbers = [str(part.number) for part in job.parts]
+    return f"part{'s' * (len(numbers) > 1)} {' and '.join(numbers)}"
+
+
+def _check(
+    parts: Sequence[Part],
+    loss: Any,
+    optimizer: Any,
+    recompute: Any,
+    clip: Any,
+    autocast: Any,
+) -> None:
+    """Raises ``TypeError`` or ``ValueError`` for what is wrong by itself."""
+    if not callable(loss):
+        raise TypeError(f"training: loss must be a function of output and target, not {loss!r}")
+    if optimizer is not None:
+        _check_optimizer(parts, optimizer)
+    if not isinstance(recompute, bool):
+        raise TypeError(f"training: recompute must be True or False, not {recompute!r}")
+    if clip is not None:
+        if isinstance(clip, bool) or not isinstance(clip, (int, float)) or not clip > 0:
+            raise ValueError(f"training: clip must be the largest norm, greater than 0, or None, not {clip!r}")
+        if optimizer is None:
+            raise ValueError(
+                "training: clip needs an optimizer in the parts; with one outside, call "
+                "torch.nn.utils.clip_grad_norm_(module.parameters(), ...) between step and update"
+            )
+    if autocast is not None and (not isinstance(autocast, torch.dtype) or not autocast.is_floating_point):
+        raise TypeError(f"training: autocast must be a floating type such as torch.bfloat16, or None, not {autocast!r}")
+    owners: dict[int, Part] = {}
+    for part in parts:
+        for name, parameter in part.module.named_parameters():
+            owner = owners.setdefault(id(parameter), part)
+            if owner is not part:
+                raise ValueError(
+                    f"training: {part} shares parameter {name!r} with {owner}; each part trains its own: "
+                    "put the layers that share it into one part"
+                )
+
+
+def _check_optimizer(parts: Sequence[Part], optimizer: Any) -> None:
+    """Makes what the workers will make, and forgets it. That loads what optimizers need, before processes are forked."""
+    if not callable(optimizer) or isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            "training: optimizer must be a function that makes one of a list of parameters, such as partial(SGD, lr=0.1), "
+            f"or None for one outside; not {type(optimizer).__name__}"
+        )
+    for part in parts:
+        parameters = list(part.module.parameters())
+        if parameters:
+            with at(part, "making its optimizer"):
+                made = optimizer(parameters)
+            if not callable(getattr(made, "step", None)):
+                raise TypeError(f"training: optimizer must make an optimizer, with a step(), not a {type(made).__name__}")

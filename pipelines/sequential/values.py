@@ -1,0 +1,131 @@
+"""Values: tensors, or tuples, lists and dictionaries of them, nested as they like. Their first dimension is the batch.
+
+A batch is split along it into micro-batches as equal as possible (the first ones are larger by one sample), and what
+comes out is joined again in the same order.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True, repr=False)
+class Micro:
+    """One micro-batch on its way: number ``chunk`` of the ``chunks`` that batch number ``batch`` was split into.
+
+    ``skips`` are tensors that travel beside the value to a later part, by name. ``events`` holds one pair for each part
+    that is done: when it began and when it ended, in seconds of ``time.monotonic``.
+    """
+
+    batch: int
+    chunk: int
+    chunks: int
+    value: Any
+    skips: dict[str, Tensor] = field(default_factory=dict)
+    events: tuple[tuple[float, float], ...] = ()
+
+    def __repr__(self) -> str:
+        return f"micro-batch {self.chunk} of {self.chunks} of batch {self.batch}"
+
+
+def leaves(value: Any, name: str = "x") -> Iterator[tuple[str, Any]]:
+    """Everything in a nested value that is no tuple, list or dictionary, with its path: ``x['mask'][0]``."""
+    if isinstance(value, (tuple, list)):
+        for place, inner in enumerate(value):
+            yield from leaves(inner, f"{name}[{place}]")
+    elif type(value) in (dict, OrderedDict):
+        for key, inner in value.items():
+            yield from leaves(inner, f"{name}[{key!r}]")
+    else:
+        yield name, value
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """The tensors of a value, in order; what is none is left out."""
+    return [leaf for _, leaf in leaves(value) if isinstance(leaf, Tensor)]
+
+
+def mapped(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """A value of the same structure with ``function(tensor)`` in place of each tensor; other leaves stay."""
+    return _together(lambda found: function(found[0]) if isinstance(found[0], Tensor) else found[0], [value])
+
+
+def split(value: Any, chunks: int, name: str = "x") -> list[Any]:
+    """The value in ``chunks`` micro-batches, or as many as it has samples if they are fewer; an empty batch is one.
+
+    Raises ``TypeError`` for a leaf that is no tensor and ``ValueError`` where the tensors have no common batch size, each
+    with the path of the leaf.
+    """
+    starts = _starts(batch_size(value, name), chunks)
+    return [_rows(value, start, end) for start, end in pairwise(starts)]
+
+
+def batch_size(value: Any, name: str = "x") -> int:
+    """The common first dimension of all tensors of the value. Raises as :func:`split` does."""
+    sizes: dict[str, int] = {}
+    for path, leaf in leaves(value, name):
+        if not isinstance(leaf, Tensor):
+            raise TypeError(
+                f"{path} must be a tensor, not {shown(leaf)}; a batch is a tensor, or tuples, lists and dicts of them: "
+                "keep what is no tensor in the module"
+            )
+        if leaf.dim() == 0:
+            raise ValueError(f"{path} has no dimension to split along; its first one must be the batch: {leaf.item()!r}")
+        sizes[path] = leaf.shape[0]
+    if not sizes:
+        raise TypeError(f"{name} must hold at least one tensor, not {shown(value)}")
+    first, *others = sizes.items()
+    for path, size in others:
+        if size != first[1]:
+            raise ValueError(
+                f"{path} has a batch of {size}, but {first[0]} one of {first[1]}; "
+                "the first dimension of all tensors must be the same"
+            )
+    return first[1]
+
+
+def join(values: list[Any]) -> Any:
+    """One value again: the tensors of the micro-batches, concatenated along dimension 0."""
+    if len(values) == 1:
+        return values[0]
+    return _together(lambda found: torch.cat(found), values)
+
+
+def shown(value: Any) -> str:
+    """The value with its type, short enough for one line; the repr of a user's object may be long, or fail."""
+    kind = type(value).__name__
+    try:
+        text = repr(value)
+    except Exception:
+        return f"a {kind}"
+    return f"{text if len(text) <= 60 else f'{text[:57]}...'} ({kind})"
+
+
+def _starts(samples: int, chunks: int) -> list[int]:
+    """Where each micro-batch begins, and where the last one ends."""
+    count = max(1, min(chunks, samples))
+    size, larger = divmod(samples, count)
+    return [place * size + min(place, larger) for place in range(count + 1)]
+
+
+def _rows(value: Any, start: int, end: int) -> Any:
+    return mapped(lambda tensor: tensor[start:end], value)
+
+
+def _together(function: Callable[[list[Any]], Any], values: list[Any]) -> Any:
+    """``function`` applied to the leaves that stand at the same place of each value."""
+    first = values[0]
+    kind = type(first)
+    if isinstance(first, (tuple, list)):
+        inner = [_together(function, list(found)) for found in zip(*values, strict=True)]
+        return kind(*inner) if hasattr(first, "_fields") else kind(inner)
+    if kind in (dict, OrderedDict):
+        return kind((key, _together(function, [value[key] for value in values])) for key in first)
+    return function(values)

@@ -1,0 +1,353 @@
+"""A worker of a training: it holds some parts of the model and follows the steps of the schedule, in order.
+
+The parent sends commands, and with them micro-batches to the worker of the first part and targets to that of the last.
+Activations go to the worker of the next part, gradients go back to that of the part before, each over a channel of its
+own. Before each step the worker takes what it needs; what came too early waits here. Each command is answered once; a step
+with clipping twice, for the gradients are scaled only when all workers' are known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from flowchan import Drained, In, Out
+from flowchan.pipelines.sequential.execution import Execution, Passed, Tail
+from flowchan.pipelines.sequential.parts import Part
+from flowchan.pipelines.sequential.schedule import Schedule, Step, steps
+from flowchan.pipelines.sequential.timeline import Event, Op
+from flowchan.pipelines.sequential.values import mapped
+
+Loss = Callable[[Any, Any], Tensor]
+Optimizers = Callable[[list[Tensor]], Optimizer]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a worker is told at its start. ``loss`` is for the last part's worker alone. ``optimizer`` is ``None`` when the
+    gradients are for one outside. ``threads``: with how many to compute; ``None`` on a thread of the parent's process."""
+
+    worker: int
+    workers: int
+    total: int
+    parts: tuple[Part, ...]
+    schedule: Schedule
+    loss: Loss | None
+    optimizer: Optimizers | None
+    recompute: bool
+    clips: bool
+    autocast: torch.dtype | None
+    threads: int | None
+
+    @property
+    def state(self) -> list[Tensor]:
+        """All parameters, then all buffers of its parts, themselves."""
+        return [*self.parameters, *(buffer for part in self.parts for buffer in part.module.buffers())]
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        return [parameter for part in self.parts for parameter in part.module.parameters()]
+
+
+# Commands
+
+
+class Train(NamedTuple):
+    """Do training step ``number`` with micro-batches of ``sizes`` samples. ``parameters`` are new ones to begin with, in
+    the order of ``Job.parameters``."""
+
+    number: int
+    sizes: tuple[int, ...]
+    seed: int
+    parameters: list[Tensor] | None
+
+
+class Scale(NamedTuple):
+    """Multiply the gradients, then update."""
+
+    factor: float
+
+
+class Evaluate(NamedTuple):
+    """Let so many micro-batches pass in ``eval`` mode."""
+
+    chunks: int
+
+
+class Give(NamedTuple):
+    """Give the state."""
+
+
+class Take(NamedTuple):
+    """Have this state, in the order of ``Job.state``."""
+
+    state: list[Tensor]
+
+
+# What is on the way. The key says what it is: "F" what a forward step needs, "B" a backward step, "T" a target.
+
+Key = tuple[str, int, int]
+
+
+class Item(NamedTuple):
+    """Something that a step of ``part`` (in ``key``) needs, for micro-batch ``key[2]``."""
+
+    key: Key
+    content: Any
+
+
+# Answers
+
+
+class Answer(NamedTuple):
+    """What came of a command. ``loss`` of the step comes from the last part's worker; ``square`` is the sum of the squares
+    of all gradients; ``values`` are gradients, state or outputs, as the command asks for."""
+
+    worker: int
+    events: tuple[Event, ...] = ()
+    loss: Tensor | None = None
+    square: float = 0.0
+    values: list[Any] | None = None
+
+
+# Stages. Which ports a worker has depends on where it stands: ``forward`` and ``backward`` bring activations and gradients,
+# ``onward`` and ``back`` take them to the others.
+
+
+def alone(commands: In[Any], answers: Out[Any], job: Job) -> None:
+    """The only worker."""
+    Worker(job, commands, answers).run()
+
+
+def first(commands: In[Any], backward: In[Any], answers: Out[Any], onward: Out[Any], job: Job) -> None:
+    """The worker of the first part and no other."""
+    Worker(job, commands, answers, backward=backward, onward=onward).run()
+
+
+def middle(
+    commands: In[Any], forward: In[Any], backward: In[Any], answers: Out[Any], onward: Out[Any], back: Out[Any], job: Job
+) -> None:
+    """A worker between two others; with several parts per worker all stand in a ring."""
+    Worker(job, commands, answers, forward, backward, onward, back).run()
+
+
+def last(commands: In[Any], forward: In[Any], answers: Out[Any], back: Out[Any], job: Job) -> None:
+    """The worker of the last part and no other."""
+    Worker(job, commands, answers, forward=forward, back=back).run()
+
+
+class Worker:
+    """One worker at work. ``run`` returns when no more commands can come."""
+
+    def __init__(
+        self,
+        job: Job,
+        commands: In[Any],
+        answers: Out[Any],
+        forward: In[Any] | None = None,
+        backward: In[Any] | None = None,
+        onward: Out[Any] | None = None,
+        back: Out[Any] | None = None,
+    ) -> None:
+        self.job = job
+        self.commands, self.answers = commands, answers
+        self.forward, self.backward, self.onward, self.back = forward, backward, onward, back
+        self.optimizers: list[tuple[Part, Optimizer]] = []
+        self.executions: dict[int, Execution] = {}
+        self.early: dict[Key, Any] = {}
+        self.events: list[Event] = []
+        self.losses: list[Tensor] = []
+
+    def run(self) -> None:
+        if self.job.threads is not None:
+            torch.set_num_threads(self.job.threads)
+        try:
+            self._build()
+            with contextlib.suppress(Drained):  # the parent, or the worker before, has ended
+                for command in self.commands:
+                    self.answers.put(self._do(command))
+        finally:
+            for execution in self.executions.values():
+                execution.close()
+
+    def _build(self) -> None:
+        job = self.job
+        for part in job.parts:
+            if part.device is not None:
+                part.module.to(part.device)
+            self.executions[part.number] = Execution(
+                part, recompute=job.recompute, autocast=job.autocast, shared=job.threads is None
+            )
+            parameters = list(part.module.parameters())
+            if job.optimizer is not None and parameters:
+                with at(part, "making its optimizer"):
+                    self.optimizers.append((part, job.optimizer(parameters)))  # type: ignore[arg-type]
+
+    def _do(self, command: Any) -> Answer:
+        job = self.job
+        if isinstance(command, Train):
+            return self._train(command)
+        if isinstance(command, Evaluate):
+            return self._evaluate(command)
+        if isinstance(command, Give):
+            return Answer(job.worker, values=self._light([value.detach() for value in job.state]))
+        assert isinstance(command, Take), command
+        load(job.state, command.state)
+        return Answer(job.worker)
+
+    # --- a training step ---
+
+    def _train(self, train: Train) -> Answer:
+        job = self.job
+        self.events, self.losses = [], []
+        if train.parameters is not None:
+            load(job.parameters, train.parameters)
+        if job.optimizer is not None or job.threads is not None:  # else they add up where the user has them
+            for parameter in job.parameters:
+                parameter.grad = None
+        plan = list(steps(job.schedule, job.worker, job.workers, job.total, len(train.sizes)))
+        for step, following in zip(plan, [*plan[1:], None], strict=True):
+            with at(self.executions[step.part].part, f"step {step.op}{step.chunk}", step.chunk, len(train.sizes)):
+                if step.op == "F":
+                    self._go_forward(step, train, soon=following == Step("B", step.chunk, step.part))
+                else:
+                    self._go_backward(step, train)
+        for execution in self.executions.values():
+            execution.commit()
+        if job.optimizer is not None:
+            self._update(train)
+        values = self._light([parameter.grad for parameter in job.parameters]) if self._sends_gradients else None
+        loss = torch.stack(self.losses).sum() if self.losses else None
+        return Answer(job.worker, tuple(self.events), loss, values=values)
+
+    @property
+    def _sends_gradients(self) -> bool:
+        return self.job.optimizer is None and self.job.threads is not None
+
+    def _go_forward(self, step: Step, train: Train, soon: bool) -> None:
+        passed: Passed = self._take(self.commands if step.part == 0 else self.forward, ("F", step.part, step.chunk))
+        tail = self._tail(step, train) if step.part == self.job.total - 1 else None
+        seed = train.seed + (step.part << 16) + step.chunk
+        with self._timed("F", train.number, step):
+            output = self.executions[step.part].forward(step.chunk, passed, seed, tail, soon)
+        if tail is None:
+            self._put(self.onward, ("F", step.part + 1, step.chunk), self._packed(output))
+        else:
+            self.losses.append(output.value)
+
+    def _tail(self, step: Step, train: Train) -> Tail:
+        target = self._take(self.commands, ("T", step.part, step.chunk))
+        device = self.executions[step.part].part.device
+        if device is not None:
+            target = mapped(lambda tensor: tensor.to(device), target)
+        share = train.sizes[step.chunk] / max(sum(train.sizes), 1)
+        return functools.partial(weighted, loss=self.job.loss, target=target, share=share)
+
+    def _go_backward(self, step: Step, train: Train) -> None:
+        execution = self.executions[step.part]
+        gradients: tuple[Tensor | None, ...] | None = None
+        if step.part < self.job.total - 1:
+            gradients = self._take(self.backward, ("B", step.part, step.chunk))
+        if execution.is_to_be_done_again(step.chunk):
+            with self._timed("recompute", train.number, step):
+                execution.again(step.chunk)
+        with self._timed("B", train.number, step):
+            found = execution.backward(step.chunk, gradients)
+        if step.part > 0:
+            self._put(self.back, ("B", step.part - 1, step.chunk), self._light(found))
+
+    def _update(self, train: Train) -> None:
+        """Clips, as ``torch.nn.utils.clip_grad_norm_`` does over the gradients of all workers, and updates."""
+        gradients = [parameter.grad for parameter in self.job.parameters if parameter.grad is not None]
+        scale = Scale(1.0)
+        if self.job.clips:
+            norms = [float(torch.linalg.vector_norm(gradient)) for gradient in gradients]
+            self.answers.put(Answer(self.job.worker, square=sum(norm * norm for norm in norms)))
+            scale = self.commands.get()
+        begin = time.monotonic()
+        if scale.factor != 1.0:
+            for gradient in gradients:
+                gradient.mul_(scale.factor)
+        for part, optimizer in self.optimizers:
+            with at(part, f"update at the end of step {train.number}"):
+                optimizer.step()
+        self.events.append(Event(self.job.worker, None, "update", train.number, None, begin, time.monotonic()))
+
+    # --- evaluation ---
+
+    def _evaluate(self, command: Evaluate) -> Answer:
+        job = self.job
+        outputs: list[tuple[int, Any]] = []
+        plan = steps(job.schedule, job.worker, job.workers, job.total, command.chunks)
+        for step in (step for step in plan if step.op == "F"):
+            execution = self.executions[step.part]
+            with at(execution.part, f"evaluation, step F{step.chunk}", step.chunk, command.chunks):
+                port = self.commands if step.part == 0 else self.forward
+                output = execution.evaluate(self._take(port, ("F", step.part, step.chunk)))
+            if step.part == job.total - 1:
+                outputs.append((step.chunk, self._light(output.value)))
+            else:
+                self._put(self.onward, ("F", step.part + 1, step.chunk), self._packed(output))
+        return Answer(job.worker, values=[value for _, value in sorted(outputs, key=lambda output: output[0])])
+
+    # --- ports ---
+
+    def _take(self, port: In[Any] | None, key: Key) -> Any:
+        assert port is not None
+        while key not in self.early:
+            item = port.get()
+            self.early[item.key] = item.content
+        return self.early.pop(key)
+
+    def _put(self, port: Out[Any] | None, key: Key, content: Any) -> None:
+        assert port is not None
+        port.put(Item(key, content))
+
+    def _packed(self, passed: Passed) -> Passed:
+        return Passed(self._light(passed.value), self._light(passed.skips), passed.wants)
+
+    def _light(self, value: Any) -> Any:
+        """What is sent: between processes what is in main memory."""
+        return value if self.job.threads is None else mapped(Tensor.cpu, value)
+
+    @contextlib.contextmanager
+    def _timed(self, op: Op, number: int, step: Step) -> Iterator[None]:
+        begin = time.monotonic()
+        yield
+        self.events.append(Event(self.job.worker, step.part, op, number, step.chunk, begin, time.monotonic()))
+
+
+@contextlib.contextmanager
+def at(part: Part, doing: str, chunk: int | None = None, chunks: int = 0) -> Iterator[None]:
+    """Notes on an error where it happened."""
+    try:
+        yield
+    except BaseException as error:
+        micro = "" if chunk is None else f" (micro-batch {chunk} of {chunks})"
+        error.add_note(f"{part}, {doing}{micro}")
+        raise
+
+
+def weighted(output: Any, loss: Loss | None, target: Any, share: float) -> Tensor:
+    """A micro-batch's loss, weighted by its share of the batch."""
+    assert loss is not None
+    found: Any = loss(output, target)
+    if not isinstance(found, Tensor) or found.numel() != 1:
+        what = f"one of shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+        raise TypeError(f"the loss must be a tensor of one number, the mean over the batch, not {what}")
+    return found.reshape(()) * share
+
+
+def load(mine: Iterable[Tensor], given: Sequence[Tensor]) -> None:
+    """Copies the given values into our own tensors, in order."""
+    with torch.no_grad():
+        for own, value in zip(mine, given, strict=True):
+            own.copy_(value)

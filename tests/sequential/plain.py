@@ -1,0 +1,48 @@
+"""Plain modules, what they give for micro-batches, and a layer that is watched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+everywhere = pytest.mark.parametrize("on", ["thread", "process"])
+
+
+def dense() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(inplace=True), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3)).eval()
+
+
+def conv() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 5)
+    ).eval()
+
+
+def plain(module: nn.Sequential, x: Tensor, chunks: int = 8) -> Tensor:
+    """What the module makes of the micro-batches, one after the other."""
+    with torch.no_grad():
+        return torch.cat([module(piece) for piece in x.tensor_split(min(chunks, len(x)))])
+
+
+def same(y: Tensor, expected: Tensor, on: str) -> bool:
+    """Whether the numbers are the same: on threads bit for bit. In a process a tensor lies elsewhere in memory, and torch's
+    kernels may round its last bit otherwise for another alignment."""
+    return torch.equal(y, expected) if on == "thread" else torch.allclose(y, expected, rtol=1e-5, atol=1e-6)
+
+
+class Watched(nn.Module):
+    """Calls a function with each micro-batch that has numbers. Only on threads."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.device.type != "meta":
+            self.function(x)
+        return x

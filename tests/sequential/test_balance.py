@@ -1,0 +1,146 @@
+"""Cuts are as good as the best of all, and costs are those of the layers."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from flowchan.pipelines import Sequential
+from flowchan.pipelines.sequential.balance import best_split, costs
+
+
+def largest(values: list[float], counts: list[int]) -> float:
+    """The cost of the most expensive part."""
+    rest = iter(values)
+    return max(sum(itertools.islice(rest, count)) for count in counts)
+
+
+def all_splits(layers: int, parts: int) -> Iterator[list[int]]:
+    for cuts in itertools.combinations(range(1, layers), parts - 1):
+        yield [end - begin for begin, end in itertools.pairwise((0, *cuts, layers))]
+
+
+@given(values=st.lists(st.integers(0, 100), min_size=1, max_size=9), data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_the_split_is_as_good_as_the_best_of_all(values: list[float], data: st.DataObject) -> None:
+    parts = data.draw(st.integers(1, len(values)))
+    counts = best_split(values, parts)
+    assert len(counts) == parts
+    assert sum(counts) == len(values)
+    assert min(counts) >= 1
+    assert largest(values, counts) == min(largest(values, tried) for tried in all_splits(len(values), parts))
+
+
+def test_a_known_split() -> None:
+    assert best_split([9, 1, 1, 1, 1, 1, 4], 2) == [1, 6]
+    assert best_split([1, 1, 1, 1, 9], 3)[2] == 1
+
+
+def test_hundreds_of_layers_are_split() -> None:
+    chance = random.Random(1)
+    values = [chance.random() for _ in range(300)]
+    counts = best_split(values, 8)
+    assert largest(values, counts) < sum(values) / 8 + 1
+
+
+class Slow(nn.Module):
+    """Costs ``times`` equal products of matrices."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times = times
+        self.register_buffer("matrix", torch.eye(96))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.times):
+            x = x @ self.matrix
+        return x
+
+
+def test_by_time_the_parts_are_within_a_tenth_of_the_best_split() -> None:
+    work = [8, 1, 1, 2, 1, 5, 1, 1, 12, 2]
+    module = nn.Sequential(*map(Slow, work)).eval()
+    with Sequential(module, parts=3, chunks=4, balance="time", sample=torch.randn(512, 96)) as pipe:
+        counts = [len(part.module) for part in pipe.parts]
+    best = min(largest(list(map(float, work)), tried) for tried in all_splits(len(work), 3))
+    assert largest(list(map(float, work)), counts) <= 1.1 * best
+
+
+def test_in_training_mode_the_time_of_the_backward_pass_counts() -> None:
+    module = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(inplace=True), nn.BatchNorm1d(64), nn.Linear(64, 2))
+    x = torch.randn(128, 8, 8)
+    both, forward = costs(module.train(), x, "time", 1), costs(module.eval(), x, "time", 1)
+    assert both[1] > forward[1]
+    assert all(cost > 0 for cost in (*both, *forward))
+
+
+def test_by_memory_the_cost_is_parameters_buffers_and_activations_in_bytes() -> None:
+    module = nn.Sequential(
+        nn.Linear(10, 20),  # 220 parameters, 20 activations a sample
+        nn.ReLU(inplace=True),  # nothing new
+        nn.BatchNorm1d(20),  # 40 parameters, 40 statistics and a count of 8 bytes; 20 a sample
+        nn.Flatten(),  # a view
+        nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 1)),  # 630 + 31 parameters, 30 + 1 a sample
+    )
+    samples = 5
+    assert costs(module, torch.randn(samples, 10), "memory", 1) == [
+        4 * (220 + samples * 20),
+        0,
+        4 * (80 + samples * 20) + 8,
+        0,
+        4 * (661 + samples * 31),
+    ]
+
+
+def test_by_memory_large_layers_stand_alone() -> None:
+    module = nn.Sequential(nn.Linear(8, 1000), nn.ReLU(), nn.Linear(1000, 1000), nn.ReLU(), nn.Linear(1000, 8))
+    with Sequential(module, parts=2, balance="memory", sample=torch.randn(16, 8)) as pipe:
+        assert [len(part.module) for part in pipe.parts] == [2, 3]
+
+
+@pytest.mark.parametrize("balance", ["time", "memory"])
+def test_measuring_changes_nothing(balance: str) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.ReLU(inplace=True)).train()
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    x = torch.randn(16, 4)
+    given, state = x.clone(), torch.get_rng_state()
+    costs(module, x, balance, 1)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
+    assert all(parameter.grad is None for parameter in module.parameters())
+    assert torch.equal(x, given)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not any(layer._forward_hooks for layer in module.modules())
+
+
+def test_layers_are_measured_with_the_threads_of_a_part() -> None:
+    seen = []
+
+    class Threads(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(torch.get_num_threads())
+            return x
+
+    before = torch.get_num_threads()
+    costs(nn.Sequential(Threads()), torch.ones(2), "memory", 3)
+    assert set(seen) == {3}
+    assert torch.get_num_threads() == before
+
+
+def test_dictionaries_and_tuples_between_layers_are_measured() -> None:
+    class Both(nn.Module):
+        def forward(self, x: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+            return x["a"] + 1, x["b"] + 1
+
+    class Sum(nn.Module):
+        def forward(self, x: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+            return x[0] + x[1]
+
+    sample = {"a": torch.zeros(4, 3), "b": torch.zeros(4, 3)}
+    assert costs(nn.Sequential(Both(), Sum()), sample, "memory", 1) == [2 * 4 * 12, 4 * 12]

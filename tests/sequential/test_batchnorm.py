@@ -1,0 +1,173 @@
+"""Batch normalisation: micro-batches are normalised by themselves, the running statistics are those of whole batches."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from trained import OPTIMIZERS, everywhere, in_parts, same, schedules
+
+from flowchan.pipelines.sequential.batchnorm import DeferredBatchNorm, moments
+
+
+def normalised(momentum: float | None = 0.1) -> nn.Sequential:
+    """Five layers, the first of which is a batch norm: what it sees does not depend on the parameters."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.BatchNorm1d(6, momentum=momentum), nn.Linear(6, 12), nn.BatchNorm1d(12, momentum=momentum), nn.Tanh(),
+        nn.Linear(12, 4),
+    )  # fmt: skip
+
+
+def batches(sizes: Iterable[int]) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    xs = [3 + 2 * torch.randn(size, 6, generator=generator) for size in sizes]
+    return [(x, torch.randint(4, (len(x),), generator=generator)) for x in xs]
+
+
+def in_micro_batches(module: nn.Sequential, data: Iterable[tuple[Tensor, Tensor]], chunks: int) -> nn.Sequential:
+    """The plain training that a pipe promises: gradients of micro-batches add up, statistics are those of the batch."""
+    module = copy.deepcopy(module)
+    optimizer = OPTIMIZERS["sgd"](module.parameters())
+    for x, target in data:
+        deferred = DeferredBatchNorm(module)
+        deferred.counting = True
+        optimizer.zero_grad()
+        for piece, wanted in zip(x.tensor_split(chunks), target.tensor_split(chunks), strict=True):
+            (cross_entropy(module(piece), wanted) * (len(piece) / len(x))).backward()
+        optimizer.step()
+        deferred.commit()
+        deferred.close()
+    return module
+
+
+@schedules
+@pytest.mark.parametrize("recompute", [False, True])
+def test_parameters_and_statistics_are_the_promised_ones(schedule: Any, parts: int, workers: int, recompute: bool) -> None:
+    module = normalised()
+    data = batches([12, 12, 9])
+    expected = in_micro_batches(module, data, 4)
+    options = {"schedule": schedule, "workers": workers, "recompute": recompute}
+    with in_parts(module, parts, optimizer=OPTIMIZERS["sgd"], **options) as training:
+        for each in data:
+            training.step(*each)
+    same(module, expected)
+
+
+def test_the_same_on_processes() -> None:
+    module = normalised()
+    data = batches([12, 12, 9])
+    expected = in_micro_batches(module, data, 4)
+    with in_parts(module, 3, "process", optimizer=OPTIMIZERS["sgd"], recompute=True) as training:
+        for each in data:
+            training.step(*each)
+    same(module, expected)
+
+
+@everywhere
+@pytest.mark.parametrize("momentum", [0.1, 0.5, None])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_running_statistics_are_those_of_the_plain_module(on: Any, momentum: float | None, recompute: bool) -> None:
+    """Of a layer that sees what the plain module's sees: the first one."""
+    module = normalised(momentum)
+    plain = copy.deepcopy(module)
+    with in_parts(module, 2, on, recompute=recompute) as training:
+        for x, target in batches([12, 12, 9]):
+            training.step(x, target)
+            plain(x)
+    mine, other = module[0], plain[0]
+    assert isinstance(mine, nn.BatchNorm1d)
+    assert isinstance(other, nn.BatchNorm1d)
+    torch.testing.assert_close(mine.running_mean, other.running_mean)
+    torch.testing.assert_close(mine.running_var, other.running_var)
+    assert int(mine.num_batches_tracked) == int(other.num_batches_tracked) == 3
+
+
+def test_with_one_micro_batch_everything_is_that_of_the_plain_module() -> None:
+    module = normalised()
+    plain = copy.deepcopy(module)
+    optimizer = OPTIMIZERS["sgd"](plain.parameters())
+    with in_parts(module, 3, chunks=1, optimizer=OPTIMIZERS["sgd"]) as training:
+        for x, target in batches([12, 12]):
+            training.step(x, target)
+            optimizer.zero_grad()
+            cross_entropy(plain(x), target).backward()
+            optimizer.step()
+    same(module, plain)
+
+
+def test_a_layer_in_eval_mode_keeps_its_statistics_and_normalises_by_them() -> None:
+    module = normalised()
+    frozen = module[0].eval()
+    before = copy.deepcopy(frozen.state_dict())
+    with in_parts(module, 2, optimizer=OPTIMIZERS["sgd"]) as training:
+        for each in batches([12, 12]):
+            training.step(*each)
+    assert not module[0].training
+    assert module[2].training
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        assert torch.equal(frozen.state_dict()[name], before[name])
+    assert int(module[2].num_batches_tracked) == 2
+
+
+@everywhere
+def test_evaluation_uses_the_statistics_and_leaves_them(on: Any) -> None:
+    module = normalised()
+    data = batches([12, 12])
+    with in_parts(module, 3, on, optimizer=OPTIMIZERS["sgd"]) as training:
+        for each in data:
+            training.step(*each)
+        before = copy.deepcopy(training.state_dict())
+        found = training.evaluate(data[0][0])
+        torch.testing.assert_close(dict(training.state_dict()), dict(before))
+    torch.testing.assert_close(found, module.eval()(data[0][0]).detach())
+
+
+def test_the_modules_layers_are_as_they_were_when_the_training_is_over() -> None:
+    module = normalised()
+    with in_parts(module, 2) as training:
+        training.step(*batches([8])[0])
+        assert not module[0].track_running_stats
+    assert all(layer.track_running_stats for layer in (module[0], module[2]))  # type: ignore[union-attr]
+    assert not any(layer._forward_pre_hooks for layer in module)
+
+
+def test_a_layer_without_statistics_is_left_alone() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(6, track_running_stats=False), nn.Linear(6, 4))
+    with in_parts(module, 2, optimizer=OPTIMIZERS["sgd"]) as training:
+        training.step(*batches([8])[0])
+    assert not module[0].track_running_stats  # type: ignore[union-attr]
+
+
+# what it is made of
+
+
+@pytest.mark.parametrize("shape", [(40, 3), (40, 3, 5), (40, 3, 2, 2)])
+@pytest.mark.parametrize("pieces", [1, 3, 40])
+def test_moments_of_pieces_are_the_moments_of_the_whole(shape: tuple[int, ...], pieces: int) -> None:
+    x = 1000 + torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    first, *others = (moments(piece) for piece in x.tensor_split(pieces))
+    for other in others:
+        first = first.plus(other)
+    channels = x.double().transpose(0, 1).reshape(3, -1)
+    assert first.count == channels.shape[1]
+    torch.testing.assert_close(first.mean, channels.mean(1))
+    torch.testing.assert_close(first.squares / first.count, channels.var(1, correction=0))
+
+
+def test_images_are_counted_per_channel() -> None:
+    layer, plain = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
+    x = torch.randn(8, 3, 5, 5, generator=torch.Generator().manual_seed(0))
+    deferred = DeferredBatchNorm(layer)
+    deferred.counting = True
+    for piece in x.split(3):
+        layer(piece)
+    deferred.commit()
+    deferred.close()
+    plain(x)
+    torch.testing.assert_close(dict(layer.state_dict()), dict(plain.state_dict()))

@@ -1,0 +1,264 @@
+"""Bad input is an error that names the argument, the value, what is allowed and the remedy, before anything starts."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flowchan.pipelines import Sequential
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+
+
+def words_in(raised: pytest.ExceptionInfo[BaseException], *words: str) -> bool:
+    text = str(raised.value)
+    missing = [word for word in words if word not in text]
+    assert not missing, f"{missing} not in: {text}"
+    return text.startswith("Sequential: ")
+
+
+class Own(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 1
+
+
+WRONG: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
+    "more parts than layers": ({"parts": 4}, ValueError, ["parts must be from 1 to 3", "number of layers", "not 4"]),
+    "no part": ({"parts": 0}, ValueError, ["parts must be from 1 to 3", "not 0"]),
+    "a negative number of parts": ({"parts": -2}, ValueError, ["not -2"]),
+    "parts is a bool": ({"parts": True}, TypeError, ["parts must be an int, or a list", "True (bool)"]),
+    "parts is a float": ({"parts": 2.5}, TypeError, ["2.5 (float)"]),
+    "parts is a text": ({"parts": "2"}, TypeError, ["'2' (str)"]),
+    "a list that adds up to less": ({"parts": [1, 1]}, ValueError, ["parts=[1, 1] must add up to 3", "not to 2"]),
+    "a list that adds up to more": ({"parts": (2, 2)}, ValueError, ["must add up to 3", "not to 4"]),
+    "a list with a zero": ({"parts": [3, 0]}, ValueError, ["parts=[3, 0]", "at least 1", "not 0"]),
+    "a list with a text": ({"parts": [2, "1"]}, ValueError, ["ints of at least 1", "not '1'"]),
+    "an empty list": ({"parts": []}, ValueError, ["parts=[] must add up to 3"]),
+    "an unknown place": ({"on": "gpu"}, ValueError, ['on must be "thread" or "process"', "'gpu'"]),
+    "a place that is no text": ({"on": None}, ValueError, ['on must be "thread" or "process"', "None"]),
+    "no chunks": ({"chunks": 0}, ValueError, ["chunks must be at least 1, not 0", "1 sends each batch as a whole"]),
+    "chunks is a float": ({"chunks": 2.0}, TypeError, ["chunks must be an int of at least 1", "2.0 (float)"]),
+    "an unknown balance": (
+        {"balance": "speed", "sample": torch.ones(2, 3)}, ValueError, ['balance must be "time", "memory" or None', "speed"]
+    ),
+    "a balance without a sample": ({"balance": "time"}, ValueError, ["balance='time'", "give sample="]),
+    "a sample without a balance": ({"sample": torch.ones(2, 3)}, ValueError, ["sample is for measuring", "balance="]),
+    "a balance and a list": (
+        {"balance": "time", "sample": torch.ones(2, 3), "parts": [1, 2]}, ValueError, ["parts=[1, 2] says", "give parts=2"]
+    ),
+    "a sample that is no tensor": ({"balance": "time", "sample": [1]}, TypeError, ["sample[0] must be a tensor", "(int)"]),
+    "an unknown device": ({"devices": ["cpu", "abacus"]}, ValueError, ["device 'abacus'", "here are cpu"]),
+    "a device that is not there": ({"devices": ["cpu", "cuda:99"]}, ValueError, ["device 'cuda:99'", "there is none"]),
+    "a device without numbers": ({"devices": ["meta", "cpu"]}, ValueError, ["device 'meta'"]),
+    "a device that is none": ({"devices": ["cpu", None]}, ValueError, ["device None"]),
+    "too few devices": ({"devices": ["cpu"]}, ValueError, ["devices must be 2, one for each part, not 1"]),
+    "devices is a text": ({"devices": "cpu"}, TypeError, ["devices must be a list", "'cpu' (str)"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "kind", "words"), WRONG.values(), ids=WRONG)
+def test_a_wrong_argument_is_named_with_what_is_allowed(
+    arguments: dict[str, Any], kind: type[Exception], words: list[str]
+) -> None:
+    with pytest.raises(kind) as raised:
+        Sequential(model(), **arguments)
+    assert words_in(raised, *words)
+
+
+@pytest.mark.parametrize(
+    ("module", "kind", "words"),
+    [
+        (nn.Linear(2, 2), TypeError, ["nn.Sequential or a list of layers", "not a Linear"]),
+        (5, TypeError, ["nn.Sequential or a list of layers", "5 (int)"]),
+        (None, TypeError, ["None (NoneType)"]),
+        ([nn.Linear(2, 2), torch.relu], TypeError, ["layer 1 of module must be an nn.Module"]),
+        ([], ValueError, ["module has no layers"]),
+        (nn.Sequential(), ValueError, ["module has no layers"]),
+        (Own(nn.Linear(2, 2), nn.ReLU()), TypeError, ["Own with a forward of its own"]),
+        (nn.Sequential(nn.LazyLinear(3), nn.ReLU()), ValueError, ["'0.weight'", "call module(x) once"]),
+    ],
+)
+def test_a_module_that_has_no_layers_in_a_row_is_refused(module: Any, kind: type[Exception], words: list[str]) -> None:
+    with pytest.raises(kind) as raised:
+        Sequential(module)
+    assert words_in(raised, *words)
+
+
+def test_hooks_of_the_container_are_refused_and_those_of_layers_are_not() -> None:
+    module = model()
+    seen = []
+    module[0].register_forward_hook(lambda *_: seen.append("layer"))
+    with Sequential(module, chunks=2) as pipe:
+        pipe(torch.ones(4, 3))
+    assert len(seen) >= 2
+    module.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="hooks") as raised:
+        Sequential(module)
+    assert words_in(raised, "register them on its layers")
+
+
+# --- what can't be sent to a process ---
+
+
+class Locked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.tools = {"lock": threading.Lock()}
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.tools["lock"]:
+            return x
+
+
+def test_a_layer_that_cannot_be_pickled_is_named_with_what_is_in_the_way() -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.ReLU(), Locked()))
+    with pytest.raises(TypeError) as raised:
+        Sequential(module, on="process")
+    assert words_in(
+        raised, "layer '1' (Sequential) of part 1", "1.1.tools['lock'] is of type lock", 'use on="thread"', "__getstate__"
+    )
+    with Sequential(module, on="thread") as pipe:
+        assert pipe(torch.ones(2, 3)).shape == (2, 3)
+
+
+def test_a_layer_of_a_lambda_is_sent() -> None:
+    class Apply(nn.Module):
+        def __init__(self, function: Any) -> None:
+            super().__init__()
+            self.function = function
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.function(x)
+            return result
+
+    with Sequential([Apply(lambda x: x + 1), Apply(lambda x: x * 2)], on="process") as pipe:
+        assert torch.equal(pipe(torch.ones(3)), torch.full((3,), 4.0))
+
+
+# --- the batch dimension ---
+
+
+class Fold(nn.Module):
+    """(n, 4) becomes (2 n, 2)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.reshape(-1, 2)
+
+
+class Unfold(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.reshape(-1, 4)
+
+
+class Total(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum()
+
+
+class Fixed(nn.Module):
+    """Two rows, whatever comes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:2]
+
+
+class WithNumber(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        return x, 7
+
+
+def started(pipe: Sequential) -> bool:
+    return pipe._inference._line is not None
+
+
+CHANGES: dict[str, tuple[list[nn.Module], str, tuple[int, ...]]] = {
+    "folds": ([nn.Linear(4, 4), Fold(), nn.ReLU()], "layer '1' (Fold)", (16, 2)),
+    "flattens all": ([nn.Linear(4, 4), nn.Flatten(0)], "layer '1' (Flatten)", (32,)),
+    "sums": ([nn.Linear(4, 4), Total()], "layer '1' (Total)", ()),
+    "keeps two by chance": ([Fixed(), nn.ReLU()], "layer '0' (Fixed)", (2, 4)),
+}
+
+
+@pytest.mark.parametrize("on", ["thread", "process"])
+@pytest.mark.parametrize(("layers", "culprit", "shape"), CHANGES.values(), ids=CHANGES)
+def test_a_layer_that_changes_the_batch_dimension_is_named_before_anything_starts(
+    layers: list[nn.Module], culprit: str, shape: tuple[int, ...], on: Any
+) -> None:
+    chunks = 8 if culprit == "layer '0' (Fixed)" else 1
+    with Sequential(layers, on=on, chunks=chunks) as pipe:
+        x = torch.randn(16 if chunks == 8 else 8, 4)
+        with pytest.raises(ValueError, match="changes the batch dimension") as raised:
+            pipe(x)
+        assert words_in(raised, culprit, str(shape), "micro-batches can be joined only")
+        assert not started(pipe)
+
+
+def test_a_change_that_a_later_layer_takes_back_is_none() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), Fold(), nn.Linear(2, 2), Unfold())
+    x = torch.randn(10, 4)
+    with Sequential(module, parts=[2, 2]) as pipe, torch.no_grad():
+        assert torch.allclose(pipe(x), module(x))
+
+
+def test_an_output_that_is_no_tensor_is_named() -> None:
+    with Sequential([nn.Linear(4, 4), WithNumber()]) as pipe:
+        with pytest.raises(TypeError) as raised:
+            pipe(torch.randn(8, 4))
+        assert words_in(raised, "the output[1] is 7 (int)", "layer '1' (WithNumber)", "must be tensors")
+        assert not started(pipe)
+
+
+def test_the_hidden_state_of_an_lstm_has_the_batch_elsewhere() -> None:
+    with Sequential([nn.Linear(4, 4), nn.LSTM(4, 3, batch_first=True)]) as pipe:
+        with pytest.raises(ValueError, match="changes the batch dimension") as raised:
+            pipe(torch.randn(8, 5, 4))
+        assert words_in(raised, "layer '1' (LSTM)", "the output[1][0]", "(1, 2, 3)")
+
+
+def test_layers_without_meta_kernels_are_checked_when_they_run() -> None:
+    class Numbers(nn.Module):
+        """Looks at the numbers, so it can't do without."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x[x[:, 0] > float(x.min())] if x.shape[0] > 1 else x
+
+    with Sequential([nn.Identity(), Numbers()], chunks=2) as pipe:
+        with pytest.raises(ValueError, match="the module made 2 samples of the 3 of micro-batch 0 of batch 0"):
+            pipe(torch.arange(6.0).reshape(6, 1))
+        assert started(pipe)
+        assert pipe(torch.arange(2.0).reshape(2, 1)).shape == (2, 1)
+
+
+def test_the_check_changes_no_buffer_and_draws_no_random_number() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), Total()).train()
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    state = torch.get_rng_state()
+    with Sequential(module) as pipe, pytest.raises(ValueError, match="batch dimension"):
+        pipe(torch.randn(32, 4, generator=torch.Generator().manual_seed(1)))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert module[1].weight.device.type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("x", "kind", "word"),
+    [
+        ("text", TypeError, "x must be a tensor"),
+        ({"a": torch.ones(2, 3), "b": 1}, TypeError, "x['b'] must be a tensor"),
+        ((torch.ones(2, 3), torch.ones(3, 3)), ValueError, "x[1] has a batch of 3"),
+        (torch.tensor(1.0), ValueError, "no dimension"),
+    ],
+)
+def test_an_input_that_cannot_be_split_starts_nothing(x: Any, kind: type[Exception], word: str) -> None:
+    with Sequential(model()) as pipe:
+        with pytest.raises(kind) as raised:
+            pipe(x)
+        assert word in str(raised.value)
+        assert not started(pipe)

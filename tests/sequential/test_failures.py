@@ -1,0 +1,305 @@
+"""A training that fails says where: the part, the schedule's step, the micro-batch. Nothing hangs, and nothing is left."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD
+from trained import OPTIMIZERS, Gate, batches, everywhere, in_parts, perceptron, same
+
+from flowchan import RunError, WorkerDied
+
+
+class Custom(Exception):
+    """Can't be sent to another process as it is."""
+
+    def __init__(self, one: str, two: str) -> None:
+        super().__init__(one + two)
+        self.lock = threading.Lock()
+
+
+class At(nn.Module):
+    """Calls ``act`` when the n-th micro-batch goes forward, or backward, counted from 0 on."""
+
+    def __init__(self, chunk: int, act: Callable[[], None], backward: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.chunk, self.act, self.back = chunk, act, backward
+        self.seen = {"forward": 0, "backward": 0}
+
+    def count(self, way: str) -> None:
+        self.seen[way] += 1
+        if self.seen[way] == self.chunk + 1 and self.back == (way == "backward"):
+            self.act()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count("forward")
+        return Watched.apply(x * self.weight, self)  # type: ignore[no-any-return]
+
+
+class Watched(torch.autograd.Function):
+    """Nothing but its way back, which is told."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: At) -> Tensor:
+        ctx.layer = layer
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        ctx.layer.count("backward")
+        return gradient, None
+
+
+def bad() -> None:
+    raise ValueError("bad")
+
+
+def with_layer(layer: nn.Module) -> nn.Sequential:
+    """Nine layers, three for each of three parts; ``layer`` is in the middle of part 1."""
+    module = perceptron()
+    module[4] = nn.Sequential(nn.Linear(12, 12), layer)
+    module[3] = nn.Linear(12, 12)
+    return module
+
+
+def failure_of(module: nn.Sequential, on: Any, steps: int = 1, **options: Any) -> RunError:
+    """What ``step`` raises. The last step is the one that shall."""
+    ((x, target),) = batches([8])
+    options.setdefault("optimizer", OPTIMIZERS["sgd"])
+    with in_parts(module, 3, on, **options) as training:
+        for _ in range(steps - 1):
+            training.step(x, target)
+        with pytest.raises(RunError) as raised:
+            training.step(x, target)
+        with pytest.raises(RuntimeError, match="is over"):
+            training.step(x, target)
+    return raised.value
+
+
+# exceptions
+
+
+@everywhere
+def test_a_failure_going_forward_names_part_step_and_micro_batch(on: Any) -> None:
+    error = failure_of(with_layer(At(2, bad)), on)
+    assert error.message == "part 1 (layers '3' to '5'), step F2 (micro-batch 2 of 4): ValueError: bad"
+    assert repr(error.exceptions[0].__cause__) == "ValueError('bad')"
+    assert error.exceptions[0].stage == "part 1"
+
+
+@everywhere
+def test_a_failure_going_backward_names_part_step_and_micro_batch(on: Any) -> None:
+    error = failure_of(with_layer(At(1, bad, backward=True)), on, schedule="gpipe")
+    assert error.message == "part 1 (layers '3' to '5'), step B1 (micro-batch 1 of 4): ValueError: bad"
+
+
+@everywhere
+def test_a_failure_in_the_loss_names_the_last_part(on: Any) -> None:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        raise ValueError("no loss")
+
+    error = failure_of(perceptron(), on, loss=loss)
+    assert error.message == "part 2 (layers '6' to '8'), step F0 (micro-batch 0 of 4): ValueError: no loss"
+
+
+def test_a_loss_that_is_no_mean_says_what_it_is() -> None:
+    error = failure_of(perceptron(), "thread", loss=lambda output, target: cross_entropy(output, target, reduction="none"))
+    assert "step F0 (micro-batch 0 of 4): TypeError: the loss must be a tensor of one number" in error.message
+    assert "not one of shape (2,)" in error.message
+
+
+@everywhere
+def test_a_failure_in_the_optimizer_names_its_part_and_the_step(on: Any) -> None:
+    class Fails(SGD):
+        def step(self, closure: Any = None) -> None:
+            if len(self.param_groups[0]["params"]) == 7:
+                raise ValueError("no update")
+
+    module = with_layer(nn.PReLU())  # part 1 alone has seven parameters: two linear layers more, and this
+    module[5] = nn.Linear(12, 12)
+    error = failure_of(module, on, optimizer=lambda parameters: Fails(parameters, lr=0.1))
+    assert error.message == "part 1 (layers '3' to '5'), update at the end of step 0: ValueError: no update"
+
+
+def test_an_optimizer_that_a_worker_cant_make_names_its_part() -> None:
+    parent = threading.get_ident()
+
+    def made(parameters: Any) -> SGD:
+        if threading.get_ident() != parent:
+            raise ValueError("not here")
+        return SGD(parameters, lr=0.1)
+
+    error = failure_of(perceptron(), "thread", optimizer=made)
+    assert re.fullmatch(r"part \d \(.*\), making its optimizer: ValueError: not here", error.message)
+
+
+def test_a_failure_when_it_is_computed_again_names_the_backward_step() -> None:
+    error = failure_of(with_layer(At(5, bad)), "thread", recompute=True, schedule="gpipe")
+    assert error.message == "part 1 (layers '3' to '5'), step B1 (micro-batch 1 of 4): ValueError: bad"
+
+
+def test_a_failure_in_an_interleaved_schedule_names_the_part_of_the_worker() -> None:
+    module = with_layer(At(1, bad))
+    error = failure_of(module, "thread", schedule="interleaved", workers=2)
+    assert error.message == "part 1 (layers '3' to '5'), step F1 (micro-batch 1 of 4): ValueError: bad"
+
+
+def test_a_failure_in_a_later_step_and_in_an_evaluation_are_told_so() -> None:
+    module = with_layer(At(9, bad))
+    assert "step F1 (micro-batch 1 of 4)" in failure_of(module, "thread", steps=3).message
+    with in_parts(with_layer(At(3, bad)), 3) as training, pytest.raises(RunError) as raised:
+        training.evaluate(next(batches([8]))[0])
+    assert raised.value.message.startswith("part 1 (layers '3' to '5'), evaluation, step F3 (micro-batch 3 of 4)")
+
+
+def test_an_exception_that_cant_be_sent_is_told_by_its_text() -> None:
+    def raises() -> None:
+        raise Custom("too ", "much")
+
+    error = failure_of(with_layer(At(0, raises)), "process")
+    assert re.fullmatch(r"part 1 \(layers '3' to '5'\), step F0 \(micro-batch 0 of 4\): .*Custom: too much", error.message)
+
+
+@everywhere
+def test_a_layer_that_exits_is_a_failure_as_any_other(on: Any) -> None:
+    error = failure_of(with_layer(At(1, sys.exit)), on)
+    assert error.message == "part 1 (layers '3' to '5'), step F1 (micro-batch 1 of 4): SystemExit: "
+
+
+def test_on_processes_the_plain_module_keeps_the_state_from_before() -> None:
+    module = with_layer(At(9, bad))
+    before = copy.deepcopy(module)
+    failure_of(module, "process", steps=3)
+    same(module, before)
+
+
+# deaths
+
+
+def killed_at(gate: Gate, pid: Path) -> threading.Thread:
+    """Kills the process that is held up at the gate."""
+
+    def kill() -> None:
+        gate.wait_held()
+        os.kill(int(pid.read_text()), signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_worker_that_is_killed_in_a_step_ends_it_with_its_part_and_how_far_it_was(tmp_path: Path, backward: bool) -> None:
+    gate, pid = Gate(), tmp_path / "pid"
+
+    def hold() -> None:
+        pid.write_text(str(os.getpid()))
+        gate.wait()
+
+    killer = killed_at(gate, pid)
+    error = failure_of(with_layer(At(6, hold, backward)), "process", steps=2)
+    killer.join()
+    cause = error.exceptions[0].__cause__
+    assert isinstance(cause, WorkerDied)
+    assert cause.exitcode == -signal.SIGKILL
+    place = r"part 1 \(layers '3' to '5'\), step 1, (after [FB]\d \(micro-batch \d of 4\)|before anything of it was seen): "
+    assert re.match(place + r"WorkerDied: the process of worker part 1 1 was killed by SIGKILL", error.message)
+
+
+def test_how_far_a_dead_worker_was_is_read_from_what_the_others_have(tmp_path: Path) -> None:
+    gate, pid = Gate(), tmp_path / "pid"
+
+    def hold() -> None:
+        pid.write_text(str(os.getpid()))
+        gate.wait()
+
+    ((x, target),) = batches([8])
+    module = nn.Sequential(nn.Linear(6, 4), At(6, hold))
+    with in_parts(module, 2, "process", schedule="gpipe", optimizer=OPTIMIZERS["sgd"]) as training:
+        training.step(x, target)
+        killer = killed_at(gate, pid)
+        with pytest.raises(RunError) as raised:
+            training.step(x, target)
+        killer.join()
+    assert raised.value.message.startswith("part 1 (layer '1'), step 1, before anything of it was seen: WorkerDied")
+
+
+def test_a_worker_that_exits_in_a_step_ends_it() -> None:
+    error = failure_of(with_layer(At(1, lambda: os._exit(3))), "process")
+    assert re.match(r"part 1 .*, step 0, .*: WorkerDied: .* exited with code 3", error.message)
+
+
+def test_a_worker_that_is_killed_between_two_steps_is_told_in_the_next(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    module = with_layer(At(0, lambda: pid.write_text(str(os.getpid()))))  # type: ignore[arg-type,return-value]
+    ((x, target),) = batches([8])
+    with in_parts(module, 3, "process", optimizer=OPTIMIZERS["sgd"]) as training:
+        training.step(x, target)
+        os.kill(int(pid.read_text()), signal.SIGKILL)
+        with pytest.raises(RunError, match=r"part 1 \(layers '3' to '5'\), step 1, .*SIGKILL"):
+            training.step(x, target)
+
+
+def test_a_worker_that_is_killed_after_the_last_step_is_told_at_the_end(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    module = with_layer(At(0, lambda: pid.write_text(str(os.getpid()))))  # type: ignore[arg-type,return-value]
+    ((x, target),) = batches([8])
+
+    def train() -> None:
+        with in_parts(module, 3, "process", optimizer=OPTIMIZERS["sgd"]) as training:
+            training.step(x, target)
+            os.kill(int(pid.read_text()), signal.SIGKILL)
+
+    with pytest.raises(RunError, match=r"part 1 \(layers '3' to '5'\), fetching the state, .*SIGKILL"):
+        train()
+
+
+# leaving
+
+
+@everywhere
+def test_leaving_the_block_by_an_exception_lets_it_through(on: Any) -> None:
+    def train() -> None:
+        with in_parts(perceptron(), 3, on, optimizer=OPTIMIZERS["sgd"]) as training:
+            training.step(*next(batches([8])))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train()
+
+
+@everywhere
+def test_ctrl_c_ends_a_step_and_the_training(on: Any) -> None:
+    gate = Gate()
+
+    def interrupt() -> None:
+        gate.wait_held()
+        os.kill(os.getpid(), signal.SIGINT)
+        gate.open()
+
+    def train() -> None:
+        with in_parts(with_layer(At(1, gate.wait)), 3, on, optimizer=OPTIMIZERS["sgd"]) as training:
+            helper.start()
+            training.step(*next(batches([8])))
+
+    helper = threading.Thread(target=interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        train()
+    helper.join()
+
+
+def test_a_training_that_is_never_begun_leaves_nothing() -> None:
+    in_parts(perceptron(), 3, "process")

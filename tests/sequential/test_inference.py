@@ -1,0 +1,339 @@
+"""A pipe gives what the plain module gives, in order, whatever happens on the way."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plain import Watched, conv, dense, everywhere, plain, same
+from torch import Tensor, nn
+
+from flowchan.pipelines import Sequential
+
+
+class Both(nn.Module):
+    """A dictionary becomes a tuple."""
+
+    def forward(self, x: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
+        return x["a"] * 2, [x["b"] + 1, x["a"][:, :1]]
+
+
+class Turned(nn.Module):
+    """A tuple becomes a dictionary."""
+
+    def forward(self, x: tuple[Tensor, list[Tensor]]) -> dict[str, Any]:
+        return {"sum": x[0] + x[1][1], "rest": (x[1][0],)}
+
+
+# --- the same answers ---
+
+
+@everywhere
+@pytest.mark.parametrize("make", [dense, conv])
+@pytest.mark.parametrize("parts", [1, 2, 3, [1, 1, 3], [4, 1]])
+def test_a_call_gives_what_the_plain_module_gives(make: Any, parts: Any, on: Any) -> None:
+    module = make()
+    layers = len(module)
+    counts = parts if isinstance(parts, int) else [*parts[:-1], layers - sum(parts[:-1])]
+    shape = (1, 8, 8) if make is conv else (6,)
+    with Sequential(module, parts=counts, on=on) as pipe:
+        for samples in (1, 3, 8, 11, 64):
+            x = torch.randn(samples, *shape)
+            y = pipe(x)
+            assert same(y, plain(module, x), on)
+            with torch.no_grad():
+                assert torch.allclose(y, module(x), atol=1e-6)
+            assert not y.requires_grad
+
+
+@everywhere
+@pytest.mark.parametrize("chunks", [1, 2, 3, 8, 100])
+def test_uneven_chunks_and_batches_smaller_than_chunks(chunks: int, on: Any) -> None:
+    module = dense()
+    with Sequential(module, on=on, chunks=chunks) as pipe:
+        for samples in (1, 2, 7, 30):
+            x = torch.randn(samples, 6)
+            assert same(pipe(x), plain(module, x, chunks), on)
+
+
+@everywhere
+def test_an_empty_batch_gives_an_empty_output(on: Any) -> None:
+    with Sequential(dense(), on=on) as pipe:
+        assert pipe(torch.ones(0, 6)).shape == (0, 3)
+
+
+@everywhere
+def test_dictionaries_and_tuples_go_in_between_and_out(on: Any) -> None:
+    module = nn.Sequential(Both(), nn.Identity(), Turned())
+    x = {"a": torch.randn(11, 3), "b": torch.randn(11, 2, 2)}
+    with Sequential(module, parts=3, on=on, chunks=4) as pipe:
+        y = pipe(x)
+    expected = module(x)
+    assert list(y) == ["sum", "rest"]
+    assert type(y["rest"]) is tuple
+    assert torch.equal(y["sum"], expected["sum"])
+    assert torch.equal(y["rest"][0], expected["rest"][0])
+
+
+@everywhere
+def test_a_list_of_layers_is_a_module(on: Any) -> None:
+    layers = [nn.Linear(3, 3), nn.ReLU()]
+    x = torch.randn(4, 3)
+    with Sequential(layers, on=on) as pipe, torch.no_grad():
+        assert same(pipe(x), plain(nn.Sequential(*layers), x), on)
+
+
+@everywhere
+def test_the_input_is_left_as_it_is_and_the_output_is_the_callers(on: Any) -> None:
+    x = torch.randn(4, 3, requires_grad=True)
+    before = x.detach().clone()
+    with Sequential([nn.ReLU(inplace=True), nn.ReLU(inplace=True)], on=on, chunks=1) as pipe:
+        y = pipe(x)
+        assert torch.equal(x.detach(), before)
+        y.add_(1)
+        assert torch.equal(pipe(x) + 1, y)
+
+
+@everywhere
+def test_calls_within_inference_mode(on: Any) -> None:
+    module = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 6), nn.BatchNorm1d(6)).eval()
+    with torch.inference_mode(), Sequential(module, on=on) as pipe:
+        for samples in (5, 30):
+            x = torch.randn(samples, 6)
+            assert same(pipe(x), plain(module, x.clone()), "process")  # it is copied before the layer that works in place
+
+
+@everywhere
+@pytest.mark.parametrize("kind", [torch.float64, torch.bfloat16, torch.int32, torch.bool, torch.complex64])
+def test_tensors_of_all_kinds_pass(on: Any, kind: torch.dtype) -> None:
+    x = (torch.arange(12).reshape(6, 2) % 3).to(kind)
+    with Sequential([nn.Identity(), nn.Identity()], on=on, chunks=4) as pipe:
+        assert torch.equal(pipe(x), x)
+        assert pipe(x.T).dtype == kind
+        assert torch.equal(pipe(x.T), x.T)
+
+
+def test_processes_have_their_parts_to_themselves() -> None:
+    class Process(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([x, torch.full((len(x), 1), float(os.getpid()))], dim=1)
+
+    with Sequential([Process(), Process(), Process()], parts=3, on="process") as pipe:
+        y = pipe(torch.zeros(16, 0))
+        again = pipe(torch.zeros(16, 0))
+    assert torch.equal(y, again)
+    assert len(set(y[0].tolist())) == 3
+    assert os.getpid() not in y[0].tolist()
+    assert all(torch.equal(row, y[0]) for row in y)
+
+
+def test_parts_work_at_the_same_time() -> None:
+    both = threading.Barrier(2)
+    first = Watched(lambda x: both.wait() if x[0, 0] > 0 else None)  # with every micro-batch but number 0
+    second = Watched(lambda x: both.wait() if x[0, 0] < 7 else None)  # with every one but the last
+    with Sequential([first, second], chunks=8) as pipe:
+        assert torch.equal(pipe(torch.arange(8.0)[:, None]), torch.arange(8.0)[:, None])
+
+
+def test_devices_are_where_parts_compute() -> None:
+    module = dense()
+    x = torch.randn(5, 6)
+    for on in ("thread", "process"):
+        with Sequential(module, devices=["cpu", torch.device("cpu")], on=on) as pipe:  # type: ignore[arg-type]
+            assert same(pipe(x), plain(module, x), on)
+            assert all(part.device == torch.device("cpu") for part in pipe.parts)
+
+
+# --- streams ---
+
+
+@everywhere
+def test_a_stream_yields_in_order(on: Any) -> None:
+    module = dense()
+    batches = [torch.randn(samples, 6) for samples in (5, 1, 16, 8, 3, 40, 2, 2, 2, 9) * 3]
+    with Sequential(module, parts=3, on=on) as pipe:
+        for _ in range(2):
+            outputs = list(pipe.stream(iter(batches)))
+            assert len(outputs) == len(batches)
+            assert all(same(y, plain(module, x), on) for x, y in zip(batches, outputs, strict=True))
+        assert list(pipe.stream([])) == []
+
+
+@pytest.mark.parametrize(("samples", "chunks"), [(8, 8), (1, 8), (32, 2)])
+def test_a_stream_asks_for_batches_as_it_has_room(samples: int, chunks: int) -> None:
+    asked = 0
+
+    def batches() -> Iterator[Tensor]:
+        nonlocal asked
+        for _ in range(60):
+            asked += 1
+            yield torch.zeros(samples, 6)
+
+    with Sequential(dense(), chunks=chunks) as pipe:
+        stream = pipe.stream(batches())
+        assert asked == 0
+        micros = min(samples, chunks)
+        for taken, _ in enumerate(stream, 1):
+            ahead = (asked - taken) * micros
+            assert ahead <= 2 * (chunks + 2)
+            if asked < 60:
+                assert ahead + micros >= 2 * (chunks + 2)  # every part has work while we look at this one
+        assert asked == 60
+
+
+@everywhere
+def test_a_stream_that_is_left_early_ends(on: Any) -> None:
+    module = dense()
+    ended = []
+
+    def batches() -> Iterator[Tensor]:
+        try:
+            while True:
+                yield torch.randn(8, 6)
+        finally:
+            ended.append(True)
+
+    with Sequential(module, on=on) as pipe:
+        source = batches()
+        for taken, _ in enumerate(pipe.stream(source)):
+            if taken == 3:
+                break
+        assert not ended  # the iterator is its owner's
+        source.close()
+        x = torch.randn(9, 6)
+        assert same(pipe(x), plain(module, x), on)
+        assert not pipe._inference.book.out
+
+
+@everywhere
+def test_an_exception_in_batches_comes_after_the_outputs_before_it(on: Any) -> None:
+    module = dense()
+    good = [torch.randn(8, 6) for _ in range(2)]
+
+    def batches() -> Iterator[Tensor]:
+        yield from good
+        raise LookupError("no more")
+
+    with Sequential(module, on=on) as pipe:
+        found: list[Tensor] = []
+        with pytest.raises(LookupError, match="no more"):
+            found.extend(pipe.stream(batches()))
+        assert all(same(y, plain(module, x), on) for x, y in zip(good, found, strict=True))
+        assert same(pipe(good[0]), plain(module, good[0]), on)
+
+
+@everywhere
+def test_a_batch_that_cannot_be_split_comes_in_its_turn(on: Any) -> None:
+    with Sequential(dense(), on=on) as pipe:
+        stream = pipe.stream([torch.ones(4, 6), torch.ones(3, 6), None])
+        assert [len(next(stream)), len(next(stream))] == [4, 3]
+        with pytest.raises(TypeError, match="x must be a tensor, not None"):
+            next(stream)
+
+
+@everywhere
+def test_streams_and_calls_of_one_thread_mix(on: Any) -> None:
+    module = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+    one, two = ([torch.randn(5, 6) for _ in range(8)] for _ in range(2))
+    with Sequential(module, on=on) as pipe:
+        for x, z, y, w in zip(one, two, pipe.stream(one), pipe.stream(two), strict=True):
+            assert same(y, plain(module, x), on)
+            assert same(w, plain(module, z), on)
+            assert same(pipe(x), y, on)
+        twice = list(pipe.stream(pipe.stream(one)))
+    assert all(same(y, plain(module, plain(module, x)), on) for x, y in zip(one, twice, strict=True))
+
+
+@everywhere
+def test_many_threads_use_one_pipe(on: Any) -> None:
+    module = dense()
+    begin = threading.Barrier(4)
+    with Sequential(module, on=on) as pipe, ThreadPoolExecutor(4) as threads:
+
+        def use(number: int) -> bool:
+            xs = [torch.full((samples, 6), float(number)) for samples in range(1, 12)]
+            begin.wait()
+            ys = list(pipe.stream(xs)) if number % 2 else [pipe(x) for x in xs]
+            return all(same(y, plain(module, x), on) for x, y in zip(xs, ys, strict=True))
+
+        assert list(threads.map(use, range(4))) == [True] * 4
+
+
+# --- state and mode ---
+
+
+@everywhere
+def test_changed_parameters_and_modes_hold_for_the_next_call(on: Any) -> None:
+    module = conv()
+    x = torch.randn(16, 1, 8, 8)
+    with Sequential(module, on=on) as pipe:
+        first = pipe(x)
+        with torch.no_grad():
+            module[6].weight.mul_(2)
+        assert same(pipe(x), plain(module, x), on)
+        assert not torch.equal(pipe(x), first)
+        pipe.load_state_dict(conv().state_dict())
+        assert same(pipe(x), first, on)
+        optimiser = torch.optim.SGD(module.parameters(), lr=0.1)
+        module(x).sum().backward()
+        optimiser.step()
+        assert same(pipe(x), plain(module, x), on)
+        module.train()
+        assert not torch.equal(pipe(x), pipe(x))  # dropout
+        module.eval()
+        assert torch.equal(pipe(x), pipe(x))
+
+
+def test_state_dict_is_the_plain_modules() -> None:
+    module = conv()
+    with Sequential(module, parts=3) as pipe:
+        state = pipe.state_dict()
+        assert list(state) == list(module.state_dict())
+        with pytest.raises(RuntimeError, match="Missing key"):
+            pipe.load_state_dict({})
+        other = conv()
+        other.load_state_dict(state)
+
+
+def test_in_training_mode_on_threads_each_micro_batch_moves_the_statistics() -> None:
+    module, other = conv().train(), conv().train()
+    x = torch.randn(16, 1, 8, 8)
+    with Sequential(nn.Sequential(*module[:2]), chunks=4) as pipe:
+        assert same(pipe(x), plain(nn.Sequential(*other[:2]), x, 4), "thread")
+    assert torch.equal(module[1].running_mean, other[1].running_mean)
+    assert module[1].num_batches_tracked == 4
+
+
+# --- what is seen of it ---
+
+
+@everywhere
+def test_the_timeline_has_an_event_for_each_part_and_micro_batch(on: Any, tmp_path: Path) -> None:
+    with Sequential(dense(), parts=3, on=on, chunks=4) as pipe:
+        for _ in pipe.stream(torch.randn(samples, 6) for samples in (8, 2)):
+            pass
+        timeline = pipe.timeline()
+    assert len(timeline.events) == 3 * (4 + 2)
+    assert {(event.worker, event.step, event.chunk) for event in timeline.events} == {
+        (part, step, chunk) for part in range(3) for step, chunks in enumerate((4, 2)) for chunk in range(chunks)
+    }
+    ends = {(event.part, event.step, event.chunk): event.end for event in timeline.events}
+    for event in timeline.events:
+        assert event.begin <= event.end
+        if event.part:
+            assert ends[event.part - 1, event.step, event.chunk] <= event.begin
+    assert timeline.save(tmp_path / "run.svg").read_text().startswith("<svg")
+    timeline.save(tmp_path / "run.json")
+
+
+def test_a_pipe_shows_its_parts() -> None:
+    pipe = Sequential(dense(), parts=[2, 3], on="process", chunks=4)
+    assert repr(pipe) == "Sequential: part 0 (layers '0' to '1'), part 1 (layers '2' to '4'); on processes, 4 chunks"
+    assert not pipe.graph.check()
+    assert [stage.name for stage in pipe.graph.stages if stage.kind == "map"] == ["part 0", "part 1"]

@@ -1,0 +1,189 @@
+"""What fails names itself, what dies is replaced, and what ends leaves nothing."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plain import Watched, dense, everywhere, plain, same
+from torch import Tensor, nn
+from waiting import wait_until
+
+from flowchan import Closed, StageError, WorkerDied
+from flowchan.pipelines import Sequential
+
+
+class Breaks(nn.Module):
+    """Raises for a micro-batch that holds a negative number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.device.type != "meta" and bool((x < 0).any()):
+            raise ArithmeticError(f"negative: {x.min():g}")
+        return x
+
+
+@everywhere
+def test_a_part_that_fails_names_itself_its_layers_and_the_micro_batch(on: Any) -> None:
+    with Sequential([nn.Identity(), nn.Identity(), Breaks(), nn.Identity()], on=on, parts=[1, 3], chunks=4) as pipe:
+        x = torch.ones(8, 2)
+        assert torch.equal(pipe(x), x)
+        x[5] = -3
+        with pytest.raises(StageError) as raised:
+            pipe(x)
+        error = raised.value
+        assert "part 1 (layers '1' to '3') failed on micro-batch 2 of 4 of batch 1" in str(error)
+        assert "ArithmeticError: negative: -3" in str(error)
+        assert (error.stage, error.item) == ("part 1", "micro-batch 2 of 4 of batch 1")
+        assert isinstance(error.__cause__, ArithmeticError)
+        assert torch.equal(pipe(x.abs()), x.abs())  # the pipe goes on
+
+
+@everywhere
+def test_a_failure_in_a_stream_comes_in_its_turn_and_spares_other_streams(on: Any) -> None:
+    with Sequential([nn.Identity(), Breaks()], on=on) as pipe:
+        good = pipe.stream(torch.ones(4, 1) for _ in range(12))
+        assert torch.equal(next(good), torch.ones(4, 1))
+        bad = pipe.stream(torch.full((4, 1), value) for value in (1.0, 2.0, -1.0, 4.0))
+        assert next(bad)[0] == 1
+        assert next(bad)[0] == 2
+        with pytest.raises(StageError, match="part 1"):
+            next(bad)
+        assert list(bad) == []
+        assert len(list(good)) == 11
+
+
+class Killed(nn.Module):
+    """Kills its process with SIGKILL while a negative number comes, ``times`` times in all."""
+
+    def __init__(self, marks: Path, times: int) -> None:
+        super().__init__()
+        self.marks, self.times = marks, times
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.device.type != "meta" and bool((x < 0).any()) and len(list(self.marks.iterdir())) < self.times:
+            (self.marks / str(os.getpid())).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return x
+
+
+def test_a_worker_killed_once_is_replaced_and_the_answers_are_right(tmp_path: Path) -> None:
+    with Sequential([nn.Linear(3, 3), Killed(tmp_path, 1), nn.Linear(3, 3)], parts=3, on="process") as pipe:
+        batches = [torch.randn(16, 3) * 10 for _ in range(6)]
+        outputs = list(pipe.stream(batches))
+        module = pipe.module
+        assert len(list(tmp_path.iterdir())) == 1
+        assert all(same(y, plain(module, x), "process") for x, y in zip(batches, outputs, strict=True))
+
+
+def test_workers_killed_from_outside_are_replaced(tmp_path: Path) -> None:
+    class Told(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + os.getpid() * 0 if x.device.type == "meta" else torch.full_like(x, os.getpid())
+
+    with Sequential([Told(), nn.Identity()], on="process", chunks=2) as pipe:
+        for _ in range(3):
+            pid = int(pipe(torch.zeros(2, 1, dtype=torch.int64))[0])
+            stream = pipe.stream(torch.zeros(2, 1, dtype=torch.int64) for _ in range(40))
+            assert int(next(stream)[0]) == pid
+            os.kill(pid, signal.SIGKILL)
+            rest = [y.flatten().tolist() for y in stream]
+            assert len(rest) == 39
+            wait_until(lambda pid=pid: int(pipe(torch.zeros(2, 1, dtype=torch.int64))[0]) != pid)  # type: ignore[misc]
+
+
+def test_a_micro_batch_that_kills_every_worker_is_a_failure_of_its_part(tmp_path: Path) -> None:
+    with Sequential([nn.Identity(), Killed(tmp_path, 99)], on="process", chunks=2) as pipe:
+        with pytest.raises(StageError) as raised:
+            pipe(torch.tensor([[1.0], [-1.0]]))
+        assert "part 1 (layer '1') failed on micro-batch 1 of 2 of batch 0: WorkerDied: 3 workers died" in str(raised.value)
+        assert isinstance(raised.value.__cause__, WorkerDied)
+        assert torch.equal(pipe(torch.ones(4, 1)), torch.ones(4, 1))
+
+
+@everywhere
+def test_a_part_that_asks_to_exit_ends_the_run_and_the_next_call_begins_another(on: Any) -> None:
+    class Exits(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.device.type != "meta" and bool((x < 0).any()):
+                raise SystemExit(3)
+            return x
+
+    with Sequential([nn.Identity(), Exits()], on=on) as pipe:
+        assert torch.equal(pipe(torch.ones(2, 1)), torch.ones(2, 1))
+        with pytest.raises(StageError, match="part 1") as raised:
+            pipe(-torch.ones(2, 1))
+        assert isinstance(raised.value.__cause__, SystemExit)
+        assert torch.equal(pipe(torch.ones(2, 1)), torch.ones(2, 1))
+
+
+# --- the end ---
+
+
+@everywhere
+def test_close_may_be_called_again_and_use_after_it_raises(on: Any) -> None:
+    pipe = Sequential(dense(), on=on)
+    stream = pipe.stream(torch.ones(2, 6) for _ in range(100))
+    next(stream)
+    pipe.close()
+    pipe.close()
+    with pytest.raises(Closed, match="closed"):
+        list(stream)
+    with pytest.raises(Closed, match="is closed; make another one"):
+        pipe(torch.ones(2, 6))
+    with pytest.raises(Closed):
+        pipe.stream([])
+
+
+def test_a_pipe_that_was_never_used_is_closed() -> None:
+    with Sequential(dense(), on="process") as pipe:
+        pass
+    with pytest.raises(Closed):
+        pipe(torch.ones(2, 6))
+
+
+def test_closing_ends_a_call_that_is_going_on() -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def hold(x: Tensor) -> None:
+        entered.set()
+        leave.wait()
+
+    pipe = Sequential([nn.Identity(), Watched(hold)])
+    ended: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            pipe(torch.ones(4, 1))
+        except Closed as error:
+            ended.append(error)
+
+    caller, closer = threading.Thread(target=call), threading.Thread(target=pipe.close)
+    caller.start()
+    entered.wait()
+    closer.start()
+    caller.join()  # at once, whatever the part does
+    leave.set()
+    closer.join()
+    assert "was closed" in str(ended[0])
+
+
+@everywhere
+def test_a_forgotten_pipe_leaves_nothing(on: Any) -> None:
+    pipe = Sequential(dense(), on=on)
+    pipe(torch.ones(4, 6))
+    gone = weakref.ref(pipe)
+    del pipe
+    gc.collect()
+    assert gone() is None  # the check for leftovers looks for the rest
+
+
+def test_a_stream_keeps_its_pipe() -> None:
+    outputs = list(Sequential(dense()).stream(torch.ones(4, 6) for _ in range(9)))
+    assert len(outputs) == 9

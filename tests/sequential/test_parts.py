@@ -1,0 +1,103 @@
+"""Parts are the module's own layers under their own names."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+
+from flowchan.pipelines.sequential.parts import compute_threads, divided, evenly, may_write, run_part, whole
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(
+        OrderedDict(
+            first=nn.Linear(3, 4), act=nn.ReLU(), block=nn.Sequential(nn.Linear(4, 4), nn.Tanh()), last=nn.Linear(4, 2)
+        )
+    )
+
+
+@pytest.mark.parametrize("counts", [[4], [1, 3], [2, 2], [1, 1, 1, 1]])
+def test_the_parts_together_have_the_state_of_the_plain_module(counts: list[int]) -> None:
+    module = layers()
+    parts = divided(module, counts)
+    assert [len(part.module) for part in parts] == counts
+    found = {name: tensor for part in parts for name, tensor in part.module.state_dict(keep_vars=True).items()}
+    plain = module.state_dict(keep_vars=True)
+    assert list(found) == list(plain)
+    assert all(found[name] is plain[name] for name in plain)
+
+
+def test_numbered_layers_keep_their_numbers() -> None:
+    _, second = divided(nn.Sequential(nn.ReLU(), nn.Linear(2, 2), nn.Linear(2, 2)), [1, 2])
+    assert list(second.module.state_dict()) == ["1.weight", "1.bias", "2.weight", "2.bias"]
+
+
+def test_a_layer_that_is_there_twice_is_in_both_places() -> None:
+    shared = nn.Linear(2, 2)
+    first, second = divided(nn.Sequential(shared, nn.ReLU(), shared), [2, 1])
+    assert first.module[0] is second.module[0] is shared
+
+
+def test_parts_name_their_layers() -> None:
+    one, two = divided(layers(), [3, 1])
+    assert str(one) == "part 0 (layers 'first' to 'block')"
+    assert str(two) == "part 1 (layer 'last')"
+    assert two.name == "part 1"
+
+
+def test_running_the_parts_in_order_is_running_the_module() -> None:
+    module = layers()
+    x = torch.randn(5, 3)
+    value, skips = x, {}
+    for part in divided(module, [1, 2, 1]):
+        value, skips = run_part(part, value, skips)
+    assert torch.equal(value, module(x))
+    assert skips == {}
+
+
+def test_what_comes_in_is_left_as_it_is_by_layers_that_work_in_place() -> None:
+    for first in (nn.ReLU(inplace=True), nn.Sequential(nn.Flatten(), nn.ReLU(inplace=True))):
+        x = torch.full((2, 3), -1.0)
+        (part,) = divided(nn.Sequential(first), [1])
+        value, _ = run_part(part, {"x": x}["x"], {})
+        assert torch.equal(value, torch.zeros(2, 3))
+        assert torch.equal(x, torch.full((2, 3), -1.0))
+
+
+def test_only_layers_of_torch_with_parameters_are_trusted_not_to_write() -> None:
+    class Adds(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.add_(1)
+
+    assert not may_write(nn.Sequential(nn.Sequential(nn.Conv2d(1, 1, 1)), nn.ReLU(inplace=True)))
+    assert not may_write(nn.BatchNorm1d(3))
+    assert may_write(nn.Sequential(nn.ReLU()))
+    assert may_write(Adds(2, 2))
+
+
+def test_a_part_moves_its_input_to_its_device() -> None:
+    (part,) = divided(nn.Sequential(nn.Identity()), [1], [torch.device("meta")])
+    value, skips = run_part(part, (torch.ones(2),), {"name": torch.ones(1)})
+    assert value[0].device.type == skips["name"].device.type == "meta"
+
+
+def test_a_list_of_layers_is_a_sequential() -> None:
+    made = whole([nn.Linear(2, 2), nn.ReLU()])
+    assert isinstance(made, nn.Sequential)
+    assert whole(made) is made
+
+
+def test_layers_are_counted_evenly() -> None:
+    assert evenly(7, 3) == [3, 2, 2]
+    assert evenly(4, 4) == [1, 1, 1, 1]
+    assert evenly(6, 1) == [6]
+
+
+def test_forked_processes_compute_with_one_thread() -> None:
+    expected = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+    assert (compute_threads(1) == 1) or expected != "fork"
+    assert compute_threads(10_000) == 1

@@ -1,0 +1,162 @@
+"""Mixed precision, recompute and dropout: the same numbers under every schedule; what was promised of memory and masks."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from trained import OPTIMIZERS, batches, everywhere, in_parts, perceptron, same, schedules
+
+# mixed precision
+
+
+@everywhere
+@pytest.mark.parametrize("recompute", [False, True])
+def test_autocast_computes_as_that_of_the_plain_module(on: Any, recompute: bool) -> None:
+    module = perceptron()
+    plain = copy.deepcopy(module)
+    ((x, target),) = batches([12])
+    with in_parts(module, 3, on, autocast=torch.bfloat16, recompute=recompute) as training:
+        loss = training.step(x, target)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = plain(x)
+        expected = cross_entropy(out, target)
+    assert out.dtype is torch.bfloat16
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach(), rtol=0.01, atol=0.01)
+    assert not torch.equal(loss, cross_entropy(perceptron()(x), target))
+    for mine, other in zip(module.parameters(), plain.parameters(), strict=True):
+        assert mine.grad is not None
+        assert mine.grad.dtype is torch.float32
+        torch.testing.assert_close(mine.grad, other.grad, rtol=0.03, atol=0.003)
+
+
+# recompute
+
+
+class Counting(torch.autograd.Function):
+    """Does nothing, and counts the activations that are kept for its backward pass."""
+
+    alive = 0
+    most = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        if any(ctx.needs_input_grad):
+            ctx.kept = Kept()
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None
+
+
+class Kept:
+    def __init__(self) -> None:
+        Counting.alive += 1
+        Counting.most = max(Counting.most, Counting.alive)
+
+    def __del__(self) -> None:
+        Counting.alive -= 1
+
+
+class Counted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Counting.apply(x, self.weight)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("schedule", "recompute", "most"), [("gpipe", False, 6), ("1f1b", False, 2), ("gpipe", True, 1)])
+def test_so_many_micro_batches_are_kept_at_once(schedule: Any, recompute: bool, most: int) -> None:
+    """In the first of two parts, of six micro-batches: all with gpipe, two with 1f1b, one where it is computed again."""
+    torch.manual_seed(0)
+    module = nn.Sequential(Counted(), nn.Linear(6, 4))
+    ((x, target),) = batches([12])
+    Counting.alive = Counting.most = 0
+    with in_parts(module, 2, chunks=6, schedule=schedule, recompute=recompute) as training:
+        training.step(x, target)
+    assert (Counting.most, Counting.alive) == (most, 0)
+
+
+def test_what_is_computed_again_is_seen_in_the_timeline() -> None:
+    ((x, target),) = batches([8])
+    with in_parts(perceptron(), 2, recompute=True) as training:
+        training.step(x, target)
+        events = training.timeline().events
+    again = [(event.part, event.chunk) for event in events if event.op == "recompute"]
+    assert again == [(0, chunk) for chunk in range(4)]  # the last part goes back at once, and keeps what it has
+
+
+# dropout
+
+
+def dropped(p: float = 0.5) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(6, 24), nn.Dropout(p), nn.Linear(24, 24), nn.Tanh(), nn.Dropout(p), nn.Linear(24, 12), nn.Dropout(p),
+        nn.Linear(12, 4),
+    )  # fmt: skip
+
+
+def trained_dropped(on: Any = "thread", parts: int = 3, **options: Any) -> nn.Module:
+    module = dropped()
+    torch.manual_seed(42)
+    with in_parts(module, parts, on, optimizer=OPTIMIZERS["sgd"], **options) as training:
+        for each in batches([8, 8, 5]):
+            training.step(*each)
+    return module
+
+
+@schedules
+def test_dropout_draws_the_same_masks_when_it_is_computed_again(schedule: Any, parts: int, workers: int) -> None:
+    options = {"schedule": schedule, "parts": parts, "workers": workers}
+    same(trained_dropped(recompute=True, **options), trained_dropped(recompute=False, **options))
+
+
+def test_dropout_draws_the_same_masks_on_threads_and_processes_and_under_every_schedule() -> None:
+    module = trained_dropped()
+    same(trained_dropped("process"), module)
+    same(trained_dropped("process", recompute=True), module)
+    same(trained_dropped(schedule="gpipe"), module)
+    same(trained_dropped(schedule="interleaved", workers=2), module)
+
+
+def test_dropout_draws_anew_for_each_step_and_each_micro_batch() -> None:
+    seen = []
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        seen.append(output.detach().clone())
+        return output.mean()
+
+    with in_parts(nn.Sequential(nn.Linear(6, 64), nn.Dropout()), 1, loss=loss) as training:
+        for _ in range(2):
+            training.step(torch.ones(4, 6), torch.zeros(4))
+    assert len({tuple((each == 0).flatten().tolist()) for each in seen}) == 8
+
+
+def test_dropout_is_repeated_by_the_programs_seed_and_leaves_its_generator_where_a_step_does() -> None:
+    same(trained_dropped(), trained_dropped())
+    assert not torch.equal(dropped()[0].weight, trained_dropped()[0].weight)
+    after = torch.rand(3)
+    trained_dropped("process")
+    assert torch.equal(torch.rand(3), after)
+
+
+def test_dropout_drops_the_share_that_it_says() -> None:
+    kept = []
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        kept.append(float((output != 0).float().mean()))
+        return output.mean()
+
+    module = nn.Sequential(nn.Identity(), nn.Dropout(0.25), nn.Identity())
+    with in_parts(module, 3, loss=loss) as training:
+        training.step(torch.ones(400, 100), torch.zeros(400))
+    assert sum(kept) / len(kept) == pytest.approx(0.75, abs=0.02)

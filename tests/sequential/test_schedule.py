@@ -1,0 +1,198 @@
+"""Schedules: who does what in which order, and their text form. No model, no torch."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowchan.pipelines.sequential import schedule as module
+from flowchan.pipelines.sequential.schedule import SCHEDULES, Step, parse, plan, steps, text
+from flowchan.pipelines.sequential.simulate import simulate
+
+SMALL = st.integers(1, 6)
+
+
+@st.composite
+def arguments(draw: st.DrawFn) -> tuple[Any, int, int, int]:
+    """A schedule, workers, parts and chunks that go together."""
+    schedule, workers = draw(st.sampled_from(SCHEDULES)), draw(SMALL)
+    parts = draw(st.integers(workers, 4 * workers)) if schedule == "interleaved" else workers
+    return schedule, workers, parts, draw(st.integers(1, 20))
+
+
+# The order
+
+
+def test_gpipe_goes_all_forward_and_then_all_backward() -> None:
+    assert [text(one) for one in plan("gpipe", 2, 2, 3)] == ["F0 F1 F2 B0 B1 B2"] * 2
+
+
+def test_1f1b_takes_turns_once_its_part_of_the_pipeline_is_full() -> None:
+    assert [text(one) for one in plan("1f1b", 3, 3, 4)] == [
+        "F0 F1 F2 B0 F3 B1 B2 B3",
+        "F0 F1 B0 F2 B1 F3 B2 B3",
+        "F0 B0 F1 B1 F2 B2 F3 B3",
+    ]
+
+
+def test_1f1b_with_fewer_micro_batches_than_workers_is_gpipe_where_the_pipeline_never_fills() -> None:
+    assert [text(one) for one in plan("1f1b", 4, 4, 2)] == ["F0 F1 B0 B1", "F0 F1 B0 B1", "F0 F1 B0 B1", "F0 B0 F1 B1"]
+
+
+def test_interleaved_sends_groups_of_micro_batches_through_one_part_after_the_other() -> None:
+    assert [text(one) for one in plan("interleaved", 2, 4, 2)] == [
+        "0:F0 0:F1 2:F0 2:F1 2:B0 2:B1 0:B0 0:B1",
+        "1:F0 1:F1 3:F0 3:B0 3:F1 3:B1 1:B0 1:B1",
+    ]
+
+
+def test_interleaved_is_the_order_of_megatron() -> None:
+    """Figure 4 of Narayanan et al. 2021: 4 workers with 2 parts each, 8 micro-batches. The first worker goes forward
+    2 * 3 + 4 times before it takes turns."""
+    assert text(steps("interleaved", 0, 4, 8, 8)).startswith(
+        "0:F0 0:F1 0:F2 0:F3 4:F0 4:F1 4:F2 4:F3 0:F4 0:F5 0:F6 4:B0 0:F7 4:B1 4:F4 4:B2 4:F5 4:B3 4:F6 0:B0"
+    )
+    assert text(steps("interleaved", 3, 4, 8, 8)).startswith("3:F0 3:F1 3:F2 3:F3 7:F0 7:B0 7:F1 7:B1 7:F2 7:B2 7:F3 7:B3")
+
+
+@pytest.mark.parametrize("chunks", [1, 3, 8])
+def test_interleaved_with_one_part_per_worker_is_1f1b(chunks: int) -> None:
+    assert plan("interleaved", 3, 3, chunks) == plan("1f1b", 3, 3, chunks)
+
+
+def test_interleaved_takes_chunks_and_parts_that_are_no_multiples_of_the_workers() -> None:
+    assert [text(one) for one in plan("interleaved", 2, 3, 3)] == [
+        "0:F0 0:F1 2:F0 2:F1 0:F2 2:B0 2:B1 2:F2 0:B0 0:B1 2:B2 0:B2",
+        "F0 F1 F2 B0 B1 B2",
+    ]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_one_worker_and_one_micro_batch_go_forward_and_backward(schedule: Any) -> None:
+    assert text(steps(schedule, 0, 1, 1, 1)) == "F0 B0"
+
+
+@given(arguments())
+def test_each_worker_does_every_step_of_its_parts_once_and_backward_after_forward(one: tuple[Any, int, int, int]) -> None:
+    schedule, workers, parts, chunks = one
+    for worker, found in enumerate(plan(schedule, workers, parts, chunks)):
+        mine = range(worker, parts, workers)
+        expected = {Step(op, chunk, part) for op in ("F", "B") for chunk in range(chunks) for part in mine}
+        assert len(found) == len(expected)
+        assert set(found) == expected
+        place = {step: number for number, step in enumerate(found)}
+        assert all(place[Step("F", step.chunk, step.part)] <= place[step] for step in found)
+
+
+@given(arguments())
+def test_micro_batches_go_through_a_part_in_their_order_both_ways(one: tuple[Any, int, int, int]) -> None:
+    schedule, workers, parts, chunks = one
+    for found in plan(schedule, workers, parts, chunks):
+        for part in {step.part for step in found}:
+            for op in ("F", "B"):
+                assert [step.chunk for step in found if (step.op, step.part) == (op, part)] == list(range(chunks))
+
+
+def test_a_schedule_is_a_generator_that_can_be_made_again() -> None:
+    once = steps("1f1b", 0, 2, 2, 4)
+    assert iter(once) is once
+    assert list(once) == list(steps("1f1b", 0, 2, 2, 4))
+
+
+@pytest.mark.parametrize(("name", "parts"), [("gpipe", 3), ("1f1b", 3), ("interleaved", 4)])
+def test_the_drawings_in_the_module_are_what_the_schedules_do(name: Any, parts: int) -> None:
+    described = inspect.cleandoc(module.__doc__ or "").split(f"*{name}*: ")[1]
+    drawn = re.search(r"::\n\n((?: +\d  .*\n)+)", described)
+    assert drawn
+    workers = 2 if name == "interleaved" else 3
+    assert inspect.cleandoc(drawn[1]) == simulate(plan(name, workers, parts, 4), 1, 1).staircase()
+
+
+# The text
+
+
+@pytest.mark.parametrize(
+    ("found", "written"),
+    [
+        ([], ""),
+        ([Step("F", 0, 0), Step("B", 0, 0)], "F0 B0"),
+        ([Step("F", 12, 3)], "F12"),
+        ([Step("F", 0, 1), Step("B", 7, 3)], "1:F0 3:B7"),
+    ],
+)
+def test_steps_are_written_with_their_part_where_there_are_several(found: list[Step], written: str) -> None:
+    assert text(found) == written
+
+
+@given(
+    st.lists(
+        st.builds(Step, st.sampled_from(["F", "B"]), st.integers(0, 10**4), st.integers(0, 10**4)),
+        max_size=50,
+    )
+)
+def test_text_reads_back_as_the_steps_it_was_written_from(found: list[Step]) -> None:
+    assert parse(text(found), part=found[0].part if found else 0) == found
+
+
+@given(arguments())
+def test_every_schedule_reads_back_from_its_text(one: tuple[Any, int, int, int]) -> None:
+    for worker, found in enumerate(plan(*one)):
+        assert parse(text(found), part=worker) == found
+
+
+def test_a_step_names_its_part() -> None:
+    assert str(Step("B", 3, 1)) == "1:B3"
+    assert parse("1:B3  F0\nB0", part=2) == [Step("B", 3, 1), Step("F", 0, 2), Step("B", 0, 2)]
+
+
+@pytest.mark.parametrize("word", ["X0", "F", "0", "f0", "F-1", "F0.1", ":F0", "1:2:F0", "F0,", "F٣"])
+def test_a_word_that_is_no_step_is_named(word: str) -> None:
+    with pytest.raises(ValueError, match=f"^parse: {re.escape(repr(word))} is no step: a step is written F0"):
+        parse(f"F0 {word} B0")
+
+
+# Wrong arguments
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("zigzag", 0, 2, 2, 4), "steps: schedule must be 'gpipe' or '1f1b' or 'interleaved', not 'zigzag'"),
+        ((None, 0, 2, 2, 4), "steps: schedule must be 'gpipe' or '1f1b' or 'interleaved', not None"),
+        (("gpipe", 0, 0, 2, 4), "steps: workers must be at least 1, not 0"),
+        (("gpipe", -1, 2, 2, 4), "steps: worker must be at least 0, not -1"),
+        (("gpipe", 2, 2, 2, 4), "steps: worker must be from 0 to 1 where workers=2, not 2"),
+        (("gpipe", 0, 2, 0, 4), "steps: parts must be at least 1, not 0"),
+        (("gpipe", 0, 2, 2, 0), "steps: chunks must be at least 1, not 0"),
+        (("1f1b", 0, 3, 2, 4), "steps: parts=2 leaves some of workers=3 without a part: take fewer workers"),
+        (("interleaved", 0, 3, 2, 4), "steps: parts=2 leaves some of workers=3 without a part: take fewer workers"),
+        (
+            ("1f1b", 0, 2, 4, 4),
+            "steps: schedule='1f1b' gives each worker one part, but there are parts=4 for workers=2: "
+            "take schedule='interleaved', or as many workers as parts",
+        ),
+    ],
+)
+def test_a_wrong_argument_is_named_before_the_first_step(arguments: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        steps(*arguments)
+
+
+@pytest.mark.parametrize("place", [1, 2, 3, 4])
+@pytest.mark.parametrize("value", [True, 2.0, "2", None])
+def test_a_number_that_is_no_int_is_named(place: int, value: Any) -> None:
+    arguments: list[Any] = ["gpipe", 0, 2, 2, 4]
+    arguments[place] = value
+    name = ["schedule", "worker", "workers", "parts", "chunks"][place]
+    with pytest.raises(TypeError, match=f"^steps: {name} must be an int of at least [01], not {re.escape(repr(value))}$"):
+        steps(*arguments)
+
+
+def test_a_plan_of_no_workers_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^steps: workers must be at least 1, not 0$"):
+        plan("gpipe", 0, 1, 1)

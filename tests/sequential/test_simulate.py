@@ -1,0 +1,237 @@
+"""The simulator: what is known of schedules comes out, and what cannot be done is named. No model, no torch."""
+
+from __future__ import annotations
+
+import re
+from inspect import cleandoc
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowchan.pipelines.sequential.schedule import SCHEDULES, Step, parse, plan
+from flowchan.pipelines.sequential.simulate import Simulated, simulate
+
+SIZES = [(workers, chunks) for workers in (1, 2, 3, 4, 7) for chunks in (1, 2, 3, 4, 8, 16)]
+TIMES = [(1, 1), (1, 2), (1.5, 0.25)]
+
+sized = pytest.mark.parametrize(("workers", "chunks"), SIZES)
+timed = pytest.mark.parametrize(("forward", "backward"), TIMES)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> list[list[Step]]:
+    schedule: Any = draw(st.sampled_from(SCHEDULES))
+    workers = draw(st.integers(1, 7))
+    parts = draw(st.integers(workers, 4 * workers)) if schedule == "interleaved" else workers
+    return plan(schedule, workers, parts, draw(st.integers(1, 24)))
+
+
+# What is known
+
+
+@sized
+@timed
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_the_bubble_of_gpipe_and_1f1b_is_the_share_of_the_other_workers(
+    schedule: Any, workers: int, chunks: int, forward: float, backward: float
+) -> None:
+    """(W - 1) / (M + W - 1), whatever a step takes."""
+    found = simulate(plan(schedule, workers, workers, chunks), forward, backward)
+    assert found.makespan == pytest.approx((chunks + workers - 1) * (forward + backward))
+    assert found.bubbles == pytest.approx([(workers - 1) / (chunks + workers - 1)] * workers)
+    assert found.bubble == pytest.approx((workers - 1) / (chunks + workers - 1))
+
+
+@sized
+def test_gpipe_holds_every_micro_batch(workers: int, chunks: int) -> None:
+    assert simulate(plan("gpipe", workers, workers, chunks)).peaks == (chunks,) * workers
+
+
+@sized
+def test_1f1b_holds_no_more_micro_batches_than_there_are_parts_to_come(workers: int, chunks: int) -> None:
+    expected = tuple(min(chunks, workers - worker) for worker in range(workers))
+    assert simulate(plan("1f1b", workers, workers, chunks)).peaks == expected
+
+
+@timed
+@pytest.mark.parametrize("each", [2, 3, 4])
+@pytest.mark.parametrize(("workers", "chunks"), [(2, 2), (2, 8), (3, 3), (3, 9), (4, 4), (4, 8)])
+def test_the_bubble_of_interleaved_is_smaller_by_the_number_of_parts_per_worker(
+    workers: int, chunks: int, each: int, forward: float, backward: float
+) -> None:
+    """(W - 1) / (v M + W - 1) for M a multiple of W and v parts per worker."""
+    found = simulate(plan("interleaved", workers, each * workers, chunks), forward, backward)
+    assert found.bubble == pytest.approx((workers - 1) / (each * chunks + workers - 1))
+
+
+@pytest.mark.parametrize("each", [2, 3])
+@pytest.mark.parametrize(("workers", "chunks"), [(2, 2), (2, 8), (3, 9), (4, 4), (4, 8)])
+def test_interleaved_holds_the_steps_it_is_ahead_by_and_one(workers: int, chunks: int, each: int) -> None:
+    expected = tuple(min(2 * (workers - 1 - worker) + (each - 1) * workers + 1, each * chunks) for worker in range(workers))
+    assert simulate(plan("interleaved", workers, each * workers, chunks)).peaks == expected
+
+
+def test_interleaved_with_a_remainder_still_beats_1f1b_of_the_same_model() -> None:
+    """5 micro-batches on 2 workers; half as much model per part takes half as long."""
+    whole = simulate(plan("1f1b", 2, 2, 5), 1, 2)
+    halves = simulate(plan("interleaved", 2, 4, 5), 0.5, 1)
+    assert halves.makespan < whole.makespan
+
+
+def test_staircases_are_drawn_as_they_run() -> None:
+    assert simulate(plan("gpipe", 2, 2, 3), 1, 2).staircase() == cleandoc("""
+        0  F0 F1 F2 .  .  .  B0 -  B1 -  B2 -
+        1  .  F0 F1 F2 B0 -  B1 -  B2 -  .  .
+    """)
+    assert simulate(plan("1f1b", 2, 2, 3), 1, 2).staircase() == cleandoc("""
+        0  F0 F1 .  .  B0 -  F2 B1 -  .  B2 -
+        1  .  F0 B0 -  F1 B1 -  F2 B2 -  .  .
+    """)
+    assert simulate(plan("interleaved", 2, 4, 2), 1, 1).staircase() == cleandoc("""
+        0  0:F0 0:F1 2:F0 2:F1 .    2:B0 .    2:B1 0:B0 0:B1
+        1  .    1:F0 1:F1 3:F0 3:B0 3:F1 3:B1 1:B0 1:B1 .
+    """)
+
+
+def test_a_staircase_needs_whole_units() -> None:
+    with pytest.raises(ValueError, match=r"^staircase: steps must take whole units of time, not 0.0 to 1.5$"):
+        simulate(plan("gpipe", 1, 1, 1), 1.5, 2).staircase()
+
+
+def test_a_list_may_go_forward_only() -> None:
+    found = simulate([parse("F0 F1 F2"), parse("F0 F1 F2", part=1)])
+    assert found.makespan == 4
+    assert found.bubbles == (0.25, 0.25)
+
+
+def test_nothing_to_do_takes_no_time() -> None:
+    found = simulate([])
+    assert (found.makespan, found.bubble, found.peaks, found.staircase()) == (0, 0, (), "")
+
+
+def test_a_worker_without_steps_waits_all_the_time() -> None:
+    assert simulate([parse("F0 B0"), []]).bubbles == (0, 1)
+
+
+def test_a_simulated_run_is_a_timeline_of_milliseconds() -> None:
+    line = simulate(plan("1f1b", 2, 2, 4)).timeline("four")
+    assert line.title == "four"
+    assert len(line.events) == 16
+    assert line.seconds == pytest.approx(0.015)
+    assert line.busy() == pytest.approx({0: 0.8, 1: 0.8})
+
+
+# Every order can be done
+
+
+@given(plans(), st.floats(0.1, 10), st.floats(0.1, 10), st.sampled_from([None, 1, 2, 3]))
+def test_every_schedule_runs_to_its_end_with_one_place_per_link_and_each_step_after_what_it_needs(
+    lists: list[list[Step]], forward: float, backward: float, capacity: int | None
+) -> None:
+    found = simulate(lists, forward, backward, capacity)
+    assert [[(event.op, event.chunk, event.part) for event in events] for events in found.events] == [
+        [(step.op, step.chunk, step.part) for step in one] for one in lists
+    ]
+    check_times(found)
+
+
+def check_times(found: Simulated) -> None:
+    """Each worker does one thing at a time, and nothing before what it needs."""
+    begin = {(event.op, event.chunk, event.part): event.begin for events in found.events for event in events}
+    end = {(event.op, event.chunk, event.part): event.end for events in found.events for event in events}
+    for events in found.events:
+        assert all(one.end <= other.begin for one, other in pairwise(events))
+    for (op, chunk, part), when in begin.items():
+        needed: list[tuple[Any, ...]] = [("F", chunk, part - 1)]
+        if op == "B":
+            needed = [("F", chunk, part), ("B", chunk, part + 1)]
+        assert all(end[one] <= when for one in needed if one in end)
+
+
+@sized
+def test_a_narrow_link_never_makes_a_schedule_quicker(workers: int, chunks: int) -> None:
+    lists = plan("gpipe", workers, workers, chunks)
+    assert simulate(lists, capacity=1).makespan >= simulate(lists).makespan
+
+
+def test_a_message_that_comes_too_early_is_kept() -> None:
+    """The second worker wants the last micro-batch first, over a link with one place."""
+    found = simulate([parse("F0 F1 F2"), parse("F2 F1 F0", part=1)], capacity=1)
+    assert [event.chunk for event in found.events[1]] == [2, 1, 0]
+    assert found.events[1][0].begin == 3
+
+
+def test_the_sender_waits_for_room_in_a_full_link() -> None:
+    """The second worker has two parts, and takes a micro-batch every two units of time."""
+    lists = [parse("F0 F1 F2 F3 F4"), parse("1:F0 2:F0 1:F1 2:F1 1:F2 2:F2 1:F3 2:F3 1:F4 2:F4")]
+    wide, narrow = simulate(lists), simulate(lists, capacity=1)
+    assert [event.begin for event in wide.events[0]] == [0, 1, 2, 3, 4]
+    # F3 is done at 4, and the link has room for it when F2 is taken at 5.
+    assert [event.begin for event in narrow.events[0]] == [0, 1, 2, 3, 5]
+    assert wide.makespan == narrow.makespan == 11
+
+
+# What cannot be done
+
+
+@pytest.mark.parametrize(
+    ("lists", "message"),
+    [
+        (["F0 F0"], "worker 0 does 0:F0 twice"),
+        (["B0 F0"], "worker 0 does 0:B0 and has not done 0:F0 before"),
+        (["B0"], "worker 0 does 0:B0 and has not done 0:F0 before"),
+        (["1:F0 0:F0"], "worker 0 does 1:F0 and has not done 0:F0 before"),
+        (["F0 F1", "F2"], "part 0 is on worker 0 and on worker 1"),
+        (["0:F0", "2:F0"], "worker 1 needs 1:F0 for 2:F0, and no worker has part 1"),
+        (["0:F0", "1:F1"], "deadlock: worker 1 waits before 1:F1 for 0:F1 of worker 0"),
+        (
+            ["0:F0 0:B0 0:F1 0:B1", "1:F0 1:F1 1:B0 1:B1"],
+            "deadlock: worker 0 waits before 0:B0 for 1:B0 of worker 1; worker 1 waits before 1:F1 for 0:F1 of worker 0",
+        ),
+    ],
+)
+def test_an_order_that_cannot_be_done_is_refused_with_who_waits_for_what(lists: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^simulate: {re.escape(message)}$"):
+        simulate([parse(one) for one in lists])
+
+
+def test_a_deadlock_for_want_of_room_is_found_and_more_room_ends_it() -> None:
+    """Each worker sends four micro-batches to the other before it takes one."""
+    lists = [parse("0:F0 0:F1 0:F2 0:F3 2:F0 2:F1 2:F2 2:F3"), parse("1:F0 1:F1 1:F2 1:F3")]
+    with pytest.raises(
+        ValueError,
+        match=r"^simulate: deadlock: worker 0 waits after 0:F3 for room in its link to worker 1; "
+        r"worker 1 waits after 1:F1 for room in its link to worker 0$",
+    ):
+        simulate(lists, capacity=1)
+    assert simulate(lists, capacity=2).makespan == simulate(lists).makespan == 8
+
+
+@given(plans(), st.data())
+def test_a_step_left_out_is_missed(lists: list[list[Step]], data: st.DataObject) -> None:
+    """Unless nobody needs it: of one micro-batch, the backward pass through the first part."""
+    worker = data.draw(st.integers(0, len(lists) - 1))
+    missing = data.draw(st.sampled_from(lists[worker]))
+    lists[worker] = [step for step in lists[worker] if step != missing]
+    if missing.op == "B" and missing.part == 0:
+        simulate(lists)
+    else:
+        with pytest.raises(ValueError, match=r"^simulate: "):
+            simulate(lists)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"capacity": 0}, "simulate: capacity must be at least 1, or None for any number, not 0"),
+        ({"forward": 0}, "simulate: forward must be a time greater than 0, not 0"),
+        ({"backward": -1.0}, "simulate: backward must be a time greater than 0, not -1.0"),
+        ({"forward": float("nan")}, "simulate: forward must be a time greater than 0, not nan"),
+    ],
+)
+def test_a_wrong_argument_is_named(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        simulate(plan("gpipe", 1, 1, 1), **arguments)

@@ -1,0 +1,161 @@
+"""Skip connections: they work in the plain module, in parts, across parts, and their gradients come back."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from trained import OPTIMIZERS, batches, in_parts, plainly, same, schedules
+
+from flowchan import RunError
+from flowchan.pipelines.sequential import Pop, Sequential, Stash
+
+
+class Block(nn.Module):
+    """A layer of the user's own with a layer of ours in it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)  # type: ignore[no-any-return]
+
+
+def u_net() -> nn.Sequential:
+    """Twelve layers; a skip over one part and one over several, nested."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        Stash("input"),
+        nn.Linear(6, 10),
+        nn.Tanh(),
+        Block(Stash("wide")),
+        nn.Linear(10, 5),
+        nn.Tanh(),
+        Stash("narrow"),
+        nn.Linear(5, 5),
+        Pop("narrow"),
+        nn.Linear(5, 10),
+        Pop("wide", torch.mul),
+        Block(Pop("input", joined)),
+        nn.Linear(16, 4),
+    )
+
+
+def joined(x: Tensor, skip: Tensor) -> Tensor:
+    return torch.cat([x, skip], dim=1)
+
+
+def written_out(module: nn.Sequential, x: Tensor) -> Tensor:
+    """What :func:`u_net` means."""
+    wide = torch.tanh(module[1](x))
+    narrow = torch.tanh(module[4](wide))
+    up = module[9](module[7](narrow) + narrow) * wide
+    out: Tensor = module[12](torch.cat([up, x], dim=1))
+    return out
+
+
+def test_the_plain_module_skips() -> None:
+    module = u_net()
+    ((x, _),) = batches([8])
+    assert torch.equal(module(x), written_out(module, x))
+
+
+@pytest.mark.parametrize(("on", "parts"), [("thread", 1), ("thread", 5), ("thread", 13), ("process", 3)])
+def test_inference_in_parts_is_that_of_the_plain_module(on: Any, parts: int) -> None:
+    module = u_net()
+    ((x, _),) = batches([10])
+    with Sequential(module, parts, on=on, chunks=4) as pipe:
+        torch.testing.assert_close(pipe(x), module(x).detach())
+
+
+@schedules
+@pytest.mark.parametrize("recompute", [False, True])
+def test_training_in_parts_is_that_of_the_plain_module(schedule: Any, parts: int, workers: int, recompute: bool) -> None:
+    module = u_net()
+    plain, losses = plainly(module, OPTIMIZERS["sgd"], batches([8, 7, 3]))
+    options = {"schedule": schedule, "workers": workers, "recompute": recompute}
+    with in_parts(module, parts, optimizer=OPTIMIZERS["sgd"], **options) as training:
+        found = [float(training.step(*each)) for each in batches([8, 7, 3])]
+    assert found == pytest.approx(losses, rel=1e-5)
+    same(module, plain)
+
+
+def test_training_on_processes_is_that_of_the_plain_module() -> None:
+    module = u_net()
+    plain, _ = plainly(module, OPTIMIZERS["adam"], batches([8, 7]))
+    with in_parts(module, [2, 3, 3, 5], "process", optimizer=OPTIMIZERS["adam"]) as training:  # type: ignore[arg-type]
+        for each in batches([8, 7]):
+            training.step(*each)
+    same(module, plain)
+
+
+def test_gradients_come_back_over_the_skip_alone() -> None:
+    """What goes through the layers between is multiplied by zero."""
+
+    def only_skip(x: Tensor, skip: Tensor) -> Tensor:
+        return 0 * x + skip
+
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 4), Stash("a"), nn.Linear(4, 4), nn.Tanh(), Pop("a", only_skip))
+    plain = copy.deepcopy(module)
+    ((x, target),) = batches([9])
+    with in_parts(module, 5) as training:
+        training.step(x, target)
+    cross_entropy(plain(x), target).backward()
+    assert module[0].weight.grad.abs().sum() > 0  # type: ignore[union-attr]
+    for mine, other in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad)
+
+
+def test_what_is_stashed_last_is_popped() -> None:
+    module = nn.Sequential(Stash("a"), nn.Hardtanh(0, 1), Stash("a"), nn.Hardtanh(5, 6), Pop("a"))
+    x = torch.full((2, 1), 3.0)
+    assert module(x).tolist() == [[6.0], [6.0]]  # 5 and the 1 that was stashed last
+    with Sequential(module, 5) as pipe:
+        assert torch.equal(pipe(x), module(x))
+
+
+def test_what_was_popped_is_gone() -> None:
+    module = nn.Sequential(Stash("a"), Pop("a"), Pop("a"))
+    with pytest.raises(RuntimeError, match=r"Pop\('a'\) finds nothing: no Stash\('a'\) came before it"):
+        module(torch.ones(2, 1))
+
+
+def test_a_pop_without_its_stash_names_its_part() -> None:
+    module = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 4), Pop("lost"))
+    ((x, target),) = batches([8])
+    training = in_parts(module, 3)
+    with training, pytest.raises(RunError, match=r"part 2 \(layer '2'\), step F0 \(micro-batch 0 of 4\): .*Pop\('lost'\)"):
+        training.step(x, target)
+
+
+def test_only_tensors_are_stashed() -> None:
+    with pytest.raises(TypeError, match=r"Stash\('a'\) takes a tensor, not a tuple"):
+        Stash("a")((torch.ones(1),))
+
+
+def test_threads_do_not_see_each_others_tensors() -> None:
+    seen: list[Any] = []
+
+    def alone() -> None:
+        try:
+            Pop("mine")(torch.ones(1))
+        except RuntimeError as error:
+            seen.append(error)
+
+    Stash("mine")(torch.ones(1))
+    other = threading.Thread(target=alone)
+    other.start()
+    other.join()
+    assert len(seen) == 1
+    assert Pop("mine")(torch.ones(1)).item() == 2
+
+
+def test_they_show_their_names() -> None:
+    assert repr(nn.Sequential(Stash("a"), Pop("a"))) == "Sequential(\n  (0): Stash('a')\n  (1): Pop('a')\n)"

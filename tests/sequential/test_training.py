@@ -1,0 +1,348 @@
+"""Training in parts gives what training the plain module gives: outputs, losses, gradients, parameters after some steps."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+from collections.abc import Iterator
+from multiprocessing import forkserver, resource_tracker
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from trained import OPTIMIZERS, batches, everywhere, in_parts, perceptron, plainly, same, schedules
+
+from flowchan.pipelines.sequential import Sequential
+from flowchan.pipelines.sequential.execution import Execution, Passed
+from flowchan.pipelines.sequential.parts import Part
+
+SIZES = [8, 8, 7, 3, 1, 9]
+"""Batches that divide evenly, that do not, and that are smaller than the number of chunks."""
+
+
+# every schedule
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("recompute", [False, True])
+@schedules
+def test_parameters_and_losses_are_those_of_the_plain_module(
+    schedule: Any, parts: int, workers: int, recompute: bool, optimizer: str
+) -> None:
+    module = perceptron()
+    plain, losses = plainly(module, OPTIMIZERS[optimizer], batches(SIZES))
+    options = {"schedule": schedule, "workers": workers, "recompute": recompute}
+    with in_parts(module, parts, optimizer=OPTIMIZERS[optimizer], **options) as training:
+        found = [float(training.step(x, target)) for x, target in batches(SIZES)]
+    assert found == pytest.approx(losses, rel=1e-5)
+    same(module, plain)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "parts", "workers", "recompute", "optimizer"),
+    [("gpipe", 2, 2, False, "adam"), ("1f1b", 3, 3, True, "sgd"), ("interleaved", 4, 2, False, "adam")],
+)
+def test_the_same_on_processes(schedule: Any, parts: int, workers: int, recompute: bool, optimizer: str) -> None:
+    module = perceptron()
+    plain, losses = plainly(module, OPTIMIZERS[optimizer], batches(SIZES))
+    options = {"schedule": schedule, "workers": workers, "recompute": recompute}
+    with in_parts(module, parts, "process", optimizer=OPTIMIZERS[optimizer], **options) as training:
+        found = [float(training.step(x, target)) for x, target in batches(SIZES)]
+    assert found == pytest.approx(losses, rel=1e-5)
+    same(module, plain)
+
+
+@everywhere
+@pytest.mark.parametrize("recompute", [False, True])
+def test_gradients_are_those_of_the_plain_module(on: Any, recompute: bool) -> None:
+    module = perceptron()
+    plain = copy.deepcopy(module)
+    ((x, target),) = batches([10])
+    with in_parts(module, 3, on, recompute=recompute) as training:
+        loss = training.step(x, target)
+        expected = cross_entropy(plain(x), target)
+        expected.backward()
+        torch.testing.assert_close(loss, expected.detach())
+        for mine, other in zip(module.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, other.grad)
+
+
+@everywhere
+@pytest.mark.parametrize(("schedule", "workers"), [("gpipe", 3), ("1f1b", 3), ("interleaved", 2)])
+def test_outputs_are_those_of_the_plain_module(on: Any, schedule: Any, workers: int) -> None:
+    module = perceptron()
+    plain, _ = plainly(module, OPTIMIZERS["sgd"], batches([8]))
+    with in_parts(module, 3, on, optimizer=OPTIMIZERS["sgd"], schedule=schedule, workers=workers) as training:
+        ((x, target),) = batches([8])
+        training.step(x, target)
+        for size in (8, 3, 1, 13):
+            ((x, _),) = batches([size], seed=size)
+            torch.testing.assert_close(training.evaluate(x), plain(x).detach())
+
+
+@pytest.fixture(params=["forkserver", "spawn"])
+def _method(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method(request.param, force=True)
+    yield
+    multiprocessing.set_start_method(before, force=True)
+    # Python's own helpers would stay until the end of pytest.
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+    resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("_method")
+def test_the_same_under_other_start_methods() -> None:
+    module = perceptron()
+    plain, _ = plainly(module, OPTIMIZERS["sgd"], batches([8, 5]))
+    with in_parts(module, 2, "process", optimizer=OPTIMIZERS["sgd"]) as training:
+        for x, target in batches([8, 5]):
+            training.step(x, target)
+    same(module, plain)
+
+
+# what goes in
+
+
+class Pair(nn.Module):
+    """Takes and gives a tuple of tensors and a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, value: Any) -> Any:
+        left, named = value
+        return self.linear(left) * named["scale"], {"scale": named["scale"] * 0.5, "number": named["number"]}
+
+
+class Sum(nn.Module):
+    def forward(self, value: Any) -> Tensor:
+        left, named = value
+        return left[:, :4] + named["scale"] + named["number"].unsqueeze(1)
+
+
+@everywhere
+def test_values_may_be_tuples_and_dictionaries(on: Any) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(Pair(), Pair(), Pair(), Sum())
+    x = (torch.randn(9, 6), {"scale": torch.rand(9, 1), "number": torch.arange(9)})
+    target = torch.randint(4, (9,))
+    data = [(x, target)] * 3
+    plain, losses = plainly(module, OPTIMIZERS["sgd"], data)
+    with in_parts(module, 4, on, optimizer=OPTIMIZERS["sgd"]) as training:
+        assert [float(training.step(*each)) for each in data] == pytest.approx(losses, rel=1e-5)
+    same(module, plain)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_frozen_part_stays_and_what_is_before_it_learns(recompute: bool) -> None:
+    module = perceptron()
+    for name in ("2", "4"):
+        module.get_submodule(name).requires_grad_(False)
+    plain, _ = plainly(module, OPTIMIZERS["sgd"], batches(SIZES))
+    before = copy.deepcopy(module)
+    with in_parts(module, 9, optimizer=OPTIMIZERS["sgd"], recompute=recompute) as training:
+        for x, target in batches(SIZES):
+            training.step(x, target)
+    same(module, plain)
+    assert torch.equal(module[2].weight, before[2].weight)
+    assert not torch.equal(module[0].weight, before[0].weight)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_nothing_goes_back_into_frozen_parts_at_the_beginning(recompute: bool) -> None:
+    module = perceptron()
+    module[:4].requires_grad_(False)
+    plain, _ = plainly(module, OPTIMIZERS["sgd"], batches(SIZES))
+    with in_parts(module, 4, optimizer=OPTIMIZERS["sgd"], recompute=recompute) as training:
+        for x, target in batches(SIZES):
+            training.step(x, target)
+    same(module, plain)
+
+
+@everywhere
+def test_layers_that_work_in_place_stand_at_a_border(on: Any) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 4))
+    plain, _ = plainly(module, OPTIMIZERS["sgd"], batches([8, 8]))
+    with in_parts(module, 5, on, optimizer=OPTIMIZERS["sgd"]) as training:
+        for x, target in batches([8, 8]):
+            training.step(x, target)
+    same(module, plain)
+
+
+def test_the_batch_itself_is_left_as_it_was() -> None:
+    module = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 4))
+    ((x, target),) = batches([8])
+    before = x.clone()
+    with in_parts(module, 2) as training:
+        training.step(x, target)
+    assert torch.equal(x, before)
+
+
+class Added(nn.Module):
+    """The gradient of its parameter is the very gradient that comes back to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.weight
+
+
+def test_what_comes_in_is_memory_of_others_and_never_changed() -> None:
+    execution = Execution(Part(1, nn.Sequential(Added())), recompute=False, autocast=None, shared=False)
+    x, gradient = torch.ones(2, 3), torch.ones(2, 3)
+    for chunk in range(3):
+        execution.forward(chunk, Passed(x, {}, (True,)), 0, None, soon=False)
+    for chunk in range(3):
+        execution.backward(chunk, (gradient,))
+    (parameter,) = execution.part.module.parameters()
+    assert parameter.grad is not None
+    assert parameter.grad.data_ptr() != gradient.data_ptr()
+    assert torch.equal(parameter.grad, torch.full((2, 3), 3.0))
+    assert torch.equal(gradient, torch.ones(2, 3))
+    assert torch.equal(x, torch.ones(2, 3))
+    execution.close()
+
+
+# optimizers
+
+
+@everywhere
+def test_an_optimizer_outside_updates_the_plain_module(on: Any) -> None:
+    module = perceptron()
+    plain, losses = plainly(module, OPTIMIZERS["adam"], batches(SIZES))
+    optimizer = OPTIMIZERS["adam"](module.parameters())
+    found = []
+    with in_parts(module, 3, on) as training:
+        for x, target in batches(SIZES):
+            optimizer.zero_grad()
+            found.append(float(training.step(x, target)))
+            optimizer.step()
+    assert found == pytest.approx(losses, rel=1e-5)
+    same(module, plain)
+
+
+@everywhere
+def test_gradients_outside_add_up_over_steps_as_those_of_backward_do(on: Any) -> None:
+    module = perceptron()
+    plain = copy.deepcopy(module)
+    with in_parts(module, 3, on) as training:
+        for x, target in batches([8, 5]):
+            training.step(x, target)
+            cross_entropy(plain(x), target).backward()
+    for mine, other in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad)
+
+
+@everywhere
+@pytest.mark.parametrize("clip", [0.05, 1000.0])
+def test_clipping_is_that_of_the_plain_modules_norm(on: Any, clip: float) -> None:
+    module = perceptron()
+    plain, losses = plainly(module, OPTIMIZERS["sgd"], batches(SIZES), clip)
+    with in_parts(module, 3, on, optimizer=OPTIMIZERS["sgd"], clip=clip) as training:
+        assert [float(training.step(*each)) for each in batches(SIZES)] == pytest.approx(losses, rel=1e-5)
+    same(module, plain)
+
+
+def test_a_norm_that_is_no_number_spoils_the_gradients_as_in_the_plain_module() -> None:
+    module = perceptron()
+    ((x, target),) = batches([8])
+    x[0, 0] = float("nan")
+    plain, _ = plainly(module, OPTIMIZERS["sgd"], [(x, target)], clip=1.0)
+    with in_parts(module, 3, optimizer=OPTIMIZERS["sgd"], clip=1.0) as training:
+        training.step(x, target)
+    same(module, plain, equal_nan=True)
+
+
+# state
+
+
+@everywhere
+def test_the_state_is_that_of_the_plain_module_at_any_time(on: Any) -> None:
+    module = perceptron()
+    data = list(batches([8, 8, 8]))
+    with in_parts(module, 3, on, optimizer=OPTIMIZERS["sgd"]) as training:
+        for number, (x, target) in enumerate(data, 1):
+            training.step(x, target)
+            plain, _ = plainly(perceptron(), OPTIMIZERS["sgd"], data[:number])
+            state = training.state_dict()
+            assert list(state) == list(plain.state_dict())
+            torch.testing.assert_close(dict(state), dict(plain.state_dict()))
+            same(module, plain)
+
+
+@everywhere
+@pytest.mark.parametrize("optimizer", [OPTIMIZERS["sgd"], None])
+def test_a_state_is_loaded_in_the_middle(on: Any, optimizer: Any) -> None:
+    module, other = perceptron(), perceptron(seed=7)
+    ((x, target),) = batches([8])
+    with in_parts(module, 3, on, optimizer=optimizer) as training:
+        training.step(x, target)
+        training.load_state_dict(other.state_dict())
+        torch.testing.assert_close(training.evaluate(x), other(x).detach())
+        loss = training.step(x, target)
+        torch.testing.assert_close(loss, cross_entropy(other(x), target).detach())
+
+
+@everywhere
+def test_the_pipe_gives_and_takes_the_state_of_the_training_that_goes_on(on: Any) -> None:
+    module, other = perceptron(), perceptron(seed=7)
+    ((x, target),) = batches([8])
+    plain, _ = plainly(module, OPTIMIZERS["sgd"], [(x, target)])
+    pipe = Sequential(module, 3, on=on, chunks=4)
+    with pipe.training(loss=cross_entropy, optimizer=OPTIMIZERS["sgd"]) as training:
+        training.step(x, target)
+        torch.testing.assert_close(dict(pipe.state_dict()), dict(plain.state_dict()))
+        pipe.load_state_dict(other.state_dict())
+        torch.testing.assert_close(training.evaluate(x), other(x).detach())
+    same(module, other)
+
+
+def test_a_pipe_has_one_training_at_a_time() -> None:
+    pipe = Sequential(perceptron(), 2)
+    with (
+        pipe.training(loss=cross_entropy),
+        pytest.raises(RuntimeError, match="the last training of this pipe still goes on"),
+    ):
+        pipe.training(loss=cross_entropy)
+    pipe.training(loss=cross_entropy)
+
+
+def test_a_state_that_does_not_fit_is_refused_and_nothing_is_lost() -> None:
+    module = perceptron()
+    ((x, target),) = batches([8])
+    with in_parts(module, 3, "process", optimizer=OPTIMIZERS["sgd"]) as training:
+        with pytest.raises(RuntimeError, match="Missing key"):
+            training.load_state_dict({})
+        training.step(x, target)
+
+
+@everywhere
+def test_the_pipe_infers_with_what_was_learned(on: Any) -> None:
+    module = perceptron()
+    plain, _ = plainly(module, OPTIMIZERS["sgd"], batches(SIZES))
+    ((x, _),) = batches([8])
+    with Sequential(module, 2, on=on, chunks=4) as pipe:
+        torch.testing.assert_close(pipe(x), module(x).detach())
+        with pipe.training(loss=cross_entropy, optimizer=OPTIMIZERS["sgd"]) as training:
+            for each in batches(SIZES):
+                training.step(*each)
+        torch.testing.assert_close(pipe(x), plain(x).detach())
+
+
+@everywhere
+def test_one_training_follows_another(on: Any) -> None:
+    module = perceptron()
+    plain, _ = plainly(plainly(module, OPTIMIZERS["adam"], batches([8, 8]))[0], OPTIMIZERS["adam"], batches([5], seed=3))
+    pipe = Sequential(module, 2, on=on, chunks=4)
+    for data in (list(batches([8, 8])), list(batches([5], seed=3))):
+        with pipe.training(loss=cross_entropy, optimizer=OPTIMIZERS["adam"]) as training:
+            for each in data:
+                training.step(*each)
+    same(module, plain)

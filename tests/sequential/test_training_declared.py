@@ -1,0 +1,134 @@
+"""A training before it runs: what is wrong is said at once, and what is right can be looked at. Then its timeline."""
+
+from __future__ import annotations
+
+import multiprocessing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+from trained import OPTIMIZERS, batches, everywhere, in_parts, perceptron
+
+from flowchan import GraphError
+from flowchan.loading import load
+from flowchan.viz import to_dot
+
+# what is wrong is said before anything starts
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"loss": 7}, TypeError, "loss must be a function of output and target, not 7"),
+        ({"optimizer": SGD([torch.zeros(1, requires_grad=True)], lr=0.1)}, TypeError, r"partial\(SGD, lr=0.1\)"),
+        ({"optimizer": "sgd"}, TypeError, "optimizer must be a function"),
+        ({"optimizer": list}, TypeError, r"optimizer must make an optimizer, with a step\(\), not a list"),
+        ({"optimizer": partial(SGD, lr=-1)}, ValueError, "Invalid learning rate: -1"),
+        ({"schedule": "zigzag"}, ValueError, "schedule must be 'gpipe' or '1f1b' or 'interleaved', not 'zigzag'"),
+        ({"workers": 2}, ValueError, "take schedule='interleaved'"),
+        ({"workers": 5, "schedule": "interleaved"}, ValueError, "take fewer workers"),
+        ({"workers": 0}, ValueError, "workers must be at least 1, not 0"),
+        ({"recompute": 1}, TypeError, "recompute must be True or False, not 1"),
+        ({"clip": 0.0}, ValueError, "clip must be the largest norm, greater than 0"),
+        ({"clip": 1.0, "optimizer": None}, ValueError, "clip needs an optimizer in the parts"),
+        ({"autocast": "bfloat16"}, TypeError, "autocast must be a floating type"),
+        ({"autocast": torch.int8}, TypeError, "autocast must be a floating type"),
+    ],
+)
+def test_a_wrong_argument_is_refused_at_once(options: dict[str, Any], error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        in_parts(perceptron(), 3, **{"optimizer": OPTIMIZERS["sgd"], **options})
+
+
+def test_a_parameter_of_two_parts_is_refused() -> None:
+    module = perceptron()
+    module[2] = module[4] = nn.Linear(16, 16)
+    with pytest.raises(ValueError, match=r"part 2 .* shares parameter '4.weight' with part 1"):
+        in_parts(module, 5)
+
+
+def test_a_loss_that_cant_be_sent_is_refused_before_anything_starts() -> None:
+    lock = multiprocessing.Lock()
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        with lock:
+            return output.mean()
+
+    with (
+        pytest.raises(GraphError, match="its attribute 'loss', captured variable 'lock' is a multiprocessing"),
+        in_parts(perceptron(), 2, "process", loss=loss),
+    ):
+        pass
+
+
+def test_a_target_of_another_size_is_refused_and_the_training_goes_on() -> None:
+    ((x, target),) = batches([8])
+    with in_parts(perceptron(), 2) as training:
+        with pytest.raises(ValueError, match="x has a batch of 8, but target one of 7"):
+            training.step(x, target[:7])
+        with pytest.raises(TypeError, match=r"x\[0\] must be a tensor"):
+            training.step([1, 2], target)
+        training.step(x, target)
+
+
+def test_a_training_is_used_in_its_with_block() -> None:
+    ((x, target),) = batches([8])
+    training = in_parts(perceptron(), 2)
+    with pytest.raises(RuntimeError, match="has not begun, or is over"):
+        training.step(x, target)
+    with training:
+        training.step(x, target)
+        with pytest.raises(RuntimeError, match="has begun already"):
+            training.__enter__()
+    with pytest.raises(RuntimeError, match="has not begun, or is over"):
+        training.evaluate(x)
+
+
+# what it looks like
+
+
+def test_a_training_shows_its_graph_and_its_schedule() -> None:
+    training = in_parts(perceptron(), 3, chunks=3)
+    assert [stage.name for stage in training.graph.stages if stage.kind == "stage"] == ["part 0", "part 1", "part 2"]
+    assert [(link.writer, link.reader) for link in training.graph.links if link.feedback] == [
+        ("part 1", "part 0"),
+        ("part 2", "part 1"),
+    ]
+    assert training.graph.check() == ()
+    assert training.schedule == ["F0 F1 F2 B0 B1 B2", "F0 F1 B0 F2 B1 B2", "F0 B0 F1 B1 F2 B2"]
+
+
+def test_a_training_is_found_in_a_file_and_drawn(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(
+        "from torch import nn\n"
+        "from flowchan.pipelines import Sequential\n"
+        "from flowchan.pipelines import Training\n"
+        "def declared() -> Training:\n"
+        "    return Sequential([nn.Linear(2, 2), nn.Linear(2, 2)]).training(loss=nn.functional.mse_loss)\n"
+    )
+    dot = to_dot(load(str(file)))
+    assert "part 1" in dot
+    assert "constraint=false" in dot
+
+
+@pytest.mark.parametrize(("parts", "workers"), [(4, 2), (5, 2), (3, 1), (9, 4)])
+def test_the_graph_of_a_ring_can_run(parts: int, workers: int) -> None:
+    training = in_parts(perceptron(), parts, schedule="interleaved", workers=workers)
+    assert training.graph.check() == ()
+
+
+@everywhere
+def test_the_timeline_shows_every_step_of_the_schedule(on: Any) -> None:
+    with in_parts(perceptron(), 2, on, optimizer=partial(SGD, lr=0.1)) as training:
+        for each in batches([8, 8]):
+            training.step(*each)
+        events = training.timeline().events
+    for worker in range(2):
+        mine = [f"{event.op}{event.chunk}" for event in events if (event.worker, event.step) == (worker, 1)]
+        assert mine == [*training.schedule[worker].split(), "updateNone"]
+    assert all(event.begin <= event.end for event in events)

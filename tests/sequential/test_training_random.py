@@ -1,0 +1,74 @@
+"""Modules made at random, cut anywhere, under any schedule: training in parts is that of the plain module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from trained import OPTIMIZERS, batches, in_parts, plainly, same
+
+from flowchan.pipelines import Pop, Stash
+
+WIDTH = 6
+LAYERS = ["linear", "linear", "tanh", "relu", "norm", "stash", "pop"]
+
+
+@st.composite
+def modules(draw: st.DrawFn) -> nn.Sequential:
+    """Up to twelve layers, with skips over any of them; some parameters are frozen."""
+    torch.manual_seed(draw(st.integers(0, 99)))
+    layers: list[nn.Module] = []
+    stashed: list[str] = []
+    for kind in draw(st.lists(st.sampled_from(LAYERS), max_size=8)):
+        if kind == "linear":
+            layers.append(nn.Linear(WIDTH, WIDTH))
+        elif kind == "tanh":
+            layers.append(nn.Tanh())
+        elif kind == "relu":
+            layers += [nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True)]
+        elif kind == "norm":
+            layers.append(nn.LayerNorm(WIDTH))
+        elif kind == "stash":
+            stashed.append(f"skip {len(layers)}")
+            layers += [Stash(stashed[-1]), nn.Linear(WIDTH, WIDTH)]
+        elif stashed:
+            layers.append(
+                Pop(stashed.pop(draw(st.integers(0, len(stashed) - 1))), draw(st.sampled_from([torch.add, torch.mul])))
+            )
+    module = nn.Sequential(*layers, *map(Pop, stashed), nn.Linear(WIDTH, 4))
+    for parameter in list(module.parameters())[:-1]:
+        parameter.requires_grad_(draw(st.integers(0, 9)) > 0)
+    return module
+
+
+@st.composite
+def cuts(draw: st.DrawFn, layers: int) -> dict[str, Any]:
+    """How a module of so many layers is trained."""
+    parts = draw(st.integers(1, min(5, layers)))
+    schedule = draw(st.sampled_from(["gpipe", "1f1b", "interleaved"]))
+    workers = draw(st.integers(1, parts)) if schedule == "interleaved" else parts
+    return {
+        "parts": parts,
+        "schedule": schedule,
+        "workers": workers,
+        "chunks": draw(st.sampled_from([1, 2, 3, 8])),
+        "recompute": draw(st.booleans()),
+        "clip": draw(st.sampled_from([None, 0.1])),
+    }
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.data())
+def test_any_module_is_trained_as_the_plain_one(data: st.DataObject) -> None:
+    module = data.draw(modules())
+    options = data.draw(cuts(len(module)))
+    sizes = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=3))
+    plain, losses = plainly(module, OPTIMIZERS["sgd"], batches(sizes), options["clip"])
+    with in_parts(module, optimizer=OPTIMIZERS["sgd"], **options) as training:
+        found = [float(training.step(*batch)) for batch in batches(sizes)]
+    assert found == pytest.approx(losses, rel=1e-3, abs=1e-4)
+    same(module, plain, rtol=1e-3, atol=1e-4)
