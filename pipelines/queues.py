@@ -12,15 +12,19 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.util import Finalize
 from typing import Any, Literal
 
 from flowchan import Channel, Drained, Empty, Full, In, select
+from flowchan.pipelines.names import claim, find, naming
 from flowchan.pipelines.sharing import Shared
 
 LOOK = 0.1
 """Seconds between two looks of an owner that waits for the last answers."""
+
+PATIENCE = 10.0
+"""Seconds for which a name may be taken before it can be found: the maker needs microseconds, unless it is stopped."""
 
 
 class WorkQueue:
@@ -84,11 +88,10 @@ class WorkQueue:
         self._sides.drain(timeout)
 
     def close(self) -> None:
-        """The owner: no more questions; those inside are still done, and the answers can be read. The name is free again.
+        """The owner: no more questions; those inside are still done, and the answers can be read.
         A worker: is done with the question it has. May be called again."""
         if self.is_owner:
             self._sides.channels[0].close()
-            _forget(self._sides)
         else:
             self._sides.leave()
 
@@ -118,6 +121,7 @@ class _Sides(Shared):
     """What all handles of one queue share within a process."""
 
     name: str | None = None
+    give_up_name: Callable[[], object] = staticmethod(lambda: None)
     _owner: tuple[int, threading.Thread] | None = None
 
     def make(self, name: str | None, capacity: int, across: Literal["threads", "processes"]) -> None:
@@ -130,6 +134,17 @@ class _Sides(Shared):
         self._worker = threading.local()
         self._kept: deque[Any] = deque()  # answers that the owner took in and has not asked for yet
         self._asked = self._received = 0
+
+    def claim_name(self, name: str) -> bool:
+        claimed = claim(name, WorkQueue(self, creator=True))
+        if claimed is not None:
+            self.give_up_name = weakref.finalize(self, claimed.close)
+        return claimed is not None
+
+    @property
+    def is_at_home(self) -> bool:
+        """Whether this is the process that made it."""
+        return self._owner is not None and self._owner[0] == os.getpid()
 
     @property
     def is_owner(self) -> bool:
@@ -213,48 +228,48 @@ def _left(deadline: float | None) -> float | None:
     return None if deadline is None else max(0.0, deadline - time.monotonic())
 
 
-# The queues that this process can open by name, as long as somebody has them and their owner has not closed them.
+# The named queues that this process made, as long as it has them.
 _named: weakref.WeakValueDictionary[str, _Sides] = weakref.WeakValueDictionary()
-_naming = threading.Lock()
-
-
-def _after_fork() -> None:
-    global _naming
-    _naming = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_after_fork)
-
-
-def _forget(sides: _Sides) -> None:
-    with _naming:
-        if sides.name is not None and _named.get(sides.name) is sides:
-            del _named[sides.name]
 
 
 def _arrive(sides: _Sides, name: str | None) -> WorkQueue:
-    if name is not None and sides.name is None:
-        sides.name = name
-        with _naming:
-            _named.setdefault(name, sides)
+    sides.name = name
     return WorkQueue(sides, creator=False)
 
 
 def workqueue(
     name: str | None = None, capacity: int = 64, across: Literal["threads", "processes"] = "threads"
 ) -> WorkQueue:
-    """A work queue. With a ``name``, whoever asks for the name first makes the queue and owns it; every other call with it,
-    from any thread of the process, opens that queue as a worker's. The options count for the maker.
+    """A work queue. With a ``name``, whoever asks for the name first makes the queue and owns it; every other call with it
+    opens that queue as a worker's. The options count for the maker.
 
-    ``across="processes"``: the queue can be sent to other processes, as an argument or through a channel, and is known
-    there by its name from then on; a forked child knows the names of its parent.
+    ``across="threads"``: the name holds in this process. ``across="processes"``: it holds in all processes of the program,
+    however multiprocessing started them and whichever of them made the queue, and the queue can also be sent to them.
+
+    The name belongs to the queue until the process that made it has no handle of it any more, so that a worker that comes
+    late finds it closed. Its owner, when it has closed the queue, makes a new one with the name. Raises ``TimeoutError``
+    when the process that has the name does not say where its queue is.
     """
-    with _naming:
-        sides = None if name is None else _named.get(name)
-        if sides is not None:
-            return WorkQueue(sides, creator=False)
-        sides = _Sides()
+    sides = _Sides()
+    if name is None:
         sides.make(name, capacity, across)
-        if name is not None:
-            _named[name] = sides
         return WorkQueue(sides, creator=True)
+    with naming:
+        known = _named.get(name)
+        if known is not None and known.is_at_home:
+            if not (known.is_owner and known.channels[0].closed):
+                return WorkQueue(known, creator=False)
+            known.give_up_name()
+        give_up = time.monotonic() + PATIENCE
+        while True:
+            opened = find(name)
+            if isinstance(opened, WorkQueue):
+                return opened
+            if sides.name is None:
+                sides.make(name, capacity, across)
+            if across == "threads" or sides.claim_name(name):
+                _named[name] = sides
+                return WorkQueue(sides, creator=True)
+            if time.monotonic() > give_up:
+                raise TimeoutError(f"workqueue: a process has the name {name!r} and does not say where its queue is")
+            time.sleep(0.001)
