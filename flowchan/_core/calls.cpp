@@ -89,17 +89,31 @@ Step put_large(Channel& ch, Out* out, const ObjectFrame& frame, Deadline deadlin
     return step;
 }
 
-// Puts an item whose large buffer was filled in place. Wait: it can't go that way, copy it like any other.
+// Whether this process looks at the slot, which it had on loan before: what it has put has come back to it.
+bool looks_at(Ring& ring, const Slot* slot) {
+    Locked<Ring> locked(ring);
+    const bool looks = slot->viewer() && !slot->loaned() && ring.session(slot->viewer()).pid == uint64_t(getpid());
+    locked.unlock({});
+    return looks;
+}
+
+// Puts an item whose large buffer was filled in place. Wait: it can't go that way, copy it like any other. So it is with
+// memory that a forked child has inherited, which is on loan to its parent, and with what has come back to where it was
+// filled. `put` is set first, so that two threads can't put the same memory twice.
 Step put_loaned(Channel& ch, Out* out, ObjectFrame& frame, Deadline deadline) {
     std::shared_ptr<Block> loan;
     for (size_t i = 2; !loan && i < frame.pieces.size(); ++i) loan = loan_with(ch.loans, frame.pieces[i].at);
-    if (!loan || (out && (out->follows() || out->replays))) return Step::Wait;
-    if (loan->put) {
+    if (!loan || loan->forks != fork_count || (out && (out->follows() || out->replays))) return Step::Wait;
+    if (loan->put.exchange(true)) {
+        if (looks_at(*ch.ring, loan->slot)) return Step::Wait;
         raise("ChannelError", "this array was on loan from " + ch.describe() +
                                   " and has been put: it belongs to the channel now; loan another one");
         return Step::Interrupted;
     }
-    if (!lay_into(frame, *loan)) return Step::Wait;
+    if (!lay_into(frame, *loan)) {
+        loan->put = false;
+        return Step::Wait;
+    }
     Ring& ring = *ch.ring;
     Step step = perform(
         ring, Side::Writer, [&] { return out ? out->state.session : ch.plain_session(); },
@@ -108,8 +122,10 @@ Step put_loaned(Channel& ch, Out* out, ObjectFrame& frame, Deadline deadline) {
             return ring.put_loan(loan->slot, frame, out ? &out->state : nullptr, wakes);
         },
         deadline);
-    if (step != Step::Done) return step;
-    loan->put = true;
+    if (step != Step::Done) {
+        loan->put = false;
+        return step;
+    }
     nb::object array = loan->array.is_valid() ? loan->array() : nb::none();
     if (!array.is_none()) array.attr("setflags")("write"_a = false);
     return step;

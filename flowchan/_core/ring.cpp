@@ -19,7 +19,7 @@ uint64_t align(uint64_t n, uint64_t to) { return (n + to - 1) / to * to; }
 
 // Where everything lies in the memory of a channel.
 struct Layout {
-    uint64_t groups, groups_at, blocks_at, length;
+    uint64_t groups, groups_at, blocks_at, blocks_end, length;
 
     Layout(uint64_t capacity, uint64_t max_bytes) {
         groups = std::clamp<uint64_t>(capacity, 64, 4096);
@@ -27,7 +27,9 @@ struct Layout {
         blocks_at = align(groups_at + groups * sizeof(Group), PAGE);
         // Four times max_bytes: items on lease, and what is viewed, are not "inside", classes waste up to a fifth, and what
         // is viewed for long lies in the way.
-        length = align(blocks_at + 4 * max_bytes + GROW + (2 * capacity + 16 * SESSIONS) * sizeof(Slot), GROW);
+        const uint64_t slots = (2 * capacity + 16 * SESSIONS) * sizeof(Slot);
+        length = align(blocks_at + 4 * max_bytes + GROW + slots, GROW);
+        blocks_end = (length - slots) / PAGE * PAGE;  // blocks of all sizes must not take the room of slots for `capacity`
     }
 };
 
@@ -69,7 +71,7 @@ bool process_alive(uint64_t pid, uint64_t started) {
 }
 
 Ring::Ring(uint64_t capacity, uint64_t max_bytes) {
-    const auto [groups, groups_at, blocks_at, length] = Layout(capacity, max_bytes);
+    const auto [groups, groups_at, blocks_at, blocks_end, length] = Layout(capacity, max_bytes);
     int fd = memfd_create("flowchan", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     if (fd < 0) fail(errno, "memfd_create");
     fd_ = fd;
@@ -80,6 +82,7 @@ Ring::Ring(uint64_t capacity, uint64_t max_bytes) {
         int error = posix_fallocate(fd, 0, off_t(blocks_at));
         if (error) fail(error, "fallocate");
         map(fd, length);
+        blocks_end_ = blocks_end;
         new (h_) Header{};
         h_->version = VERSION;
         h_->capacity = capacity;
@@ -122,6 +125,7 @@ Ring::Ring(int fd) {
         base_ = nullptr;
         fail(EINVAL, "not the memory of a channel of this version");
     }
+    blocks_end_ = layout.blocks_end;
     fd_ = fd;
 }
 
@@ -150,8 +154,9 @@ void Ring::map(int fd, uint64_t length) {
 // Makes sure that the memory below `upto` is allocated. False when there is none; the state is unchanged then.
 bool Ring::reserve_low(uint64_t upto) {
     if (upto <= h_->reserved_low) return true;
-    if (upto > h_->reserved_high) return false;
-    uint64_t want = std::min(std::max(upto, h_->reserved_low + GROW), h_->reserved_high);
+    const uint64_t end = std::min(blocks_end_, h_->reserved_high);
+    if (upto > end) return false;
+    uint64_t want = std::min(std::max(upto, h_->reserved_low + GROW), end);
     int error;
     while ((error = fallocate(fd_, 0, off_t(h_->reserved_low), off_t(want - h_->reserved_low)) ? errno : 0) == EINTR) {}
     if (error) return false;
@@ -295,7 +300,8 @@ std::string Ring::cause() const {
 
 // --- sessions ---
 
-uint32_t Ring::open_session(Session::Role role, Wakes& wakes) {
+// A record that nobody uses, cleared for this process; 0 if there is none.
+uint32_t Ring::free_session(Wakes& wakes) {
     for (int attempt = 0; attempt < 2; ++attempt) {
         for (uint32_t i = 1; i < SESSIONS; ++i) {  // 0 means "no session"
             Session& s = h_->sessions[i];
@@ -306,25 +312,60 @@ uint32_t Ring::open_session(Session::Role role, Wakes& wakes) {
             s.supervised = s.lease_head = s.lease_tail = s.leased = s.committed_item = s.committed_count = s.views = 0;
             s.at_reader_gate = s.at_writer_gate = 0;
             fault_point();
-            Change change(h_->redo, base_);
-            change.set(s.role, role);
-            if (role == Session::READER) change.set(h_->readers, h_->readers + 1);
-            if (role == Session::WRITER) change.set(h_->writers, h_->writers + 1);
-            change.commit();
             return i;
         }
         h_->swept_ns.store(0, std::memory_order_relaxed);
         sweep(wakes);
     }
-    throw std::length_error("all " + std::to_string(SESSIONS - 1) +
-                            " places for ports and processes of this channel are taken; close some");
+    return 0;
+}
+
+uint32_t Ring::open_session(Session::Role role, Wakes& wakes) {
+    const uint32_t i = free_session(wakes);
+    if (!i)
+        throw std::length_error("all " + std::to_string(SESSIONS - 1) +
+                                " places for ports and processes of this channel are taken; close some");
+    Change change(h_->redo, base_);
+    change.set(h_->sessions[i].role, role);
+    if (role == Session::READER) change.set(h_->readers, h_->readers + 1);
+    if (role == Session::WRITER) change.set(h_->writers, h_->writers + 1);
+    change.commit();
+    return i;
 }
 
 void Ring::adopt(uint32_t index) {
     if (index == 0 || index >= SESSIONS) throw std::length_error("there is no port number " + std::to_string(index));
     Session& s = h_->sessions[index];
+    if (s.views && s.pid != uint64_t(getpid())) part(index);
     s.pid = uint64_t(getpid());
     s.started = process_start(s.pid);
+}
+
+// A port moves to another process. What the former one looks at it goes on looking at, so that passes to a HOLDER of its
+// own: else the views would end with the new process. One Change for each slot; a death may come between any two. (When
+// all records are taken the views stay where they are.)
+void Ring::part(uint32_t index) {
+    Wakes wakes;
+    if (!memory_is_right()) return void(found_damage());
+    const uint32_t to = free_session(wakes);
+    Session &s = h_->sessions[index], &holder = h_->sessions[to];
+    if (to) {
+        holder.pid = s.pid;
+        holder.started = s.started;
+    }
+    for (uint64_t p = h_->slots_at; to && p < mapped_; p += sizeof(Slot)) {
+        Slot* slot = at<Slot>(p);
+        if (slot->viewer() != index) continue;
+        const uint64_t owner = slot->owner() == index ? to : slot->owner();
+        Change change(h_->redo, base_);
+        change.set(slot->state, (slot->with_place(slot->place(), uint32_t(owner)) & ~(uint64_t(0xff) << Slot::VIEWER)) |
+                                    uint64_t(to) << Slot::VIEWER);
+        change.set(s.views, s.views - 1);
+        change.set(holder.views, holder.views + 1);
+        change.set(holder.role, Session::HOLDER);
+        change.commit();
+    }
+    wake(wakes);
 }
 
 // What a session that ends, perhaps because its process was killed, was copying, and the waits it was counted in.
@@ -363,9 +404,10 @@ void Ring::drop_copies(uint32_t index, bool views, Wakes& wakes) {
     wakes.writers += h_->writer_gate.call_all();
 }
 
-// Whether the process of this session is this one, and so may still use what it looks at.
+// Whether the process of this session lives, and so may still use what it looks at, whoever ends the session.
 bool Ring::still_looks(uint32_t index) const {
-    return h_->sessions[index].views && h_->sessions[index].pid == uint64_t(getpid());
+    const Session& s = h_->sessions[index];
+    return s.views && (s.pid == uint64_t(getpid()) || process_alive(s.pid, s.started));
 }
 
 // `finished`: the items in hand are done with, else they go back.

@@ -119,7 +119,7 @@ private:
     Header* h_ = nullptr;
     int fd_ = -1;
     // What never changes, as it was when this process first saw it: damage to the header does not reach it.
-    uint64_t mapped_ = 0, capacity_ = 0, max_bytes_ = 0, groups_ = 1, groups_at_ = 0, blocks_at_ = 0;
+    uint64_t mapped_ = 0, capacity_ = 0, max_bytes_ = 0, groups_ = 1, groups_at_ = 0, blocks_at_ = 0, blocks_end_ = 0;
     std::atomic<int> kind_ = 0;  // of the mutex; -1 once it was found damaged, and is touched no more. A hint: relaxed
 
     // The type of a mutex, which glibc believes without looking; 0 where it can't be told.
@@ -144,6 +144,8 @@ private:
     void recover();
     void drop_copies(uint32_t session, bool views, Wakes& wakes);
     bool still_looks(uint32_t session) const;
+    uint32_t free_session(Wakes& wakes);
+    void part(uint32_t session);
 
     Step room(const Frame& frame, const WriterState* writer);
     char* payload(Slot* slot) const { return slot->block ? base_ + slot->block : slot->data; }

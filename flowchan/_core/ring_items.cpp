@@ -123,6 +123,7 @@ void Ring::unclaim(Slot* slot, Wakes& wakes) {
     change.set(h_->bytes_in, h_->bytes_in - slot->size);
     free_slot(slot, change);
     change.commit();
+    memory_freed(wakes);
     wakes.writers += call_writers();
     tell_end(wakes);
 }

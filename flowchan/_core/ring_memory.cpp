@@ -8,9 +8,9 @@
 // lie. The slot then names the session that looks at it, its `viewer`. Whoever would free such a slot leaves it HELD for the
 // viewer instead, and the viewer frees it when its last view goes, or does nothing but strike its name out when the item
 // is still somewhere else: an item that was given back is read by its next worker while the first still looks at it.
-// A slot has one viewer; a second reader makes a private copy, as does every reader once the views cover max_bytes, so
-// that nobody who keeps what it received can stop a writer. A session whose port was closed lives on as HOLDER until its
-// process has let go of its last view, or has died.
+// A slot has one viewer; a second reader makes a private copy, as does every reader once the views cover max_bytes, and of
+// what lies at the end of the memory, so that nobody who keeps what it received can stop a writer. A session whose port
+// was closed lives on as HOLDER until its process has let go of its last view, or has died.
 #include <algorithm>
 
 #include "ring.hpp"
@@ -96,6 +96,7 @@ void Ring::put_away(Slot* slot, Change& change) {
 // emptied, so that what is written then belongs to nobody; at the end they are filled. Whoever dies in between leaves
 // lists that are shorter than they could be, which the next `tidy` mends, because it looks at what is used only.
 void Ring::tidy(uint32_t cls) {
+    if (!memory_is_right()) return void(found_damage());
     std::vector<std::pair<uint64_t, uint64_t>> used;
     std::vector<Slot*> free;
     for (uint64_t p = h_->slots_at; p < mapped_; p += sizeof(Slot)) {
@@ -104,8 +105,15 @@ void Ring::tidy(uint32_t cls) {
         else if (!payload_exists(slot)) return void(found_damage());
         else if (slot->cls) used.emplace_back(slot->block, slot->block + class_size(uint32_t(slot->cls)));
     }
-    if (free.empty()) return;
     Change change(h_->redo, base_);
+    if (free.empty()) {  // the gaps may need one all the same
+        const uint64_t from = h_->slots_at - sizeof(Slot);
+        if (!reserve_high(from)) return;
+        free.push_back(at<Slot>(from));
+        free[0]->state = 0;
+        change.set(h_->slots_at, from);
+        change.commit();
+    }
     for (uint64_t& list : h_->free_slots) {
         if (!list) continue;
         change.set(list, 0);
@@ -122,38 +130,48 @@ void Ring::tidy(uint32_t cls) {
         slot->next = heads[of_class];
         heads[of_class] = offset(slot);
     };
-    uint64_t begin = blocks_at_;
+    uint64_t top = blocks_at_;
+    std::vector<std::pair<uint64_t, uint64_t>> gaps;
     for (auto [block, end] : used) {
-        for (uint32_t piece = cls; !free.empty() && begin < block;) {
-            const uint64_t start = block_start(begin, piece);
-            if (piece == 0) break;
-            if (start + class_size(piece) <= block) {
-                give(piece, start);
-                begin = start + class_size(piece);
-                if (piece != cls) piece = cls;
-            } else {
-                piece -= 1;
-            }
-        }
-        begin = std::max(begin, end);
+        if (top < block) gaps.emplace_back(top, block);
+        top = std::max(top, end);
     }
+    // Of all gaps what is in demand first, then the rest, which must leave a slot for what is cut behind them: there may be
+    // no memory for another slot. No block of class 1 is ever cut: it would hold less than a slot without a block.
+    static_assert(UNIT < Slot::INLINE && Slot::INLINE <= 2 * UNIT);
+    auto cut = [&](uint32_t piece, uint64_t& begin, uint64_t end) {
+        const uint64_t start = block_start(begin, piece);
+        if (start + class_size(piece) > end) return false;
+        give(piece, start);
+        begin = start + class_size(piece);
+        return true;
+    };
+    for (auto& [begin, end] : gaps)
+        while (cls && !free.empty() && cut(cls, begin, end)) {}
+    for (auto& [begin, end] : gaps)
+        for (uint32_t piece = cls; piece > 1 && free.size() > 1;)
+            if (!cut(piece, begin, end)) piece -= 1;
     while (!free.empty()) give(0, 0);
     for (uint32_t c = 0; c < CLASSES; ++c) {
         if (!heads[c]) continue;
         change.set(h_->free_slots[c], heads[c]);
         change.commit();
     }
-    change.set(h_->blocks_top, begin);
+    change.set(h_->blocks_top, top);
     change.commit();
 }
 
 // --- views ---
 
-// Whether the payload of this slot, about to be taken, may be read where it lies.
+// Whether the payload of this slot, about to be taken, may be read where it lies. A small one may lie in a large block too,
+// but a plain user copies it and frees the slot at once. The end of the memory, as much as the largest item needs, is for
+// passing use only: views scattered over all of it would stop the writer of such an item, however few they are.
 bool Ring::may_view(const Slot* slot) const {
     if (slot->viewer()) return false;
-    return slot->kind == PINNED ||
-           (slot->kind == BUFFERS && slot->cls >= VIEWABLE && h_->viewed_bytes + slot->size <= max_bytes_);
+    if (slot->kind == PINNED) return true;  // small, and gone when what it tells of is used
+    if (slot->kind != BUFFERS || slot->cls < VIEWABLE || slot->size <= Taken::LOCAL) return false;
+    const uint64_t end = blocks_end_ - class_size(class_of(max_bytes_)) - PAGE;
+    return h_->viewed_bytes + slot->size <= max_bytes_ && slot->block + class_size(uint32_t(slot->cls)) <= end;
 }
 
 // Enters the session as the viewer of the slot whose state is about to become `state`; gives that state.
@@ -173,7 +191,8 @@ void Ring::unview(Slot* slot, Wakes& wakes) {
     if (!slot->loaned()) change.set(h_->viewed_bytes, h_->viewed_bytes - std::min(h_->viewed_bytes, slot->size));
     change.set(s.views, s.views - 1);
     if (last) change.set(s.role, Session::NONE);
-    const bool held = slot->place() == SlotState::Held;
+    // HELD by another one means that it makes a copy now: the slot is freed when that is done.
+    const bool held = slot->place() == SlotState::Held && slot->owner() == slot->viewer();
     if (held) put_away(slot, change);
     else change.set(slot->state, slot->state & ~Slot::VIEW_BITS);
     change.commit();

@@ -71,11 +71,14 @@ nb::object private_view(nb::handle self) {
 
 std::shared_ptr<Block> loan_with(std::vector<std::weak_ptr<Block>>& loans, const void* at) {
     std::erase_if(loans, [](const std::weak_ptr<Block>& loan) { return loan.expired(); });
+    std::shared_ptr<Block> found;
     for (const std::weak_ptr<Block>& loan : loans) {
         std::shared_ptr<Block> block = loan.lock();
-        if (block && at >= block->begin && at < block->begin + block->size) return block;
+        if (!block || at < block->begin || at >= block->begin + block->size) continue;
+        found = std::move(block);
+        if (!found->put) break;
     }
-    return nullptr;
+    return found;
 }
 
 }  // namespace flowchan

@@ -21,7 +21,7 @@ struct Block {
     Slot* slot;
     const char* begin;  // the payload, which does not move while the block is held
     uint64_t size;
-    bool put = false;  // was on loan and is in the channel now
+    std::atomic<bool> put = false;  // was on loan and is in the channel now, or just being put: one thread only does that
     nb::object array;  // on loan: a weak reference to the NumPy array over it
     uint64_t forks = fork_count, children = children_forked;
 
@@ -48,7 +48,7 @@ struct View {
 // from a private mapping of the block), so what is only read is never copied.
 nb::object private_view(nb::handle view);
 
-// The loan that `at` lies in, of those that `loans` remembers; drops the ones that are gone.
+// The loan that `at` lies in, of those that `loans` remembers, rather one that has not been put; drops the ones that are gone.
 std::shared_ptr<Block> loan_with(std::vector<std::weak_ptr<Block>>& loans, const void* at);
 
 extern PyType_Slot view_slots[];

@@ -242,11 +242,10 @@ def test_who_keeps_everything_stops_nobody(make):
 
 @pytest.mark.copying
 def test_items_of_other_sizes_find_memory_beside_what_is_kept(make):
-    """Free blocks are cut anew, although some between them are in use for ever. (Each item is less than a quarter of
-    max_bytes here: a larger one may find no gap of its size.)"""
+    """Free blocks are cut anew, although some between them are in use for ever, and room is kept for the largest item."""
     ch = make(64, max_bytes=2_000_000)
     kept = []
-    for size in [20_000, 30_000, 50_000, 90_000, 150_000, 200_000, 300_000, 450_000] * 3:
+    for size in [20_000, 30_000, 50_000, 90_000, 200_000, 500_000, 900_000, 1_900_000] * 3:
         count = min(64, 2_000_000 // (size + 1000))
         for number in range(count):
             ch.put(np.full(size, number % 100, "uint8"), timeout=0)

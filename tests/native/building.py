@@ -1,4 +1,4 @@
-"""Builds the native test programs with the plain compiler. The ring is free of Python, so two of the core's files and
+"""Builds the native test programs with the plain compiler. The ring is free of Python, so three of the core's files and
 ``stub/Python.h`` are all that they need."""
 
 from __future__ import annotations

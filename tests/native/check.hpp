@@ -1,6 +1,7 @@
-// The invariants of layout.hpp and ring_items.cpp, checked on a whole ring.
+// The invariants of layout.hpp, ring_memory.cpp and ring_items.cpp, checked on a whole ring.
 //
-// Every slot is in exactly one place, every list is acyclic and as long as its count says, every sum agrees. Offsets are
+// Every slot is in exactly one place, every list is acyclic and as long as its count says, every sum agrees, and who is
+// named as a viewer is there and counts its views. Offsets are
 // relative to the header, which is where the mapping begins, so no private part of Ring is needed.
 #pragma once
 
@@ -14,8 +15,10 @@ namespace testing {
 
 using namespace flowchan;
 
+constexpr uint64_t PAGE = 4096;
+
 struct Tolerance {
-    bool lost_free_slots = false;  // start_afresh may leave free lists shorter than they could be
+    bool lost_free_slots = false;  // after a death in `tidy`, or in taking a bare slot: free slots in no list, with any block
     bool giving_back = false;      // give_back marks its slots before its one Change
     uint32_t waiting = 0;          // so many dead may still be counted at a gate: who looks after them died too
 };
@@ -38,6 +41,7 @@ public:
         sessions();
         if (h.cause) put_cause();
         rest();
+        viewers();
         totals();
         blocks();
         return problems;
@@ -154,7 +158,7 @@ private:
         }
         wrong("the cause is in no slot");
     }
-    // What is in no list belongs to a live session that copies, or was forgotten by an interrupted start_afresh.
+    // What is in no list belongs to a session that copies, looks or fills, or was forgotten by an interrupted `tidy`.
     void rest() {
         for (uint64_t p = h.slots_at; p < h.mapped; p += sizeof(Slot)) {
             if (where.count(p)) continue;
@@ -174,19 +178,55 @@ private:
             used += 1;
         }
     }
+    // Who looks at a slot is there, and each session and the header count what is looked at.
+    void viewers() {
+        uint64_t views[SESSIONS] = {}, seen = 0;
+        for (uint64_t p = h.slots_at; p < h.mapped; p += sizeof(Slot)) {
+            Slot& s = *slot(p);
+            const std::string name = "slot " + std::to_string(p);
+            if (lost(p)) continue;
+            if (!s.viewer()) {
+                if (s.loaned()) wrong(name + " is on loan to nobody");
+                continue;
+            }
+            views[s.viewer()] += 1;
+            seen += s.loaned() ? 0 : s.size;
+            if (h.sessions[s.viewer()].role == Session::NONE) wrong(name + " is viewed by a session that is none");
+            if (s.cls < VIEWABLE || s.kind != BUFFERS) wrong(name + " has a viewer and can't be viewed");
+            if (s.place() == SlotState::Free || s.place() == SlotState::Parked || s.place() == SlotState::Filling)
+                wrong(name + " has a viewer and is marked " + std::to_string(int(s.place())));
+            if (s.loaned() && s.place() != SlotState::Held) wrong(name + " is on loan and is somewhere");
+            // Somebody else's only while that one makes a copy, which a plain user does.
+            const bool copied = !s.loaned() && h.sessions[s.owner()].role == Session::PLAIN;
+            if (s.place() == SlotState::Held && s.owner() != s.viewer() && !copied) wrong(name + " is held by another than its viewer");
+        }
+        for (uint32_t i = 0; i < SESSIONS; ++i) {
+            const Session& s = h.sessions[i];
+            const std::string name = "session " + std::to_string(i);
+            equal(("views of " + name).c_str(), s.views, views[i]);
+            if (s.role == Session::RESUME && s.views) wrong(name + " is of a dead worker and has views");
+            if (s.role == Session::HOLDER && (s.views == 0 || s.lease_head || s.supervised))
+                wrong(name + " is a HOLDER without views, with items in hand or with a supervisor");
+        }
+        equal("viewed_bytes", h.viewed_bytes, seen);
+    }
+    // A free slot in no list, where that is tolerated.
+    bool lost(uint64_t p) { return tolerance.lost_free_slots && slot(p)->place() == SlotState::Free && !where.count(p); }
     void totals() {
         equal("claimed", h.claimed, filling);
         equal("bytes_in - bytes_out", h.bytes_in - h.bytes_out, bytes);
         equal("slots_used", h.slots_used, used);
         if (h.puts - h.takes + h.parked + h.claimed > h.capacity + SESSIONS) wrong("far more inside than the capacity");
     }
-    // No two slots share a byte of a block.
+    // No two slots share a byte of a block, and what can be viewed shares no page with anything.
     void blocks() {
         std::map<uint64_t, uint64_t> ends;
         for (uint64_t p = h.slots_at; p < h.mapped; p += sizeof(Slot)) {
             Slot& s = *slot(p);
+            if (lost(p)) continue;
             if (!s.cls != !s.block) wrong("a slot has a class or a block alone");
             if (!s.block) continue;
+            if (s.cls >= VIEWABLE && (s.block % PAGE || class_size(uint32_t(s.cls)) % PAGE)) wrong("a block shares a page");
             if (s.block < h.blocks_at || s.block + class_size(uint32_t(s.cls)) > h.blocks_top)
                 wrong("a block lies outside of the blocks");
             if (!ends.emplace(s.block, s.block + class_size(uint32_t(s.cls))).second) wrong("two slots have one block");

@@ -149,7 +149,8 @@ void many_to_many(bool processes, uint64_t each) {
     checked(one, "the channel");
 }
 
-// Plain users that take and put at any time, with copies made outside of the lock; the items go round.
+// Plain users that take and put at any time, with copies made outside of the lock; the items go round. Some go on looking
+// at what they took, and fill in place what they put.
 void round_and_round(bool processes, uint64_t turns) {
     constexpr uint64_t USERS = 4, ITEMS = 5;
     Ring one(8, 1 << 20);  // room for all the items, else the last one to put would wait for ever
@@ -159,12 +160,23 @@ void round_and_round(bool processes, uint64_t turns) {
     Parties parties(processes);
     for (uint64_t i = 0; i < USERS; ++i) {
         parties.start([&, i] {
-            User user = open(i % 2 ? one : *other, Session::PLAIN);
+            Ring& ring = i % 2 ? one : *other;
+            User user = open(ring, Session::PLAIN), lender = open(ring, Session::PLAIN);
+            user.keeps = i > 1;
             for (uint64_t n = 0; n < turns; ++n) {
                 uint64_t value = 0;
                 must(user.get(value) == Step::Done, "get");
-                must(user.put(Message(value + 1, size_for(value + 1))) == Step::Done, "put");
+                const uint64_t size = size_for(value + 1);
+                if (i > 1 && n % 3 == 0 && size > Taken::LOCAL) {
+                    must(lender.loan(value + 1, size) == Step::Done, "loan");
+                    must(user.put_loan(lender) == Step::Done, "put");
+                } else {
+                    must(user.put(Message(value + 1, size, BUFFERS)) == Step::Done, "put");
+                }
+                while (user.sights.size() > n % 4) user.let_go();
             }
+            while (!user.sights.empty()) user.let_go();
+            lender.leave(true);
             user.leave(true);
         });
     }

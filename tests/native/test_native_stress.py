@@ -42,6 +42,26 @@ def test_c11_random_kills_of_sources_and_workers_lose_and_repeat_nothing(builder
     print(ended.stdout)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_c11_random_kills_of_who_reads_and_fills_in_place_write_over_nothing(builder: Builder, seed: int) -> None:
+    ended = run(builder.program("kills_views.cpp"), str(seed), "2000")
+    assert ended.returncode == 0, ended.stderr
+    found = re.findall(r"^(ordered|unordered): (\d+) passed, (\d+) kills$", ended.stdout, re.MULTILINE)
+    assert [(kind, passed) for kind, passed, _ in found] == [("ordered", "2000"), ("unordered", "2000")]
+    assert all(int(kills) > 0 for *_, kills in found)
+    print(ended.stdout)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_c2_whatever_was_cut_before_memory_that_is_free_is_found(builder: Builder, seed: int) -> None:
+    ended = run(builder.program("memory.cpp"), str(seed), "5000")
+    assert ended.returncode == 0, ended.stderr
+    found, not_found = map(int, re.findall(r"\d+", ended.stdout)[:2])
+    assert found > 0
+    assert not_found > 0
+    print(ended.stdout)
+
+
 @pytest.mark.parametrize("sanitizer", OPTIONS)
 def test_the_stress_is_clean_under_each_sanitizer(builder: Builder, sanitizer: str) -> None:
     program = builder.program(*SOURCES, flags=flags(sanitizer))

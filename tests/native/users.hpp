@@ -1,5 +1,5 @@
 // What the native test programs share: messages whose every byte can be verified, and users of a ring that put and take
-// as channel.cpp does, with the core's own waiting loop.
+// as calls.cpp does, with the core's own waiting loop.
 #pragma once
 
 #include <cstdio>
@@ -23,19 +23,24 @@ inline void must(bool holds, const std::string& what) {
     if (!holds) die(what);
 }
 
-// A number and, up to `size` bytes, what follows from it. Sizes above 256 travel as BYTES, above Taken::LOCAL as a large put.
+// A number and, up to `size` bytes, what follows from it. Sizes above 256 travel as BYTES, or as the `kind` asked for, above
+// Taken::LOCAL as a large put.
 struct Message {
     static constexpr uint64_t LEAST = sizeof(uint64_t);
     std::vector<char> bytes;
+    Kind kind;
 
-    explicit Message(uint64_t value, uint64_t size = LEAST) : bytes(std::max(size, LEAST)) {
-        memcpy(bytes.data(), &value, sizeof value);
-        for (uint64_t i = LEAST; i < bytes.size(); ++i) bytes[i] = char(value * 31 + i);
+    explicit Message(uint64_t value, uint64_t size = LEAST, Kind kind = BYTES) : bytes(std::max(size, LEAST)), kind(kind) {
+        lay(value, bytes.data(), bytes.size());
+    }
+    static void lay(uint64_t value, char* at, uint64_t size) {
+        memcpy(at, &value, sizeof value);
+        for (uint64_t i = LEAST; i < size; ++i) at[i] = char(value * 31 + i);
     }
     // Fills `frame`, which then refers to this message.
     void fill(Frame& frame) const {
         frame.size = bytes.size();
-        frame.kind = bytes.size() <= Frame::SMALL ? DIRECT : BYTES;
+        frame.kind = bytes.size() <= Frame::SMALL ? DIRECT : kind;
         if (frame.kind == DIRECT) {
             frame.small_size = frame.size;
             memcpy(frame.small, bytes.data(), bytes.size());
@@ -53,6 +58,33 @@ struct Message {
     }
 };
 
+// One operation that needs no waiting, with the lock around it.
+template <class Op> auto locked(Ring& ring, Op&& op) {
+    Wakes wakes;
+    ring.lock(true);
+    if constexpr (std::is_void_v<decltype(op(wakes))>) {
+        op(wakes);
+        ring.unlock();
+        ring.wake(wakes);
+    } else {
+        auto result = op(wakes);
+        ring.unlock();
+        ring.wake(wakes);
+        return result;
+    }
+}
+
+// A block that a user looks at, or has on loan and has filled, and what must be in it.
+struct Sight {
+    Slot* slot;
+    char* at;
+    uint64_t size, value;
+
+    void verify() const {
+        if (Message::value_of(at, size) != value) die("what was looked at is message " + std::to_string(value) + " no more");
+    }
+};
+
 // A port or plain user. `in` numbers the items to which this one's outputs belong.
 struct User {
     Ring& ring;
@@ -61,6 +93,8 @@ struct User {
     ReaderState reader{};
     WriterState writer{};
     Taken taken{};
+    bool keeps = false;        // goes on looking at what it got
+    std::vector<Sight> sights;
 
     User(Ring& ring, uint32_t session, Session::Role role) : ring(ring), session(session) {
         is_reader = role == Session::READER;
@@ -70,7 +104,7 @@ struct User {
     ReaderState* as_reader() { return is_reader ? &reader : nullptr; }
     WriterState* as_writer() { return is_writer ? &writer : nullptr; }
 
-    // As put_ring and put_large of channel.cpp. `item`: the number of the input item that the output belongs to.
+    // As put_ring and put_large of calls.cpp. `item`: the number of the input item that the output belongs to.
     Step put(const Message& message, Deadline deadline = {}, const uint64_t* item = nullptr) {
         Frame frame;
         message.fill(frame);
@@ -92,27 +126,62 @@ struct User {
         locked.unlock(wakes);
         return step;
     }
-    // As get_step of channel.cpp.
-    Step get(uint64_t& value, Deadline deadline = {}) {
+    // As get_step of calls.cpp. `more`: what is in hand stays in hand.
+    Step get(uint64_t& value, Deadline deadline = {}, bool more = false) {
         Step step = perform(
             ring, Side::Reader, [&] { return session; },
             [&](Wakes& wakes) {
-                if (is_reader) ring.acknowledge(reader, wakes);
+                if (is_reader && !more) ring.acknowledge(reader, wakes);
                 return ring.try_take(taken, as_reader(), session, wakes);
             },
             deadline);
         if (step != Step::Done) return step;
         value = Message::value_of(taken.at, taken.size);
-        if (taken.held) {
-            Wakes wakes;
-            Locked<Ring> locked(ring);
-            ring.release(taken.held, wakes);
-            locked.unlock(wakes);
-            taken.held = nullptr;
-        }
+        finish_copy();
+        if (taken.viewed) sights.push_back({taken.slot, const_cast<char*>(taken.at), taken.size, value});
+        if (taken.viewed && !keeps) let_go();
         return step;
     }
-    // As done_with of channel.cpp.
+    void finish_copy() {
+        if (taken.held) locked(ring, [&](Wakes& wakes) { ring.release(taken.held, wakes); });
+        taken.held = nullptr;
+    }
+    // Looks no more at the one it has looked at for the longest time, or drops it if it is on loan.
+    void let_go() {
+        sights.front().verify();
+        locked(ring, [&](Wakes& wakes) { ring.unview(sights.front().slot, wakes); });
+        sights.erase(sights.begin());
+    }
+    // Memory to be filled in place, filled.
+    Step loan(uint64_t value, uint64_t size, Deadline deadline = {}) {
+        Slot* slot = nullptr;
+        Step step = perform(
+            ring, Side::Writer, [&] { return session; }, [&](Wakes&) { return ring.loan(size, session, slot); }, deadline);
+        if (step != Step::Done) return step;
+        sights.push_back({slot, const_cast<char*>(ring.payload_of(slot)), size, value});
+        Message::lay(value, sights.back().at, size);
+        return step;
+    }
+    // As put_loaned of calls.cpp: what `lender` has on loan for the longest time.
+    Step put_loan(User& lender, Deadline deadline = {}, const uint64_t* item = nullptr) {
+        Sight& sight = lender.sights.front();
+        Frame frame;
+        frame.kind = BUFFERS;
+        frame.size = sight.size;
+        bool skipped = false;
+        Step step = perform(
+            ring, Side::Writer, [&] { return session; },
+            [&](Wakes& wakes) {
+                if (item) begin(*item);
+                if ((skipped = skip())) return Step::Done;
+                return ring.put_loan(sight.slot, frame, as_writer(), wakes);
+            },
+            deadline);
+        if (skipped) lender.let_go();
+        else if (step == Step::Done) lender.sights.erase(lender.sights.begin());
+        return step;
+    }
+    // As done_with of ports.cpp.
     Step done_with(uint64_t number) {
         Step step = Step::Done;
         if (!writer.ordered) {
@@ -149,21 +218,6 @@ private:
     }
 };
 
-// One operation that needs no waiting, with the lock around it.
-template <class Op> auto locked(Ring& ring, Op&& op) {
-    Wakes wakes;
-    ring.lock(true);
-    if constexpr (std::is_void_v<decltype(op(wakes))>) {
-        op(wakes);
-        ring.unlock();
-        ring.wake(wakes);
-    } else {
-        auto result = op(wakes);
-        ring.unlock();
-        ring.wake(wakes);
-        return result;
-    }
-}
 inline uint32_t open_session(Ring& ring, Session::Role role) {
     return locked(ring, [&](Wakes& wakes) { return ring.open_session(role, wakes); });
 }

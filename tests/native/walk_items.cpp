@@ -47,29 +47,6 @@ Scenario putting(const char* name, Values before, std::vector<uint64_t> sizes) {
     return s;
 }
 
-// So much has gone through that the memory is cut up into more blocks than max_bytes, all free, none of the right size.
-Scenario start_afresh() {
-    Scenario s = putting("start afresh", {}, {15'000, 8, 3000});
-    s.max_bytes = 30'000;
-    s.tolerance.lost_free_slots = true;
-    s.prepare = [](Scene& scene) {
-        User user = open(*scene.in, Session::PLAIN);
-        uint64_t value;
-        for (uint64_t size : {100, 600, 2200, 5000, 6000, 9000, 12'000}) {
-            must(user.put(Message(1, size), Deadline{0}) == Step::Done, "put");
-            must(user.get(value, Deadline{0}) == Step::Done, "get");
-        }
-        user.leave(true);
-        Header& h = scene.in->header();
-        must(h.slots_used == 0 && h.blocks_top - h.blocks_at > h.max_bytes, "it would not start afresh");
-    };
-    s.look = [](Scene& scene, int done) {
-        Header& h = scene.in->header();
-        if (done) must(h.blocks_top - h.blocks_at < h.max_bytes + 5000, "it did not start afresh");
-    };
-    return s;
-}
-
 // A put of a large item that is under way when the channel is closed puts nothing.
 Scenario close_between() {
     Scenario s{"put large, closed meanwhile"};
@@ -180,7 +157,6 @@ std::vector<Scenario> put_scenarios() {
         putting("put into an empty channel", {}, {8, 8}),
         putting("put large", {1}, {LARGE, HUGE_ONE, LARGE}),
         growing(),
-        start_afresh(),
         close_between(),
     };
 }

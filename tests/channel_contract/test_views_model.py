@@ -1,0 +1,207 @@
+"""Arrays that are read and filled in a channel's own memory keep their contents, whatever is done in whatever order.
+
+Everything happens in one process, with little memory and sizes that never fit twice, so that memory is cut anew again and
+again around what is still looked at. Every array is filled with its number; all that are held are read after each step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import numpy
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+
+from flowchan import Channel, Drained, Full
+
+MAX_BYTES = 300_000
+HEADROOM = 4096
+"""What an item may need besides its array."""
+
+SIZES = st.one_of(st.integers(1, 2000), st.integers(4000, 20_000), st.integers(20_000, MAX_BYTES - HEADROOM))
+
+
+def check(array: Any, number: int) -> None:
+    assert array[0] == number % 251
+    assert (array == array[0]).all()
+
+
+class Machine(RuleBasedStateMachine):
+    """One caller with a channel, its ports, and the arrays that it got, has on loan, or has put."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside: deque[tuple[int, int]] = deque()  # numbers and sizes, oldest first
+        self.held: list[tuple[Any, int]] = []
+        self.lent: list[tuple[Any, int]] = []
+        self.put_away: list[Any] = []  # were on loan, and have been put
+        self.readers: list[tuple[Any, list[tuple[int, int]]]] = []  # and what each has in hand
+        self.writers: list[Any] = []
+        self.number = 0
+
+    @initialize(capacity=st.integers(1, 8))
+    def begin(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.channel: Any = Channel(capacity, across="processes", max_bytes=MAX_BYTES)
+        # Ports that stay open to the end, else the last one to leave would close the channel.
+        self.stay = self.channel.reader(), self.channel.writer()
+
+    def new(self) -> int:
+        self.number += 1
+        return self.number
+
+    def is_in_use(self) -> bool:
+        return bool(self.held or self.lent or self.put_away or any(hand for _, hand in self.readers))
+
+    def put_now(self, to: Any, array: Any, number: int) -> bool:
+        try:
+            to.put_nowait(array)
+        except Full:
+            room = MAX_BYTES - sum(size + HEADROOM for _, size in self.inside)
+            assert len(self.inside) == self.capacity or array.nbytes + HEADROOM > room or self.is_in_use()
+            return False
+        self.inside.append((number, array.nbytes))
+        return True
+
+    @rule(size=SIZES, through_port=st.booleans())
+    def put(self, size: int, through_port: bool) -> None:
+        number = self.new()
+        port = self.writers[-1] if through_port and self.writers else self.channel
+        self.put_now(port, numpy.full(size, number % 251, "uint8"), number)
+
+    @precondition(lambda self: self.inside)
+    @rule(keep=st.booleans())
+    def get(self, keep: bool) -> None:
+        array = self.channel.get_nowait()
+        number, size = self.inside.popleft()
+        assert array.nbytes == size
+        check(array, number)
+        if keep:
+            self.held.append((array, number))
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        del self.held[data.draw(st.integers(0, len(self.held) - 1))]
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def put_what_is_held(self, data: st.DataObject) -> None:
+        self.put_now(self.channel, *self.held[data.draw(st.integers(0, len(self.held) - 1))])
+
+    @rule(size=SIZES, from_port=st.booleans())
+    def loan(self, size: int, from_port: bool) -> None:
+        port = self.writers[-1] if from_port and self.writers else self.channel
+        try:
+            array = port.loan(size, "uint8", timeout=0)
+        except Full:
+            assert self.is_in_use() or self.inside
+            return
+        number = self.new()
+        array[:] = number % 251
+        self.lent.append((array, number))
+
+    @precondition(lambda self: self.lent)
+    @rule(data=st.data(), keep=st.booleans())
+    def put_a_loan(self, data: st.DataObject, keep: bool) -> None:
+        i = data.draw(st.integers(0, len(self.lent) - 1))
+        if self.put_now(self.channel, *self.lent[i]):
+            array, _ = self.lent.pop(i)
+            assert not array.flags.writeable
+            if keep:
+                self.put_away.append(array)
+
+    @precondition(lambda self: self.lent)
+    @rule(data=st.data())
+    def drop_a_loan(self, data: st.DataObject) -> None:
+        del self.lent[data.draw(st.integers(0, len(self.lent) - 1))]
+
+    @precondition(lambda self: self.put_away)
+    @rule()
+    def drop_what_was_put(self) -> None:
+        self.put_away.clear()
+
+    @precondition(lambda self: len(self.readers) < 3)
+    @rule()
+    def open_reader(self) -> None:
+        self.readers.append((self.channel.reader(), []))
+
+    @precondition(lambda self: self.readers and self.inside)
+    @rule(data=st.data(), more=st.booleans(), keep=st.booleans())
+    def lease(self, data: st.DataObject, more: bool, keep: bool) -> None:
+        port, hand = self.readers[data.draw(st.integers(0, len(self.readers) - 1))]
+        array = port.get_more(timeout=0) if more else port.get_nowait()
+        number, size = self.inside.popleft()
+        check(array, number)
+        if not more:
+            hand.clear()
+        hand.append((number, size))
+        if keep:
+            self.held.append((array, number))
+
+    @precondition(lambda self: self.readers)
+    @rule(data=st.data(), finished=st.booleans())
+    def leave_reader(self, data: st.DataObject, finished: bool) -> None:
+        port, hand = self.readers.pop(data.draw(st.integers(0, len(self.readers) - 1)))
+        if finished:
+            port.close()
+        else:
+            port._give_up()
+            self.inside.extendleft(reversed(hand))
+
+    @precondition(lambda self: len(self.writers) < 3)
+    @rule()
+    def open_writer(self) -> None:
+        self.writers.append(self.channel.writer())
+
+    @precondition(lambda self: self.writers)
+    @rule()
+    def leave_writer(self) -> None:
+        self.writers.pop().close()
+
+    @invariant()
+    def nothing_was_written_over(self) -> None:
+        for array, number in [*self.held, *self.lent]:
+            check(array, number)
+        stats = self.channel.stats()
+        assert stats.inside == len(self.inside)
+        assert stats.leased == sum(len(hand) for _, hand in self.readers)
+        if not self.held and not self.lent and not self.put_away and not self.inside:
+            assert stats.holders == ()
+
+    def teardown(self) -> None:
+        """All goes, and then all memory is of use again: two items of the largest size that there may be."""
+        if not hasattr(self, "channel"):
+            return
+        for port, hand in self.readers:
+            port._give_up()
+            self.inside.extendleft(reversed(hand))
+        for port in self.writers:
+            port.close()
+        self.held.clear()
+        self.lent.clear()
+        self.put_away.clear()
+        while self.inside:
+            number, _ = self.inside.popleft()
+            check(self.channel.get_nowait(), number)
+        assert self.channel.stats().holders == ()
+        for number in (1, 2):
+            self.channel.put_nowait(numpy.full(MAX_BYTES - HEADROOM, number, "uint8"))
+            self.held.append((self.channel.get_nowait(), number))
+            check(*self.held[-1])
+        self.held.clear()
+        for port in self.stay:
+            port.close()
+        try:
+            self.channel.get_nowait()
+        except Drained:
+            return
+        raise AssertionError("it is not drained")
+
+
+def test_c1_arrays_in_shared_memory_keep_their_contents_in_any_order_of_use() -> None:
+    run_state_machine_as_test(
+        Machine, settings=settings(max_examples=200, stateful_step_count=60, deadline=None, database=None)
+    )

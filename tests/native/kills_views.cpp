@@ -1,0 +1,110 @@
+// Random kills where items are read in place, and go on being looked at, and outputs are filled in place. Sizes vary and
+// memory is short, so that it is cut anew all the time around what is looked at. Every payload follows from its number;
+// it is read when it comes and once more just before it is let go: nobody may have written over it.
+//
+// Where the stage is not ordered, others come and go as unsupervised readers: they take items, give them back, look at
+// them a while longer, and fill memory that they never put.
+//
+// Arguments: seed, number of items.
+#include "kills.hpp"
+
+namespace testing {
+
+namespace {
+
+constexpr uint64_t SIZES[] = {8, 300, 5000, 17'000, 21'000, 40'000, 70'000};
+constexpr uint64_t MAX_BYTES = 150'000;
+constexpr uint64_t MOST_SIGHTS = 3;
+
+Deadline in_a_moment() { return Deadline{now_ns() + 2'000'000}; }
+
+class Viewers : public Kills {
+public:
+    Viewers(uint64_t seed, uint64_t items, bool ordered) : Kills(seed, ordered, MAX_BYTES, ordered ? 0 : 2), items(items) {
+        sink.keeps = true;
+        std::set<uint64_t> outputs;
+        for (uint64_t i = 0; i < items; ++i) outputs.insert(i);
+        run(std::move(outputs));
+        must(in.header().viewed_bytes == 0 && out.header().viewed_bytes == 0, "something is viewed");
+    }
+
+private:
+    uint64_t items;
+
+    static uint64_t size_of(uint64_t value) { return SIZES[value * 2654435761 % 4093 % 7]; }
+
+    // One that is looked at for long goes to the end, now and then, so that they go in no order.
+    void let_go(User& user, size_t most) {
+        while (user.sights.size() > most) {
+            if (user.sights.size() > 1 && random() % 2) std::swap(user.sights.front(), user.sights.back());
+            user.let_go();
+        }
+    }
+    // Filled in place if there is memory at once, else copied.
+    void put(User& writer, uint64_t value, const uint64_t& item) {
+        const uint64_t size = size_of(value);
+        const bool skips = writer.writer.keyed && writer.writer.count < writer.writer.skip;
+        Step step = Step::NotNow;
+        if (!skips && size > Taken::LOCAL && random() % 3 == 0 && writer.loan(value, size, in_a_moment()) == Step::Done) {
+            step = writer.put_loan(writer, in_a_moment(), &item);
+            if (step != Step::Done) writer.let_go();
+        }
+        if (step == Step::NotNow) step = writer.put(Message(value, size, BUFFERS), {}, &item);
+        must(step == Step::Done, "a put ended with " + std::to_string(int(step)));
+    }
+    void produce(User& writer) override {
+        random.seed(uint64_t(getpid()));
+        const uint64_t all = 0;
+        for (uint64_t i = 0; i < items; ++i) put(writer, i, all);
+    }
+    void work(User& reader, User& writer) override {
+        random.seed(uint64_t(getpid()));
+        reader.keeps = true;
+        for (;;) {
+            if (reader.reader.in_hand) must(writer.done_with(reader.reader.number) == Step::Done, "done");
+            uint64_t value = 0;
+            Step step = reader.get(value, in_a_moment());
+            if (step == Step::Drained) break;
+            must(step == Step::Done || step == Step::NotNow, "a worker's read ended with " + std::to_string(int(step)));
+            // Who waits keeps nothing: all that the source needs may lie between what is looked at.
+            if (step == Step::NotNow) let_go(reader, 0);
+            if (step == Step::Done) put(writer, value, reader.reader.number);
+            let_go(reader, random() % (MOST_SIGHTS + 1));
+        }
+        let_go(reader, random() % (MOST_SIGHTS + 1));  // it ends with the rest of them
+    }
+    void take_part() override {
+        random.seed(uint64_t(getpid()));
+        for (;;) {
+            User reader = open(in, Session::READER), lender = open(in, Session::PLAIN);
+            reader.keeps = true;
+            Step step = Step::Done;
+            for (uint64_t n = 1 + random() % 3, i = 0; i < n && step == Step::Done; ++i) {
+                uint64_t value = 0;
+                step = reader.get(value, in_a_moment(), true);
+            }
+            if (random() % 2) lender.loan(1'000'000, SIZES[3 + random() % 4], in_a_moment());
+            const bool leaves_first = random() % 2;  // with memory on loan
+            if (leaves_first) lender.leave(true);
+            reader.leave(false);
+            for (uint64_t n = random() % 20'000; n; --n) cpu_relax();
+            let_go(lender, 0);
+            let_go(reader, 0);
+            if (!leaves_first) lender.leave(true);
+            if (step == Step::Drained) return;
+        }
+    }
+    void after_read(bool read) override { let_go(sink, read ? random() % (MOST_SIGHTS + 1) : 0); }
+};
+
+}  // namespace
+
+}  // namespace testing
+
+int main(int argc, char** argv) {
+    using namespace testing;
+    must(argc == 3, "arguments: seed, number of items");
+    const uint64_t seed = strtoull(argv[1], nullptr, 10), items = strtoull(argv[2], nullptr, 10);
+    Viewers(seed, items, true);
+    Viewers(seed + 1, items, false);
+}

@@ -1,0 +1,355 @@
+// The fault walk over views: blocks that are read where they lie, and go on being looked at wherever their slot goes.
+#include <algorithm>
+
+#include "walk.hpp"
+
+namespace testing {
+
+namespace {
+
+constexpr uint64_t SEEN = 20'000;  // large enough to be viewed
+
+void fill(Ring& ring, const Values& values) {
+    User user = open(ring, Session::PLAIN);
+    for (uint64_t value : values) must(user.put(Message(value, SEEN, BUFFERS), Deadline{0}) == Step::Done, "filling");
+    user.leave(true);
+}
+User viewer(Ring& ring, Session::Role role) {
+    User user = open(ring, role);
+    user.keeps = true;
+    return user;
+}
+void get(User& user, uint64_t expected, bool more = false) {
+    const size_t before = user.sights.size();
+    uint64_t value = 0;
+    must(user.get(value, Deadline{0}, more) == Step::Done && value == expected, "get");
+    must(user.sights.size() == before + 1, "it was copied, not viewed");
+}
+void get_more(User& user, uint64_t expected) { get(user, expected, true); }
+void acknowledge(User& user) {
+    locked(user.ring, [&](Wakes& wakes) { user.ring.acknowledge(user.reader, wakes); });
+}
+void verify_all(const User& user) {
+    for (const Sight& sight : user.sights) sight.verify();
+}
+// Nobody looks at anything any more.
+void nothing_seen(Scene& scene) {
+    Header& h = scene.in->header();
+    must(h.viewed_bytes == 0, "bytes count as viewed by nobody");
+    for (const Session& s : h.sessions) must(s.views == 0 && s.role != Session::HOLDER, "a view is left");
+}
+void nothing_left(Scene& scene) {
+    nothing_seen(scene);
+    must(scene.in->header().slots_used == 0, "a slot is left");
+}
+
+// What is left of `all` when `least` to `most` of them have gone.
+Lists gone(const Values& all, int least, int most) {
+    Lists lists;
+    for (int n = std::min<int>(least, int(all.size())); n <= std::min<int>(most, int(all.size())); ++n)
+        lists.push_back(Values(all.begin() + n, all.end()));
+    return lists;
+}
+
+// Nothing to look at is left over, whenever the one who looks dies.
+Scenario viewing(const char* name, Values all) {
+    Scenario s{name};
+    s.prepare = [=](Scene& scene) {
+        fill(*scene.in, all);
+        scene.users.push_back(open(*scene.in, Session::READER));  // one is there all the time
+    };
+    s.look = [](Scene& scene, int) {
+        nothing_seen(scene);
+        must(scene.in->header().state == OPEN, "it was closed");
+        scene.users[0].leave(true);
+    };
+    s.last = nothing_left;
+    return s;
+}
+
+// A plain user's: what it takes is HELD at once.
+Scenario taking() {
+    const Values all{1, 2, 3, 4};
+    Scenario s = viewing("take a view", all);
+    s.twice = false;
+    s.act = [](Scene& scene) {
+        User user = viewer(*scene.in, Session::PLAIN);
+        for (uint64_t value : {1, 2, 3}) {
+            get(user, value);
+            scene.did();
+            if (value == 2) user.let_go();
+        }
+        verify_all(user);
+        user.let_go();
+        user.let_go();
+        user.leave(true);
+    };
+    s.allowed = [=](int done) { return gone(all, done, std::min(done + 1, 3)); };
+    return s;
+}
+
+// A reader's. It lets go of one that it has acknowledged (HELD), then of one that it still has on lease.
+Scenario leasing() {
+    const Values all{1, 2, 3};
+    Scenario s = viewing("lease a view and acknowledge it", all);
+    s.prepare = [before = s.prepare](Scene& scene) {
+        before(scene);
+        scene.users.push_back(viewer(*scene.in, Session::READER));
+        scene.in->session(scene.users[1].session).supervised = 1;
+    };
+    s.act = [](Scene& scene) {
+        User& user = scene.users[1];
+        locked(*scene.in, [&](Wakes&) { scene.in->adopt(user.session); });
+        get(user, 1);
+        scene.did();
+        get(user, 2);
+        scene.did();
+        must(user.sights[0].slot->place() == SlotState::Held && user.sights[1].slot->place() == SlotState::Leased, "places");
+        user.let_go();
+        user.let_go();
+        acknowledge(user);
+        scene.did();
+    };
+    s.take_over = [](Scene& scene) { scene.users[1].leave(false); };
+    s.allowed = [=](int done) { return gone(all, std::max(0, done - 1), std::min(done, 2)); };
+    return s;
+}
+
+// A reader leaves, and lets go of what it has given back: INSIDE again, with its name on it.
+Scenario given_back() {
+    const Values all{1, 2, 3};
+    Scenario s = viewing("give back what is viewed, then let go", all);
+    s.twice = false;
+    s.act = [](Scene& scene) {
+        User user = viewer(*scene.in, Session::READER);
+        get(user, 1);
+        get_more(user, 2);
+        user.leave(false);
+        scene.did();
+        must(scene.in->session(user.session).role == Session::HOLDER, "it holds nothing");
+        must(user.sights[0].slot->place() == SlotState::Inside, "not given back");
+        user.let_go();
+        verify_all(user);
+        user.let_go();
+    };
+    s.allowed = [=](int) { return Lists{all}; };
+    return s;
+}
+
+// A session ends that has views HELD and LEASED, and lives on until the last one of them is gone.
+Scenario holding() {
+    const Values all{1, 2, 3};
+    Scenario s = viewing("end a session that still looks", all);
+    s.act = [](Scene& scene) {
+        User user = viewer(*scene.in, Session::READER);
+        get(user, 1);
+        scene.did();
+        get(user, 2);
+        scene.did();
+        user.leave(true);
+        scene.did();
+        must(scene.in->session(user.session).role == Session::HOLDER, "it holds nothing");
+        verify_all(user);
+        user.let_go();
+        must(scene.in->session(user.session).role == Session::HOLDER, "it is gone before its last view");
+        user.let_go();
+        must(scene.in->session(user.session).role == Session::NONE, "it is still there");
+    };
+    s.allowed = [=](int done) { return gone(all, done == 3 ? 2 : std::max(0, done - 1), std::min(done, 2)); };
+    return s;
+}
+
+Scenario holding_plain() {
+    const Values all{1, 2, 3};
+    Scenario s = viewing("end a plain session that still looks", all);
+    s.act = [](Scene& scene) {
+        User user = viewer(*scene.in, Session::PLAIN);
+        get(user, 1);
+        scene.did();
+        get(user, 2);
+        scene.did();
+        user.leave(true);
+        verify_all(user);
+        user.let_go();
+        user.let_go();
+    };
+    s.allowed = [=](int done) { return gone(all, done, std::min(done + 1, 2)); };
+    return s;
+}
+
+// A process has died that looked at slots in every place and had memory on loan; the one that cleans up after it dies too.
+Scenario died(const char* name, bool supervised) {
+    const Values all{1, 2, 3, 4, 5};
+    Scenario s = viewing(name, all);
+    s.prepare = [=, before = s.prepare](Scene& scene) {
+        before(scene);
+        scene.users.push_back(open(*scene.in, Session::READER));
+        if (supervised) scene.in->session(scene.users[1].session).supervised = 1;
+        fflush(nullptr);
+        pid_t child = fork();
+        must(child >= 0, "fork");
+        if (child == 0) {
+            Ring& ring = *scene.in;
+            User plain = viewer(ring, Session::PLAIN), leaver = viewer(ring, Session::READER), &reader = scene.users[1];
+            locked(ring, [&](Wakes&) { ring.adopt(reader.session); });
+            reader.keeps = true;
+            get(plain, 1);      // Held
+            get(leaver, 2);     // Inside again
+            leaver.leave(false);
+            must(leaver.sights[0].slot->place() == SlotState::Inside, "not inside");
+            uint64_t value;     // copied, Leased
+            must(reader.get(value, Deadline{0}) == Step::Done && value == 2 && reader.sights.empty(), "not copied");
+            get_more(reader, 3);  // Leased
+            must(plain.loan(77, SEEN, Deadline{0}) == Step::Done, "loan");
+            _exit(0);
+        }
+        int status;
+        must(waitpid(child, &status, 0) == child && status == 0, "the child that dies");
+        must(scene.in->header().viewed_bytes == 3 * SEEN, "it viewed less");
+    };
+    s.act = [=](Scene& scene) { supervised ? scene.users[1].leave(false) : find_dead(*scene.in); };
+    s.take_over = [=](Scene& scene) {
+        if (supervised) scene.users[1].leave(false);
+    };
+    s.allowed = [=](int) { return Lists{{2, 3, 4, 5}}; };
+    s.look = [=, before = s.look](Scene& scene, int done) {
+        if (!supervised) must(scene.in->session(scene.users[1].session).role == Session::NONE, "the dead reader is left");
+        before(scene, done);
+    };
+    return s;
+}
+
+// One has given back what it still looks at, and others take it. They copy it, and what they are done with becomes HELD
+// for the first one, who still reads it afterwards.
+Scenario second_reader(const char* name, Session::Role role) {
+    const Values all{1, 2, 3, 4};
+    Scenario s{name};
+    s.twice = false;
+    s.prepare = [=](Scene& scene) {
+        fill(*scene.in, all);
+        scene.users.push_back(viewer(*scene.in, Session::READER));
+        get(scene.users[0], 1);
+        get_more(scene.users[0], 2);
+        scene.users.push_back(open(*scene.in, role == Session::READER ? role : Session::WRITER));
+        scene.users[0].leave(false);
+    };
+    s.act = [=](Scene& scene) {
+        User user = open(*scene.in, role);
+        for (uint64_t i = 1; i <= 3; ++i) {
+            uint64_t value = 0;
+            must(user.get(value, Deadline{0}) == Step::Done && value == i, "get");
+            must(i == 3 || !user.taken.viewed, "an item has two viewers");
+            scene.did();
+        }
+        user.leave(true);
+        scene.did();
+    };
+    s.allowed = [=](int done) {
+        if (role == Session::PLAIN) return gone(all, std::min(done, 3), std::min(done + 1, 3));
+        return gone(all, done == 4 ? 3 : std::max(0, done - 1), std::min(done, 3));
+    };
+    s.look = [](Scene& scene, int) {
+        must(scene.in->header().viewed_bytes == 2 * SEEN, "what the first one looks at");
+        verify_all(scene.users[0]);
+        scene.users[1].leave(true);
+    };
+    s.last = [](Scene& scene) {
+        User& first = scene.users[0];
+        for (const Sight& sight : first.sights)
+            must(sight.slot->place() == SlotState::Held && sight.slot->viewer() == first.session, "it is not its viewer any more");
+        first.let_go();
+        verify_all(first);
+        first.let_go();
+        nothing_left(scene);
+    };
+    return s;
+}
+
+// The first one lets go while the second one makes its copy: the block must stay as it is until the copy is made.
+Scenario copying() {
+    const Values all{1, 2};
+    Scenario s = viewing("let go of what another one copies", all);
+    s.twice = false;
+    s.act = [](Scene& scene) {
+        Ring& ring = *scene.in;
+        User first = viewer(ring, Session::READER), second = open(ring, Session::PLAIN);
+        get(first, 1);
+        first.leave(false);
+        must(locked(ring, [&](Wakes& wakes) { return ring.try_take(second.taken, nullptr, second.session, wakes); }) == Step::Done,
+             "take");
+        must(second.taken.held && !second.taken.viewed, "an item has two viewers");
+        scene.did();
+        first.let_go();
+        must(second.put(Message(11, SEEN, BUFFERS), Deadline{0}) == Step::Done, "put");
+        scene.did();
+        must(Message::value_of(second.taken.at, second.taken.size) == 1, "it was written over while it was copied");
+        second.finish_copy();
+        second.leave(true);
+    };
+    s.allowed = [](int done) {
+        Lists lists{{2, 11}};
+        if (done == 0) lists = {{1, 2}, {2}};
+        if (done == 1) lists.push_back({2});
+        return lists;
+    };
+    return s;
+}
+
+// A port moves to another process, and what its former one looks at stays as it is, whatever becomes of the new one.
+Scenario moving() {
+    const Values all{1, 2, 3};
+    Scenario s{"adopt a port whose former owner looks"};
+    s.prepare = [=](Scene& scene) {
+        fill(*scene.in, all);
+        scene.users.push_back(viewer(*scene.in, Session::READER));
+        get(scene.users[0], 1);
+        get(scene.users[0], 2);
+        scene.users.push_back(open(*scene.in, Session::READER));
+        scene.in->session(scene.users[0].session).supervised = 1;
+    };
+    s.act = [](Scene& scene) {
+        User user(*scene.in, scene.users[0].session, Session::READER);
+        locked(*scene.in, [&](Wakes&) { scene.in->adopt(user.session); });
+        must(scene.in->session(user.session).views == 0, "it has taken over the views");
+        user.reader = scene.users[0].reader;
+        user.keeps = true;
+        get(user, 3);
+        scene.did();
+        acknowledge(user);
+        scene.did();
+    };
+    s.take_over = [](Scene& scene) { scene.users[0].leave(false); };
+    s.allowed = [](int done) { return done ? done == 2 ? Lists{{}} : Lists{{3}, {}} : Lists{{2, 3}, {3}}; };
+    s.look = [](Scene& scene, int) {
+        must(scene.in->header().viewed_bytes == 2 * SEEN, "what the former owner looks at");
+        verify_all(scene.users[0]);
+        scene.users[1].leave(true);
+    };
+    s.last = [](Scene& scene) {
+        verify_all(scene.users[0]);
+        scene.users[0].let_go();
+        scene.users[0].let_go();
+        nothing_left(scene);
+    };
+    return s;
+}
+
+}  // namespace
+
+std::vector<Scenario> view_scenarios() {
+    return {
+        taking(),
+        leasing(),
+        given_back(),
+        holding(),
+        holding_plain(),
+        died("sweep up after one who looked", false),
+        died("end the session of one who looked", true),
+        second_reader("take what another one looks at", Session::PLAIN),
+        second_reader("lease what another one looks at", Session::READER),
+        copying(),
+        moving(),
+    };
+}
+
+}  // namespace testing
