@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks import harness
 
 NAMES = (
-    "channels_threads", "channels_processes", "arrays", "round_trip", "maps", "wordcount", "wakeup", "imports",
+    "channels_threads", "channels_processes", "arrays", "cuda", "round_trip", "maps", "wordcount", "wakeup", "imports",
     "sequential",
 )  # fmt: skip
 LATEST = Path(__file__).parent / "results" / "latest.json"
@@ -28,7 +28,7 @@ def main() -> None:
         module = importlib.import_module(f"benchmarks.{name}")
         report = module.measure(effort)
         harness.show(name, module.ISOLATES, report)
-        if effort.full:
+        if effort.full and report.results:  # none: it can't run on this machine, and figures of another stay
             store(name, module.ISOLATES, report)
 
 

@@ -31,6 +31,7 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
         "run/test_residue.py::test_nothing_is_left_after",
         "test_complaints.py::test_a_run_gives_its_memory_back_without_the_garbage_collector")),
     3: ("keeping a returned array blocks the next run", (
+        "run/test_large_items.py::test_r8_results_that_outlive_the_run_stay_valid",
         "channel_contract/test_arrays.py::test_views_stay_valid_while_a_port_goes_on_and_when_all_is_gone",)),
     4: ("dropping one of two outputs leaks or stalls the other", (
         "run/test_early_end.py::test_a_branch_of_a_tee_that_ends_leaves_the_others_alone",
@@ -81,7 +82,10 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
         "run/test_ways_out.py::test_every_way_out_leaves_nothing")),
     21: ("descriptors run out with an obscure message", (
         "test_complaints.py::test_a_channel_takes_one_descriptor_and_says_so_when_there_is_none",)),
-    22: ("CUDA IPC memory is never freed", LATER + "CUDA tensors do not cross yet"),
+    22: ("CUDA IPC memory is never freed", (
+        "channel_contract/test_device_tensors.py::test_blocks_are_kept_while_their_items_exist_and_used_again",
+        "channel_contract/test_device_tensors.py::test_a_long_stream_opens_once_closes_never_and_waits_for_nothing",
+        "channel_contract/test_device_tensors.py::test_c11_what_a_killed_receiver_held_returns")),
     23: ("workers survive because they inherited both ends of a pipe", (
         "channel_contract/test_ports.py::test_the_last_writer_killed_closes",
         "run/test_residue.py::test_the_workers_of_a_program_that_was_killed_are_gone",

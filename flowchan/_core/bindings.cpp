@@ -172,9 +172,14 @@ NB_MODULE(_core, m) {
         .def_prop_ro("_fd", [](Channel& ch) { return ch.ring ? ch.ring->fd() : -1; })
         .def("_stats", channel_stats)
         .def("_pinned", [](Channel& ch) {
+            Wakes wakes;
             Locked<Ring> lock(*ch.ring);
             auto ids = ch.ring->pinned();
-            lock.unlock({});
+            if (!ids.empty()) {
+                ch.ring->sweep(wakes);  // the dead look at nothing
+                ids = ch.ring->pinned();
+            }
+            lock.unlock(wakes);
             return ids;
         })
         .def("_loan", [](Channel& ch, uint64_t size, nb::handle timeout) { return loan(ch, nullptr, size, timeout); },

@@ -131,10 +131,8 @@ Step put_loaned(Channel& ch, Out* out, ObjectFrame& frame, Deadline deadline) {
     return step;
 }
 
-Step put_ring(Channel& ch, Out* out, PyObject* item, Deadline deadline, uint64_t& size) {
-    ObjectFrame frame;
-    if (!encode(item, frame)) return Step::Interrupted;
-    size = frame.size;
+Step put_frame(Channel& ch, Out* out, ObjectFrame& frame, Deadline deadline) {
+    const uint64_t size = frame.size;
     if (!ch.loans.empty() && frame.kind == BUFFERS) {
         Step step = put_loaned(ch, out, frame, deadline);
         if (step != Step::Wait) return step;
@@ -151,6 +149,15 @@ Step put_ring(Channel& ch, Out* out, PyObject* item, Deadline deadline, uint64_t
             return ring.try_put(frame, writer, wakes);
         },
         deadline);
+}
+
+Step put_ring(Channel& ch, Out* out, PyObject* item, Deadline deadline, uint64_t& size) {
+    ObjectFrame frame;
+    if (!encode(item, frame)) return Step::Interrupted;
+    size = frame.size;
+    Step step = put_frame(ch, out, frame, deadline);
+    if (frame.kind == PINNED && step == Step::Done) tell_put(frame, nb::find(ch).ptr());
+    return step;
 }
 
 Step put_step(Channel& ch, Out* out, PyObject* item, Deadline deadline, uint64_t& size) {

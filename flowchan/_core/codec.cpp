@@ -174,7 +174,8 @@ void copy(char* to, const char* from, uint64_t n) {
     memcpy(to, from, n);
 }
 
-// `dumps` gives the pickle; or a list, the pickle and then its out-of-band buffers; or a tuple, an id and such a list.
+// `dumps` gives the pickle; or a list, the pickle and then its out-of-band buffers; or a tuple: an id, such a list, and
+// what is called with the channel once the item has been put (see `tell_put`).
 bool encode_pickle(PyObject* object, ObjectFrame& frame) {
     frame.keep = PyObject_CallOneArg(py_dumps, object);
     if (!frame.keep) return false;
@@ -253,11 +254,12 @@ PyObject* decode_buffers(const char* at, uint64_t size, const std::shared_ptr<Bl
 }
 
 // What `loads` is called with: the pickle and its buffers; for PINNED within a tuple, with a view that keeps the item in
-// existence, or None where this reader may not.
+// existence, or None where this reader may not. The buffers of such an item are copied, so that who keeps one of them does
+// not keep the item.
 PyObject* decode_with_buffers(uint64_t kind, const char* at, uint64_t size, const std::shared_ptr<Block>& block) {
     const uint64_t pin = kind == PINNED ? PIN : 0;
     if (size < pin) return damaged();
-    PyObject* args = decode_buffers(at + pin, size - pin, block);
+    PyObject* args = decode_buffers(at + pin, size - pin, pin ? nullptr : block);
     if (args && pin) {
         nb::object keep = block ? View::over(block, at, pin) : nb::none();
         PyObject* pair = PyTuple_Pack(2, keep.ptr(), args);
@@ -309,6 +311,13 @@ PyObject* decode(uint64_t kind, const char* at, uint64_t size, const std::shared
         return o;
     }
     return kind == BUFFERS || kind == PINNED ? decode_with_buffers(kind, at, size, block) : damaged();
+}
+
+void tell_put(const ObjectFrame& frame, PyObject* channel) {
+    PyObject* put = PyTuple_GET_ITEM(frame.keep, 2);
+    PyObject* none = PyObject_CallOneArg(put, channel);
+    if (!none) PyErr_WriteUnraisable(put);  // the item is in the channel: it is too late for an error of the put
+    Py_XDECREF(none);
 }
 
 bool lay_into(ObjectFrame& frame, const Block& loan) {

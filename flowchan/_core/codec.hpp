@@ -30,6 +30,9 @@ bool encode(PyObject* object, ObjectFrame& frame);
 // the pickle.
 PyObject* decode(uint64_t kind, const char* at, uint64_t size, const std::shared_ptr<Block>& block = nullptr);
 
+// Tells whoever pinned something to this PINNED frame that it is in `channel` now, and so among its `_pinned` ids.
+void tell_put(const ObjectFrame& frame, PyObject* channel);
+
 // A frame whose buffers lie in `loan`, filled in place: writes the rest before them, in the LOAN_HEAD bytes that are kept
 // free there. False, with nothing changed, when that does not fit or some buffer lies elsewhere and is too large.
 constexpr uint64_t LOAN_HEAD = 4096;

@@ -28,6 +28,7 @@ from flowchan.run.failures import ItemFailed, Portable, short
 from flowchan.run.verbs import BODIES, Job
 from flowchan.run.verbs_async import ASYNC_BODIES
 from flowchan.stage import Stage, is_callable_class
+from flowchan.transport import cuda
 
 ONE_OUTPUT = frozenset({"map"})
 """Verbs with exactly one output per item: putting it also passes the item's turn."""
@@ -331,6 +332,7 @@ def process_main(worker: WorkerId, recipe: bytes, ports: Ports, events: Any, par
         events.put(Failure(worker, Portable(error), None, os.getpid()))
         return
     work(worker, loaded, ports, events.put, sends=True)
+    cuda.read_by_ports(port.channel for port in ports.everything())
 
 
 pack = functools.partial(cloudpickle.dumps, protocol=5)

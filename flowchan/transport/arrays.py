@@ -5,6 +5,7 @@
 | NumPy array | a read-only array; ``array.copy()`` gives one to change |
 | torch tensor on the CPU | a tensor that may be changed: what is written becomes private, page by page |
 | ``memoryview`` | a read-only ``memoryview`` |
+| torch tensor on a CUDA device | a tensor of its own on the same device (:mod:`flowchan.transport.cuda`) |
 
 Each array or tensor travels by itself: two views of one memory arrive as two of their own, while one object that is in the
 item twice arrives as one. What lies with gaps arrives without. A tensor that is the result of a computation under autograd
@@ -20,6 +21,7 @@ from pickle import PickleBuffer
 from typing import Any, Literal
 
 from flowchan._core import View
+from flowchan.transport import cuda
 
 _Reducers = dict[Any, Callable[[Any], Any]]
 _made: _Reducers = {}
@@ -73,7 +75,8 @@ def _rebuild_array(buffer: Any, dtype: str, shape: tuple[int, ...], order: Liter
 def _reduce_tensor(tensor: Any) -> Any:
     import torch
 
-    if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized or tensor.__dict__:
+    kind = tensor.device.type
+    if tensor.layout != torch.strided or kind not in ("cpu", "cuda") or tensor.is_quantized or tensor.__dict__:
         return tensor.__reduce_ex__(5)
     if tensor.requires_grad and not tensor.is_leaf:
         raise TypeError(
@@ -83,7 +86,11 @@ def _reduce_tensor(tensor: Any) -> Any:
     data = tensor.detach().resolve_conj().resolve_neg()
     if not _is_dense(data):
         data = data.contiguous()
-    memory = View.of(data.data_ptr(), data.numel() * data.element_size(), data)
+    size = data.numel() * data.element_size()
+    if kind == "cuda":
+        form = data.dtype, tuple(data.shape), data.stride(), tensor.requires_grad
+        return cuda.reduce(data, form, size, "cuda")
+    memory = View.of(data.data_ptr(), size, data)
     return _rebuild_tensor, (PickleBuffer(memory), data.dtype, data.shape, data.stride(), tensor.requires_grad)
 
 

@@ -11,9 +11,11 @@ from __future__ import annotations
 import io
 import pickle
 from collections import ChainMap
+from collections.abc import Callable
 from typing import Any
 
 from flowchan import _core
+from flowchan.transport import cuda
 from flowchan.transport.arrays import reducers
 
 # Names of modules whose functions and classes other processes can't import.
@@ -23,9 +25,13 @@ by_value_modules: set[str] = {"__main__", "__mp_main__"}
 DEEPEST = 20
 
 
-def dumps(item: object) -> bytes | list[bytes | pickle.PickleBuffer]:
-    """The pickle of ``item``, or a list of the pickle and its out-of-band buffers. Raises ``TypeError`` naming the part
-    that can't be serialised."""
+_Buffers = list[bytes | pickle.PickleBuffer]
+
+
+def dumps(item: object) -> bytes | _Buffers | tuple[int, _Buffers, Callable[[Any], None]]:
+    """The pickle of ``item``, or a list of the pickle and its out-of-band buffers. For a PINNED item an id, such a list,
+    and what is to be called with the channel once the item is inside. Raises ``TypeError`` naming the part that can't be
+    serialised."""
     buffers: list[pickle.PickleBuffer] = []
     out = io.BytesIO()
     try:
@@ -38,7 +44,10 @@ def dumps(item: object) -> bytes | list[bytes | pickle.PickleBuffer]:
     if data is None or _names_what_is_only_here(data):
         del buffers[:]
         data = _dumps_by_value(item, buffers.append)
-    return [data, *buffers] if buffers else data
+    if not buffers:
+        return data
+    parcel = cuda.parcel(buffers)
+    return (parcel.id, [data, *buffers], parcel) if parcel else [data, *buffers]
 
 
 def _names_what_is_only_here(data: bytes) -> bool:
@@ -65,10 +74,12 @@ def _by_value_pickler() -> Any:
     return type("Pickler", (cloudpickle.Pickler,), {"dispatch_table": table})
 
 
-def loads(data: bytes | list[Any]) -> object:
-    """The object that :func:`dumps` was given."""
+def loads(data: bytes | list[Any] | tuple[Any, list[Any]]) -> object:
+    """The object that :func:`dumps` was given. Of a PINNED item comes what keeps it in existence, and the list."""
     if isinstance(data, bytes):
         return pickle.loads(data)
+    if isinstance(data, tuple):
+        data = cuda.arrivals(*data)
     return pickle.loads(data[0], buffers=data[1:])
 
 

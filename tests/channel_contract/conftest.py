@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from media import MEDIA, Medium
 from peers import Gate, Peer, ProcessPeer, ThreadPeer
+from waiting import wait_until
 
 from flowchan import Channel
 
@@ -95,3 +96,23 @@ def make_gate() -> Iterator[Callable[[int], Gate]]:
     yield make
     for gate in gates:
         gate.close()
+
+
+@pytest.fixture
+def fake_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process that has never put or got a tensor on a device, and a device made of files."""
+    from fake_device import FAKE
+
+    from flowchan.transport import cuda
+
+    monkeypatch.setattr(cuda, "_state", cuda.State())
+    monkeypatch.setattr(FAKE, "seen", ["fake-A", "fake-B"])
+    monkeypatch.setattr(FAKE, "full", False)
+    monkeypatch.delenv(cuda.SWITCH, raising=False)
+    FAKE.begin_anew()
+    cuda.use(FAKE)
+    yield
+    wait_until(lambda: not cuda._state.looking)
+    for owner in cuda._state.owners.values():
+        owner.close()
+    FAKE.begin_anew()

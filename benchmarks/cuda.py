@@ -1,0 +1,78 @@
+"""CUDA tensors between two processes, beside torch.multiprocessing's queue and the way through host memory. Where there
+is no CUDA device it says so and ends."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.multiprocessing
+
+from benchmarks.harness import Effort, Report, at_least, throughput
+from flowchan import Channel
+
+ISOLATES = (
+    "one queue and nothing else, on one CUDA device: a spawned child fills a fresh tensor for each put, this process gets "
+    "it and adds its first byte to a sum on the device; the clock starts when a first tensor has crossed and stops when "
+    "the device has done all. Room for 8 items. A flowchan item is copied twice on the device, torch's is not: there the "
+    "receiver looks at the sender's memory. The host's way is flowchan with FLOWCHAN_CUDA_IPC=0."
+)
+
+SLOTS = 8
+SIZES = (64 << 10, 16 << 20, 256 << 20)
+SPAWN = multiprocessing.get_context("spawn")
+
+
+def measure(effort: Effort) -> Report:
+    report = Report()
+    if not torch.cuda.is_available():
+        print("cuda: no CUDA device here (torch.cuda.is_available() is False), so nothing is measured")
+        return report
+    for size in SIZES:
+        moves: dict[str, Callable[[int], float]] = {
+            "flowchan": partial(_move, partial(Channel, SLOTS, across="processes"), size, "1"),
+            "torch.multiprocessing.Queue": partial(_move, _torch_queue, size, "1"),
+            "through host memory": partial(_move, partial(Channel, SLOTS, across="processes"), size, "0"),
+        }
+        cases = [throughput(name, move, effort, scale=size, unit="B/s") for name, move in moves.items()]
+        work = f"processes, CUDA tensors of {size >> 10} KB, 1→1"
+        mine, queue, host = report.interleave(work, cases, effort.rounds)
+        report.rows += [at_least(1, mine, queue), at_least(1, mine, host)]
+    return report
+
+
+def _torch_queue() -> Any:
+    return torch.multiprocessing.get_context("spawn").Queue(SLOTS)
+
+
+def _move(make: Callable[[], Any], size: int, switch: str, count: int) -> float:
+    queue = make()
+    start, end = SPAWN.Event(), SPAWN.Event()
+    os.environ["FLOWCHAN_CUDA_IPC"] = switch
+    child = SPAWN.Process(target=_produce, args=(queue, size, count, start, end))
+    child.start()
+    del os.environ["FLOWCHAN_CUDA_IPC"]
+    total = queue.get()[0].long()  # both have their contexts and handles now
+    torch.cuda.synchronize()
+    start.set()
+    began = time.perf_counter()
+    for _ in range(count):
+        total += queue.get()[0]
+    torch.cuda.synchronize()
+    took = time.perf_counter() - began
+    end.set()  # torch's queue loses what its producer still owns when that ends
+    child.join()
+    return took
+
+
+def _produce(queue: Any, size: int, count: int, start: Any, end: Any) -> None:
+    queue.put(torch.full((size,), 1, dtype=torch.uint8, device="cuda"))
+    start.wait()
+    for number in range(count):
+        queue.put(torch.full((size,), number % 256, dtype=torch.uint8, device="cuda"))
+    end.wait()

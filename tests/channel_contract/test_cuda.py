@@ -1,0 +1,317 @@
+"""What crosses: CUDA tensors, on a real device. The protocol without one: ``test_device_tensors.py``.
+
+Peers are spawned, since a forked process can't use CUDA after its parent did.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from waiting import PATIENCE, wait_until
+
+from flowchan import Channel, ChannelError
+from flowchan.transport import cuda
+from flowchan.transport.cuda_torch import Driver
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: torch.cuda.is_available() is False")
+two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no second CUDA device")
+
+SPAWN = multiprocessing.get_context("spawn")
+LARGE = 100_000
+A_WHILE = 500_000_000  # cycles of a device that keep its stream busy for some tenths of a second
+
+
+@pytest.fixture(autouse=True)
+def no_leftovers() -> None:
+    """In place of the check for leftovers: the driver keeps threads and descriptors of its own, from its first use on."""
+
+
+def channel(capacity: int = 64) -> Channel[Any]:
+    return Channel(capacity, across="processes")
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Any]]:
+    """``start(function, *args)`` runs the function in a process of its own."""
+    started = []
+
+    def begin(function: Callable[..., Any], *args: Any) -> Any:
+        process = SPAWN.Process(target=function, args=args, daemon=True)
+        process.start()
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        process.join(PATIENCE)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+
+
+def kept() -> int:
+    cuda._state.sweep()
+    return sum(len(kept.blocks) for kept in cuda._state.kept.values())
+
+
+TENSORS = {
+    "plain": lambda: torch.arange(LARGE),
+    "small": lambda: torch.arange(5),
+    "0-d": lambda: torch.tensor(2.5),
+    "of size zero": lambda: torch.empty(0, 3),
+    "bool": lambda: torch.arange(LARGE) % 3 == 0,
+    "complex": lambda: torch.arange(LARGE) * (1 + 2j),
+    "bfloat16": lambda: torch.arange(LARGE).bfloat16(),
+    "transposed": lambda: torch.arange(LARGE).reshape(100, -1).t(),
+    "channels last": lambda: torch.arange(LARGE).reshape(10, 10, 10, 100).to(memory_format=torch.channels_last),
+    "with gaps": lambda: torch.arange(LARGE)[::3],
+    "a part of a larger one": lambda: torch.arange(LARGE)[500:900],
+    "expanded": lambda: torch.arange(100).expand(200, 100),
+    "conjugated": lambda: (torch.arange(LARGE) * 1j).conj(),
+    "a leaf with a gradient to come": lambda: torch.ones(LARGE, requires_grad=True),
+    "a parameter": lambda: torch.nn.Parameter(torch.ones(LARGE, device="cuda")),
+    "sparse": lambda: torch.eye(100).to_sparse(),
+}
+
+
+def _echo(ch: Channel, back: Channel) -> None:
+    for item in ch:
+        back.put(item)
+
+
+@pytest.mark.parametrize("switch", ["1", "0"])
+def test_every_kind_of_tensor_arrives_equal(start, monkeypatch, switch):
+    """To another process and back, and within this one."""
+    monkeypatch.setenv(cuda.SWITCH, switch)
+    there, back, here = channel(), channel(), channel()
+    start(_echo, there, back)
+    for name, make in TENSORS.items():
+        sent = make()
+        if not isinstance(sent, torch.nn.Parameter):
+            sent = sent.detach().cuda().requires_grad_(sent.requires_grad)
+        there.put(sent)
+        here.put(sent)
+        for arrived in (back.get(), here.get()):
+            assert type(arrived) is type(sent), name
+            assert (arrived.dtype, arrived.shape, arrived.device) == (sent.dtype, sent.shape, sent.device), name
+            assert (arrived.requires_grad, arrived.is_leaf) == (sent.requires_grad, sent.is_leaf), name
+            assert torch.equal(arrived.detach().to_dense(), sent.detach().to_dense()), name
+            if name in ("transposed", "channels last"):
+                assert arrived.stride() == sent.stride()
+    there.close()
+
+
+def test_what_is_written_after_the_put_stays_with_the_sender():
+    ch = channel()
+    tensor = torch.zeros(LARGE, device="cuda")
+    torch.cuda._sleep(A_WHILE)
+    ch.put(tensor)
+    tensor.fill_(9)
+    assert ch.get().sum() == 0
+
+
+def test_what_the_receiver_writes_stays_with_it():
+    ch = channel()
+    ch.put(torch.zeros(LARGE, device="cuda"))
+    reader, keeper = ch.reader(), ch.reader()
+    first = reader.get()
+    first += 7
+    reader._give_up()
+    assert keeper.get().sum() == 0
+    assert first.sum() == 7 * LARGE
+    keeper.close()
+
+
+def _put_late(ch: Channel) -> None:
+    tensor = torch.zeros(LARGE, device="cuda")
+    ch.put(tensor.fill_(4))  # the first put of a process takes memory, and so waits for the device
+    torch.cuda.synchronize()
+    torch.cuda._sleep(A_WHILE)
+    ch.put(tensor.fill_(5))
+    event = torch.cuda.Event()
+    event.record()
+    ch.put(event.query())
+
+
+def test_events_order_the_streams(start):
+    """The put does not wait for the device, and the receiver sees what was there in the stream's order."""
+    ch = channel()
+    start(_put_late, ch)
+    assert ch.get().sum() == 4 * LARGE
+    tensor = ch.get()
+    assert ch.get() is False
+    assert tensor.sum() == 5 * LARGE
+
+
+def test_streams_other_than_the_default(start):
+    ch, back = channel(), channel()
+    start(_echo, ch, back)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    for number in range(60):
+        with torch.cuda.stream(streams[number % 3]):
+            torch.cuda._sleep(A_WHILE // 100)
+            ch.put(torch.full((LARGE,), number, device="cuda"))
+            assert (back.get() == number).all()
+    ch.close()
+
+
+def _count_opens(ch: Channel, answers: Channel) -> None:
+    counts: Counter[str] = Counter()
+    for name in ("open", "close"):
+        inner = getattr(Driver, name)
+
+        def counted(*args: Any, name: str = name, inner: Any = inner) -> Any:
+            counts[name] += 1
+            return inner(*args)
+
+        setattr(Driver, name, counted)
+    total = sum(int(item[0]) for item in ch)
+    answers.put((total, dict(counts)))
+
+
+def test_a_long_stream_opens_once_and_closes_never(start):
+    ch, answers = channel(8), channel()
+    start(_count_opens, ch, answers)
+    for number in range(1000):
+        ch.put(torch.full((LARGE,), number, device="cuda"))
+    ch.close()
+    assert answers.get() == (999 * 500, {"open": 1})
+    wait_until(lambda: kept() == 0)
+
+
+def _put_some(ch: Channel, count: int) -> None:
+    for number in range(count):
+        ch.put(torch.full((LARGE,), number, device="cuda"))
+
+
+def test_a_producer_that_exits_after_its_last_put_loses_nothing(start):
+    ch = channel()
+    process = start(_put_some, ch, 20)
+    wait_until(lambda: len(ch) == 20)
+    assert [int(ch.get()[-1]) for _ in range(20)] == list(range(20))
+    process.join(PATIENCE)
+    assert process.exitcode == 0
+
+
+def _put_and_stay(ch: Channel, count: int) -> None:
+    _put_some(ch, count)
+    channel().get()
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_a_killed_producers_items_are_an_error_that_names_it(start, opened):
+    ch = channel()
+    process = start(_put_and_stay, ch, 3)
+    wait_until(lambda: len(ch) == 3)
+    arrived = ch.get() if opened else None
+    process.kill()
+    process.join()
+    with pytest.raises(ChannelError, match=rf"process {process.pid} put.*{cuda.SWITCH}=0"):
+        ch.get()
+    if arrived is not None:
+        assert arrived.sum() == 0  # what has arrived is the receiver's own
+
+
+def _take_and_stay(ch: Channel, taken: Channel) -> None:
+    reader = ch.reader()
+    item = reader.get()
+    item.fill_(-1)
+    taken.put(os.getpid())
+    channel().get()
+
+
+def test_what_a_killed_receiver_held_comes_again(start):
+    ch, taken = channel(), channel()
+    ch.put(torch.full((LARGE,), 3, device="cuda"))
+    start(_take_and_stay, ch, taken)
+    os.kill(taken.get(), signal.SIGKILL)
+    ch.close()
+    assert [int(item.sum()) for item in ch] == [3 * LARGE]
+    wait_until(lambda: kept() == 0)
+
+
+EXPANDABLE = """
+import torch
+from flowchan import Channel
+from flowchan.transport import cuda
+tensors = [torch.full((3_000_000,), number, device="cuda") for number in range(5)]
+assert any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
+channel = Channel(across="processes")
+channel.put_many(tensors)
+cuda._state.pools["cuda"]
+assert [int(channel.get()[-1]) for _ in range(5)] == list(range(5))
+"""
+
+
+def test_expandable_segments_cross():
+    allocator = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    subprocess.run([sys.executable, "-c", EXPANDABLE], env={**os.environ, **allocator}, check=True)
+
+
+def _name_devices(ch: Channel, back: Channel) -> None:
+    for item in ch:
+        back.put((int(item.sum()), item.device.index))
+
+
+@two
+def test_devices_are_known_by_identity_not_by_number(start, monkeypatch):
+    """The receiver sees the second device only, and calls it the first."""
+    ch, back = channel(), channel()
+    second = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[1]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", second)
+    start(_name_devices, ch, back)
+    ch.put(torch.ones(LARGE, device="cuda:1"))
+    assert back.get() == (LARGE, 0)
+    ch.close()
+
+
+@two
+def test_tensors_of_two_devices_in_one_item(start):
+    ch, back = channel(), channel()
+    start(_echo, ch, back)
+    ch.put([torch.full((LARGE,), number, device=f"cuda:{number}") for number in range(2)])
+    for number, tensor in enumerate(back.get()):
+        assert tensor.device.index == number
+        assert (tensor.to("cuda:0") == number).all()
+    ch.close()
+
+
+def _answer_with_the_error(ch: Channel, answers: Channel) -> None:
+    try:
+        ch.get()
+    except ChannelError as error:
+        answers.put(str(error))
+
+
+@pytest.mark.parametrize("switch", ["1", "0"])
+def test_a_device_that_the_receiver_cannot_see_is_named(start, monkeypatch, switch):
+    monkeypatch.setenv(cuda.SWITCH, switch)
+    ch, answers = channel(), channel()
+    ch.put(torch.ones(LARGE, device="cuda"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    start(_answer_with_the_error, ch, answers)
+    said = answers.get()
+    assert f"of process {os.getpid()}" in said
+    assert "can use none only" in said
+    assert "tensor.cpu()" in said
+
+
+def test_a_put_while_a_graph_is_captured_is_refused():
+    """And the capture goes on. (By its pickling: the error of a put shows the tensor, and looking at it ends a capture.)"""
+    tensor = torch.ones(LARGE, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tensor.add_(1)
+        with pytest.raises(RuntimeError, match="CUDA graph is being captured"):
+            cuda.reduce(tensor, (tensor.dtype, tuple(tensor.shape), tensor.stride(), False), tensor.nbytes, "cuda")
+    graph.replay()
+    assert tensor.sum() == 2 * LARGE

@@ -1,0 +1,372 @@
+"""What crosses: tensors on a device, by handle, in order, and as copies; on a device made of files (``fake_device``)."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import os
+import random
+import threading
+import weakref
+
+import numpy as np
+import pytest
+from fake_device import FAKE, FakeTensor, kept
+from waiting import wait_until
+
+from flowchan import Channel, ChannelError, Full, select
+from flowchan.transport import cuda, cuda_pool
+from flowchan.transport.cuda_pool import Arena
+
+MB = 1 << 20
+pytestmark = [pytest.mark.copying, pytest.mark.usefixtures("fake_device")]
+
+
+# --- what arrives ---
+
+
+ARRAYS = [np.arange(6.0), np.arange(5 * MB, dtype="u1"), np.ones((3, 4), "i2"), np.array(7), np.ones((0, 3))]
+
+
+@pytest.mark.parametrize("array", ARRAYS)
+def test_c13_a_tensor_arrives_equal_on_the_same_device(make, array):
+    ch = make(1)
+    ch.put(FakeTensor(array, "fake-B"))
+    arrived = ch.get()
+    assert arrived.device == "fake-B"
+    assert arrived.numpy().dtype == array.dtype
+    assert np.array_equal(arrived.numpy(), array)
+    assert kept() == 0
+
+
+def _echo(ch: Channel, back: Channel) -> None:
+    for item in ch:
+        back.put(item)
+    back.close()
+
+
+@pytest.mark.other_process
+def test_tensors_cross_nested_beside_others_and_from_two_devices(make, spawn_peer):
+    ch, back = make(4), make(4)
+    peer = spawn_peer(_echo, ch, back)
+    one = FakeTensor(np.arange(1000), "fake-A")
+    ch.put({"a": [one, one], "b": (FakeTensor(np.ones(3), "fake-B"), np.arange(100_000), "text")})
+    arrived = back.get()
+    assert arrived["a"][0] is arrived["a"][1]
+    assert np.array_equal(arrived["a"][0].numpy(), np.arange(1000))
+    tensor, array, text = arrived["b"]
+    assert (tensor.device, tensor.numpy().tolist(), array.sum(), text) == ("fake-B", [1, 1, 1], 4999950000, "text")
+    ch.close()
+    peer.result()
+    assert FAKE.counts["to host"] == FAKE.counts["finish"] == 0
+
+
+def test_many_tensors_lie_in_one_allocation_at_offsets(make):
+    """torch-ipc sent the base of the allocation for every part of it."""
+    ch = make(64)
+    for number in range(50):
+        ch.put(FakeTensor(np.full(10 * number + 1, number, "u1")))
+    assert FAKE.counts["allocate"] == 1
+    for number in range(50):
+        assert (ch.get().numpy() == number).all()
+
+
+def test_a_tensor_larger_than_an_arena_has_its_own(make, monkeypatch):
+    monkeypatch.setattr(cuda_pool, "ARENA", MB)
+    ch = make(4)
+    for size in (3 * MB, 100, 5 * MB):
+        ch.put(FakeTensor(np.full(size, 7, "u1")))
+        arrived = ch.get().numpy()
+        assert arrived.shape == (size,)
+        assert (arrived == 7).all()
+
+
+def test_what_is_written_after_the_put_stays_with_the_sender(make):
+    ch = make(1)
+    tensor = FakeTensor(np.zeros(1000))
+    ch.put(tensor)
+    tensor.fill(9)
+    assert (ch.get().numpy() == 0).all()
+
+
+def test_c11_what_the_receiver_writes_stays_with_it(make):
+    """An item that was changed in hand and given back is read whole by the next."""
+    ch = make(2)
+    ch.put(FakeTensor(np.zeros(1000)))
+    reader, keeper = ch.reader(), ch.reader()
+    first = reader.get()
+    first.fill(7)
+    reader._give_up()
+    assert (keeper.get().numpy() == 0).all()
+    assert (first.numpy() == 7).all()
+    keeper.close()
+
+
+# --- order, without anybody waiting ---
+
+
+def _put_held(ch: Channel, got: Channel) -> None:
+    with FAKE.held():
+        ch.put(FakeTensor(np.full(1000, 5)))
+        got.get()  # the receiver has the item, and the copy is not made
+    assert FAKE.counts["finish"] == 0
+
+
+@pytest.mark.other_process
+def test_events_order_the_streams(make, spawn_peer):
+    """The receiver has its tensor before the contents exist; what it does with it comes after them."""
+    ch, got = make(1), make(1)
+    peer = spawn_peer(_put_held, ch, got)
+    arrived = ch.get()
+    later: list[int] = []
+    FAKE.stream("fake-A").add(lambda: later.append(int(arrived.array.sum())))
+    assert later == []
+    assert FAKE.counts["finish"] == 0
+    got.put(None)
+    assert arrived.numpy().sum() == 5000
+    assert later == [5000]
+    peer.result()
+
+
+def _count_sum(ch: Channel, answers: Channel) -> None:
+    total = 0
+    for item in ch:
+        total += int(item.numpy()[0])
+        del item
+    answers.put((total, dict(FAKE.counts)))
+
+
+@pytest.mark.other_process
+def test_a_long_stream_opens_once_closes_never_and_waits_for_nothing(make, spawn_peer):
+    ch, answers = make(8), make(1)
+    peer = spawn_peer(_count_sum, ch, answers)
+    for number in range(1000):
+        ch.put(FakeTensor(np.full(MB // 8, number)))
+    ch.close()
+    total, theirs = answers.get()
+    assert total == 999 * 500
+    assert theirs["open"] == 1  # 1 MB each, in an arena of 64 MB
+    assert theirs["open event"] <= 4 * cuda.EVERY_FEW
+    assert theirs["copy out"] == 1000
+    assert not {"close", "finish", "from host"} & theirs.keys()
+    assert FAKE.counts["copy in"] == 1000
+    assert FAKE.counts["allocate"] == theirs["open"]
+    assert FAKE.counts["finish"] == FAKE.counts["to host"] == 0
+    peer.result()
+    assert kept() == 0
+
+
+def test_without_an_event_to_spare_the_writer_waits(make, monkeypatch):
+    monkeypatch.setattr(cuda_pool, "EVENTS", 2)
+    ch = make(8)
+    for number in range(5):
+        ch.put(FakeTensor(np.full(10, number)))
+    assert FAKE.counts["finish"] == 3
+    assert [int(ch.get().numpy()[0]) for _ in range(5)] == list(range(5))
+
+
+# --- how long a block is kept ---
+
+
+def test_blocks_are_kept_while_their_items_exist_and_used_again(make):
+    ch = make(100)
+    for _ in range(40):
+        ch.put(FakeTensor(np.ones(10)))
+    assert kept() == 40
+    for _ in range(15):
+        ch.get()
+    assert kept() == 25
+    reader = ch.reader()
+    reader.get()
+    assert kept() == 25  # on lease: it may come back
+    reader.close()
+    assert kept() == 24
+    for _ in range(24):
+        ch.get()
+    assert kept() == 0
+    cuda._state.pools["fake"]._collect()
+    (arena,) = cuda._state.pools["fake"].arenas
+    assert arena.free == [(0, arena.size)]
+
+
+def test_every_way_to_put_keeps_and_every_way_to_get_lets_go(make):
+    ch = make(100)
+    out, reader = ch.writer(), ch.reader()
+    ch.put(FakeTensor(np.ones(10)))
+    ch.put_nowait(FakeTensor(np.ones(10)))
+    ch.put_many(FakeTensor(np.ones(10)) for _ in range(3))
+    out.put(FakeTensor(np.ones(10)))
+    out.put((FakeTensor(np.ones(10)), b"x" * MB))  # too large to be written under the lock
+    select([], puts=[(ch, FakeTensor(np.ones(10)))])
+    asyncio.run(ch.aput(FakeTensor(np.ones(10))))
+    assert kept() == 9
+    ch.get()
+    ch.get_nowait()
+    ch.get_many(2)
+    select([ch])
+    asyncio.run(ch.aget())
+    assert kept() == 3
+    reader.get()
+    reader.get_more()
+    assert kept() == 3
+    reader.get()
+    assert kept() == 1
+    reader.close()
+    out.close()
+    assert kept() == 0
+
+
+def test_a_put_that_fails_keeps_nothing(make):
+    ch = make(1)
+    ch.put(FakeTensor(np.ones(10)))
+    with pytest.raises(Full):
+        ch.put(FakeTensor(np.ones(10)), timeout=0.01)
+    with pytest.raises(TypeError, match="can't be pickled"):
+        ch.put((FakeTensor(np.ones(10)), threading.Lock()))
+    assert kept() == 1
+    ch.get()
+    assert kept() == 0
+    cuda._state.pools["fake"]._collect()
+    assert all(arena.free == [(0, arena.size)] for arena in cuda._state.pools["fake"].arenas)
+
+
+def test_a_block_is_not_lent_again_before_it_is_written(make):
+    """The item is gone, but the copy into its block is still to come."""
+    ch = make(1)
+    with FAKE.held():
+        with pytest.raises(TypeError, match="can't be pickled"):
+            ch.put((FakeTensor(np.zeros(10)), threading.Lock()))
+        ch.put(FakeTensor(np.ones(10)))
+        pool = cuda._state.pools["fake"]
+        assert len(pool._back) >= 2  # plain pickle was tried, then cloudpickle
+    assert (ch.get().numpy() == 1).all()
+    assert kept() == 0
+    pool._collect()
+    assert len(pool._back) == 0
+
+
+def test_an_aborted_channel_keeps_nothing(make):
+    ch = make(4)
+    ch.put_many([FakeTensor(np.ones(10)), FakeTensor(np.ones(10))])
+    ch.abort(RuntimeError("stop"))
+    assert kept() == 0
+
+
+def test_a_channel_that_nobody_has_any_more_keeps_nothing(make):
+    ch = make(4)
+    ch.put(FakeTensor(np.ones(10)))
+    gone = weakref.ref(ch)
+    make.forget()
+    del ch
+    gc.collect()
+    assert kept() == 0
+    assert gone() is None
+
+
+@pytest.mark.other_process
+def test_a_second_reader_of_an_item_in_view_copies_at_once(make, spawn_peer):
+    """The first one's copy is not made yet, so it still holds the item."""
+    ch, got = make(1), make(2)
+    peer = spawn_peer(_put_held, ch, got)
+    first, second = ch.reader(), ch.reader()
+    arrived = first.get()
+    first._give_up()
+    assert len(ch) == 1
+    got.put(None)
+    again = second.get()
+    assert FAKE.counts["finish"] == 1
+    assert (again.numpy() == 5).all()
+    assert (arrived.numpy() == 5).all()
+    second.close()
+    peer.result()
+
+
+def _take_and_stay(ch: Channel, taken: Channel, port: bool) -> None:
+    source = ch.reader() if port else ch
+    item = source.get()
+    taken.put(os.getpid())
+    Channel(1).get()
+    del item
+
+
+@pytest.mark.other_process
+@pytest.mark.parametrize("port", [False, True])
+@pytest.mark.parametrize("copied", [False, True])
+def test_c11_what_a_killed_receiver_held_returns(make, spawn_peer, port, copied):
+    """Its copy made or not, on lease or not: on lease it comes again, else the block is free."""
+    ch, taken = make(4), make(4)
+    with FAKE.held():
+        ch.put(FakeTensor(np.full(10, 3)))
+        if copied:
+            FAKE.stream("fake-A").held = False
+        peer = spawn_peer(_take_and_stay, ch, taken, port)
+        taken.get()
+        if port or not copied:
+            assert kept() == 1
+        peer.kill()
+        peer.join()
+    if port:
+        ch.close()
+        assert [item.numpy()[0] for item in ch] == [3]
+    wait_until(lambda: kept() == 0)
+
+
+# --- through host memory ---
+
+
+def test_the_off_switch_goes_through_host_memory(make, monkeypatch):
+    monkeypatch.setenv("FLOWCHAN_CUDA_IPC", "0")
+    ch = make(1)
+    ch.put(FakeTensor(np.arange(100_000), "fake-B"))
+    assert kept() == 0
+    arrived = ch.get()
+    assert arrived.device == "fake-B"
+    assert np.array_equal(arrived.numpy(), np.arange(100_000))
+    assert (FAKE.counts["to host"], FAKE.counts["from host"], FAKE.counts["allocate"]) == (1, 1, 0)
+
+
+def test_without_memory_to_be_shared_it_goes_through_host_memory(make):
+    ch = make(1)
+    FAKE.full = True
+    ch.put(FakeTensor(np.arange(10)))
+    assert np.array_equal(ch.get().numpy(), np.arange(10))
+    assert (FAKE.counts["to host"], FAKE.counts["from host"]) == (1, 1)
+    FAKE.full = False
+    ch.put(FakeTensor(np.arange(10)))
+    assert np.array_equal(ch.get().numpy(), np.arange(10))
+    assert FAKE.counts["to host"] == 1
+
+
+@pytest.mark.parametrize("switch", ["1", "0"])
+def test_a_device_that_the_receiver_cannot_see_is_named(make, monkeypatch, switch):
+    monkeypatch.setenv("FLOWCHAN_CUDA_IPC", switch)
+    ch = make(1)
+    ch.put(FakeTensor(np.arange(10), "fake-A"))
+    FAKE.seen = ["fake-B"]
+    said = rf"fake device fake-A of process {os.getpid()}.*can use fake-B only.*CUDA_VISIBLE_DEVICES.*tensor\.cpu\(\)"
+    with pytest.raises(ChannelError, match=said):
+        ch.get()
+    assert kept() == 0
+
+
+# --- the arithmetic ---
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_an_arena_never_lends_a_byte_twice_and_loses_none(seed):
+    random.seed(seed)
+    arena, lent = Arena(0, "fake-A", 1000, None, b""), {}
+    for _ in range(500):
+        if lent and random.random() < 0.5:
+            offset = random.choice(list(lent))
+            arena.give(offset, lent.pop(offset))
+        elif (offset := arena.take(size := random.randint(1, 200))) is not None:
+            lent[offset] = size
+        pieces = sorted([*lent.items(), *arena.free])
+        assert sum(size for _, size in pieces) == 1000
+        assert all(a + size == b for (a, size), (b, _) in itertools.pairwise(pieces))
+        assert all(a + size < b for (a, size), (b, _) in itertools.pairwise(arena.free))
+    for offset, size in lent.items():
+        arena.give(offset, size)
+    assert arena.free == [(0, 1000)]
