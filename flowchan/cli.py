@@ -85,10 +85,16 @@ def run(file: str, args: tuple[str, ...], debug: bool) -> int:
     shows which stage waits on which channel.
     """
     from flowchan.errors import RunError
-    from flowchan.loading import load
+    from flowchan.loading import LoadError, load
 
     with _Interrupts() as interrupts:
         graph: Any = load(file, args)
+        inputs = [stage.name for stage in graph.stages if stage.kind == "input"]
+        if inputs:
+            raise LoadError(
+                f"{file}: graph {graph.name!r} gets items from outside, by its input {inputs[0]!r}, so only a program can "
+                f"run it: python {file.partition(':')[0]}; `flowchan check` and `flowchan viz` work as ever"
+            )
         interrupts.hold = True
         failure: RunError | None = None
         with graph.start() as running:

@@ -62,6 +62,14 @@ Step put_local(Channel& ch, Out* out, PyObject* item, Deadline deadline, uint64_
     return step;
 }
 
+// What comes before every put into a ring, under its lock: Wait, unless that has settled it.
+Step before_put(Ring& ring, Out* out) {
+    if (!out) return Step::Wait;
+    if (!out->open) return left(ring.header().state);
+    begin(ring, *out);
+    return skip(out->state) ? Step::Done : Step::Wait;
+}
+
 // A large item is copied outside the lock, in two steps, so that nobody waits for the copy.
 Step put_large(Channel& ch, Out* out, const ObjectFrame& frame, Deadline deadline) {
     Ring& ring = *ch.ring;
@@ -71,10 +79,8 @@ Step put_large(Channel& ch, Out* out, const ObjectFrame& frame, Deadline deadlin
     Step step = perform(
         ring, Side::Writer, [&] { return session; },
         [&](Wakes&) {
-            if (out && !out->open) return left(ring.header().state);
-            if (out) begin(ring, *out);
-            if (writer && skip(*writer)) return Step::Done;
-            return ring.claim(frame, writer, session, slot);
+            const Step settled = before_put(ring, out);
+            return settled == Step::Wait ? ring.claim(frame, writer, session, slot) : settled;
         },
         deadline);
     if (step != Step::Done || !slot) return step;
@@ -101,7 +107,7 @@ bool looks_at(Ring& ring, const Slot* slot) {
 // memory that a forked child has inherited, which is on loan to its parent, and with what has come back to where it was
 // filled. `put` is set first, so that two threads can't put the same memory twice.
 Step put_loaned(Channel& ch, Out* out, ObjectFrame& frame, Deadline deadline) {
-    std::shared_ptr<Block> loan;
+    std::shared_ptr<Block> loan;  // of the pieces, 0 is the table and 1 the pickle
     for (size_t i = 2; !loan && i < frame.pieces.size(); ++i) loan = loan_with(ch.loans, frame.pieces[i].at);
     if (!loan || loan->forks != fork_count || (out && (out->follows() || out->replays))) return Step::Wait;
     if (loan->put.exchange(true)) {
@@ -143,10 +149,8 @@ Step put_frame(Channel& ch, Out* out, ObjectFrame& frame, Deadline deadline) {
     return perform(
         ring, Side::Writer, [&] { return out ? out->state.session : ch.plain_session(); },
         [&](Wakes& wakes) {
-            if (out && !out->open) return left(ring.header().state);
-            if (out) begin(ring, *out);
-            if (writer && skip(*writer)) return Step::Done;
-            return ring.try_put(frame, writer, wakes);
+            const Step settled = before_put(ring, out);
+            return settled == Step::Wait ? ring.try_put(frame, writer, wakes) : settled;
         },
         deadline);
 }
@@ -198,7 +202,7 @@ Step get_step(Channel& ch, In* in, Deadline deadline, bool keep, PyObject*& resu
     }
     Ring& ring = *ch.ring;
     Taken taken;
-    uint32_t session = reader ? reader->session : ch.plain ? ch.plain : ch.plain_session();
+    uint32_t session = reader ? reader->session : ch.plain_session();
     Step step = perform(
         ring, Side::Reader, [&] { return session; },
         [&](Wakes& wakes) {

@@ -335,7 +335,7 @@ bool lay_into(ObjectFrame& frame, const Block& loan) {
             at = piece.offset + piece.size;
             rest.push_back(piece);
         }
-        memcpy(table.data() + 16 * i - 8, &piece.offset, 8);
+        memcpy(table.data() + 8 + 16 * (i - 1), &piece.offset, 8);  // after the count, an offset and a size for each
     }
     if (at > LOAN_HEAD) return false;
     memcpy(header, table.data(), table.size());

@@ -24,6 +24,7 @@ namespace flowchan {
 constexpr uint64_t MAGIC = 0x6e616863776f6c66;  // "flowchan"
 constexpr uint64_t VERSION = 2;
 constexpr uint32_t SESSIONS = 256;
+constexpr uint64_t PAGE = 4096;
 constexpr uint64_t UNIT = 64;        // blocks are multiples of it and aligned to it
 constexpr uint32_t CLASSES = 136;    // block sizes, four to a doubling: 64 B << 34
 

@@ -40,8 +40,10 @@ std::string fill(Channel& ch) {
     locked.unlock(wakes);
     if (bytes >= 1000) text += ", " + amount(bytes) + " of max_bytes=" + amount(ch.max_bytes);
     for (const Held& one : held)
-        text += "; process " + std::to_string(one.pid) + " holds " + std::to_string(one.blocks) + " blocks, " + amount(one.bytes) +
+        text += "; process " + std::to_string(one.pid) + " holds " + std::to_string(one.blocks) +
+                (one.blocks == 1 ? " block, " : " blocks, ") + amount(one.bytes) +
                 ", by arrays and tensors that it got or has on loan";
+    if (!held.empty()) text += "; keep copies instead (array.copy()), or give a larger max_bytes";
     return text;
 }
 

@@ -13,7 +13,6 @@ namespace flowchan {
 
 namespace {
 
-constexpr uint64_t PAGE = 4096;
 constexpr uint64_t GROW = 1 << 16;  // blocks are reserved in steps of at least this
 uint64_t align(uint64_t n, uint64_t to) { return (n + to - 1) / to * to; }
 

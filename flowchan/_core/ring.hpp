@@ -85,7 +85,7 @@ public:
     Step try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& wakes);
     void release(Slot* slot, Wakes& wakes);                       // of a HELD slot
     void unview(Slot* slot, Wakes& wakes);                        // its viewer has let go of it
-    Step loan(uint64_t size, uint32_t session, Slot*& slot);      // memory to be filled in place; it counts as viewed
+    Step loan(uint64_t size, uint32_t session, Slot*& slot);      // memory to be filled in place, outside the FIFO
     Step put_loan(Slot* slot, const Frame& frame, WriterState* writer, Wakes& wakes);
     std::vector<Held> held() const;
     std::vector<uint64_t> pinned() const;
@@ -155,6 +155,7 @@ private:
     void put_away(Slot* slot, Change& change);
     void tidy(uint32_t cls);
     bool may_view(const Slot* slot) const;
+    void forget_view(Session& s, Change& change);
     uint64_t view(uint64_t state, const Slot* slot, uint32_t session, Change& change);
     Step no_slot();
     void memory_freed(Wakes& wakes);

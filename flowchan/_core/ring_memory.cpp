@@ -19,8 +19,6 @@ namespace flowchan {
 
 namespace {
 
-constexpr uint64_t PAGE = 4096;
-
 uint64_t block_start(uint64_t top, uint32_t cls) { return cls >= VIEWABLE ? (top + PAGE - 1) / PAGE * PAGE : top; }
 
 }  // namespace
@@ -181,16 +179,19 @@ uint64_t Ring::view(uint64_t state, const Slot* slot, uint32_t session, Change& 
     return state | uint64_t(session) << Slot::VIEWER;
 }
 
+// One view less of a session; the last one ends a HOLDER.
+void Ring::forget_view(Session& s, Change& change) {
+    if (s.views == 1 && s.role == Session::HOLDER) change.set(s.role, Session::NONE);
+    change.set(s.views, s.views - 1);
+}
+
 // The last view of this slot is gone.
 void Ring::unview(Slot* slot, Wakes& wakes) {
     if (h_->damaged || !slot->viewer()) return;
     if (slot->cls >= CLASSES) return void(found_damage());
-    Session& s = h_->sessions[slot->viewer()];
-    const bool last = s.views == 1 && s.role == Session::HOLDER;
     Change change(h_->redo, base_);
     if (!slot->loaned()) change.set(h_->viewed_bytes, h_->viewed_bytes - std::min(h_->viewed_bytes, slot->size));
-    change.set(s.views, s.views - 1);
-    if (last) change.set(s.role, Session::NONE);
+    forget_view(h_->sessions[slot->viewer()], change);
     // HELD by another one means that it makes a copy now: the slot is freed when that is done.
     const bool held = slot->place() == SlotState::Held && slot->owner() == slot->viewer();
     if (held) put_away(slot, change);
@@ -221,11 +222,9 @@ Step Ring::loan(uint64_t size, uint32_t session, Slot*& slot) {
 Step Ring::put_loan(Slot* slot, const Frame& frame, WriterState* writer, Wakes& wakes) {
     Step step = room(frame, writer);
     if (step != Step::Done) return step;
-    Session& s = h_->sessions[slot->viewer()];
     Change change(h_->redo, base_);
     slot->size = frame.size;
-    change.set(s.views, s.views - 1);
-    if (s.role == Session::HOLDER && s.views == 1) change.set(s.role, Session::NONE);
+    forget_view(h_->sessions[slot->viewer()], change);
     const bool parked = is_parked(writer);
     change.set(slot->state, uint64_t(parked ? SlotState::Parked : SlotState::Inside));
     change.set(h_->bytes_in, h_->bytes_in + frame.size);

@@ -8,8 +8,6 @@ namespace flowchan {
 
 namespace {
 
-constexpr uint64_t PAGE = 4096;
-
 int get_buffer(PyObject* self, Py_buffer* buffer, int flags) {
     const View& view = *nb::inst_ptr<View>(self);
     return PyBuffer_FillInfo(buffer, self, view.at, Py_ssize_t(view.size), !view.writable, flags);

@@ -37,7 +37,13 @@ def _name(stage: StageStats) -> str:
     return f"{stage.name!r}" if stage.alive == 1 else f"{stage.name!r} ×{stage.alive}"
 
 
+def _is_unread(stage: StageStats) -> bool:
+    return stage.kind == "collect" and stage.in_hand == 0
+
+
 def _works(stage: StageStats) -> str:
+    if _is_unread(stage):
+        return "waits for the program to read it, by run.iter() or run.wait()"
     return f"works on {stage.in_hand} item{'s' if stage.in_hand != 1 else ''} (busy {100 * stage.busy:.0f} %)"
 
 
@@ -66,4 +72,6 @@ def _fill(link: LinkStats) -> str:
 def _other(stage: StageStats | None, name: str) -> str:
     if stage is None or not stage.alive:
         return f"{name!r} has ended" if stage is None or stage.kind != "input" else f"{name!r} is filled from outside"
+    if _is_unread(stage):
+        return f"{name!r} waits for the program to read it"
     return f"{name!r} is busy {100 * stage.busy:.0f} %"

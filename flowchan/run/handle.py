@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
-from flowchan.channel import In, Out
+from flowchan.channel import Channel, In, Out
 from flowchan.errors import Broken, Closed, Deadlock, RunError, StageError
 from flowchan.run.decisions import AbortAsked, StopAsked
 from flowchan.run.explain import explain
@@ -40,7 +40,8 @@ class Results(Mapping[Stream, Any]):
         except KeyError:
             known = ", ".join(sorted(known.name for known in self._values)) or "none"
             raise KeyError(
-                f"{stream!r} is no result of graph {self._graph!r}; results are reduce and collect streams, here: {known}"
+                f"{stream!r} is no result of graph {self._graph!r}; results are reduce and collect streams that run.iter() "
+                f"has not taken, here: {known}"
             ) from None
 
     def __iter__(self) -> Iterator[Stream]:
@@ -65,7 +66,10 @@ class Run:
         self._supervisor = Supervisor(plan)
         self._iterated: dict[str, int] = {}  # by stage name: the thread that last asked for an item
         self._gathering = False
+        self._taken_in: dict[str, _TakenIn] = {}  # by stage name: results that were full before anybody read them
         self._lock = threading.Lock()
+        take_in = weakref.WeakMethod(self._take_in)
+        self._supervisor.take_in = lambda ids: method(ids) if (method := take_in()) is not None else None
         self._supervisor.start()
         _running.add(self._supervisor)
 
@@ -91,10 +95,11 @@ class Run:
         return self._items(WorkerId(stage.name, 1))
 
     def _items(self, id: WorkerId) -> Iterator[Any]:
-        (port,) = (worker.ports.inputs["items"] for worker in self._plan.workers if worker.id == id)
+        port = self._port(id)
+        taken_in = self._taken_in.get(id.stage)
         try:
             self._iterated[id.stage] = threading.get_ident()
-            for item in port:
+            for item in port if taken_in is None else taken_in.items:
                 yield item
                 self._iterated[id.stage] = threading.get_ident()
         except Broken:
@@ -103,6 +108,17 @@ class Run:
             raise
         finally:
             self._leave(id, port)
+
+    def _port(self, id: WorkerId) -> In[Any]:
+        (port,) = (worker.ports.inputs["items"] for worker in self._plan.workers if worker.id == id)
+        return port
+
+    def _take_in(self, ids: frozenset[WorkerId]) -> None:
+        """The supervisor's word that these results are full and the program can't come to read them."""
+        with self._lock:
+            for id in ids:
+                if not self._gathering and id.stage not in self._iterated and id.stage not in self._taken_in:
+                    self._taken_in[id.stage] = _TakenIn(self._supervisor, id, self._port(id))
 
     def _leave(self, id: WorkerId, port: In[Any]) -> None:
         """Nobody iterates over this result any more."""
@@ -127,6 +143,10 @@ class Run:
         failures = self._supervisor.state.failures
         if failures:
             raise RunError(f"graph {self._plan.graph.name!r} failed", [_stage_error(failure) for failure in failures])
+        for name, taken_in in self._taken_in.items():
+            taken_in.thread.join()
+            if name not in self._iterated:
+                self._supervisor.results.setdefault(name, list(taken_in.items))
         stages = {stage.name: stage for stage in self._plan.graph.stages}
         values = {
             Stream(self._plan.graph, name, "out", name): value
@@ -150,7 +170,7 @@ class Run:
                 return
             self._gathering = True
         for worker in self._plan.workers:
-            if worker.gathers and worker.stage.name not in self._iterated:
+            if worker.gathers and worker.stage.name not in {*self._iterated, *self._taken_in}:
                 self._supervisor.start_thread(worker.id)
 
     def __enter__(self) -> Run:
@@ -203,6 +223,31 @@ class Run:
 
     def __repr__(self) -> str:
         return f"<Run of {self._plan.graph.name!r}: {self.stats().state}>"
+
+
+class _TakenIn:
+    """The items of a result that was full before the program read it; a thread goes on taking them in."""
+
+    def __init__(self, supervisor: Supervisor, id: WorkerId, port: In[Any]) -> None:
+        self.items: Channel[Any] = Channel(10**15)
+        arguments = (supervisor, id, port, self.items)
+        name = f"flowchan {supervisor.plan.graph.name}/{id}"
+        self.thread = threading.Thread(target=_pour, args=arguments, name=name, daemon=True)
+        self.thread.start()
+
+
+def _pour(supervisor: Supervisor, id: WorkerId, port: In[Any], into: Channel[Any]) -> None:
+    try:
+        for item in port:
+            into.put(item)
+    except Broken as error:
+        into.abort(error)
+    except ValueError:
+        pass  # who iterated over it has left, and closed the port
+    into.close()
+    port.close()
+    with contextlib.suppress(Closed):  # the run may be over
+        supervisor.tell(Ended(id))
 
 
 def wait_interrupted(run: Run) -> None:

@@ -29,6 +29,7 @@ import threading
 import time
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -126,6 +127,8 @@ class Supervisor:
             limits=plan.limits(),
             since=self.started_at,
         )
+        # Takes in results that nobody reads while somebody outside waits for the run to move.
+        self.take_in: Callable[[frozenset[WorkerId]], None] = lambda _: None
         self._workers = ids
         self._next_look = self.started_at + STILL
         self._counts: object = None  # of the last look at which every worker waited
@@ -336,11 +339,14 @@ class Supervisor:
         """Two looks ``STILL`` seconds apart at which every worker waits and no count has changed: nobody can move.
         Unless somebody outside can: an input that is open, or a result that the user may still take."""
         now = time.monotonic()
-        if now < self._next_look or any(not out.channel.closed for out in self.plan.inputs.values()) or self._due:
+        if now < self._next_look or self._due:
             return
         self._next_look = now + STILL
-        if self._threads.keys() | self._processes.keys() < self.state.alive:
-            return  # results wait to be gathered or iterated over
+        unread = self.state.alive - self._threads.keys() - self._processes.keys()  # results, to be read by the program
+        if unread:
+            self._look_for_unread(unread)
+        if unread or any(not out.channel.closed for out in self.plan.inputs.values()):
+            return
         if any(self._processes[id].exitcode is not None for id in self.state.alive & self.state.processes):
             self._counts = None  # a worker that died while it waited counts as waiting until it is replaced
             return
@@ -352,6 +358,21 @@ class Supervisor:
             stage = (putting + [link.reader or link.writer for link in stats.links if link.waiting_readers])[0]
             error = Deadlock(f"every worker waits and nothing is in flight; {REMEDY}\n{explain(stats)}")
             self._handle(decisions.Stuck(Failure(WorkerId(stage, 1), error, None, self.pid)))
+        self._counts = counts
+
+    def _look_for_unread(self, unread: frozenset[WorkerId]) -> None:
+        """Nothing moves because a result is full that nobody reads yet, and the program can't come to read it: it waits
+        to put into an input, or for an item of another result. So that one is taken in."""
+        links = summarise(self, measure(self.plan)).links
+        stages = {id.stage for id in unread}
+        full = {link.reader for link in links if link.reader in stages and link.waiting_writers}
+        waits = any(
+            (link.waiting_writers and link.writer in self.plan.inputs) or (link.waiting_readers and link.reader in stages)
+            for link in links
+        )
+        counts = [(link.name, link.inside, link.passed) for link in links] if full and waits else None
+        if counts is not None and counts == self._counts:
+            self.take_in(frozenset(id for id in unread if id.stage in full))
         self._counts = counts
 
     def _replace(self, id: WorkerId) -> None:

@@ -15,12 +15,14 @@ is refused, because its graph can't cross; a leaf that requires a gradient arriv
 from __future__ import annotations
 
 import copyreg
+import math
 import sys
 from collections.abc import Callable, Sequence
 from pickle import PickleBuffer
 from typing import Any, Literal
 
 from flowchan._core import View
+from flowchan.errors import Closed
 from flowchan.transport import cuda
 
 _Reducers = dict[Any, Callable[[Any], Any]]
@@ -127,31 +129,30 @@ def loan(self: Any, shape: int | Sequence[int], dtype: Any = "float64", timeout:
     again raises :class:`ChannelError`. One that is dropped without having been put returns its memory. One loan per
     item is used in place, any further one is copied.
     """
-    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-    local = getattr(self, "channel", self).across == "threads"
+    sizes = _checked((shape,) if isinstance(shape, int) else shape)
     torch = sys.modules.get("torch")
-    if torch is not None and isinstance(dtype, torch.dtype):
-        if local:
-            return torch.empty(sizes, dtype=dtype)
-        view = self._loan(_count(sizes) * dtype.itemsize, timeout)
-        return torch.frombuffer(view, dtype=dtype).view(sizes) if len(memoryview(view)) else torch.empty(sizes, dtype=dtype)
-    import numpy
+    as_torch = torch is not None and isinstance(dtype, torch.dtype)
+    if not as_torch:
+        import numpy
 
-    if local:
-        return numpy.empty(sizes, dtype)
-    dtype = numpy.dtype(dtype)
-    if dtype.hasobject:
-        raise TypeError(f"loan: dtype must be of plain values, not {dtype!r}: objects can't lie in shared memory")
-    view = self._loan(_count(sizes) * dtype.itemsize, timeout)
+        dtype = numpy.dtype(dtype)
+        if dtype.hasobject:
+            raise TypeError(f"loan: dtype must be of plain values, not {dtype!r}: objects can't lie in shared memory")
+    channel = getattr(self, "channel", self)
+    if channel.across == "threads":
+        if channel.closed:
+            raise Closed(f"{channel!r}: nothing can be put into it any more, so nothing is lent")
+        return torch.empty(sizes, dtype=dtype) if torch and as_torch else numpy.empty(sizes, dtype)
+    view = self._loan(math.prod(sizes) * dtype.itemsize, timeout)
+    if torch and as_torch:
+        return torch.frombuffer(view, dtype=dtype).view(sizes) if math.prod(sizes) else torch.empty(sizes, dtype=dtype)
     array = numpy.ndarray(sizes, dtype, buffer=view)
     view.lent(array)
     return array
 
 
-def _count(shape: Sequence[int]) -> int:
-    count = 1
+def _checked(shape: Sequence[int]) -> tuple[int, ...]:
     for size in shape:
         if isinstance(size, bool) or not hasattr(size, "__index__") or size < 0:
             raise ValueError(f"loan: shape must be whole numbers >= 0, not {shape!r}")
-        count *= size
-    return count
+    return tuple(shape)

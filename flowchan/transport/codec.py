@@ -8,9 +8,9 @@ because another process has another ``__main__``; everything importable goes by 
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
-from collections import ChainMap
 from collections.abc import Callable
 from typing import Any
 
@@ -66,12 +66,17 @@ def _dumps_by_value(item: object, aside: Any) -> bytes:
     return out.getvalue()
 
 
+@functools.cache
 def _by_value_pickler() -> Any:
-    """cloudpickle's with our reducers; it takes them from its class only."""
+    """cloudpickle's, with our reducers before its own."""
     import cloudpickle  # slow to import, and most items do without
 
-    table = ChainMap(reducers(), cloudpickle.Pickler.dispatch_table)
-    return type("Pickler", (cloudpickle.Pickler,), {"dispatch_table": table})
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+        def reducer_override(self, obj: object) -> Any:
+            reduce = reducers().get(type(obj))
+            return super().reducer_override(obj) if reduce is None else reduce(obj)
+
+    return Pickler
 
 
 def loads(data: bytes | list[Any] | tuple[Any, list[Any]]) -> object:

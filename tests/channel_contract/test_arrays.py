@@ -263,7 +263,7 @@ def test_pressure_names_who_holds_how_much(make):
     ch.put(np.zeros(LARGE))
     kept = ch.get()
     ch.put_many([np.zeros(LARGE)] * 2)
-    said = rf"2 of 2 items inside, 1\.6 MB of max_bytes=8\.0 MB; process {os.getpid()} holds 1 blocks, 800\.2 KB"
+    said = rf"2 of 2 items inside, 1\.6 MB of max_bytes=8\.0 MB; process {os.getpid()} holds 1 block, 800\.2 KB"
     with pytest.raises(Full, match=said):
         ch.put(np.zeros(LARGE), timeout=0.01)
     assert len(kept) == LARGE
@@ -415,7 +415,6 @@ def test_a_loan_that_is_dropped_returns_its_memory(make):
     assert ch.stats().holders == ()
 
 
-@pytest.mark.copying
 def test_a_loan_takes_no_place_and_ends_nothing(make):
     """C2, C3, C4: only its put does; a loan that is out keeps no reader waiting."""
     ch = make(1)
@@ -454,6 +453,11 @@ def test_c7_a_loan_waits_for_memory(make):
 
 
 @pytest.mark.copying
+def test_c13_a_loan_larger_than_max_bytes_cannot_be(make):
+    with pytest.raises(ValueError, match="at most max_bytes=1000000 bytes"):
+        make(1, max_bytes=10**6).loan(10**7, "uint8")
+
+
 @pytest.mark.parametrize(
     ("shape", "dtype", "error", "said"),
     [
@@ -461,12 +465,36 @@ def test_c7_a_loan_waits_for_memory(make):
         ((3, 2.5), "uint8", ValueError, "shape must be whole numbers"),
         (3, object, TypeError, "dtype must be of plain values"),
         (3, "no such type", TypeError, "no such type"),
-        (10**7, "uint8", ValueError, "at most max_bytes=1000000 bytes"),
     ],
 )
 def test_c13_a_loan_that_cannot_be(make, shape, dtype, error, said):
     with pytest.raises(error, match=said):
-        make(1, max_bytes=10**6).loan(shape, dtype)
+        make(1).loan(shape, dtype)
+
+
+@pytest.mark.copying
+def test_a_loan_put_by_a_port_whose_outputs_are_counted_arrives(make):
+    """A stage's output belongs to the item in hand; there the loan is copied."""
+    source, target = make(2), make(2)
+    source.put(1)
+    with source.reader() as reader, target.writer() as out:
+        out._follow(reader, True, True)
+        array = out.loan(LARGE, "uint8")
+        array[:] = reader.get()
+        out.put(array)
+        array[:] = 9  # it is still on loan
+        assert (target.get() == 1).all()
+
+
+@pytest.mark.copying
+def test_two_views_of_one_array_arrive_as_two_arrays(make):
+    ch = make(1)
+    array, tensor = np.arange(LARGE), torch.arange(LARGE)
+    ch.put((array[:50_000], array[:50_000], tensor[:50_000], tensor[:50_000]))
+    first, second, third, fourth = ch.get()
+    assert np.array_equal(first, second)
+    third[0] = 5
+    assert fourth[0] == 0
 
 
 @pytest.mark.other_process

@@ -413,3 +413,49 @@ def test_a_general_stage_gets_its_keyword_arguments() -> None:
     graph.stage(scale, graph.source([1, 2]), factor=3, total=found)
     graph.run()
     assert found == [3, 6]
+
+
+def test_more_can_be_put_than_the_channels_hold_before_anybody_reads() -> None:
+    """The program waits in its put, so a result that nobody reads yet is taken in."""
+    graph = Graph("service")
+    questions = graph.input()
+    answers = questions.map(str).collect()
+    with graph.start() as run:
+        for number in range(1000):
+            run[questions].put(number)
+    assert run.wait()[answers] == [str(number) for number in range(1000)]
+
+
+def test_what_was_taken_in_can_still_be_iterated_over() -> None:
+    graph = Graph("service")
+    questions = graph.input()
+    answers = questions.map(str).collect()
+    with graph.start() as run:
+        for number in range(500):
+            run[questions].put(number)
+        items = run.iter(answers)
+        assert [next(items) for _ in range(400)] == [str(number) for number in range(400)]
+        run[questions].put(500)
+        run[questions].close()
+        assert list(items) == [str(number) for number in range(400, 501)]
+    assert answers not in run.wait()
+
+
+def test_a_loop_over_one_branch_waits_for_no_reader_of_the_other() -> None:
+    graph = Graph("branches")
+    left, right = (branch.collect() for branch in graph.source(range(500)).tee(2))
+    with graph.start() as run:
+        assert list(run.iter(left)) == list(range(500))
+    assert run.wait()[right] == list(range(500))
+
+
+def test_leaving_what_was_taken_in_early_stops_the_stages_before() -> None:
+    graph = Graph("service")
+    questions = graph.input()
+    answers = questions.map(str).collect()
+    with graph.start() as run:
+        for number in range(500):
+            run[questions].put(number)
+        for _ in run.iter(answers):
+            break
+    assert run.stats().state in ("done", "stopped")
