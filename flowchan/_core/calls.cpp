@@ -80,7 +80,9 @@ Step put_large(Channel& ch, Out* out, const ObjectFrame& frame, Deadline deadlin
         ring, Side::Writer, [&] { return session; },
         [&](Wakes&) {
             const Step settled = before_put(ring, out);
-            return settled == Step::Wait ? ring.claim(frame, writer, session, slot) : settled;
+            const Step claimed = settled == Step::Wait ? ring.claim(frame, writer, session, slot) : settled;
+            if (out && slot && claimed == Step::Done) out->copying += 1;
+            return claimed;
         },
         deadline);
     if (step != Step::Done || !slot) return step;
@@ -90,7 +92,8 @@ Step put_large(Channel& ch, Out* out, const ObjectFrame& frame, Deadline deadlin
     }
     Wakes wakes;
     Locked<Ring> locked(ring);
-    step = out && !out->open ? left(ring.header().state) : ring.publish(slot, writer, wakes);  // closing gave the slot back
+    step = ring.publish(slot, writer, wakes);
+    if (out) out->copying -= 1;
     locked.unlock(wakes);
     return step;
 }
@@ -177,6 +180,35 @@ Step poisoned(In& in, PyObject*& item, uint64_t deaths) {
     return Step::Wait;
 }
 
+// The same over a ring. What lies there is not freed before it is decoded: see In::copying.
+Step get_ring(Channel& ch, In* in, Deadline deadline, bool keep, PyObject*& result) {
+    ReaderState* reader = in ? &in->state : nullptr;
+    Ring& ring = *ch.ring;
+    Taken taken;
+    uint32_t session = reader ? reader->session : ch.plain_session();
+    Step step = perform(
+        ring, Side::Reader, [&] { return session; },
+        [&](Wakes& wakes) {
+            if (in && !in->open) return ring.header().state == BROKEN ? Step::Broken : Step::PortClosed;
+            if (reader && !keep) ring.acknowledge(*reader, wakes);
+            const Step taking = ring.try_take(taken, reader, session, wakes);
+            if (in && taking == Step::Done) in->copying = true;
+            return taking;
+        },
+        deadline);
+    if (step != Step::Done) return step;
+    std::shared_ptr<Block> block = taken.viewed ? std::make_shared<Block>(ch.ring, taken.slot) : nullptr;
+    result = decode(taken.kind, taken.at, taken.size, block);
+    if (taken.held) {
+        Wakes wakes;
+        Locked<Ring> locked(ring);
+        ring.release(taken.held, wakes);
+        locked.unlock(wakes);
+    }
+    if (result && in && in->max_deaths && taken.deaths >= in->max_deaths) return poisoned(*in, result, taken.deaths);
+    return result ? Step::Done : Step::Interrupted;
+}
+
 // `keep`: the items in hand stay in hand (a batch being gathered); else they are acknowledged with the same lock.
 Step get_step(Channel& ch, In* in, Deadline deadline, bool keep, PyObject*& result) {
     ReaderState* reader = in ? &in->state : nullptr;
@@ -200,28 +232,18 @@ Step get_step(Channel& ch, In* in, Deadline deadline, bool keep, PyObject*& resu
         if (in && result) in->hand.push_back({Py_NewRef(result), item.size});
         return step;
     }
-    Ring& ring = *ch.ring;
-    Taken taken;
-    uint32_t session = reader ? reader->session : ch.plain_session();
-    Step step = perform(
-        ring, Side::Reader, [&] { return session; },
-        [&](Wakes& wakes) {
-            if (in && !in->open) return ring.header().state == BROKEN ? Step::Broken : Step::PortClosed;
-            if (reader && !keep) ring.acknowledge(*reader, wakes);
-            return ring.try_take(taken, reader, session, wakes);
-        },
-        deadline);
-    if (step != Step::Done) return step;
-    std::shared_ptr<Block> block = taken.viewed ? std::make_shared<Block>(ch.ring, taken.slot) : nullptr;
-    result = decode(taken.kind, taken.at, taken.size, block);
-    if (taken.held) {
-        Wakes wakes;
-        Locked<Ring> locked(ring);
-        ring.release(taken.held, wakes);
-        locked.unlock(wakes);
-    }
-    if (result && in && in->max_deaths && taken.deaths >= in->max_deaths) return poisoned(*in, result, taken.deaths);
-    return result ? Step::Done : Step::Interrupted;
+    if (!in) return get_ring(ch, in, deadline, keep, result);
+    const Step turn = in->turn.enter(deadline);
+    if (turn != Step::Done) return turn;
+    struct End {
+        In& in;
+        bool copying;
+        ~End() {
+            in.copying = copying;
+            in.turn.leave();
+        }
+    } end{*in, in->copying};
+    return get_ring(ch, in, deadline, keep, result);
 }
 
 }  // namespace
@@ -287,6 +309,16 @@ Step try_get(Channel& ch, In* in, PyObject*& item) {
     return step;
 }
 
+// Sets an attribute of the error that is being raised; takes over the value.
+static void add_to_error(const char* name, PyObject* value) {
+    PyObject *type, *error, *trace;
+    PyErr_Fetch(&type, &error, &trace);
+    PyErr_NormalizeException(&type, &error, &trace);
+    if (!value || PyObject_SetAttrString(error, name, value) != 0) PyErr_Clear();
+    Py_XDECREF(value);
+    PyErr_Restore(type, error, trace);
+}
+
 PyObject* put_all(Channel& ch, Out* out, PyObject* items, Deadline deadline) {
     PyObject* iterator = PyObject_GetIter(items);
     if (!iterator) return nullptr;
@@ -302,14 +334,7 @@ PyObject* put_all(Channel& ch, Out* out, PyObject* items, Deadline deadline) {
     Py_DECREF(iterator);
     if (!PyErr_Occurred()) Py_RETURN_NONE;
     // The error tells how many were put, so that the caller can go on behind them.
-    PyObject *type, *error, *trace;
-    PyErr_Fetch(&type, &error, &trace);
-    PyErr_NormalizeException(&type, &error, &trace);
-    if (PyObject* n = PyLong_FromSsize_t(done)) {
-        if (PyObject_SetAttrString(error, "items_put", n) != 0) PyErr_Clear();
-        Py_DECREF(n);
-    }
-    PyErr_Restore(type, error, trace);
+    add_to_error("items_put", PyLong_FromSsize_t(done));
     return nullptr;
 }
 
@@ -326,7 +351,7 @@ PyObject* get_all(Channel& ch, In* in, Py_ssize_t most, Deadline deadline) {
         PyObject* item = nullptr;
         Step step = get_step(ch, in, Deadline{0}, true, item);
         if (step == Step::Interrupted) {
-            Py_DECREF(list);
+            add_to_error("items_got", list);
             return nullptr;
         }
         if (step != Step::Done) break;  // whatever it is, the next call will say it

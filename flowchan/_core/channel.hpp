@@ -33,6 +33,27 @@ struct Channel {
 
 struct Out;
 
+// Whose turn it is to get through a port: threads that share one get one after the other, since each get finishes what the
+// one before took. A thread may enter again, from a signal's handler or from what unpickles an item.
+class Turn {
+public:
+    // Done once it is the caller's turn; else NotNow, or Interrupted with a Python error set.
+    Step enter(Deadline deadline);
+    void leave();
+    bool is_mine() const { return owner_.load(std::memory_order_relaxed) == me(); }
+    void forget() { owner_ = depth_ = 0; }  // in a forked child, which has no other threads
+
+private:
+    static uint32_t me() {  // not gettid(), which is a system call
+        static std::atomic<uint32_t> last = 0;
+        static thread_local const uint32_t number = ++last;
+        return number;
+    }
+    std::atomic<uint32_t> owner_ = 0;  // number of a thread; also the futex word that the others sleep on
+    std::atomic<uint32_t> waiting_ = 0;
+    uint32_t depth_ = 0;
+};
+
 struct In {
     nb::object channel;
     Channel* ch;
@@ -42,6 +63,8 @@ struct In {
     uint64_t forks = fork_count;
     uint64_t generation = 0;
     bool open = true;
+    Turn turn;
+    std::atomic<bool> copying = false;  // an item is being read from where it lies: the port can't be closed just now
     uint64_t max_deaths = 0;  // an item with which so many workers have died goes to `on_poison` instead; 0: none does
     nb::object on_poison;
 
@@ -58,6 +81,7 @@ struct Out {
     uint64_t forks = fork_count;
     uint64_t generation = 0;
     bool open = true;
+    std::atomic<uint32_t> copying = 0;  // large items that threads are writing to their places: it can't be closed just now
     bool replays = false;     // a source's: all it puts belongs to one item, number 0, so that a successor can skip it
 
     Out(nb::object channel, int session);

@@ -46,6 +46,7 @@ struct alignas(64) Session {
     uint64_t committed_item;   // writer: number of the input item last worked on, plus one (0: none) ...
     uint64_t committed_count;  // ... and how many of its outputs are in this ring. RESUME: the same, of a dead worker
     uint64_t views;            // slots that it is the viewer of
+    uint64_t forked;           // its process was forked while it looked: a child may look on when it is dead
     // How many of its threads stand at each gate: what to take off the gates when it dies. No redo, as for the gates.
     uint32_t at_reader_gate;
     uint32_t at_writer_gate;

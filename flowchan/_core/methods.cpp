@@ -150,7 +150,8 @@ constexpr int FASTCALL = METH_FASTCALL | METH_KEYWORDS;
     "Raises Empty when the time is over, Drained at the clean end, Broken when the channel was aborted."
 #define GET_NOWAIT_DOC "get_nowait($self)\n--\n\nTake the oldest item out if there is one now, else raise Empty."
 #define GET_MANY_DOC "get_many($self, /, max, timeout=None)\n--\n\n" \
-    "Take up to ``max`` items out as a list: waits for the first as ``get`` does, then takes what is there."
+    "Take up to ``max`` items out as a list: waits for the first as ``get`` does, then takes what is there. If one of\n" \
+    "them can't be unpickled, the error's ``items_got`` has those before it."
 
 }  // namespace
 

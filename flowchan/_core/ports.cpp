@@ -2,6 +2,8 @@
 #include "channel.hpp"
 #include "raising.hpp"
 
+#include <optional>
+
 namespace flowchan {
 
 namespace {
@@ -68,6 +70,44 @@ bool owns(Ring& ring, uint32_t session, uint64_t generation) {
 
 }  // namespace
 
+Step Turn::enter(Deadline deadline) {
+    for (uint32_t other = 0; !is_mine() && !owner_.compare_exchange_strong(other, me(), std::memory_order_acquire); other = 0) {
+        if (deadline.now_only() || deadline.passed()) return Step::NotNow;
+        if (PyErr_CheckSignals() != 0) return Step::Interrupted;
+        WithoutGil without;
+        waiting_ += 1;  // before the word is looked at: `leave`, which writes the word first, sees this or is seen
+        futex_wait(owner_, other, deadline.slice(), false);
+        waiting_ -= 1;
+    }
+    depth_ += 1;
+    return Step::Done;
+}
+
+void Turn::leave() {
+    if (--depth_ > 0) return;
+    owner_.store(0, std::memory_order_seq_cst);
+    if (waiting_.load(std::memory_order_seq_cst)) futex_wake(owner_, 1, false);
+}
+
+// Waits, with the medium's lock free, until nobody of this process reads or writes where the port's items lie.
+template <class Medium, class Busy> static void lock_when_idle(Medium& medium, Busy busy, std::optional<Locked<Medium>>& locked) {
+    for (;;) {
+        locked.emplace(medium);
+        if (!busy()) return;
+        locked->unlock({});
+        locked.reset();
+        WithoutGil without;
+        usleep(100);
+    }
+}
+
+// A forked child has none of the threads that may have been using the port.
+static void forget_threads(In& in) {
+    in.turn.forget();
+    in.copying = false;
+}
+static void forget_threads(Out& out) { out.copying = 0; }
+
 template <class Port> bool ready(Port& port) {
     if (!port.open) {
         raise_step(*port.ch, Step::PortClosed, Side::Reader, 0, {});
@@ -75,6 +115,7 @@ template <class Port> bool ready(Port& port) {
     }
     if (port.forks == fork_count) return true;
     if (!port.ch->usable()) return false;
+    forget_threads(port);
     Wakes wakes;
     Locked<Ring> locked(*port.ch->ring);
     port.ch->ring->adopt(port.state.session);
@@ -138,9 +179,10 @@ void In::close(bool finished) {
         hand.clear();
         return;
     }
-    Locked<Ring> locked(*ch->ring);
+    std::optional<Locked<Ring>> locked;
+    lock_when_idle(*ch->ring, [&] { return copying && !turn.is_mine(); }, locked);
     if (owns(*ch->ring, state.session, generation)) ch->ring->end_session(state.session, finished, wakes);
-    locked.unlock(wakes);
+    locked->unlock(wakes);
     state.in_hand = 0;
 }
 
@@ -154,9 +196,10 @@ void Out::close() {
         locked.unlock(wakes);
         return;
     }
-    Locked<Ring> locked(*ch->ring);
+    std::optional<Locked<Ring>> locked;
+    lock_when_idle(*ch->ring, [&] { return copying > 0; }, locked);
     if (owns(*ch->ring, state.session, generation)) ch->ring->end_session(state.session, true, wakes);
-    locked.unlock(wakes);
+    locked->unlock(wakes);
 }
 
 }  // namespace flowchan

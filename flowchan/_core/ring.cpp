@@ -308,7 +308,7 @@ uint32_t Ring::free_session(Wakes& wakes) {
             s.pid = uint64_t(getpid());
             s.started = process_start(s.pid);
             s.generation += 1;
-            s.supervised = s.lease_head = s.lease_tail = s.leased = s.committed_item = s.committed_count = s.views = 0;
+            s.supervised = s.lease_head = s.lease_tail = s.leased = s.committed_item = s.committed_count = s.views = s.forked = 0;
             s.at_reader_gate = s.at_writer_gate = 0;
             fault_point();
             return i;
@@ -351,6 +351,7 @@ void Ring::part(uint32_t index) {
     if (to) {
         holder.pid = s.pid;
         holder.started = s.started;
+        holder.forked = s.forked;
     }
     for (uint64_t p = h_->slots_at; to && p < mapped_; p += sizeof(Slot)) {
         Slot* slot = at<Slot>(p);
@@ -403,10 +404,11 @@ void Ring::drop_copies(uint32_t index, bool views, Wakes& wakes) {
     wakes.writers += h_->writer_gate.call_all();
 }
 
-// Whether the process of this session lives, and so may still use what it looks at, whoever ends the session.
+// Whether the process of this session lives, or may have children that do, and so may still use what it looks at, whoever
+// ends the session.
 bool Ring::still_looks(uint32_t index) const {
     const Session& s = h_->sessions[index];
-    return s.views && (s.pid == uint64_t(getpid()) || process_alive(s.pid, s.started));
+    return s.views && (s.forked || s.pid == uint64_t(getpid()) || process_alive(s.pid, s.started));
 }
 
 // `finished`: the items in hand are done with, else they go back.
@@ -464,6 +466,7 @@ void Ring::sweep(Wakes& wakes) {
     for (uint32_t i = 1; i < SESSIONS; ++i) {
         Session& s = h_->sessions[i];
         if (s.role == Session::NONE || s.role == Session::RESUME || s.supervised || s.pid == me) continue;
+        if (s.role == Session::HOLDER && s.forked) continue;  // until the channel's end
         if (!process_alive(s.pid, s.started)) end_session(i, false, wakes);
     }
     for (Gate* gate : {&h_->reader_gate, &h_->writer_gate})

@@ -2,11 +2,28 @@
 
 #include "blocking.hpp"
 
+#include <mutex>
+#include <pthread.h>
 #include <sys/mman.h>
+#include <unordered_set>
 
 namespace flowchan {
 
 namespace {
+
+constexpr uint64_t MAPPED = 1 << 16;  // what is smaller is copied: as cheap, and a process has some 65,000 mappings only
+
+std::mutex live_mutex;  // a fork holds it: the child gets it unlocked, and `live` whole
+std::unordered_set<Block*> live;
+
+void before_fork() {
+    live_mutex.lock();
+    for (const Block* block : live)
+        if (!block->put && !block->slot->loaned()) block->ring->session(block->slot->viewer()).forked = 1;
+}
+void after_fork() { live_mutex.unlock(); }
+
+[[maybe_unused]] const int fork_hook = pthread_atfork(before_fork, after_fork, after_fork);
 
 int get_buffer(PyObject* self, Py_buffer* buffer, int flags) {
     const View& view = *nb::inst_ptr<View>(self);
@@ -20,9 +37,20 @@ nb::object wrap(View view) { return nb::cast(std::move(view)); }
 PyType_Slot view_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(get_buffer)}, {0, nullptr}};
 
 // A child that was forked while the block was in view may still look at it, and nothing would tell: so it stays as it is
-// until the channel's end. In the child itself the block belongs to the parent.
+// until the channel's end, also when the parent dies (Session::forked). In the child itself the block belongs to the parent.
+// What is on loan has nothing to be looked at yet, and belongs to the process that took it.
+Block::Block(std::shared_ptr<Ring> ring_, Slot* slot)
+    : ring(std::move(ring_)), slot(slot), begin(ring->payload_of(slot)), size(slot->size) {
+    std::lock_guard guard(live_mutex);
+    live.insert(this);
+}
+
 Block::~Block() {
-    if (put || forks != fork_count || children != children_forked) return;
+    {
+        std::lock_guard guard(live_mutex);
+        live.erase(this);
+    }
+    if (put || forks != fork_count || (children != children_forked && !slot->loaned())) return;
     Wakes wakes;
     Locked<Ring> locked(*ring);
     ring->unview(slot, wakes);
@@ -56,8 +84,10 @@ nb::object private_view(nb::handle self) {
     if (!view.block || view.writable) return wrap(std::move(result));
     Ring& ring = *view.block->ring;
     const uint64_t from = ring.offset(view.at), begin = from / PAGE * PAGE, length = from + view.size - begin;
-    void* p = mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, ring.fd(), off_t(begin));
-    if (p == MAP_FAILED) {  // no room for another mapping: a plain copy does as well
+    void* p = MAP_FAILED;
+    if (view.size >= MAPPED)
+        p = mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, ring.fd(), off_t(begin));
+    if (p == MAP_FAILED) {  // small, or no room for another mapping: a plain copy does as well
         nb::object copy = View::copy_of(view.at, view.size);
         nb::inst_ptr<View>(copy)->writable = true;
         return copy;

@@ -25,8 +25,7 @@ struct Block {
     nb::object array;  // on loan: a weak reference to the NumPy array over it
     uint64_t forks = fork_count, children = children_forked;
 
-    Block(std::shared_ptr<Ring> ring, Slot* slot)
-        : ring(std::move(ring)), slot(slot), begin(this->ring->payload_of(slot)), size(slot->size) {}
+    Block(std::shared_ptr<Ring> ring, Slot* slot);
     Block(const Block&) = delete;
     ~Block();
 };

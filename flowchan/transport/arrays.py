@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copyreg
 import math
+import struct
 import sys
 from collections.abc import Callable, Sequence
 from pickle import PickleBuffer
@@ -24,6 +25,8 @@ from typing import Any, Literal
 from flowchan._core import View
 from flowchan.errors import Closed
 from flowchan.transport import cuda
+
+_CODES = "bBcdfhHiIlLnNqQ?"  # what memoryview.cast takes, and so what can arrive
 
 _Reducers = dict[Any, Callable[[Any], Any]]
 _made: _Reducers = {}
@@ -46,12 +49,22 @@ def reducers() -> _Reducers:
 
 
 def _reduce_memoryview(view: memoryview) -> Any:
-    return _rebuild_memoryview, (PickleBuffer(view if view.c_contiguous else view.tobytes()), view.format, view.shape)
+    code = view.format
+    if code[:1] == "<" and sys.byteorder == "little":  # as ctypes says it
+        code = code[1:]
+    if code not in _CODES or struct.calcsize(f"@{code}") != view.itemsize:
+        raise TypeError(
+            f"a memoryview of format {view.format!r} can't be made of bytes again; allowed are {', '.join(_CODES)}; send "
+            "view.cast('B'), or an array of it"
+        )
+    return _rebuild_memoryview, (PickleBuffer(view if view.c_contiguous else view.tobytes()), code, view.shape)
 
 
 def _rebuild_memoryview(buffer: Any, code: str, shape: Sequence[int]) -> memoryview:
     view = memoryview(buffer).toreadonly().cast("B")
-    return view.cast(code, shape) if view.nbytes else view  # type: ignore[call-overload]
+    if view.nbytes:
+        return view.cast(code, shape)  # type: ignore[call-overload, no-any-return]
+    return memoryview(bytes(struct.calcsize(f"@{code}"))).cast(code)[:0]  # type: ignore[call-overload, no-any-return]
 
 
 def _reduce_array(array: Any) -> Any:
@@ -78,17 +91,19 @@ def _reduce_tensor(tensor: Any) -> Any:
     import torch
 
     kind = tensor.device.type
-    if tensor.layout != torch.strided or kind not in ("cpu", "cuda") or tensor.is_quantized or tensor.__dict__:
-        return tensor.__reduce_ex__(5)
     if tensor.requires_grad and not tensor.is_leaf:
         raise TypeError(
             f"a tensor of shape {tuple(tensor.shape)} with grad_fn={tensor.grad_fn} is part of an autograd graph, which "
             "can't cross to another process; send tensor.detach()"
         )
+    if tensor.layout != torch.strided or kind not in ("cpu", "cuda") or tensor.is_quantized or tensor.__dict__:
+        return tensor.__reduce_ex__(5)
     data = tensor.detach().resolve_conj().resolve_neg()
     if not _is_dense(data):
         data = data.contiguous()
     size = data.numel() * data.element_size()
+    if size and not data.data_ptr():  # its storage was freed, or was never there
+        return tensor.__reduce_ex__(5)
     if kind == "cuda":
         form = data.dtype, tuple(data.shape), data.stride(), tensor.requires_grad
         return cuda.reduce(data, form, size, "cuda")
@@ -112,7 +127,7 @@ def _rebuild_tensor(buffer: Any, dtype: Any, shape: Any, stride: Any, requires_g
     import torch
 
     if len(memory := memoryview(buffer)) == 0:
-        tensor = torch.empty_strided(shape, stride, dtype=dtype)
+        tensor = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
     else:
         # torch has no read-only tensors: what it writes to must be this process's own
         own = buffer.private() if isinstance(buffer, View) else bytearray(memory)

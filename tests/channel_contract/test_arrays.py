@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import dataclasses
 import gc
 import os
+import threading
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from waiting import wait_until
@@ -141,6 +145,167 @@ def test_bytes_arrive_as_what_they_were(make, bytes_like):
     assert type(arrived) is type(bytes_like)
     assert arrived == bytes_like
     assert bool(ch.stats().holders) == (type(arrived) is memoryview and len(arrived) > 0)
+
+
+FORMATS = {
+    "bytes": memoryview(b"abc"),
+    "numbers": memoryview(np.arange(12.0).reshape(3, 4)),
+    "of ctypes": memoryview((ctypes.c_int * 5)(1, 2, 3)),
+    "with gaps": memoryview(np.arange(20))[::2],
+    "empty": memoryview(np.empty(0, "f4")),
+}
+
+
+@pytest.mark.copying
+@pytest.mark.parametrize("name", FORMATS)
+def test_memory_views_arrive_with_their_format(make, name):
+    ch, sent = make(1), FORMATS[name]
+    ch.put(sent)
+    arrived = ch.get()
+    assert (arrived.format, arrived.shape) == (sent.format.lstrip("<"), sent.shape)
+    assert arrived.tobytes() == sent.tobytes()
+
+
+@pytest.mark.copying
+@pytest.mark.parametrize("dtype", [">i4", "f2", "c16", [("a", "i4")]])
+def test_c13_a_memory_view_that_could_not_arrive_is_refused(make, dtype):
+    ch = make(1)
+    with pytest.raises(TypeError, match=r"memoryview of format .* send view\.cast\('B'\)"):
+        ch.put(memoryview(np.zeros(3, dtype)))
+    assert len(ch) == 0
+
+
+def _freed() -> torch.Tensor:
+    tensor = torch.ones(LARGE)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+@pytest.mark.copying
+@pytest.mark.parametrize("make_tensor", [_freed, lambda: torch._efficientzerotensor(LARGE)], ids=["freed", "never there"])
+def test_a_tensor_without_memory_harms_nobody(make, make_tensor):
+    """It arrives as pickle makes it, or is refused."""
+    ch = make(2)
+    with contextlib.suppress(TypeError, NotImplementedError, RuntimeError):
+        ch.put(make_tensor())
+        ch.get()
+    ch.put("the next one")
+    assert ch.get() == "the next one"
+
+
+# --- several threads at one port ---
+
+
+@pytest.mark.copying
+def test_threads_that_share_a_port_get_whole_items(make):
+    """Each get finishes what the one before took; nobody reads from memory that is used again already."""
+    ch = make(4)
+    reader = ch.reader()
+    wrong, seen = [], []
+
+    def read() -> None:
+        for item in reader:
+            seen.append(item[0])
+            if item.count(item[0]) != len(item):
+                wrong.append(item[0])
+
+    threads = [threading.Thread(target=read) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for number in range(300):
+        ch.put(bytes([number % 250]) * (300_000 + number))
+    ch.close()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert sorted(seen) == sorted(number % 250 for number in range(300))
+    reader.close()
+
+
+@pytest.mark.copying
+@pytest.mark.parametrize("side", ["reader", "writer"])
+def test_closing_a_port_while_another_thread_copies_damages_nothing(make, side):
+    ch = make(8)
+    for _ in range(20):
+        item, other = b"a" * 30_000_000, b"b" * 30_000_000
+        if side == "writer":
+            port = ch.writer()
+            with ch.writer() as stays:
+                thread = threading.Thread(target=_ignoring_the_end, args=(port.put, item))
+                thread.start()
+                port.close()
+                stays.put(other)
+                thread.join()
+                found = [ch.get() for _ in range(len(ch))]
+            ch = make(8)
+        else:
+            ch.put(item)
+            port, got = ch.reader(), []
+            thread = threading.Thread(target=lambda: _ignoring_the_end(lambda: got.append(port.get())))  # noqa: B023
+            with ch.reader():
+                thread.start()
+                port.close()
+                ch.put(other)
+                thread.join()
+                found = got + [ch.get() for _ in range(len(ch))]
+            ch = make(8)
+        assert all(one in (item, other) for one in found)
+
+
+def _ignoring_the_end(function: Any, *args: Any) -> None:
+    with contextlib.suppress(ValueError, ChannelError):
+        function(*args)
+
+
+@pytest.mark.copying
+def test_two_threads_that_put_one_loan_put_it_once(make):
+    ch = make(1)
+    ch.put("in the way")
+    array = ch.loan(LARGE, "uint8")
+    array[:] = 1
+    outcomes: list[str] = []
+
+    def put() -> None:
+        try:
+            ch.put(array)
+            outcomes.append("put")
+        except ChannelError:
+            outcomes.append("refused")
+
+    threads = [threading.Thread(target=put) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: len(outcomes) == 1 and ch.stats().waiting_writers == 1, what=ch.stats)
+    assert ch.get() == "in the way"
+    for thread in threads:
+        thread.join()
+    assert sorted(outcomes) == ["put", "refused"]
+    assert (ch.get() == 1).all()
+    assert len(ch) == 0
+
+
+def _fork_and_end(ch: Channel, asked: Channel, answers: Channel) -> None:
+    """Hands what it got to a child that outlives it."""
+    array = ch.get()
+    if os.fork() == 0:
+        _look_again(array, asked, answers)
+    os._exit(0)
+
+
+@pytest.mark.other_process
+def test_a_forked_child_sees_what_its_parent_had_when_that_has_ended(make, spawn_peer):
+    ch, asked, answers = make(1), make(1), make(1)
+    ch.put(np.full(LARGE, 5))
+    parent = spawn_peer(_fork_and_end, ch, asked, answers)
+    assert answers.get() == 5 * LARGE
+    assert parent.join() == 0
+    ch.stats()  # looks for the dead
+    for _ in range(10):
+        ch.put(np.full(LARGE, 6))
+        assert ch.get()[0] == 6
+    asked.put(None)
+    assert answers.get() == 5 * LARGE
+    wait_until(lambda: len(psutil.Process().children(recursive=True)) == 0)
 
 
 @pytest.mark.copying
