@@ -3,7 +3,6 @@ steps; beside the plain module, torchgpipe and ``torch.distributed.pipelining``.
 
 from __future__ import annotations
 
-import multiprocessing
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,10 +25,11 @@ from torch.nn import functional
 from torchgpipe import GPipe
 
 from benchmarks.harness import Case, Effort, Report, at_least
+from benchmarks.peers import CONTEXT
 from flowchan.pipelines import Sequential
 
 ISOLATES = (
-    "one model of 8 Linear layers of 1024 and their ReLUs, cut in the middle; batches of 2048 samples in 8 micro-batches "
+    "one model of 16 Linear layers of 512 and their ReLUs, cut in the middle; batches of 1024 samples in 8 micro-batches "
     "for all but the plain module, which takes them whole; one compute thread for the plain module and for each part; the "
     "same batch again and again, and items are samples. Everything is started and warm before its clock, and its first "
     "answer is compared with the plain module's; CPU seconds include the start. flowchan's outputs come back to the "
@@ -40,8 +40,8 @@ ISOLATES = (
     "pipelines, SGD, no recomputation."
 )
 
-CONTEXT = multiprocessing.get_context("fork")
-WIDTH, LAYERS, SAMPLES, CHUNKS = 1024, 8, 2048, 8
+WIDTH, LAYERS, CHUNKS = 512, 16, 8
+SAMPLES = 128 * CHUNKS
 
 Job = Callable[[int], float]
 """Does its work that many times and returns the seconds it took."""

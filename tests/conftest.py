@@ -83,6 +83,17 @@ def catches(pid: int, signum: int) -> bool:
     return bool(int(caught, 16) >> (signum - 1) & 1)
 
 
+@pytest.fixture(scope="module")
+def one_compute_thread() -> Iterator[None]:
+    """torch computes with one thread, and starts none: its threads would be left over, and do not survive a fork."""
+    import torch  # not every test needs it
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
     report = yield

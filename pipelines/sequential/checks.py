@@ -13,8 +13,10 @@ import cloudpickle
 import torch
 from torch import Tensor, nn
 
-from flowchan.pipelines.sequential.parts import Part, forks, run_part, whole
-from flowchan.pipelines.sequential.values import batch_size, leaves, mapped, shown
+from flowchan.pipelines.sequential.parts import Part, forks, run_part
+from flowchan.pipelines.sequential.skip import Pop, Stash
+from flowchan.pipelines.sequential.values import batch_size, leaves, mapped
+from flowchan.pipelines.sequential.words import shown, written
 
 BALANCES = ("time", "memory")
 PLACEMENTS = ("thread", "process")
@@ -37,10 +39,12 @@ def checked_module(module: Any) -> nn.Sequential:
         raise ValueError("Sequential: module has no layers; give it at least one")
     if isinstance(layers, nn.Sequential):
         _raise_for_own_ways(layers)
-    for name, tensor in whole(layers).named_parameters():
+    whole = layers if isinstance(layers, nn.Sequential) else nn.Sequential(*layers)
+    for name, tensor in whole.named_parameters():
         if nn.parameter.is_lazy(tensor):
             raise ValueError(f"Sequential: parameter {name!r} of module has no shape yet; call module(x) once before")
-    return whole(layers)
+    _check_skips(whole)
+    return whole
 
 
 def _raise_for_own_ways(module: nn.Sequential) -> None:
@@ -54,6 +58,40 @@ def _raise_for_own_ways(module: nn.Sequential) -> None:
         raise ValueError(
             "Sequential: module has forward hooks, which its parts would not call; register them on its layers"
         )
+
+
+def _check_skips(module: nn.Sequential) -> None:
+    """``ValueError`` for a ``Pop`` with nothing to pop, and a ``Stash`` that nobody pops. What a layer other than an
+    ``nn.Sequential`` does with those within it is not known, so nothing is said of their names from there on."""
+    stashed: dict[str, str] = {}  # what is on the shelf, and the layer that put it there
+    unknown: set[str] = set()
+    for path, layer in _in_a_row(module):
+        if isinstance(layer, Stash):
+            stashed[layer.name] = path
+        elif isinstance(layer, Pop):
+            if stashed.pop(layer.name, None) is None and layer.name not in unknown:
+                raise ValueError(
+                    f"Sequential: layer {path!r}, {layer!r}, has no Stash({layer.name!r}) before it, "
+                    "or another Pop has popped that already; put one Stash before each Pop"
+                )
+        else:
+            inside = {inner.name for inner in layer.modules() if isinstance(inner, (Stash, Pop))}
+            unknown |= inside
+            stashed = {name: where for name, where in stashed.items() if name not in inside}
+    for name, path in stashed.items():
+        raise ValueError(
+            f"Sequential: layer {path!r}, Stash({name!r}), has no Pop({name!r}) behind it; add one, or leave the Stash out"
+        )
+
+
+def _in_a_row(module: nn.Sequential, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The layers in the order in which they run, also those of each ``nn.Sequential`` in place of it."""
+    for name, layer in module._modules.items():
+        assert layer is not None
+        if isinstance(layer, nn.Sequential) and type(layer).forward is nn.Sequential.forward:
+            yield from _in_a_row(layer, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", layer
 
 
 def checked_counts(parts: Any, layers: int) -> int | list[int]:
@@ -71,7 +109,8 @@ def checked_counts(parts: Any, layers: int) -> int | list[int]:
     for count in counts:
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ValueError(
-                f"Sequential: parts={counts} must hold ints of at least 1, the layers of each part, not {count!r}"
+                f"Sequential: parts={written(counts)} must hold ints of at least 1, the layers of each part, "
+                f"not {written(count)}"
             )
     if sum(counts) != layers:
         raise ValueError(f"Sequential: parts={counts} must add up to {layers}, the number of layers, not to {sum(counts)}")
@@ -110,10 +149,9 @@ def checked_devices(devices: Any, parts: int, on: str) -> list[torch.device] | N
     if len(devices) != parts:
         raise ValueError(f"Sequential: devices must be {parts}, one for each part, not {len(devices)}: {shown(devices)}")
     found = [_device(name) for name in devices]
-    begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    if on == "process" and begun and forks() and any(device.type == "cuda" for device in found):
-        raise ValueError(
-            f"Sequential: devices={shown(devices)} can't be used in forked processes once this one uses CUDA; "
+    if on == "process" and forks() and any(device.type == "cuda" for device in found):
+        raise ValueError(  # also where CUDA has not begun here: it does with the first output, and workers are forked later
+            f"Sequential: devices={written(devices)} can't be used in forked processes: CUDA does not survive a fork; "
             'call multiprocessing.set_start_method("spawn") first, or use on="thread"'
         )
     return found
@@ -131,7 +169,7 @@ def _device(name: Any) -> torch.device:
     except (RuntimeError, TypeError, AssertionError, NotImplementedError) as error:
         reason = (str(error).splitlines() or [""])[0]
         raise ValueError(
-            f"Sequential: device {name!r} of devices can't be used ({reason}); here are {', '.join(there)}"
+            f"Sequential: device {written(name)} of devices can't be used ({reason}); here are {', '.join(there)}"
         ) from error
     return device
 
@@ -182,7 +220,7 @@ def _children(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield from ((f"{path}.{name}", child) for name, child in value.named_children())
         yield from ((f"{path}.{name}", child) for name, child in vars(value).items() if name != "_modules")
     elif isinstance(value, dict):
-        yield from ((f"{path}[{key!r}]", child) for key, child in value.items())
+        yield from ((f"{path}[{written(key)}]", child) for key, child in value.items())
     elif isinstance(value, (list, tuple)):
         yield from ((f"{path}[{place}]", child) for place, child in enumerate(value))
 

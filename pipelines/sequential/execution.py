@@ -10,8 +10,7 @@ its input; just before the backward pass it is done again, and from the same ran
 *Random numbers*: each micro-batch has a stream of its own in each part, begun from the step's seed, the part and the number
 of the micro-batch. So dropout draws the same masks under every schedule, on threads and processes, and when it is done
 again; not those of the plain module, which draws one mask for the whole batch. Threads share torch's generator, so
-there a part that draws has it for itself while it goes forward. A part whose first micro-batch draws nothing is taken
-to draw never.
+there a part has it for itself while it goes forward, unless it can't draw: one such part at a time.
 """
 
 from __future__ import annotations
@@ -22,7 +21,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from flowchan.pipelines.sequential.batchnorm import DeferredBatchNorm
 from flowchan.pipelines.sequential.parts import Part, run_part
@@ -30,6 +30,12 @@ from flowchan.pipelines.sequential.values import mapped, tensors
 
 GENERATOR = threading.Lock()
 """Held by the thread that draws from torch's generator of this process."""
+
+DRAWS = (
+    _DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d, nn.MultiheadAttention, nn.RNNBase,
+    nn.Transformer, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer,
+)  # fmt: skip
+"""torch's layers that draw random numbers, or may."""
 
 Tail = Callable[[Any], Tensor]
 """What follows the last part: the loss of the micro-batch, weighted."""
@@ -77,7 +83,7 @@ class Execution:
         self._recompute = recompute
         self._autocast = autocast
         self._shared = shared
-        self._draws: bool | None = None if shared else True
+        self._may_draw = may_draw(part.module)
         self._trains = any(parameter.requires_grad for parameter in part.module.parameters())
         self._held: dict[int, _Forward | _Again] = {}
         self._norms = DeferredBatchNorm(part.module)
@@ -134,7 +140,7 @@ class Execution:
         self.part.module.eval()
         try:
             with torch.no_grad(), self._casting():
-                value, skips = run_part(self.part, passed.value, passed.skips)
+                value, skips = run_part(self.part, passed.value, passed.skips, keep=self._shared)
         finally:
             for module, training in modes:
                 module.training = training
@@ -162,7 +168,9 @@ class Execution:
 
         value = mapped(cut, passed.value)
         skips = {name: cut(passed.skips[name]) for name in sorted(passed.skips)}
-        with self._drawing(seed), self._casting():
+        # Of the function behind the last part it is not known whether it draws.
+        drawing = self._drawing(seed) if self._may_draw or tail is not None else contextlib.nullcontext()
+        with drawing, self._casting():
             value, skips = run_part(self.part, value, skips)
             if tail is not None:
                 value, skips = tail(value), {}
@@ -177,19 +185,25 @@ class Execution:
     @contextlib.contextmanager
     def _drawing(self, seed: int) -> Iterator[None]:
         """Within it random numbers are those of ``seed``; behind it the generators go on as if nothing had been."""
-        if self._draws is False:
-            yield
-            return
         devices = [self.part.device] if self.part.device is not None and self.part.device.type == "cuda" else []
         with GENERATOR if self._shared else contextlib.nullcontext(), torch.random.fork_rng(devices):
             torch.default_generator.manual_seed(seed)
             for device in devices:
                 with torch.cuda.device(device):
                     torch.cuda.manual_seed(seed)
-            before = torch.get_rng_state() if self._draws is None and not devices else None
             yield
-            if before is not None:
-                self._draws = not torch.equal(before, torch.get_rng_state())
+
+
+def may_draw(module: nn.Module) -> bool:
+    """Whether the module may draw random numbers: not if it consists of torch's own layers only, none of them one that
+    draws, and without hooks, which could."""
+    return any(
+        not type(layer).__module__.startswith("torch.nn.modules.")
+        or isinstance(layer, DRAWS)
+        or layer._forward_hooks
+        or layer._forward_pre_hooks
+        for layer in module.modules()
+    )
 
 
 def _chosen(values: list[Tensor], wants: list[bool]) -> list[Tensor]:

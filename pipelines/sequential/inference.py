@@ -28,7 +28,8 @@ from torch import nn
 from flowchan import Broken, Channel, Closed, Failed, Graph, RunError, StageError, Stream
 from flowchan.pipelines.sequential.checks import check_shapes
 from flowchan.pipelines.sequential.parts import Part, compute_threads, run_part
-from flowchan.pipelines.sequential.values import Micro, batch_size, join, mapped, split
+from flowchan.pipelines.sequential.timeline import Event
+from flowchan.pipelines.sequential.values import Micro, batch_size, join_checked, mapped, split
 
 REMEMBERED = 100_000
 """Events of the timeline that are kept: the last ones."""
@@ -66,8 +67,9 @@ class Batch:
     sizes: list[int]
     values: list[Any]
     left: int
-    outcome: Channel[Any] = field(default_factory=lambda: Channel(2))
-    """Gets the list of all values, or the exception that ended the batch."""
+    outcome: Channel[list[Any] | BaseException] = field(default_factory=lambda: Channel(1))
+    """Gets all values, or the exception that ended the batch, once: from whoever took the batch out of the book. It is no
+    ``concurrent.futures.Future``, for a Ctrl-C while one waits may leave that locked, and the stage that sets it stuck."""
 
 
 class Book:
@@ -76,7 +78,7 @@ class Book:
     def __init__(self, parts: list[Part]) -> None:
         self.parts = parts
         self.out: dict[int, Batch] = {}
-        self.events: deque[tuple[int, int, int, float, float]] = deque(maxlen=REMEMBERED)
+        self.events: deque[Event] = deque(maxlen=REMEMBERED)
 
     def receive(self, micro: Micro) -> None:
         """A micro-batch is through. Nobody waits for those of a stream that was left."""
@@ -86,8 +88,7 @@ class Book:
             return
         batch.values[micro.chunk] = micro.value
         batch.left -= 1
-        if not batch.left:
-            self.out.pop(micro.batch, None)
+        if not batch.left and self.out.pop(micro.batch, None) is not None:
             batch.outcome.put(batch.values)
 
     def fail(self, failed: Failed) -> None:
@@ -109,7 +110,8 @@ class Book:
             batch.outcome.put(error)
 
     def _note(self, micro: Micro) -> None:
-        self.events.extend((part, micro.batch, micro.chunk, *times) for part, times in enumerate(micro.events))
+        for part, (begin, end) in enumerate(micro.events):
+            self.events.append(Event(part, part, "F", micro.batch, micro.chunk, begin, end))
 
 
 class _Line:
@@ -272,24 +274,18 @@ def _outcome(number: int, batch: Batch) -> Any:
         try:
             raise found
         finally:
-            found = None  # its traceback holds this frame
-    for chunk, (value, size) in enumerate(zip(found, batch.sizes, strict=True)):
-        if (came := batch_size(value, "the output")) != size:
-            raise ValueError(
-                f"the module made {came} samples of the {size} of micro-batch {chunk} of batch {number}; "
-                "micro-batches can be joined only where the first dimension stays the batch"
-            )
-    return join(found)
+            found = []  # its traceback holds this frame
+    return join_checked(found, batch.sizes, f"batch {number}")
 
 
 def state_of(parts: list[Part]) -> object:
     """Something that changes when parameters, buffers or modes of the parts do: torch counts the changes of each tensor,
-    but for those through ``tensor.data``."""
+    but for those through ``tensor.data``; of inference tensors it keeps no count, so they always count as changed."""
     found: list[object] = []
     for part in parts:
         for module in part.module.modules():
             found.append(module.training)
             for tensor in (*module._parameters.values(), *module._buffers.values()):
                 if tensor is not None:
-                    found.append((id(tensor), tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version))
+                    found.append((tensor.data_ptr(), object() if tensor.is_inference() else (id(tensor), tensor._version)))
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -49,17 +49,14 @@ def run_part(part: Part, value: Any, skips: dict[str, Tensor], keep: bool = True
 
 
 def may_write(module: nn.Module) -> bool:
-    """Whether the module may change its input in place. A layer of torch's own with parameters doesn't, and what comes
-    behind it works in new memory; of anything else it is not known."""
-    while isinstance(module, nn.Sequential) and len(module):
+    """Whether the module may change its input in place. A layer of torch's own with parameters and without hooks doesn't,
+    and what comes behind it works in new memory; of anything else it is not known."""
+    while isinstance(module, nn.Sequential) and len(module) and not module._forward_pre_hooks:
         module = module[0]
+    if module._forward_pre_hooks or module._forward_hooks:
+        return True
     own = type(module).__module__.startswith("torch.nn.modules.")
     return not own or next(module.parameters(recurse=False), None) is None
-
-
-def whole(layers: nn.Sequential | Iterable[nn.Module]) -> nn.Sequential:
-    """The layers as one ``nn.Sequential``: the one that was given, or a new one of a list of layers."""
-    return layers if isinstance(layers, nn.Sequential) else nn.Sequential(*layers)
 
 
 def divided(module: nn.Sequential, counts: Sequence[int], devices: Sequence[torch.device] | None = None) -> list[Part]:
@@ -72,12 +69,6 @@ def divided(module: nn.Sequential, counts: Sequence[int], devices: Sequence[torc
         inner.training = module.training  # the container's own flag; True in a new one
         parts.append(Part(number, inner, devices[number] if devices is not None else None))
     return parts
-
-
-def evenly(layers: int, parts: int) -> list[int]:
-    """How many of ``layers`` layers each of ``parts`` parts gets, as equal as possible."""
-    size, larger = divmod(layers, parts)
-    return [size + (place < larger) for place in range(parts)]
 
 
 def compute_threads(processes: int) -> int:

@@ -19,11 +19,11 @@ from flowchan.pipelines.sequential.checks import (
     checked_module,
 )
 from flowchan.pipelines.sequential.inference import Inference
-from flowchan.pipelines.sequential.parts import compute_threads, divided, evenly
+from flowchan.pipelines.sequential.parts import compute_threads, divided
 from flowchan.pipelines.sequential.schedule import Schedule
-from flowchan.pipelines.sequential.timeline import Event, Timeline
+from flowchan.pipelines.sequential.timeline import Timeline
 from flowchan.pipelines.sequential.training import Training
-from flowchan.pipelines.sequential.values import split
+from flowchan.pipelines.sequential.values import evenly, split
 from flowchan.pipelines.sequential.worker import Loss, Optimizers
 
 
@@ -78,14 +78,16 @@ class Sequential:
 
     def __call__(self, x: Any) -> Any:
         """The module's output for a batch: a tensor, or tuples, lists and dictionaries of tensors that have the batch as
-        their first dimension. It is split along that into micro-batches, and the outputs are joined."""
-        (y,) = self._inference.stream([x], keep=self)
+        their first dimension. It is split along that into micro-batches, and the outputs are joined. ``RuntimeError`` while
+        a training of the pipe goes on."""
+        (y,) = self.stream([x])
         return y
 
     def stream(self, batches: Iterable[Any]) -> Iterator[Any]:
         """The output for each batch, in order. Batches are asked for as there is room: all parts have work, and at most
         ``2 * (chunks + parts)`` micro-batches and one batch are between the two ends. When ``batches`` raises, that is
-        raised after the outputs of the batches before."""
+        raised after the outputs of the batches before. ``RuntimeError`` while a training of the pipe goes on."""
+        self._raise_if_training("use training.evaluate(x), or leave its with block")
         return self._inference.stream(batches, keep=self)
 
     def training(
@@ -108,8 +110,7 @@ class Sequential:
         the largest norm of all gradients together. ``autocast``: the type for ``torch.autocast``, as ``torch.bfloat16``.
         Raises ``TypeError`` or ``ValueError`` for what is wrong, ``RuntimeError`` while another training goes on.
         """
-        if self._training is not None and self._training.active:
-            raise RuntimeError("training: the last training of this pipe still goes on; leave its with block first")
+        self._raise_if_training("leave its with block first")
         self._training = Training(
             self.module, self.parts, self.on, self.chunks, loss=loss, optimizer=optimizer, schedule=schedule,
             workers=workers, recompute=recompute, clip=clip, autocast=autocast,
@@ -122,21 +123,28 @@ class Sequential:
         return self._inference.graph
 
     def timeline(self) -> Timeline:
-        """What each part did and when, for the batches until now; the last 100,000 events are kept. A step is a batch."""
-        events = list(self._inference.book.events)
-        return Timeline((Event(part, part, "F", batch, chunk, *times) for part, batch, chunk, *times in events), repr(self))
+        """What each part did and when, for the batches until now; the last 100,000 events are kept. A step is a batch.
+        After a training begins, also what its workers did in its last ten steps, which count from 0 on as well."""
+        trained = self._training.timeline().events if self._training is not None else []
+        return Timeline([*self._inference.book.events.copy(), *trained], repr(self))
 
     def state_dict(self) -> dict[str, Any]:
         """That of the plain module, with what the training that goes on has learned."""
-        if self._training is not None and self._training.active:
-            return self._training.state_dict()
-        return self.module.state_dict()
+        training = self._active()
+        return self.module.state_dict() if training is None else training.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
         """Loads into the plain module, and so into the parts. Returns and raises what the module's own does."""
-        if self._training is not None and self._training.active:
-            return self._training.load_state_dict(state, strict)
-        return self.module.load_state_dict(state, strict)
+        training = self._active()
+        return (self.module if training is None else training).load_state_dict(state, strict)
+
+    def _active(self) -> Training | None:
+        """The training that goes on."""
+        return self._training if self._training is not None and self._training.active else None
+
+    def _raise_if_training(self, remedy: str) -> None:
+        if self._active() is not None:
+            raise RuntimeError(f"a training of this pipe goes on: {remedy}")
 
     def close(self) -> None:
         """Ends the workers and waits for them; calls that are going on end with ``Closed``. May be called again."""

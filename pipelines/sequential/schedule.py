@@ -43,6 +43,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from flowchan.pipelines.sequential.words import written
+
 Op = Literal["F", "B"]
 Schedule = Literal["gpipe", "1f1b", "interleaved"]
 
@@ -71,21 +73,10 @@ def steps(schedule: Schedule, worker: int, workers: int, parts: int, chunks: int
     unknown schedule, a worker that does not exist, fewer parts than workers, and several parts per worker in a schedule
     other than ``"interleaved"``.
     """
-    if schedule not in SCHEDULES:
-        raise ValueError(f"steps: schedule must be {' or '.join(map(repr, SCHEDULES))}, not {schedule!r}")
-    _whole("workers", workers, 1)
-    _whole("worker", worker, 0)
+    check("steps", schedule, workers, parts, chunks)
+    _whole("steps", "worker", worker, 0)
     if worker >= workers:
         raise ValueError(f"steps: worker must be from 0 to {workers - 1} where workers={workers}, not {worker}")
-    _whole("parts", parts, 1)
-    _whole("chunks", chunks, 1)
-    if parts < workers:
-        raise ValueError(f"steps: parts={parts} leaves some of workers={workers} without a part: take fewer workers")
-    if parts > workers and schedule != "interleaved":
-        raise ValueError(
-            f"steps: schedule={schedule!r} gives each worker one part, but there are parts={parts} for "
-            f"workers={workers}: take schedule='interleaved', or as many workers as parts"
-        )
     if schedule == "gpipe":
         return _gpipe(worker, chunks)
     if parts == workers:  # nothing to interleave
@@ -95,8 +86,25 @@ def steps(schedule: Schedule, worker: int, workers: int, parts: int, chunks: int
 
 def plan(schedule: Schedule, workers: int, parts: int, chunks: int) -> list[list[Step]]:
     """The :func:`steps` of all workers, by worker. Raises as :func:`steps` does."""
-    _whole("workers", workers, 1)
+    check("plan", schedule, workers, parts, chunks)
     return [list(steps(schedule, worker, workers, parts, chunks)) for worker in range(workers)]
+
+
+def check(caller: str, schedule: Any, workers: Any, parts: Any, chunks: Any) -> None:
+    """Raises what :func:`steps` says, with the name of ``caller`` in front."""
+    if not isinstance(schedule, str) or schedule not in SCHEDULES:
+        known = " or ".join(map(repr, SCHEDULES))
+        raise ValueError(f"{caller}: schedule must be {known}, not {written(schedule)}")
+    _whole(caller, "workers", workers, 1)
+    _whole(caller, "parts", parts, 1)
+    _whole(caller, "chunks", chunks, 1)
+    if parts < workers:
+        raise ValueError(f"{caller}: parts={parts} leaves some of workers={workers} without a part: take fewer workers")
+    if parts > workers and schedule != "interleaved":
+        raise ValueError(
+            f"{caller}: schedule={schedule!r} gives each worker one part, but there are parts={parts} for "
+            f"workers={workers}: take schedule='interleaved', or as many workers as parts"
+        )
 
 
 def _gpipe(part: int, chunks: int) -> Iterator[Step]:
@@ -157,8 +165,8 @@ def parse(text: str, part: int = 0) -> list[Step]:
     return found
 
 
-def _whole(argument: str, value: Any, least: int) -> None:
+def _whole(caller: str, argument: str, value: Any, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"steps: {argument} must be an int of at least {least}, not {value!r}")
+        raise TypeError(f"{caller}: {argument} must be an int of at least {least}, not {written(value)}")
     if value < least:
-        raise ValueError(f"steps: {argument} must be at least {least}, not {value}")
+        raise ValueError(f"{caller}: {argument} must be at least {least}, not {value}")

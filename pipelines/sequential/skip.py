@@ -1,10 +1,12 @@
 """Skip connections: a tensor that one layer stashes and a later layer pops, in the same part or in another one.
 
-The layers find each other through a shelf that belongs to the thread and to the batch on its way. In the plain module all
-layers of a thread share one; in a pipeline each part finds on it what travels along with its micro-batch, and what it
-leaves there travels on. Kim et al. 2020, "torchgpipe: On-the-fly Pipeline Parallelism for Training Giant Models",
-section 3.3, sends a skip straight from part to part; here it goes through the parts between, which is simpler and costs a
-copy for each of them on processes.
+The layers find each other through a shelf. In a pipeline it belongs to one micro-batch: each part finds on it what travels
+along, and what it leaves there travels on. In the plain module it belongs to the thread, for nothing tells where a batch
+ends: what is not popped, because a layer between has raised or there is no ``Pop``, stays until the next ``Stash`` of its
+name. ``Sequential`` checks that each ``Stash`` has its ``Pop``.
+
+Kim et al. 2020, "torchgpipe: On-the-fly Pipeline Parallelism for Training Giant Models", section 3.3, sends a skip straight
+from part to part; here it goes through the parts between, which is simpler and costs a copy for each of them on processes.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ class Pop(nn.Module):
         """``combine(x, stashed)``. Raises ``RuntimeError`` when nothing is stashed under its name."""
         stashed = _here.shelf.pop(self.name, None)
         if stashed is None:
-            raise RuntimeError(f"Pop({self.name!r}) finds nothing: no Stash({self.name!r}) came before it in this batch")
+            raise RuntimeError(f"Pop({self.name!r}) finds nothing: no Stash({self.name!r}) came before it")
         return self.combine(x, stashed)
 
     def extra_repr(self) -> str:

@@ -20,9 +20,10 @@ from flowchan import ChannelError, Feedback, Graph, Run, RunError, StageError, S
 from flowchan.pipelines.sequential import worker as stages
 from flowchan.pipelines.sequential.execution import Passed
 from flowchan.pipelines.sequential.parts import Part, compute_threads
-from flowchan.pipelines.sequential.schedule import Schedule, Step, plan, steps, text
+from flowchan.pipelines.sequential.schedule import Schedule, Step, check, plan, steps, text
 from flowchan.pipelines.sequential.timeline import Event, Timeline
-from flowchan.pipelines.sequential.values import batch_size, join, mapped, split
+from flowchan.pipelines.sequential.values import batch_size, join_checked, mapped, split
+from flowchan.pipelines.sequential.words import written
 from flowchan.pipelines.sequential.worker import (
     Answer,
     Evaluate,
@@ -58,16 +59,16 @@ class Training:
         chunks: int,
         *,
         loss: Loss,
-        optimizer: Optimizers | None = None,
-        schedule: Schedule = "1f1b",
-        workers: int | None = None,
-        recompute: bool = False,
-        clip: float | None = None,
-        autocast: torch.dtype | None = None,
-        name: str = "Sequential",
+        optimizer: Optimizers | None,
+        schedule: Schedule,
+        workers: int | None,
+        recompute: bool,
+        clip: float | None,
+        autocast: torch.dtype | None,
     ) -> None:
         workers = len(parts) if workers is None else workers
-        _check(parts, loss, optimizer, recompute, clip, autocast)
+        check("training", schedule, workers, len(parts), chunks)
+        _check(parts, on, loss, optimizer, recompute, clip, autocast)
         plans = plan(schedule, workers, len(parts), chunks)
         self._module, self._on, self._chunks, self._clip = module, on, chunks, clip
         self._outside = optimizer is None
@@ -80,7 +81,7 @@ class Training:
             )
             for number in range(workers)
         ]  # fmt: skip
-        self._graph = Graph(f"{name} training")
+        self._graph = Graph("Sequential training")
         self._commands, self._answered_by = _declare(self._graph, self._jobs, on, 2 * chunks + 8)
         self.schedule = [text(steps) for steps in plans]
         """What each worker does in a step of ``chunks`` micro-batches, as text."""
@@ -172,7 +173,7 @@ class Training:
                 self._put(0, Item(("F", 0, chunk), Passed(self._light(value), {}, ())))
             outputs = self._answered()[self._last].values
         assert outputs is not None
-        return join(outputs)
+        return join_checked(outputs, list(map(batch_size, inputs)), "the evaluation")
 
     def state_dict(self) -> dict[str, Any]:
         """The plain module's ``state_dict()``, with the parameters and buffers of now."""
@@ -236,7 +237,9 @@ class Training:
     def _commanding(self, doing: str, chunks: int = 0, ops: str = "") -> Iterator[None]:
         """Within it workers do something. Whatever breaks it off ends the training; a failure is told by its place."""
         if self._answers is None:
-            raise RuntimeError("this training has not begun, or is over: use it in its own with block, until a step fails")
+            if self._begun:
+                raise RuntimeError("this training is over; make another one with pipe.training(...)")
+            raise RuntimeError("this training has not begun: begin it, `with pipe.training(...) as training:`")
         assert self._run is not None
         try:
             yield
@@ -360,6 +363,7 @@ def _name(job: Job) -> str:
 
 def _check(
     parts: Sequence[Part],
+    on: str,
     loss: Any,
     optimizer: Any,
     recompute: Any,
@@ -367,30 +371,41 @@ def _check(
     autocast: Any,
 ) -> None:
     """Raises ``TypeError`` or ``ValueError`` for what is wrong by itself."""
+    if isinstance(loss, type):
+        raise TypeError(f"training: loss is the class {loss.__name__}; give an instance of it: {loss.__name__}()")
     if not callable(loss):
-        raise TypeError(f"training: loss must be a function of output and target, not {loss!r}")
+        raise TypeError(f"training: loss must be a function of output and target, not {written(loss)}")
     if optimizer is not None:
         _check_optimizer(parts, optimizer)
     if not isinstance(recompute, bool):
-        raise TypeError(f"training: recompute must be True or False, not {recompute!r}")
+        raise TypeError(f"training: recompute must be True or False, not {written(recompute)}")
     if clip is not None:
         if isinstance(clip, bool) or not isinstance(clip, (int, float)) or not clip > 0:
-            raise ValueError(f"training: clip must be the largest norm, greater than 0, or None, not {clip!r}")
+            raise ValueError(f"training: clip must be the largest norm, greater than 0, or None, not {written(clip)}")
         if optimizer is None:
             raise ValueError(
                 "training: clip needs an optimizer in the parts; with one outside, call "
                 "torch.nn.utils.clip_grad_norm_(module.parameters(), ...) between step and update"
             )
     if autocast is not None and (not isinstance(autocast, torch.dtype) or not autocast.is_floating_point):
-        raise TypeError(f"training: autocast must be a floating type such as torch.bfloat16, or None, not {autocast!r}")
+        raise TypeError(
+            f"training: autocast must be a floating type such as torch.bfloat16, or None, not {written(autocast)}"
+        )
     owners: dict[int, Part] = {}
     for part in parts:
-        for name, parameter in part.module.named_parameters():
-            owner = owners.setdefault(id(parameter), part)
+        named = [("parameter", *one) for one in part.module.named_parameters()]
+        named += [("buffer", *one) for one in part.module.named_buffers()]
+        for kind, name, tensor in named:
+            owner = owners.setdefault(id(tensor), part)
             if owner is not part:
                 raise ValueError(
-                    f"training: {part} shares parameter {name!r} with {owner}; each part trains its own: "
+                    f"training: {part} shares {kind} {name!r} with {owner}; each part trains its own: "
                     "put the layers that share it into one part"
+                )
+            if on == "process" and (tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)):
+                raise ValueError(
+                    f"training: {kind} {name!r} of {part} has a hook, which can't be sent to the part's process; "
+                    "use on='thread', or register it in the layer's own code"
                 )
 
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from flowchan.pipelines.sequential.words import shown, written
 
 
 @dataclass(slots=True, repr=False)
@@ -42,7 +44,7 @@ def leaves(value: Any, name: str = "x") -> Iterator[tuple[str, Any]]:
             yield from leaves(inner, f"{name}[{place}]")
     elif type(value) in (dict, OrderedDict):
         for key, inner in value.items():
-            yield from leaves(inner, f"{name}[{key!r}]")
+            yield from leaves(inner, f"{name}[{written(key)}]")
     else:
         yield name, value
 
@@ -63,8 +65,9 @@ def split(value: Any, chunks: int, name: str = "x") -> list[Any]:
     Raises ``TypeError`` for a leaf that is no tensor and ``ValueError`` where the tensors have no common batch size, each
     with the path of the leaf.
     """
-    starts = _starts(batch_size(value, name), chunks)
-    return [_rows(value, start, end) for start, end in pairwise(starts)]
+    samples = batch_size(value, name)
+    ends = accumulate(evenly(samples, max(1, min(chunks, samples))), initial=0)
+    return [_rows(value, start, end) for start, end in pairwise(ends)]
 
 
 def batch_size(value: Any, name: str = "x") -> int:
@@ -74,7 +77,7 @@ def batch_size(value: Any, name: str = "x") -> int:
         if not isinstance(leaf, Tensor):
             raise TypeError(
                 f"{path} must be a tensor, not {shown(leaf)}; a batch is a tensor, or tuples, lists and dicts of them: "
-                "keep what is no tensor in the module"
+                "make tensors of arrays by torch.from_numpy, and keep what is no tensor in the module"
             )
         if leaf.dim() == 0:
             raise ValueError(f"{path} has no dimension to split along; its first one must be the batch: {leaf.item()!r}")
@@ -98,21 +101,21 @@ def join(values: list[Any]) -> Any:
     return _together(lambda found: torch.cat(found), values)
 
 
-def shown(value: Any) -> str:
-    """The value with its type, short enough for one line; the repr of a user's object may be long, or fail."""
-    kind = type(value).__name__
-    try:
-        text = repr(value)
-    except Exception:
-        return f"a {kind}"
-    return f"{text if len(text) <= 60 else f'{text[:57]}...'} ({kind})"
+def evenly(total: int, count: int) -> list[int]:
+    """``total`` in ``count`` numbers as equal as possible, the larger ones first."""
+    size, larger = divmod(total, count)
+    return [size + (place < larger) for place in range(count)]
 
 
-def _starts(samples: int, chunks: int) -> list[int]:
-    """Where each micro-batch begins, and where the last one ends."""
-    count = max(1, min(chunks, samples))
-    size, larger = divmod(samples, count)
-    return [place * size + min(place, larger) for place in range(count + 1)]
+def join_checked(values: list[Any], sizes: list[int], batch: str) -> Any:
+    """As :func:`join`, of micro-batches that had ``sizes`` samples. Raises ``ValueError`` where they have others now."""
+    for chunk, (value, size) in enumerate(zip(values, sizes, strict=True)):
+        if (came := batch_size(value, "the output")) != size:
+            raise ValueError(
+                f"the module made {came} samples of the {size} of micro-batch {chunk} of {batch}; "
+                "micro-batches can be joined only where the first dimension stays the batch"
+            )
+    return join(values)
 
 
 def _rows(value: Any, start: int, end: int) -> Any:

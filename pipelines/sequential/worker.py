@@ -24,7 +24,7 @@ from flowchan.pipelines.sequential.execution import Execution, Passed, Tail
 from flowchan.pipelines.sequential.parts import Part
 from flowchan.pipelines.sequential.schedule import Schedule, Step, steps
 from flowchan.pipelines.sequential.timeline import Event, Op
-from flowchan.pipelines.sequential.values import mapped
+from flowchan.pipelines.sequential.values import mapped, tensors
 
 Loss = Callable[[Any, Any], Tensor]
 Optimizers = Callable[[list[Tensor]], Optimizer]
@@ -340,10 +340,15 @@ def weighted(output: Any, loss: Loss | None, target: Any, share: float) -> Tenso
     """A micro-batch's loss, weighted by its share of the batch."""
     assert loss is not None
     found: Any = loss(output, target)
-    if not isinstance(found, Tensor) or found.numel() != 1:
+    if not isinstance(found, Tensor) or found.dim() != 0:
         what = f"one of shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
-        raise TypeError(f"the loss must be a tensor of one number, the mean over the batch, not {what}")
-    return found.reshape(()) * share
+        raise TypeError(f"the loss must be a tensor without dimensions, the mean over the batch, not {what}")
+    if not found.requires_grad and any(one.requires_grad for one in tensors(output)):
+        raise ValueError(
+            "the loss does not depend on the model's output (it has no grad_fn), so nothing would be learned; was it "
+            "detached, or computed under torch.no_grad()?"
+        )
+    return found * share
 
 
 def load(mine: Iterable[Tensor], given: Sequence[Tensor]) -> None:

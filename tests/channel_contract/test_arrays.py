@@ -18,18 +18,11 @@ from waiting import wait_until
 
 from flowchan import Channel, ChannelError, Closed, Full
 
+pytestmark = pytest.mark.usefixtures("one_compute_thread")
+
 LARGE = 100_000
 BLOCK = 16_384
 """Bytes from which on an item is read in place."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_compute_thread():
-    """Peers are forked, and torch's own threads do not survive a fork."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @dataclasses.dataclass

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,16 +16,9 @@ from flowchan import Graph, Holder
 from flowchan.run.explain import explain
 from flowchan.run.stats import LinkStats, RunStats, StageStats
 
+pytestmark = pytest.mark.usefixtures("one_compute_thread")
+
 LARGE = 50_000
-
-
-@pytest.fixture(autouse=True)
-def one_compute_thread() -> Iterator[None]:
-    """torch's own threads would be left over."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def numbered(count: int):

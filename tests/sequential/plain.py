@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 everywhere = pytest.mark.parametrize("on", ["thread", "process"])
+"""For tests of what holds on both placements."""
 
 
 def dense() -> nn.Sequential:
@@ -29,7 +30,7 @@ def plain(module: nn.Sequential, x: Tensor, chunks: int = 8) -> Tensor:
         return torch.cat([module(piece) for piece in x.tensor_split(min(chunks, len(x)))])
 
 
-def same(y: Tensor, expected: Tensor, on: str) -> bool:
+def is_same(y: Tensor, expected: Tensor, on: str) -> bool:
     """Whether the numbers are the same: on threads bit for bit. In a process a tensor lies elsewhere in memory, and torch's
     kernels may round its last bit otherwise for another alignment."""
     return torch.equal(y, expected) if on == "thread" else torch.allclose(y, expected, rtol=1e-5, atol=1e-6)

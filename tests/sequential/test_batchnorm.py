@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from plain import everywhere
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from trained import OPTIMIZERS, everywhere, in_parts, same, schedules
+from trained import OPTIMIZERS, assert_same_state, in_parts, schedules
 
 from flowchan.pipelines.sequential.batchnorm import DeferredBatchNorm, moments
 
@@ -56,7 +57,7 @@ def test_parameters_and_statistics_are_the_promised_ones(schedule: Any, parts: i
     with in_parts(module, parts, optimizer=OPTIMIZERS["sgd"], **options) as training:
         for each in data:
             training.step(*each)
-    same(module, expected)
+    assert_same_state(module, expected)
 
 
 def test_the_same_on_processes() -> None:
@@ -66,7 +67,7 @@ def test_the_same_on_processes() -> None:
     with in_parts(module, 3, "process", optimizer=OPTIMIZERS["sgd"], recompute=True) as training:
         for each in data:
             training.step(*each)
-    same(module, expected)
+    assert_same_state(module, expected)
 
 
 @everywhere
@@ -98,7 +99,7 @@ def test_with_one_micro_batch_everything_is_that_of_the_plain_module() -> None:
             optimizer.zero_grad()
             cross_entropy(plain(x), target).backward()
             optimizer.step()
-    same(module, plain)
+    assert_same_state(module, plain)
 
 
 def test_a_layer_in_eval_mode_keeps_its_statistics_and_normalises_by_them() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import threading
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flowchan.pipelines import Sequential
+from flowchan.pipelines.sequential.checks import checked_devices
 
 
 def model() -> nn.Sequential:
@@ -69,6 +71,56 @@ def test_a_wrong_argument_is_named_with_what_is_allowed(
     with pytest.raises(kind) as raised:
         Sequential(model(), **arguments)
     assert words_in(raised, *words)
+
+
+@pytest.mark.parametrize(
+    ("on", "method", "refused"), [("process", "fork", True), ("process", "spawn", False), ("thread", "fork", False)]
+)
+def test_forked_processes_with_cuda_are_refused_before_anything_uses_it(
+    monkeypatch: pytest.MonkeyPatch, on: Any, method: str, refused: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(multiprocessing, "get_start_method", lambda allow_none=False: method)
+    if refused:
+        with pytest.raises(ValueError, match="forked") as raised:
+            Sequential(model(), on=on, devices=["cpu", "cuda:0"])
+        assert words_in(raised, "devices=['cpu', 'cuda:0']", 'multiprocessing.set_start_method("spawn")', 'on="thread"')
+    else:
+        assert [device.type for device in checked_devices(["cpu", "cuda:0"], 2, on) or ()] == ["cpu", "cuda"]
+
+
+class Shy:
+    """Has no repr."""
+
+    def __repr__(self) -> str:
+        raise LookupError("no repr")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        ({"parts": Shy()}, "not a Shy"),
+        ({"parts": [2, Shy()]}, "not a Shy"),
+        ({"on": Shy()}, "not a Shy"),
+        ({"chunks": Shy()}, "not a Shy"),
+        ({"balance": Shy()}, "not a Shy"),
+        ({"balance": "time", "sample": {Shy(): 1}}, "sample[a Shy] must be a tensor"),
+        ({"devices": Shy()}, "not a Shy"),
+        ({"devices": ["cpu", Shy()]}, "device a Shy of devices"),
+        ({"devices": ["cpu", "cpu", Shy()]}, "not 3: a list"),
+    ],
+)
+def test_an_object_whose_repr_fails_is_named_by_its_type(arguments: dict[str, Any], word: str) -> None:
+    with pytest.raises((TypeError, ValueError)) as raised:
+        Sequential(model(), **arguments)
+    assert words_in(raised, word)
+
+
+@pytest.mark.parametrize("argument", ["loss", "optimizer", "schedule", "workers", "recompute", "clip", "autocast"])
+def test_so_it_is_in_a_training(argument: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=rf"^training: {argument} must be .*not (a )?Shy$"):
+        Sequential(model()).training(**{"loss": nn.functional.mse_loss, argument: Shy()})
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from plain import everywhere
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
-from trained import OPTIMIZERS, Gate, batches, everywhere, in_parts, perceptron, same
+from trained import OPTIMIZERS, Gate, assert_same_state, batches, in_parts, perceptron
+from waiting import wait_until
 
 from flowchan import RunError, WorkerDied
 
@@ -117,7 +119,7 @@ def test_a_failure_in_the_loss_names_the_last_part(on: Any) -> None:
 
 def test_a_loss_that_is_no_mean_says_what_it_is() -> None:
     error = failure_of(perceptron(), "thread", loss=lambda output, target: cross_entropy(output, target, reduction="none"))
-    assert "step F0 (micro-batch 0 of 4): TypeError: the loss must be a tensor of one number" in error.message
+    assert "step F0 (micro-batch 0 of 4): TypeError: the loss must be a tensor without dimensions" in error.message
     assert "not one of shape (2,)" in error.message
 
 
@@ -183,17 +185,19 @@ def test_on_processes_the_plain_module_keeps_the_state_from_before() -> None:
     module = with_layer(At(9, bad))
     before = copy.deepcopy(module)
     failure_of(module, "process", steps=3)
-    same(module, before)
+    assert_same_state(module, before)
 
 
 # deaths
 
 
-def killed_at(gate: Gate, pid: Path) -> threading.Thread:
-    """Kills the process that is held up at the gate."""
+def killed_at(gate: Gate, pid: Path, mark: Path | None = None) -> threading.Thread:
+    """Kills the process that is held up at the gate, when ``mark`` is there too."""
 
     def kill() -> None:
         gate.wait_held()
+        if mark is not None:
+            wait_until(mark.exists)
         os.kill(int(pid.read_text()), signal.SIGKILL)
 
     thread = threading.Thread(target=kill)
@@ -235,6 +239,26 @@ def test_how_far_a_dead_worker_was_is_read_from_what_the_others_have(tmp_path: P
             training.step(x, target)
         killer.join()
     assert raised.value.message.startswith("part 1 (layer '1'), step 1, before anything of it was seen: WorkerDied")
+
+
+def test_a_dead_worker_is_told_with_the_last_step_whose_output_another_one_took(tmp_path: Path) -> None:
+    """It is held up in F2 of step 1; F1 has reached the next part."""
+    gate, pid, arrived = Gate(), tmp_path / "pid", tmp_path / "arrived"
+
+    def hold() -> None:
+        pid.write_text(str(os.getpid()))
+        gate.wait()
+
+    ((x, target),) = batches([8])
+    module = nn.Sequential(At(6, hold), nn.Linear(6, 4), At(5, arrived.touch))
+    with in_parts(module, [2, 1], "process", schedule="gpipe", optimizer=OPTIMIZERS["sgd"]) as training:  # type: ignore[arg-type]
+        training.step(x, target)
+        killer = killed_at(gate, pid, arrived)
+        with pytest.raises(RunError) as raised:
+            training.step(x, target)
+        killer.join()
+    place = "part 0 (layers '0' to '1'), step 1, after F1 (micro-batch 1 of 4): WorkerDied: "
+    assert raised.value.message.startswith(place)
 
 
 def test_a_worker_that_exits_in_a_step_ends_it() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain import Watched, conv, dense, everywhere, plain, same
+from plain import Watched, conv, dense, everywhere, is_same, plain
 from torch import Tensor, nn
 
 from flowchan.pipelines import Sequential
@@ -46,7 +46,7 @@ def test_a_call_gives_what_the_plain_module_gives(make: Any, parts: Any, on: Any
         for samples in (1, 3, 8, 11, 64):
             x = torch.randn(samples, *shape)
             y = pipe(x)
-            assert same(y, plain(module, x), on)
+            assert is_same(y, plain(module, x), on)
             with torch.no_grad():
                 assert torch.allclose(y, module(x), atol=1e-6)
             assert not y.requires_grad
@@ -59,7 +59,7 @@ def test_uneven_chunks_and_batches_smaller_than_chunks(chunks: int, on: Any) -> 
     with Sequential(module, on=on, chunks=chunks) as pipe:
         for samples in (1, 2, 7, 30):
             x = torch.randn(samples, 6)
-            assert same(pipe(x), plain(module, x, chunks), on)
+            assert is_same(pipe(x), plain(module, x, chunks), on)
 
 
 @everywhere
@@ -86,7 +86,7 @@ def test_a_list_of_layers_is_a_module(on: Any) -> None:
     layers = [nn.Linear(3, 3), nn.ReLU()]
     x = torch.randn(4, 3)
     with Sequential(layers, on=on) as pipe, torch.no_grad():
-        assert same(pipe(x), plain(nn.Sequential(*layers), x), on)
+        assert is_same(pipe(x), plain(nn.Sequential(*layers), x), on)
 
 
 @everywhere
@@ -105,8 +105,8 @@ def test_calls_within_inference_mode(on: Any) -> None:
     module = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 6), nn.BatchNorm1d(6)).eval()
     with torch.inference_mode(), Sequential(module, on=on) as pipe:
         for samples in (5, 30):
-            x = torch.randn(samples, 6)
-            assert same(pipe(x), plain(module, x.clone()), "process")  # it is copied before the layer that works in place
+            x = torch.randn(samples, 6)  # it is copied before the layer that works in place
+            assert is_same(pipe(x), plain(module, x.clone()), "process")
 
 
 @everywhere
@@ -146,7 +146,7 @@ def test_devices_are_where_parts_compute() -> None:
     x = torch.randn(5, 6)
     for on in ("thread", "process"):
         with Sequential(module, devices=["cpu", torch.device("cpu")], on=on) as pipe:  # type: ignore[arg-type]
-            assert same(pipe(x), plain(module, x), on)
+            assert is_same(pipe(x), plain(module, x), on)
             assert all(part.device == torch.device("cpu") for part in pipe.parts)
 
 
@@ -161,7 +161,7 @@ def test_a_stream_yields_in_order(on: Any) -> None:
         for _ in range(2):
             outputs = list(pipe.stream(iter(batches)))
             assert len(outputs) == len(batches)
-            assert all(same(y, plain(module, x), on) for x, y in zip(batches, outputs, strict=True))
+            assert all(is_same(y, plain(module, x), on) for x, y in zip(batches, outputs, strict=True))
         assert list(pipe.stream([])) == []
 
 
@@ -207,7 +207,7 @@ def test_a_stream_that_is_left_early_ends(on: Any) -> None:
         assert not ended  # the iterator is its owner's
         source.close()
         x = torch.randn(9, 6)
-        assert same(pipe(x), plain(module, x), on)
+        assert is_same(pipe(x), plain(module, x), on)
         assert not pipe._inference.book.out
 
 
@@ -224,8 +224,8 @@ def test_an_exception_in_batches_comes_after_the_outputs_before_it(on: Any) -> N
         found: list[Tensor] = []
         with pytest.raises(LookupError, match="no more"):
             found.extend(pipe.stream(batches()))
-        assert all(same(y, plain(module, x), on) for x, y in zip(good, found, strict=True))
-        assert same(pipe(good[0]), plain(module, good[0]), on)
+        assert all(is_same(y, plain(module, x), on) for x, y in zip(good, found, strict=True))
+        assert is_same(pipe(good[0]), plain(module, good[0]), on)
 
 
 @everywhere
@@ -243,11 +243,11 @@ def test_streams_and_calls_of_one_thread_mix(on: Any) -> None:
     one, two = ([torch.randn(5, 6) for _ in range(8)] for _ in range(2))
     with Sequential(module, on=on) as pipe:
         for x, z, y, w in zip(one, two, pipe.stream(one), pipe.stream(two), strict=True):
-            assert same(y, plain(module, x), on)
-            assert same(w, plain(module, z), on)
-            assert same(pipe(x), y, on)
+            assert is_same(y, plain(module, x), on)
+            assert is_same(w, plain(module, z), on)
+            assert is_same(pipe(x), y, on)
         twice = list(pipe.stream(pipe.stream(one)))
-    assert all(same(y, plain(module, plain(module, x)), on) for x, y in zip(one, twice, strict=True))
+    assert all(is_same(y, plain(module, plain(module, x)), on) for x, y in zip(one, twice, strict=True))
 
 
 @everywhere
@@ -260,7 +260,7 @@ def test_many_threads_use_one_pipe(on: Any) -> None:
             xs = [torch.full((samples, 6), float(number)) for samples in range(1, 12)]
             begin.wait()
             ys = list(pipe.stream(xs)) if number % 2 else [pipe(x) for x in xs]
-            return all(same(y, plain(module, x), on) for x, y in zip(xs, ys, strict=True))
+            return all(is_same(y, plain(module, x), on) for x, y in zip(xs, ys, strict=True))
 
         assert list(threads.map(use, range(4))) == [True] * 4
 
@@ -276,14 +276,14 @@ def test_changed_parameters_and_modes_hold_for_the_next_call(on: Any) -> None:
         first = pipe(x)
         with torch.no_grad():
             module[6].weight.mul_(2)
-        assert same(pipe(x), plain(module, x), on)
+        assert is_same(pipe(x), plain(module, x), on)
         assert not torch.equal(pipe(x), first)
         pipe.load_state_dict(conv().state_dict())
-        assert same(pipe(x), first, on)
+        assert is_same(pipe(x), first, on)
         optimiser = torch.optim.SGD(module.parameters(), lr=0.1)
         module(x).sum().backward()
         optimiser.step()
-        assert same(pipe(x), plain(module, x), on)
+        assert is_same(pipe(x), plain(module, x), on)
         module.train()
         assert not torch.equal(pipe(x), pipe(x))  # dropout
         module.eval()
@@ -305,7 +305,7 @@ def test_in_training_mode_on_threads_each_micro_batch_moves_the_statistics() -> 
     module, other = conv().train(), conv().train()
     x = torch.randn(16, 1, 8, 8)
     with Sequential(nn.Sequential(*module[:2]), chunks=4) as pipe:
-        assert same(pipe(x), plain(nn.Sequential(*other[:2]), x, 4), "thread")
+        assert is_same(pipe(x), plain(nn.Sequential(*other[:2]), x, 4), "thread")
     assert torch.equal(module[1].running_mean, other[1].running_mean)
     assert module[1].num_batches_tracked == 4
 

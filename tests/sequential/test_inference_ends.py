@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from plain import Watched, dense, everywhere, plain, same
+from plain import Watched, dense, everywhere, is_same, plain
 from torch import Tensor, nn
-from waiting import wait_until
+from waiting import wait_blocked, wait_until
 
 from flowchan import Closed, StageError, WorkerDied
 from flowchan.pipelines import Sequential
@@ -43,6 +43,27 @@ def test_a_part_that_fails_names_itself_its_layers_and_the_micro_batch(on: Any) 
         assert (error.stage, error.item) == ("part 1", "micro-batch 2 of 4 of batch 1")
         assert isinstance(error.__cause__, ArithmeticError)
         assert torch.equal(pipe(x.abs()), x.abs())  # the pipe goes on
+
+
+@everywhere
+def test_what_a_call_raised_is_freed_at_once(on: Any) -> None:
+    """Its traceback leads through nothing that holds it."""
+
+    def failure() -> weakref.ref[StageError]:
+        try:
+            pipe(-torch.ones(8, 2))
+        except StageError as error:
+            return weakref.ref(error)
+        raise AssertionError("nothing was raised")
+
+    with Sequential([nn.Identity(), Breaks()], on=on) as pipe:
+        pipe(torch.ones(8, 2))
+        gc.disable()
+        try:
+            found = failure()
+            wait_until(lambda: found() is None, patience=10)  # a thread may have it in hand for a moment
+        finally:
+            gc.enable()
 
 
 @everywhere
@@ -79,7 +100,7 @@ def test_a_worker_killed_once_is_replaced_and_the_answers_are_right(tmp_path: Pa
         outputs = list(pipe.stream(batches))
         module = pipe.module
         assert len(list(tmp_path.iterdir())) == 1
-        assert all(same(y, plain(module, x), "process") for x, y in zip(batches, outputs, strict=True))
+        assert all(is_same(y, plain(module, x), "process") for x, y in zip(batches, outputs, strict=True))
 
 
 def test_workers_killed_from_outside_are_replaced(tmp_path: Path) -> None:
@@ -172,6 +193,24 @@ def test_closing_ends_a_call_that_is_going_on() -> None:
     leave.set()
     closer.join()
     assert "was closed" in str(ended[0])
+
+
+def test_ctrl_c_ends_a_call_that_waits_and_the_pipe_goes_on() -> None:
+    leave = threading.Event()
+
+    def interrupt() -> None:
+        wait_until(lambda: 0 in pipe._inference.book.out)
+        wait_blocked(pipe._inference.book.out[0].outcome, readers=1)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with Sequential([nn.Identity(), Watched(lambda x: leave.wait())]) as pipe:
+        helper = threading.Thread(target=interrupt)
+        helper.start()
+        with pytest.raises(KeyboardInterrupt):
+            pipe(torch.ones(4, 1))
+        helper.join()
+        leave.set()
+        assert torch.equal(pipe(torch.ones(4, 1)), torch.ones(4, 1))
 
 
 @everywhere

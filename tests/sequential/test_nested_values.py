@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flowchan.pipelines.sequential.values import Micro, batch_size, join, leaves, mapped, split, tensors
+from flowchan.pipelines.sequential.values import Micro, batch_size, evenly, join, leaves, mapped, split, tensors
 
 Pair = namedtuple("Pair", ["image", "mask"])
 
@@ -102,3 +102,10 @@ def test_mapped_leaves_alone_what_is_no_tensor() -> None:
 
 def test_a_micro_batch_is_named_in_messages() -> None:
     assert repr(Micro(5, 2, 8, rows(1))) == "micro-batch 2 of 8 of batch 5"
+
+
+def test_as_equal_as_possible_and_the_larger_ones_first() -> None:
+    assert evenly(7, 3) == [3, 2, 2]
+    assert evenly(4, 4) == [1, 1, 1, 1]
+    assert evenly(6, 1) == [6]
+    assert evenly(0, 1) == [0]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from flowchan.pipelines.sequential.parts import compute_threads, divided, evenly, may_write, run_part, whole
+from flowchan.pipelines.sequential.parts import compute_threads, divided, may_write, run_part
 
 
 def layers() -> nn.Sequential:
@@ -83,18 +83,6 @@ def test_a_part_moves_its_input_to_its_device() -> None:
     (part,) = divided(nn.Sequential(nn.Identity()), [1], [torch.device("meta")])
     value, skips = run_part(part, (torch.ones(2),), {"name": torch.ones(1)})
     assert value[0].device.type == skips["name"].device.type == "meta"
-
-
-def test_a_list_of_layers_is_a_sequential() -> None:
-    made = whole([nn.Linear(2, 2), nn.ReLU()])
-    assert isinstance(made, nn.Sequential)
-    assert whole(made) is made
-
-
-def test_layers_are_counted_evenly() -> None:
-    assert evenly(7, 3) == [3, 2, 2]
-    assert evenly(4, 4) == [1, 1, 1, 1]
-    assert evenly(6, 1) == [6]
 
 
 def test_forked_processes_compute_with_one_thread() -> None:

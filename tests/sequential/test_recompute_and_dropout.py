@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from plain import everywhere
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from trained import OPTIMIZERS, batches, everywhere, in_parts, perceptron, same, schedules
+from trained import OPTIMIZERS, assert_same_state, batches, in_parts, perceptron, schedules
 
 # mixed precision
 
@@ -117,15 +118,29 @@ def trained_dropped(on: Any = "thread", parts: int = 3, **options: Any) -> nn.Mo
 @schedules
 def test_dropout_draws_the_same_masks_when_it_is_computed_again(schedule: Any, parts: int, workers: int) -> None:
     options = {"schedule": schedule, "parts": parts, "workers": workers}
-    same(trained_dropped(recompute=True, **options), trained_dropped(recompute=False, **options))
+    assert_same_state(trained_dropped(recompute=True, **options), trained_dropped(recompute=False, **options))
 
 
 def test_dropout_draws_the_same_masks_on_threads_and_processes_and_under_every_schedule() -> None:
     module = trained_dropped()
-    same(trained_dropped("process"), module)
-    same(trained_dropped("process", recompute=True), module)
-    same(trained_dropped(schedule="gpipe"), module)
-    same(trained_dropped(schedule="interleaved", workers=2), module)
+    assert_same_state(trained_dropped("process"), module)
+    assert_same_state(trained_dropped("process", recompute=True), module)
+    assert_same_state(trained_dropped(schedule="gpipe"), module)
+    assert_same_state(trained_dropped(schedule="interleaved", workers=2), module)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_dropout_that_is_switched_on_after_the_first_step_draws_the_same_masks_again(schedule: Any) -> None:
+    def trained(recompute: bool) -> nn.Module:
+        module = dropped().eval()
+        torch.manual_seed(42)
+        with in_parts(module, 3, optimizer=OPTIMIZERS["sgd"], schedule=schedule, recompute=recompute) as training:
+            for each in batches([8, 8, 8]):
+                training.step(*each)
+                module.train()
+        return module
+
+    assert_same_state(trained(recompute=True), trained(recompute=False))
 
 
 def test_dropout_draws_anew_for_each_step_and_each_micro_batch() -> None:
@@ -142,7 +157,7 @@ def test_dropout_draws_anew_for_each_step_and_each_micro_batch() -> None:
 
 
 def test_dropout_is_repeated_by_the_programs_seed_and_leaves_its_generator_where_a_step_does() -> None:
-    same(trained_dropped(), trained_dropped())
+    assert_same_state(trained_dropped(), trained_dropped())
     assert not torch.equal(dropped()[0].weight, trained_dropped()[0].weight)
     after = torch.rand(3)
     trained_dropped("process")

@@ -194,5 +194,5 @@ def test_a_number_that_is_no_int_is_named(place: int, value: Any) -> None:
 
 
 def test_a_plan_of_no_workers_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^steps: workers must be at least 1, not 0$"):
+    with pytest.raises(ValueError, match=r"^plan: workers must be at least 1, not 0$"):
         plan("gpipe", 0, 1, 1)

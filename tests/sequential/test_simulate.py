@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from inspect import cleandoc
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -122,6 +123,12 @@ def test_a_simulated_run_is_a_timeline_of_milliseconds() -> None:
     assert len(line.events) == 16
     assert line.seconds == pytest.approx(0.015)
     assert line.busy() == pytest.approx({0: 0.8, 1: 0.8})
+
+
+def test_the_picture_in_the_guide_is_what_its_code_draws() -> None:
+    picture = Path(__file__).parents[2] / "docs" / "images" / "schedule.svg"
+    drawn = simulate(plan("1f1b", 4, 4, 8)).timeline("1f1b: 4 parts, 8 chunks").svg()
+    assert picture.read_text(encoding="utf-8") == drawn
 
 
 # Every order can be done

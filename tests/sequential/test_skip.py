@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import threading
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from trained import OPTIMIZERS, batches, in_parts, plainly, same, schedules
+from trained import OPTIMIZERS, assert_same_state, batches, in_parts, plainly, schedules
 
 from flowchan import RunError
 from flowchan.pipelines.sequential import Pop, Sequential, Stash
@@ -83,7 +84,7 @@ def test_training_in_parts_is_that_of_the_plain_module(schedule: Any, parts: int
     with in_parts(module, parts, optimizer=OPTIMIZERS["sgd"], **options) as training:
         found = [float(training.step(*each)) for each in batches([8, 7, 3])]
     assert found == pytest.approx(losses, rel=1e-5)
-    same(module, plain)
+    assert_same_state(module, plain)
 
 
 def test_training_on_processes_is_that_of_the_plain_module() -> None:
@@ -92,7 +93,7 @@ def test_training_on_processes_is_that_of_the_plain_module() -> None:
     with in_parts(module, [2, 3, 3, 5], "process", optimizer=OPTIMIZERS["adam"]) as training:  # type: ignore[arg-type]
         for each in batches([8, 7]):
             training.step(*each)
-    same(module, plain)
+    assert_same_state(module, plain)
 
 
 def test_gradients_come_back_over_the_skip_alone() -> None:
@@ -128,11 +129,38 @@ def test_what_was_popped_is_gone() -> None:
 
 
 def test_a_pop_without_its_stash_names_its_part() -> None:
-    module = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 4), Pop("lost"))
+    module = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 4), Block(Pop("lost")))
     ((x, target),) = batches([8])
     training = in_parts(module, 3)
     with training, pytest.raises(RunError, match=r"part 2 \(layer '2'\), step F0 \(micro-batch 0 of 4\): .*Pop\('lost'\)"):
         training.step(x, target)
+
+
+WRONG: dict[str, tuple[list[nn.Module], str]] = {
+    "nothing before": ([nn.ReLU(), Pop("a")], "layer '1', Pop('a'), has no Stash('a') before it"),
+    "another name": ([Stash("b"), Pop("a"), Pop("b")], "layer '1', Pop('a'), has no Stash('a') before it"),
+    "behind it": ([Pop("a"), Stash("a")], "layer '0', Pop('a'), has no Stash('a') before it"),
+    "popped already": ([Stash("a"), Pop("a"), Pop("a")], "layer '2', Pop('a'), has no Stash('a') before it"),
+    "never popped": ([Stash("a"), nn.ReLU()], "layer '0', Stash('a'), has no Pop('a') behind it"),
+    "stashed again": ([Stash("a"), Pop("a"), Stash("a")], "layer '2', Stash('a'), has no Pop('a') behind it"),
+    "nested": ([nn.Sequential(nn.ReLU(), Stash("a")), nn.ReLU()], "layer '0.1', Stash('a'), has no Pop('a') behind it"),
+}
+
+
+@pytest.mark.parametrize(("layers", "message"), WRONG.values(), ids=WRONG)
+def test_a_stash_or_pop_without_its_other_is_refused_at_once(layers: list[nn.Module], message: str) -> None:
+    with pytest.raises(ValueError, match=rf"^Sequential: {re.escape(message)}"):
+        Sequential(layers)
+
+
+def test_what_a_layer_of_the_users_own_stashes_and_pops_is_not_known_before() -> None:
+    x = torch.full((2, 1), 3.0)
+    hidden_stash = nn.Sequential(Block(Stash("a")), nn.Sequential(nn.Hardtanh(0, 1), Pop("a")))
+    hidden_pop = nn.Sequential(nn.Sequential(Stash("a"), nn.Hardtanh(0, 1)), Block(Pop("a")))
+    hidden_pair = nn.Sequential(Stash("a"), Block(nn.Sequential(Stash("b"), Pop("b"), nn.Hardtanh(0, 0.5))), Pop("a"))
+    for module in (hidden_stash, hidden_pop, hidden_pair):
+        with Sequential(module, 2) as pipe:
+            assert torch.equal(pipe(x), module(x))
 
 
 def test_only_tensors_are_stashed() -> None:

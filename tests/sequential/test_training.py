@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from plain import everywhere
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from trained import OPTIMIZERS, batches, everywhere, in_parts, perceptron, plainly, same, schedules
+from trained import OPTIMIZERS, assert_same_state, batches, in_parts, perceptron, plainly, schedules
 
 from flowchan.pipelines.sequential import Sequential
 from flowchan.pipelines.sequential.execution import Execution, Passed
@@ -37,7 +38,7 @@ def test_parameters_and_losses_are_those_of_the_plain_module(
     with in_parts(module, parts, optimizer=OPTIMIZERS[optimizer], **options) as training:
         found = [float(training.step(x, target)) for x, target in batches(SIZES)]
     assert found == pytest.approx(losses, rel=1e-5)
-    same(module, plain)
+    assert_same_state(module, plain)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +52,7 @@ def test_the_same_on_processes(schedule: Any, parts: int, workers: int, recomput
     with in_parts(module, parts, "process", optimizer=OPTIMIZERS[optimizer], **options) as training:
         found = [float(training.step(x, target)) for x, target in batches(SIZES)]
     assert found == pytest.approx(losses, rel=1e-5)
-    same(module, plain)
+    assert_same_state(module, plain)
 
 
 @everywhere
@@ -100,7 +101,7 @@ def test_the_same_under_other_start_methods() -> None:
     with in_parts(module, 2, "process", optimizer=OPTIMIZERS["sgd"]) as training:
         for x, target in batches([8, 5]):
             training.step(x, target)
-    same(module, plain)
+    assert_same_state(module, plain)
 
 
 # what goes in
@@ -134,7 +135,7 @@ def test_values_may_be_tuples_and_dictionaries(on: Any) -> None:
     plain, losses = plainly(module, OPTIMIZERS["sgd"], data)
     with in_parts(module, 4, on, optimizer=OPTIMIZERS["sgd"]) as training:
         assert [float(training.step(*each)) for each in data] == pytest.approx(losses, rel=1e-5)
-    same(module, plain)
+    assert_same_state(module, plain)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -147,7 +148,7 @@ def test_a_frozen_part_stays_and_what_is_before_it_learns(recompute: bool) -> No
     with in_parts(module, 9, optimizer=OPTIMIZERS["sgd"], recompute=recompute) as training:
         for x, target in batches(SIZES):
             training.step(x, target)
-    same(module, plain)
+    assert_same_state(module, plain)
     assert torch.equal(module[2].weight, before[2].weight)
     assert not torch.equal(module[0].weight, before[0].weight)
 
@@ -160,7 +161,7 @@ def test_nothing_goes_back_into_frozen_parts_at_the_beginning(recompute: bool) -
     with in_parts(module, 4, optimizer=OPTIMIZERS["sgd"], recompute=recompute) as training:
         for x, target in batches(SIZES):
             training.step(x, target)
-    same(module, plain)
+    assert_same_state(module, plain)
 
 
 @everywhere
@@ -171,7 +172,7 @@ def test_layers_that_work_in_place_stand_at_a_border(on: Any) -> None:
     with in_parts(module, 5, on, optimizer=OPTIMIZERS["sgd"]) as training:
         for x, target in batches([8, 8]):
             training.step(x, target)
-    same(module, plain)
+    assert_same_state(module, plain)
 
 
 def test_the_batch_itself_is_left_as_it_was() -> None:
@@ -225,7 +226,7 @@ def test_an_optimizer_outside_updates_the_plain_module(on: Any) -> None:
             found.append(float(training.step(x, target)))
             optimizer.step()
     assert found == pytest.approx(losses, rel=1e-5)
-    same(module, plain)
+    assert_same_state(module, plain)
 
 
 @everywhere
@@ -247,7 +248,7 @@ def test_clipping_is_that_of_the_plain_modules_norm(on: Any, clip: float) -> Non
     plain, losses = plainly(module, OPTIMIZERS["sgd"], batches(SIZES), clip)
     with in_parts(module, 3, on, optimizer=OPTIMIZERS["sgd"], clip=clip) as training:
         assert [float(training.step(*each)) for each in batches(SIZES)] == pytest.approx(losses, rel=1e-5)
-    same(module, plain)
+    assert_same_state(module, plain)
 
 
 def test_a_norm_that_is_no_number_spoils_the_gradients_as_in_the_plain_module() -> None:
@@ -257,7 +258,7 @@ def test_a_norm_that_is_no_number_spoils_the_gradients_as_in_the_plain_module() 
     plain, _ = plainly(module, OPTIMIZERS["sgd"], [(x, target)], clip=1.0)
     with in_parts(module, 3, optimizer=OPTIMIZERS["sgd"], clip=1.0) as training:
         training.step(x, target)
-    same(module, plain, equal_nan=True)
+    assert_same_state(module, plain, equal_nan=True)
 
 
 # state
@@ -274,7 +275,7 @@ def test_the_state_is_that_of_the_plain_module_at_any_time(on: Any) -> None:
             state = training.state_dict()
             assert list(state) == list(plain.state_dict())
             torch.testing.assert_close(dict(state), dict(plain.state_dict()))
-            same(module, plain)
+            assert_same_state(module, plain)
 
 
 @everywhere
@@ -301,17 +302,32 @@ def test_the_pipe_gives_and_takes_the_state_of_the_training_that_goes_on(on: Any
         torch.testing.assert_close(dict(pipe.state_dict()), dict(plain.state_dict()))
         pipe.load_state_dict(other.state_dict())
         torch.testing.assert_close(training.evaluate(x), other(x).detach())
-    same(module, other)
+    assert_same_state(module, other)
 
 
 def test_a_pipe_has_one_training_at_a_time() -> None:
     pipe = Sequential(perceptron(), 2)
     with (
         pipe.training(loss=cross_entropy),
-        pytest.raises(RuntimeError, match="the last training of this pipe still goes on"),
+        pytest.raises(RuntimeError, match="a training of this pipe goes on"),
     ):
         pipe.training(loss=cross_entropy)
     pipe.training(loss=cross_entropy)
+
+
+@everywhere
+def test_a_pipe_gives_no_answers_while_its_training_goes_on(on: Any) -> None:
+    module = perceptron()
+    ((x, target),) = batches([8])
+    with Sequential(module, 2, on=on, chunks=4) as pipe:
+        with pipe.training(loss=cross_entropy, optimizer=OPTIMIZERS["sgd"]) as training:
+            training.step(x, target)
+            message = r"a training of this pipe goes on: use training.evaluate\(x\), or leave its with block"
+            for use in (lambda: pipe(x), lambda: pipe.stream([x])):
+                with pytest.raises(RuntimeError, match=message):
+                    use()
+            inside = training.evaluate(x)
+        torch.testing.assert_close(pipe(x), inside)
 
 
 def test_a_state_that_does_not_fit_is_refused_and_nothing_is_lost() -> None:
@@ -345,4 +361,4 @@ def test_one_training_follows_another(on: Any) -> None:
         with pipe.training(loss=cross_entropy, optimizer=OPTIMIZERS["adam"]) as training:
             for each in data:
                 training.step(*each)
-    same(module, plain)
+    assert_same_state(module, plain)

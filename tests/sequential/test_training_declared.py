@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from plain import everywhere
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.optim import SGD
-from trained import OPTIMIZERS, batches, everywhere, in_parts, perceptron
+from trained import OPTIMIZERS, batches, in_parts, perceptron
 
 from flowchan import GraphError
 from flowchan.loading import load
+from flowchan.pipelines import Sequential
 from flowchan.viz import to_dot
 
 # what is wrong is said before anything starts
@@ -28,10 +31,11 @@ from flowchan.viz import to_dot
         ({"optimizer": "sgd"}, TypeError, "optimizer must be a function"),
         ({"optimizer": list}, TypeError, r"optimizer must make an optimizer, with a step\(\), not a list"),
         ({"optimizer": partial(SGD, lr=-1)}, ValueError, "Invalid learning rate: -1"),
-        ({"schedule": "zigzag"}, ValueError, "schedule must be 'gpipe' or '1f1b' or 'interleaved', not 'zigzag'"),
-        ({"workers": 2}, ValueError, "take schedule='interleaved'"),
-        ({"workers": 5, "schedule": "interleaved"}, ValueError, "take fewer workers"),
-        ({"workers": 0}, ValueError, "workers must be at least 1, not 0"),
+        ({"schedule": "zigzag"}, ValueError, "^training: schedule must be 'gpipe' or .* or 'interleaved', not 'zigzag'"),
+        ({"workers": 2}, ValueError, "^training: .*take schedule='interleaved'"),
+        ({"workers": 5, "schedule": "interleaved"}, ValueError, "^training: .*take fewer workers"),
+        ({"workers": 0}, ValueError, "^training: workers must be at least 1, not 0"),
+        ({"workers": 1.0}, TypeError, "^training: workers must be an int of at least 1, not 1.0"),
         ({"recompute": 1}, TypeError, "recompute must be True or False, not 1"),
         ({"clip": 0.0}, ValueError, "clip must be the largest norm, greater than 0"),
         ({"clip": 1.0, "optimizer": None}, ValueError, "clip needs an optimizer in the parts"),
@@ -78,13 +82,13 @@ def test_a_target_of_another_size_is_refused_and_the_training_goes_on() -> None:
 def test_a_training_is_used_in_its_with_block() -> None:
     ((x, target),) = batches([8])
     training = in_parts(perceptron(), 2)
-    with pytest.raises(RuntimeError, match="has not begun, or is over"):
+    with pytest.raises(RuntimeError, match=r"has not begun: .* `with pipe.training\(\.\.\.\) as training:`"):
         training.step(x, target)
     with training:
         training.step(x, target)
         with pytest.raises(RuntimeError, match="has begun already"):
             training.__enter__()
-    with pytest.raises(RuntimeError, match="has not begun, or is over"):
+    with pytest.raises(RuntimeError, match=r"is over; make another one with pipe.training\(\.\.\.\)"):
         training.evaluate(x)
 
 
@@ -132,3 +136,26 @@ def test_the_timeline_shows_every_step_of_the_schedule(on: Any) -> None:
         mine = [f"{event.op}{event.chunk}" for event in events if (event.worker, event.step) == (worker, 1)]
         assert mine == [*training.schedule[worker].split(), "updateNone"]
     assert all(event.begin <= event.end for event in events)
+
+
+def test_the_timeline_has_the_last_ten_steps() -> None:
+    with in_parts(perceptron(), 2) as training:
+        for each in batches([4] * 12):
+            training.step(*each)
+        steps = {event.step for event in training.timeline().events}
+    assert steps == set(range(2, 12))
+
+
+@everywhere
+def test_the_timeline_of_the_pipe_has_its_training_too(on: Any) -> None:
+    ((x, target),) = batches([8])
+    with Sequential(perceptron(), 2, on=on, chunks=4) as pipe:
+        pipe(x)
+        with pipe.training(loss=cross_entropy) as training:
+            training.step(x, target)
+            inside = pipe.timeline().events
+        pipe(x)
+        after = pipe.timeline().events
+    assert [event.op for event in inside].count("B") == 2 * 4
+    assert inside[-16:] == training.timeline().events
+    assert [len(inside), len(after)] == [8 + 16, 8 + 16 + 8]

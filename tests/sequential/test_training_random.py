@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from trained import OPTIMIZERS, batches, in_parts, plainly, same
+from trained import OPTIMIZERS, assert_same_state, batches, in_parts, plainly
 
 from flowchan.pipelines import Pop, Stash
 
@@ -71,4 +71,4 @@ def test_any_module_is_trained_as_the_plain_one(data: st.DataObject) -> None:
     with in_parts(module, optimizer=OPTIMIZERS["sgd"], **options) as training:
         found = [float(training.step(*batch)) for batch in batches(sizes)]
     assert found == pytest.approx(losses, rel=1e-3, abs=1e-4)
-    same(module, plain, rtol=1e-3, atol=1e-4)
+    assert_same_state(module, plain, rtol=1e-3, atol=1e-4)

@@ -24,9 +24,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adam": partial(Adam, lr=0.01),
 }
 
-everywhere = pytest.mark.parametrize("on", ["thread", "process"])
-"""For tests of what holds on both placements."""
-
 schedules = pytest.mark.parametrize(
     ("schedule", "parts", "workers"),
     [("gpipe", 3, 3), ("1f1b", 3, 3), ("interleaved", 4, 2), ("interleaved", 5, 2), ("interleaved", 3, 1), ("1f1b", 1, 1)],
@@ -95,7 +92,7 @@ def in_parts(module: nn.Sequential, parts: int, on: Any = "thread", chunks: int 
     return Sequential(module, parts, on=on, chunks=chunks).training(**options)
 
 
-def same(module: nn.Module, plain: nn.Module, **tolerance: Any) -> None:
+def assert_same_state(module: nn.Module, plain: nn.Module, **tolerance: Any) -> None:
     """Parameters and buffers are equal within float tolerance, under the same keys in the same order."""
     state, other = module.state_dict(), plain.state_dict()
     assert list(state) == list(other)

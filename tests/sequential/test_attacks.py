@@ -1,0 +1,117 @@
+"""What was tried in order to get wrong answers without an error, and is right or refused now."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from plain import everywhere
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import SGD
+
+from flowchan import RunError
+from flowchan.pipelines import Sequential
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def training(pipe: Sequential, **options: Any) -> Any:
+    return pipe.training(**{"loss": functional.cross_entropy, "optimizer": partial(SGD, lr=0.1), **options})
+
+
+def double(module: nn.Module, inputs: tuple[Tensor]) -> None:
+    inputs[0].mul_(2)
+
+
+def test_a_hook_that_works_in_place_leaves_the_input_as_it_is() -> None:
+    plain = model()
+    plain[0].register_forward_pre_hook(double)
+    x = torch.ones(4, 4)
+    with Sequential(plain, on="thread") as pipe:
+        pipe(x)
+    assert torch.equal(x, torch.ones(4, 4))
+
+
+def test_weights_changed_in_inference_mode_hold_for_the_next_call() -> None:
+    with torch.inference_mode():
+        plain = model()
+    x = torch.randn(4, 4)
+    with Sequential(plain, on="process", chunks=1) as pipe:
+        before = pipe(x)
+        with torch.inference_mode():
+            plain[2].bias += 1
+        assert torch.allclose(pipe(x), before + 1, atol=1e-5)
+
+
+@everywhere
+def test_a_hook_of_a_parameter_is_kept_or_refused(on: Any) -> None:
+    plain = model()
+    plain[0].weight.register_hook(lambda gradient: gradient * 0)
+    before = plain[0].weight.detach().clone()
+    with Sequential(plain, on=on) as pipe:
+        if on == "process":
+            with pytest.raises(ValueError, match=r"parameter 'weight' .*has a hook, which can't be sent|'0.weight'"):
+                training(pipe)
+            return
+        with training(pipe) as steps:
+            steps.step(torch.randn(8, 4), torch.randint(3, (8,)))
+    assert torch.equal(plain[0].weight, before)
+
+
+def test_buffers_belong_to_one_part() -> None:
+    norm = nn.BatchNorm1d(4, affine=False)
+    with (
+        Sequential([norm, nn.Linear(4, 4), norm], parts=[1, 2]) as pipe,
+        pytest.raises(ValueError, match=r"shares buffer .* with part 0"),
+    ):
+        training(pipe)
+
+
+class HalvesWhenItEvaluates(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.training else x[::2]
+
+
+@everywhere
+def test_an_evaluation_that_loses_samples_is_an_error(on: Any) -> None:
+    with (
+        Sequential([nn.Linear(4, 3), HalvesWhenItEvaluates()], on=on, chunks=2) as pipe,
+        training(pipe) as steps,
+        pytest.raises(ValueError, match="the module made 2 samples of the 4 of micro-batch 0 of the evaluation"),
+    ):
+        steps.evaluate(torch.randn(8, 4))
+
+
+@everywhere
+def test_a_loss_that_was_detached_is_an_error(on: Any) -> None:
+    def detached(output: Tensor, target: Tensor) -> Tensor:
+        return functional.cross_entropy(output, target).detach()
+
+    with (
+        Sequential(model(), on=on) as pipe,
+        pytest.raises(RunError, match="does not depend on the model's output"),
+        training(pipe, loss=detached) as steps,
+    ):
+        steps.step(torch.randn(8, 4), torch.randint(3, (8,)))
+
+
+def test_a_model_without_anything_to_learn_has_a_loss_all_the_same() -> None:
+    plain = model().requires_grad_(False)
+    with Sequential(plain) as pipe, training(pipe, optimizer=None) as steps:
+        assert steps.step(torch.randn(8, 4), torch.randint(3, (8,))).dim() == 0
+
+
+def test_a_loss_that_is_a_class_is_named() -> None:
+    with Sequential(model()) as pipe, pytest.raises(TypeError, match=r"give an instance of it: CrossEntropyLoss\(\)"):
+        training(pipe, loss=nn.CrossEntropyLoss)
+
+
+def test_arrays_are_no_tensors_and_the_message_says_how_to_make_some() -> None:
+    with Sequential(model()) as pipe, pytest.raises(TypeError, match=r"torch\.from_numpy"):
+        pipe(torch.ones(2, 4).numpy())
