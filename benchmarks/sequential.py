@@ -29,7 +29,7 @@ from benchmarks.peers import CONTEXT
 from flowchan.pipelines import Sequential
 
 ISOLATES = (
-    "one model of 16 Linear layers of 512 and their ReLUs, cut in the middle; batches of 1024 samples in 8 micro-batches "
+    "one model of 16 Linear layers of 512 and their ReLUs, cut in the middle; batches of 4096 samples in 8 micro-batches "
     "for all but the plain module, which takes them whole; one compute thread for the plain module and for each part; the "
     "same batch again and again, and items are samples. Everything is started and warm before its clock, and its first "
     "answer is compared with the plain module's; CPU seconds include the start. flowchan's outputs come back to the "
@@ -41,7 +41,7 @@ ISOLATES = (
 )
 
 WIDTH, LAYERS, CHUNKS = 512, 16, 8
-SAMPLES = 128 * CHUNKS
+SAMPLES = 512 * CHUNKS
 
 Job = Callable[[int], float]
 """Does its work that many times and returns the seconds it took."""

@@ -27,7 +27,7 @@ from torch import nn
 
 from flowchan import Broken, Channel, Closed, Failed, Graph, RunError, StageError, Stream
 from flowchan.pipelines.sequential.checks import check_shapes
-from flowchan.pipelines.sequential.parts import Part, compute_threads, run_part
+from flowchan.pipelines.sequential.parts import Part, run_part, take_cores
 from flowchan.pipelines.sequential.timeline import Event
 from flowchan.pipelines.sequential.values import Micro, batch_size, join_checked, mapped, split
 
@@ -48,7 +48,7 @@ class PartWorker:
 
     def __post_init__(self) -> None:
         if self.processes:
-            torch.set_num_threads(compute_threads(self.processes))
+            take_cores(self.part.number, self.processes)
             if self.part.device is not None:
                 self.part.module.to(self.part.device)
 

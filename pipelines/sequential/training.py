@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from flowchan import ChannelError, Feedback, Graph, Run, RunError, StageError, Stream, WorkerDied
 from flowchan.pipelines.sequential import worker as stages
 from flowchan.pipelines.sequential.execution import Passed
-from flowchan.pipelines.sequential.parts import Part, compute_threads
+from flowchan.pipelines.sequential.parts import Part
 from flowchan.pipelines.sequential.schedule import Schedule, Step, check, plan, steps, text
 from flowchan.pipelines.sequential.timeline import Event, Timeline
 from flowchan.pipelines.sequential.values import batch_size, join_checked, mapped, split
@@ -73,11 +73,10 @@ class Training:
         self._module, self._on, self._chunks, self._clip = module, on, chunks, clip
         self._outside = optimizer is None
         self._total, self._last = len(parts), (len(parts) - 1) % workers
-        threads = compute_threads(workers) if on == "process" else None
         self._jobs = [
             Job(
                 number, workers, len(parts), tuple(parts[number::workers]), schedule,
-                loss if number == self._last else None, optimizer, recompute, clip is not None, autocast, threads,
+                loss if number == self._last else None, optimizer, recompute, clip is not None, autocast, on == "process",
             )
             for number in range(workers)
         ]  # fmt: skip
@@ -393,7 +392,7 @@ def _check(
         )
     owners: dict[int, Part] = {}
     for part in parts:
-        named = [("parameter", *one) for one in part.module.named_parameters()]
+        named: list[tuple[str, str, Tensor]] = [("parameter", *one) for one in part.module.named_parameters()]
         named += [("buffer", *one) for one in part.module.named_buffers()]
         for kind, name, tensor in named:
             owner = owners.setdefault(id(tensor), part)

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from flowchan import Drained, In, Out
 from flowchan.pipelines.sequential.execution import Execution, Passed, Tail
-from flowchan.pipelines.sequential.parts import Part
+from flowchan.pipelines.sequential.parts import Part, take_cores
 from flowchan.pipelines.sequential.schedule import Schedule, Step, steps
 from flowchan.pipelines.sequential.timeline import Event, Op
 from flowchan.pipelines.sequential.values import mapped, tensors
@@ -33,7 +33,7 @@ Optimizers = Callable[[list[Tensor]], Optimizer]
 @dataclass(frozen=True)
 class Job:
     """What a worker is told at its start. ``loss`` is for the last part's worker alone. ``optimizer`` is ``None`` when the
-    gradients are for one outside. ``threads``: with how many to compute; ``None`` on a thread of the parent's process."""
+    gradients are for one outside. ``own_process``: it does not run on a thread of the parent."""
 
     worker: int
     workers: int
@@ -45,7 +45,7 @@ class Job:
     recompute: bool
     clips: bool
     autocast: torch.dtype | None
-    threads: int | None
+    own_process: bool
 
     @property
     def state(self) -> list[Tensor]:
@@ -167,8 +167,8 @@ class Worker:
         self.losses: list[Tensor] = []
 
     def run(self) -> None:
-        if self.job.threads is not None:
-            torch.set_num_threads(self.job.threads)
+        if self.job.own_process:
+            take_cores(self.job.worker, self.job.workers)
         try:
             self._build()
             with contextlib.suppress(Drained):  # the parent, or the worker before, has ended
@@ -184,7 +184,7 @@ class Worker:
             if part.device is not None:
                 part.module.to(part.device)
             self.executions[part.number] = Execution(
-                part, recompute=job.recompute, autocast=job.autocast, shared=job.threads is None
+                part, recompute=job.recompute, autocast=job.autocast, shared=not job.own_process
             )
             parameters = list(part.module.parameters())
             if job.optimizer is not None and parameters:
@@ -210,7 +210,7 @@ class Worker:
         self.events, self.losses = [], []
         if train.parameters is not None:
             load(job.parameters, train.parameters)
-        if job.optimizer is not None or job.threads is not None:  # else they add up where the user has them
+        if job.optimizer is not None or job.own_process:  # else they add up where the user has them
             for parameter in job.parameters:
                 parameter.grad = None
         plan = list(steps(job.schedule, job.worker, job.workers, job.total, len(train.sizes)))
@@ -230,7 +230,7 @@ class Worker:
 
     @property
     def _sends_gradients(self) -> bool:
-        return self.job.optimizer is None and self.job.threads is not None
+        return self.job.optimizer is None and self.job.own_process
 
     def _go_forward(self, step: Step, train: Train, soon: bool) -> None:
         passed: Passed = self._take(self.commands if step.part == 0 else self.forward, ("F", step.part, step.chunk))
@@ -316,7 +316,7 @@ class Worker:
 
     def _light(self, value: Any) -> Any:
         """What is sent: between processes what is in main memory."""
-        return value if self.job.threads is None else mapped(Tensor.cpu, value)
+        return value if not self.job.own_process else mapped(Tensor.cpu, value)
 
     @contextlib.contextmanager
     def _timed(self, op: Op, number: int, step: Step) -> Iterator[None]:

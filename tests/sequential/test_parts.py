@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 from collections import OrderedDict
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from flowchan.pipelines import Sequential
 from flowchan.pipelines.sequential.parts import compute_threads, divided, may_write, run_part
 
 
@@ -89,3 +91,21 @@ def test_forked_processes_compute_with_one_thread() -> None:
     expected = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
     assert (compute_threads(1) == 1) or expected != "fork"
     assert compute_threads(10_000) == 1
+
+
+class Cores(nn.Module):
+    """Notes on which cores its process may run."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x, torch.tensor([[float(core in os.sched_getaffinity(0)) for core in range(64)]])], dim=1)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core for two parts")
+def test_parts_in_processes_have_cores_of_their_own() -> None:
+    with Sequential([Cores(), Cores()], parts=2, on="process", chunks=1) as pipe:
+        y = pipe(torch.zeros(1, 0))
+    first, second = y[0, :64], y[0, 64:]
+    mine = torch.tensor([float(core in os.sched_getaffinity(0)) for core in range(64)])
+    assert torch.equal(first + second, mine)
+    assert first.any()
+    assert second.any()
