@@ -1,0 +1,214 @@
+"""Memory on loan: a writer fills the channel's memory in place and puts it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+
+import numpy as np
+import pytest
+import torch
+from waiting import wait_until
+
+from flowchan import Channel, ChannelError, Closed, Full
+
+LARGE = 100_000
+
+
+@pytest.mark.copying
+def test_two_threads_that_put_one_loan_put_it_once(make):
+    ch = make(1)
+    ch.put("in the way")
+    array = ch.loan(LARGE, "uint8")
+    array[:] = 1
+    outcomes: list[str] = []
+
+    def put() -> None:
+        try:
+            ch.put(array)
+            outcomes.append("put")
+        except ChannelError:
+            outcomes.append("refused")
+
+    threads = [threading.Thread(target=put) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: len(outcomes) == 1 and ch.stats().waiting_writers == 1, what=ch.stats)
+    assert ch.get() == "in the way"
+    for thread in threads:
+        thread.join()
+    assert sorted(outcomes) == ["put", "refused"]
+    assert (ch.get() == 1).all()
+    assert len(ch) == 0
+
+
+def test_a_loan_is_filled_in_place_and_put(make):
+    ch = make(2)
+    array = ch.loan((100, 1000), "float32")
+    assert (array.shape, array.dtype, array.flags.writeable) == ((100, 1000), np.float32, True)
+    array[:] = 3
+    ch.put({"array": array, "label": 7})
+    arrived = ch.get()
+    assert arrived["label"] == 7
+    assert arrived["array"].sum() == 300_000
+
+
+@pytest.mark.copying
+def test_a_loan_is_not_copied(make):
+    """What the writer wrote into is what the reader looks at."""
+    ch = make(2)
+    array = ch.loan(LARGE, "uint8")
+    array[:] = 1
+    at = array.ctypes.data
+    ch.put(array)
+    assert ch.get().ctypes.data == at
+
+
+def test_a_loan_of_a_torch_type_is_a_tensor(make):
+    ch = make(2)
+    tensor = ch.loan((4, 5), torch.bfloat16)
+    assert (type(tensor), tensor.shape, tensor.dtype) == (torch.Tensor, (4, 5), torch.bfloat16)
+    tensor.fill_(2)
+    ch.put(tensor)
+    assert torch.equal(ch.get(), torch.full((4, 5), 2, dtype=torch.bfloat16))
+
+
+@pytest.mark.copying
+def test_a_loan_that_was_put_belongs_to_the_channel(make):
+    ch = make(2)
+    array = ch.loan(LARGE, "uint8")
+    array[:] = 1
+    ch.put(array)
+    with pytest.raises(ValueError, match="read-only"):
+        array[0] = 2
+    with pytest.raises(ChannelError, match=r"was on loan from .* and has been put"):
+        ch.put(array)
+    assert len(ch) == 1
+
+
+@pytest.mark.copying
+def test_a_loan_beside_others_and_a_part_of_one_arrive(make):
+    """One loan of an item is used in place, and whatever else is in it is copied."""
+    ch = make(2)
+    first, second = ch.loan(LARGE, "uint8"), ch.loan(LARGE, "uint8")
+    first[:], second[:] = 1, 2
+    ch.put((first[10:20], second, np.arange(LARGE)))
+    part, whole, other = ch.get()
+    assert part.tolist() == [1] * 10
+    assert (whole == 2).all()
+    assert np.array_equal(other, np.arange(LARGE))
+
+
+@pytest.mark.copying
+def test_a_loan_that_is_dropped_returns_its_memory(make):
+    ch = make(2, max_bytes=200_000)
+    for _ in range(50):
+        array = ch.loan(150_000, "uint8")
+        assert [holder.blocks for holder in ch.stats().holders] == [1]
+        del array
+    assert ch.stats().holders == ()
+
+
+def test_a_loan_takes_no_place_and_ends_nothing(make):
+    """C2, C3, C4: only its put does; a loan that is out keeps no reader waiting."""
+    ch = make(1)
+    array = ch.loan(LARGE, "uint8")
+    ch.put("first")
+    with pytest.raises(Full):
+        ch.put(array, timeout=0.01)
+    assert ch.get() == "first"
+    ch.close()
+    assert ch.drained
+    with pytest.raises(Closed):
+        ch.put(array)
+    with pytest.raises(Closed):
+        ch.loan(LARGE, "uint8")
+
+
+@pytest.mark.copying
+def test_a_loan_outlives_its_channel(make):
+    ch = make(1)
+    with ch.writer() as out:
+        array = out.loan(LARGE, "uint8")
+    del ch, out
+    gc.collect()
+    array[:] = 9
+    assert (array == 9).all()
+
+
+@pytest.mark.copying
+def test_c7_a_loan_waits_for_memory(make):
+    ch = make(8, max_bytes=100_000)
+    kept = [ch.loan(90_000, "uint8")]
+    with pytest.raises(Full, match=rf"process {os.getpid()} holds \d+ blocks"):
+        kept.extend(ch.loan(90_000, "uint8", timeout=0.01) for _ in range(100))
+    del kept[0]
+    kept.append(ch.loan(90_000, "uint8", timeout=0.01))
+
+
+@pytest.mark.copying
+def test_c13_a_loan_larger_than_max_bytes_cannot_be(make):
+    with pytest.raises(ValueError, match="at most max_bytes=1000000 bytes"):
+        make(1, max_bytes=10**6).loan(10**7, "uint8")
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "error", "said"),
+    [
+        (-1, "uint8", ValueError, "shape must be whole numbers"),
+        ((3, 2.5), "uint8", ValueError, "shape must be whole numbers"),
+        (3, object, TypeError, "dtype must be of plain values"),
+        (3, "no such type", TypeError, "no such type"),
+    ],
+)
+def test_c13_a_loan_that_cannot_be(make, shape, dtype, error, said):
+    with pytest.raises(error, match=said):
+        make(1).loan(shape, dtype)
+
+
+@pytest.mark.copying
+def test_a_loan_put_by_a_port_whose_outputs_are_counted_arrives(make):
+    """A stage's output belongs to the item in hand; there the loan is copied."""
+    source, target = make(2), make(2)
+    source.put(1)
+    with source.reader() as reader, target.writer() as out:
+        out._follow(reader, True, True)
+        array = out.loan(LARGE, "uint8")
+        array[:] = reader.get()
+        out.put(array)
+        array[:] = 9  # it is still on loan
+        assert (target.get() == 1).all()
+
+
+@pytest.mark.copying
+def test_two_views_of_one_array_arrive_as_two_arrays(make):
+    ch = make(1)
+    array, tensor = np.arange(LARGE), torch.arange(LARGE)
+    ch.put((array[:50_000], array[:50_000], tensor[:50_000], tensor[:50_000]))
+    first, second, third, fourth = ch.get()
+    assert np.array_equal(first, second)
+    third[0] = 5
+    assert fourth[0] == 0
+
+
+@pytest.mark.other_process
+def test_c11_loans_of_a_killed_process_return(make, spawn_peer):
+    ch, taken = make(4), make(4)
+    peer = spawn_peer(_borrow, ch, taken)
+    taken.get()
+    assert [holder.blocks for holder in ch.stats().holders] == [2]
+    peer.kill()
+    peer.join()
+    ch.close()
+    with pytest.raises(Closed):
+        ch.get()
+    with ch.reader():  # opening a port looks for the dead
+        wait_until(lambda: ch.stats().holders == (), what=ch.stats)
+
+
+def _borrow(ch: Channel, taken: Channel) -> None:
+    kept = [ch.loan(LARGE, "uint8"), ch.loan(LARGE, "uint8")]
+    taken.put(os.getpid())
+    Channel(1).get()
+    del kept
