@@ -98,23 +98,16 @@ Step put_large(Channel& ch, Out* out, const ObjectFrame& frame, Deadline deadlin
     return step;
 }
 
-// Whether this process looks at the slot, which it had on loan before: what it has put has come back to it.
-bool looks_at(Ring& ring, const Slot* slot) {
-    Locked<Ring> locked(ring);
-    const bool looks = slot->viewer() && !slot->loaned() && ring.session(slot->viewer()).pid == uint64_t(getpid());
-    locked.unlock({});
-    return looks;
-}
-
 // Puts an item whose large buffer was filled in place. Wait: it can't go that way, copy it like any other. So it is with
-// memory that a forked child has inherited, which is on loan to its parent, and with what has come back to where it was
-// filled. `put` is set first, so that two threads can't put the same memory twice.
+// memory that a forked child has inherited, which is on loan to its parent, and with what has come to where something was
+// filled and put before. `put` is set first, so that two threads can't put the same memory twice.
 Step put_loaned(Channel& ch, Out* out, ObjectFrame& frame, Deadline deadline) {
     std::shared_ptr<Block> loan;  // of the pieces, 0 is the table and 1 the pickle
-    for (size_t i = 2; !loan && i < frame.pieces.size(); ++i) loan = loan_with(ch.loans, frame.pieces[i].at);
+    const void* at = nullptr;
+    for (size_t i = 2; !loan && i < frame.pieces.size(); ++i) loan = loan_with(ch.loans, at = frame.pieces[i].at);
     if (!loan || loan->forks != fork_count || (out && (out->follows() || out->replays))) return Step::Wait;
     if (loan->put.exchange(true)) {
-        if (looks_at(*ch.ring, loan->slot)) return Step::Wait;
+        if (is_in_view(*ch.ring, at)) return Step::Wait;
         raise("ChannelError", "this array was on loan from " + ch.describe() +
                                   " and has been put: it belongs to the channel now; loan another one");
         return Step::Interrupted;

@@ -2,6 +2,7 @@
 
 #include "blocking.hpp"
 
+#include <algorithm>
 #include <mutex>
 #include <pthread.h>
 #include <sys/mman.h>
@@ -95,6 +96,13 @@ nb::object private_view(nb::handle self) {
     result.memory = std::shared_ptr<char>(static_cast<char*>(p), [length](char* q) { munmap(q, length); });
     result.at = result.memory.get() + (from - begin);
     return wrap(std::move(result));
+}
+
+bool is_in_view(const Ring& ring, const void* at) {
+    std::lock_guard guard(live_mutex);
+    return std::any_of(live.begin(), live.end(), [&](const Block* block) {
+        return !block->put && block->ring.get() == &ring && at >= block->begin && at < block->begin + block->size;
+    });
 }
 
 std::shared_ptr<Block> loan_with(std::vector<std::weak_ptr<Block>>& loans, const void* at) {

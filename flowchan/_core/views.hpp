@@ -50,6 +50,9 @@ nb::object private_view(nb::handle view);
 // The loan that `at` lies in, of those that `loans` remembers, rather one that has not been put; drops the ones that are gone.
 std::shared_ptr<Block> loan_with(std::vector<std::weak_ptr<Block>>& loans, const void* at);
 
+// Whether `at` lies in a block of the ring that this process looks at now, whatever was there before.
+bool is_in_view(const Ring& ring, const void* at);
+
 extern PyType_Slot view_slots[];
 
 }  // namespace flowchan

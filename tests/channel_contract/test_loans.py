@@ -13,6 +13,8 @@ from waiting import wait_until
 
 from flowchan import Channel, ChannelError, Closed, Full
 
+pytestmark = pytest.mark.usefixtures("one_compute_thread")
+
 LARGE = 100_000
 
 
