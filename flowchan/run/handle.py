@@ -233,6 +233,7 @@ class _TakenIn:
         arguments = (supervisor, id, port, self.items)
         name = f"flowchan {supervisor.plan.graph.name}/{id}"
         self.thread = threading.Thread(target=_pour, args=arguments, name=name, daemon=True)
+        supervisor.count_thread(id, self.thread)
         self.thread.start()
 
 

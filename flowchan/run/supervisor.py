@@ -183,6 +183,10 @@ class Supervisor:
         self._threads[id] = threading.Thread(target=work, args=arguments, name=name, daemon=True)
         self._threads[id].start()
 
+    def count_thread(self, id: WorkerId, thread: threading.Thread) -> None:
+        """Somebody else's thread does the work of this worker: one more that may wait when nobody can move."""
+        self._threads[id] = thread
+
     def _start_loop(self, stage: Stage) -> None:
         """Starts the workers of an async stage, as tasks on one thread."""
         ports = {id: worker.ports for id, worker in self._workers.items() if worker.stage is stage}

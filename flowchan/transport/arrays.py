@@ -52,7 +52,7 @@ def _reduce_memoryview(view: memoryview) -> Any:
     code = view.format
     if code[:1] == "<" and sys.byteorder == "little":  # as ctypes says it
         code = code[1:]
-    if code not in _CODES or struct.calcsize(f"@{code}") != view.itemsize:
+    if len(code) != 1 or code not in _CODES or struct.calcsize(f"@{code}") != view.itemsize:
         raise TypeError(
             f"a memoryview of format {view.format!r} can't be made of bytes again; allowed are {', '.join(_CODES)}; send "
             "view.cast('B'), or an array of it"

@@ -167,6 +167,16 @@ def test_c13_a_memory_view_that_could_not_arrive_is_refused(make, dtype):
     assert len(ch) == 0
 
 
+@pytest.mark.copying
+def test_c13_a_memory_view_of_pairs_is_refused(make):
+    """Its format is made of letters that could arrive one by one."""
+    ch = make(1)
+    pairs = pytest.importorskip("_testbuffer").ndarray([(1, 2), (3, 4)], shape=[2], format="bB")
+    with pytest.raises(TypeError, match="memoryview of format 'bB'"):
+        ch.put(memoryview(pairs))
+    assert len(ch) == 0
+
+
 def _freed() -> torch.Tensor:
     tensor = torch.ones(LARGE)
     tensor.untyped_storage().resize_(0)

@@ -11,7 +11,7 @@ import pytest
 from runs import Gate, everywhere, stage_of
 from waiting import wait_blocked, wait_until
 
-from flowchan import Broken, Closed, Graph, GraphError, In, Run, RunError
+from flowchan import Broken, Closed, Graph, GraphError, In, Run, RunError, Stream
 
 
 def double(item: int) -> int:
@@ -415,11 +415,16 @@ def test_a_general_stage_gets_its_keyword_arguments() -> None:
     assert found == [3, 6]
 
 
-def test_more_can_be_put_than_the_channels_hold_before_anybody_reads() -> None:
-    """The program waits in its put, so a result that nobody reads yet is taken in."""
+def service() -> tuple[Graph, Stream, Stream]:
+    """A graph that is asked from outside: it, its input and its answers."""
     graph = Graph("service")
     questions = graph.input()
-    answers = questions.map(str).collect()
+    return graph, questions, questions.map(str).collect()
+
+
+def test_more_can_be_put_than_the_channels_hold_before_anybody_reads() -> None:
+    """The program waits in its put, so a result that nobody reads yet is taken in."""
+    graph, questions, answers = service()
     with graph.start() as run:
         for number in range(1000):
             run[questions].put(number)
@@ -427,9 +432,7 @@ def test_more_can_be_put_than_the_channels_hold_before_anybody_reads() -> None:
 
 
 def test_what_was_taken_in_can_still_be_iterated_over() -> None:
-    graph = Graph("service")
-    questions = graph.input()
-    answers = questions.map(str).collect()
+    graph, questions, answers = service()
     with graph.start() as run:
         for number in range(500):
             run[questions].put(number)
@@ -450,9 +453,7 @@ def test_a_loop_over_one_branch_waits_for_no_reader_of_the_other() -> None:
 
 
 def test_leaving_what_was_taken_in_early_stops_the_stages_before() -> None:
-    graph = Graph("service")
-    questions = graph.input()
-    answers = questions.map(str).collect()
+    graph, questions, answers = service()
     with graph.start() as run:
         for number in range(500):
             run[questions].put(number)
