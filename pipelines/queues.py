@@ -1,8 +1,9 @@
 """A work queue: one owner puts questions, many workers take them and put answers, over one object.
 
 The queue is two channels. Who calls decides which one is meant: the owner is the thread that made the queue, every other
-thread, of any process, is a worker. Nobody can stand still because both directions are full: while the owner waits to put a
-question it takes answers in and keeps them.
+thread, of any process, is a worker. Nobody can stand still because both directions are full: only the questions are
+bounded. So workers go on whatever the owner waits for (a place for a question, the end of a worker, something else), and
+what bounds the answers is what the owner asks for.
 """
 
 from __future__ import annotations
@@ -16,12 +17,16 @@ from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.util import Finalize
 from typing import Any, Literal
 
-from flowchan import Channel, Drained, Empty, Full, In, select
+from flowchan import Channel, Drained, Empty, In
 from flowchan.pipelines.names import claim, find, naming
 from flowchan.pipelines.sharing import Shared
 
 LOOK = 0.1
 """Seconds between two looks of an owner that waits for the last answers."""
+
+ANSWERS = {"threads": 10**12, "processes": 10**7}
+"""Answers that may wait for the owner: more than memory holds. Between processes each place costs 256 bytes of address
+space, hence the smaller number."""
 
 PATIENCE = 10.0
 """Seconds for which a name may be taken before it can be found: the maker needs microseconds, unless it is stopped."""
@@ -48,8 +53,8 @@ class WorkQueue:
         return self._sides.is_owner
 
     def put(self, item: Any, timeout: float | None = None) -> None:
-        """The owner puts a question, a worker an answer. Waits while that direction is full; the owner takes answers in
-        meanwhile. Raises ``Closed`` after :meth:`close`, ``Full`` when ``timeout`` seconds are over."""
+        """The owner puts a question, and waits while ``capacity`` of them are inside; a worker puts an answer. Raises
+        ``Closed`` after :meth:`close`, ``Full`` when ``timeout`` seconds are over."""
         self._sides.ask(item, timeout) if self.is_owner else self._sides.answer(item, timeout)
 
     def put_many(self, items: Iterable[Any]) -> None:
@@ -127,12 +132,12 @@ class _Sides(Shared):
     def make(self, name: str | None, capacity: int, across: Literal["threads", "processes"]) -> None:
         self.name = name
         self._owner = os.getpid(), threading.current_thread()
-        self._open((Channel(capacity, across=across), Channel(capacity, across=across)))
+        self._open((Channel(capacity, across=across), Channel(ANSWERS[across], across=across)))
         self._stay = self.channels[0].reader()  # the queue outlives its last worker: another may come
 
     def _renew(self) -> None:
         self._worker = threading.local()
-        self._kept: deque[Any] = deque()  # answers that the owner took in and has not asked for yet
+        self._kept: deque[Any] = deque()  # answers that drain took in and the owner has not asked for yet
         self._asked = self._received = 0
 
     def claim_name(self, name: str) -> bool:
@@ -153,14 +158,7 @@ class _Sides(Shared):
     # --- the owner ---
 
     def ask(self, item: Any, timeout: float | None) -> None:
-        questions, answers = self.channels
-        deadline = _deadline(timeout)
-        try:
-            questions.put_nowait(item)
-        except Full:
-            while not (done := select([answers], puts=[(questions, item)], timeout=_left(deadline))).put:
-                self._received += 1
-                self._kept.append(done.item)
+        self.channels[0].put(item, timeout=timeout)
         self._asked += 1
 
     def next_answer(self, timeout: float | None) -> Any:
@@ -241,7 +239,8 @@ def workqueue(
     name: str | None = None, capacity: int = 64, across: Literal["threads", "processes"] = "threads"
 ) -> WorkQueue:
     """A work queue. With a ``name``, whoever asks for the name first makes the queue and owns it; every other call with it
-    opens that queue as a worker's. The options count for the maker.
+    opens that queue as a worker's. The options count for the maker. ``capacity``: how many questions may wait for a worker.
+    Answers may wait without number.
 
     ``across="threads"``: the name holds in this process. ``across="processes"``: it holds in all processes of the program,
     however multiprocessing started them and whichever of them made the queue, and the queue can also be sent to them.

@@ -167,6 +167,47 @@ def test_both_directions_full_is_no_standstill(across: Across, workers: int) -> 
 
 
 @everywhere
+@pytest.mark.parametrize("workers", [1, 3])
+def test_an_owner_may_join_the_workers_before_it_reads_any_answer(across: Across, workers: int) -> None:
+    queue = workqueue(capacity=4, across=across)
+    running = start(workers, echo, queue, on=on(across))
+    queue.put_many(range(100))
+    queue.close()
+    running.join()
+    assert sorted(queue) == list(range(100))
+
+
+def test_an_owner_may_join_processes_before_it_reads_any_answer() -> None:
+    queue = workqueue(across="processes")
+    children = [multiprocessing.get_context("fork").Process(target=echo, args=(queue, n)) for n in range(2)]
+    for child in children:
+        child.start()
+    queue.put_many(range(200))
+    queue.close()
+    for child in children:
+        child.join()
+        child.close()
+    assert sorted(queue) == list(range(200))
+
+
+@everywhere
+def test_workers_with_more_answers_than_questions_do_not_wait_for_an_owner_that_waits_for_them(across: Across) -> None:
+    def repeat(queue: WorkQueue, told: WorkQueue, worker: int) -> None:
+        for number in queue:
+            queue.put_many([number] * 500)
+            told.put("done")
+
+    queue, told = workqueue(capacity=1, across=across), workqueue(across=across)
+    running = start(2, repeat, queue, told, on=on(across))
+    queue.put_many([1, 2, 3])
+    assert [told.get() for _ in range(3)] == ["done"] * 3  # it may wait for anything, and put again
+    queue.put(4)
+    queue.close()
+    running.join()
+    assert sorted(queue) == [number for number in (1, 2, 3, 4) for _ in range(500)]
+
+
+@everywhere
 def test_a_put_that_cannot_go_on_ends_with_its_timeout(across: Across) -> None:
     queue = workqueue(capacity=1, across=across)
     queue.put(1)
