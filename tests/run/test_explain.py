@@ -388,23 +388,3 @@ def test_a_moving_run_is_no_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
     left, right = graph.source(range(300), capacity=1).tee(2, capacity=1)
     result = left.map(same, capacity=1).zip(right.map(same, capacity=1), capacity=1).collect()
     assert graph.run()[result] == [(item, item) for item in range(300)]
-
-
-def test_a_deadlock_behind_a_result_that_was_taken_in_is_recognised() -> None:
-    """The thread that takes a result in is one more that waits."""
-
-    def one_then_the_other(left: In[int], right: In[int], out: Out[int]) -> None:
-        out.put_many(left)
-        out.put_many(right)
-
-    graph = Graph("taken in")
-    questions = graph.input()
-    asked, told = questions.map(lambda number: number).tee(2)
-    answers = told.collect()
-    left, right = asked.tee(2)
-    both = graph.stage(one_then_the_other, left, right).collect()
-    with pytest.raises(RunError) as caught, graph.start() as run:
-        for number in range(10_000):
-            run[questions].put(number)
-    assert isinstance(caught.value.exceptions[0].__cause__, Deadlock)
-    del answers, both
