@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flowchan.channel import In, Out
-from flowchan.errors import Broken, ChannelError, Closed, Drained, Empty, WorkerDied
+from flowchan.errors import Broken, Closed, Drained, Empty, WorkerDied
 from flowchan.run.failures import Failed, ItemFailed, Portable, text_of
 
 SKIPPED: Any = object()
@@ -66,10 +66,21 @@ class Job:
             error.add_note(f"the errors stream did not take it: {text_of(refused)}")
             raise ItemFailed(item) from error
 
+    def not_sent(self, out: Out[Any], item: Any, error: Exception) -> None:
+        """After putting what came of ``item`` raised: lets the end of ``out`` through; anything else is about the item."""
+        if is_end_of(out, error):
+            raise error
+        self.give_up(item, error)
 
     def poisoned(self, item: Any, deaths: int) -> None:
         """Takes an item with which ``deaths`` workers have died: it counts as failed, and its neighbours are spared."""
         self.give_up(item, WorkerDied(f"{deaths} workers died with this item in hand"), deaths)
+
+
+def is_end_of(out: Out[Any], error: BaseException) -> bool:
+    """Whether ``error``, which a put into ``out`` raised, is the end of that channel, clean or broken. What pickles an item
+    may raise the same about a channel of the user's own."""
+    return isinstance(error, Closed | Broken) and bool(out.channel.closed)
 
 
 def source(job: Job, *, out: Out[Any]) -> None:
@@ -88,10 +99,8 @@ def map_(job: Job, *, items: In[Any], out: Out[Any]) -> None:
                 continue
         try:
             put(result)
-        except ChannelError:
-            raise
-        except Exception as error:  # it can't be sent
-            job.give_up(item, error)
+        except Exception as error:
+            job.not_sent(out, item, error)
 
 
 def filter_(job: Job, *, items: In[Any], out: Out[Any]) -> None:
@@ -106,10 +115,8 @@ def filter_(job: Job, *, items: In[Any], out: Out[Any]) -> None:
         if wanted:
             try:
                 put(item)
-            except ChannelError:
-                raise
-            except Exception as error:  # it can't be sent
-                job.give_up(item, error)
+            except Exception as error:
+                job.not_sent(out, item, error)
 
 
 def flat_map(job: Job, *, items: In[Any], out: Out[Any]) -> None:
@@ -121,8 +128,8 @@ def flat_map(job: Job, *, items: In[Any], out: Out[Any]) -> None:
             nonlocal given
             for number, output in enumerate(_elements(function, item)):
                 if number == given:
+                    put_or_end(out, output)
                     given += 1
-                    _put(out, output)
 
         _pour(job, pour, item)
 
@@ -132,20 +139,24 @@ def unbatch(job: Job, *, items: In[Any], out: Out[Any]) -> None:
 
         def pour(item: Any) -> None:
             for element in item:
-                _put(out, element)
+                put_or_end(out, element)
 
         _pour(job, pour, item)
 
 
-class _Ended(BaseException):
-    """The own output is closed. Told apart from a Closed that the user's code raises on its own channels."""
+class OwnEnd(BaseException):
+    """The worker's own output has ended, closed or broken: the cause. Told apart from what the user's code raises while it
+    gives outputs, which may be the end of a channel of its own."""
 
 
-def _put(out: Out[Any], output: Any) -> None:
+def put_or_end(out: Out[Any], output: Any) -> None:
+    """Puts an output while the user's iterator runs. Raises OwnEnd when ``out`` has ended."""
     try:
         out.put(output)
-    except Closed as end:
-        raise _Ended from end
+    except Exception as error:
+        if is_end_of(out, error):
+            raise OwnEnd from error
+        raise
 
 
 def _elements(function: Callable[[Any], Iterable[Any]], item: Any) -> Iterable[Any]:
@@ -159,13 +170,13 @@ def _pour(job: Job, pour: Callable[[Any], Any], item: Any) -> None:
     """Calls ``pour(item)``, which puts outputs while the user's iterator runs."""
     try:
         pour(item)
-    except _Ended as end:
+    except OwnEnd as end:
         raise end.__cause__ or Closed from None
     except BaseException as error:
         try:
             job.recover(pour, item, error)
         except ItemFailed as failed:
-            if isinstance(failed.__cause__, _Ended):
+            if isinstance(failed.__cause__, OwnEnd):
                 raise failed.__cause__.__cause__ or Closed from None
             raise
 
@@ -262,18 +273,17 @@ def partition(job: Job, *, items: In[Any], **outs: Out[Any]) -> None:
             place = job.recover(lambda item: place_of(job.function(item)) % n, item, error)
             if place is SKIPPED:
                 continue
-        try:
-            if place in branches:
-                branches[place].put(item)
-            else:
-                job.unwanted += 1
-        except Closed:
+        if place not in branches:
             job.unwanted += 1
-            del branches[place]
-        except ChannelError:
-            raise
-        except Exception as error:  # it can't be sent
-            job.give_up(item, error)
+            continue
+        try:
+            branches[place].put(item)
+        except Exception as error:
+            if isinstance(error, Closed) and is_end_of(branches[place], error):  # that branch wants no more; others do
+                job.unwanted += 1
+                del branches[place]
+            else:
+                job.not_sent(branches[place], item, error)
         if not branches:
             return
 

@@ -6,12 +6,13 @@ the ends are those of n threads.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, Awaitable, Callable
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable
 from typing import Any
 
 from flowchan.channel import In, Out
-from flowchan.errors import ChannelError
-from flowchan.run.verbs import SKIPPED, Job
+from flowchan.errors import Closed
+from flowchan.run.verbs import SKIPPED, Job, OwnEnd, is_end_of
 
 
 async def _call(job: Job, item: Any) -> Any:
@@ -30,10 +31,8 @@ async def _call(job: Job, item: Any) -> Any:
 async def _put(job: Job, out: Out[Any], item: Any, output: Any) -> None:
     try:
         await out.aput(output)
-    except ChannelError:
-        raise
-    except Exception as error:  # it can't be sent
-        job.give_up(item, error)
+    except Exception as error:
+        job.not_sent(out, item, error)
 
 
 async def map_(job: Job, *, items: In[Any], out: Out[Any]) -> None:
@@ -55,15 +54,16 @@ async def flat_map(job: Job, *, items: In[Any], out: Out[Any]) -> None:
         given = 0  # a retry does not repeat what is out already
         for attempt in range(1, job.retries + 2):
             try:
-                number = 0
-                async for output in _elements(job.function(item)):
-                    if number == given:
-                        await out.aput(output)
-                        given += 1
-                    number += 1
+                async with contextlib.aclosing(_elements(job.function(item))) as elements:
+                    number = 0
+                    async for output in elements:
+                        if number == given:
+                            await _put_or_end(out, output)
+                            given += 1
+                        number += 1
                 break
-            except ChannelError:
-                raise
+            except OwnEnd as end:
+                raise end.__cause__ or Closed from None
             except BaseException as error:
                 if attempt > job.retries or not isinstance(error, Exception):
                     job.give_up(item, error, attempt)
@@ -71,14 +71,28 @@ async def flat_map(job: Job, *, items: In[Any], out: Out[Any]) -> None:
                 job.on_retry()
 
 
-async def _elements(called: Any) -> Any:
-    """The elements of an async generator, or of the iterable that a coroutine returns."""
-    if isinstance(called, AsyncIterable):
-        async for element in called:
-            yield element
-    else:
+async def _put_or_end(out: Out[Any], output: Any) -> None:
+    try:
+        await out.aput(output)
+    except Exception as error:
+        if is_end_of(out, error):
+            raise OwnEnd from error
+        raise
+
+
+async def _elements(called: Any) -> AsyncGenerator[Any, None]:
+    """The elements of an async iterator, or of the iterable that a coroutine returns. An async generator is cleaned up
+    when its elements are not wanted any more."""
+    if not isinstance(called, AsyncIterable):
         for element in await called:
             yield element
+        return
+    try:
+        async for element in called:
+            yield element
+    finally:
+        if isinstance(called, AsyncGenerator):
+            await called.aclose()
 
 
 async def sink(job: Job, *, items: In[Any]) -> None:

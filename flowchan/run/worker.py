@@ -302,7 +302,9 @@ def _let_go(error: BaseException, ports: Ports) -> BaseException:
 
 def _clean_end(error: BaseException, ports: Ports) -> bool:
     """Whether the error only says that one of the worker's own channels has ended. A task whose channels have ended is
-    cancelled by us."""
+    cancelled by us; tasks of the user's tell their ends together."""
+    if isinstance(error, BaseExceptionGroup):
+        return all(_clean_end(one, ports) for one in error.exceptions)
     if isinstance(error, ItemFailed) and isinstance(error.__cause__, asyncio.CancelledError):
         error = error.__cause__
     if isinstance(error, asyncio.CancelledError):
