@@ -16,6 +16,7 @@ from flowchan.errors import (
     WorkerDied,
 )
 from flowchan.run import Failed, Graph, LinkStats, Results, Run, RunStats, StageStats
+from flowchan.run.chance import Worker, worker
 from flowchan.select import NothingReady, Selected, select
 from flowchan.stage import Problem
 from flowchan.stream import Feedback, Stream
@@ -49,8 +50,10 @@ __all__ = [
     "StageError",
     "StageStats",
     "Stream",
+    "Worker",
     "WorkerDied",
     "select",
+    "worker",
 ]
 
 # Messages, tracebacks and pickles name the place that users import from.

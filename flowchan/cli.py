@@ -78,7 +78,8 @@ def _exit_code(function: Callable[[], int], debug: bool) -> int:
 
 
 @_command
-def run(file: str, args: tuple[str, ...], debug: bool) -> int:
+@click.option("--seed", type=click.IntRange(min=0), metavar="N", help="What the workers draw by chance; a report names it.")
+def run(file: str, args: tuple[str, ...], debug: bool, seed: int | None) -> int:
     """Run the graph in FILE and report.
 
     Ctrl-C stops the sources and finishes what is in flight; the second Ctrl-C ends the run at once. Ctrl-\\ (SIGQUIT)
@@ -97,7 +98,7 @@ def run(file: str, args: tuple[str, ...], debug: bool) -> int:
             )
         interrupts.hold = True
         failure: RunError | None = None
-        with graph.start() as running:
+        with graph.start(seed=seed) as running:
             try:
                 _follow(running, interrupts)
             except RunError as error:

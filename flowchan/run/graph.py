@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Iterator
 from typing import Any
 
+from flowchan.arguments import whole
 from flowchan.check import check, raise_for
 from flowchan.graph import Blueprint
 from flowchan.run.handle import Results, Run, wait_interrupted
@@ -24,14 +26,16 @@ class Graph(Blueprint):
         nothing."""
         return check(self)
 
-    def start(self) -> Run:
+    def start(self, *, seed: int | None = None) -> Run:
         """Checks the graph and starts it. Raises ``GraphError`` with everything that is wrong with it, and ``OSError``
-        when there is no memory for its channels."""
+        when there is no memory for its channels. With the same ``seed`` the workers draw the same random numbers again;
+        a run without one chooses its own, which its report names."""
+        chosen = int.from_bytes(os.urandom(6)) if seed is None else whole("run", "seed", seed, 0)
         raise_for(self)
         run = None
         try:
             with _interrupts_held():
-                run = Run(plan(self))
+                run = Run(plan(self, chosen))
         except KeyboardInterrupt:
             if run is not None:
                 run.abort()
@@ -39,15 +43,15 @@ class Graph(Blueprint):
             raise
         return run
 
-    def run(self) -> Results:
-        """Runs the graph to its end and gives the results by stream. Raises ``GraphError`` before anything starts, and
-        ``RunError`` when a stage failed. The first Ctrl-C or SIGTERM stops the sources and lets what is in flight
-        finish, the second breaks off; then ``KeyboardInterrupt`` is raised."""
+    def run(self, *, seed: int | None = None) -> Results:
+        """Runs the graph to its end and gives the results by stream; ``seed`` as for :meth:`start`. Raises
+        ``GraphError`` before anything starts, and ``RunError`` when a stage failed. The first Ctrl-C or SIGTERM stops
+        the sources and lets what is in flight finish, the second breaks off; then ``KeyboardInterrupt`` is raised."""
         with _terminate_as_interrupt():
             run = None
             try:
                 with _interrupts_held():
-                    run = self.start()
+                    run = self.start(seed=seed)
                 for out in run._plan.inputs.values():
                     out.close()  # nobody has the handle to put anything
                 return run.wait()

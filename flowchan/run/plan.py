@@ -44,13 +44,15 @@ class PlannedWorker:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All that one run consists of. ``inputs`` are the writing ends that the user holds, by stage name."""
+    """All that one run consists of. ``inputs`` are the writing ends that the user holds, by stage name; all that its
+    workers draw by chance begins with ``seed``."""
 
     graph: Blueprint
     links: tuple[Link, ...]
     channels: dict[str, Channel[Any]]
     workers: tuple[PlannedWorker, ...]
     inputs: dict[str, Out[Any]]
+    seed: int
 
     def limits(self) -> dict[str, int]:
         """How many dead workers of each stage may be replaced: a stage with state of its own can't be, unless it says
@@ -81,7 +83,7 @@ class Plan:
         return any(worker.stage.on == "process" for worker in self.workers)
 
 
-def plan(graph: Blueprint) -> Plan:
+def plan(graph: Blueprint, seed: int) -> Plan:
     """Makes the channels of ``graph`` and every port of every worker. Raises ``OSError`` when there is no memory."""
     links = tuple(link for link in graph.links if link.reader is not None)
     channels: dict[str, Channel[Any]] = {}
@@ -98,7 +100,7 @@ def plan(graph: Blueprint) -> Plan:
             continue
         for number, ports in enumerate(_input_ports(stage), 1):
             workers.append(PlannedWorker(WorkerId(stage.name, number), stage, _open(stage, ports, reading, writing)))
-    return Plan(graph, links, channels, tuple(workers), inputs)
+    return Plan(graph, links, channels, tuple(workers), inputs, seed)
 
 
 def _ends(links: tuple[Link, ...], channels: dict[str, Channel[Any]]) -> tuple[_Reading, _Writing]:

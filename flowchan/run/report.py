@@ -15,7 +15,8 @@ SOME = {"filter": "dropped", "take": "not taken"}
 
 def render(stats: RunStats) -> str:
     """The report of ``stats``, of a run that has ended or of one that still goes on."""
-    head = [f"graph {stats.graph!r}: {stats.state} {_after(stats)} {stats.elapsed:.2f} s", bottleneck_text(stats)]
+    first = f"graph {stats.graph!r}: {stats.state} {_after(stats)} {stats.elapsed:.2f} s, seed {stats.seed}"
+    head = [first, bottleneck_text(stats)]
     accounts = [[stage.name, _stage_account(stage)] for stage in stats.stages]
     tables = [_stage_table(stats), _link_table(stats.links), table(["stage", "account"], accounts, left={0, 1})]
     return "\n".join(head + [f"\n{text}" for text in tables if text] + [f"\n{account_text(stats)}"])

@@ -67,7 +67,7 @@ def summarise(supervisor: Supervisor, snapshots: tuple[Snapshot, ...]) -> RunSta
         )
         for s in snapshots
     )  # fmt: skip
-    return RunStats(plan.graph.name, _state(state), elapsed, tuple(stages), links, _bottleneck(stages))
+    return RunStats(plan.graph.name, _state(state), elapsed, tuple(stages), links, _bottleneck(stages), plan.seed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,8 @@ class LinkStats:
 @dataclass(frozen=True, slots=True)
 class RunStats:
     """A whole run: ``elapsed`` seconds since its start (until its end, once it has ended). ``bottleneck`` is the name
-    of the stage that holds the others up, ``None`` while nothing can be said."""
+    of the stage that holds the others up, ``None`` while nothing can be said. With the same ``seed``
+    another run's workers draw the same random numbers (R9)."""
 
     graph: str
     state: RunState
@@ -70,3 +71,4 @@ class RunStats:
     stages: tuple[StageStats, ...]
     links: tuple[LinkStats, ...]
     bottleneck: str | None
+    seed: int = 0

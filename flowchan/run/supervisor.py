@@ -16,6 +16,8 @@ The run contract. If the code disagrees with it, that is a bug; each clause name
 - R6 No residue. After any ending no process, thread, segment or descriptor of the run is left. (test_residue.py)
 - R7 Same everywhere. Under fork, forkserver and spawn, with lambdas and closures. (test_start_methods.py)
 - R8 Account. ``stats()`` at any time and ``report()`` at the end; items in = items out + items failed. (test_account.py)
+- R9 Chance. Every worker has its own seed, derived from the run's, its stage, its number and its incarnation, and what its
+  process draws begins there. (test_chance.py)
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ import psutil
 
 from flowchan.channel import Channel
 from flowchan.errors import Broken, Closed, Deadlock, Drained, Empty, WorkerDied
-from flowchan.run import decisions
+from flowchan.run import chance, decisions
 from flowchan.run.decisions import (
     Action,
     BreakChannels,
@@ -130,6 +132,8 @@ class Supervisor:
         # Takes in results that nobody reads while somebody outside waits for the run to move.
         self.take_in: Callable[[frozenset[WorkerId]], None] = lambda _: None
         self._workers = ids
+        self._number_of = Counter(id.stage for id in ids)  # workers of a stage
+        self._starts: Counter[WorkerId] = Counter()
         self._next_look = self.started_at + STILL
         self._counts: object = None  # of the last look at which every worker waited
         self._due: dict[WorkerId, float] = {}  # when a replaced worker is to be started
@@ -179,7 +183,7 @@ class Supervisor:
         """Starts a worker on a thread of this process."""
         worker = self._workers[id]
         name = f"flowchan {self.plan.graph.name}/{id}"
-        arguments = (id, worker.recipe, worker.ports, self.tell, False)
+        arguments = (self._begun(id), worker.recipe, worker.ports, self.tell, False)
         self._threads[id] = threading.Thread(target=work, args=arguments, name=name, daemon=True)
         self._threads[id].start()
 
@@ -190,12 +194,20 @@ class Supervisor:
     def _start_loop(self, stage: Stage) -> None:
         """Starts the workers of an async stage, as tasks on one thread."""
         ports = {id: worker.ports for id, worker in self._workers.items() if worker.stage is stage}
+        tasks = {self._begun(id): of_worker for id, of_worker in ports.items()}
         self._tasks.append(Tasks())
-        arguments = (ports, Recipe.of(stage), self.tell, self._tasks[-1])
+        arguments = (tasks, Recipe.of(stage), self.tell, self._tasks[-1])
         name = f"flowchan {self.plan.graph.name}/{stage.name}"
         thread = threading.Thread(target=work_together, args=arguments, name=name, daemon=True)
         self._threads.update(dict.fromkeys(ports, thread))
         thread.start()
+
+    def _begun(self, id: WorkerId) -> chance.Worker:
+        """What the worker that is being started is to know of itself."""
+        incarnation = self._starts[id]
+        self._starts[id] += 1
+        seed = chance.seed_of(self.plan.seed, id.stage, id.number, incarnation)
+        return chance.Worker(id.stage, id.number, self._number_of[id.stage], seed, incarnation)
 
     def tell(self, event: Event) -> None:
         """Takes an event of a worker in this process."""
@@ -420,7 +432,7 @@ class Supervisor:
     # --- processes and the end ---
 
     def _start_process(self, worker: PlannedWorker) -> None:
-        arguments = (worker.id, pack(worker.recipe), worker.ports, self._mail, os.getpid())
+        arguments = (self._begun(worker.id), pack(worker.recipe), worker.ports, self._mail, os.getpid())
         name = f"flowchan {self.plan.graph.name}/{worker.id}"
         process = multiprocessing.get_context().Process(target=process_main, args=arguments, name=name)
         process.start()

@@ -24,6 +24,8 @@ from flowchan import _core
 from flowchan.asynchronous import end_waits
 from flowchan.channel import In, Out
 from flowchan.errors import Broken, Closed
+from flowchan.run import chance
+from flowchan.run.chance import Worker
 from flowchan.run.failures import ItemFailed, Portable, short
 from flowchan.run.verbs import BODIES, Job
 from flowchan.run.verbs_async import ASYNC_BODIES
@@ -176,9 +178,11 @@ async def built_async(function: Callable[..., Any] | None) -> AsyncIterator[Call
 def _nothing() -> None: ...
 
 
-def work(worker: WorkerId, recipe: Recipe, ports: Ports, tell: Callable[[Event], None], sends: bool) -> None:
+def work(here: Worker, recipe: Recipe, ports: Ports, tell: Callable[[Event], None], sends: bool) -> None:
     """Runs one worker to its end. Never raises: however it ends, ``tell`` hears it before the ports are closed.
     ``sends``: what is told crosses to another process."""
+    worker = WorkerId(here.stage, here.number)
+    chance.enter(here)
     job = Job(kind=recipe.kind, function=_nothing)
     ended_by: BaseException | None = None
     try:
@@ -232,10 +236,12 @@ class Tasks:
         end_waits()
 
 
-def work_together(workers: dict[WorkerId, Ports], recipe: Recipe, tell: Callable[[Event], None], tasks: Tasks) -> None:
+def work_together(workers: dict[Worker, Ports], recipe: Recipe, tell: Callable[[Event], None], tasks: Tasks) -> None:
     """Runs the workers of an ``async def`` stage, each as a task of one event loop on this thread."""
 
-    async def one(worker: WorkerId, ports: Ports) -> None:
+    async def one(here: Worker, ports: Ports) -> None:
+        worker = WorkerId(here.stage, here.number)
+        chance.enter(here)
         job = Job(kind=recipe.kind, function=_nothing)
         ended_by: BaseException | None = None
         try:
@@ -247,7 +253,7 @@ def work_together(workers: dict[WorkerId, Ports], recipe: Recipe, tell: Callable
             ended_by = _let_go(error, ports)
         _end(worker, job, ports, ended_by, tell, sends=False)
 
-    asyncio.run(tasks.run(one(worker, ports) for worker, ports in workers.items()))
+    asyncio.run(tasks.run(one(here, ports) for here, ports in workers.items()))
 
 
 def _job(
@@ -318,7 +324,7 @@ def _clean_end(error: BaseException, ports: Ports) -> bool:
     return False
 
 
-def process_main(worker: WorkerId, recipe: bytes, ports: Ports, events: Any, parent: int) -> None:
+def process_main(here: Worker, recipe: bytes, ports: Ports, events: Any, parent: int) -> None:
     """What a worker's own process runs."""
     _core._die_with(parent)
     # The terminal sends Ctrl-C to the whole group; what it means is the supervisor's decision.
@@ -328,12 +334,13 @@ def process_main(worker: WorkerId, recipe: bytes, ports: Ports, events: Any, par
     # OpenMP's threads did not come along with a fork, and torch would wait for them for ever.
     if (torch := sys.modules.get("torch")) and multiprocessing.get_start_method() == "fork":
         torch.set_num_threads(1)
+    chance.begin(here)
     try:
         loaded = cloudpickle.loads(recipe)
     except BaseException as error:
-        events.put(Failure(worker, Portable(error), None, os.getpid()))
+        events.put(Failure(WorkerId(here.stage, here.number), Portable(error), None, os.getpid()))
         return
-    work(worker, loaded, ports, events.put, sends=True)
+    work(here, loaded, ports, events.put, sends=True)
     cuda.read_by_ports(port.channel for port in ports.everything())
 
 

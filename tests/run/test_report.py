@@ -18,7 +18,7 @@ def stage(name: str, kind: str = "map", **values: Any) -> StageStats:
 
 def stats(*stages: StageStats, state: RunState = "done", bottleneck: str | None = None) -> RunStats:
     link = LinkStats("files", "files", "counts", "processes", 12, 64, 1204, 340.0)
-    return RunStats("wordcount", state, 3.214, stages, (link,), bottleneck)
+    return RunStats("wordcount", state, 3.214, stages, (link,), bottleneck, 41)
 
 
 FILES = stage("files", "source", items_out=1204, rate=340.0)
@@ -30,9 +30,9 @@ def row(report: str, first: str) -> str:
     return next(line for line in report.splitlines() if line.startswith(first))
 
 
-def test_the_head_tells_graph_outcome_time_and_the_bottleneck_by_name() -> None:
+def test_the_head_tells_graph_outcome_time_seed_and_the_bottleneck_by_name() -> None:
     head, bottleneck = render(stats(FILES, COUNTS, bottleneck="counts")).splitlines()[:2]
-    assert head == "graph 'wordcount': done after 3.21 s"
+    assert head == "graph 'wordcount': done after 3.21 s, seed 41"
     assert bottleneck.startswith("bottleneck: counts (busy 97 % of the time, 2 workers")
 
 

@@ -3,9 +3,6 @@ closures, functions and classes of ``__main__`` included."""
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Iterator
-from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +12,6 @@ from runs import run_python, script, start
 from flowchan import Graph, In, Out, RunError
 
 METHODS = pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
-
-
-@pytest.fixture(params=["fork", "forkserver", "spawn"])
-def _method(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Runs the test under each start method."""
-    before = multiprocessing.get_start_method(allow_none=True)
-    multiprocessing.set_start_method(request.param, force=True)
-    yield
-    multiprocessing.set_start_method(before, force=True)
-    # Python's own helpers would stay until the end of pytest.
-    forkserver._forkserver._stop()  # type: ignore[attr-defined]
-    resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
 
 
 class Scaled:
