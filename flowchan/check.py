@@ -14,14 +14,17 @@
 | pickle | something cannot be sent to a stage's process |
 | capacity | a capacity is not an int of at least 1 |
 | memory | the channels between processes need more memory than is free |
+| system | this system refuses what channels between processes are made of |
 """
 
 from __future__ import annotations
 
+import errno
 from collections import Counter
 from collections.abc import Iterator
 from operator import itemgetter
 
+from flowchan import _core
 from flowchan.check_pickle import pickle_problems
 from flowchan.check_types import port_problems, type_problems
 from flowchan.errors import GraphError
@@ -32,6 +35,7 @@ from flowchan.stream import Feedback
 _RESULTS = ("reduce", "collect")
 _BYTES_PER_ITEM = 64
 _BYTES_PER_CHANNEL = 128 * 1024
+_REFUSED = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.ENOENT)
 
 Found = Iterator[tuple[int, Problem]]
 """Problems, each with the place of its stage in the graph (-1: the graph as a whole)."""
@@ -42,7 +46,7 @@ def check(graph: Blueprint) -> tuple[Problem, ...]:
     raises nothing because of the graph."""
     stages = graph.stages
     found: list[tuple[int, Problem]] = []
-    for rule in (_empty, _duplicates, _foreign, _cycles, _loops, _readers, _capacities, _memory, _asyncs):
+    for rule in (_empty, _duplicates, _foreign, _cycles, _loops, _readers, _capacities, _memory, _system, _asyncs):
         found.extend(rule(graph, stages))
     for place, stage in enumerate(stages):
         for of_stage in (port_problems, type_problems, pickle_problems):
@@ -190,7 +194,10 @@ def _memory(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     import psutil
 
     needed = sum(map(_bytes_of, shared))
-    free = psutil.virtual_memory().available
+    try:
+        free = psutil.virtual_memory().available
+    except OSError:  # no /proc
+        return
     if needed > free:
         largest = max(shared, key=_bytes_of)
         place = next(place for place, stage in enumerate(stages) if stage.name == largest.writer)
@@ -199,6 +206,18 @@ def _memory(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
             f"the largest is {largest.name!r} with capacity={largest.capacity:,}: lower it"
         )
         yield place, Problem("memory", largest.writer, largest.where, message)
+
+
+def _system(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
+    shared = next((link for link in graph.links if link.medium == "processes"), None)
+    if shared is None:
+        return
+    try:
+        _core.Channel(capacity=1, processes=True, max_bytes=4096, name="")
+    except OSError as error:
+        if error.errno in _REFUSED:
+            place = next(place for place, stage in enumerate(stages) if stage.name == shared.writer)
+            yield place, Problem("system", shared.writer, shared.where, str(error.strerror))
 
 
 def _asyncs(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:

@@ -7,10 +7,10 @@
 #include <algorithm>
 
 #include <poll.h>
-#include <sys/syscall.h>
 #include <thread>
 
 #include "channel.hpp"
+#include "system.hpp"
 
 namespace nb = nanobind;
 using namespace flowchan;
@@ -113,13 +113,16 @@ void retire(Out& out, std::vector<uint64_t> items) {
 }
 
 // Ends this process at once when the process `pid` has ended, whatever this one is doing, C code with the GIL held
-// included. One thread that only ever sleeps in poll(); it ends with its process.
+// included. One thread that only ever sleeps in poll(), or, where the kernel or a filter refuses pidfd_open, looks ten
+// times a second; it ends with its process.
 void die_with(int pid) {
-    int fd = int(syscall(SYS_pidfd_open, pid, 0));
-    if (fd < 0) _exit(1);  // it has ended already
-    std::thread([fd] {
+    const uint64_t started = process_start(pid);
+    const int fd = open_pidfd(pid);
+    if (fd < 0 && (errno == ESRCH || !process_alive(pid, started))) _exit(1);  // it has ended already
+    std::thread([=] {
         pollfd p{fd, POLLIN, 0};
-        while (poll(&p, 1, -1) < 0 && errno == EINTR) {}
+        if (fd >= 0) while (poll(&p, 1, -1) < 0 && errno == EINTR) {}
+        else while (process_alive(pid, started)) std::this_thread::sleep_for(std::chrono::nanoseconds(SLICE_NS));
         _exit(1);
     }).detach();
 }

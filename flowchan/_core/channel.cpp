@@ -1,6 +1,7 @@
 // The Channel object itself: making, attaching and ending it, its statistics, and what a fork means for it.
 #include "channel.hpp"
 #include "raising.hpp"
+#include "system.hpp"
 
 #include <pthread.h>
 
@@ -16,11 +17,13 @@ namespace {
 
 Channel::Channel(uint64_t capacity, bool processes, uint64_t max_bytes, std::string name)
     : name(std::move(name)), capacity(capacity), max_bytes(max_bytes) {
+    if (processes) need_proc();
     if (processes) ring = std::make_shared<Ring>(capacity, max_bytes);
     else queue = std::make_unique<LocalQueue>(capacity, max_bytes);
 }
 
 Channel::Channel(int fd, std::string name) : name(std::move(name)) {
+    need_proc();
     ring = std::make_shared<Ring>(fd);
     capacity = ring->header().capacity;
     max_bytes = ring->header().max_bytes;

@@ -1,10 +1,12 @@
 // The mapping, the lock and the sessions of a ring. Slots and blocks are in ring_memory.cpp, items in ring_items.cpp.
 #include "ring.hpp"
+#include "system.hpp"
 
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <fcntl.h>
+#include <signal.h>
 #include <stdexcept>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -32,16 +34,16 @@ struct Layout {
     }
 };
 
-[[noreturn]] void fail(int error, const char* what) { throw std::system_error(error, std::system_category(), what); }
-
-// Reads /proc/<pid>/stat: the state letter and the start time; false if there is no such process.
+// Reads /proc/<pid>/stat: the state letter and the start time; false, with errno, if that can't be done.
 bool read_stat(uint64_t pid, char& state, uint64_t& started) {
     char path[32], text[512];
     snprintf(path, sizeof path, "/proc/%lu/stat", static_cast<unsigned long>(pid));
     int fd = open(path, O_RDONLY | O_CLOEXEC);
     if (fd < 0) return false;
     ssize_t n = read(fd, text, sizeof text - 1);
+    const int error = n < 0 ? errno : 0;
     close(fd);
+    errno = error;
     if (n <= 0) return false;
     text[n] = 0;
     const char* p = strrchr(text, ')');  // the command may itself contain ")" and spaces
@@ -66,7 +68,9 @@ uint64_t process_start(uint64_t pid) {
 bool process_alive(uint64_t pid, uint64_t started) {
     char state;
     uint64_t now = 0;
-    return read_stat(pid, state, now) && state != 'Z' && state != 'X' && (started == 0 || started == now);
+    if (read_stat(pid, state, now)) return state != 'Z' && state != 'X' && (started == 0 || started == now);
+    if (errno == ENOENT) return kill(pid_t(pid), 0) == 0 || errno == EPERM;  // hidden from this user, perhaps
+    return errno != ESRCH;  // without a free descriptor it can't be told
 }
 
 Ring::Ring(uint64_t capacity, uint64_t max_bytes) {

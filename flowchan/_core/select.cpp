@@ -1,22 +1,22 @@
 // Waiting at several gates at once: what select and the async calls are made of.
 //
 // Algorithm. Register at every gate first, then try the operations, then sleep in futex_waitv on all the gates' words
-// (Linux 5.16; before that, look again every millisecond). Because registering comes before trying, an operation that
-// becomes possible later changes a word that is being watched. Leaving a gate without having used it passes the wake-up
-// on, since this caller may have been the one that was woken.
+// (Linux 5.16; where it is missing or refused, see `sleep_by_turns`). Because registering comes before trying, an
+// operation that becomes possible later changes a word that is being watched. Leaving a gate without having used it
+// passes the wake-up on, since this caller may have been the one that was woken.
 #include "channel.hpp"
+#include "system.hpp"
 
 #include <algorithm>
 #include <random>
-
-#include <linux/futex.h>
-#include <sys/syscall.h>
 
 namespace flowchan {
 
 namespace {
 
 constexpr size_t MOST = 128;  // FUTEX_WAITV_MAX
+
+std::atomic<bool> waitv_refused{false};  // by this kernel or a filter of system calls, so for good; no partner
 
 struct Place {
     Channel* ch;
@@ -62,7 +62,7 @@ public:
     Gates(std::vector<Place> places, bool again) : places_(std::move(places)) {
         for (const Place& p : places_) {
             Entered entered = p.ch->queue ? enter(*p.ch->queue, p, again) : enter(*p.ch->ring, p, again);
-            uint32_t flags = FUTEX_32 | (p.ch->queue ? FUTEX_PRIVATE_FLAG : 0);
+            uint32_t flags = FUTEX_WORD_32 | (p.ch->queue ? FUTEX_PRIVATE_FLAG : 0);
             words_.push_back({entered.seq, reinterpret_cast<uint64_t>(entered.word), flags, 0});
             ready_.push_back(entered.ready);
         }
@@ -77,32 +77,46 @@ public:
     }
     // Without the GIL: until a word changes or `ns` are over. True when the time ran out.
     bool sleep(int64_t ns) {
-        const int64_t at = now_ns() + ns;
-        timespec until{time_t(at / 1'000'000'000), long(at % 1'000'000'000)};
         PyThreadState* state = PyEval_SaveThread();
-        long rc = syscall(SYS_futex_waitv, words_.data(), words_.size(), 0, &until, CLOCK_MONOTONIC);
-        int error = rc < 0 ? errno : 0;
-        if (error == ENOSYS) {
-            timespec nap{0, 1'000'000};
-            nanosleep(&nap, nullptr);
-        }
+        const bool late = sleep_until(now_ns() + ns);
         take_gil(state);
-        return error == ETIMEDOUT;
+        return late;
     }
     const uint64_t* seen(size_t i) const { return reinterpret_cast<const uint64_t*>(&words_[i].val); }
     // Those that were ready when they were entered, or whose words have changed since.
     std::vector<size_t> changed() const {
         std::vector<size_t> found;
         for (size_t i = 0; i < words_.size(); ++i) {
-            auto* word = reinterpret_cast<std::atomic<uint32_t>*>(words_[i].uaddr);
-            if (ready_[i] || word->load(std::memory_order_relaxed) != words_[i].val) found.push_back(i);
+            if (ready_[i] || is_changed(words_[i])) found.push_back(i);
         }
         return found;
     }
 
 private:
+    bool sleep_until(int64_t at) {
+        if (waitv_refused.load(std::memory_order_relaxed)) return sleep_by_turns(at);
+        timespec until{time_t(at / 1'000'000'000), long(at % 1'000'000'000)};
+        const int error = wait_for_any(words_.data(), words_.size(), until);
+        if (error == 0 || error == EAGAIN || error == EINTR || error == ETIMEDOUT) return error == ETIMEDOUT;
+        if (error != ENOMEM) waitv_refused.store(true, std::memory_order_relaxed);
+        return sleep_by_turns(at);
+    }
+    // Without futex_waitv: asleep on one of the words, looking at the others now and then, ever less often. A single word
+    // needs no looking. Costs at most 4 ms of delay, and 250 looks a second.
+    bool sleep_by_turns(int64_t at) {
+        for (int64_t nap = 125'000;; nap = std::min<int64_t>(2 * nap, 4'000'000)) {
+            if (std::any_of(words_.begin(), words_.end(), [](const WaitedWord& w) { return is_changed(w); })) return false;
+            const int64_t left = at - now_ns();
+            if (left <= 0) return true;
+            const int64_t ns = words_.size() == 1 ? left : std::min(nap, left);
+            if (futex_wait(word(words_[0]), uint32_t(words_[0].val), ns, !places_[0].ch->queue) == EINTR) return false;
+        }
+    }
+    static std::atomic<uint32_t>& word(const WaitedWord& w) { return *reinterpret_cast<std::atomic<uint32_t>*>(w.uaddr); }
+    static bool is_changed(const WaitedWord& w) { return word(w).load(std::memory_order_relaxed) != uint32_t(w.val); }
+
     std::vector<Place> places_;
-    std::vector<futex_waitv> words_;
+    std::vector<WaitedWord> words_;
     std::vector<bool> ready_;
 };
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 from collections import OrderedDict
@@ -84,7 +85,8 @@ def take_cores(number: int, processes: int) -> None:
     torch.set_num_threads(compute_threads(processes))
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) >= processes:
-        os.sched_setaffinity(0, cores[number::processes])
+        with contextlib.suppress(OSError):  # some containers refuse it; the parts are then placed by the system
+            os.sched_setaffinity(0, cores[number::processes])
 
 
 def forks() -> bool:

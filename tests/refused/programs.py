@@ -1,0 +1,111 @@
+"""What the tests run in processes of their own: ``python programs.py FUNCTION CALL ERROR`` has the system call refused, or
+``/proc`` hidden, and says what came of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+import time
+
+import seccomp
+
+from flowchan import Channel, Graph, GraphError, select
+
+BLOCKED = 1.0  # seconds over which CPU time is taken
+
+
+def waiting(channels: list[Channel]) -> bool:
+    return all(channel.stats().waiting_readers for channel in channels)
+
+
+def blocked_select() -> None:
+    """The share of a core that a blocked select takes; then what it gets when an item comes to the last channel."""
+    channels = [Channel(across=medium) for medium in ("threads", "processes", "processes")]
+    got: list[object] = []
+    selecting = threading.Thread(target=lambda: got.append(select(channels).item))
+    selecting.start()
+    while not waiting(channels):
+        time.sleep(0.001)
+    before = time.process_time()
+    time.sleep(BLOCKED)
+    share = (time.process_time() - before) / BLOCKED
+    channels[-1].put("item")
+    selecting.join()
+    print(f"burns {share:.0%} of a core" if share > 0.05 else "sleeps", *got)
+
+
+def blocked_coroutines() -> None:
+    """Two calls of one event loop that wait, one for each medium."""
+    channels = [Channel(across=medium) for medium in ("threads", "processes")]
+
+    async def get_both() -> list[object]:
+        getting = asyncio.gather(*(channel.aget() for channel in channels))
+        while not waiting(channels):
+            await asyncio.sleep(0.001)
+        for number, channel in enumerate(channels):
+            channel.put(number)
+        return await getting
+
+    print(asyncio.run(get_both()))
+
+
+def double(item: int) -> int:
+    return 2 * item
+
+
+def run() -> None:
+    graph = Graph("refused")
+    doubled = graph.source(range(100)).map(double, workers=2, on="process").reduce(int.__add__, 0)
+    try:
+        print(graph.run()[doubled])
+    except GraphError as error:
+        (problem,) = error.problems
+        print(problem.rule, problem.message)
+
+
+def stay(item: int) -> int:
+    os.write(1, b"at work\n")
+    threading.Event().wait()
+    return item
+
+
+def orphans() -> None:
+    """Two workers that never end by themselves."""
+    graph = Graph("orphans")
+    graph.source(range(2)).map(stay, workers=2, on="process").sink(print)
+    graph.run()
+
+
+def channel() -> None:
+    try:
+        Channel(across="processes")
+    except OSError as error:
+        print(repr(error))
+
+
+def threads() -> None:
+    """What needs no channel between processes."""
+    graph = Graph("threads")
+    doubled = graph.source(range(100)).map(double, workers=2).reduce(int.__add__, 0)
+    full = Channel()
+    full.put("item")
+    print(graph.run()[doubled], select([Channel(), full]).item)
+
+
+def parts() -> None:
+    import torch
+    from torch import nn
+
+    from flowchan.pipelines import Sequential
+
+    model = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 3))
+    with Sequential(model, parts=2, on="process") as pipe, torch.no_grad():
+        print(tuple(pipe(torch.ones(4, 2)).shape))
+
+
+if __name__ == "__main__":
+    function, call, *error = sys.argv[1:]
+    seccomp.without_proc() if call == "proc" else seccomp.refuse(call, int(error[0]))
+    globals()[function]()

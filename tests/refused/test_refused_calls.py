@@ -1,0 +1,86 @@
+"""Kernels that lack a system call (ENOSYS) and filters that refuse it (EPERM or ENOSYS): whatever flowchan uses has another
+way, or an error that names it. The refusals are real ones, in processes of their own."""
+
+from __future__ import annotations
+
+import errno
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import seccomp
+
+PROGRAMS = Path(__file__).with_name("programs.py")
+
+pytestmark = pytest.mark.skipif(not seccomp.SUPPORTED, reason="the numbers of the system calls are those of x86-64")
+
+both_errors = pytest.mark.parametrize("error", [errno.EPERM, errno.ENOSYS], ids=errno.errorcode.get)
+
+
+def said(function: str, call: str, error: int = 0) -> str:
+    command = [sys.executable, PROGRAMS, function, call, str(error)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.strip()
+
+
+@both_errors
+def test_c10_a_blocked_select_sleeps_and_wakes_up_without_futex_waitv(error: int) -> None:
+    assert said("blocked_select", "futex_waitv", error) == "sleeps item"
+
+
+@both_errors
+def test_c9_coroutines_wait_at_both_media_without_futex_waitv(error: int) -> None:
+    assert said("blocked_coroutines", "futex_waitv", error) == "[0, 1]"
+
+
+@both_errors
+def test_workers_in_processes_work_without_pidfd_open(error: int) -> None:
+    assert said("run", "pidfd_open", error) == "9900"
+
+
+@both_errors
+def test_c12_workers_end_with_their_killed_parent_without_pidfd_open(error: int) -> None:
+    command = [sys.executable, PROGRAMS, "orphans", "pidfd_open", str(error)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        assert [parent.stdout.readline() for _ in range(2)] == ["at work\n"] * 2
+        parent.send_signal(signal.SIGKILL)
+        assert parent.stdout.read() == ""  # its end comes when the workers, who have it too, are gone
+
+
+@both_errors
+@pytest.mark.parametrize("call", ["memfd_create", "fallocate"])
+def test_a_call_that_channels_between_processes_cannot_do_without_is_named_when_it_is_refused(
+    call: str, error: int
+) -> None:
+    reason = (
+        f"channels between processes need {call}, which is refused here, likely by the seccomp filter of a container or "
+        f"of a service manager; allow {call} in it"
+    )
+    channel = said("channel", call, error)
+    assert f"{error}, " in channel
+    assert reason in channel
+    assert said("run", call, error).startswith(f"system {reason}")
+    assert said("threads", call, error) == "9900 item"
+
+
+def test_channels_between_processes_say_that_they_need_proc_where_it_is_not_mounted() -> None:
+    try:
+        channel = said("channel", "proc")
+    except AssertionError as error:
+        if "PermissionError" in str(error):
+            pytest.skip("this user may not hide /proc")
+        raise
+    reason = "channels between processes need /proc, which is not mounted here (mount -t proc proc /proc)"
+    assert channel.startswith("FileNotFoundError(2, ")
+    assert reason in channel
+    assert said("run", "proc").startswith(f"system {reason}")
+    assert said("threads", "proc") == "9900 item"
+
+
+@both_errors
+def test_parts_in_processes_work_without_sched_setaffinity(error: int) -> None:
+    assert said("parts", "sched_setaffinity", error) == "(4, 3)"
