@@ -1,25 +1,32 @@
 """``await`` on channels and ports, for asyncio (C9).
 
-A coroutine that can't go on leaves a note with its event loop's :class:`Watcher`, a thread that sleeps on all the noted
-channels at once and tells the loop which of them changed; the coroutine then tries again itself. So a wait costs no
-thread, and an item is only ever taken in the loop, in one step, with nothing between taking and returning it: a
-cancelled call has not taken one.
+A coroutine that can't go on stands at the channel's gate, as a thread would, and leaves a note with its event loop's
+:class:`Watcher`, a thread that sleeps on all the noted gates at once and tells the loop which of them changed; then the
+coroutine tries again itself. So a wait costs no thread, and an item is only ever taken in the loop, in one step, with
+nothing between taking and returning it: a cancelled call has not taken one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures.thread
+import sys
 import threading
 import time
 import weakref
+from collections.abc import Collection
 from typing import Any, TypeVar
 
-from flowchan import _core
+from flowchan._core import Await, Watch
 from flowchan.errors import Drained, Empty, Full
 
 T = TypeVar("T")
 
 MOST = 127  # waits of one thread: what one futex_waitv takes, less the bell
+SLICE = 0.1
+"""Seconds after which a watcher looks whether a process has died that was to wake somebody, or its loop has ended."""
+LONG = 1.0
+"""The same where only threads of this process take part."""
 
 
 class Watcher:
@@ -31,73 +38,74 @@ class Watcher:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = weakref.ref(loop)  # while something waits, its future holds the loop
         self._lock = threading.Lock()
-        self._waits: dict[asyncio.Future[None], tuple[Any, bool]] = {}
-        self._bell: Any = _core.Channel(capacity=1, processes=False, max_bytes=2**64 - 1, name="bell")
+        self._waits: dict[asyncio.Future[None], Await] = {}
+        self._watch = Watch()
         self._thread: threading.Thread | None = None
         self._over = False
 
     def has_room(self) -> bool:
         return len(self._waits) < MOST
 
-    def add(self, future: asyncio.Future[None], target: Any, reading: bool) -> None:
+    def add(self, future: asyncio.Future[None], wait: Await) -> None:
         with self._lock:
-            self._waits[future] = (target, reading)
+            self._waits[future] = wait
             if self._thread is None:
-                self._thread = threading.Thread(target=self._watch, name="flowchan async")
+                self._thread = threading.Thread(target=self._run, name="flowchan async")
                 self._thread.start()
-        self._ring()
+        self._watch.ring()
 
     def remove(self, future: asyncio.Future[None]) -> None:
         with self._lock:
             self._waits.pop(future, None)
-        self._ring()
+        self._watch.ring()
 
     def end(self) -> None:
         """Ends the thread now. Nothing may wait any more."""
         self._over = True
-        self._ring()
+        self._watch.ring()
         thread = self._thread
         if thread is not None:
             thread.join()
 
-    def _ring(self) -> None:
-        try:
-            self._bell.put_nowait(None)
-        except Full:
-            pass  # it rings already
+    def channels(self) -> dict[asyncio.Future[None], Any]:
+        """The channel that each future waits for."""
+        with self._lock:
+            return {future: wait.channel for future, wait in self._waits.items()}
 
-    def _watch(self) -> None:
+    def _run(self) -> None:
         idle_since = time.monotonic()
         while True:
             loop = self._loop()
             if loop is None or loop.is_closed() or self._over:
                 break
             with self._lock:
+                heard = self._watch.heard
                 waits = list(self._waits.items())
                 if not waits and time.monotonic() - idle_since > self.IDLE:
                     self._thread = None
                     return
             if waits:
                 idle_since = time.monotonic()
-            changed = _core._wait_any([(self._bell, True), *(place for _, place in waits)], 0.1)
-            try:
-                self._bell.get_nowait()
-            except Empty:
-                pass
+            alone = waits and all(wait.channel.across == "threads" for _, wait in waits)
+            changed = self._watch.sleep(heard, [wait for _, wait in waits], LONG if alone else SLICE)
             futures = []
             with self._lock:
-                for future, place in (waits[index - 1] for index in changed if index):
+                for future, wait in (waits[index] for index in changed):
                     if self._waits.pop(future, None) is not None:
                         futures.append(future)
                     else:
-                        _core._pass_on(*place)  # its call was cancelled meanwhile
+                        wait.leave(True)  # its call was cancelled meanwhile
             if futures:
                 try:
                     loop.call_soon_threadsafe(_tell, futures)
                 except RuntimeError:
                     break  # the loop was closed
             del loop, waits, futures
-        self._waits.clear()  # nobody hears of them any more, and they hold the loop
+        with self._lock:
+            left = list(self._waits.values())
+            self._waits.clear()  # nobody hears of them any more, and they hold the loop
+        for wait in left:
+            wait.leave(True)
 
 
 def _tell(futures: list[asyncio.Future[None]]) -> None:
@@ -115,8 +123,8 @@ def end_waits() -> None:
         watcher.end()
 
 
-async def _changed(target: Any, reading: bool) -> None:
-    """Until something happens to the channel that may let one reader, or one writer, go on."""
+async def _changed(wait: Await) -> None:
+    """Until something happens to the channel that may let ``wait`` go on; it has left the gate then."""
     loop = asyncio.get_running_loop()
     watchers = _watchers.setdefault(loop, [])
     watcher = next((watcher for watcher in watchers if watcher.has_room()), None)
@@ -124,32 +132,58 @@ async def _changed(target: Any, reading: bool) -> None:
         watcher = Watcher(loop)
         watchers.append(watcher)
     future: asyncio.Future[None] = loop.create_future()
-    watcher.add(future, target, reading)
+    watcher.add(future, wait)
     try:
         await future
-    except asyncio.CancelledError:
+    except BaseException:
         watcher.remove(future)
-        _core._pass_on(target, reading)  # the wake-up may have been meant for this call
+        wait.leave(True)  # the wake-up may have been meant for this call
         raise
 
 
 async def aput(self: Any, item: Any) -> None:
     """As ``put``, for coroutines. A cancelled call has put nothing."""
+    try:
+        self.put_nowait(item)
+        return
+    except Full:
+        pass
+    again = False
     while True:
+        wait = Await(self, False, again)  # before the try: what happens after it is heard
         try:
             self.put_nowait(item)
-            return
         except Full:
-            await _changed(self, False)
+            await _changed(wait)
+            again = True
+        except BaseException:
+            wait.leave(True)
+            raise
+        else:
+            wait.leave(False)
+            return
 
 
 async def aget(self: Any) -> Any:
     """As ``get``, for coroutines. A cancelled call has taken nothing."""
+    try:
+        return self.get_nowait()
+    except Empty:
+        pass
+    again = False
     while True:
+        wait = Await(self, True, again)
         try:
-            return self.get_nowait()
+            item = self.get_nowait()
         except Empty:
-            await _changed(self, True)
+            await _changed(wait)
+            again = True
+        except BaseException:
+            wait.leave(True)
+            raise
+        else:
+            wait.leave(False)
+            return item
 
 
 async def anext_item(self: Any) -> Any:
@@ -163,3 +197,47 @@ async def anext_item(self: Any) -> Any:
 def aiter_items(self: T) -> T:
     """``async for item in channel``: until it is drained."""
     return self
+
+
+# --- whether anything but a channel can move an event loop ---
+
+
+def only_wait_for(channels: Collection[Any]) -> bool:
+    """Whether every event loop in which somebody waits for one of ``channels`` waits for them and nothing else: all its
+    tasks do, and it has no timer, no socket and no helping thread at work. What can't be seen counts as work."""
+    try:
+        wanted = {id(channel) for channel in channels}
+        for loop, watchers in list(_watchers.items()):
+            waits = {future: channel for watcher in watchers for future, channel in watcher.channels().items()}
+            stuck = {future for future, channel in waits.items() if id(channel) in wanted}
+            if stuck and (_has_work(loop) or not all(_is_stuck(task, stuck) for task in asyncio.all_tasks(loop))):
+                return False
+    except (AttributeError, RuntimeError):  # a loop of another kind; or it has just changed, so it works
+        return False
+    return True
+
+
+def _has_work(loop: Any) -> bool:
+    timers = any(not timer.cancelled() for timer in list(loop._scheduled))
+    sockets = len(loop._selector.get_map()) > 1  # one is the loop's own
+    return bool(loop._ready) or timers or sockets or _helps(loop._default_executor)
+
+
+def _helps(executor: Any) -> bool:
+    """Whether a thread of the executor does anything but wait for work."""
+    if executor is None:
+        return False
+    frames = sys._current_frames()
+    idle = concurrent.futures.thread._worker.__code__
+    threads = [frames.get(thread.ident) for thread in list(executor._threads)]
+    return executor._work_queue.qsize() > 0 or any(frame is not None and frame.f_code is not idle for frame in threads)
+
+
+def _is_stuck(future: Any, stuck: set[asyncio.Future[None]]) -> bool:
+    """Whether ``future`` waits for nothing but the ``stuck`` ones: directly, as a task or as a ``gather`` of such."""
+    if future in stuck:
+        return not future.done()
+    if isinstance(future, asyncio.Task):
+        return future._fut_waiter is not None and _is_stuck(future._fut_waiter, stuck)  # type: ignore[attr-defined]
+    children = [child for child in getattr(future, "_children", []) if not child.done()]
+    return bool(children) and all(_is_stuck(child, stuck) for child in children)

@@ -44,8 +44,9 @@ class ChannelStats:
     """One moment of a channel (C15). Counts are items since its creation; ``read_wait`` and ``write_wait`` are the
     seconds that all its readers and writers together have spent waiting, those waiting now included;
     ``readers_waiting_for`` and ``writers_waiting_for`` are the seconds for which somebody has been waiting without a
-    break until now. ``selecting`` of the waiting ones may go on without this channel (``select``, ``await``, a timeout);
-    ``woken`` of them have been woken and are about to look. ``holders`` are the processes that keep blocks."""
+    break until now. ``selecting`` of the waiting ones may go on without this channel (``select``, ``await``, a timeout),
+    and ``awaiting`` of those are coroutines of this process; ``woken`` of the waiting ones have been woken and are about
+    to look. ``holders`` are the processes that keep blocks."""
 
     items_in: int
     items_out: int
@@ -62,6 +63,7 @@ class ChannelStats:
     writers_waiting_for: float
     selecting: int
     woken: int
+    awaiting: int
     holders: tuple[Holder, ...] = ()
 
 

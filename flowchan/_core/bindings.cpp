@@ -236,11 +236,19 @@ NB_MODULE(_core, m) {
         .def_prop_ro("channel", [](Out& out) { return out.channel; }, "The channel that it writes.")
         .def_prop_ro("closed", [](Out& out) { return !out.open; }, "Whether this port was closed.");
 
+    nb::class_<Await>(m, "Await", "One coroutine that stands at the gate of a channel or port; see asynchronous.py.")
+        .def(nb::init<nb::object, bool, bool>(), "target"_a, "reading"_a, "again"_a)
+        .def("leave", &Await::leave, "unused"_a)
+        .def_prop_ro("channel", &Await::channel);
+    nb::class_<Watch>(m, "Watch", "The sleep of the thread that waits for coroutines.")
+        .def(nb::init<>())
+        .def_prop_ro("heard", &Watch::heard)
+        .def("ring", &Watch::ring)
+        .def("sleep", &Watch::sleep, "heard"_a, "waits"_a, "seconds"_a);
+
     for (const char* name : {"In", "Out"}) m.attr(name).attr("__module__") = "flowchan";
     m.def("_set_codec", [](nb::handle dumps, nb::handle loads) { set_codec(dumps.ptr(), loads.ptr()); }, "dumps"_a,
           "loads"_a);
     m.def("_select", select_one, "gets"_a, "puts"_a, "timeout"_a.none());
-    m.def("_wait_any", wait_any, "targets"_a, "seconds"_a);
-    m.def("_pass_on", pass_on, "target"_a, "reading"_a);
     m.def("_die_with", die_with, "pid"_a);
 }

@@ -45,7 +45,7 @@ std::string Channel::describe() const {
 bool Channel::usable() {
     if (forks == fork_count) return true;
     if (ring) {  // the child is another user of the same ring
-        plain = 0;
+        plain = awaiting = 0;
         forks = fork_count;
         return true;
     }
@@ -114,7 +114,7 @@ nb::tuple channel_stats(Channel& ch) {
                                       total(q.reader_gate), total(q.writer_gate),
                                       now(q.reader_gate), now(q.writer_gate),
                                       q.reader_gate.selecting + q.writer_gate.selecting,
-                                      q.reader_gate.woken + q.writer_gate.woken);
+                                      q.reader_gate.woken + q.writer_gate.woken, ch.awaiting);
         locked.unlock({});
         return std::apply([](auto... v) { return nb::make_tuple(v..., nb::list()); }, values);
     }
@@ -131,7 +131,7 @@ nb::tuple channel_stats(Channel& ch) {
                                   total(h.reader_gate), total(h.writer_gate),
                                   now(h.reader_gate), now(h.writer_gate),
                                   h.reader_gate.selecting + h.writer_gate.selecting,
-                                  h.reader_gate.woken + h.writer_gate.woken);
+                                  h.reader_gate.woken + h.writer_gate.woken, ch.awaiting);
     locked.unlock(wakes);
     return std::apply([&](auto... v) { return nb::make_tuple(v..., as_list(held)); }, values);
 }

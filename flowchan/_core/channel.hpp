@@ -9,6 +9,7 @@
 
 #include "blocking.hpp"
 #include "codec.hpp"
+#include "system.hpp"
 
 namespace flowchan {
 
@@ -21,6 +22,7 @@ struct Channel {
     uint64_t max_bytes = 0;  // UINT64_MAX: no limit (threads)
     uint64_t forks = fork_count;
     uint32_t plain = 0;      // ring: this process's own session, opened when first needed
+    uint32_t awaiting = 0;   // coroutines of this process that stand at the gates; under the medium's lock
 
     Channel(uint64_t capacity, bool processes, uint64_t max_bytes, std::string name);
     Channel(int fd, std::string name);
@@ -111,8 +113,38 @@ bool parse_deadline(PyObject* timeout, Deadline& deadline);
 template <class Port> bool ready(Port& port);
 
 nb::object select_one(nb::list gets, nb::list puts, nb::handle timeout);
-nb::list wait_any(nb::list targets, double seconds);
-void pass_on(nb::handle target, bool reading);
+
+// Without the GIL: until one of the words changes or the time has come. True when it has.
+bool sleep_on_any(std::vector<WaitedWord>& words, int64_t at);
+
+// One coroutine that stands at the gate of a channel.
+struct Await {
+    nb::object target;  // a channel or a port
+    Side side;
+    In* in = nullptr;
+    Out* out = nullptr;
+    Channel* ch = nullptr;
+    uint32_t session = 0, seq = 0;
+    uint64_t forks = fork_count;
+    bool entered = false;
+
+    Await(nb::object target, bool reading, bool again);
+    ~Await();
+    nb::object channel() const;
+    void leave(bool unused);
+};
+
+// The sleep of the thread that waits for the coroutines of an event loop, and the bell that ends it.
+class Watch {
+public:
+    uint32_t heard() const { return bell_.load(std::memory_order_relaxed); }
+    void ring();
+    nb::list sleep(uint32_t heard, nb::list waits, double seconds);
+
+private:
+    std::atomic<uint32_t> bell_{0};
+    std::atomic<bool> asleep_{false};
+};
 
 void abort_channel(Channel& ch, PyObject* cause);
 nb::tuple channel_stats(Channel& ch);

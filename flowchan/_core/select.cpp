@@ -1,4 +1,4 @@
-// Waiting at several gates at once: what select and the async calls are made of.
+// Waiting at several gates at once: what select is made of.
 //
 // Algorithm. Register at every gate first, then try the operations, then sleep in futex_waitv on all the gates' words
 // (Linux 5.16; where it is missing or refused, see `sleep_by_turns`). Because registering comes before trying, an
@@ -18,6 +18,22 @@ constexpr size_t MOST = 128;  // FUTEX_WAITV_MAX
 
 std::atomic<bool> waitv_refused{false};  // by this kernel or a filter of system calls, so for good; no partner
 
+std::atomic<uint32_t>& word(const WaitedWord& w) { return *reinterpret_cast<std::atomic<uint32_t>*>(w.uaddr); }
+bool is_changed(const WaitedWord& w) { return word(w).load(std::memory_order_relaxed) != uint32_t(w.val); }
+
+// Without futex_waitv: asleep on one of the words, looking at the others now and then, ever less often. A single word
+// needs no looking. Costs at most 4 ms of delay, and 250 looks a second.
+bool sleep_by_turns(const std::vector<WaitedWord>& words, int64_t at) {
+    for (int64_t nap = 125'000;; nap = std::min<int64_t>(2 * nap, 4'000'000)) {
+        if (std::any_of(words.begin(), words.end(), is_changed)) return false;
+        const int64_t left = at - now_ns();
+        if (left <= 0) return true;
+        const int64_t ns = words.size() == 1 ? left : std::min(nap, left);
+        const bool shared = !(words[0].flags & FUTEX_PRIVATE_FLAG);
+        if (futex_wait(word(words[0]), uint32_t(words[0].val), ns, shared) == EINTR) return false;
+    }
+}
+
 struct Place {
     Channel* ch;
     Side side;
@@ -27,7 +43,6 @@ struct Place {
 struct Entered {
     std::atomic<uint32_t>* word;
     uint32_t seq;
-    bool ready;  // a try may succeed, or raise, already
 };
 
 template <class M> Entered enter(M& m, const Place& place, bool again) {
@@ -36,13 +51,11 @@ template <class M> Entered enter(M& m, const Place& place, bool again) {
     uint32_t seq = gate.enter(again);
     gate.ends_by_itself(+1);
     Traits<M>::at_gate(m, place.session, place.side, +1);
-    const bool ready = place.side == Side::Reader ? Traits<M>::readable(m) : Traits<M>::writable(m, place.ch->capacity);
     locked.unlock({});
-    return {&gate.seq, seq, ready};
+    return {&gate.seq, seq};
 }
 
-// `seen`: pass on, too, if the gate's word is no longer this one.
-template <class M> void leave(M& m, const Place& place, bool pass_on, bool look, const uint64_t* seen = nullptr) {
+template <class M> void leave(M& m, const Place& place, bool pass_on, bool look) {
     Wakes wakes;
     Locked<M> locked(m);
     Gate& gate = Traits<M>::gate(m, place.side);
@@ -51,7 +64,6 @@ template <class M> void leave(M& m, const Place& place, bool pass_on, bool look,
     if (counted) gate.leave();
     gate.ends_by_itself(counted ? -1 : 0);
     if (look) Traits<M>::look_for_dead(m, wakes);
-    if (seen && gate.seq.load(std::memory_order_relaxed) != uint32_t(*seen)) pass_on = true;
     if (pass_on) (place.side == Side::Reader ? wakes.readers : wakes.writers) += gate.call(1);
     locked.unlock(wakes);
 }
@@ -64,7 +76,6 @@ public:
             Entered entered = p.ch->queue ? enter(*p.ch->queue, p, again) : enter(*p.ch->ring, p, again);
             uint32_t flags = FUTEX_WORD_32 | (p.ch->queue ? FUTEX_PRIVATE_FLAG : 0);
             words_.push_back({entered.seq, reinterpret_cast<uint64_t>(entered.word), flags, 0});
-            ready_.push_back(entered.ready);
         }
     }
     // `used`: the place whose operation was done, which needs no passing on.
@@ -75,49 +86,15 @@ public:
             else leave(*p.ch->ring, p, i != used, look);
         }
     }
-    // Without the GIL: until a word changes or `ns` are over. True when the time ran out.
+    // Until a word changes or `ns` are over. True when the time ran out.
     bool sleep(int64_t ns) {
-        PyThreadState* state = PyEval_SaveThread();
-        const bool late = sleep_until(now_ns() + ns);
-        take_gil(state);
-        return late;
-    }
-    const uint64_t* seen(size_t i) const { return reinterpret_cast<const uint64_t*>(&words_[i].val); }
-    // Those that were ready when they were entered, or whose words have changed since.
-    std::vector<size_t> changed() const {
-        std::vector<size_t> found;
-        for (size_t i = 0; i < words_.size(); ++i) {
-            if (ready_[i] || is_changed(words_[i])) found.push_back(i);
-        }
-        return found;
+        WithoutGil without;
+        return sleep_on_any(words_, now_ns() + ns);
     }
 
 private:
-    bool sleep_until(int64_t at) {
-        if (waitv_refused.load(std::memory_order_relaxed)) return sleep_by_turns(at);
-        timespec until{time_t(at / 1'000'000'000), long(at % 1'000'000'000)};
-        const int error = wait_for_any(words_.data(), words_.size(), until);
-        if (error == 0 || error == EAGAIN || error == EINTR || error == ETIMEDOUT) return error == ETIMEDOUT;
-        if (error != ENOMEM) waitv_refused.store(true, std::memory_order_relaxed);
-        return sleep_by_turns(at);
-    }
-    // Without futex_waitv: asleep on one of the words, looking at the others now and then, ever less often. A single word
-    // needs no looking. Costs at most 4 ms of delay, and 250 looks a second.
-    bool sleep_by_turns(int64_t at) {
-        for (int64_t nap = 125'000;; nap = std::min<int64_t>(2 * nap, 4'000'000)) {
-            if (std::any_of(words_.begin(), words_.end(), [](const WaitedWord& w) { return is_changed(w); })) return false;
-            const int64_t left = at - now_ns();
-            if (left <= 0) return true;
-            const int64_t ns = words_.size() == 1 ? left : std::min(nap, left);
-            if (futex_wait(word(words_[0]), uint32_t(words_[0].val), ns, !places_[0].ch->queue) == EINTR) return false;
-        }
-    }
-    static std::atomic<uint32_t>& word(const WaitedWord& w) { return *reinterpret_cast<std::atomic<uint32_t>*>(w.uaddr); }
-    static bool is_changed(const WaitedWord& w) { return word(w).load(std::memory_order_relaxed) != uint32_t(w.val); }
-
     std::vector<Place> places_;
     std::vector<WaitedWord> words_;
-    std::vector<bool> ready_;
 };
 
 struct Operation {
@@ -153,12 +130,16 @@ Operation parse(nb::handle target, Side side, PyObject* item) {
     return op;
 }
 
-bool closed_port(nb::handle target) {
-    if (nb::isinstance<In>(target)) return !nb::inst_ptr<In>(target)->open;
-    return nb::isinstance<Out>(target) && !nb::inst_ptr<Out>(target)->open;
-}
-
 }  // namespace
+
+bool sleep_on_any(std::vector<WaitedWord>& words, int64_t at) {
+    if (waitv_refused.load(std::memory_order_relaxed)) return sleep_by_turns(words, at);
+    timespec until{time_t(at / 1'000'000'000), long(at % 1'000'000'000)};
+    const int error = wait_for_any(words.data(), words.size(), until);
+    if (error == 0 || error == EAGAIN || error == EINTR || error == ETIMEDOUT) return error == ETIMEDOUT;
+    if (error != ENOMEM) waitv_refused.store(true, std::memory_order_relaxed);
+    return sleep_by_turns(words, at);
+}
 
 // Tries each operation once, beginning at a random one, and answers (index, item) of the one that was done; index -1
 // when all must wait, -2 when nothing is left that could ever be done. Raises what the operation raises.
@@ -217,52 +198,6 @@ nb::object select_one(nb::list gets, nb::list puts, nb::handle timeout) {
         if (used == -1) done = try_each(ops);
     }
     return done;
-}
-
-// Sleeps until one of the (channel or port, is it a read) changes, or about `seconds` are over; answers the indices of
-// those that changed; a port that was closed meanwhile has. The waiter that runs the async calls of an event loop does
-// nothing else.
-nb::list wait_any(nb::list targets, double seconds) {
-    std::vector<Place> places;
-    std::vector<size_t> numbers;
-    nb::list found;
-    for (size_t i = 0; i < targets.size(); ++i) {
-        nb::handle target = targets[i][0];
-        if (closed_port(target)) {
-            found.append(i);
-            continue;
-        }
-        places.push_back(parse(target, nb::cast<bool>(targets[i][1]) ? Side::Reader : Side::Writer, nullptr).place);
-        numbers.push_back(i);
-    }
-    Gates gates(places, true);
-    bool over = found.size() == 0 && gates.changed().empty() && gates.sleep(int64_t(seconds * 1e9));
-    std::vector<size_t> changed = gates.changed();
-    for (size_t i : changed) found.append(numbers[i]);
-    for (size_t i = 0; i < places.size(); ++i) {
-        // Those that changed are told to their callers, who try at once, or pass the wake-up on.
-        bool told = std::find(changed.begin(), changed.end(), i) != changed.end();
-        const Place& p = places[i];
-        const uint64_t* seen = told ? nullptr : gates.seen(i);
-        if (p.ch->queue) leave(*p.ch->queue, p, !told && over, over, seen);
-        else leave(*p.ch->ring, p, !told && over, over, seen);
-    }
-    return found;
-}
-
-// A caller that was told and will not try: somebody else may.
-void pass_on(nb::handle target, bool reading) {
-    if (closed_port(target)) return;
-    Place p = parse(target, reading ? Side::Reader : Side::Writer, nullptr).place;
-    Wakes wakes;
-    auto call = [&](auto& m) {
-        using M = std::remove_reference_t<decltype(m)>;
-        Locked<M> locked(m);
-        (reading ? wakes.readers : wakes.writers) += Traits<M>::gate(m, p.side).call(1);
-        locked.unlock(wakes);
-    };
-    if (p.ch->queue) call(*p.ch->queue);
-    else call(*p.ch->ring);
 }
 
 }  // namespace flowchan

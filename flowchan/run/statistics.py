@@ -63,7 +63,8 @@ def summarise(supervisor: Supervisor, snapshots: tuple[Snapshot, ...]) -> RunSta
             capacity=s.link.capacity, passed=s.stats.items_out, rate=s.stats.items_out / elapsed,
             waiting_readers=s.stats.waiting_readers, waiting_writers=s.stats.waiting_writers,
             readers_waiting_for=s.stats.readers_waiting_for, writers_waiting_for=s.stats.writers_waiting_for,
-            selecting=s.stats.selecting, woken=s.stats.woken, holders=s.stats.holders,
+            selecting=s.stats.selecting, woken=s.stats.woken, awaiting=s.stats.awaiting,
+            holders=s.stats.holders,
         )
         for s in snapshots
     )  # fmt: skip

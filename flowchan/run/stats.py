@@ -39,7 +39,8 @@ class StageStats:
 class LinkStats:
     """One channel: ``inside`` of ``capacity`` items are in it now, ``passed`` went through, ``rate`` of them a second.
     ``waiting_readers`` workers wait for an item, and somebody has for ``readers_waiting_for`` seconds; the same for
-    writers. ``selecting`` of them may go on without this channel, ``woken`` of them are about to look.
+    writers. ``selecting`` of them may go on without this channel, ``awaiting`` of those are coroutines of this process;
+    ``woken`` of them are about to look.
     ``holders`` are the processes that keep blocks of its memory."""
 
     name: str
@@ -56,6 +57,7 @@ class LinkStats:
     writers_waiting_for: float = 0.0
     selecting: int = 0
     woken: int = 0
+    awaiting: int = 0
     holders: tuple[Holder, ...] = ()
 
 

@@ -37,6 +37,7 @@ from typing import Any
 
 import psutil
 
+from flowchan.asynchronous import only_wait_for
 from flowchan.channel import Channel
 from flowchan.errors import Broken, Closed, Deadlock, Drained, Empty, WorkerDied
 from flowchan.run import chance, decisions
@@ -76,7 +77,9 @@ HOPELESS = 4
 """Deaths of a worker in a row, each before it begins to work, that end the run."""
 STILL = 0.5
 """Seconds for which nothing must move before a run counts as stuck."""
-REMEDY = "give a channel that somebody waits to put into more places, stream.buffer(n), or read its branches apart"
+REMEDY = "raise the capacity of a channel with a blocked writer (`stream.buffer(n)`), or read its branches independently"
+NOBODY_PUTS = "nobody puts: let one stage of the loop put before it gets, or end by returning"
+"""What to do when everybody waits, and somebody of them to put; and when all wait to get."""
 LOOK = 0.05
 """Seconds between two looks at the worker processes: two looks and what they take stay below what R4 allows."""
 
@@ -368,11 +371,12 @@ class Supervisor:
             return
         stats = summarise(self, measure(self.plan))
         still = (self.state.restarts, [(link.name, link.inside, link.passed) for link in stats.links])
-        counts = still if all_wait(stats) else None
+        counts = still if all_wait(stats) and only_wait_for(self.plan.channels.values()) else None
         if counts is not None and counts == self._counts:
             putting = [link.writer for link in stats.links if link.waiting_writers]
             stage = (putting + [link.reader or link.writer for link in stats.links if link.waiting_readers])[0]
-            error = Deadlock(f"every worker waits and nothing is in flight; {REMEDY}\n{explain(stats)}")
+            remedy = REMEDY if putting else NOBODY_PUTS
+            error = Deadlock(f"every worker waits and nothing is in flight; {remedy}\n{explain(stats)}")
             self._handle(decisions.Stuck(Failure(WorkerId(stage, 1), error, None, self.pid)))
         self._counts = counts
 

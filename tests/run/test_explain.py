@@ -3,10 +3,12 @@ again ends with that explanation; one that only looks like it for a while goes o
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import re
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -226,6 +228,77 @@ def test_a_deadlock_while_stopping_is_recognised(looks: Callable[[], int]) -> No
     deadlock_of(run)
 
 
+async def async_same(item: Any) -> Any:
+    return item
+
+
+@pytest.mark.parametrize("where", ["before", "left", "right", "behind"])
+def test_a_deadlock_is_recognised_beside_async_stages(where: str) -> None:
+    graph = Graph("stuck")
+    numbers = graph.source(range(12))
+    left, right = (numbers.map(async_same, workers=3) if where == "before" else numbers).tee(2, name="tee", capacity=1)
+    fours = (left.map(async_same, name="same") if where == "left" else left).batch(4, name="fours")
+    pairs = fours.zip(right.map(async_same, capacity=1, workers=2) if where == "right" else right, name="pairs")
+    pairs.sink(async_same if where == "behind" else same)
+    _, cause = deadlock_of(graph.start())
+    assert "'pairs' waits for an item from 'fours' (0 of 64)" in str(cause)
+    assert "raise the capacity of a channel with a blocked writer (`stream.buffer(n)`)" in str(cause)
+
+
+def test_a_deadlock_of_helping_tasks_is_recognised() -> None:
+    """A worker's task waits for two others, and they for the channels."""
+
+    async def both(left: In[int], right: In[int], out: Out[int]) -> None:
+        helper = asyncio.create_task(right.aget())
+        await asyncio.gather(helper, left.aget())
+
+    def only_left(left: Out[int], right: Out[int]) -> None:
+        for number in itertools.count():
+            left.put(number)
+
+    graph = Graph("stuck")
+    left, right = graph.stage(only_left, name="giver")
+    graph.stage(both, left, right, name="asker").sink(same)
+    _, cause = deadlock_of(graph.start())
+    assert "'asker' waits for an item from 'giver.right'" in str(cause)
+
+
+def feedback(first: Callable[..., Any]) -> Graph:
+    """A loop in which each waits for what the other puts."""
+
+    async def second(numbers: In[int], back: Out[int]) -> None:
+        async for number in numbers:
+            await back.aput(number)
+
+    graph = Graph("loop")
+    back = graph.feedback()
+    forward = graph.stage(first, back, name="first")
+    back.feed(graph.stage(second, forward, name="second"))
+    return graph
+
+
+def test_when_everybody_waits_to_get_the_remedy_is_to_put() -> None:
+    def first(back: In[int], out: Out[int]) -> None:
+        for number in back:
+            out.put(number)
+
+    _, cause = deadlock_of(feedback(first).start())
+    assert "nobody puts: let one stage of the loop put before it gets, or end by returning" in str(cause)
+    assert "stream.buffer" not in str(cause)
+
+
+def test_the_time_that_an_async_stage_waits_is_told() -> None:
+    graph = Graph("waiting")
+    numbers = graph.input(name="numbers")
+    numbers.map(async_same, name="same").sink(same)
+    with graph.start() as run:
+        waits(run, "numbers", readers=1)
+        wait_until(lambda: run.stats().links[0].readers_waiting_for > 0.3)  # the watching thread has looked again
+        found = re.search(r"for (\d+\.\d) s", line_of(run, "same"))
+        assert found is not None
+        assert 0.3 <= float(found[1]) <= run.stats().elapsed
+
+
 # what only looks like it
 
 
@@ -275,6 +348,99 @@ def test_a_batch_whose_time_will_be_over_is_no_deadlock(looks: Callable[[], int]
     pairs = run.wait()[result]
     assert [item for batch, _ in pairs for item in batch] == [0, 1][: sum(len(batch) for batch, _ in pairs)]
     assert [number for _, number in pairs] == list(range(len(pairs)))
+
+
+async def a_timer(items: In[int]) -> list[int]:
+    """Looks into its channel from time to time."""
+    while True:
+        try:
+            return [await asyncio.wait_for(items.aget(), 0.2)]
+        except TimeoutError:
+            if over[0].is_set():
+                return []
+
+
+async def a_sleeping_task(items: In[int]) -> list[int]:
+    """Another task of the same loop goes on by itself."""
+    waiting = asyncio.create_task(items.aget())
+
+    async def tick() -> None:
+        while not over[0].is_set():
+            await asyncio.sleep(0.01)
+        waiting.cancel()
+
+    await asyncio.gather(tick(), waiting, return_exceptions=True)
+    return []
+
+
+async def a_thread(items: In[int]) -> list[int]:
+    """A callback will come from a helping thread."""
+    waiting = asyncio.create_task(items.aget())
+    helping = asyncio.get_running_loop().run_in_executor(None, over[0].wait)
+    helping.add_done_callback(lambda _: waiting.cancel())
+    await asyncio.gather(waiting, return_exceptions=True)
+    return []
+
+
+async def a_socket(items: In[int]) -> list[int]:
+    """A callback will come when somebody writes."""
+    waiting = asyncio.create_task(items.aget())
+    here, there = socket.socketpair()
+    with here, there:
+        threading.Thread(target=lambda: (over[0].wait(), there.send(b"!"))).start()
+        asyncio.get_running_loop().add_reader(here, waiting.cancel)
+        await asyncio.gather(waiting, return_exceptions=True)
+        asyncio.get_running_loop().remove_reader(here)
+    return []
+
+
+async def an_event(items: In[int]) -> list[int]:
+    """One of its two tasks waits for what no channel brings."""
+    rings = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    threading.Thread(target=lambda: (over[0].wait(), loop.call_soon_threadsafe(rings.set))).start()
+    waiting = asyncio.create_task(items.aget())
+    await rings.wait()
+    waiting.cancel()
+    return []
+
+
+over: list[threading.Event] = []  # of a test, for the functions above
+
+
+@pytest.mark.parametrize("works", [a_timer, a_sleeping_task, a_thread, a_socket, an_event])
+def test_a_loop_that_has_other_work_is_no_deadlock(works: Any, looks: Callable[[], int]) -> None:
+    """Everybody waits for an item, but the async stage may go on by itself."""
+    over[:] = [threading.Event()]
+
+    async def first(back: In[int], out: Out[int]) -> None:
+        for number in await works(back):
+            await out.aput(number)
+
+    run = feedback(first).start()
+    waits(run, "first", readers=1)
+    wait_until(lambda: run.stats().links[0].waiting_readers + run.stats().links[1].waiting_readers == 2)
+    assert goes_on(run, looks)
+    over[0].set()
+    run.wait()
+
+
+def test_coroutines_that_wait_in_a_channel_of_their_own_are_no_deadlock(looks: Callable[[], int]) -> None:
+    mine: Channel[int] = Channel()
+
+    async def add(item: int) -> int:
+        return item + await mine.aget()
+
+    graph = Graph("outside")
+    result = graph.source(range(3)).map(add).collect()
+    run = graph.start()
+    waiting = threading.Thread(target=run.wait)
+    waiting.start()
+    wait_until(lambda: mine.stats().waiting_readers == 1)
+    assert goes_on(run, looks)
+    mine.put_many([10, 20, 30])
+    waiting.join()
+    assert run.wait()[result] == [10, 21, 32]
 
 
 def test_a_stopped_process_is_no_deadlock(looks: Callable[[], int]) -> None:
