@@ -10,7 +10,8 @@ from __future__ import annotations
 import copyreg
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
@@ -24,6 +25,10 @@ from flowchan.transport.handles import duplicate, open_handle
 __all__ = ["Channel", "ChannelStats", "Holder", "In", "Out"]
 
 T = TypeVar("T")
+
+hears_aborts: ContextVar[Callable[[Channel[Any], BaseException | None], None] | None]
+"""Who hears of a channel that is about to be aborted in this thread or task: what runs a stage sets it."""
+hears_aborts = ContextVar("hears_aborts", default=None)
 
 _NO_LIMIT = 2**64 - 1
 _MOST_BY_DEFAULT = 16 << 30
@@ -100,6 +105,15 @@ class Channel(_core.Channel, Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         return self
+
+    def abort(self, cause: BaseException | None = None) -> None:
+        """Break the channel: what is inside is discarded, and every waiting or later call raises Broken from ``cause``.
+        In a graph it ends the run, with that cause."""
+        if cause is not None and not isinstance(cause, BaseException):
+            raise TypeError(f"abort: cause must be an exception or None, not {cause!r}")
+        if (hear := hears_aborts.get()) is not None:
+            hear(self, cause)
+        super().abort(cause)
 
     loan = arrays.loan
     aput = asynchronous.aput

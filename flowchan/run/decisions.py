@@ -25,6 +25,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from flowchan.run.failures import text_of
 from flowchan.run.worker import Ended, Failure, WorkerId
 
 GRACE = 2.0
@@ -79,6 +80,13 @@ class Stuck:
 
 
 @dataclass(frozen=True, slots=True)
+class Broke:
+    """Somebody has broken a channel of the run; the failure says which, who, and with what cause."""
+
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
 class StopAsked:
     """``run.stop()``, the first Ctrl-C, or SIGTERM."""
 
@@ -93,7 +101,7 @@ class Tick:
     """Time has passed."""
 
 
-Happening = Ended | Failure | Died | Stuck | StopAsked | AbortAsked | Tick
+Happening = Ended | Failure | Died | Stuck | Broke | StopAsked | AbortAsked | Tick
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +152,8 @@ def decide(state: State, happening: Happening, now: float) -> tuple[State, tuple
         return _failed(state, happening, now, expected=False)
     if isinstance(happening, Stuck):
         return _stuck(state, happening, now)
+    if isinstance(happening, Broke):
+        return _broke(state, happening, now)
     if isinstance(happening, StopAsked):
         if state.phase != "running":
             return dataclasses.replace(state, stopped=True), ()
@@ -167,7 +177,7 @@ def _failed(state: State, failure: Failure, now: float, expected: bool) -> tuple
     """``expected``: the worker was ended by us, which is no failure of its own."""
     breaking = state.phase in ("running", "stopping", "finishing") and not expected
     if not expected:
-        state = dataclasses.replace(state, failures=(*state.failures, failure))
+        state = dataclasses.replace(state, failures=_with(state.failures, failure))
     if breaking:
         state = dataclasses.replace(state, phase="failing", since=now)
     state, actions = _gone(state, failure.worker, now)
@@ -189,6 +199,26 @@ def _stuck(state: State, stuck: Stuck, now: float) -> tuple[State, tuple[Action,
         return state, ()
     failures = (*state.failures, stuck.failure)
     return dataclasses.replace(state, failures=failures, phase="failing", since=now), (BreakChannels(),)
+
+
+def _broke(state: State, broke: Broke, now: float) -> tuple[State, tuple[Action, ...]]:
+    breaking = state.phase in ("running", "stopping", "finishing")
+    state = dataclasses.replace(state, failures=_with(state.failures, broke.failure))
+    if not breaking:
+        return state, ()
+    return dataclasses.replace(state, phase="failing", since=now), (BreakChannels(),)
+
+
+def _with(failures: tuple[Failure, ...], new: Failure) -> tuple[Failure, ...]:
+    """A stage may raise what it has aborted its channel with: that is one failure."""
+    for place, old in enumerate(failures):
+        if old.channel is not None and old.worker in (new.worker, WorkerId(new.worker.stage, 0)) and _same(old, new):
+            return (*failures[:place], dataclasses.replace(new, channel=old.channel), *failures[place + 1 :])
+    return (*failures, new)
+
+
+def _same(one: Failure, other: Failure) -> bool:
+    return one.error is other.error or text_of(one.error) == text_of(other.error)
 
 
 def _abort(state: State, now: float) -> tuple[State, tuple[Action, ...]]:

@@ -142,7 +142,8 @@ class Run:
             raise RuntimeError(message) from self._supervisor.crashed
         failures = self._supervisor.state.failures
         if failures:
-            raise RunError(f"graph {self._plan.graph.name!r} failed", [_stage_error(failure) for failure in failures])
+            errors = [_stage_error(failure, self._plan) for failure in failures]
+            raise RunError(f"graph {self._plan.graph.name!r} failed", errors)
         for name, taken_in in self._taken_in.items():
             taken_in.thread.join()
             if name not in self._iterated:
@@ -264,18 +265,32 @@ def wait_interrupted(run: Run) -> None:
         run.wait()
 
 
-def _stage_error(failure: Failure) -> StageError:
+def _stage_error(failure: Failure, plan: Plan) -> StageError:
     if isinstance(failure.error, StageError) and failure.error.stage == failure.worker.stage:
         return failure.error
     if isinstance(failure.error, Deadlock):
         error = StageError("nobody can ever move again", stage=failure.worker.stage, worker=str(failure.worker))
         error.__cause__ = failure.error
         return error
+    if failure.channel is not None:
+        return _channel_error(failure, plan)
     item = f" on item {failure.item}" if failure.item is not None else ""
     error = StageError(
         f"stage {failure.worker.stage!r} failed{item} in worker {failure.worker} (pid {failure.pid}): "
         + text_of(failure.error),
         stage=failure.worker.stage, worker=str(failure.worker), item=failure.item,
+    )  # fmt: skip
+    error.__cause__ = failure.error
+    return error
+
+
+def _channel_error(failure: Failure, plan: Plan) -> StageError:
+    link = next(link for link in plan.links if link.name == failure.channel)
+    worker = f"{failure.worker}" if failure.worker.number else ""
+    by = f" by worker {worker} (pid {failure.pid})" if worker else ""
+    error = StageError(
+        f"channel {link.name!r} (from {link.writer!r} to {link.reader!r}) was aborted{by}: {text_of(failure.error)}",
+        stage=failure.worker.stage, worker=worker,
     )  # fmt: skip
     error.__cause__ = failure.error
     return error

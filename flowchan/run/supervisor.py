@@ -41,6 +41,7 @@ from flowchan.asynchronous import only_wait_for
 from flowchan.channel import Channel
 from flowchan.errors import Broken, Closed, Deadlock, Drained, Empty, WorkerDied
 from flowchan.run import chance, decisions
+from flowchan.run.breaks import Breaks
 from flowchan.run.decisions import (
     Action,
     BreakChannels,
@@ -56,6 +57,7 @@ from flowchan.run.explain import all_wait, explain
 from flowchan.run.plan import Plan, PlannedWorker
 from flowchan.run.statistics import measure, summarise
 from flowchan.run.worker import (
+    Aborted,
     Began,
     Ended,
     Event,
@@ -150,6 +152,7 @@ class Supervisor:
         self._threads: dict[WorkerId, threading.Thread] = {}
         self._tasks: list[Tasks] = []  # of the async stages
         self._gone: set[WorkerId] = set()
+        self._breaks = Breaks(plan)
         # Everything that happens comes through `_events`, as references. What worker processes tell comes through
         # `_mail`, and a thread of its own hands it on.
         self._events: Channel[Happening | Event] = Channel(1024)
@@ -251,8 +254,15 @@ class Supervisor:
                 self.retried[event.worker.stage] += 1
             elif isinstance(event, Began):
                 self._stillborn[event.worker] = -1
-            else:
+            elif isinstance(event, Aborted):
+                self._breaks.hear(event)
+            elif not (isinstance(event, Ended) and self._breaks.keeps(event, self._workers[event.worker].ports)):
+                if isinstance(event, Failure) and self._breaks.told_by(event.worker):
+                    self._tell_break()  # a worker's words come in its order
                 self._handle(event)
+            self._breaks.look()
+            if self._breaks.is_due(self._all_is_heard):
+                self._tell_break()
             for died in self._dead():
                 self._handle(died)
             self._look_for_deadlock()
@@ -294,7 +304,14 @@ class Supervisor:
             for tasks in self._tasks:
                 tasks.cancel()
 
+    def _tell_break(self) -> None:
+        if (failure := self._breaks.failure()) is not None:
+            self._handle(decisions.Broke(failure))
+        for ended in self._breaks.ends():
+            self._handle(ended)
+
     def _break(self, cause: BaseException | None) -> None:
+        self._breaks.end()
         for channel in self.plan.channels.values():
             channel.abort(cause)
 
@@ -302,7 +319,7 @@ class Supervisor:
         """Workers whose process has ended without a word. What it told may still be under way, so one is believed dead
         at the second look, when the mail is empty."""
         found = []
-        for id in (self.state.alive & self.state.processes) - self._due.keys():
+        for id in (self.state.alive & self.state.processes) - self._due.keys() - self._breaks.ended():
             process = self._processes[id]
             if process.exitcode is None:
                 self._memory[id] = _memory_of(process.pid) or self._memory.get(id, 0)
@@ -310,7 +327,7 @@ class Supervisor:
                 continue
             elif id not in self._gone:
                 self._gone.add(id)
-            elif self._mail_is_empty() and len(self._events) == 0:
+            elif self._all_is_heard():
                 found.append(self._obituary(id, process))
         return found
 
@@ -421,9 +438,10 @@ class Supervisor:
             else:
                 self._handle(Ended(id))
 
-    def _mail_is_empty(self) -> bool:
+    def _all_is_heard(self) -> bool:
+        """Whether all that workers have told so far has been handled."""
         stats = self._mail.stats() if self._mail is not None else None
-        return stats is None or stats.inside + stats.leased == 0
+        return (stats is None or stats.inside + stats.leased == 0) and len(self._events) == 0
 
     # --- the postman's thread ---
 

@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,7 @@ import cloudpickle
 
 from flowchan import _core
 from flowchan.asynchronous import end_waits
-from flowchan.channel import In, Out
+from flowchan.channel import Channel, In, Out, hears_aborts
 from flowchan.errors import Broken, Closed
 from flowchan.run import chance
 from flowchan.run.chance import Worker
@@ -64,12 +65,25 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The worker has ended by ``error``, which the user's code raised. ``item`` is the text of the item in hand."""
+    """The worker has ended by ``error``, which the user's code raised. ``item`` is the text of the item in hand. Number 0:
+    nobody knows which worker it was."""
 
     worker: WorkerId
     error: Any  # on its way out of a process a Portable, which arrives as the exception
     item: str | None
     pid: int
+    channel: str | None = None  # the name of the channel that was aborted with the error
+
+
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    """The worker is about to abort one of its channels, at a time of the machine's monotonic clock in ns."""
+
+    worker: WorkerId
+    channel: str
+    error: Any  # as that of a Failure; None: without a cause
+    pid: int
+    at: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +101,7 @@ class Result:
     value: Any
 
 
-Event = Began | Ended | Failure | Retried | Result
+Event = Began | Ended | Failure | Aborted | Retried | Result
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +199,7 @@ def work(here: Worker, recipe: Recipe, ports: Ports, tell: Callable[[Event], Non
     chance.enter(here)
     job = Job(kind=recipe.kind, function=_nothing)
     ended_by: BaseException | None = None
+    tell_aborts(worker, ports, tell, sends)
     try:
         ports.join(recipe)
         with built(recipe.function) as function:
@@ -198,6 +213,21 @@ def work(here: Worker, recipe: Recipe, ports: Ports, tell: Callable[[Event], Non
         _end(worker, job, ports, ended_by, tell, sends)
     except BaseException as error:  # no worker may end without a word, or the run waits for it for ever
         tell(Failure(worker, Portable(error) if sends else error, None, os.getpid()))
+
+
+def tell_aborts(worker: WorkerId, ports: Ports, tell: Callable[[Event], None], sends: bool) -> None:
+    """From now on the supervisor hears when this thread or task aborts a channel of the worker, before anybody meets it."""
+
+    pid = os.getpid()
+
+    def aborting(channel: Channel[Any], cause: BaseException | None) -> None:
+        forked = os.getpid() != pid  # by the user's code, and nothing of ours reaches that child
+        if not forked and any(port.channel is channel for port in ports.everything()):
+            error = Portable(cause) if sends and cause is not None else cause
+            with contextlib.suppress(Closed, Broken):  # a run that is over hears nobody any more
+                tell(Aborted(worker, channel._name, error, pid, time.monotonic_ns()))
+
+    hears_aborts.set(aborting)
 
 
 class Tasks:
@@ -244,6 +274,7 @@ def work_together(workers: dict[Worker, Ports], recipe: Recipe, tell: Callable[[
         chance.enter(here)
         job = Job(kind=recipe.kind, function=_nothing)
         ended_by: BaseException | None = None
+        tell_aborts(worker, ports, tell, sends=False)
         try:
             ports.join(recipe)
             async with built_async(recipe.function) as function:

@@ -1,0 +1,105 @@
+"""Who broke a channel of the run, if it was not the supervisor (R3).
+
+A worker that aborts one of its channels says so before it does. But words come two ways, from threads at once and
+from processes by mail, so the end of a worker that met the break may be heard first; and a break by the program, or in
+a thread of the user's own, is told by nobody. So a break that is found counts once everything has been heard, and the
+first who told of one is to blame: all others met its consequences.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable
+
+from flowchan.channel import Channel
+from flowchan.errors import Broken, ChannelError
+from flowchan.run.plan import Plan
+from flowchan.run.worker import Aborted, Ended, Failure, Ports, WorkerId
+
+LOOK = 0.5
+"""Seconds between two looks at all channels, for breaks that end no worker."""
+
+PATIENCE = 1.0
+"""Seconds after which a break counts although workers tell so much that not all of it has been heard."""
+
+
+class Breaks:
+    """What the supervisor has heard and seen of broken channels, until it breaks them all itself."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._told: list[Aborted] = []
+        self._found: list[str] = []
+        self._ends: list[Ended] = []
+        self._next_look = 0.0
+        self._over = False
+        self._since = math.inf
+
+    def is_due(self, all_is_heard: Callable[[], bool]) -> bool:
+        """Whether there is something to be decided, and all that can still be heard of it has been heard."""
+        if not (self._told or self._found or self._ends):
+            self._since = math.inf
+            return False
+        self._since = min(self._since, time.monotonic())
+        return self._over or all_is_heard() or time.monotonic() - self._since > PATIENCE
+
+    def hear(self, aborted: Aborted) -> None:
+        """A worker is about to break one of its channels. One that only passes on our own break says nothing new."""
+        if not self._over:
+            self._told.append(aborted)
+
+    def told_by(self, worker: WorkerId) -> bool:
+        return any(aborted.worker == worker for aborted in self._told)
+
+    def keeps(self, ended: Ended, ports: Ports) -> bool:
+        """Whether a channel of this worker was broken; its end then counts once it is clear by whom."""
+        broken = [] if self._over else [port.channel for port in ports.everything() if port.channel.broken]
+        self._found += [channel._name for channel in broken]
+        self._ends += [ended] if broken else []
+        return bool(broken)
+
+    def ended(self) -> set[WorkerId]:
+        """Those whose ends are kept."""
+        return {ended.worker for ended in self._ends}
+
+    def look(self) -> None:
+        """From time to time at all channels: whoever broke one may go on for long."""
+        now = time.monotonic()
+        if now >= self._next_look and not self._over:
+            self._next_look = now + LOOK
+            self._found += [name for name, channel in self._plan.channels.items() if channel.broken]
+
+    def end(self) -> None:
+        """From now on every channel is broken by the supervisor."""
+        self._over = True
+        self._found.clear()
+
+    def failure(self) -> Failure | None:
+        """The one that came first, once everything has been heard; ``None`` if the supervisor was earlier."""
+        told, found = min(self._told, key=lambda one: one.at, default=None), self._found
+        self._told, self._found = [], []
+        if told is not None:
+            error = told.error or _cause(self._plan.channels[told.channel])
+            return Failure(told.worker, error, None, told.pid, told.channel)
+        if found:
+            writer = next(link.writer for link in self._plan.links if link.name == found[0])
+            return Failure(WorkerId(writer, 0), _cause(self._plan.channels[found[0]]), None, os.getpid(), found[0])
+        return None
+
+    def ends(self) -> list[Ended]:
+        """The ends that were kept."""
+        kept, self._ends = self._ends, []
+        return kept
+
+
+def _cause(channel: Channel[object]) -> BaseException:
+    """What a channel was aborted with; without a cause, that it is broken."""
+    try:
+        channel.get_nowait()
+    except Broken as error:
+        return error.__cause__ or error.with_traceback(None)
+    except ChannelError:
+        pass
+    return Broken(f"channel {channel._name!r} is broken")
