@@ -47,11 +47,12 @@ def best_split(costs: Sequence[float], parts: int) -> list[int]:
 
 def costs(module: nn.Sequential, micro: Any, balance: str, threads: int) -> list[float]:
     """What each layer costs with a micro-batch: seconds, of forward and backward for a module in training mode, with
-    ``threads`` compute threads; or bytes of its parameters, buffers and activations. The module is not changed."""
+    ``threads`` compute threads; or bytes of its parameters, its buffers and what it keeps, which is what autograd saves for
+    the backward pass for a module in training mode, else what it puts out. The module is not changed."""
     with torch.random.fork_rng(devices=[]), _compute_threads(threads):
         layers = list(_alone(module, micro))
         if balance == "memory":
-            return [float(_bytes(*layer)) for layer in layers]
+            return _bytes(layers, module.training)
         return _seconds(layers, module.training)
 
 
@@ -100,27 +101,64 @@ def _fresh(value: Any, training: bool) -> Any:
     return mapped(lambda tensor: tensor.detach().requires_grad_(training and tensor.is_floating_point()).clone(), value)
 
 
-def _bytes(part: Part, value: Any, skips: dict[str, Tensor]) -> int:
-    """Parameters, buffers and what all layers within the part put out. A layer that works in place puts out nothing new."""
-    own = (*part.module.parameters(), *part.module.buffers())
-    value = _fresh(value, training=False)
-    made = {tensor.untyped_storage().data_ptr(): 0 for tensor in tensors(value)}
-    kept: list[Any] = []  # so that no two outputs have one address
+def _bytes(layers: list[_Layer], training: bool) -> list[float]:
+    """Of each layer: its parameters and buffers, and what stays until the backward pass, or what it puts out where there
+    is none. What several layers keep counts for the first of them; the input counts where a layer saves it."""
+    value, skips = _fresh(layers[0][1], training=False), layers[0][2]
+    kept: list[Any] = [value]  # so that no two tensors have one address
+    known = {_address(tensor) for part, *_ in layers for tensor in _state(part)}
+    if not training:
+        known |= {_address(tensor) for tensor in tensors(value)}
+    found = []
+    for part, *_ in layers:
+        with torch.set_grad_enabled(training):
+            value, skips, made = _kept(part, value, skips, training)
+        kept.append((value, made))
+        sizes = {_address(tensor): tensor.untyped_storage().nbytes() for tensor in made}
+        state = sum(tensor.numel() * tensor.element_size() for tensor in _state(part))
+        found.append(float(state + sum(size for address, size in sizes.items() if address not in known)))
+        known |= set(sizes)
+    return found
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _state(part: Part) -> list[Tensor]:
+    return [*part.module.parameters(), *part.module.buffers()]
+
+
+def _kept(part: Part, value: Any, skips: dict[str, Tensor], training: bool) -> tuple[Any, dict[str, Tensor], list[Tensor]]:
+    """What a layer gives, and the tensors that it saves for its backward pass, or all that its modules put out."""
+    made: list[Tensor] = []
+
+    def save(tensor: Tensor) -> Tensor:
+        made.append(tensor)
+        return tensor
 
     def note(module: nn.Module, inputs: Any, output: Any) -> None:
-        kept.append(output)
-        for tensor in tensors(output):
-            storage = tensor.untyped_storage()
-            made.setdefault(storage.data_ptr(), storage.nbytes())
+        made.extend(tensors(output))
 
-    handles = [module.register_forward_hook(note) for module in part.module.modules()]
+    handles = [] if training else [module.register_forward_hook(note) for module in part.module.modules()]
     try:
-        with torch.no_grad():
-            run_part(part, value, dict(skips), keep=False)
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+            value, skips = run_part(part, value, dict(skips), keep=False)
     finally:
         for handle in handles:
             handle.remove()
-    return sum(tensor.numel() * tensor.element_size() for tensor in own) + sum(made.values())
+    return value, skips, [*made, *_leaves(value)]
+
+
+def _leaves(value: Any) -> list[Tensor]:
+    """The tensors without a history of their own that want gradients: a graph holds them as well."""
+    nodes = [tensor.grad_fn for tensor in tensors(value) if tensor.grad_fn is not None]
+    seen = set(nodes)
+    for node in nodes:
+        following = {before for before, _ in node.next_functions if before is not None} - seen
+        seen |= following
+        nodes += following
+    return [node.variable for node in nodes if hasattr(node, "variable")]
 
 
 @contextlib.contextmanager

@@ -61,12 +61,18 @@ def _raise_for_own_ways(module: nn.Sequential) -> None:
 
 
 def _check_skips(module: nn.Sequential) -> None:
-    """``ValueError`` for a ``Pop`` with nothing to pop, and a ``Stash`` that nobody pops. What a layer other than an
-    ``nn.Sequential`` does with those within it is not known, so nothing is said of their names from there on."""
+    """``ValueError`` for a ``Pop`` with nothing to pop, a ``Stash`` that nobody pops, and two without a ``Pop`` between.
+    What a layer other than an ``nn.Sequential`` does with those within it is not known, so nothing is said of their names
+    from there on."""
     stashed: dict[str, str] = {}  # what is on the shelf, and the layer that put it there
     unknown: set[str] = set()
     for path, layer in _in_a_row(module):
         if isinstance(layer, Stash):
+            if layer.name in stashed:
+                raise ValueError(
+                    f"Sequential: layer {path!r}, {layer!r}, stashes again what layer {stashed[layer.name]!r} has stashed "
+                    f"and no Pop({layer.name!r}) has popped; put a Pop between them, or give one of them another name"
+                )
             stashed[layer.name] = path
         elif isinstance(layer, Pop):
             if stashed.pop(layer.name, None) is None and layer.name not in unknown:

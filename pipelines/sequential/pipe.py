@@ -18,6 +18,7 @@ from flowchan.pipelines.sequential.checks import (
     checked_devices,
     checked_module,
 )
+from flowchan.pipelines.sequential.graphless import NoModule, ending_graph, without_gradient
 from flowchan.pipelines.sequential.inference import Inference
 from flowchan.pipelines.sequential.parts import compute_threads, divided
 from flowchan.pipelines.sequential.schedule import Schedule
@@ -27,7 +28,7 @@ from flowchan.pipelines.sequential.values import evenly, split
 from flowchan.pipelines.sequential.worker import Loss, Optimizers
 
 
-class Sequential:
+class Sequential(NoModule):
     """An ``nn.Sequential``, or a list of layers, in parts through which micro-batches follow each other.
 
     ``parts``: how many, or a list with the number of layers in each. Their layers are counted evenly, unless ``balance``
@@ -79,16 +80,18 @@ class Sequential:
     def __call__(self, x: Any) -> Any:
         """The module's output for a batch: a tensor, or tuples, lists and dictionaries of tensors that have the batch as
         their first dimension. It is split along that into micro-batches, and the outputs are joined. ``RuntimeError`` while
-        a training of the pipe goes on."""
+        a training of the pipe goes on, ``ValueError`` for an input that requires a gradient. The output has no graph:
+        where the plain module's would have one, a backward pass from it raises ``RuntimeError``."""
         (y,) = self.stream([x])
-        return y
+        return ending_graph(y, self.module)
 
     def stream(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """The output for each batch, in order. Batches are asked for as there is room: all parts have work, and at most
-        ``2 * (chunks + parts)`` micro-batches and one batch are between the two ends. When ``batches`` raises, that is
-        raised after the outputs of the batches before. ``RuntimeError`` while a training of the pipe goes on."""
+        """Inference: the output for each batch, in order, without a graph. Batches are asked for as there is room: all
+        parts have work, and at most ``2 * (chunks + parts)`` micro-batches and one batch are between the two ends. When
+        ``batches`` raises, that is raised after the outputs of the batches before. ``RuntimeError`` while a training of the
+        pipe goes on, ``ValueError`` for a batch that requires a gradient."""
         self._raise_if_training("use training.evaluate(x), or leave its with block")
-        return self._inference.stream(batches, keep=self)
+        return self._inference.stream(map(without_gradient, batches), keep=self)
 
     def training(
         self,

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 class _Here(threading.local):
     def __init__(self) -> None:
         self.shelf: dict[str, Tensor] = {}
+        self.in_pipe = False  # then the shelf holds nothing of an earlier batch
 
 
 _here = _Here()
@@ -36,9 +37,14 @@ class Stash(nn.Module):
         self.name = name
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x``. Raises ``TypeError`` when it is no tensor."""
+        """``x``. Raises ``TypeError`` when it is no tensor, and in a pipe ``RuntimeError`` when something is stashed under
+        its name already."""
         if not isinstance(x, Tensor):
             raise TypeError(f"Stash({self.name!r}) takes a tensor, not a {type(x).__name__}")
+        if _here.in_pipe and self.name in _here.shelf:
+            raise RuntimeError(
+                f"Stash({self.name!r}) would replace what another one has stashed and no Pop({self.name!r}) has popped"
+            )
         _here.shelf[self.name] = x
         return x
 
@@ -71,8 +77,9 @@ class Pop(nn.Module):
 @contextlib.contextmanager
 def shelf(skips: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
     """Within it ``Pop`` finds ``skips``; gives a dictionary that holds, at the end, what travels on."""
-    before, _here.shelf = _here.shelf, dict(skips)
+    before = _here.shelf, _here.in_pipe
+    _here.shelf, _here.in_pipe = dict(skips), True
     try:
         yield _here.shelf
     finally:
-        _here.shelf = before
+        _here.shelf, _here.in_pipe = before

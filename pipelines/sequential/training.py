@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from flowchan import ChannelError, Feedback, Graph, Run, RunError, StageError, Stream, WorkerDied
 from flowchan.pipelines.sequential import worker as stages
 from flowchan.pipelines.sequential.execution import Passed
+from flowchan.pipelines.sequential.graphless import without_gradient
 from flowchan.pipelines.sequential.parts import Part
 from flowchan.pipelines.sequential.schedule import Schedule, Step, check, plan, steps, text
 from flowchan.pipelines.sequential.timeline import Event, Timeline
@@ -139,7 +140,7 @@ class Training:
         ``loss.backward()`` does. Raises ``ValueError`` or ``TypeError`` for a batch that can't be split, and ``RunError``
         when a part fails or its worker dies.
         """
-        inputs, targets = self._split(x, target)
+        inputs, targets = self._split(without_gradient(x), target)
         sizes = tuple(map(batch_size, inputs))
         seed = int(torch.randint(2**31, ()))
         with self._commanding(f"step {self._steps}", len(sizes), "FB"):
@@ -164,7 +165,7 @@ class Training:
 
     def evaluate(self, x: Any) -> Any:
         """The output for the batch ``x`` with the parameters of now, in ``eval`` mode and without gradients."""
-        inputs = split(x, self._chunks)
+        inputs = split(without_gradient(x), self._chunks)
         with self._commanding("an evaluation", len(inputs), "F"):
             for job in self._jobs:
                 self._put(job.worker, Evaluate(len(inputs)))

@@ -217,7 +217,8 @@ class Worker:
         for step, following in zip(plan, [*plan[1:], None], strict=True):
             with at(self.executions[step.part].part, f"step {step.op}{step.chunk}", step.chunk, len(train.sizes)):
                 if step.op == "F":
-                    self._go_forward(step, train, soon=following == Step("B", step.chunk, step.part))
+                    at_end = step.part == self.job.total - 1  # elsewhere the backward step waits for the parts behind
+                    self._go_forward(step, train, soon=at_end and following == Step("B", step.chunk, step.part))
                 else:
                     self._go_backward(step, train)
         for execution in self.executions.values():
@@ -347,6 +348,12 @@ def weighted(output: Any, loss: Loss | None, target: Any, share: float) -> Tenso
         raise ValueError(
             "the loss does not depend on the model's output (it has no grad_fn), so nothing would be learned; was it "
             "detached, or computed under torch.no_grad()?"
+        )
+    if share < 1 and bool(found.isnan()) and all(bool(one.isfinite().all()) for one in tensors(output)):
+        raise ValueError(
+            "the loss of this micro-batch is NaN, though the model's output is finite: a mean over no sample at all, as "
+            "that of cross_entropy where each target is its ignore_index? Micro-batches' losses are averaged, so that "
+            "everything would become NaN: take fewer chunks, or a loss that divides by the micro-batch's size"
         )
     return found * share
 

@@ -81,22 +81,75 @@ def test_in_training_mode_the_time_of_the_backward_pass_counts() -> None:
     assert all(cost > 0 for cost in (*both, *forward))
 
 
-def test_by_memory_the_cost_is_parameters_buffers_and_activations_in_bytes() -> None:
-    module = nn.Sequential(
-        nn.Linear(10, 20),  # 220 parameters, 20 activations a sample
-        nn.ReLU(inplace=True),  # nothing new
-        nn.BatchNorm1d(20),  # 40 parameters, 40 statistics and a count of 8 bytes; 20 a sample
+def several() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(10, 20),  # 220 parameters
+        nn.ReLU(inplace=True),
+        nn.BatchNorm1d(20),  # 40 parameters, 40 statistics and a count of 8 bytes
         nn.Flatten(),  # a view
-        nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 1)),  # 630 + 31 parameters, 30 + 1 a sample
+        nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 1)),  # 630 + 31 parameters
     )
+
+
+def test_by_memory_the_cost_for_inference_is_parameters_buffers_and_activations_in_bytes() -> None:
     samples = 5
-    assert costs(module, torch.randn(samples, 10), "memory", 1) == [
+    assert costs(several().eval(), torch.randn(samples, 10), "memory", 1) == [
         4 * (220 + samples * 20),
-        0,
+        0,  # works in place
         4 * (80 + samples * 20) + 8,
         0,
         4 * (661 + samples * 31),
     ]
+
+
+def test_by_memory_the_cost_for_training_is_parameters_buffers_and_what_the_backward_pass_needs() -> None:
+    samples = 5
+    assert costs(several().train(), torch.randn(samples, 10), "memory", 1) == [
+        4 * (220 + samples * 10),  # a linear layer saves its input
+        4 * samples * 20,  # its output, which batch norm saves too
+        4 * (80 + 20 + 20) + 8,  # mean and deviation of the batch
+        0,
+        4 * (661 + samples * (20 + 30)),
+    ]
+
+
+class Expand(nn.Module):
+    """Its output is as large as its input, but the graph holds ``times`` tensors of that size."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times = times
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.times):
+            x = x + torch.rand_like(x, requires_grad=True)
+        return x
+
+
+@pytest.mark.parametrize(("times", "counts"), [([1, 2, 3, 4, 5, 6], [4, 2]), ([6, 5, 4, 3, 2, 1], [2, 4])])
+def test_by_memory_what_only_the_graph_holds_counts(times: list[int], counts: list[int]) -> None:
+    module = nn.Sequential(*map(Expand, times))
+    with Sequential(module, balance="memory", sample=torch.rand(10, 20, 20)) as pipe:
+        assert [len(part.module) for part in pipe.parts] == counts
+
+
+class Half(nn.Module):
+    """Saves or frees ``wide`` numbers a sample, which nobody outside sees."""
+
+    def __init__(self, wide: int, saves: bool) -> None:
+        super().__init__()
+        self.wide, self.saves = wide, saves
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        between = x.repeat(1, self.wide)
+        return x + (between.exp() if self.saves else between * 2).view(len(x), self.wide, -1).sum(1)
+
+
+def test_by_memory_what_operations_inside_a_layer_save_counts() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), Half(50, saves=False), Half(50, saves=True), nn.Linear(4, 4))
+    _, frees, saves, _ = costs(module, torch.randn(6, 4), "memory", 1)
+    assert frees == 0
+    assert saves == 4 * 6 * 4 * 50
 
 
 def test_by_memory_large_layers_stand_alone() -> None:
@@ -143,4 +196,4 @@ def test_dictionaries_and_tuples_between_layers_are_measured() -> None:
             return x[0] + x[1]
 
     sample = {"a": torch.zeros(4, 3), "b": torch.zeros(4, 3)}
-    assert costs(nn.Sequential(Both(), Sum()), sample, "memory", 1) == [2 * 4 * 12, 4 * 12]
+    assert costs(nn.Sequential(Both(), Sum()).eval(), sample, "memory", 1) == [2 * 4 * 12, 4 * 12]

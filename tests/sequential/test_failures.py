@@ -124,6 +124,27 @@ def test_a_loss_that_is_no_mean_says_what_it_is() -> None:
 
 
 @everywhere
+def test_a_loss_that_is_nan_for_a_micro_batch_of_padding_only_is_named(on: Any) -> None:
+    ((x, target),) = batches([8])
+    target[4:6] = -100  # cross_entropy's ignore_index: all of micro-batch 2
+    with in_parts(perceptron(), 3, on) as training, pytest.raises(RunError) as raised:
+        training.step(x, target)
+    assert re.match(
+        r"part 2 \(.*\), step F2 \(micro-batch 2 of 4\): ValueError: the loss of this micro-batch is NaN, though .* finite",
+        raised.value.message,
+    )
+
+
+def test_a_loss_that_is_nan_in_the_plain_module_too_is_no_error() -> None:
+    ((x, target),) = batches([8])
+    with in_parts(perceptron(), 3, chunks=1) as training:
+        assert torch.isnan(training.step(x, torch.full_like(target, -100)))
+    x[0] = torch.inf
+    with in_parts(perceptron(), 3) as training:
+        assert torch.isnan(training.step(x, target))
+
+
+@everywhere
 def test_a_failure_in_the_optimizer_names_its_part_and_the_step(on: Any) -> None:
     class Fails(SGD):
         def step(self, closure: Any = None) -> None:

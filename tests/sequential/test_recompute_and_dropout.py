@@ -95,6 +95,16 @@ def test_what_is_computed_again_is_seen_in_the_timeline() -> None:
     assert again == [(0, chunk) for chunk in range(4)]  # the last part goes back at once, and keeps what it has
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+def test_one_chunk_is_recomputed_in_all_parts_whose_backward_step_waits_for_others(schedule: Any) -> None:
+    ((x, target),) = batches([8])
+    workers = 2 if schedule == "interleaved" else 4
+    with in_parts(perceptron(), 4, chunks=1, schedule=schedule, workers=workers, recompute=True) as training:
+        training.step(x, target)
+        events = training.timeline().events
+    assert sorted(event.part for event in events if event.op == "recompute") == [0, 1, 2]
+
+
 # dropout
 
 

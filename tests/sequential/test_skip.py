@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from trained import OPTIMIZERS, assert_same_state, batches, in_parts, plainly, schedules
 
-from flowchan import RunError
+from flowchan import RunError, StageError
 from flowchan.pipelines.sequential import Pop, Sequential, Stash
 
 
@@ -114,12 +114,17 @@ def test_gradients_come_back_over_the_skip_alone() -> None:
         torch.testing.assert_close(mine.grad, other.grad)
 
 
-def test_what_is_stashed_last_is_popped() -> None:
+def test_in_the_plain_module_what_is_stashed_last_is_popped() -> None:
     module = nn.Sequential(Stash("a"), nn.Hardtanh(0, 1), Stash("a"), nn.Hardtanh(5, 6), Pop("a"))
+    assert module(torch.full((2, 1), 3.0)).tolist() == [[6.0], [6.0]]  # 5 and the 1 that was stashed last
+
+
+def test_a_stash_within_a_layer_of_the_users_own_must_not_replace_another_one() -> None:
+    module = nn.Sequential(Stash("a"), nn.Hardtanh(0, 1), Block(Stash("a")), Pop("a"))
     x = torch.full((2, 1), 3.0)
-    assert module(x).tolist() == [[6.0], [6.0]]  # 5 and the 1 that was stashed last
-    with Sequential(module, 5) as pipe:
-        assert torch.equal(pipe(x), module(x))
+    with Sequential(module, 2) as pipe, pytest.raises(StageError, match=r"Stash\('a'\) would replace what another one has"):
+        pipe(x)
+    assert torch.equal(module(x), module(x))  # the plain module doesn't know where a batch ends
 
 
 def test_what_was_popped_is_gone() -> None:
@@ -143,6 +148,7 @@ WRONG: dict[str, tuple[list[nn.Module], str]] = {
     "popped already": ([Stash("a"), Pop("a"), Pop("a")], "layer '2', Pop('a'), has no Stash('a') before it"),
     "never popped": ([Stash("a"), nn.ReLU()], "layer '0', Stash('a'), has no Pop('a') behind it"),
     "stashed again": ([Stash("a"), Pop("a"), Stash("a")], "layer '2', Stash('a'), has no Pop('a') behind it"),
+    "stashed twice": ([Stash("a"), Stash("a"), Pop("a")], "layer '1', Stash('a'), stashes again what layer '0' has"),
     "nested": ([nn.Sequential(nn.ReLU(), Stash("a")), nn.ReLU()], "layer '0.1', Stash('a'), has no Pop('a') behind it"),
 }
 
