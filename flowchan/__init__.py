@@ -20,6 +20,7 @@ from flowchan.run.chance import Worker, worker
 from flowchan.select import NothingReady, Selected, select
 from flowchan.stage import Problem
 from flowchan.stream import Feedback, Stream
+from flowchan.transport.codec import pack, unpack
 
 __all__ = [
     "Broken",
@@ -52,7 +53,9 @@ __all__ = [
     "Stream",
     "Worker",
     "WorkerDied",
+    "pack",
     "select",
+    "unpack",
     "worker",
 ]
 

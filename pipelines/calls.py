@@ -11,7 +11,7 @@ class Ended(Exception):
     the workers of others. ``args[0]`` is what it raised."""
 
 
-def call(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def call(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """``fn(*args, **kwargs)``; what it raises is an ``Exception`` in any case."""
     try:
         return fn(*args, **kwargs)

@@ -1,25 +1,28 @@
 """Background tasks as ``concurrent.futures`` knows them: ``wait``, ``as_completed``, callbacks and asyncio work with them.
 
-A pool is a graph: an input, on processes a stage that hands over one task at a time, the stage that calls, and sinks that
-fill in the futures.
+A pool is a graph through which the numbers of tasks go; what they stand for is in the pool's book, so that no idle stage
+keeps a function, an argument or a result alive. On threads a sink calls. On processes a task is packed beside its number
+when its turn comes, and unpacked by the call itself, and so is its result on the way back: whatever goes wrong with either,
+the death of the worker included, the number tells whose future fails.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
+import logging
+import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import BrokenExecutor, Executor, Future, InvalidStateError
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal, NamedTuple, NoReturn, ParamSpec, TypeVar
 
-from flowchan import ChannelError, Failed, Graph, Run
+from flowchan import Broken, ChannelError, Failed, Graph, Run, pack, unpack
 from flowchan.pipelines.calls import call, name_of, reason
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-Task = tuple[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 WAITING = 10**12
 """Tasks that may wait for a worker: ``submit`` never waits, as with every executor."""
@@ -31,32 +34,39 @@ class TaskPool(Executor):
     ``submit`` gives a ``concurrent.futures.Future``: its ``result()`` can be asked for any number of times, and what the
     task raised is raised to whoever asks. A task can be cancelled until it has begun; on processes the next task counts as
     begun while it waits for a worker. A worker process that dies fails its task with ``WorkerDied``, is replaced, and
-    the others go on. Leave the ``with`` block, or call ``close()``, to wait for the tasks; those that nobody waits for
-    are broken off when the program ends.
+    the others go on. Leave the ``with`` block, or call ``close()``, to wait for the tasks; the end of the program waits
+    for them too.
     """
 
     def __init__(self, workers: int, on: Literal["thread", "process"] = "thread", name: str = "tasks") -> None:
-        self._futures: dict[int, Future[Any]] = {}
+        self._on = on
+        self._tasks: dict[int, _Task] = {}
         self._numbers = itertools.count(1)
-        book = _Book(self._futures)
+        self._is_shut = False
+        book = _Book(self._tasks)
         graph = Graph(name)
-        tasks = graph.input("submitted", capacity=WAITING)
+        numbers = graph.input("submitted", capacity=WAITING)
         if on == "thread":
-            tasks.sink(book.work, name="call", workers=workers)
+            numbers.sink(book.work, name="call", workers=workers)
         else:
-            begun = tasks.filter(book.begin, name="begin", capacity=1)
+            begun = numbers.flat_map(book.begin, name="begin", capacity=1)
             done = begun.map(_called, name="call", on=on, workers=workers, ordered=False, max_deaths=1, restarts=10**9)
-            graph.merge(begun.errors, done.errors).sink(book.fail, name="failures")
+            begun.errors.sink(book.fail, name="not sent")
+            done.errors.sink(book.fail, name="failures")
             done.sink(book.finish, name="results")
         run = graph.start()
-        self._submitted = run[tasks]
-        self._watcher = threading.Thread(target=_watch, args=(run, self._futures), name=f"{name} watcher", daemon=True)
+        self._submitted = run[numbers]
+        self._watcher = threading.Thread(target=_watch, args=(run, self._tasks), name=f"{name} watcher", daemon=True)
         self._watcher.start()
         weakref.finalize(self, self._submitted.close)  # a forgotten pool finishes its tasks and ends
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Asks for ``fn(*args, **kwargs)`` and returns at once. Raises ``RuntimeError`` when the pool is closed."""
+        """Asks for ``fn(*args, **kwargs)`` and returns at once. Raises ``RuntimeError`` when the pool is closed, and
+        ``BrokenExecutor``, which is one too, when it has failed as a whole. What can't be sent to a process fails its
+        future."""
         future: Future[T] = Future()
+        if self._watcher.is_alive():
+            _running[self._watcher] = self._submitted.close
         self._enter(future, fn, args, kwargs)
         return future
 
@@ -64,19 +74,41 @@ class TaskPool(Executor):
         if not callable(fn):
             raise TypeError(f"submit: the first argument must be callable, not {fn!r}")
         number = next(self._numbers)
-        self._futures[number] = future
+        self._tasks[number] = _Task(future, fn, args, kwargs)
         try:
-            self._submitted.put((number, fn, args, kwargs))
+            self._submitted.put(number)
         except (ChannelError, ValueError) as error:  # the channel, or our end of it, is closed
-            self._futures.pop(number, None)
-            raise BrokenExecutor(f"the pool takes no more tasks: {error}") from error
+            self._tasks.pop(number, None)
+            self._refuse(error)
+
+    def _refuse(self, error: Exception) -> NoReturn:
+        if not isinstance(error, Broken):
+            if self._is_shut:
+                raise RuntimeError("cannot schedule new futures after shutdown") from error
+            if _exiting.is_set():
+                raise RuntimeError("cannot schedule new futures after interpreter shutdown") from error
+        raise BrokenExecutor(f"the pool has failed and takes no more tasks: {error}") from (error.__cause__ or error)
+
+    def map(
+        self, fn: Callable[..., T], *iterables: Iterable[Any], timeout: float | None = None, chunksize: int = 1
+    ) -> Iterator[T]:
+        """``map(fn, *iterables)`` with the calls done by the pool, all of which are asked for at once. On processes
+        ``chunksize`` calls are one task, which is quicker for many short ones. The iterator raises ``TimeoutError`` when
+        a result is not there ``timeout`` seconds after this call."""
+        if chunksize < 1:
+            raise ValueError(f"map: chunksize must be at least 1, not {chunksize!r}")
+        if self._on == "thread" or chunksize == 1:
+            return super().map(fn, *iterables, timeout=timeout)
+        chunks = _chunks(zip(*iterables, strict=False), chunksize)
+        return _one_by_one(super().map(functools.partial(_call_each, fn), chunks, timeout=timeout))
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Takes no more tasks; ``wait``: until those it has are done. ``cancel_futures``: those that have not begun are
         cancelled. May be called again."""
+        self._is_shut = True
         if cancel_futures:
-            for future in list(self._futures.values()):
-                future.cancel()
+            for task in list(self._tasks.values()):
+                task.future.cancel()
         self._submitted.close()
         if wait:
             self._watcher.join()
@@ -93,7 +125,7 @@ class BackgroundTask(Future[T]):
     """
 
     def __init__(
-        self, fn: Callable[..., T], *args: Any, on: Literal["thread", "process"] = "thread", **kwargs: Any
+        self, fn: Callable[..., T], /, *args: Any, on: Literal["thread", "process"] = "thread", **kwargs: Any
     ) -> None:
         super().__init__()
         if not callable(fn):
@@ -108,52 +140,157 @@ class BackgroundTask(Future[T]):
         self._pool.shutdown()
 
 
+class _Task(NamedTuple):
+    future: Future[Any]
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 class _Book:
-    """The futures of one pool by number, and what its stages do with them. It does not know the pool, so that a pool
-    which nobody has any more can go."""
+    """The tasks of one pool by number, and what its stages do with them. It does not know the pool, so that a pool which
+    nobody has any more can go. A task is in it until its future has its end; what is called is taken out when it begins.
+    """
 
-    def __init__(self, futures: dict[int, Future[Any]]) -> None:
-        self._futures = futures
+    def __init__(self, tasks: dict[int, _Task]) -> None:
+        self._tasks = tasks
 
-    def begin(self, task: Task) -> bool:
-        """Whether the task shall be done: it was not cancelled."""
-        wanted = self._futures[task[0]].set_running_or_notify_cancel()
-        if not wanted:
-            del self._futures[task[0]]
-        return wanted
+    def work(self, number: int) -> None:
+        """On a thread: the call, and its end."""
+        task = self._begun(number)
+        if task is None:
+            return
+        future = task.future
+        try:
+            value = task.fn(*task.args, **task.kwargs)
+        except BaseException as error:
+            del task  # the traceback holds this frame, and whoever keeps the exception shall not keep the arguments
+            self._end(number, future.set_exception, error)
+        else:
+            del task
+            self._end(number, future.set_result, value)
+        finally:
+            del future  # it holds the exception, which holds this frame
 
-    def work(self, task: Task) -> None:
-        if self.begin(task):
-            try:
-                number, value = _called(task)
-            except BaseException as error:
-                self.fail(Failed(task, error, 1))
-            else:
-                self.finish((number, value))
+    def begin(self, number: int) -> list[Any]:
+        """On the way to a process: the item to send, or none if the task was cancelled or can't be sent."""
+        task = self._begun(number)
+        if task is None:
+            return []
+        try:
+            return [(number, pack((task.fn, task.args, task.kwargs)))]
+        except BaseException as error:
+            self._end(number, task.future.set_exception, error)
+            return []
+        finally:
+            del task
 
-    def finish(self, result: tuple[int, Any]) -> None:
-        number, value = result
-        self._futures.pop(number).set_result(value)
+    def _begun(self, number: int) -> _Task | None:
+        """The task, if it was not cancelled; from now on the book keeps its future only."""
+        task = self._tasks[number]
+        if not task.future.set_running_or_notify_cancel():
+            del self._tasks[number]
+            return None
+        self._tasks[number] = _Task(task.future, _nothing, (), {})
+        return task
+
+    def finish(self, item: tuple[int, Any]) -> None:
+        """Takes what came back from a process. The user's own code may be part of the unpacking."""
+        number, packed = item
+        future = self._tasks[number].future
+        try:
+            value = unpack(packed)
+        except BaseException as error:
+            self._end(number, future.set_exception, error)
+        else:
+            self._end(number, future.set_result, value)
+        finally:
+            del future
 
     def fail(self, failed: Failed) -> None:
-        self._futures.pop(failed.item[0]).set_exception(reason(failed.error))
+        """Takes a failure: of a call, of a worker, or of a task that was too large to be sent, which is a number yet."""
+        number = failed.item if isinstance(failed.item, int) else failed.item[0]
+        self._end(number, self._tasks[number].future.set_exception, reason(failed.error))
+
+    def _end(self, number: int, end: Callable[[Any], None], value: Any) -> None:
+        del self._tasks[number]
+        _end(end, value)
 
 
-def _called(task: Task) -> tuple[int, Any]:
-    number, fn, args, kwargs = task
-    return number, call(fn, *args, **kwargs)
+def _nothing() -> None: ...
 
 
-def _watch(run: Run, futures: dict[int, Future[Any]]) -> None:
+def _end(end: Callable[[Any], None], value: Any) -> None:
+    """Ends a future. Whatever its callbacks do, the pool goes on."""
+    try:
+        end(value)
+    except InvalidStateError:
+        pass  # somebody else has ended it
+    except BaseException:
+        logging.getLogger("concurrent.futures").exception("a callback of a future of a TaskPool asked to exit")
+
+
+def _called(item: tuple[int, Any]) -> tuple[int, Any]:
+    number, packed = item
+    return number, call(_answer, packed)
+
+
+def _answer(packed: Any) -> Any:
+    """In a process: the call, everything of the user's included."""
+    fn, args, kwargs = unpack(packed)
+    if isinstance(packed, list):
+        packed.clear()  # if the call fails, the item is sent back: its arrays need not be
+    return pack(fn(*args, **kwargs))
+
+
+def _chunks(calls: Iterable[Any], size: int) -> Iterator[list[Any]]:
+    calls = iter(calls)
+    while chunk := list(itertools.islice(calls, size)):
+        yield chunk
+
+
+def _call_each(fn: Callable[..., T], calls: list[tuple[Any, ...]]) -> list[T]:
+    return [fn(*arguments) for arguments in calls]
+
+
+def _one_by_one(chunks: Iterator[list[T]]) -> Iterator[T]:
+    for chunk in chunks:
+        chunk.reverse()
+        while chunk:
+            yield chunk.pop()  # keeps nothing that was given
+
+
+def _watch(run: Run, tasks: dict[int, _Task]) -> None:
     """Waits for the end of the run. Whatever it ended by, nobody waits for a future in vain."""
-    error: BaseException = BrokenExecutor("the pool has ended")
+    cause: BaseException | None = None
     try:
         run.wait()
-    except BaseException as ended:
-        error = ended
-    while futures:
-        _, future = futures.popitem()
-        try:
-            future.set_exception(error)
-        except InvalidStateError:  # it was cancelled: whoever waits for it shall hear that
-            future.set_running_or_notify_cancel()
+    except BaseException as error:
+        cause = error
+    _running.pop(threading.current_thread(), None)
+    while tasks:
+        _, task = tasks.popitem()
+        # One that was cancelled is told so to whoever waits for it.
+        if task.future.running() or task.future.set_running_or_notify_cancel():
+            broken = BrokenExecutor("the pool has failed, and this task was not done")
+            broken.__cause__ = cause
+            _end(task.future.set_exception, broken)
+
+
+# The watchers of pools that were given tasks, each with what closes the pool. The end of the program waits for them, as it
+# does for every executor.
+_running: dict[threading.Thread, Callable[[], None]] = {}
+_exiting = threading.Event()
+
+
+def _finish_all() -> None:
+    _exiting.set()
+    running = dict(_running)
+    for close in running.values():
+        close()
+    for watcher in running:
+        watcher.join()
+
+
+threading._register_atexit(_finish_all)  # type: ignore[attr-defined]  # what the executors of Python itself use
+os.register_at_fork(after_in_child=_running.clear)  # the parent's pools are not the child's

@@ -95,12 +95,12 @@ def map_(job: Job, *, items: In[Any], out: Out[Any]) -> None:
             result = function(item)
         except BaseException as error:
             result = job.recover(function, item, error)
-            if result is SKIPPED:
-                continue
-        try:
-            put(result)
-        except Exception as error:
-            job.not_sent(out, item, error)
+        if result is not SKIPPED:
+            try:
+                put(result)
+            except Exception as error:
+                job.not_sent(out, item, error)
+        del item, result  # who waits for the next one keeps nothing alive
 
 
 def filter_(job: Job, *, items: In[Any], out: Out[Any]) -> None:
@@ -110,13 +110,12 @@ def filter_(job: Job, *, items: In[Any], out: Out[Any]) -> None:
             wanted = function(item)
         except BaseException as error:
             wanted = job.recover(function, item, error)
-            if wanted is SKIPPED:
-                continue
-        if wanted:
+        if wanted is not SKIPPED and wanted:
             try:
                 put(item)
             except Exception as error:
                 job.not_sent(out, item, error)
+        del item
 
 
 def flat_map(job: Job, *, items: In[Any], out: Out[Any]) -> None:
@@ -132,6 +131,7 @@ def flat_map(job: Job, *, items: In[Any], out: Out[Any]) -> None:
                     given += 1
 
         _pour(job, pour, item)
+        del item
 
 
 def unbatch(job: Job, *, items: In[Any], out: Out[Any]) -> None:
@@ -142,6 +142,7 @@ def unbatch(job: Job, *, items: In[Any], out: Out[Any]) -> None:
                 put_or_end(out, element)
 
         _pour(job, pour, item)
+        del item
 
 
 class OwnEnd(BaseException):
@@ -188,6 +189,7 @@ def sink(job: Job, *, items: In[Any]) -> None:
             function(item)
         except BaseException as error:
             job.recover(function, item, error)
+        del item
 
 
 def collect(job: Job, *, items: In[Any], out: Out[list[Any]] | None = None) -> None:

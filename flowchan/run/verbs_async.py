@@ -40,6 +40,7 @@ async def map_(job: Job, *, items: In[Any], out: Out[Any]) -> None:
         result = await _call(job, item)
         if result is not SKIPPED:
             await _put(job, out, item, result)
+        del item, result
 
 
 async def filter_(job: Job, *, items: In[Any], out: Out[Any]) -> None:
@@ -47,6 +48,7 @@ async def filter_(job: Job, *, items: In[Any], out: Out[Any]) -> None:
         wanted = await _call(job, item)
         if wanted is not SKIPPED and wanted:
             await _put(job, out, item, item)
+        del item, wanted
 
 
 async def flat_map(job: Job, *, items: In[Any], out: Out[Any]) -> None:
@@ -69,6 +71,7 @@ async def flat_map(job: Job, *, items: In[Any], out: Out[Any]) -> None:
                     job.give_up(item, error, attempt)
                     break
                 job.on_retry()
+        del item
 
 
 async def _put_or_end(out: Out[Any], output: Any) -> None:
@@ -98,6 +101,7 @@ async def _elements(called: Any) -> AsyncGenerator[Any, None]:
 async def sink(job: Job, *, items: In[Any]) -> None:
     async for item in items:
         await _call(job, item)
+        del item
 
 
 async def stage(job: Job, **ports: In[Any] | Out[Any]) -> None:

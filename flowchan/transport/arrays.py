@@ -38,7 +38,7 @@ def reducers() -> _Reducers:
     global _made, _made_from
     state = len(copyreg.dispatch_table), "numpy" in sys.modules, "torch" in sys.modules
     if state != _made_from:
-        table: _Reducers = {**copyreg.dispatch_table, memoryview: _reduce_memoryview}
+        table: _Reducers = {**copyreg.dispatch_table, memoryview: _reduce_memoryview, View: _reduce_view}
         # One that is just being imported by another thread may not have its type yet: then nobody has an instance.
         if array := getattr(sys.modules.get("numpy"), "ndarray", None):
             table[array] = _reduce_array
@@ -65,6 +65,14 @@ def _rebuild_memoryview(buffer: Any, code: str, shape: Sequence[int]) -> memoryv
     if view.nbytes:
         return view.cast(code, shape)  # type: ignore[call-overload, no-any-return]
     return memoryview(bytes(struct.calcsize(f"@{code}"))).cast(code)[:0]  # type: ignore[call-overload, no-any-return]
+
+
+def _reduce_view(view: View) -> Any:
+    return _same, (PickleBuffer(view),)
+
+
+def _same(buffer: Any) -> Any:
+    return buffer
 
 
 def _reduce_array(array: Any) -> Any:

@@ -25,29 +25,42 @@ by_value_modules: set[str] = {"__main__", "__mp_main__"}
 DEEPEST = 20
 
 
-_Buffers = list[bytes | pickle.PickleBuffer]
+Packed = bytes | list[Any]
 
 
-def dumps(item: object) -> bytes | _Buffers | tuple[int, _Buffers, Callable[[Any], None]]:
-    """The pickle of ``item``, or a list of the pickle and its out-of-band buffers. For a PINNED item an id, such a list,
-    and what is to be called with the channel once the item is inside. Raises ``TypeError`` naming the part that can't be
-    serialised."""
+def pack(value: object) -> Packed:
+    """What a channel between processes makes of ``value``, to be sent in its place: :func:`unpack` makes the value of it.
+
+    So whoever gets it has it in hand before anything of the value is made, and chooses what becomes of it when that
+    fails. Bytes; or a list of bytes and buffers, whose contents are copied when the list is put into a channel between
+    processes, and read there where they lie. Raises ``TypeError`` naming the part that can't be serialised.
+    """
     buffers: list[pickle.PickleBuffer] = []
     out = io.BytesIO()
     try:
         pickler = pickle.Pickler(out, protocol=5, buffer_callback=buffers.append)
         pickler.dispatch_table = reducers()
-        pickler.dump(item)
+        pickler.dump(value)
         data = out.getvalue()
     except Exception:
         data = None
     if data is None or _names_what_is_only_here(data):
         del buffers[:]
-        data = _dumps_by_value(item, buffers.append)
-    if not buffers:
-        return data
-    parcel = cuda.parcel(buffers)
-    return (parcel.id, [data, *buffers], parcel) if parcel else [data, *buffers]
+        data = _dumps_by_value(value, buffers.append)
+    return [data, *buffers] if buffers else data
+
+
+def unpack(packed: Packed) -> Any:
+    """The value that was given to :func:`pack`. Raises what the making of the value raises."""
+    return pickle.loads(packed) if isinstance(packed, bytes) else pickle.loads(packed[0], buffers=packed[1:])
+
+
+def dumps(item: object) -> Packed | tuple[int, list[Any], Callable[[Any], None]]:
+    """``pack(item)``. For a PINNED item an id, such a list, and what is to be called with the channel once the item is
+    inside."""
+    packed = pack(item)
+    parcel = None if isinstance(packed, bytes) else cuda.parcel(packed[1:])
+    return (parcel.id, packed, parcel) if parcel else packed  # type: ignore[return-value]
 
 
 def _names_what_is_only_here(data: bytes) -> bool:
@@ -79,13 +92,9 @@ def _by_value_pickler() -> Any:
     return Pickler
 
 
-def loads(data: bytes | list[Any] | tuple[Any, list[Any]]) -> object:
+def loads(data: Packed | tuple[Any, list[Any]]) -> Any:
     """The object that :func:`dumps` was given. Of a PINNED item comes what keeps it in existence, and the list."""
-    if isinstance(data, bytes):
-        return pickle.loads(data)
-    if isinstance(data, tuple):
-        data = cuda.arrivals(*data)
-    return pickle.loads(data[0], buffers=data[1:])
+    return unpack(cuda.arrivals(*data) if isinstance(data, tuple) else data)
 
 
 def _short(item: object) -> str:

@@ -4,6 +4,7 @@ classes."""
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -262,3 +263,44 @@ def test_a_callable_class_is_closed_at_the_end(verb: str) -> None:
         stream.sink(id)
     graph.run()
     assert sorted(life) == ["built", "built", "closed", "closed"]
+
+
+# What is kept
+
+
+class Thing:
+    pass
+
+
+class Remember:
+    """Remembers what it was called with, and keeps none of it."""
+
+    def __init__(self) -> None:
+        self.seen: list[weakref.ref[Any]] = []
+
+    def of_none(self, item: Any) -> None:
+        self.seen.append(weakref.ref(item))
+
+    def elements(self, item: Any) -> list[Any]:
+        self.seen.append(weakref.ref(item))
+        return []
+
+
+@pytest.mark.parametrize("kind", ["plain", "async"])
+@pytest.mark.parametrize("verb", ["map", "filter", "flat_map", "sink"])
+def test_a_stage_that_waits_keeps_nothing_of_the_last_item_of_a_process(verb: str, kind: str) -> None:
+    remember = Remember()
+    plain = remember.elements if verb == "flat_map" else remember.of_none
+
+    async def function(item: Any) -> Any:
+        return plain(item)
+
+    graph = Graph()
+    numbers = graph.input()
+    end = getattr(numbers.map(lambda _: Thing(), on="process"), verb)(plain if kind == "plain" else function)
+    if verb != "sink":
+        end.sink(lambda item: None)
+    with graph.start() as run:
+        run[numbers].put(1)
+        wait_until(lambda: bool(remember.seen) and remember.seen[0]() is None)
+        run[numbers].close()

@@ -1,0 +1,83 @@
+"""``pack`` and ``unpack``: a value crosses unopened, beside what says whose it is."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from pickle import UnpicklingError
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from flowchan import Channel, pack, unpack
+
+pytestmark = pytest.mark.usefixtures("one_compute_thread")
+
+
+def crossed(item: Any) -> Any:
+    channel = Channel[Any](across="processes")
+    channel.put(item)
+    return channel.get()
+
+
+@pytest.mark.parametrize("value", [None, 7, "text", {"a": [1, (2,)]}, abs], ids=repr)
+def test_a_packed_value_is_the_value_again(value: Any) -> None:
+    assert unpack(pack(value)) == value
+    number, packed = crossed((7, pack(value)))
+    assert (number, unpack(packed)) == (7, value)
+
+
+def test_functions_of_the_place_can_be_packed() -> None:
+    factor = 3
+    assert unpack(crossed(pack(lambda number: factor * number)))(14) == 42
+
+
+def test_arrays_and_tensors_of_a_packed_value_are_read_where_they_lie() -> None:
+    value = {"array": np.arange(100_000.0), "tensor": torch.arange(100_000), "view": memoryview(b"abc")}
+    packed = crossed(pack(value))
+    first, second = unpack(packed), unpack(packed)
+    assert np.array_equal(first["array"], value["array"])
+    assert not first["array"].flags.writeable
+    assert np.shares_memory(first["array"], second["array"])
+    assert torch.equal(first["tensor"], value["tensor"])
+    assert first["view"] == value["view"]
+
+
+def test_a_packed_value_can_be_put_on_unopened() -> None:
+    value = [np.arange(100_000.0), torch.arange(1000)]
+    arrived = unpack(crossed(crossed(pack(value))))
+    assert np.array_equal(arrived[0], value[0])
+    assert torch.equal(arrived[1], value[1])
+
+
+class Made:
+    """Making it again calls the function."""
+
+    def __init__(self, function: Any, *args: Any) -> None:
+        self.made_by = function, args
+
+    def __reduce__(self) -> Any:
+        return self.made_by
+
+
+def refuse() -> None:
+    raise UnpicklingError("not here")
+
+
+def test_what_making_the_value_raises_is_raised_by_unpack_only() -> None:
+    for made, error in ((Made(refuse), UnpicklingError), (Made(sys.exit, 3), SystemExit)):
+        number, packed = crossed((7, pack(made)))
+        assert number == 7
+        with pytest.raises(error):
+            unpack(packed)
+    number, _ = crossed((7, pack(Made(os.kill, os.getpid(), signal.SIGKILL))))
+    assert number == 7
+
+
+def test_what_cannot_be_packed_is_named() -> None:
+    with pytest.raises(TypeError, match=r"\['lock'\].*can't be pickled"):
+        pack({"lock": threading.Lock()})

@@ -1,0 +1,263 @@
+"""``TaskPool``: whatever goes wrong with one task stays with its future; a pool that fails as a whole says so; and idle
+workers keep nothing alive."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import signal
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from concurrent.futures import BrokenExecutor
+from pathlib import Path
+from pickle import PicklingError, UnpicklingError
+from typing import Any
+
+import numpy as np
+import pytest
+from waiting import wait_until
+
+from flowchan import Channel, WorkerDied
+from flowchan.pipelines import BackgroundTask, TaskPool
+
+everywhere = pytest.mark.parametrize("on", ["thread", "process"])
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leave() -> None:
+    sys.exit(3)
+
+
+def refuse(error: type[Exception]) -> None:
+    raise error("not this one")
+
+
+class Pickles:
+    """Pickling it calls ``there``; unpickling it calls ``here``."""
+
+    def __init__(self, there: Callable[[], object] = int, here: Callable[[], object] = int) -> None:
+        self.there, self.here = there, here
+
+    def __reduce__(self) -> Any:
+        self.there()
+        return self.here, ()
+
+
+not_pickled, not_made = functools.partial(refuse, PicklingError), functools.partial(refuse, UnpicklingError)
+
+
+@pytest.mark.parametrize(
+    ("task", "error"),
+    [
+        (lambda: (id, Pickles(here=die)), WorkerDied),
+        (lambda: (id, Pickles(here=leave)), SystemExit),
+        (lambda: (id, Pickles(here=not_made)), UnpicklingError),
+        (lambda: (id, Pickles(there=not_pickled)), TypeError),
+        (lambda: (id, Pickles(there=leave)), SystemExit),
+        (lambda: (Pickles, die), WorkerDied),
+        (lambda: (Pickles, leave), SystemExit),
+        (lambda: (Pickles, not_pickled), TypeError),
+        (lambda: (Pickles, int, leave), SystemExit),
+        (lambda: (Pickles, int, not_made), UnpicklingError),
+    ],
+    ids=[
+        "unpickling the task kills the worker", "unpickling the task exits", "the task can't be unpickled",
+        "the task can't be pickled", "pickling the task exits", "pickling the result kills the worker",
+        "pickling the result exits", "the result can't be pickled", "unpickling the result exits",
+        "the result can't be unpickled",
+    ],
+)  # fmt: skip
+def test_what_cannot_cross_fails_its_own_future_only(task: Any, error: type[BaseException]) -> None:
+    with TaskPool(1, on="process") as pool:
+        for _ in range(3):
+            failed, fine = pool.submit(*task()), pool.submit(abs, -1)
+            with pytest.raises(error):
+                failed.result()
+            assert fine.result() == 1
+
+
+def test_a_task_that_kills_has_arrays_and_its_own_future_fails() -> None:
+    with TaskPool(1, on="process") as pool:
+        array = np.zeros(100_000)
+        killed = [pool.submit(lambda array: die(), array), pool.submit(id, [array, Pickles(here=die)])]
+        for future in killed:
+            with pytest.raises(WorkerDied):
+                future.result()
+        assert pool.submit(np.sum, array).result() == 0
+
+
+def test_a_task_too_large_to_be_sent_fails_its_own_future(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sysconf", lambda name: 1 << 10)  # a machine with a megabyte
+    with TaskPool(1, on="process") as pool:
+        there, back = pool.submit(len, bytes(3 << 20)), pool.submit(bytes, 3 << 20)
+        for future in (there, back):
+            with pytest.raises(ValueError, match="bytes"):
+                future.result()
+        assert pool.submit(abs, -1).result() == 1
+
+
+@everywhere
+def test_any_keyword_goes_to_the_function(on: Any) -> None:
+    with TaskPool(1, on=on) as pool:
+        assert pool.submit(dict, fn=1, self=2, args=3).result() == {"fn": 1, "self": 2, "args": 3}
+    task = BackgroundTask(dict, fn=1, on=on)
+    assert task.result() == {"fn": 1}
+    task.close()
+
+
+@everywhere
+def test_a_callback_that_asks_to_exit_does_not_end_the_pool(on: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with TaskPool(1, on=on) as pool:
+        start = Channel[int](across="processes")
+        future = pool.submit(start.get)
+        future.add_done_callback(lambda _: sys.exit(3))
+        start.put(2)
+        assert future.result() == 2
+        assert pool.submit(abs, -3).result() == 3
+    assert "asked to exit" in caplog.text
+    caplog.clear()  # a traceback holds the frames of the pool
+
+
+@everywhere
+def test_a_future_that_somebody_else_ended_does_not_end_the_pool(on: Any) -> None:
+    with TaskPool(1, on=on) as pool:
+        start = Channel[None](across="processes")
+        future = pool.submit(start.get)
+        wait_until(future.running)
+        future.set_result(None)
+        start.put(None)
+        assert pool.submit(abs, -3).result() == 3
+
+
+# What idle workers keep
+
+
+class Told:
+    """Says when it goes, in the process where it was made or in another."""
+
+    def __init__(self, told: Channel[str], word: str) -> None:
+        self.told, self.word = told, word
+
+    def __del__(self) -> None:
+        self.told.put(f"{self.word} {os.getpid()}")
+
+
+class ToldError(Exception):
+    def __init__(self, told: Channel[str]) -> None:
+        super().__init__(told)
+        self.last_words = Told(told, "exception")
+
+
+def answer(told: Channel[str], argument: Any) -> tuple[int, Told]:
+    return os.getpid(), Told(told, "result")
+
+
+def fail(told: Channel[str], argument: Any) -> None:
+    raise ToldError(told)
+
+
+def test_an_idle_process_keeps_neither_argument_nor_result_nor_exception() -> None:
+    told = Channel[str](across="processes")
+    with TaskPool(1, on="process") as pool:
+        pid, _ = pool.submit(answer, told, Told(told, "argument")).result()
+        expected = {f"argument {pid}", f"result {pid}"}
+        while expected:
+            expected.discard(told.get(timeout=60))
+        failed = pool.submit(fail, told, Told(told, "argument"))
+        assert isinstance(failed.exception(), ToldError)
+        expected = {f"argument {pid}", f"exception {pid}"}
+        while expected:
+            expected.discard(told.get(timeout=60))
+
+
+class Thing:
+    def itself(self) -> Any:
+        return self
+
+    def fails(self) -> None:
+        raise ToldNothingError(self)
+
+
+class ToldNothingError(Exception):
+    pass
+
+
+@everywhere
+@pytest.mark.parametrize("method", ["__init__", "itself", "fails"])
+def test_an_idle_pool_keeps_neither_argument_nor_result_nor_exception(on: Any, method: str) -> None:
+    with TaskPool(1, on=on) as pool:
+        thing = Thing()
+        gone = weakref.ref(thing)
+        future = pool.submit(getattr(thing, method))
+        del thing
+        wait_until(future.done)
+        ended = future.exception() if method == "fails" else future.result()
+        gone = gone if ended is None else weakref.ref(ended)
+        del future, ended
+        gc.collect()
+        wait_until(lambda: gone() is None)
+
+
+# A pool that has ended
+
+
+@everywhere
+def test_a_task_after_shutdown_is_refused_in_the_words_of_python(on: Any) -> None:
+    pool = TaskPool(1, on=on)
+    pool.shutdown()
+    with pytest.raises(RuntimeError, match=r"^cannot schedule new futures after shutdown$") as caught:
+        pool.submit(abs, 1)
+    assert not isinstance(caught.value, BrokenExecutor)
+
+
+def test_a_pool_that_fails_as_a_whole_breaks_its_futures_and_takes_no_more(tmp_path: Path) -> None:
+    """Its workers can't start: they import the program, which makes a pool."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        """
+import multiprocessing
+from concurrent.futures import BrokenExecutor
+from flowchan.pipelines import TaskPool
+
+multiprocessing.set_start_method("spawn", force=True)
+pool = TaskPool(1, on="process")
+pending = [pool.submit(abs, -1) for _ in range(5)]
+for future in pending:
+    error = future.exception()
+    print(isinstance(error, BrokenExecutor), error.__cause__ is not None)
+try:
+    pool.submit(abs, -1)
+except BrokenExecutor as error:
+    print("refused", error.__cause__ is not None)
+pool.shutdown()
+"""
+    )
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (0, "True True\n" * 5 + "refused True\n"), done.stderr
+
+
+@pytest.mark.parametrize("on", ["thread", "process"])
+def test_the_end_of_the_program_waits_for_the_tasks_of_pools(on: str) -> None:
+    program = f"""
+import time
+from flowchan.pipelines import TaskPool
+
+def say(number):
+    time.sleep(0.3)
+    print(number, flush=True)
+
+pool = TaskPool(1, on={on!r})
+for number in range(3):
+    pool.submit(say, number)
+forgotten = TaskPool(1, on={on!r})
+forgotten.submit(say, 3).result()
+del forgotten
+"""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, sorted(done.stdout.split()), done.stderr) == (0, ["0", "1", "2", "3"], "")
