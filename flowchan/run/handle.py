@@ -23,7 +23,7 @@ from flowchan.run.report import render
 from flowchan.run.statistics import measure, summarise
 from flowchan.run.stats import RunStats
 from flowchan.run.supervisor import Supervisor
-from flowchan.run.worker import Ended, Failure, WorkerId
+from flowchan.run.worker import Began, Ended, Failure, WorkerId
 from flowchan.stream import Stream
 
 
@@ -99,6 +99,7 @@ class Run:
         taken_in = self._taken_in.get(id.stage)
         try:
             self._iterated[id.stage] = threading.get_ident()
+            self._supervisor.tell(Began(id))
             for item in port if taken_in is None else taken_in.items:
                 yield item
                 self._iterated[id.stage] = threading.get_ident()
@@ -239,6 +240,7 @@ class _TakenIn:
 
 
 def _pour(supervisor: Supervisor, id: WorkerId, port: In[Any], into: Channel[Any]) -> None:
+    supervisor.tell(Began(id))
     try:
         for item in port:
             into.put(item)

@@ -1,10 +1,10 @@
-"""The report of a run as text: a table of stages, a table of channels, the bottleneck and the account (R8)."""
+"""The report of a run as text: the bottleneck, a table of stages, one of channels, and the account of each stage (R8)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flowchan.run.stats import LinkStats, RunStats, StageStats
+from flowchan.run.stats import LinkStats, RunState, RunStats, StageStats
 
 ONE_FOR_ONE = frozenset({"map", "sink", "merge", "partition"})
 """Verbs that owe one item out, or one failed item, for each item in. A sink's items out are those it has finished."""
@@ -17,9 +17,9 @@ def render(stats: RunStats) -> str:
     """The report of ``stats``, of a run that has ended or of one that still goes on."""
     first = f"graph {stats.graph!r}: {stats.state} {_after(stats)} {stats.elapsed:.2f} s, seed {stats.seed}"
     head = [first, bottleneck_text(stats)]
-    accounts = [[stage.name, _stage_account(stage)] for stage in stats.stages]
+    accounts = [[stage.name, account_text(stage, stats.state)] for stage in stats.stages]
     tables = [_stage_table(stats), _link_table(stats.links), table(["stage", "account"], accounts, left={0, 1})]
-    return "\n".join(head + [f"\n{text}" for text in tables if text] + [f"\n{account_text(stats)}"])
+    return "\n".join(head + [f"\n{text}" for text in tables if text])
 
 
 def bottleneck_text(stats: RunStats) -> str:
@@ -29,25 +29,6 @@ def bottleneck_text(stats: RunStats) -> str:
         return "bottleneck: none to be seen"
     workers = "1 worker" if slow.workers == 1 else f"{slow.workers} workers"
     return f"bottleneck: {slow.name} (busy {share(slow.busy)} of the time, {workers} on={slow.on!r}, {rate(slow.rate)})"
-
-
-def account_text(stats: RunStats) -> str:
-    """Whether items in = items out + items failed at every stage that owes one for one."""
-    owing = [stage for stage in stats.stages if stage.kind in ONE_FOR_ONE]
-    missing = {stage.name: _missing(stage) for stage in owing if _missing(stage)}
-    totals = [
-        sum(column)
-        for column in zip(*((s.items_in, s.items_out, s.failed, s.in_hand, s.unwanted) for s in owing), strict=True)
-    ]
-    if not owing:
-        return "account: no stage here owes one item out for each item in"
-    equation = f"{_sum(totals[1], ('failed', totals[2]), ('in hand', totals[3]), ('unwanted', totals[4]))}"
-    if not missing:
-        return f"account: items in = items out + items failed: {count(totals[0])} = {equation}"
-    where = ", ".join(f"{count(abs(number))} at {name}" for name, number in missing.items())
-    word = {"running": "moving", "stopping": "moving", "failed": "discarded", "aborted": "discarded"}
-    rest = f"{word.get(stats.state, 'MISSING')}: {where}"
-    return f"account: items in {count(totals[0])}, items out + items failed {equation}; {rest}"
 
 
 def count(number: int) -> str:
@@ -69,20 +50,24 @@ def _after(stats: RunStats) -> str:
     return "for" if stats.state in ("running", "stopping") else "after"
 
 
-def _missing(stage: StageStats) -> int:
-    return stage.items_in - stage.items_out - stage.failed - stage.in_hand - stage.unwanted
-
-
-def _stage_account(stage: StageStats) -> str:
+def account_text(stage: StageStats, state: RunState) -> str:
+    """What has become of the items that a stage took in. Where items out and failed don't make up for them although the
+    verb owes that, it says what the difference is: still moving, discarded with the run, or missing."""
     rest = [("failed", stage.failed), ("in hand", stage.in_hand), ("unwanted", stage.unwanted)]
-    missing = _missing(stage)
-    if stage.kind in SOME and missing >= 0:
-        return f"{count(stage.items_in)} = {_sum(stage.items_out, (SOME[stage.kind], missing), *rest)}"
-    if stage.kind in ONE_FOR_ONE:
-        return f"{count(stage.items_in)} {'≠' if missing else '='} {_sum(stage.items_out, *rest)}"
+    missing = stage.items_in - stage.items_out - sum(number for _, number in rest)
     if stage.kind in ("source", "input"):
         return f"{count(stage.items_out)} out"
-    return f"{count(stage.items_in)} in, {_sum(stage.items_out, *rest)}"
+    if stage.kind in SOME and missing >= 0:
+        return f"{count(stage.items_in)} = {_sum(stage.items_out, (SOME[stage.kind], missing), *rest)}"
+    if stage.kind not in ONE_FOR_ONE:
+        return f"{count(stage.items_in)} in, {_sum(stage.items_out, *rest)}"
+    if not missing:
+        return f"{count(stage.items_in)} = {_sum(stage.items_out, *rest)}"
+    word = _DIFFERENCE.get(state, "MISSING" if missing > 0 else "TOO MANY")
+    return f"{count(stage.items_in)} ≠ {_sum(stage.items_out, *rest)}: {count(abs(missing))} {word}"
+
+
+_DIFFERENCE = {"running": "moving", "stopping": "moving", "failed": "discarded", "aborted": "discarded"}
 
 
 def _sum(out: int, *others: tuple[str, int]) -> str:

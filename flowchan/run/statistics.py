@@ -12,10 +12,37 @@ from flowchan.channel import ChannelStats
 from flowchan.run.decisions import State
 from flowchan.run.plan import Plan
 from flowchan.run.stats import LinkStats, RunState, RunStats, StageStats
+from flowchan.run.worker import WorkerId
 from flowchan.stage import Link, Stage
+
+IDLE = 0.005
+"""A stage that is busy for a smaller part of the run than this holds nobody up."""
 
 if TYPE_CHECKING:
     from flowchan.run.supervisor import Supervisor
+
+
+class Spans:
+    """From when to when each worker worked: since it had built what the user declared, until it ended."""
+
+    def __init__(self) -> None:
+        self._began: dict[WorkerId, float] = {}  # of those that work now
+        self._ended: Counter[str] = Counter()  # seconds of those that have ended, by stage
+
+    def begin(self, worker: WorkerId) -> None:
+        self._began[worker] = time.monotonic()
+
+    def end(self, worker: WorkerId) -> None:
+        began = self._began.pop(worker, None)
+        if began is not None:
+            self._ended[worker.stage] += time.monotonic() - began  # type: ignore[assignment]
+
+    def seconds(self, now: float) -> Counter[str]:
+        """What the workers of each stage have worked until ``now``."""
+        found = Counter(self._ended)
+        for worker, began in list(self._began.items()):
+            found[worker.stage] += max(0.0, now - began)  # type: ignore[assignment]
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +70,7 @@ def summarise(supervisor: Supervisor, snapshots: tuple[Snapshot, ...]) -> RunSta
         writing.setdefault(snapshot.link.writer, []).append(snapshot)
     alive = Counter(id.stage for id in state.alive)
     broken = Counter(failure.worker.stage for failure in state.failures if failure.item is not None)
+    worked = supervisor.spans.seconds(now)
     stages = []
     for stage in plan.graph.stages:
         about = _About(
@@ -54,7 +82,7 @@ def summarise(supervisor: Supervisor, snapshots: tuple[Snapshot, ...]) -> RunSta
             retried=supervisor.retried[stage.name],
             restarts=state.restarts.get(stage.name, 0),
             unwanted=supervisor.unwanted[stage.name],
-            seconds=supervisor.seconds.get(stage.name, 0.0),
+            worked=worked[stage.name],
         )
         stages.append(_stage(about, elapsed))
     links = tuple(
@@ -73,7 +101,8 @@ def summarise(supervisor: Supervisor, snapshots: tuple[Snapshot, ...]) -> RunSta
 
 @dataclass(frozen=True, slots=True)
 class _About:
-    """What is known of one stage. ``broken`` items ended the run; ``seconds`` is the time of workers that have ended."""
+    """What is known of one stage. ``broken`` items ended the run; ``worked`` are the seconds between the beginnings and the
+    ends of its workers, waits included."""
 
     stage: Stage
     reads: list[Snapshot]
@@ -83,12 +112,13 @@ class _About:
     retried: int
     restarts: int
     unwanted: int
-    seconds: float
+    worked: float
 
 
 def _stage(about: _About, elapsed: float) -> StageStats:
     stage, reads, writes = about.stage, about.reads, about.writes
-    time_in_all = max(about.seconds + about.alive * elapsed, 1e-9)
+    workers = len(reads) if stage.kind == "merge" else stage.workers
+    whole = workers * elapsed
     items_in = sum(s.stats.items_out for s in reads)
     in_hand = sum(s.stats.leased for s in reads)
     failed = about.broken + sum(s.stats.items_in for s in writes if s.link.errors)
@@ -96,14 +126,15 @@ def _stage(about: _About, elapsed: float) -> StageStats:
     # A tee puts each item into every branch; a stage that nobody reads has finished what it took.
     given = [s.stats.items_in for s in outs]
     items_out = (max if stage.kind == "tee" else sum)(given) if given else max(0, items_in - in_hand - failed)
-    waiting_in = min(1.0, sum(s.stats.read_wait for s in reads) / time_in_all)
-    waiting_out = min(1.0 - waiting_in, sum(s.stats.write_wait for s in writes) / time_in_all)
+    worked = min(1.0, about.worked / whole)
+    waiting_in = min(worked, sum(s.stats.read_wait for s in reads) / whole)
+    waiting_out = min(worked - waiting_in, sum(s.stats.write_wait for s in writes) / whole)
     return StageStats(
-        name=stage.name, kind=stage.kind, on=stage.on, workers=len(reads) if stage.kind == "merge" else stage.workers,
+        name=stage.name, kind=stage.kind, on=stage.on, workers=workers,
         alive=about.alive, items_in=items_in, items_out=items_out, failed=failed, retried=about.retried,
         restarts=about.restarts, unwanted=about.unwanted, in_hand=in_hand,
         rate=(items_in if reads else items_out) / elapsed,
-        busy=1.0 - waiting_in - waiting_out, waiting_input=waiting_in, waiting_output=waiting_out,
+        busy=worked - waiting_in - waiting_out, waiting_input=waiting_in, waiting_output=waiting_out,
     )  # fmt: skip
 
 
@@ -120,9 +151,8 @@ def _state(state: State) -> RunState:
 
 
 def _bottleneck(stages: list[StageStats]) -> str | None:
-    """The stage that is busy for the largest share of its time: the others wait for it, before it to put and behind it
-    to get."""
-    candidates = [stage for stage in stages if stage.kind != "input" and stage.items_in + stage.items_out]
-    if len(candidates) < 2:
-        return None
-    return max(candidates, key=lambda stage: stage.busy).name
+    """The stage whose workers are busy for the largest part of the run: the others wait for it, before it to put and
+    behind it to get. None where all are idle."""
+    candidates = [stage for stage in stages if stage.kind != "input"]
+    slowest = max(candidates, key=lambda stage: stage.busy, default=None)
+    return slowest.name if slowest is not None and len(candidates) > 1 and slowest.busy >= IDLE else None

@@ -13,8 +13,9 @@ RunState = Literal["running", "stopping", "done", "failed", "stopped", "aborted"
 
 @dataclass(frozen=True, slots=True)
 class StageStats:
-    """One stage. ``busy``, ``waiting_input`` and ``waiting_output`` are shares (0 to 1) of its workers' time since the
-    stage began; they add up to 1. ``rate`` is items finished per second over the same time. ``unwanted`` items were in hand
+    """One stage. ``busy``, ``waiting_input`` and ``waiting_output`` are shares (0 to 1) of the whole run's length, on the
+    average of its workers; what is missing to 1 is the time before they had begun and after they had ended. ``rate`` is
+    items finished per second of the run. ``unwanted`` items were in hand
     when the readers of the stage left (R2)."""
 
     name: str

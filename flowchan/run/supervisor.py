@@ -55,7 +55,7 @@ from flowchan.run.decisions import (
 )
 from flowchan.run.explain import all_wait, explain
 from flowchan.run.plan import Plan, PlannedWorker
-from flowchan.run.statistics import measure, summarise
+from flowchan.run.statistics import Spans, measure, summarise
 from flowchan.run.worker import (
     Aborted,
     Began,
@@ -122,8 +122,7 @@ class Supervisor:
         self.results: dict[str, Any] = {}
         self.retried: Counter[str] = Counter()
         self.unwanted: Counter[str] = Counter()
-        # What the workers of a stage that have ended worked, in seconds.
-        self.seconds: dict[str, float] = dict.fromkeys((id.stage for id in ids), 0.0)
+        self.spans = Spans()
         self.started_at = time.monotonic()
         self.ended_at: float | None = None
         self.state = State(
@@ -217,7 +216,10 @@ class Supervisor:
 
     def tell(self, event: Event) -> None:
         """Takes an event of a worker in this process."""
-        self._events.put(event)
+        if isinstance(event, Began):
+            self.spans.begin(event.worker)
+        else:
+            self._events.put(event)
 
     def ask(self, happening: Happening) -> None:
         """Asks for a stop or an abort; returns at once. Does nothing when the run has ended."""
@@ -254,6 +256,7 @@ class Supervisor:
                 self.retried[event.worker.stage] += 1
             elif isinstance(event, Began):
                 self._stillborn[event.worker] = -1
+                self.spans.begin(event.worker)
             elif isinstance(event, Aborted):
                 self._breaks.hear(event)
             elif not (isinstance(event, Ended) and self._breaks.keeps(event, self._workers[event.worker].ports)):
@@ -273,7 +276,7 @@ class Supervisor:
     def _handle(self, happening: Happening) -> None:
         now = time.monotonic()
         if isinstance(happening, Ended | Failure | decisions.Died) and happening.worker in self.state.alive:
-            self.seconds[happening.worker.stage] += now - self.started_at
+            self.spans.end(happening.worker)
             self.unwanted[happening.worker.stage] += happening.unwanted if isinstance(happening, Ended) else 0
         self.state, actions = decide(self.state, happening, now)
         for action in actions:

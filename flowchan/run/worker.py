@@ -50,7 +50,7 @@ class WorkerId:
 
 @dataclass(frozen=True, slots=True)
 class Began:
-    """The worker's process has built what the user declared and begins its loop."""
+    """The worker has built what the user declared and begins its loop."""
 
     worker: WorkerId
 
@@ -204,8 +204,7 @@ def work(here: Worker, recipe: Recipe, ports: Ports, tell: Callable[[Event], Non
         ports.join(recipe)
         with built(recipe.function) as function:
             job = _job(worker, recipe, ports, function, tell)
-            if sends:
-                tell(Began(worker))
+            tell(Began(worker))
             BODIES[recipe.kind](job, **ports.inputs, **ports.outputs)
     except BaseException as error:
         ended_by = _let_go(error, ports)
@@ -279,6 +278,7 @@ def work_together(workers: dict[Worker, Ports], recipe: Recipe, tell: Callable[[
             ports.join(recipe)
             async with built_async(recipe.function) as function:
                 job = _job(worker, recipe, ports, function, tell)
+                tell(Began(worker))
                 await ASYNC_BODIES[recipe.kind](job, **ports.inputs, **ports.outputs)
         except BaseException as error:
             ended_by = _let_go(error, ports)

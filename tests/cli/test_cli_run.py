@@ -42,7 +42,7 @@ def test_a_run_that_is_done_ends_with_the_report_and_0(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "graph 'numbers': done after" in result.output
     assert "bottleneck: " in result.output
-    assert "account: items in = items out + items failed: 2,000 = 2,000 out" in result.output
+    assert "same    1,000 = 1,000 out" in result.output
 
 
 def test_a_run_that_fails_names_stage_item_and_error_and_ends_with_1(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import select
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -139,24 +141,101 @@ def test_the_statistics_show_the_fill_of_a_channel() -> None:
 
 
 @everywhere
-def test_shares_of_time_add_up_to_one(on: Any) -> None:
+def test_shares_of_time_are_shares_of_the_whole_run(on: Any) -> None:
+    """A source that has ended at once was busy for a small part of it, and waited for the rest of its own short life."""
     graph = Graph("r8")
-    graph.source(range(1000)).map(same, on=on, workers=2).sink(same, on=on)
-    for stage in finished(graph).stats().stages:
+    graph.source(range(20), on=on, name="quick").map(slow, on=on, workers=2, name="slow").sink(same, on=on)
+    run = finished(graph)
+    for stage in run.stats().stages:
         shares = (stage.busy, stage.waiting_input, stage.waiting_output)
         assert all(0 <= share <= 1 for share in shares)
-        assert sum(shares) == pytest.approx(1)
+        assert sum(shares) <= 1.001
+    quick = stage_of(run, "quick")
+    assert quick.busy + quick.waiting_input + quick.waiting_output < 0.5
+
+
+def slow(item: int) -> int:
+    """50 ms of work, as a system call that lets the others go on."""
+    select.select([], [], [], 0.05)
+    return item
+
+
+def slow_elements() -> Iterator[int]:
+    for number in range(20):
+        yield slow(number)
+
+
+class SlowToBegin:
+    """Takes longer to build than its items take."""
+
+    def __init__(self) -> None:
+        select.select([], [], [], 1.0)
+
+    def __call__(self, item: int) -> int:
+        return item
+
+
+@everywhere
+@pytest.mark.parametrize("items", [10, 60])
+def test_the_bottleneck_is_named_after_few_items(items: int, on: Any) -> None:
+    """Whoever was fed by a source that is over at once."""
+    graph = Graph("r8")
+    graph.source(range(items), on=on).map(same, on=on).map(slow, name="slow", on=on).map(same, on=on).collect()
+    run = finished(graph)
+    assert run.stats().bottleneck == "slow"
+    assert "bottleneck: slow (busy" in run.report()
+
+
+@everywhere
+def test_a_source_whose_iterator_is_slow_is_the_bottleneck(on: Any) -> None:
+    graph = Graph("r8")
+    graph.source(slow_elements, name="elements", on=on).map(same, on=on).collect()
+    assert finished(graph).stats().bottleneck == "elements"
+
+
+def test_more_workers_make_a_stage_less_of_a_bottleneck() -> None:
+    """20 items of 50 ms each take four workers a quarter of a second, and the next stage a whole one."""
+    graph = Graph("r8")
+    graph.source(range(20)).map(slow, workers=4, name="wide").map(slow, name="narrow").collect()
+    run = finished(graph)
+    assert run.stats().bottleneck == "narrow"
+    assert stage_of(run, "wide").busy < stage_of(run, "narrow").busy
+
+
+@everywhere
+def test_what_a_stage_takes_to_begin_is_not_busy(on: Any) -> None:
+    graph = Graph("r8")
+    graph.source(range(10)).map(SlowToBegin, name="begins", on=on).map(slow, name="slow").collect()
+    assert finished(graph).stats().bottleneck == "slow"
+
+
+def test_a_program_that_reads_slowly_is_the_bottleneck() -> None:
+    graph = Graph("r8")
+    result = graph.source(range(20)).map(same).collect()
+    with graph.start() as run:
+        for item in run.iter(result):
+            slow(item)
+    assert run.stats().bottleneck == result.stage
+
+
+def test_where_nobody_works_there_is_no_bottleneck() -> None:
+    graph = Graph("r8")
+    graph.input(name="numbers").map(same, name="idle").sink(same)
+    with graph.start() as run:
+        wait_until(lambda: run.stats().elapsed > 0.3 and stage_of(run, "idle").busy < 0.005)
+        wait_until(lambda: run.stats().bottleneck is None)
+        assert "bottleneck: none to be seen" in run.report()
 
 
 def test_the_bottleneck_is_named() -> None:
     gate = Gate()
 
-    def slow(item: int) -> int:
+    def held(item: int) -> int:
         gate.wait()
         return item
 
     graph = Graph("r8")
-    graph.source(range(50), capacity=1).map(same, capacity=1).map(slow, name="slow").sink(id)
+    graph.source(range(50), capacity=1).map(same, capacity=1).map(held, name="slow").sink(id)
     run = graph.start()
     gate.wait_held()
     wait_until(lambda: run.stats().bottleneck == "slow")
