@@ -34,8 +34,8 @@ class Drained(Closed):
 
 
 class Broken(ChannelError):
-    """The channel ended by failure: ``abort(cause)`` was called, or its memory was found damaged. ``__cause__`` is the
-    cause."""
+    """The channel ended by failure: ``abort(cause)`` was called, a process with a counted writer died, or its memory was
+    found damaged. ``__cause__`` is the cause."""
 
 
 class Full(ChannelError, queue.Full, TimeoutError):

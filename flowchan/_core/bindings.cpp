@@ -27,9 +27,17 @@ PyType_Slot in_slots[] = {{Py_tp_methods, in_methods}, {Py_tp_iter, (void*)PyObj
 PyType_Slot out_slots[] = {{Py_tp_methods, out_methods}, {Py_tp_traverse, (void*)out_traverse},
                            {Py_tp_clear, (void*)out_clear}, {0, nullptr}};
 
+// Looks for dead processes when it is time to, so that who polls learns of their ends.
 uint64_t state_of(Channel& ch) {
     if (!ch.usable()) throw nb::python_error();
-    return ch.queue ? ch.queue->state : std::atomic_ref(ch.ring->header().state).load(std::memory_order_acquire);
+    if (ch.queue) return ch.queue->state;
+    if (ch.ring->is_sweep_due()) {
+        Wakes wakes;
+        Locked<Ring> lock(*ch.ring);
+        ch.ring->sweep(wakes);
+        lock.unlock(wakes);
+    }
+    return std::atomic_ref(ch.ring->header().state).load(std::memory_order_acquire);
 }
 
 template <class F> auto locked(Channel& ch, F f) {
@@ -56,7 +64,12 @@ int64_t length(Channel& ch) {
 }
 
 bool is_drained(Channel& ch) {
-    return locked(ch, [](auto& m, Wakes&) { return m.drained(); });
+    return state_of(ch) == CLOSED && locked(ch, [](auto& m, Wakes&) { return m.drained(); });
+}
+
+bool is_broken(Channel& ch) {
+    const uint64_t state = state_of(ch);
+    return state == BROKEN || (state == CLOSED && ch.ring && locked(ch, [&](auto&, Wakes&) { return ch.ring->broken(); }));
 }
 
 void close_channel(Channel& ch) {
@@ -170,7 +183,8 @@ NB_MODULE(_core, m) {
         .def_prop_ro("across", [](Channel& ch) { return ch.queue ? "threads" : "processes"; }, "The medium.")
         .def_prop_ro("closed", [](Channel& ch) { return state_of(ch) != OPEN; }, "Whether nobody can put any more.")
         .def_prop_ro("drained", is_drained, "Whether it is closed and empty and no item is out on lease.")
-        .def_prop_ro("broken", [](Channel& ch) { return state_of(ch) == BROKEN; }, "Whether it was aborted.")
+        .def_prop_ro("broken", is_broken,
+                     "Whether it was aborted, or has come to an end that is no clean one.")
         .def_rw("_name", &Channel::name)
         .def_prop_ro("_fd", [](Channel& ch) { return ch.ring ? ch.ring->fd() : -1; })
         .def("_stats", channel_stats)

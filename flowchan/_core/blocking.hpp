@@ -23,6 +23,7 @@ template <> struct Traits<LocalQueue> {
     static bool at_gate(LocalQueue&, uint32_t, Side, int) { return true; }
     static bool ready(LocalQueue&, Side) { return false; }
     static void look_for_dead(LocalQueue&, Wakes&) {}
+    static constexpr bool time_to_look(LocalQueue&) { return false; }
     static bool ended(LocalQueue& q) { return q.state != OPEN; }
     static uint64_t resumes(LocalQueue&) { return 0; }
     static bool readable(LocalQueue& q) { return q.inside() || q.state == BROKEN || q.drained(); }
@@ -52,12 +53,13 @@ template <> struct Traits<Ring> {
     }
     static bool ended(Ring& r) { return r.header().state != OPEN; }
     static uint64_t resumes(Ring& r) { return std::atomic_ref(r.header().resumes).load(std::memory_order_relaxed); }
-    static bool readable(Ring& r) { return r.header().head || r.header().state == BROKEN || r.drained(); }
+    static bool readable(Ring& r) { return r.header().head || r.header().state == BROKEN || r.at_end(); }
     static bool writable(Ring& r, uint64_t capacity) {
         Header& h = r.header();
         return h.state != OPEN || h.puts - h.takes + h.parked + h.claimed < capacity;
     }
     static void look_for_dead(Ring& r, Wakes& wakes) { r.sweep(wakes); }
+    static bool time_to_look(Ring& r) { return r.is_sweep_due(); }
 };
 
 // Gets the lock; when that means waiting, without the GIL. Returns whether the GIL is released now.
@@ -118,7 +120,7 @@ Step wait(M& m, Side side, uint32_t session, Op&& op, Deadline deadline) {
         keep_order();  // as in Ring::drop_copies: dead in between, it counts as waiting once too often, never too seldom
         if (counted) gate.leave();
         if (counted && deadline.at != NEVER) gate.ends_by_itself(-1);
-        if (slice_over) T::look_for_dead(m, wakes);
+        T::look_for_dead(m, wakes);
         // An interrupted call must not take an item that it can't return. One whose slice is over ignores who starves:
         // that one may be dead.
         if (!interrupted && (gate.may_pass(me) || slice_over || T::ended(m))) step = op(wakes);
@@ -144,11 +146,18 @@ Step wait(M& m, Side side, uint32_t session, Op&& op, Deadline deadline) {
 // Does `op` as soon as it can be done. `session()` names the caller's session; it is asked only if the call must wait.
 template <class M, class Op, class Session>
 Step perform(M& m, Side side, Session&& session, Op&& op, Deadline deadline) {
+    using T = Traits<M>;
     Wakes wakes;
     Locked<M> locked(m);
+    // Who never waits learns of deaths too (C5). A get that finds an item need not know, a put would go nowhere.
+    if (side == Side::Writer && T::time_to_look(m)) T::look_for_dead(m, wakes);
     // Nobody queues up in a channel that has ended: what is in hand here may be what the others wait for.
-    bool behind = Traits<M>::gate(m, side).starving != 0 && !deadline.now_only() && !Traits<M>::ended(m);
+    bool behind = T::gate(m, side).starving != 0 && !deadline.now_only() && !T::ended(m);
     Step step = behind ? Step::Wait : op(wakes);
+    if (step == Step::Wait && !behind && T::time_to_look(m)) {
+        T::look_for_dead(m, wakes);
+        step = op(wakes);
+    }
     locked.unlock(wakes);
     if (step != Step::Wait) return step;
     if (deadline.now_only()) return Step::NotNow;

@@ -118,8 +118,11 @@ struct Header {
     uint64_t damaged;         // something here can't be right: set with BROKEN, never unset
     uint64_t short_of_memory;  // a writer waits for bytes, not for a place; needs no redo: it is set again on the next try
     uint64_t cause, cause_size;       // block with the pickled cause of BROKEN
-    std::atomic<uint64_t> swept_ns;   // when somebody last looked for dead sessions: a hint, no partner
+    uint64_t cut_off;         // process that died with a counted writer open, 0: none; the end is no clean one then
     uint64_t free_slots[CLASSES];  // heads of the free lists, [0] of the slots without a block
+    // When somebody last looked for dead sessions: a hint, no partner. Every call reads it, so it shares its line with
+    // nothing that changes often.
+    alignas(64) std::atomic<uint64_t> swept_ns;
     Session sessions[SESSIONS];
 
     int64_t inside() const { return int64_t(puts - takes); }

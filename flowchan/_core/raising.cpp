@@ -28,6 +28,17 @@ std::string amount(uint64_t bytes) {
     return text;
 }
 
+// What ended a channel whose counted writer's process died: a WorkerDied, or null.
+PyObject* writer_died(const std::string& who, uint64_t pid) {
+    const std::string text = "process " + std::to_string(pid) + ", which had a counted writer of " + who +
+                             " open, ended without closing it";
+    nb::object cls = nb::steal(error_class("WorkerDied"));
+    if (!cls.is_valid()) return nullptr;
+    nb::object arguments = nb::make_tuple(text.c_str()), keywords = nb::dict();
+    keywords["pid"] = pid;
+    return PyObject_Call(cls.ptr(), arguments.ptr(), keywords.ptr());
+}
+
 // How full a channel is that takes nothing now; and whose views keep memory back.
 std::string fill(Channel& ch) {
     if (ch.queue) return std::to_string(ch.queue->inside()) + " of " + std::to_string(ch.capacity) + " items inside";
@@ -99,9 +110,11 @@ PyObject* raise_step(Channel& ch, Step step, Side side, uint64_t size, Deadline 
         case Step::Closed: raise("Closed", who + " is closed: nothing can be put into it any more"); break;
         case Step::Drained: raise("Drained", who + " is drained: it is closed and everything in it has been read"); break;
         case Step::Broken: {
-            PyObject* cause = stored_cause(ch);
+            const uint64_t cut_off = ch.ring && ch.ring->header().state == CLOSED ? ch.ring->header().cut_off : 0;
+            PyObject* cause = cut_off ? writer_died(who, cut_off) : stored_cause(ch);
             const bool damaged = ch.ring && ch.ring->header().damaged;
-            raise_broken(who + (damaged ? " is broken: its shared memory is damaged" : " is broken"), cause);
+            raise_broken(who + (damaged ? " is broken: its shared memory is damaged" :
+                                cut_off ? " is broken: a writer died, what it had put has been read" : " is broken"), cause);
             Py_XDECREF(cause);
             break;
         }

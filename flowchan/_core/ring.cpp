@@ -265,6 +265,8 @@ void Ring::recover() {
 
 void Ring::close(Wakes& wakes) {
     if (h_->state != OPEN) return;
+    sweep_now(wakes);  // a writer that was killed before this is remembered
+    if (h_->state != OPEN) return;
     Change change(h_->redo, base_);
     close_with(change, wakes);
     change.commit();
@@ -279,7 +281,7 @@ void Ring::close_with(Change& change, Wakes& wakes) {
 }
 
 void Ring::break_(const std::string& cause, Wakes& wakes) {
-    if (h_->state == BROKEN || drained()) return;  // the clean end is final
+    if (h_->state == BROKEN || at_end()) return;  // the end is final
     Change change(h_->redo, base_);
     if (Slot* slot = cause.empty() ? nullptr : take_slot(cause.size(), change)) {
         memcpy(payload(slot), cause.data(), cause.size());
@@ -317,8 +319,7 @@ uint32_t Ring::free_session(Wakes& wakes) {
             fault_point();
             return i;
         }
-        h_->swept_ns.store(0, std::memory_order_relaxed);
-        sweep(wakes);
+        sweep_now(wakes);
     }
     return 0;
 }
@@ -415,8 +416,9 @@ bool Ring::still_looks(uint32_t index) const {
     return s.views && (s.forked || s.pid == uint64_t(getpid()) || process_alive(s.pid, s.started));
 }
 
-// `finished`: the items in hand are done with, else they go back.
-void Ring::end_session(uint32_t index, bool finished, Wakes& wakes) {
+// `finished`: the items in hand are done with, else they go back. `died`: its process has ended without closing it; of a
+// writer that is no clean end (C5), unless the channel was closed before.
+void Ring::end_session(uint32_t index, bool finished, Wakes& wakes, bool died) {
     Session& s = h_->sessions[index];
     if (s.role == Session::NONE) return;
     if (s.lease_head) finished ? free_leased(s, wakes) : give_back(s, wakes);
@@ -428,6 +430,7 @@ void Ring::end_session(uint32_t index, bool finished, Wakes& wakes) {
         change.set(h_->readers, h_->readers - 1);
     } else if (s.role == Session::WRITER) {
         if (h_->writers == 1) close_with(change, wakes);
+        if (died && h_->state == OPEN && !h_->cut_off) change.set(h_->cut_off, s.pid);
         change.set(h_->writers, h_->writers - 1);
     } else if (s.role == Session::RESUME) {
         change.set(h_->resumes, h_->resumes - 1);
@@ -462,16 +465,17 @@ void Ring::retire_writer(uint32_t index, const std::vector<uint64_t>& items, Wak
 }
 
 void Ring::sweep(Wakes& wakes) {
-    int64_t now = now_ns();
-    const int64_t ago = now - int64_t(h_->swept_ns.load(std::memory_order_relaxed));
-    if (ago >= 0 && ago < SLICE_NS * 4 / 5) return;
-    h_->swept_ns.store(uint64_t(now), std::memory_order_relaxed);
+    if (is_sweep_due()) sweep_now(wakes);
+}
+
+void Ring::sweep_now(Wakes& wakes) {
+    h_->swept_ns.store(uint64_t(coarse_now_ns()), std::memory_order_relaxed);
     uint64_t me = uint64_t(getpid());
     for (uint32_t i = 1; i < SESSIONS; ++i) {
         Session& s = h_->sessions[i];
         if (s.role == Session::NONE || s.role == Session::RESUME || s.supervised || s.pid == me) continue;
         if (s.role == Session::HOLDER && s.forked) continue;  // until the channel's end
-        if (!process_alive(s.pid, s.started)) end_session(i, false, wakes);
+        if (!process_alive(s.pid, s.started)) end_session(i, false, wakes, true);
     }
     for (Gate* gate : {&h_->reader_gate, &h_->writer_gate})
         if (gate->starving && !process_alive(gate->starving, 0)) gate->starving = 0;

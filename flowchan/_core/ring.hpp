@@ -93,7 +93,9 @@ public:
     Step item_done(WriterState& writer, Wakes& wakes);            // no more outputs for writer.number
     void begin_item(WriterState& writer, uint64_t number);        // first output for it is about to come
     bool fits(const Frame& frame) const { return frame.size <= max_bytes_; }
-    bool drained() const { return h_->state == CLOSED && h_->leased == 0 && nothing_coming(); }
+    bool at_end() const { return h_->state == CLOSED && h_->leased == 0 && nothing_coming(); }
+    bool drained() const { return at_end() && !h_->cut_off; }
+    bool broken() const { return h_->state == BROKEN || (at_end() && h_->cut_off); }
 
     // --- the channel; all under the lock ---
     void close(Wakes& wakes);
@@ -103,8 +105,14 @@ public:
     // --- sessions; all under the lock ---
     uint32_t open_session(Session::Role role, Wakes& wakes);  // throws std::length_error when all are taken
     void adopt(uint32_t session);                             // it belongs to the calling process from now on
-    void end_session(uint32_t session, bool finished, Wakes& wakes);
-    void sweep(Wakes& wakes);                                 // ends unsupervised sessions of dead processes
+    void end_session(uint32_t session, bool finished, Wakes& wakes, bool died = false);
+    // Ends unsupervised sessions of dead processes, if nobody has done so lately; also the hint, without the lock, that it
+    // is time to.
+    void sweep(Wakes& wakes);
+    bool is_sweep_due() const {
+        const int64_t ago = coarse_now_ns() - int64_t(h_->swept_ns.load(std::memory_order_relaxed));
+        return ago < 0 || ago >= SLICE_NS * 4 / 5;
+    }
     std::vector<Slot*> in_hand(uint32_t session) const;       // what a reader has on lease, oldest first
     // Ends the session of a writer that died. If it had put outputs for one of `items`, which will be worked on again,
     // that is remembered, so that they are not put twice.
@@ -134,6 +142,8 @@ private:
     Group& group(uint64_t number) { return at<Group>(groups_at_)[number % groups_]; }
     bool nothing_coming() const { return h_->head == 0 && h_->parked == 0 && h_->claimed == 0; }
     bool at_end_for(const ReaderState* reader) const;
+    Step end() const { return h_->cut_off ? Step::Broken : Step::Drained; }
+    void sweep_now(Wakes& wakes);
     void tell_end(Wakes& wakes);
     void close_with(Change& change, Wakes& wakes);
     void map(int fd, uint64_t length);

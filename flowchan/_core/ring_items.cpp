@@ -23,7 +23,7 @@ namespace flowchan {
 Step Ring::room(const Frame& frame, const WriterState* writer) {
     if (h_->state == BROKEN) return Step::Broken;
     if (h_->state > BROKEN || (h_->head && !slot_exists(h_->tail))) return found_damage();
-    if (h_->state == CLOSED) return Step::Closed;
+    if (h_->state == CLOSED) return broken() ? Step::Broken : Step::Closed;
     if (frame.size > max_bytes_) return Step::TooLarge;
     const uint64_t inside = h_->puts - h_->takes, all = inside + h_->parked + h_->claimed;
     const bool parks = is_parked(writer);
@@ -132,7 +132,7 @@ void Ring::unclaim(Slot* slot, Wakes& wakes) {
 
 Step Ring::try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& wakes) {
     if (h_->state >= BROKEN) return h_->state == BROKEN ? Step::Broken : found_damage();
-    if (h_->head == 0) return at_end_for(reader) ? Step::Drained : Step::Wait;
+    if (h_->head == 0) return at_end_for(reader) ? end() : Step::Wait;
     Slot* slot = at<Slot>(h_->head);
     if (!slot_exists(h_->head) || !payload_exists(slot)) return found_damage();
     if (slot->place() != SlotState::Inside && slot->place() != SlotState::Parked) return found_damage();

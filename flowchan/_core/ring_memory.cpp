@@ -203,7 +203,7 @@ void Ring::unview(Slot* slot, Wakes& wakes) {
 // Memory that a writer fills in place: a slot that is HELD and LOANED, outside the FIFO.
 Step Ring::loan(uint64_t size, uint32_t session, Slot*& slot) {
     if (h_->state == BROKEN) return Step::Broken;
-    if (h_->state == CLOSED) return Step::Closed;
+    if (h_->state == CLOSED) return broken() ? Step::Broken : Step::Closed;
     if (size > max_bytes_) return Step::TooLarge;
     Change change(h_->redo, base_);
     slot = take_slot(std::max(size, class_size(VIEWABLE)), change);

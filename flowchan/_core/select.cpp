@@ -55,7 +55,7 @@ template <class M> Entered enter(M& m, const Place& place, bool again) {
     return {&gate.seq, seq};
 }
 
-template <class M> void leave(M& m, const Place& place, bool pass_on, bool look) {
+template <class M> void leave(M& m, const Place& place, bool pass_on) {
     Wakes wakes;
     Locked<M> locked(m);
     Gate& gate = Traits<M>::gate(m, place.side);
@@ -63,7 +63,7 @@ template <class M> void leave(M& m, const Place& place, bool pass_on, bool look)
     keep_order();
     if (counted) gate.leave();
     gate.ends_by_itself(counted ? -1 : 0);
-    if (look) Traits<M>::look_for_dead(m, wakes);
+    Traits<M>::look_for_dead(m, wakes);
     if (pass_on) (place.side == Side::Reader ? wakes.readers : wakes.writers) += gate.call(1);
     locked.unlock(wakes);
 }
@@ -79,11 +79,11 @@ public:
         }
     }
     // `used`: the place whose operation was done, which needs no passing on.
-    void leave_all(size_t used, bool look) {
+    void leave_all(size_t used) {
         for (size_t i = 0; i < places_.size(); ++i) {
             const Place& p = places_[i];
-            if (p.ch->queue) leave(*p.ch->queue, p, i != used, look);
-            else leave(*p.ch->ring, p, i != used, look);
+            if (p.ch->queue) leave(*p.ch->queue, p, i != used);
+            else leave(*p.ch->ring, p, i != used);
         }
     }
     // Until a word changes or `ns` are over. True when the time ran out.
@@ -180,20 +180,20 @@ nb::object select_one(nb::list gets, nb::list puts, nb::handle timeout) {
         for (const Operation& op : ops) places.push_back(op.place);
         Gates gates(std::move(places), again);
         again = true;
-        bool over = false, late = false;
+        bool late = false;
         try {
             done = try_each(ops);
             if (nb::cast<int64_t>(done[0]) == -1) {
                 if (PyErr_CheckSignals()) throw nb::python_error();
                 late = deadline.passed();
-                if (!late) over = gates.sleep(deadline.slice());
+                if (!late) gates.sleep(deadline.slice());
             }
         } catch (...) {
-            gates.leave_all(SIZE_MAX, false);
+            gates.leave_all(SIZE_MAX);
             throw;
         }
         int64_t used = nb::cast<int64_t>(done[0]);
-        gates.leave_all(used < 0 ? SIZE_MAX : size_t(used), over);
+        gates.leave_all(used < 0 ? SIZE_MAX : size_t(used));
         if (late) break;
         if (used == -1) done = try_each(ops);
     }

@@ -40,6 +40,13 @@ inline int64_t now_ns() {
     return int64_t(t.tv_sec) * 1'000'000'000 + t.tv_nsec;
 }
 
+// The same clock to a few milliseconds, for a tenth of the price: read by every call.
+inline int64_t coarse_now_ns() {
+    timespec t;
+    clock_gettime(CLOCK_MONOTONIC_COARSE, &t);
+    return int64_t(t.tv_sec) * 1'000'000'000 + t.tv_nsec;
+}
+
 // When a call gives up: a point on the monotonic clock in ns, NEVER, or 0 for "do not wait at all".
 struct Deadline {
     int64_t at = NEVER;

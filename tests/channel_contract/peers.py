@@ -96,6 +96,10 @@ class ProcessPeer:
     def running(self) -> bool:
         return self._process is not None and self._process.is_alive()
 
+    def pid(self) -> int | None:
+        assert self._process is not None
+        return self._process.pid
+
     def kill(self) -> None:
         """Sends SIGKILL and leaves the dead process unreaped: ``join()`` does that."""
         assert self._process is not None

@@ -1,13 +1,12 @@
-"""C5 counted ends: the last writer's exit closes, the last reader's exit ends it for writers, however they exit."""
+"""C5 counted ends: the last writer's exit closes, the last reader's exit ends it for writers, however they exit. How it
+looks when a process ends without closing its port is in test_port_deaths.py."""
 
 from __future__ import annotations
 
 import itertools
-import os
-import signal
 
 import pytest
-from waiting import wait_blocked, wait_stats
+from waiting import wait_blocked
 
 from flowchan import Broken, Closed, Drained, Empty, Full
 
@@ -263,157 +262,6 @@ def test_iterating_a_reading_port(make):
     ch.close()
     with ch.reader() as into:
         assert list(into) == [0, 1, 2, 3, 4]
-
-
-# However they exit: the end of a whole process.
-
-
-def open_writer_and_stay(ch):
-    """Never leaves by itself, and never closes its port."""
-    out = ch.writer()
-    out.put_many([1, 2, 3])
-    signal.pause()
-    out.close()
-
-
-def open_reader_and_stay(ch):
-    into = ch.reader()
-    signal.pause()
-    into.close()
-
-
-@pytest.mark.other_process
-def test_a_process_that_ends_without_closing_its_port_has_left(make, spawn_peer):
-    """C5: an ordinary end of the process."""
-    ch = make()
-    kept = []
-
-    def write():
-        kept.append(ch.writer())
-        kept[0].put(1)
-
-    spawn_peer(write).result()
-    assert list(ch) == [1]
-
-
-@pytest.mark.other_process
-def test_a_process_that_ends_at_once_has_left(make, spawn_peer):
-    """C5: ``os._exit``, which runs nothing on the way out."""
-    ch = make()
-
-    def write():
-        out = ch.writer()
-        out.put(1)
-        os._exit(3)
-
-    peer = spawn_peer(write)
-    wait_stats(ch, items_in=1)
-    assert list(ch) == [1]
-    peer.join()
-
-
-@pytest.mark.other_process
-def test_the_last_writer_killed_closes(make, spawn_peer):
-    """C5: SIGKILL, though nobody has reaped the process yet."""
-    ch = make()
-    peer = spawn_peer(open_writer_and_stay, ch)
-    wait_stats(ch, items_in=3)
-    peer.kill()
-    assert list(ch) == [1, 2, 3]
-    assert ch.closed
-    peer.join()
-
-
-@pytest.mark.other_process
-def test_the_last_writer_killed_wakes_waiting_readers(make, spawn_peer):
-    """C5: the reader waits already when the writer dies."""
-    ch = make()
-    writer = spawn_peer(open_writer_and_stay, ch)
-    wait_stats(ch, items_in=3)
-    assert ch.get_many(3) == [1, 2, 3]
-    reader = spawn_peer(ch.get)
-    wait_blocked(ch, readers=1)
-    writer.kill()
-    with pytest.raises(Drained):
-        reader.result()
-    writer.join()
-
-
-@pytest.mark.other_process
-def test_a_killed_writer_is_not_the_last_while_another_lives(make, spawn_peer):
-    """C5: the count is right after a death."""
-    ch = make()
-    out = ch.writer()
-    peer = spawn_peer(open_writer_and_stay, ch)
-    wait_stats(ch, items_in=3, writers=2)
-    peer.kill()
-    peer.join()
-    assert ch.get_many(3) == [1, 2, 3]
-    out.put("still open")
-    assert ch.get() == "still open"
-    assert not ch.closed
-    out.close()
-    assert list(ch) == []
-
-
-@pytest.mark.other_process
-def test_the_last_reader_killed_ends_it_for_writers(make, spawn_peer):
-    """C5: a writer that fills the channel gets Closed and does not wait for ever."""
-    ch = make(2)
-    peer = spawn_peer(open_reader_and_stay, ch)
-    wait_stats(ch, readers=1)
-    peer.kill()
-    put_until_closed(ch)
-    peer.join()
-
-
-@pytest.mark.other_process
-def test_the_last_reader_killed_wakes_waiting_writers(make, spawn_peer):
-    """C5."""
-    ch = make(1)
-    reader = spawn_peer(open_reader_and_stay, ch)
-    wait_stats(ch, readers=1)
-    ch.put("inside")
-    writer = spawn_peer(ch.put, "outside")
-    wait_blocked(ch, writers=1)
-    reader.kill()
-    with pytest.raises(Closed):
-        writer.result()
-    reader.join()
-
-
-@pytest.mark.other_process
-def test_the_items_in_the_hand_of_a_killed_reader_come_back(make, spawn_peer):
-    """C4, C5: to the front, in their order, so that the channel is as if the reader had never been there."""
-    ch = make()
-    ch.put_many(range(4))
-    ch.close()
-
-    def take_and_stay():
-        into = ch.reader()
-        into.get_many(2)
-        signal.pause()
-
-    peer = spawn_peer(take_and_stay)
-    wait_stats(ch, leased=2)
-    assert ch.get_many(5) == [2, 3]
-    reader = spawn_peer(ch.get_many, 5)
-    wait_blocked(ch, readers=1)
-    peer.kill()
-    assert reader.result() == [0, 1]
-    peer.join()
-    assert list(ch) == []
-
-
-@pytest.mark.other_process
-def test_a_port_used_in_a_forked_child_belongs_to_the_child(make, spawn_peer):
-    """C5: it is one port and not two, and leaves with the child's end."""
-    ch = make()
-    out = ch.writer()
-    spawn_peer(lambda: out.put("from the child")).result()
-    assert list(ch) == ["from the child"]
-    assert ch.stats().writers == 0
-    out.close()
 
 
 @pytest.mark.copying

@@ -66,10 +66,12 @@ Scenario last_of(const char* name, Session::Role role) {
         scene.did();
     };
     s.allowed = [](int) { return Lists{{1, 2}}; };
-    s.look = [](Scene& scene, int done) {
+    s.look = [=](Scene& scene, int done) {
         Header& h = scene.in->header();
         must(h.readers == 0 && h.writers == 0, "a port is still counted");
         must(!done || h.state == CLOSED, "the last one has left and the channel is open");
+        must(!h.cut_off || role == Session::WRITER, "a reader's death is taken for a writer's");
+        must(!h.cut_off || done < 2, "a writer that had left is taken for one that died");
     };
     return s;
 }
@@ -156,6 +158,7 @@ Scenario sweeping() {
     s.look = [](Scene& scene, int) {
         Header& h = scene.in->header();
         must(h.readers == 1 && h.writers == 1 && h.state == OPEN, "more than the dead one's sessions were ended");
+        must(h.cut_off != 0, "nothing is known of the writer that died");
         scene.users[0].leave(true);
         must(h.state == CLOSED, "the last reader has left");
     };

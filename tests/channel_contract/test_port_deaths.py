@@ -1,0 +1,335 @@
+"""C5 counted ends when a whole process ends without closing its port: it has left; of a writer that is no clean end, and
+whoever only polls learns of it too."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+
+import pytest
+from waiting import wait_blocked, wait_stats, wait_until
+
+from flowchan import Broken, Channel, Closed, Empty, NothingReady, WorkerDied, select
+
+
+def put_until_closed(ch):
+    """Puts 0, 1, 2, … and returns once a put has raised Closed."""
+    for i in itertools.count():
+        try:
+            ch.put(i)
+        except Closed:
+            return
+
+
+def read_to_the_end(ch):
+    """What comes, and what the end says."""
+    items = []
+    try:
+        while True:
+            items.append(ch.get())
+    except (Broken, Closed) as error:
+        return items, error
+
+
+def cut_off_by(error, pid):
+    """Whether this is the end after the death of a counted writer's process."""
+    return type(error) is Broken and type(error.__cause__) is WorkerDied and error.__cause__.pid == pid
+
+
+def open_writer_and_stay(ch):
+    """Never leaves by itself, and never closes its port."""
+    out = ch.writer()
+    out.put_many([1, 2, 3])
+    signal.pause()
+    out.close()
+
+
+def open_reader_and_stay(ch):
+    into = ch.reader()
+    signal.pause()
+    into.close()
+
+
+# Writers: the end is not clean.
+
+
+@pytest.mark.other_process
+def test_a_process_that_ends_without_closing_its_writer_makes_no_clean_end(make, spawn_peer):
+    """C5: an ordinary end of the process; what it had put can be read."""
+    ch = make()
+    kept = []
+
+    def write():
+        kept.append(ch.writer())
+        kept[0].put(1)
+        return os.getpid()
+
+    pid = spawn_peer(write).result()
+    items, end = read_to_the_end(ch)
+    assert items == [1]
+    assert cut_off_by(end, pid)
+    assert str(end.__cause__).startswith(f"process {pid}, which had a counted writer of Channel(64, ")
+    assert str(end.__cause__).endswith("open, ended without closing it")
+
+
+@pytest.mark.other_process
+def test_a_process_that_ends_at_once_makes_no_clean_end(make, spawn_peer):
+    """C5: ``os._exit``, which runs nothing on the way out."""
+    ch = make()
+
+    def write():
+        out = ch.writer()
+        out.put(1)
+        os._exit(3)
+
+    peer = spawn_peer(write)
+    wait_stats(ch, items_in=1)
+    items, end = read_to_the_end(ch)
+    assert items == [1]
+    assert type(end) is Broken
+    peer.join()
+
+
+@pytest.mark.other_process
+def test_the_last_writer_killed_does_not_look_like_a_clean_end(make, spawn_peer):
+    """C5: SIGKILL, though nobody has reaped the process yet; every later call says the same."""
+    ch = make()
+    peer = spawn_peer(open_writer_and_stay, ch)
+    wait_stats(ch, items_in=3)
+    pid = peer.pid()
+    peer.kill()
+    items, end = read_to_the_end(ch)
+    assert items == [1, 2, 3]
+    assert cut_off_by(end, pid)
+    assert (ch.closed, ch.drained, ch.broken) == (True, False, True)
+    assert "broken, 0 inside" in repr(ch)
+    for call in (ch.get, ch.get_nowait, lambda: next(ch), lambda: ch.get_many(2), lambda: ch.put(4), lambda: select([ch])):
+        with pytest.raises(Broken) as caught:
+            call()
+        assert cut_off_by(caught.value, pid)
+    peer.join()
+
+
+@pytest.mark.other_process
+def test_the_last_writer_killed_wakes_waiting_readers(make, spawn_peer):
+    """C5: the reader waits already when the writer dies."""
+    ch = make()
+    writer = spawn_peer(open_writer_and_stay, ch)
+    wait_stats(ch, items_in=3)
+    assert ch.get_many(3) == [1, 2, 3]
+    reader = spawn_peer(ch.get)
+    wait_blocked(ch, readers=1)
+    writer.kill()
+    with pytest.raises(Broken):
+        reader.result()
+    writer.join()
+
+
+@pytest.mark.other_process
+def test_the_others_go_on_after_the_death_of_a_writer(make, spawn_peer):
+    """C5: the count is right after a death, all that is put can be read, and the end tells of it."""
+    ch = make()
+    out = ch.writer()
+    peer = spawn_peer(open_writer_and_stay, ch)
+    wait_stats(ch, items_in=3, writers=2)
+    pid = peer.pid()
+    peer.kill()
+    peer.join()
+    assert ch.get_many(3) == [1, 2, 3]
+    out.put("still open")
+    assert ch.get() == "still open"
+    assert (ch.closed, ch.broken) == (False, False)
+    out.put("and this")
+    out.close()
+    items, end = read_to_the_end(ch)
+    assert items == ["and this"]
+    assert cut_off_by(end, pid)
+
+
+@pytest.mark.other_process
+def test_a_close_after_the_death_of_a_writer_does_not_make_it_clean(make, spawn_peer):
+    """C5: though nobody had looked for the dead in between."""
+    ch = make()
+    peer = spawn_peer(open_writer_and_stay, ch)
+    wait_stats(ch, items_in=3)
+    peer.kill()
+    peer.join()
+    ch.close()
+    items, end = read_to_the_end(ch)
+    assert items == [1, 2, 3]
+    assert type(end) is Broken
+
+
+@pytest.mark.other_process
+def test_a_writer_that_dies_after_the_close_cuts_nothing_off(make, spawn_peer):
+    """C5, C4: it could not have put anything more."""
+    ch = make()
+    peer = spawn_peer(open_writer_and_stay, ch)
+    wait_stats(ch, items_in=3)
+    ch.close()
+    peer.kill()
+    peer.join()
+    assert list(ch) == [1, 2, 3]
+    wait_until(lambda: ch.closed and ch.stats().writers == 0)
+    assert (ch.drained, ch.broken) == (True, False)
+
+
+@pytest.mark.other_process
+def test_an_abort_after_such_an_end_does_not_change_its_cause(make, spawn_peer):
+    """C6: the first failure is final."""
+    ch = make()
+    peer = spawn_peer(open_writer_and_stay, ch)
+    wait_stats(ch, items_in=3)
+    pid = peer.pid()
+    peer.kill()
+    peer.join()
+    assert cut_off_by(read_to_the_end(ch)[1], pid)
+    ch.abort(ValueError("too late"))
+    assert cut_off_by(read_to_the_end(ch)[1], pid)
+
+
+@pytest.mark.other_process
+def test_a_port_used_in_a_forked_child_belongs_to_the_child(make, spawn_peer):
+    """C5: it is one port and not two, and the child's to close."""
+    ch = make()
+    out = ch.writer()
+
+    def write():
+        out.put("from the child")
+        out.close()
+
+    spawn_peer(write).result()
+    assert list(ch) == ["from the child"]
+    assert ch.stats().writers == 0
+    out.close()
+
+
+# Whoever polls learns of a death.
+
+
+@pytest.mark.other_process
+@pytest.mark.parametrize("poll", ["get_nowait", "get, timeout", "select", "aget", "broken", "closed"])
+def test_who_polls_learns_of_a_writers_death(make, spawn_peer, poll):
+    """C5: without ever waiting for long."""
+    ch = make()
+    peer = spawn_peer(open_writer_and_stay, ch)
+    wait_stats(ch, items_in=3)
+    ch.get_many(3)
+    peer.kill()
+    peer.join()
+
+    def learnt():
+        try:
+            if poll == "get_nowait":
+                ch.get_nowait()
+            elif poll == "get, timeout":
+                ch.get(timeout=0.001)
+            elif poll == "select":
+                select([ch], timeout=0)
+            elif poll == "aget":
+                asyncio.run(asyncio.wait_for(ch.aget(), 0.001))
+            else:
+                return getattr(ch, poll)
+        except Broken:
+            return True
+        except (Empty, NothingReady, TimeoutError):
+            return False
+        raise AssertionError("nothing was put")
+
+    wait_until(learnt)
+    assert ch.broken
+
+
+@pytest.mark.other_process
+def test_a_wait_for_several_channels_of_which_one_is_busy_learns_of_a_writers_death(make, spawn_peer):
+    """C5, C9: coroutines share a thread that sleeps for all of them, and that something else wakes all the time."""
+    ch, busy = make(), Channel()
+    peer = spawn_peer(open_writer_and_stay, ch)
+    wait_stats(ch, items_in=3)
+    ch.get_many(3)
+
+    async def main():
+        async def keep_busy():
+            while not waiting.done():
+                busy.put_nowait(1)
+                await asyncio.sleep(0.01)
+            busy.close()
+
+        async def read_what_is_busy():
+            return [item async for item in busy]
+
+        waiting = asyncio.create_task(ch.aget())
+        others = [asyncio.create_task(task()) for task in (keep_busy, read_what_is_busy)]
+        peer.kill()
+        with pytest.raises(Broken):
+            await waiting
+        await asyncio.gather(*others)
+
+    asyncio.run(main())
+    peer.join()
+
+
+# Readers.
+
+
+@pytest.mark.other_process
+def test_a_put_that_never_waits_learns_of_the_last_readers_death(make, spawn_peer):
+    """C5: nobody would read what it puts."""
+    ch = make(10**6)
+    peer = spawn_peer(open_reader_and_stay, ch)
+    wait_stats(ch, readers=1)
+    peer.kill()
+    put_until_closed(ch)
+    assert len(ch) < 10**6
+    peer.join()
+
+
+@pytest.mark.other_process
+def test_the_last_reader_killed_ends_it_for_writers(make, spawn_peer):
+    """C5: a writer that fills the channel gets Closed and does not wait for ever."""
+    ch = make(2)
+    peer = spawn_peer(open_reader_and_stay, ch)
+    wait_stats(ch, readers=1)
+    peer.kill()
+    put_until_closed(ch)
+    peer.join()
+
+
+@pytest.mark.other_process
+def test_the_last_reader_killed_wakes_waiting_writers(make, spawn_peer):
+    """C5."""
+    ch = make(1)
+    reader = spawn_peer(open_reader_and_stay, ch)
+    wait_stats(ch, readers=1)
+    ch.put("inside")
+    writer = spawn_peer(ch.put, "outside")
+    wait_blocked(ch, writers=1)
+    reader.kill()
+    with pytest.raises(Closed):
+        writer.result()
+    reader.join()
+
+
+@pytest.mark.other_process
+def test_the_items_in_the_hand_of_a_killed_reader_come_back(make, spawn_peer):
+    """C4, C5: to the front, in their order, so that the channel is as if the reader had never been there."""
+    ch = make()
+    ch.put_many(range(4))
+    ch.close()
+
+    def take_and_stay():
+        into = ch.reader()
+        into.get_many(2)
+        signal.pause()
+
+    peer = spawn_peer(take_and_stay)
+    wait_stats(ch, leased=2)
+    assert ch.get_many(5) == [2, 3]
+    reader = spawn_peer(ch.get_many, 5)
+    wait_blocked(ch, readers=1)
+    peer.kill()
+    assert reader.result() == [0, 1]
+    peer.join()
+    assert list(ch) == []
