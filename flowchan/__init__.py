@@ -20,7 +20,7 @@ from flowchan.run.chance import Worker, worker
 from flowchan.select import NothingReady, Selected, select
 from flowchan.stage import Problem
 from flowchan.stream import Feedback, Stream
-from flowchan.transport.codec import pack, unpack
+from flowchan.transport.codec import Unreadable, pack, unpack
 
 __all__ = [
     "Broken",
@@ -51,6 +51,7 @@ __all__ = [
     "StageError",
     "StageStats",
     "Stream",
+    "Unreadable",
     "Worker",
     "WorkerDied",
     "pack",

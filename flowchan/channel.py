@@ -20,7 +20,7 @@ from flowchan import _core, asynchronous
 from flowchan._core import In, Out
 from flowchan.errors import Broken
 from flowchan.transport import arrays
-from flowchan.transport.handles import duplicate, open_handle
+from flowchan.transport.handles import duplicate, open_handle, shortage
 
 __all__ = ["Channel", "ChannelStats", "Holder", "In", "Out"]
 
@@ -149,6 +149,8 @@ def _arrive(handle: Any, name: str) -> Channel[Any]:
     try:
         fd = open_handle(handle)
     except OSError as error:
+        if (short := shortage(f"channel {name!r}", error)) is not None:
+            raise short from error
         raise Broken(f"channel {name!r} was sent by a process that has ended before it was received") from error
     inode = os.fstat(fd).st_ino
     known = _known.get(inode)
@@ -158,8 +160,10 @@ def _arrive(handle: Any, name: str) -> Channel[Any]:
     channel: Channel[Any] = Channel.__new__(Channel)
     try:
         _core.Channel.__init__(channel, fd=fd, name=name)
-    except BaseException:
+    except BaseException as error:
         os.close(fd)
+        if isinstance(error, OSError) and (short := shortage(f"channel {name!r}", error)) is not None:
+            raise short from error
         raise
     _known[inode] = channel
     return channel

@@ -96,18 +96,17 @@ nb::list Watch::sleep(uint32_t heard, nb::list waits, double seconds) {
         words.push_back({wait->seq, reinterpret_cast<uint64_t>(&gate_of(*wait).seq), flags, 0});
         any = any || changed(*wait);
     }
-    bool late = false;
     if (!any) {
         asleep_.store(true, std::memory_order_seq_cst);
         {
             WithoutGil without;
-            late = sleep_on_any(words, now_ns() + int64_t(seconds * 1e9));
+            sleep_on_any(words, now_ns() + int64_t(seconds * 1e9));
         }
         asleep_.store(false, std::memory_order_relaxed);
     }
     nb::list found;
     for (size_t i = 0; i < all.size(); ++i) {
-        if (late && all[i]->ch->ring) {  // who would have woken it may be dead
+        if (all[i]->ch->ring && all[i]->ch->ring->is_sweep_due()) {  // who would have woken it may be dead
             Ring& ring = *all[i]->ch->ring;
             Wakes wakes;
             Locked<Ring> locked(ring);

@@ -261,8 +261,9 @@ NB_MODULE(_core, m) {
         .def("sleep", &Watch::sleep, "heard"_a, "waits"_a, "seconds"_a);
 
     for (const char* name : {"In", "Out"}) m.attr(name).attr("__module__") = "flowchan";
-    m.def("_set_codec", [](nb::handle dumps, nb::handle loads) { set_codec(dumps.ptr(), loads.ptr()); }, "dumps"_a,
-          "loads"_a);
+    m.def("_set_codec", [](nb::handle dumps, nb::handle loads, nb::handle unreadable) {
+        set_codec(dumps.ptr(), loads.ptr(), unreadable.ptr());
+    }, "dumps"_a, "loads"_a, "unreadable"_a);
     m.def("_select", select_one, "gets"_a, "puts"_a, "timeout"_a.none());
     m.def("_die_with", die_with, "pid"_a);
 }

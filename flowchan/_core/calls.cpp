@@ -2,6 +2,8 @@
 #include "channel.hpp"
 #include "raising.hpp"
 
+#include <utility>
+
 namespace flowchan {
 
 using namespace nb::literals;
@@ -164,17 +166,66 @@ Step put_step(Channel& ch, Out* out, PyObject* item, Deadline deadline, uint64_t
     return ch.queue ? put_local(ch, out, item, deadline, size) : put_ring(ch, out, item, deadline, size);
 }
 
-// Hands an item that has killed its workers to the handler, in place of the caller. Wait: go on with the next item.
-Step poisoned(In& in, PyObject*& item, uint64_t deaths) {
-    PyObject* done = PyObject_CallFunction(in.on_poison.ptr(), "OK", item, static_cast<unsigned long long>(deaths));
-    Py_CLEAR(item);
+// What a get does about the items taken before it, and about its own when that can't be received. Next: those in hand are
+// finished. More: they stay in hand. Rest: as More, and what can't be received is left for the next call to tell.
+enum class Taking { Next, More, Rest };
+
+// Hands an item that can't be used to the handler, in place of the caller; takes over the references. `error` is why, or
+// null when it has killed its workers. Wait: go on with the next item.
+Step give_up(In& in, PyObject* item, uint64_t deaths, PyObject* error) {
+    PyObject* done = item ? PyObject_CallFunction(in.on_poison.ptr(), "OKO", item, static_cast<unsigned long long>(deaths),
+                                                  error ? error : Py_None)
+                          : nullptr;
+    Py_XDECREF(item);
+    Py_XDECREF(error);
     if (!done) return Step::Interrupted;
     Py_DECREF(done);
     return Step::Wait;
 }
 
+// The error that is being raised, which is cleared with that.
+PyObject* take_error() {
+    PyObject *type, *error, *trace;
+    PyErr_Fetch(&type, &error, &trace);
+    PyErr_NormalizeException(&type, &error, &trace);
+    if (trace) PyException_SetTraceback(error, trace);
+    Py_XDECREF(type);
+    Py_XDECREF(trace);
+    return error;
+}
+
+// Whether the error that is being raised says nothing of the item: the call was interrupted, or this process lacks memory
+// or descriptors.
+bool may_be_received_later() {
+    if (!PyErr_ExceptionMatches(PyExc_Exception) || PyErr_ExceptionMatches(PyExc_MemoryError)) return true;
+    if (!PyErr_ExceptionMatches(PyExc_OSError)) return false;
+    nb::object error = nb::steal(take_error());
+    nb::object number = nb::getattr(error, "errno", nb::none());
+    const long code = PyLong_Check(number.ptr()) ? PyLong_AsLong(number.ptr()) : 0;
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+    return code == EMFILE || code == ENFILE || code == ENOMEM;
+}
+
+// After an item could not be unpickled, with the error set.
+Step not_received(Channel& ch, In* in, Taking taking, Taken& taken) {
+    const bool ordinary = PyErr_ExceptionMatches(PyExc_Exception);
+    const bool leave = (taking == Taking::Rest && ordinary) || may_be_received_later();
+    const bool handled = !leave && in && in->on_poison.is_valid() && !in->on_poison.is_none();
+    nb::object error = leave || handled ? nb::steal(take_error()) : nb::object();
+    nb::object item = handled ? nb::steal(unreadable(taken.kind, taken.at, taken.size)) : nb::object();
+    Wakes wakes;
+    Locked<Ring> locked(*ch.ring);
+    if (leave && (!in || in->open)) ch.ring->put_back(taken, in ? &in->state : nullptr, wakes);
+    if (taken.held) ch.ring->release(taken.held, wakes);
+    locked.unlock(wakes);
+    if (handled) return give_up(*in, item.release().ptr(), taken.deaths, error.release().ptr());
+    if (taking == Taking::Rest && ordinary) return Step::NotNow;
+    if (leave) PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+    return Step::Interrupted;
+}
+
 // The same over a ring. What lies there is not freed before it is decoded: see In::copying.
-Step get_ring(Channel& ch, In* in, Deadline deadline, bool keep, PyObject*& result) {
+Step get_ring(Channel& ch, In* in, Deadline deadline, Taking taking, PyObject*& result) {
     ReaderState* reader = in ? &in->state : nullptr;
     Ring& ring = *ch.ring;
     Taken taken;
@@ -183,27 +234,27 @@ Step get_ring(Channel& ch, In* in, Deadline deadline, bool keep, PyObject*& resu
         ring, Side::Reader, [&] { return session; },
         [&](Wakes& wakes) {
             if (in && !in->open) return ring.header().state == BROKEN ? Step::Broken : Step::PortClosed;
-            if (reader && !keep) ring.acknowledge(*reader, wakes);
-            const Step taking = ring.try_take(taken, reader, session, wakes);
-            if (in && taking == Step::Done) in->copying = true;
-            return taking;
+            if (reader && taking == Taking::Next) ring.acknowledge(*reader, wakes);
+            const Step tried = ring.try_take(taken, reader, session, wakes);
+            if (in && tried == Step::Done) in->copying = true;
+            return tried;
         },
         deadline);
     if (step != Step::Done) return step;
     std::shared_ptr<Block> block = taken.viewed ? std::make_shared<Block>(ch.ring, taken.slot) : nullptr;
     result = decode(taken.kind, taken.at, taken.size, block);
+    if (!result) return not_received(ch, in, taking, taken);
     if (taken.held) {
         Wakes wakes;
         Locked<Ring> locked(ring);
         ring.release(taken.held, wakes);
         locked.unlock(wakes);
     }
-    if (result && in && in->max_deaths && taken.deaths >= in->max_deaths) return poisoned(*in, result, taken.deaths);
-    return result ? Step::Done : Step::Interrupted;
+    if (!in || !in->max_deaths || taken.deaths < in->max_deaths) return Step::Done;
+    return give_up(*in, std::exchange(result, nullptr), taken.deaths, nullptr);
 }
 
-// `keep`: the items in hand stay in hand (a batch being gathered); else they are acknowledged with the same lock.
-Step get_step(Channel& ch, In* in, Deadline deadline, bool keep, PyObject*& result) {
+Step get_step(Channel& ch, In* in, Deadline deadline, Taking taking, PyObject*& result) {
     ReaderState* reader = in ? &in->state : nullptr;
     if (ch.queue) {
         LocalQueue& queue = *ch.queue;
@@ -213,7 +264,7 @@ Step get_step(Channel& ch, In* in, Deadline deadline, bool keep, PyObject*& resu
             queue, Side::Reader, [] { return 0u; },
             [&](Wakes& wakes) {
                 if (in && !in->open) return queue.state == BROKEN ? Step::Broken : Step::PortClosed;
-                if (reader && !keep) {
+                if (reader && taking == Taking::Next) {
                     queue.acknowledge(*reader, wakes);
                     before.swap(in->hand);
                 }
@@ -225,7 +276,7 @@ Step get_step(Channel& ch, In* in, Deadline deadline, bool keep, PyObject*& resu
         if (in && result) in->hand.push_back({Py_NewRef(result), item.size});
         return step;
     }
-    if (!in) return get_ring(ch, in, deadline, keep, result);
+    if (!in) return get_ring(ch, in, deadline, taking, result);
     const Step turn = in->turn.enter(deadline);
     if (turn != Step::Done) return turn;
     struct End {
@@ -236,7 +287,7 @@ Step get_step(Channel& ch, In* in, Deadline deadline, bool keep, PyObject*& resu
             in.turn.leave();
         }
     } end{*in, in->copying};
-    return get_ring(ch, in, deadline, keep, result);
+    return get_ring(ch, in, deadline, taking, result);
 }
 
 }  // namespace
@@ -277,7 +328,7 @@ PyObject* get_item(Channel& ch, In* in, Deadline deadline, bool keep, bool itera
     Step step;
     do {
         if (in && !keep && !tell_followers(*in)) return nullptr;
-        step = get_step(ch, in, deadline, keep, result);
+        step = get_step(ch, in, deadline, keep ? Taking::More : Taking::Next, result);
     } while (step == Step::Wait);
     if (step == Step::Done) return result;
     if (step == Step::Drained && iterating) return nullptr;  // the end of an iteration needs no exception
@@ -295,7 +346,7 @@ Step try_get(Channel& ch, In* in, PyObject*& item) {
     Step step;
     do {
         if (in && !tell_followers(*in)) return Step::Interrupted;
-        step = get_step(ch, in, Deadline{0}, false, item);
+        step = get_step(ch, in, Deadline{0}, Taking::Next, item);
     } while (step == Step::Wait);
     if (step != Step::Done && step != Step::NotNow && step != Step::Drained)
         raise_step(ch, step, Side::Reader, 0, Deadline{0});
@@ -342,7 +393,8 @@ PyObject* get_all(Channel& ch, In* in, Py_ssize_t most, Deadline deadline) {
     Py_DECREF(first);
     while (PyList_GET_SIZE(list) < most) {
         PyObject* item = nullptr;
-        Step step = get_step(ch, in, Deadline{0}, true, item);
+        Step step = get_step(ch, in, Deadline{0}, Taking::Rest, item);
+        if (step == Step::Wait) continue;
         if (step == Step::Interrupted) {
             add_to_error("items_got", list);
             return nullptr;

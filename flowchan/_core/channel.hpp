@@ -67,7 +67,9 @@ struct In {
     bool open = true;
     Turn turn;
     std::atomic<bool> copying = false;  // an item is being read from where it lies: the port can't be closed just now
-    uint64_t max_deaths = 0;  // an item with which so many workers have died goes to `on_poison` instead; 0: none does
+    // Where an item goes that can't be used, instead of to the caller: (what stands for it, deaths, error or None). One that
+    // can't be unpickled, and one with which `max_deaths` workers have died (0: no such limit).
+    uint64_t max_deaths = 0;
     nb::object on_poison;
 
     In(nb::object channel, int session);

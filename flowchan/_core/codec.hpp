@@ -38,7 +38,10 @@ void tell_put(const ObjectFrame& frame, PyObject* channel);
 constexpr uint64_t LOAN_HEAD = 4096;
 bool lay_into(ObjectFrame& frame, const Block& loan);
 
-// The functions of flowchan.transport.codec, given at import.
-void set_codec(PyObject* dumps, PyObject* loads);
+// What stands for an item that can't be unpickled: a new reference, or null with a Python error set.
+PyObject* unreadable(uint64_t kind, const char* at, uint64_t size);
+
+// What flowchan.transport.codec gives at import: its functions, and the class of what stands for an item.
+void set_codec(PyObject* dumps, PyObject* loads, PyObject* unreadable);
 
 }  // namespace flowchan

@@ -150,8 +150,9 @@ constexpr int FASTCALL = METH_FASTCALL | METH_KEYWORDS;
     "Raises Empty when the time is over, Drained at the clean end, Broken when the channel was aborted."
 #define GET_NOWAIT_DOC "get_nowait($self)\n--\n\nTake the oldest item out if there is one now, else raise Empty."
 #define GET_MANY_DOC "get_many($self, /, max, timeout=None)\n--\n\n" \
-    "Take up to ``max`` items out as a list: waits for the first as ``get`` does, then takes what is there. If one of\n" \
-    "them can't be unpickled, the error's ``items_got`` has those before it."
+    "Take up to ``max`` items out as a list: waits for the first as ``get`` does, then takes what is there. What\n" \
+    "can't be unpickled ends the list before it: the next call raises its error. A KeyboardInterrupt meanwhile has those\n" \
+    "before it as ``items_got``."
 
 }  // namespace
 

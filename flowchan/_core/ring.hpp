@@ -39,6 +39,7 @@ struct Taken {
     uint64_t kind = 0;
     uint64_t size = 0;
     uint64_t deaths = 0;   // how many workers have died with it in hand
+    uint64_t number = 0;
     const char* at = nullptr;
     Slot* held = nullptr;  // plain get of a large item: release() it after reading
     bool viewed = false;   // the session is the viewer of `slot` now: unview() it some time
@@ -84,6 +85,7 @@ public:
     }
     Step try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& wakes);
     void release(Slot* slot, Wakes& wakes);                       // of a HELD slot
+    void put_back(Taken& taken, ReaderState* reader, Wakes& wakes);  // it was taken last, and can't be received now
     void unview(Slot* slot, Wakes& wakes);                        // its viewer has let go of it
     Step loan(uint64_t size, uint32_t session, Slot*& slot);      // memory to be filled in place, outside the FIFO
     Step put_loan(Slot* slot, const Frame& frame, WriterState* writer, Wakes& wakes);
@@ -177,6 +179,7 @@ private:
     void finish_put(WriterState* writer, Wakes& wakes, bool parked);
     bool is_parked(const WriterState* w) const { return w && w->keyed && w->ordered && w->number > h_->turn; }
     void count_output(WriterState* writer, Change& change);
+    void link_front(Slot* slot, Change& change);
     void advance(Wakes& wakes);
     void free_leased(Session& s, Wakes& wakes);
     void give_back(Session& s, Wakes& wakes);

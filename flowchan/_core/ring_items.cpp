@@ -4,6 +4,7 @@
 //                        put -> INSIDE, or PARKED until its turn -> INSIDE
 //                        take -> LEASED -> acknowledged, or given back to the front
 //                        take -> copied and freed; large: HELD until the copy is made, or the last view is gone
+//                        take -> put back to the front, when it can't be received now
 //                        loan -> HELD until it is put
 //
 // Order (DESIGN §3 `ordered`). The workers of an ordered stage take items i = 0, 1, 2, … from one channel, one each, and
@@ -141,6 +142,7 @@ Step Ring::try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& 
     taken.kind = slot->kind;
     taken.size = slot->size;
     taken.deaths = slot->state >> 32;
+    taken.number = slot->numbered() ? slot->number : h_->numbered;
     taken.slot = slot;
     taken.viewed = may_view(slot);
     Change change(h_->redo, base_);
@@ -156,7 +158,6 @@ Step Ring::try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& 
     if (taken.viewed) state = view(state, slot, session, change);
     if (reader) {
         Session& s = h_->sessions[reader->session];
-        uint64_t number = slot->numbered() ? slot->number : h_->numbered;
         change.set(slot->next, 0);
         change.set(slot->state, (state & ~uint64_t(0xffff)) | uint64_t(SlotState::Leased));
         change.set(s.lease_head ? at<Slot>(s.lease_tail)->next : s.lease_head, offset(slot));
@@ -164,7 +165,7 @@ Step Ring::try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& 
         change.set(s.leased, s.leased + 1);
         change.set(h_->leased, h_->leased + 1);
         change.commit();
-        if (reader->in_hand++ == 0) reader->number = number;
+        if (reader->in_hand++ == 0) reader->number = taken.number;
         taken.at = payload(slot);
     } else if (slot->size <= Taken::LOCAL && !taken.viewed) {
         memcpy(taken.local, payload(slot), slot->size);
@@ -181,6 +182,55 @@ Step Ring::try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& 
     wakes.writers += call_writers(reader);
     tell_end(wakes);
     return Step::Done;
+}
+
+void Ring::link_front(Slot* slot, Change& change) {
+    change.set(slot->next, h_->head);
+    if (!h_->head) change.set(h_->tail, offset(slot));
+    change.set(h_->head, offset(slot));
+    change.set(h_->takes, h_->takes - 1);
+    change.set(h_->bytes_out, h_->bytes_out - slot->size);
+}
+
+// To the front, with its old number and its old deaths, over the capacity if need be. Nothing, if it is not ours any more,
+// or is lost anyway because the channel is broken. (A small one that a plain reader took was freed, and gets a new slot.)
+void Ring::put_back(Taken& taken, ReaderState* reader, Wakes& wakes) {
+    if (h_->damaged || h_->state == BROKEN) {
+        if (taken.held) release(taken.held, wakes);
+        taken.held = nullptr;
+        return;
+    }
+    Change change(h_->redo, base_);
+    Slot* slot = taken.slot;
+    if (reader) {
+        Session& s = h_->sessions[reader->session];
+        if (slot->place() != SlotState::Leased || slot->number != taken.number || s.lease_tail != offset(slot)) return;
+        Slot* before = nullptr;
+        for (uint64_t p = s.lease_head, left = s.leased; p != offset(slot); p = before->next, left -= 1) {
+            before = at<Slot>(p);
+            if (!slot_exists(p) || left <= 1) return void(found_damage());
+        }
+        change.set(before ? before->next : s.lease_head, 0);
+        if (before) change.set(s.lease_tail, offset(before));
+        change.set(s.leased, s.leased - 1);
+        change.set(h_->leased, h_->leased - 1);
+        change.set(slot->state, slot->with_place(SlotState::Inside));
+        reader->in_hand -= 1;
+    } else if (taken.held || taken.viewed) {
+        change.set(slot->state, slot->with_place(SlotState::Inside));
+    } else {
+        slot = take_slot(taken.size, change);
+        if (!slot) return;
+        memcpy(payload(slot), taken.at, taken.size);
+        slot->size = taken.size;
+        slot->kind = taken.kind;
+        slot->number = taken.number;
+        change.set(slot->state, uint64_t(SlotState::Inside) | 1 << 16 | taken.deaths << 32);
+    }
+    link_front(slot, change);
+    change.commit();
+    taken.held = nullptr;
+    wakes.readers += h_->reader_gate.call(1);
 }
 
 void Ring::release(Slot* slot, Wakes& wakes) {

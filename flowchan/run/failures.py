@@ -14,7 +14,8 @@ from flowchan.errors import FlowchanError
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """An item for which a stage's function raised. ``error`` is the last exception, after ``attempts`` calls."""
+    """An item for which a stage's function raised. ``error`` is the last exception, after ``attempts`` calls; 0 calls if
+    the item could not be received at all, and then ``item`` is an :class:`flowchan.Unreadable`."""
 
     item: Any
     error: BaseException

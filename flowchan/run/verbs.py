@@ -72,9 +72,10 @@ class Job:
             raise error
         self.give_up(item, error)
 
-    def poisoned(self, item: Any, deaths: int) -> None:
-        """Takes an item with which ``deaths`` workers have died: it counts as failed, and its neighbours are spared."""
-        self.give_up(item, WorkerDied(f"{deaths} workers died with this item in hand"), deaths)
+    def poisoned(self, item: Any, deaths: int, error: Exception | None) -> None:
+        """Takes an item that can't be used: by ``error`` it can't be unpickled (then an :class:`Unreadable` stands for it),
+        or ``deaths`` workers have died with it. It counts as failed, and its neighbours are spared."""
+        self.give_up(item, error or WorkerDied(f"{deaths} workers died with this item in hand"), deaths)
 
 
 def is_end_of(out: Out[Any], error: BaseException) -> bool:

@@ -12,6 +12,7 @@ import functools
 import io
 import pickle
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from flowchan import _core
@@ -97,6 +98,17 @@ def loads(data: Packed | tuple[Any, list[Any]]) -> Any:
     return unpack(cuda.arrivals(*data) if isinstance(data, tuple) else data)
 
 
+@dataclass(frozen=True, slots=True, repr=False)
+class Unreadable:
+    """Stands for an item that a stage could not receive, because unpickling it raised. ``data`` is its pickle, without the
+    arrays beside it."""
+
+    data: bytes
+
+    def __repr__(self) -> str:
+        return f"<an item that can't be unpickled, {len(self.data)} bytes>"
+
+
 def _short(item: object) -> str:
     try:
         text = repr(item)
@@ -142,4 +154,4 @@ def _can(part: object) -> bool:
     return True
 
 
-_core._set_codec(dumps, loads)
+_core._set_codec(dumps, loads, Unreadable)

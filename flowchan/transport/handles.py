@@ -3,11 +3,25 @@ table under ``/proc``, which works for processes of the same user as long as the
 
 from __future__ import annotations
 
+import errno
 import os
 from multiprocessing import context, reduction
 from typing import Any
 
 Handle = Any
+
+_SHORTAGES = {
+    errno.EMFILE: "this process has as many descriptors open as it may. Close some, or allow more (ulimit -n)",
+    errno.ENFILE: "this machine has as many descriptors open as it may. Close some, or allow more (sysctl fs.file-max)",
+    errno.ENOMEM: "this process may not map so much memory. Free some, or allow more (ulimit -v)",
+}
+
+
+def shortage(what: str, error: OSError) -> OSError | None:
+    """What to raise in place of ``error`` when this process just lacks something to receive ``what``; else None. Who
+    gets this from unpickling finds the item in its channel again: the core puts it back."""
+    reason = _SHORTAGES.get(error.errno or 0)
+    return OSError(error.errno, f"{what} can't be received now, and stays where it is: {reason}") if reason else None
 
 
 def duplicate(fd: int) -> Handle:

@@ -324,20 +324,3 @@ def test_any_values_arrive_as_they_were_sent(medium, values):
     for value in values:
         ch.put(value)
     assert same(values, ch.get_many(8))
-
-
-class NeverArrives:
-    """Pickles, and can't be unpickled."""
-
-    def __reduce__(self):
-        return int, ("no number",)
-
-
-@pytest.mark.copying
-def test_get_many_keeps_what_came_before_an_item_that_cannot_be_made(make):
-    ch = make(4)
-    ch.put_many([1, 2, NeverArrives(), 4])
-    with pytest.raises(ValueError, match="no number") as caught:
-        ch.get_many(4)
-    assert caught.value.items_got == [1, 2]
-    assert ch.get_many(4) == [4]

@@ -28,6 +28,9 @@ OPERATIONS = (
     "lease and acknowledge",
     "lease large and acknowledge",
     "lease and acknowledge batches",
+    "put back",
+    "put back, large",
+    "put back what was leased",
     "close",
     "break without a cause",
     "break, small cause",
@@ -58,6 +61,7 @@ OPERATIONS = (
     "a worker of flat_map, large outputs",
     "a worker of flat_map, unordered",
     "take a view",
+    "put back what is looked at",
     "lease a view and acknowledge it",
     "give back what is viewed, then let go",
     "end a session that still looks",
@@ -78,6 +82,7 @@ OPERATIONS = (
 ONCE = {name for name in OPERATIONS if name.startswith("a worker") or "large o" in name or name.endswith("parked, large")}
 ONCE |= {
     "take a view",
+    "put back what is looked at",
     "give back what is viewed, then let go",
     "take what another one looks at",
     "lease what another one looks at",

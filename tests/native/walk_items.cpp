@@ -127,6 +127,47 @@ Scenario leasing(const char* name, uint64_t size, int batch) {
     return s;
 }
 
+// What was taken last can't be received and goes back to the front. A plain reader that dies in between has taken it.
+Scenario putting_back(const char* name, uint64_t size, bool leases) {
+    const Values all{1, 2, 3, 4};
+    Scenario s{name};
+    s.prepare = [=](Scene& scene) {
+        fill(*scene.in, all, size);
+        if (!leases) return;
+        scene.users.push_back(open(*scene.in, Session::READER));
+        scene.users.push_back(open(*scene.in, Session::READER));
+        scene.in->session(scene.users[0].session).supervised = 1;
+    };
+    s.act = [=](Scene& scene) {
+        Ring& ring = *scene.in;
+        User user = leases ? scene.users[0] : open(ring, Session::PLAIN);
+        if (leases) locked(ring, [&](Wakes&) { ring.adopt(user.session); });
+        for (int i = 0; i < 2; ++i) {
+            must(locked(ring, [&](Wakes& wakes) {
+                return ring.try_take(user.taken, user.as_reader(), user.session, wakes);
+            }) == Step::Done, "take");
+            scene.did();
+            if (i == 0 && !leases) user.finish_copy();
+        }
+        locked(ring, [&](Wakes& wakes) { ring.put_back(user.taken, user.as_reader(), wakes); });
+        must(!leases || user.reader.in_hand == 1, "more than the last one went back");
+        scene.did();
+    };
+    s.take_over = [=](Scene& scene) {
+        if (leases) scene.users[0].leave(false);
+    };
+    s.allowed = [=](int done) {
+        if (leases) return Lists{all};
+        Lists lists{Values(all.begin() + std::min(done, 1), all.end())};
+        if (done < 3) lists.push_back(Values(all.begin() + std::min(done, 1) + 1, all.end()));
+        return lists;
+    };
+    s.look = [=](Scene& scene, int) {
+        if (leases) scene.users[1].leave(true);
+    };
+    return s;
+}
+
 // More slots and blocks than were reserved when the channel was made.
 Scenario growing() {
     Values before;
@@ -169,6 +210,9 @@ std::vector<Scenario> take_scenarios() {
         leasing("lease and acknowledge", 8, 1),
         leasing("lease large and acknowledge", LARGE, 1),
         leasing("lease and acknowledge batches", 8, 2),
+        putting_back("put back", 8, false),
+        putting_back("put back, large", LARGE, false),
+        putting_back("put back what was leased", 8, true),
     };
 }
 

@@ -88,6 +88,25 @@ Scenario taking() {
     return s;
 }
 
+// What a plain user took to look at goes back to the front while it still looks; the next one makes a copy.
+Scenario putting_back() {
+    const Values all{1, 2, 3};
+    Scenario s = viewing("put back what is looked at", all);
+    s.twice = false;
+    s.act = [](Scene& scene) {
+        User user = viewer(*scene.in, Session::PLAIN);
+        get(user, 1);
+        locked(*scene.in, [&](Wakes& wakes) { scene.in->put_back(user.taken, nullptr, wakes); });
+        scene.did();
+        verify_all(user);
+        user.let_go();
+        scene.did();
+        user.leave(true);
+    };
+    s.allowed = [=](int done) { return gone(all, 0, done ? 0 : 1); };
+    return s;
+}
+
 // A reader's. It lets go of one that it has acknowledged (HELD), then of one that it still has on lease.
 Scenario leasing() {
     const Values all{1, 2, 3};
@@ -339,6 +358,7 @@ Scenario moving() {
 std::vector<Scenario> view_scenarios() {
     return {
         taking(),
+        putting_back(),
         leasing(),
         given_back(),
         holding(),

@@ -1,0 +1,214 @@
+"""What can't be unpickled, or not just now: good items are never lost with it (C1, C9)."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import resource
+import signal
+
+import numpy as np
+import pytest
+
+from flowchan import Channel, Drained, select
+
+pytestmark = pytest.mark.copying
+
+LARGE = 50_000  # bytes of an item that is copied, or viewed, outside the lock
+
+
+class NeverArrives:
+    """Pickles, and can't be unpickled."""
+
+    def __init__(self, size=0, buffer=False):
+        self.rest = np.zeros(size, "uint8") if buffer else b"x" * size
+
+    def __reduce__(self):
+        return fails, (self.rest,)
+
+
+def fails(_):
+    raise ArithmeticError("no way to read me back")
+
+
+KINDS = {"small": (0, False), "large": (LARGE, False), "in view": (LARGE, True)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("port", [False, True])
+def test_get_many_gives_what_came_before_an_item_that_cannot_be_unpickled(make, kind, port):
+    """C1: nothing good is lost; the next call tells of the bad one, and the one after goes on behind it."""
+    ch = make(8)
+    ch.put_many([1, "two", NeverArrives(*KINDS[kind]), [4]])
+    ch.close()
+    end = ch.reader() if port else ch
+    assert end.get_many(8) == [1, "two"]
+    with pytest.raises(ArithmeticError, match="no way"):
+        end.get_many(8)
+    assert end.get_many(8) == [[4]]
+    with pytest.raises(Drained):
+        end.get()
+
+
+CALLS = {
+    "get": lambda ch: ch.get(),
+    "next": lambda ch: next(ch),
+    "get_nowait": lambda ch: ch.get_nowait(),
+    "select": lambda ch: select([ch]),
+    "aget": lambda ch: asyncio.run(ch.aget()),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_whatever_is_called_next_tells_of_the_bad_item(make, call):
+    """C1: before anything that stands behind it, and before the end."""
+    ch = make(8)
+    ch.put_many([1, NeverArrives()])
+    ch.close()
+    assert ch.get_many(8) == [1]
+    assert not ch.drained
+    with pytest.raises(ArithmeticError):
+        CALLS[call](ch)
+    assert ch.drained
+
+
+class Once:
+    """Raises ``error`` when it is unpickled for the first time, and comes whole the second time."""
+
+    error: BaseException | None = None
+
+    def __init__(self, size=0, buffer=False):
+        self.rest = np.arange(size, dtype="uint8") if buffer else bytes(size)
+
+    def __reduce__(self):
+        return arrives, (self.rest,)
+
+
+def arrives(rest):
+    error, Once.error = Once.error, None
+    if error is not None:
+        raise error
+    return ("whole", len(rest))
+
+
+NOT_NOW = [(MemoryError,), (KeyboardInterrupt,)]
+NOT_NOW += [(OSError, number, "") for number in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)]
+
+
+@pytest.mark.parametrize("error", NOT_NOW, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("port", [False, True])
+def test_an_item_that_cannot_be_received_now_is_put_back(make, error, kind, port):
+    """C9: it is the next one again, in its place, whoever gets it; a full channel is no hindrance."""
+    ch = make(3)
+    size, buffer = KINDS[kind]
+    ch.put_many([Once(size, buffer), "behind", "last"])
+    end = ch.reader() if port else ch
+    kind_of_error, *arguments = error
+    Once.error = kind_of_error(*arguments)
+    with pytest.raises(kind_of_error):
+        end.get()
+    stats = ch.stats()
+    assert (stats.inside, stats.leased, stats.items_out) == (3, 0, 0)
+    assert ch.get() == ("whole", size)
+    assert end.get_many(3) == ["behind", "last"]
+
+
+def test_an_item_put_back_stands_before_what_was_put_meanwhile(make, spawn_peer):
+    """C1, C2: over the capacity if need be; the writer that had its place waits no longer for that."""
+    ch = make(1)
+    ch.put(Once())
+    writer = spawn_peer(ch.put_many, ["second", "third"])
+    Once.error = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        ch.get()
+    assert ch.get() == ("whole", 0)
+    assert [ch.get(), ch.get()] == ["second", "third"]
+    writer.result()
+
+
+def test_only_the_item_taken_last_goes_back(make):
+    """C1: a batch that is being gathered keeps what it has."""
+    ch = make(8)
+    ch.put_many([1, 2, Once(), 4])
+    end = ch.reader()
+    assert [end.get(), end.get_more()] == [1, 2]
+    Once.error = MemoryError()
+    with pytest.raises(MemoryError):
+        end.get_more()
+    assert (ch.stats().leased, len(ch)) == (2, 2)
+    assert [end.get_more(), end.get_more()] == [("whole", 0), 4]
+    end.close()
+    assert ch.stats().leased == 0
+
+
+def test_ctrl_c_within_get_many_has_what_came_before_it(make):
+    """C9: the call is not ended later than that, and the items are in the user's hands."""
+    ch = make(8)
+    ch.put_many([1, Once(), 3])
+    Once.error = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        ch.get_many(8)
+    assert caught.value.items_got == [1]
+    assert ch.get_many(8) == [("whole", 0), 3]
+
+
+def interrupted():
+    os.kill(os.getpid(), signal.SIGINT)
+    for _ in range(1000):  # the handler runs between two of these
+        pass
+    return "never"
+
+
+class Interrupts:
+    def __reduce__(self):
+        return interrupted, ()
+
+
+def test_a_real_ctrl_c_while_unpickling_takes_nothing(make):
+    """C9: an interrupted call has not taken an item that it can't return."""
+    ch = make(2)
+    ch.put_many([Interrupts(), "behind"])
+    with pytest.raises(KeyboardInterrupt):
+        ch.get()
+    assert len(ch) == 2
+
+
+def open_all():
+    """Descriptors, until there are no more."""
+    while True:
+        try:
+            yield os.open("/dev/null", os.O_RDONLY)
+        except OSError:
+            return
+
+
+@pytest.mark.other_process
+def test_a_channel_is_received_once_there_are_descriptors_again(make, spawn_peer, medium):
+    """C14: the error says what is short and what helps, and the item waits."""
+    carrier = make()
+
+    def receive():
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        taken = list(open_all())
+        with pytest.raises(OSError, match=r"can't be received now, and stays where it is.*ulimit -n") as caught:
+            carrier.get()
+        assert caught.value.errno == errno.EMFILE
+        for fd in taken:
+            os.close(fd)
+        return carrier.get().get()
+
+    peer = spawn_peer(receive)
+    sent = medium.make()  # the peer does not know it by inheritance
+    sent.put("inside")
+    carrier.put(sent)
+    assert peer.result() == "inside"
+
+
+def test_a_channel_between_threads_unpickles_nothing():
+    """C13: the object itself crosses."""
+    ch = Channel()
+    ch.put_many([NeverArrives(), Once()])
+    assert [type(item) for item in ch.get_many(2)] == [NeverArrives, Once]

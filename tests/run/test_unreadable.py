@@ -1,0 +1,74 @@
+"""R10: an item that can't be received is a failed item like any other, and its neighbours are spared."""
+
+from __future__ import annotations
+
+import pytest
+
+from flowchan import Failed, Graph, RunError, Unreadable
+
+
+class NeverArrives:
+    def __reduce__(self):
+        return fails, ()
+
+
+def fails():
+    raise ArithmeticError("no way to read me back")
+
+
+def items(number):
+    return NeverArrives() if number % 4 == 2 else number
+
+
+def double(number):
+    return 2 * number
+
+
+async def double_async(number):
+    return 2 * number
+
+
+def is_failure(failed):
+    return (
+        type(failed) is Failed
+        and type(failed.item) is Unreadable
+        and b"fails" in failed.item.data
+        and type(failed.error) is ArithmeticError
+        and failed.attempts == 0
+    )
+
+
+@pytest.mark.parametrize("function", [double, double_async])
+@pytest.mark.parametrize("on", ["thread", "process"])
+def test_an_item_that_cannot_be_unpickled_goes_to_the_errors(function, on):
+    """R10: before and behind it all goes on, in order."""
+    if function is double_async and on == "process":
+        pytest.skip("async stages run in this process")
+    graph = Graph("unreadable")
+    made = graph.source(range(8)).map(items, on="process")
+    doubled = made.map(function, on=on, workers=2)
+    good, bad = doubled.collect(), doubled.errors.collect()
+    results = graph.run()
+    assert results[good] == [2 * number for number in range(8) if number % 4 != 2]
+    assert [is_failure(failed) for failed in results[bad]] == [True, True]
+
+
+def test_without_errors_read_it_ends_the_run_and_is_named():
+    """R10: and never with the item None."""
+    graph = Graph("unreadable")
+    graph.source(range(8)).map(items, on="process").sink(id, name="last")
+    with pytest.raises(RunError) as caught:
+        graph.run()
+    (error,) = caught.value.exceptions
+    assert error.stage == "last"
+    assert error.item.startswith("<an item that can't be unpickled, ")
+    assert type(error.__cause__) is ArithmeticError
+
+
+def test_a_stage_that_gathers_ends_the_run_by_it_too():
+    """R10: collect takes many at once."""
+    graph = Graph("unreadable")
+    graph.source(range(8)).map(items, on="process").collect()
+    with pytest.raises(RunError) as caught:
+        graph.run()
+    assert caught.value.exceptions[0].item.startswith("<an item that can't be unpickled, ")
