@@ -205,7 +205,7 @@ def _interrupt(running: Any, view: LiveView, times: int) -> None:
         )
         running.stop()
     else:
-        view.say("ending at once")
+        view.say("broken off: what was in flight is discarded")
         running.abort()
 
 

@@ -3,17 +3,18 @@
 A channel call ends in one of five ways: it worked; *not now* (:class:`Full`, :class:`Empty`); somebody closed the
 channel (:class:`Closed`, and :class:`Drained` at its clean end); it ended by failure (:class:`Broken`); or the call
 itself was wrong (``TypeError``, ``ValueError``). A graph call adds :class:`GraphError` (the declaration is wrong) and
-:class:`RunError` (a stage failed while running).
+:class:`RunError` (a stage failed while running), and Ctrl-C an :class:`Interrupted` that keeps what was finished.
 """
 
 from __future__ import annotations
 
 import queue
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flowchan.stage import Problem
+    from flowchan.stream import Stream
 
 
 class FlowchanError(Exception):
@@ -100,6 +101,17 @@ def _stage_error(message: str, stage: str, worker: str, item: str | None, cause:
     error = StageError(message, stage=stage, worker=worker, item=item)
     error.__cause__ = cause
     return error
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C (or SIGTERM in ``graph.run()``) ended a run. ``results`` holds what was finished, as ``run.wait()`` gives it,
+    and the items that ``run.iter()`` had not given yet; ``report`` is the run's report as text. ``__cause__`` is the
+    :class:`RunError` of a stage that failed meanwhile."""
+
+    def __init__(self, message: str, results: Mapping[Stream, Any], report: str) -> None:
+        super().__init__(message)
+        self.results = results
+        self.report = report
 
 
 class RunError(ExceptionGroup[StageError], FlowchanError):

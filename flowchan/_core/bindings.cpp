@@ -7,7 +7,9 @@
 #include <algorithm>
 
 #include <poll.h>
+#include <signal.h>
 #include <thread>
+#include <unistd.h>
 
 #include "channel.hpp"
 #include "system.hpp"
@@ -140,6 +142,14 @@ void die_with(int pid) {
     }).detach();
 }
 
+// Lets this process die of the signal `number` once the interpreter has ended: as Python itself does after an uncaught
+// KeyboardInterrupt, but not after one of a subclass. A shell that runs the program in a loop then ends too.
+void die_of(int number) {
+    static int of = 0;
+    if (of || Py_AtExit([] { signal(of, SIG_DFL), kill(getpid(), of); })) return;
+    of = number;
+}
+
 // Errors of the operating system become OSError, not RuntimeError.
 template <class... Args> void construct(Channel* self, Args... args) {
     try {
@@ -266,4 +276,5 @@ NB_MODULE(_core, m) {
     }, "dumps"_a, "loads"_a, "unreadable"_a);
     m.def("_select", select_one, "gets"_a, "puts"_a, "timeout"_a.none());
     m.def("_die_with", die_with, "pid"_a);
+    m.def("_die_of", die_of, "number"_a);
 }

@@ -5,10 +5,29 @@
 
 namespace flowchan {
 
+// Any real number: a Fraction, a Decimal, a scalar of NumPy; but neither a bool nor all that merely has a __float__.
+static bool is_real(PyObject* v) {
+    if (PyFloat_Check(v) || PyLong_Check(v)) return !PyBool_Check(v);
+    nb::object real = nb::module_::import_("numbers").attr("Real"), decimal = nb::module_::import_("decimal").attr("Decimal");
+    return PyObject_IsInstance(v, real.ptr()) == 1 || PyObject_IsInstance(v, decimal.ptr()) == 1;
+}
+
+// NAN for what is no real number.
+static double seconds_of(PyObject* v) {
+    double s = is_real(v) ? PyFloat_AsDouble(v) : NAN;
+    if (!PyErr_Occurred()) return s;
+    bool huge = PyErr_ExceptionMatches(PyExc_OverflowError);
+    PyErr_Clear();
+    if (!huge) return NAN;
+    nb::int_ zero(0);
+    int more = PyObject_RichCompareBool(v, zero.ptr(), Py_GT);
+    PyErr_Clear();
+    return more == 1 ? INFINITY : NAN;
+}
+
 bool parse_deadline(PyObject* timeout, Deadline& deadline) {
     if (!timeout || timeout == Py_None) return true;
-    double s = (PyFloat_Check(timeout) || PyLong_Check(timeout)) && !PyBool_Check(timeout) ? PyFloat_AsDouble(timeout) : NAN;
-    if (PyErr_Occurred()) PyErr_Clear();
+    double s = seconds_of(timeout);
     if (!(s >= 0)) {
         PyErr_Format(PyExc_ValueError, "timeout must be None (wait for ever) or a number of seconds >= 0, not %R", timeout);
         return false;

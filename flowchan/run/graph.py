@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
-import threading
-from collections.abc import Iterator
-from typing import Any
 
 from flowchan.arguments import whole
 from flowchan.check import check, raise_for
+from flowchan.errors import Interrupted
 from flowchan.graph import Blueprint
-from flowchan.run.handle import Results, Run, wait_interrupted
+from flowchan.run.handle import Results, Run
 from flowchan.run.plan import plan
+from flowchan.run.signals import interrupts_held, terminate_as_interrupt
 from flowchan.stage import Problem
 
 
@@ -34,69 +31,28 @@ class Graph(Blueprint):
         raise_for(self)
         run = None
         try:
-            with _interrupts_held():
+            with interrupts_held():
                 run = Run(plan(self, chosen))
         except KeyboardInterrupt:
             if run is not None:
-                run.abort()
-                run.wait()
+                run._end_interrupted()
             raise
         return run
 
     def run(self, *, seed: int | None = None) -> Results:
         """Runs the graph to its end and gives the results by stream; ``seed`` as for :meth:`start`. Raises
         ``GraphError`` before anything starts, and ``RunError`` when a stage failed. The first Ctrl-C or SIGTERM stops
-        the sources and lets what is in flight finish, the second breaks off; then ``KeyboardInterrupt`` is raised."""
-        with _terminate_as_interrupt():
+        the sources and lets what is in flight finish, the second breaks off; then ``Interrupted`` is raised, a
+        ``KeyboardInterrupt`` that holds what was finished."""
+        with terminate_as_interrupt():
             run = None
             try:
-                with _interrupts_held():
+                with interrupts_held():
                     run = self.start(seed=seed)
-                for out in run._plan.inputs.values():
-                    out.close()  # nobody has the handle to put anything
+                    for out in run._plan.inputs.values():
+                        out.close()  # nobody has the handle to put anything
                 return run.wait()
-            except KeyboardInterrupt:
-                if run is not None:
-                    wait_interrupted(run)
+            except KeyboardInterrupt as interrupt:
+                if run is not None and not isinstance(interrupt, Interrupted):
+                    run._end_interrupted()
                 raise
-
-
-@contextlib.contextmanager
-def _terminate_as_interrupt() -> Iterator[None]:
-    """Within it SIGTERM means what Ctrl-C means, unless the program has its own handler or this is no main thread."""
-    usual = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    if not usual or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-@contextlib.contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Within it nothing is interrupted half-way: Ctrl-C and SIGTERM count when it is left."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came: list[tuple[Any, ...]] = []
-    handlers: dict[signal.Signals, Any] = {}
-    for number in (signal.SIGINT, signal.SIGTERM):
-        handler = signal.getsignal(number)
-        if callable(handler):
-            handlers[number] = handler
-    for number in handlers:
-        signal.signal(number, lambda *arguments: came.append(arguments))
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        for came_number, frame in came[:1]:
-            handlers[signal.Signals(came_number)](came_number, frame)

@@ -6,20 +6,23 @@ import atexit
 import contextlib
 import multiprocessing.util  # noqa: F401 - registers its own exit function, which waits for all processes, before ours
 import os
+import signal
 import sys
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
+from flowchan import _core
 from flowchan.channel import Channel, In, Out
-from flowchan.errors import Broken, Closed, Deadlock, RunError, StageError
+from flowchan.errors import Broken, Closed, Deadlock, Interrupted, RunError, StageError
 from flowchan.run.decisions import AbortAsked, StopAsked
 from flowchan.run.explain import explain
 from flowchan.run.failures import text_of
 from flowchan.run.plan import Plan
 from flowchan.run.report import render
+from flowchan.run.signals import Ears, interrupts_held
 from flowchan.run.statistics import measure, summarise
 from flowchan.run.stats import RunStats
 from flowchan.run.supervisor import Supervisor
@@ -56,7 +59,8 @@ class Results(Mapping[Stream, Any]):
 
 class Run:
     """A run that has started. Use it as a context manager: leaving the block closes the inputs and waits for the end;
-    leaving it by an exception aborts the run first.
+    leaving it by an exception aborts the run first. Ctrl-C in the block, or in a call that waits, stops the sources; what
+    is in flight is finished (the second Ctrl-C breaks off), and :class:`~flowchan.Interrupted` holds the results.
 
     ``run[stream]`` is the writing end of an ``input()`` stream.
     """
@@ -64,7 +68,10 @@ class Run:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._supervisor = Supervisor(plan)
-        self._iterated: dict[str, int] = {}  # by stage name: the thread that last asked for an item
+        self._iterated: dict[str, int | None] = {}  # by stage name: the thread that last asked for an item, while it may
+        self._kept: set[str] = set()  # stages whose results were being iterated over when Ctrl-C came
+        self._ears = Ears()
+        self._told: Results | None = None  # by Interrupted
         self._gathering = False
         self._taken_in: dict[str, _TakenIn] = {}  # by stage name: results that were full before anybody read them
         self._lock = threading.Lock()
@@ -103,12 +110,22 @@ class Run:
             for item in port if taken_in is None else taken_in.items:
                 yield item
                 self._iterated[id.stage] = threading.get_ident()
+                self._ears.heard = False
+            if taken_in is not None and taken_in.broken is not None:
+                raise taken_in.broken
         except Broken:
             self._leave(id, port)  # the run does not end before its last reader
             self.wait()
             raise
+        except KeyboardInterrupt:
+            self._end_interrupted()
+        except GeneratorExit:
+            if self._ears.heard and self._iterated[id.stage] == threading.get_ident():
+                self._kept.add(id.stage)  # whether the rest is wanted is decided at the end of the block
+            raise
         finally:
-            self._leave(id, port)
+            if id.stage not in self._kept:
+                self._leave(id, port)
 
     def _port(self, id: WorkerId) -> In[Any]:
         (port,) = (worker.ports.inputs["items"] for worker in self._plan.workers if worker.id == id)
@@ -123,6 +140,7 @@ class Run:
 
     def _leave(self, id: WorkerId, port: In[Any]) -> None:
         """Nobody iterates over this result any more."""
+        self._iterated[id.stage] = None
         port.close()
         with contextlib.suppress(Closed):  # the run may be over
             self._supervisor.tell(Ended(id))
@@ -134,28 +152,42 @@ class Run:
 
     def wait(self, timeout: float | None = None) -> Results:
         """Waits for the end and gives the results. Raises ``TimeoutError`` when the run still goes on after ``timeout``
-        seconds, and ``RunError`` when a stage failed."""
-        self._gather()
-        if not self._supervisor.ended.wait(timeout):
-            raise TimeoutError(f"the run of graph {self._plan.graph.name!r} still goes on after {timeout} s")
+        seconds, ``RunError`` when a stage failed, and :class:`~flowchan.Interrupted` after a Ctrl-C."""
+        try:
+            with interrupts_held():
+                self._leave_kept()
+                self._gather()
+            if not self._supervisor.ended.wait(timeout):
+                raise TimeoutError(f"the run of graph {self._plan.graph.name!r} still goes on after {timeout} s")
+        except KeyboardInterrupt:
+            self._end_interrupted()
+        failure = self._failure()
+        if failure is not None:
+            raise failure
+        return self._results()
+
+    def _failure(self) -> Exception | None:
+        """Why the run, which has ended, did not succeed."""
         if self._supervisor.crashed is not None:
-            message = f"flowchan failed to supervise graph {self._plan.graph.name!r}"
-            raise RuntimeError(message) from self._supervisor.crashed
+            error = RuntimeError(f"flowchan failed to supervise graph {self._plan.graph.name!r}")
+            error.__cause__ = self._supervisor.crashed
+            return error
         failures = self._supervisor.state.failures
         if failures:
             errors = [_stage_error(failure, self._plan) for failure in failures]
-            raise RunError(f"graph {self._plan.graph.name!r} failed", errors)
+            return RunError(f"graph {self._plan.graph.name!r} failed", errors)
+        return None
+
+    def _results(self) -> Results:
+        """What was finished, of a run that has ended. Of a result that somebody iterated over only what was kept."""
+        values = self._supervisor.results
         for name, taken_in in self._taken_in.items():
             taken_in.thread.join()
-            if name not in self._iterated:
-                self._supervisor.results.setdefault(name, list(taken_in.items))
-        stages = {stage.name: stage for stage in self._plan.graph.stages}
-        values = {
-            Stream(self._plan.graph, name, "out", name): value
-            for name, value in self._supervisor.results.items()
-            if name in stages and name not in self._iterated
-        }
-        return Results(self._plan.graph.name, values)
+            if name in self._kept or (name not in self._iterated and taken_in.broken is None):
+                values.setdefault(name, list(taken_in.items))
+        wanted = {stage.name for stage in self._plan.graph.stages} - (self._iterated.keys() - self._kept)
+        streams = {Stream(self._plan.graph, name, "out", name): values[name] for name in values if name in wanted}
+        return Results(self._plan.graph.name, streams)
 
     def stop(self) -> None:
         """Stops the sources and lets everything in flight finish. Returns at once."""
@@ -175,24 +207,62 @@ class Run:
             if worker.gathers and worker.stage.name not in {*self._iterated, *self._taken_in}:
                 self._supervisor.start_thread(worker.id)
 
+    def _end_interrupted(self) -> NoReturn:
+        """After a Ctrl-C: stops the run and waits until everything in flight is finished; a second one breaks it off, a
+        third one does not wait even for that. Says so in a line each."""
+        try:
+            with interrupts_held():
+                if self._supervisor.state.phase == "running":
+                    _say("stopping, what is in flight is being finished (Ctrl-C again to break off)")
+                self.stop()
+                for out in self._plan.inputs.values():
+                    out.close()
+                self._keep_the_rest()
+                self._gather()
+            self._supervisor.ended.wait()
+        except KeyboardInterrupt:
+            with contextlib.suppress(KeyboardInterrupt):
+                self.abort()
+                _say("broken off, what was in flight is discarded")
+                self._supervisor.ended.wait()
+        name = self._plan.graph.name
+        message = f"the run of graph {name!r} was interrupted; .results and .report hold what was finished"
+        self._told = self._results() if self._supervisor.ended.is_set() else Results(name, {})
+        raise Interrupted(message, self._told, self.report()) from self._failure()
+
+    def _keep_the_rest(self) -> None:
+        """What the interrupted thread iterated over comes into the results."""
+        for worker in self._plan.workers:
+            name = worker.stage.name
+            if self._iterated.get(name) == threading.get_ident():
+                self._kept.add(name)
+                if name not in self._taken_in:
+                    self._taken_in[name] = _TakenIn(self._supervisor, worker.id, self._port(worker.id))
+
+    def _leave_kept(self) -> None:
+        """The program has caught the Ctrl-C that ended its loop, and goes on."""
+        if self._told is None:
+            for name in self._kept:
+                self._leave(id := WorkerId(name, 1), self._port(id))
+            self._kept.clear()
+
     def __enter__(self) -> Run:
+        self._ears.open()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._ears.close()
+        if isinstance(error, KeyboardInterrupt):
+            if self._told is None or not isinstance(error, Interrupted) or error.results is not self._told:
+                self._end_interrupted()
+            return
         if error is None:
             self._leave_iterators(of_thread=threading.get_ident())
             for out in self._plan.inputs.values():
                 out.close()
-            try:
-                self.wait()
-            except KeyboardInterrupt:
-                wait_interrupted(self)
-                raise
+            self.wait()
             return
         self._leave_iterators()
-        if isinstance(error, KeyboardInterrupt):
-            wait_interrupted(self)
-            return
         self.abort()
         try:
             self.wait()
@@ -232,39 +302,30 @@ class _TakenIn:
 
     def __init__(self, supervisor: Supervisor, id: WorkerId, port: In[Any]) -> None:
         self.items: Channel[Any] = Channel(10**15)
-        arguments = (supervisor, id, port, self.items)
+        self.broken: Broken | None = None  # the run broke off, and these are not all of them
         name = f"flowchan {supervisor.plan.graph.name}/{id}"
-        self.thread = threading.Thread(target=_pour, args=arguments, name=name, daemon=True)
+        self.thread = threading.Thread(target=self._pour, args=(supervisor, id, port), name=name, daemon=True)
         supervisor.count_thread(id, self.thread)
         self.thread.start()
 
+    def _pour(self, supervisor: Supervisor, id: WorkerId, port: In[Any]) -> None:
+        with contextlib.suppress(Closed):  # the run may be over
+            supervisor.tell(Began(id))
+        try:
+            for item in port:
+                self.items.put(item)
+        except Broken as error:
+            self.broken = error
+        except ValueError:
+            pass  # who iterated over it has left, and closed the port
+        self.items.close()
+        port.close()
+        with contextlib.suppress(Closed):
+            supervisor.tell(Ended(id))
 
-def _pour(supervisor: Supervisor, id: WorkerId, port: In[Any], into: Channel[Any]) -> None:
-    supervisor.tell(Began(id))
-    try:
-        for item in port:
-            into.put(item)
-    except Broken as error:
-        into.abort(error)
-    except ValueError:
-        pass  # who iterated over it has left, and closed the port
-    into.close()
-    port.close()
-    with contextlib.suppress(Closed):  # the run may be over
-        supervisor.tell(Ended(id))
 
-
-def wait_interrupted(run: Run) -> None:
-    """After a Ctrl-C: stops the run and waits; a second one aborts it. Says so in one line."""
-    try:
-        print("flowchan: stopping, what is in flight is being finished (Ctrl-C again to break off)", file=sys.stderr)
-        run.stop()
-        for out in run._plan.inputs.values():
-            out.close()
-        run.wait()
-    except KeyboardInterrupt:
-        run.abort()
-        run.wait()
+def _say(text: str) -> None:
+    print(f"flowchan: {text}", file=sys.stderr)
 
 
 def _stage_error(failure: Failure, plan: Plan) -> StageError:
@@ -310,3 +371,5 @@ def _abort_unfinished() -> None:
         if supervisor.pid == os.getpid() and not supervisor.ended.is_set():
             supervisor.ask(AbortAsked())
             supervisor.ended.wait()
+    if isinstance(getattr(sys, "last_value", None), Interrupted) and not hasattr(sys, "ps1"):
+        _core._die_of(signal.SIGINT)  # nobody caught it: the exit code of an uncaught KeyboardInterrupt, which it is

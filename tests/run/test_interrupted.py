@@ -1,0 +1,206 @@
+"""R5 Stop: after a Ctrl-C what was finished is in the user's hands, wherever it came: ``Interrupted`` holds the results and
+the report."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from runs import script, start
+from waiting import wait_until
+
+import flowchan
+from flowchan import Graph, Interrupted, RunError
+
+SUM = """
+    import itertools, signal, sys, threading
+    from flowchan import Graph, Interrupted, Out, RunError
+
+    passed = threading.Event()
+
+    def numbers():
+        for number in itertools.count():
+            if number == ENOUGH:
+                passed.set()
+            yield number
+
+    def announce():
+        passed.wait()
+        print("going", flush=True)
+
+    def add(total, number):
+        return total + number
+
+    graph = Graph("sum")
+    stream, listed = graph.source(numbers).map(abs, on="process").tee(2)
+    total = stream.reduce(add, 0)
+    listed = listed.collect()
+    threading.Thread(target=announce, daemon=True).start()
+    seen = []
+
+    def body_that_waits(run):
+        signal.pause()
+
+    def loop_that_waits(run):
+        for number in run.iter(listed):
+            seen.append(number)
+
+    def loop_that_works(run):
+        for number in run.iter(listed):
+            seen.append(number)
+            if number == 500:
+                signal.pause()
+
+    def loop_in_a_function_that_keeps_the_iterator(run):
+        global items
+        items = run.iter(listed)
+        for number in items:
+            seen.append(number)
+            if number == 500:
+                signal.pause()
+
+    def block(body):
+        with graph.start() as run:
+            body(run)
+
+    try:
+        WAY
+    except Interrupted as interrupted:
+        results = interrupted.results
+        whole = [*seen, *results[listed]]
+        assert whole == list(range(len(whole))) and len(whole) > 20, (len(seen), len(whole))
+        assert results[total] == sum(whole), (results[total], sum(whole))
+        assert interrupted.report.startswith("graph 'sum': stopped after"), interrupted.report
+        assert interrupted.__cause__ is None
+        print("results", flush=True)
+        raise
+"""
+
+WAYS = [
+    "graph.run()",
+    "graph.start().wait()",
+    "graph.start().wait(timeout=1000)",
+    "block(lambda run: None)",
+    "block(lambda run: run.wait())",
+    "block(body_that_waits)",
+    "block(loop_that_waits)",
+    "block(loop_that_works)",
+    "block(loop_in_a_function_that_keeps_the_iterator)",
+    "loop_that_waits(graph.start())",
+]
+
+
+def interrupted(process: subprocess.Popen[str], signum: signal.Signals = signal.SIGINT) -> tuple[int, str, str]:
+    """How a program ends that gets a signal once it says that it is going."""
+    assert process.stdout is not None
+    assert process.stdout.readline() == "going\n", process.communicate()
+    process.send_signal(signum)
+    out, err = process.communicate()
+    return process.returncode, out, err
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ctrl_c_gives_what_was_finished(way: str, tmp_path: Path) -> None:
+    text = SUM.replace("WAY", way).replace("ENOUGH", "20" if "body" in way else "500")  # nobody reads in that block
+    with start(script(tmp_path, text)) as process:
+        code, out, err = interrupted(process)
+    assert (code, out) == (-signal.SIGINT, "results\n"), err
+    assert err.count("flowchan: stopping") == 1
+    assert "flowchan.Interrupted: the run of graph 'sum' was interrupted" in err
+
+
+def test_sigterm_in_run_does_the_same(tmp_path: Path) -> None:
+    with start(script(tmp_path, SUM.replace("WAY", "graph.run()").replace("ENOUGH", "500"))) as process:
+        code, out, err = interrupted(process, signal.SIGTERM)
+    assert (code, out) == (-signal.SIGINT, "results\n"), err
+
+
+def test_the_second_ctrl_c_gives_what_there_is_and_says_that_the_rest_is_gone(tmp_path: Path) -> None:
+    text = """
+        import threading
+        from flowchan import Graph, Interrupted
+
+        held = threading.Event()
+
+        def hold(item):
+            print("going", flush=True)
+            held.wait()
+
+        graph = Graph("stubborn")
+        total = graph.source([1, 2]).reduce(int.__add__, 0)
+        graph.source([1, 2, 3]).sink(hold)
+        try:
+            graph.WAY
+        except Interrupted as interrupted:
+            print(interrupted.results[total], interrupted.report.split()[2], flush=True)
+    """
+    for way in ("run()", "start().wait()"):
+        with start(script(tmp_path, text.replace("WAY", way))) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            assert process.stdout.readline() == "going\n", process.communicate()
+            process.send_signal(signal.SIGINT)
+            assert "stopping" in process.stderr.readline()
+            process.send_signal(signal.SIGINT)
+            assert process.stderr.readline() == "flowchan: broken off, what was in flight is discarded\n"
+            out, err = process.communicate()
+        assert (process.returncode, out) == (0, "3 aborted\n"), err
+
+
+def test_a_failure_meanwhile_is_the_cause() -> None:
+    def fail_when_interrupted(item: int) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        raise ValueError(item)
+
+    graph = Graph("r5")
+    total = graph.source([1, 2]).reduce(int.__add__, 0)
+    with pytest.raises(Interrupted) as caught, graph.start() as run:  # noqa: PT012
+        wait_until(lambda: not run.stats().stages[-1].alive)
+        graph_that_fails = Graph("failing")
+        graph_that_fails.source([7]).sink(fail_when_interrupted)
+        graph_that_fails.run()
+    inner = caught.value.__context__
+    assert caught.value.results[total] == 3
+    assert isinstance(inner, Interrupted)
+    assert isinstance(inner.__cause__, RunError)
+    assert isinstance(inner.__cause__.exceptions[0].__cause__, ValueError)
+
+
+def test_who_catches_the_ctrl_c_in_the_block_goes_on() -> None:
+    graph = Graph("r5")
+    numbers = graph.source(iter(int, 1)).collect()
+    with graph.start() as run:
+        with pytest.raises(KeyboardInterrupt) as caught:  # noqa: PT012
+            for _ in run.iter(numbers):
+                os.kill(os.getpid(), signal.SIGINT)
+        assert caught.type is KeyboardInterrupt
+    assert run.stats().state == "done"
+
+
+def test_breaking_out_of_a_loop_stops_the_stages_before_it_as_ever() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    graph = Graph("r5")
+    numbers = graph.source(iter(int, 1)).collect()
+    with graph.start() as run:
+        for _ in run.iter(numbers):
+            break
+        assert numbers not in run.wait()
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_after_an_interrupt_the_results_can_be_asked_for_again() -> None:
+    graph = Graph("r5")
+    numbers = graph.source(iter(int, 1)).collect()
+    with pytest.raises(Interrupted) as caught, graph.start() as run:  # noqa: PT012
+        for _ in run.iter(numbers):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert caught.value.results[numbers] == run.wait()[numbers]
+    assert run.stats().state == "stopped"
+
+
+def test_it_is_a_keyboard_interrupt_and_no_exception() -> None:
+    assert issubclass(flowchan.Interrupted, KeyboardInterrupt)
+    assert not issubclass(flowchan.Interrupted, Exception)
