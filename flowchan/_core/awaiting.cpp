@@ -11,43 +11,51 @@ namespace flowchan {
 
 namespace {
 
-template <class F> decltype(auto) on_medium(Channel& ch, F&& f) { return ch.queue ? f(*ch.queue) : f(*ch.ring); }
-
-Gate& gate_of(Await& wait) {
-    return on_medium(*wait.ch, [&](auto& m) -> Gate& {
-        return Traits<std::remove_reference_t<decltype(m)>>::gate(m, wait.side);
-    });
-}
-
-bool port_closed(const Await& wait) {
-    return (wait.in && !wait.in->open) || (wait.out && !wait.out->open);
-}
-
-bool changed(Await& wait) {
-    return port_closed(wait) || gate_of(wait).seq.load(std::memory_order_relaxed) != wait.seq;
+bool changed(const Await& wait) {
+    return (wait.in && !wait.in->open) || (wait.out && !wait.out->open) || wait.place->changed();
 }
 
 }  // namespace
 
-Await::Await(nb::object target_, bool reading, bool again)
-    : target(std::move(target_)), side(reading ? Side::Reader : Side::Writer) {
+void Place::enter(bool again) {
+    auto enter = [&](auto& m, auto& waiting) {
+        using M = std::remove_reference_t<decltype(m)>;
+        Locked<M> locked(m);
+        Traits<M>::enter(m, caller, waiting, true, again);
+        word_ = &Traits<M>::word(m, caller, waiting);
+        seen_ = waiting.seen;
+        locked.unlock({});
+    };
+    if (ch->queue) enter(*ch->queue, node_);
+    else enter(*ch->ring, waiting_);
+}
+
+void Place::leave(bool unused) {
+    auto leave = [&](auto& m, auto& waiting) {
+        using M = std::remove_reference_t<decltype(m)>;
+        Wakes wakes;
+        Locked<M> locked(m);
+        const bool called = Traits<M>::leave(m, caller, waiting, true);
+        Traits<M>::look_for_dead(m, wakes);
+        // In a line nobody else is woken while this one is on its way, so the next must be, whatever came of it.
+        if (called ? unused || !Traits<M>::processes : unused) Traits<M>::pass_on(m, caller, wakes);
+        locked.unlock(wakes);
+    };
+    if (ch->queue) leave(*ch->queue, node_);
+    else leave(*ch->ring, waiting_);
+}
+
+Await::Await(nb::object target_, bool reading, bool again) : target(std::move(target_)) {
     if (nb::isinstance<In>(target)) in = nb::inst_ptr<In>(target);
     else if (nb::isinstance<Out>(target)) out = nb::inst_ptr<Out>(target);
     if ((in && !ready(*in)) || (out && !ready(*out))) throw nb::python_error();
-    ch = in ? in->ch : out ? out->ch : nb::inst_ptr<Channel>(target);
-    if (!ch->usable()) throw nb::python_error();
-    session = in ? in->state.session : out ? out->state.session : 0;
-    if (ch->ring && !session) session = ch->plain_session();
-    on_medium(*ch, [&](auto& m) {
-        using M = std::remove_reference_t<decltype(m)>;
-        Locked<M> locked(m);
-        Gate& gate = Traits<M>::gate(m, side);
-        seq = gate.enter(again);
-        gate.ends_by_itself(+1);
-        Traits<M>::at_gate(m, session, side, +1);
-        ch->awaiting += 1;
-        locked.unlock({});
-    });
+    Channel& ch = in ? *in->ch : out ? *out->ch : *nb::inst_ptr<Channel>(target);
+    if (!ch.usable()) throw nb::python_error();
+    Caller caller = reading ? Caller{Side::Reader, in, in ? in->state.session : 0} : writing(ch, out, 0, true);
+    if (ch.ring && !caller.session) caller.session = ch.plain_session();
+    place.emplace(&ch, caller);
+    place->enter(again);
+    ch.awaiting += 1;
     entered = true;
 }
 
@@ -60,22 +68,20 @@ nb::object Await::channel() const { return in ? in->channel : out ? out->channel
 // `unused`: somebody else may go on in this caller's place, if it was woken.
 void Await::leave(bool unused) {
     if (forks != fork_count || (!entered && !unused)) return;
-    const bool enters = std::exchange(entered, false);
-    on_medium(*ch, [&](auto& m) {
-        using M = std::remove_reference_t<decltype(m)>;
-        Wakes wakes;
-        Locked<M> locked(m);
-        Gate& gate = Traits<M>::gate(m, side);
-        if (enters) {
-            const bool counted = Traits<M>::at_gate(m, session, side, -1);
-            keep_order();
-            if (counted) gate.leave();
-            gate.ends_by_itself(counted ? -1 : 0);
-            ch->awaiting -= ch->awaiting > 0;
-        }
-        if (unused) (side == Side::Reader ? wakes.readers : wakes.writers) += gate.call(1);
-        locked.unlock(wakes);
-    });
+    if (std::exchange(entered, false)) {
+        place->leave(unused);
+        place->ch->awaiting -= place->ch->awaiting > 0;
+    } else {
+        auto pass_on = [&](auto& m) {
+            using M = std::remove_reference_t<decltype(m)>;
+            Wakes wakes;
+            Locked<M> locked(m);
+            Traits<M>::pass_on(m, place->caller, wakes);
+            locked.unlock(wakes);
+        };
+        if (place->ch->queue) pass_on(*place->ch->queue);
+        else pass_on(*place->ch->ring);
+    }
 }
 
 void Watch::ring() {
@@ -91,9 +97,8 @@ nb::list Watch::sleep(uint32_t heard, nb::list waits, double seconds) {
     bool any = false;
     for (nb::handle one : waits) {
         Await* wait = nb::inst_ptr<Await>(one);
-        const uint32_t flags = FUTEX_WORD_32 | (wait->ch->queue ? FUTEX_PRIVATE_FLAG : 0);
         all.push_back(wait);
-        words.push_back({wait->seq, reinterpret_cast<uint64_t>(&gate_of(*wait).seq), flags, 0});
+        words.push_back(wait->place->waited());
         any = any || changed(*wait);
     }
     if (!any) {
@@ -106,8 +111,8 @@ nb::list Watch::sleep(uint32_t heard, nb::list waits, double seconds) {
     }
     nb::list found;
     for (size_t i = 0; i < all.size(); ++i) {
-        if (all[i]->ch->ring && all[i]->ch->ring->is_sweep_due()) {  // who would have woken it may be dead
-            Ring& ring = *all[i]->ch->ring;
+        if (all[i]->place->ch->ring && all[i]->place->ch->ring->is_sweep_due()) {  // who would have woken it may be dead
+            Ring& ring = *all[i]->place->ch->ring;
             Wakes wakes;
             Locked<Ring> locked(ring);
             ring.sweep(wakes);

@@ -12,15 +12,34 @@
 
 namespace flowchan {
 
-enum class Side { Reader, Writer };
-
 // What the loop must know of a medium.
 template <class M> struct Traits;
 
 template <> struct Traits<LocalQueue> {
     static constexpr bool processes = false;
-    static Gate& gate(LocalQueue& q, Side side) { return side == Side::Reader ? q.reader_gate : q.writer_gate; }
-    static bool at_gate(LocalQueue&, uint32_t, Side, int) { return true; }
+    using Waiting = Node;
+    static std::atomic<uint32_t>& word(LocalQueue&, const Caller&, Node& node) { return node.word; }
+    static void enter(LocalQueue& q, const Caller& caller, Node& node, bool selecting, bool again) {
+        q.line(caller.side).enter(node, caller, selecting, again);
+    }
+    static bool leave(LocalQueue& q, const Caller& caller, Node& node, bool) { return q.line(caller.side).leave(node); }
+    static bool may_pass(LocalQueue& q, const Caller& caller, const Node* node) {
+        const Node* first = q.line(caller.side).starving;
+        return !first || caller.ordered || first == node || !q.could_go(first->caller);
+    }
+    static void starve(LocalQueue& q, const Caller& caller, Node& node) {
+        Node*& first = q.line(caller.side).starving;
+        if (!first && !caller.ordered) first = &node;
+    }
+    // The call is over. Whatever came of it, while it was on its way nobody else was woken (line.hpp).
+    static void end(LocalQueue& q, const Caller& caller, Node& node, bool, Wakes& wakes) {
+        Node*& first = q.line(caller.side).starving;
+        if (first == &node) first = nullptr;
+        pass_on(q, caller, wakes);
+    }
+    // Woken, and not allowed to overtake: whoever starves may not have been woken, because this one was.
+    static void stand_back(LocalQueue& q, const Caller& caller, Wakes& wakes) { q.call_waiting(caller.side, wakes); }
+    static void pass_on(LocalQueue& q, const Caller& caller, Wakes& wakes) { q.call_waiting(caller.side, wakes); }
     static bool ready(LocalQueue&, Side) { return false; }
     static void look_for_dead(LocalQueue&, Wakes&) {}
     static constexpr bool time_to_look(LocalQueue&) { return false; }
@@ -28,20 +47,74 @@ template <> struct Traits<LocalQueue> {
     static uint64_t resumes(LocalQueue&) { return 0; }
     static bool readable(LocalQueue& q) { return q.inside() || q.state == BROKEN || q.drained(); }
     static bool writable(LocalQueue& q, uint64_t capacity) { return q.state != OPEN || q.inside() + q.parked < capacity; }
+    // Nobody dies here, and only the main thread has signals to look after: the others sleep until they are woken.
+    static int64_t slice(Deadline deadline) { return gettid() == getpid() ? deadline.slice() : deadline.left(); }
 };
 
 template <> struct Traits<Ring> {
     static constexpr bool processes = true;
-    static Gate& gate(Ring& r, Side side) {
-        return side == Side::Reader ? r.header().reader_gate : r.header().writer_gate;
+    struct Waiting {
+        uint32_t seen = 0;
+        bool selecting = false;
+        bool ordered = false;
+    };
+    static Gate& gate(Ring& r, Side side) { return side == Side::Reader ? r.header().reader_gate : r.header().writer_gate; }
+    static std::atomic<uint32_t>& word(Ring& r, const Caller& caller, Waiting& waiting) {
+        return waiting.ordered ? r.session(caller.session).word : gate(r, caller.side).seq;
     }
-    // False when the session has ended while its caller waited, and was taken off the gate with that.
-    static bool at_gate(Ring& r, uint32_t session, Side side, int change) {
-        Session& s = r.session(session);
-        uint32_t& n = side == Side::Reader ? s.at_reader_gate : s.at_writer_gate;
-        if (change < 0 && n == 0) return false;
-        n += uint32_t(change);
-        return true;
+    static void enter(Ring& r, const Caller& caller, Waiting& waiting, bool selecting, bool again) {
+        Session& s = r.session(caller.session);
+        waiting.ordered = caller.ordered;
+        waiting.selecting = selecting && !caller.ordered;
+        if (caller.ordered) {
+            waiting.seen = r.await_turn(s, caller.number, again);
+            return;
+        }
+        waiting.seen = gate(r, caller.side).enter(again);
+        if (waiting.selecting) gate(r, caller.side).ends_by_itself(+1);
+        (caller.side == Side::Reader ? s.at_reader_gate : s.at_writer_gate) += 1;
+    }
+    // Whether its word had changed. The session may have ended while its caller waited, and was taken off the gate with that.
+    static bool leave(Ring& r, const Caller& caller, Waiting& waiting, bool) {
+        Session& s = r.session(caller.session);
+        const bool called = word(r, caller, waiting).load(std::memory_order_relaxed) != waiting.seen;
+        if (waiting.ordered) {
+            r.have_turn(s);
+            return called;
+        }
+        uint32_t& n = caller.side == Side::Reader ? s.at_reader_gate : s.at_writer_gate;
+        const bool counted = n > 0;
+        if (counted) n -= 1;
+        keep_order();  // as in Ring::drop_copies: dead in between, it counts as waiting once too often, never too seldom
+        if (counted) gate(r, caller.side).leave();
+        if (waiting.selecting) gate(r, caller.side).ends_by_itself(counted ? -1 : 0);
+        return called;
+    }
+    static bool may_pass(Ring& r, const Caller& caller, const Waiting* waiting) {
+        const Gate& g = gate(r, caller.side);
+        if (!g.starving || caller.ordered || (waiting && g.starving == uint32_t(gettid()))) return true;
+        return caller.side == Side::Writer && !r.has_room(g.starving_size);
+    }
+    static void starve(Ring& r, const Caller& caller, Waiting&) {
+        Gate& g = gate(r, caller.side);
+        if (g.starving || caller.ordered) return;
+        g.starving_size = caller.size;
+        g.starving = uint32_t(gettid());
+    }
+    static void end(Ring& r, const Caller& caller, Waiting&, bool used, Wakes& wakes) {
+        Gate& g = gate(r, caller.side);
+        uint32_t& count = caller.side == Side::Reader ? wakes.readers : wakes.writers;
+        if (g.starving && g.starving == uint32_t(gettid())) {
+            g.starving = 0;
+            count += g.call_all();  // those who had to stand back
+        } else if (!used) {
+            pass_on(r, caller, wakes);
+        }
+    }
+    static void stand_back(Ring&, const Caller&, Wakes&) {}  // while somebody starves, all are woken
+    static void pass_on(Ring& r, const Caller& caller, Wakes& wakes) {
+        if (caller.ordered) r.call_turns(wakes);
+        else (caller.side == Side::Reader ? wakes.readers : wakes.writers) += gate(r, caller.side).call(1);
     }
     // A hint read without the lock; whoever believes it takes the lock and looks.
     static bool ready(Ring& r, Side side) {
@@ -60,6 +133,7 @@ template <> struct Traits<Ring> {
     }
     static void look_for_dead(Ring& r, Wakes& wakes) { r.sweep(wakes); }
     static bool time_to_look(Ring& r) { return r.is_sweep_due(); }
+    static int64_t slice(Deadline deadline) { return deadline.slice(); }
 };
 
 // Gets the lock; when that means waiting, without the GIL. Returns whether the GIL is released now.
@@ -82,60 +156,48 @@ struct Locked {
 };
 
 template <class M, class Op>
-Step wait(M& m, Side side, uint32_t session, Op&& op, Deadline deadline) {
+Step wait(M& m, const Caller& caller, Op&& op, Deadline deadline) {
     using T = Traits<M>;
-    Gate& gate = T::gate(m, side);
-    const uint32_t me = uint32_t(gettid());
-    uint32_t seq = 0, vain = 0;
+    typename T::Waiting waiting;
+    uint32_t vain = 0;
     const int64_t since = now_ns();
+    const bool selecting = deadline.at != NEVER;  // it goes on by itself
     Wakes wakes;
 
     if constexpr (T::processes) {
         PyThreadState* state = PyEval_SaveThread();
-        m.spin.wait([&] { return T::ready(m, side); });
+        m.spin.wait([&] { return T::ready(m, caller.side); });
         take_gil(state);
     }
     Locked<M> first(m);
-    Step step = gate.may_pass(me) || T::ended(m) ? op(wakes) : Step::Wait;
-    if (step == Step::Wait) {
-        seq = gate.enter();
-        if (deadline.at != NEVER) gate.ends_by_itself(+1);
-        T::at_gate(m, session, side, +1);
-    }
+    Step step = T::may_pass(m, caller, nullptr) || T::ended(m) ? op(wakes) : Step::Wait;
+    if (step == Step::Wait) T::enter(m, caller, waiting, selecting, false);
     first.unlock(wakes);
 
     while (step == Step::Wait) {
-        wakes = {};
+        wakes.clear();
         const bool interrupted = PyErr_CheckSignals() != 0;
         const bool late = !interrupted && deadline.passed();
         int error = 0;
         if (!interrupted && !late) {
             PyThreadState* state = PyEval_SaveThread();
-            error = futex_wait(gate.seq, seq, deadline.slice(), T::processes);
+            error = futex_wait(T::word(m, caller, waiting), waiting.seen, T::slice(deadline), T::processes);
             take_gil(state);
         }
         const bool slice_over = error == ETIMEDOUT;
         Locked<M> locked(m);
-        const bool counted = T::at_gate(m, session, side, -1);
-        keep_order();  // as in Ring::drop_copies: dead in between, it counts as waiting once too often, never too seldom
-        if (counted) gate.leave();
-        if (counted && deadline.at != NEVER) gate.ends_by_itself(-1);
+        T::leave(m, caller, waiting, selecting);
         T::look_for_dead(m, wakes);
         // An interrupted call must not take an item that it can't return. One whose slice is over ignores who starves:
         // that one may be dead.
-        if (!interrupted && (gate.may_pass(me) || slice_over || T::ended(m))) step = op(wakes);
+        const bool passes = T::may_pass(m, caller, &waiting) || slice_over || T::ended(m);
+        if (!interrupted && passes) step = op(wakes);
+        if (!passes) T::stand_back(m, caller, wakes);
         if (step == Step::Wait && !interrupted && !late) {
-            if (error == 0 && ++vain >= 2 && gate.starving == 0 && now_ns() - since > PATIENCE_NS) gate.starving = me;
-            seq = gate.enter(true);
-            if (deadline.at != NEVER) gate.ends_by_itself(+1);
-            T::at_gate(m, session, side, +1);
+            if (error == 0 && ++vain >= 2 && now_ns() - since > PATIENCE_NS) T::starve(m, caller, waiting);
+            T::enter(m, caller, waiting, selecting, true);
         } else {
-            if (gate.starving == me) {
-                gate.starving = 0;
-                (side == Side::Reader ? wakes.readers : wakes.writers) += gate.call_all();  // who had to queue up
-            } else if (step == Step::Wait) {
-                (side == Side::Reader ? wakes.readers : wakes.writers) += gate.call(1);  // pass the wake-up on
-            }
+            T::end(m, caller, waiting, step != Step::Wait, wakes);
             if (step == Step::Wait) step = interrupted ? Step::Interrupted : Step::NotNow;
         }
         locked.unlock(wakes);
@@ -143,16 +205,17 @@ Step wait(M& m, Side side, uint32_t session, Op&& op, Deadline deadline) {
     return step;
 }
 
-// Does `op` as soon as it can be done. `session()` names the caller's session; it is asked only if the call must wait.
-template <class M, class Op, class Session>
-Step perform(M& m, Side side, Session&& session, Op&& op, Deadline deadline) {
+// Does `op` as soon as it can be done. `caller(waits)` says as whom; with `waits` it must say the session too, which may have to
+// be opened for that.
+template <class M, class Op, class Who>
+Step perform(M& m, Who&& caller, Op&& op, Deadline deadline) {
     using T = Traits<M>;
     Wakes wakes;
     Locked<M> locked(m);
     // Who never waits learns of deaths too (C5). A get that finds an item need not know, a put would go nowhere.
-    if (side == Side::Writer && T::time_to_look(m)) T::look_for_dead(m, wakes);
-    // Nobody queues up in a channel that has ended: what is in hand here may be what the others wait for.
-    bool behind = T::gate(m, side).starving != 0 && !deadline.now_only() && !T::ended(m);
+    if (T::processes && caller(false).side == Side::Writer && T::time_to_look(m)) T::look_for_dead(m, wakes);
+    // Nobody stands back in a channel that has ended: what is in hand here may be what the others wait for.
+    const bool behind = !deadline.now_only() && !T::ended(m) && !T::may_pass(m, caller(false), nullptr);
     Step step = behind ? Step::Wait : op(wakes);
     if (step == Step::Wait && !behind && T::time_to_look(m)) {
         T::look_for_dead(m, wakes);
@@ -161,7 +224,7 @@ Step perform(M& m, Side side, Session&& session, Op&& op, Deadline deadline) {
     locked.unlock(wakes);
     if (step != Step::Wait) return step;
     if (deadline.now_only()) return Step::NotNow;
-    return wait(m, side, session(), op, deadline);
+    return wait(m, caller(true), op, deadline);
 }
 
 }  // namespace flowchan

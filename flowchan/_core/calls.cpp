@@ -53,7 +53,7 @@ Step put_local(Channel& ch, Out* out, PyObject* item, Deadline deadline, uint64_
     if (ch.max_bytes != UINT64_MAX && !size_of(item, size)) return Step::Interrupted;
     LocalQueue::Item entry{Py_NewRef(item), size};
     Step step = perform(
-        *ch.queue, Side::Writer, [] { return 0u; },
+        *ch.queue, [&](bool waits) { return writing(ch, out, size, waits); },
         [&](Wakes& wakes) {
             if (out && !out->open) return left(ch.queue->state);
             if (out) begin(*ch.queue, *out);
@@ -79,7 +79,7 @@ Step put_large(Channel& ch, Out* out, const ObjectFrame& frame, Deadline deadlin
     uint32_t session = out ? out->state.session : ch.plain_session();
     Slot* slot = nullptr;
     Step step = perform(
-        ring, Side::Writer, [&] { return session; },
+        ring, [&](bool waits) { return writing(ch, out, frame.size, waits); },
         [&](Wakes&) {
             const Step settled = before_put(ring, out);
             const Step claimed = settled == Step::Wait ? ring.claim(frame, writer, session, slot) : settled;
@@ -120,7 +120,7 @@ Step put_loaned(Channel& ch, Out* out, ObjectFrame& frame, Deadline deadline) {
     }
     Ring& ring = *ch.ring;
     Step step = perform(
-        ring, Side::Writer, [&] { return out ? out->state.session : ch.plain_session(); },
+        ring, [&](bool waits) { return writing(ch, out, frame.size, waits); },
         [&](Wakes& wakes) {
             if (out && !out->open) return left(ring.header().state);
             return ring.put_loan(loan->slot, frame, out ? &out->state : nullptr, wakes);
@@ -145,7 +145,7 @@ Step put_frame(Channel& ch, Out* out, ObjectFrame& frame, Deadline deadline) {
     Ring& ring = *ch.ring;
     WriterState* writer = out ? &out->state : nullptr;
     return perform(
-        ring, Side::Writer, [&] { return out ? out->state.session : ch.plain_session(); },
+        ring, [&](bool waits) { return writing(ch, out, frame.size, waits); },
         [&](Wakes& wakes) {
             const Step settled = before_put(ring, out);
             return settled == Step::Wait ? ring.try_put(frame, writer, wakes) : settled;
@@ -231,7 +231,7 @@ Step get_ring(Channel& ch, In* in, Deadline deadline, Taking taking, PyObject*& 
     Taken taken;
     uint32_t session = reader ? reader->session : ch.plain_session();
     Step step = perform(
-        ring, Side::Reader, [&] { return session; },
+        ring, [&](bool) { return Caller{Side::Reader, in, session}; },
         [&](Wakes& wakes) {
             if (in && !in->open) return ring.header().state == BROKEN ? Step::Broken : Step::PortClosed;
             if (reader && taking == Taking::Next) ring.acknowledge(*reader, wakes);
@@ -261,7 +261,7 @@ Step get_step(Channel& ch, In* in, Deadline deadline, Taking taking, PyObject*& 
         LocalQueue::Item item{};
         std::vector<LocalQueue::Item> before;
         Step step = perform(
-            queue, Side::Reader, [] { return 0u; },
+            queue, [in](bool) { return Caller{Side::Reader, in}; },
             [&](Wakes& wakes) {
                 if (in && !in->open) return queue.state == BROKEN ? Step::Broken : Step::PortClosed;
                 if (reader && taking == Taking::Next) {
@@ -292,6 +292,16 @@ Step get_step(Channel& ch, In* in, Deadline deadline, Taking taking, PyObject*& 
 
 }  // namespace
 
+Caller writing(Channel& ch, const Out* out, uint64_t size, bool waits) {
+    Caller caller{Side::Writer, out, 0, size};
+    if (ch.ring && waits) caller.session = out ? out->state.session : ch.plain_session();
+    if (out && out->state.ordered && out->state.keyed) {
+        caller.ordered = true;
+        caller.number = out->state.number;
+    }
+    return caller;
+}
+
 // Memory of the channel for `size` bytes that the caller fills and then puts, waiting until there is some.
 nb::object loan(Channel& ch, Out* out, uint64_t size, nb::handle timeout) {
     Deadline deadline;
@@ -301,7 +311,7 @@ nb::object loan(Channel& ch, Out* out, uint64_t size, nb::handle timeout) {
     Ring& ring = *ch.ring;
     const uint32_t session = out ? out->state.session : ch.plain_session();
     Step step = perform(
-        ring, Side::Writer, [&] { return session; },
+        ring, [&](bool waits) { return writing(ch, out, size, waits); },
         [&](Wakes&) { return out && !out->open ? left(ring.header().state) : ring.loan(size, session, slot); }, deadline);
     if (step != Step::Done) {
         raise_step(ch, step, Side::Writer, size, deadline);

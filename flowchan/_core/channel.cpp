@@ -45,7 +45,8 @@ std::string Channel::describe() const {
 bool Channel::usable() {
     if (forks == fork_count) return true;
     if (ring) {  // the child is another user of the same ring
-        plain = awaiting = 0;
+        plain = 0;
+        awaiting = 0;
         forks = fork_count;
         return true;
     }
@@ -104,17 +105,17 @@ static nb::list as_list(const std::vector<Held>& held) {
 
 nb::tuple channel_stats(Channel& ch) {
     if (!ch.usable()) throw nb::python_error();
-    auto total = [](Gate& g) { return double(g.total_wait_ns()) / 1e9; };
-    auto now = [](Gate& g) { return double(g.waiting_for_ns()) / 1e9; };
+    auto total = [](auto& g) { return double(g.total_wait_ns()) / 1e9; };
+    auto now = [](auto& g) { return double(g.waiting_for_ns()) / 1e9; };
     if (ch.queue) {
         LocalQueue& q = *ch.queue;
         Locked<LocalQueue> locked(q);
         auto values = std::make_tuple(q.puts + q.parked, q.takes, q.bytes_in, q.state == BROKEN ? 0 : q.inside(), q.leased,
-                                      q.reader_gate.waiting, q.writer_gate.waiting, q.readers, q.writers,
-                                      total(q.reader_gate), total(q.writer_gate),
-                                      now(q.reader_gate), now(q.writer_gate),
-                                      q.reader_gate.selecting + q.writer_gate.selecting,
-                                      q.reader_gate.woken + q.writer_gate.woken, ch.awaiting);
+                                      q.reader_line.waiting, q.writer_line.waiting, q.readers, q.writers,
+                                      total(q.reader_line), total(q.writer_line),
+                                      now(q.reader_line), now(q.writer_line),
+                                      q.reader_line.selecting() + q.writer_line.selecting(),
+                                      q.reader_line.woken() + q.writer_line.woken(), ch.awaiting.load());
         locked.unlock({});
         return std::apply([](auto... v) { return nb::make_tuple(v..., nb::list()); }, values);
     }
@@ -127,11 +128,11 @@ nb::tuple channel_stats(Channel& ch) {
         held = ch.ring->held();
     }
     auto values = std::make_tuple(h.puts + h.parked, h.takes, h.bytes_in, h.state == BROKEN ? 0 : uint64_t(h.inside()),
-                                  h.leased, h.reader_gate.waiting, h.writer_gate.waiting, h.readers, h.writers,
+                                  h.leased, h.reader_gate.everybody(), h.writer_gate.everybody(), h.readers, h.writers,
                                   total(h.reader_gate), total(h.writer_gate),
                                   now(h.reader_gate), now(h.writer_gate),
                                   h.reader_gate.selecting + h.writer_gate.selecting,
-                                  h.reader_gate.woken + h.writer_gate.woken, ch.awaiting);
+                                  h.reader_gate.woken + h.writer_gate.woken, ch.awaiting.load());
     locked.unlock(wakes);
     return std::apply([&](auto... v) { return nb::make_tuple(v..., as_list(held)); }, values);
 }

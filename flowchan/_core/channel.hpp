@@ -4,6 +4,7 @@
 #include <nanobind/nanobind.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -22,7 +23,7 @@ struct Channel {
     uint64_t max_bytes = 0;  // UINT64_MAX: no limit (threads)
     uint64_t forks = fork_count;
     uint32_t plain = 0;      // ring: this process's own session, opened when first needed
-    uint32_t awaiting = 0;   // coroutines of this process that stand at the gates; under the medium's lock
+    std::atomic<uint32_t> awaiting = 0;  // coroutines of this process that wait here: a count for stats, no partner
 
     Channel(uint64_t capacity, bool processes, uint64_t max_bytes, std::string name);
     Channel(int fd, std::string name);
@@ -96,6 +97,7 @@ struct Out {
 
 // Each gives a new reference, or null with a Python error set. `in`/`out` is the port used, or null for a plain call.
 PyObject* put_item(Channel& ch, Out* out, PyObject* item, Deadline deadline);
+Caller writing(Channel& ch, const Out* out, uint64_t size, bool waits);  // as whom a put waits
 PyObject* get_item(Channel& ch, In* in, Deadline deadline, bool keep, bool iterating);
 nb::object loan(Channel& ch, Out* out, uint64_t size, nb::handle timeout);
 PyObject* put_all(Channel& ch, Out* out, PyObject* items, Deadline deadline);
@@ -119,14 +121,35 @@ nb::object select_one(nb::list gets, nb::list puts, nb::handle timeout);
 // Without the GIL: until one of the words changes or the time has come. True when it has.
 bool sleep_on_any(std::vector<WaitedWord>& words, int64_t at);
 
-// One coroutine that stands at the gate of a channel.
+// Where somebody waits who waits at several places: in the line of a LocalQueue, or at the gate of a Ring.
+class Place {
+public:
+    Place(Channel* ch, const Caller& caller) : ch(ch), caller(caller) {}
+    Place(const Place&) = delete;
+
+    void enter(bool again);
+    void leave(bool unused);  // `unused`: somebody else may have the chance that was meant for it
+    bool changed() const { return word_->load(std::memory_order_relaxed) != seen_; }
+    WaitedWord waited() const {
+        return {seen_, reinterpret_cast<uint64_t>(word_), FUTEX_WORD_32 | (ch->queue ? FUTEX_PRIVATE_FLAG : 0), 0};
+    }
+
+    Channel* const ch;
+    const Caller caller;
+
+private:
+    Node node_{};
+    Traits<Ring>::Waiting waiting_{};
+    std::atomic<uint32_t>* word_ = nullptr;
+    uint32_t seen_ = 0;
+};
+
+// One coroutine that waits for a channel.
 struct Await {
     nb::object target;  // a channel or a port
-    Side side;
     In* in = nullptr;
     Out* out = nullptr;
-    Channel* ch = nullptr;
-    uint32_t session = 0, seq = 0;
+    std::optional<Place> place;
     uint64_t forks = fork_count;
     bool entered = false;
 

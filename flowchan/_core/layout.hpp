@@ -50,6 +50,11 @@ struct alignas(64) Session {
     // How many of its threads stand at each gate: what to take off the gates when it dies. No redo, as for the gates.
     uint32_t at_reader_gate;
     uint32_t at_writer_gate;
+    // A writer of an ordered stage that waits for its turn: the number of its item plus one (0: it does not wait), the futex
+    // word it sleeps on (its partner is the sleeper's compare in the kernel), and whether it has been called.
+    uint64_t awaits;
+    std::atomic<uint32_t> word;
+    uint32_t called;
 };
 
 // A slot keeps its block for ever: both are freed into, and taken from, the free list of that block class together. So a

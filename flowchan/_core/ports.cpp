@@ -23,7 +23,7 @@ template <class M> bool done_with(M& m, Out& out, uint64_t number) {
     // `single` has passed its turn with its output; an item without any output must still pass it.
     if (!out.state.keyed && out.state.count > 0 && out.state.number == number) return true;
     Step step = perform(
-        m, Side::Writer, [&] { return out.state.session; },
+        m, [&](bool) { return Caller{Side::Writer, &out, out.state.session, 0, true, number}; },
         [&](Wakes& wakes) {
             if (!out.open) return Step::Done;
             if (!out.state.keyed) m.begin_item(out.state, number);
@@ -173,7 +173,7 @@ void In::close(bool finished) {
             ch->queue->give_back(hand, state, wakes);
             hand.clear();
         }
-        ch->queue->end_port(false, wakes);
+        ch->queue->end_port(Side::Reader, this, wakes);
         locked.unlock(wakes);
         for (LocalQueue::Item& item : hand) Py_DECREF(item.object);
         hand.clear();
@@ -192,7 +192,7 @@ void Out::close() {
     Wakes wakes;
     if (ch->queue) {
         Locked<LocalQueue> locked(*ch->queue);
-        ch->queue->end_port(true, wakes);
+        ch->queue->end_port(Side::Writer, this, wakes);
         locked.unlock(wakes);
         return;
     }

@@ -46,13 +46,14 @@ Step LocalQueue::try_put(const Item& item, WriterState* writer, Wakes& wakes) {
     } else {
         if (count_ + parked >= capacity_) return Step::Wait;
         push(item);
-        wakes.readers += reader_gate.call(1);
+        reader_line.call(wakes);
     }
     bytes_in += item.size;
     if (writer && writer->keyed) {
         writer->count += 1;
         if (writer->single && writer->ordered) item_done(*writer, wakes);
     }
+    if (writer_line.waiting) call_waiting(Side::Writer, wakes);
     return Step::Done;
 }
 
@@ -69,8 +70,8 @@ Step LocalQueue::try_take(Item& item, ReaderState* reader, Wakes& wakes) {
         leased += 1;
     }
     takes += 1;
-    wakes.writers += short_of_bytes_ ? writer_gate.call_all() : call_writers(reader);
-    short_of_bytes_ = false;
+    call_writers(reader, wakes);
+    if (reader_line.waiting) call_waiting(Side::Reader, wakes);
     tell_end(wakes);
     return Step::Done;
 }
@@ -93,7 +94,7 @@ void LocalQueue::give_back(const std::vector<Item>& items, ReaderState& reader, 
         count_ += 1;
         bytes_out -= item->size;
     }
-    wakes.readers += reader_gate.call(uint32_t(items.size()));
+    reader_line.call(wakes);
 }
 
 void LocalQueue::begin_item(WriterState& writer, uint64_t number) {
@@ -126,9 +127,9 @@ void LocalQueue::advance(Wakes& wakes) {
         groups_.pop_front();
         turn += 1;
     }
-    wakes.readers += reader_gate.call(linked);
+    if (linked) reader_line.call(wakes);
     if (turn != before) {
-        wakes.writers += writer_gate.call_all();
+        call_turn(wakes);
         tell_end(wakes);
     }
 }
@@ -136,8 +137,8 @@ void LocalQueue::advance(Wakes& wakes) {
 void LocalQueue::close(Wakes& wakes) {
     if (state != OPEN) return;
     state = CLOSED;
-    wakes.readers += reader_gate.call_all();
-    wakes.writers += writer_gate.call_all();
+    reader_line.call_all(wakes);
+    writer_line.call_all(wakes);
 }
 
 void LocalQueue::break_(std::vector<PyObject*>& dropped, Wakes& wakes) {
@@ -148,14 +149,25 @@ void LocalQueue::break_(std::vector<PyObject*>& dropped, Wakes& wakes) {
         for (Item& item : g.items) dropped.push_back(item.object);
     count_ = parked = 0;
     groups_.clear();
-    wakes.readers += reader_gate.call_all();
-    wakes.writers += writer_gate.call_all();
+    reader_line.call_all(wakes);
+    writer_line.call_all(wakes);
 }
 
-void LocalQueue::end_port(bool writer, Wakes& wakes) {
-    uint64_t& open = writer ? writers : readers;
-    if (--open == 0) close(wakes);
-    (writer ? wakes.writers : wakes.readers) += (writer ? writer_gate : reader_gate).call_all();  // it may wait itself
+void LocalQueue::end_port(Side side, const void* port, Wakes& wakes) {
+    if (--(side == Side::Writer ? writers : readers) == 0) close(wakes);
+    line(side).call_port(port, wakes);  // a thread that waits in it must hear of it
+}
+
+bool LocalQueue::could_go(const Caller& caller) const {
+    if (state != OPEN || caller.side == Side::Reader) return state != OPEN || count_ > 0;
+    if (caller.ordered) return has_turn(caller.number);
+    const bool fits = bytes_in - bytes_out + caller.size <= max_bytes_ || count_ == 0;
+    return fits && room() > 0;
+}
+
+void LocalQueue::call_waiting(Side side, Wakes& wakes) {
+    if (side == Side::Writer) call_turn(wakes);
+    if (side == Side::Reader ? count_ > 0 : room() > 0) line(side).call(wakes);
 }
 
 int LocalQueue::traverse(visitproc visit, void* arg) {

@@ -1,6 +1,6 @@
 // LocalQueue: the FIFO of a `threads` channel. Items are references; nothing is copied.
 //
-// A circular buffer that doubles up to `capacity`, the gates of waiting.hpp, and the order of an ordered stage's outputs
+// A circular buffer that doubles up to `capacity`, the lines of line.hpp, and the order of an ordered stage's outputs
 // as in ring_items.cpp, with deques in place of lists of slots. A small futex mutex guards it; it does not rely on the
 // GIL. Its operations move references and never drop one, because dropping could run any Python code under the lock.
 // They run attached to the interpreter (GIL held), because the garbage collector looks at the items without the mutex.
@@ -8,9 +8,11 @@
 
 #include <Python.h>
 
+#include <algorithm>
 #include <deque>
 #include <vector>
 
+#include "line.hpp"
 #include "ring.hpp"
 
 namespace flowchan {
@@ -51,10 +53,7 @@ public:
         return true;
     }
     void unlock() { mutex_.unlock(); }
-    void wake(const Wakes& w) {
-        if (w.readers) futex_wake(reader_gate.seq, w.readers, false);
-        if (w.writers) futex_wake(writer_gate.seq, w.writers, false);
-    }
+    void wake(const Wakes& w) { w.wake_words(false); }
 
     // --- all under the lock; the same meaning as in Ring ---
     Step try_put(const Item& item, WriterState* writer, Wakes& wakes);  // takes over the reference when Done
@@ -65,13 +64,16 @@ public:
     Step item_done(WriterState& writer, Wakes& wakes);
     void close(Wakes& wakes);
     void break_(std::vector<PyObject*>& dropped, Wakes& wakes);  // the caller drops the references, unlocked
-    void end_port(bool writer, Wakes& wakes);
+    void end_port(Side side, const void* port, Wakes& wakes);
     bool drained() const { return leased == 0 && nothing_coming(); }
     uint64_t inside() const { return count_; }
 
     int traverse(visitproc visit, void* arg);
 
-    Gate reader_gate, writer_gate;
+    Line& line(Side side) { return side == Side::Reader ? reader_line : writer_line; }
+    bool could_go(const Caller& caller) const;  // whether an operation of this caller would be done now
+    void call_waiting(Side side, Wakes& wakes);  // one who could go on now
+    Line reader_line, writer_line;
     uint64_t state = OPEN;
     PyObject* cause = nullptr;  // of BROKEN
     uint64_t puts = 0, takes = 0, bytes_in = 0, bytes_out = 0;
@@ -86,18 +88,26 @@ private:
 
     bool nothing_coming() const { return state == CLOSED && count_ == 0 && parked == 0; }
     void tell_end(Wakes& wakes) {
-        if (nothing_coming()) wakes.readers += reader_gate.call_all();
+        if (nothing_coming()) reader_line.call_all(wakes);
     }
     void grow();
     void push(const Item& item);
     void advance(Wakes& wakes);
     bool is_parked(const WriterState* w) const { return w && w->keyed && w->ordered && w->number > turn; }
-    uint32_t call_writers(const ReaderState* reader) {  // as in Ring
-        if (!writer_gate.waiting) return 0;
-        if (turn || parked) return writer_gate.call_all();
-        if (!reader || !reader->lazy) return writer_gate.call(1);
-        const uint64_t room = capacity_ - std::min(capacity_, count_);
-        return room >= std::max<uint64_t>(capacity_ / 4, 1) ? writer_gate.call(uint32_t(room)) : 0;
+    uint64_t room() const { return capacity_ - std::min(capacity_, count_ + parked); }
+    bool has_turn(uint64_t number) const {  // whether the output of item `number` has a place
+        return number <= turn ? count_ < capacity_ : number - turn < GROUPS && room() > 1;
+    }
+    void call_turn(Wakes& wakes) {
+        writer_line.call_turn([&](uint64_t number) { return has_turn(number); }, wakes);
+    }
+    void call_writers(const ReaderState* reader, Wakes& wakes) {  // as in Ring
+        if (!writer_line.waiting) return;
+        if (short_of_bytes_) writer_line.call_all(wakes);
+        short_of_bytes_ = false;
+        call_turn(wakes);
+        const uint64_t enough = reader && reader->lazy ? std::max<uint64_t>(capacity_ / 4, 1) : 1;
+        if (room() >= enough) writer_line.call(wakes);
     }
 
     Mutex mutex_;

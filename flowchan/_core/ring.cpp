@@ -257,7 +257,7 @@ void Ring::recover() {
     advance(wakes);
     h_->reader_gate.woken = h_->writer_gate.woken = 0;  // it may have counted sleepers that it did not get to wake
     wakes.readers += h_->reader_gate.call_all();
-    wakes.writers += h_->writer_gate.call_all();
+    call_all_writers(wakes);
     wake(wakes);
 }
 
@@ -277,7 +277,7 @@ void Ring::close_with(Change& change, Wakes& wakes) {
     if (h_->state != OPEN) return;
     change.set(h_->state, CLOSED);
     wakes.readers += h_->reader_gate.call_all();
-    wakes.writers += h_->writer_gate.call_all();
+    call_all_writers(wakes);
 }
 
 void Ring::break_(const std::string& cause, Wakes& wakes) {
@@ -291,7 +291,7 @@ void Ring::break_(const std::string& cause, Wakes& wakes) {
     change.set(h_->state, BROKEN);
     change.commit();
     wakes.readers += h_->reader_gate.call_all();
-    wakes.writers += h_->writer_gate.call_all();
+    call_all_writers(wakes);
 }
 
 std::string Ring::cause() const {
@@ -315,7 +315,8 @@ uint32_t Ring::free_session(Wakes& wakes) {
             s.started = process_start(s.pid);
             s.generation += 1;
             s.supervised = s.lease_head = s.lease_tail = s.leased = s.committed_item = s.committed_count = s.views = s.forked = 0;
-            s.at_reader_gate = s.at_writer_gate = 0;
+            s.at_reader_gate = s.at_writer_gate = s.called = 0;
+            s.awaits = 0;
             fault_point();
             return i;
         }
@@ -402,11 +403,19 @@ void Ring::drop_copies(uint32_t index, bool views, Wakes& wakes) {
     };
     wakes.readers += leave(h_->reader_gate, s.at_reader_gate);
     wakes.writers += leave(h_->writer_gate, s.at_writer_gate);
+    if (s.awaits) {
+        s.word.store(s.word.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+        wakes.add(s.word, true);  // a thread that waits in the port that is being closed must hear of it
+        have_turn(s);
+        const auto waits = [](const Session& one) { return one.awaits != 0; };
+        h_->writer_gate.ordered = uint32_t(std::count_if(h_->sessions, h_->sessions + SESSIONS, waits));
+        call_turns(wakes);
+    }
     if (s.pid == uint64_t(getpid())) return;
     // It died, perhaps woken and on its way back, or about to wake somebody: let those who sleep look again.
     h_->reader_gate.woken = h_->writer_gate.woken = 0;
     wakes.readers += h_->reader_gate.call_all();
-    wakes.writers += h_->writer_gate.call_all();
+    call_all_writers(wakes);
 }
 
 // Whether the process of this session lives, or may have children that do, and so may still use what it looks at, whoever

@@ -73,6 +73,7 @@ public:
         fault_point();
         if (w.readers) futex_wake(h_->reader_gate.seq, w.readers, true);
         if (w.writers) futex_wake(h_->writer_gate.seq, w.writers, true);
+        w.wake_words(true);
     }
 
     // --- items; all under the lock ---
@@ -94,6 +95,13 @@ public:
     void acknowledge(ReaderState& reader, Wakes& wakes);          // all items in hand are finished
     Step item_done(WriterState& writer, Wakes& wakes);            // no more outputs for writer.number
     void begin_item(WriterState& writer, uint64_t number);        // first output for it is about to come
+    uint32_t await_turn(Session& s, uint64_t number, bool again);  // gives what its word is now
+    void have_turn(Session& s);                                    // it waits no more
+    void call_turns(Wakes& wakes);                                 // those whose turn has come
+    bool has_room(uint64_t size) const {
+        const bool fits = h_->bytes_in - h_->bytes_out + size <= max_bytes_ || h_->puts == h_->takes;
+        return fits && h_->puts - h_->takes + h_->parked + h_->claimed < capacity_;
+    }
     bool fits(const Frame& frame) const { return frame.size <= max_bytes_; }
     bool at_end() const { return h_->state == CLOSED && h_->leased == 0 && nothing_coming(); }
     bool drained() const { return at_end() && !h_->cut_off; }
@@ -185,12 +193,14 @@ private:
     void give_back(Session& s, Wakes& wakes);
     bool reserve_low(uint64_t upto);
     bool reserve_high(uint64_t from);
-    uint32_t call_writers(const ReaderState* reader = nullptr) {
-        if (!h_->writer_gate.waiting) return 0;
-        if (h_->turn || h_->parked) return h_->writer_gate.call_all();
-        if (!reader || !reader->lazy) return h_->writer_gate.call(1);
+    bool has_turn(uint64_t number, uint64_t more) const;
+    void call_all_writers(Wakes& wakes);
+    void call_writers(Wakes& wakes, const ReaderState* reader = nullptr) {
+        if (h_->writer_gate.ordered) call_turns(wakes);
+        if (!h_->writer_gate.waiting) return;
+        if (!reader || !reader->lazy) return void(wakes.writers += h_->writer_gate.call(1));
         const uint64_t room = capacity_ - std::min(capacity_, h_->puts - h_->takes + h_->claimed);
-        return room >= std::max<uint64_t>(capacity_ / 4, 1) ? h_->writer_gate.call(uint32_t(room)) : 0;
+        if (room >= std::max<uint64_t>(capacity_ / 4, 1)) wakes.writers += h_->writer_gate.call(uint32_t(room));
     }
 };
 

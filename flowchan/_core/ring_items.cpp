@@ -125,7 +125,7 @@ void Ring::unclaim(Slot* slot, Wakes& wakes) {
     free_slot(slot, change);
     change.commit();
     memory_freed(wakes);
-    wakes.writers += call_writers();
+    call_writers(wakes);
     tell_end(wakes);
 }
 
@@ -179,7 +179,7 @@ Step Ring::try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& 
         taken.held = taken.viewed ? nullptr : slot;
     }
     memory_freed(wakes);
-    wakes.writers += call_writers(reader);
+    call_writers(wakes, reader);
     tell_end(wakes);
     return Step::Done;
 }
@@ -368,8 +368,66 @@ void Ring::advance(Wakes& wakes) {
     }
     if (linked) wakes.readers += h_->reader_gate.call(uint32_t(std::min<uint64_t>(linked, UINT32_MAX)));
     if (h_->turn != before) {
-        wakes.writers += h_->writer_gate.call_all();
+        call_turns(wakes);
         tell_end(wakes);
+    }
+}
+
+// --- waiting for a turn ---
+//
+// Each such writer sleeps on a word of its own session, so that those are woken who can go on and no others: of two that wait,
+// the one with the lower number first. None of it is in the redo record: who dies while it waits, or called and on its way, is
+// taken off by drop_copies, which counts anew.
+
+uint32_t Ring::await_turn(Session& s, uint64_t number, bool again) {
+    h_->writer_gate.begin_wait(again);
+    s.called = 0;
+    s.awaits = number + 1;
+    h_->writer_gate.ordered += 1;
+    return s.word.load(std::memory_order_relaxed);
+}
+
+void Ring::have_turn(Session& s) {
+    if (!s.awaits) return;  // its port was closed meanwhile
+    s.awaits = s.called = 0;
+    h_->writer_gate.ordered -= std::min(h_->writer_gate.ordered, 1u);
+    h_->writer_gate.waited_ns += now_ns();
+}
+
+// Whether the output of item `number` has a place when `more` others are still to take theirs.
+bool Ring::has_turn(uint64_t number, uint64_t more) const {
+    const uint64_t inside = h_->puts - h_->takes + h_->claimed;
+    if (number <= h_->turn) return inside < capacity_;
+    return number - h_->turn < groups_ && inside + h_->parked + 1 + more < capacity_;
+}
+
+void Ring::call_turns(Wakes& wakes) {
+    for (;;) {
+        Session* next = nullptr;
+        uint64_t more = 0;
+        uint32_t seen = 0;
+        for (uint32_t i = 1; i < SESSIONS && seen < h_->writer_gate.ordered; ++i) {
+            Session& s = h_->sessions[i];
+            if (!s.awaits) continue;
+            seen += 1;
+            if (s.called) more += 1;
+            else if (!next || s.awaits < next->awaits) next = &s;
+        }
+        if (!next || !has_turn(next->awaits - 1, more)) return;
+        next->called = 1;
+        next->word.store(next->word.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+        wakes.add(next->word, true);
+    }
+}
+
+void Ring::call_all_writers(Wakes& wakes) {
+    wakes.writers += h_->writer_gate.call_all();
+    if (!h_->writer_gate.ordered) return;
+    for (Session& s : h_->sessions) {
+        if (!s.awaits) continue;
+        s.called = 1;
+        s.word.store(s.word.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+        wakes.add(s.word, true);
     }
 }
 

@@ -310,7 +310,7 @@ Step Ring::no_slot() {
 void Ring::memory_freed(Wakes& wakes) {
     if (!h_->short_of_memory) return;
     h_->short_of_memory = 0;
-    wakes.writers += h_->writer_gate.call_all();
+    call_all_writers(wakes);
 }
 
 }  // namespace flowchan

@@ -8,6 +8,8 @@
 #include "system.hpp"
 
 #include <algorithm>
+#include <deque>
+#include <numeric>
 #include <random>
 
 namespace flowchan {
@@ -34,57 +36,18 @@ bool sleep_by_turns(const std::vector<WaitedWord>& words, int64_t at) {
     }
 }
 
-struct Place {
-    Channel* ch;
-    Side side;
-    uint32_t session;
-};
-
-struct Entered {
-    std::atomic<uint32_t>* word;
-    uint32_t seq;
-};
-
-template <class M> Entered enter(M& m, const Place& place, bool again) {
-    Locked<M> locked(m);
-    Gate& gate = Traits<M>::gate(m, place.side);
-    uint32_t seq = gate.enter(again);
-    gate.ends_by_itself(+1);
-    Traits<M>::at_gate(m, place.session, place.side, +1);
-    locked.unlock({});
-    return {&gate.seq, seq};
-}
-
-template <class M> void leave(M& m, const Place& place, bool pass_on) {
-    Wakes wakes;
-    Locked<M> locked(m);
-    Gate& gate = Traits<M>::gate(m, place.side);
-    const bool counted = Traits<M>::at_gate(m, place.session, place.side, -1);
-    keep_order();
-    if (counted) gate.leave();
-    gate.ends_by_itself(counted ? -1 : 0);
-    Traits<M>::look_for_dead(m, wakes);
-    if (pass_on) (place.side == Side::Reader ? wakes.readers : wakes.writers) += gate.call(1);
-    locked.unlock(wakes);
-}
-
-// All the gates of one wait; leaves them at its end.
+// All the places of one wait; leaves them at its end.
 class Gates {
 public:
-    Gates(std::vector<Place> places, bool again) : places_(std::move(places)) {
-        for (const Place& p : places_) {
-            Entered entered = p.ch->queue ? enter(*p.ch->queue, p, again) : enter(*p.ch->ring, p, again);
-            uint32_t flags = FUTEX_WORD_32 | (p.ch->queue ? FUTEX_PRIVATE_FLAG : 0);
-            words_.push_back({entered.seq, reinterpret_cast<uint64_t>(entered.word), flags, 0});
+    Gates(std::deque<Place>& places, bool again) : places_(places) {
+        for (Place& p : places_) {
+            p.enter(again);
+            words_.push_back(p.waited());
         }
     }
     // `used`: the place whose operation was done, which needs no passing on.
     void leave_all(size_t used) {
-        for (size_t i = 0; i < places_.size(); ++i) {
-            const Place& p = places_[i];
-            if (p.ch->queue) leave(*p.ch->queue, p, i != used);
-            else leave(*p.ch->ring, p, i != used);
-        }
+        for (size_t i = 0; i < places_.size(); ++i) places_[i].leave(i != used);
     }
     // Until a word changes or `ns` are over. True when the time ran out.
     bool sleep(int64_t ns) {
@@ -93,40 +56,48 @@ public:
     }
 
 private:
-    std::vector<Place> places_;
+    std::deque<Place>& places_;
     std::vector<WaitedWord> words_;
 };
 
 struct Operation {
-    Place place;
+    Channel* ch;
+    Side side;
+    uint32_t session;
     In* in;
     Out* out;
     PyObject* item;  // of a put, borrowed
+
+    Caller caller() const {
+        Caller caller = side == Side::Writer ? writing(*ch, out, 0, false) : Caller{Side::Reader, in};
+        caller.session = session;
+        return caller;
+    }
 };
 
 // A channel or a port, as the caller named it.
 Operation parse(nb::handle target, Side side, PyObject* item) {
-    Operation op{{nullptr, side, 0}, nullptr, nullptr, item};
+    Operation op{nullptr, side, 0, nullptr, nullptr, item};
     if (nb::isinstance<Channel>(target)) {
-        op.place.ch = nb::inst_ptr<Channel>(target);
+        op.ch = nb::inst_ptr<Channel>(target);
     } else if (side == Side::Reader && nb::isinstance<In>(target)) {
         op.in = nb::inst_ptr<In>(target);
         if (!ready(*op.in)) throw nb::python_error();
-        op.place.ch = op.in->ch;
-        op.place.session = op.in->state.session;
+        op.ch = op.in->ch;
+        op.session = op.in->state.session;
     } else if (side == Side::Writer && nb::isinstance<Out>(target)) {
         op.out = nb::inst_ptr<Out>(target);
         if (!ready(*op.out)) throw nb::python_error();
-        op.place.ch = op.out->ch;
-        op.place.session = op.out->state.session;
+        op.ch = op.out->ch;
+        op.session = op.out->state.session;
     } else {
         PyErr_Format(PyExc_TypeError, side == Side::Reader ? "select gets from channels and In ports, not from %R"
                                                            : "select puts into channels and Out ports, not into %R",
                      target.ptr());
         throw nb::python_error();
     }
-    if (!op.place.ch->usable()) throw nb::python_error();
-    if (op.place.ch->ring && !op.place.session) op.place.session = op.place.ch->plain_session();
+    if (!op.ch->usable()) throw nb::python_error();
+    if (op.ch->ring && !op.session) op.session = op.ch->plain_session();
     return op;
 }
 
@@ -141,17 +112,18 @@ bool sleep_on_any(std::vector<WaitedWord>& words, int64_t at) {
     return sleep_by_turns(words, at);
 }
 
-// Tries each operation once, beginning at a random one, and answers (index, item) of the one that was done; index -1
-// when all must wait, -2 when nothing is left that could ever be done. Raises what the operation raises.
+// Tries each operation once, in a random order, and answers (index, item) of the one that was done; index -1 when all must
+// wait, -2 when nothing is left that could ever be done. Raises what the operation raises.
 static nb::object try_each(const std::vector<Operation>& ops) {
     static thread_local std::minstd_rand random{std::random_device{}()};
-    size_t first = random() % ops.size(), drained = 0;
-    for (size_t k = 0; k < ops.size(); ++k) {
-        size_t i = (first + k) % ops.size();
+    std::vector<size_t> order(ops.size());
+    std::iota(order.begin(), order.end(), size_t(0));
+    std::shuffle(order.begin(), order.end(), random);
+    size_t drained = 0;
+    for (size_t i : order) {
         const Operation& op = ops[i];
         PyObject* item = nullptr;
-        Step step = op.place.side == Side::Reader ? try_get(*op.place.ch, op.in, item)
-                                                  : try_put(*op.place.ch, op.out, op.item);
+        Step step = op.side == Side::Reader ? try_get(*op.ch, op.in, item) : try_put(*op.ch, op.out, op.item);
         if (step == Step::Done) return nb::make_tuple(i, item ? nb::steal(item) : nb::none());
         if (step == Step::NotNow) continue;
         if (step == Step::Drained) {
@@ -161,6 +133,33 @@ static nb::object try_each(const std::vector<Operation>& ops) {
         throw nb::python_error();
     }
     return nb::make_tuple(drained == ops.size() ? -2 : -1, nb::none());
+}
+
+// How many items have gone in and come out of each channel. While none of these changes, nothing becomes possible.
+static std::vector<uint64_t> moves(const std::vector<Operation>& ops) {
+    std::vector<uint64_t> found;
+    auto note = [&](auto& m, auto& counts) {
+        Locked locked(m);
+        found.push_back(counts.puts);
+        found.push_back(counts.takes);
+        locked.unlock({});
+    };
+    for (const Operation& op : ops) {
+        if (op.ch->queue) note(*op.ch->queue, *op.ch->queue);
+        else note(*op.ch->ring, op.ch->ring->header());
+    }
+    return found;
+}
+
+// The same at one moment: an item that goes from one of the channels to another while they are tried, one after the other,
+// is not missed. When nothing has moved between the first try and the last, all had to wait at once (a double collect).
+static nb::object try_now(const std::vector<Operation>& ops) {
+    for (;;) {
+        const std::vector<uint64_t> before = moves(ops);
+        nb::object done = try_each(ops);
+        if (nb::cast<int64_t>(done[0]) != -1 || moves(ops) == before) return done;
+        if (PyErr_CheckSignals()) throw nb::python_error();
+    }
 }
 
 nb::object select_one(nb::list gets, nb::list puts, nb::handle timeout) {
@@ -173,12 +172,12 @@ nb::object select_one(nb::list gets, nb::list puts, nb::handle timeout) {
         PyErr_Format(PyExc_ValueError, "select takes 1 to %zu operations, not %zu", MOST, ops.size());
         throw nb::python_error();
     }
-    nb::object done = try_each(ops);
+    nb::object done = deadline.now_only() ? try_now(ops) : try_each(ops);
     bool again = false;
     while (nb::cast<int64_t>(done[0]) == -1 && !deadline.now_only()) {
-        std::vector<Place> places;
-        for (const Operation& op : ops) places.push_back(op.place);
-        Gates gates(std::move(places), again);
+        std::deque<Place> places;
+        for (const Operation& op : ops) places.emplace_back(op.ch, op.caller());
+        Gates gates(places, again);
         again = true;
         bool late = false;
         try {

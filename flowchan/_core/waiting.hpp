@@ -1,4 +1,5 @@
-// Waiting: deadlines, futex words, and the gate at which readers or writers of one channel wait in line.
+// Waiting: deadlines, futex words, and the gate at which readers or writers of one `processes` channel wait. (Threads of one
+// process wait in line.hpp.)
 //
 // Algorithm. A gate is one futex word `seq` and a few counts that only the holder of the channel's lock touches. Who
 // finds nothing to do registers (waiting += 1), remembers `seq`, drops the lock and sleeps while `seq` is unchanged.
@@ -12,12 +13,15 @@
 //  - `woken` never exceeds the number of waiters that are on their way back, while all live. A process killed on its
 //    way back leaves it too high; the slices below repair that.
 //  - Nobody starves: a waiter that was woken twice in vain and has waited for PATIENCE_NS becomes `starving`; until it is
-//    served, newcomers queue up behind it instead of overtaking. (Overtaking as such is what makes bursts fast: under
-//    the GIL a running thread empties a full channel while the sleepers it woke are still on their way.)
+//    served, newcomers queue up behind it instead of overtaking, but only while it could go on: one whose item does not
+//    fit holds up nobody whose item does. (Overtaking as such is what makes bursts fast: under the GIL a running thread
+//    empties a full channel while the sleepers it woke are still on their way.)
+//  - The writers of an ordered stage do not wait at the gate but each by itself, for its turn (Ring::call_ordered).
 // A sleep is cut into slices: a waiter that lost its waker to kill -9 (processes), or a signal that came between the
 // check and the sleep (main thread), looks again by itself within SLICE_NS. That is what makes C9 and C11 unconditional.
 #pragma once
 
+#include <algorithm>
 #include <cerrno>
 #include <climits>
 #include <cstdint>
@@ -52,11 +56,8 @@ struct Deadline {
     int64_t at = NEVER;
     bool now_only() const { return at == 0; }
     bool passed() const { return at != NEVER && now_ns() >= at; }
-    int64_t slice() const {
-        if (at == NEVER) return SLICE_NS;
-        int64_t left = at - now_ns();
-        return left < 0 ? 0 : (left < SLICE_NS ? left : SLICE_NS);
-    }
+    int64_t left() const { return at == NEVER ? NEVER : std::max<int64_t>(at - now_ns(), 0); }
+    int64_t slice() const { return std::min(left(), SLICE_NS); }
 };
 
 // `shared`: the word lies in memory that several processes map.
@@ -86,6 +87,8 @@ struct Gate {
     uint32_t selecting = 0;  // of those waiting, how many may go on without this channel: they wait at other gates too,
                              // or until a deadline
     uint32_t starving = 0;   // thread id of the waiter that newcomers must not overtake, 0 for none
+    uint32_t ordered = 0;    // how many more wait for their turn, each on a word of its own
+    uint64_t starving_size = 0;  // of the item that the starving one wants to put
     int64_t waited_ns = 0;   // total time waited: minus the start of each wait, plus its end
     int64_t since_ns = 0;    // when somebody began to wait here, with somebody waiting ever since
 
@@ -104,14 +107,10 @@ struct Gate {
     }
     uint32_t call_all() { return call(UINT32_MAX); }
 
-    bool may_pass(uint32_t me) const { return starving == 0 || starving == me; }
-
     // `again`: after a slice, of the same wait.
     uint32_t enter(bool again = false) {
-        const int64_t now = now_ns();
-        if (waiting == 0 && !again) since_ns = now;
+        begin_wait(again);
         waiting += 1;
-        waited_ns -= now;
         return seq.load(std::memory_order_relaxed);
     }
     void leave() {
@@ -119,19 +118,51 @@ struct Gate {
         if (woken) woken -= 1;
         waited_ns += now_ns();
     }
+    void begin_wait(bool again) {
+        const int64_t now = now_ns();
+        if (everybody() == 0 && !again) since_ns = now;
+        waited_ns -= now;
+    }
+    uint32_t everybody() const { return waiting + ordered; }
     // One more, or one less, of `selecting`. The second line mends what a dead process or a closed port left.
     void ends_by_itself(int change) {
         if (change > 0 || selecting) selecting += uint32_t(change);
         selecting = selecting < waiting ? selecting : waiting;
     }
-    int64_t waiting_for_ns() const { return waiting ? now_ns() - since_ns : 0; }
-    int64_t total_wait_ns() const { return waited_ns + int64_t(waiting) * now_ns(); }
+    int64_t waiting_for_ns() const { return everybody() ? now_ns() - since_ns : 0; }
+    int64_t total_wait_ns() const { return waited_ns + int64_t(everybody()) * now_ns(); }
 };
 
-// How many sleepers of each gate an operation woke; acted on after the lock is dropped.
+// Whom an operation woke; acted on after the lock is dropped: how many sleepers of each gate, and the words that one waiter
+// each sleeps on. A waiter may be gone by then, and its word with it: waking there wakes nobody, or somebody without reason,
+// and both are harmless.
 struct Wakes {
+    static constexpr uint32_t MOST = 8;
     uint32_t readers = 0;
     uint32_t writers = 0;
+    uint32_t words = 0;
+    std::atomic<uint32_t>* word[MOST];
+
+    void clear() { readers = writers = words = 0; }
+    void add(std::atomic<uint32_t>& one, bool shared) {
+        if (words == MOST) futex_wake(one, 1, shared);  // more than one operation usually wakes: now, under the lock
+        else word[words++] = &one;
+    }
+    void wake_words(bool shared) const {
+        for (uint32_t i = 0; i < words; ++i) futex_wake(*word[i], 1, shared);
+    }
+};
+
+// As whom a call waits: on which side, through which port (null: none), by which session of a ring, and for a put the size of
+// its item and, where outputs have turns, the number of the item that they belong to.
+enum class Side { Reader, Writer };
+struct Caller {
+    Side side;
+    const void* port = nullptr;
+    uint32_t session = 0;
+    uint64_t size = 0;
+    bool ordered = false;
+    uint64_t number = 0;
 };
 
 // How an operation on a channel ended. `Wait` never leaves the core: it becomes NotNow or a sleep.

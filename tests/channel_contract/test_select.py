@@ -343,6 +343,42 @@ def test_of_several_ready_channels_each_is_chosen_about_equally_often(several):
     assert all(190 < chosen[index] < 410 for index in range(3)), chosen
 
 
+@pytest.mark.parametrize("before", [2, 8])
+def test_channels_that_are_not_ready_favour_none_of_those_that_are(several, before):
+    """C10: each of two ready ones behind empty ones has half of 900 choices, within eight standard deviations."""
+    channels = several(before + 2, capacity=1_000)
+    for ch in channels[before:]:
+        ch.put_many(range(900))
+    chosen = Counter(channels.index(select(channels).channel) for _ in range(900))
+    assert 330 < chosen[before] < 570, chosen
+
+
+def test_a_select_that_does_not_wait_misses_no_item_on_its_way(several, make_gate):
+    """C10: one channel or the other has an item at every moment; looking at them one after the other must not miss it."""
+    here, there = channels = several(2)
+    here.put("item")
+    gate = make_gate(1)
+
+    def move():
+        gate.arrive()
+        while not (here.closed or there.closed):
+            for source, target in ((here, there), (there, here)):
+                try:
+                    target.put("item")
+                    source.get()
+                except Closed:
+                    return
+
+    mover = ThreadPeer(move) if here.across == "threads" or there.across == "threads" else ProcessPeer(move)
+    gate.open()
+    for _ in range(3_000):
+        done = select(channels, timeout=0)
+        done.channel.put(done.item)
+    for ch in channels:
+        ch.close()
+    mover.result()
+
+
 def test_gets_and_puts_are_chosen_about_equally_often(several):
     """C10."""
     full, free = several(2, capacity=1_000)

@@ -192,3 +192,17 @@ def test_counts_of_waiting_parties_return_to_zero(make, spawn_peer):
     with pytest.raises(Drained):
         reader.result()
     wait_until(lambda: ch.stats().waiting_readers == 0 and ch.stats().waiting_writers == 0)
+
+
+def test_a_waiter_that_can_not_go_on_holds_up_nobody_who_can(make, spawn_peer):
+    """C8: a large item waits for room that it never finds, woken again and again; small ones pass it by."""
+    ch = make(100, max_bytes=100_000)
+    ch.put_many([bytes(1_000)] * 20)
+    large = spawn_peer(ch.put, bytes(90_000))
+    wait_blocked(ch, writers=1)
+    for _ in range(5_000):
+        ch.put(bytes(1_000))
+        assert len(ch.get()) == 1_000
+    while len(ch):
+        ch.get()
+    large.result()

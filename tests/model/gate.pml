@@ -14,7 +14,7 @@
    --------------------------------------   ---------------------------------------------------------------
    call()                                   waiting.hpp: Gate::call, Gate::call_all
    call_writers()                           ring.hpp: Ring::call_writers
-   enter(), leave()                         waiting.hpp: Gate::enter, Gate::leave; blocking.hpp: Traits<Ring>::at_gate
+   enter(), leave()                         waiting.hpp: Gate::enter, Gate::leave; blocking.hpp: Traits<Ring>::enter, leave
    fresh[p]                                 waiting.hpp: Gate::seq == the `seq` that p remembers
    asleep[p], get_up(), futex_wake()        waiting.hpp: futex_wait, futex_wake; ring.hpp: Ring::wake
    operation() of a writer                  ring_items.cpp: Ring::room, Ring::try_put, Ring::finish_put

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from flowchan import Graph, Stream
 
 
@@ -43,3 +45,24 @@ def test_a_chain_through_processes_runs() -> None:
         stream = stream.map(plus_one, on=place, capacity=2)
     items = stream.collect()
     assert graph.run()[items] == [8 + item for item in range(50)]
+
+
+@pytest.mark.parametrize("workers", [50, 300])
+def test_an_ordered_map_with_many_workers_does_not_crawl(workers: int) -> None:
+    """C8: whose turn it is goes on, however many wait for theirs. At an item per 0.1 s this would not end."""
+    graph = Graph("many")
+    items = graph.source(range(20_000)).map(plus_one, workers=workers).collect()
+    assert graph.run()[items] == list(range(1, 20_001))
+
+
+def test_an_ordered_map_with_many_worker_processes_does_not_crawl() -> None:
+    graph = Graph("many")
+    items = graph.source(range(5_000)).map(plus_one, workers=12, on="process", capacity=4).collect()
+    assert graph.run()[items] == list(range(1, 5_001))
+
+
+def test_a_thousand_branches_run() -> None:
+    graph = Graph("very wide")
+    branches = graph.source(range(20)).tee(1_000)
+    total = graph.merge(*(branch.map(plus_one) for branch in branches)).reduce(int.__add__, 0)
+    assert graph.run()[total] == 1_000 * sum(range(1, 21))
