@@ -1,4 +1,4 @@
-# make demo | test | lint | coverage | soak | bench | clean. Each installs what it needs into .venv first, once.
+# make demo | test | lint | coverage | soak | bench | fresh | clean. Each installs what it needs into .venv first, once.
 PYTHON ?= python3
 BIN := .venv/bin
 
@@ -10,7 +10,7 @@ export PIP_CONSTRAINT := constraints.txt
 export PIP_BUILD_CONSTRAINT := constraints.txt
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test lint coverage soak bench clean
+.PHONY: help demo test lint coverage soak bench fresh clean
 
 help:
 	@sed -n 1p Makefile
@@ -18,7 +18,7 @@ help:
 demo: .venv/installed
 	$(BIN)/python examples/wordcount.py
 	mkdir -p out
-	$(BIN)/flowchan viz examples/wordcount.py -o out/wordcount.svg
+	$(BIN)/flowchan viz examples/wordcount.py -o out/wordcount.svg || $(BIN)/flowchan viz examples/wordcount.py -o out/wordcount.mmd
 
 test: .venv/installed-test
 	$(BIN)/python -m pytest
@@ -46,21 +46,32 @@ soak: .venv/installed-test
 bench: .venv/installed-bench
 	$(BIN)/python -m benchmarks
 
+# From a bare Debian to the demo, as root and as a user; needs root, debootstrap and a mirror.
+fresh:
+	tests/fresh/fresh.sh
+
 clean:
 	rm -rf .venv build out .mypy_cache .ruff_cache .hypothesis
 
+# What is missing is named with its Debian package. Nothing half-made is left, so the next try begins anew.
+NEEDS = @sh tools/needs.sh
+
 $(BIN)/python:
-	$(PYTHON) -m venv .venv
+	$(NEEDS) "$(PYTHON)"
+	"$(PYTHON)" -m venv .venv || { rm -rf .venv; exit 1; }
 
 .venv/installed: $(BUILD_INPUTS) | $(BIN)/python
+	$(NEEDS) $(BIN)/python
 	$(PIP_INSTALL) -e .
 	touch $@
 
 # Any of these brings the package itself up to date too, hence the second stamp.
 .venv/installed-test: $(BUILD_INPUTS) | $(BIN)/python
+	$(NEEDS) $(BIN)/python
 	$(PIP_INSTALL) -e ".[test,lint]"
 	touch $@ .venv/installed
 
 .venv/installed-bench: $(BUILD_INPUTS) | $(BIN)/python
+	$(NEEDS) $(BIN)/python
 	$(PIP_INSTALL) -e ".[bench]"
 	touch $@ .venv/installed

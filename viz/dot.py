@@ -151,13 +151,14 @@ def _legend(picture: Picture) -> str:
         _swatch(*POOLS[on][:2]) + _key(POOLS[on][2]) for on in POOLS if any(pool.on == on for pool in picture.pools)
     ]
     media = {link.medium for _, _, link in picture.arrows}
+    # These characters are in the small fonts that renderers bring along; dashed and heavy arrows are not.
     arrows = [_line("→", BLUE) + _key("channel between threads")] if "threads" in media else []
     if "processes" in media:
-        arrows.append(_line("<B>➔</B>", BLUE) + _key("channel between processes"))
+        arrows.append(_line("▬►", BLUE) + _key("channel between processes"))
     if any(link.feedback for _, _, link in picture.arrows):
-        arrows.append(_line("⇠", BLUE) + _key("feedback"))
+        arrows.append(_line("← –", BLUE) + _key("feedback"))
     if any(link.errors for _, _, link in picture.arrows):
-        arrows.append(_line("⇢", RED) + _key("failed items"))
+        arrows.append(_line("– →", RED) + _key("failed items"))
     if arrows:
         arrows.append(_key("beside it: <B>item type</B>, capacity · medium"))
     title = f'<TR><TD ALIGN="LEFT"><FONT POINT-SIZE="15"><B>{escape(picture.name) or "?"}</B></FONT></TD></TR>'

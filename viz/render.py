@@ -1,16 +1,23 @@
-"""DOT text → a picture. Graphviz does it: its ``dot`` program where one is installed, else the engine that the
-pygraphviz wheel carries. Both run in a process of their own, so that a crash or a warning of theirs stays there."""
+"""DOT text → a picture. Graphviz does it, as one of these, the first that can: the ``dot`` program, which knows the fonts
+of this machine; graphviz-pure, a program that comes with flowchan and needs nothing else; the engine in the pygraphviz
+wheel, which wants libraries of the system. Each runs in a process of its own, so that a crash or a warning stays there."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
+import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
+from collections.abc import Callable, Iterator
 
 from flowchan.errors import FlowchanError
+from flowchan.viz.dot import FONT
 
 PICTURES = ("svg", "png", "pdf")
+_INSTALL = f"{shlex.quote(sys.executable)} -m pip install graphviz-pure"
 
 _WHEEL = """
 import sys, pygraphviz
@@ -20,27 +27,48 @@ sys.stdout.buffer.write(graph.draw(format=sys.argv[1], prog="dot"))
 
 
 class RenderError(FlowchanError):
-    """No picture could be made: no Graphviz engine is here, or the one that is here failed on this graph."""
+    """No picture could be made: no Graphviz engine is here, or those that are here failed on this graph."""
 
 
 def render(dot: str, picture: str) -> bytes:
     """The picture of ``dot`` in one of the formats of :data:`PICTURES`. Raises :class:`RenderError`."""
     if picture not in PICTURES:
         raise ValueError(f"picture={picture!r}: give one of {', '.join(PICTURES)}")
-    engine = subprocess.run(_engine(picture), input=dot.encode(), capture_output=True, check=False)
+    failures = []
+    for engine, command, draw in _engines(picture):
+        try:
+            return draw(command, dot)
+        except (RenderError, OSError) as error:
+            failures.append(f"{engine}: {error}")
+    if failures:
+        raise RenderError(f"Graphviz failed: {'; '.join(failures)}")
+    install = "apt install graphviz" if picture == "pdf" else _INSTALL
+    raise RenderError(
+        f"nothing here draws .{picture} pictures; to install what does: {install} (.dot and .mmd need no renderer)"
+    )
+
+
+def _engines(picture: str) -> Iterator[tuple[str, list[str], Callable[[list[str], str], bytes]]]:
+    if program := shutil.which("dot"):
+        yield "dot", [program, f"-T{picture}"], _run
+    folders = [os.path.dirname(sys.executable), sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)]
+    if picture != "pdf" and (program := shutil.which("graphviz-pure", path=os.pathsep.join(folders))):
+        yield "graphviz-pure", [program, f"-T{picture}"], _run_without_fonts
+    if importlib.util.find_spec("pygraphviz"):
+        # -P: a file of the user's named like one of ours must not be imported from the working directory.
+        yield "pygraphviz", [sys.executable, "-P", "-c", _WHEEL, picture], _run
+
+
+def _run(command: list[str], dot: str) -> bytes:
+    engine = subprocess.run(command, input=dot.encode(), capture_output=True, check=False)
     if engine.returncode or not engine.stdout:
         said = engine.stderr.decode(errors="replace").strip().splitlines()
-        raise RenderError(f"Graphviz failed with status {engine.returncode}: {said[-1] if said else 'it said nothing'}")
+        raise RenderError(f"status {engine.returncode}, {said[-1] if said else 'it said nothing'}")
     return engine.stdout
 
 
-def _engine(picture: str) -> list[str]:
-    program = shutil.which("dot")
-    if program:
-        return [program, f"-T{picture}"]
-    if importlib.util.find_spec("pygraphviz"):
-        # -P: a file of the user's named like one of ours must not be imported from the working directory.
-        return [sys.executable, "-P", "-c", _WHEEL, picture]
-    raise RenderError(
-        "no Graphviz here to draw with: install its dot program, or pygraphviz; .dot and .mmd need neither"
-    )
+def _run_without_fonts(command: list[str], dot: str) -> bytes:
+    """graphviz-pure knows the measures of a few fonts by name, but of no list of fonts."""
+    first = FONT.partition(",")[0]
+    drawn = _run(command, dot.replace(FONT, first))
+    return drawn.replace(f'font-family="{first},sans-Serif"'.encode(), f'font-family="{FONT}"'.encode())

@@ -82,7 +82,7 @@ def test_viz_draws_beside_the_user_under_the_files_name_and_starts_nothing() -> 
     assert "halves" in Path("mine.svg").read_text()
 
 
-@pytest.mark.parametrize("suffix", ["svg", "png", "pdf", "dot", "mmd"])
+@pytest.mark.parametrize("suffix", ["svg", "png", "dot", "mmd"])
 def test_viz_writes_the_format_that_the_output_names(suffix: str) -> None:
     assert call("viz", "mine.py", "-o", f"out.{suffix}", file=ONE).exit_code == 0
     assert Path(f"out.{suffix}").stat().st_size > 0

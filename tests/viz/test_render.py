@@ -1,9 +1,12 @@
-"""Pictures are made wherever the package is installed, a ``dot`` program or not."""
+"""Pictures are made wherever the package is installed, a ``dot`` program or not, by the first renderer that can."""
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import shutil
 import subprocess
+import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -11,19 +14,66 @@ import pytest
 from picture_graphs import chain, declared, link, stage, wordcount
 
 from flowchan.viz import RenderError, draw, render
+from flowchan.viz.dot import FONT
 
 HEADS = {"svg": b"<?xml", "png": b"\x89PNG", "pdf": b"%PDF", "dot": b"digraph", "mmd": b"---\ntitle"}
+
+PYGRAPHVIZ = not subprocess.run([sys.executable, "-c", "import pygraphviz"], capture_output=True, check=False).returncode
 
 
 @pytest.mark.parametrize("suffix", HEADS)
 def test_each_format_is_what_its_suffix_says(suffix: str, tmp_path: Path) -> None:
+    if suffix == "pdf" and not (PYGRAPHVIZ or shutil.which("dot")):
+        pytest.skip("neither dot nor pygraphviz is here, and graphviz-pure draws no .pdf")
     path = draw(wordcount(), tmp_path / f"graph.{suffix}")
     assert path.read_bytes().startswith(HEADS[suffix])
 
 
-def test_the_wheels_engine_draws_where_no_program_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda program: None)
+def dot_program(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes a shell script the machine's only ``dot``."""
+    program = folder / "dot"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}/bin")
+
+
+def test_the_dot_program_draws_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dot_program(tmp_path, 'echo "drawn by dot $1"', monkeypatch)
+    assert render("digraph { counts }", "png") == b"drawn by dot -Tpng\n"
+
+
+@pytest.mark.parametrize("script", ["exit 1", "kill -SEGV $$", ""], ids=["fails", "crashes", "draws nothing"])
+def test_where_one_renderer_fails_the_next_one_draws(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dot_program(tmp_path, script, monkeypatch)
     assert b"counts" in render("digraph { counts }", "svg")
+
+
+def test_without_a_dot_program_what_comes_with_flowchan_draws_in_the_usual_fonts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert draw(wordcount(), tmp_path / "graph.png").read_bytes().startswith(HEADS["png"])
+    drawn = draw(wordcount(), tmp_path / "graph.svg").read_text()
+    assert f'font-family="{FONT}"' in drawn
+    assert drawn.count("font-family=") == drawn.count(f'font-family="{FONT}"')
+
+
+@pytest.mark.skipif(not PYGRAPHVIZ, reason="pygraphviz is not here, or lacks libraries of the system")
+def test_pygraphviz_draws_where_nothing_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
+    assert render("digraph { counts }", "pdf").startswith(HEADS["pdf"])
+
+
+@pytest.mark.parametrize(("picture", "install"), [("svg", "pip install graphviz-pure"), ("pdf", "apt install graphviz")])
+def test_without_any_renderer_the_error_names_the_line_that_installs_one(
+    picture: str, install: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(RenderError, match=rf"\.{picture} .*{install} "):
+        draw(wordcount(), tmp_path / f"graph.{picture}")
+    assert draw(wordcount(), tmp_path / "graph.mmd").exists()
 
 
 def test_the_svg_holds_every_stage_and_channel(tmp_path: Path) -> None:
