@@ -103,6 +103,9 @@ struct User {
     }
     ReaderState* as_reader() { return is_reader ? &reader : nullptr; }
     WriterState* as_writer() { return is_writer ? &writer : nullptr; }
+    Caller as_caller() const {  // as `writing` of calls.cpp
+        return {Side::Writer, this, session, 0, is_writer && writer.ordered && writer.keyed, writer.number};
+    }
 
     // As put_ring and put_large of calls.cpp. `item`: the number of the input item that the output belongs to.
     Step put(const Message& message, Deadline deadline = {}, const uint64_t* item = nullptr) {
@@ -111,7 +114,7 @@ struct User {
         const bool large = frame.size > Taken::LOCAL;
         Slot* slot = nullptr;
         Step step = perform(
-            ring, Side::Writer, [&] { return session; },
+            ring, [&](bool) { return as_caller(); },
             [&](Wakes& wakes) {
                 if (item) begin(*item);
                 if (skip()) return Step::Done;
@@ -129,7 +132,7 @@ struct User {
     // As get_step of calls.cpp. `more`: what is in hand stays in hand.
     Step get(uint64_t& value, Deadline deadline = {}, bool more = false) {
         Step step = perform(
-            ring, Side::Reader, [&] { return session; },
+            ring, [&](bool) { return Caller{Side::Reader, this, session}; },
             [&](Wakes& wakes) {
                 if (is_reader && !more) ring.acknowledge(reader, wakes);
                 return ring.try_take(taken, as_reader(), session, wakes);
@@ -156,7 +159,7 @@ struct User {
     Step loan(uint64_t value, uint64_t size, Deadline deadline = {}) {
         Slot* slot = nullptr;
         Step step = perform(
-            ring, Side::Writer, [&] { return session; }, [&](Wakes&) { return ring.loan(size, session, slot); }, deadline);
+            ring, [&](bool) { return as_caller(); }, [&](Wakes&) { return ring.loan(size, session, slot); }, deadline);
         if (step != Step::Done) return step;
         sights.push_back({slot, const_cast<char*>(ring.payload_of(slot)), size, value});
         Message::lay(value, sights.back().at, size);
@@ -170,7 +173,7 @@ struct User {
         frame.size = sight.size;
         bool skipped = false;
         Step step = perform(
-            ring, Side::Writer, [&] { return session; },
+            ring, [&](bool) { return as_caller(); },
             [&](Wakes& wakes) {
                 if (item) begin(*item);
                 if ((skipped = skip())) return Step::Done;
@@ -188,7 +191,7 @@ struct User {
             writer.keyed = false;
         } else if (writer.keyed || writer.count == 0 || writer.number != number) {
             step = perform(
-                ring, Side::Writer, [&] { return session; },
+                ring, [&](bool) { return as_caller(); },
                 [&](Wakes& wakes) {
                     begin(number);
                     return ring.item_done(writer, wakes);
