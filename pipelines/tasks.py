@@ -64,6 +64,8 @@ class TaskPool(Executor):
         """Asks for ``fn(*args, **kwargs)`` and returns at once. Raises ``RuntimeError`` when the pool is closed, and
         ``BrokenExecutor``, which is one too, when it has failed as a whole. What can't be sent to a process fails its
         future."""
+        if _exiting.is_set():
+            raise RuntimeError("cannot schedule new futures after interpreter shutdown")
         future: Future[T] = Future()
         if self._watcher.is_alive():
             _running[self._watcher] = self._submitted.close
@@ -82,11 +84,8 @@ class TaskPool(Executor):
             self._refuse(error)
 
     def _refuse(self, error: Exception) -> NoReturn:
-        if not isinstance(error, Broken):
-            if self._is_shut:
-                raise RuntimeError("cannot schedule new futures after shutdown") from error
-            if _exiting.is_set():
-                raise RuntimeError("cannot schedule new futures after interpreter shutdown") from error
+        if self._is_shut and not isinstance(error, Broken):
+            raise RuntimeError("cannot schedule new futures after shutdown") from error
         raise BrokenExecutor(f"the pool has failed and takes no more tasks: {error}") from (error.__cause__ or error)
 
     def map(

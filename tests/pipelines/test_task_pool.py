@@ -14,30 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gates import Gate
 from waiting import wait_until
 
 from flowchan import Channel, WorkerDied
 from flowchan.pipelines import BackgroundTask, TaskPool
 
 everywhere = pytest.mark.parametrize("on", ["thread", "process"])
-
-
-class Gate:
-    """Holds tasks up, wherever they run, until it is opened."""
-
-    def __init__(self) -> None:
-        self.channel: Channel[Any] = Channel(1, across="processes")
-
-    def wait(self, value: Any = None) -> Any:
-        for _ in self.channel:
-            raise AssertionError
-        return value
-
-    def wait_held(self, tasks: int = 1) -> None:
-        wait_until(lambda: self.channel.stats().waiting_readers == tasks)
-
-    def open(self) -> None:
-        self.channel.close()
 
 
 def fail(number: int) -> None:

@@ -10,31 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from waiting import wait_blocked
+from gates import Gate as Gate
 
-from flowchan import Channel, Run, StageStats
+from flowchan import Run, StageStats
 
 everywhere = pytest.mark.parametrize("on", ["thread", "process"])
 """For tests of what holds on both placements."""
-
-
-class Gate:
-    """Holds workers up until it is opened. It reaches worker processes as a captured variable does."""
-
-    def __init__(self) -> None:
-        self.channel: Channel[Any] = Channel(1, across="processes")
-
-    def wait(self) -> None:
-        """Called by the worker."""
-        for _ in self.channel:
-            raise AssertionError("nothing is ever put into a gate")
-
-    def wait_held(self, workers: int = 1) -> None:
-        """Returns once so many workers are held up."""
-        wait_blocked(self.channel, readers=workers)
-
-    def open(self) -> None:
-        self.channel.close()
 
 
 def stage_of(run: Run, name: str) -> StageStats:

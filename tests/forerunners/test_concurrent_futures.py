@@ -1,0 +1,449 @@
+"""What CPython 3.11 tests of ``concurrent.futures``, asked of ``TaskPool`` on threads and on processes: all but
+``wait`` and ``as_completed``, which have a file of their own.
+
+Each test has the name it has there, and none of its code. What we answer differently, or have nothing to be asked about:
+
+====================================================  ==================================================================
+test_initializer (also a failing one)                 there is no ``initializer=``; a task can prepare what it needs
+test_default_workers, test_max_workers_too_large      ``workers`` is always said; the second is about Windows
+test_threads_terminate, test_processes_terminate      they count private threads and processes; here every test ends with
+                                                      a look for threads, processes and descriptors that are left
+test_thread_names_default                             threads have the name of the pool, ``name=``, which has a default
+test_idle_thread_reuse, test_idle_process_reuse_one,  all workers start with the pool, none later
+  test_idle_process_reuse_multiple
+test_max_tasks_per_child (and two more)               there is no ``max_tasks_per_child=``
+test_killed_child, test_crash_*, test_shutdown_       the task whose worker died fails with ``WorkerDied``; the pool goes
+  deadlock                                            on, where theirs is broken
+test_exit_at_task_unpickle, test_error_at_task_       the future has what was raised there, and the pool goes on, where
+  unpickle, test_*_during_result_unpickle_in_result_  theirs is broken
+  handler
+test_error_at_task_pickle, test_error_during_result_  a ``TypeError`` that names the part and says why
+  pickle_on_worker, test_shutdown_deadlock_pickle
+test_traceback                                        the worker's traceback is a note of the exception, not its cause
+FutureTests                                           are about ``Future``, which is Python's own here
+====================================================  ==================================================================
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+import weakref
+from collections.abc import Callable
+from concurrent import futures
+from concurrent.futures import CancelledError, Future
+from pickle import PicklingError, UnpicklingError
+from typing import Any
+
+import pytest
+from executors import WORKERS, Thing
+from gates import Gate
+from waiting import wait_until
+
+from flowchan import Channel, WorkerDied
+from flowchan.pipelines import TaskPool
+
+everywhere = pytest.mark.parametrize("on", ["thread", "process"])
+
+
+def python(program: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+
+
+# ExecutorShutdownTest
+
+
+def test_run_after_shutdown(pool: TaskPool) -> None:
+    pool.shutdown()
+    with pytest.raises(RuntimeError):
+        pool.submit(pow, 2, 5)
+
+
+@everywhere
+@pytest.mark.parametrize("end", ["", "pool.shutdown(wait=False)"], ids=["interpreter_shutdown", "hang_gh83386"])
+def test_interpreter_shutdown_and_hang_gh83386(on: str, end: str) -> None:
+    done = python(f"""
+import time
+from flowchan.pipelines import TaskPool
+def late(word):
+    time.sleep(0.5)
+    print(word, flush=True)
+pool = TaskPool(3, on={on!r})
+pool.submit(late, "apple")
+{end}
+""")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "apple\n", "")
+
+
+@everywhere
+def test_submit_after_interpreter_shutdown(on: str) -> None:
+    done = python(f"""
+import atexit
+from flowchan.pipelines import TaskPool
+@atexit.register
+def last():
+    for pool in pools:
+        try:
+            pool.submit(id, None)
+        except RuntimeError as error:
+            print(error)
+pools = [TaskPool(1, on={on!r}), TaskPool(1, on={on!r})]
+pools[0].submit(id, 42).result()
+""")
+    refused = "cannot schedule new futures after interpreter shutdown\n"
+    assert (done.returncode, done.stdout, done.stderr) == (0, 2 * refused, "")
+
+
+def test_hang_issue12364(pool: TaskPool) -> None:
+    results = [pool.submit(abs, -number) for number in range(50)]
+    pool.shutdown()
+    assert [future.result() for future in results] == list(range(50))
+
+
+def test_cancel_futures(pool: TaskPool, gate: Gate) -> None:
+    asked = [pool.submit(gate.wait) for _ in range(50)]
+    gate.wait_held(WORKERS)
+    pool.shutdown(wait=False, cancel_futures=True)
+    gate.open()
+    pool.shutdown()
+    left = [future for future in asked if not future.cancelled()]
+    assert WORKERS <= len(left) <= WORKERS + 2  # on processes two more are on their way to a worker
+    assert all(future.done() and future.exception() is None for future in left)
+
+
+@everywhere
+def test_cancel_futures_wait_false(on: str) -> None:
+    done = python(f"""
+import time
+from flowchan.pipelines import TaskPool
+def late(word):
+    time.sleep(0.5)
+    print(word, flush=True)
+pool = TaskPool(1, on={on!r})
+future = pool.submit(late, "apple")
+while not future.running():
+    time.sleep(0)
+pool.shutdown(wait=False, cancel_futures=True)
+""")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "apple\n", "")
+
+
+@everywhere
+def test_hang_gh94440(on: Any) -> None:
+    """A task that is cancelled right before the shutdown."""
+    pool = TaskPool(1, on=on)
+    pool.submit(int).result()
+    pool.submit(int).cancel()
+    pool.shutdown(wait=True)
+
+
+# ThreadPoolShutdownTest, ProcessPoolShutdownTest
+
+
+@everywhere
+def test_context_manager_shutdown(on: Any) -> None:
+    with TaskPool(WORKERS, on=on) as pool:
+        assert list(pool.map(abs, range(-5, 5))) == [5, 4, 3, 2, 1, 0, 1, 2, 3, 4]
+
+
+@everywhere
+def test_del_shutdown(on: Any) -> None:
+    pool = TaskPool(WORKERS, on=on)
+    results = pool.map(abs, range(-5, 5))
+    del pool
+    gc.collect()
+    assert list(results) == [5, 4, 3, 2, 1, 0, 1, 2, 3, 4]
+
+
+@everywhere
+def test_shutdown_no_wait(on: Any) -> None:
+    pool = TaskPool(WORKERS, on=on)
+    results = pool.map(abs, range(-5, 5))
+    pool.shutdown(wait=False)
+    with pytest.raises(RuntimeError):
+        pool.submit(abs, 1)
+    assert list(results) == [5, 4, 3, 2, 1, 0, 1, 2, 3, 4]
+
+
+def test_thread_names_assigned() -> None:
+    with TaskPool(2, name="special") as pool:
+        assert "special" in pool.submit(lambda: threading.current_thread().name).result()
+
+
+# ExecutorTest
+
+
+def test_submit(pool: TaskPool) -> None:
+    assert pool.submit(pow, 2, 8).result() == 256
+
+
+def test_submit_keyword(pool: TaskPool) -> None:
+    assert pool.submit(pow, 2, exp=4).result() == 16
+    assert pool.submit(dict, self=1, fn=2).result() == {"self": 1, "fn": 2}
+    with pytest.raises(TypeError):
+        pool.submit(fn=dict, arg=1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError):
+        pool.submit(arg=1)  # type: ignore[call-arg]
+
+
+def test_map(pool: TaskPool) -> None:
+    expected = [number**number for number in range(10)]
+    assert list(pool.map(pow, range(10), range(10))) == expected
+    assert list(pool.map(pow, range(10), range(10), chunksize=3)) == expected
+
+
+def test_map_exception(pool: TaskPool) -> None:
+    results = pool.map(divmod, [1, 1, 1, 1], [2, 3, 0, 5])
+    assert next(results) == (0, 1)
+    assert next(results) == (0, 1)
+    with pytest.raises(ZeroDivisionError):
+        next(results)
+
+
+def test_map_timeout(pool: TaskPool, gate: Gate) -> None:
+    def held(third: bool) -> None:
+        if third:
+            gate.wait()
+        passed.put(None)
+
+    passed = Channel[None](8, across="processes")
+    results = pool.map(held, [False, False, True], timeout=0.5)
+    passed.get(), passed.get()
+    wait_until(lambda: pool._tasks.keys() == {3})  # both results are there, and may be asked for later
+    assert [next(results), next(results)] == [None, None]
+    with pytest.raises(futures.TimeoutError):
+        next(results)
+
+
+@everywhere
+def test_executor_map_current_future_cancel(on: Any, gate: Gate) -> None:
+    """When the iterator gives up, what has not begun is cancelled."""
+    called = Channel[int](64, across="processes")
+
+    def held(number: int) -> None:
+        called.put(number)
+        gate.wait()
+
+    with TaskPool(1, on=on) as pool:
+        results = pool.map(held, range(40), timeout=0)
+        gate.wait_held()
+        with pytest.raises(futures.TimeoutError):
+            next(results)
+        gate.open()
+    assert called.get_many(64) in ([0], [0, 1], [0, 1, 2])  # on processes two more are on their way to a worker
+
+
+@everywhere
+def test_shutdown_race_issue12456(on: Any) -> None:
+    pool = TaskPool(WORKERS, on=on)
+    pool.map(str, [2] * (WORKERS + 1))
+    pool.shutdown()
+
+
+def test_no_stale_references(pool: TaskPool) -> None:
+    """Of a task that nobody waits for."""
+    thing = Thing()
+    gone = weakref.ref(thing)
+    pool.submit(thing.method)
+    del thing
+    wait_until(lambda: gone() is None)
+
+
+@pytest.mark.parametrize("workers", [0, -1])
+def test_max_workers_negative(workers: int) -> None:
+    with pytest.raises(ValueError, match="workers"):
+        TaskPool(workers)
+
+
+def made(_: int) -> Thing:
+    return Thing()
+
+
+def test_free_reference(pool: TaskPool) -> None:
+    for thing in pool.map(made, range(10)):
+        gone = weakref.ref(thing)
+        del thing
+        wait_until(lambda: gone() is None)  # noqa: B023
+
+
+# ThreadPoolExecutorTest, ProcessPoolExecutorTest
+
+
+def test_map_submits_without_iteration() -> None:
+    finished: list[int] = []
+    with TaskPool(WORKERS) as pool:
+        pool.map(finished.append, range(10))
+    assert sorted(finished) == list(range(10))
+
+
+def test_saturation(pool: TaskPool, gate: Gate) -> None:
+    asked = [pool.submit(gate.wait, number) for number in range(15 * WORKERS)]
+    gate.wait_held(WORKERS)
+    gate.open()
+    assert [future.result() for future in asked] == list(range(15 * WORKERS))
+
+
+def test_killed_child(processes: TaskPool, gate: Gate) -> None:
+    told = Channel[int](across="processes")
+    killed = processes.submit(lambda: (told.put(os.getpid()), gate.wait()))
+    os.kill(told.get(), signal.SIGTERM)
+    with pytest.raises(WorkerDied):
+        killed.result()
+    assert processes.submit(pow, 2, 8).result() == 256
+
+
+def test_map_chunksize(processes: TaskPool) -> None:
+    expected = [number**number for number in range(40)]
+    for size in (6, 40, 50):
+        assert list(processes.map(pow, range(40), range(40), chunksize=size)) == expected
+    with pytest.raises(ValueError, match="-1"):
+        processes.map(pow, range(40), range(40), chunksize=-1)
+    with pytest.raises(ZeroDivisionError):
+        list(processes.map(divmod, [1, 1, 1], [1, 0, 1], chunksize=2))
+
+
+def fails() -> None:
+    raise RuntimeError(123)  # this line is shown
+
+
+def test_traceback(pool: TaskPool) -> None:
+    error = pool.submit(fails).exception()
+    assert type(error) is RuntimeError
+    assert error.args == (123,)
+    assert "raise RuntimeError(123)  # this line is shown" in "".join(traceback.format_exception(error))
+
+
+class Told:
+    """Says when it is collected in another process than its maker's."""
+
+    def __init__(self, told: Channel[int]) -> None:
+        self.told, self.home = told, os.getpid()
+
+    def __del__(self) -> None:
+        if os.getpid() != self.home:
+            self.told.put(os.getpid())
+
+
+def test_ressources_gced_in_workers(processes: TaskPool) -> None:
+    told = Channel[int](across="processes")
+    processes.submit(id, Told(told)).result()
+    assert told.get() != os.getpid()
+
+
+# ExecutorDeadlockTest
+
+
+class Bad:
+    """Calls ``there`` when it is pickled and ``here`` when it is unpickled."""
+
+    def __init__(self, there: Callable[[], object] = int, here: Callable[[], object] = int) -> None:
+        self.there, self.here = there, here
+
+    def __reduce__(self) -> Any:
+        self.there()
+        return self.here, ()
+
+
+def crash() -> None:
+    faulthandler.disable()  # says nothing
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def leave() -> None:
+    sys.exit(1)
+
+
+def not_pickled() -> None:
+    raise PicklingError("not here")
+
+
+def not_unpickled() -> None:
+    raise UnpicklingError("not there")
+
+
+DEADLOCKS: dict[str, tuple[Callable[[TaskPool], Future[Any]], type[BaseException]]] = {
+    "test_error_at_task_pickle": (lambda pool: pool.submit(id, Bad(not_pickled)), TypeError),
+    "test_exit_at_task_unpickle": (lambda pool: pool.submit(id, Bad(here=leave)), SystemExit),
+    "test_error_at_task_unpickle": (lambda pool: pool.submit(id, Bad(here=not_unpickled)), UnpicklingError),
+    "test_crash_at_task_unpickle": (lambda pool: pool.submit(id, Bad(here=crash)), WorkerDied),
+    "test_crash_during_func_exec_on_worker": (lambda pool: pool.submit(crash), WorkerDied),
+    "test_exit_during_func_exec_on_worker": (lambda pool: pool.submit(leave), SystemExit),
+    "test_error_during_func_exec_on_worker": (lambda pool: pool.submit(fails), RuntimeError),
+    "test_crash_during_result_pickle_on_worker": (lambda pool: pool.submit(Bad, crash), WorkerDied),
+    "test_exit_during_result_pickle_on_worker": (lambda pool: pool.submit(Bad, leave), SystemExit),
+    "test_error_during_result_pickle_on_worker": (lambda pool: pool.submit(Bad, not_pickled), TypeError),
+    "test_error_during_result_unpickle_in_result_handler": (
+        lambda pool: pool.submit(Bad, int, not_unpickled),
+        UnpicklingError,
+    ),
+    "test_exit_during_result_unpickle_in_result_handler": (lambda pool: pool.submit(Bad, int, leave), SystemExit),
+}
+
+
+@pytest.mark.parametrize("name", DEADLOCKS)
+def test_deadlock(processes: TaskPool, name: str) -> None:
+    """The tests that are named there one by one. Their pools are broken afterwards; ours goes on."""
+    submit, error = DEADLOCKS[name]
+    with pytest.raises(error):
+        submit(processes).result()
+    assert processes.submit(abs, -1).result() == 1
+
+
+def test_shutdown_deadlock(gate: Gate) -> None:
+    with TaskPool(2, on="process") as pool:
+        dying = pool.submit(lambda: (gate.wait(), crash()))
+        gate.wait_held()
+        pool.shutdown(wait=False)
+        gate.open()
+        pool.shutdown(wait=True)
+        with pytest.raises(WorkerDied):
+            dying.result()
+
+
+def test_shutdown_deadlock_pickle() -> None:
+    with TaskPool(2, on="process") as pool:
+        pool.submit(id, 42).result()
+        failing = pool.submit(id, Bad(not_pickled))
+        pool.shutdown(wait=False)
+        with pytest.raises(TypeError, match="not here"):
+            failing.result()
+
+
+def test_crash_big_data(processes: TaskPool) -> None:
+    """The worker dies while tasks larger than any pipe wait for it."""
+    data = "a" * 8_192_000
+    asked = [processes.submit(crash), processes.submit(len, data), processes.submit(len, data)]
+    with pytest.raises(WorkerDied):
+        asked[0].result()
+    assert [future.result() for future in asked[1:]] == [len(data)] * 2
+
+
+# FutureTests
+
+
+def test_a_future_is_python_s_own(pool: TaskPool, gate: Gate) -> None:
+    held = [pool.submit(gate.wait) for _ in range(20)]
+    assert {type(future) for future in held} == {Future}
+    assert held[-1].cancel()
+    with pytest.raises(CancelledError):
+        held[-1].result(timeout=0)
+
+
+# Beyond what CPython asks
+
+
+@pytest.mark.parametrize(("on", "pools"), [("thread", 60), ("process", 12)])
+def test_many_pools_at_once(on: Any, pools: int) -> None:
+    made = [TaskPool(1, on=on) for _ in range(pools)]
+    asked = [pool.submit(pow, number, 2) for pool in made for number in range(5)]
+    assert [future.result() for future in asked] == [number**2 for number in range(5)] * pools
+    for pool in made:
+        pool.shutdown(wait=False)
+    for pool in made:
+        pool.shutdown()
