@@ -6,8 +6,13 @@ with the name of the call, the argument, the value and what is allowed.
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import math
-from collections.abc import Callable
+import numbers
+import threading
+from collections.abc import Callable, Iterable
+from decimal import Decimal
 from typing import Any, get_args
 
 from flowchan.stage import Placement
@@ -28,11 +33,15 @@ def seconds(call: str, argument: str, value: Any) -> float | None:
     """A number of seconds greater than zero, or ``None`` for no limit."""
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, (numbers.Real, Decimal)):
         raise TypeError(f"{call}: {argument} must be a number of seconds or None, not {shown(value)}")
-    if math.isnan(value) or value <= 0:
+    try:
+        length = float(value)
+    except OverflowError:
+        length = math.inf if value > 0 else -math.inf  # type: ignore[operator]  # typeshed's Real has no order
+    if not length > 0:
         raise ValueError(f"{call}: {argument} must be greater than 0 seconds (None: no limit), not {value}")
-    return value
+    return min(length, threading.TIMEOUT_MAX)
 
 
 def placement(call: str, value: Any) -> Placement:
@@ -58,6 +67,30 @@ def text(call: str, argument: str, value: Any) -> str:
     if not value.strip():
         raise ValueError(f"{call}: {argument} must not be empty")
     return value
+
+
+def known_options(call: str, options: Iterable[str], known: Iterable[str]) -> None:
+    """``TypeError`` for an option that the call does not have, with the one that was meant."""
+    known = tuple(known)
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            rest = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}"
+            raise TypeError(f"{call}: has no option {name!r}; {rest}")
+
+
+def no_misspelt_option(call: str, function: Callable[..., Any], passed: Iterable[str], known: Iterable[str]) -> None:
+    """The same where ``passed`` goes to the user's function: only what that does not take and what looks like an option is
+    refused here; the rest is for the check to report, with the function's line."""
+    known = tuple(known)
+    try:
+        takes = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes):
+        return
+    names = {parameter.name for parameter in takes}
+    known_options(call, (name for name in passed if name not in names and difflib.get_close_matches(name, known, 1)), known)
 
 
 def callable_argument(call: str, argument: str, value: Any) -> Callable[..., Any]:

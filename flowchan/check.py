@@ -12,6 +12,8 @@
 | ports | streams and arguments do not fit the function's parameters |
 | type | the items are not what the reader's annotation asks for |
 | pickle | something cannot be sent to a stage's process |
+| daemon | worker processes are asked for in a daemonic process, which may start none |
+| spent | a source has an iterator that is at its end, or that an earlier run has read |
 | capacity | a capacity is not an int of at least 1 |
 | memory | the channels between processes need more memory than is free |
 | system | this system refuses what channels between processes are made of |
@@ -20,11 +22,14 @@
 from __future__ import annotations
 
 import errno
+import inspect
+import multiprocessing
 from collections import Counter
 from collections.abc import Iterator
 from operator import itemgetter
 
 from flowchan import _core
+from flowchan.channel import Channel, In
 from flowchan.check_pickle import pickle_problems
 from flowchan.check_types import port_problems, type_problems
 from flowchan.errors import GraphError
@@ -46,7 +51,7 @@ def check(graph: Blueprint) -> tuple[Problem, ...]:
     raises nothing because of the graph."""
     stages = graph.stages
     found: list[tuple[int, Problem]] = []
-    for rule in (_empty, _duplicates, _foreign, _cycles, _loops, _readers, _capacities, _memory, _system, _asyncs):
+    for rule in _RULES:
         found.extend(rule(graph, stages))
     for place, stage in enumerate(stages):
         for of_stage in (port_problems, type_problems, pickle_problems):
@@ -232,6 +237,38 @@ def _asyncs(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
             yield place, Problem("async", stage.name, stage.where, message)
 
 
+def _spent(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
+    """A process iterates over a copy of its iterator, so only those of threads are read; a channel says itself when it is
+    at its end."""
+    for place, stage in enumerate(stages):
+        items = stage.options.get("iterable")
+        if stage.on != "thread" or not isinstance(items, Iterator) or isinstance(items, Channel | In):
+            continue
+        if inspect.isgenerator(items) and inspect.getgeneratorstate(items) == inspect.GEN_CLOSED:
+            how = "is at its end already, so there would be no items"
+        elif stage.name in graph._started and iter(items) is items:
+            how = "was read by an earlier run, and can't begin anew"
+        else:
+            continue
+        message = (
+            f"its {type(items).__name__} {how}; give a callable that makes a new one for each run: "
+            "graph.source(function, *arguments)"
+        )
+        yield place, Problem("spent", stage.name, stage.where, message)
+
+
+def _daemonic(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
+    process = multiprocessing.current_process()
+    if process.daemon:
+        for place, stage in enumerate(stages):
+            if stage.on == "process":
+                message = (
+                    f"process {process.name!r} is daemonic, and Python lets it start no processes; start it with "
+                    "daemon=False, or let the stage run on='thread'"
+                )
+                yield place, Problem("daemon", stage.name, stage.where, message)
+
+
 def _bytes_of(link: Link) -> int:
     return link.capacity * _BYTES_PER_ITEM + _BYTES_PER_CHANNEL
 
@@ -242,3 +279,8 @@ def _is_capacity(value: object) -> bool:
 
 def _outputs(stage: Stage) -> tuple[Output, ...]:
     return stage.outputs if stage.errors is None else (*stage.outputs, stage.errors)
+
+
+_RULES = (
+    _empty, _duplicates, _foreign, _cycles, _loops, _readers, _capacities, _memory, _system, _asyncs, _spent, _daemonic,
+)  # fmt: skip

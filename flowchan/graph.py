@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from flowchan.annotations import element_type, ports_of, returned_type
-from flowchan.arguments import callable_argument, flag, placement, shown, text, whole
+from flowchan.arguments import callable_argument, flag, known_options, no_misspelt_option, placement, shown, text, whole
 from flowchan.stage import (
     DEFAULT_CAPACITY,
     DEFAULT_MAX_DEATHS,
@@ -29,6 +29,8 @@ from flowchan.stage import (
 from flowchan.stream import Feedback, Stream, streams_argument
 
 _PACKAGE = __name__.partition(".")[0]
+_SOURCE_OPTIONS = ("name", "on", "capacity", "restarts", "restartable")
+_STAGE_OPTIONS = (*_SOURCE_OPTIONS, "workers")
 
 
 class Blueprint:
@@ -48,6 +50,7 @@ class Blueprint:
         self._links: tuple[Link, ...] | None = None
         self._feedbacks: dict[Feedback, Where] = {}
         self._fed: dict[Stream, Stream] = {}
+        self._started: set[str] = set()  # stages that a run has started: an iterator of theirs is read
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r} with {len(self._stages)} stages>"
@@ -101,10 +104,12 @@ class Blueprint:
         function: Callable[..., Any] | None = None
         options: dict[str, Any] = {}
         if callable(items) and (args or kwargs or not isinstance(items, Iterable)):
+            no_misspelt_option("source", items, kwargs, _SOURCE_OPTIONS)
             function, item = items, element_type(returned_type(items))
         elif not isinstance(items, Iterable) and not hasattr(items, "__getitem__"):
             raise TypeError(f"source: items must be an iterable or a callable that gives one, not {shown(items)}")
         elif args or kwargs:
+            known_options("source", kwargs, _SOURCE_OPTIONS)
             raise TypeError(f"source: items is not callable, so it takes no more arguments: {shown(items)}")
         else:
             options, item = {"iterable": items}, element_type(type(items))
@@ -157,6 +162,7 @@ class Blueprint:
         ports. Returns ``None``, one stream or a tuple of streams, as there are ``Out`` parameters. ``restartable``: the
         function keeps no state between items, so a worker process that died may be replaced, up to ``restarts`` times."""
         ports = ports_of(callable_argument("stage", "function", function))
+        no_misspelt_option("stage", function, kwargs, _STAGE_OPTIONS)
         if restartable and not streams and workers != 1:
             raise ValueError(f"stage: a restartable stage without inputs has one worker, not workers={workers!r}")
         readers = [port.name for port in ports if port.reads][: len(streams)]

@@ -13,7 +13,7 @@ from types import GenericAlias
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from flowchan.annotations import element_type, returned_type, type_name
-from flowchan.arguments import callable_argument, seconds, shown, whole
+from flowchan.arguments import callable_argument, known_options, seconds, shown, whole
 from flowchan.stage import DEFAULT_CAPACITY, Placement
 
 if TYPE_CHECKING:
@@ -90,11 +90,13 @@ class Stream:
         """``function(item)`` for each item, for its effect. The graph ends here. The item in hand of a worker that died
         is done again."""
         callable_argument("sink", "function", function)
+        known_options("sink", options, WorkOptions.__annotations__)
         self.graph._declare("sink", function=function, inputs=(self,), outputs=(), **options)
 
     def partition(self, key: Callable[..., Any], n: int, **options: Unpack[ItemOptions]) -> tuple[Stream, ...]:
         """``n`` streams; items for which ``key(item)`` is equal go to the same one."""
         ports = range(whole("partition", "n", n, 1))
+        known_options("partition", options, ItemOptions.__annotations__)
         return self.graph._declare(
             "partition", function=callable_argument("partition", "key", key), options={"n": n}, inputs=(self,),
             outputs=[(str(port), self.item) for port in ports], errors=True, **options,
@@ -169,6 +171,7 @@ class Stream:
     ) -> Stream:
         """A stage that calls the user's function for each item and has one output."""
         item = item_of(callable_argument(kind, "function", function))
+        known_options(kind, options, OrderedOptions.__annotations__)
         (out,) = self.graph._declare(
             kind, function=function, inputs=(self,), outputs=[("out", item)], errors=True, **options
         )

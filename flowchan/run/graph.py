@@ -8,6 +8,7 @@ from flowchan.arguments import whole
 from flowchan.check import check, raise_for
 from flowchan.errors import Interrupted
 from flowchan.graph import Blueprint
+from flowchan.run.guard import leave_if_unguarded
 from flowchan.run.handle import Results, Run
 from flowchan.run.plan import plan
 from flowchan.run.signals import interrupts_held, terminate_as_interrupt
@@ -28,11 +29,13 @@ class Graph(Blueprint):
         when there is no memory for its channels. With the same ``seed`` the workers draw the same random numbers again;
         a run without one chooses its own, which its report names."""
         chosen = int.from_bytes(os.urandom(6)) if seed is None else whole("run", "seed", seed, 0)
+        leave_if_unguarded(self)
         raise_for(self)
         run = None
         try:
             with interrupts_held():
                 run = Run(plan(self, chosen))
+                self._started.update(stage.name for stage in self.stages)
         except KeyboardInterrupt:
             if run is not None:
                 run._end_interrupted()

@@ -20,6 +20,7 @@ from flowchan.errors import Broken, Closed, Deadlock, Interrupted, RunError, Sta
 from flowchan.run.decisions import AbortAsked, StopAsked
 from flowchan.run.explain import explain
 from flowchan.run.failures import text_of
+from flowchan.run.guard import Unguarded
 from flowchan.run.plan import Plan
 from flowchan.run.report import render
 from flowchan.run.signals import Ears, interrupts_held
@@ -173,6 +174,9 @@ class Run:
             error.__cause__ = self._supervisor.crashed
             return error
         failures = self._supervisor.state.failures
+        for failure in failures:
+            if isinstance(failure.error, Unguarded):
+                return failure.error
         if failures:
             errors = [_stage_error(failure, self._plan) for failure in failures]
             return RunError(f"graph {self._plan.graph.name!r} failed", errors)

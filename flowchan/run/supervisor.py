@@ -55,6 +55,7 @@ from flowchan.run.decisions import (
     decide,
 )
 from flowchan.run.explain import all_wait, explain
+from flowchan.run.guard import NAME, UNGUARDED, server_was_unguarded, unguarded
 from flowchan.run.plan import Plan, PlannedWorker
 from flowchan.run.statistics import Spans, measure, summarise
 from flowchan.run.worker import (
@@ -358,8 +359,11 @@ class Supervisor:
             self._deaths_without_item[id] = 1 if lived > 1 else self._deaths_without_item[id] + 1
             deaths = self._deaths_without_item[id]
         self._stillborn[id] += 1
-        hopeless = self._stillborn[id] >= HOPELESS
         code = process.exitcode or 0
+        if self._stillborn[id] and code == UNGUARDED:
+            failure = Failure(id, unguarded(self.plan.graph), None, process.pid or 0)
+            return decisions.Died(id, failure, deaths, hopeless=True)
+        hopeless = self._stillborn[id] >= HOPELESS
         limit = self.state.limits.get(id.stage, 0)
         used = f"{self.state.restarts.get(id.stage, 0)} of {limit} restarts are used"
         if id.stage not in self.state.limits or (limit == 0 and worker.stage.restarts):
@@ -459,9 +463,14 @@ class Supervisor:
 
     def _start_process(self, worker: PlannedWorker) -> None:
         arguments = (self._begun(worker.id), pack(worker.recipe), worker.ports, self._mail, os.getpid())
-        name = f"flowchan {self.plan.graph.name}/{worker.id}"
+        name = f"{NAME}{self.plan.graph.name}/{worker.id}"
         process = multiprocessing.get_context().Process(target=process_main, args=arguments, name=name)
-        process.start()
+        try:
+            process.start()
+        except (EOFError, OSError):
+            if server_was_unguarded():
+                raise unguarded(self.plan.graph) from None
+            raise
         self._processes[worker.id] = process
         self._lost.discard(worker.id)
         with contextlib.suppress(psutil.NoSuchProcess):

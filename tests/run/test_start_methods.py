@@ -135,13 +135,13 @@ def test_everything_of_main_works_when_the_program_comes_by_exec(method: str, tm
 
 @METHODS
 def test_a_script_without_a_main_guard_ends(method: str, tmp_path: Path) -> None:
-    """Under spawn and forkserver Python itself asks for the guard. Without it the run fails and nothing hangs."""
+    """Under spawn and forkserver Python itself asks for the guard. Without it there is one error with the remedy."""
     text = f"""
         import multiprocessing
         from flowchan import Graph
         multiprocessing.set_start_method("{method}", force=True)
         graph = Graph("unguarded")
-        total = graph.source(range(3)).map(abs, on="process", restarts=0).reduce(int.__add__, 0)
+        total = graph.source(range(3)).map(abs, on="process", workers=3).reduce(int.__add__, 0)
         print(graph.run()[total])
     """
     with start(script(tmp_path, text)) as process:
@@ -150,7 +150,56 @@ def test_a_script_without_a_main_guard_ends(method: str, tmp_path: Path) -> None
         assert (process.returncode, out) == (0, "3\n"), err
     else:
         assert process.returncode == 1
-        assert "__main__" in err
+        assert err.count("Traceback") == 1, err
+        assert "flowchan.GraphError" in err or "Unguarded" in err
+        assert 'put what runs it under `if __name__ == "__main__":`' in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_process_of_the_program_that_runs_the_graph_on_import_says_why_it_ends(method: str, tmp_path: Path) -> None:
+    text = f"""
+        import multiprocessing
+        from flowchan import Graph
+        multiprocessing.set_start_method("{method}", force=True)
+        if __name__ == "__main__":
+            process = multiprocessing.Process(target=print)
+            try:
+                process.start()
+                process.join()
+            except EOFError:
+                pass
+        else:
+            graph = Graph("unguarded")
+            graph.source(range(3)).sink(abs, on="process")
+            graph.run()
+    """
+    with start(script(tmp_path, text)) as process:
+        _, err = process.communicate()
+    assert "Traceback" not in err
+    assert 'put what runs it under `if __name__ == "__main__":`' in err
+
+
+@METHODS
+def test_a_daemonic_process_is_told_that_it_can_start_none(method: str, tmp_path: Path) -> None:
+    text = f"""
+        import multiprocessing
+        from flowchan import Graph, GraphError
+
+        def inside():
+            graph = Graph("inner")
+            graph.source(range(3)).sink(abs, on="process")
+            try:
+                graph.run()
+            except GraphError as error:
+                print(error.problems[0].rule, error.problems[0].message, flush=True)
+
+        if __name__ == "__main__":
+            process = multiprocessing.get_context("{method}").Process(target=inside, daemon=True, name="helper")
+            process.start()
+            process.join()
+    """
+    said = run_python(script(tmp_path, text))
+    assert said.startswith("daemon process 'helper' is daemonic, and Python lets it start no processes; start it with")
 
 
 @pytest.mark.usefixtures("_method")

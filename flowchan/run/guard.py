@@ -1,0 +1,65 @@
+"""A script without a main guard. Under spawn and forkserver a new process imports the program's main script; where that
+runs the graph at once, every worker would run it again. Python forbids it with a traceback in each of them; here the
+new process says it by its exit code, and the program by one error."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import time
+from multiprocessing import forkserver
+from typing import Any
+
+from flowchan.errors import GraphError
+from flowchan.graph import Blueprint
+from flowchan.stage import Problem
+
+UNGUARDED = 78
+"""Exit code of a process that found itself running the graph while it was still importing the main script."""
+
+NAME = "flowchan "
+"""How the names of our processes begin."""
+
+
+class Unguarded(GraphError):
+    """The main script runs the graph whenever it is imported."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return GraphError, (self.graph, self.problems)
+
+
+def unguarded(graph: Blueprint) -> Unguarded:
+    method = multiprocessing.get_start_method()
+    message = (
+        f"with the start method {method!r} a worker process imports the main script, which then runs the graph again; put "
+        'what runs it under `if __name__ == "__main__":`'
+    )
+    return Unguarded(graph.name, [Problem("main-guard", "", graph.where, message)])
+
+
+def leave_if_unguarded(graph: Blueprint) -> None:
+    """Ends this process when it is one that still imports the main script. Says why unless our parent will."""
+    process = multiprocessing.current_process()
+    if not getattr(process, "_inheriting", False) or not any(stage.on == "process" for stage in graph.stages):
+        return
+    if not process.name.startswith(NAME):
+        print(f"flowchan: {unguarded(graph).problems[0]}", file=sys.stderr, flush=True)
+    os._exit(UNGUARDED)
+
+
+def server_was_unguarded() -> bool:
+    """Whether Python's forkserver, which imports the main script too, has ended for that reason."""
+    server = getattr(forkserver._forkserver, "_forkserver_pid", None)
+    if server is None:
+        return False
+    give_up = time.monotonic() + 1  # its pipes end a moment before it does
+    while time.monotonic() < give_up:
+        try:
+            ended = os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT | os.WNOHANG)  # multiprocessing collects it itself
+        except ChildProcessError:
+            return False
+        if ended is not None:
+            return ended.si_status == UNGUARDED
+        time.sleep(0.001)
+    return False

@@ -1,0 +1,85 @@
+"""An iterator can be read once: a source that has none left says so, and never passes for an empty one."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowchan import Channel, Graph, GraphError
+
+
+def numbers() -> Iterator[int]:
+    yield from (1, 2, 3)
+
+
+def spent(graph: Graph) -> str:
+    """What the second run says."""
+    with pytest.raises(GraphError, match="give a callable") as caught:
+        graph.run()
+    (problem,) = caught.value.problems
+    assert problem.rule == "spent"
+    return problem.message
+
+
+@pytest.mark.parametrize("items", [numbers(), iter([1, 2, 3]), map(int, "123"), csv.reader(["1"])])
+def test_the_second_run_of_an_iterator_raises(items: Any) -> None:
+    graph = Graph("spent")
+    result = graph.source(items).collect()
+    assert graph.check() == ()
+    assert graph.run()[result]
+    assert type(items).__name__ in spent(graph)
+
+
+def test_an_open_file_does_not_go_on_in_the_middle(tmp_path: Path) -> None:
+    (tmp_path / "lines").write_text("a\nb\nc\n")
+    with (tmp_path / "lines").open() as file:
+        graph = Graph("spent")
+        first = graph.source(file).take(1).collect()
+        assert graph.run()[first] == ["a\n"]
+        assert "was read by an earlier run" in spent(graph)
+
+
+def test_a_generator_that_is_at_its_end_is_found_before_any_run() -> None:
+    items = numbers()
+    list(items)
+    graph = Graph("spent")
+    graph.source(items).collect()
+    (problem,) = graph.check()
+    assert problem.rule == "spent"
+    assert "is at its end already" in spent(graph)
+
+
+def test_an_iterator_that_a_process_gets_a_copy_of_is_not_read() -> None:
+    graph = Graph("spent")
+    result = graph.source(iter([1, 2, 3]), on="process").collect()
+    assert graph.run()[result] == graph.run()[result] == [1, 2, 3]
+
+
+def test_what_gives_a_new_iterator_each_time_can_be_run_again() -> None:
+    graph = Graph("spent")
+    results = [graph.source(items).collect() for items in ([1], range(1, 2), {1: 1}, lambda: iter([1]))]
+    for _ in range(2):
+        found = graph.run()
+        assert [found[result] for result in results] == [[1]] * 4
+
+
+def test_a_channel_says_itself_when_it_is_at_its_end() -> None:
+    channel: Channel[int] = Channel(8)
+    channel.put_many([1, 2])
+    channel.close()
+    graph = Graph("spent")
+    result = graph.source(channel).collect()
+    assert graph.run()[result] == [1, 2]
+    assert graph.check() == ()
+
+
+def test_a_stage_that_is_declared_later_has_not_been_read() -> None:
+    graph = Graph("spent")
+    graph.source([1]).sink(id)
+    graph.run()
+    later = graph.source(numbers()).collect()
+    assert graph.run()[later] == [1, 2, 3]

@@ -1,0 +1,97 @@
+"""A misspelt option is refused where it stands, with the verb's name and the option that was meant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flowchan import Channel, Empty, Graph, In, Out, Stream, select
+
+
+def count(n: int) -> Iterator[int]:
+    yield from range(n)
+
+
+def pass_on(items: In[Any], out: Out[Any], *, workers_name: str = "") -> None: ...
+
+
+MISSPELT: list[tuple[str, str, Callable[[Graph, Stream], Any]]] = [
+    ("map", "workers", lambda graph, stream: stream.map(abs, worker=2)),
+    ("flat_map", "workers", lambda graph, stream: stream.flat_map(str, worker=2)),
+    ("filter", "ordered", lambda graph, stream: stream.filter(bool, order=False)),
+    ("sink", "workers", lambda graph, stream: stream.sink(print, worker=2)),
+    ("partition", "capacity", lambda graph, stream: stream.partition(abs, 2, capcity=2)),
+    ("source", "restartable", lambda graph, stream: graph.source([1], restartible=True)),
+    ("source", "capacity", lambda graph, stream: graph.source(count, 3, capcity=2)),
+    ("stage", "workers", lambda graph, stream: graph.stage(pass_on, stream, worker=2)),
+]
+
+
+@pytest.mark.parametrize(("verb", "meant", "call"), MISSPELT)
+def test_a_misspelt_option_names_the_verb_and_what_was_meant(verb: str, meant: str, call: Any) -> None:
+    graph = Graph("g")
+    with pytest.raises(TypeError, match=rf"^{verb}: has no option '\w+'; did you mean '{meant}'\?$"):
+        call(graph, graph.source([1]))
+
+
+def test_an_option_like_no_other_is_told_what_there_is() -> None:
+    with pytest.raises(TypeError, match=r"^map: has no option 'threads'; it has .*workers"):
+        Graph("g").source([1]).map(abs, threads=2)  # type: ignore[call-arg]
+
+
+def test_arguments_of_the_users_function_are_no_options() -> None:
+    def read(worker: int = 0, **rest: int) -> list[int]:
+        return [worker, *rest.values()]
+
+    graph = Graph("g")
+    numbers = graph.source(read, worker=2, capcity=3).collect()
+    assert graph.run()[numbers] == [2, 3]
+
+
+SECONDS = [Fraction(1, 1000), Decimal("0.001"), np.float32(0.001), np.float64(0.001), np.int64(0), 0.001, 0]
+
+
+@pytest.mark.parametrize("across", ["threads", "processes"])
+@pytest.mark.parametrize("timeout", SECONDS, ids=repr)
+def test_a_timeout_is_any_real_number(timeout: Any, across: Any) -> None:
+    channel: Channel[int] = Channel(2, across=across)
+    with pytest.raises(Empty):
+        channel.get(timeout=timeout)
+    with pytest.raises(TimeoutError):
+        select([channel], timeout=timeout)
+
+
+@pytest.mark.parametrize("timeout", [10**400, Fraction(10**400), Decimal("1e400"), float("inf")], ids=type)
+def test_a_timeout_may_be_longer_than_any_wait(timeout: Any) -> None:
+    channel: Channel[int] = Channel(1)
+    channel.put(1)
+    assert channel.get(timeout=timeout) == 1
+    graph = Graph("g")
+    batches = graph.source([1, 2, 3]).batch(2, timeout=timeout).collect()
+    assert graph.run()[batches] == [[1, 2], [3]]
+
+
+@pytest.mark.parametrize("timeout", [Fraction(60), Decimal(60), np.float32(60), np.int64(60)], ids=repr)
+def test_a_batch_waits_for_any_real_number_of_seconds(timeout: Any) -> None:
+    graph = Graph("g")
+    batches = graph.source([1, 2, 3]).batch(2, timeout=timeout).collect()
+    assert graph.run()[batches] == [[1, 2], [3]]
+
+
+NONE = [
+    True, np.True_, float("nan"), Decimal("nan"), np.float32("nan"), -1, Fraction(-1), -(10**400), "1", 1j, np.ones(1),
+    np.complex64(1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("timeout", NONE, ids=repr)
+def test_what_is_no_real_number_is_no_timeout(timeout: Any) -> None:
+    with pytest.raises(ValueError, match="timeout must be None"):
+        Channel[int](1).get(timeout=timeout)
+    with pytest.raises((TypeError, ValueError), match="batch: timeout must be"):
+        Graph("g").source([1]).batch(2, timeout=timeout)
