@@ -1,5 +1,6 @@
 """A model in two equal parts on two processes with one compute thread each: a stream of batches through it, and training
-steps; beside the plain module, torchgpipe and ``torch.distributed.pipelining``."""
+steps; beside the plain module, torchgpipe and ``torch.distributed.pipelining``. And what a newcomer gets, who says
+nothing but ``parts=2, on="process"``."""
 
 from __future__ import annotations
 
@@ -30,14 +31,15 @@ from flowchan.pipelines import Sequential
 
 ISOLATES = (
     "one model of 16 Linear layers of 512 and their ReLUs, cut in the middle; batches of 4096 samples in 8 micro-batches "
-    "for all but the plain module, which takes them whole; one compute thread for the plain module and for each part; the "
-    "same batch again and again, and items are samples. Everything is started and warm before its clock, and its first "
-    "answer is compared with the plain module's; CPU seconds include the start. flowchan's outputs come back to the "
+    "for all but the plain module and flowchan's stream, which take them whole; one compute thread for the plain module "
+    "and for each part; the same batch again and again, and items are samples. All are warm before their clocks, and the "
+    "first answer is compared with the plain module's; CPU seconds include the start. flowchan's outputs come back to the "
     "program; torch.distributed.pipelining (gloo) leaves them with the last of its two processes. torchgpipe 0.0.7 has "
     "devices=['cpu', 'cpu'], checkpoint='never', and one worker thread for each device: one for both parts. 'torchgpipe, a "
     "thread per part' is the same with its spawn_workers replaced, so that its forward passes overlap; its backward passes "
     "do not, for autograd has one thread for all that is on the CPU. Training: cross entropy, the GPipe schedule for all "
-    "pipelines, SGD, no recomputation."
+    "pipelines, SGD, no recomputation. 'Defaults': 4 or 16 pairs of Linear(512), Tanh and a last Linear(512, 10), nothing "
+    "said but parts=2 and on='process'; the plain module once with one compute thread, once with torch's own number."
 )
 
 WIDTH, LAYERS, CHUNKS = 512, 16, 8
@@ -70,7 +72,26 @@ def measure(effort: Effort) -> Report:
         _compare(report, "training steps, 2 parts", jobs, effort, 1)
     finally:
         torch.set_num_threads(threads)
+    for pairs, rows in [(4, 128), (4, 256), (4, 512), (16, 128), (16, 256), (16, 512)]:
+        _compare_defaults(report, pairs, rows, effort)
     return report
+
+
+def _compare_defaults(report: Report, pairs: int, rows: int, effort: Effort) -> None:
+    """Rows of what a newcomer gets against the plain module."""
+    count = max(4, (40_000 if effort.full else 8_000) // (pairs * rows // 4))
+    jobs = {
+        "flowchan": partial(_default_stream, pairs, rows),
+        "the plain module, one thread": partial(_default_plain, pairs, rows, 1),
+        "the plain module": partial(_default_plain, pairs, rows, torch.get_num_threads()),
+    }
+    cases = [Case(name, "items/s", partial(_rate, job, count, rows)) for name, job in jobs.items()]
+    mine, one, own = report.interleave(f"defaults: {pairs} pairs, batches of {rows}", cases, effort.rounds)
+    report.rows += [at_least(1.8, mine, one), at_least(1, mine, own)]
+
+
+def _rate(job: Job, count: int, rows: int) -> tuple[Sequence[float], int]:
+    return [count * rows / job(count)], count * rows
 
 
 def _compare(report: Report, work: str, jobs: dict[str, Job], effort: Effort, factor: float) -> None:
@@ -149,6 +170,34 @@ def _rank_forward(rank: int, stage: PipelineStage, count: int) -> float:
             return _together(lambda: schedule.eval(x), count)
         _check_output(schedule.eval())
         return _together(schedule.eval, count)
+
+
+def _default_model(pairs: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(pairs) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+    return nn.Sequential(*layers, nn.Linear(WIDTH, 10)).eval()
+
+
+def _default_stream(pairs: int, rows: int, count: int) -> float:
+    x = batch()[0][:rows].clone()
+    module = _default_model(pairs)
+    with Sequential(module, parts=2, on="process") as pipe:
+        for y in pipe.stream(repeat(x, 5)):
+            torch.testing.assert_close(y, module(x).detach())
+        return timed(partial(next, pipe.stream(repeat(x, count))), count)
+
+
+@torch.no_grad()
+def _default_plain(pairs: int, rows: int, threads: int, count: int) -> float:
+    x, module = batch()[0][:rows].clone(), _default_model(pairs)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for _ in range(5):
+            module(x)
+        return timed(lambda: module(x), count)
+    finally:
+        torch.set_num_threads(before)
 
 
 # Training

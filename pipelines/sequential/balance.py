@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import resource
 import time
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from flowchan.pipelines.sequential.parts import Part, run_part
 from flowchan.pipelines.sequential.values import mapped, tensors
 
-ROUNDS, SECONDS = 5, 0.3
+ROUNDS, SECONDS = 2, 0.3
 """Layers are timed in at least so many rounds, and for about so long."""
 
 
@@ -45,15 +46,23 @@ def best_split(costs: Sequence[float], parts: int) -> list[int]:
     return counts[::-1]
 
 
-def costs(module: nn.Sequential, micro: Any, balance: str, threads: int) -> list[float]:
-    """What each layer costs with a micro-batch: seconds, of forward and backward for a module in training mode, with
-    ``threads`` compute threads; or bytes of its parameters, its buffers and what it keeps, which is what autograd saves for
-    the backward pass for a module in training mode, else what it puts out. The module is not changed."""
+def costs(module: nn.Sequential, micro: Any, balance: str, threads: int, backward: bool | None = None) -> list[float]:
+    """What each layer costs with a micro-batch: seconds with ``threads`` compute threads, of the ``backward`` pass too, by
+    default where the module is in training mode; or bytes of its parameters, its buffers and what it keeps, which is what
+    autograd saves for the backward pass for a module in training mode, else what it puts out. The module is not changed."""
     with torch.random.fork_rng(devices=[]), _compute_threads(threads):
         layers = list(_alone(module, micro))
         if balance == "memory":
             return _bytes(layers, module.training)
-        return _seconds(layers, module.training)
+        return _seconds(layers, module.training if backward is None else backward)
+
+
+def seconds(module: nn.Sequential, value: Any) -> float:
+    """What a forward pass of the whole module takes as it is called. The module is not changed."""
+    part = Part(0, copy.deepcopy(module))
+    with torch.random.fork_rng(devices=[]):
+        _once(part, value, {}, training=False)
+        return _seconds([(part, value, {})], training=False)[0]
 
 
 _Layer = tuple[Part, Any, dict[str, Tensor]]
@@ -88,12 +97,18 @@ def _seconds(layers: list[_Layer], training: bool) -> list[float]:
 def _once(part: Part, value: Any, skips: dict[str, Tensor], training: bool) -> float:
     with torch.set_grad_enabled(training):
         value, skips = _fresh(value, training), _fresh(skips, training)
-        begin = time.perf_counter()
+        begin, computed, waits = time.perf_counter(), time.thread_time(), _waits()
         out, _ = run_part(part, value, skips, keep=False)
         if training:
             ends = [tensor for tensor in tensors(out) if tensor.requires_grad]
             torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
-    return time.perf_counter() - begin
+    # What never waited by itself may have waited for a core that another program had, which tells nothing about the layer.
+    return time.thread_time() - computed if _waits() == waits else time.perf_counter() - begin
+
+
+def _waits() -> int:
+    """How often this thread has given its core away."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
 
 
 def _fresh(value: Any, training: bool) -> Any:

@@ -12,6 +12,8 @@ from typing import Any
 import cloudpickle
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from flowchan.pipelines.sequential.parts import Part, forks, run_part
 from flowchan.pipelines.sequential.skip import Pop, Stash
@@ -127,9 +129,9 @@ def check_choices(on: Any, chunks: Any, balance: Any, sample: Any, counts: int |
     """The arguments that are words and numbers."""
     if not isinstance(on, str) or on not in PLACEMENTS:
         raise ValueError(f'Sequential: on must be "thread" or "process", not {shown(on)}')
-    if isinstance(chunks, bool) or not isinstance(chunks, int):
-        raise TypeError(f"Sequential: chunks must be an int of at least 1, not {shown(chunks)}")
-    if chunks < 1:
+    if chunks is not None and (isinstance(chunks, bool) or not isinstance(chunks, int)):
+        raise TypeError(f"Sequential: chunks must be an int of at least 1, or None, not {shown(chunks)}")
+    if chunks is not None and chunks < 1:
         raise ValueError(f"Sequential: chunks must be at least 1, not {chunks}; 1 sends each batch as a whole")
     if balance is not None and (not isinstance(balance, str) or balance not in BALANCES):
         raise ValueError(f'Sequential: balance must be "time", "memory" or None, not {shown(balance)}')
@@ -234,22 +236,42 @@ def _children(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 # --- what becomes of the batch dimension ---
 
 
-def check_shapes(module: nn.Sequential, micro: Any) -> None:
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the floating point operations of matrix products and the like."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Called for each operation within."""
+        out = func(*args, **(kwargs or {}))
+        operations = flop_registry.get(func._overloadpacket)
+        if operations is not None:
+            self.count += operations(*args, **(kwargs or {}), out_val=out)
+        return out
+
+
+def check_shapes(module: nn.Sequential, micro: Any) -> float | None:
     """Runs the layers on a micro-batch without numbers (device ``meta``), which costs nothing and changes nothing.
 
     ``TypeError`` when what comes out can't be joined because it is no tensor, ``ValueError`` when it has not one row for
     each sample, each with the layer that did it. Layers that can't be run so end the check without a word.
+    Gives the operations for each sample, or ``None`` where they are not known.
     """
     samples = batch_size(micro)
     for size in (samples, samples + 1):  # one more sample: the sizes must agree by more than chance
-        _check_run(module, mapped(partial(_without_numbers, size), micro), size)
+        with _Operations() as operations:
+            through = _check_run(module, mapped(partial(_without_numbers, size), micro), size)
+    return operations.count / (samples + 1) if through and operations.count else None
 
 
 def _without_numbers(samples: int, tensor: Tensor) -> Tensor:
     return torch.empty((samples, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
 
 
-def _check_run(module: nn.Sequential, value: Any, samples: int) -> None:
+def _check_run(module: nn.Sequential, value: Any, samples: int) -> bool:
+    """Whether all layers could be run."""
     skips: dict[str, Tensor] = {}
     culprit: str | None = None
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -260,11 +282,11 @@ def _check_run(module: nn.Sequential, value: Any, samples: int) -> None:
                 part.module.add_module(name, _shadow(layer))
                 value, skips = run_part(part, value, skips)
             except Exception:  # not for meta tensors, or not to be copied; or it is wrong, and says so when it runs
-                return
+                return False
             wrong = _first_wrong(value, samples)
             culprit = None if wrong is None else culprit or f"layer {name!r} ({type(layer).__name__})"
     if wrong is None:
-        return
+        return True
     path, leaf = wrong
     if not isinstance(leaf, Tensor):
         raise TypeError(

@@ -7,8 +7,9 @@ Each item is a :class:`Micro`. A ``map`` keeps nothing between items, so a part 
 micro-batch in its hands is done again. The run begins with the first batch and stays until :meth:`Inference.close`; what is
 out is noted in a :class:`Book`, where the last stages put what comes back.
 
-A stream has at most ``2 * (chunks + parts)`` micro-batches out before it asks for one more batch: enough for every part to
-have work while the program handles one batch and makes the next, and a bound on memory.
+A call's batch is split into micro-batches, which keep all parts at work; a stream's batches do that as they are. A stream
+has at most ``2 * parts + 2`` batches out before it asks for one more: enough for every part to have work while the program
+handles one batch and makes the next, and a bound on memory.
 """
 
 from __future__ import annotations
@@ -20,16 +21,15 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch import nn
 
 from flowchan import Broken, Channel, Closed, Failed, Graph, RunError, StageError, Stream
-from flowchan.pipelines.sequential.checks import check_shapes
+from flowchan.pipelines.sequential.cut import CHUNKS, Cut
 from flowchan.pipelines.sequential.parts import Part, run_part, take_cores
 from flowchan.pipelines.sequential.timeline import Event
-from flowchan.pipelines.sequential.values import Micro, batch_size, join_checked, mapped, split
+from flowchan.pipelines.sequential.values import Micro, batch_size, join_checked, mapped
 
 REMEMBERED = 100_000
 """Events of the timeline that are kept: the last ones."""
@@ -75,10 +75,9 @@ class Batch:
 class Book:
     """The batches that are out, by number. The last stages of the graph write into it what comes back."""
 
-    def __init__(self, parts: list[Part]) -> None:
-        self.parts = parts
+    def __init__(self, parts: list[Part], events: deque[Event]) -> None:
+        self.parts, self.events = parts, events
         self.out: dict[int, Batch] = {}
-        self.events: deque[Event] = deque(maxlen=REMEMBERED)
 
     def receive(self, micro: Micro) -> None:
         """A micro-batch is through. Nobody waits for those of a stream that was left."""
@@ -145,14 +144,10 @@ class _Line:
 class Inference:
     """The graph of some parts, its run, and the batches that go through."""
 
-    def __init__(
-        self, module: nn.Sequential, parts: list[Part], on: Literal["thread", "process"], chunks: int, name: str
-    ) -> None:
-        self.module, self.parts, self.on, self.chunks = module, parts, on, chunks
-        self.book = Book(parts)
-        self.graph = Graph(name)
-        self._checked = False
-        self._most = 2 * (chunks + len(parts))
+    def __init__(self, cut: Cut, name: str) -> None:
+        self.cut, self.name = cut, name
+        self.events: deque[Event] = deque(maxlen=REMEMBERED)
+        self._most = 2 * len(cut.parts) + 2
         self._numbers = itertools.count()
         self._lock = threading.Lock()  # around what begins and ends runs, and feeds them
         self._line: _Line | None = None
@@ -161,19 +156,31 @@ class Inference:
         self._declare()
 
     def _declare(self) -> None:
-        processes = len(self.parts) if self.on == "process" else 0
-        room = self._most + self.chunks  # for all that one stream has out, so that it need not wait for room
+        """The graph and the book, for the parts of now."""
+        parts = self._parts = self.cut.parts
+        self.book, self.graph = Book(parts, self.events), Graph(self.name)
+        processes = len(parts) if self.cut.on == "process" else 0
+        chunks = self.cut.chunks or CHUNKS
+        room = max(self._most, 2 * chunks)  # for all that one stream or call has out, so that it need not wait for room
         stream = self._input = self.graph.input("micro-batches", capacity=room)
         failures = []
-        for part in self.parts:
+        for part in parts:
             worker = partial(PartWorker, part, processes)
-            stream = stream.map(worker, name=part.name, on=self.on, capacity=self.chunks, restarts=10**9)
+            stream = stream.map(worker, name=part.name, on=self.cut.on, capacity=chunks, restarts=10**9)
             failures.append(stream.errors)
         stream.sink(self.book.receive, name="results")
         failed = self.graph.merge(*failures, name="errors") if len(failures) > 1 else failures[0]
         failed.sink(self.book.fail, name="failures")
 
     # --- batches ---
+
+    def call(self, value: Any) -> Any:
+        """The output of a batch that is split into micro-batches."""
+        number, batch = self._send(value, fresh=True, whole=False)
+        try:
+            return _outcome(number, batch)
+        finally:
+            self.book.out.pop(number, None)
 
     def stream(self, batches: Iterable[Any], keep: object = None) -> Iterator[Any]:
         """The output of each batch, in order. ``keep`` is kept alive as long as the stream is."""
@@ -186,13 +193,13 @@ class Inference:
         try:
             while True:
                 try:
-                    out.append(self._send(next(batches), fresh=not out))
+                    out.append(self._send(next(batches), fresh=not out, whole=True))
                 except StopIteration:
                     break
                 except Exception as error:  # it comes in its turn, after the outputs of the batches before
                     ended_by = error
                     break
-                while sum(len(batch.sizes) for _, batch in out) >= self._most:
+                while len(out) >= self._most:
                     yield _outcome(*out.popleft())
             while out:
                 yield _outcome(*out.popleft())
@@ -203,14 +210,12 @@ class Inference:
             for number, _ in out:
                 self.book.out.pop(number, None)
 
-    def _send(self, value: Any, fresh: bool) -> tuple[int, Batch]:
-        """Puts a batch into the graph and notes it. ``fresh``: nothing of this stream is out, so the processes may be
-        given another state."""
+    def _send(self, value: Any, fresh: bool, whole: bool) -> tuple[int, Batch]:
+        """Puts a batch into the graph, ``whole`` or in micro-batches, and notes it. ``fresh``: nothing of this stream is
+        out, so the processes may be given another state."""
         self._raise_if_closed()
-        pieces = split(mapped(torch.Tensor.detach, value), self.chunks)
-        if not self._checked:
-            check_shapes(self.module, pieces[0])
-            self._checked = True
+        pieces = self.cut.pieces(mapped(torch.Tensor.detach, value), whole)
+        self.cut.measure(pieces[0])
         batch = Batch([batch_size(piece) for piece in pieces], [None] * len(pieces), len(pieces))
         with self._lock:
             self._raise_if_closed()
@@ -233,10 +238,15 @@ class Inference:
     def _started(self, fresh: bool) -> _Line:
         """The line; a new one where there is none, the last has failed, or its processes hold an old state."""
         line = self._line
+        if self._parts is not self.cut.parts:  # it was measured where to cut
+            if line is not None:
+                line.end()
+            line = None
+            self._declare()
         if line is not None and not line.watcher.is_alive():
             line = None
-        if self.on == "process" and (line is None or fresh):
-            now = state_of(self.parts)
+        if self.cut.on == "process" and (line is None or fresh):
+            now = state_of(self._parts)
             if line is not None and now != self._seen:
                 line.end()  # it finishes what is out first
                 line = None

@@ -18,23 +18,25 @@ from flowchan.pipelines.sequential.checks import (
     checked_devices,
     checked_module,
 )
+from flowchan.pipelines.sequential.cut import CHUNKS, Cut
 from flowchan.pipelines.sequential.graphless import NoModule, ending_graph, without_gradient
 from flowchan.pipelines.sequential.inference import Inference
-from flowchan.pipelines.sequential.parts import compute_threads, divided
+from flowchan.pipelines.sequential.parts import Part, compute_threads
 from flowchan.pipelines.sequential.schedule import Schedule
 from flowchan.pipelines.sequential.timeline import Timeline
 from flowchan.pipelines.sequential.training import Training
-from flowchan.pipelines.sequential.values import evenly, split
+from flowchan.pipelines.sequential.values import split
 from flowchan.pipelines.sequential.worker import Loss, Optimizers
 
 
 class Sequential(NoModule):
-    """An ``nn.Sequential``, or a list of layers, in parts through which micro-batches follow each other.
+    """An ``nn.Sequential``, or a list of layers, in parts through which batches or micro-batches follow each other.
 
-    ``parts``: how many, or a list with the number of layers in each. Their layers are counted evenly, unless ``balance``
-    measures them with ``sample``, a usual batch, and makes the part that takes longest (``"time"``) or needs most bytes
-    (``"memory"``) as small as possible. ``on="process"`` gives each part a process of its own, with a copy of its layers.
-    ``chunks``: into how many micro-batches each batch is split. ``devices``: one for each part; inputs are moved there.
+    ``parts``: how many, or a list with the number of layers in each. Which layers they have is measured with the first
+    batch, or by ``balance`` with ``sample``, a usual batch: the part that takes longest (``"time"``) or needs most bytes
+    (``"memory"``) is as small as possible. ``on="process"`` gives each part a process with a copy of its layers.
+    ``chunks``: into how many micro-batches a call or a training step splits a batch; ``None``: at most 8, as large as pays.
+    ``devices``: one for each part; inputs are moved there. A pipe that won't be quicker than the module warns, once.
 
     ``pipe(x)`` gives what ``module(x)`` gives under ``torch.no_grad()``, in the module's own mode. What can be wrong raises
     ``TypeError`` or ``ValueError`` before anything starts; a part that fails raises ``StageError``. Workers start with the
@@ -48,7 +50,7 @@ class Sequential(NoModule):
         parts: int | Sequence[int] = 2,
         *,
         on: Literal["thread", "process"] = "thread",
-        chunks: int = 8,
+        chunks: int | None = None,
         balance: Literal["time", "memory"] | None = None,
         sample: Any = None,
         devices: Sequence[torch.device | str] | None = None,
@@ -59,37 +61,39 @@ class Sequential(NoModule):
         check_choices(on, chunks, balance, sample, counts)
         number = counts if isinstance(counts, int) else len(counts)
         places = checked_devices(devices, number, on)
-        if isinstance(counts, int):
-            counts = evenly(len(self.module), number)
-            if balance is not None:
-                threads = compute_threads(number) if on == "process" else torch.get_num_threads()
-                micro = split(sample, chunks, "sample")[0]
-                counts = balancing.best_split(balancing.costs(self.module, micro, balance, threads), number)
+        if isinstance(counts, int) and balance is not None:
+            threads = compute_threads(number) if on == "process" else torch.get_num_threads()
+            micro = split(sample, chunks or CHUNKS, "sample")[0]
+            counts = balancing.best_split(balancing.costs(self.module, micro, balance, threads), number)
         self.on, self.chunks = on, chunks
-        self.parts = divided(self.module, counts, places)
-        """The parts, whose layers are the module's own."""
+        self._cut = Cut(self.module, counts, on, chunks, places)
         if on == "process":
             check_sendable(self.parts)
         else:
             for part in self.parts:
                 part.module.to(part.device)
-        self._inference = Inference(self.module, self.parts, on, chunks, type(self).__name__)
+        self._inference = Inference(self._cut, type(self).__name__)
         self._training: Training | None = None
         weakref.finalize(self, self._inference.forget)  # a forgotten pipe leaves nothing
+
+    @property
+    def parts(self) -> list[Part]:
+        """The parts, whose layers are the module's own."""
+        return self._cut.parts
 
     def __call__(self, x: Any) -> Any:
         """The module's output for a batch: a tensor, or tuples, lists and dictionaries of tensors that have the batch as
         their first dimension. It is split along that into micro-batches, and the outputs are joined. ``RuntimeError`` while
         a training of the pipe goes on, ``ValueError`` for an input that requires a gradient. The output has no graph:
         where the plain module's would have one, a backward pass from it raises ``RuntimeError``."""
-        (y,) = self.stream([x])
-        return ending_graph(y, self.module)
+        self._raise_if_training("use training.evaluate(x), or leave its with block")
+        return ending_graph(self._inference.call(without_gradient(x)), self.module)
 
     def stream(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Inference: the output for each batch, in order, without a graph. Batches are asked for as there is room: all
-        parts have work, and at most ``2 * (chunks + parts)`` micro-batches and one batch are between the two ends. When
-        ``batches`` raises, that is raised after the outputs of the batches before. ``RuntimeError`` while a training of the
-        pipe goes on, ``ValueError`` for a batch that requires a gradient."""
+        """Inference: the output for each batch, in order, without a graph. Batches are not split, and asked for as there is
+        room: all parts have work, and at most ``2 * parts + 3`` batches are between the two ends. When ``batches`` raises,
+        that is raised after the outputs of the batches before. ``RuntimeError`` while a training of the pipe goes on,
+        ``ValueError`` for a batch that requires a gradient."""
         self._raise_if_training("use training.evaluate(x), or leave its with block")
         return self._inference.stream(map(without_gradient, batches), keep=self)
 
@@ -115,8 +119,8 @@ class Sequential(NoModule):
         """
         self._raise_if_training("leave its with block first")
         self._training = Training(
-            self.module, self.parts, self.on, self.chunks, loss=loss, optimizer=optimizer, schedule=schedule,
-            workers=workers, recompute=recompute, clip=clip, autocast=autocast,
+            self.module, self.parts, self.on, self.chunks or CHUNKS, self._cut.split, loss=loss, optimizer=optimizer,
+            schedule=schedule, workers=workers, recompute=recompute, clip=clip, autocast=autocast,
         )  # fmt: skip
         return self._training
 
@@ -129,7 +133,7 @@ class Sequential(NoModule):
         """What each part did and when, for the batches until now; the last 100,000 events are kept. A step is a batch.
         After a training begins, also what its workers did in its last ten steps, which count from 0 on as well."""
         trained = self._training.timeline().events if self._training is not None else []
-        return Timeline([*self._inference.book.events.copy(), *trained], repr(self))
+        return Timeline([*self._inference.events.copy(), *trained], repr(self))
 
     def state_dict(self) -> dict[str, Any]:
         """That of the plain module, with what the training that goes on has learned."""
@@ -161,4 +165,5 @@ class Sequential(NoModule):
 
     def __repr__(self) -> str:
         where = "processes" if self.on == "process" else "threads"
-        return f"Sequential: {', '.join(map(str, self.parts))}; on {where}, {self.chunks} chunks"
+        chunks = f"up to {CHUNKS}" if self.chunks is None else self.chunks
+        return f"Sequential: {', '.join(map(str, self.parts))}; on {where}, {chunks} chunks"

@@ -58,6 +58,7 @@ class Training:
         parts: Sequence[Part],
         on: Literal["thread", "process"],
         chunks: int,
+        pieces: Callable[[Any], list[Any]],
         *,
         loss: Loss,
         optimizer: Optimizers | None,
@@ -71,7 +72,7 @@ class Training:
         check("training", schedule, workers, len(parts), chunks)
         _check(parts, on, loss, optimizer, recompute, clip, autocast)
         plans = plan(schedule, workers, len(parts), chunks)
-        self._module, self._on, self._chunks, self._clip = module, on, chunks, clip
+        self._module, self._on, self._pieces, self._clip = module, on, pieces, clip
         self._outside = optimizer is None
         self._total, self._last = len(parts), (len(parts) - 1) % workers
         self._jobs = [
@@ -84,7 +85,7 @@ class Training:
         self._graph = Graph("Sequential training")
         self._commands, self._answered_by = _declare(self._graph, self._jobs, on, 2 * chunks + 8)
         self.schedule = [text(steps) for steps in plans]
-        """What each worker does in a step of ``chunks`` micro-batches, as text."""
+        """What each worker does in a step of ``chunks`` micro-batches, or of eight, as text."""
         self._run: Run | None = None
         self._begun = False
         self._answers: Iterator[Answer] | None = None
@@ -165,7 +166,7 @@ class Training:
 
     def evaluate(self, x: Any) -> Any:
         """The output for the batch ``x`` with the parameters of now, in ``eval`` mode and without gradients."""
-        inputs = split(without_gradient(x), self._chunks)
+        inputs = self._pieces(without_gradient(x))
         with self._commanding("an evaluation", len(inputs), "F"):
             for job in self._jobs:
                 self._put(job.worker, Evaluate(len(inputs)))
@@ -197,7 +198,7 @@ class Training:
     # --- behind it ---
 
     def _split(self, x: Any, target: Any) -> tuple[list[Any], list[Any]]:
-        inputs = split(x, self._chunks)
+        inputs = self._pieces(x)
         samples, wanted = batch_size(x), batch_size(target, "target")
         if samples != wanted:
             raise ValueError(f"step: x has a batch of {samples}, but target one of {wanted}; give a target for each sample")

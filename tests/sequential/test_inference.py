@@ -42,7 +42,7 @@ def test_a_call_gives_what_the_plain_module_gives(make: Any, parts: Any, on: Any
     layers = len(module)
     counts = parts if isinstance(parts, int) else [*parts[:-1], layers - sum(parts[:-1])]
     shape = (1, 8, 8) if make is conv else (6,)
-    with Sequential(module, parts=counts, on=on) as pipe:
+    with Sequential(module, parts=counts, on=on, chunks=8) as pipe:
         for samples in (1, 3, 8, 11, 64):
             x = torch.randn(samples, *shape)
             y = pipe(x)
@@ -84,7 +84,7 @@ def test_dictionaries_and_tuples_go_in_between_and_out(on: Any) -> None:
 def test_a_list_of_layers_is_a_module(on: Any) -> None:
     layers = [nn.Linear(3, 3), nn.ReLU()]
     x = torch.randn(4, 3)
-    with Sequential(layers, on=on) as pipe, torch.no_grad():
+    with Sequential(layers, on=on, chunks=8) as pipe, torch.no_grad():
         assert is_same(pipe(x), plain(nn.Sequential(*layers), x), on)
 
 
@@ -102,7 +102,7 @@ def test_the_input_is_left_as_it_is_and_the_output_is_the_callers(on: Any) -> No
 @everywhere
 def test_calls_within_inference_mode(on: Any) -> None:
     module = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 6), nn.BatchNorm1d(6)).eval()
-    with torch.inference_mode(), Sequential(module, on=on) as pipe:
+    with torch.inference_mode(), Sequential(module, on=on, chunks=8) as pipe:
         for samples in (5, 30):
             x = torch.randn(samples, 6)  # it is copied before the layer that works in place
             assert is_same(pipe(x), plain(module, x.clone()), "process")
@@ -144,7 +144,7 @@ def test_devices_are_where_parts_compute() -> None:
     module = dense()
     x = torch.randn(5, 6)
     for on in ("thread", "process"):
-        with Sequential(module, devices=["cpu", torch.device("cpu")], on=on) as pipe:  # type: ignore[arg-type]
+        with Sequential(module, devices=["cpu", torch.device("cpu")], on=on, chunks=8) as pipe:  # type: ignore[arg-type]
             assert is_same(pipe(x), plain(module, x), on)
             assert all(part.device == torch.device("cpu") for part in pipe.parts)
 
@@ -156,34 +156,45 @@ def test_devices_are_where_parts_compute() -> None:
 def test_a_stream_yields_in_order(on: Any) -> None:
     module = dense()
     batches = [torch.randn(samples, 6) for samples in (5, 1, 16, 8, 3, 40, 2, 2, 2, 9) * 3]
-    with Sequential(module, parts=3, on=on) as pipe:
+    with Sequential(module, parts=3, on=on, chunks=8) as pipe:
         for _ in range(2):
             outputs = list(pipe.stream(iter(batches)))
             assert len(outputs) == len(batches)
-            assert all(is_same(y, plain(module, x), on) for x, y in zip(batches, outputs, strict=True))
+            assert all(is_same(y, plain(module, x, 1), on) for x, y in zip(batches, outputs, strict=True))
         assert list(pipe.stream([])) == []
 
 
-@pytest.mark.parametrize(("samples", "chunks"), [(8, 8), (1, 8), (32, 2)])
-def test_a_stream_asks_for_batches_as_it_has_room(samples: int, chunks: int) -> None:
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_a_stream_asks_for_batches_as_it_has_room(parts: int) -> None:
     asked = 0
 
     def batches() -> Iterator[Tensor]:
         nonlocal asked
         for _ in range(60):
             asked += 1
-            yield torch.zeros(samples, 6)
+            yield torch.zeros(8, 6)
 
-    with Sequential(dense(), chunks=chunks) as pipe:
+    most = 2 * parts + 2
+    with Sequential(dense(), parts) as pipe:
         stream = pipe.stream(batches())
         assert asked == 0
-        micros = min(samples, chunks)
         for taken, _ in enumerate(stream, 1):
-            ahead = (asked - taken) * micros
-            assert ahead <= 2 * (chunks + 2)
+            ahead = asked - taken
+            assert ahead <= most
             if asked < 60:
-                assert ahead + micros >= 2 * (chunks + 2)  # every part has work while we look at this one
+                assert ahead + 1 >= most  # every part has work while we look at this one
         assert asked == 60
+
+
+@everywhere
+def test_a_stream_takes_batches_as_they_are(on: Any) -> None:
+    class Size(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.full((len(x), 1), float(len(x)))
+
+    with Sequential([nn.Identity(), Size()], on=on, chunks=4) as pipe:
+        assert pipe(torch.zeros(8, 6)).flatten().tolist() == [2.0] * 8
+        assert [y.flatten().tolist() for y in pipe.stream([torch.zeros(8, 6), torch.zeros(3, 6)])] == [[8.0] * 8, [3.0] * 3]
 
 
 @everywhere
@@ -198,7 +209,7 @@ def test_a_stream_that_is_left_early_ends(on: Any) -> None:
         finally:
             ended.append(True)
 
-    with Sequential(module, on=on) as pipe:
+    with Sequential(module, on=on, chunks=8) as pipe:
         source = batches()
         for taken, _ in enumerate(pipe.stream(source)):
             if taken == 3:
@@ -219,12 +230,12 @@ def test_an_exception_in_batches_comes_after_the_outputs_before_it(on: Any) -> N
         yield from good
         raise LookupError("no more")
 
-    with Sequential(module, on=on) as pipe:
+    with Sequential(module, on=on, chunks=1) as pipe:
         found: list[Tensor] = []
         with pytest.raises(LookupError, match="no more"):
             found.extend(pipe.stream(batches()))
-        assert all(is_same(y, plain(module, x), on) for x, y in zip(good, found, strict=True))
-        assert is_same(pipe(good[0]), plain(module, good[0]), on)
+        assert all(is_same(y, plain(module, x, 1), on) for x, y in zip(good, found, strict=True))
+        assert is_same(pipe(good[0]), plain(module, good[0], 1), on)
 
 
 @everywhere
@@ -240,26 +251,26 @@ def test_a_batch_that_cannot_be_split_comes_in_its_turn(on: Any) -> None:
 def test_streams_and_calls_of_one_thread_mix(on: Any) -> None:
     module = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
     one, two = ([torch.randn(5, 6) for _ in range(8)] for _ in range(2))
-    with Sequential(module, on=on) as pipe:
+    with Sequential(module, on=on, chunks=1) as pipe:
         for x, z, y, w in zip(one, two, pipe.stream(one), pipe.stream(two), strict=True):
-            assert is_same(y, plain(module, x), on)
-            assert is_same(w, plain(module, z), on)
+            assert is_same(y, plain(module, x, 1), on)
+            assert is_same(w, plain(module, z, 1), on)
             assert is_same(pipe(x), y, on)
         twice = list(pipe.stream(pipe.stream(one)))
-    assert all(is_same(y, plain(module, plain(module, x)), on) for x, y in zip(one, twice, strict=True))
+    assert all(is_same(y, plain(module, plain(module, x, 1), 1), on) for x, y in zip(one, twice, strict=True))
 
 
 @everywhere
 def test_many_threads_use_one_pipe(on: Any) -> None:
     module = dense()
     begin = threading.Barrier(4)
-    with Sequential(module, on=on) as pipe, ThreadPoolExecutor(4) as threads:
+    with Sequential(module, on=on, chunks=1) as pipe, ThreadPoolExecutor(4) as threads:
 
         def use(number: int) -> bool:
             xs = [torch.full((samples, 6), float(number)) for samples in range(1, 12)]
             begin.wait()
             ys = list(pipe.stream(xs)) if number % 2 else [pipe(x) for x in xs]
-            return all(is_same(y, plain(module, x), on) for x, y in zip(xs, ys, strict=True))
+            return all(is_same(y, plain(module, x, 1), on) for x, y in zip(xs, ys, strict=True))
 
         assert list(threads.map(use, range(4))) == [True] * 4
 
@@ -271,7 +282,7 @@ def test_many_threads_use_one_pipe(on: Any) -> None:
 def test_changed_parameters_and_modes_hold_for_the_next_call(on: Any) -> None:
     module = conv()
     x = torch.randn(16, 1, 8, 8)
-    with Sequential(module, on=on) as pipe:
+    with Sequential(module, on=on, chunks=8) as pipe:
         first = pipe(x)
         with torch.no_grad():
             module[6].weight.mul_(2)
@@ -315,8 +326,8 @@ def test_in_training_mode_on_threads_each_micro_batch_moves_the_statistics() -> 
 @everywhere
 def test_the_timeline_has_an_event_for_each_part_and_micro_batch(on: Any, tmp_path: Path) -> None:
     with Sequential(dense(), parts=3, on=on, chunks=4) as pipe:
-        for _ in pipe.stream(torch.randn(samples, 6) for samples in (8, 2)):
-            pass
+        pipe(torch.randn(8, 6))
+        pipe(torch.randn(2, 6))
         timeline = pipe.timeline()
     assert len(timeline.events) == 3 * (4 + 2)
     assert {(event.worker, event.step, event.chunk) for event in timeline.events} == {

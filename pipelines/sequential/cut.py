@@ -1,0 +1,120 @@
+"""Where a module is cut, and into how many micro-batches a batch: by what the first batch shows, unless it was said."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import warnings
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from flowchan.pipelines.sequential import balance as balancing
+from flowchan.pipelines.sequential.checks import check_shapes
+from flowchan.pipelines.sequential.parts import Part, compute_threads, divided
+from flowchan.pipelines.sequential.values import batch_size, evenly, split
+
+CHUNKS = 8
+"""A batch has at most so many micro-batches where their number is left to us."""
+
+PAYS = 50e6
+"""Floating point operations for which a part gets a micro-batch of its own: about a millisecond on one core, several times
+what it costs to pass a micro-batch on. They are counted and not timed, so that chunks are the same in every run."""
+
+PASSING = {"process": 200e-6, "thread": 50e-6}
+"""Seconds that a batch costs a part beside its layers."""
+
+
+class Cut:
+    """The parts of a module: ``counts`` layers each, or so many as make the slowest of ``counts`` parts as quick as can be,
+    measured with the first batch; until then they are equal. Any thread may use it."""
+
+    def __init__(
+        self,
+        module: nn.Sequential,
+        counts: int | Sequence[int],
+        on: Literal["thread", "process"],
+        chunks: int | None,
+        devices: Sequence[torch.device] | None,
+    ) -> None:
+        self.module, self.on, self.chunks = module, on, chunks
+        self._devices = devices
+        self._lock = threading.Lock()
+        self._open = isinstance(counts, int) and 1 < counts < len(module) and _on_cpu(module, devices)
+        self._seen = self._counted = False
+        self._work: float | None = None  # operations for one sample, where they are known
+        self.parts = self._divided(evenly(len(module), counts) if isinstance(counts, int) else counts)
+
+    def _divided(self, counts: Sequence[int]) -> list[Part]:
+        return divided(self.module, counts, self._devices)
+
+    def pieces(self, value: Any, whole: bool = False) -> list[Any]:
+        """The micro-batches of a batch; one if it shall stay ``whole``. The first batch is checked. Raises as ``split`` and
+        ``check_shapes`` do."""
+        samples = batch_size(value)
+        with self._lock:
+            if not self._seen:
+                sample = value if whole else split(value, self.chunks or CHUNKS)[0]
+                self._work = check_shapes(self.module, sample)
+                self._seen = True
+        return split(value, 1 if whole else self._chunks(samples))
+
+    def split(self, value: Any) -> list[Any]:
+        """The micro-batches of a batch for a training, whose output need not be one that can be joined."""
+        samples = batch_size(value)
+        with self._lock:
+            if self.chunks is None and not self._seen and not self._counted:
+                self._counted = True
+                with contextlib.suppress(TypeError, ValueError):
+                    self._work = check_shapes(self.module, split(value, CHUNKS)[0])
+        return split(value, self._chunks(samples))
+
+    def _chunks(self, samples: int) -> int:
+        if self.chunks is not None:
+            return self.chunks
+        if self._work is None:
+            return CHUNKS
+        return max(1, min(CHUNKS, int(self._work * samples / (PAYS * len(self.parts)))))
+
+    def measure(self, piece: Any) -> None:
+        """Finds the best cut with the first micro-batch of all, and does nothing later. Says by a warning that the pipe
+        will not be quicker than the plain module."""
+        with self._lock:
+            if not self._open or not batch_size(piece):
+                return
+            self._open = False
+            number = len(self.parts)
+            threads = compute_threads(number) if self.on == "process" else torch.get_num_threads()
+            try:
+                costs = balancing.costs(self.module, piece, "time", threads, backward=False)
+                plain = balancing.seconds(self.module, piece)
+            except Exception:  # a layer that can't be copied, or fails: it will say so when it runs
+                return
+            counts = balancing.best_split(costs, number)
+            ends = accumulate(counts, initial=0)
+            slowest = max(sum(costs[begin:end]) for begin, end in pairwise(ends))
+            cores = len(os.sched_getaffinity(0))
+            expected = max(slowest, sum(costs) * min(threads, cores) / cores) + PASSING[self.on]
+            if expected >= plain:
+                self._warn(batch_size(piece), plain, expected)
+            if counts != [len(part.module) for part in self.parts]:
+                self.parts = self._divided(counts)
+
+    def _warn(self, samples: int, plain: float, expected: float) -> None:
+        warnings.warn(
+            f"Sequential: in {len(self.parts)} parts this module won't be quicker than by itself: {samples} samples "
+            f"at once take it {plain * 1e3:.2g} ms, and a pipe {expected * 1e3:.2g} ms at best; larger batches or "
+            "fewer chunks may pay, or call the module itself",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _on_cpu(module: nn.Module, devices: Sequence[torch.device] | None) -> bool:
+    """Elsewhere a clock does not tell how long a layer computes."""
+    tensors = [*module.parameters(), *module.buffers()]
+    return all(one.type == "cpu" for one in devices or ()) and all(tensor.device.type == "cpu" for tensor in tensors)

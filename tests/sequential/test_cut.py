@@ -1,0 +1,126 @@
+"""Where a module is cut, and into how many micro-batches a batch is split, when nobody says it."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from plain import everywhere
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from flowchan.pipelines import Sequential
+
+
+class Costs(nn.Module):
+    """Computes ``times`` equal products of matrices."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times = times
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x @ torch.eye(64)
+        return x
+
+
+def uneven() -> nn.Sequential:
+    return nn.Sequential(Costs(60), Costs(40), *(Costs(1) for _ in range(6)))
+
+
+@everywhere
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_cut_is_measured_with_the_first_batch_and_kept(on: Any, stream: bool) -> None:
+    with Sequential(uneven(), parts=2, on=on) as pipe:
+        assert [len(part.module) for part in pipe.parts] == [4, 4]
+        x = torch.randn(512, 64)
+        for _ in range(2):
+            y = next(pipe.stream([x])) if stream else pipe(x)
+            assert torch.equal(y, x)
+            assert [len(part.module) for part in pipe.parts] == [1, 7]
+        assert {event.part for event in pipe.timeline().events} == {0, 1}
+
+
+@pytest.mark.parametrize("options", [{"parts": [3, 5]}, {"parts": 8}, {"balance": "memory", "sample": torch.ones(2, 3)}])
+def test_layers_are_not_called_to_measure_a_cut_that_is_said_or_the_only_one(options: Any) -> None:
+    calls: list[int] = []
+
+    class Counts(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.device.type != "meta":
+                calls.append(len(x))
+            return x
+
+    with Sequential([Counts() for _ in range(8)], chunks=1, **options) as pipe:
+        calls.clear()
+        pipe(torch.ones(2, 3))
+    assert calls == [2] * 8
+
+
+def test_a_layer_that_cant_be_measured_leaves_the_cut_even() -> None:
+    class Alone(nn.Identity):
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise TypeError("no copies")
+
+    with Sequential([Alone(), *(nn.Identity() for _ in range(3))], parts=2) as pipe:
+        assert pipe(torch.ones(2, 1)).tolist() == [[1.0], [1.0]]
+        assert [len(part.module) for part in pipe.parts] == [2, 2]
+
+
+@everywhere
+def test_a_pipe_that_cant_win_says_so_once(on: Any) -> None:
+    x = torch.ones(2, 1)
+    with Sequential([nn.Identity() for _ in range(4)], parts=2, on=on) as pipe:
+        with pytest.warns(RuntimeWarning, match=r"in 2 parts this module won't be quicker than by itself"):
+            pipe(x)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            pipe(x)
+            list(pipe.stream([x]))
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core for two parts")
+def test_a_pipe_that_wins_says_nothing() -> None:
+    with Sequential([Costs(30) for _ in range(4)], parts=2) as pipe, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pipe(torch.randn(512, 64))
+
+
+class Sizes(nn.Module):
+    """Notes how large micro-batches are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.device.type != "meta":
+            self.seen.append(len(x))
+        return x
+
+
+@pytest.mark.parametrize(("samples", "chunks"), [(64, 1), (256, 1), (1100, 4), (5000, 8)])
+def test_calls_and_training_split_batches_only_into_chunks_that_pay(samples: int, chunks: int) -> None:
+    """Two parts, 400,000 operations a sample: a micro-batch of 50 million for each of them has 250 samples."""
+    sizes = Sizes()
+    module = nn.Sequential(nn.Linear(400, 500, bias=False), sizes)
+    pieces = [len(piece) for piece in torch.empty(samples, 0).tensor_split(chunks)]
+    x = torch.randn(samples, 400)
+    with Sequential(module) as pipe:
+        pipe(x)
+    assert sizes.seen == pieces
+    sizes.seen.clear()
+    with Sequential(module).training(loss=mse_loss) as training:
+        training.step(x, torch.zeros(samples, 500))
+    assert sizes.seen == pieces
+
+
+def test_where_nothing_is_known_of_the_work_there_are_eight_chunks() -> None:
+    sizes = Sizes()
+    with Sequential([sizes, nn.Identity()]) as pipe:
+        pipe(torch.ones(16, 1))
+    assert sizes.seen == [2] * 8
