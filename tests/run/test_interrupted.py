@@ -89,7 +89,6 @@ WAYS = [
     "block(loop_that_waits)",
     "block(loop_that_works)",
     "block(loop_in_a_function_that_keeps_the_iterator)",
-    "loop_that_waits(graph.start())",
 ]
 
 
@@ -110,6 +109,35 @@ def test_ctrl_c_gives_what_was_finished(way: str, tmp_path: Path) -> None:
     assert (code, out) == (-signal.SIGINT, "results\n"), err
     assert err.count("flowchan: stopping") == 1
     assert "flowchan.Interrupted: the run of graph 'sum' was interrupted" in err
+
+
+def test_ctrl_c_while_a_loop_without_a_block_waits_for_an_item(tmp_path: Path) -> None:
+    text = """
+        import threading
+        from flowchan import Graph, Interrupted
+
+        def announce():
+            while not run.stats().links[0].waiting_readers:
+                threading.Event().wait(0.001)
+            print("going", flush=True)
+
+        graph = Graph("loop")
+        numbers = graph.input("numbers")
+        listed = numbers.collect()
+        run = graph.start()
+        run[numbers].put_many([1, 2, 3])
+        seen = []
+        try:
+            for number in run.iter(listed):
+                seen.append(number)
+                if number == 3:
+                    threading.Thread(target=announce).start()
+        except Interrupted as interrupted:
+            print(seen, interrupted.results[listed], interrupted.report.split()[2], flush=True)
+    """
+    with start(script(tmp_path, text)) as process:
+        code, out, err = interrupted(process)
+    assert (code, out) == (0, "[1, 2, 3] [] stopped\n"), err
 
 
 def test_sigterm_in_run_does_the_same(tmp_path: Path) -> None:
