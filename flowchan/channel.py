@@ -51,7 +51,8 @@ class ChannelStats:
     ``readers_waiting_for`` and ``writers_waiting_for`` are the seconds for which somebody has been waiting without a
     break until now. ``selecting`` of the waiting ones may go on without this channel (``select``, ``await``, a timeout),
     and ``awaiting`` of those are coroutines of this process; ``woken`` of the waiting ones have been woken and are about
-    to look. ``holders`` are the processes that keep blocks."""
+    to look. ``bytes_inside`` counts against ``max_bytes``; ``short_of_bytes``: somebody waits to put for those and not for
+    a place. ``holders`` are the processes that keep blocks."""
 
     items_in: int
     items_out: int
@@ -69,7 +70,14 @@ class ChannelStats:
     selecting: int
     woken: int
     awaiting: int
+    bytes_inside: int
+    short_of_bytes: bool
     holders: tuple[Holder, ...] = ()
+
+
+def most_bytes() -> int:
+    """How many bytes may be inside a channel between processes where nobody has said it."""
+    return min(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2, _MOST_BY_DEFAULT)
 
 
 class Channel(_core.Channel, Generic[T]):
@@ -97,8 +105,7 @@ class Channel(_core.Channel, Generic[T]):
         elif across == "threads":
             max_bytes = _NO_LIMIT
         else:
-            pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-            max_bytes = min(pages // 2, _MOST_BY_DEFAULT)
+            max_bytes = most_bytes()
         super().__init__(capacity=capacity, processes=across == "processes", max_bytes=max_bytes, name="")
         if across == "processes":
             _known[os.fstat(self._fd).st_ino] = self

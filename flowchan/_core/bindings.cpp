@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include "channel.hpp"
+#include "sizes.hpp"
 #include "system.hpp"
 
 namespace nb = nanobind;
@@ -197,6 +198,8 @@ NB_MODULE(_core, m) {
                      "Whether it was aborted, or has come to an end that is no clean one.")
         .def_rw("_name", &Channel::name)
         .def_prop_ro("_fd", [](Channel& ch) { return ch.ring ? ch.ring->fd() : -1; })
+        .def_prop_rw("_share", [](Channel& ch) { return ch.queue ? ch.queue->share : ch.ring->header().share; },
+             [](Channel& ch, uint64_t bytes) { (ch.queue ? ch.queue->share : ch.ring->header().share) = bytes; })
         .def("_stats", channel_stats)
         .def("_pinned", [](Channel& ch) {
             Wakes wakes;
@@ -274,6 +277,8 @@ NB_MODULE(_core, m) {
     m.def("_set_codec", [](nb::handle dumps, nb::handle loads, nb::handle unreadable) {
         set_codec(dumps.ptr(), loads.ptr(), unreadable.ptr());
     }, "dumps"_a, "loads"_a, "unreadable"_a);
+    m.def("_look_at", look_at, "channels"_a);
+    m.def("_size_of", [](nb::handle item) { return size_of(item.ptr()); }, "item"_a);
     m.def("_select", select_one, "gets"_a, "puts"_a, "timeout"_a.none());
     m.def("_die_with", die_with, "pid"_a);
     m.def("_die_of", die_of, "number"_a);

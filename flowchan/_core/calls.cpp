@@ -1,6 +1,7 @@
 // What a call on a channel or port does, from the Python object to the medium and back.
 #include "channel.hpp"
 #include "raising.hpp"
+#include "sizes.hpp"
 
 #include <utility>
 
@@ -9,24 +10,6 @@ namespace flowchan {
 using namespace nb::literals;
 
 namespace {
-
-// The bytes that an item counts against max_bytes of a `threads` channel: its buffer, else what Python says of it.
-bool size_of(PyObject* item, uint64_t& size) {
-    if (PyObject_CheckBuffer(item)) {
-        Py_buffer view;
-        if (PyObject_GetBuffer(item, &view, PyBUF_STRIDED_RO) == 0) {
-            size = uint64_t(view.len);
-            PyBuffer_Release(&view);
-            return true;
-        }
-        PyErr_Clear();
-    }
-    PyObject* n = PyObject_CallMethod(item, "__sizeof__", nullptr);
-    if (!n) return false;
-    size = PyLong_AsUnsignedLongLong(n);
-    Py_DECREF(n);
-    return !PyErr_Occurred();
-}
 
 // What a put says whose port was closed while it waited.
 Step left(uint64_t state) {
@@ -50,7 +33,7 @@ bool skip(WriterState& writer) {
 }
 
 Step put_local(Channel& ch, Out* out, PyObject* item, Deadline deadline, uint64_t& size) {
-    if (ch.max_bytes != UINT64_MAX && !size_of(item, size)) return Step::Interrupted;
+    if (ch.queue->counts_bytes()) size = size_of(item);
     LocalQueue::Item entry{Py_NewRef(item), size};
     Step step = perform(
         *ch.queue, [&](bool waits) { return writing(ch, out, size, waits); },

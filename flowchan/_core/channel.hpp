@@ -173,6 +173,7 @@ private:
 
 void abort_channel(Channel& ch, PyObject* cause);
 nb::tuple channel_stats(Channel& ch);
+nb::tuple look_at(nb::list channels);
 
 extern PyMethodDef channel_methods[], in_methods[], out_methods[];
 int channel_traverse(PyObject* self, visitproc visit, void* arg);

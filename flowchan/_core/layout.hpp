@@ -121,6 +121,8 @@ struct Header {
     alignas(64) uint64_t slots_at;    // slots grow down from the end of the mapping to here
     uint64_t blocks_top;              // blocks grow up from blocks_at to here
     uint64_t damaged;         // something here can't be right: set with BROKEN, never unset
+    uint64_t share;           // bytes that may be inside; a larger item passes alone. 0: as many as max_bytes. No redo: it is
+                              // set before anybody else has the channel
     uint64_t short_of_memory;  // a writer waits for bytes, not for a place; needs no redo: it is set again on the next try
     uint64_t cause, cause_size;       // block with the pickled cause of BROKEN
     uint64_t cut_off;         // process that died with a counted writer open, 0: none; the end is no clean one then

@@ -33,8 +33,8 @@ Step LocalQueue::try_put(const Item& item, WriterState* writer, Wakes& wakes) {
     if (item.size > max_bytes_) return Step::TooLarge;
     const bool parks = is_parked(writer);
     const bool alone = count_ == 0 && (!parks || parked == 0);  // see Ring::room
-    if (bytes_in - bytes_out + item.size > max_bytes_ && !alone) {
-        short_of_bytes_ = true;
+    if (bytes_in - bytes_out + item.size > most_inside() && !alone) {
+        short_of_bytes = true;
         return Step::Wait;
     }
     if (parks) {
@@ -161,7 +161,7 @@ void LocalQueue::end_port(Side side, const void* port, Wakes& wakes) {
 bool LocalQueue::could_go(const Caller& caller) const {
     if (state != OPEN || caller.side == Side::Reader) return state != OPEN || count_ > 0;
     if (caller.ordered) return has_turn(caller.number);
-    const bool fits = bytes_in - bytes_out + caller.size <= max_bytes_ || count_ == 0;
+    const bool fits = bytes_in - bytes_out + caller.size <= most_inside() || count_ == 0;
     return fits && room() > 0;
 }
 

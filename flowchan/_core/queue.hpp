@@ -42,7 +42,7 @@ class LocalQueue {
 public:
     struct Item {
         PyObject* object;
-        uint64_t size;  // counted against max_bytes; 0 when there is none
+        uint64_t size;  // counted against max_bytes and the share; 0 where there are none
     };
 
     LocalQueue(uint64_t capacity, uint64_t max_bytes) : capacity_(capacity), max_bytes_(max_bytes) {}
@@ -78,6 +78,11 @@ public:
     PyObject* cause = nullptr;  // of BROKEN
     uint64_t puts = 0, takes = 0, bytes_in = 0, bytes_out = 0;
     uint64_t leased = 0, parked = 0, turn = 0, readers = 0, writers = 0;
+    uint64_t share = 0;           // as in Header
+    bool short_of_bytes = false;  // a writer waits for bytes, not for a place
+
+    bool counts_bytes() const { return share || max_bytes_ != UINT64_MAX; }
+    uint64_t most_inside() const { return share ? std::min(share, max_bytes_) : max_bytes_; }
 
 private:
     struct Group {
@@ -103,8 +108,8 @@ private:
     }
     void call_writers(const ReaderState* reader, Wakes& wakes) {  // as in Ring
         if (!writer_line.waiting) return;
-        if (short_of_bytes_) writer_line.call_all(wakes);
-        short_of_bytes_ = false;
+        if (short_of_bytes) writer_line.call_all(wakes);
+        short_of_bytes = false;
         call_turn(wakes);
         const uint64_t enough = reader && reader->lazy ? std::max<uint64_t>(capacity_ / 4, 1) : 1;
         if (room() >= enough) writer_line.call(wakes);
@@ -114,7 +119,6 @@ private:
     uint64_t capacity_, max_bytes_;
     std::vector<Item> buffer_;
     uint64_t head_ = 0, count_ = 0;
-    bool short_of_bytes_ = false;  // a writer waits for bytes, not for a place
     std::deque<Group> groups_;  // groups_[i - turn], as long as the furthest parked i
 };
 

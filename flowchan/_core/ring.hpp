@@ -99,9 +99,10 @@ public:
     void have_turn(Session& s);                                    // it waits no more
     void call_turns(Wakes& wakes);                                 // those whose turn has come
     bool has_room(uint64_t size) const {
-        const bool fits = h_->bytes_in - h_->bytes_out + size <= max_bytes_ || h_->puts == h_->takes;
+        const bool fits = h_->bytes_in - h_->bytes_out + size <= most_inside() || h_->puts == h_->takes;
         return fits && h_->puts - h_->takes + h_->parked + h_->claimed < capacity_;
     }
+    uint64_t most_inside() const { return h_->share ? std::min(h_->share, max_bytes_) : max_bytes_; }  // a larger item: alone
     bool fits(const Frame& frame) const { return frame.size <= max_bytes_; }
     bool at_end() const { return h_->state == CLOSED && h_->leased == 0 && nothing_coming(); }
     bool drained() const { return at_end() && !h_->cut_off; }

@@ -30,7 +30,7 @@ Step Ring::room(const Frame& frame, const WriterState* writer) {
     const bool parks = is_parked(writer);
     // An item larger than what is left waits, but the worker of `turn` never waits for parked bytes: only it can free them.
     const bool alone = parks ? all == 0 : inside + h_->claimed == 0;
-    if (h_->bytes_in - h_->bytes_out + frame.size > max_bytes_ && !alone) {
+    if (h_->bytes_in - h_->bytes_out + frame.size > most_inside() && !alone) {
         h_->short_of_memory = 1;
         return Step::Wait;
     }

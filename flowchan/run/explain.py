@@ -67,7 +67,15 @@ def _waits(stage: StageStats, links: tuple[LinkStats, ...], stages: dict[str, St
 
 def _fill(link: LinkStats) -> str:
     held = [f"process {h.pid} holds {h.blocks} blocks, {h.bytes / 1e6:.1f} MB" for h in link.holders]
-    return f"{link.name!r} ({'; '.join([f'{link.inside} of {link.capacity}', *held])})"
+    short = [f"{amount(link.bytes)} of the {amount(link.share)} that it may take of the run's memory"] * link.short_of_bytes
+    return f"{link.name!r} ({'; '.join([f'{link.inside} of {link.capacity}', *short, *held])})"
+
+
+def amount(number: int) -> str:
+    """A number of bytes."""
+    if number < 10**6:
+        return f"{number / 1e3:,.1f} KB"
+    return f"{number / 1e6:,.1f} MB" if number < 10**9 else f"{number / 1e9:,.1f} GB"
 
 
 def _other(stage: StageStats | None, name: str) -> str:

@@ -10,6 +10,7 @@ from flowchan.errors import Interrupted
 from flowchan.graph import Blueprint
 from flowchan.run.guard import leave_if_unguarded
 from flowchan.run.handle import Results, Run
+from flowchan.run.memory import budget
 from flowchan.run.plan import plan
 from flowchan.run.signals import interrupts_held, terminate_as_interrupt
 from flowchan.stage import Problem
@@ -24,17 +25,18 @@ class Graph(Blueprint):
         nothing."""
         return check(self)
 
-    def start(self, *, seed: int | None = None) -> Run:
+    def start(self, *, seed: int | None = None, memory: int | None = None) -> Run:
         """Checks the graph and starts it. Raises ``GraphError`` with everything that is wrong with it, and ``OSError``
         when there is no memory for its channels. With the same ``seed`` the workers draw the same random numbers again;
-        a run without one chooses its own, which its report names."""
+        a run without one chooses its own, which its report names. ``memory``: how many bytes may be inside its channels
+        together, each of which gets the same share; the default is half of what the machine or the control group has."""
         chosen = int.from_bytes(os.urandom(6)) if seed is None else whole("run", "seed", seed, 0)
         leave_if_unguarded(self)
         raise_for(self)
         run = None
         try:
             with interrupts_held():
-                run = Run(plan(self, chosen))
+                run = Run(plan(self, chosen, budget() if memory is None else whole("run", "memory", memory, 1)))
                 self._started.update(stage.name for stage in self.stages)
         except KeyboardInterrupt:
             if run is not None:
@@ -42,8 +44,8 @@ class Graph(Blueprint):
             raise
         return run
 
-    def run(self, *, seed: int | None = None) -> Results:
-        """Runs the graph to its end and gives the results by stream; ``seed`` as for :meth:`start`. Raises
+    def run(self, *, seed: int | None = None, memory: int | None = None) -> Results:
+        """Runs the graph to its end and gives the results by stream; ``seed`` and ``memory`` as for :meth:`start`. Raises
         ``GraphError`` before anything starts, and ``RunError`` when a stage failed. The first Ctrl-C or SIGTERM stops
         the sources and lets what is in flight finish, the second breaks off; then ``Interrupted`` is raised, a
         ``KeyboardInterrupt`` that holds what was finished."""
@@ -51,7 +53,7 @@ class Graph(Blueprint):
             run = None
             try:
                 with interrupts_held():
-                    run = self.start(seed=seed)
+                    run = self.start(seed=seed, memory=memory)
                     for out in run._plan.inputs.values():
                         out.close()  # nobody has the handle to put anything
                 return run.wait()

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from flowchan.channel import Channel, In, Out
+from flowchan.channel import Channel, In, Out, most_bytes
 from flowchan.graph import Blueprint
 from flowchan.run.worker import Ports, Recipe, WorkerId
 from flowchan.stage import Link, Stage, is_async
@@ -44,8 +44,8 @@ class PlannedWorker:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All that one run consists of. ``inputs`` are the writing ends that the user holds, by stage name; all that its
-    workers draw by chance begins with ``seed``."""
+    """All that one run consists of. Its channels share ``memory`` bytes. ``inputs`` are the writing ends that the user
+    holds, by stage name; all that its workers draw by chance begins with ``seed``."""
 
     graph: Blueprint
     links: tuple[Link, ...]
@@ -53,6 +53,7 @@ class Plan:
     workers: tuple[PlannedWorker, ...]
     inputs: dict[str, Out[Any]]
     seed: int
+    memory: int
 
     def limits(self) -> dict[str, int]:
         """How many dead workers of each stage may be replaced: a stage with state of its own can't be, unless it says
@@ -83,13 +84,16 @@ class Plan:
         return any(worker.stage.on == "process" for worker in self.workers)
 
 
-def plan(graph: Blueprint, seed: int) -> Plan:
-    """Makes the channels of ``graph`` and every port of every worker. Raises ``OSError`` when there is no memory."""
+def plan(graph: Blueprint, seed: int, memory: int) -> Plan:
+    """Makes the channels of ``graph`` and every port of every worker. Each channel gets the same share of ``memory`` bytes.
+    Raises ``OSError`` when there is no memory."""
     links = tuple(link for link in graph.links if link.reader is not None)
     channels: dict[str, Channel[Any]] = {}
     for link in links:
-        channel: Channel[Any] = Channel(link.capacity, across=link.medium)
+        most = min(memory, most_bytes()) if link.medium == "processes" else None
+        channel: Channel[Any] = Channel(link.capacity, across=link.medium, max_bytes=most)
         channel._name = link.name
+        channel._share = max(1, memory // len(links))
         channels[link.name] = channel
     reading, writing = _ends(links, channels)
     workers: list[PlannedWorker] = []
@@ -100,7 +104,7 @@ def plan(graph: Blueprint, seed: int) -> Plan:
             continue
         for number, ports in enumerate(_input_ports(stage), 1):
             workers.append(PlannedWorker(WorkerId(stage.name, number), stage, _open(stage, ports, reading, writing)))
-    return Plan(graph, links, channels, tuple(workers), inputs, seed)
+    return Plan(graph, links, channels, tuple(workers), inputs, seed, memory)
 
 
 def _ends(links: tuple[Link, ...], channels: dict[str, Channel[Any]]) -> tuple[_Reading, _Writing]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from flowchan.run.explain import amount
 from flowchan.run.stats import LinkStats, RunState, RunStats, StageStats
 
 ONE_FOR_ONE = frozenset({"map", "sink", "merge", "partition"})
@@ -16,6 +17,8 @@ SOME = {"filter": "dropped", "take": "not taken"}
 def render(stats: RunStats) -> str:
     """The report of ``stats``, of a run that has ended or of one that still goes on."""
     first = f"graph {stats.graph!r}: {stats.state} {_after(stats)} {stats.elapsed:.2f} s, seed {stats.seed}"
+    if stats.memory:
+        first += f", channels hold up to {amount(stats.memory)}"
     head = [first, bottleneck_text(stats)]
     accounts = [[stage.name, account_text(stage, stats.state)] for stage in stats.stages]
     tables = [_stage_table(stats), _link_table(stats.links), table(["stage", "account"], accounts, left={0, 1})]

@@ -92,11 +92,14 @@ def summarise(supervisor: Supervisor, snapshots: tuple[Snapshot, ...]) -> RunSta
             waiting_readers=s.stats.waiting_readers, waiting_writers=s.stats.waiting_writers,
             readers_waiting_for=s.stats.readers_waiting_for, writers_waiting_for=s.stats.writers_waiting_for,
             selecting=s.stats.selecting, woken=s.stats.woken, awaiting=s.stats.awaiting,
+            bytes=s.stats.bytes_inside, share=plan.channels[s.link.name]._share, short_of_bytes=s.stats.short_of_bytes,
             holders=s.stats.holders,
         )
         for s in snapshots
     )  # fmt: skip
-    return RunStats(plan.graph.name, _state(state), elapsed, tuple(stages), links, _bottleneck(stages), plan.seed)
+    return RunStats(
+        plan.graph.name, _state(state), elapsed, tuple(stages), links, _bottleneck(stages), plan.seed, plan.memory
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,8 @@ class LinkStats:
     ``waiting_readers`` workers wait for an item, and somebody has for ``readers_waiting_for`` seconds; the same for
     writers. ``selecting`` of them may go on without this channel, ``awaiting`` of those are coroutines of this process;
     ``woken`` of them are about to look.
-    ``holders`` are the processes that keep blocks of its memory."""
+    ``bytes`` are inside of the ``share`` that the channel has of the run's memory; ``short_of_bytes``: a writer waits for
+    those and not for a place. ``holders`` are the processes that keep blocks of its memory."""
 
     name: str
     writer: str
@@ -59,6 +60,9 @@ class LinkStats:
     selecting: int = 0
     woken: int = 0
     awaiting: int = 0
+    bytes: int = 0
+    share: int = 0
+    short_of_bytes: bool = False
     holders: tuple[Holder, ...] = ()
 
 
@@ -66,7 +70,7 @@ class LinkStats:
 class RunStats:
     """A whole run: ``elapsed`` seconds since its start (until its end, once it has ended). ``bottleneck`` is the name
     of the stage that holds the others up, ``None`` while nothing can be said. With the same ``seed``
-    another run's workers draw the same random numbers (R9)."""
+    another run's workers draw the same random numbers (R9). Its channels share ``memory`` bytes."""
 
     graph: str
     state: RunState
@@ -75,3 +79,4 @@ class RunStats:
     links: tuple[LinkStats, ...]
     bottleneck: str | None
     seed: int = 0
+    memory: int = 0

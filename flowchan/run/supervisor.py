@@ -38,6 +38,7 @@ from typing import Any
 
 import psutil
 
+from flowchan import _core
 from flowchan.asynchronous import only_wait_for
 from flowchan.channel import Channel
 from flowchan.errors import Broken, Closed, Deadlock, Drained, Empty, WorkerDied
@@ -58,6 +59,7 @@ from flowchan.run.explain import all_wait, explain
 from flowchan.run.guard import NAME, UNGUARDED, server_was_unguarded, unguarded
 from flowchan.run.plan import Plan, PlannedWorker
 from flowchan.run.statistics import Spans, measure, summarise
+from flowchan.run.stats import RunStats
 from flowchan.run.worker import (
     Aborted,
     Began,
@@ -83,9 +85,11 @@ STILL = 0.5
 """Seconds for which nothing must move before a run counts as stuck."""
 REMEDY = "raise the capacity of a channel with a blocked writer (`stream.buffer(n)`), or read its branches independently"
 NOBODY_PUTS = "nobody puts: let one stage of the loop put before it gets, or end by returning"
-"""What to do when everybody waits, and somebody of them to put; and when all wait to get."""
+MORE_MEMORY = "give the run more memory (`graph.run(memory=…)`): a channel with a blocked writer has places, but no bytes"
+"""What to do when everybody waits, and somebody of them to put; when all wait to get; and when bytes are what is short."""
 LOOK = 0.05
-"""Seconds between two looks at the worker processes: two looks and what they take stay below what R4 allows."""
+"""Seconds between two looks at the worker processes, and at a run that is to end: two looks and what they take stay below
+what R4 allows."""
 
 
 class Latch:
@@ -141,6 +145,8 @@ class Supervisor:
         self._number_of = Counter(id.stage for id in ids)  # workers of a stage
         self._starts: Counter[WorkerId] = Counter()
         self._next_look = self.started_at + STILL
+        self._channels = list(plan.channels.values())
+        self._moved = -1  # items put and taken, at the last look
         self._counts: object = None  # of the last look at which every worker waited
         self._due: dict[WorkerId, float] = {}  # when a replaced worker is to be started
         self._born: dict[WorkerId, float] = {}
@@ -249,7 +255,7 @@ class Supervisor:
     def _run_to_the_end(self) -> None:
         while self.state.phase != "ended":
             try:
-                event = self._events.get(timeout=LOOK)
+                event = self._events.get(timeout=self._pause())
             except Empty:
                 event = decisions.Tick()
             if isinstance(event, Result):
@@ -381,44 +387,69 @@ class Supervisor:
 
     def _look_for_deadlock(self) -> None:
         """Two looks ``STILL`` seconds apart at which every worker waits and no count has changed: nobody can move.
-        Unless somebody outside can: an input that is open, or a result that the user may still take."""
+        Unless somebody outside can: an input that is open, or a result that the user may still take. One native look at
+        all channels tells nearly always that there is nothing to be told."""
         now = time.monotonic()
         if now < self._next_look or self._due:
             return
         self._next_look = now + STILL
+        moved, reading, writing = _core._look_at(self._channels)
+        before, self._moved = self._moved, moved
+        if moved != before:
+            self._counts = None
+            return
         unread = self.state.alive - self._threads.keys() - self._processes.keys()  # results, to be read by the program
-        if unread:
+        if unread and writing:
             self._look_for_unread(unread)
-        if unread or any(not out.channel.closed for out in self.plan.inputs.values()):
+            return
+        opened = any(not out.channel.closed for out in self.plan.inputs.values())
+        if unread or opened or reading + writing < len(self.state.alive):
+            self._counts = None
             return
         if any(self._processes[id].exitcode is not None for id in self.state.alive & self.state.processes):
             self._counts = None  # a worker that died while it waited counts as waiting until it is replaced
             return
         stats = summarise(self, measure(self.plan))
-        still = (self.state.restarts, [(link.name, link.inside, link.passed) for link in stats.links])
-        counts = still if all_wait(stats) and only_wait_for(self.plan.channels.values()) else None
+        still = (self.state.restarts, moved)
+        counts = still if all_wait(stats) and only_wait_for(self._channels) else None
         if counts is not None and counts == self._counts:
-            putting = [link.writer for link in stats.links if link.waiting_writers]
-            stage = (putting + [link.reader or link.writer for link in stats.links if link.waiting_readers])[0]
-            remedy = REMEDY if putting else NOBODY_PUTS
-            error = Deadlock(f"every worker waits and nothing is in flight; {remedy}\n{explain(stats)}")
-            self._handle(decisions.Stuck(Failure(WorkerId(stage, 1), error, None, self.pid)))
+            self._handle(decisions.Stuck(self._deadlock(stats)))
         self._counts = counts
+
+    def _deadlock(self, stats: RunStats) -> Failure:
+        """What is told when nobody can move."""
+        putting = [link for link in stats.links if link.waiting_writers]
+        stages = [link.writer for link in putting]
+        stages += [link.reader or link.writer for link in stats.links if link.waiting_readers]
+        remedy = MORE_MEMORY if any(link.short_of_bytes for link in putting) else REMEDY if putting else NOBODY_PUTS
+        error = Deadlock(f"every worker waits and nothing is in flight; {remedy}\n{explain(stats)}")
+        return Failure(WorkerId(stages[0], 1), error, None, self.pid)
 
     def _look_for_unread(self, unread: frozenset[WorkerId]) -> None:
         """Nothing moves because a result is full that nobody reads yet, and the program can't come to read it: it waits
         to put into an input, or for an item of another result. So that one is taken in."""
-        links = summarise(self, measure(self.plan)).links
         stages = {id.stage for id in unread}
-        full = {link.reader for link in links if link.reader in stages and link.waiting_writers}
+        links = [
+            (link, self.plan.channels[link.name].stats())
+            for link in self.plan.links
+            if link.reader in stages or link.writer in self.plan.inputs
+        ]
+        full = {link.reader for link, stats in links if link.reader in stages and stats.waiting_writers}
         waits = any(
-            (link.waiting_writers and link.writer in self.plan.inputs) or (link.waiting_readers and link.reader in stages)
-            for link in links
+            (stats.waiting_writers and link.writer in self.plan.inputs) or (stats.waiting_readers and link.reader in stages)
+            for link, stats in links
         )
-        counts = [(link.name, link.inside, link.passed) for link in links] if full and waits else None
+        counts = self._moved if full and waits else None
         if counts is not None and counts == self._counts:
             self.take_in(frozenset(id for id in unread if id.stage in full))
         self._counts = counts
+
+    def _pause(self) -> float:
+        """Seconds until something must be looked at though nothing is heard. In a run on threads that is not to end that
+        is only whether anybody can move."""
+        if self.state.processes or self.state.phase != "running":
+            return LOOK
+        return max(LOOK, self._next_look - time.monotonic())
 
     def _replace(self, id: WorkerId) -> None:
         """Gives back what a dead worker had in hand, so that every output of it appears once: outputs that are out

@@ -10,6 +10,7 @@ import re
 import signal
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import pytest
 from runs import Gate, everywhere, script, start
 from waiting import wait_until
 
-from flowchan import Channel, Deadlock, Graph, In, Out, Run, RunError, StageError, select
+from flowchan import Channel, Deadlock, Graph, In, Out, Run, RunError, StageError, _core, select
 from flowchan.run import supervisor
 from flowchan.run.supervisor import Supervisor
 
@@ -50,12 +51,12 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     real = Supervisor._look_for_deadlock
 
     def look(self: Supervisor) -> None:
-        self._next_look = 0.0
         real(self)
         seen[0] = next(count)
 
     monkeypatch.setattr(Supervisor, "_look_for_deadlock", look)
     monkeypatch.setattr(supervisor, "LOOK", 0.001)
+    monkeypatch.setattr(supervisor, "STILL", 0.001)
     return lambda: seen[0]
 
 
@@ -544,6 +545,38 @@ def test_a_stage_that_waits_with_several_threads_does_not_stand_for_another(look
     assert goes_on(run, looks)
     gate.open()
     run.wait()
+
+
+def test_a_run_that_waits_costs_its_supervisor_one_look_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However large it is: the statistics of all stages are not gathered for that, and nothing else wakes it up."""
+    counts: Counter[str] = Counter()
+
+    def count(owner: Any, name: str) -> None:
+        real = getattr(owner, name)
+
+        def counted(*arguments: Any) -> Any:
+            counts[name] += 1
+            return real(*arguments)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    monkeypatch.setattr(supervisor, "STILL", 0.02)
+    monkeypatch.setattr(supervisor, "LOOK", 0.0001)
+    graph = Graph("idle")
+    numbers = graph.input()
+    stream = numbers
+    for _ in range(50):
+        stream = stream.map(same)
+    stream.sink(same)
+    with graph.start() as run:
+        wait_until(lambda: sum(link.waiting_readers for link in run.stats().links) == 51)
+        for owner, name in ((supervisor, "summarise"), (_core, "_look_at"), (run._supervisor, "_cancel_tasks")):
+            count(owner, name)
+        wait_until(lambda: counts["_look_at"] > 10)
+        seen = Counter(counts)
+        run[numbers].close()
+    assert seen["summarise"] == 0
+    assert seen["_cancel_tasks"] <= seen["_look_at"] + 2, "turns of its loop"
 
 
 def test_a_moving_run_is_no_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:

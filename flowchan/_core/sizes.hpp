@@ -1,0 +1,19 @@
+// What an item counts against the bytes that a `threads` channel may hold.
+#pragma once
+
+#include <Python.h>
+
+#include <cstdint>
+
+namespace flowchan {
+
+// About how many bytes an item keeps alive. Never raises. Numbers cost a comparison of types; see sizes.cpp.
+uint64_t estimate_size(PyObject* item);
+
+inline uint64_t size_of(PyObject* item) {
+    PyTypeObject* type = Py_TYPE(item);
+    return type == &PyLong_Type || type == &PyFloat_Type || type == &PyBool_Type || item == Py_None ? 32
+                                                                                                    : estimate_size(item);
+}
+
+}  // namespace flowchan

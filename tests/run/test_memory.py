@@ -1,0 +1,184 @@
+"""The memory budget of a run: its channels are bounded by bytes too and share alike; an item larger than its channel's
+share passes alone."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from runs import Gate, everywhere
+from waiting import wait_until
+
+from flowchan import Deadlock, Graph, RunError, _core
+from flowchan.run import memory
+
+KB, MB = 1000, 1_000_000
+
+
+def rows(number: int) -> list[bytes]:
+    """A thousand rows of 1 KB."""
+    return [number.to_bytes(8, "big") * 125 for _ in range(1000)]
+
+
+def same(item: Any) -> Any:
+    return item
+
+
+@everywhere
+def test_channels_share_the_budget_of_a_run(on: Any) -> None:
+    gate = Gate()
+
+    def hold(item: Any) -> None:
+        gate.wait()
+
+    graph = Graph("batches")
+    graph.source(range(20), on=on).map(rows, on=on, name="rows").map(same, on=on, name="same").sink(hold, on=on)
+    run = graph.start(memory=9 * MB)
+    gate.wait_held()
+    wait_until(lambda: all(link.inside == 2 and link.short_of_bytes for link in run.stats().links[1:]), what=run.explain)
+    stats = run.stats()  # a third item would be more than 3 MB, with what a list of rows costs
+    assert stats.memory == 9 * MB
+    assert {link.share for link in stats.links} == {3 * MB}
+    assert all(link.bytes <= link.share for link in stats.links)
+    assert re.search(r"\(2 of 64; 2\.\d MB of the 3\.0 MB that it may take of the run's memory\)", run.explain())
+    gate.open()
+    run.wait()
+    assert all(stage.items_in in (0, 20) for stage in run.stats().stages)
+    assert "channels hold up to 9.0 MB" in run.report()
+
+
+@everywhere
+def test_an_item_larger_than_its_share_passes_alone(on: Any) -> None:
+    graph = Graph("large")
+    found = graph.source(range(8), on=on).map(rows, on=on).map(len, on=on, workers=2).collect()
+    assert graph.run(memory=3 * MB)[found] == [1000] * 8
+
+
+@everywhere
+def test_small_items_fill_all_places(on: Any) -> None:
+    gate = Gate()
+
+    def hold(item: Any) -> None:
+        gate.wait()
+
+    graph = Graph("small")
+    graph.source(range(1000), on=on, capacity=64).sink(hold, on=on)
+    run = graph.start(memory=10 * MB)
+    gate.wait_held()
+    wait_until(lambda: run.stats().links[0].inside >= 48)  # a stage wakes its writer when a quarter of the places is free
+    assert not run.stats().links[0].short_of_bytes
+    gate.open()
+    run.wait()
+
+
+def test_a_deadlock_for_lack_of_bytes_says_so() -> None:
+    """The zip wants a batch of 20 from one branch; the other branch may not hold 20 of such items."""
+    graph = Graph("stuck")
+    left, right = graph.source(range(60)).map(rows).tee(2, name="tee")
+    left.batch(20).zip(right).sink(same)
+    run = graph.start(memory=24 * MB)
+    with pytest.raises(RunError) as caught:
+        run.wait()
+    cause = caught.value.exceptions[0].__cause__
+    assert isinstance(cause, Deadlock)
+    assert "give the run more memory (`graph.run(memory=…)`)" in str(cause)
+    assert "that it may take of the run's memory" in str(cause)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, "4 GiB", True])
+def test_a_budget_is_a_number_of_bytes(wrong: Any) -> None:
+    graph = Graph("wrong")
+    graph.source([1]).sink(same)
+    with pytest.raises((TypeError, ValueError), match="memory must be"):
+        graph.run(memory=wrong)
+
+
+# where the default comes from
+
+
+def test_the_default_is_half_of_what_there_is() -> None:
+    graph = Graph("default")
+    graph.source([1]).sink(same)
+    run = graph.start()
+    run.wait()
+    assert run.stats().memory == memory.available() // 2
+    assert 0 < memory.available() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize(
+    ("line", "files", "limit"),
+    [
+        ("0::/user/job", {"user/job/memory.max": "max", "user/memory.max": "5000000"}, 5_000_000),
+        ("0::/gone/in/container", {"memory.max": "7000000"}, 7_000_000),
+        ("4:memory:/docker/1", {"memory/memory.limit_in_bytes": "6000000"}, 6_000_000),
+        ("3:cpu:/docker/1", {"cpu/memory.max": "1"}, None),
+        ("0::/../outside", {"memory.max": "max"}, None),
+    ],
+)
+def test_the_limits_of_control_groups_count(
+    line: str, files: dict[str, str], limit: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(memory, "CGROUPS", tmp_path)
+    assert min(memory._limits(line), default=None) == limit
+
+
+# what an item counts
+
+
+@dataclass
+class Sample:
+    image: np.ndarray
+    label: str
+
+
+class Slotted:
+    __slots__ = ("data",)
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+
+class Told:
+    nbytes = 12_345_678
+
+
+@pytest.mark.parametrize(
+    ("item", "least", "most"),
+    [
+        (7, 1, 100),
+        ((1, 2.0, None), 1, 200),
+        (b"x" * MB, MB, MB + 100),
+        ("x" * MB, MB, MB + 100),
+        (bytearray(MB), MB, MB + 100),
+        (np.zeros((1000, 125)), MB, MB + 100),
+        (memoryview(bytes(MB)), MB, MB + 100),
+        ([bytes(KB) for _ in range(20_000)], 20 * MB, 22 * MB),
+        ([(number, bytes(KB)) for number in range(1000)], MB, 1.3 * MB),
+        ({number: bytes(KB) for number in range(1000)}, MB, 1.3 * MB),
+        ([{"image": np.zeros(125), "label": "cat"} for _ in range(1000)], MB, 1.9 * MB),
+        (Sample(np.zeros(125_000), "cat"), MB, MB + 1000),
+        ([Sample(np.zeros(125_000), "cat") for _ in range(50)], 50 * MB, 51 * MB),
+        (Slotted(bytes(MB)), MB, MB + 1000),
+        ({bytes([number]) * KB for number in range(10)}, 10 * KB, 12 * KB),
+        (Told(), 12_345_678, 12_345_678),
+        (np, 0, 0),
+        (Sample, 0, 0),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_the_size_of_an_item_is_estimated(item: Any, least: float, most: float) -> None:
+    assert least <= _core._size_of(item) <= most
+
+
+def test_an_item_that_holds_itself_has_a_size() -> None:
+    item: list[Any] = [bytes(KB)]
+    item.append(item)
+    assert _core._size_of(item) >= KB
