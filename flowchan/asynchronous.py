@@ -50,8 +50,9 @@ class Watcher:
         with self._lock:
             self._waits[future] = wait
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="flowchan async")
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="flowchan async")
+                thread.start()
+                self._thread = thread  # one that can't be started is remembered nowhere
         self._watch.ring()
 
     def remove(self, future: asyncio.Future[None]) -> None:
@@ -132,8 +133,8 @@ async def _changed(wait: Await) -> None:
         watcher = Watcher(loop)
         watchers.append(watcher)
     future: asyncio.Future[None] = loop.create_future()
-    watcher.add(future, wait)
     try:
+        watcher.add(future, wait)
         await future
     except BaseException:
         watcher.remove(future)

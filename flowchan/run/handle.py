@@ -207,9 +207,21 @@ class Run:
             if self._gathering:
                 return
             self._gathering = True
-        for worker in self._plan.workers:
-            if worker.gathers and worker.stage.name not in {*self._iterated, *self._taken_in}:
-                self._supervisor.start_thread(worker.id)
+        waiting = [
+            worker.id
+            for worker in self._plan.workers
+            if worker.gathers and worker.stage.name not in {*self._iterated, *self._taken_in}
+        ]
+        try:
+            while waiting:
+                self._supervisor.start_thread(waiting[0])
+                del waiting[0]
+        except BaseException:  # nobody will read these results, so the run would wait for ever
+            self.abort()
+            for id in waiting:
+                self._leave(id, self._port(id))
+            self._supervisor.ended.wait()
+            raise
 
     def _end_interrupted(self) -> NoReturn:
         """After a Ctrl-C: stops the run and waits until everything in flight is finished; a second one breaks it off, a
@@ -309,8 +321,8 @@ class _TakenIn:
         self.broken: Broken | None = None  # the run broke off, and these are not all of them
         name = f"flowchan {supervisor.plan.graph.name}/{id}"
         self.thread = threading.Thread(target=self._pour, args=(supervisor, id, port), name=name, daemon=True)
-        supervisor.count_thread(id, self.thread)
         self.thread.start()
+        supervisor.count_thread(id, self.thread)
 
     def _pour(self, supervisor: Supervisor, id: WorkerId, port: In[Any]) -> None:
         with contextlib.suppress(Closed):  # the run may be over

@@ -56,8 +56,10 @@ from flowchan.run.decisions import (
     decide,
 )
 from flowchan.run.explain import all_wait, explain
+from flowchan.run.failures import text_of
 from flowchan.run.guard import NAME, UNGUARDED, server_was_unguarded, unguarded
 from flowchan.run.plan import Plan, PlannedWorker
+from flowchan.run.starting import start_process
 from flowchan.run.statistics import Spans, measure, summarise
 from flowchan.run.stats import RunStats
 from flowchan.run.worker import (
@@ -165,40 +167,59 @@ class Supervisor:
         self._events: Channel[Happening | Event] = Channel(1024)
         self._mail: Channel[Event] | None = Channel(1024, across="processes") if plan.uses_processes else None
         self._mail_reader = None if self._mail is None else self._mail.reader()
-        self._thread = threading.Thread(target=self._watch, name=f"flowchan {plan.graph.name} supervisor", daemon=True)
-        self._postman = threading.Thread(target=self._deliver, name=f"flowchan {plan.graph.name} mail", daemon=True)
+        self._thread: threading.Thread | None = None
+        self._postman: threading.Thread | None = None
 
     # --- called by the run, on any thread ---
 
     def start(self) -> None:
-        """Starts every worker but those that gather results. Processes first: a fork copies no thread of ours."""
+        """Starts every worker but those that gather results, or undoes all and raises."""
         try:
-            for worker in self.plan.workers:
-                if worker.stage.on == "process":
-                    self._start_process(worker)
-            for worker in self.plan.workers:
-                if worker.stage.on == "thread" and not worker.gathers and not worker.is_task:
-                    self.start_thread(worker.id)
-            for stage in self.plan.graph.stages:
-                if is_async(stage.function):
-                    self._start_loop(stage)
-        except BaseException:
+            self._start_workers()
+            if self._mail is not None:
+                self._postman = self._started(" mail", self._deliver)
+            self._thread = self._started(" supervisor", self._watch)
+        except BaseException as reason:
+            self._undo_start(reason)
+            raise
+
+    def _start_workers(self) -> None:
+        """Processes first: a fork copies no thread of ours."""
+        for worker in self.plan.workers:
+            if worker.stage.on == "process":
+                self._start_process(worker)
+        for worker in self.plan.workers:
+            if worker.stage.on == "thread" and not worker.gathers and not worker.is_task:
+                self.start_thread(worker.id)
+        for stage in self.plan.graph.stages:
+            if is_async(stage.function):
+                self._start_loop(stage)
+
+    def _started(self, name: str, target: Callable[..., None], *arguments: Any) -> threading.Thread:
+        """A thread of the run, once it runs: one that can't be started is remembered nowhere."""
+        name = f"flowchan {self.plan.graph.name}{name}"
+        thread = threading.Thread(target=target, args=arguments, name=name, daemon=True)
+        thread.start()
+        return thread
+
+    def _undo_start(self, reason: BaseException) -> None:
+        """Ends what has started, as the supervisor's thread would. What goes wrong in that does not hide the reason."""
+        try:
             self._break(None)
+            for tasks in self._tasks:
+                tasks.cancel()
             for process in self._processes.values():
                 process.kill()
-            self._clear_up()
-            raise
-        if self._mail is not None:
-            self._postman.start()
-        self._thread.start()
+            self._clear_up(decisions.GRACE)
+            self._warn_of_abandoned()
+        except Exception as error:
+            reason.add_note(f"and not all that had started could be ended: {text_of(error)}")
 
     def start_thread(self, id: WorkerId) -> None:
         """Starts a worker on a thread of this process."""
         worker = self._workers[id]
-        name = f"flowchan {self.plan.graph.name}/{id}"
         arguments = (self._begun(id), worker.recipe, worker.ports, self.tell, False)
-        self._threads[id] = threading.Thread(target=work, args=arguments, name=name, daemon=True)
-        self._threads[id].start()
+        self._threads[id] = self._started(f"/{id}", work, *arguments)
 
     def count_thread(self, id: WorkerId, thread: threading.Thread) -> None:
         """Somebody else's thread does the work of this worker: one more that may wait when nobody can move."""
@@ -210,10 +231,8 @@ class Supervisor:
         tasks = {self._begun(id): of_worker for id, of_worker in ports.items()}
         self._tasks.append(Tasks())
         arguments = (tasks, Recipe.of(stage), self.tell, self._tasks[-1])
-        name = f"flowchan {self.plan.graph.name}/{stage.name}"
-        thread = threading.Thread(target=work_together, args=arguments, name=name, daemon=True)
+        thread = self._started(f"/{stage.name}", work_together, *arguments)
         self._threads.update(dict.fromkeys(ports, thread))
-        thread.start()
 
     def _begun(self, id: WorkerId) -> chance.Worker:
         """What the worker that is being started is to know of itself."""
@@ -352,6 +371,8 @@ class Supervisor:
             process.kill()
         except psutil.NoSuchProcess:
             return False
+        except OSError:  # no descriptor is free to look with
+            return True
         self._lost.add(id)
         return True
 
@@ -472,10 +493,13 @@ class Supervisor:
         for id in [id for id, due in self._due.items() if due <= now or self.state.phase == "ended"]:
             del self._due[id]
             self._gone.discard(id)
-            if self.state.phase in ("running", "stopping"):
-                self._start_process(self._workers[id])
-            else:
+            if self.state.phase not in ("running", "stopping"):
                 self._handle(Ended(id))
+                continue
+            try:
+                self._start_process(self._workers[id])
+            except Exception as error:
+                self._handle(Failure(id, error, None, self.pid))
 
     def _all_is_heard(self) -> bool:
         """Whether all that workers have told so far has been handled."""
@@ -497,19 +521,20 @@ class Supervisor:
         name = f"{NAME}{self.plan.graph.name}/{worker.id}"
         process = multiprocessing.get_context().Process(target=process_main, args=arguments, name=name)
         try:
-            process.start()
+            start_process(process)
         except (EOFError, OSError):
             if server_was_unguarded():
                 raise unguarded(self.plan.graph) from None
             raise
         self._processes[worker.id] = process
         self._lost.discard(worker.id)
-        with contextlib.suppress(psutil.NoSuchProcess):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it may have ended already
             self._known[worker.id] = psutil.Process(process.pid)
         self._born[worker.id] = time.monotonic()
 
-    def _clear_up(self) -> None:
-        """Leaves nothing behind but threads that are stuck in the user's code."""
+    def _clear_up(self, patience: float | None = None) -> None:
+        """Leaves nothing behind but threads that are stuck in the user's code: those that have been given up, and those
+        that have not ended after ``patience`` seconds."""
         deadline = time.monotonic() + decisions.GRACE
         for process in self._processes.values():
             process.join(max(0.0, deadline - time.monotonic()))
@@ -524,14 +549,17 @@ class Supervisor:
                     port.close()
         for out in self.plan.inputs.values():
             out.channel.close()  # not the port: it is the user's, whose next put shall raise Closed
+        self._events.close()  # before those are joined who may wait to put into it
         if self._mail is not None:
             self._mail.close()
-            if self._postman.ident is not None:
-                self._postman.join()
-        self._events.close()
-        for id, thread in self._threads.items():
+        if self._postman is not None:
+            self._postman.join()
+        deadline = time.monotonic() + (patience or 0.0)
+        for id, thread in list(self._threads.items()):  # who waits for the run may start one more
             if id not in self.state.abandoned:
-                thread.join(None if self._thread.ident else decisions.GRACE)  # a start that failed has asked nobody yet
+                thread.join(None if patience is None else max(0.0, deadline - time.monotonic()))
+        stuck = frozenset(id for id, thread in list(self._threads.items()) if thread.is_alive())
+        self.state = dataclasses.replace(self.state, abandoned=self.state.abandoned | stuck)
 
     def _warn_of_abandoned(self) -> None:
         """Comes last: with warnings turned into errors it raises, and the run must have ended for all who wait."""

@@ -282,9 +282,18 @@ def work_together(workers: dict[Worker, Ports], recipe: Recipe, tell: Callable[[
                 await ASYNC_BODIES[recipe.kind](job, **ports.inputs, **ports.outputs)
         except BaseException as error:
             ended_by = _let_go(error, ports)
+        silent.discard(worker)
         _end(worker, job, ports, ended_by, tell, sends=False)
 
-    asyncio.run(tasks.run(one(here, ports) for here, ports in workers.items()))
+    silent = {WorkerId(here.stage, here.number) for here in workers}
+    together = tasks.run(one(here, ports) for here, ports in workers.items())
+    try:
+        asyncio.run(together)
+    except BaseException as error:  # no event loop was to be had: all must say so, or the run waits for ever
+        together.close()
+        for worker in sorted(silent, key=str):
+            with contextlib.suppress(Closed):
+                tell(Failure(worker, error, None, os.getpid()))
 
 
 def _job(

@@ -1,0 +1,55 @@
+"""Starting a worker's process so that nothing is left of it when that fails.
+
+``multiprocessing`` leaves the pipes of a process open that could not be started, and a process unreaped that could not
+be told what to do. Which they are stands in the frames of its launch, and the exception has those.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import traceback
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+PIPES = ("parent_r", "parent_w", "child_r", "child_w", "w")
+"""What CPython's launches call the ends of their pipes."""
+
+
+def start_process(process: BaseProcess) -> None:
+    """Starts it, or raises and has undone everything."""
+    try:
+        process.start()
+    except BaseException as error:
+        _undo_launch(error)
+        raise
+
+
+def _undo_launch(error: BaseException) -> None:
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module, function = frame.f_globals.get("__name__", ""), frame.f_code.co_name
+        if module == "multiprocessing.forkserver" and function == "connect_to_new_process":
+            if "child_r" not in frame.f_locals:  # else it has closed them itself
+                _close(frame.f_locals)
+        elif module.startswith("multiprocessing.popen_") and function == "_launch":
+            _undo_popen(frame.f_locals)
+
+
+def _undo_popen(names: dict[str, Any]) -> None:
+    popen: Any = names["self"]
+    if getattr(popen, "pid", None):
+        popen.kill()
+        popen.wait()
+    if popen.finalizer is not None:
+        popen.close()
+        return
+    _close(names)
+    if "w" in names:
+        os.close(popen.sentinel)
+
+
+def _close(names: dict[str, Any]) -> None:
+    for name in PIPES:
+        if isinstance(names.get(name), int):
+            with contextlib.suppress(OSError):
+                os.close(names[name])

@@ -1,0 +1,234 @@
+"""R6 for a start that fails, at whatever point: everything is undone, and the reason comes first."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import gc
+import itertools
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from runs import run_python, script
+from waiting import wait_until
+
+from flowchan import Channel, Graph, RunError, _core
+from flowchan.run import supervisor
+
+MOST = 40
+"""More than any start here takes of anything."""
+
+
+async def same(item: Any) -> Any:
+    return item
+
+
+def identity(item: Any) -> Any:
+    return item
+
+
+async def for_ever(item: Any) -> Any:
+    await asyncio.Event().wait()
+
+
+def mixed() -> Graph:
+    """Workers of every kind: threads, processes, tasks, and one that gathers."""
+    graph = Graph("starts")
+    numbers = graph.source(itertools.count).map(identity, on="process", workers=2)
+    numbers.map(same, workers=2).map(for_ever).collect()
+    return graph
+
+
+class Refused:
+    """Lets a function raise at its n-th call by the main thread."""
+
+    def __init__(self, usual: Callable[..., Any], n: int, error: BaseException) -> None:
+        self.usual, self.left, self.error = usual, n, error
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        if threading.current_thread() is threading.main_thread():
+            self.left -= 1
+            if self.left == 0:
+                raise type(self.error)(*self.error.args)  # another one, for it keeps what its traceback holds
+        return self.usual(*arguments, **named)
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        """As a method."""
+        return lambda *arguments, **named: self(instance, *arguments, **named)
+
+
+def no_more(what: int) -> OSError:
+    return OSError(what, os.strerror(what))
+
+
+REFUSALS: dict[str, tuple[Any, str, BaseException]] = {
+    "thread": (threading.Thread, "start", RuntimeError("can't start new thread")),
+    "fork": (os, "fork", no_more(errno.EAGAIN)),
+    "pipe": (os, "pipe", no_more(errno.EMFILE)),
+    "channel": (_core.Channel, "__init__", no_more(errno.ENOMEM)),
+    "reader": (_core.Channel, "reader", MemoryError("no port")),
+    "pickle": (supervisor, "pack", ValueError("not to be sent")),
+    "look": (psutil, "Process", no_more(errno.EMFILE)),
+}
+
+
+def holdings() -> set[str]:
+    gc.collect()
+    found = {f"process {child.pid}" for child in psutil.Process().children(recursive=True)}
+    found |= {f"thread {thread.name}" for thread in threading.enumerate()}
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found.add(f"descriptor {number} {os.readlink(f'/proc/self/fd/{number}')}")
+    return found
+
+
+def start_of(graph: Graph) -> str:
+    """How the start failed, or ``started``."""
+    try:
+        run = graph.start()
+        run.abort()
+        run.wait()
+    except Exception as error:
+        return repr(error)
+    return "started"
+
+
+@pytest.mark.parametrize("what", REFUSALS)
+def test_a_start_that_fails_leaves_nothing_whatever_is_refused(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    start_of(mixed())  # what the first start of all leaves for good
+    before = holdings()
+    owner, name, error = REFUSALS[what]
+    for n in range(1, MOST):
+        refused = Refused(getattr(owner, name), n, error)
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, refused)
+            end = start_of(mixed())
+        wait_until(lambda: holdings() <= before, 20, what=lambda: holdings() - before)
+        if refused.left > 0:
+            break
+        assert end == repr(error), n
+    assert 1 < n < MOST
+
+
+PROGRAM = """
+    import errno, itertools, multiprocessing, os, sys, threading
+    from flowchan import Graph
+
+    def same(item):
+        return item
+
+    def refuse(owner, name, n, error):
+        usual, calls = getattr(owner, name), itertools.count(1)
+        def refusing(*arguments, **named):
+            if next(calls) == n:
+                raise type(error)(*error.args)  # another one, for it keeps what its traceback holds
+            return usual(*arguments, **named)
+        setattr(owner, name, refusing)
+        return lambda: setattr(owner, name, usual)
+
+    def descriptors():
+        return len(os.listdir("/proc/self/fd"))
+
+    def attempt():
+        graph = Graph("starts")
+        graph.source(range(3)).map(same, on="process", workers=2).sink(same)
+        try:
+            graph.run()
+        except Exception as error:
+            return repr(error)
+
+    if __name__ == "__main__":
+        multiprocessing.set_start_method(sys.argv[1])
+        assert attempt() is None
+        before = descriptors()
+        for name in ("pipe", "dup"):
+            for n in range(1, 30):
+                again = refuse(os, name, n, OSError(errno.EMFILE, "too many"))
+                end = attempt()
+                again()
+                assert descriptors() == before, (name, n, end, before, descriptors())
+                if end is None:
+                    break
+                # Python's forkserver dies of a start that is given up half-way, and refuses the next one.
+                refused = sys.argv[1] == "forkserver" and end.startswith("ConnectionRefusedError")
+                assert refused or end == repr(OSError(errno.EMFILE, "too many")), end
+        refuse(threading.Thread, "start", int(sys.argv[2]), RuntimeError("can't start new thread"))
+        print(attempt(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_the_program_ends_and_leaks_no_descriptor_under_every_start_method(method: str, n: int, tmp_path: Path) -> None:
+    """The n-th thread that is refused: a worker's, the mail's, the supervisor's."""
+    out = run_python(script(tmp_path, PROGRAM), method, str(n))
+    assert out == "RuntimeError(\"can't start new thread\")\n"
+
+
+def test_a_thread_that_is_refused_for_a_result_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is started when somebody waits."""
+    graph = Graph("starts")
+    numbers = graph.source(itertools.count)
+    left, right = numbers.tee(2)
+    left.collect()
+    right.collect()
+    run = graph.start()
+    monkeypatch.setattr(threading.Thread, "start", Refused(threading.Thread.start, 2, RuntimeError("no new thread")))
+    with pytest.raises(RuntimeError, match="no new thread"):
+        run.wait()
+    assert run.stats().state == "aborted"
+
+
+def test_an_event_loop_that_is_refused_is_a_failure_of_its_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise no_more(errno.EMFILE)
+
+    monkeypatch.setattr(asyncio.events, "new_event_loop", refuse)
+    graph = Graph("starts")
+    graph.source(itertools.count).map(same, workers=2, name="awaits").sink(identity)
+    with pytest.raises(RunError) as caught:
+        graph.run()
+    assert {error.stage for error in caught.value.exceptions} == {"awaits"}
+    assert [type(error.__cause__) for error in caught.value.exceptions] == [OSError, OSError]
+
+
+def test_a_thread_that_is_refused_for_the_waits_of_coroutines_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def get(channel: Channel[int]) -> None:
+        monkeypatch.setattr(threading.Thread, "start", Refused(threading.Thread.start, 1, RuntimeError("no thread")))
+        with pytest.raises(RuntimeError, match="no thread"):
+            await channel.aget()
+        monkeypatch.undo()
+        waiting = asyncio.ensure_future(channel.aget())
+        while not channel.stats().waiting_readers:
+            await asyncio.sleep(0)
+        await channel.aput(1)
+        assert await waiting == 1
+
+    asyncio.run(get(Channel()))
+
+
+def test_a_worker_that_can_not_be_started_again_fails_the_run_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def die(item: int) -> None:
+        os._exit(3)
+
+    usual = os.fork
+
+    def fork() -> int:
+        if threading.current_thread() is threading.main_thread():
+            return usual()
+        raise no_more(errno.EAGAIN)
+
+    monkeypatch.setattr(os, "fork", fork)
+    graph = Graph("starts")
+    graph.source([1]).map(die, on="process", name="dies").sink(identity)
+    with pytest.raises(RunError) as caught:
+        graph.run()
+    (error,) = caught.value.exceptions
+    assert error.stage == "dies"
+    assert isinstance(error.__cause__, OSError)
