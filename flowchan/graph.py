@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -89,7 +89,7 @@ class Blueprint:
 
     def source(
         self,
-        items: Iterable[Any] | Callable[..., Iterable[Any]],
+        items: Iterable[Any] | Callable[..., Iterable[Any] | AsyncIterable[Any] | Awaitable[Iterable[Any]]],
         *args: Any,
         name: str | None = None,
         on: Placement = "thread",
@@ -99,7 +99,8 @@ class Blueprint:
         **kwargs: Any,
     ) -> Stream:
         """A stream of the elements of ``items``: an iterable, or a callable that gives one when it is called with
-        ``args`` and ``kwargs`` inside the run. ``restartable``: iterating again gives the same elements, so a worker
+        ``args`` and ``kwargs`` inside the run. An async generator function is cancelled where it awaits as soon as
+        nobody wants its elements any more. ``restartable``: iterating again gives the same elements, so a worker
         process that died may be replaced, up to ``restarts`` times, by one that goes on behind what is out already."""
         function: Callable[..., Any] | None = None
         options: dict[str, Any] = {}
@@ -107,6 +108,11 @@ class Blueprint:
             no_misspelt_option("source", items, kwargs, _SOURCE_OPTIONS)
             function, item = items, element_type(returned_type(items))
         elif not isinstance(items, Iterable) and not hasattr(items, "__getitem__"):
+            if isinstance(items, AsyncIterable):
+                raise TypeError(
+                    f"source: give the function, to be called inside the run, and its arguments, not {shown(items)}: "
+                    "graph.source(tail, path)"
+                )
             raise TypeError(f"source: items must be an iterable or a callable that gives one, not {shown(items)}")
         elif args or kwargs:
             known_options("source", kwargs, _SOURCE_OPTIONS)

@@ -115,7 +115,7 @@ class Problem:
         return f"{self.where}: {subject}{self.message}"
 
 
-ASYNC_KINDS = frozenset({"map", "filter", "flat_map", "sink", "stage"})
+ASYNC_KINDS = frozenset({"source", "map", "filter", "flat_map", "sink", "stage"})
 """The verbs that take an ``async def`` function."""
 
 

@@ -238,7 +238,9 @@ NB_MODULE(_core, m) {
         .def("__exit__", [](In& in, nb::handle type, nb::handle, nb::handle) { in.close(type.is_none()); },
              "type"_a.none(), "error"_a.none(), "traceback"_a.none())
         .def_prop_ro("channel", [](In& in) { return in.channel; }, "The channel that it reads.")
-        .def_prop_ro("closed", [](In& in) { return !in.open; }, "Whether this port was closed.");
+        .def_prop_ro("closed", [](In& in) {
+            return !in.open || is_broken(*in.ch) || is_drained(*in.ch);
+        }, "Whether nothing more comes: the port was closed, or the channel is drained or broken.");
 
     nb::class_<Out>(m, "Out", nb::type_slots(out_slots), "A stage's writing end of a channel.")
         .def("close", &Out::close, "Leave; the last writer to leave closes the channel.")
@@ -261,7 +263,9 @@ NB_MODULE(_core, m) {
         .def("__exit__", [](Out& out, nb::handle, nb::handle, nb::handle) { out.close(); }, "type"_a.none(),
              "error"_a.none(), "traceback"_a.none())
         .def_prop_ro("channel", [](Out& out) { return out.channel; }, "The channel that it writes.")
-        .def_prop_ro("closed", [](Out& out) { return !out.open; }, "Whether this port was closed.");
+        .def_prop_ro("closed", [](Out& out) {
+            return !out.open || state_of(*out.ch) != OPEN;
+        }, "Whether nothing more can be put: the port was closed, the channel was closed or broken, or its readers left.");
 
     nb::class_<Await>(m, "Await", "One coroutine that stands at the gate of a channel or port; see asynchronous.py.")
         .def(nb::init<nb::object, bool, bool>(), "target"_a, "reading"_a, "again"_a)

@@ -12,7 +12,8 @@ The life of a run:
 In *stopping* sources are stopped and the rest drains. In *failing* and *aborting* all channels are broken, and whoever
 does not end by itself is ended: processes are terminated after ``GRACE`` seconds and killed after twice that; a thread
 that is stuck in the user's code can't be ended, it is given up. *finishing* is the same without a failure: everything
-that the user can see has ended, only workers are left that nobody needs (a source that waits for its device).
+that the user can see has ended, the sources are stopped, and only workers are left that nobody needs (a source that waits
+for its device).
 
 A worker process that dies while the run is *running* or *stopping* is replaced as long as its stage has restarts left: at
 once the first time, later after a pause that doubles with every death over the same item.
@@ -166,11 +167,13 @@ def decide(state: State, happening: Happening, now: float) -> tuple[State, tuple
 def _gone(state: State, worker: WorkerId, now: float) -> tuple[State, tuple[Action, ...]]:
     alive = state.alive - {worker}
     phase, since = state.phase, state.since
+    actions: tuple[Action, ...] = (ReleasePorts(worker),)
     if not alive:
         phase = "ended"
     elif phase in ("running", "stopping") and state.ends and not (alive & state.ends):
         phase, since = "finishing", now
-    return dataclasses.replace(state, alive=alive, phase=phase, since=since), (ReleasePorts(worker),)
+        actions = (*actions, StopSources())  # a stage that waits for an item does not see that nobody wants it
+    return dataclasses.replace(state, alive=alive, phase=phase, since=since), actions
 
 
 def _failed(state: State, failure: Failure, now: float, expected: bool) -> tuple[State, tuple[Action, ...]]:

@@ -229,7 +229,8 @@ class Supervisor:
         """Starts the workers of an async stage, as tasks on one thread."""
         ports = {id: worker.ports for id, worker in self._workers.items() if worker.stage is stage}
         tasks = {self._begun(id): of_worker for id, of_worker in ports.items()}
-        self._tasks.append(Tasks())
+        into = [link.name for link in self.plan.links if link.writer == stage.name and stage.kind == "source"]
+        self._tasks.append(Tasks(self.plan.channels[into[0]] if into else None))
         arguments = (tasks, Recipe.of(stage), self.tell, self._tasks[-1])
         thread = self._started(f"/{stage.name}", work_together, *arguments)
         self._threads.update(dict.fromkeys(ports, thread))
@@ -328,10 +329,12 @@ class Supervisor:
             self._due[action.worker] = time.monotonic() + action.pause
 
     def _cancel_tasks(self) -> None:
-        """At once when the run is broken off; when only workers are left that nobody needs, they may end by themselves."""
+        """At once when the run is broken off, and sources when nobody wants their elements any more; when only workers
+        are left that nobody needs, they may end by themselves."""
         late = time.monotonic() - self.state.since > decisions.GRACE / 2
-        if self.state.phase in ("failing", "aborting") or (self.state.phase == "finishing" and late):
-            for tasks in self._tasks:
+        over = self.state.phase in ("failing", "aborting") or (self.state.phase == "finishing" and late)
+        for tasks in self._tasks:
+            if over or (tasks.into is not None and tasks.into.closed):
                 tasks.cancel()
 
     def _tell_break(self) -> None:
@@ -562,8 +565,13 @@ class Supervisor:
         self.state = dataclasses.replace(self.state, abandoned=self.state.abandoned | stuck)
 
     def _warn_of_abandoned(self) -> None:
-        """Comes last: with warnings turned into errors it raises, and the run must have ended for all who wait."""
+        """Comes last: with warnings turned into errors it raises, and the run must have ended for all who wait. Nobody
+        waits any more, so who only needed another moment is given it."""
+        deadline = time.monotonic() + decisions.GRACE
         for id in sorted(self.state.abandoned & frozenset(self._threads), key=str):
+            self._threads[id].join(max(0.0, deadline - time.monotonic()))
+            if not self._threads[id].is_alive():
+                continue
             warnings.warn(
                 f"worker {id} of graph {self.plan.graph.name!r} still runs code of yours that nothing can interrupt "
                 "from outside; its thread ends when that code returns",

@@ -36,6 +36,7 @@ class Job:
     errors: Out[Failed] | None = None
     on_retry: Callable[[], None] = lambda: None
     on_result: Callable[[Any], None] = lambda _: None
+    on_clean_up: Callable[[], None] = lambda: None  # from now on a task only cleans up
     unwanted: int = 0  # items whose reader had left (partition)
 
     def recover(self, call: Callable[[Any], Any], item: Any, error: BaseException) -> Any:

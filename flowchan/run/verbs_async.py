@@ -35,6 +35,16 @@ async def _put(job: Job, out: Out[Any], item: Any, output: Any) -> None:
         job.not_sent(out, item, error)
 
 
+async def source(job: Job, *, out: Out[Any]) -> None:
+    elements = _elements(job.function(*job.args, **job.kwargs))
+    try:
+        async for element in elements:
+            await out.aput(element)
+    finally:
+        job.on_clean_up()
+        await elements.aclose()
+
+
 async def map_(job: Job, *, items: In[Any], out: Out[Any]) -> None:
     async for item in items:
         result = await _call(job, item)
@@ -109,6 +119,7 @@ async def stage(job: Job, **ports: In[Any] | Out[Any]) -> None:
 
 
 ASYNC_BODIES: dict[str, Callable[..., Awaitable[None]]] = {
+    "source": source,
     "map": map_,
     "filter": filter_,
     "flat_map": flat_map,

@@ -230,9 +230,11 @@ def tell_aborts(worker: WorkerId, ports: Ports, tell: Callable[[Event], None], s
 
 
 class Tasks:
-    """The tasks of one async stage, as another thread sees them. Unlike a thread, a task that awaits can be ended."""
+    """The tasks of one async stage, as another thread sees them. Unlike a thread, a task that awaits can be ended.
+    ``into``: the channel without which they have nothing to do."""
 
-    def __init__(self) -> None:
+    def __init__(self, into: Channel[Any] | None = None) -> None:
+        self.into = into
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -246,22 +248,27 @@ class Tasks:
             with contextlib.suppress(RuntimeError):  # the loop was closed: they have ended
                 loop.call_soon_threadsafe(self._cancel)
 
+    def leave_alone(self) -> None:
+        """The current task is not cancelled any more: it is cleaning up."""
+        self._tasks = [task for task in self._tasks if task is not asyncio.current_task()]
+
     def _cancel(self) -> None:
         for task in self._tasks:
             task.cancel()
 
     async def run(self, workers: Iterable[Coroutine[Any, Any, None]]) -> None:
-        self._tasks = [asyncio.ensure_future(worker) for worker in workers]
+        everybody = [asyncio.ensure_future(worker) for worker in workers]
+        self._tasks = everybody
         with self._lock:
             self._loop = asyncio.get_running_loop()
             cancelled = self._cancelled
         await asyncio.sleep(0)  # a task that is cancelled before it began would never say how it ended
         if cancelled:
             self._cancel()
-        await asyncio.gather(*self._tasks)
+        await asyncio.gather(*everybody)
         with self._lock:
             self._loop = None
-        self._tasks.clear()
+        self._tasks = []
         end_waits()
 
 
@@ -278,6 +285,7 @@ def work_together(workers: dict[Worker, Ports], recipe: Recipe, tell: Callable[[
             ports.join(recipe)
             async with built_async(recipe.function) as function:
                 job = _job(worker, recipe, ports, function, tell)
+                job.on_clean_up = tasks.leave_alone
                 tell(Began(worker))
                 await ASYNC_BODIES[recipe.kind](job, **ports.inputs, **ports.outputs)
         except BaseException as error:

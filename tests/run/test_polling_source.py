@@ -1,0 +1,264 @@
+"""R2 and R5 for sources that wait for something: an async generator is cancelled where it awaits, and a stage that only
+writes sees in ``out.closed`` that nobody wants more."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+import time
+import warnings
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+import pytest
+from runs import Gate, everywhere
+from waiting import wait_until
+
+from flowchan import Channel, Graph, Out, RunError
+
+
+def same(item: Any) -> Any:
+    return item
+
+
+class Log:
+    """A file that nobody writes to any more."""
+
+    def __init__(self) -> None:
+        self.cleaned: list[str] = []
+
+    async def tail(self, lines: int) -> AsyncIterator[int]:
+        try:
+            for line in range(lines):
+                yield line
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.2)  # longer than the supervisor's look: what cleans up is not cancelled again
+            self.cleaned.append("tail")
+
+
+# an async generator is a source
+
+
+def test_an_async_generator_is_a_source() -> None:
+    async def count(first: int, *, last: int) -> AsyncIterator[int]:
+        for number in range(first, last):
+            await asyncio.sleep(0)
+            yield number
+
+    graph = Graph("polls")
+    numbers = graph.source(count, 3, last=6).map(same, on="process").collect()
+    assert graph.run()[numbers] == [3, 4, 5]
+
+
+def test_a_coroutine_that_gives_an_iterable_is_a_source() -> None:
+    async def ask(number: int) -> list[int]:
+        await asyncio.sleep(0)
+        return [number, number]
+
+    graph = Graph("polls")
+    numbers = graph.source(functools.partial(ask, 7)).collect()
+    assert graph.run()[numbers] == [7, 7]
+
+
+def test_stop_cancels_an_async_generator_and_it_cleans_up() -> None:
+    log = Log()
+    graph = Graph("polls")
+    lines = graph.source(log.tail, 3).map(same).collect()
+    run = graph.start()
+    wait_until(lambda: run.stats().stages[0].items_out == 3)
+    run.stop()
+    assert run.wait()[lines] == [0, 1, 2]
+    assert run.stats().state == "stopped"
+    assert log.cleaned == ["tail"]
+
+
+def test_abort_cancels_an_async_generator_and_it_cleans_up() -> None:
+    log = Log()
+    graph = Graph("polls")
+    graph.source(log.tail, 0).sink(same)
+    run = graph.start()
+    run.abort()
+    run.wait()
+    assert run.stats().state == "aborted"
+
+
+@pytest.mark.parametrize("lines", [2, 1_000])
+def test_an_early_end_cancels_an_async_generator_and_it_cleans_up(lines: int) -> None:
+    log = Log()
+    graph = Graph("polls")
+    taken = graph.source(log.tail, lines).take(2).collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert graph.run()[taken] == [0, 1]
+    assert log.cleaned == ["tail"]
+
+
+def test_an_early_end_cancels_it_while_the_rest_of_the_run_goes_on() -> None:
+    log = Log()
+    gate = Gate()
+    graph = Graph("polls")
+    graph.source(log.tail, 3).take(2).sink(same)
+    graph.source([1]).sink(lambda _: gate.wait())
+    run = graph.start()
+    gate.wait_held()
+    wait_until(lambda: log.cleaned == ["tail"])
+    gate.open()
+    run.wait()
+
+
+def test_an_async_generator_that_raises_fails_the_run() -> None:
+    async def bad() -> AsyncIterator[int]:
+        yield 1
+        raise ValueError("no more")
+
+    graph = Graph("polls")
+    graph.source(bad).sink(same)
+    with pytest.raises(RunError) as caught:
+        graph.run()
+    (error,) = caught.value.exceptions
+    assert (error.stage, str(error.__cause__)) == ("bad", "no more")
+
+
+@pytest.mark.parametrize("annotation", [AsyncIterator[int], AsyncGenerator[int, None]])
+def test_its_annotation_gives_the_type_of_the_items(annotation: Any) -> None:
+    async def numbers() -> Any:
+        yield 1
+
+    def shout(item: str) -> str:
+        return item.upper()
+
+    numbers.__annotations__["return"] = annotation
+    graph = Graph("polls")
+    stream = graph.source(numbers)
+    assert stream.item is int
+    stream.map(shout).sink(same)
+    (problem,) = graph.check()
+    assert (problem.rule, problem.stage) == ("type", "shout")
+
+
+def test_an_async_generator_does_not_run_in_a_process_and_must_not_be_called_already() -> None:
+    log = Log()
+    graph = Graph("polls")
+    graph.source(log.tail, 1, on="process").sink(same)
+    assert "async" in [problem.rule for problem in graph.check()]
+    with pytest.raises(TypeError, match=r"give the function, to be called inside the run, .*graph.source\(tail, path\)"):
+        graph.source(log.tail(1))  # type: ignore[arg-type]
+
+
+# out.closed
+
+
+def poll(out: Out[int], started: Channel[int], ended: Channel[str]) -> None:
+    """Writes once, and then has nothing to write."""
+    out.put(0)
+    started.close()
+    while not out.closed:
+        time.sleep(0.01)
+    ended.put("saw it")
+
+
+class Polls:
+    """A stage that polls, wherever it runs, and what is heard of it."""
+
+    def __init__(self) -> None:
+        self.started: Channel[int] = Channel(1, across="processes")
+        self.ended: Channel[str] = Channel(1, across="processes")
+
+    def declare(self, graph: Graph, on: Any) -> Any:
+        return graph.stage(poll, started=self.started, ended=self.ended, on=on)
+
+    def wait_started(self) -> None:
+        wait_until(lambda: self.started.closed)
+
+
+@everywhere
+def test_a_stage_that_only_writes_sees_a_stop(on: Any) -> None:
+    polls = Polls()
+    graph = Graph("polls")
+    polls.declare(graph, on).sink(same)
+    run = graph.start()
+    polls.wait_started()
+    run.stop()
+    run.wait()
+    assert polls.ended.get() == "saw it"
+
+
+@everywhere
+def test_a_stage_that_only_writes_sees_an_abort(on: Any) -> None:
+    polls = Polls()
+    graph = Graph("polls")
+    polls.declare(graph, on).sink(same)
+    run = graph.start()
+    polls.wait_started()
+    run.abort()
+    run.wait()
+    assert polls.ended.get() == "saw it"
+
+
+@everywhere
+def test_a_stage_that_only_writes_sees_that_its_readers_have_left_and_no_warning_is_given(on: Any) -> None:
+    polls = Polls()
+    graph = Graph("polls")
+    items = polls.declare(graph, on).map(same, on=on).collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with graph.start() as run:
+            for item in run.iter(items):
+                assert item == 0
+                break
+        run._supervisor._thread.join()  # type: ignore[union-attr]
+    assert polls.ended.get() == "saw it"
+
+
+@pytest.mark.parametrize("across", ["threads", "processes"])
+def test_a_port_is_closed_when_nothing_more_can_come_or_go(across: Any) -> None:
+    channel: Channel[int] = Channel(across=across)
+    out, items = channel.writer(), channel.reader()
+    assert (out.closed, items.closed) == (False, False)
+    out.put(1)
+    channel.close()
+    assert (out.closed, items.closed) == (True, False)
+    assert items.get() == 1
+    assert not items.closed  # it is in hand, and may come back
+    items.close()
+    assert items.closed
+    broken: Channel[int] = Channel(across=across)
+    out, items = broken.writer(), broken.reader()
+    broken.abort()
+    assert (out.closed, items.closed) == (True, True)
+    left: Channel[int] = Channel(across=across)
+    out, items = left.writer(), left.reader()
+    items.close()
+    assert out.closed
+    drained: Channel[int] = Channel(across=across)
+    out, items = drained.writer(), drained.reader()
+    out.close()
+    assert (out.closed, items.closed) == (True, True)
+
+
+# who needs a moment
+
+
+def test_a_source_that_ends_a_moment_after_it_was_given_up_is_not_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flowchan.run.decisions.GRACE", 0.5)
+    released = threading.Event()
+    ended = threading.Event()
+
+    def camera() -> Any:
+        yield 1
+        released.wait()
+        ended.set()
+
+    graph = Graph("polls")
+    items = graph.source(camera).collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with graph.start() as run:
+            for _ in run.iter(items):
+                break
+        assert not ended.is_set()  # the run did not wait for it
+        released.set()
+        run._supervisor._thread.join()  # type: ignore[union-attr]
+    assert ended.is_set()
