@@ -133,6 +133,9 @@ PROGRAM = """
         return lambda: setattr(owner, name, usual)
 
     def descriptors():
+        for thread in threading.enumerate():  # the supervisor's holds the run until it ends, a moment after the run
+            if thread is not threading.current_thread():
+                thread.join()
         return len(os.listdir("/proc/self/fd"))
 
     def attempt():
