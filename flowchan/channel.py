@@ -20,7 +20,7 @@ from flowchan import _core, asynchronous
 from flowchan._core import In, Out
 from flowchan.errors import Broken
 from flowchan.transport import arrays
-from flowchan.transport.handles import duplicate, open_handle, shortage
+from flowchan.transport.handles import Beside, Handle, Inherited, Sent, hand_over, now, shortage, take_over
 
 __all__ = ["Channel", "ChannelStats", "Holder", "In", "Out"]
 
@@ -143,37 +143,50 @@ class Channel(_core.Channel, Generic[T]):
     def __reduce__(self) -> tuple[Any, ...]:
         if self.across == "threads":
             raise TypeError(f"{self!r} can't be sent to another process; make it with across='processes'")
-        return _arrive, (duplicate(self._fd), self._name)
+        return _arrive, (hand_over(self._fd, self._socket, self), self._name)
 
 
 # The channels of this process by the inode of their memory: one that arrives here again is the same object.
 _known: weakref.WeakValueDictionary[int, Channel[Any]] = weakref.WeakValueDictionary()
 
 
-def _arrive(handle: Any, name: str) -> Channel[Any]:
-    if isinstance(handle, tuple) and (known := _known.get(handle[2])) is not None:
-        return known  # no need of the sender, which may have ended
+def _arrive(handle: Handle, name: str) -> Channel[Any]:
+    if not isinstance(handle, Inherited) and (known := _known.get(handle.inode)) is not None:
+        return known  # no need of descriptors
+    if isinstance(handle, Beside):
+        if now.beside is None:
+            raise Broken(f"channel {name!r} stands beside what was packed: use unpack, and not pickle")
+        beside: Channel[Any] = now.beside[handle.place]
+        return beside
     try:
-        fd = open_handle(handle)
+        fd, socket = take_over(handle)
     except OSError as error:
         if (short := shortage(f"channel {name!r}", error)) is not None:
             raise short from error
+        if isinstance(handle, Sent):
+            raise Broken(f"channel {name!r} can't be received: {error.strerror}") from error
         raise Broken(f"channel {name!r} was sent by a process that has ended before it was received") from error
     inode = os.fstat(fd).st_ino
     known = _known.get(inode)
     if known is not None:
-        os.close(fd)
+        _close(fd, socket)
         return known
     channel: Channel[Any] = Channel.__new__(Channel)
     try:
-        _core.Channel.__init__(channel, fd=fd, name=name)
+        _core.Channel.__init__(channel, fd=fd, socket=socket, name=name)
     except BaseException as error:
-        os.close(fd)
+        _close(fd, socket)
         if isinstance(error, OSError) and (short := shortage(f"channel {name!r}", error)) is not None:
             raise short from error
         raise
     _known[inode] = channel
     return channel
+
+
+def _close(*descriptors: int) -> None:
+    for fd in descriptors:
+        if fd >= 0:
+            os.close(fd)
 
 
 def _whole(argument: str, value: object, unit: str) -> None:

@@ -7,13 +7,10 @@ next one finishes it.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, TypeVar
 
-import cloudpickle
-
-from flowchan import Channel, In
+from flowchan import Channel, In, pack, unpack
 from flowchan.pipelines.locks import Lock
 from flowchan.pipelines.sharing import Shared, arrive, give_back
 
@@ -25,8 +22,7 @@ class SharedDict(Shared, MutableMapping[K, V]):
     """A mapping between processes. Each operation is done as a whole; do several as one under ``with mapping.lock:``.
 
     What is read is a copy: to change a value within, assign it again, or store a ``SharedDict`` in it. Keys and values
-    are whatever can be pickled, by cloudpickle where plain pickle cannot. Channels and what is made of them can be values
-    as long as the process that assigned them has them.
+    are whatever can be pickled, by cloudpickle where plain pickle cannot; channels too, and what is made of them.
     """
 
     _stay: In[Any] | None  # the last reader's exit would end the channel for those who write
@@ -43,7 +39,7 @@ class SharedDict(Shared, MutableMapping[K, V]):
         self.lock = arrive(Lock, (token,))
         self._stay = None
 
-    def _read(self) -> dict[K, bytes]:
+    def _read(self) -> dict[K, Any]:
         with self.lock:
             if self._stay is None:
                 self._stay = self._cell.reader()
@@ -51,12 +47,12 @@ class SharedDict(Shared, MutableMapping[K, V]):
                 self._cell.get_nowait()  # somebody died after the change
             port = self._cell.reader()
             try:
-                found: dict[K, bytes] = port.get()
+                found: dict[K, Any] = port.get()
             finally:
                 give_back(port)
         return found
 
-    def _change(self, change: Callable[[dict[K, bytes]], object]) -> None:
+    def _change(self, change: Callable[[dict[K, Any]], object]) -> None:
         """Lets ``change`` work on a copy that then takes the place of what is there; if it raises, nothing is changed."""
         with self.lock:
             changed = self._read()
@@ -65,7 +61,7 @@ class SharedDict(Shared, MutableMapping[K, V]):
             self._cell.get_nowait()
 
     def __getitem__(self, key: K) -> V:
-        value: V = pickle.loads(self._read()[key])
+        value: V = unpack(self._read()[key])
         return value
 
     def __setitem__(self, key: K, value: V) -> None:
@@ -85,7 +81,7 @@ class SharedDict(Shared, MutableMapping[K, V]):
 
     def copy(self) -> dict[K, V]:
         """All of it at one moment, as a plain dictionary."""
-        return {key: pickle.loads(value) for key, value in self._read().items()}
+        return {key: unpack(value) for key, value in self._read().items()}
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """As ``dict.update``, and all of it at once."""
@@ -115,6 +111,9 @@ class SharedDict(Shared, MutableMapping[K, V]):
         return f"SharedDict({self.copy()!r})"
 
 
-def _packed(value: Any) -> bytes:
-    data: bytes = cloudpickle.dumps(value, protocol=5)
-    return data
+def _packed(value: Any) -> Any:
+    """Arrays too are copied at each access, so that what is read belongs to who reads it."""
+    packed = pack(value)
+    if isinstance(packed, bytes):
+        return packed
+    return [part if isinstance(part, (bytes, Channel)) else bytearray(part) for part in packed]

@@ -128,6 +128,15 @@ void retire(Out& out, std::vector<uint64_t> items) {
     lock.unlock(wakes);
 }
 
+// A descriptor of another process, opened here; -1 where the system does not allow it.
+int descriptor_of(int pid, int fd) {
+    const long process = syscall(SYS_pidfd_open, pid, 0);
+    if (process < 0) return -1;
+    const long opened = syscall(438 /* pidfd_getfd, Linux 5.6 */, process, fd, 0);
+    close(int(process));
+    return int(opened);
+}
+
 // Ends this process at once when the process `pid` has ended, whatever this one is doing, C code with the GIL held
 // included. One thread that only ever sleeps in poll(), or, where the kernel or a filter refuses pidfd_open, looks ten
 // times a second; it ends with its process.
@@ -177,7 +186,7 @@ NB_MODULE(_core, m) {
                         "A bounded, closable FIFO. Use flowchan.Channel, which checks its arguments.")
         .def("__init__", construct<uint64_t, bool, uint64_t, std::string>, "capacity"_a, "processes"_a, "max_bytes"_a,
              "name"_a)
-        .def("__init__", construct<int, std::string>, "fd"_a, "name"_a)
+        .def("__init__", construct<int, int, std::string>, "fd"_a, "socket"_a, "name"_a)
         .def("close", close_channel,
              "Nobody can put any more; what is inside can still be read. Anybody may close, any number of times.")
         .def("abort", [](Channel& ch, nb::handle cause) { abort_channel(ch, cause.ptr()); }, "cause"_a = nb::none(),
@@ -200,6 +209,7 @@ NB_MODULE(_core, m) {
         .def_prop_ro("_fd", [](Channel& ch) { return ch.ring ? ch.ring->fd() : -1; })
         .def_prop_rw("_share", [](Channel& ch) { return ch.queue ? ch.queue->share : ch.ring->header().share; },
              [](Channel& ch, uint64_t bytes) { (ch.queue ? ch.queue->share : ch.ring->header().share) = bytes; })
+        .def_prop_ro("_socket", [](Channel& ch) { return ch.ring ? ch.ring->socket() : -1; })
         .def("_stats", channel_stats)
         .def("_pinned", [](Channel& ch) {
             Wakes wakes;
@@ -283,6 +293,7 @@ NB_MODULE(_core, m) {
     }, "dumps"_a, "loads"_a, "unreadable"_a);
     m.def("_look_at", look_at, "channels"_a);
     m.def("_size_of", [](nb::handle item) { return size_of(item.ptr()); }, "item"_a);
+    m.def("_descriptor_of", descriptor_of, "pid"_a, "fd"_a);
     m.def("_select", select_one, "gets"_a, "puts"_a, "timeout"_a.none());
     m.def("_die_with", die_with, "pid"_a);
     m.def("_die_of", die_of, "number"_a);

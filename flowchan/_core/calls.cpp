@@ -77,7 +77,7 @@ Step put_large(Channel& ch, Out* out, const ObjectFrame& frame, Deadline deadlin
     }
     Wakes wakes;
     Locked<Ring> locked(ring);
-    step = ring.publish(slot, writer, wakes);
+    step = ring.publish(frame, slot, writer, wakes);
     if (out) out->copying -= 1;
     locked.unlock(wakes);
     return step;
@@ -141,6 +141,7 @@ Step put_ring(Channel& ch, Out* out, PyObject* item, Deadline deadline, uint64_t
     if (!encode(item, frame)) return Step::Interrupted;
     size = frame.size;
     Step step = put_frame(ch, out, frame, deadline);
+    if (step == Step::Refused) return raise_refused(ch, frame.refused), Step::Interrupted;
     if (frame.kind == PINNED && step == Step::Done) tell_put(frame, nb::find(ch).ptr());
     return step;
 }
@@ -207,6 +208,19 @@ Step not_received(Channel& ch, In* in, Taking taking, Taken& taken) {
     return Step::Interrupted;
 }
 
+// The descriptors that came with an item, for `loads`: a list of them, and why there are no more. Null with an error set.
+nb::object opened_parcel(Ring& ring, const Taken& taken) {
+    const uint64_t id = parcel_of(taken.kind, taken.at, taken.size);
+    if (!id) return nb::none();
+    std::vector<int> descriptors;
+    Locked<Ring> locked(ring);
+    const int error = ring.open_parcel(id, descriptors);
+    locked.unlock({});
+    nb::list list;
+    for (int fd : descriptors) list.append(fd);
+    return nb::make_tuple(list, error);
+}
+
 // The same over a ring. What lies there is not freed before it is decoded: see In::copying.
 Step get_ring(Channel& ch, In* in, Deadline deadline, Taking taking, PyObject*& result) {
     ReaderState* reader = in ? &in->state : nullptr;
@@ -225,12 +239,14 @@ Step get_ring(Channel& ch, In* in, Deadline deadline, Taking taking, PyObject*& 
         deadline);
     if (step != Step::Done) return step;
     std::shared_ptr<Block> block = taken.viewed ? std::make_shared<Block>(ch.ring, taken.slot) : nullptr;
-    result = decode(taken.kind, taken.at, taken.size, block);
+    nb::object parcel = needs_its_slot(taken.kind) ? opened_parcel(ring, taken) : nb::object();
+    result = decode(taken.kind, taken.at, taken.size, block, parcel.ptr());
     if (!result) return not_received(ch, in, taking, taken);
     if (taken.held) {
         Wakes wakes;
         Locked<Ring> locked(ring);
         ring.release(taken.held, wakes);
+        if (parcel.is_valid()) ring.drop_parcels();
         locked.unlock(wakes);
     }
     if (!in || !in->max_deaths || taken.deaths < in->max_deaths) return Step::Done;

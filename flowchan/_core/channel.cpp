@@ -22,9 +22,9 @@ Channel::Channel(uint64_t capacity, bool processes, uint64_t max_bytes, std::str
     else queue = std::make_unique<LocalQueue>(capacity, max_bytes);
 }
 
-Channel::Channel(int fd, std::string name) : name(std::move(name)) {
+Channel::Channel(int fd, int socket, std::string name) : name(std::move(name)) {
     need_proc();
-    ring = std::make_shared<Ring>(fd);
+    ring = std::make_shared<Ring>(fd, socket);
     capacity = ring->header().capacity;
     max_bytes = ring->header().max_bytes;
 }

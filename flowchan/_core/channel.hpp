@@ -26,7 +26,7 @@ struct Channel {
     std::atomic<uint32_t> awaiting = 0;  // coroutines of this process that wait here: a count for stats, no partner
 
     Channel(uint64_t capacity, bool processes, uint64_t max_bytes, std::string name);
-    Channel(int fd, std::string name);
+    Channel(int fd, int socket, std::string name);
     ~Channel();
 
     std::string describe() const;     // "channel 'name'" or "Channel(64, across='threads')"

@@ -175,8 +175,9 @@ void copy(char* to, const char* from, uint64_t n) {
     memcpy(to, from, n);
 }
 
-// `dumps` gives the pickle; or a list, the pickle and then its out-of-band buffers; or a tuple: an id, such a list, and
-// what is called with the channel once the item has been put (see `tell_put`).
+// `dumps` gives the pickle; or a list, the pickle and then its out-of-band buffers; or a tuple: an id, such a list, what is
+// called with the channel once the item has been put (see `tell_put`) or None, the id of its parcel or 0, and the
+// descriptors in that.
 bool encode_pickle(PyObject* object, ObjectFrame& frame) {
     frame.keep = PyObject_CallOneArg(py_dumps, object);
     if (!frame.keep) return false;
@@ -191,9 +192,13 @@ bool encode_pickle(PyObject* object, ObjectFrame& frame) {
     if (PyTuple_CheckExact(frame.keep)) {
         id = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(frame.keep, 0));
         list = PyTuple_GET_ITEM(frame.keep, 1);
+        frame.parcel = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(frame.keep, 3));
+        PyObject* descriptors = PyTuple_GET_ITEM(frame.keep, 4);
+        for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(descriptors); ++i)
+            frame.descriptors.push_back(int(PyLong_AsLong(PyTuple_GET_ITEM(descriptors, i))));
         pin = PIN;
     }
-    frame.kind = pin ? PINNED : BUFFERS;
+    frame.kind = !pin ? BUFFERS : PyTuple_GET_ITEM(frame.keep, 2) == Py_None ? PARCEL : PINNED;
     uint64_t n = uint64_t(PyList_GET_SIZE(list)), head = pin + 8 + 16 * n;
     char* header = frame.header;
     if (head > sizeof frame.header) {
@@ -202,6 +207,7 @@ bool encode_pickle(PyObject* object, ObjectFrame& frame) {
     }
     frame.buffers.reserve(n);
     memcpy(header, &id, 8);  // where there is none, n follows in its place
+    memcpy(header + 8, &frame.parcel, 8);
     frame.pieces.push_back({header, head, 0});
     header += pin;
     memcpy(header, &n, 8);
@@ -254,17 +260,18 @@ PyObject* decode_buffers(const char* at, uint64_t size, const std::shared_ptr<Bl
     return args;
 }
 
-// What `loads` is called with: the pickle and its buffers; for PINNED within a tuple, with a view that keeps the item in
-// existence, or None where this reader may not. The buffers of such an item are copied, so that who keeps one of them does
+// What `loads` is called with: the pickle and its buffers; for PINNED and PARCEL within a tuple, with a view that keeps the
+// item in existence, or None where this reader may not, and with its parcel. The buffers of such an item are copied, so that who keeps one of them does
 // not keep the item.
-PyObject* decode_with_buffers(uint64_t kind, const char* at, uint64_t size, const std::shared_ptr<Block>& block) {
-    const uint64_t pin = kind == PINNED ? PIN : 0;
+PyObject* decode_with_buffers(uint64_t kind, const char* at, uint64_t size, const std::shared_ptr<Block>& block,
+                              PyObject* parcel) {
+    const uint64_t pin = needs_its_slot(kind) ? PIN : 0;
     if (size < pin) return damaged();
     PyObject* args = decode_buffers(at + pin, size - pin, pin ? nullptr : block);
     if (args && pin) {
         nb::object keep = block ? View::over(block, at, pin) : nb::none();
-        PyObject* pair = PyTuple_Pack(2, keep.ptr(), args);
-        Py_SETREF(args, pair);
+        PyObject* all = PyTuple_Pack(3, keep.ptr(), args, parcel ? parcel : Py_None);
+        Py_SETREF(args, all);
     }
     PyObject* result = args ? PyObject_CallOneArg(py_loads, args) : nullptr;
     Py_XDECREF(args);
@@ -294,7 +301,7 @@ bool encode(PyObject* object, ObjectFrame& frame) {
     return encode_pickle(object, frame);
 }
 
-PyObject* decode(uint64_t kind, const char* at, uint64_t size, const std::shared_ptr<Block>& block) {
+PyObject* decode(uint64_t kind, const char* at, uint64_t size, const std::shared_ptr<Block>& block, PyObject* parcel) {
     if (kind == DIRECT) {
         Reader reader{at, at + size};
         PyObject* o = reader.object(0);
@@ -311,7 +318,13 @@ PyObject* decode(uint64_t kind, const char* at, uint64_t size, const std::shared
         Py_XDECREF(bytes);
         return o;
     }
-    return kind == BUFFERS || kind == PINNED ? decode_with_buffers(kind, at, size, block) : damaged();
+    return kind == BUFFERS || needs_its_slot(kind) ? decode_with_buffers(kind, at, size, block, parcel) : damaged();
+}
+
+uint64_t parcel_of(uint64_t kind, const char* at, uint64_t size) {
+    uint64_t id = 0;
+    if (needs_its_slot(kind) && size >= PIN) memcpy(&id, at + 8, 8);
+    return id;
 }
 
 void tell_put(const ObjectFrame& frame, PyObject* channel) {
@@ -346,7 +359,7 @@ bool lay_into(ObjectFrame& frame, const Block& loan) {
 }
 
 PyObject* unreadable(uint64_t kind, const char* at, uint64_t size) {
-    const uint64_t pin = kind == PINNED ? PIN : 0;
+    const uint64_t pin = needs_its_slot(kind) ? PIN : 0;
     uint64_t from = 0, length = size;  // all of it, unless the table of its buffers says where the pickle is
     if ((kind == BUFFERS || pin) && size >= pin + 24) {
         memcpy(&from, at + pin + 8, 8);

@@ -28,7 +28,12 @@ bool encode(PyObject* object, ObjectFrame& frame);
 
 // A new reference, or null with a Python error set. Copies everything it needs out of `at`; but of BUFFERS in a `block` only
 // the pickle.
-PyObject* decode(uint64_t kind, const char* at, uint64_t size, const std::shared_ptr<Block>& block = nullptr);
+// `parcel`: what `loads` is given of the descriptors that came with the item, borrowed; null where there can't be any.
+PyObject* decode(uint64_t kind, const char* at, uint64_t size, const std::shared_ptr<Block>& block = nullptr,
+                 PyObject* parcel = nullptr);
+
+// The id of an item's parcel, 0 if it has none.
+uint64_t parcel_of(uint64_t kind, const char* at, uint64_t size);
 
 // Tells whoever pinned something to this PINNED frame that it is in `channel` now, and so among its `_pinned` ids.
 void tell_put(const ObjectFrame& frame, PyObject* channel);

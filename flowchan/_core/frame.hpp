@@ -13,8 +13,14 @@ enum Kind : uint64_t {
     BYTES = 2,    // the bytes of a `bytes` object
     PICKLE = 3,   // a pickle without buffers
     BUFFERS = 4,  // u64 count, then u64 offset and u64 size of each: a pickle, and its out-of-band buffers
-    PINNED = 5,   // u64 id, PIN bytes in all, then as BUFFERS: whoever put it keeps something for as long as the item exists
+    // u64 id, u64 id of its parcel or 0, PIN bytes in all, then as BUFFERS: whoever put it keeps something for as long as
+    // the item exists
+    PINNED = 5,
+    PARCEL = 6,  // u64 0, u64 id of its parcel, PIN bytes in all, then as BUFFERS: descriptors travel with it
 };
+
+// The kinds whose items must exist while they are decoded: they are never copied out and freed before.
+inline bool needs_its_slot(uint64_t kind) { return kind == PINNED || kind == PARCEL; }
 
 constexpr uint64_t PIN = 64;
 
@@ -31,6 +37,9 @@ struct Frame {
     char small[SMALL];          // the payload of DIRECT
     Piece one{};                // the payload of BYTES and PICKLE
     std::vector<Piece> pieces;  // the payload of BUFFERS
+    uint64_t parcel = 0;        // id of the descriptors that travel with it, 0: there are none
+    std::vector<int> descriptors;
+    mutable int refused = 0;    // errno, when they could not be sent
 
     void write(char* to) const {
         if (kind == DIRECT) {

@@ -1,6 +1,8 @@
 // How a call that did not work is told to the user, and how the cause of a break is kept.
 #include "raising.hpp"
 
+#include <cstring>
+
 namespace flowchan {
 
 namespace {
@@ -82,11 +84,25 @@ void raise(const char* name, const std::string& message) {
     Py_DECREF(cls);
 }
 
+void raise_refused(Channel& ch, int error) {
+    const std::string who = ch.describe();
+    std::string why = std::string("they could not be sent (") + strerror(error) + ")";
+    if (error == EBADF)
+        why = "this process has no socket of it; it needs AF_UNIX sockets, and must get the channel by fork, as an argument of a "
+              "process or through a channel";
+    if (error == E2BIG) why = "one item takes at most 126 of them; put several items";
+    if (error == EAGAIN || error == ENOBUFS) why = "too many are on their way in it; receive some first";
+    if (error == ETOOMANYREFS)
+        why = "this user has more descriptors on their way than a process may have open; receive some first, or allow more "
+              "(ulimit -n)";
+    raise("ChannelError", who + " does not take the channels in this item: " + why);
+}
+
 // The kind, then the payload. Of a cause that can't cross, its text; the break itself must always work.
 std::string pickle_cause(PyObject* cause) {
     ObjectFrame frame, text;
     const ObjectFrame* used = &frame;
-    if (!encode(cause, frame)) {
+    if (!encode(cause, frame) || frame.parcel) {  // descriptors travel with items only
         PyErr_Clear();
         nb::object words = nb::steal(PyUnicode_FromFormat("%s: %S", Py_TYPE(cause)->tp_name, cause));
         nb::object stand_in = words ? nb::steal(PyObject_CallOneArg(PyExc_RuntimeError, words.ptr())) : nb::object();

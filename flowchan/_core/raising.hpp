@@ -16,4 +16,7 @@ PyObject* raise_step(Channel& ch, Step step, Side side, uint64_t size, Deadline 
 // The cause of a break as another process can read it; empty for one without any text.
 std::string pickle_cause(PyObject* cause);
 
+// A put whose descriptors could not be sent, by this errno.
+void raise_refused(Channel& ch, int error);
+
 }  // namespace flowchan

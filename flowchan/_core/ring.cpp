@@ -105,6 +105,7 @@ Ring::Ring(uint64_t capacity, uint64_t max_bytes) {
         pthread_mutex_init(&h_->mutex, &attr);
         pthread_mutexattr_destroy(&attr);
         kind_ = kind_of(h_->mutex);
+        socket_ = socket_to_itself();
         h_->magic = MAGIC;
     } catch (...) {
         if (base_) munmap(base_, length);
@@ -113,7 +114,7 @@ Ring::Ring(uint64_t capacity, uint64_t max_bytes) {
     }
 }
 
-Ring::Ring(int fd) {
+Ring::Ring(int fd, int socket) {
     struct stat st;
     if (fstat(fd, &st) != 0) fail(errno, "fstat");
     if (st.st_size < off_t(sizeof(Header))) fail(EINVAL, "not the memory of a channel");
@@ -130,6 +131,7 @@ Ring::Ring(int fd) {
     }
     blocks_end_ = layout.blocks_end;
     fd_ = fd;
+    socket_ = socket;
 }
 
 void Ring::keep_constants() {
@@ -144,6 +146,7 @@ void Ring::keep_constants() {
 Ring::~Ring() {
     if (base_) munmap(base_, mapped_);
     if (fd_ >= 0) ::close(fd_);
+    if (socket_ >= 0) ::close(socket_);
 }
 
 void Ring::map(int fd, uint64_t length) {

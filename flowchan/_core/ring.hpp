@@ -1,6 +1,6 @@
 // Ring: the FIFO of a `processes` channel in shared memory, with leases and committed counts (layout.hpp has the data,
 // ring.cpp the mapping, the lock and the sessions, ring_memory.cpp slots, blocks and views, ring_items.cpp what happens to
-// items).
+// items, ring_parcels.cpp descriptors that travel with them).
 //
 // Nothing here touches a Python object, so all of it may run with or without the GIL. Two rules keep threads from
 // deadlocking: the lock is never held while the GIL is being waited for, and nothing that can call Python runs under it.
@@ -55,11 +55,13 @@ struct Held {
 class Ring {
 public:
     Ring(uint64_t capacity, uint64_t max_bytes);  // creates; throws std::system_error, std::bad_alloc
-    explicit Ring(int fd);                        // maps what another process created; takes over the descriptor
+    // Maps what another process created; takes over the descriptors. Without its socket (-1) no descriptors travel through it.
+    explicit Ring(int fd, int socket = -1);
     ~Ring();
     Ring(const Ring&) = delete;
 
     int fd() const { return fd_; }
+    int socket() const { return socket_; }
     uint64_t offset(const void* p) const { return uint64_t(static_cast<const char*>(p) - base_); }
     Header& header() { return *h_; }
 
@@ -79,7 +81,7 @@ public:
     // --- items; all under the lock ---
     Step try_put(const Frame& frame, WriterState* writer, Wakes& wakes);
     Step claim(const Frame& frame, WriterState* writer, uint32_t session, Slot*& slot);      // large put, first half
-    Step publish(Slot* slot, WriterState* writer, Wakes& wakes);                              // large put, second half
+    Step publish(const Frame& frame, Slot* slot, WriterState* writer, Wakes& wakes);          // large put, second half
     void unclaim(Slot* slot, Wakes& wakes);
     void write(const Frame& frame, Slot* slot) {                                              // between them, unlocked
         if (slot->size == frame.size && payload_exists(slot)) frame.write(payload(slot));
@@ -92,6 +94,8 @@ public:
     Step put_loan(Slot* slot, const Frame& frame, WriterState* writer, Wakes& wakes);
     std::vector<Held> held() const;
     std::vector<uint64_t> pinned() const;
+    int open_parcel(uint64_t id, std::vector<int>& descriptors);  // its descriptors are this process's too; 0 or an errno
+    void drop_parcels();                                          // those in front whose items exist no more
     void acknowledge(ReaderState& reader, Wakes& wakes);          // all items in hand are finished
     Step item_done(WriterState& writer, Wakes& wakes);            // no more outputs for writer.number
     void begin_item(WriterState& writer, uint64_t number);        // first output for it is about to come
@@ -136,7 +140,7 @@ public:
 private:
     char* base_ = nullptr;
     Header* h_ = nullptr;
-    int fd_ = -1;
+    int fd_ = -1, socket_ = -1;
     // What never changes, as it was when this process first saw it: damage to the header does not reach it.
     uint64_t mapped_ = 0, capacity_ = 0, max_bytes_ = 0, groups_ = 1, groups_at_ = 0, blocks_at_ = 0, blocks_end_ = 0;
     std::atomic<int> kind_ = 0;  // of the mutex; -1 once it was found damaged, and is touched no more. A hint: relaxed
@@ -180,6 +184,7 @@ private:
     uint64_t view(uint64_t state, const Slot* slot, uint32_t session, Change& change);
     Step no_slot();
     void memory_freed(Wakes& wakes);
+    bool send_parcel(const Frame& frame);
     bool slot_exists(uint64_t offset) const;
     bool payload_exists(const Slot* slot) const;
     bool memory_is_right() const;
@@ -208,5 +213,7 @@ private:
 // Whether the process with this pid and start time still runs (a zombie does not). started = 0: any start time.
 bool process_alive(uint64_t pid, uint64_t started);
 uint64_t process_start(uint64_t pid);
+
+int socket_to_itself();
 
 }  // namespace flowchan

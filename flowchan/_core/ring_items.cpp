@@ -80,6 +80,7 @@ Step Ring::try_put(const Frame& frame, WriterState* writer, Wakes& wakes) {
     change.set(slot->state, uint64_t(parked ? SlotState::Parked : SlotState::Inside));
     change.set(h_->bytes_in, h_->bytes_in + frame.size);
     link(slot, writer, change);
+    if (frame.parcel && !send_parcel(frame)) return Step::Refused;
     change.commit();
     finish_put(writer, wakes, parked);
     return Step::Done;
@@ -100,10 +101,14 @@ Step Ring::claim(const Frame& frame, WriterState* writer, uint32_t session, Slot
     return Step::Done;
 }
 
-Step Ring::publish(Slot* slot, WriterState* writer, Wakes& wakes) {
+Step Ring::publish(const Frame& frame, Slot* slot, WriterState* writer, Wakes& wakes) {
     if (h_->state != OPEN) {
         unclaim(slot, wakes);
         return h_->state == BROKEN ? Step::Broken : Step::Closed;
+    }
+    if (frame.parcel && !send_parcel(frame)) {
+        unclaim(slot, wakes);
+        return Step::Refused;
     }
     bool parked = is_parked(writer);
     const bool behind_others = parked ? group(writer->number).head != 0 : h_->head != 0;
@@ -167,7 +172,7 @@ Step Ring::try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& 
         change.commit();
         if (reader->in_hand++ == 0) reader->number = taken.number;
         taken.at = payload(slot);
-    } else if (slot->size <= Taken::LOCAL && !taken.viewed) {
+    } else if (slot->size <= Taken::LOCAL && !taken.viewed && !needs_its_slot(slot->kind)) {
         memcpy(taken.local, payload(slot), slot->size);
         taken.at = taken.local;
         free_slot(slot, change);

@@ -166,7 +166,8 @@ struct Caller {
 };
 
 // How an operation on a channel ended. `Wait` never leaves the core: it becomes NotNow or a sleep.
-enum class Step { Done, Wait, NotNow, Closed, Drained, Broken, TooLarge, NoMemory, PortClosed, Interrupted };
+// Refused: its descriptors could not be sent (Frame::refused).
+enum class Step { Done, Wait, NotNow, Closed, Drained, Broken, TooLarge, NoMemory, PortClosed, Interrupted, Refused };
 
 // Spinning pays when the other side is running now. The budget doubles when a spin met its chance and halves when it
 // did not; below LEAST_NS only every 32nd wait tries a short spin again. MOST_NS is about what a sleep and a wake-up

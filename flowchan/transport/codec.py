@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowchan import _core
-from flowchan.transport import cuda
+from flowchan.transport import cuda, handles
 from flowchan.transport.arrays import reducers
 
 # Names of modules whose functions and classes other processes can't import.
@@ -33,9 +33,25 @@ def pack(value: object) -> Packed:
     """What a channel between processes makes of ``value``, to be sent in its place: :func:`unpack` makes the value of it.
 
     So whoever gets it has it in hand before anything of the value is made, and chooses what becomes of it when that
-    fails. Bytes; or a list of bytes and buffers, whose contents are copied when the list is put into a channel between
-    processes, and read there where they lie. Raises ``TypeError`` naming the part that can't be serialised.
+    fails. Bytes; or a list of bytes, buffers and channels: the contents of the buffers are copied when the list is put
+    into a channel between processes, and read there where they lie. Raises ``TypeError`` naming the part that can't be
+    serialised.
     """
+    packed, companions = _pack_with(value, handles.Companions())
+    if not companions.kept:
+        return packed
+    return [*([packed] if isinstance(packed, bytes) else packed), *companions.kept]
+
+
+def _pack_with(value: object, parcel: handles.Parcel) -> tuple[Packed, handles.Parcel]:
+    outer, handles.now.packing = handles.now.packing, parcel
+    try:
+        return _pack(value), handles.now.packing
+    finally:
+        handles.now.packing = outer
+
+
+def _pack(value: object) -> Packed:
     buffers: list[pickle.PickleBuffer] = []
     out = io.BytesIO()
     try:
@@ -47,21 +63,38 @@ def pack(value: object) -> Packed:
         data = None
     if data is None or _names_what_is_only_here(data):
         del buffers[:]
+        if handles.now.packing is not None:
+            handles.now.packing = type(handles.now.packing)()
         data = _dumps_by_value(value, buffers.append)
     return [data, *buffers] if buffers else data
 
 
 def unpack(packed: Packed) -> Any:
     """The value that was given to :func:`pack`. Raises what the making of the value raises."""
-    return pickle.loads(packed) if isinstance(packed, bytes) else pickle.loads(packed[0], buffers=packed[1:])
+    return pickle.loads(packed) if isinstance(packed, bytes) else _unpack(packed)
 
 
-def dumps(item: object) -> Packed | tuple[int, list[Any], Callable[[Any], None]]:
-    """``pack(item)``. For a PINNED item an id, such a list, and what is to be called with the channel once the item is
-    inside."""
-    packed = pack(item)
-    parcel = None if isinstance(packed, bytes) else cuda.parcel(packed[1:])
-    return (parcel.id, packed, parcel) if parcel else packed  # type: ignore[return-value]
+def _unpack(packed: list[Any]) -> Any:
+    channels = [part for part in packed if isinstance(part, _core.Channel)]
+    outer, handles.now.beside = handles.now.beside, channels
+    try:
+        return pickle.loads(packed[0], buffers=packed[1:] if not channels else packed[1 : -len(channels)])
+    finally:
+        handles.now.beside = outer
+
+
+Kept = tuple[int, list[Any], Callable[[Any], None] | None, int, tuple[int, ...], list[Any]]
+
+
+def dumps(item: object) -> Packed | Kept:
+    """The pickle and its buffers. For a PINNED or PARCEL item an id or 0, them, what is to be called with the channel once
+    the item is inside or None, the id of its parcel or 0, the descriptors in that, and what keeps them open."""
+    packed, channels = _pack_with(item, handles.Parcel())
+    on_device = None if isinstance(packed, bytes) else cuda.parcel(packed[1:])
+    if on_device is None and not channels.id:
+        return packed
+    whole = [packed] if isinstance(packed, bytes) else packed
+    return on_device.id if on_device else 0, whole, on_device, channels.id, tuple(channels.descriptors), channels.kept
 
 
 def _names_what_is_only_here(data: bytes) -> bool:
@@ -93,9 +126,19 @@ def _by_value_pickler() -> Any:
     return Pickler
 
 
-def loads(data: Packed | tuple[Any, list[Any]]) -> Any:
-    """The object that :func:`dumps` was given. Of a PINNED item comes what keeps it in existence, and the list."""
-    return unpack(cuda.arrivals(*data) if isinstance(data, tuple) else data)
+def loads(data: Packed | tuple[Any, list[Any], tuple[list[int], int] | None]) -> Any:
+    """The object that :func:`dumps` was given. Of a PINNED or PARCEL item comes what keeps it in existence, the list, and
+    the descriptors of its parcel with the reason why they are not all."""
+    if not isinstance(data, tuple):
+        return unpack(data)
+    keep, packed, parcel = data
+    outer, handles.now.opened = handles.now.opened, handles.Opened(*parcel) if parcel else None
+    try:
+        return unpack(cuda.arrivals(keep, packed))
+    finally:
+        if handles.now.opened is not None:
+            handles.now.opened.close()
+        handles.now.opened = outer
 
 
 @dataclass(frozen=True, slots=True, repr=False)

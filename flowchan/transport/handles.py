@@ -1,14 +1,20 @@
-"""How a descriptor reaches another process: by inheritance while a child is being started, else out of the sender's
-table under ``/proc``, which works for processes of the same user as long as the sender lives."""
+"""How a channel's descriptors reach another process.
+
+By inheritance while a child is being started. In an item of a channel: they travel beside it, in the kernel's keeping
+(ring_parcels.cpp), so neither the sender nor anybody else need live until it is received. In what somebody pickles by
+himself: out of the sender's table under ``/proc``, which works for processes of the same user as long as the sender lives.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
+import secrets
+import threading
 from multiprocessing import context, reduction
-from typing import Any
+from typing import Any, NamedTuple
 
-Handle = Any
+from flowchan import _core
 
 _SHORTAGES = {
     errno.EMFILE: "this process has as many descriptors open as it may. Close some, or allow more (ulimit -n)",
@@ -24,20 +30,113 @@ def shortage(what: str, error: OSError) -> OSError | None:
     return OSError(error.errno, f"{what} can't be received now, and stays where it is: {reason}") if reason else None
 
 
-def duplicate(fd: int) -> Handle:
-    """What to pickle in place of ``fd``."""
+class Inherited(NamedTuple):
+    """For a child that is being started."""
+
+    memory: Any
+    socket: Any
+
+
+class Sent(NamedTuple):
+    """In the parcel of the item that is being pickled: where its descriptors begin there, and how many they are."""
+
+    first: int
+    number: int
+    inode: int
+
+
+class Beside(NamedTuple):
+    """Among the channels that stand beside a packed value."""
+
+    place: int
+    inode: int
+
+
+class Borrowed(NamedTuple):
+    """In the table of the process that has it."""
+
+    pid: int
+    memory: int
+    socket: int
+    inode: int
+
+
+Handle = Inherited | Sent | Beside | Borrowed
+
+
+class Parcel:
+    """The descriptors of the channels in one item, while it is pickled."""
+
+    def __init__(self) -> None:
+        self.descriptors: list[int] = []
+        self.kept: list[Any] = []  # so that they stay open until they are sent
+        self.id = 0
+
+    def add(self, memory: int, socket: int, owner: Any) -> Handle:
+        self.id = self.id or secrets.randbits(64) or 1
+        self.kept.append(owner)
+        mine = [fd for fd in (memory, socket) if fd >= 0]
+        self.descriptors += mine
+        return Sent(len(self.descriptors) - len(mine), len(mine), os.fstat(memory).st_ino)
+
+
+class Companions(Parcel):
+    """The channels in one value, while it is packed: they stand beside its pickle, and cross by themselves."""
+
+    def add(self, memory: int, socket: int, owner: Any) -> Handle:
+        self.kept.append(owner)
+        return Beside(len(self.kept) - 1, os.fstat(memory).st_ino)
+
+
+class Opened:
+    """The descriptors that came with one item, while it is unpickled. ``missing``: why there are not all of them."""
+
+    def __init__(self, descriptors: list[int], missing: int) -> None:
+        self.left = dict(enumerate(descriptors))
+        self.missing = missing
+
+    def take(self, sent: Sent) -> tuple[int, int]:
+        last = sent.first + sent.number
+        if not all(number in self.left for number in range(sent.first, last)):
+            raise OSError(self.missing or errno.EBADF, os.strerror(self.missing or errno.EBADF))
+        return self.left.pop(sent.first), self.left.pop(last - 1) if sent.number > 1 else -1
+
+    def close(self) -> None:
+        for fd in self.left.values():
+            os.close(fd)
+        self.left.clear()
+
+
+class _Now(threading.local):
+    packing: Parcel | None = None
+    opened: Opened | None = None
+    beside: list[Any] | None = None
+
+
+now = _Now()
+"""What this thread pickles into an item just now, or unpickles of one."""
+
+
+def hand_over(memory: int, socket: int, owner: Any) -> Handle:
+    """What to pickle in place of the descriptors of a channel, which ``owner`` keeps open."""
     if context.get_spawning_popen() is not None:
-        return reduction.DupFd(fd)
-    return os.getpid(), fd, os.fstat(fd).st_ino
+        return Inherited(reduction.DupFd(memory), reduction.DupFd(socket) if socket >= 0 else None)
+    if now.packing is not None:
+        return now.packing.add(memory, socket, owner)
+    return Borrowed(os.getpid(), memory, socket, os.fstat(memory).st_ino)
 
 
-def open_handle(handle: Handle) -> int:
-    """A descriptor of this process for what :func:`duplicate` gave. Raises ``OSError`` when the sender has ended."""
-    if not isinstance(handle, tuple):
-        return int(handle.detach())
-    pid, number, inode = handle
-    fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
-    if os.fstat(fd).st_ino != inode:
-        os.close(fd)
-        raise OSError(f"descriptor {number} of process {pid} is another file by now")
-    return fd
+def take_over(handle: Inherited | Sent | Borrowed) -> tuple[int, int]:
+    """Descriptors of this process for what :func:`hand_over` gave: of the memory, and of the socket, or -1. Raises
+    ``OSError``."""
+    if isinstance(handle, Inherited):
+        return int(handle.memory.detach()), -1 if handle.socket is None else int(handle.socket.detach())
+    if isinstance(handle, Sent):
+        if now.opened is None:
+            raise OSError(errno.EBADF, "it crosses within its item only, and not within bytes that an item carries")
+        return now.opened.take(handle)
+    memory = os.open(f"/proc/{handle.pid}/fd/{handle.memory}", os.O_RDWR | os.O_CLOEXEC)
+    if os.fstat(memory).st_ino != handle.inode:
+        os.close(memory)
+        raise OSError(f"descriptor {handle.memory} of process {handle.pid} is another file by now")
+    return memory, _core._descriptor_of(handle.pid, handle.socket) if handle.socket >= 0 else -1

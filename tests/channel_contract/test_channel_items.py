@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 from waiting import wait_blocked
 
-from flowchan import Broken, Channel, Drained
+from flowchan import Channel, Drained
 
 
 def test_a_channel_through_a_channel_is_the_same_channel(make):
@@ -102,21 +102,6 @@ def test_a_channel_goes_through_many_hands(make, spawn_peer):
         spawn_peer(lambda source=source, target=target: target.put(source.get())).result()
     hops[-1].get().put("arrived")
     assert sent.get() == "arrived"
-
-
-@pytest.mark.other_process
-def test_a_channel_whose_only_owner_has_ended_is_an_error_of_its_own(make, spawn_peer, medium):
-    """C14: its memory went with that process. The reader learns so, and the carrier goes on."""
-    carrier = make()
-
-    def send_and_end():
-        carrier.put(medium.make())
-        carrier.put("next")
-
-    spawn_peer(send_and_end).result()
-    with pytest.raises(Broken, match="ended before it was received"):
-        carrier.get()
-    assert carrier.get() == "next"
 
 
 @pytest.mark.copying

@@ -10,7 +10,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 CORE = HERE.parent.parent / "flowchan" / "_core"
-RING = (CORE / "ring.cpp", CORE / "ring_memory.cpp", CORE / "ring_items.cpp")
+RING = (CORE / "ring.cpp", CORE / "ring_memory.cpp", CORE / "ring_items.cpp", CORE / "ring_parcels.cpp")
 WARNINGS = ("-Wall", "-Wextra", "-Wno-missing-field-initializers")
 FLAGS = ("-std=c++20", "-O1", "-g", *WARNINGS, f"-I{CORE}", f"-I{HERE / 'stub'}")
 

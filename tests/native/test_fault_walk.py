@@ -14,7 +14,10 @@ from pathlib import Path
 import pytest
 from building import Builder, run
 
-SOURCES = ("walk.cpp", "walk_items.cpp", "walk_sessions.cpp", "walk_stages.cpp", "walk_views.cpp", "walk_memory.cpp")
+SOURCES = (
+    *("walk.cpp", "walk_items.cpp", "walk_sessions.cpp", "walk_stages.cpp", "walk_views.cpp", "walk_memory.cpp"),
+    "walk_parcels.cpp",
+)
 
 OPERATIONS = (
     "put small",
@@ -78,6 +81,8 @@ OPERATIONS = (
     "cut memory anew, all of it free",
     "cut memory anew between used blocks",
     "cut memory anew again after a death",
+    "put parcels",
+    "receive parcels",
 )
 ONCE = {name for name in OPERATIONS if name.startswith("a worker") or "large o" in name or name.endswith("parked, large")}
 ONCE |= {

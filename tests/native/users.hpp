@@ -125,7 +125,7 @@ struct User {
         ring.write(frame, slot);
         Wakes wakes;
         Locked<Ring> locked(ring);
-        step = ring.publish(slot, as_writer(), wakes);
+        step = ring.publish(frame, slot, as_writer(), wakes);
         locked.unlock(wakes);
         return step;
     }

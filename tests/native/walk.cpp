@@ -18,7 +18,7 @@ int main(int argc, char** argv) {
     if (wanted == std::vector<std::string>{"planted"}) Walk(planted_scenario()).run();
     const bool list = wanted == std::vector<std::string>{"list"};
     for (auto scenarios : {put_scenarios(), take_scenarios(), session_scenarios(), stage_scenarios(), view_scenarios(),
-                           memory_scenarios()}) {
+                           memory_scenarios(), parcel_scenarios()}) {
         for (const Scenario& scenario : scenarios) {
             if (list) puts(scenario.name.c_str());
             if (!wanted.empty() && std::find(wanted.begin(), wanted.end(), scenario.name) == wanted.end()) continue;

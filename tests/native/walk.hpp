@@ -218,6 +218,7 @@ std::vector<Scenario> session_scenarios();
 std::vector<Scenario> stage_scenarios();
 std::vector<Scenario> view_scenarios();
 std::vector<Scenario> memory_scenarios();
+std::vector<Scenario> parcel_scenarios();
 Scenario planted_scenario();  // a put that keeps no record; walked only when asked for, and must fail
 
 }  // namespace testing

@@ -61,7 +61,7 @@ Scenario close_between() {
         must(locked(ring, [&](Wakes&) { return ring.claim(frame, nullptr, user.session, slot); }) == Step::Done, "claim");
         ring.write(frame, slot);
         locked(ring, [&](Wakes& wakes) { ring.close(wakes); });
-        must(locked(ring, [&](Wakes& wakes) { return ring.publish(slot, nullptr, wakes); }) == Step::Closed, "publish");
+        must(locked(ring, [&](Wakes& wakes) { return ring.publish(frame, slot, nullptr, wakes); }) == Step::Closed, "publish");
     };
     s.allowed = [](int) { return Lists{{1, 2}}; };
     return s;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -134,3 +135,23 @@ def test_a_killed_reader_has_not_taken_it_away() -> None:
     os.kill(pid, signal.SIGKILL)
     assert handle.read() == "still here"
     os.waitpid(pid, 0)
+
+
+def test_channels_in_it_outlive_whoever_marshalled_them() -> None:
+    """C14: each reader gets them, though the process has been killed."""
+    handles: Channel[Any] = Channel(across="processes")
+
+    def make() -> None:
+        channel = Channel[str](across="processes")
+        channel.put("inside")
+        handles.put(marshal({"channel": channel}))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    child = multiprocessing.get_context("fork").Process(target=make)
+    child.start()
+    child.join()
+    child.close()
+    handle = handles.get()
+    assert handle.read()["channel"].get() == "inside"
+    handle.read()["channel"].close()
+    assert handle.read()["channel"].closed

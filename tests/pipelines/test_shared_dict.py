@@ -130,3 +130,23 @@ def test_it_outlives_the_processes_that_come_and_go() -> None:
     for number in range(3):
         map(1, lambda shared, number, worker: shared.update({number: worker}), shared, number, on="process").join()
     assert dict(shared) == {0: 1, 1: 1, 2: 1}
+
+
+def test_channels_in_it_outlive_whoever_put_them_there() -> None:
+    """C14: the process that assigned them was killed, and others have changed the mapping since."""
+    shared: SharedDict[str, Any] = SharedDict()
+
+    def assign() -> None:
+        channel, inner = Channel[str](across="processes"), SharedDict[str, int]({"x": 1})
+        channel.put("inside")
+        shared.update({"a": [channel], "b": inner})
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    child = multiprocessing.get_context("fork").Process(target=assign)
+    child.start()
+    child.join()
+    child.close()
+    shared["c"] = 3
+    assert shared["c"] == 3
+    assert shared["b"]["x"] == 1
+    assert shared["a"][0].get() == "inside"

@@ -1,0 +1,130 @@
+// Descriptors that travel with items: how a channel is put into a channel (C14).
+//
+// A descriptor lives as long as a process has it open, or as long as it lies in the queue of a socket. So each ring has a
+// socket, which whoever has the ring has too. It is a datagram socket connected to itself: nobody else may send to it. A put
+// sends the descriptors of its item to it as one datagram, a parcel, with an id that the item names. Who receives the item
+// looks at the parcel in the queue, which opens the descriptors and leaves the parcel where it is, for whoever gets the item
+// again when this one dies.
+//
+// All under the ring's lock. The parcel is sent before the put's commit: an item that exists has its parcel. A put that dies,
+// or fails, in between leaves a parcel without an item. Parcels leave from the front, before each send and after each item
+// that is received, as long as their items exist no more.
+#include <algorithm>
+#include <cerrno>
+#include <sys/socket.h>
+#include <sys/un.h>
+
+#include "ring.hpp"
+
+namespace flowchan {
+
+namespace {
+
+struct Label {
+    uint64_t id, count;
+};
+constexpr int MOST = 253;  // SCM_MAX_FD of the kernel
+constexpr size_t ROOM = CMSG_SPACE(MOST * sizeof(int));
+
+// Which datagram the next peek sees: as an offset in bytes, which whole datagrams before it use up; -1 is the first.
+bool look_from(int socket, int offset) { return setsockopt(socket, SOL_SOCKET, SO_PEEK_OFF, &offset, sizeof offset) == 0; }
+
+bool peek(int socket, Label& label) {
+    return recv(socket, &label, sizeof label, MSG_PEEK | MSG_DONTWAIT) == ssize_t(sizeof label);
+}
+
+}  // namespace
+
+// -1, with no harm to anything else, where there are no such sockets.
+int socket_to_itself() {
+    const int fd = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+    if (fd < 0) return -1;
+    sockaddr_un address{};
+    address.sun_family = AF_UNIX;
+    socklen_t length = sizeof address;
+    const int room = 1 << 20;
+    setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &room, sizeof room);  // as much as the system allows
+    // Bound to no name, it gets an abstract one of the kernel's choice.
+    if (bind(fd, reinterpret_cast<sockaddr*>(&address), sizeof address.sun_family) == 0 &&
+        getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length) == 0 &&
+        connect(fd, reinterpret_cast<sockaddr*>(&address), length) == 0)
+        return fd;
+    close(fd);
+    return -1;
+}
+
+bool Ring::send_parcel(const Frame& frame) {
+    if (socket_ < 0) return frame.refused = EBADF, false;
+    if (frame.descriptors.size() > size_t(MOST)) return frame.refused = E2BIG, false;
+    drop_parcels();
+    Label label{frame.parcel, frame.descriptors.size()};
+    iovec piece{&label, sizeof label};
+    alignas(cmsghdr) char room[ROOM];
+    const size_t size = frame.descriptors.size() * sizeof(int);
+    msghdr message{};
+    message.msg_iov = &piece;
+    message.msg_iovlen = 1;
+    message.msg_control = room;
+    message.msg_controllen = CMSG_SPACE(size);
+    cmsghdr* head = CMSG_FIRSTHDR(&message);
+    head->cmsg_level = SOL_SOCKET;
+    head->cmsg_type = SCM_RIGHTS;
+    head->cmsg_len = CMSG_LEN(size);
+    memcpy(CMSG_DATA(head), frame.descriptors.data(), size);
+    fault_point();
+    ssize_t sent;
+    while ((sent = sendmsg(socket_, &message, MSG_DONTWAIT | MSG_NOSIGNAL)) < 0 && errno == EINTR) {}
+    frame.refused = sent < 0 ? errno : 0;
+    fault_point();
+    return sent >= 0;
+}
+
+int Ring::open_parcel(uint64_t id, std::vector<int>& descriptors) {
+    Label label{};
+    if (socket_ < 0) return EBADF;
+    int at = 0;
+    for (;; at += int(sizeof label)) {
+        if (!look_from(socket_, at)) return errno;
+        if (!peek(socket_, label)) return look_from(socket_, -1), ENOENT;
+        if (label.id == id) break;
+    }
+    iovec piece{&label, sizeof label};
+    alignas(cmsghdr) char room[ROOM];
+    msghdr message{};
+    message.msg_iov = &piece;
+    message.msg_iovlen = 1;
+    message.msg_control = room;
+    message.msg_controllen = sizeof room;
+    look_from(socket_, at);
+    const ssize_t got = recvmsg(socket_, &message, MSG_PEEK | MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+    const int error = got < 0 ? errno : 0;
+    look_from(socket_, -1);
+    if (error) return error;
+    const cmsghdr* head = CMSG_FIRSTHDR(&message);
+    if (head && head->cmsg_type == SCM_RIGHTS) {
+        descriptors.resize((head->cmsg_len - CMSG_LEN(0)) / sizeof(int));
+        memcpy(descriptors.data(), CMSG_DATA(head), descriptors.size() * sizeof(int));
+    }
+    return descriptors.size() < label.count ? EMFILE : 0;  // the kernel opens as many as it may, and does not say why no more
+}
+
+void Ring::drop_parcels() {
+    Label label{};
+    if (socket_ < 0 || !look_from(socket_, -1) || !peek(socket_, label) || !memory_is_right()) return;
+    std::vector<uint64_t> ids;
+    for (uint64_t p = h_->slots_at; p < mapped_; p += sizeof(Slot)) {
+        Slot* slot = at<Slot>(p);
+        const bool inside = slot->place() == SlotState::Inside || slot->place() == SlotState::Parked;
+        if (slot->place() == SlotState::Free || (inside && h_->state == BROKEN)) continue;
+        if (!needs_its_slot(slot->kind) || slot->size < PIN || !payload_exists(slot)) continue;
+        ids.emplace_back();
+        memcpy(&ids.back(), payload(slot) + 8, 8);
+    }
+    do {
+        if (std::find(ids.begin(), ids.end(), label.id) != ids.end()) return;
+        fault_point();
+        recv(socket_, &label, sizeof label, MSG_DONTWAIT);
+    } while (peek(socket_, label));
+}
+
+}  // namespace flowchan

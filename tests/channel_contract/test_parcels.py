@@ -1,0 +1,229 @@
+"""C14: a channel in a channel between processes outlives whoever put it there."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import itertools
+import os
+import pickle
+import resource
+import signal
+import socket
+import struct
+
+import numpy as np
+import pytest
+from waiting import wait_stats
+
+from flowchan import Channel, ChannelError, pack, unpack
+
+pytestmark = pytest.mark.copying
+
+
+def put_new(carrier, make, *more):
+    """A channel with something inside, which nobody has any more once this has returned."""
+    sent = make(4)
+    sent.put_many(["inside", 2])
+    carrier.put((sent, *more) if more else sent)
+
+
+def test_a_channel_that_its_sender_has_dropped_is_received(make, medium):
+    """C14: by the sender itself too."""
+    carrier = make()
+    put_new(carrier, medium.make)
+    gc.collect()
+    arrived = carrier.get()
+    assert arrived.get_many(4) == ["inside", 2]
+    arrived.put("again")
+    assert arrived.get() == "again"
+
+
+@pytest.mark.parametrize("size", [0, 50_000])
+@pytest.mark.other_process
+def test_a_channel_is_received_after_its_sender_was_killed(make, spawn_peer, medium, size):
+    """C14: beside contents small and large."""
+    carrier = make()
+
+    def send_and_stay():
+        put_new(carrier, medium.make, b"x" * size, np.zeros(size))
+        carrier.put("next")
+        signal.pause()
+
+    peer = spawn_peer(send_and_stay)
+    wait_stats(carrier, items_in=2)
+    peer.kill()
+    peer.join()
+    arrived, *rest = carrier.get()
+    assert [len(part) for part in rest] == [size, size]
+    assert arrived.get_many(4) == ["inside", 2]
+    assert carrier.get() == "next"
+
+
+@pytest.mark.other_process
+def test_any_later_receiver_gets_it(make, spawn_peer, medium):
+    """C14: one that was there before, and one that dies with it in hand first."""
+    carrier, answers = make(), make()
+
+    def take_and_stay():
+        port = carrier.reader()
+        assert port.get().capacity == 4
+        signal.pause()
+        port.close()
+
+    def answer():
+        for channel in carrier:
+            answers.put(channel.get_many(4))
+
+    put_new(carrier, medium.make)
+    stays = carrier.reader()  # else the last one's death would close it
+    first = spawn_peer(take_and_stay)
+    wait_stats(carrier, leased=1)
+    second = spawn_peer(answer)
+    first.kill()
+    assert answers.get() == ["inside", 2]
+    put_new(carrier, medium.make)
+    assert answers.get() == ["inside", 2]
+    carrier.close()
+    first.join()
+    second.result()
+    stays.close()
+
+
+@pytest.mark.other_process
+def test_channels_in_channels_go_on_through_other_hands(make, spawn_peer, medium):
+    """C14: whoever received it can send it on, and through what it has received."""
+    hops = [make() for _ in range(3)]
+    outer = medium.make(2)
+    put_new(outer, medium.make)
+    hops[0].put(outer)
+    del outer
+    for source, target in itertools.pairwise(hops):
+        spawn_peer(lambda source=source, target=target: target.put(source.get())).result()
+    assert hops[-1].get().get().get_many(4) == ["inside", 2]
+
+
+def test_many_channels_in_one_item(make, medium):
+    """C14: up to what one message of the kernel takes; more are refused with the number, and nothing is put."""
+    carrier = make()
+    carrier.put([medium.make(2) for _ in range(126)])
+    many = carrier.get()
+    many[0].put("first")
+    many[125].put("last")
+    assert (many[0].get(), many[125].get()) == ("first", "last")
+    many.append(medium.make(2))
+    with pytest.raises(ChannelError, match="takes at most 126"):
+        carrier.put(many)
+    assert len(carrier) == 0
+
+
+def test_too_many_on_their_way_are_refused_and_then_taken_again(make, medium):
+    """C14: what the kernel keeps for a channel is bounded; the put says so, and the channel works on."""
+    carrier, sent = make(100_000), medium.make(2)
+    with pytest.raises(ChannelError, match="receive some first") as caught:
+        carrier.put_many(itertools.repeat(sent))
+    count = caught.value.items_put
+    assert len(carrier) == count > 100
+    for _ in range(3):
+        assert carrier.get() is sent
+        carrier.put(sent)
+    assert all(item is sent for item in carrier.get_many(count))
+    assert len(carrier) == 0
+
+
+def parcels(channel):
+    """Whether descriptors lie in the channel's queue in the kernel."""
+    with socket.socket(fileno=os.dup(channel._socket)) as queue:
+        try:
+            return bool(queue.recv(16, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+        except BlockingIOError:
+            return False
+
+
+@pytest.mark.parametrize("port", [False, True])
+def test_what_was_received_is_kept_by_nobody_else(make, medium, port):
+    """C12: the kernel's copies of its descriptors go with the item; of a port's last one, with the next that comes."""
+    carrier = make()
+    for _ in range(3):
+        put_new(carrier, medium.make)
+    assert parcels(carrier)
+    if port:
+        with carrier.reader() as end, carrier.reader():
+            assert [channel.capacity for channel in (end.get(), end.get(), end.get())] == [4, 4, 4]
+        carrier = make()
+        put_new(carrier, medium.make)
+    else:
+        assert [carrier.get().capacity for _ in range(2)] == [4, 4]
+    assert parcels(carrier)
+    assert carrier.get().capacity == 4
+    assert not parcels(carrier)
+
+
+def test_what_a_killed_sender_left_behind_goes_too(make, medium):
+    """C12: a parcel without an item, sent just before a put that was never done."""
+    carrier = make()
+    with socket.socket(fileno=os.dup(carrier._socket)) as queue:
+        socket.send_fds(queue, [struct.pack("QQ", 12345, 2)], [carrier._fd, carrier._socket])
+    assert parcels(carrier)
+    put_new(carrier, medium.make)
+    assert carrier.get().get() == "inside"
+    assert not parcels(carrier)
+
+
+def test_the_port_of_a_stage_gets_channels_too(make, medium):
+    """C14: one item on lease after the other, and a batch of them."""
+    carrier = make()
+    for _ in range(4):
+        put_new(carrier, medium.make)
+    carrier.close()
+    with carrier.reader() as port:
+        assert port.get().get_many(4) == ["inside", 2]
+        assert [channel.get() for channel in port.get_many(3)] == ["inside"] * 3
+
+
+def test_a_receiver_without_descriptors_leaves_the_item(make, medium):
+    """C14: and gets it once it has some."""
+    carrier = make()
+    put_new(carrier, medium.make)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = max(int(fd) for fd in os.listdir("/proc/self/fd")) + 1
+    holes = [os.open("/dev/null", os.O_RDONLY)]
+    while holes[-1] < used + 8:
+        holes.append(os.open("/dev/null", os.O_RDONLY))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (holes[-1] + 1, hard))
+    try:
+        with pytest.raises(OSError, match="ulimit -n") as caught:
+            carrier.get()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in holes:
+            os.close(fd)
+    assert caught.value.errno == errno.EMFILE
+    assert carrier.get().get_many(4) == ["inside", 2]
+
+
+def test_channels_in_what_was_packed_cross_while_they_are_held(make, medium):
+    """C14: bytes carry no descriptors."""
+    carrier, sent = make(), medium.make(2)
+    carrier.put([pack(sent), pickle.dumps(sent)])
+    packed, pickled = carrier.get()
+    assert unpack(packed) is sent
+    assert pickle.loads(pickled) is sent
+
+
+@pytest.mark.other_process
+def test_a_channel_without_its_socket_says_what_it_needs(make, spawn_peer):
+    """C14: where the system makes no such sockets, all else works."""
+    carrier = make()
+
+    def child():
+        from flowchan import _core
+
+        own = Channel.__new__(Channel)
+        _core.Channel.__init__(own, fd=os.dup(carrier._fd), socket=-1, name="")
+        own.put("plain")
+        with pytest.raises(ChannelError, match="socket"):
+            own.put(carrier)
+
+    spawn_peer(child).result()
+    assert carrier.get_many(3) == ["plain"]
