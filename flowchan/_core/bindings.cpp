@@ -119,6 +119,23 @@ uint64_t deaths_in_hand(In& in) {
     return most;
 }
 
+// Whether the user's code ran for what it has in hand, or something was being unpickled.
+bool died_working(In& in) {
+    if (!in.ch->ring) return false;
+    const Session& s = in.ch->ring->session(in.state.session);
+    return s.lease_head && s.at != Session::OURS;
+}
+
+// What it had in hand when it died goes to its successor, if it may have killed it, else back to all.
+void hand_on(In& in, In& successor) {
+    if (in.ch->ring) {
+        Locked<Ring> lock(*in.ch->ring);
+        in.ch->ring->hand_on(in.state.session, successor.state.session);
+        lock.unlock({});
+    }
+    in.close(false);
+}
+
 void retire(Out& out, std::vector<uint64_t> items) {
     if (!out.ch->ring) return;
     out.open = false;
@@ -237,6 +254,8 @@ NB_MODULE(_core, m) {
         .def("_give_up", [](In& in) { in.close(false); })
         .def("_supervise", supervise<In>)
         .def("_wake_lazily", [](In& in) { in.state.lazy = true; })
+        .def("_hand_on", hand_on, "successor"_a)
+        .def("_died_working", died_working)
         .def("_numbers_in_hand", numbers_in_hand)
         .def("_deaths_in_hand", deaths_in_hand)
         .def("_on_poison", [](In& in, uint64_t deaths, nb::object handler) {

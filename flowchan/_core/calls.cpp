@@ -136,11 +136,19 @@ Step put_frame(Channel& ch, Out* out, ObjectFrame& frame, Deadline deadline) {
         deadline);
 }
 
+// Whose code runs now for the item that `in` has in hand (R10).
+void runs(In* in, Session::At at) {
+    if (in && in->ch->ring) in->ch->ring->session(in->state.session).at = at;
+}
+
 Step put_ring(Channel& ch, Out* out, PyObject* item, Deadline deadline, uint64_t& size) {
     ObjectFrame frame;
     if (!encode(item, frame)) return Step::Interrupted;
     size = frame.size;
+    In* in = out ? out->follows() : nullptr;
+    runs(in, Session::OURS);
     Step step = put_frame(ch, out, frame, deadline);
+    runs(in, Session::USERS);
     if (step == Step::Refused) return raise_refused(ch, frame.refused), Step::Interrupted;
     if (frame.kind == PINNED && step == Step::Done) tell_put(frame, nb::find(ch).ptr());
     return step;
@@ -227,6 +235,7 @@ Step get_ring(Channel& ch, In* in, Deadline deadline, Taking taking, PyObject*& 
     Ring& ring = *ch.ring;
     Taken taken;
     uint32_t session = reader ? reader->session : ch.plain_session();
+    runs(in, Session::OURS);
     Step step = perform(
         ring, [&](bool) { return Caller{Side::Reader, in, session}; },
         [&](Wakes& wakes) {
@@ -237,10 +246,17 @@ Step get_ring(Channel& ch, In* in, Deadline deadline, Taking taking, PyObject*& 
             return tried;
         },
         deadline);
-    if (step != Step::Done) return step;
+    if (step != Step::Done) {
+        if (in && in->state.in_hand) runs(in, Session::USERS);
+        return step;
+    }
     std::shared_ptr<Block> block = taken.viewed ? std::make_shared<Block>(ch.ring, taken.slot) : nullptr;
+    const bool killer = in && in->max_deaths && taken.deaths >= in->max_deaths;
+    if (killer && taken.kills_who_unpickles) return give_up(*in, unreadable(taken.kind, taken.at, taken.size), taken.deaths, nullptr);
     nb::object parcel = needs_its_slot(taken.kind) ? opened_parcel(ring, taken) : nb::object();
+    runs(in, Session::UNPICKLING);
     result = decode(taken.kind, taken.at, taken.size, block, parcel.ptr());
+    runs(in, result ? Session::USERS : Session::OURS);
     if (!result) return not_received(ch, in, taking, taken);
     if (taken.held) {
         Wakes wakes;
@@ -249,7 +265,8 @@ Step get_ring(Channel& ch, In* in, Deadline deadline, Taking taking, PyObject*& 
         if (parcel.is_valid()) ring.drop_parcels();
         locked.unlock(wakes);
     }
-    if (!in || !in->max_deaths || taken.deaths < in->max_deaths) return Step::Done;
+    if (!killer) return Step::Done;
+    runs(in, Session::OURS);
     return give_up(*in, std::exchange(result, nullptr), taken.deaths, nullptr);
 }
 

@@ -55,6 +55,12 @@ struct alignas(64) Session {
     uint64_t awaits;
     std::atomic<uint32_t> word;
     uint32_t called;
+    // Reader: whose code runs for what it has in hand, written by its own process without the lock (R10): only a death in
+    // the user's code, or while the item is being unpickled, is counted against the item.
+    enum At : uint64_t { OURS = 0, UNPICKLING = 1, USERS = 2 };
+    uint64_t at;
+    // Reader: items with which its predecessors died, to be taken again by this session alone; and where the last one died.
+    uint64_t again_head, again_tail, again, again_at;
 };
 
 // A slot keeps its block for ever: both are freed into, and taken from, the free list of that block class together. So a

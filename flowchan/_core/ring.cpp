@@ -319,7 +319,7 @@ uint32_t Ring::free_session(Wakes& wakes) {
             s.generation += 1;
             s.supervised = s.lease_head = s.lease_tail = s.leased = s.committed_item = s.committed_count = s.views = s.forked = 0;
             s.at_reader_gate = s.at_writer_gate = s.called = 0;
-            s.awaits = 0;
+            s.awaits = s.at = s.again_head = s.again_tail = s.again = s.again_at = 0;
             fault_point();
             return i;
         }
@@ -434,6 +434,7 @@ void Ring::end_session(uint32_t index, bool finished, Wakes& wakes, bool died) {
     Session& s = h_->sessions[index];
     if (s.role == Session::NONE) return;
     if (s.lease_head) finished ? free_leased(s, wakes) : give_back(s, wakes);
+    if (s.again_head) give_back_again(s, wakes);
     const bool looks = still_looks(index);
     drop_copies(index, !looks, wakes);
     Change change(h_->redo, base_);

@@ -38,7 +38,8 @@ struct Taken {
     static constexpr uint64_t LOCAL = 4096;
     uint64_t kind = 0;
     uint64_t size = 0;
-    uint64_t deaths = 0;   // how many workers have died with it in hand
+    uint64_t deaths = 0;   // how many workers have died with it in hand, in the user's code or unpickling it
+    bool kills_who_unpickles = false;  // it was being unpickled when the last of them died
     uint64_t number = 0;
     const char* at = nullptr;
     Slot* held = nullptr;  // plain get of a large item: release() it after reading
@@ -128,6 +129,7 @@ public:
         const int64_t ago = coarse_now_ns() - int64_t(h_->swept_ns.load(std::memory_order_relaxed));
         return ago < 0 || ago >= SLICE_NS * 4 / 5;
     }
+    void hand_on(uint32_t from, uint32_t to);                 // what a dead reader had in hand, to its successor
     std::vector<Slot*> in_hand(uint32_t session) const;       // what a reader has on lease, oldest first
     // Ends the session of a writer that died. If it had put outputs for one of `items`, which will be worked on again,
     // that is remembered, so that they are not put twice.
@@ -197,6 +199,8 @@ private:
     void advance(Wakes& wakes);
     void free_leased(Session& s, Wakes& wakes);
     void give_back(Session& s, Wakes& wakes);
+    void give_back_again(Session& s, Wakes& wakes);
+    Step take_again(Taken& taken, ReaderState& reader);
     bool reserve_low(uint64_t upto);
     bool reserve_high(uint64_t from);
     bool has_turn(uint64_t number, uint64_t more) const;

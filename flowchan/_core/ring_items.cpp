@@ -138,6 +138,7 @@ void Ring::unclaim(Slot* slot, Wakes& wakes) {
 
 Step Ring::try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& wakes) {
     if (h_->state >= BROKEN) return h_->state == BROKEN ? Step::Broken : found_damage();
+    if (reader && h_->sessions[reader->session].again_head) return take_again(taken, *reader);
     if (h_->head == 0) return at_end_for(reader) ? end() : Step::Wait;
     Slot* slot = at<Slot>(h_->head);
     if (!slot_exists(h_->head) || !payload_exists(slot)) return found_damage();
@@ -296,8 +297,7 @@ void Ring::give_back(Session& s, Wakes& wakes) {
         Slot* slot = at<Slot>(p);
         if (!slot_exists(p) || left == 0 || !is_leased(slot)) return void(found_damage());
         bytes += slot->size;
-        // A death between here and the commit counts twice: `deaths` may then be one too high, nothing else.
-        slot->state = slot->with_place(SlotState::Inside) + (uint64_t(1) << 32);
+        slot->state = slot->with_place(SlotState::Inside);
         fault_point();
     }
     if (left || last != s.lease_tail) return void(found_damage());
@@ -313,6 +313,72 @@ void Ring::give_back(Session& s, Wakes& wakes) {
     change.set(s.leased, 0);
     change.commit();
     wakes.readers += h_->reader_gate.call(n);
+}
+
+// What a dead reader had in hand, and has not been worked on since: to its successor alone where it may have killed it, so that
+// the others go on meanwhile (R10); else nothing, and it goes back to all. All of it stays on lease.
+void Ring::hand_on(uint32_t from, uint32_t to) {
+    Session &s = h_->sessions[from], &next = h_->sessions[to];
+    const bool suspect = s.lease_head && s.at != Session::OURS;
+    if (h_->damaged || (!suspect && !s.again_head) || next.again_head) return;
+    if ((s.lease_head && !slot_exists(s.lease_tail)) || (s.again_head && !slot_exists(s.again_tail))) return void(found_damage());
+    uint64_t left = suspect ? s.leased : 0;
+    for (uint64_t p = s.lease_head; left; p = at<Slot>(p)->next, left -= 1) {
+        if (!slot_exists(p) || !is_leased(at<Slot>(p))) return void(found_damage());
+        // A death between here and the commit counts twice: `deaths` may then be one too high, nothing else.
+        at<Slot>(p)->state += uint64_t(1) << 32;
+        fault_point();
+    }
+    Change change(h_->redo, base_);
+    if (suspect && s.again_head) change.set(at<Slot>(s.lease_tail)->next, s.again_head);
+    change.set(next.again_head, suspect ? s.lease_head : s.again_head);
+    change.set(next.again_tail, s.again_head ? s.again_tail : s.lease_tail);
+    change.set(next.again, s.again + (suspect ? s.leased : 0));
+    change.set(next.again_at, suspect ? s.at : s.again_at);
+    if (suspect) {
+        change.set(s.lease_head, 0);
+        change.set(s.leased, 0);
+    }
+    change.set(s.again_head, 0);
+    change.set(s.again, 0);
+    change.commit();
+}
+
+// Takes the first of the items that are this session's own to try again.
+Step Ring::take_again(Taken& taken, ReaderState& reader) {
+    Session& s = h_->sessions[reader.session];
+    Slot* slot = at<Slot>(s.again_head);
+    if (!slot_exists(s.again_head) || !payload_exists(slot) || !is_leased(slot)) return found_damage();
+    if (s.lease_head && !slot_exists(s.lease_tail)) return found_damage();
+    taken.kind = slot->kind;
+    taken.size = slot->size;
+    taken.deaths = slot->state >> 32;
+    taken.kills_who_unpickles = s.again_at == Session::UNPICKLING;
+    taken.slot = slot;
+    taken.at = payload(slot);
+    Change change(h_->redo, base_);
+    change.set(s.again_head, slot->next);
+    change.set(s.again, s.again - 1);
+    change.set(slot->next, 0);
+    change.set(s.lease_head ? at<Slot>(s.lease_tail)->next : s.lease_head, offset(slot));
+    change.set(s.lease_tail, offset(slot));
+    change.set(s.leased, s.leased + 1);
+    change.commit();
+    if (reader.in_hand++ == 0) reader.number = slot->number;
+    return Step::Done;
+}
+
+// A session that ends before it has tried them again: they are everybody's.
+void Ring::give_back_again(Session& s, Wakes& wakes) {
+    if (h_->damaged) return;
+    Change change(h_->redo, base_);
+    change.set(s.lease_head, s.again_head);
+    change.set(s.lease_tail, s.again_tail);
+    change.set(s.leased, s.again);
+    change.set(s.again_head, 0);
+    change.set(s.again, 0);
+    change.commit();
+    give_back(s, wakes);
 }
 
 // --- the order of outputs ---

@@ -19,6 +19,8 @@ The run contract. If the code disagrees with it, that is a bug; each clause name
 - R8 Account. ``stats()`` at any time and ``report()`` at the end; items in = items out + items failed. (test_account.py)
 - R9 Chance. Every worker has its own seed, derived from the run's, its stage, its number and its incarnation, and what its
   process draws begins there. (test_chance.py)
+- R10 Blame. An item is blamed only for deaths inside the user's code (or inside its own unpickling), by one worker at a
+  time while the others go on, and with how each of them died. (test_blame.py)
 """
 
 from __future__ import annotations
@@ -153,6 +155,8 @@ class Supervisor:
         self._due: dict[WorkerId, float] = {}  # when a replaced worker is to be started
         self._born: dict[WorkerId, float] = {}
         self._deaths_without_item: Counter[WorkerId] = Counter()
+        # How the last workers died that died over one item: that which the successor tries again.
+        self._how_they_died: dict[WorkerId, list[str]] = {}
         self._stillborn: Counter[WorkerId] = Counter()  # deaths in a row before it began to work
         self._memory: dict[WorkerId, int] = {}  # last known, in bytes
         self._processes: dict[WorkerId, BaseProcess] = {}
@@ -381,9 +385,12 @@ class Supervisor:
 
     def _obituary(self, id: WorkerId, process: BaseProcess) -> decisions.Died:
         worker = self._workers[id]
-        in_hand = [number for port in worker.ports.inputs.values() for number in port._numbers_in_hand()]
-        if in_hand:
+        how = exit_text(process.exitcode or 0, self._memory.get(id, 0))
+        if id in self._lost:
+            how = "was killed, because Python's forkserver had been, and without it nothing is known of a process"
+        if any(port._died_working() for port in worker.ports.inputs.values()):
             deaths = 1 + max(port._deaths_in_hand() for port in worker.ports.inputs.values())
+            self._how_they_died[id] = [*self._how_they_died.get(id, [])[: deaths - 1], how]
         else:
             lived = time.monotonic() - self._born[id]
             self._deaths_without_item[id] = 1 if lived > 1 else self._deaths_without_item[id] + 1
@@ -400,9 +407,6 @@ class Supervisor:
             why = f"a {worker.stage.kind} stage keeps state of its own and is not declared restartable"
         else:
             why = "it dies before it begins to work" if hopeless else used
-        how = exit_text(code, self._memory.get(id, 0))
-        if id in self._lost:
-            how = "was killed, because Python's forkserver had been, and without it nothing is known of a process"
         error = WorkerDied(
             f"the process of worker {id} {how}; it is not replaced: {why}",
             exitcode=code, pid=process.pid,
@@ -486,8 +490,8 @@ class Supervisor:
             items = [0]  # a source: all its outputs belong to one item
         for out in (*old.ports.outputs.values(), *([old.ports.errors] if old.ports.errors is not None else [])):
             out._retire(items)
-        for reader in old.ports.inputs.values():
-            reader._give_up()
+        for port, reader in old.ports.inputs.items():
+            reader._hand_on(ports.inputs[port])
         self._workers[id] = dataclasses.replace(old, ports=ports)
         _reap(self._processes.pop(id))
 
@@ -520,7 +524,10 @@ class Supervisor:
     # --- processes and the end ---
 
     def _start_process(self, worker: PlannedWorker) -> None:
-        arguments = (self._begun(worker.id), pack(worker.recipe), worker.ports, self._mail, os.getpid())
+        arguments = (
+            self._begun(worker.id), pack(worker.recipe), worker.ports, self._mail, os.getpid(),
+            tuple(self._how_they_died.get(worker.id, ())),
+        )  # fmt: skip
         name = f"{NAME}{self.plan.graph.name}/{worker.id}"
         process = multiprocessing.get_context().Process(target=process_main, args=arguments, name=name)
         try:

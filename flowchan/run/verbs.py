@@ -12,6 +12,7 @@ import copy
 import enum
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +39,7 @@ class Job:
     on_result: Callable[[Any], None] = lambda _: None
     on_clean_up: Callable[[], None] = lambda: None  # from now on a task only cleans up
     unwanted: int = 0  # items whose reader had left (partition)
+    predecessors: tuple[str, ...] = ()  # how the workers died with whose item this one began
 
     def recover(self, call: Callable[[Any], Any], item: Any, error: BaseException) -> Any:
         """After ``call(item)`` raised: tries again, then gives the item up and answers SKIPPED."""
@@ -76,7 +78,11 @@ class Job:
     def poisoned(self, item: Any, deaths: int, error: Exception | None) -> None:
         """Takes an item that can't be used: by ``error`` it can't be unpickled (then an :class:`Unreadable` stands for it),
         or ``deaths`` workers have died with it. It counts as failed, and its neighbours are spared."""
-        self.give_up(item, error or WorkerDied(f"{deaths} workers died with this item in hand"), deaths)
+        if error is None:
+            ends = Counter(self.predecessors[-deaths:])
+            how = "; ".join(f"{count} × {end}" if count > 1 else end for end, count in ends.items())
+            error = WorkerDied(f"{deaths} workers died while they worked on this item, one after the other: {how}")
+        self.give_up(item, error, deaths)
 
 
 def is_end_of(out: Out[Any], error: BaseException) -> bool:

@@ -192,9 +192,11 @@ async def built_async(function: Callable[..., Any] | None) -> AsyncIterator[Call
 def _nothing() -> None: ...
 
 
-def work(here: Worker, recipe: Recipe, ports: Ports, tell: Callable[[Event], None], sends: bool) -> None:
+def work(
+    here: Worker, recipe: Recipe, ports: Ports, tell: Callable[[Event], None], sends: bool, predecessors: tuple[str, ...] = ()
+) -> None:
     """Runs one worker to its end. Never raises: however it ends, ``tell`` hears it before the ports are closed.
-    ``sends``: what is told crosses to another process."""
+    ``sends``: what is told crosses to another process. ``predecessors``: how those died with whose item it begins."""
     worker = WorkerId(here.stage, here.number)
     chance.enter(here)
     job = Job(kind=recipe.kind, function=_nothing)
@@ -204,6 +206,7 @@ def work(here: Worker, recipe: Recipe, ports: Ports, tell: Callable[[Event], Non
         ports.join(recipe)
         with built(recipe.function) as function:
             job = _job(worker, recipe, ports, function, tell)
+            job.predecessors = predecessors
             tell(Began(worker))
             BODIES[recipe.kind](job, **ports.inputs, **ports.outputs)
     except BaseException as error:
@@ -372,8 +375,10 @@ def _clean_end(error: BaseException, ports: Ports) -> bool:
     return False
 
 
-def process_main(here: Worker, recipe: bytes, ports: Ports, events: Any, parent: int) -> None:
-    """What a worker's own process runs."""
+def process_main(
+    here: Worker, recipe: bytes, ports: Ports, events: Any, parent: int, predecessors: tuple[str, ...]
+) -> None:
+    """What a worker's own process runs. ``predecessors``: how those died with whose item it begins."""
     _core._die_with(parent)
     # The terminal sends Ctrl-C to the whole group; what it means is the supervisor's decision.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -388,7 +393,7 @@ def process_main(here: Worker, recipe: bytes, ports: Ports, events: Any, parent:
     except BaseException as error:
         events.put(Failure(WorkerId(here.stage, here.number), Portable(error), None, os.getpid()))
         return
-    work(here, loaded, ports, events.put, sends=True)
+    work(here, loaded, ports, events.put, sends=True, predecessors=predecessors)
     cuda.read_by_ports(port.channel for port in ports.everything())
 
 
