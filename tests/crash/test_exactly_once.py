@@ -245,7 +245,7 @@ def test_r4_a_poison_item_whose_errors_nobody_reads_ends_the_run_by_its_name() -
         graph.run()
     (error,) = caught.value.exceptions
     assert (error.stage, error.item) == ("work", "5")
-    assert "2 workers died with this item in hand" in str(error)
+    assert "2 workers died while they worked on this item" in str(error)
 
 
 def test_r4_the_limit_of_restarts_ends_the_run_and_says_so() -> None:
