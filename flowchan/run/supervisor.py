@@ -29,7 +29,6 @@ import contextlib
 import dataclasses
 import multiprocessing
 import os
-import signal
 import threading
 import time
 import warnings
@@ -40,12 +39,11 @@ from typing import Any
 
 import psutil
 
-from flowchan import _core
-from flowchan.asynchronous import only_wait_for
 from flowchan.channel import Channel
-from flowchan.errors import Broken, Closed, Deadlock, Drained, Empty, WorkerDied
+from flowchan.errors import Broken, Closed, Empty, WorkerDied
 from flowchan.run import chance, decisions
 from flowchan.run.breaks import Breaks
+from flowchan.run.deadlock import Deadlocks
 from flowchan.run.decisions import (
     Action,
     BreakChannels,
@@ -57,13 +55,13 @@ from flowchan.run.decisions import (
     Terminate,
     decide,
 )
-from flowchan.run.explain import all_wait, explain
 from flowchan.run.failures import text_of
 from flowchan.run.guard import NAME, UNGUARDED, server_was_unguarded, unguarded
+from flowchan.run.latch import Latch
 from flowchan.run.plan import Plan, PlannedWorker
+from flowchan.run.processes import exit_text, memory_of, reap
 from flowchan.run.starting import start_process
 from flowchan.run.statistics import Spans, measure, summarise
-from flowchan.run.stats import RunStats
 from flowchan.run.worker import (
     Aborted,
     Began,
@@ -82,42 +80,11 @@ from flowchan.run.worker import (
 )
 from flowchan.stage import Stage, is_async
 
-PAGE = os.sysconf("SC_PAGE_SIZE")
 HOPELESS = 4
 """Deaths of a worker in a row, each before it begins to work, that end the run."""
-STILL = 0.5
-"""Seconds for which nothing must move before a run counts as stuck."""
-REMEDY = "raise the capacity of a channel with a blocked writer (`stream.buffer(n)`), or read its branches independently"
-NOBODY_PUTS = "nobody puts: let one stage of the loop put before it gets, or end by returning"
-MORE_MEMORY = "give the run more memory (`graph.run(memory=…)`): a channel with a blocked writer has places, but no bytes"
-"""What to do when everybody waits, and somebody of them to put; when all wait to get; and when bytes are what is short."""
 LOOK = 0.05
 """Seconds between two looks at the worker processes, and at a run that is to end: two looks and what they take stay below
 what R4 allows."""
-
-
-class Latch:
-    """Is set once, for all who wait. A channel that closes, in place of ``threading.Event``: a Ctrl-C in the middle of
-    waiting for an Event can leave its lock held for ever, and one just before is heard only after the wait."""
-
-    def __init__(self) -> None:
-        self._channel: Channel[None] = Channel(1)
-
-    def set(self) -> None:
-        self._channel.close()
-
-    def is_set(self) -> bool:
-        return self._channel.closed
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Whether it is set within ``timeout`` seconds."""
-        try:
-            self._channel.get(timeout)
-        except Drained:
-            return True
-        except Empty:
-            return False
-        raise AssertionError("nobody puts into a latch")
 
 
 class Supervisor:
@@ -148,10 +115,7 @@ class Supervisor:
         self._workers = ids
         self._number_of = Counter(id.stage for id in ids)  # workers of a stage
         self._starts: Counter[WorkerId] = Counter()
-        self._next_look = self.started_at + STILL
-        self._channels = list(plan.channels.values())
-        self._moved = -1  # items put and taken, at the last look
-        self._counts: object = None  # of the last look at which every worker waited
+        self._deadlocks = Deadlocks(plan, self.started_at)
         self._due: dict[WorkerId, float] = {}  # when a replaced worker is to be started
         self._born: dict[WorkerId, float] = {}
         self._deaths_without_item: Counter[WorkerId] = Counter()
@@ -359,7 +323,7 @@ class Supervisor:
         for id in (self.state.alive & self.state.processes) - self._due.keys() - self._breaks.ended():
             process = self._processes[id]
             if process.exitcode is None:
-                self._memory[id] = _memory_of(process.pid) or self._memory.get(id, 0)
+                self._memory[id] = memory_of(process.pid) or self._memory.get(id, 0)
             elif self._end_lost(id):
                 continue
             elif id not in self._gone:
@@ -414,70 +378,22 @@ class Supervisor:
         return decisions.Died(id, Failure(id, error, None, process.pid or 0), deaths, hopeless)
 
     def _look_for_deadlock(self) -> None:
-        """Two looks ``STILL`` seconds apart at which every worker waits and no count has changed: nobody can move.
-        Unless somebody outside can: an input that is open, or a result that the user may still take. One native look at
-        all channels tells nearly always that there is nothing to be told."""
-        now = time.monotonic()
-        if now < self._next_look or self._due:
-            return
-        self._next_look = now + STILL
-        moved, reading, writing = _core._look_at(self._channels)
-        before, self._moved = self._moved, moved
-        if moved != before:
-            self._counts = None
+        if self._due:
             return
         unread = self.state.alive - self._threads.keys() - self._processes.keys()  # results, to be read by the program
-        if unread and writing:
-            self._look_for_unread(unread)
-            return
-        opened = any(not out.channel.closed for out in self.plan.inputs.values())
-        if unread or opened or reading + writing < len(self.state.alive):
-            self._counts = None
-            return
-        if any(self._processes[id].exitcode is not None for id in self.state.alive & self.state.processes):
-            self._counts = None  # a worker that died while it waited counts as waiting until it is replaced
-            return
-        stats = summarise(self, measure(self.plan))
-        still = (self.state.restarts, moved)
-        counts = still if all_wait(stats) and only_wait_for(self._channels) else None
-        if counts is not None and counts == self._counts:
-            self._handle(decisions.Stuck(self._deadlock(stats)))
-        self._counts = counts
-
-    def _deadlock(self, stats: RunStats) -> Failure:
-        """What is told when nobody can move."""
-        putting = [link for link in stats.links if link.waiting_writers]
-        stages = [link.writer for link in putting]
-        stages += [link.reader or link.writer for link in stats.links if link.waiting_readers]
-        remedy = MORE_MEMORY if any(link.short_of_bytes for link in putting) else REMEDY if putting else NOBODY_PUTS
-        error = Deadlock(f"every worker waits and nothing is in flight; {remedy}\n{explain(stats)}")
-        return Failure(WorkerId(stages[0], 1), error, None, self.pid)
-
-    def _look_for_unread(self, unread: frozenset[WorkerId]) -> None:
-        """Nothing moves because a result is full that nobody reads yet, and the program can't come to read it: it waits
-        to put into an input, or for an item of another result. So that one is taken in."""
-        stages = {id.stage for id in unread}
-        links = [
-            (link, self.plan.channels[link.name].stats())
-            for link in self.plan.links
-            if link.reader in stages or link.writer in self.plan.inputs
-        ]
-        full = {link.reader for link, stats in links if link.reader in stages and stats.waiting_writers}
-        waits = any(
-            (stats.waiting_writers and link.writer in self.plan.inputs) or (stats.waiting_readers and link.reader in stages)
-            for link, stats in links
-        )
-        counts = self._moved if full and waits else None
-        if counts is not None and counts == self._counts:
-            self.take_in(frozenset(id for id in unread if id.stage in full))
-        self._counts = counts
+        dying = any(self._processes[id].exitcode is not None for id in self.state.alive & self.state.processes)
+        found = self._deadlocks.look(self.state, unread, dying, lambda: summarise(self, measure(self.plan)))
+        if isinstance(found, decisions.Stuck):
+            self._handle(found)
+        elif found:
+            self.take_in(found)
 
     def _pause(self) -> float:
         """Seconds until something must be looked at though nothing is heard. In a run on threads that is not to end that
         is only whether anybody can move."""
         if self.state.processes or self.state.phase != "running":
             return LOOK
-        return max(LOOK, self._next_look - time.monotonic())
+        return max(LOOK, self._deadlocks.next_at - time.monotonic())
 
     def _replace(self, id: WorkerId) -> None:
         """Gives back what a dead worker had in hand, so that every output of it appears once: outputs that are out
@@ -493,7 +409,7 @@ class Supervisor:
         for port, reader in old.ports.inputs.items():
             reader._hand_on(ports.inputs[port])
         self._workers[id] = dataclasses.replace(old, ports=ports)
-        _reap(self._processes.pop(id))
+        reap(self._processes.pop(id))
 
     def _start_due(self) -> None:
         now = time.monotonic()
@@ -550,7 +466,7 @@ class Supervisor:
             process.join(max(0.0, deadline - time.monotonic()))
             if process.exitcode is None:
                 process.kill()
-            _reap(process)
+            reap(process)
         while any(self._end_lost(id) for id in self._processes) and time.monotonic() < deadline + decisions.GRACE:
             time.sleep(0.001)
         for worker in self._workers.values():
@@ -585,36 +501,3 @@ class Supervisor:
                 RuntimeWarning,
                 stacklevel=2,
             )
-
-
-def exit_text(code: int, memory: int) -> str:
-    """What an exit code of a process means, in words, with the memory in bytes that it was last seen to have."""
-    if code >= 0:
-        return f"exited with code {code} without finishing"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
-    if -code != signal.SIGKILL or not memory:
-        return f"was killed by {name}"
-    total = psutil.virtual_memory().total
-    likely = ", likely for lack of memory" if memory > total / 4 else ""
-    return f"was killed by {name}{likely} (last known memory {memory / 2**20:,.0f} of {total / 2**20:,.0f} MiB)"
-
-
-def _reap(process: BaseProcess) -> None:
-    """Joins and closes. Another thread may be asking for the same child's exit code (``multiprocessing`` itself does so
-    whenever a process is started or listed); until it has noted it here, a join returns without one."""
-    process.join()
-    while process.exitcode is None:
-        time.sleep(0.001)
-    process.close()
-
-
-def _memory_of(pid: int | None) -> int:
-    """The resident memory of a process in bytes, 0 when it can't be told."""
-    try:
-        with open(f"/proc/{pid}/statm") as file:
-            return int(file.read().split()[1]) * PAGE
-    except (OSError, IndexError, ValueError):
-        return 0

@@ -193,7 +193,12 @@ def _nothing() -> None: ...
 
 
 def work(
-    here: Worker, recipe: Recipe, ports: Ports, tell: Callable[[Event], None], sends: bool, predecessors: tuple[str, ...] = ()
+    here: Worker,
+    recipe: Recipe,
+    ports: Ports,
+    tell: Callable[[Event], None],
+    sends: bool,
+    predecessors: tuple[str, ...] = (),
 ) -> None:
     """Runs one worker to its end. Never raises: however it ends, ``tell`` hears it before the ports are closed.
     ``sends``: what is told crosses to another process. ``predecessors``: how those died with whose item it begins."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing import forkserver, resource_tracker
 
 import pytest
+
+from flowchan.run import deadlock, supervisor
+from flowchan.run.supervisor import Supervisor
 
 
 @pytest.fixture(params=["fork", "forkserver", "spawn"])
@@ -19,3 +23,20 @@ def _method(request: pytest.FixtureRequest) -> Iterator[str]:
     # Python's own helpers would stay until the end of pytest.
     forkserver._forkserver._stop()  # type: ignore[attr-defined]
     resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """How often supervisors have looked for a deadlock. They look without a pause here."""
+    count = itertools.count()
+    seen = [0]
+    real = Supervisor._look_for_deadlock
+
+    def look(self: Supervisor) -> None:
+        real(self)
+        seen[0] = next(count)
+
+    monkeypatch.setattr(Supervisor, "_look_for_deadlock", look)
+    monkeypatch.setattr(supervisor, "LOOK", 0.001)
+    monkeypatch.setattr(deadlock, "STILL", 0.001)
+    return lambda: seen[0]

@@ -6,13 +6,15 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gates import Gate as Gate
+from waiting import wait_until
 
-from flowchan import Run, StageStats
+from flowchan import Graph, In, Out, Run, StageStats
 
 everywhere = pytest.mark.parametrize("on", ["thread", "process"])
 """For tests of what holds on both placements."""
@@ -45,3 +47,27 @@ def run_python(*command: str | Path, **options: Any) -> str:
         out, err = process.communicate()
     assert process.returncode == 0, err
     return out
+
+
+def waits(run: Run, channel: str, readers: int = 0, writers: int = 0) -> None:
+    """Returns once exactly so many wait at a channel of the run."""
+
+    def reached() -> bool:
+        stats = run._plan.channels[channel].stats()
+        return (stats.waiting_readers, stats.waiting_writers) == (readers, writers)
+
+    wait_until(reached, what=run.explain)
+
+
+def feedback(first: Callable[..., Any]) -> Graph:
+    """A loop in which each waits for what the other puts."""
+
+    async def second(numbers: In[int], back: Out[int]) -> None:
+        async for number in numbers:
+            await back.aput(number)
+
+    graph = Graph("loop")
+    back = graph.feedback()
+    forward = graph.stage(first, back, name="first")
+    back.feed(graph.stage(second, forward, name="second"))
+    return graph

@@ -1,4 +1,4 @@
-"""R10: an item is blamed only for deaths inside the user's code, by one worker at a time, and with how each of them died."""
+"""R10: an item is blamed only for deaths inside the user's code, by one worker at a time, with how each of them died."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ def test_random_kills_of_cheap_maps_blame_no_item() -> None:
     results back lets the workers wait so for most of the time."""
     kills, items = 30, 5_000
     graph = Graph("kills")
-    once = graph.source(range(items)).map(same, workers=2, on="process", restarts=10**6, name="once", capacity=2, max_deaths=2)
-    twice = once.flat_map(lambda item: (item, item), workers=2, on="process", restarts=10**6, capacity=2, max_deaths=2)
+    options: Any = {"workers": 2, "on": "process", "restarts": 10**6, "capacity": 2, "max_deaths": 2}
+    once = graph.source(range(items)).map(same, name="once", **options)
+    twice = once.flat_map(lambda item: (item, item), **options)
     result = twice.collect()
     chance, found = random.Random(4), []
     with graph.start() as run:

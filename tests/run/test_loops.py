@@ -173,7 +173,7 @@ def test_a_loop_in_which_everybody_waits_is_a_deadlock(on: Any) -> None:
 
 
 def test_a_loop_that_moves_slowly_is_no_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flowchan.run.supervisor.STILL", 0.0)
+    monkeypatch.setattr("flowchan.run.deadlock.STILL", 0.0)
     monkeypatch.setattr("flowchan.run.supervisor.LOOK", 0.0001)
 
     def one_by_one(fresh: In[Any], again: In[Any], work: Out[Any], done: Out[Any]) -> None:

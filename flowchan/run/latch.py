@@ -1,0 +1,30 @@
+"""Something that happens once, for all who wait for it."""
+
+from __future__ import annotations
+
+from flowchan.channel import Channel
+from flowchan.errors import Drained, Empty
+
+
+class Latch:
+    """Is set once, for all who wait. A channel that closes, in place of ``threading.Event``: a Ctrl-C in the middle of
+    waiting for an Event can leave its lock held for ever, and one just before is heard only after the wait."""
+
+    def __init__(self) -> None:
+        self._channel: Channel[None] = Channel(1)
+
+    def set(self) -> None:
+        self._channel.close()
+
+    def is_set(self) -> bool:
+        return self._channel.closed
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Whether it is set within ``timeout`` seconds."""
+        try:
+            self._channel.get(timeout)
+        except Drained:
+            return True
+        except Empty:
+            return False
+        raise AssertionError("nobody puts into a latch")

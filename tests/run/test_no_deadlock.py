@@ -1,0 +1,316 @@
+"""What only looks like a run in which nobody can ever move again: it goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from runs import Gate, feedback, waits
+from waiting import wait_until
+
+from flowchan import Channel, Graph, In, Out, Run, _core, select
+from flowchan.run import deadlock, supervisor
+
+
+def same(item: Any) -> Any:
+    return item
+
+
+def goes_on(run: Run, looks: Callable[[], int]) -> bool:
+    """Whether the run is still running after its supervisor has looked at it often enough to call it stuck."""
+    after = looks() + 10
+    wait_until(lambda: looks() > after or run._supervisor.ended.is_set())
+    return run.stats().state == "running"
+
+
+def test_a_slow_stage_is_no_deadlock(looks: Callable[[], int]) -> None:
+    """Everybody waits but one, which works on its item without moving any count."""
+    gate = Gate()
+    graph = Graph("slow")
+    out = graph.source(range(5), capacity=1).map(lambda _: gate.wait(), capacity=1).map(same)
+    result = out.collect()
+    run = graph.start()
+    waiting = threading.Thread(target=run.wait)
+    waiting.start()
+    gate.wait_held()
+    assert goes_on(run, looks)
+    gate.open()
+    waiting.join()
+    assert run.wait()[result] == [None] * 5
+
+
+def test_a_worker_that_waits_in_a_channel_of_its_own_is_no_deadlock(looks: Callable[[], int]) -> None:
+    """Somebody outside may fill it."""
+    mine: Channel[int] = Channel()
+    graph = Graph("outside")
+    result = graph.source(range(3)).map(lambda item: item + mine.get()).collect()
+    run = graph.start()
+    waiting = threading.Thread(target=run.wait)
+    waiting.start()
+    wait_until(lambda: mine.stats().waiting_readers == 1)
+    assert goes_on(run, looks)
+    mine.put_many([10, 20, 30])
+    waiting.join()
+    assert run.wait()[result] == [10, 21, 32]
+
+
+def test_a_batch_whose_time_will_be_over_is_no_deadlock(looks: Callable[[], int]) -> None:
+    """It goes out as it is then, and everybody moves on."""
+    graph = Graph("patient")
+    left, right = graph.source(range(2)).tee(2, capacity=1)
+    result = left.batch(4, timeout=1).zip(right).collect()
+    run = graph.start()
+    waiting = threading.Thread(target=run.wait)
+    waiting.start()
+    waits(run, left.name, readers=1)
+    waits(run, right.name, writers=1)
+    assert goes_on(run, looks)
+    waiting.join()
+    pairs = run.wait()[result]
+    assert [item for batch, _ in pairs for item in batch] == [0, 1][: sum(len(batch) for batch, _ in pairs)]
+    assert [number for _, number in pairs] == list(range(len(pairs)))
+
+
+async def a_timer(items: In[int]) -> list[int]:
+    """Looks into its channel from time to time."""
+    while True:
+        try:
+            return [await asyncio.wait_for(items.aget(), 0.2)]
+        except TimeoutError:
+            if over[0].is_set():
+                return []
+
+
+async def a_sleeping_task(items: In[int]) -> list[int]:
+    """Another task of the same loop goes on by itself."""
+    waiting = asyncio.create_task(items.aget())
+
+    async def tick() -> None:
+        while not over[0].is_set():
+            await asyncio.sleep(0.01)
+        waiting.cancel()
+
+    await asyncio.gather(tick(), waiting, return_exceptions=True)
+    return []
+
+
+async def a_thread(items: In[int]) -> list[int]:
+    """A callback will come from a helping thread."""
+    waiting = asyncio.create_task(items.aget())
+    helping = asyncio.get_running_loop().run_in_executor(None, over[0].wait)
+    helping.add_done_callback(lambda _: waiting.cancel())
+    await asyncio.gather(waiting, return_exceptions=True)
+    return []
+
+
+async def a_socket(items: In[int]) -> list[int]:
+    """A callback will come when somebody writes."""
+    waiting = asyncio.create_task(items.aget())
+    here, there = socket.socketpair()
+    with here, there:
+        threading.Thread(target=lambda: (over[0].wait(), there.send(b"!"))).start()
+        asyncio.get_running_loop().add_reader(here, waiting.cancel)
+        await asyncio.gather(waiting, return_exceptions=True)
+        asyncio.get_running_loop().remove_reader(here)
+    return []
+
+
+async def an_event(items: In[int]) -> list[int]:
+    """One of its two tasks waits for what no channel brings."""
+    rings = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    threading.Thread(target=lambda: (over[0].wait(), loop.call_soon_threadsafe(rings.set))).start()
+    waiting = asyncio.create_task(items.aget())
+    await rings.wait()
+    waiting.cancel()
+    return []
+
+
+over: list[threading.Event] = []  # of a test, for the functions above
+
+
+@pytest.mark.parametrize("works", [a_timer, a_sleeping_task, a_thread, a_socket, an_event])
+def test_a_loop_that_has_other_work_is_no_deadlock(works: Any, looks: Callable[[], int]) -> None:
+    """Everybody waits for an item, but the async stage may go on by itself."""
+    over[:] = [threading.Event()]
+
+    async def first(back: In[int], out: Out[int]) -> None:
+        for number in await works(back):
+            await out.aput(number)
+
+    run = feedback(first).start()
+    waits(run, "first", readers=1)
+    wait_until(lambda: run.stats().links[0].waiting_readers + run.stats().links[1].waiting_readers == 2)
+    assert goes_on(run, looks)
+    over[0].set()
+    run.wait()
+
+
+def test_coroutines_that_wait_in_a_channel_of_their_own_are_no_deadlock(looks: Callable[[], int]) -> None:
+    mine: Channel[int] = Channel()
+
+    async def add(item: int) -> int:
+        return item + await mine.aget()
+
+    graph = Graph("outside")
+    result = graph.source(range(3)).map(add).collect()
+    run = graph.start()
+    waiting = threading.Thread(target=run.wait)
+    waiting.start()
+    wait_until(lambda: mine.stats().waiting_readers == 1)
+    assert goes_on(run, looks)
+    mine.put_many([10, 20, 30])
+    waiting.join()
+    assert run.wait()[result] == [10, 21, 32]
+
+
+def test_a_stopped_process_is_no_deadlock(looks: Callable[[], int]) -> None:
+    """It has been woken and can't look: the others wait for it, and it goes on when it is continued."""
+    graph = Graph("stopped")
+    numbers = graph.input(capacity=1)
+    result = numbers.map(same, on="process", restarts=0).collect()
+    run = graph.start()
+    waiting = threading.Thread(target=run.wait)
+    waiting.start()
+    waits(run, numbers.name, readers=1)
+    ((process,),) = [run._supervisor._processes.values()]
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    run[numbers].put(1)
+    run[numbers].close()
+    assert goes_on(run, looks)
+    os.kill(process.pid, signal.SIGCONT)
+    waiting.join()
+    assert run.wait()[result] == [1]
+
+
+def test_an_open_input_is_no_deadlock(looks: Callable[[], int]) -> None:
+    graph = Graph("open")
+    numbers = graph.input()
+    total = numbers.map(same, workers=3).reduce(int.__add__, 0)
+    with graph.start() as run:
+        waits(run, numbers.name, readers=3)
+        assert goes_on(run, looks)
+        run[numbers].put(5)
+    assert run.wait()[total] == 5
+
+
+def test_results_that_nobody_takes_yet_are_no_deadlock(looks: Callable[[], int]) -> None:
+    graph = Graph("later")
+    result = graph.source(range(100), capacity=1).map(same, capacity=1).collect()
+    run = graph.start()
+    waits(run, "source", writers=1)
+    assert goes_on(run, looks)
+    assert run.wait()[result] == list(range(100))
+
+
+def test_a_user_who_pauses_between_two_results_is_no_deadlock(looks: Callable[[], int]) -> None:
+    graph = Graph("paused")
+    result = graph.source(range(100), capacity=1).map(same, capacity=1).collect()
+    with graph.start() as run:
+        items = run.iter(result)
+        assert next(items) == 0
+        waits(run, "source", writers=1)
+        assert goes_on(run, looks)
+        assert list(items) == list(range(1, 100))
+
+
+def test_a_selecting_stage_is_no_deadlock(looks: Callable[[], int]) -> None:
+    """It waits at two channels, one of them its own: the other stages must not be counted twice by that."""
+    mine: Channel[int] = Channel()
+
+    def choose(items: In[int], out: Out[int]) -> None:
+        out.put(select([items, mine]).item)
+
+    graph = Graph("selecting")
+
+    def silent(out: Out[int]) -> None:
+        gate.wait()
+
+    gate = Gate()
+    result = graph.stage(choose, graph.stage(silent)).collect()
+    run = graph.start()
+    waiting = threading.Thread(target=run.wait)
+    waiting.start()
+    wait_until(lambda: mine.stats().waiting_readers == 1)
+    gate.wait_held()
+    assert goes_on(run, looks)
+    mine.put(7)
+    gate.open()
+    waiting.join()
+    assert run.wait()[result] == [7]
+
+
+def test_a_stage_that_waits_with_several_threads_does_not_stand_for_another(looks: Callable[[], int]) -> None:
+    """One worker waits in two ports at once while another one works: two waits, two workers, and no deadlock."""
+    gate = Gate()
+
+    def both(left: In[int], right: In[int], out: Out[int]) -> None:
+        helper = threading.Thread(target=lambda: out.put_many(right))
+        helper.start()
+        out.put_many(left)
+        helper.join()
+
+    def hold(left: Out[int], right: Out[int]) -> None:
+        gate.wait()
+        left.put(1)
+        right.put(2)
+
+    graph = Graph("threads")
+    left, right = graph.stage(hold)
+    graph.stage(both, left, right).sink(same)
+    run = graph.start()
+    waits(run, left.name, readers=1)
+    waits(run, right.name, readers=1)
+    assert goes_on(run, looks)
+    gate.open()
+    run.wait()
+
+
+def test_a_run_that_waits_costs_its_supervisor_one_look_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However large it is: the statistics of all stages are not gathered for that, and nothing else wakes it up."""
+    counts: Counter[str] = Counter()
+
+    def count(owner: Any, name: str) -> None:
+        real = getattr(owner, name)
+
+        def counted(*arguments: Any) -> Any:
+            counts[name] += 1
+            return real(*arguments)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    monkeypatch.setattr(deadlock, "STILL", 0.02)
+    monkeypatch.setattr(supervisor, "LOOK", 0.0001)
+    graph = Graph("idle")
+    numbers = graph.input()
+    stream = numbers
+    for _ in range(50):
+        stream = stream.map(same)
+    stream.sink(same)
+    with graph.start() as run:
+        wait_until(lambda: sum(link.waiting_readers for link in run.stats().links) == 51)
+        for owner, name in ((supervisor, "summarise"), (_core, "_look_at"), (run._supervisor, "_cancel_tasks")):
+            count(owner, name)
+        wait_until(lambda: counts["_look_at"] > 10)
+        seen = Counter(counts)
+        run[numbers].close()
+    assert seen["summarise"] == 0
+    assert seen["_cancel_tasks"] <= seen["_look_at"] + 2, "turns of its loop"
+
+
+def test_a_moving_run_is_no_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny channels, everybody waits nearly all the time, and the supervisor never stops looking."""
+    monkeypatch.setattr(deadlock, "STILL", 0.0)
+    monkeypatch.setattr(supervisor, "LOOK", 0.0001)
+    graph = Graph("moving")
+    left, right = graph.source(range(300), capacity=1).tee(2, capacity=1)
+    result = left.map(same, capacity=1).zip(right.map(same, capacity=1), capacity=1).collect()
+    assert graph.run()[result] == [(item, item) for item in range(300)]
