@@ -17,6 +17,7 @@
 | capacity | a capacity is not an int of at least 1 |
 | memory | the channels between processes need more memory than is free |
 | system | this system refuses what channels between processes are made of |
+| limit | more workers share a channel than it has ports, or a stage with more ports than ``select`` takes calls it |
 """
 
 from __future__ import annotations
@@ -39,8 +40,10 @@ from flowchan.stream import Feedback
 
 _RESULTS = ("reduce", "collect")
 _BYTES_PER_ITEM = 64
-_BYTES_PER_CHANNEL = 128 * 1024
 _REFUSED = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.ENOENT)
+_BYTES_PER_CHANNEL = 64 * 1024
+_MOST_PORTS = 4096  # of a channel between processes: its table has some places more, for processes without a port
+_MOST_SELECTED = 128  # operations of one select, which is what Linux can wait for at once
 
 Found = Iterator[tuple[int, Problem]]
 """Problems, each with the place of its stage in the graph (-1: the graph as a whole)."""
@@ -225,6 +228,29 @@ def _system(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
             yield place, Problem("system", shared.writer, shared.where, str(error.strerror))
 
 
+def _limits(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
+    writing = {stage.name: len(stage.inputs) if stage.kind == "merge" else stage.workers for stage in stages}
+    reading = {stage.name: 1 if stage.kind == "merge" else stage.workers for stage in stages}
+    places = {stage.name: place for place, stage in enumerate(stages)}
+    for link in graph.links:
+        ports = writing.get(link.writer, 0) + reading.get(link.reader or "", 0)
+        if link.medium == "processes" and ports > _MOST_PORTS:
+            message = (
+                f"its channel {link.name!r} is written and read by {ports:,} workers; between processes a channel has "
+                f"{_MOST_PORTS:,} ports: lower workers=, or merge in steps"
+            )
+            yield places[link.writer], Problem("limit", link.writer, link.where, message)
+    for place, stage in enumerate(stages):
+        ports = len(stage.inputs) + len(stage.outputs)
+        names = getattr(getattr(stage.function, "__code__", None), "co_names", ())
+        if stage.kind == "stage" and ports > _MOST_SELECTED and "select" in names:
+            message = (
+                f"its function calls select and has {ports} ports, but select takes {_MOST_SELECTED} operations; merge "
+                "some of the streams before"
+            )
+            yield place, Problem("limit", stage.name, stage.where, message)
+
+
 def _asyncs(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     for place, stage in enumerate(stages):
         if not is_async(stage.function):
@@ -282,5 +308,6 @@ def _outputs(stage: Stage) -> tuple[Output, ...]:
 
 
 _RULES = (
-    _empty, _duplicates, _foreign, _cycles, _loops, _readers, _capacities, _memory, _system, _asyncs, _spent, _daemonic,
+    _empty, _duplicates, _foreign, _cycles, _loops, _readers, _capacities, _memory, _limits, _system, _asyncs, _spent,
+    _daemonic,
 )  # fmt: skip

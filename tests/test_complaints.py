@@ -190,16 +190,20 @@ def test_a_channel_takes_one_descriptor_and_says_so_when_there_is_none() -> None
 
 
 def test_memory_that_cannot_be_had_is_an_error_where_it_is_asked_for() -> None:
-    """Here a limit on the child's address space stands in its way; other channels go on."""
+    """Here a limit on the child's address space stands in its way; other channels go on, and so does this one."""
     pid = os.fork()
     if pid == 0:  # the limit must not meet anybody else
         code = 1
         try:
-            ch: Channel[bytes] = Channel(8, across="processes", max_bytes=1 << 20)
+            ch: Channel[bytes] = Channel(8, across="processes", max_bytes=1 << 30)
+            large = bytes(64 << 20)
             used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-            resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINITY))
+            resource.setrlimit(resource.RLIMIT_AS, (used + (32 << 20), resource.RLIM_INFINITY))
+            with pytest.raises(MemoryError, match="no shared memory for an item of 67108864 bytes"):
+                ch.put(large)
+            channels: list[Channel[int]] = []
             with pytest.raises(OSError, match="Cannot allocate memory"):
-                Channel(8, across="processes", max_bytes=1 << 30)
+                channels.extend(Channel(8, across="processes") for _ in range(1000))
             ch.put(b"next")
             code = 0 if ch.get() == b"next" else 2
         finally:

@@ -115,7 +115,7 @@ nb::list numbers_in_hand(In& in) {
 // How many workers have died with the item in hand that killed most.
 uint64_t deaths_in_hand(In& in) {
     uint64_t most = 0;
-    for (Slot* slot : in_hand(in)) most = std::max(most, slot->state >> 32);
+    for (Slot* slot : in_hand(in)) most = std::max(most, slot->deaths());
     return most;
 }
 

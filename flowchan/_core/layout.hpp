@@ -1,14 +1,15 @@
-// The shared memory of one `processes` channel, as every process maps it.
+// The shared memory of one `processes` channel.
 //
 //   | Header | Session x SESSIONS | Group x groups | blocks -> ...            ... <- slots |
 //
 // One memfd holds it all. It has no name, so the kernel frees it with its last user (C12). Its length is the most it
-// could ever need, but only `reserved_low`/`reserved_high` bytes are allocated; `fallocate` adds more before it is
-// touched, so that a full memory is an error where it happens, never a SIGBUS later. Freed blocks and slots go to free
-// lists and are used again while still warm; memory is never given back before the channel ends.
+// could ever need, but only `reserved_low`/`reserved_high` bytes are allocated, and so many records of sessions;
+// `fallocate` adds more before it is touched, so that a full memory is an error where it happens, never a SIGBUS later.
+// Freed blocks and slots go to free lists and are used again while still warm; memory is never given back before the
+// channel ends. Each process maps what lies before the blocks, and of blocks and slots what there is (windows.hpp).
 //
 // An item is a slot, with a block when it does not fit into the slot. Slots are linked by offsets from the start of the
-// mapping; offset 0 (the header) stands for "none". The FIFO is the list head..tail. A slot is always in exactly one
+// file; offset 0 (the header) stands for "none". The FIFO is the list head..tail. A slot is always in exactly one
 // place: the free list, the FIFO, a group (parked until its turn), a session's lease list, or owned singly by a session
 // that copies into it (FILLING) or out of it, or looks at it, or fills it in place (HELD). Wherever it is, a session may be
 // looking at it: its viewer (ring_memory.cpp).
@@ -16,15 +17,19 @@
 
 #include <pthread.h>
 
+#include <algorithm>
+#include <span>
+
 #include "redo.hpp"
 #include "waiting.hpp"
 
 namespace flowchan {
 
 constexpr uint64_t MAGIC = 0x6e616863776f6c66;  // "flowchan"
-constexpr uint64_t VERSION = 2;
-constexpr uint32_t SESSIONS = 256;
+constexpr uint64_t VERSION = 3;
+constexpr uint32_t SESSIONS = 4096 + 256;  // ports, and plain users and HOLDERs beside them; number 0 is nobody's
 constexpr uint64_t PAGE = 4096;
+constexpr uint64_t GROW = 1 << 16;   // blocks are reserved in steps of up to this, and slots a page at a time
 constexpr uint64_t UNIT = 64;        // blocks are multiples of it and aligned to it
 constexpr uint32_t CLASSES = 136;    // block sizes, four to a doubling: 64 B << 34
 
@@ -68,9 +73,11 @@ struct alignas(64) Session {
 struct alignas(64) Slot {
     static constexpr uint64_t INLINE = 72;
     uint64_t next;
-    static constexpr uint32_t VIEWER = 24;
-    static constexpr uint64_t LOANED = 1 << 17, VIEW_BITS = uint64_t(0xff) << VIEWER | LOANED;
-    uint64_t state;      // SlotState | owner session << 8 | numbered << 16 | loaned << 17 | viewer session << 24 | deaths << 32
+    static constexpr uint64_t NUMBERED = 1 << 6, LOANED = 1 << 7, DEATH = uint64_t(1) << 40;
+    static constexpr uint64_t PLACE_BITS = 0x3f | 0xffff << 8, VIEW_BITS = uint64_t(0xffff) << 24 | LOANED;
+    static uint64_t owned_by(uint32_t session) { return uint64_t(session) << 8; }
+    static uint64_t viewed_by(uint32_t session) { return uint64_t(session) << 24; }
+    uint64_t state;      // SlotState | NUMBERED | LOANED | owner session << 8 | viewer session << 24 | deaths << 40
     uint64_t size;       // of the payload in bytes
     uint64_t number;     // i, given when first taken: items leave in the order of their numbers
     uint64_t kind;       // what frame.hpp says the payload is
@@ -78,14 +85,16 @@ struct alignas(64) Slot {
     uint64_t block;      // offset of the block, 0 for none; never changes
     char data[INLINE];   // the payload, if there is no block
 
-    SlotState place() const { return SlotState(state & 0xff); }
-    uint32_t owner() const { return uint32_t(state >> 8 & 0xff); }
-    bool numbered() const { return state >> 16 & 1; }
+    SlotState place() const { return SlotState(state & 0x3f); }
+    uint32_t owner() const { return uint32_t(state >> 8 & 0xffff); }
+    bool numbered() const { return state & NUMBERED; }
     bool loaned() const { return state & LOANED; }
-    uint32_t viewer() const { return uint32_t(state >> VIEWER & 0xff); }
-    uint64_t with_place(SlotState p, uint32_t owner = 0) const {
-        return (state & ~uint64_t(0xffff)) | uint64_t(p) | uint64_t(owner) << 8;
+    uint32_t viewer() const { return uint32_t(state >> 24 & 0xffff); }
+    uint64_t deaths() const { return state >> 40; }
+    static uint64_t placed(uint64_t state, SlotState place, uint32_t owner = 0) {
+        return (state & ~PLACE_BITS) | uint64_t(place) | owned_by(owner);
     }
+    uint64_t with_place(SlotState place, uint32_t owner = 0) const { return placed(state, place, owner); }
 };
 static_assert(sizeof(Slot) == 128);
 
@@ -95,16 +104,23 @@ struct Group {
     uint64_t complete;   // i has no more outputs to come
 };
 
-struct Header {
+// What never changes.
+struct Constants {
     uint64_t magic, version;
     uint64_t capacity, max_bytes;
-    uint64_t mapped;          // length of the mapping
+    uint64_t length;          // of the file
     uint64_t groups;          // number of groups
     uint64_t groups_at, blocks_at;
+};
+
+struct Header : Constants {
     uint64_t reserved_low, reserved_high;  // allocated up to / from here; changed after fallocate, no redo needed
-    char label[64];           // the channel's name in messages
+    uint64_t reserved_sessions;            // so many records are; likewise
 
     alignas(64) pthread_mutex_t mutex;
+    // What of the blocks and slots every process must map before it follows anything. They never shrink, and come before
+    // what they announce; no redo needed. Beside the mutex, because everybody looks who takes it.
+    uint64_t map_blocks_to, map_slots_from;
     // --- below: only under the mutex, only by a Change, unless said otherwise ---
     alignas(64) uint64_t head;
     uint64_t tail;            // meaningless while head is 0
@@ -136,9 +152,11 @@ struct Header {
     // When somebody last looked for dead sessions: a hint, no partner. Every call reads it, so it shares its line with
     // nothing that changes often.
     alignas(64) std::atomic<uint64_t> swept_ns;
-    Session sessions[SESSIONS];
 
     int64_t inside() const { return int64_t(puts - takes); }
+    // The records behind the header; only those for which memory is allocated may be touched.
+    Session* records() { return reinterpret_cast<Session*>(this + 1); }
+    std::span<Session> sessions() { return {records(), std::min<uint64_t>(reserved_sessions, SESSIONS)}; }
 };
 
 // Block classes: 0 is "no block"; 1 to 4 are 64, 128, 192, 256 bytes; then four steps to each doubling. `class_of` is

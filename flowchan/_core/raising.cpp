@@ -139,6 +139,11 @@ PyObject* raise_step(Channel& ch, Step step, Side side, uint64_t size, Deadline 
                                                " bytes, this one has " + std::to_string(size)).c_str());
             break;
         case Step::NoMemory:
+            if (ch.ring && ch.ring->is_blind()) {
+                PyErr_SetString(PyExc_MemoryError, (who + " has grown, and this process has no address space left to see "
+                                                    "all of it; raise its limit (ulimit -v)").c_str());
+                break;
+            }
             PyErr_SetString(PyExc_MemoryError, (who + ": no shared memory for an item of " + std::to_string(size) +
                                                 " bytes: " + fill(ch)).c_str());
             break;

@@ -37,22 +37,22 @@ struct Redo {
     volatile uint64_t valid;  // number of entries, 0 when there is nothing to redo
     Entry entry[MOST];
 
-    void apply(char* base, uint64_t n) const {
+    template <class Words> void apply(const Words& words, uint64_t n) const {
         for (uint64_t i = 0; i < n; ++i) {
             // Atomic because some words are read without the lock, as hints (Traits<Ring>::ready in blocking.hpp is the
             // partner); relaxed because who believes a hint takes the lock and looks.
-            std::atomic_ref(*reinterpret_cast<uint64_t*>(base + entry[i].offset)).store(entry[i].value, std::memory_order_relaxed);
+            std::atomic_ref(*words.at(entry[i].offset)).store(entry[i].value, std::memory_order_relaxed);
             fault_point();
         }
     }
     // Called by who found the owner of the lock dead. False, with nothing done, if the record can't be right: an entry
-    // names a word outside `from`..`to`.
-    bool recover(char* base, uint64_t from, uint64_t to) {
+    // names a word that is none of `words`.
+    template <class Words> bool recover(const Words& words) {
         const uint64_t n = valid;
         bool right = n <= MOST;
         for (uint64_t i = 0; right && i < n; ++i)
-            right = entry[i].offset % 8 == 0 && entry[i].offset >= from && entry[i].offset <= to - 8;
-        if (right) apply(base, n);
+            right = entry[i].offset % 8 == 0 && words.has(entry[i].offset);
+        if (right) apply(words, n);
         keep_order();
         valid = 0;
         fault_point();
@@ -60,14 +60,15 @@ struct Redo {
     }
 };
 
-// One change being composed. Reads of the state between `set` calls see the old values.
-class Change {
+// One change being composed. Reads of the state between `set` calls see the old values. `Words` tells where a word lies, by
+// its offset, and the other way round.
+template <class Words> class ChangeOf {
 public:
-    Change(Redo& redo, char* base) : redo_(redo), base_(base) {}
+    ChangeOf(Redo& redo, const Words& words) : redo_(redo), words_(words) {}
 
     void set(uint64_t& word, uint64_t value) {
         assert(n_ < Redo::MOST);
-        redo_.entry[n_].offset = uint64_t(reinterpret_cast<char*>(&word) - base_);
+        redo_.entry[n_].offset = words_.offset(&word);
         redo_.entry[n_].value = value;
         n_ += 1;
     }
@@ -77,7 +78,7 @@ public:
         redo_.valid = n_;
         keep_order();
         fault_point();
-        redo_.apply(base_, n_);
+        redo_.apply(words_, n_);
         keep_order();
         redo_.valid = 0;
         keep_order();
@@ -87,7 +88,7 @@ public:
 
 private:
     Redo& redo_;
-    char* base_;
+    const Words& words_;
     uint64_t n_ = 0;
 };
 

@@ -15,20 +15,24 @@ namespace flowchan {
 
 namespace {
 
-constexpr uint64_t GROW = 1 << 16;  // blocks are reserved in steps of at least this
+constexpr uint32_t FIRST_SESSIONS = 64;
 uint64_t align(uint64_t n, uint64_t to) { return (n + to - 1) / to * to; }
 
 // Where everything lies in the memory of a channel.
-struct Layout {
-    uint64_t groups, groups_at, blocks_at, blocks_end, length;
+struct Layout : Constants {
+    uint64_t blocks_end;
 
-    Layout(uint64_t capacity, uint64_t max_bytes) {
+    Layout(uint64_t capacity_, uint64_t max_bytes_) {
+        magic = MAGIC;
+        version = VERSION;
+        capacity = capacity_;
+        max_bytes = max_bytes_;
         groups = std::clamp<uint64_t>(capacity, 64, 4096);
-        groups_at = align(sizeof(Header), UNIT);
+        groups_at = align(sizeof(Header) + SESSIONS * sizeof(Session), UNIT);
         blocks_at = align(groups_at + groups * sizeof(Group), PAGE);
         // Four times max_bytes: items on lease, and what is viewed, are not "inside", classes waste up to a fifth, and what
         // is viewed for long lies in the way.
-        const uint64_t slots = (2 * capacity + 16 * SESSIONS) * sizeof(Slot);
+        const uint64_t slots = (2 * capacity + SESSIONS) * sizeof(Slot);
         length = align(blocks_at + 4 * max_bytes + GROW + slots, GROW);
         blocks_end = (length - slots) / PAGE * PAGE;  // blocks of all sizes must not take the room of slots for `capacity`
     }
@@ -74,30 +78,24 @@ bool process_alive(uint64_t pid, uint64_t started) {
 }
 
 Ring::Ring(uint64_t capacity, uint64_t max_bytes) {
-    const auto [groups, groups_at, blocks_at, blocks_end, length] = Layout(capacity, max_bytes);
-    int fd = memfd_create("flowchan", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-    if (fd < 0) fail(errno, "memfd_create");
-    fd_ = fd;
+    const Layout layout(capacity, max_bytes);
+    fd_ = memfd_create("flowchan", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    if (fd_ < 0) fail(errno, "memfd_create");
     try {
-        if (ftruncate(fd, off_t(length)) != 0) fail(errno, "ftruncate");
+        if (ftruncate(fd_, off_t(layout.length)) != 0) fail(errno, "ftruncate");
         // Nobody can shrink it under us, which would be a SIGBUS.
-        if (fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) fail(errno, "seal");
-        int error = posix_fallocate(fd, 0, off_t(blocks_at));
-        if (error) fail(error, "fallocate");
-        map(fd, length);
-        blocks_end_ = blocks_end;
+        if (fcntl(fd_, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) fail(errno, "seal");
+        if (!reserve(0, sizeof(Header) + FIRST_SESSIONS * sizeof(Session)) || !reserve(layout.groups_at, layout.blocks_at))
+            fail(errno, "fallocate");
+        map(layout, layout.blocks_end);
         new (h_) Header{};
-        h_->version = VERSION;
-        h_->capacity = capacity;
-        h_->max_bytes = max_bytes;
-        h_->mapped = length;
-        h_->groups = groups;
-        h_->groups_at = groups_at;
-        h_->blocks_at = h_->blocks_top = h_->reserved_low = blocks_at;
-        h_->slots_at = h_->reserved_high = length;
-        keep_constants();
-        if (!reserve_low(blocks_at + PAGE) || !reserve_high(length - std::min<uint64_t>(capacity + 16, 64) * sizeof(Slot)))
-            fail(ENOMEM, "fallocate");
+        static_cast<Constants&>(*h_) = layout;
+        h_->reserved_sessions = FIRST_SESSIONS;
+        h_->blocks_top = h_->reserved_low = blocks_at_;
+        h_->map_blocks_to = base_.blocks_to();
+        h_->slots_at = h_->reserved_high = h_->map_slots_from = length_;
+        if (!reserve_low(blocks_at_ + PAGE) || !reserve_high(length_ - std::min<uint64_t>(capacity + 16, 64) * sizeof(Slot)))
+            fail(errno, "fallocate");
         pthread_mutexattr_t attr;
         pthread_mutexattr_init(&attr);
         pthread_mutexattr_setpshared(&attr, PTHREAD_PROCESS_SHARED);
@@ -106,79 +104,48 @@ Ring::Ring(uint64_t capacity, uint64_t max_bytes) {
         pthread_mutexattr_destroy(&attr);
         kind_ = kind_of(h_->mutex);
         socket_ = socket_to_itself();
-        h_->magic = MAGIC;
     } catch (...) {
-        if (base_) munmap(base_, length);
-        ::close(fd);
+        ::close(fd_);
         throw;
     }
 }
 
 Ring::Ring(int fd, int socket) {
     struct stat st;
+    Constants there;
     if (fstat(fd, &st) != 0) fail(errno, "fstat");
-    if (st.st_size < off_t(sizeof(Header))) fail(EINVAL, "not the memory of a channel");
+    if (pread(fd, &there, sizeof there, 0) != sizeof there || there.magic != MAGIC) fail(EINVAL, "not the memory of a channel");
     const uint64_t length = uint64_t(st.st_size);
-    map(fd, length);
-    keep_constants();
-    kind_ = kind_of(h_->mutex);
-    const Layout layout(std::min(capacity_, length), std::min(max_bytes_, length));
-    if (h_->magic != MAGIC || h_->version != VERSION || mapped_ != length || layout.length != length ||
-        groups_ != layout.groups || groups_at_ != layout.groups_at || blocks_at_ != layout.blocks_at) {
-        munmap(base_, length);
-        base_ = nullptr;
+    const Layout layout(std::min(there.capacity, length), std::min(there.max_bytes, length));
+    if (memcmp(&there, static_cast<const Constants*>(&layout), sizeof there) != 0 || there.length != length)
         fail(EINVAL, "not the memory of a channel of this version");
-    }
-    blocks_end_ = layout.blocks_end;
     fd_ = fd;
+    try {
+        map(layout, layout.blocks_end);
+    } catch (...) {
+        fd_ = -1;  // it still belongs to the caller
+        throw;
+    }
+    kind_ = kind_of(h_->mutex);
     socket_ = socket;
 }
 
-void Ring::keep_constants() {
-    mapped_ = h_->mapped;
-    capacity_ = h_->capacity;
-    max_bytes_ = h_->max_bytes;
-    groups_ = h_->groups;
-    groups_at_ = h_->groups_at;
-    blocks_at_ = h_->blocks_at;
-}
-
 Ring::~Ring() {
-    if (base_) munmap(base_, mapped_);
     if (fd_ >= 0) ::close(fd_);
     if (socket_ >= 0) ::close(socket_);
 }
 
-void Ring::map(int fd, uint64_t length) {
-    void* p = mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
-    if (p == MAP_FAILED) fail(errno, "mmap");
-    madvise(p, length, MADV_DONTDUMP);
-    base_ = static_cast<char*>(p);
-    h_ = static_cast<Header*>(p);
-}
-
-// Makes sure that the memory below `upto` is allocated. False when there is none; the state is unchanged then.
-bool Ring::reserve_low(uint64_t upto) {
-    if (upto <= h_->reserved_low) return true;
-    const uint64_t end = std::min(blocks_end_, h_->reserved_high);
-    if (upto > end) return false;
-    uint64_t want = std::min(std::max(upto, h_->reserved_low + GROW), end);
-    int error;
-    while ((error = fallocate(fd_, 0, off_t(h_->reserved_low), off_t(want - h_->reserved_low)) ? errno : 0) == EINTR) {}
-    if (error) return false;
-    h_->reserved_low = want;
-    return true;
-}
-
-bool Ring::reserve_high(uint64_t from) {
-    if (from >= h_->reserved_high) return true;
-    if (from < h_->reserved_low) return false;
-    uint64_t want = std::max(from / PAGE * PAGE, h_->reserved_low);
-    int error;
-    while ((error = fallocate(fd_, 0, off_t(want), off_t(h_->reserved_high - want)) ? errno : 0) == EINTR) {}
-    if (error) return false;
-    h_->reserved_high = want;
-    return true;
+void Ring::map(const Constants& constants, uint64_t blocks_end) {
+    length_ = constants.length;
+    capacity_ = constants.capacity;
+    max_bytes_ = constants.max_bytes;
+    groups_ = constants.groups;
+    groups_at_ = constants.groups_at;
+    blocks_at_ = constants.blocks_at;
+    blocks_end_ = blocks_end;
+    base_.open(fd_, blocks_at_, length_);
+    h_ = reinterpret_cast<Header*>(base_.header());
+    base_.begin_words(uint64_t(reinterpret_cast<char*>(&h_->head) - base_.header()));
 }
 
 bool Ring::lock(bool patient) {
@@ -196,11 +163,14 @@ bool Ring::lock(bool patient) {
     }
     fault_point();
     if (rc == EOWNERDEAD) {
+        look_for_growth();
         recover();
         fault_point();
         pthread_mutex_consistent(&h_->mutex);
     } else if (rc != 0) {
         return lock_without_mutex();
+    } else {
+        look_for_growth();
     }
     return true;
 }
@@ -255,7 +225,7 @@ bool Ring::lock_without_mutex() {
 // The owner of the lock died in its critical section. Everything but the last Change is whole; that one is made whole.
 // `advance` is the one operation of several Changes that nobody else would take up again.
 void Ring::recover() {
-    if (!h_->redo.recover(base_, offset(&h_->head), mapped_)) found_damage();
+    if (!h_->redo.recover(base_)) found_damage();
     Wakes wakes;
     advance(wakes);
     h_->reader_gate.woken = h_->writer_gate.woken = 0;  // it may have counted sleepers that it did not get to wake
@@ -286,7 +256,7 @@ void Ring::close_with(Change& change, Wakes& wakes) {
 void Ring::break_(const std::string& cause, Wakes& wakes) {
     if (h_->state == BROKEN || at_end()) return;  // the end is final
     Change change(h_->redo, base_);
-    if (Slot* slot = cause.empty() ? nullptr : take_slot(cause.size(), change)) {
+    if (Slot* slot = cause.empty() || blind_ ? nullptr : take_slot(cause.size(), change)) {
         memcpy(payload(slot), cause.data(), cause.size());
         change.set(h_->cause, offset(payload(slot)));
         change.set(h_->cause_size, cause.size());
@@ -300,10 +270,10 @@ void Ring::break_(const std::string& cause, Wakes& wakes) {
 std::string Ring::cause() const {
     const uint64_t begin = h_->cause, size = h_->cause_size;
     const bool in_block = begin >= blocks_at_ && begin < h_->blocks_top;
-    const uint64_t end = in_block ? std::min(h_->blocks_top, h_->reserved_low) : mapped_;
-    if (!begin || begin < blocks_at_ || begin >= end || size > end - begin) return "";
+    const uint64_t end = in_block ? std::min({h_->blocks_top, h_->reserved_low, base_.blocks_to()}) : length_;
+    if (!begin || begin < (in_block ? blocks_at_ : base_.slots_from()) || begin >= end || size > end - begin) return "";
     if (!in_block && size > Slot::INLINE) return "";
-    return std::string(at<char>(begin), size);
+    return std::string(in_block ? base_.block(begin) : at<char>(begin), size);
 }
 
 // --- sessions ---
@@ -312,7 +282,8 @@ std::string Ring::cause() const {
 uint32_t Ring::free_session(Wakes& wakes) {
     for (int attempt = 0; attempt < 2; ++attempt) {
         for (uint32_t i = 1; i < SESSIONS; ++i) {  // 0 means "no session"
-            Session& s = h_->sessions[i];
+            Session& s = session(i);
+            if (!reserve_sessions(i + 1)) break;
             if (s.role != Session::NONE) continue;
             s.pid = uint64_t(getpid());
             s.started = process_start(s.pid);
@@ -331,10 +302,12 @@ uint32_t Ring::free_session(Wakes& wakes) {
 uint32_t Ring::open_session(Session::Role role, Wakes& wakes) {
     const uint32_t i = free_session(wakes);
     if (!i)
-        throw std::length_error("all " + std::to_string(SESSIONS - 1) +
-                                " places for ports and processes of this channel are taken; close some");
+        throw std::length_error(h_->reserved_sessions < SESSIONS
+                                    ? "there is no memory for another port"
+                                    : "all " + std::to_string(SESSIONS - 1) +
+                                          " places for ports and processes of this channel are taken; close some");
     Change change(h_->redo, base_);
-    change.set(h_->sessions[i].role, role);
+    change.set(session(i).role, role);
     if (role == Session::READER) change.set(h_->readers, h_->readers + 1);
     if (role == Session::WRITER) change.set(h_->writers, h_->writers + 1);
     change.commit();
@@ -343,7 +316,7 @@ uint32_t Ring::open_session(Session::Role role, Wakes& wakes) {
 
 void Ring::adopt(uint32_t index) {
     if (index == 0 || index >= SESSIONS) throw std::length_error("there is no port number " + std::to_string(index));
-    Session& s = h_->sessions[index];
+    Session& s = session(index);
     if (s.views && s.pid != uint64_t(getpid())) part(index);
     s.pid = uint64_t(getpid());
     s.started = process_start(s.pid);
@@ -356,19 +329,19 @@ void Ring::part(uint32_t index) {
     Wakes wakes;
     if (!memory_is_right()) return void(found_damage());
     const uint32_t to = free_session(wakes);
-    Session &s = h_->sessions[index], &holder = h_->sessions[to];
+    Session &s = session(index), &holder = session(to);
     if (to) {
         holder.pid = s.pid;
         holder.started = s.started;
         holder.forked = s.forked;
     }
-    for (uint64_t p = h_->slots_at; to && p < mapped_; p += sizeof(Slot)) {
+    for (uint64_t p = first_slot(); to && p < length_; p += sizeof(Slot)) {
         Slot* slot = at<Slot>(p);
         if (slot->viewer() != index) continue;
         const uint64_t owner = slot->owner() == index ? to : slot->owner();
         Change change(h_->redo, base_);
-        change.set(slot->state, (slot->with_place(slot->place(), uint32_t(owner)) & ~(uint64_t(0xff) << Slot::VIEWER)) |
-                                    uint64_t(to) << Slot::VIEWER);
+        const uint64_t unseen = slot->state & ~Slot::viewed_by(0xffff);
+        change.set(slot->state, Slot::placed(unseen | Slot::viewed_by(to), slot->place(), uint32_t(owner)));
         change.set(s.views, s.views - 1);
         change.set(holder.views, holder.views + 1);
         change.set(holder.role, Session::HOLDER);
@@ -380,9 +353,9 @@ void Ring::part(uint32_t index) {
 // What a session that ends, perhaps because its process was killed, was copying, and the waits it was counted in.
 // `views`: it looks at nothing any more.
 void Ring::drop_copies(uint32_t index, bool views, Wakes& wakes) {
-    Session& s = h_->sessions[index];
+    Session& s = session(index);
     if (!memory_is_right()) found_damage();
-    for (uint64_t p = h_->slots_at; !h_->damaged && p < mapped_; p += sizeof(Slot)) {
+    for (uint64_t p = first_slot(); !h_->damaged && p < length_; p += sizeof(Slot)) {
         Slot* slot = at<Slot>(p);
         if (slot->viewer() == index) {
             if (views) unview(slot, wakes);
@@ -411,7 +384,7 @@ void Ring::drop_copies(uint32_t index, bool views, Wakes& wakes) {
         wakes.add(s.word, true);  // a thread that waits in the port that is being closed must hear of it
         have_turn(s);
         const auto waits = [](const Session& one) { return one.awaits != 0; };
-        h_->writer_gate.ordered = uint32_t(std::count_if(h_->sessions, h_->sessions + SESSIONS, waits));
+        h_->writer_gate.ordered = uint32_t(std::ranges::count_if(h_->sessions(), waits));
         call_turns(wakes);
     }
     if (s.pid == uint64_t(getpid())) return;
@@ -424,14 +397,14 @@ void Ring::drop_copies(uint32_t index, bool views, Wakes& wakes) {
 // Whether the process of this session lives, or may have children that do, and so may still use what it looks at, whoever
 // ends the session.
 bool Ring::still_looks(uint32_t index) const {
-    const Session& s = h_->sessions[index];
+    const Session& s = session(index);
     return s.views && (s.forked || s.pid == uint64_t(getpid()) || process_alive(s.pid, s.started));
 }
 
 // `finished`: the items in hand are done with, else they go back. `died`: its process has ended without closing it; of a
 // writer that is no clean end (C5), unless the channel was closed before.
 void Ring::end_session(uint32_t index, bool finished, Wakes& wakes, bool died) {
-    Session& s = h_->sessions[index];
+    Session& s = session(index);
     if (s.role == Session::NONE) return;
     if (s.lease_head) finished ? free_leased(s, wakes) : give_back(s, wakes);
     if (s.again_head) give_back_again(s, wakes);
@@ -455,14 +428,14 @@ void Ring::end_session(uint32_t index, bool finished, Wakes& wakes, bool died) {
 
 std::vector<Slot*> Ring::in_hand(uint32_t index) const {
     std::vector<Slot*> slots;
-    const Session& s = h_->sessions[index];
+    const Session& s = session(index);
     for (uint64_t p = s.lease_head; slot_exists(p) && slots.size() < s.leased; p = at<Slot>(p)->next)
         slots.push_back(at<Slot>(p));
     return slots;
 }
 
 void Ring::retire_writer(uint32_t index, const std::vector<uint64_t>& items, Wakes& wakes) {
-    Session& s = h_->sessions[index];
+    Session& s = session(index);
     bool again = s.committed_item && std::find(items.begin(), items.end(), s.committed_item - 1) != items.end();
     if (!again || s.role != Session::WRITER) {
         end_session(index, true, wakes);
@@ -484,11 +457,14 @@ void Ring::sweep(Wakes& wakes) {
 void Ring::sweep_now(Wakes& wakes) {
     h_->swept_ns.store(uint64_t(coarse_now_ns()), std::memory_order_relaxed);
     uint64_t me = uint64_t(getpid());
-    for (uint32_t i = 1; i < SESSIONS; ++i) {
-        Session& s = h_->sessions[i];
+    const Session* alive = nullptr;
+    for (uint32_t i = 1; i < h_->sessions().size(); ++i) {
+        Session& s = session(i);
         if (s.role == Session::NONE || s.role == Session::RESUME || s.supervised || s.pid == me) continue;
         if (s.role == Session::HOLDER && s.forked) continue;  // until the channel's end
-        if (!process_alive(s.pid, s.started)) end_session(i, false, wakes, true);
+        if (alive && s.pid == alive->pid && s.started == alive->started) continue;  // many ports of one process
+        if (process_alive(s.pid, s.started)) alive = &s;
+        else end_session(i, false, wakes, true);
     }
     for (Gate* gate : {&h_->reader_gate, &h_->writer_gate})
         if (gate->starving && !process_alive(gate->starving, 0)) gate->starving = 0;

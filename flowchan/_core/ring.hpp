@@ -12,8 +12,11 @@
 
 #include "frame.hpp"
 #include "layout.hpp"
+#include "windows.hpp"
 
 namespace flowchan {
+
+using Change = ChangeOf<Windows>;
 
 // What a port remembers between two operations. Everything that must survive its process lies in Session.
 struct ReaderState {
@@ -63,7 +66,8 @@ public:
 
     int fd() const { return fd_; }
     int socket() const { return socket_; }
-    uint64_t offset(const void* p) const { return uint64_t(static_cast<const char*>(p) - base_); }
+    uint64_t offset_of_payload(const void* p) const { return base_.offset_in_window(p); }  // without the lock too
+    Slot* slot_at(uint64_t offset) const { return at<Slot>(offset); }
     Header& header() { return *h_; }
 
     // The lock. `lock` says false if it could not get it without waiting and `patient` is false.
@@ -135,16 +139,18 @@ public:
     // that is remembered, so that they are not put twice.
     void retire_writer(uint32_t session, const std::vector<uint64_t>& items, Wakes& wakes);
     const char* payload_of(Slot* slot) const { return payload(slot); }
-    Session& session(uint32_t index) { return h_->sessions[index]; }
+    Session& session(uint32_t index) const { return h_->records()[index < SESSIONS ? index : 0]; }
+    bool is_blind() const { return blind_; }  // this process can't map all that it must see of the channel
 
     Spin spin;
 
 private:
-    char* base_ = nullptr;
+    Windows base_;
     Header* h_ = nullptr;
     int fd_ = -1, socket_ = -1;
+    bool blind_ = false;
     // What never changes, as it was when this process first saw it: damage to the header does not reach it.
-    uint64_t mapped_ = 0, capacity_ = 0, max_bytes_ = 0, groups_ = 1, groups_at_ = 0, blocks_at_ = 0, blocks_end_ = 0;
+    uint64_t length_ = 0, capacity_ = 0, max_bytes_ = 0, groups_ = 1, groups_at_ = 0, blocks_at_ = 0, blocks_end_ = 0;
     std::atomic<int> kind_ = 0;  // of the mutex; -1 once it was found damaged, and is touched no more. A hint: relaxed
 
     // The type of a mutex, which glibc believes without looking; 0 where it can't be told.
@@ -155,16 +161,22 @@ private:
         return (void)mutex, 0;
 #endif
     }
-    template <class T> T* at(uint64_t offset) const { return reinterpret_cast<T*>(base_ + offset); }
-    Group& group(uint64_t number) { return at<Group>(groups_at_)[number % groups_]; }
+    template <class T> T* at(uint64_t offset) const { return reinterpret_cast<T*>(base_.slots() + offset); }  // of a slot
+    uint64_t offset(const void* p) const { return base_.offset(p); }
+    Group& group(uint64_t number) { return reinterpret_cast<Group*>(base_.header() + groups_at_)[number % groups_]; }
     bool nothing_coming() const { return h_->head == 0 && h_->parked == 0 && h_->claimed == 0; }
     bool at_end_for(const ReaderState* reader) const;
     Step end() const { return h_->cut_off ? Step::Broken : Step::Drained; }
     void sweep_now(Wakes& wakes);
     void tell_end(Wakes& wakes);
     void close_with(Change& change, Wakes& wakes);
-    void map(int fd, uint64_t length);
-    void keep_constants();
+    void map(const Constants& constants, uint64_t blocks_end);
+    void look_for_growth() {
+        if (h_->map_blocks_to > base_.blocks_to() || h_->map_slots_from < base_.slots_from()) see_growth();
+    }
+    void see_growth();
+    bool reserve(uint64_t from, uint64_t upto);
+    bool reserve_sessions(uint32_t n);
     int lock_slowly();
     bool is_used_by(uint64_t thread) const;
     bool lock_without_mutex();
@@ -172,10 +184,11 @@ private:
     void drop_copies(uint32_t session, bool views, Wakes& wakes);
     bool still_looks(uint32_t session) const;
     uint32_t free_session(Wakes& wakes);
+    uint64_t first_slot() const { return std::max(h_->slots_at, base_.slots_from()); }
     void part(uint32_t session);
 
     Step room(const Frame& frame, const WriterState* writer);
-    char* payload(Slot* slot) const { return slot->block ? base_ + slot->block : slot->data; }
+    char* payload(Slot* slot) const { return slot->block ? base_.block(slot->block) : slot->data; }
     Slot* take_slot(uint64_t size, Change& change);
     Slot* new_slot(uint32_t cls, Change& change);
     void free_slot(Slot* slot, Change& change);

@@ -26,6 +26,7 @@ Step Ring::room(const Frame& frame, const WriterState* writer) {
     if (h_->state > BROKEN || (h_->head && !slot_exists(h_->tail))) return found_damage();
     if (h_->state == CLOSED) return broken() ? Step::Broken : Step::Closed;
     if (frame.size > max_bytes_) return Step::TooLarge;
+    if (blind_) return Step::NoMemory;
     const uint64_t inside = h_->puts - h_->takes, all = inside + h_->parked + h_->claimed;
     const bool parks = is_parked(writer);
     // An item larger than what is left waits, but the worker of `turn` never waits for parked bytes: only it can free them.
@@ -54,7 +55,7 @@ void Ring::link(Slot* slot, WriterState* writer, Change& change) {
         change.set(h_->puts, h_->puts + 1);
     }
     if (writer && writer->keyed) {
-        Session& s = h_->sessions[writer->session];
+        Session& s = session(writer->session);
         change.set(s.committed_item, writer->number + 1);
         change.set(s.committed_count, writer->count + 1);
     }
@@ -94,7 +95,7 @@ Step Ring::claim(const Frame& frame, WriterState* writer, uint32_t session, Slot
     if (!slot) return no_slot();
     slot->size = frame.size;
     slot->kind = frame.kind;
-    change.set(slot->state, uint64_t(SlotState::Filling) | uint64_t(session) << 8);
+    change.set(slot->state, Slot::placed(0, SlotState::Filling, session));
     change.set(h_->bytes_in, h_->bytes_in + frame.size);
     change.set(h_->claimed, h_->claimed + 1);
     change.commit();
@@ -138,16 +139,17 @@ void Ring::unclaim(Slot* slot, Wakes& wakes) {
 
 Step Ring::try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& wakes) {
     if (h_->state >= BROKEN) return h_->state == BROKEN ? Step::Broken : found_damage();
-    if (reader && h_->sessions[reader->session].again_head) return take_again(taken, *reader);
+    if (reader && this->session(reader->session).again_head) return take_again(taken, *reader);
     if (h_->head == 0) return at_end_for(reader) ? end() : Step::Wait;
+    if (blind_) return Step::NoMemory;
     Slot* slot = at<Slot>(h_->head);
     if (!slot_exists(h_->head) || !payload_exists(slot)) return found_damage();
     if (slot->place() != SlotState::Inside && slot->place() != SlotState::Parked) return found_damage();
-    if (reader && h_->sessions[reader->session].lease_head && !slot_exists(h_->sessions[reader->session].lease_tail))
+    if (reader && this->session(reader->session).lease_head && !slot_exists(this->session(reader->session).lease_tail))
         return found_damage();
     taken.kind = slot->kind;
     taken.size = slot->size;
-    taken.deaths = slot->state >> 32;
+    taken.deaths = slot->deaths();
     taken.number = slot->numbered() ? slot->number : h_->numbered;
     taken.slot = slot;
     taken.viewed = may_view(slot);
@@ -159,13 +161,13 @@ Step Ring::try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& 
     if (!slot->numbered()) {
         change.set(slot->number, h_->numbered);
         change.set(h_->numbered, h_->numbered + 1);
-        state |= 1 << 16;
+        state |= Slot::NUMBERED;
     }
     if (taken.viewed) state = view(state, slot, session, change);
     if (reader) {
-        Session& s = h_->sessions[reader->session];
+        Session& s = this->session(reader->session);
         change.set(slot->next, 0);
-        change.set(slot->state, (state & ~uint64_t(0xffff)) | uint64_t(SlotState::Leased));
+        change.set(slot->state, Slot::placed(state, SlotState::Leased));
         change.set(s.lease_head ? at<Slot>(s.lease_tail)->next : s.lease_head, offset(slot));
         change.set(s.lease_tail, offset(slot));
         change.set(s.leased, s.leased + 1);
@@ -179,7 +181,7 @@ Step Ring::try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& 
         free_slot(slot, change);
         change.commit();
     } else {
-        change.set(slot->state, (state & ~uint64_t(0xffff)) | uint64_t(SlotState::Held) | uint64_t(session) << 8);
+        change.set(slot->state, Slot::placed(state, SlotState::Held, session));
         change.commit();
         taken.at = payload(slot);
         taken.held = taken.viewed ? nullptr : slot;
@@ -209,7 +211,7 @@ void Ring::put_back(Taken& taken, ReaderState* reader, Wakes& wakes) {
     Change change(h_->redo, base_);
     Slot* slot = taken.slot;
     if (reader) {
-        Session& s = h_->sessions[reader->session];
+        Session& s = session(reader->session);
         if (slot->place() != SlotState::Leased || slot->number != taken.number || s.lease_tail != offset(slot)) return;
         Slot* before = nullptr;
         for (uint64_t p = s.lease_head, left = s.leased; p != offset(slot); p = before->next, left -= 1) {
@@ -231,7 +233,7 @@ void Ring::put_back(Taken& taken, ReaderState* reader, Wakes& wakes) {
         slot->size = taken.size;
         slot->kind = taken.kind;
         slot->number = taken.number;
-        change.set(slot->state, uint64_t(SlotState::Inside) | 1 << 16 | taken.deaths << 32);
+        change.set(slot->state, uint64_t(SlotState::Inside) | Slot::NUMBERED | taken.deaths * Slot::DEATH);
     }
     link_front(slot, change);
     change.commit();
@@ -252,7 +254,7 @@ void Ring::release(Slot* slot, Wakes& wakes) {
 // Whether nothing more can come for this reader now. Others may still give back what they have in hand, so who has nothing
 // in hand waits for that. Who has something does not: two who gather (get_more) would wait for each other.
 bool Ring::at_end_for(const ReaderState* reader) const {
-    const bool gathers = reader && h_->sessions[reader->session].leased > 0;
+    const bool gathers = reader && session(reader->session).leased > 0;
     return h_->state == CLOSED && nothing_coming() && (gathers || h_->leased == 0);
 }
 
@@ -285,7 +287,7 @@ void Ring::free_leased(Session& s, Wakes& wakes) {
 
 void Ring::acknowledge(ReaderState& reader, Wakes& wakes) {
     if (!reader.in_hand) return;
-    free_leased(h_->sessions[reader.session], wakes);
+    free_leased(session(reader.session), wakes);
     reader.in_hand = 0;
 }
 
@@ -318,7 +320,7 @@ void Ring::give_back(Session& s, Wakes& wakes) {
 // What a dead reader had in hand, and has not been worked on since: to its successor alone where it may have killed it, so that
 // the others go on meanwhile (R10); else nothing, and it goes back to all. All of it stays on lease.
 void Ring::hand_on(uint32_t from, uint32_t to) {
-    Session &s = h_->sessions[from], &next = h_->sessions[to];
+    Session &s = session(from), &next = session(to);
     const bool suspect = s.lease_head && s.at != Session::OURS;
     if (h_->damaged || (!suspect && !s.again_head) || next.again_head) return;
     if ((s.lease_head && !slot_exists(s.lease_tail)) || (s.again_head && !slot_exists(s.again_tail))) return void(found_damage());
@@ -326,7 +328,7 @@ void Ring::hand_on(uint32_t from, uint32_t to) {
     for (uint64_t p = s.lease_head; left; p = at<Slot>(p)->next, left -= 1) {
         if (!slot_exists(p) || !is_leased(at<Slot>(p))) return void(found_damage());
         // A death between here and the commit counts twice: `deaths` may then be one too high, nothing else.
-        at<Slot>(p)->state += uint64_t(1) << 32;
+        at<Slot>(p)->state += Slot::DEATH;
         fault_point();
     }
     Change change(h_->redo, base_);
@@ -346,13 +348,13 @@ void Ring::hand_on(uint32_t from, uint32_t to) {
 
 // Takes the first of the items that are this session's own to try again.
 Step Ring::take_again(Taken& taken, ReaderState& reader) {
-    Session& s = h_->sessions[reader.session];
+    Session& s = session(reader.session);
     Slot* slot = at<Slot>(s.again_head);
     if (!slot_exists(s.again_head) || !payload_exists(slot) || !is_leased(slot)) return found_damage();
     if (s.lease_head && !slot_exists(s.lease_tail)) return found_damage();
     taken.kind = slot->kind;
     taken.size = slot->size;
-    taken.deaths = slot->state >> 32;
+    taken.deaths = slot->deaths();
     taken.kills_who_unpickles = s.again_at == Session::UNPICKLING;
     taken.slot = slot;
     taken.at = payload(slot);
@@ -387,9 +389,9 @@ void Ring::begin_item(WriterState& writer, uint64_t number) {
     writer.number = number;
     writer.count = writer.skip = 0;
     if (!h_->resumes) return;
-    for (Session& old : h_->sessions) {
+    for (Session& old : h_->sessions()) {
         if (old.role != Session::RESUME || old.committed_item != number + 1) continue;
-        Session& s = h_->sessions[writer.session];
+        Session& s = session(writer.session);
         writer.skip = old.committed_count;
         Change change(h_->redo, base_);
         change.set(s.committed_item, old.committed_item);
@@ -477,8 +479,8 @@ void Ring::call_turns(Wakes& wakes) {
         Session* next = nullptr;
         uint64_t more = 0;
         uint32_t seen = 0;
-        for (uint32_t i = 1; i < SESSIONS && seen < h_->writer_gate.ordered; ++i) {
-            Session& s = h_->sessions[i];
+        for (uint32_t i = 1; i < h_->sessions().size() && seen < h_->writer_gate.ordered; ++i) {
+            Session& s = session(i);
             if (!s.awaits) continue;
             seen += 1;
             if (s.called) more += 1;
@@ -494,7 +496,7 @@ void Ring::call_turns(Wakes& wakes) {
 void Ring::call_all_writers(Wakes& wakes) {
     wakes.writers += h_->writer_gate.call_all();
     if (!h_->writer_gate.ordered) return;
-    for (Session& s : h_->sessions) {
+    for (Session& s : h_->sessions()) {
         if (!s.awaits) continue;
         s.called = 1;
         s.word.store(s.word.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);

@@ -12,6 +12,8 @@
 // what lies at the end of the memory, so that nobody who keeps what it received can stop a writer. A session whose port
 // was closed lives on as HOLDER until its process has let go of its last view, or has died.
 #include <algorithm>
+#include <cerrno>
+#include <fcntl.h>
 
 #include "ring.hpp"
 
@@ -22,6 +24,57 @@ namespace {
 uint64_t block_start(uint64_t top, uint32_t cls) { return cls >= VIEWABLE ? (top + PAGE - 1) / PAGE * PAGE : top; }
 
 }  // namespace
+
+// --- what is allocated, and mapped ---
+
+// Allocates this part of the file. False when there is no memory.
+bool Ring::reserve(uint64_t from, uint64_t upto) {
+    int error;
+    while ((error = fallocate(fd_, 0, off_t(from), off_t(upto - from)) ? errno : 0) == EINTR) {}
+    return error == 0;
+}
+
+// Makes sure that the memory below `upto` is allocated, and mapped. False when there is none; the state is unchanged then.
+bool Ring::reserve_low(uint64_t upto) {
+    if (!base_.show_blocks(upto)) return false;
+    h_->map_blocks_to = std::max(h_->map_blocks_to, base_.blocks_to());
+    if (upto <= h_->reserved_low) return true;
+    const uint64_t end = std::min(blocks_end_, h_->reserved_high);
+    if (upto > end) return false;
+    const uint64_t step = std::clamp(h_->reserved_low - blocks_at_, PAGE, GROW);
+    const uint64_t want = std::min({std::max(upto, h_->reserved_low + step), end, base_.blocks_to()});
+    if (!reserve(h_->reserved_low, want)) return false;
+    h_->reserved_low = want;
+    return true;
+}
+
+bool Ring::reserve_high(uint64_t from) {
+    if (!base_.show_slots(from)) return false;
+    h_->map_slots_from = std::min(h_->map_slots_from, base_.slots_from());
+    if (from >= h_->reserved_high) return true;
+    if (from < h_->reserved_low) return false;
+    const uint64_t want = std::max(from / PAGE * PAGE, h_->reserved_low);
+    if (!reserve(want, h_->reserved_high)) return false;
+    h_->reserved_high = want;
+    return true;
+}
+
+// Makes sure that there are `n` records of sessions.
+bool Ring::reserve_sessions(uint32_t n) {
+    if (n <= h_->reserved_sessions) return true;
+    if (n > SESSIONS) return false;
+    const uint64_t want = std::min<uint64_t>(std::max<uint64_t>(n, 2 * h_->reserved_sessions), SESSIONS);
+    if (!reserve(sizeof(Header), sizeof(Header) + want * sizeof(Session))) return false;
+    h_->reserved_sessions = want;
+    return true;
+}
+
+// Another process has cut more memory than this one has mapped. While it can't map that, it neither puts nor gets.
+void Ring::see_growth() {
+    const uint64_t upto = h_->map_blocks_to, from = h_->map_slots_from;
+    if (upto > length_ || from < blocks_at_) return void(found_damage());
+    blind_ = !base_.show_blocks(upto) || !base_.show_slots(from);
+}
 
 // --- slots ---
 
@@ -97,7 +150,7 @@ void Ring::tidy(uint32_t cls) {
     if (!memory_is_right()) return void(found_damage());
     std::vector<std::pair<uint64_t, uint64_t>> used;
     std::vector<Slot*> free;
-    for (uint64_t p = h_->slots_at; p < mapped_; p += sizeof(Slot)) {
+    for (uint64_t p = first_slot(); p < length_; p += sizeof(Slot)) {
         Slot* slot = at<Slot>(p);
         if (slot->place() == SlotState::Free) free.push_back(slot);
         else if (!payload_exists(slot)) return void(found_damage());
@@ -174,9 +227,9 @@ bool Ring::may_view(const Slot* slot) const {
 
 // Enters the session as the viewer of the slot whose state is about to become `state`; gives that state.
 uint64_t Ring::view(uint64_t state, const Slot* slot, uint32_t session, Change& change) {
-    change.set(h_->sessions[session].views, h_->sessions[session].views + 1);
+    change.set(this->session(session).views, this->session(session).views + 1);
     change.set(h_->viewed_bytes, h_->viewed_bytes + slot->size);
-    return state | uint64_t(session) << Slot::VIEWER;
+    return state | Slot::viewed_by(session);
 }
 
 // One view less of a session; the last one ends a HOLDER.
@@ -191,7 +244,7 @@ void Ring::unview(Slot* slot, Wakes& wakes) {
     if (slot->cls >= CLASSES) return void(found_damage());
     Change change(h_->redo, base_);
     if (!slot->loaned()) change.set(h_->viewed_bytes, h_->viewed_bytes - std::min(h_->viewed_bytes, slot->size));
-    forget_view(h_->sessions[slot->viewer()], change);
+    forget_view(session(slot->viewer()), change);
     // HELD by another one means that it makes a copy now: the slot is freed when that is done.
     const bool held = slot->place() == SlotState::Held && slot->owner() == slot->viewer();
     if (held) put_away(slot, change);
@@ -205,15 +258,15 @@ Step Ring::loan(uint64_t size, uint32_t session, Slot*& slot) {
     if (h_->state == BROKEN) return Step::Broken;
     if (h_->state == CLOSED) return broken() ? Step::Broken : Step::Closed;
     if (size > max_bytes_) return Step::TooLarge;
+    if (blind_) return Step::NoMemory;
     Change change(h_->redo, base_);
     slot = take_slot(std::max(size, class_size(VIEWABLE)), change);
     if (!slot) return no_slot();
     slot->size = size;
     slot->kind = BUFFERS;
-    Session& s = h_->sessions[session];
+    Session& s = this->session(session);
     change.set(s.views, s.views + 1);
-    change.set(slot->state, uint64_t(SlotState::Held) | uint64_t(session) << 8 | uint64_t(session) << Slot::VIEWER |
-                                Slot::LOANED);
+    change.set(slot->state, Slot::placed(Slot::viewed_by(session) | Slot::LOANED, SlotState::Held, session));
     change.commit();
     return Step::Done;
 }
@@ -224,7 +277,7 @@ Step Ring::put_loan(Slot* slot, const Frame& frame, WriterState* writer, Wakes& 
     if (step != Step::Done) return step;
     Change change(h_->redo, base_);
     slot->size = frame.size;
-    forget_view(h_->sessions[slot->viewer()], change);
+    forget_view(session(slot->viewer()), change);
     const bool parked = is_parked(writer);
     change.set(slot->state, uint64_t(parked ? SlotState::Parked : SlotState::Inside));
     change.set(h_->bytes_in, h_->bytes_in + frame.size);
@@ -239,7 +292,7 @@ Step Ring::put_loan(Slot* slot, const Frame& frame, WriterState* writer, Wakes& 
 std::vector<uint64_t> Ring::pinned() const {
     std::vector<uint64_t> ids;
     if (!memory_is_right()) return ids;
-    for (uint64_t p = h_->slots_at; p < mapped_; p += sizeof(Slot)) {
+    for (uint64_t p = first_slot(); p < length_; p += sizeof(Slot)) {
         const Slot* slot = at<Slot>(p);
         const bool inside = slot->place() == SlotState::Inside || slot->place() == SlotState::Parked;
         if (slot->place() == SlotState::Free || (inside && h_->state == BROKEN && !slot->viewer())) continue;
@@ -252,12 +305,12 @@ std::vector<uint64_t> Ring::pinned() const {
 
 std::vector<Held> Ring::held() const {
     std::vector<Held> all;
-    const bool any = std::any_of(h_->sessions, h_->sessions + SESSIONS, [](const Session& s) { return s.views > 0; });
+    const bool any = std::ranges::any_of(h_->sessions(), [](const Session& s) { return s.views > 0; });
     if (!any || !memory_is_right()) return all;
-    for (uint64_t p = h_->slots_at; p < mapped_; p += sizeof(Slot)) {
+    for (uint64_t p = first_slot(); p < length_; p += sizeof(Slot)) {
         const Slot* slot = at<Slot>(p);
         if (!slot->viewer()) continue;
-        const uint64_t pid = h_->sessions[slot->viewer()].pid;
+        const uint64_t pid = session(slot->viewer()).pid;
         auto found = std::find_if(all.begin(), all.end(), [&](const Held& h) { return h.pid == pid; });
         if (found == all.end()) found = all.insert(all.end(), Held{pid, 0, 0});
         found->blocks += 1;
@@ -276,12 +329,11 @@ std::vector<Held> Ring::held() const {
 // The order in which everything lies: | blocks .. reserved_low | hole | reserved_high .. slots |
 bool Ring::memory_is_right() const {
     return blocks_at_ <= h_->blocks_top && h_->blocks_top <= h_->reserved_low && h_->reserved_low <= h_->reserved_high &&
-           h_->reserved_high <= h_->slots_at && h_->slots_at <= mapped_ && (mapped_ - h_->slots_at) % sizeof(Slot) == 0;
+           h_->reserved_high <= h_->slots_at && h_->slots_at <= length_ && (length_ - h_->slots_at) % sizeof(Slot) == 0;
 }
 
 bool Ring::slot_exists(uint64_t offset) const {
-    return offset >= h_->slots_at && offset <= mapped_ - sizeof(Slot) && h_->slots_at >= blocks_at_ &&
-           (mapped_ - offset) % sizeof(Slot) == 0;
+    return offset >= first_slot() && offset <= length_ - sizeof(Slot) && (length_ - offset) % sizeof(Slot) == 0;
 }
 
 bool Ring::payload_exists(const Slot* slot) const {
@@ -289,7 +341,7 @@ bool Ring::payload_exists(const Slot* slot) const {
     if (slot->cls == 0) return slot->block == 0 && slot->size <= Slot::INLINE;
     const uint64_t room = class_size(uint32_t(slot->cls));
     // Read without the lock by `write`: the partner is Redo::apply; relaxed, because a slot that exists stays above it.
-    const uint64_t end = std::min(std::atomic_ref(h_->slots_at).load(std::memory_order_relaxed), mapped_);
+    const uint64_t end = std::min(std::atomic_ref(h_->slots_at).load(std::memory_order_relaxed), base_.blocks_to());
     return slot->size <= room && slot->block >= blocks_at_ && slot->block % UNIT == 0 && room <= end &&
            slot->block <= end - room;
 }

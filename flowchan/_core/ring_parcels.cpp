@@ -112,7 +112,7 @@ void Ring::drop_parcels() {
     Label label{};
     if (socket_ < 0 || !look_from(socket_, -1) || !peek(socket_, label) || !memory_is_right()) return;
     std::vector<uint64_t> ids;
-    for (uint64_t p = h_->slots_at; p < mapped_; p += sizeof(Slot)) {
+    for (uint64_t p = first_slot(); p < length_; p += sizeof(Slot)) {
         Slot* slot = at<Slot>(p);
         const bool inside = slot->place() == SlotState::Inside || slot->place() == SlotState::Parked;
         if (slot->place() == SlotState::Free || (inside && h_->state == BROKEN)) continue;

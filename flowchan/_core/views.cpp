@@ -84,7 +84,7 @@ nb::object private_view(nb::handle self) {
     result.writable = true;
     if (!view.block || view.writable) return wrap(std::move(result));
     Ring& ring = *view.block->ring;
-    const uint64_t from = ring.offset(view.at), begin = from / PAGE * PAGE, length = from + view.size - begin;
+    const uint64_t from = ring.offset_of_payload(view.at), begin = from / PAGE * PAGE, length = from + view.size - begin;
     void* p = MAP_FAILED;
     if (view.size >= MAPPED)
         p = mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, ring.fd(), off_t(begin));

@@ -41,3 +41,17 @@ def put_and_take_back(first: Any, second: Any, result: Any) -> None:
     """Puts into one argument and gets from another, which are said to be the same channel."""
     first.put("round")
     result.put(second.get())
+
+
+def echo_sums(there: Any, back: Any) -> None:
+    """Answers with the sum of each array, and keeps them all; at the end with all the sums once more."""
+    kept = []
+    for item in there:
+        kept.append(item)
+        back.put(sum_of(item))
+    for item in kept:
+        back.put(sum_of(item))
+
+
+def sum_of(item: Any) -> int:
+    return int(item if isinstance(item, int) else item.sum())

@@ -14,6 +14,7 @@ from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
 import children
+import numpy as np
 import pytest
 from peers import ThreadPeer
 from waiting import wait_blocked
@@ -230,3 +231,33 @@ def test_channels_outlive_the_script_that_forgets_them(tmp_path):
     )
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_c1_who_came_early_and_who_comes_late_see_all_that_a_channel_has_grown_to(context: Any) -> None:
+    there: Channel[Any] = Channel(30_000, across="processes", max_bytes=256 << 20)
+    back: Channel[int] = Channel(30_000, across="processes")
+    processes = [context.Process(target=children.echo_sums, args=(there, back))]
+    processes[0].start()
+    sums = []
+
+    def exchange(item: Any) -> None:
+        there.put(item)
+        sums.append(children.sum_of(item))
+
+    exchange(1)
+    assert back.get() == 1  # it has mapped what there is
+    for size in (1_000, 30_000, 1 << 20, 4 << 20):
+        exchange(np.arange(size))
+    for number in range(20_000):
+        exchange(number)
+    processes.append(context.Process(target=children.echo_sums, args=(there, back)))
+    processes[1].start()
+    for size in (2 << 20, 30):
+        exchange(np.arange(size))
+    there.close()
+    answers = sums[:1]
+    answers += [back.get() for _ in range(2 * len(sums) - 1)]  # what was kept while the channel grew is as it was
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    assert sorted(answers) == sorted(2 * sums)

@@ -28,7 +28,7 @@ from flowchan.channel import _arrive
 
 CASES = 400
 BATCH = 25  # children of one test, two at a time
-MUTEX, COUNTS = 192, 256  # where the lock, and what changes under it, lie in the header
+MUTEX, COUNTS = 128, 192  # where the lock, and what changes under it, lie in the header
 GATES_END = 4_096
 SLOT = 128
 OWNER_DIED = 0x4000_0000

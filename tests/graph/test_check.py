@@ -314,7 +314,7 @@ def test_arguments_that_a_source_cannot_take_are_reported(graph: Blueprint) -> N
     assert [(problem.rule, problem.stage) for problem in check(graph)] == [("ports", "lines"), ("ports", "lines-2")]
 
 
-# capacity, memory
+# capacity, memory, limit
 
 
 @pytest.mark.parametrize("capacity", [0, -1, 1.5, True, None])
@@ -335,7 +335,7 @@ def test_channels_that_do_not_fit_in_memory_are_reported_with_both_numbers(
     monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
     graph.source(range(3)).map(to_text, capacity=10).map(to_int, on="process", capacity=2000).sink(print)
     problem = only(graph)
-    needed = 2 * 128 * 1024 + 64 * (10 + 2000)
+    needed = 2 * 64 * 1024 + 64 * (10 + 2000)
     assert (problem.rule, problem.stage) == ("memory", "to_int")
     assert problem.message == (
         f"the 2 channels between processes need at least {needed:,} bytes, but 200,000 are free; "
@@ -351,3 +351,37 @@ def test_channels_of_threads_reserve_no_memory(graph: Blueprint) -> None:
 def test_an_absurd_capacity_between_processes_does_not_fit(graph: Blueprint) -> None:
     graph.source(range(3), on="process", capacity=10**15).sink(print)
     assert rules(graph) == ["memory"]
+
+
+@pytest.mark.parametrize("on", ["process", "thread"])
+def test_more_workers_than_a_channel_has_ports_are_reported(graph: Blueprint, on: Any) -> None:
+    graph.source(range(3)).map(to_text, workers=4_000, on=on).map(to_int, workers=97, on=on).sink(print)
+    if on == "thread":
+        assert check(graph) == ()
+        return
+    problem = only(graph)
+    assert (problem.rule, problem.stage) == ("limit", "to_text")
+    assert problem.message == (
+        "its channel 'to_text' is written and read by 4,097 workers; between processes a channel has 4,096 ports: "
+        "lower workers=, or merge in steps"
+    )
+
+
+def test_each_stream_of_a_merge_is_one_writer(graph: Blueprint) -> None:
+    streams = [graph.source(range(3), name=f"source{number}") for number in range(4_096)]
+    graph.merge(*streams).sink(print, on="process")
+    assert rules(graph) == ["limit"]
+
+
+@pytest.mark.parametrize("number", [128, 129])
+def test_a_stage_that_selects_from_more_ports_than_select_takes_is_reported(graph: Blueprint, number: int) -> None:
+    space: dict[str, Any] = {"In": In, "Any": Any}
+    exec(f"def gather({', '.join(f'port{n}: In[Any]' for n in range(number))}): select()", space)
+    graph.stage(space["gather"], *[graph.source(range(3), name=f"source{n}") for n in range(number)])
+    assert [(problem.rule, problem.message) for problem in check(graph)] == [
+        (
+            "limit",
+            "its function calls select and has 129 ports, but select takes 128 operations; merge some of the streams "
+            "before",
+        )
+    ] * (number - 128)

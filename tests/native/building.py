@@ -1,4 +1,4 @@
-"""Builds the native test programs with the plain compiler. The ring is free of Python, so three of the core's files and
+"""Builds the native test programs with the plain compiler. The ring is free of Python, so four of the core's files and
 ``stub/Python.h`` are all that they need."""
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 CORE = HERE.parent.parent / "flowchan" / "_core"
-RING = (CORE / "ring.cpp", CORE / "ring_memory.cpp", CORE / "ring_items.cpp", CORE / "ring_parcels.cpp")
+RING = tuple(
+    CORE / f"{name}.cpp" for name in ("ring", "windows", "ring_memory", "ring_items", "ring_parcels")
+)
 WARNINGS = ("-Wall", "-Wextra", "-Wno-missing-field-initializers")
 FLAGS = ("-std=c++20", "-O1", "-g", *WARNINGS, f"-I{CORE}", f"-I{HERE / 'stub'}")
 

@@ -2,7 +2,7 @@
 //
 // Every slot is in exactly one place, every list is acyclic and as long as its count says, every sum agrees, and who is
 // named as a viewer is there and counts its views. Offsets are
-// relative to the header, which is where the mapping begins, so no private part of Ring is needed.
+// relative to the header, which is where the file begins.
 #pragma once
 
 #include <map>
@@ -26,14 +26,15 @@ struct Tolerance {
 class Check {
 public:
     Check(Ring& ring, Tolerance tolerance = {})
-        : h(ring.header()), base(reinterpret_cast<char*>(&ring.header())), tolerance(tolerance) {}
+        : ring(ring), h(ring.header()), tolerance(tolerance) {}
 
     // What is wrong; empty if nothing is. To be called under the lock.
     std::string run() {
         if (h.redo.valid) wrong("the redo record is still valid");
-        if (h.slots_at > h.mapped || (h.mapped - h.slots_at) % sizeof(Slot)) wrong("slots_at is no slot");
+        if (h.slots_at > h.length || (h.length - h.slots_at) % sizeof(Slot)) wrong("slots_at is no slot");
         if (h.slots_at < h.reserved_high || h.blocks_top > h.reserved_low) wrong("memory is used that is not reserved");
         if (h.blocks_top > h.slots_at) wrong("blocks and slots overlap");
+        if (h.blocks_top > h.map_blocks_to || h.slots_at < h.map_slots_from) wrong("memory is used that others do not map");
         if (!problems.empty()) return problems;
         free_lists();
         fifo();
@@ -48,8 +49,8 @@ public:
     }
 
 private:
+    Ring& ring;
     Header& h;
-    char* base;
     Tolerance tolerance;
     std::string problems;
     std::map<uint64_t, std::string> where;  // slot -> the list that it is in
@@ -60,14 +61,14 @@ private:
         if (word == counted) return;
         wrong(std::string(name) + " is " + std::to_string(int64_t(word)) + " where " + std::to_string(counted) + " was counted");
     }
-    Slot* slot(uint64_t p) { return reinterpret_cast<Slot*>(base + p); }
+    Slot* slot(uint64_t p) { return ring.slot_at(p); }
 
     // The length of a list; its slots are entered under `name`.
     template <class Each>
     uint64_t walk(uint64_t head, uint64_t* tail, const std::string& name, Each each) {
         uint64_t n = 0, last = 0;
         for (uint64_t p = head; p; p = slot(p)->next) {
-            if (p < h.slots_at || p >= h.mapped || (p - h.slots_at) % sizeof(Slot)) {
+            if (p < h.slots_at || p >= h.length || (p - h.slots_at) % sizeof(Slot)) {
                 wrong(name + " leads outside of the slots");
                 return n;
             }
@@ -110,7 +111,7 @@ private:
         used += n;
     }
     void groups() {
-        Group* g = reinterpret_cast<Group*>(base + h.groups_at);
+        Group* g = reinterpret_cast<Group*>(reinterpret_cast<char*>(&h) + h.groups_at);
         uint64_t parked = 0;
         for (uint64_t i = 0; i < h.groups; ++i) {
             const std::string name = "group " + std::to_string(i);
@@ -128,8 +129,8 @@ private:
     void sessions() {
         uint64_t leased = 0, readers = 0, writers = 0, resumes = 0;
         std::set<uint64_t> numbers;
-        for (uint32_t i = 0; i < SESSIONS; ++i) {
-            Session& s = h.sessions[i];
+        for (uint32_t i = 0; i < h.sessions().size(); ++i) {
+            Session& s = ring.session(i);
             if (s.role == Session::NONE) continue;
             readers += s.role == Session::READER;
             writers += s.role == Session::WRITER;
@@ -150,8 +151,8 @@ private:
         used += leased;
     }
     void put_cause() {
-        for (uint64_t p = h.slots_at; p < h.mapped; p += sizeof(Slot)) {
-            if (slot(p)->block != h.cause && uint64_t(slot(p)->data - base) != h.cause) continue;
+        for (uint64_t p = h.slots_at; p < h.length; p += sizeof(Slot)) {
+            if (slot(p)->block != h.cause && p + offsetof(Slot, data) != h.cause) continue;
             if (!where.emplace(p, "the cause").second) wrong("the cause's slot is in " + where[p] + " too");
             used += 1;
             return;
@@ -160,7 +161,7 @@ private:
     }
     // What is in no list belongs to a session that copies, looks or fills, or was forgotten by an interrupted `tidy`.
     void rest() {
-        for (uint64_t p = h.slots_at; p < h.mapped; p += sizeof(Slot)) {
+        for (uint64_t p = h.slots_at; p < h.length; p += sizeof(Slot)) {
             if (where.count(p)) continue;
             Slot& s = *slot(p);
             const std::string name = "slot " + std::to_string(p) + " in no list";
@@ -170,7 +171,7 @@ private:
             }
             if (s.place() != SlotState::Filling && s.place() != SlotState::Held)
                 wrong(name + " is marked " + std::to_string(int(s.place())));
-            if (s.owner() == 0 || h.sessions[s.owner()].role == Session::NONE) wrong(name + " has no owner");
+            if (s.owner() == 0 || ring.session(s.owner()).role == Session::NONE) wrong(name + " has no owner");
             if (s.place() == SlotState::Filling) {
                 filling += 1;
                 bytes += s.size;
@@ -181,7 +182,7 @@ private:
     // Who looks at a slot is there, and each session and the header count what is looked at.
     void viewers() {
         uint64_t views[SESSIONS] = {}, seen = 0;
-        for (uint64_t p = h.slots_at; p < h.mapped; p += sizeof(Slot)) {
+        for (uint64_t p = h.slots_at; p < h.length; p += sizeof(Slot)) {
             Slot& s = *slot(p);
             const std::string name = "slot " + std::to_string(p);
             if (lost(p)) continue;
@@ -191,17 +192,17 @@ private:
             }
             views[s.viewer()] += 1;
             seen += s.loaned() ? 0 : s.size;
-            if (h.sessions[s.viewer()].role == Session::NONE) wrong(name + " is viewed by a session that is none");
+            if (ring.session(s.viewer()).role == Session::NONE) wrong(name + " is viewed by a session that is none");
             if (s.cls < VIEWABLE || s.kind != BUFFERS) wrong(name + " has a viewer and can't be viewed");
             if (s.place() == SlotState::Free || s.place() == SlotState::Parked || s.place() == SlotState::Filling)
                 wrong(name + " has a viewer and is marked " + std::to_string(int(s.place())));
             if (s.loaned() && s.place() != SlotState::Held) wrong(name + " is on loan and is somewhere");
             // Somebody else's only while that one makes a copy, which a plain user does.
-            const bool copied = !s.loaned() && h.sessions[s.owner()].role == Session::PLAIN;
+            const bool copied = !s.loaned() && ring.session(s.owner()).role == Session::PLAIN;
             if (s.place() == SlotState::Held && s.owner() != s.viewer() && !copied) wrong(name + " is held by another than its viewer");
         }
-        for (uint32_t i = 0; i < SESSIONS; ++i) {
-            const Session& s = h.sessions[i];
+        for (uint32_t i = 0; i < h.sessions().size(); ++i) {
+            const Session& s = ring.session(i);
             const std::string name = "session " + std::to_string(i);
             equal(("views of " + name).c_str(), s.views, views[i]);
             if (s.role == Session::RESUME && s.views) wrong(name + " is of a dead worker and has views");
@@ -221,7 +222,7 @@ private:
     // No two slots share a byte of a block, and what can be viewed shares no page with anything.
     void blocks() {
         std::map<uint64_t, uint64_t> ends;
-        for (uint64_t p = h.slots_at; p < h.mapped; p += sizeof(Slot)) {
+        for (uint64_t p = h.slots_at; p < h.length; p += sizeof(Slot)) {
             Slot& s = *slot(p);
             if (lost(p)) continue;
             if (!s.cls != !s.block) wrong("a slot has a class or a block alone");

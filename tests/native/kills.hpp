@@ -69,7 +69,7 @@ public:
             must(problems.empty(), problems);
             Header& h = ring->header();
             must(ring->drained() && h.slots_used == 0 && h.readers + h.writers + h.resumes == 0, "something is left");
-            for (const Session& s : h.sessions) must(s.role == Session::NONE, "a session is left");
+            for (const Session& s : h.sessions()) must(s.role == Session::NONE, "a session is left");
         }
         printf("%s: %lu passed, %lu kills\n", ordered ? "ordered" : "unordered", static_cast<unsigned long>(passed),
                static_cast<unsigned long>(kills));

@@ -87,7 +87,7 @@ public:
         while (!user.sights.empty()) user.let_go();
         user.leave(true);
         printf("%lu found, %lu not, %lu slots\n", static_cast<unsigned long>(hits), static_cast<unsigned long>(misses),
-               static_cast<unsigned long>((h.mapped - h.slots_at) / sizeof(Slot)));
+               static_cast<unsigned long>((h.length - h.slots_at) / sizeof(Slot)));
     }
 
 private:
@@ -105,11 +105,11 @@ private:
     }
     // Whether a slot is free and a block of this class fits somewhere; 0: a slot is all that it needs.
     bool found(uint32_t cls) {
-        const uint64_t blocks_end = (h.mapped - (2 * CAPACITY + 16 * SESSIONS) * sizeof(Slot)) / PAGE * PAGE;
+        const uint64_t blocks_end = (h.length - (2 * CAPACITY + SESSIONS) * sizeof(Slot)) / PAGE * PAGE;
         std::vector<std::pair<uint64_t, uint64_t>> used{{blocks_end, blocks_end}};
         bool free = h.slots_at - sizeof(Slot) >= blocks_end;
-        for (uint64_t p = h.slots_at; p < h.mapped; p += sizeof(Slot)) {
-            const Slot& s = *reinterpret_cast<Slot*>(reinterpret_cast<char*>(&h) + p);
+        for (uint64_t p = h.slots_at; p < h.length; p += sizeof(Slot)) {
+            const Slot& s = *ring.slot_at(p);
             free |= s.place() == SlotState::Free;
             if (s.place() != SlotState::Free && s.cls) used.emplace_back(s.block, s.block + class_size(uint32_t(s.cls)));
         }

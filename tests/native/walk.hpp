@@ -147,7 +147,7 @@ private:
         for (auto& ring : seen) {
             checked(*ring, scenario.tolerance, "after the dead one's sessions were ended");
             Header& h = ring->header();
-            for (Session& s : h.sessions)
+            for (Session& s : h.sessions())
                 need(s.role == Session::NONE || s.role == Session::RESUME || s.pid == uint64_t(getpid()),
                      "a session of a dead process is left");
             need(h.reader_gate.waiting <= scenario.tolerance.waiting && h.writer_gate.waiting == 0,
@@ -203,7 +203,7 @@ public:
             must(step == (cut_off ? Step::Broken : Step::Drained), "a read of what is left ended with " + std::to_string(int(step)) + " after" + text(values));
             Header& h = one.ring.header();
             uint64_t views = 0;  // what is looked at stays, of all that has left
-            for (const Session& s : h.sessions) views += s.views;
+            for (const Session& s : h.sessions()) views += s.views;
             must((cut_off ? one.ring.broken() : one.ring.drained()) && h.slots_used == views && h.leased == 0, "drained with something inside");
             return values;
         }

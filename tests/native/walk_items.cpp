@@ -118,8 +118,8 @@ Scenario leasing(const char* name, uint64_t size, int batch) {
     };
     s.look = [](Scene& scene, int) {
         for (uint64_t p = scene.in->header().head; p;) {
-            Slot* slot = reinterpret_cast<Slot*>(reinterpret_cast<char*>(&scene.in->header()) + p);
-            must(slot->state >> 32 <= 2, "an item counts more deaths than there were");
+            Slot* slot = scene.in->slot_at(p);
+            must(slot->deaths() <= 2, "an item counts more deaths than there were");
             p = slot->next;
         }
         scene.users[1].leave(true);

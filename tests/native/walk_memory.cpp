@@ -28,7 +28,7 @@ Lists put_so_far(const Values& before, const Values& puts, int done) {
 void nothing_left(Scene& scene) {
     Header& h = scene.in->header();
     must(h.slots_used == 0 && h.viewed_bytes == 0, "something is left");
-    for (const Session& s : h.sessions) must(s.views == 0 && s.role != Session::HOLDER, "something is on loan");
+    for (const Session& s : h.sessions()) must(s.views == 0 && s.role != Session::HOLDER, "something is on loan");
 }
 void lend(User& user, uint64_t value, uint64_t size = LENT) {
     must(user.loan(value, size, Deadline{0}) == Step::Done, "loan");

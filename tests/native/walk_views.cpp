@@ -36,7 +36,7 @@ void verify_all(const User& user) {
 void nothing_seen(Scene& scene) {
     Header& h = scene.in->header();
     must(h.viewed_bytes == 0, "bytes count as viewed by nobody");
-    for (const Session& s : h.sessions) must(s.views == 0 && s.role != Session::HOLDER, "a view is left");
+    for (const Session& s : h.sessions()) must(s.views == 0 && s.role != Session::HOLDER, "a view is left");
 }
 void nothing_left(Scene& scene) {
     nothing_seen(scene);

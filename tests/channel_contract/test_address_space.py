@@ -1,0 +1,120 @@
+"""C2, C12: a channel between processes takes address space and memory for what is inside, however much it may hold."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import resource
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flowchan import Channel, ChannelError, Drained, Graph
+
+MB = 1 << 20
+
+
+def address_space() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+def with_address_space(more: int, act: Callable[[], None]) -> None:
+    """Does ``act`` in a forked child that may map ``more`` bytes on top of what it has."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            resource.setrlimit(resource.RLIMIT_AS, (address_space() + more, resource.RLIM_INFINITY))
+            act()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def increment(item: int) -> int:
+    return item + 1
+
+
+def test_c2_hundreds_of_default_channels_fit_into_a_small_address_space() -> None:
+    def use_many() -> None:
+        channels: list[Channel[int]] = [Channel(across="processes") for _ in range(400)]
+        for number, ch in enumerate(channels):
+            ch.put_many(range(number, number + 50))
+        assert [ch.get_many(50) for ch in channels] == [list(range(n, n + 50)) for n in range(400)]
+
+    with_address_space(512 * MB, use_many)
+
+
+def test_c2_a_graph_of_twenty_process_stages_runs_in_two_gigabytes_of_address_space() -> None:
+    def run() -> None:
+        graph = Graph("narrow")
+        stream = graph.source(range(100))
+        for _ in range(20):
+            stream = stream.map(increment, on="process")
+        result = stream.collect()
+        assert graph.run()[result] == list(range(20, 120))
+
+    with_address_space(2048 * MB, run)
+
+
+def test_c2_what_a_channel_may_hold_takes_nothing_before_it_is_there() -> None:
+    def use() -> None:
+        ch: Channel[Any] = Channel(10**15, across="processes", max_bytes=10**15)
+        array = np.arange(100_000)
+        ch.put(array)
+        ch.put_many(range(1000))
+        assert np.array_equal(ch.get(), array)
+        assert ch.get_many(1000) == list(range(1000))
+
+    with_address_space(16 * MB, use)
+
+
+def test_c11_a_reader_without_address_space_for_what_came_says_so_and_takes_nothing() -> None:
+    ch: Channel[Any] = Channel(8, across="processes")
+    ch.put(1)
+    array = np.arange(16 * MB)
+
+    def read() -> None:
+        assert ch.get() == 1
+        ready.put(True)
+        go.get()
+        with pytest.raises(MemoryError, match=r"address space left.*ulimit -v"):
+            ch.get()
+        with pytest.raises(MemoryError, match=r"address space left.*ulimit -v"):
+            ch.put(2)
+
+    ready: Channel[bool] = Channel(1, across="processes")
+    go: Channel[bool] = Channel(1, across="processes")
+    other = multiprocessing.get_context("fork").Process(target=with_address_space, args=(32 * MB, read))
+    other.start()
+    assert ready.get()
+    ch.put(array)
+    go.put(True)
+    other.join()
+    assert other.exitcode == 0
+    assert np.array_equal(ch.get(), array)
+    ch.put(3)
+    assert ch.get() == 3
+
+
+def test_c4_a_channel_has_four_thousand_ports_and_says_when_all_are_taken() -> None:
+    ch: Channel[int] = Channel(5_000, across="processes")
+    writers = [ch.writer() for _ in range(4_096)]
+    with ch.reader() as reader:
+        for number, writer in enumerate(writers):
+            writer.put(number)
+        assert [reader.get() for _ in writers] == list(range(4_096))
+        assert ch.stats().writers == 4_096
+        with pytest.raises(ChannelError, match="places for ports and processes of this channel are taken; close some"):
+            writers.extend(ch.writer() for _ in range(1_000))
+        for writer in writers:
+            writer.close()
+        with pytest.raises(Drained):
+            reader.get()
