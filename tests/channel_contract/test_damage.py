@@ -309,7 +309,7 @@ def test_a_header_that_makes_no_sense_is_refused(word: int) -> None:
     ch = damaged(lambda memory: memory.set(8 * word, memory.word(8 * word) + 2**40))
     copy = os.dup(ch._fd)
     with pytest.raises(OSError, match="not the memory of a channel"):
-        _core.Channel.__init__(Channel.__new__(Channel), fd=copy, name="")
+        _core.Channel.__init__(Channel.__new__(Channel), fd=copy, socket=-1, name="")
     os.close(copy)
     assert ch.get() == 1  # who has it already goes on with what it knows
 
