@@ -25,6 +25,7 @@ import pytest
 
 from flowchan import Broken, Channel, ChannelError, Drained, In, Out, _core, select
 from flowchan.channel import _arrive
+from flowchan.transport.handles import Borrowed
 
 CASES = 400
 BATCH = 25  # children of one test, two at a time
@@ -318,7 +319,7 @@ def test_a_file_that_is_no_channel_is_refused() -> None:
     fd = os.memfd_create("other")
     os.ftruncate(fd, 1 << 20)
     with pytest.raises(OSError, match="not the memory of a channel"):
-        _arrive((os.getpid(), fd, os.fstat(fd).st_ino), "other")
+        _arrive(Borrowed(os.getpid(), fd, -1, os.fstat(fd).st_ino), "other")
     os.close(fd)
 
 
