@@ -49,7 +49,7 @@ void parcels_are_right(Scene& scene) {
     locked(ring, [&](Wakes&) {
         Header& h = ring.header();
         for (uint64_t p = h.head; p;) {
-            Slot* slot = reinterpret_cast<Slot*>(reinterpret_cast<char*>(&h) + p);
+            Slot* slot = ring.slot_at(p);
             if (slot->kind == PARCEL) must_open(ring, ring.payload_of(slot));
             p = slot->next;
         }
