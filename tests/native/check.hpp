@@ -135,14 +135,18 @@ private:
             readers += s.role == Session::READER;
             writers += s.role == Session::WRITER;
             resumes += s.role == Session::RESUME;
-            const std::string name = "the lease of session " + std::to_string(i);
-            uint64_t n = walk(s.lease_head, &s.lease_tail, name, [&](Slot& slot) {
-                placed(slot, SlotState::Leased, name);
-                if (!slot.numbered() || !numbers.insert(slot.number).second)
-                    wrong("an item on lease has no number of its own");
-            });
-            equal(("leased of session " + std::to_string(i)).c_str(), s.leased, n);
-            leased += n;
+            auto on_lease = [&](const char* what, uint64_t head, uint64_t& tail, uint64_t count) {
+                const std::string name = what + (" of session " + std::to_string(i));
+                uint64_t n = walk(head, &tail, name, [&](Slot& slot) {
+                    placed(slot, SlotState::Leased, name);
+                    if (!slot.numbered() || !numbers.insert(slot.number).second)
+                        wrong("an item on lease has no number of its own");
+                });
+                equal(("count of " + name).c_str(), count, n);
+                leased += n;
+            };
+            on_lease("the lease", s.lease_head, s.lease_tail, s.leased);
+            on_lease("what is to be tried again", s.again_head, s.again_tail, s.again);
         }
         equal("leased", h.leased, leased);
         equal("readers", h.readers, readers);

@@ -59,6 +59,8 @@ OPERATIONS = (
     "begin an item with what a dead writer has put",
     "the same with large outputs",
     "the same unordered",
+    "hand a suspect on",
+    "take a suspect",
     "a worker of map",
     "a worker of flat_map",
     "a worker of flat_map, large outputs",
@@ -86,6 +88,7 @@ OPERATIONS = (
 )
 ONCE = {name for name in OPERATIONS if name.startswith("a worker") or "large o" in name or name.endswith("parked, large")}
 ONCE |= {
+    "take a suspect",
     "take a view",
     "put back what is looked at",
     "give back what is viewed, then let go",

@@ -186,6 +186,60 @@ Scenario working(const char* name, Kind kind, Outputs outputs) {
     return s;
 }
 
+// As a supervisor does for a reader that died; it may itself have died in the middle, so this may come twice.
+void hand_on(User& from, User& to) {
+    locked(from.ring, [&](Wakes& wakes) {
+        if (from.ring.session(from.session).role != Session::READER) return;
+        from.ring.hand_on(from.session, to.session);
+        from.ring.end_session(from.session, false, wakes);
+    });
+}
+
+// A reader has died in the user's code with items 1 and 2 in hand. Its successor alone gets them, in their order, and nobody
+// waits for that. users: 0 the dead one, 1 and 2 its successors, 3 another reader. `tried`: the first successor is at it, and
+// dies too, in our code, so only what it has not begun with is still its successor's alone.
+Scenario handing_on(const char* name, bool tried) {
+    Scenario s{name};
+    s.twice = !tried;
+    s.prepare = [=](Scene& scene) {
+        User source = open(*scene.in, Session::WRITER);
+        for (uint64_t item : {1, 2, 3}) must(source.put(Message(item), Deadline{0}) == Step::Done, "filling");
+        source.leave(true);
+        for (int i = 0; i < 4; ++i) {
+            scene.users.push_back(open(*scene.in, Session::READER));
+            scene.in->session(scene.users[size_t(i)].session).supervised = 1;
+        }
+        uint64_t value = 0;
+        for (bool more : {false, true}) must(scene.users[0].get(value, Deadline{0}, more) == Step::Done, "get");
+        scene.in->session(scene.users[0].session).at = Session::USERS;
+        if (tried) hand_on(scene.users[0], scene.users[1]);
+    };
+    s.act = [=](Scene& scene) {
+        if (!tried) return hand_on(scene.users[0], scene.users[1]);
+        adopt(scene.users[1]);
+        uint64_t value = 0;
+        must(scene.users[1].get(value, Deadline{0}) == Step::Done && value == 1, "the first suspect");
+    };
+    s.take_over = [=](Scene& scene) {
+        if (tried) hand_on(scene.users[1], scene.users[2]);
+        else hand_on(scene.users[0], scene.users[1]);
+    };
+    s.finish = [=](Scene& scene) {
+        User &successor = scene.users[tried ? 2 : 1], &other = scene.users[3];
+        if (tried && scene.in->session(scene.users[1].session).role == Session::READER) hand_on(scene.users[1], scene.users[2]);
+        Values values;
+        uint64_t value = 0;
+        while (successor.get(value, Deadline{0}) == Step::Done) values.push_back(value);
+        std::sort(values.begin(), values.end());
+        must(values == Values{1, 2, 3}, "the items were" + Walk::text(values));
+        must(other.get(value, Deadline{0}) == Step::Drained, "something is left");
+        for (User* user : {&scene.users[1], &successor, &other})
+            if (scene.in->session(user->session).role == Session::READER) user->leave(true);
+        if (!tried) scene.users[2].leave(true);
+    };
+    return s;
+}
+
 }  // namespace
 
 std::vector<Scenario> stage_scenarios() {
@@ -205,6 +259,8 @@ std::vector<Scenario> stage_scenarios() {
         resuming("begin an item with what a dead writer has put", flat),
         resuming("the same with large outputs", large),
         resuming("the same unordered", loose),
+        handing_on("hand a suspect on", false),
+        handing_on("take a suspect", true),
         working("a worker of map", map, {{1}, {2}}),
         working("a worker of flat_map", flat, few),
         working("a worker of flat_map, large outputs", large, few),
