@@ -24,7 +24,7 @@ Channel::Channel(uint64_t capacity, bool processes, uint64_t max_bytes, std::str
 
 Channel::Channel(int fd, int socket, std::string name) : name(std::move(name)) {
     need_proc();
-    ring = std::make_shared<Ring>(fd, socket);
+    ring = std::make_shared<Ring>(RingHandle{fd, socket});
     capacity = ring->header().capacity;
     max_bytes = ring->header().max_bytes;
 }

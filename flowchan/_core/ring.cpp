@@ -110,7 +110,8 @@ Ring::Ring(uint64_t capacity, uint64_t max_bytes) {
     }
 }
 
-Ring::Ring(int fd, int socket) {
+Ring::Ring(RingHandle handle) {
+    const int fd = handle.fd;
     struct stat st;
     Constants there;
     if (fstat(fd, &st) != 0) fail(errno, "fstat");
@@ -127,7 +128,7 @@ Ring::Ring(int fd, int socket) {
         throw;
     }
     kind_ = kind_of(h_->mutex);
-    socket_ = socket;
+    socket_ = handle.socket;
 }
 
 Ring::~Ring() {

@@ -56,11 +56,16 @@ struct Held {
     uint64_t pid, blocks, bytes;
 };
 
+// What a process needs to map a ring that another one has created. Without its socket no descriptors travel through it.
+struct RingHandle {
+    int fd;
+    int socket = -1;
+};
+
 class Ring {
 public:
     Ring(uint64_t capacity, uint64_t max_bytes);  // creates; throws std::system_error, std::bad_alloc
-    // Maps what another process created; takes over the descriptors. Without its socket (-1) no descriptors travel through it.
-    explicit Ring(int fd, int socket = -1);
+    explicit Ring(RingHandle handle);             // maps what another process created; takes over the descriptors
     ~Ring();
     Ring(const Ring&) = delete;
 

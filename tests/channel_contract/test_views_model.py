@@ -60,7 +60,7 @@ class Machine(RuleBasedStateMachine):
             to.put_nowait(array)
         except Full:
             room = MAX_BYTES - sum(size + HEADROOM for _, size in self.inside)
-            assert len(self.inside) == self.capacity or array.nbytes + HEADROOM > room or self.is_in_use()
+            assert len(self.inside) >= self.capacity or array.nbytes + HEADROOM > room or self.is_in_use()
             return False
         self.inside.append((number, array.nbytes))
         return True

@@ -230,7 +230,7 @@ inline User open(Ring& ring, Session::Role role) { return {ring, open_session(ri
 inline std::unique_ptr<Ring> attach(Ring& ring) {
     int fd = dup(ring.fd());
     must(fd >= 0, "dup");
-    return std::make_unique<Ring>(fd);
+    return std::make_unique<Ring>(RingHandle{fd});
 }
 
 }  // namespace testing
