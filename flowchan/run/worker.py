@@ -219,7 +219,8 @@ def work(
     try:
         _end(worker, job, ports, ended_by, tell, sends)
     except BaseException as error:  # no worker may end without a word, or the run waits for it for ever
-        tell(Failure(worker, Portable(error) if sends else error, None, os.getpid()))
+        with contextlib.suppress(Closed, Broken):  # a run that is over hears nobody any more
+            tell(Failure(worker, Portable(error) if sends else error, None, os.getpid()))
 
 
 def tell_aborts(worker: WorkerId, ports: Ports, tell: Callable[[Event], None], sends: bool) -> None:
@@ -396,7 +397,8 @@ def process_main(
     try:
         loaded = cloudpickle.loads(recipe)
     except BaseException as error:
-        events.put(Failure(WorkerId(here.stage, here.number), Portable(error), None, os.getpid()))
+        with contextlib.suppress(Closed, Broken):
+            events.put(Failure(WorkerId(here.stage, here.number), Portable(error), None, os.getpid()))
         return
     work(here, loaded, ports, events.put, sends=True, predecessors=predecessors)
     cuda.read_by_ports(port.channel for port in ports.everything())

@@ -155,7 +155,7 @@ PROGRAM = """
                 again = refuse(os, name, n, OSError(errno.EMFILE, "too many"))
                 end = attempt()
                 again()
-                assert descriptors() == before, (name, n, end, before, descriptors())
+                assert descriptors() <= before, (name, n, end, before, descriptors())  # a forkserver that died has fewer
                 if end is None:
                     break
                 # Python's forkserver dies of a start that is given up half-way, and refuses the next one.

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+PYTHON = [sys.executable, "-W", "ignore:Sequential:RuntimeWarning"]
+"""Models so small that a pipe may warn that it can't win."""
+
 PROGRAM = """
 import multiprocessing
 import sys
@@ -48,7 +51,7 @@ if __name__ == "__main__":
 def test_a_program_with_a_pipe(method: str, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    done = subprocess.run([sys.executable, program, method], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([*PYTHON, program, method], capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stdout, done.stderr) == (0, "fine\n", "")
 
 
@@ -77,5 +80,5 @@ with Sequential([nn.Linear(3, 3), nn.Linear(3, 3)], on=sys.argv[1]) as pipe:
 
 @pytest.mark.parametrize("on", ["thread", "process"])
 def test_ctrl_c_ends_a_stream_and_the_pipe_goes_on(on: str) -> None:
-    done = subprocess.run([sys.executable, "-c", INTERRUPTED, on], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([*PYTHON, "-c", INTERRUPTED, on], capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted (4, 3)\n", "")
