@@ -171,8 +171,9 @@ def _gone(state: State, worker: WorkerId, now: float) -> tuple[State, tuple[Acti
     if not alive:
         phase = "ended"
     elif phase in ("running", "stopping") and state.ends and not (alive & state.ends):
+        if phase == "running":  # a stage that waits for an item does not see that nobody wants it
+            actions = (*actions, StopSources())
         phase, since = "finishing", now
-        actions = (*actions, StopSources())  # a stage that waits for an item does not see that nobody wants it
     return dataclasses.replace(state, alive=alive, phase=phase, since=since), actions
 
 
