@@ -45,8 +45,6 @@ template <> struct Traits<LocalQueue> {
     static constexpr bool time_to_look(LocalQueue&) { return false; }
     static bool ended(LocalQueue& q) { return q.state != OPEN; }
     static uint64_t resumes(LocalQueue&) { return 0; }
-    static bool readable(LocalQueue& q) { return q.inside() || q.state == BROKEN || q.drained(); }
-    static bool writable(LocalQueue& q, uint64_t capacity) { return q.state != OPEN || q.inside() + q.parked < capacity; }
     // Nobody dies here, and only the main thread has signals to look after: the others sleep until they are woken.
     static int64_t slice(Deadline deadline) { return gettid() == getpid() ? deadline.slice() : deadline.left(); }
 };
@@ -126,11 +124,6 @@ template <> struct Traits<Ring> {
     }
     static bool ended(Ring& r) { return r.header().state != OPEN; }
     static uint64_t resumes(Ring& r) { return std::atomic_ref(r.header().resumes).load(std::memory_order_relaxed); }
-    static bool readable(Ring& r) { return r.header().head || r.header().state == BROKEN || r.at_end(); }
-    static bool writable(Ring& r, uint64_t capacity) {
-        Header& h = r.header();
-        return h.state != OPEN || h.puts - h.takes + h.parked + h.claimed < capacity;
-    }
     static void look_for_dead(Ring& r, Wakes& wakes) { r.sweep(wakes); }
     static bool time_to_look(Ring& r) { return r.is_sweep_due(); }
     static int64_t slice(Deadline deadline) { return deadline.slice(); }
