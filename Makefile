@@ -26,6 +26,8 @@ test: .venv/installed-test
 # pipelines/ and viz/ are parts of the package flowchan, so the types are checked in the installed layout.
 lint: .venv/installed-test
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $$(git ls-files '*.cpp' '*.hpp')
 	rm -rf build/types && mkdir -p build/types && cp -a flowchan build/types/flowchan
 	cp -a pipelines viz build/types/flowchan/
 	cd build/types && ../../$(BIN)/mypy --strict --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p flowchan

@@ -1,5 +1,7 @@
-"""Benchmarks of flowchan beside its peers: ``python -m benchmarks [--only NAME] [--quick]``, or ``make bench``.
+"""Benchmarks of flowchan beside its peers: ``python -m benchmarks [--only NAME] [--quick]``, or ``make
+bench``.
 
-Each module measures one thing and says in ``ISOLATES`` what is inside the clock and what is not. ``measure(effort)``
-measures flowchan and the peers in turn, in the same run, and compares medians. Speed is published, never asserted.
+Each module measures one thing and says in ``ISOLATES`` what is inside the clock and what is not.
+``measure(effort)`` measures flowchan and the peers in turn, in the same run, and compares medians. Speed is
+published, never asserted.
 """

@@ -12,9 +12,17 @@ from typing import Any
 from benchmarks import harness
 
 NAMES = (
-    "channels_threads", "channels_processes", "arrays", "cuda", "round_trip", "maps", "wordcount", "wakeup", "imports",
+    "channels_threads",
+    "channels_processes",
+    "arrays",
+    "cuda",
+    "round_trip",
+    "maps",
+    "wordcount",
+    "wakeup",
+    "imports",
     "sequential",
-)  # fmt: skip
+)
 LATEST = Path(__file__).parent / "results" / "latest.json"
 
 
@@ -33,7 +41,8 @@ def main() -> None:
 
 
 def store(name: str, isolates: str, report: harness.Report) -> None:
-    """Replace the figures of one benchmark in the stored file. Each keeps the machine and versions it ran with."""
+    """Replace the figures of one benchmark in the stored file. Each keeps the machine and versions it ran
+    with."""
     latest: dict[str, Any] = json.loads(LATEST.read_text()) if LATEST.exists() else {}
     latest[name] = {
         "isolates": isolates,

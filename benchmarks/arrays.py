@@ -1,4 +1,5 @@
-"""Arrays and tensors between two processes: 16 MB arrays, fresh tensors from 64 KB to 16 MB, and memory on loan."""
+"""Arrays and tensors between two processes: 16 MB arrays, fresh tensors from 64 KB to 16 MB, and memory on
+loan."""
 
 from __future__ import annotations
 
@@ -18,10 +19,14 @@ from benchmarks.peers import CONTEXT, Ends, multiprocessing_queue, processes_cha
 from flowchan import Channel
 
 ISOLATES = (
-    "one queue and nothing else: a forked child puts, this process gets and reads one byte of every page; both stand at "
-    "a barrier before the clock starts, and the clock stops at the last read. Room for 8 items. Arrays: one and the same, "
-    "put again and again. Fresh tensors: each is made (filled) for its put. The memory copy goes from one array to 8 "
-    "others in turn, all pages touched before. Loans: got, one byte written, put, got by the other side, one byte read."
+    "one queue and nothing else: a forked child puts, this process gets and reads one byte of "
+    "every page; both stand at "
+    "a barrier before the clock starts, and the clock stops at the last read. Room for 8 items. "
+    "Arrays: one and the same, "
+    "put again and again. Fresh tensors: each is made (filled) for its put. The memory copy "
+    "goes from one array to 8 "
+    "others in turn, all pages touched before. Loans: got, one byte written, put, got by the "
+    "other side, one byte read."
 )
 
 SLOTS = 8
@@ -48,7 +53,9 @@ def _arrays(report: Report, effort: Effort) -> None:
         f"multiprocessing.Queue({SLOTS})": partial(multiprocessing_queue, SLOTS),
         "faster-fifo": _roomy_fifo,
     }
-    moves: dict[str, Callable[[int], float]] = {name: partial(_move, make, items) for name, make in makers.items()}
+    moves: dict[str, Callable[[int], float]] = {
+        name: partial(_move, make, items) for name, make in makers.items()
+    }
     moves["warm memory copy"] = _copy
     cases = [throughput(name, move, effort, scale=ARRAY, unit="B/s") for name, move in moves.items()]
     mine, queue, fifo, copy = report.interleave("processes, array of 16 MB, 1→1", cases, effort.rounds)
@@ -101,7 +108,9 @@ def _move(make: Callable[[], Ends], items: Callable[[int], Iterable[Any]], count
     return took
 
 
-def _produce(put: Callable[[Any], Any], items: Callable[[int], Iterable[Any]], count: int, start: Any, end: Any) -> None:
+def _produce(
+    put: Callable[[Any], Any], items: Callable[[int], Iterable[Any]], count: int, start: Any, end: Any
+) -> None:
     start.wait()
     for item in items(count):
         put(item)
@@ -110,7 +119,8 @@ def _produce(put: Callable[[Any], Any], items: Callable[[int], Iterable[Any]], c
 
 def _lend(size: int, count: int) -> float:
     channel: Channel[Any] = Channel(SLOTS, across="processes")
-    channel.put_many(channel.loan(size, np.uint8) for _ in range(SLOTS))  # the first use of a block pays for its pages
+    # the first use of a block pays for its pages
+    channel.put_many(channel.loan(size, np.uint8) for _ in range(SLOTS))
     channel.get_many(SLOTS)
     start = CONTEXT.Barrier(2)
     child = CONTEXT.Process(target=_fill, args=(channel, size, count, start))

@@ -12,8 +12,10 @@ from benchmarks.harness import Effort, Report, Result, at_least, throughput
 from benchmarks.peers import across_processes, fast_fifo, multiprocessing_queue, os_pipe, processes_channel
 
 ISOLATES = (
-    "one channel and nothing else: a forked child puts, this process gets, both stand at a barrier before the clock "
-    "starts, and the clock stops at the last get. Encoding and decoding are inside. Room for 1024 items, 64 of 64 KB; "
+    "one channel and nothing else: a forked child puts, this process gets, both stand at a "
+    "barrier before the clock "
+    "starts, and the clock stops at the last get. Encoding and decoding are inside. Room for "
+    "1024 items, 64 of 64 KB; "
     "the os pipe is multiprocessing.Pipe, with the kernel's bound. The memory copy moves 64 KB at a time "
     "between two blocks of 64 such items each, all pages touched before."
 )
@@ -39,7 +41,9 @@ def measure(effort: Effort) -> Report:
     return report
 
 
-def _compare(report: Report, item: str, items: Callable[[int], Iterable[Any]], effort: Effort) -> list[Result]:
+def _compare(
+    report: Report, item: str, items: Callable[[int], Iterable[Any]], effort: Effort
+) -> list[Result]:
     moves = {name: partial(across_processes, make, items) for name, make in MAKERS.items()}
     cases = [throughput(name, move, effort) for name, move in moves.items()]
     return report.interleave(f"processes, {item}, 1→1", cases, effort.rounds)

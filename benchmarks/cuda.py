@@ -1,5 +1,5 @@
-"""CUDA tensors between two processes, beside torch.multiprocessing's queue and the way through host memory. Where there
-is no CUDA device it says so and ends."""
+"""CUDA tensors between two processes, beside torch.multiprocessing's queue and the way through host memory.
+Where there is no CUDA device it says so and ends."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ from benchmarks.harness import Effort, Report, at_least, throughput
 from flowchan import Channel
 
 ISOLATES = (
-    "one queue and nothing else, on one CUDA device: a spawned child fills a fresh tensor for each put, this process gets "
-    "it and adds its first byte to a sum on the device; the clock starts when a first tensor has crossed and stops when "
-    "the device has done all. Room for 8 items. A flowchan item is copied twice on the device, torch's is not: there the "
+    "one queue and nothing else, on one CUDA device: a spawned child fills a fresh tensor for "
+    "each put, this process gets "
+    "it and adds its first byte to a sum on the device; the clock starts when a first tensor has "
+    "crossed and stops when "
+    "the device has done all. Room for 8 items. A flowchan item is copied twice on the device, "
+    "torch's is not: there the "
     "receiver looks at the sender's memory. The host's way is flowchan with FLOWCHAN_CUDA_IPC=0."
 )
 

@@ -1,9 +1,10 @@
-"""How the benchmarks measure: cases of one benchmark take turns, round after round, and their medians are compared.
+"""How the benchmarks measure: cases of one benchmark take turns, round after round, and their medians are
+compared.
 
-A :class:`Case` does its work once per round and reports its samples. :meth:`Report.interleave` runs several rounds
-over all cases, so that a slow minute of the machine hits flowchan and its peers alike. CPU seconds are those of this
-process and of all children that ended meanwhile (``resource.getrusage``); therefore every case joins its children.
-A :class:`Row` is one line of the published table.
+A :class:`Case` does its work once per round and reports its samples. :meth:`Report.interleave` runs several
+rounds over all cases, so that a slow minute of the machine hits flowchan and its peers alike. CPU seconds are
+those of this process and of all children that ended meanwhile (``resource.getrusage``); therefore every case
+joins its children. A :class:`Row` is one line of the published table.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ PEERS = ("faster-fifo", "joblib", "numpy", "pypeln", "torch", "torchgpipe")
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How long to measure: ``rounds`` rounds of about ``seconds`` each per case. ``full`` is false for a trial run."""
+    """How long to measure: ``rounds`` rounds of about ``seconds`` each per case. ``full`` is false for a
+    trial run."""
 
     rounds: int
     seconds: float
@@ -40,8 +42,8 @@ QUICK = Effort(rounds=1, seconds=0.05, full=False)
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One way to do the work. ``work()`` does it once and returns ``(samples, items)``: figures in ``unit``, and how
-    many items they stand for."""
+    """One way to do the work. ``work()`` does it once and returns ``(samples, items)``: figures in ``unit``,
+    and how many items they stand for."""
 
     name: str
     unit: str
@@ -83,8 +85,8 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table: the work, what is to be reached, both figures, their ratio, and whether it was reached.
-    ``peer`` and ``ratio`` are empty where there is no peer."""
+    """One line of the table: the work, what is to be reached, both figures, their ratio, and whether it was
+    reached. ``peer`` and ``ratio`` are empty where there is no peer."""
 
     work: str
     target: str
@@ -102,7 +104,8 @@ class Report:
     results: list[Result] = field(default_factory=list)
 
     def interleave(self, work: str, cases: Sequence[Case], rounds: int) -> list[Result]:
-        """Run all cases in turn, ``rounds`` times over, and keep the results. They come in the order of the cases."""
+        """Run all cases in turn, ``rounds`` times over, and keep the results. They come in the order of the
+        cases."""
         results = [Result(work, case.name, case.unit) for case in cases]
         for _ in range(rounds):
             for case, result in zip(cases, results, strict=True):
@@ -118,8 +121,8 @@ class Report:
 def throughput(
     name: str, move: Callable[[int], float], effort: Effort, scale: float = 1.0, unit: str = "items/s"
 ) -> Case:
-    """A case around ``move(n)``, which moves n items and returns the seconds it took. n is found by trying, so that
-    one round takes about ``effort.seconds``; the figure is ``scale`` times items per second."""
+    """A case around ``move(n)``, which moves n items and returns the seconds it took. n is found by trying,
+    so that one round takes about ``effort.seconds``; the figure is ``scale`` times items per second."""
     count = calibrate(move, effort.seconds)
 
     def work() -> tuple[Sequence[float], int]:
@@ -149,14 +152,16 @@ def at_least(factor: float, mine: Result, peer: Result) -> Row:
 
 
 def at_most(factor: float, mine: Result, peer: Result, quantile: float | None = None) -> Row:
-    """A row for figures that shall be low, such as times: ``mine`` is to stay within ``factor`` times ``peer``, at the
-    median or at the ``quantile`` named."""
+    """A row for figures that shall be low, such as times: ``mine`` is to stay within ``factor`` times
+    ``peer``, at the median or at the ``quantile`` named."""
     ratio = mine.figure(quantile) / peer.figure(quantile)
     target = f"≤ 1/{1 / factor:g} of {peer.name}" if factor < 1 else f"≤ {factor:g} {TIMES} {peer.name}"
     return _row(target, mine, peer, ratio, ratio <= factor, quantile)
 
 
-def _row(target: str, mine: Result, peer: Result, ratio: float, reached: bool, quantile: float | None = None) -> Row:
+def _row(
+    target: str, mine: Result, peer: Result, ratio: float, reached: bool, quantile: float | None = None
+) -> Row:
     own, other = (in_words(result.figure(quantile), result.unit) for result in (mine, peer))
     work = mine.work if quantile is None else f"{mine.work}, p{100 * quantile:g}"
     return Row(work, target, own, other, f"{ratio:.3g}", reached)
@@ -176,7 +181,8 @@ def in_words(value: float, unit: str) -> str:
 
 
 def machine() -> dict[str, object]:
-    """What the figures depend on besides the code: processor, cores this process may use, kernel, versions."""
+    """What the figures depend on besides the code: processor, cores this process may use, kernel,
+    versions."""
     return {
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
@@ -196,7 +202,9 @@ def _processor() -> str:
 def show(name: str, isolates: str, report: Report) -> None:
     """Print what one benchmark found: the table, and all figures behind it with the CPU they cost."""
     console = Console(width=None if Console().is_terminal else 150)
-    table = Table("work", "to reach", "flowchan", "peer", "ratio", "reached", title=name, title_justify="left")
+    table = Table(
+        "work", "to reach", "flowchan", "peer", "ratio", "reached", title=name, title_justify="left"
+    )
     for row in report.rows:
         table.add_row(row.work, row.target, row.flowchan, row.peer, row.ratio, "yes" if row.reached else "NO")
     console.print(table)

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 
 from benchmarks.harness import Case, Effort, Report, Row, in_words
 
-ISOLATES = "the import statement alone, in a new interpreter; the peer is `import multiprocessing.pool, asyncio`."
+ISOLATES = (
+    "the import statement alone, in a new interpreter; the peer is `import multiprocessing.pool, asyncio`."
+)
 
 HEAVY = ("torch", "numpy", "networkx", "graphviz", "rich")
 SCRIPT = """
@@ -21,7 +23,10 @@ print(time.perf_counter() - began, *[name for name in {heavy} if name in sys.mod
 
 def measure(effort: Effort) -> Report:
     report = Report()
-    cases = [_fresh("flowchan", "flowchan"), _fresh("the standard library's", "multiprocessing.pool, asyncio")]
+    cases = [
+        _fresh("flowchan", "flowchan"),
+        _fresh("the standard library's", "multiprocessing.pool, asyncio"),
+    ]
     mine, _ = report.interleave("import flowchan", cases, effort.rounds)
     loaded = _import("flowchan")[1:]
     report.rows.append(
@@ -46,4 +51,6 @@ def _fresh(name: str, modules: str) -> Case:
 
 def _import(modules: str) -> list[str]:
     script = SCRIPT.format(modules=modules, heavy=HEAVY)
-    return subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout.split()
+    return subprocess.run(
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True
+    ).stdout.split()

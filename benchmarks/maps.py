@@ -20,9 +20,12 @@ from benchmarks.tasks import identity, spin
 from flowchan import Graph
 
 ISOLATES = (
-    "a source of ready items, one map of two worker processes, and the list of its results in order. flowchan's and "
-    "pypeln's clocks include starting and ending the workers; the pools of multiprocessing, concurrent.futures and "
-    "joblib are started and warm before theirs. flowchan goes item by item throughout; concurrent.futures and joblib "
+    "a source of ready items, one map of two worker processes, and the list of its results "
+    "in order. flowchan's and "
+    "pypeln's clocks include starting and ending the workers; the pools of multiprocessing, "
+    "concurrent.futures and "
+    "joblib are started and warm before theirs. flowchan goes item by item throughout; "
+    "concurrent.futures and joblib "
     "use the chunk size that was their fastest in a trial just before."
 )
 
@@ -64,7 +67,9 @@ def _turns(count: int) -> float:
     return time.perf_counter() - began
 
 
-def _best(name: str, chunks: Iterable[Any], run: Callable[[Any, int], float], effort: Effort) -> tuple[str, Any]:
+def _best(
+    name: str, chunks: Iterable[Any], run: Callable[[Any, int], float], effort: Effort
+) -> tuple[str, Any]:
     """The chunk size at which ``run`` is fastest, and a name that says so."""
     chunk = min(chunks, key=lambda chunk: run(chunk, int(effort.seconds / WORK)))
     return f"{name} (chunks: {chunk})", chunk
@@ -73,7 +78,11 @@ def _best(name: str, chunks: Iterable[Any], run: Callable[[Any, int], float], ef
 def _flowchan(function: Callable[[int], int], item: int, count: int) -> float:
     began = time.perf_counter()
     graph = Graph("map")
-    results = graph.source(repeat(item, count)).map(function, workers=WORKERS, on="process", capacity=1024).collect()
+    results = (
+        graph.source(repeat(item, count))
+        .map(function, workers=WORKERS, on="process", capacity=1024)
+        .collect()
+    )
     found = graph.run()[results]
     return _checked(found, count, began)
 

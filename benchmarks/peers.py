@@ -1,7 +1,7 @@
 """Peers' queues and flowchan's channel behind one face, so that all of them are driven by the same loops.
 
-An :class:`End` pair is plain callables: ``put(item)`` and ``get()``. They are the library's own bound methods wherever
-possible; a wrapper would cost a peer more than its queue does.
+An :class:`End` pair is plain callables: ``put(item)`` and ``get()``. They are the library's own bound methods
+wherever possible; a wrapper would cost a peer more than its queue does.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ def os_pipe(capacity: int = 0) -> Ends:
 
 
 def across_processes(make: Callable[[], Ends], items: Callable[[int], Iterable[Any]], count: int) -> float:
-    """Seconds from the common start until this process has got ``count`` items that a child puts one by one."""
+    """Seconds from the common start until this process has got ``count`` items that a child puts one by
+    one."""
     ends = make()
     start = CONTEXT.Barrier(2)
     child = CONTEXT.Process(target=_produce, args=(ends.put, items, count, start))
@@ -86,11 +87,14 @@ def across_processes(make: Callable[[], Ends], items: Callable[[int], Iterable[A
 
 
 def across_threads(make: Callable[[], Ends], writers: int, readers: int, count: int) -> float:
-    """Seconds from the common start until ``readers`` threads have got the ``count`` items of ``writers`` threads."""
+    """Seconds from the common start until ``readers`` threads have got the ``count`` items of ``writers``
+    threads."""
     ends = make()
     start = threading.Barrier(writers + readers + 1)
     thread = threading.Thread
-    threads = [thread(target=_produce, args=(ends.put, range, count // writers, start)) for _ in range(writers)]
+    threads = [
+        thread(target=_produce, args=(ends.put, range, count // writers, start)) for _ in range(writers)
+    ]
     threads += [thread(target=_consume, args=(ends.get, count // readers, start)) for _ in range(readers)]
     for one in threads:
         one.start()
@@ -101,7 +105,9 @@ def across_threads(make: Callable[[], Ends], writers: int, readers: int, count: 
     return time.perf_counter() - began
 
 
-def _produce(put: Callable[[Any], Any], items: Callable[[int], Iterable[Any]], count: int, start: Any) -> None:
+def _produce(
+    put: Callable[[Any], Any], items: Callable[[int], Iterable[Any]], count: int, start: Any
+) -> None:
     start.wait()
     for item in items(count):
         put(item)

@@ -13,7 +13,8 @@ from benchmarks.peers import CONTEXT, Ends, fast_fifo, multiprocessing_queue, os
 
 ISOLATES = (
     "two channels and two processes: the parent puts and gets, a forked child gets and puts back; the clock "
-    "runs from the first put to the last get, after a warm-up trip. The blocked side reads its own CPU clock before "
+    "runs from the first put to the last get, after a warm-up trip. The blocked side reads "
+    "its own CPU clock before "
     "and after a get for which the item comes late."
 )
 
@@ -67,7 +68,8 @@ def _echo(there: Ends, back: Ends, count: int) -> None:
 
 
 def _blocked(seconds: float) -> Row:
-    """The CPU time of a child whose get waits for ``seconds``; flowchan and the peer wait at the same time."""
+    """The CPU time of a child whose get waits for ``seconds``; flowchan and the peer wait at the same
+    time."""
     used: dict[str, float] = {}
     names = ("flowchan", "multiprocessing.Queue")
     waits = [threading.Thread(target=_wait_blocked, args=(name, seconds, used)) for name in names]

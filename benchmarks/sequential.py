@@ -1,6 +1,6 @@
-"""A model in two equal parts on two processes with one compute thread each: a stream of batches through it, and training
-steps; beside the plain module, torchgpipe and ``torch.distributed.pipelining``. And what a newcomer gets, who says
-nothing but ``parts=2, on="process"``."""
+"""A model in two equal parts on two processes with one compute thread each: a stream of batches through it,
+and training steps; beside the plain module, torchgpipe and ``torch.distributed.pipelining``. And what a
+newcomer gets, who says nothing but ``parts=2, on="process"``."""
 
 from __future__ import annotations
 
@@ -30,16 +30,26 @@ from benchmarks.peers import CONTEXT
 from flowchan.pipelines import Sequential
 
 ISOLATES = (
-    "one model of 16 Linear layers of 512 and their ReLUs, cut in the middle; batches of 4096 samples in 8 micro-batches "
-    "for all but the plain module and flowchan's stream, which take them whole; one compute thread for the plain module "
-    "and for each part; the same batch again and again, and items are samples. All are warm before their clocks, and the "
-    "first answer is compared with the plain module's; CPU seconds include the start. flowchan's outputs come back to the "
-    "program; torch.distributed.pipelining (gloo) leaves them with the last of its two processes. torchgpipe 0.0.7 has "
-    "devices=['cpu', 'cpu'], checkpoint='never', and one worker thread for each device: one for both parts. 'torchgpipe, a "
-    "thread per part' is the same with its spawn_workers replaced, so that its forward passes overlap; its backward passes "
-    "do not, for autograd has one thread for all that is on the CPU. Training: cross entropy, the GPipe schedule for all "
-    "pipelines, SGD, no recomputation. 'Defaults': 4 or 16 pairs of Linear(512), Tanh and a last Linear(512, 10), nothing "
-    "said but parts=2 and on='process'; the plain module once with one compute thread, once with torch's own number."
+    "one model of 16 Linear layers of 512 and their ReLUs, cut in the middle; batches of 4096 "
+    "samples in 8 micro-batches "
+    "for all but the plain module and flowchan's stream, which take them whole; one compute "
+    "thread for the plain module "
+    "and for each part; the same batch again and again, and items are samples. All are warm "
+    "before their clocks, and the "
+    "first answer is compared with the plain module's; CPU seconds include the start. flowchan's "
+    "outputs come back to the "
+    "program; torch.distributed.pipelining (gloo) leaves them with the last of its two "
+    "processes. torchgpipe 0.0.7 has "
+    "devices=['cpu', 'cpu'], checkpoint='never', and one worker thread for each device: one for "
+    "both parts. 'torchgpipe, a "
+    "thread per part' is the same with its spawn_workers replaced, so that its forward passes "
+    "overlap; its backward passes "
+    "do not, for autograd has one thread for all that is on the CPU. Training: cross entropy, "
+    "the GPipe schedule for all "
+    "pipelines, SGD, no recomputation. 'Defaults': 4 or 16 pairs of Linear(512), Tanh and a last "
+    "Linear(512, 10), nothing "
+    "said but parts=2 and on='process'; the plain module once with one compute thread, once "
+    "with torch's own number."
 )
 
 WIDTH, LAYERS, CHUNKS = 512, 16, 8
@@ -281,7 +291,10 @@ def _spawn_workers(devices: Sequence[torch.device]) -> Iterator[tuple[list[Queue
     tasks: list[Queue[Any]] = [Queue() for _ in devices]
     done: list[Queue[Any]] = [Queue() for _ in devices]
     mode = torch.is_grad_enabled()
-    threads = [Thread(target=torchgpipe.worker.worker, args=(*one, mode)) for one in zip(tasks, done, devices, strict=True)]
+    threads = [
+        Thread(target=torchgpipe.worker.worker, args=(*one, mode))
+        for one in zip(tasks, done, devices, strict=True)
+    ]
     for thread in threads:
         thread.start()
     try:
@@ -298,7 +311,9 @@ def _distributed(work: Callable[[int, PipelineStage, int], float], count: int) -
     answers = CONTEXT.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         meeting = str(Path(folder) / "meeting")
-        processes = [CONTEXT.Process(target=_rank, args=(rank, meeting, work, count, answers)) for rank in range(2)]
+        processes = [
+            CONTEXT.Process(target=_rank, args=(rank, meeting, work, count, answers)) for rank in range(2)
+        ]
         for process in processes:
             process.start()
         for process in processes:
@@ -308,7 +323,9 @@ def _distributed(work: Callable[[int, PipelineStage, int], float], count: int) -
     return max(answers.get() for _ in processes)
 
 
-def _rank(rank: int, meeting: str, work: Callable[[int, PipelineStage, int], float], count: int, answers: Any) -> None:
+def _rank(
+    rank: int, meeting: str, work: Callable[[int, PipelineStage, int], float], count: int, answers: Any
+) -> None:
     with _group(rank, meeting):
         module = model()
         half = len(module) // 2

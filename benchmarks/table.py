@@ -30,7 +30,8 @@ def table(latest: dict[str, Any]) -> str:
             cells = [row[key] for key in keys] + ["yes" if row["reached"] else "no"]
             lines.append(f"| {' | '.join(cells)} |")
     machines = {
-        f"{one['cores']} cores of {one['processor']}, {one['system']}, {one['python']}" for one in latest.values()
+        f"{one['cores']} cores of {one['processor']}, {one['system']}, {one['python']}"
+        for one in latest.values()
     }
     return "\n".join([*lines, "", f"Measured on {'; '.join(sorted(machines))}."])
 

@@ -10,10 +10,18 @@ from collections.abc import Callable, Sequence
 from itertools import repeat
 
 from benchmarks.harness import Case, Effort, Report, at_most
-from benchmarks.peers import CONTEXT, Ends, bounded_queue, multiprocessing_queue, processes_channel, threads_channel
+from benchmarks.peers import (
+    CONTEXT,
+    Ends,
+    bounded_queue,
+    multiprocessing_queue,
+    processes_channel,
+    threads_channel,
+)
 
 ISOLATES = (
-    "one channel, one writer, one reader: the writer sleeps 2 ms before each put, so that the reader is asleep, "
+    "one channel, one writer, one reader: the writer sleeps 2 ms before each put, so that "
+    "the reader is asleep, "
     "and puts the time of the put (CLOCK_MONOTONIC, the same in all processes). The os pipe is os.write and "
     "os.read of 8 bytes, without pickling. Quantiles are over the wakes of all rounds."
 )
@@ -27,12 +35,18 @@ WARM_UP = 10
 def bare_pipe() -> Ends:
     reader, writer = os.pipe()
     pack, unpack = struct.Struct("q").pack, struct.Struct("q").unpack
-    return Ends(lambda item: os.write(writer, pack(item)), lambda: unpack(os.read(reader, 8))[0], (reader, writer))
+    return Ends(
+        lambda item: os.write(writer, pack(item)), lambda: unpack(os.read(reader, 8))[0], (reader, writer)
+    )
 
 
 MAKERS: dict[str, dict[str, Callable[[], Ends]]] = {
     "threads": {"flowchan": threads_channel, "queue.Queue": bounded_queue, "os pipe": bare_pipe},
-    "processes": {"flowchan": processes_channel, "multiprocessing.Queue": multiprocessing_queue, "os pipe": bare_pipe},
+    "processes": {
+        "flowchan": processes_channel,
+        "multiprocessing.Queue": multiprocessing_queue,
+        "os pipe": bare_pipe,
+    },
 }
 
 

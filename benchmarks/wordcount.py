@@ -12,7 +12,8 @@ from flowchan import Graph
 
 ISOLATES = (
     "the whole job from an empty hand to the total: listing the files, reading them, counting, merging; for "
-    "flowchan also declaring and checking the graph and starting and ending the two workers. All files were read once "
+    "flowchan also declaring and checking the graph and starting and ending the two workers. "
+    "All files were read once "
     "before. The loop updates one Counter file by file."
 )
 

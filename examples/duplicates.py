@@ -32,8 +32,8 @@ def sized_files(directory: Path) -> Iterator[tuple[int, Path]]:
 
 
 def group(keyed: In[tuple[Any, Path]], groups: Out[list[Path]]) -> None:
-    """A stage with ports of its own: it reads (key, file) pairs to their end, then puts each group of two or more files
-    with one key."""
+    """A stage with ports of its own: it reads (key, file) pairs to their end, then puts each group of two or
+    more files with one key."""
     found = defaultdict(list)
     for key, file in keyed:
         found[key].append(file)

@@ -1,11 +1,12 @@
-"""Three producers and one consumer on one channel, until the main program closes it. Every item is accounted for.
+"""Three producers and one consumer on one channel, until the main program closes it. Every item is accounted
+for.
 
     python examples/producer_consumer.py [--across threads|processes] [--seconds S]
     flowchan run examples/producer_consumer.py
     flowchan viz examples/producer_consumer.py -o producer_consumer.svg
 
-The script uses a bare channel, with threads or processes of its own. The graph below says the same as a declaration,
-with producers that end by themselves.
+The script uses a bare channel, with threads or processes of its own. The graph below says the same as a
+declaration, with producers that end by themselves.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Handwritten digits, recognised by a convolutional network: first by the plain module, then by its parts in two processes.
+"""Handwritten digits, recognised by a convolutional network: first by the plain module, then by its parts in
+two processes.
 
     python examples/sequential_inference.py [--parts N] [--on thread|process] [--batches N]
     flowchan viz examples/sequential_inference.py -o sequential.svg
 
-The network learns from half of scikit-learn's digits for a second or two and is asked about the other half, in as many
-batches as you like. The plain module and each part compute with one thread.
+The network learns from half of scikit-learn's digits for a second or two and is asked about the other half,
+in as many batches as you like. The plain module and each part compute with one thread.
 """
 
 from __future__ import annotations

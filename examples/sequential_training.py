@@ -1,12 +1,13 @@
-"""A convolutional network learns handwritten digits: as everybody trains it, then in two parts that work at the same time.
+"""A convolutional network learns handwritten digits: as everybody trains it, then in two parts that work at
+the same time.
 
-    python examples/sequential_training.py [--parts N] [--on thread|process] [--schedule gpipe|1f1b] [--epochs N]
-    flowchan viz examples/sequential_training.py -o training.svg
+    python examples/sequential_training.py [--parts N] [--on thread|process] [--schedule gpipe|1f1b] [--epochs
+    N] flowchan viz examples/sequential_training.py -o training.svg
 
-Both begin with the same weights and see the same batches of scikit-learn's digits, so both learn along the same curve.
-They compute with double precision: the parts add up gradients in another order, and training lets every difference in
-rounding grow. A quarter of the digits is held out for the end. Each part, and the plain module, has one thread. With
-``--picture FILE`` the last steps are drawn: which part did what and when.
+Both begin with the same weights and see the same batches of scikit-learn's digits, so both learn along the
+same curve. They compute with double precision: the parts add up gradients in another order, and training lets
+every difference in rounding grow. A quarter of the digits is held out for the end. Each part, and the plain
+module, has one thread. With ``--picture FILE`` the last steps are drawn: which part did what and when.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ def epochs(count: int, images: Tensor, labels: Tensor) -> Iterator[Iterator[tupl
         yield ((images[places], labels[places]) for places in order.split(BATCH))
 
 
-def curve(step: Callable[[Tensor, Tensor], Tensor], count: int, images: Tensor, labels: Tensor) -> list[float]:
+def curve(
+    step: Callable[[Tensor, Tensor], Tensor], count: int, images: Tensor, labels: Tensor
+) -> list[float]:
     """The mean loss of each epoch."""
     found = []
     for batches in epochs(count, images, labels):
@@ -89,7 +92,9 @@ def main() -> None:
     parser.add_argument("--on", choices=["thread", "process"], default="process")
     parser.add_argument("--schedule", choices=["gpipe", "1f1b"], default="1f1b")
     parser.add_argument("--epochs", type=int, default=12)
-    parser.add_argument("--picture", help="a file for the timeline of the last steps: .svg, or .json for Perfetto")
+    parser.add_argument(
+        "--picture", help="a file for the timeline of the last steps: .svg, or .json for Perfetto"
+    )
     arguments = parser.parse_args()
 
     torch.manual_seed(0)
@@ -113,7 +118,10 @@ def main() -> None:
     for epoch, (one, other) in enumerate(zip(plainly, in_parts, strict=True), 1):
         print(f"{epoch:>5}  {one:>10.3f}  {other:>8.3f}")
     for name, trained, took in (("plain", plain, plain_seconds), ("in parts", module, seconds)):
-        print(f"{name}: {right(trained, images[:held_out], labels[:held_out]):.1%} of the held-out digits, {took:.1f} s")
+        print(
+            f"{name}: {right(trained, images[:held_out], labels[:held_out]):.1%} of the "
+            f"held-out digits, {took:.1f} s"
+        )
     torch.testing.assert_close(torch.tensor(in_parts), torch.tensor(plainly), rtol=1e-3, atol=1e-6)
     print(f"the same curve from {pipe}")
     if arguments.picture:

@@ -30,12 +30,14 @@ def python_files(directory: Path) -> Iterator[Path]:
 
 
 def words(file: Path) -> list[str]:
-    """The words of a file. Some files of the standard library are not UTF-8, on purpose; odd bytes are no words."""
+    """The words of a file. Some files of the standard library are not UTF-8, on purpose; odd bytes are no
+    words."""
     return re.findall(r"\w+", file.read_text(encoding="utf-8", errors="replace").lower())
 
 
 def count_words(files: list[Path]) -> Counter[str]:
-    """The words of several files: one Counter for many files crosses to the main process, not one for each."""
+    """The words of several files: one Counter for many files crosses to the main process, not one for
+    each."""
     counts: Counter[str] = Counter()
     for file in files:
         counts.update(words(file))

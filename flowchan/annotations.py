@@ -1,7 +1,7 @@
 """What the annotations of a user's function say about items and ports.
 
-Annotations are hints: whatever cannot be resolved counts as unknown (``None``), and nothing here raises because of a
-strange one.
+Annotations are hints: whatever cannot be resolved counts as unknown (``None``), and nothing here raises
+because of a strange one.
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ class Port:
 
 
 class _Names(dict[str, Any]):
-    """The names that an annotation written as a string may use. A name that exists for the type checker only counts as
-    ``Any``, so that the rest of the annotation is still read; the ports are known wherever they were imported."""
+    """The names that an annotation written as a string may use. A name that exists for the type checker only
+    counts as ``Any``, so that the rest of the annotation is still read; the ports are known wherever they
+    were imported."""
 
     def __missing__(self, name: str) -> Any:
         return {"In": In, "Out": Out}.get(name, Any)
 
 
 def plain_function(function: Any) -> Any:
-    """The Python function under partials, decorators, bound methods and callable objects or classes, as far as there
-    is one."""
+    """The Python function under partials, decorators, bound methods and callable objects or classes, as far
+    as there is one."""
     while isinstance(function, functools.partial):
         function = function.func
     if inspect.isclass(function):
@@ -49,14 +50,15 @@ def plain_function(function: Any) -> Any:
     function = inspect.unwrap(function)
     if inspect.ismethod(function):
         return function.__func__
-    if not inspect.isroutine(function) and hasattr(type(function), "__call__"):  # noqa: B004 - not asking whether
+    # not asking whether
+    if not inspect.isroutine(function) and hasattr(type(function), "__call__"):  # noqa: B004
         return inspect.unwrap(type(function).__call__)
     return function
 
 
 def call_signature(function: Any) -> inspect.Signature | None:
-    """The signature of the call that a worker makes, with its annotations resolved; ``None`` if Python knows none.
-    For a callable class that is the call of its instance."""
+    """The signature of the call that a worker makes, with its annotations resolved; ``None`` if Python knows
+    none. For a callable class that is the call of its instance."""
     try:
         if is_callable_class(function):
             signature = inspect.signature(plain_function(function))
@@ -64,14 +66,19 @@ def call_signature(function: Any) -> inspect.Signature | None:
         else:
             signature = inspect.signature(function)
         names = _names_of(function)
-        parameters = [p.replace(annotation=_resolved(p.annotation, names)) for p in signature.parameters.values()]
-        return signature.replace(parameters=parameters, return_annotation=_resolved(signature.return_annotation, names))
+        parameters = [
+            p.replace(annotation=_resolved(p.annotation, names)) for p in signature.parameters.values()
+        ]
+        return signature.replace(
+            parameters=parameters, return_annotation=_resolved(signature.return_annotation, names)
+        )
     except Exception:  # a user's __signature__, decorator or lazy annotation may raise anything
         return None
 
 
 def returned_type(function: Any) -> Any:
-    """What one call gives: the return annotation, or the class itself where a class is applied to each item."""
+    """What one call gives: the return annotation, or the class itself where a class is applied to each
+    item."""
     made = function
     while isinstance(made, functools.partial):
         made = made.func
@@ -117,7 +124,8 @@ def ports_of(function: Callable[..., Any]) -> tuple[Port, ...]:
 
 
 def known(annotation: Any) -> Any:
-    """The annotation if it says something about a value, else ``None``: only classes, generic types and unions do."""
+    """The annotation if it says something about a value, else ``None``: only classes, generic types and
+    unions do."""
     if annotation is None:
         return type(None)
     if annotation is Parameter.empty or annotation is Any:
@@ -142,7 +150,9 @@ def _names_of(function: Any) -> _Names:
     names = _Names(vars(builtins))
     names.update(getattr(plain, "__globals__", {}))
     closure = getattr(plain, "__closure__", None) or ()
-    for name, cell in zip(getattr(getattr(plain, "__code__", None), "co_freevars", ()), closure, strict=False):
+    for name, cell in zip(
+        getattr(getattr(plain, "__code__", None), "co_freevars", ()), closure, strict=False
+    ):
         try:
             names[name] = cell.cell_contents
         except ValueError:  # not assigned yet

@@ -1,7 +1,8 @@
-"""The checks that every declaring call makes on its arguments, at once, so that the error stands at the user's line.
+"""The checks that every declaring call makes on its arguments, at once, so that the error stands at the
+user's line.
 
-Each function returns the value it was given, and raises ``TypeError`` (wrong kind) or ``ValueError`` (not allowed)
-with the name of the call, the argument, the value and what is allowed.
+Each function returns the value it was given, and raises ``TypeError`` (wrong kind) or ``ValueError`` (not
+allowed) with the name of the call, the argument, the value and what is allowed.
 """
 
 from __future__ import annotations
@@ -79,9 +80,11 @@ def known_options(call: str, options: Iterable[str], known: Iterable[str]) -> No
             raise TypeError(f"{call}: has no option {name!r}; {rest}")
 
 
-def no_misspelt_option(call: str, function: Callable[..., Any], passed: Iterable[str], known: Iterable[str]) -> None:
-    """The same where ``passed`` goes to the user's function: only what that does not take and what looks like an option is
-    refused here; the rest is for the check to report, with the function's line."""
+def no_misspelt_option(
+    call: str, function: Callable[..., Any], passed: Iterable[str], known: Iterable[str]
+) -> None:
+    """The same where ``passed`` goes to the user's function: only what that does not take and what looks like
+    an option is refused here; the rest is for the check to report, with the function's line."""
     known = tuple(known)
     try:
         takes = inspect.signature(function).parameters.values()
@@ -90,7 +93,11 @@ def no_misspelt_option(call: str, function: Callable[..., Any], passed: Iterable
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes):
         return
     names = {parameter.name for parameter in takes}
-    known_options(call, (name for name in passed if name not in names and difflib.get_close_matches(name, known, 1)), known)
+    known_options(
+        call,
+        (name for name in passed if name not in names and difflib.get_close_matches(name, known, 1)),
+        known,
+    )
 
 
 def callable_argument(call: str, argument: str, value: Any) -> Callable[..., Any]:
@@ -102,7 +109,8 @@ def callable_argument(call: str, argument: str, value: Any) -> Callable[..., Any
 
 
 def shown(value: Any) -> str:
-    """The value with its type, short enough for one line; the repr of a user's object may be long, or fail."""
+    """The value with its type, short enough for one line; the repr of a user's object may be long, or
+    fail."""
     kind = type(value).__name__
     try:
         shown = repr(value)

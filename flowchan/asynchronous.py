@@ -1,9 +1,9 @@
 """``await`` on channels and ports, for asyncio (C9).
 
-A coroutine that can't go on stands at the channel's gate, as a thread would, and leaves a note with its event loop's
-:class:`Watcher`, a thread that sleeps on all the noted gates at once and tells the loop which of them changed; then the
-coroutine tries again itself. So a wait costs no thread, and an item is only ever taken in the loop, in one step, with
-nothing between taking and returning it: a cancelled call has not taken one.
+A coroutine that can't go on stands at the channel's gate, as a thread would, and leaves a note with its event
+loop's :class:`Watcher`, a thread that sleeps on all the noted gates at once and tells the loop which of them
+changed; then the coroutine tries again itself. So a wait costs no thread, and an item is only ever taken in
+the loop, in one step, with nothing between taking and returning it: a cancelled call has not taken one.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ T = TypeVar("T")
 
 MOST = 127  # waits of one thread: what one futex_waitv takes, less the bell
 SLICE = 0.1
-"""Seconds after which a watcher looks whether a process has died that was to wake somebody, or its loop has ended."""
+"""Seconds after which a watcher looks whether a process has died that was to wake somebody, or its loop has
+ended."""
 LONG = 1.0
 """The same where only threads of this process take part."""
 
 
 class Watcher:
-    """Sleeps for up to ``MOST`` waits of one event loop. Its thread ends when nothing has been waited for some time, when
-    the loop is closed, or when the main thread has ended."""
+    """Sleeps for up to ``MOST`` waits of one event loop. Its thread ends when nothing has been waited for
+    some time, when the loop is closed, or when the main thread has ended."""
 
     IDLE = 1.0
 
@@ -204,14 +205,19 @@ def aiter_items(self: T) -> T:
 
 
 def only_wait_for(channels: Collection[Any]) -> bool:
-    """Whether every event loop in which somebody waits for one of ``channels`` waits for them and nothing else: all its
-    tasks do, and it has no timer, no socket and no helping thread at work. What can't be seen counts as work."""
+    """Whether every event loop in which somebody waits for one of ``channels`` waits for them and nothing
+    else: all its tasks do, and it has no timer, no socket and no helping thread at work. What can't be seen
+    counts as work."""
     try:
         wanted = {id(channel) for channel in channels}
         for loop, watchers in list(_watchers.items()):
-            waits = {future: channel for watcher in watchers for future, channel in watcher.channels().items()}
+            waits = {
+                future: channel for watcher in watchers for future, channel in watcher.channels().items()
+            }
             stuck = {future for future, channel in waits.items() if id(channel) in wanted}
-            if stuck and (_has_work(loop) or not all(_is_stuck(task, stuck) for task in asyncio.all_tasks(loop))):
+            if stuck and (
+                _has_work(loop) or not all(_is_stuck(task, stuck) for task in asyncio.all_tasks(loop))
+            ):
                 return False
     except (AttributeError, RuntimeError):  # a loop of another kind; or it has just changed, so it works
         return False
@@ -231,11 +237,14 @@ def _helps(executor: Any) -> bool:
     frames = sys._current_frames()
     idle = concurrent.futures.thread._worker.__code__
     threads = [frames.get(thread.ident) for thread in list(executor._threads)]
-    return executor._work_queue.qsize() > 0 or any(frame is not None and frame.f_code is not idle for frame in threads)
+    return executor._work_queue.qsize() > 0 or any(
+        frame is not None and frame.f_code is not idle for frame in threads
+    )
 
 
 def _is_stuck(future: Any, stuck: set[asyncio.Future[None]]) -> bool:
-    """Whether ``future`` waits for nothing but the ``stuck`` ones: directly, as a task or as a ``gather`` of such."""
+    """Whether ``future`` waits for nothing but the ``stuck`` ones: directly, as a task or as a ``gather`` of
+    such."""
     if future in stuck:
         return not future.done()
     if isinstance(future, asyncio.Task):

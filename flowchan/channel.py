@@ -1,8 +1,8 @@
 """The channel: a bounded, closable FIFO with one contract on every medium.
 
-The contract, C1 to C15, is written in docs/channels.md; each clause is a test in ``tests/channel_contract/``. ``put`` and
-``get`` and their kin are native methods inherited from the core; here are the checks of arguments, the statistics, and
-how a channel reaches another process.
+The contract, C1 to C15, is written in docs/channels.md; each clause is a test in ``tests/channel_contract/``.
+``put`` and ``get`` and their kin are native methods inherited from the core; here are the checks of
+arguments, the statistics, and how a channel reaches another process.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _MOST_BY_DEFAULT = 16 << 30
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A process that keeps ``blocks`` of a channel's memory, ``bytes`` in all: by arrays, tensors and memory views that it
-    got and still has, or that it has on loan."""
+    """A process that keeps ``blocks`` of a channel's memory, ``bytes`` in all: by arrays, tensors and memory
+    views that it got and still has, or that it has on loan."""
 
     pid: int
     blocks: int
@@ -46,13 +46,14 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class ChannelStats:
-    """One moment of a channel (C15). Counts are items since its creation; ``read_wait`` and ``write_wait`` are the
-    seconds that all its readers and writers together have spent waiting, those waiting now included;
-    ``readers_waiting_for`` and ``writers_waiting_for`` are the seconds for which somebody has been waiting without a
-    break until now. ``selecting`` of the waiting ones may go on without this channel (``select``, ``await``, a timeout),
-    and ``awaiting`` of those are coroutines of this process; ``woken`` of the waiting ones have been woken and are about
-    to look. ``bytes_inside`` counts against ``max_bytes``; ``short_of_bytes``: somebody waits to put for those and not for
-    a place. ``holders`` are the processes that keep blocks."""
+    """One moment of a channel (C15). Counts are items since its creation; ``read_wait`` and ``write_wait``
+    are the seconds that all its readers and writers together have spent waiting, those waiting now included;
+    ``readers_waiting_for`` and ``writers_waiting_for`` are the seconds for which somebody has been waiting
+    without a break until now. ``selecting`` of the waiting ones may go on without this channel (``select``,
+    ``await``, a timeout), and ``awaiting`` of those are coroutines of this process; ``woken`` of the waiting
+    ones have been woken and are about to look. ``bytes_inside`` counts against ``max_bytes``;
+    ``short_of_bytes``: somebody waits to put for those and not for a place. ``holders`` are the processes
+    that keep blocks."""
 
     items_in: int
     items_out: int
@@ -81,12 +82,13 @@ def most_bytes() -> int:
 
 
 class Channel(_core.Channel, Generic[T]):
-    """A bounded FIFO of items with any number of writers and readers: open, then closed, then drained; or broken.
+    """A bounded FIFO of items with any number of writers and readers: open, then closed, then drained; or
+    broken.
 
-    ``capacity``: how many items may be inside before ``put`` waits. ``across``: ``"threads"`` passes references within
-    one process, ``"processes"`` passes copies through shared memory. ``max_bytes``: how many bytes may be inside; the
-    default is none for threads, and half of the machine's memory, at most 16 GiB, for processes (memory is taken as it
-    is needed, and used again).
+    ``capacity``: how many items may be inside before ``put`` waits. ``across``: ``"threads"`` passes
+    references within one process, ``"processes"`` passes copies through shared memory. ``max_bytes``: how
+    many bytes may be inside; the default is none for threads, and half of the machine's memory, at most 16
+    GiB, for processes (memory is taken as it is needed, and used again).
 
     Raises ``ValueError`` or ``TypeError`` for wrong arguments, ``OSError`` when there is no memory.
     """
@@ -114,8 +116,8 @@ class Channel(_core.Channel, Generic[T]):
         return self
 
     def abort(self, cause: BaseException | None = None) -> None:
-        """Break the channel: what is inside is discarded, and every waiting or later call raises Broken from ``cause``.
-        In a graph it ends the run, with that cause."""
+        """Break the channel: what is inside is discarded, and every waiting or later call raises Broken from
+        ``cause``. In a graph it ends the run, with that cause."""
         if cause is not None and not isinstance(cause, BaseException):
             raise TypeError(f"abort: cause must be an exception or None, not {cause!r}")
         if (hear := hears_aborts.get()) is not None:
@@ -137,7 +139,9 @@ class Channel(_core.Channel, Generic[T]):
     def __repr__(self) -> str:
         name = f"{self._name!r}, " if self._name else ""
         limit = "" if self.across == "threads" and self.max_bytes is None else f", max_bytes={self.max_bytes}"
-        state = "broken" if self.broken else "drained" if self.drained else "closed" if self.closed else "open"
+        state = (
+            "broken" if self.broken else "drained" if self.drained else "closed" if self.closed else "open"
+        )
         return f"<Channel({name}{self.capacity}, across={self.across!r}{limit}) {state}, {len(self)} inside>"
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -165,7 +169,9 @@ def _arrive(handle: Handle, name: str) -> Channel[Any]:
             raise short from error
         if isinstance(handle, Sent):
             raise Broken(f"channel {name!r} can't be received: {error.strerror}") from error
-        raise Broken(f"channel {name!r} was sent by a process that has ended before it was received") from error
+        raise Broken(
+            f"channel {name!r} was sent by a process that has ended before it was received"
+        ) from error
     inode = os.fstat(fd).st_ino
     known = _known.get(inode)
     if known is not None:

@@ -1,4 +1,5 @@
-"""Whether a declared graph can run: every problem at once, in the order of declaration, before anything is started.
+"""Whether a declared graph can run: every problem at once, in the order of declaration, before anything is
+started.
 
 | rule | what it means |
 |---|---|
@@ -17,7 +18,8 @@
 | capacity | a capacity is not an int of at least 1 |
 | memory | the channels between processes need more memory than is free |
 | system | this system refuses what channels between processes are made of |
-| limit | more workers share a channel than it has ports, or a stage with more ports than ``select`` takes calls it |
+| limit | more workers share a channel than it has ports, or a stage with more ports than ``select`` takes
+calls it |
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ _RESULTS = ("reduce", "collect")
 _BYTES_PER_ITEM = 64
 _REFUSED = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.ENOENT)
 _BYTES_PER_CHANNEL = 64 * 1024
-_MOST_PORTS = 4096  # of a channel between processes: its table has some places more, for processes without a port
+# of a channel between processes: its table has some places more, for processes without a port
+_MOST_PORTS = 4096
 _MOST_SELECTED = 128  # operations of one select, which is what Linux can wait for at once
 
 Found = Iterator[tuple[int, Problem]]
@@ -50,8 +53,8 @@ Found = Iterator[tuple[int, Problem]]
 
 
 def check(graph: Blueprint) -> tuple[Problem, ...]:
-    """Everything that is wrong with the graph, in the order of declaration; empty if it can run. Starts nothing and
-    raises nothing because of the graph."""
+    """Everything that is wrong with the graph, in the order of declaration; empty if it can run. Starts
+    nothing and raises nothing because of the graph."""
     stages = graph.stages
     found: list[tuple[int, Problem]] = []
     for rule in _RULES:
@@ -73,10 +76,14 @@ def _empty(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     if not stages:
         yield (
             -1,
-            Problem("empty", "", graph.where, f"graph {graph.name!r} has no stages; begin it with graph.source(…)"),
+            Problem(
+                "empty", "", graph.where, f"graph {graph.name!r} has no stages; begin it with graph.source(…)"
+            ),
         )
     elif not any(stage.begins for stage in stages):
-        message = f"graph {graph.name!r} has no source: each stage waits for another; begin it with graph.source(…)"
+        message = (
+            f"graph {graph.name!r} has no source: each stage waits for another; begin it with graph.source(…)"
+        )
         yield -1, Problem("empty", "", graph.where, message)
 
 
@@ -86,14 +93,17 @@ def _duplicates(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     for place, stage in enumerate(stages):
         owner = first.setdefault(stage.name, stage)
         if owner is not stage:
-            message = f"the name {stage.name!r} is taken by the {owner.kind} at {owner.where}; give another name="
+            message = (
+                f"the name {stage.name!r} is taken by the {owner.kind} at {owner.where}; give another name="
+            )
             yield place, Problem("duplicate", stage.name, stage.where, message)
             continue
         for output in _outputs(stage):
             owner = channels.setdefault(output.name, stage)
             if owner is not stage:
                 message = (
-                    f"its channel {output.name!r} is named like one of stage {owner.name!r} at {owner.where}; "
+                    f"its channel {output.name!r} is named like one of stage {owner.name!r} "
+                    f"at {owner.where}; "
                     "give one of the stages another name="
                 )
                 yield place, Problem("duplicate", stage.name, stage.where, message)
@@ -115,8 +125,8 @@ def _foreign(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
 
 
 def _cycles(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
-    """One problem per knot of stages that wait for each other. A name given twice joins stages which are not joined,
-    so such names are left out; they have a problem of their own."""
+    """One problem per knot of stages that wait for each other. A name given twice joins stages which are not
+    joined, so such names are left out; they have a problem of their own."""
     import networkx
 
     count = Counter(stage.name for stage in stages)
@@ -126,7 +136,10 @@ def _cycles(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
         (stream.stage, stage.name)
         for stage in stages
         for stream, port in zip(stage.inputs, stage.input_ports, strict=False)
-        if stream.graph is graph and stage.name in places and stream.stage in places and port not in stage.feedback
+        if stream.graph is graph
+        and stage.name in places
+        and stream.stage in places
+        and port not in stage.feedback
     )
     for knot in networkx.strongly_connected_components(joined):
         start = min(knot, key=places.__getitem__)
@@ -137,7 +150,8 @@ def _cycles(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
         loop = [*loop[turn:], *loop[: turn + 1]]
         stage = stages[places[loop[0]]]
         message = (
-            f"the stages wait for each other in a loop: {' → '.join(loop)}; break it at one of them, or declare which of "
+            f"the stages wait for each other in a loop: {' → '.join(loop)}; break it at one of "
+            "them, or declare which of "
             "them leads back: graph.feedback()"
         )
         yield places[stage.name], Problem("cycle", stage.name, stage.where, message)
@@ -154,14 +168,16 @@ def _loops(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     for place, stage in enumerate(stages):
         if stage.feedback and stage.kind != "stage":
             message = (
-                f"{stage.kind} reads a feedback, and would wait for its own end; let a graph.stage read it, which "
+                f"{stage.kind} reads a feedback, and would wait for its own end; let a "
+                "graph.stage read it, which "
                 "returns when its work is done"
             )
             yield place, Problem("loop", stage.name, stage.where, message)
 
 
 def _readers(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
-    """Each output has exactly one reader; a result may have none. Who reads a name given twice is not certain."""
+    """Each output has exactly one reader; a result may have none. Who reads a name given twice is not
+    certain."""
     count = Counter(stage.name for stage in stages)
     readers: dict[tuple[str, str], list[Stage]] = {}
     for stage in stages:
@@ -173,14 +189,16 @@ def _readers(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
             reading = readers.get((stage.name, output.port), [])
             if not reading and output is not stage.errors and stage.kind not in _RESULTS:
                 message = (
-                    f"nobody reads its output {output.name!r}; end it with .sink(function), or with .collect() "
+                    f"nobody reads its output {output.name!r}; end it with .sink(function), "
+                    "or with .collect() "
                     "to have the items as a result"
                 )
                 yield place, Problem("unread", stage.name, stage.where, message)
             if len(reading) > 1:
                 who = " and ".join(f"{reader.name!r} ({reader.where})" for reader in reading)
                 message = (
-                    f"its output {output.name!r} is read {len(reading)} times, by {who}; a stream has one reader: "
+                    f"its output {output.name!r} is read {len(reading)} times, by {who}; a "
+                    "stream has one reader: "
                     f"give each its own with .tee({len(reading)})"
                 )
                 yield place, Problem("read-twice", stage.name, stage.where, message)
@@ -210,7 +228,8 @@ def _memory(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
         largest = max(shared, key=_bytes_of)
         place = next(place for place, stage in enumerate(stages) if stage.name == largest.writer)
         message = (
-            f"the {len(shared)} channels between processes need at least {needed:,} bytes, but {free:,} are free; "
+            f"the {len(shared)} channels between processes need at least {needed:,} bytes, "
+            f"but {free:,} are free; "
             f"the largest is {largest.name!r} with capacity={largest.capacity:,}: lower it"
         )
         yield place, Problem("memory", largest.writer, largest.where, message)
@@ -236,7 +255,8 @@ def _limits(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
         ports = writing.get(link.writer, 0) + reading.get(link.reader or "", 0)
         if link.medium == "processes" and ports > _MOST_PORTS:
             message = (
-                f"its channel {link.name!r} is written and read by {ports:,} workers; between processes a channel has "
+                f"its channel {link.name!r} is written and read by {ports:,} workers; between "
+                "processes a channel has "
                 f"{_MOST_PORTS:,} ports: lower workers=, or merge in steps"
             )
             yield places[link.writer], Problem("limit", link.writer, link.where, message)
@@ -245,7 +265,8 @@ def _limits(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
         names = getattr(getattr(stage.function, "__code__", None), "co_names", ())
         if stage.kind == "stage" and ports > _MOST_SELECTED and "select" in names:
             message = (
-                f"its function calls select and has {ports} ports, but select takes {_MOST_SELECTED} operations; merge "
+                f"its function calls select and has {ports} ports, but select takes "
+                f"{_MOST_SELECTED} operations; merge "
                 "some of the streams before"
             )
             yield place, Problem("limit", stage.name, stage.where, message)
@@ -259,13 +280,16 @@ def _asyncs(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
             message = f"{stage.kind} takes no async function; {', '.join(sorted(ASYNC_KINDS))} do"
             yield place, Problem("async", stage.name, stage.where, message)
         elif stage.on != "thread":
-            message = f"an async function runs as {stage.workers} tasks of one event loop, on='thread', not {stage.on!r}"
+            message = (
+                f"an async function runs as {stage.workers} tasks of one event loop, "
+                f"on='thread', not {stage.on!r}"
+            )
             yield place, Problem("async", stage.name, stage.where, message)
 
 
 def _spent(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
-    """A process iterates over a copy of its iterator, so only those of threads are read; a channel says itself when it is
-    at its end."""
+    """A process iterates over a copy of its iterator, so only those of threads are read; a channel says
+    itself when it is at its end."""
     for place, stage in enumerate(stages):
         items = stage.options.get("iterable")
         if stage.on != "thread" or not isinstance(items, Iterator) or isinstance(items, Channel | In):
@@ -289,7 +313,8 @@ def _daemonic(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
         for place, stage in enumerate(stages):
             if stage.on == "process":
                 message = (
-                    f"process {process.name!r} is daemonic, and Python lets it start no processes; start it with "
+                    f"process {process.name!r} is daemonic, and Python lets it start no "
+                    "processes; start it with "
                     "daemon=False, or let the stage run on='thread'"
                 )
                 yield place, Problem("daemon", stage.name, stage.where, message)
@@ -308,6 +333,17 @@ def _outputs(stage: Stage) -> tuple[Output, ...]:
 
 
 _RULES = (
-    _empty, _duplicates, _foreign, _cycles, _loops, _readers, _capacities, _memory, _limits, _system, _asyncs, _spent,
+    _empty,
+    _duplicates,
+    _foreign,
+    _cycles,
+    _loops,
+    _readers,
+    _capacities,
+    _memory,
+    _limits,
+    _system,
+    _asyncs,
+    _spent,
     _daemonic,
-)  # fmt: skip
+)

@@ -1,8 +1,9 @@
-"""The rule "pickle": what a stage in a process is made of must be able to get there, and if not, what hinders it.
+"""The rule "pickle": what a stage in a process is made of must be able to get there, and if not, what hinders
+it.
 
-A stage's function, its arguments and its options travel by cloudpickle. When one of them cannot, the parts that
-cloudpickle would visit are tried one by one, down to the smallest that fails by itself; its path is what the user
-needs: "captured variable 'model', attribute 'lock'".
+A stage's function, its arguments and its options travel by cloudpickle. When one of them cannot, the parts
+that cloudpickle would visit are tried one by one, down to the smallest that fails by itself; its path is what
+the user needs: "captured variable 'model', attribute 'lock'".
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ def pickle_problems(stage: Stage) -> Iterator[Problem]:
         if error is not None:
             path, culprit, error = _smallest(part, error)
             where = f"its {', '.join(path)}" if path else "it"
-            message = f"{name} can't be sent to a process: {where} is {_a(culprit)} ({error}); {_remedy(culprit)}"
+            message = (
+                f"{name} can't be sent to a process: {where} is {_a(culprit)} ({error}); {_remedy(culprit)}"
+            )
             yield Problem("pickle", stage.name, stage.where, message)
 
 
@@ -83,7 +86,8 @@ def _smallest(value: Any, error: str) -> tuple[list[str], Any, str]:
 
 
 def _listed_children(value: Any) -> list[tuple[str, Any]]:
-    """The children, or none where the object's own code fails while it lists them: then it is the smallest."""
+    """The children, or none where the object's own code fails while it lists them: then it is the
+    smallest."""
     try:
         return list(_children(value))
     except Exception:
@@ -101,7 +105,9 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
     elif inspect.ismethod(value):
         yield f"object, {_a(value.__self__)}", value.__self__
     elif inspect.isclass(value):
-        yield from ((f"class attribute {name!r}", child) for name, child in vars(value).items() if name != "__dict__")
+        yield from (
+            (f"class attribute {name!r}", child) for name, child in vars(value).items() if name != "__dict__"
+        )
     elif isinstance(value, dict):
         for key, child in value.items():
             yield "key", key
@@ -125,7 +131,8 @@ def _captured(function: FunctionType) -> Iterator[tuple[str, Any]]:
     positional = function.__code__.co_varnames[: function.__code__.co_argcount]
     defaults = function.__defaults__ or ()
     yield from (
-        (f"default of {name!r}", value) for name, value in zip(reversed(positional), reversed(defaults), strict=False)
+        (f"default of {name!r}", value)
+        for name, value in zip(reversed(positional), reversed(defaults), strict=False)
     )
     yield from ((f"default of {name!r}", value) for name, value in (function.__kwdefaults__ or {}).items())
     yield from ((f"attribute {name!r}", value) for name, value in vars(function).items())

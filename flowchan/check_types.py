@@ -1,8 +1,8 @@
-"""The rules "ports" and "type": whether a stage can call its function, and whether the items that reach it are what
-its annotations ask for.
+"""The rules "ports" and "type": whether a stage can call its function, and whether the items that reach it
+are what its annotations ask for.
 
-Annotations are believed only as far as they are certain: classes and the class of a generic type are compared, and
-whatever is unknown, abstract in an unusual way or merely convertible passes.
+Annotations are believed only as far as they are certain: classes and the class of a generic type are
+compared, and whatever is unknown, abstract in an unusual way or merely convertible passes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def type_problems(stage: Stage) -> Iterator[Problem]:
                 "type",
                 stage.name,
                 stage.where,
-                f"{stage.kind} iterates over what {_named(stage.function)} returns, but that is {type_name(given)}; "
+                f"{stage.kind} iterates over what {_named(stage.function)} returns, but that is "
+                f"{type_name(given)}; "
                 "return an iterable, or yield the items",
             )
     for stream, port, asked in _asked(stage):
@@ -55,13 +56,16 @@ def type_problems(stage: Stage) -> Iterator[Problem]:
                 "type",
                 stage.name,
                 stage.where,
-                f"{port!r} of {_named(stage.function)} takes {type_name(asked)}, but stream {stream.name!r} gives "
-                f"{type_name(stream.item)}; put a map between them that converts, or correct one of the annotations",
+                f"{port!r} of {_named(stage.function)} takes {type_name(asked)}, but stream "
+                f"{stream.name!r} gives "
+                f"{type_name(stream.item)}; put a map between them that converts, or correct "
+                "one of the annotations",
             )
 
 
 def fits(given: Any, asked: Any) -> bool:
-    """Whether a value of type ``given`` may be passed where ``asked`` is annotated; true when that is not certain."""
+    """Whether a value of type ``given`` may be passed where ``asked`` is annotated; true when that is not
+    certain."""
     given, asked = _bare(given), _bare(asked)
     if isinstance(given, tuple):
         return any(fits(member, asked) for member in given)
@@ -146,7 +150,8 @@ def _call_messages(stage: Stage) -> Iterator[str]:
         reason = _refused(signature, ("",) * count, {})
         if reason:
             yield (
-                f"{stage.kind} calls {_named(stage.function)} with {_ARGUMENTS[count]}, but its parameters are "
+                f"{stage.kind} calls {_named(stage.function)} with {_ARGUMENTS[count]}, but "
+                "its parameters are "
                 f"{_shown(signature)}: {reason}; bind the others with functools.partial"
             )
     yield from _construction_messages(stage)
@@ -157,7 +162,10 @@ def _source_messages(stage: Stage) -> Iterator[str]:
     if signature is not None:
         reason = _refused(signature, stage.args, dict(stage.kwargs))
         if reason:
-            yield f"source can't call {_named(stage.function)}, its parameters are {_shown(signature)}: {reason}"
+            yield (
+                f"source can't call {_named(stage.function)}, its parameters are "
+                f"{_shown(signature)}: {reason}"
+            )
     yield from _construction_messages(stage)
 
 
@@ -172,7 +180,8 @@ def _construction_messages(stage: Stage) -> Iterator[str]:
     reason = _refused(signature, (), {})
     if reason:
         yield (
-            f"class {_named(stage.function)} is built once per worker without arguments, but its parameters are "
+            f"class {_named(stage.function)} is built once per worker without arguments, "
+            "but its parameters are "
             f"{_shown(signature)}: {reason}; bind them with functools.partial"
         )
 
@@ -182,12 +191,17 @@ def _port_messages(stage: Stage) -> Iterator[str]:
     name = _named(stage.function)
     signature = call_signature(stage.function)
     if signature is None:
-        yield f"the signature of {name} can't be read, so its ports are unknown; wrap it in a function with In and Out"
+        yield (
+            f"the signature of {name} can't be read, so its ports are unknown; wrap it in a "
+            "function with In and Out"
+        )
         return
     ports = {port.name: port for port in ports_of(typing.cast(Any, stage.function))}
     readers = [port.name for port in ports.values() if port.reads]
     if not ports:
-        yield f"{name} has no parameter annotated In[...] or Out[...], so it has no ports: {_shown(signature)}"
+        yield (
+            f"{name} has no parameter annotated In[...] or Out[...], so it has no ports: {_shown(signature)}"
+        )
     elif len(stage.inputs) != len(readers):
         asked = f"{len(readers)} In parameter{'s' * (len(readers) != 1)}"
         listed = f" ({', '.join(readers)})" if readers else ""
@@ -202,8 +216,11 @@ def _port_messages(stage: Stage) -> Iterator[str]:
     yield from _construction_messages(stage)
 
 
-def _parameter_messages(stage: Stage, name: str, parameter: inspect.Parameter, is_port: bool) -> Iterator[str]:
-    """One parameter of a general stage: a port comes from a stream, any other from an argument or its default."""
+def _parameter_messages(
+    stage: Stage, name: str, parameter: inspect.Parameter, is_port: bool
+) -> Iterator[str]:
+    """One parameter of a general stage: a port comes from a stream, any other from an argument or its
+    default."""
     given = parameter.name in stage.kwargs
     optional = parameter.default is not parameter.empty or parameter.kind in (
         parameter.VAR_POSITIONAL,
@@ -215,7 +232,8 @@ def _parameter_messages(stage: Stage, name: str, parameter: inspect.Parameter, i
         yield f"{parameter.name!r} of {name} is a port and can't be given as an argument; give it as a stream"
     if not is_port and not given and not optional:
         yield (
-            f"parameter {parameter.name!r} of {name} is neither a port nor given; annotate it In[...] or Out[...], "
+            f"parameter {parameter.name!r} of {name} is neither a port nor given; annotate it "
+            "In[...] or Out[...], "
             f"or give it as {parameter.name}=..."
         )
 

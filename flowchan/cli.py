@@ -34,14 +34,14 @@ P = ParamSpec("P")
 def main() -> None:
     """Run, check and draw graphs of stages and channels.
 
-    FILE is a Python file that declares a graph: a Graph object, or a function that returns one and gets ARGS. With
-    several of them, say FILE:NAME.
+    FILE is a Python file that declares a graph: a Graph object, or a function that returns one and gets ARGS.
+    With several of them, say FILE:NAME.
     """
 
 
 def _command(function: Callable[P, int]) -> Callable[..., None]:
-    """Makes a subcommand of a function that returns the exit code: adds FILE, ARGS and --debug, and turns errors
-    that are the caller's into one clear line."""
+    """Makes a subcommand of a function that returns the exit code: adds FILE, ARGS and --debug, and turns
+    errors that are the caller's into one clear line."""
 
     @main.command()
     @click.argument("file")
@@ -78,12 +78,17 @@ def _exit_code(function: Callable[[], int], debug: bool) -> int:
 
 
 @_command
-@click.option("--seed", type=click.IntRange(min=0), metavar="N", help="What the workers draw by chance; a report names it.")
+@click.option(
+    "--seed",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="What the workers draw by chance; a report names it.",
+)
 def run(file: str, args: tuple[str, ...], debug: bool, seed: int | None) -> int:
     """Run the graph in FILE and report.
 
-    Ctrl-C stops the sources and finishes what is in flight; the second Ctrl-C ends the run at once. Ctrl-\\ (SIGQUIT)
-    shows which stage waits on which channel.
+    Ctrl-C stops the sources and finishes what is in flight; the second Ctrl-C ends the run at once. Ctrl-\\
+    (SIGQUIT) shows which stage waits on which channel.
     """
     from flowchan.errors import RunError
     from flowchan.loading import LoadError, load
@@ -93,7 +98,8 @@ def run(file: str, args: tuple[str, ...], debug: bool, seed: int | None) -> int:
         inputs = [stage.name for stage in graph.stages if stage.kind == "input"]
         if inputs:
             raise LoadError(
-                f"{file}: graph {graph.name!r} gets items from outside, by its input {inputs[0]!r}, so only a program can "
+                f"{file}: graph {graph.name!r} gets items from outside, by its input {inputs[0]!r}, "
+                "so only a program can "
                 f"run it: python {file.partition(':')[0]}; `flowchan check` and `flowchan viz` work as ever"
             )
         interrupts.hold = True
@@ -125,7 +131,9 @@ def check(file: str, args: tuple[str, ...], debug: bool) -> int:
 
 
 @_command
-@click.option("-o", "output", metavar="FILE.svg|png|pdf|dot|mmd", help="The picture's file. [default: <FILE>.svg]")
+@click.option(
+    "-o", "output", metavar="FILE.svg|png|pdf|dot|mmd", help="The picture's file. [default: <FILE>.svg]"
+)
 @click.option("--open", "show", is_flag=True, help="Open the picture in its usual viewer.")
 def viz(file: str, args: tuple[str, ...], debug: bool, output: str | None, show: bool) -> int:
     """Draw the graph in FILE without running any of it. The output's suffix names the format."""
@@ -134,7 +142,9 @@ def viz(file: str, args: tuple[str, ...], debug: bool, output: str | None, show:
 
     path = Path(output or f"{split_target(file)[0].stem}.svg")
     if path.suffix[1:].lower() not in FORMATS:
-        raise click.BadParameter(f"{str(path)!r}: the name must end in .{', .'.join(FORMATS)}", param_hint="-o")
+        raise click.BadParameter(
+            f"{str(path)!r}: the name must end in .{', .'.join(FORMATS)}", param_hint="-o"
+        )
     graph = load(file, args)
     try:
         draw(graph, path)
@@ -150,9 +160,9 @@ def viz(file: str, args: tuple[str, ...], debug: bool, output: str | None, show:
 
 
 class _Interrupts:
-    """Ctrl-C and SIGTERM while the command runs: they raise ``KeyboardInterrupt`` while the file is loaded, and are
-    only counted once ``hold`` is set, for :func:`_follow` to act on. The third one raises in any case. SIGQUIT (Ctrl-\\)
-    asks who waits for whom."""
+    """Ctrl-C and SIGTERM while the command runs: they raise ``KeyboardInterrupt`` while the file is loaded,
+    and are only counted once ``hold`` is set, for :func:`_follow` to act on. The third one raises in any
+    case. SIGQUIT (Ctrl-\\) asks who waits for whom."""
 
     def __init__(self) -> None:
         self.hold = False
@@ -201,7 +211,8 @@ def _follow(running: Any, interrupts: _Interrupts) -> None:
 def _interrupt(running: Any, view: LiveView, times: int) -> None:
     if times == 1:
         view.say(
-            "stopping: the sources have stopped, what is in flight is being finished; Ctrl-C again ends it at once"
+            "stopping: the sources have stopped, what is in flight is being finished; Ctrl-C "
+            "again ends it at once"
         )
         running.stop()
     else:
@@ -210,7 +221,8 @@ def _interrupt(running: Any, view: LiveView, times: int) -> None:
 
 
 def _tell_failures(error: RunError, debug: bool = False) -> None:
-    """Each failure in a line, and the traceback of the first: the user's own, or with ``debug`` all there is."""
+    """Each failure in a line, and the traceback of the first: the user's own, or with ``debug`` all there
+    is."""
     if debug:
         traceback.print_exception(error)
         return
@@ -238,8 +250,8 @@ def _counts(graph: Blueprint) -> str:
     workers = sum(stage.workers for stage in graph.stages)
     apart = sum(stage.workers for stage in graph.stages if stage.on != "thread")
     return (
-        f"{_number(len(graph.stages), 'stage')}, {_number(len(graph.links), 'channel')}, {_number(workers, 'worker')}"
-        + (f", {apart} of them in processes" if apart else "")
+        f"{_number(len(graph.stages), 'stage')}, {_number(len(graph.links), 'channel')}, "
+        f"{_number(workers, 'worker')}" + (f", {apart} of them in processes" if apart else "")
     )
 
 

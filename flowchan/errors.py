@@ -1,9 +1,10 @@
 """Every exception of flowchan, one family under :class:`FlowchanError`.
 
-A channel call ends in one of five ways: it worked; *not now* (:class:`Full`, :class:`Empty`); somebody closed the
-channel (:class:`Closed`, and :class:`Drained` at its clean end); it ended by failure (:class:`Broken`); or the call
-itself was wrong (``TypeError``, ``ValueError``). A graph call adds :class:`GraphError` (the declaration is wrong) and
-:class:`RunError` (a stage failed while running), and Ctrl-C an :class:`Interrupted` that keeps what was finished.
+A channel call ends in one of five ways: it worked; *not now* (:class:`Full`, :class:`Empty`); somebody closed
+the channel (:class:`Closed`, and :class:`Drained` at its clean end); it ended by failure (:class:`Broken`);
+or the call itself was wrong (``TypeError``, ``ValueError``). A graph call adds :class:`GraphError` (the
+declaration is wrong) and :class:`RunError` (a stage failed while running), and Ctrl-C an :class:`Interrupted`
+that keeps what was finished.
 """
 
 from __future__ import annotations
@@ -26,17 +27,18 @@ class ChannelError(FlowchanError):
 
 
 class Closed(ChannelError):
-    """The channel was closed, so nothing can be put into it any more. Whoever called ``close()`` caused it, or the
-    last reader that left."""
+    """The channel was closed, so nothing can be put into it any more. Whoever called ``close()`` caused it,
+    or the last reader that left."""
 
 
 class Drained(Closed):
-    """The clean end: the channel is closed, empty, and no item is out on lease. Iteration turns it into its end."""
+    """The clean end: the channel is closed, empty, and no item is out on lease. Iteration turns it into its
+    end."""
 
 
 class Broken(ChannelError):
-    """The channel ended by failure: ``abort(cause)`` was called, a process with a counted writer died, or its memory was
-    found damaged. ``__cause__`` is the cause."""
+    """The channel ended by failure: ``abort(cause)`` was called, a process with a counted writer died, or its
+    memory was found damaged. ``__cause__`` is the cause."""
 
 
 class Full(ChannelError, queue.Full, TimeoutError):
@@ -44,12 +46,14 @@ class Full(ChannelError, queue.Full, TimeoutError):
 
 
 class Empty(ChannelError, queue.Empty, TimeoutError):
-    """Nothing could be got *now*, or within ``timeout`` seconds: the channel is empty, and not yet at its end."""
+    """Nothing could be got *now*, or within ``timeout`` seconds: the channel is empty, and not yet at its
+    end."""
 
 
 class WorkerDied(FlowchanError):
-    """A worker process ended without a word: it was killed, it crashed, or something in it called ``os._exit``.
-    ``exitcode`` is the process's exit code, minus the signal's number; ``pid`` was its process."""
+    """A worker process ended without a word: it was killed, it crashed, or something in it called
+    ``os._exit``. ``exitcode`` is the process's exit code, minus the signal's number; ``pid`` was its
+    process."""
 
     def __init__(self, message: str, *, exitcode: int | None = None, pid: int | None = None) -> None:
         super().__init__(message)
@@ -65,12 +69,13 @@ def _worker_died(message: str, exitcode: int | None, pid: int | None) -> WorkerD
 
 
 class Deadlock(FlowchanError):
-    """Every worker of a run waited for a channel, and nothing was in flight: nobody could ever move again. The message
-    says who waited for whom."""
+    """Every worker of a run waited for a channel, and nothing was in flight: nobody could ever move again.
+    The message says who waited for whom."""
 
 
 class GraphError(FlowchanError):
-    """The declaration of a graph is wrong. ``problems`` lists everything that :func:`flowchan.check` found."""
+    """The declaration of a graph is wrong. ``problems`` lists everything that :func:`flowchan.check`
+    found."""
 
     def __init__(self, graph: str, problems: Sequence[Problem]) -> None:
         self.graph = graph
@@ -84,8 +89,9 @@ class GraphError(FlowchanError):
 
 
 class StageError(FlowchanError):
-    """A stage failed. ``stage`` and ``worker`` name it, ``item`` is the text of the item in hand (``None`` when it had
-    none), and ``__cause__`` is the exception of the user's function, with the worker's own traceback as a note."""
+    """A stage failed. ``stage`` and ``worker`` name it, ``item`` is the text of the item in hand (``None``
+    when it had none), and ``__cause__`` is the exception of the user's function, with the worker's own
+    traceback as a note."""
 
     def __init__(self, message: str, *, stage: str, worker: str, item: str | None = None) -> None:
         super().__init__(message)
@@ -97,16 +103,18 @@ class StageError(FlowchanError):
         return _stage_error, (str(self), self.stage, self.worker, self.item, self.__cause__), self.__dict__
 
 
-def _stage_error(message: str, stage: str, worker: str, item: str | None, cause: BaseException | None) -> StageError:
+def _stage_error(
+    message: str, stage: str, worker: str, item: str | None, cause: BaseException | None
+) -> StageError:
     error = StageError(message, stage=stage, worker=worker, item=item)
     error.__cause__ = cause
     return error
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C (or SIGTERM in ``graph.run()``) ended a run. ``results`` holds what was finished, as ``run.wait()`` gives it,
-    and the items that ``run.iter()`` had not given yet; ``report`` is the run's report as text. ``__cause__`` is the
-    :class:`RunError` of a stage that failed meanwhile."""
+    """Ctrl-C (or SIGTERM in ``graph.run()``) ended a run. ``results`` holds what was finished, as
+    ``run.wait()`` gives it, and the items that ``run.iter()`` had not given yet; ``report`` is the run's
+    report as text. ``__cause__`` is the :class:`RunError` of a stage that failed meanwhile."""
 
     def __init__(self, message: str, results: Mapping[Stream, Any], report: str) -> None:
         super().__init__(message)

@@ -1,7 +1,7 @@
 """The declaration of a graph: stages joined by streams. Nothing here runs.
 
-:class:`Blueprint` grows while the user declares; every :class:`~flowchan.stage.Stage` in it is a frozen value. The
-checks, the pictures and the run read ``stages`` and ``links`` and nothing else.
+:class:`Blueprint` grows while the user declares; every :class:`~flowchan.stage.Stage` in it is a frozen
+value. The checks, the pictures and the run read ``stages`` and ``links`` and nothing else.
 """
 
 from __future__ import annotations
@@ -14,7 +14,16 @@ from types import MappingProxyType
 from typing import Any
 
 from flowchan.annotations import element_type, ports_of, returned_type
-from flowchan.arguments import callable_argument, flag, known_options, no_misspelt_option, placement, shown, text, whole
+from flowchan.arguments import (
+    callable_argument,
+    flag,
+    known_options,
+    no_misspelt_option,
+    placement,
+    shown,
+    text,
+    whole,
+)
 from flowchan.stage import (
     DEFAULT_CAPACITY,
     DEFAULT_MAX_DEATHS,
@@ -34,7 +43,8 @@ _STAGE_OPTIONS = (*_SOURCE_OPTIONS, "workers")
 
 
 class Blueprint:
-    """A graph as declared: its ``name``, the stages in the order of declaration, and the channels between them.
+    """A graph as declared: its ``name``, the stages in the order of declaration, and the channels between
+    them.
 
     Stages are declared by :meth:`source`, :meth:`input`, :meth:`merge`, :meth:`stage` and by the verbs of the
     :class:`~flowchan.stream.Stream` values which these return. :meth:`feedback` lets a graph lead back.
@@ -66,7 +76,8 @@ class Blueprint:
         return tuple(self._stages)
 
     def stage_named(self, name: str) -> Stage:
-        """The stage of that name, the first one if the name was given twice. ``KeyError`` if there is none."""
+        """The stage of that name, the first one if the name was given twice. ``KeyError`` if there is
+        none."""
         try:
             return self._stages[self._by_name[name]]
         except KeyError:
@@ -74,8 +85,9 @@ class Blueprint:
 
     @property
     def links(self) -> tuple[Link, ...]:
-        """Every channel: each output of each stage with its reader, and each error stream that somebody reads. A
-        stream with several readers, which :func:`flowchan.check.check` reports, gives one link per reader."""
+        """Every channel: each output of each stage with its reader, and each error stream that somebody
+        reads. A stream with several readers, which :func:`flowchan.check.check` reports, gives one link per
+        reader."""
         if self._links is None:
             self._links = tuple(self._joined())
         return self._links
@@ -98,10 +110,11 @@ class Blueprint:
         restartable: bool = False,
         **kwargs: Any,
     ) -> Stream:
-        """A stream of the elements of ``items``: an iterable, or a callable that gives one when it is called with
-        ``args`` and ``kwargs`` inside the run. An async generator function is cancelled where it awaits as soon as
-        nobody wants its elements any more. ``restartable``: iterating again gives the same elements, so a worker
-        process that died may be replaced, up to ``restarts`` times, by one that goes on behind what is out already."""
+        """A stream of the elements of ``items``: an iterable, or a callable that gives one when it is called
+        with ``args`` and ``kwargs`` inside the run. An async generator function is cancelled where it awaits
+        as soon as nobody wants its elements any more. ``restartable``: iterating again gives the same
+        elements, so a worker process that died may be replaced, up to ``restarts`` times, by one that goes on
+        behind what is out already."""
         function: Callable[..., Any] | None = None
         options: dict[str, Any] = {}
         if callable(items) and (args or kwargs or not isinstance(items, Iterable)):
@@ -110,10 +123,13 @@ class Blueprint:
         elif not isinstance(items, Iterable) and not hasattr(items, "__getitem__"):
             if isinstance(items, AsyncIterable):
                 raise TypeError(
-                    f"source: give the function, to be called inside the run, and its arguments, not {shown(items)}: "
+                    "source: give the function, to be called inside the run, and its arguments, "
+                    f"not {shown(items)}: "
                     "graph.source(tail, path)"
                 )
-            raise TypeError(f"source: items must be an iterable or a callable that gives one, not {shown(items)}")
+            raise TypeError(
+                f"source: items must be an iterable or a callable that gives one, not {shown(items)}"
+            )
         elif args or kwargs:
             known_options("source", kwargs, _SOURCE_OPTIONS)
             raise TypeError(f"source: items is not callable, so it takes no more arguments: {shown(items)}")
@@ -136,17 +152,22 @@ class Blueprint:
             raise TypeError("merge: give at least one stream")
         items = [stream.item for stream in streams_argument("merge", streams)]
         (out,) = self._declare(
-            "merge", name=name, inputs=streams, input_ports=[str(port) for port in range(len(streams))],
-            outputs=[("out", items[0] if all(item == items[0] for item in items) else None)], capacity=capacity,
-        )  # fmt: skip
+            "merge",
+            name=name,
+            inputs=streams,
+            input_ports=[str(port) for port in range(len(streams))],
+            outputs=[("out", items[0] if all(item == items[0] for item in items) else None)],
+            capacity=capacity,
+        )
         return out
 
     def feedback(self, name: str = "feedback") -> Feedback:
-        """A stream of the items that a stage declared later puts: how a graph leads back. A :meth:`stage` reads it, and
-        ``feedback.feed(stream)`` says what it is once that stage is declared. ``name`` stands for it in messages.
+        """A stream of the items that a stage declared later puts: how a graph leads back. A :meth:`stage`
+        reads it, and ``feedback.feed(stream)`` says what it is once that stage is declared. ``name`` stands
+        for it in messages.
 
-        A loop has no source that ends it. Its stages end it, one of them by returning when its work is done: then its
-        outputs close, and the others see the end of their inputs."""
+        A loop has no source that ends it. Its stages end it, one of them by returning when its work is done:
+        then its outputs close, and the others see the end of their inputs."""
         feedback = Feedback(self, "", str(len(self._feedbacks)), text("feedback", "name", name))
         self._feedbacks[feedback] = _users_line()
         return feedback
@@ -163,21 +184,33 @@ class Blueprint:
         restartable: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """The general stage: ``function`` is called once per worker with its ports, the parameters annotated ``In[T]``
-        and ``Out[T]``. The streams go to the ``In`` parameters in order, ``kwargs`` to the parameters that are no
-        ports. Returns ``None``, one stream or a tuple of streams, as there are ``Out`` parameters. ``restartable``: the
-        function keeps no state between items, so a worker process that died may be replaced, up to ``restarts`` times."""
+        """The general stage: ``function`` is called once per worker with its ports, the parameters annotated
+        ``In[T]`` and ``Out[T]``. The streams go to the ``In`` parameters in order, ``kwargs`` to the
+        parameters that are no ports. Returns ``None``, one stream or a tuple of streams, as there are ``Out``
+        parameters. ``restartable``: the function keeps no state between items, so a worker process that died
+        may be replaced, up to ``restarts`` times."""
         ports = ports_of(callable_argument("stage", "function", function))
         no_misspelt_option("stage", function, kwargs, _STAGE_OPTIONS)
         if restartable and not streams and workers != 1:
-            raise ValueError(f"stage: a restartable stage without inputs has one worker, not workers={workers!r}")
+            raise ValueError(
+                f"stage: a restartable stage without inputs has one worker, not workers={workers!r}"
+            )
         readers = [port.name for port in ports if port.reads][: len(streams)]
         surplus = [f"surplus{number}" for number in range(1, len(streams) - len(readers) + 1)]
         outs = self._declare(
-            "stage", name=name, function=function, kwargs=kwargs, inputs=streams_argument("stage", streams),
-            input_ports=readers + surplus, outputs=[(port.name, port.item) for port in ports if not port.reads],
-            capacity=capacity, on=on, workers=workers, restarts=restarts, restartable=restartable,
-        )  # fmt: skip
+            "stage",
+            name=name,
+            function=function,
+            kwargs=kwargs,
+            inputs=streams_argument("stage", streams),
+            input_ports=readers + surplus,
+            outputs=[(port.name, port.item) for port in ports if not port.reads],
+            capacity=capacity,
+            on=on,
+            workers=workers,
+            restarts=restarts,
+            restartable=restartable,
+        )
         return None if not outs else outs[0] if len(outs) == 1 else outs
 
     # Behind the verbs
@@ -219,14 +252,18 @@ class Blueprint:
             name=called,
             kind=kind,
             where=_users_line(),
-            feedback=frozenset(port for port, read in zip(input_ports, inputs, strict=False) if isinstance(read, Feedback)),
+            feedback=frozenset(
+                port for port, read in zip(input_ports, inputs, strict=False) if isinstance(read, Feedback)
+            ),
             function=function,
             args=args,
             kwargs=MappingProxyType(dict(kwargs or {})),
             options=MappingProxyType(dict(options or {})),
             inputs=tuple(self._fed.get(read, read) for read in inputs),
             input_ports=tuple(input_ports),
-            outputs=tuple(Output(called if single else f"{called}.{p}", p, item, capacity) for p, item in outputs),
+            outputs=tuple(
+                Output(called if single else f"{called}.{p}", p, item, capacity) for p, item in outputs
+            ),
             errors=Output(f"{called}.errors", "errors") if errors else None,
             on=on,
             workers=workers,
@@ -240,7 +277,8 @@ class Blueprint:
         return tuple(Stream(self, called, output.port, output.name, output.item) for output in stage.outputs)
 
     def _add(self, stage: Stage) -> None:
-        """Takes a stage in. A name that exists already stays with its first owner, and is for the check to report."""
+        """Takes a stage in. A name that exists already stays with its first owner, and is for the check to
+        report."""
         place = len(self._stages)
         self._stages.append(stage)
         self._by_name.setdefault(stage.name, place)
@@ -257,9 +295,12 @@ class Blueprint:
         return self._stages[self._place_of(stream)]
 
     def _feed(self, feedback: Feedback, stream: Stream) -> None:
-        """Closes a loop: whoever reads ``feedback`` reads ``stream``, by a new value in the place of its stage."""
+        """Closes a loop: whoever reads ``feedback`` reads ``stream``, by a new value in the place of its
+        stage."""
         if feedback in self._fed:
-            raise ValueError(f"{feedback!r} is fed by {self._fed[feedback]!r} already; ask for another graph.feedback()")
+            raise ValueError(
+                f"{feedback!r} is fed by {self._fed[feedback]!r} already; ask for another graph.feedback()"
+            )
         self._fed[feedback] = stream
         for place, stage in enumerate(self._stages):
             if feedback in stage.inputs:

@@ -21,16 +21,18 @@ from flowchan.graph import Blueprint
 
 
 class LoadError(FlowchanError):
-    """No graph came out of the file: it isn't there, is no Python, failed while it was imported, holds no graph or
-    several, or the call does not fit its function. The message is one line; ``__cause__`` is the user's own error."""
+    """No graph came out of the file: it isn't there, is no Python, failed while it was imported, holds no
+    graph or several, or the call does not fit its function. The message is one line; ``__cause__`` is the
+    user's own error."""
 
 
 def load(target: str, args: Sequence[str] = ()) -> Blueprint:
     """The graph that ``target``, ``FILE`` or ``FILE:NAME``, declares.
 
-    That is the module's only graph, or what its only function annotated ``-> Graph`` returns when it is called with
-    ``args``. An object that has a graph, in a property ``graph`` annotated ``-> Graph``, counts as that graph. ``NAME``
-    chooses among several, and may name a function without the annotation. Raises :class:`LoadError`.
+    That is the module's only graph, or what its only function annotated ``-> Graph`` returns when it is
+    called with ``args``. An object that has a graph, in a property ``graph`` annotated ``-> Graph``, counts
+    as that graph. ``NAME`` chooses among several, and may name a function without the annotation. Raises
+    :class:`LoadError`.
     """
     path, name = split_target(target)
     module = load_module(path)
@@ -49,7 +51,8 @@ def split_target(target: str) -> tuple[Path, str | None]:
 
 
 def load_module(path: Path) -> ModuleType:
-    """Import the file as a module named like it, with its folder on ``sys.path``, as Python does for a script.
+    """Import the file as a module named like it, with its folder on ``sys.path``, as Python does for a
+    script.
 
     The module's functions are pickled by value from then on, because a worker process may not find the file.
     """
@@ -78,7 +81,8 @@ def load_module(path: Path) -> ModuleType:
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Compiles the file as it is now, and leaves no ``__pycache__`` beside it, as when Python runs a script."""
+    """Compiles the file as it is now, and leaves no ``__pycache__`` beside it, as when Python runs a
+    script."""
 
     def get_code(self, fullname: str) -> CodeType:
         try:
@@ -88,28 +92,37 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 
 def _module_name(file: Path) -> str:
-    """The file's stem, unless a module of that name is loaded already or belongs to Python: that one stays."""
+    """The file's stem, unless a module of that name is loaded already or belongs to Python: that one
+    stays."""
     name = file.stem.replace(".", "_")
-    while name in sys.stdlib_module_names or getattr(sys.modules.get(name), "__file__", str(file)) != str(file):
+    while name in sys.stdlib_module_names or getattr(sys.modules.get(name), "__file__", str(file)) != str(
+        file
+    ):
         name += "_"
     return name
 
 
 @contextlib.contextmanager
 def _one_line(path: Path) -> Iterator[None]:
-    """Turns whatever the user's code raises into a :class:`LoadError` that says what and where in one line."""
+    """Turns whatever the user's code raises into a :class:`LoadError` that says what and where in one
+    line."""
     try:
         yield
     except (KeyboardInterrupt, GraphError):
         raise
     except SyntaxError as error:
-        raise LoadError(f"{error.filename or path}:{error.lineno or 0}: not valid Python: {error.msg}") from error
+        raise LoadError(
+            f"{error.filename or path}:{error.lineno or 0}: not valid Python: {error.msg}"
+        ) from error
     except SystemExit as error:
         raise LoadError(
-            f'{path}: calls exit when imported{_line_in(path, error)}; put that under `if __name__ == "__main__":`'
+            f"{path}: calls exit when imported{_line_in(path, error)}; "
+            'put that under `if __name__ == "__main__":`'
         ) from error
     except BaseException as error:
-        raise LoadError(f"{path}: {type(error).__name__}: {_first_line(error)}{_line_in(path, error)}") from error
+        raise LoadError(
+            f"{path}: {type(error).__name__}: {_first_line(error)}{_line_in(path, error)}"
+        ) from error
 
 
 def _first_line(error: BaseException) -> str:
@@ -130,7 +143,9 @@ def _line_in(path: Path, error: BaseException) -> str:
 def _only(module: ModuleType, path: Path) -> str:
     names = list(_candidates(module))
     if not names:
-        raise LoadError(f"{path}: no graph inside: neither a Graph object nor a function annotated `-> Graph`")
+        raise LoadError(
+            f"{path}: no graph inside: neither a Graph object nor a function annotated `-> Graph`"
+        )
     if len(names) > 1:
         raise LoadError(f"{path}: which graph? Say one of {', '.join(f'{path}:{name}' for name in names)}")
     return names[0]
@@ -196,10 +211,14 @@ def _graph_of(label: str, value: Any, args: Sequence[str]) -> Blueprint:
     graph = _graph_behind(value)
     if graph is not None:
         if args:
-            raise LoadError(f"{label}: is a graph, not a function, so it takes no arguments: {' '.join(args)}")
+            raise LoadError(
+                f"{label}: is a graph, not a function, so it takes no arguments: {' '.join(args)}"
+            )
         return graph
     if not callable(value):
-        raise LoadError(f"{label}: is neither a graph nor a function that returns one, but of type {_type(value)}")
+        raise LoadError(
+            f"{label}: is neither a graph nor a function that returns one, but of type {_type(value)}"
+        )
     try:
         signature = inspect.signature(value)
         signature.bind(*args)

@@ -29,12 +29,14 @@ def select(
     puts: Iterable[tuple[Channel[Any] | Out[Any], Any]] = (),
     timeout: float | None = None,
 ) -> Selected:
-    """Does one of the operations and no other: a get from one of ``gets``, or one of ``puts``, pairs of a channel and an
-    item. They may be channels or ports of any media. Of several that can be done one is chosen at random.
+    """Does one of the operations and no other: a get from one of ``gets``, or one of ``puts``, pairs of a
+    channel and an item. They may be channels or ports of any media. Of several that can be done one is chosen
+    at random.
 
-    Channels that are drained are left out; when nothing else is left, ``Drained`` is raised. Otherwise it raises what
-    the operation raises: ``Closed`` for a put into a closed channel, ``Broken`` for an aborted one. When ``timeout``
-    seconds are over it raises :class:`NothingReady`, which is an ``Empty`` and a ``Full``.
+    Channels that are drained are left out; when nothing else is left, ``Drained`` is raised. Otherwise it
+    raises what the operation raises: ``Closed`` for a put into a closed channel, ``Broken`` for an aborted
+    one. When ``timeout`` seconds are over it raises :class:`NothingReady`, which is an ``Empty`` and a
+    ``Full``.
     """
     if isinstance(gets, Channel | In):  # iterating over it would take its items
         raise TypeError(f"select takes a list of channels and ports to get from, here [{gets!r}]")
@@ -43,7 +45,9 @@ def select(
     if index == -2:
         raise Drained("select: every channel to get from is drained")
     if index < 0:
-        raise NothingReady(f"select: none of {len(reading) + len(writing)} operations could be done within {timeout} s")
+        raise NothingReady(
+            f"select: none of {len(reading) + len(writing)} operations could be done within {timeout} s"
+        )
     if index < len(reading):
         return Selected(reading[index], item, put=False)
     channel, item = writing[index - len(reading)]

@@ -1,7 +1,8 @@
 """The frozen values that a declared graph consists of. Nothing here runs, and nothing here changes.
 
-A :class:`Blueprint <flowchan.graph.Blueprint>` is a list of :class:`Stage` values; :class:`Link` values are derived
-from them and name every channel of the graph. The checks, the pictures and the supervisor all read these.
+A :class:`Blueprint <flowchan.graph.Blueprint>` is a list of :class:`Stage` values; :class:`Link` values are
+derived from them and name every channel of the graph. The checks, the pictures and the supervisor all read
+these.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Output:
     """One output port of a stage, and what its channel shall be like.
 
     ``name`` is the channel's name, unique in the graph: the stage's name when it has one output, else
-    ``stage.port``; ``stage.errors`` for the error stream. ``item`` is the annotated item type, ``None`` if unknown.
+    ``stage.port``; ``stage.errors`` for the error stream. ``item`` is the annotated item type, ``None`` if
+    unknown.
     """
 
     name: str
@@ -51,8 +53,8 @@ class Output:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stage:
-    """A node of the graph. ``kind`` is the verb that declared it ("map", "source", …, "stage" for the general one);
-    ``options`` holds what only that verb takes (``size`` of batch, ``n`` of take, …)."""
+    """A node of the graph. ``kind`` is the verb that declared it ("map", "source", …, "stage" for the general
+    one); ``options`` holds what only that verb takes (``size`` of batch, ``n`` of take, …)."""
 
     name: str
     kind: str
@@ -83,9 +85,9 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A channel of the graph: which port writes it, which stage's port reads it (``reader`` is ``None`` for a result
-    that leaves the graph, or when nobody reads it), and the medium that the placements of both ends ask for.
-    ``feedback``: it leads back to a stage that its writer depends on."""
+    """A channel of the graph: which port writes it, which stage's port reads it (``reader`` is ``None`` for a
+    result that leaves the graph, or when nobody reads it), and the medium that the placements of both ends
+    ask for. ``feedback``: it leads back to a stage that its writer depends on."""
 
     name: str
     writer: str
@@ -120,8 +122,8 @@ ASYNC_KINDS = frozenset({"source", "map", "filter", "flat_map", "sink", "stage"}
 
 
 def is_async(function: Any) -> bool:
-    """Whether calling ``function`` gives something to await: an ``async def``, an async generator, a partial or an
-    instance or class whose ``__call__`` is one."""
+    """Whether calling ``function`` gives something to await: an ``async def``, an async generator, a partial
+    or an instance or class whose ``__call__`` is one."""
     while isinstance(function, functools.partial):
         function = function.func
     if is_callable_class(function) or not (inspect.isroutine(function) or inspect.isclass(function)):
@@ -130,10 +132,12 @@ def is_async(function: Any) -> bool:
 
 
 def is_callable_class(function: Any) -> bool:
-    """Whether ``function`` is a class whose *instances* are called per item (built once per worker), not a class such
-    as ``int`` that is itself applied to each item. ``functools.partial`` of such a class counts too."""
+    """Whether ``function`` is a class whose *instances* are called per item (built once per worker), not a
+    class such as ``int`` that is itself applied to each item. ``functools.partial`` of such a class counts
+    too."""
     if isinstance(function, functools.partial):
         return is_callable_class(function.func)
-    if not inspect.isclass(function) or issubclass(function, type):  # ``type`` and metaclasses make classes of items
+    # ``type`` and metaclasses make classes of items
+    if not inspect.isclass(function) or issubclass(function, type):
         return False
     return any("__call__" in vars(base) for base in function.__mro__)

@@ -1,8 +1,8 @@
 """A stream: the handle of one output channel of a declared stage, with the verbs that declare the next stage.
 
-Declaring runs nothing. Each verb adds one frozen :class:`~flowchan.stage.Stage` to the graph and returns the handle of
-its output. Arguments that are wrong by themselves raise at once, ``TypeError`` or ``ValueError``, by the caller's act;
-what only the whole graph can tell is left to :func:`flowchan.check.check`.
+Declaring runs nothing. Each verb adds one frozen :class:`~flowchan.stage.Stage` to the graph and returns the
+handle of its output. Arguments that are wrong by themselves raise at once, ``TypeError`` or ``ValueError``,
+by the caller's act; what only the whole graph can tell is left to :func:`flowchan.check.check`.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ class OrderedOptions(ItemOptions, total=False):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Stream:
-    """The output ``port`` of the stage named ``stage`` in ``graph``. ``name`` is the channel's name and ``item`` the
-    type of its items, ``None`` if unknown. Two handles of the same port are equal.
+    """The output ``port`` of the stage named ``stage`` in ``graph``. ``name`` is the channel's name and
+    ``item`` the type of its items, ``None`` if unknown. Two handles of the same port are equal.
 
     One stage reads a stream; several readers ask for :meth:`tee`.
 
-    The verbs that call a function for each item share the options of :class:`ItemOptions`. A callable class is built
-    once per worker.
+    The verbs that call a function for each item share the options of :class:`ItemOptions`. A callable class
+    is built once per worker.
     """
 
     graph: Blueprint
@@ -87,24 +87,33 @@ class Stream:
         return self._one("filter", function, lambda _: self.item, options)
 
     def sink(self, function: Callable[..., Any], **options: Unpack[WorkOptions]) -> None:
-        """``function(item)`` for each item, for its effect. The graph ends here. The item in hand of a worker that died
-        is done again."""
+        """``function(item)`` for each item, for its effect. The graph ends here. The item in hand of a worker
+        that died is done again."""
         callable_argument("sink", "function", function)
         known_options("sink", options, WorkOptions.__annotations__)
         self.graph._declare("sink", function=function, inputs=(self,), outputs=(), **options)
 
-    def partition(self, key: Callable[..., Any], n: int, **options: Unpack[ItemOptions]) -> tuple[Stream, ...]:
+    def partition(
+        self, key: Callable[..., Any], n: int, **options: Unpack[ItemOptions]
+    ) -> tuple[Stream, ...]:
         """``n`` streams; items for which ``key(item)`` is equal go to the same one."""
         ports = range(whole("partition", "n", n, 1))
         known_options("partition", options, ItemOptions.__annotations__)
         return self.graph._declare(
-            "partition", function=callable_argument("partition", "key", key), options={"n": n}, inputs=(self,),
-            outputs=[(str(port), self.item) for port in ports], errors=True, **options,
-        )  # fmt: skip
+            "partition",
+            function=callable_argument("partition", "key", key),
+            options={"n": n},
+            inputs=(self,),
+            outputs=[(str(port), self.item) for port in ports],
+            errors=True,
+            **options,
+        )
 
-    def reduce(self, function: Callable[..., Any], initial: Any = _MISSING, *, name: str | None = None) -> Stream:
-        """One item: ``function(so_far, item)`` over all items, beginning with ``initial``, or with the first item if
-        there is none. It is a result of the run; no other stage needs to read it."""
+    def reduce(
+        self, function: Callable[..., Any], initial: Any = _MISSING, *, name: str | None = None
+    ) -> Stream:
+        """One item: ``function(so_far, item)`` over all items, beginning with ``initial``, or with the first
+        item if there is none. It is a result of the run; no other stage needs to read it."""
         options = {} if initial is _MISSING else {"initial": initial}
         item = returned_type(callable_argument("reduce", "function", function))
         (out,) = self.graph._declare(
@@ -114,15 +123,20 @@ class Stream:
         return out
 
     def collect(self, *, name: str | None = None) -> Stream:
-        """One item: the list of all items. It is a result of the run, ``graph.run()[stream]``; no other stage needs to
-        read it. While none does, ``run.iter(stream)`` gives the items one by one as they come."""
+        """One item: the list of all items. It is a result of the run, ``graph.run()[stream]``; no other stage
+        needs to read it. While none does, ``run.iter(stream)`` gives the items one by one as they come."""
         return self._plain("collect", _listed(self.item), name=name)
 
     def batch(
-        self, size: int, timeout: float | None = None, *, name: str | None = None, capacity: int = DEFAULT_CAPACITY
+        self,
+        size: int,
+        timeout: float | None = None,
+        *,
+        name: str | None = None,
+        capacity: int = DEFAULT_CAPACITY,
     ) -> Stream:
-        """Lists of ``size`` items; the last one may be shorter. A batch that is not full ``timeout`` seconds after its
-        first item goes out as it is."""
+        """Lists of ``size`` items; the last one may be shorter. A batch that is not full ``timeout`` seconds
+        after its first item goes out as it is."""
         options = {"size": whole("batch", "size", size, 1), "timeout": seconds("batch", "timeout", timeout)}
         return self._plain("batch", _listed(self.item), name=name, capacity=capacity, options=options)
 
@@ -132,15 +146,21 @@ class Stream:
 
     def take(self, n: int, *, name: str | None = None, capacity: int = DEFAULT_CAPACITY) -> Stream:
         """The first ``n`` items; the stages before it are then stopped, without an error."""
-        return self._plain("take", self.item, name=name, capacity=capacity, options={"n": whole("take", "n", n, 0)})
+        return self._plain(
+            "take", self.item, name=name, capacity=capacity, options={"n": whole("take", "n", n, 0)}
+        )
 
     def tee(self, n: int, *, name: str | None = None, capacity: int = DEFAULT_CAPACITY) -> tuple[Stream, ...]:
         """``n`` streams, each with every item."""
         ports = range(whole("tee", "n", n, 1))
         return self.graph._declare(
-            "tee", name=name, options={"n": n}, inputs=(self,), outputs=[(str(port), self.item) for port in ports],
+            "tee",
+            name=name,
+            options={"n": n},
+            inputs=(self,),
+            outputs=[(str(port), self.item) for port in ports],
             capacity=capacity,
-        )  # fmt: skip
+        )
 
     def zip(self, *others: Stream, name: str | None = None, capacity: int = DEFAULT_CAPACITY) -> Stream:
         """Tuples of one item from each stream, until one of them ends."""
@@ -159,11 +179,13 @@ class Stream:
 
     @property
     def errors(self) -> Stream:
-        """The items that failed in this stream's stage, as ``Failed`` values. While nobody reads them, a failure ends
-        the run. ``AttributeError`` if the stage calls no function of the user's per item."""
+        """The items that failed in this stream's stage, as ``Failed`` values. While nobody reads them, a
+        failure ends the run. ``AttributeError`` if the stage calls no function of the user's per item."""
         output = self.graph._stage_of(self).errors
         if output is None or self.port == output.port:
-            raise AttributeError(f"{self!r} has no errors stream; map, flat_map, filter, partition and reduce have one")
+            raise AttributeError(
+                f"{self!r} has no errors stream; map, flat_map, filter, partition and reduce have one"
+            )
         return Stream(self.graph, self.stage, output.port, output.name, output.item)
 
     def _one(
@@ -199,8 +221,8 @@ class Feedback(Stream):
     __slots__ = ()
 
     def feed(self, stream: Stream) -> None:
-        """Closes the loop: the items of ``stream`` are what the reader of this feedback gets. ``stream`` then has its
-        reader. Raises ``ValueError`` when this feedback is fed already."""
+        """Closes the loop: the items of ``stream`` are what the reader of this feedback gets. ``stream`` then
+        has its reader. Raises ``ValueError`` when this feedback is fed already."""
         streams_argument("feed", (stream,))
         if isinstance(stream, Feedback):
             raise TypeError(f"feed: takes the stream of a stage, not {stream!r}")

@@ -1,13 +1,14 @@
-"""Patterns: what many programs need of channels and graphs, in one line each. Written on the public names of flowchan only.
+"""Patterns: what many programs need of channels and graphs, in one line each. Written on the public names of
+flowchan only.
 
 - :func:`map`: n workers run one function each.
 - :func:`workqueue`: one owner puts questions, many workers put answers.
 - :class:`TaskPool` and :class:`BackgroundTask`: tasks as ``concurrent.futures`` knows them.
 - :func:`marshal`: an object that is serialised once and read many times.
 - :class:`Lock`, :class:`Barrier` and :class:`SharedDict`: what several processes share.
-- :class:`Sequential`: an ``nn.Sequential`` whose parts work at the same time; :class:`Stash` and :class:`Pop` for skip
-  connections in it; :class:`Training`, which its ``training(...)`` gives. They are loaded when they are first asked for, as
-  they need torch, and nothing else here does.
+- :class:`Sequential`: an ``nn.Sequential`` whose parts work at the same time; :class:`Stash` and :class:`Pop`
+  for skip connections in it; :class:`Training`, which its ``training(...)`` gives. They are loaded when they
+  are first asked for, as they need torch, and nothing else here does.
 """
 
 from __future__ import annotations
@@ -59,6 +60,8 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        raise ImportError(f"flowchan.pipelines.{name} needs torch: pip install 'flowchan[torch]'", name="torch") from error
+        raise ImportError(
+            f"flowchan.pipelines.{name} needs torch: pip install 'flowchan[torch]'", name="torch"
+        ) from error
     globals()[name] = found
     return found

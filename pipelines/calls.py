@@ -7,8 +7,8 @@ from typing import Any
 
 
 class Ended(Exception):
-    """The function raised what is no ``Exception``: it asked its own worker to exit, say. That ends the call, and not
-    the workers of others. ``args[0]`` is what it raised."""
+    """The function raised what is no ``Exception``: it asked its own worker to exit, say. That ends the call,
+    and not the workers of others. ``args[0]`` is what it raised."""
 
 
 def call(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
 """A lock and a barrier between the threads of all processes that have them.
 
-A :class:`Lock` is a channel with one item, the token, that is never really taken out: holding the lock is having the token
-on lease, and releasing it gives the token back. So when the process of the holder dies, the token comes back by itself,
-and there is no step at which the token could be lost or be there twice.
+A :class:`Lock` is a channel with one item, the token, that is never really taken out: holding the lock is
+having the token on lease, and releasing it gives the token back. So when the process of the holder dies, the
+token comes back by itself, and there is no step at which the token could be lost or be there twice.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from flowchan.pipelines.sharing import Shared, give_back
 class Lock(Shared):
     """A lock that a thread may take several times, as ``threading.RLock``, and that holds between processes.
 
-    Give it to another process as an argument, through a channel, or by fork. If the process that holds it dies, in
-    whatever way, the next one gets it; what the lock guards may then be half done. A forked child does not hold what its
-    parent's thread holds.
+    Give it to another process as an argument, through a channel, or by fork. If the process that holds it
+    dies, in whatever way, the next one gets it; what the lock guards may then be half done. A forked child
+    does not hold what its parent's thread holds.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,9 @@ class Lock(Shared):
     def __enter__(self) -> bool:
         return self.acquire()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
         self.release()
 
     def __repr__(self) -> str:
@@ -90,8 +92,8 @@ class Lock(Shared):
 class Barrier:
     """A place where ``parties`` threads, of any processes, wait for each other, any number of times.
 
-    The same participants come each time. One that dies before it arrives keeps the others waiting, as with the barriers
-    of the standard library: give ``wait`` a timeout where that can happen.
+    The same participants come each time. One that dies before it arrives keeps the others waiting, as with
+    the barriers of the standard library: give ``wait`` a timeout where that can happen.
     """
 
     def __init__(self, parties: int) -> None:
@@ -106,9 +108,11 @@ class Barrier:
         self._gates: tuple[Channel[None], ...] = tuple(Channel(parties, across="processes") for _ in range(2))
 
     def wait(self, timeout: float | None = None) -> int:
-        """Waits until all parties are here. Gives each of them another number, from 0 for the first to ``parties - 1``.
+        """Waits until all parties are here. Gives each of them another number, from 0 for the first to
+        ``parties - 1``.
 
-        Raises ``threading.BrokenBarrierError`` when ``timeout`` seconds are over, and then for everybody, now and later.
+        Raises ``threading.BrokenBarrierError`` when ``timeout`` seconds are over, and then for everybody, now
+        and later.
         """
         try:
             with self._lock:
@@ -133,13 +137,14 @@ class Barrier:
         return self._arrivals.stats().items_in - 1
 
     def _clear(self, gate: Channel[None]) -> None:
-        """All are here since the last meeting, so the one before that is over. What is in its gate was left for a
-        participant that died."""
+        """All are here since the last meeting, so the one before that is over. What is in its gate was left
+        for a participant that died."""
         while len(gate):
             gate.get_nowait()
 
     def abort(self) -> None:
-        """Breaks the barrier: everybody who waits, and everybody who comes, gets ``threading.BrokenBarrierError``."""
+        """Breaks the barrier: everybody who waits, and everybody who comes, gets
+        ``threading.BrokenBarrierError``."""
         for channel in (self._arrivals, *self._gates):
             channel.abort()
 

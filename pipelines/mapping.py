@@ -1,8 +1,9 @@
-"""A dictionary that several processes share, for settings and results, not for masses of data: each access copies it whole.
+"""A dictionary that several processes share, for settings and results, not for masses of data: each access
+copies it whole.
 
-The dictionary is the one item of a channel, changed under a :class:`~flowchan.pipelines.locks.Lock`. A change puts the new
-dictionary beside the old one and then takes the old one out; whoever dies between the two has made the change, and the
-next one finishes it.
+The dictionary is the one item of a channel, changed under a :class:`~flowchan.pipelines.locks.Lock`. A change
+puts the new dictionary beside the old one and then takes the old one out; whoever dies between the two has
+made the change, and the next one finishes it.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ V = TypeVar("V")
 
 
 class SharedDict(Shared, MutableMapping[K, V]):
-    """A mapping between processes. Each operation is done as a whole; do several as one under ``with mapping.lock:``.
+    """A mapping between processes. Each operation is done as a whole; do several as one under ``with
+    mapping.lock:``.
 
-    What is read is a copy: to change a value within, assign it again, or store a ``SharedDict`` in it. Keys and values
-    are whatever can be pickled, by cloudpickle where plain pickle cannot; channels too, and what is made of them.
+    What is read is a copy: to change a value within, assign it again, or store a ``SharedDict`` in it. Keys
+    and values are whatever can be pickled, by cloudpickle where plain pickle cannot; channels too, and what
+    is made of them.
     """
 
     _stay: In[Any] | None  # the last reader's exit would end the channel for those who write
@@ -53,7 +56,8 @@ class SharedDict(Shared, MutableMapping[K, V]):
         return found
 
     def _change(self, change: Callable[[dict[K, Any]], object]) -> None:
-        """Lets ``change`` work on a copy that then takes the place of what is there; if it raises, nothing is changed."""
+        """Lets ``change`` work on a copy that then takes the place of what is there; if it raises, nothing is
+        changed."""
         with self.lock:
             changed = self._read()
             change(changed)

@@ -1,7 +1,7 @@
 """An object that is serialised once and read many times, by any thread of any process that has it.
 
-The serialised object is the one item of a channel in shared memory. Reading takes it on lease and gives it back, so a
-reader that is killed has not taken it away.
+The serialised object is the one item of a channel in shared memory. Reading takes it on lease and gives it
+back, so a reader that is killed has not taken it away.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Marshalled(Generic[T]):
 def marshal(obj: T) -> Marshalled[T]:
     """Serialises ``obj`` once; every ``read()`` of the handle gives a copy of its own.
 
-    Anything that can be an item of a channel between processes can be marshalled: lambdas, closures and NumPy arrays too.
-    Raises ``TypeError`` naming the part that can't be.
+    Anything that can be an item of a channel between processes can be marshalled: lambdas, closures and NumPy
+    arrays too. Raises ``TypeError`` naming the part that can't be.
     """
     return Marshalled(obj)

@@ -1,11 +1,11 @@
-"""Names that hold in all processes of a program: the first one, and those that multiprocessing started from it, directly or
-not, by whichever method.
+"""Names that hold in all processes of a program: the first one, and those that multiprocessing started from
+it, directly or not, by whichever method.
 
-What they have in common is the key that multiprocessing gives to every process it starts. An address in the abstract
-namespace of Unix sockets, made of the key and the name, is the claim: the kernel lets one process bind it, and takes it
-back when that process ends, in whatever way. Nobody connects to it. A second address, like all addresses readable in
-``/proc/net/unix``, tells where the card is: a file in memory with the pickled value, signed with the key. So nothing runs
-in the background and nothing remains.
+What they have in common is the key that multiprocessing gives to every process it starts. An address in the
+abstract namespace of Unix sockets, made of the key and the name, is the claim: the kernel lets one process
+bind it, and takes it back when that process ends, in whatever way. Nobody connects to it. A second address,
+like all addresses readable in ``/proc/net/unix``, tells where the card is: a file in memory with the pickled
+value, signed with the key. So nothing runs in the background and nothing remains.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from flowchan import Broken
 CARD = "flowchan-name"
 
 naming = threading.RLock()
-"""Whoever finds and claims holds it. A fork waits for it: the child must know of every claim, to let go of it."""
+"""Whoever finds and claims holds it. A fork waits for it: the child must know of every claim, to let go of
+it."""
 
 
 class Claim(ExitStack):
@@ -43,8 +44,8 @@ _claims: weakref.WeakSet[Claim] = weakref.WeakSet()
 
 
 def claim(name: str, value: object) -> Claim | None:
-    """Gives the value to all processes by its name until the claim is closed or this process ends. ``None``: the name is
-    taken; :func:`find` finds it in a moment, if its process lives on."""
+    """Gives the value to all processes by its name until the claim is closed or this process ends. ``None``:
+    the name is taken; :func:`find` finds it in a moment, if its process lives on."""
     address = _address(name)
     with naming, Claim() as parts:
         card = parts.enter_context(os.fdopen(os.memfd_create(CARD), "wb", buffering=0))
@@ -81,7 +82,10 @@ def find(name: str) -> Any:
 
 
 def _address(name: str) -> str:
-    return "flowchan-" + hmac.digest(current_process().authkey, name.encode("utf-8", "surrogatepass"), "sha256").hex()
+    return (
+        "flowchan-"
+        + hmac.digest(current_process().authkey, name.encode("utf-8", "surrogatepass"), "sha256").hex()
+    )
 
 
 def _signature(address: str, pickled: bytes) -> bytes:

@@ -1,9 +1,9 @@
 """A work queue: one owner puts questions, many workers take them and put answers, over one object.
 
-The queue is two channels. Who calls decides which one is meant: the owner is the thread that made the queue, every other
-thread, of any process, is a worker. Nobody can stand still because both directions are full: only the questions are
-bounded. So workers go on whatever the owner waits for (a place for a question, the end of a worker, something else), and
-what bounds the answers is what the owner asks for.
+The queue is two channels. Who calls decides which one is meant: the owner is the thread that made the queue,
+every other thread, of any process, is a worker. Nobody can stand still because both directions are full: only
+the questions are bounded. So workers go on whatever the owner waits for (a place for a question, the end of a
+worker, something else), and what bounds the answers is what the owner asks for.
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ LOOK = 0.1
 """Seconds between two looks of an owner that waits for the last answers."""
 
 ANSWERS = {"threads": 10**12, "processes": 10**7}
-"""Answers that may wait for the owner: more than memory holds. Between processes each place costs 256 bytes of address
-space, hence the smaller number."""
+"""Answers that may wait for the owner: more than memory holds. Between processes each place costs 256 bytes
+of address space, hence the smaller number."""
 
 PATIENCE = 10.0
-"""Seconds for which a name may be taken before it can be found: the maker needs microseconds, unless it is stopped."""
+"""Seconds for which a name may be taken before it can be found: the maker needs microseconds, unless it is
+stopped."""
 
 
 class WorkQueue:
-    """The handle that :func:`workqueue` gives. ``creator``: whether this handle made the queue or opened it."""
+    """The handle that :func:`workqueue` gives. ``creator``: whether this handle made the queue or opened
+    it."""
 
     def __init__(self, sides: _Sides, creator: bool) -> None:
         self._sides = sides
@@ -53,8 +55,8 @@ class WorkQueue:
         return self._sides.is_owner
 
     def put(self, item: Any, timeout: float | None = None) -> None:
-        """The owner puts a question, and waits while ``capacity`` of them are inside; a worker puts an answer. Raises
-        ``Closed`` after :meth:`close`, ``Full`` when ``timeout`` seconds are over."""
+        """The owner puts a question, and waits while ``capacity`` of them are inside; a worker puts an
+        answer. Raises ``Closed`` after :meth:`close`, ``Full`` when ``timeout`` seconds are over."""
         self._sides.ask(item, timeout) if self.is_owner else self._sides.answer(item, timeout)
 
     def put_many(self, items: Iterable[Any]) -> None:
@@ -63,11 +65,11 @@ class WorkQueue:
             self.put(item)
 
     def get(self, timeout: float | None = None) -> Any:
-        """The owner gets an answer, a worker a question. Raises ``Drained`` at the end, ``Empty`` when ``timeout`` seconds
-        are over.
+        """The owner gets an answer, a worker a question. Raises ``Drained`` at the end, ``Empty`` when
+        ``timeout`` seconds are over.
 
-        A question that a worker got is finished when that worker asks for the next one, calls :meth:`close`, or ends
-        after an answer. If it ends or is killed before, another worker gets the question.
+        A question that a worker got is finished when that worker asks for the next one, calls :meth:`close`,
+        or ends after an answer. If it ends or is killed before, another worker gets the question.
         """
         return self._sides.next_answer(timeout) if self.is_owner else self._sides.next_question(timeout)
 
@@ -76,8 +78,8 @@ class WorkQueue:
         return self.get(timeout=0)
 
     def __iter__(self) -> Iterator[Any]:
-        """What :meth:`get` gives, until the end: for a worker when the owner has closed the queue and all questions are
-        finished, for the owner when it has all answers besides."""
+        """What :meth:`get` gives, until the end: for a worker when the owner has closed the queue and all
+        questions are finished, for the owner when it has all answers besides."""
         while True:
             try:
                 item = self.get()
@@ -86,10 +88,13 @@ class WorkQueue:
             yield item
 
     def drain(self, timeout: float | None = None) -> None:
-        """Waits until there is an answer to every question, and keeps the answers for :meth:`get`. The owner may call it,
-        where workers give one answer to each question. Raises ``Empty`` when ``timeout`` seconds are over."""
+        """Waits until there is an answer to every question, and keeps the answers for :meth:`get`. The owner
+        may call it, where workers give one answer to each question. Raises ``Empty`` when ``timeout`` seconds
+        are over."""
         if not self.is_owner:
-            raise RuntimeError("drain: only the owner of a work queue, the thread that made it, can wait for its answers")
+            raise RuntimeError(
+                "drain: only the owner of a work queue, the thread that made it, can wait for its answers"
+            )
         self._sides.drain(timeout)
 
     def close(self) -> None:
@@ -112,8 +117,8 @@ class _Hand:
     def __init__(self, port: In[Any]) -> None:
         self.port = port
         self.answered = [False]
-        # When the thread or the process ends in an orderly way, an answered question is finished. Otherwise dropping
-        # the port gives it back.
+        # When the thread or the process ends in an orderly way, an answered question is finished. Otherwise
+        # dropping the port gives it back.
         self.leave = Finalize(self, _finish, (port, self.answered), exitpriority=0)
 
 
@@ -238,16 +243,17 @@ def _arrive(sides: _Sides, name: str | None) -> WorkQueue:
 def workqueue(
     name: str | None = None, capacity: int = 64, across: Literal["threads", "processes"] = "threads"
 ) -> WorkQueue:
-    """A work queue. With a ``name``, whoever asks for the name first makes the queue and owns it; every other call with it
-    opens that queue as a worker's. The options count for the maker. ``capacity``: how many questions may wait for a worker.
-    Answers may wait without number.
+    """A work queue. With a ``name``, whoever asks for the name first makes the queue and owns it; every other
+    call with it opens that queue as a worker's. The options count for the maker. ``capacity``: how many
+    questions may wait for a worker. Answers may wait without number.
 
-    ``across="threads"``: the name holds in this process. ``across="processes"``: it holds in all processes of the program,
-    however multiprocessing started them and whichever of them made the queue, and the queue can also be sent to them.
+    ``across="threads"``: the name holds in this process. ``across="processes"``: it holds in all processes of
+    the program, however multiprocessing started them and whichever of them made the queue, and the queue can
+    also be sent to them.
 
-    The name belongs to the queue until the process that made it has no handle of it any more, so that a worker that comes
-    late finds it closed. Its owner, when it has closed the queue, makes a new one with the name. Raises ``TimeoutError``
-    when the process that has the name does not say where its queue is.
+    The name belongs to the queue until the process that made it has no handle of it any more, so that a
+    worker that comes late finds it closed. Its owner, when it has closed the queue, makes a new one with the
+    name. Raises ``TimeoutError`` when the process that has the name does not say where its queue is.
     """
     sides = _Sides()
     if name is None:
@@ -270,5 +276,7 @@ def workqueue(
                 _named[name] = sides
                 return WorkQueue(sides, creator=True)
             if time.monotonic() > give_up:
-                raise TimeoutError(f"workqueue: a process has the name {name!r} and does not say where its queue is")
+                raise TimeoutError(
+                    f"workqueue: a process has the name {name!r} and does not say where its queue is"
+                )
             time.sleep(0.001)

@@ -1,7 +1,8 @@
 """What patterns share that are made of channels and know more than their channels do.
 
-An object of :class:`Shared` crosses to another process by its channels. In each process there is one object for one set of
-channels, however often it arrives, and what it knows of its own process is made anew in a forked child.
+An object of :class:`Shared` crosses to another process by its channels. In each process there is one object
+for one set of channels, however often it arrives, and what it knows of its own process is made anew in a
+forked child.
 """
 
 from __future__ import annotations
@@ -62,6 +63,6 @@ class _NotDone(Exception):
 
 
 def give_back(port: In[Any]) -> None:
-    """Closes a reading port, and what it has in hand is in the channel again, at the front. One step: whoever is killed
-    during it has either done it or has the channel do it."""
+    """Closes a reading port, and what it has in hand is in the channel again, at the front. One step: whoever
+    is killed during it has either done it or has the channel do it."""
     port.__exit__(_NotDone, _NotDone(), None)

@@ -1,9 +1,10 @@
-"""Background tasks as ``concurrent.futures`` knows them: ``wait``, ``as_completed``, callbacks and asyncio work with them.
+"""Background tasks as ``concurrent.futures`` knows them: ``wait``, ``as_completed``, callbacks and asyncio
+work with them.
 
-A pool is a graph through which the numbers of tasks go; what they stand for is in the pool's book, so that no idle stage
-keeps a function, an argument or a result alive. On threads a sink calls. On processes a task is packed beside its number
-when its turn comes, and unpacked by the call itself, and so is its result on the way back: whatever goes wrong with either,
-the death of the worker included, the number tells whose future fails.
+A pool is a graph through which the numbers of tasks go; what they stand for is in the pool's book, so that no
+idle stage keeps a function, an argument or a result alive. On threads a sink calls. On processes a task is
+packed beside its number when its turn comes, and unpacked by the call itself, and so is its result on the way
+back: whatever goes wrong with either, the death of the worker included, the number tells whose future fails.
 """
 
 from __future__ import annotations
@@ -31,14 +32,16 @@ WAITING = 10**12
 class TaskPool(Executor):
     """Runs tasks on ``workers`` threads or processes.
 
-    ``submit`` gives a ``concurrent.futures.Future``: its ``result()`` can be asked for any number of times, and what the
-    task raised is raised to whoever asks. A task can be cancelled until it has begun; on processes the next task counts as
-    begun while it waits for a worker. A worker process that dies fails its task with ``WorkerDied``, is replaced, and
-    the others go on. Leave the ``with`` block, or call ``close()``, to wait for the tasks; the end of the program waits
-    for them too.
+    ``submit`` gives a ``concurrent.futures.Future``: its ``result()`` can be asked for any number of times,
+    and what the task raised is raised to whoever asks. A task can be cancelled until it has begun; on
+    processes the next task counts as begun while it waits for a worker. A worker process that dies fails its
+    task with ``WorkerDied``, is replaced, and the others go on. Leave the ``with`` block, or call
+    ``close()``, to wait for the tasks; the end of the program waits for them too.
     """
 
-    def __init__(self, workers: int, on: Literal["thread", "process"] = "thread", name: str = "tasks") -> None:
+    def __init__(
+        self, workers: int, on: Literal["thread", "process"] = "thread", name: str = "tasks"
+    ) -> None:
         self._on = on
         self._tasks: dict[int, _Task] = {}
         self._numbers = itertools.count(1)
@@ -50,20 +53,24 @@ class TaskPool(Executor):
             numbers.sink(book.work, name="call", workers=workers)
         else:
             begun = numbers.flat_map(book.begin, name="begin", capacity=1)
-            done = begun.map(_called, name="call", on=on, workers=workers, ordered=False, max_deaths=1, restarts=10**9)
+            done = begun.map(
+                _called, name="call", on=on, workers=workers, ordered=False, max_deaths=1, restarts=10**9
+            )
             begun.errors.sink(book.fail, name="not sent")
             done.errors.sink(book.fail, name="failures")
             done.sink(book.finish, name="results")
         run = graph.start()
         self._submitted = run[numbers]
-        self._watcher = threading.Thread(target=_watch, args=(run, self._tasks), name=f"{name} watcher", daemon=True)
+        self._watcher = threading.Thread(
+            target=_watch, args=(run, self._tasks), name=f"{name} watcher", daemon=True
+        )
         self._watcher.start()
         weakref.finalize(self, self._submitted.close)  # a forgotten pool finishes its tasks and ends
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Asks for ``fn(*args, **kwargs)`` and returns at once. Raises ``RuntimeError`` when the pool is closed, and
-        ``BrokenExecutor``, which is one too, when it has failed as a whole. What can't be sent to a process fails its
-        future."""
+        """Asks for ``fn(*args, **kwargs)`` and returns at once. Raises ``RuntimeError`` when the pool is
+        closed, and ``BrokenExecutor``, which is one too, when it has failed as a whole. What can't be sent to
+        a process fails its future."""
         if _exiting.is_set():
             raise RuntimeError("cannot schedule new futures after interpreter shutdown")
         future: Future[T] = Future()
@@ -72,7 +79,9 @@ class TaskPool(Executor):
         self._enter(future, fn, args, kwargs)
         return future
 
-    def _enter(self, future: Future[Any], fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enter(
+        self, future: Future[Any], fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         if not callable(fn):
             raise TypeError(f"submit: the first argument must be callable, not {fn!r}")
         number = next(self._numbers)
@@ -86,14 +95,20 @@ class TaskPool(Executor):
     def _refuse(self, error: Exception) -> NoReturn:
         if self._is_shut and not isinstance(error, Broken):
             raise RuntimeError("cannot schedule new futures after shutdown") from error
-        raise BrokenExecutor(f"the pool has failed and takes no more tasks: {error}") from (error.__cause__ or error)
+        raise BrokenExecutor(f"the pool has failed and takes no more tasks: {error}") from (
+            error.__cause__ or error
+        )
 
     def map(
-        self, fn: Callable[..., T], *iterables: Iterable[Any], timeout: float | None = None, chunksize: int = 1
+        self,
+        fn: Callable[..., T],
+        *iterables: Iterable[Any],
+        timeout: float | None = None,
+        chunksize: int = 1,
     ) -> Iterator[T]:
-        """``map(fn, *iterables)`` with the calls done by the pool, all of which are asked for at once. On processes
-        ``chunksize`` calls are one task, which is quicker for many short ones. The iterator raises ``TimeoutError`` when
-        a result is not there ``timeout`` seconds after this call."""
+        """``map(fn, *iterables)`` with the calls done by the pool, all of which are asked for at once. On
+        processes ``chunksize`` calls are one task, which is quicker for many short ones. The iterator raises
+        ``TimeoutError`` when a result is not there ``timeout`` seconds after this call."""
         if chunksize < 1:
             raise ValueError(f"map: chunksize must be at least 1, not {chunksize!r}")
         if self._on == "thread" or chunksize == 1:
@@ -102,8 +117,8 @@ class TaskPool(Executor):
         return _one_by_one(super().map(functools.partial(_call_each, fn), chunks, timeout=timeout))
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Takes no more tasks; ``wait``: until those it has are done. ``cancel_futures``: those that have not begun are
-        cancelled. May be called again."""
+        """Takes no more tasks; ``wait``: until those it has are done. ``cancel_futures``: those that have not
+        begun are cancelled. May be called again."""
         self._is_shut = True
         if cancel_futures:
             for task in list(self._tasks.values()):
@@ -118,9 +133,11 @@ class TaskPool(Executor):
 
 
 class BackgroundTask(Future[T]):
-    """``fn(*args, **kwargs)`` in the background: a ``concurrent.futures.Future`` that has a worker of its own.
+    """``fn(*args, **kwargs)`` in the background: a ``concurrent.futures.Future`` that has a worker of its
+    own.
 
-    ``on="process"`` gives it a process. ``result()`` and ``close()`` wait for it; when the program ends it is broken off.
+    ``on="process"`` gives it a process. ``result()`` and ``close()`` wait for it; when the program ends it is
+    broken off.
     """
 
     def __init__(
@@ -147,8 +164,9 @@ class _Task(NamedTuple):
 
 
 class _Book:
-    """The tasks of one pool by number, and what its stages do with them. It does not know the pool, so that a pool which
-    nobody has any more can go. A task is in it until its future has its end; what is called is taken out when it begins.
+    """The tasks of one pool by number, and what its stages do with them. It does not know the pool, so that a
+    pool which nobody has any more can go. A task is in it until its future has its end; what is called is
+    taken out when it begins.
     """
 
     def __init__(self, tasks: dict[int, _Task]) -> None:
@@ -163,7 +181,8 @@ class _Book:
         try:
             value = task.fn(*task.args, **task.kwargs)
         except BaseException as error:
-            del task  # the traceback holds this frame, and whoever keeps the exception shall not keep the arguments
+            # the traceback holds this frame, and whoever keeps the exception shall not keep the arguments
+            del task
             self._end(number, future.set_exception, error)
         else:
             del task
@@ -207,7 +226,8 @@ class _Book:
             del future
 
     def fail(self, failed: Failed) -> None:
-        """Takes a failure: of a call, of a worker, or of a task that was too large to be sent, which is a number yet."""
+        """Takes a failure: of a call, of a worker, or of a task that was too large to be sent, which is a
+        number yet."""
         number = failed.item if isinstance(failed.item, int) else failed.item[0]
         self._end(number, self._tasks[number].future.set_exception, reason(failed.error))
 
@@ -226,7 +246,9 @@ def _end(end: Callable[[Any], None], value: Any) -> None:
     except InvalidStateError:
         pass  # somebody else has ended it
     except BaseException:
-        logging.getLogger("concurrent.futures").exception("a callback of a future of a TaskPool asked to exit")
+        logging.getLogger("concurrent.futures").exception(
+            "a callback of a future of a TaskPool asked to exit"
+        )
 
 
 def _called(item: tuple[int, Any]) -> tuple[int, Any]:
@@ -276,8 +298,8 @@ def _watch(run: Run, tasks: dict[int, _Task]) -> None:
             _end(task.future.set_exception, broken)
 
 
-# The watchers of pools that were given tasks, each with what closes the pool. The end of the program waits for them, as it
-# does for every executor.
+# The watchers of pools that were given tasks, each with what closes the pool. The end of the program waits
+# for them, as it does for every executor.
 _running: dict[threading.Thread, Callable[[], None]] = {}
 _exiting = threading.Event()
 

@@ -12,7 +12,9 @@ from flowchan.pipelines.calls import call, name_of, reason
 class Workers:
     """The handle of :func:`map`. Workers that nobody joins run on; they are ended when the program ends."""
 
-    def __init__(self, n: int, fn: Callable[..., Any], args: tuple[Any, ...], on: Literal["thread", "process"]) -> None:
+    def __init__(
+        self, n: int, fn: Callable[..., Any], args: tuple[Any, ...], on: Literal["thread", "process"]
+    ) -> None:
         self._n = n
         self._name = name_of(fn)
         self._results: dict[int, Any] = {}
@@ -20,7 +22,9 @@ class Workers:
         graph = Graph(self._name)
         numbers = graph.source(_numbers, n)
         # A worker that dies takes its call with it: another one would repeat what it may have done already.
-        done = numbers.map(_Call(fn, args), name=self._name, on=on, workers=n, ordered=False, max_deaths=1, restarts=2 * n)
+        done = numbers.map(
+            _Call(fn, args), name=self._name, on=on, workers=n, ordered=False, max_deaths=1, restarts=2 * n
+        )
         done.errors.sink(self._failures.put, name="failures")
         done.sink(self._keep, name="results")
         self._run = graph.start()
@@ -30,11 +34,12 @@ class Workers:
         self._results[worker] = value
 
     def join(self, timeout: float | None = None) -> list[Any]:
-        """Waits until all workers have ended and gives their results in worker order, a ``None`` in its place too.
+        """Waits until all workers have ended and gives their results in worker order, a ``None`` in its place
+        too.
 
-        Raises ``RunError`` if workers failed: after all have ended, with one ``StageError`` for each failure that was not
-        raised before. A later call gives the results of the others. Raises ``TimeoutError`` when ``timeout`` seconds are
-        over; the workers go on then.
+        Raises ``RunError`` if workers failed: after all have ended, with one ``StageError`` for each failure
+        that was not raised before. A later call gives the results of the others. Raises ``TimeoutError`` when
+        ``timeout`` seconds are over; the workers go on then.
         """
         self._run.wait(timeout)
         self.check_errors()
@@ -77,12 +82,15 @@ class _Call:
         return worker, call(self.fn, *self.args, worker)
 
 
-def map(n: int, fn: Callable[..., Any], *args: Any, on: Literal["thread", "process"] = "thread") -> Workers:  # noqa: A001
-    """Starts ``n`` workers, each of which runs ``fn(*args, worker)``, where ``worker`` is its number from 1 to n. Returns
-    at once; ``join()`` gives the results.
+def map(  # noqa: A001
+    n: int, fn: Callable[..., Any], *args: Any, on: Literal["thread", "process"] = "thread"
+) -> Workers:
+    """Starts ``n`` workers, each of which runs ``fn(*args, worker)``, where ``worker`` is its number from 1
+    to n. Returns at once; ``join()`` gives the results.
 
-    ``on="thread"``: all get the same objects. ``on="process"``: a process each, with copies of the function and its
-    arguments; what can't be sent raises ``GraphError`` here. A worker process that dies is a failure of that worker.
+    ``on="thread"``: all get the same objects. ``on="process"``: a process each, with copies of the function
+    and its arguments; what can't be sent raises ``GraphError`` here. A worker process that dies is a failure
+    of that worker.
     """
     if not callable(fn):
         raise TypeError(f"map: fn must be callable, not {fn!r}")

@@ -1,11 +1,13 @@
-"""What every test runs under: a watchdog that turns a hang into stacks and a failure, and a check for leftovers.
+"""What every test runs under: a watchdog that turns a hang into stacks and a failure, and a check for
+leftovers.
 
-*Watchdog.* pytest-timeout says when a test has hung. Its action is extended: every child process dumps its stacks
-first and is killed afterwards, so that a hang between processes can be read from the log. When the interpreter itself
-cannot run (native code that never gives the GIL back), faulthandler's own thread does the same a little later.
+*Watchdog.* pytest-timeout says when a test has hung. Its action is extended: every child process dumps its
+stacks first and is killed afterwards, so that a hang between processes can be read from the log. When the
+interpreter itself cannot run (native code that never gives the GIL back), faulthandler's own thread does the
+same a little later.
 
-*Leftovers.* After each test that passed, no child process, thread, file descriptor or shared-memory mapping may
-remain that was not there before it.
+*Leftovers.* After each test that passed, no child process, thread, file descriptor or shared-memory mapping
+may remain that was not there before it.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ STDERR = pytest.StashKey[int]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Makes SIGUSR1 dump the stacks of this process and of every process forked from it, past pytest's capturing."""
+    """Makes SIGUSR1 dump the stacks of this process and of every process forked from it, past pytest's
+    capturing."""
     config.stash[STDERR] = os.dup(sys.__stderr__.fileno() if sys.__stderr__ else 2)
     faulthandler.register(signal.SIGUSR1, file=config.stash[STDERR], all_threads=True)
 
@@ -85,7 +88,8 @@ def catches(pid: int, signum: int) -> bool:
 
 @pytest.fixture(scope="module")
 def one_compute_thread() -> Iterator[None]:
-    """torch computes with one thread, and starts none: its threads would be left over, and do not survive a fork."""
+    """torch computes with one thread, and starts none: its threads would be left over, and do not survive a
+    fork."""
     import torch  # not every test needs it
 
     before = torch.get_num_threads()
@@ -111,7 +115,8 @@ def no_leftovers(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     gc.collect()  # an exception kept by pytest.raises forms a cycle that holds the test's locals
     try:
-        wait_until(lambda: not leftovers(before), patience=10)  # a joined thread's task ends a moment after its join
+        # a joined thread's task ends a moment after its join
+        wait_until(lambda: not leftovers(before), patience=10)
     except AssertionError:
         pytest.fail(f"left behind: {', '.join(sorted(leftovers(before)))}", pytrace=False)
 

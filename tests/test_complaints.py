@@ -1,8 +1,8 @@
 """What users of other systems complain about, and the test that shows how it is here.
 
-The list is the one of the survey that the project began with: issues of Ray, Monarch, pypeln, CPython, PyTorch, joblib
-and others, numbered as there. Each is mapped to tests by ``file::name``, which are checked to exist, or to the reason
-why it does not apply yet. The tests at the end show what no other test does.
+The list is the one of the survey that the project began with: issues of Ray, Monarch, pypeln, CPython,
+PyTorch, joblib and others, numbered as there. Each is mapped to tests by ``file::name``, which are checked to
+exist, or to the reason why it does not apply yet. The tests at the end show what no other test does.
 """
 
 from __future__ import annotations
@@ -24,107 +24,222 @@ LATER = "later: "
 """Begins the reason why a complaint can't be answered by what exists."""
 
 COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
-    1: ("resizing channels kept old buffers", (
-        "run/test_residue.py::test_a_thousand_channels_leave_the_process_as_it_was",
-        "run/test_residue.py::test_two_hundred_runs_leave_the_process_as_it_was")),
-    2: ("channel memory not collected after teardown", (
-        "run/test_residue.py::test_nothing_is_left_after",
-        "test_complaints.py::test_a_run_gives_its_memory_back_without_the_garbage_collector")),
-    3: ("keeping a returned array blocks the next run", (
-        "run/test_large_items.py::test_r8_results_that_outlive_the_run_stay_valid",
-        "channel_contract/test_arrays.py::test_views_stay_valid_while_a_port_goes_on_and_when_all_is_gone",)),
-    4: ("dropping one of two outputs leaks or stalls the other", (
-        "run/test_early_end.py::test_a_branch_of_a_tee_that_ends_leaves_the_others_alone",
-        "run/test_early_end.py::test_a_branch_of_a_partition_that_ends_leaves_the_others_alone")),
-    5: ("teardown depends on garbage collection", (
-        "test_complaints.py::test_a_run_gives_its_memory_back_without_the_garbage_collector",
-        "run/test_residue.py::test_a_run_whose_handle_was_dropped_does_not_hold_the_program_up")),
-    6: ("a consumer waits for ever after a retried generator", (
-        "run/test_verbs_per_item.py::test_a_retry_of_flat_map_does_not_repeat_what_is_out",
-        "crash/test_exactly_once.py::test_c11_flat_map_between_any_two_of_its_outputs",
-        "run/test_explain.py::test_a_tee_whose_branches_wait_for_each_other_is_recognised")),
-    7: ("memory held after Ctrl-C", (
-        "run/test_ways_out.py::test_every_way_out_leaves_nothing",)),
+    1: (
+        "resizing channels kept old buffers",
+        (
+            "run/test_residue.py::test_a_thousand_channels_leave_the_process_as_it_was",
+            "run/test_residue.py::test_two_hundred_runs_leave_the_process_as_it_was",
+        ),
+    ),
+    2: (
+        "channel memory not collected after teardown",
+        (
+            "run/test_residue.py::test_nothing_is_left_after",
+            "test_complaints.py::test_a_run_gives_its_memory_back_without_the_garbage_collector",
+        ),
+    ),
+    3: (
+        "keeping a returned array blocks the next run",
+        (
+            "run/test_large_items.py::test_r8_results_that_outlive_the_run_stay_valid",
+            "channel_contract/test_arrays.py::test_views_stay_valid_while_a_port_goes_on_and_when_all_is_gone",
+        ),
+    ),
+    4: (
+        "dropping one of two outputs leaks or stalls the other",
+        (
+            "run/test_early_end.py::test_a_branch_of_a_tee_that_ends_leaves_the_others_alone",
+            "run/test_early_end.py::test_a_branch_of_a_partition_that_ends_leaves_the_others_alone",
+        ),
+    ),
+    5: (
+        "teardown depends on garbage collection",
+        (
+            "test_complaints.py::test_a_run_gives_its_memory_back_without_the_garbage_collector",
+            "run/test_residue.py::test_a_run_whose_handle_was_dropped_does_not_hold_the_program_up",
+        ),
+    ),
+    6: (
+        "a consumer waits for ever after a retried generator",
+        (
+            "run/test_verbs_per_item.py::test_a_retry_of_flat_map_does_not_repeat_what_is_out",
+            "crash/test_exactly_once.py::test_c11_flat_map_between_any_two_of_its_outputs",
+            "run/test_explain.py::test_a_tee_whose_branches_wait_for_each_other_is_recognised",
+        ),
+    ),
+    7: ("memory held after Ctrl-C", ("run/test_ways_out.py::test_every_way_out_leaves_nothing",)),
     8: ("a queue far slower than plain IPC", LATER + "speed is measured by `make bench`, never asserted"),
-    9: ("a small /dev/shm: refusal, slow fallback, or SIGBUS", (
-        "graph/test_check.py::test_channels_that_do_not_fit_in_memory_are_reported_with_both_numbers",
-        "test_complaints.py::test_memory_that_cannot_be_had_is_an_error_where_it_is_asked_for",
-        "channel_contract/test_damage.py::test_the_memory_cannot_be_cut_off")),
-    10: ("processes stay after a notebook run", (
-        "run/test_ways_out.py::test_a_notebook_runs_graphs_of_its_own_functions_and_leaves_nothing",)),
-    11: ("Ctrl-C needs repeating or prints several stack traces", (
-        "run/test_stop.py::test_the_first_signal_finishes_what_is_in_flight",
-        "run/test_ways_out.py::test_every_way_out_leaves_nothing")),
-    12: ("no clean stop; a crash while stopping", (
-        "run/test_stop.py::test_stopping_a_run_that_has_ended_does_nothing",
-        "run/test_stop.py::test_an_abort_after_a_stop_breaks_at_once")),
-    13: ("an error in a stage and a full input queue hang", (
-        "run/test_failure.py::test_a_failure_ends_workers_that_wait_for_their_channels",
-        "channel_contract/test_abort.py::test_every_waiting_writer_raises_broken_from_the_cause")),
-    14: ("an exception is swallowed; errors of sources are lost", (
-        "run/test_failure.py::test_the_first_failure_is_first",
-        "run/test_failure.py::test_a_source_that_raises_half_way_fails_the_run",
-        "run/test_failure.py::test_a_failure_names_stage_item_and_worker_and_keeps_the_exception")),
-    15: ("an unpicklable lambda gives a silently empty list", (
-        "run/test_start_methods.py::test_lambdas_and_closures",
-        "graph/test_check_values.py::test_what_cannot_be_pickled_is_named")),
-    16: ("put succeeds and pickling fails later in a hidden thread", (
-        "channel_contract/test_bad_input.py::test_an_unpicklable_item_raises_in_put_and_names_the_part",)),
-    17: ("a killed worker dies with the lock of the queue", (
-        "native/test_fault_walk.py::test_c11_a_death_at_any_step_of_an_operation_harms_nobody",)),
-    18: ("the same, found by an eight-day soak in the field", (
-        "crash/test_soak.py::test_c11_random_kills_in_random_graphs_lose_and_repeat_nothing",)),
-    19: ("orphans when the parent is killed; false leak warnings", (
-        "run/test_residue.py::test_the_workers_of_a_program_that_was_killed_are_gone",
-        "run/test_ways_out.py::test_every_way_out_leaves_nothing")),
-    20: ("the tracker of one process unlinks another's segment", (
-        "channel_contract/test_children.py::test_channels_outlive_the_script_that_forgets_them",
-        "run/test_ways_out.py::test_every_way_out_leaves_nothing")),
-    21: ("descriptors run out with an obscure message", (
-        "test_complaints.py::test_a_channel_takes_two_descriptors_and_says_so_when_there_is_none",)),
-    22: ("CUDA IPC memory is never freed", (
-        "channel_contract/test_device_tensors.py::test_blocks_are_kept_while_their_items_exist_and_used_again",
-        "channel_contract/test_device_tensors.py::test_a_long_stream_opens_once_closes_never_and_waits_for_nothing",
-        "channel_contract/test_device_tensors.py::test_c11_what_a_killed_receiver_held_returns")),
-    23: ("workers survive because they inherited both ends of a pipe", (
-        "channel_contract/test_port_deaths.py::test_the_last_writer_killed_does_not_look_like_a_clean_end",
-        "run/test_residue.py::test_the_workers_of_a_program_that_was_killed_are_gone",
-        "run/test_nested.py::test_what_runs_inside_a_killed_worker_ends_with_it")),
-    24: ("an agent orphans its workers, or waits for ever on one that can't be ended", (
-        "run/test_stop.py::test_abort_ends_workers_that_ignore_sigterm",
-        "run/test_stop.py::test_abort_gives_threads_up_that_nothing_can_interrupt")),
-    25: ("killing a whole tree killed the daemon and itself", (
-        "run/test_ways_out.py::test_when_the_forkserver_is_killed_its_workers_are_replaced_or_the_run_says_why",
-        "channel_contract/test_fork.py::test_a_fork_while_a_run_is_going_on_leaves_it_to_the_parent")),
-    26: ("forkserver as the default breaks closures", (
-        "run/test_start_methods.py::test_everything_of_main_works_in_a_script",
-        "run/test_start_methods.py::test_lambdas_and_closures")),
-    27: ("functions of a notebook can't be found by spawned workers", (
-        "run/test_start_methods.py::test_everything_of_main_works_when_the_program_comes_by_exec",
-        "run/test_ways_out.py::test_a_notebook_runs_graphs_of_its_own_functions_and_leaves_nothing")),
-    28: ("a child killed for lack of memory: the parent hangs silently", (
-        "run/test_death.py::test_a_worker_that_is_killed_is_reported_with_the_signal",)),
-    29: ("a hang at exit; a killed worker is noticed after minutes", (
-        "run/test_death.py::test_a_worker_that_is_killed_while_it_waits_for_an_item_is_reported",
-        "run/test_residue.py::test_the_workers_of_a_program_that_ends_without_waiting_are_gone")),
-    30: ("users forget to close ends", (
-        "channel_contract/test_ports.py::test_dropping_a_port_closes_it",
-        "run/test_handle.py::test_leaving_the_block_closes_the_inputs_and_waits")),
-    31: ("a hang at exit; messages lost though they should linger", (
-        "channel_contract/test_close.py::test_items_put_before_the_close_stay_readable",
-        "channel_contract/test_close.py::test_put_after_close_raises_closed_and_puts_nothing")),
-    32: ("spinning readers burn cores", LATER + "CPU seconds per million items are told by `make bench`, not asserted"),
-    33: ("pipelines hang at their start, in a deadlock, or at exit", (
-        "graph/test_check.py::test_a_cycle_is_reported_as_its_loop",
-        "run/test_explain.py::test_general_stages_that_wait_for_each_other_are_recognised",
-        "run/test_ways_out.py::test_every_way_out_leaves_nothing")),
+    9: (
+        "a small /dev/shm: refusal, slow fallback, or SIGBUS",
+        (
+            "graph/test_check.py::test_channels_that_do_not_fit_in_memory_are_reported_with_both_numbers",
+            "test_complaints.py::test_memory_that_cannot_be_had_is_an_error_where_it_is_asked_for",
+            "channel_contract/test_damage.py::test_the_memory_cannot_be_cut_off",
+        ),
+    ),
+    10: (
+        "processes stay after a notebook run",
+        ("run/test_ways_out.py::test_a_notebook_runs_graphs_of_its_own_functions_and_leaves_nothing",),
+    ),
+    11: (
+        "Ctrl-C needs repeating or prints several stack traces",
+        (
+            "run/test_stop.py::test_the_first_signal_finishes_what_is_in_flight",
+            "run/test_ways_out.py::test_every_way_out_leaves_nothing",
+        ),
+    ),
+    12: (
+        "no clean stop; a crash while stopping",
+        (
+            "run/test_stop.py::test_stopping_a_run_that_has_ended_does_nothing",
+            "run/test_stop.py::test_an_abort_after_a_stop_breaks_at_once",
+        ),
+    ),
+    13: (
+        "an error in a stage and a full input queue hang",
+        (
+            "run/test_failure.py::test_a_failure_ends_workers_that_wait_for_their_channels",
+            "channel_contract/test_abort.py::test_every_waiting_writer_raises_broken_from_the_cause",
+        ),
+    ),
+    14: (
+        "an exception is swallowed; errors of sources are lost",
+        (
+            "run/test_failure.py::test_the_first_failure_is_first",
+            "run/test_failure.py::test_a_source_that_raises_half_way_fails_the_run",
+            "run/test_failure.py::test_a_failure_names_stage_item_and_worker_and_keeps_the_exception",
+        ),
+    ),
+    15: (
+        "an unpicklable lambda gives a silently empty list",
+        (
+            "run/test_start_methods.py::test_lambdas_and_closures",
+            "graph/test_check_values.py::test_what_cannot_be_pickled_is_named",
+        ),
+    ),
+    16: (
+        "put succeeds and pickling fails later in a hidden thread",
+        ("channel_contract/test_bad_input.py::test_an_unpicklable_item_raises_in_put_and_names_the_part",),
+    ),
+    17: (
+        "a killed worker dies with the lock of the queue",
+        ("native/test_fault_walk.py::test_c11_a_death_at_any_step_of_an_operation_harms_nobody",),
+    ),
+    18: (
+        "the same, found by an eight-day soak in the field",
+        ("crash/test_soak.py::test_c11_random_kills_in_random_graphs_lose_and_repeat_nothing",),
+    ),
+    19: (
+        "orphans when the parent is killed; false leak warnings",
+        (
+            "run/test_residue.py::test_the_workers_of_a_program_that_was_killed_are_gone",
+            "run/test_ways_out.py::test_every_way_out_leaves_nothing",
+        ),
+    ),
+    20: (
+        "the tracker of one process unlinks another's segment",
+        (
+            "channel_contract/test_children.py::test_channels_outlive_the_script_that_forgets_them",
+            "run/test_ways_out.py::test_every_way_out_leaves_nothing",
+        ),
+    ),
+    21: (
+        "descriptors run out with an obscure message",
+        ("test_complaints.py::test_a_channel_takes_two_descriptors_and_says_so_when_there_is_none",),
+    ),
+    22: (
+        "CUDA IPC memory is never freed",
+        (
+            "channel_contract/test_device_tensors.py::test_blocks_are_kept_while_their_items_exist_and_used_again",
+            "channel_contract/test_device_tensors.py::test_a_long_stream_opens_once_closes_never_and_waits_for_nothing",
+            "channel_contract/test_device_tensors.py::test_c11_what_a_killed_receiver_held_returns",
+        ),
+    ),
+    23: (
+        "workers survive because they inherited both ends of a pipe",
+        (
+            "channel_contract/test_port_deaths.py::test_the_last_writer_killed_does_not_look_like_a_clean_end",
+            "run/test_residue.py::test_the_workers_of_a_program_that_was_killed_are_gone",
+            "run/test_nested.py::test_what_runs_inside_a_killed_worker_ends_with_it",
+        ),
+    ),
+    24: (
+        "an agent orphans its workers, or waits for ever on one that can't be ended",
+        (
+            "run/test_stop.py::test_abort_ends_workers_that_ignore_sigterm",
+            "run/test_stop.py::test_abort_gives_threads_up_that_nothing_can_interrupt",
+        ),
+    ),
+    25: (
+        "killing a whole tree killed the daemon and itself",
+        (
+            "run/test_ways_out.py::test_when_the_forkserver_is_killed_its_workers_are_replaced_or_the_run_says_why",
+            "channel_contract/test_fork.py::test_a_fork_while_a_run_is_going_on_leaves_it_to_the_parent",
+        ),
+    ),
+    26: (
+        "forkserver as the default breaks closures",
+        (
+            "run/test_start_methods.py::test_everything_of_main_works_in_a_script",
+            "run/test_start_methods.py::test_lambdas_and_closures",
+        ),
+    ),
+    27: (
+        "functions of a notebook can't be found by spawned workers",
+        (
+            "run/test_start_methods.py::test_everything_of_main_works_when_the_program_comes_by_exec",
+            "run/test_ways_out.py::test_a_notebook_runs_graphs_of_its_own_functions_and_leaves_nothing",
+        ),
+    ),
+    28: (
+        "a child killed for lack of memory: the parent hangs silently",
+        ("run/test_death.py::test_a_worker_that_is_killed_is_reported_with_the_signal",),
+    ),
+    29: (
+        "a hang at exit; a killed worker is noticed after minutes",
+        (
+            "run/test_death.py::test_a_worker_that_is_killed_while_it_waits_for_an_item_is_reported",
+            "run/test_residue.py::test_the_workers_of_a_program_that_ends_without_waiting_are_gone",
+        ),
+    ),
+    30: (
+        "users forget to close ends",
+        (
+            "channel_contract/test_ports.py::test_dropping_a_port_closes_it",
+            "run/test_handle.py::test_leaving_the_block_closes_the_inputs_and_waits",
+        ),
+    ),
+    31: (
+        "a hang at exit; messages lost though they should linger",
+        (
+            "channel_contract/test_close.py::test_items_put_before_the_close_stay_readable",
+            "channel_contract/test_close.py::test_put_after_close_raises_closed_and_puts_nothing",
+        ),
+    ),
+    32: (
+        "spinning readers burn cores",
+        LATER + "CPU seconds per million items are told by `make bench`, not asserted",
+    ),
+    33: (
+        "pipelines hang at their start, in a deadlock, or at exit",
+        (
+            "graph/test_check.py::test_a_cycle_is_reported_as_its_loop",
+            "run/test_explain.py::test_general_stages_that_wait_for_each_other_are_recognised",
+            "run/test_ways_out.py::test_every_way_out_leaves_nothing",
+        ),
+    ),
     34: ("a collective's timeout does not say which rank", LATER + "there are no collectives yet"),
-    35: ("innocent tasks are blamed for a death", (
-        "crash/test_exactly_once.py::test_r4_a_poison_item_is_blamed_alone",)),
+    35: (
+        "innocent tasks are blamed for a death",
+        ("crash/test_exactly_once.py::test_r4_a_poison_item_is_blamed_alone",),
+    ),
     36: ("shared-memory allreduce: memory order, threads, groups", LATER + "there are no collectives yet"),
-    37: ("slow wake-ups", LATER + "p50, p99 and p99.9 of wake-ups are published by `make bench`, not asserted"),
+    37: (
+        "slow wake-ups",
+        LATER + "p50, p99 and p99.9 of wake-ups are published by `make bench`, not asserted",
+    ),
     38: ("a launcher hides the real cause", LATER + "there is no launcher of hosts yet"),
-}  # fmt: skip
+}
 
 
 def named() -> Iterator[tuple[int, str]]:
@@ -190,7 +305,8 @@ def test_a_channel_takes_two_descriptors_and_says_so_when_there_is_none() -> Non
 
 
 def test_memory_that_cannot_be_had_is_an_error_where_it_is_asked_for() -> None:
-    """Here a limit on the child's address space stands in its way; other channels go on, and so does this one."""
+    """Here a limit on the child's address space stands in its way; other channels go on, and so does this
+    one."""
     pid = os.fork()
     if pid == 0:  # the limit must not meet anybody else
         code = 1

@@ -1,4 +1,5 @@
-"""Imports go down only, and there is no cycle. Function-level imports count; those under TYPE_CHECKING do not."""
+"""Imports go down only, and there is no cycle. Function-level imports count; those under TYPE_CHECKING do
+not."""
 
 from __future__ import annotations
 
@@ -10,10 +11,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = {"flowchan": ROOT / "flowchan", "flowchan.pipelines": ROOT / "pipelines", "flowchan.viz": ROOT / "viz"}
+PACKAGES = {
+    "flowchan": ROOT / "flowchan",
+    "flowchan.pipelines": ROOT / "pipelines",
+    "flowchan.viz": ROOT / "viz",
+}
 
-# From the ground up. Parts of one row do not know each other. "flowchan" is the public face, flowchan/__init__.py:
-# the framework below it never imports it, and what is built upon the framework may.
+# From the ground up. Parts of one row do not know each other. "flowchan" is the public face,
+# flowchan/__init__.py: the framework below it never imports it, and what is built upon the framework may.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("_core",),
@@ -86,7 +91,9 @@ def targets(module: str, statement: ast.Import | ast.ImportFrom) -> Iterator[str
             above = package.split(".")[: len(package.split(".")) - statement.level + 1]
             base = ".".join([*above, base] if base else above)
         # from package import name: the submodule of that name, or something in the package itself
-        names = [f"{base}.{alias.name}" if f"{base}.{alias.name}" in KNOWN else base for alias in statement.names]
+        names = [
+            f"{base}.{alias.name}" if f"{base}.{alias.name}" in KNOWN else base for alias in statement.names
+        ]
     for name in names:
         if name.split(".")[0] != "flowchan":
             continue
@@ -98,7 +105,9 @@ def imports(module: str) -> set[tuple[str, int]]:
     """What a module imports of the project, with the line."""
     tree = ast.parse(MODULES[module].read_text())
     found = {
-        (target, statement.lineno) for statement in import_statements(tree) for target in targets(module, statement)
+        (target, statement.lineno)
+        for statement in import_statements(tree)
+        for target in targets(module, statement)
     }
     return {(target, line) for target, line in found if target != module}
 

@@ -1,4 +1,5 @@
-"""The public face: what ``import flowchan`` loads, which names it shows, and that the native module's stub is true."""
+"""The public face: what ``import flowchan`` loads, which names it shows, and that the native module's stub is
+true."""
 
 from __future__ import annotations
 
@@ -24,7 +25,10 @@ PUBLIC = [name for name in flowchan.__all__ if not name.startswith("__")]
 
 def loaded_after(statement: str) -> set[str]:
     """The top-level modules in a fresh interpreter after a statement."""
-    code = f"{statement}\nimport json, sys\nprint(json.dumps(sorted({{name.split('.')[0] for name in sys.modules}})))"
+    code = (
+        f"{statement}\nimport json, "
+        f"sys\nprint(json.dumps(sorted({{name.split('.')[0] for name in sys.modules}})))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return set(json.loads(done.stdout))
 
@@ -83,7 +87,9 @@ def test_every_public_method_has_a_docstring(name):
     bare = [
         method
         for method, member in vars(value).items()
-        if not method.startswith("_") and (callable(member) or isinstance(member, property)) and not member.__doc__
+        if not method.startswith("_")
+        and (callable(member) or isinstance(member, property))
+        and not member.__doc__
     ]
     assert not bare, f"without a docstring: {', '.join(f'{name}.{method}' for method in bare)}"
 
@@ -96,7 +102,8 @@ def stub_tree() -> ast.Module:
 
 
 def declared(body: list[ast.stmt]) -> dict[str, ast.stmt]:
-    """What a stub's module or class body declares, imports and type variables left out; of overloads the last."""
+    """What a stub's module or class body declares, imports and type variables left out; of overloads the
+    last."""
     found: dict[str, ast.stmt] = {}
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -104,7 +111,9 @@ def declared(body: list[ast.stmt]) -> dict[str, ast.stmt]:
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             found[node.target.id] = node
         elif (
-            isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and not is_type_variable(node.value)
+            isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Name)
+            and not is_type_variable(node.value)
         ):
             found[node.targets[0].id] = node
     return found
@@ -112,7 +121,9 @@ def declared(body: list[ast.stmt]) -> dict[str, ast.stmt]:
 
 def is_type_variable(value: ast.expr) -> bool:
     return (
-        isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id in ("TypeVar", "ParamSpec")
+        isinstance(value, ast.Call)
+        and isinstance(value.func, ast.Name)
+        and value.func.id in ("TypeVar", "ParamSpec")
     )
 
 
@@ -140,8 +151,9 @@ def strip_annotations(arguments: ast.arguments) -> ast.arguments:
 
 
 def native_signature(function: Any) -> inspect.Signature:
-    """The parameters that the native function shows, without annotations and without ``self``. Where nanobind made the
-    function, ``inspect`` cannot read it, and nanobind's own text of the signature is read instead."""
+    """The parameters that the native function shows, without annotations and without ``self``. Where nanobind
+    made the function, ``inspect`` cannot read it, and nanobind's own text of the signature is read
+    instead."""
     texts = getattr(function, "__nb_signature__", None)
     if texts:
         text, _, *defaults = texts[-1]
@@ -172,7 +184,9 @@ def functions() -> dict[str, tuple[ast.FunctionDef, Any]]:
 
 
 def is_property(node: ast.FunctionDef) -> bool:
-    return any(isinstance(decorator, ast.Name) and decorator.id == "property" for decorator in node.decorator_list)
+    return any(
+        isinstance(decorator, ast.Name) and decorator.id == "property" for decorator in node.decorator_list
+    )
 
 
 def test_the_stub_names_exactly_what_the_native_module_has():

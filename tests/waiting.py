@@ -1,7 +1,7 @@
 """How tests wait for a state: they look at counts until the state is there, and never sleep in its place.
 
-``PATIENCE`` is no promise about time. It is where a wait that will never end is given up, so that one broken promise
-fails one test and not the whole suite.
+``PATIENCE`` is no promise about time. It is where a wait that will never end is given up, so that one broken
+promise fails one test and not the whole suite.
 """
 
 from __future__ import annotations
@@ -27,13 +27,16 @@ def wait_until(
 
 
 def wait_blocked(channel: Any, readers: int = 0, writers: int = 0) -> None:
-    """Returns once at least so many readers and so many writers are waiting in the channel, wherever they run."""
+    """Returns once at least so many readers and so many writers are waiting in the channel, wherever they
+    run."""
 
     def blocked() -> bool:
         stats = channel.stats()
         return bool(stats.waiting_readers >= readers and stats.waiting_writers >= writers)
 
-    wait_until(blocked, what=lambda: f"{channel.stats()} where readers={readers}, writers={writers} were expected")
+    wait_until(
+        blocked, what=lambda: f"{channel.stats()} where readers={readers}, writers={writers} were expected"
+    )
 
 
 def wait_stats(channel: Any, **expected: int) -> None:

@@ -1,6 +1,7 @@
 """Pictures of a graph, and the live view of a run. Reads frozen values and statistics only; starts nothing.
 
-``draw(graph, "graph.svg")`` writes a picture; :func:`to_dot` and :func:`to_mermaid` give text that needs no renderer.
+``draw(graph, "graph.svg")`` writes a picture; :func:`to_dot` and :func:`to_mermaid` give text that needs no
+renderer.
 """
 
 from __future__ import annotations
@@ -23,16 +24,18 @@ FORMATS = (*PICTURES, "dot", "mmd")
 
 
 def draw(blueprint: Blueprint, path: str | os.PathLike[str]) -> Path:
-    """Draw ``blueprint`` into the file ``path`` and return its path. The suffix names the format: .svg, .png and .pdf
-    are rendered by Graphviz, .dot and .mmd (Mermaid) are text and need no renderer.
+    """Draw ``blueprint`` into the file ``path`` and return its path. The suffix names the format: .svg, .png
+    and .pdf are rendered by Graphviz, .dot and .mmd (Mermaid) are text and need no renderer.
 
-    Raises ``ValueError`` for another suffix, ``OSError`` if the file can't be written, :class:`RenderError` if
-    Graphviz is missing or fails.
+    Raises ``ValueError`` for another suffix, ``OSError`` if the file can't be written, :class:`RenderError`
+    if Graphviz is missing or fails.
     """
     path = Path(path)
     suffix = path.suffix[1:].lower()
     if suffix not in FORMATS:
-        raise ValueError(f"{str(path)!r}: the name must end in one of {', '.join('.' + known for known in FORMATS)}")
+        raise ValueError(
+            f"{str(path)!r}: the name must end in one of {', '.join('.' + known for known in FORMATS)}"
+        )
     if suffix == "mmd":
         content = to_mermaid(blueprint).encode()
     elif suffix == "dot":

@@ -38,7 +38,8 @@ POOLS: dict[str, tuple[str, str, str]] = {
 
 
 def to_dot(blueprint: Blueprint) -> str:
-    """The graph as DOT text, ready for ``dot`` or for :func:`flowchan.viz.draw`. Starts no stage and no source."""
+    """The graph as DOT text, ready for ``dot`` or for :func:`flowchan.viz.draw`. Starts no stage and no
+    source."""
     import graphviz
 
     picture = labels.picture(blueprint)
@@ -46,7 +47,8 @@ def to_dot(blueprint: Blueprint) -> str:
         name="flowchan",
         graph_attr={
             "rankdir": "LR",
-            "newrank": "true",  # rank by the arrows alone, else a box is kept together and arrows run backwards
+            # rank by the arrows alone, else a box is kept together and arrows run backwards
+            "newrank": "true",
             "bgcolor": GROUND,
             "fontname": FONT,
             "fontcolor": INK,
@@ -57,7 +59,13 @@ def to_dot(blueprint: Blueprint) -> str:
             "ranksep": "0.45",
             "pad": "0.3",
         },
-        node_attr={"fontname": FONT, "fontsize": "12", "fontcolor": INK, "margin": "0.16,0.08", "penwidth": "1.3"},
+        node_attr={
+            "fontname": FONT,
+            "fontsize": "12",
+            "fontcolor": INK,
+            "margin": "0.16,0.08",
+            "penwidth": "1.3",
+        },
         edge_attr={"fontname": FONT, "fontsize": "9", "fontcolor": FAINT, "color": BLUE, "arrowsize": "0.7"},
     )
     for index, pool in enumerate(picture.pools):
@@ -119,7 +127,12 @@ def _loose_end(dot: Digraph, node: str, writer: Stage, link: Link) -> None:
 
     role = labels.end_role(writer)
     words = labels.MEANING[role]
-    dot.node(node, label=f'<<FONT POINT-SIZE="10">{words}</FONT>>', tooltip=graphviz.escape(link.name), **_look(role))
+    dot.node(
+        node,
+        label=f'<<FONT POINT-SIZE="10">{words}</FONT>>',
+        tooltip=graphviz.escape(link.name),
+        **_look(role),
+    )
 
 
 def _arrow(link: Link) -> dict[str, Any]:
@@ -128,7 +141,8 @@ def _arrow(link: Link) -> dict[str, Any]:
     item, rest = labels.channel_text(link)
     first = f"<B>{escape(item)}</B><BR/>" if item else ""
     words = (
-        f'<TABLE BORDER="0" CELLPADDING="3"><TR><TD>{first}{escape(rest)}</TD></TR></TABLE>'  # for the room around it
+        # for the room around it
+        f'<TABLE BORDER="0" CELLPADDING="3"><TR><TD>{first}{escape(rest)}</TD></TR></TABLE>'
     )
     look = {"label": f"<{words}>", "tooltip": graphviz.escape(link.name)}
     if link.medium == "processes":
@@ -141,14 +155,17 @@ def _arrow(link: Link) -> dict[str, Any]:
 
 
 def _legend(picture: Picture) -> str:
-    """The graph's name, and what explains this picture, no more: a row for its boxes and a row for its arrows."""
+    """The graph's name, and what explains this picture, no more: a row for its boxes and a row for its
+    arrows."""
     ends: set[Role] = {
         labels.end_role(picture.stages[writer]) for writer, reader, _ in picture.arrows if reader is None
     }
     used = {*picture.roles, *ends}
     boxes = [_swatch(*LOOKS[role][:2]) + _key(labels.MEANING[role]) for role in LOOKS if role in used]
     boxes += [
-        _swatch(*POOLS[on][:2]) + _key(POOLS[on][2]) for on in POOLS if any(pool.on == on for pool in picture.pools)
+        _swatch(*POOLS[on][:2]) + _key(POOLS[on][2])
+        for on in POOLS
+        if any(pool.on == on for pool in picture.pools)
     ]
     media = {link.medium for _, _, link in picture.arrows}
     # These characters are in the small fonts that renderers bring along; dashed and heavy arrows are not.
@@ -161,7 +178,9 @@ def _legend(picture: Picture) -> str:
         arrows.append(_line("– →", RED) + _key("failed items"))
     if arrows:
         arrows.append(_key("beside it: <B>item type</B>, capacity · medium"))
-    title = f'<TR><TD ALIGN="LEFT"><FONT POINT-SIZE="15"><B>{escape(picture.name) or "?"}</B></FONT></TD></TR>'
+    title = (
+        f'<TR><TD ALIGN="LEFT"><FONT POINT-SIZE="15"><B>{escape(picture.name) or "?"}</B></FONT></TD></TR>'
+    )
     return f'<<TABLE BORDER="0" CELLSPACING="0" CELLPADDING="2">{title}{_row(boxes)}{_row(arrows)}</TABLE>>'
 
 

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 Role = Literal["source", "stage", "sink", "errors", "result", "unread"]
 
 RESULT_KINDS = frozenset({"reduce", "collect"})
-"""The verbs whose output may leave the graph: an unread one is a result, any other unread output is a mistake."""
+"""The verbs whose output may leave the graph: an unread one is a result, any other unread output is a
+mistake."""
 
 MEANING: Mapping[Role, str] = {
     "source": "source",
@@ -33,7 +34,8 @@ MEANING: Mapping[Role, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Stages that are drawn in one box: all threads of the run's own process, or the processes of one stage."""
+    """Stages that are drawn in one box: all threads of the run's own process, or the processes of one
+    stage."""
 
     title: str
     on: str
@@ -42,9 +44,9 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A graph as a picture needs it. Stages are numbered in declaration order, because names need not be unique in a
-    graph that is still wrong. ``arrows`` are (writer, reader, link), with the reader ``None`` where the channel leaves
-    the graph."""
+    """A graph as a picture needs it. Stages are numbered in declaration order, because names need not be
+    unique in a graph that is still wrong. ``arrows`` are (writer, reader, link), with the reader ``None``
+    where the channel leaves the graph."""
 
     name: str
     stages: tuple[Stage, ...]
@@ -113,7 +115,11 @@ def type_text(item: Any) -> str:
         return type_text(arguments[0])
     if origin is not None:
         name = getattr(origin, "__qualname__", None) or str(origin).removeprefix("typing.")
-        return f"{name}[{', '.join(_argument_text(argument) for argument in arguments)}]" if arguments else str(name)
+        return (
+            f"{name}[{', '.join(_argument_text(argument) for argument in arguments)}]"
+            if arguments
+            else str(name)
+        )
     if isinstance(item, type):
         return item.__qualname__.rpartition("<locals>.")[2]
     return str(item).removeprefix("typing.")
@@ -138,8 +144,8 @@ def detail_text(stage: Stage) -> str:
 
 
 def place_text(stage: Stage) -> str:
-    """Where the stage's function begins, as ``file:line``; where the stage was declared if the function is not
-    written in Python or there is none."""
+    """Where the stage's function begins, as ``file:line``; where the stage was declared if the function is
+    not written in Python or there is none."""
     file, line = place(stage)
     return f"{_short(file)}:{line}"
 

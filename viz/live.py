@@ -1,5 +1,5 @@
-"""The live view of a run: a table on a terminal, one plain line every few seconds elsewhere. Shows the frozen values
-it is given and knows nothing of the run itself."""
+"""The live view of a run: a table on a terminal, one plain line every few seconds elsewhere. Shows the frozen
+values it is given and knows nothing of the run itself."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ PLAIN_STAGES = 6
 class LiveView:
     """``with LiveView() as view:`` and :meth:`show` a snapshot as often as you like, several times a second.
 
-    Writes to ``stream`` (the standard error stream, so that the program's own output stays clean). Starts no thread.
-    ``clock`` tells the time that spaces the plain lines.
+    Writes to ``stream`` (the standard error stream, so that the program's own output stays clean). Starts no
+    thread. ``clock`` tells the time that spaces the plain lines.
     """
 
     def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -66,8 +66,8 @@ class LiveView:
 
 
 def plain_line(stats: RunStats) -> str:
-    """One line that says how the run goes: of each stage its items and rate, how busy it is, what waits for it and
-    what failed. Of many stages it takes the busiest."""
+    """One line that says how the run goes: of each stage its items and rate, how busy it is, what waits for
+    it and what failed. Of many stages it takes the busiest."""
     chosen = _busiest(stats, PLAIN_STAGES)
     queues = _queues(stats)
     parts = [_plain_stage(stage, queues.get(stage.name), stage.name == stats.bottleneck) for stage in chosen]
@@ -91,7 +91,9 @@ def _items(stage: StageStats) -> int:
 
 def _busiest(stats: RunStats, most: int) -> list[StageStats]:
     """At most ``most`` stages, the bottleneck and the busiest, in the order of the graph."""
-    ranked = sorted(stats.stages, key=lambda stage: (stage.name == stats.bottleneck, stage.busy), reverse=True)
+    ranked = sorted(
+        stats.stages, key=lambda stage: (stage.name == stats.bottleneck, stage.busy), reverse=True
+    )
     kept = {id(stage) for stage in ranked[:most]}
     return [stage for stage in stats.stages if id(stage) in kept]
 
@@ -116,10 +118,14 @@ def _table(stats: RunStats, height: int) -> Table:
 
     chosen, queues = _busiest(stats, height), _queues(stats)
     hidden = len(stats.stages) - len(chosen)
-    title = f"{stats.graph} · {stats.state} · {stats.elapsed:.1f} s" + (f" · {hidden} quieter stages" if hidden else "")
+    title = f"{stats.graph} · {stats.state} · {stats.elapsed:.1f} s" + (
+        f" · {hidden} quieter stages" if hidden else ""
+    )
     titles = ("workers", "items", "rate", "busy", "failed", "queue")
     rows = [_cells(stage, queues.get(stage.name)) for stage in chosen]
-    table = Table(title=Text(title, style="bold"), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(
+        title=Text(title, style="bold"), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
     table.add_column("stage", no_wrap=True)  # the only one that a narrow terminal may shorten
     for name, *cells in zip(titles, *rows, strict=True):
         width = max(map(len, [name, *cells]))
@@ -135,7 +141,14 @@ def _table(stats: RunStats, height: int) -> Table:
 
 def _cells(stage: StageStats, queue: tuple[int, int] | None) -> list[str]:
     alive = f"{stage.alive}/{stage.workers} {stage.on}"
-    return [alive, count(_items(stage)), rate(stage.rate), share(stage.busy), count(stage.failed), _bar(queue)]
+    return [
+        alive,
+        count(_items(stage)),
+        rate(stage.rate),
+        share(stage.busy),
+        count(stage.failed),
+        _bar(queue),
+    ]
 
 
 def _bar(queue: tuple[int, int] | None) -> str:

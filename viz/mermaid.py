@@ -15,7 +15,8 @@ from flowchan.viz.labels import Picture, Pool, Role
 if TYPE_CHECKING:
     from flowchan.graph import Blueprint
 
-# What surrounds the label makes the shape. Each class sets the text's colour with the ground's: dark viewers keep both.
+# What surrounds the label makes the shape. Each class sets the text's colour with the ground's: dark viewers
+# keep both.
 SHAPES: dict[Role, tuple[str, str]] = {
     "source": ("([", "])"),
     "stage": ("(", ")"),
@@ -56,10 +57,16 @@ def to_mermaid(blueprint: Blueprint) -> str:
 
 def _box(picture: Picture, index: int, pool: Pool) -> list[str]:
     nodes = [
-        f"        n{number}{_shaped(picture.roles[number], _words(picture.stages[number]))}" for number in pool.stages
+        f"        n{number}{_shaped(picture.roles[number], _words(picture.stages[number]))}"
+        for number in pool.stages
     ]
     look = "threads" if pool.on == "thread" else "processes"
-    return [f"    subgraph pool{index}[{_quoted(pool.title)}]", *nodes, "    end", f"    class pool{index} {look}"]
+    return [
+        f"    subgraph pool{index}[{_quoted(pool.title)}]",
+        *nodes,
+        "    end",
+        f"    class pool{index} {look}",
+    ]
 
 
 def _words(stage: Stage) -> str:
@@ -79,6 +86,7 @@ def _arrow(link: Link) -> str:
 
 
 def _quoted(words: str) -> str:
-    """In quotes, with entity codes for what Mermaid, or the Markdown and HTML in its labels, would read as its own."""
+    """In quotes, with entity codes for what Mermaid, or the Markdown and HTML in its labels, would read as
+    its own."""
     codes = {character: f"#{ord(character)};" for character in '"#<>&`\\'}
     return '"' + "".join(codes.get(character, character) for character in words).replace("\n", "<br/>") + '"'

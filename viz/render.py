@@ -1,6 +1,7 @@
-"""DOT text → a picture. Graphviz does it, as one of these, the first that can: the ``dot`` program, which knows the fonts
-of this machine; graphviz-pure, a program that comes with flowchan and needs nothing else; the engine in the pygraphviz
-wheel, which wants libraries of the system. Each runs in a process of its own, so that a crash or a warning stays there."""
+"""DOT text → a picture. Graphviz does it, as one of these, the first that can: the ``dot`` program, which
+knows the fonts of this machine; graphviz-pure, a program that comes with flowchan and needs nothing else; the
+engine in the pygraphviz wheel, which wants libraries of the system. Each runs in a process of its own, so
+that a crash or a warning stays there."""
 
 from __future__ import annotations
 
@@ -44,14 +45,19 @@ def render(dot: str, picture: str) -> bytes:
         raise RenderError(f"Graphviz failed: {'; '.join(failures)}")
     install = "apt install graphviz" if picture == "pdf" else _INSTALL
     raise RenderError(
-        f"nothing here draws .{picture} pictures; to install what does: {install} (.dot and .mmd need no renderer)"
+        f"nothing here draws .{picture} pictures; to install what does: {install} (.dot and "
+        ".mmd need no renderer)"
     )
 
 
 def _engines(picture: str) -> Iterator[tuple[str, list[str], Callable[[list[str], str], bytes]]]:
     if program := shutil.which("dot"):
         yield "dot", [program, f"-T{picture}"], _run
-    folders = [os.path.dirname(sys.executable), sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)]
+    folders = [
+        os.path.dirname(sys.executable),
+        sysconfig.get_path("scripts"),
+        os.environ.get("PATH", os.defpath),
+    ]
     if picture != "pdf" and (program := shutil.which("graphviz-pure", path=os.pathsep.join(folders))):
         yield "graphviz-pure", [program, f"-T{picture}"], _run_without_fonts
     if importlib.util.find_spec("pygraphviz"):

@@ -2,8 +2,8 @@
 
     python examples/patterns/background_task.py [DIRECTORY] [-o ARCHIVE] [--on thread|process]
 
-The directory is the ``json`` package of the running Python unless another is named. Without ``-o`` the archive is thrown
-away.
+The directory is the ``json`` package of the running Python unless another is named. Without ``-o`` the
+archive is thrown away.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ def pack(directory: Path, archive: Path) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Pack the Python files below a directory and count their lines.")
+    parser = argparse.ArgumentParser(
+        description="Pack the Python files below a directory and count their lines."
+    )
     parser.add_argument("directory", nargs="?", type=Path, default=Path(json.__file__).parent)
     parser.add_argument("-o", "--output", type=Path)
     parser.add_argument("--on", choices=["thread", "process"], default="process")
@@ -38,7 +40,8 @@ def main() -> None:
         task = BackgroundTask(pack, args.directory, archive, on=args.on)
         lines = sum(file.read_bytes().count(b"\n") for file in args.directory.rglob("*.py"))
         print(f"{lines:,} lines")
-        print(f"{task.result():,} files packed into an archive of {archive.stat().st_size:,} bytes")  # waits, or raises
+        # waits, or raises
+        print(f"{task.result():,} files packed into an archive of {archive.stat().st_size:,} bytes")
         task.close()
 
 

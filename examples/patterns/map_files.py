@@ -15,7 +15,8 @@ from flowchan.pipelines import map  # noqa: A004
 
 
 def count_lines(files: list[Path], workers: int, worker: int) -> tuple[int, int]:
-    """What one worker does: every ``workers``-th file, beginning with its own number. Gives its files and their lines."""
+    """What one worker does: every ``workers``-th file, beginning with its own number. Gives its files and
+    their lines."""
     mine = files[worker - 1 :: workers]
     return len(mine), sum(file.read_bytes().count(b"\n") for file in mine)
 

@@ -1,9 +1,10 @@
-"""The imports in all Python files below a directory: the owner of a work queue asks for files, workers answer.
+"""The imports in all Python files below a directory: the owner of a work queue asks for files, workers
+answer.
 
     python examples/patterns/queue_files.py [DIRECTORY] [--workers N] [--on thread|process]
 
-Unlike with ``map``, a worker that got short files takes more of them. The directory is the running Python's own standard
-library unless another is named.
+Unlike with ``map``, a worker that got short files takes more of them. The directory is the running Python's
+own standard library unless another is named.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-// What the async calls wait with (asynchronous.py): coroutines that stand at the gates of their channels, and a thread
-// that sleeps for all of them.
+// What the async calls wait with (asynchronous.py): coroutines that stand at the gates of their channels, and
+// a thread that sleeps for all of them.
 //
-// Algorithm. A coroutine that can't go on enters the gate, as a thread would, and tries once more: what happens later
-// changes the gate's word. It stays at the gate until its operation is done, until it is told, or until it is cancelled;
-// meanwhile the watching thread sleeps in futex_waitv on the words of all its coroutines. Those whose word has changed it
-// takes off their gates, and the event loop tells them. One that leaves without having used its wake-up passes it on.
+// Algorithm. A coroutine that can't go on enters the gate, as a thread would, and tries once more: what
+// happens later changes the gate's word. It stays at the gate until its operation is done, until it is told,
+// or until it is cancelled; meanwhile the watching thread sleeps in futex_waitv on the words of all its
+// coroutines. Those whose word has changed it takes off their gates, and the event loop tells them. One that
+// leaves without having used its wake-up passes it on.
 #include "channel.hpp"
 
 namespace flowchan {
@@ -26,8 +27,10 @@ void Place::enter(bool again) {
         seen_ = waiting.seen;
         locked.unlock({});
     };
-    if (ch->queue) enter(*ch->queue, node_);
-    else enter(*ch->ring, waiting_);
+    if (ch->queue)
+        enter(*ch->queue, node_);
+    else
+        enter(*ch->ring, waiting_);
 }
 
 void Place::leave(bool unused) {
@@ -37,21 +40,27 @@ void Place::leave(bool unused) {
         Locked<M> locked(m);
         const bool called = Traits<M>::leave(m, caller, waiting, true);
         Traits<M>::look_for_dead(m, wakes);
-        // In a line nobody else is woken while this one is on its way, so the next must be, whatever came of it.
+        // In a line nobody else is woken while this one is on its way, so the next must be, whatever came of
+        // it.
         if (called ? unused || !Traits<M>::processes : unused) Traits<M>::pass_on(m, caller, wakes);
         locked.unlock(wakes);
     };
-    if (ch->queue) leave(*ch->queue, node_);
-    else leave(*ch->ring, waiting_);
+    if (ch->queue)
+        leave(*ch->queue, node_);
+    else
+        leave(*ch->ring, waiting_);
 }
 
 Await::Await(nb::object target_, bool reading, bool again) : target(std::move(target_)) {
-    if (nb::isinstance<In>(target)) in = nb::inst_ptr<In>(target);
-    else if (nb::isinstance<Out>(target)) out = nb::inst_ptr<Out>(target);
+    if (nb::isinstance<In>(target))
+        in = nb::inst_ptr<In>(target);
+    else if (nb::isinstance<Out>(target))
+        out = nb::inst_ptr<Out>(target);
     if ((in && !ready(*in)) || (out && !ready(*out))) throw nb::python_error();
     Channel& ch = in ? *in->ch : out ? *out->ch : *nb::inst_ptr<Channel>(target);
     if (!ch.usable()) throw nb::python_error();
-    Caller caller = reading ? Caller{Side::Reader, in, in ? in->state.session : 0} : writing(ch, out, 0, true);
+    Caller caller =
+        reading ? Caller{Side::Reader, in, in ? in->state.session : 0} : writing(ch, out, 0, true);
     if (ch.ring && !caller.session) caller.session = ch.plain_session();
     place.emplace(&ch, caller);
     place->enter(again);
@@ -79,8 +88,10 @@ void Await::leave(bool unused) {
             Traits<M>::pass_on(m, place->caller, wakes);
             locked.unlock(wakes);
         };
-        if (place->ch->queue) pass_on(*place->ch->queue);
-        else pass_on(*place->ch->ring);
+        if (place->ch->queue)
+            pass_on(*place->ch->queue);
+        else
+            pass_on(*place->ch->ring);
     }
 }
 
@@ -89,11 +100,12 @@ void Watch::ring() {
     if (asleep_.load(std::memory_order_seq_cst)) futex_wake(bell_, 1, false);
 }
 
-// Until the bell has rung since `heard` was read, one of the waits has changed, or `seconds` are over. Answers the indices
-// of those that have changed; they have left their gates then.
+// Until the bell has rung since `heard` was read, one of the waits has changed, or `seconds` are over.
+// Answers the indices of those that have changed; they have left their gates then.
 nb::list Watch::sleep(uint32_t heard, nb::list waits, double seconds) {
     std::vector<Await*> all;
-    std::vector<WaitedWord> words{{heard, reinterpret_cast<uint64_t>(&bell_), FUTEX_WORD_32 | FUTEX_PRIVATE_FLAG, 0}};
+    std::vector<WaitedWord> words{
+        {heard, reinterpret_cast<uint64_t>(&bell_), FUTEX_WORD_32 | FUTEX_PRIVATE_FLAG, 0}};
     bool any = false;
     for (nb::handle one : waits) {
         Await* wait = nb::inst_ptr<Await>(one);
@@ -111,7 +123,8 @@ nb::list Watch::sleep(uint32_t heard, nb::list waits, double seconds) {
     }
     nb::list found;
     for (size_t i = 0; i < all.size(); ++i) {
-        if (all[i]->place->ch->ring && all[i]->place->ch->ring->is_sweep_due()) {  // who would have woken it may be dead
+        if (all[i]->place->ch->ring &&
+            all[i]->place->ch->ring->is_sweep_due()) {  // who would have woken it may be dead
             Ring& ring = *all[i]->place->ch->ring;
             Wakes wakes;
             Locked<Ring> locked(ring);

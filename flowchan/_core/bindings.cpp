@@ -8,8 +8,8 @@
 
 #include <poll.h>
 #include <signal.h>
-#include <thread>
 #include <unistd.h>
+#include <thread>
 
 #include "channel.hpp"
 #include "sizes.hpp"
@@ -21,14 +21,17 @@ using namespace nb::literals;
 
 namespace {
 
-PyType_Slot channel_slots[] = {{Py_tp_methods, channel_methods}, {Py_tp_iter, (void*)PyObject_SelfIter},
-                               {Py_tp_iternext, (void*)channel_next}, {Py_tp_traverse, (void*)channel_traverse},
-                               {Py_tp_clear, (void*)channel_clear}, {0, nullptr}};
-PyType_Slot in_slots[] = {{Py_tp_methods, in_methods}, {Py_tp_iter, (void*)PyObject_SelfIter},
+PyType_Slot channel_slots[] = {
+    {Py_tp_methods, channel_methods},      {Py_tp_iter, (void*)PyObject_SelfIter},
+    {Py_tp_iternext, (void*)channel_next}, {Py_tp_traverse, (void*)channel_traverse},
+    {Py_tp_clear, (void*)channel_clear},   {0, nullptr}};
+PyType_Slot in_slots[] = {{Py_tp_methods, in_methods},      {Py_tp_iter, (void*)PyObject_SelfIter},
                           {Py_tp_iternext, (void*)in_next}, {Py_tp_traverse, (void*)in_traverse},
-                          {Py_tp_clear, (void*)in_clear}, {0, nullptr}};
-PyType_Slot out_slots[] = {{Py_tp_methods, out_methods}, {Py_tp_traverse, (void*)out_traverse},
-                           {Py_tp_clear, (void*)out_clear}, {0, nullptr}};
+                          {Py_tp_clear, (void*)in_clear},   {0, nullptr}};
+PyType_Slot out_slots[] = {{Py_tp_methods, out_methods},
+                           {Py_tp_traverse, (void*)out_traverse},
+                           {Py_tp_clear, (void*)out_clear},
+                           {0, nullptr}};
 
 // Looks for dead processes when it is time to, so that who polls learns of their ends.
 uint64_t state_of(Channel& ch) {
@@ -43,7 +46,8 @@ uint64_t state_of(Channel& ch) {
     return std::atomic_ref(ch.ring->header().state).load(std::memory_order_acquire);
 }
 
-template <class F> auto locked(Channel& ch, F f) {
+template <class F>
+auto locked(Channel& ch, F f) {
     if (!ch.usable()) throw nb::python_error();
     Wakes wakes;
     if (ch.queue) {
@@ -61,8 +65,10 @@ template <class F> auto locked(Channel& ch, F f) {
 int64_t length(Channel& ch) {
     if (state_of(ch) == BROKEN) return 0;
     return locked(ch, [](auto& m, Wakes&) -> int64_t {
-        if constexpr (std::is_same_v<decltype(m), Ring&>) return m.header().inside();
-        else return int64_t(m.inside());
+        if constexpr (std::is_same_v<decltype(m), Ring&>)
+            return m.header().inside();
+        else
+            return int64_t(m.inside());
     });
 }
 
@@ -72,7 +78,8 @@ bool is_drained(Channel& ch) {
 
 bool is_broken(Channel& ch) {
     const uint64_t state = state_of(ch);
-    return state == BROKEN || (state == CLOSED && ch.ring && locked(ch, [&](auto&, Wakes&) { return ch.ring->broken(); }));
+    return state == BROKEN ||
+           (state == CLOSED && ch.ring && locked(ch, [&](auto&, Wakes&) { return ch.ring->broken(); }));
 }
 
 void close_channel(Channel& ch) {
@@ -83,20 +90,25 @@ void close_channel(Channel& ch) {
 }
 
 // A supervised session is ended by its supervisor alone, never by whoever notices that its process is gone.
-template <class Port> void supervise(Port& port) {
+template <class Port>
+void supervise(Port& port) {
     if (port.ch->ring) port.ch->ring->session(port.state.session).supervised = 1;
 }
 
-template <class Port> nb::tuple hand_over(Port& port) {
+template <class Port>
+nb::tuple hand_over(Port& port) {
     if (!port.ch->ring) {
-        PyErr_SetString(PyExc_TypeError, (port.ch->describe() + " can't be sent to another process, and so can't its "
-                                          "ports; make it with across='processes'").c_str());
+        PyErr_SetString(PyExc_TypeError,
+                        (port.ch->describe() + " can't be sent to another process, and so can't its "
+                                               "ports; make it with across='processes'")
+                            .c_str());
         throw nb::python_error();
     }
     return nb::make_tuple(port.channel, port.state.session);
 }
 
-// --- what a supervisor does for a worker that died; `port` is the supervisor's own handle of the dead worker's port ---
+// --- what a supervisor does for a worker that died; `port` is the supervisor's own handle of the dead
+// worker's port ---
 
 std::vector<Slot*> in_hand(In& in) {
     if (!in.ch->ring) return {};
@@ -154,23 +166,27 @@ int descriptor_of(int pid, int fd) {
     return int(opened);
 }
 
-// Ends this process at once when the process `pid` has ended, whatever this one is doing, C code with the GIL held
-// included. One thread that only ever sleeps in poll(), or, where the kernel or a filter refuses pidfd_open, looks ten
-// times a second; it ends with its process.
+// Ends this process at once when the process `pid` has ended, whatever this one is doing, C code with the GIL
+// held included. One thread that only ever sleeps in poll(), or, where the kernel or a filter refuses
+// pidfd_open, looks ten times a second; it ends with its process.
 void die_with(int pid) {
     const uint64_t started = process_start(pid);
     const int fd = open_pidfd(pid);
     if (fd < 0 && (errno == ESRCH || !process_alive(pid, started))) _exit(1);  // it has ended already
     std::thread([=] {
         pollfd p{fd, POLLIN, 0};
-        if (fd >= 0) while (poll(&p, 1, -1) < 0 && errno == EINTR) {}
-        else while (process_alive(pid, started)) std::this_thread::sleep_for(std::chrono::nanoseconds(SLICE_NS));
+        if (fd >= 0)
+            while (poll(&p, 1, -1) < 0 && errno == EINTR) {}
+        else
+            while (process_alive(pid, started))
+                std::this_thread::sleep_for(std::chrono::nanoseconds(SLICE_NS));
         _exit(1);
     }).detach();
 }
 
-// Lets this process die of the signal `number` once the interpreter has ended: as Python itself does after an uncaught
-// KeyboardInterrupt, but not after one of a subclass. A shell that runs the program in a loop then ends too.
+// Lets this process die of the signal `number` once the interpreter has ended: as Python itself does after an
+// uncaught KeyboardInterrupt, but not after one of a subclass. A shell that runs the program in a loop then
+// ends too.
 void die_of(int number) {
     static int of = 0;
     if (of || Py_AtExit([] { signal(of, SIG_DFL), kill(getpid(), of); })) return;
@@ -178,7 +194,8 @@ void die_of(int number) {
 }
 
 // Errors of the operating system become OSError, not RuntimeError.
-template <class... Args> void construct(Channel* self, Args... args) {
+template <class... Args>
+void construct(Channel* self, Args... args) {
     try {
         new (self) Channel(std::move(args)...);
     } catch (const std::system_error& e) {
@@ -193,64 +210,98 @@ NB_MODULE(_core, m) {
     nb::set_leak_warnings(false);  // a thread that still waits at the interpreter's exit is no leak of ours
     m.doc() = "The native core of flowchan: channels and their ports.";
 
-    nb::class_<View>(m, "View", nb::type_slots(view_slots), "Memory of a channel, or of this process, as a buffer.")
-        .def_static("of", View::of, "address"_a, "size"_a, "owner"_a, "Read-only memory that ``owner`` keeps where it is.")
+    nb::class_<View>(m, "View", nb::type_slots(view_slots),
+                     "Memory of a channel, or of this process, as a buffer.")
+        .def_static("of", View::of, "address"_a, "size"_a, "owner"_a,
+                    "Read-only memory that ``owner`` keeps where it is.")
         .def("private", private_view, "The same bytes, writable; pages are copied as they are written.")
-        .def("lent", [](View& view, nb::handle array) { view.block->array = nb::weakref(array); }, "array"_a,
-             "``array`` was made of this loan: it becomes read-only when it is put.");
+        .def(
+            "lent", [](View& view, nb::handle array) { view.block->array = nb::weakref(array); }, "array"_a,
+            "``array`` was made of this loan: it becomes read-only when it is put.");
 
     nb::class_<Channel>(m, "Channel", nb::type_slots(channel_slots), nb::is_weak_referenceable(),
                         "A bounded, closable FIFO. Use flowchan.Channel, which checks its arguments.")
-        .def("__init__", construct<uint64_t, bool, uint64_t, std::string>, "capacity"_a, "processes"_a, "max_bytes"_a,
-             "name"_a)
+        .def("__init__", construct<uint64_t, bool, uint64_t, std::string>, "capacity"_a, "processes"_a,
+             "max_bytes"_a, "name"_a)
         .def("__init__", construct<int, int, std::string>, "fd"_a, "socket"_a, "name"_a)
         .def("close", close_channel,
-             "Nobody can put any more; what is inside can still be read. Anybody may close, any number of times.")
-        .def("abort", [](Channel& ch, nb::handle cause) { abort_channel(ch, cause.ptr()); }, "cause"_a = nb::none(),
-             "Break the channel: what is inside is discarded, and every waiting or later call raises Broken from ``cause``.")
-        .def("reader", [](nb::handle self) { return nb::cast(new In(nb::borrow(self), 0), nb::rv_policy::take_ownership); },
-             "A counted reading end. When the last one is closed, writers get Closed.")
-        .def("writer", [](nb::handle self) { return nb::cast(new Out(nb::borrow(self), 0), nb::rv_policy::take_ownership); },
-             "A counted writing end. When the last one is closed, the channel is closed.")
+             "Nobody can put any more; what is inside can still be read. Anybody may close, any number of "
+             "times.")
+        .def(
+            "abort", [](Channel& ch, nb::handle cause) { abort_channel(ch, cause.ptr()); },
+            "cause"_a = nb::none(),
+            "Break the channel: what is inside is discarded, and every waiting or later call raises Broken "
+            "from ``cause``.")
+        .def(
+            "reader",
+            [](nb::handle self) {
+                return nb::cast(new In(nb::borrow(self), 0), nb::rv_policy::take_ownership);
+            },
+            "A counted reading end. When the last one is closed, writers get Closed.")
+        .def(
+            "writer",
+            [](nb::handle self) {
+                return nb::cast(new Out(nb::borrow(self), 0), nb::rv_policy::take_ownership);
+            },
+            "A counted writing end. When the last one is closed, the channel is closed.")
         .def("__len__", length)
-        .def_prop_ro("capacity", [](Channel& ch) { return ch.capacity; }, "How many items may be inside.")
-        .def_prop_ro("max_bytes", [](Channel& ch) -> std::optional<uint64_t> {
-            return ch.max_bytes == UINT64_MAX ? std::nullopt : std::optional(ch.max_bytes);
-        }, "How many bytes may be inside; None: no such limit.")
-        .def_prop_ro("across", [](Channel& ch) { return ch.queue ? "threads" : "processes"; }, "The medium.")
-        .def_prop_ro("closed", [](Channel& ch) { return state_of(ch) != OPEN; }, "Whether nobody can put any more.")
+        .def_prop_ro(
+            "capacity", [](Channel& ch) { return ch.capacity; }, "How many items may be inside.")
+        .def_prop_ro(
+            "max_bytes",
+            [](Channel& ch) -> std::optional<uint64_t> {
+                return ch.max_bytes == UINT64_MAX ? std::nullopt : std::optional(ch.max_bytes);
+            },
+            "How many bytes may be inside; None: no such limit.")
+        .def_prop_ro(
+            "across", [](Channel& ch) { return ch.queue ? "threads" : "processes"; }, "The medium.")
+        .def_prop_ro(
+            "closed", [](Channel& ch) { return state_of(ch) != OPEN; }, "Whether nobody can put any more.")
         .def_prop_ro("drained", is_drained, "Whether it is closed and empty and no item is out on lease.")
         .def_prop_ro("broken", is_broken,
                      "Whether it was aborted, or has come to an end that is no clean one.")
         .def_rw("_name", &Channel::name)
         .def_prop_ro("_fd", [](Channel& ch) { return ch.ring ? ch.ring->fd() : -1; })
-        .def_prop_rw("_share", [](Channel& ch) { return ch.queue ? ch.queue->share : ch.ring->header().share; },
-             [](Channel& ch, uint64_t bytes) { (ch.queue ? ch.queue->share : ch.ring->header().share) = bytes; })
+        .def_prop_rw(
+            "_share", [](Channel& ch) { return ch.queue ? ch.queue->share : ch.ring->header().share; },
+            [](Channel& ch, uint64_t bytes) {
+                (ch.queue ? ch.queue->share : ch.ring->header().share) = bytes;
+            })
         .def_prop_ro("_socket", [](Channel& ch) { return ch.ring ? ch.ring->socket() : -1; })
         .def("_stats", channel_stats)
-        .def("_pinned", [](Channel& ch) {
-            Wakes wakes;
-            Locked<Ring> lock(*ch.ring);
-            auto ids = ch.ring->pinned();
-            if (!ids.empty()) {
-                ch.ring->sweep(wakes);  // the dead look at nothing
-                ids = ch.ring->pinned();
-            }
-            lock.unlock(wakes);
-            return ids;
-        })
-        .def("_loan", [](Channel& ch, uint64_t size, nb::handle timeout) { return loan(ch, nullptr, size, timeout); },
-             "size"_a, "timeout"_a.none())
-        .def("_adopt_reader", [](nb::handle self, int session) {
-            return nb::cast(new In(nb::borrow(self), session), nb::rv_policy::take_ownership);
-        }, "session"_a)
-        .def("_adopt_writer", [](nb::handle self, int session) {
-            return nb::cast(new Out(nb::borrow(self), session), nb::rv_policy::take_ownership);
-        }, "session"_a);
+        .def("_pinned",
+             [](Channel& ch) {
+                 Wakes wakes;
+                 Locked<Ring> lock(*ch.ring);
+                 auto ids = ch.ring->pinned();
+                 if (!ids.empty()) {
+                     ch.ring->sweep(wakes);  // the dead look at nothing
+                     ids = ch.ring->pinned();
+                 }
+                 lock.unlock(wakes);
+                 return ids;
+             })
+        .def(
+            "_loan",
+            [](Channel& ch, uint64_t size, nb::handle timeout) { return loan(ch, nullptr, size, timeout); },
+            "size"_a, "timeout"_a.none())
+        .def(
+            "_adopt_reader",
+            [](nb::handle self, int session) {
+                return nb::cast(new In(nb::borrow(self), session), nb::rv_policy::take_ownership);
+            },
+            "session"_a)
+        .def(
+            "_adopt_writer",
+            [](nb::handle self, int session) {
+                return nb::cast(new Out(nb::borrow(self), session), nb::rv_policy::take_ownership);
+            },
+            "session"_a);
 
     nb::class_<In>(m, "In", nb::type_slots(in_slots),
                    "A stage's reading end of a channel. Taking the next item finishes the one before.")
-        .def("close", [](In& in) { in.close(true); }, "Leave: the items in hand count as finished.")
+        .def(
+            "close", [](In& in) { in.close(true); }, "Leave: the items in hand count as finished.")
         .def("_give_up", [](In& in) { in.close(false); })
         .def("_supervise", supervise<In>)
         .def("_wake_lazily", [](In& in) { in.state.lazy = true; })
@@ -258,45 +309,60 @@ NB_MODULE(_core, m) {
         .def("_died_working", died_working)
         .def("_numbers_in_hand", numbers_in_hand)
         .def("_deaths_in_hand", deaths_in_hand)
-        .def("_on_poison", [](In& in, uint64_t deaths, nb::object handler) {
-            in.max_deaths = deaths;
-            in.on_poison = std::move(handler);
-        }, "deaths"_a, "handler"_a.none())
+        .def(
+            "_on_poison",
+            [](In& in, uint64_t deaths, nb::object handler) {
+                in.max_deaths = deaths;
+                in.on_poison = std::move(handler);
+            },
+            "deaths"_a, "handler"_a.none())
         .def("_hand_over", hand_over<In>)
         .def("__enter__", [](nb::handle self) { return self; })
-        .def("__exit__", [](In& in, nb::handle type, nb::handle, nb::handle) { in.close(type.is_none()); },
-             "type"_a.none(), "error"_a.none(), "traceback"_a.none())
-        .def_prop_ro("channel", [](In& in) { return in.channel; }, "The channel that it reads.")
-        .def_prop_ro("closed", [](In& in) {
-            return !in.open || is_broken(*in.ch) || is_drained(*in.ch);
-        }, "Whether nothing more comes: the port was closed, or the channel is drained or broken.");
+        .def(
+            "__exit__", [](In& in, nb::handle type, nb::handle, nb::handle) { in.close(type.is_none()); },
+            "type"_a.none(), "error"_a.none(), "traceback"_a.none())
+        .def_prop_ro(
+            "channel", [](In& in) { return in.channel; }, "The channel that it reads.")
+        .def_prop_ro(
+            "closed", [](In& in) { return !in.open || is_broken(*in.ch) || is_drained(*in.ch); },
+            "Whether nothing more comes: the port was closed, or the channel is drained or broken.");
 
     nb::class_<Out>(m, "Out", nb::type_slots(out_slots), "A stage's writing end of a channel.")
         .def("close", &Out::close, "Leave; the last writer to leave closes the channel.")
-        .def("_follow", [](nb::handle self, nb::handle reader, bool ordered, bool single) {
-            Out& out = *nb::inst_ptr<Out>(self);
-            out.reader = nb::borrow(reader);
-            out.state.ordered = ordered;
-            out.state.single = single;
-            out.follows()->feeds.push_back(&out);
-        }, "reader"_a, "ordered"_a, "single"_a)
+        .def(
+            "_follow",
+            [](nb::handle self, nb::handle reader, bool ordered, bool single) {
+                Out& out = *nb::inst_ptr<Out>(self);
+                out.reader = nb::borrow(reader);
+                out.state.ordered = ordered;
+                out.state.single = single;
+                out.follows()->feeds.push_back(&out);
+            },
+            "reader"_a, "ordered"_a, "single"_a)
         .def("_replay", [](Out& out) { out.replays = true; })
-        .def("_loan", [](Out& out, uint64_t size, nb::handle timeout) {
-            if (!ready(out)) throw nb::python_error();
-            return loan(*out.ch, &out, size, timeout);
-        }, "size"_a, "timeout"_a.none())
+        .def(
+            "_loan",
+            [](Out& out, uint64_t size, nb::handle timeout) {
+                if (!ready(out)) throw nb::python_error();
+                return loan(*out.ch, &out, size, timeout);
+            },
+            "size"_a, "timeout"_a.none())
         .def("_retire", retire, "items"_a)
         .def("_supervise", supervise<Out>)
         .def("_hand_over", hand_over<Out>)
         .def("__enter__", [](nb::handle self) { return self; })
-        .def("__exit__", [](Out& out, nb::handle, nb::handle, nb::handle) { out.close(); }, "type"_a.none(),
-             "error"_a.none(), "traceback"_a.none())
-        .def_prop_ro("channel", [](Out& out) { return out.channel; }, "The channel that it writes.")
-        .def_prop_ro("closed", [](Out& out) {
-            return !out.open || state_of(*out.ch) != OPEN;
-        }, "Whether nothing more can be put: the port was closed, the channel was closed or broken, or its readers left.");
+        .def(
+            "__exit__", [](Out& out, nb::handle, nb::handle, nb::handle) { out.close(); }, "type"_a.none(),
+            "error"_a.none(), "traceback"_a.none())
+        .def_prop_ro(
+            "channel", [](Out& out) { return out.channel; }, "The channel that it writes.")
+        .def_prop_ro(
+            "closed", [](Out& out) { return !out.open || state_of(*out.ch) != OPEN; },
+            "Whether nothing more can be put: the port was closed, the channel was closed or broken, or its "
+            "readers left.");
 
-    nb::class_<Await>(m, "Await", "One coroutine that stands at the gate of a channel or port; see asynchronous.py.")
+    nb::class_<Await>(m, "Await",
+                      "One coroutine that stands at the gate of a channel or port; see asynchronous.py.")
         .def(nb::init<nb::object, bool, bool>(), "target"_a, "reading"_a, "again"_a)
         .def("leave", &Await::leave, "unused"_a)
         .def_prop_ro("channel", &Await::channel);
@@ -307,9 +373,12 @@ NB_MODULE(_core, m) {
         .def("sleep", &Watch::sleep, "heard"_a, "waits"_a, "seconds"_a);
 
     for (const char* name : {"In", "Out"}) m.attr(name).attr("__module__") = "flowchan";
-    m.def("_set_codec", [](nb::handle dumps, nb::handle loads, nb::handle unreadable) {
-        set_codec(dumps.ptr(), loads.ptr(), unreadable.ptr());
-    }, "dumps"_a, "loads"_a, "unreadable"_a);
+    m.def(
+        "_set_codec",
+        [](nb::handle dumps, nb::handle loads, nb::handle unreadable) {
+            set_codec(dumps.ptr(), loads.ptr(), unreadable.ptr());
+        },
+        "dumps"_a, "loads"_a, "unreadable"_a);
     m.def("_look_at", look_at, "channels"_a);
     m.def("_size_of", [](nb::handle item) { return size_of(item.ptr()); }, "item"_a);
     m.def("_descriptor_of", descriptor_of, "pid"_a, "fd"_a);

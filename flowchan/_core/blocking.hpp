@@ -1,7 +1,8 @@
 // How a call on a channel tries, waits, and gives up: the loop around the gates of waiting.hpp.
 //
-// `op` is the operation on the medium; it is called with the medium's lock held and answers with a Step. For a ring it
-// touches no Python object. The GIL is held on entry and on return, and released while the call sleeps.
+// `op` is the operation on the medium; it is called with the medium's lock held and answers with a Step. For
+// a ring it touches no Python object. The GIL is held on entry and on return, and released while the call
+// sleeps.
 #pragma once
 
 #include <Python.h>
@@ -13,16 +14,20 @@
 namespace flowchan {
 
 // What the loop must know of a medium.
-template <class M> struct Traits;
+template <class M>
+struct Traits;
 
-template <> struct Traits<LocalQueue> {
+template <>
+struct Traits<LocalQueue> {
     static constexpr bool processes = false;
     using Waiting = Node;
     static std::atomic<uint32_t>& word(LocalQueue&, const Caller&, Node& node) { return node.word; }
     static void enter(LocalQueue& q, const Caller& caller, Node& node, bool selecting, bool again) {
         q.line(caller.side).enter(node, caller, selecting, again);
     }
-    static bool leave(LocalQueue& q, const Caller& caller, Node& node, bool) { return q.line(caller.side).leave(node); }
+    static bool leave(LocalQueue& q, const Caller& caller, Node& node, bool) {
+        return q.line(caller.side).leave(node);
+    }
     static bool may_pass(LocalQueue& q, const Caller& caller, const Node* node) {
         const Node* first = q.line(caller.side).starving;
         return !first || caller.ordered || first == node || !q.could_go(first->caller);
@@ -38,25 +43,35 @@ template <> struct Traits<LocalQueue> {
         pass_on(q, caller, wakes);
     }
     // Woken, and not allowed to overtake: whoever starves may not have been woken, because this one was.
-    static void stand_back(LocalQueue& q, const Caller& caller, Wakes& wakes) { q.call_waiting(caller.side, wakes); }
-    static void pass_on(LocalQueue& q, const Caller& caller, Wakes& wakes) { q.call_waiting(caller.side, wakes); }
+    static void stand_back(LocalQueue& q, const Caller& caller, Wakes& wakes) {
+        q.call_waiting(caller.side, wakes);
+    }
+    static void pass_on(LocalQueue& q, const Caller& caller, Wakes& wakes) {
+        q.call_waiting(caller.side, wakes);
+    }
     static bool ready(LocalQueue&, Side) { return false; }
     static void look_for_dead(LocalQueue&, Wakes&) {}
     static constexpr bool time_to_look(LocalQueue&) { return false; }
     static bool ended(LocalQueue& q) { return q.state != OPEN; }
     static uint64_t resumes(LocalQueue&) { return 0; }
-    // Nobody dies here, and only the main thread has signals to look after: the others sleep until they are woken.
-    static int64_t slice(Deadline deadline) { return gettid() == getpid() ? deadline.slice() : deadline.left(); }
+    // Nobody dies here, and only the main thread has signals to look after: the others sleep until they are
+    // woken.
+    static int64_t slice(Deadline deadline) {
+        return gettid() == getpid() ? deadline.slice() : deadline.left();
+    }
 };
 
-template <> struct Traits<Ring> {
+template <>
+struct Traits<Ring> {
     static constexpr bool processes = true;
     struct Waiting {
         uint32_t seen = 0;
         bool selecting = false;
         bool ordered = false;
     };
-    static Gate& gate(Ring& r, Side side) { return side == Side::Reader ? r.header().reader_gate : r.header().writer_gate; }
+    static Gate& gate(Ring& r, Side side) {
+        return side == Side::Reader ? r.header().reader_gate : r.header().writer_gate;
+    }
     static std::atomic<uint32_t>& word(Ring& r, const Caller& caller, Waiting& waiting) {
         return waiting.ordered ? r.session(caller.session).word : gate(r, caller.side).seq;
     }
@@ -72,7 +87,8 @@ template <> struct Traits<Ring> {
         if (waiting.selecting) gate(r, caller.side).ends_by_itself(+1);
         (caller.side == Side::Reader ? s.at_reader_gate : s.at_writer_gate) += 1;
     }
-    // Whether its word had changed. The session may have ended while its caller waited, and was taken off the gate with that.
+    // Whether its word had changed. The session may have ended while its caller waited, and was taken off the
+    // gate with that.
     static bool leave(Ring& r, const Caller& caller, Waiting& waiting, bool) {
         Session& s = r.session(caller.session);
         const bool called = word(r, caller, waiting).load(std::memory_order_relaxed) != waiting.seen;
@@ -83,7 +99,8 @@ template <> struct Traits<Ring> {
         uint32_t& n = caller.side == Side::Reader ? s.at_reader_gate : s.at_writer_gate;
         const bool counted = n > 0;
         if (counted) n -= 1;
-        keep_order();  // as in Ring::drop_copies: dead in between, it counts as waiting once too often, never too seldom
+        // as in Ring::drop_copies: dead in between, it counts as waiting once too often, never too seldom
+        keep_order();
         if (counted) gate(r, caller.side).leave();
         if (waiting.selecting) gate(r, caller.side).ends_by_itself(counted ? -1 : 0);
         return called;
@@ -111,8 +128,10 @@ template <> struct Traits<Ring> {
     }
     static void stand_back(Ring&, const Caller&, Wakes&) {}  // while somebody starves, all are woken
     static void pass_on(Ring& r, const Caller& caller, Wakes& wakes) {
-        if (caller.ordered) r.call_turns(wakes);
-        else (caller.side == Side::Reader ? wakes.readers : wakes.writers) += gate(r, caller.side).call(1);
+        if (caller.ordered)
+            r.call_turns(wakes);
+        else
+            (caller.side == Side::Reader ? wakes.readers : wakes.writers) += gate(r, caller.side).call(1);
     }
     // A hint read without the lock; whoever believes it takes the lock and looks.
     static bool ready(Ring& r, Side side) {
@@ -123,7 +142,9 @@ template <> struct Traits<Ring> {
         return seen(h.puts) - seen(h.takes) < h.capacity;
     }
     static bool ended(Ring& r) { return r.header().state != OPEN; }
-    static uint64_t resumes(Ring& r) { return std::atomic_ref(r.header().resumes).load(std::memory_order_relaxed); }
+    static uint64_t resumes(Ring& r) {
+        return std::atomic_ref(r.header().resumes).load(std::memory_order_relaxed);
+    }
     static void look_for_dead(Ring& r, Wakes& wakes) { r.sweep(wakes); }
     static bool time_to_look(Ring& r) { return r.is_sweep_due(); }
     static int64_t slice(Deadline deadline) { return deadline.slice(); }
@@ -181,8 +202,8 @@ Step wait(M& m, const Caller& caller, Op&& op, Deadline deadline) {
         Locked<M> locked(m);
         T::leave(m, caller, waiting, selecting);
         T::look_for_dead(m, wakes);
-        // An interrupted call must not take an item that it can't return. One whose slice is over ignores who starves:
-        // that one may be dead.
+        // An interrupted call must not take an item that it can't return. One whose slice is over ignores who
+        // starves: that one may be dead.
         const bool passes = T::may_pass(m, caller, &waiting) || slice_over || T::ended(m);
         if (!interrupted && passes) step = op(wakes);
         if (!passes) T::stand_back(m, caller, wakes);
@@ -198,14 +219,15 @@ Step wait(M& m, const Caller& caller, Op&& op, Deadline deadline) {
     return step;
 }
 
-// Does `op` as soon as it can be done. `caller(waits)` says as whom; with `waits` it must say the session too, which may have to
-// be opened for that.
+// Does `op` as soon as it can be done. `caller(waits)` says as whom; with `waits` it must say the session
+// too, which may have to be opened for that.
 template <class M, class Op, class Who>
 Step perform(M& m, Who&& caller, Op&& op, Deadline deadline) {
     using T = Traits<M>;
     Wakes wakes;
     Locked<M> locked(m);
-    // Who never waits learns of deaths too (C5). A get that finds an item need not know, a put would go nowhere.
+    // Who never waits learns of deaths too (C5). A get that finds an item need not know, a put would go
+    // nowhere.
     if (T::processes && caller(false).side == Side::Writer && T::time_to_look(m)) T::look_for_dead(m, wakes);
     // Nobody stands back in a channel that has ended: what is in hand here may be what the others wait for.
     const bool behind = !deadline.now_only() && !T::ended(m) && !T::may_pass(m, caller(false), nullptr);

@@ -17,7 +17,8 @@ Step left(uint64_t state) {
 }
 
 // Before the first output for an item: which item it is, and how many of its outputs are there already.
-template <class M> void begin(M& m, Out& out) {
+template <class M>
+void begin(M& m, Out& out) {
     if (out.state.keyed) return;
     In* in = out.follows();
     if (!out.replays && (!in || !in->state.in_hand)) return;
@@ -83,13 +84,15 @@ Step put_large(Channel& ch, Out* out, const ObjectFrame& frame, Deadline deadlin
     return step;
 }
 
-// Puts an item whose large buffer was filled in place. Wait: it can't go that way, copy it like any other. So it is with
-// memory that a forked child has inherited, which is on loan to its parent, and with what has come to where something was
-// filled and put before. `put` is set first, so that two threads can't put the same memory twice.
+// Puts an item whose large buffer was filled in place. Wait: it can't go that way, copy it like any other. So
+// it is with memory that a forked child has inherited, which is on loan to its parent, and with what has come
+// to where something was filled and put before. `put` is set first, so that two threads can't put the same
+// memory twice.
 Step put_loaned(Channel& ch, Out* out, ObjectFrame& frame, Deadline deadline) {
     std::shared_ptr<Block> loan;  // of the pieces, 0 is the table and 1 the pickle
     const void* at = nullptr;
-    for (size_t i = 2; !loan && i < frame.pieces.size(); ++i) loan = loan_with(ch.loans, at = frame.pieces[i].at);
+    for (size_t i = 2; !loan && i < frame.pieces.size(); ++i)
+        loan = loan_with(ch.loans, at = frame.pieces[i].at);
     if (!loan || loan->forks != fork_count || (out && (out->follows() || out->replays))) return Step::Wait;
     if (loan->put.exchange(true)) {
         if (is_in_view(*ch.ring, at)) return Step::Wait;
@@ -158,16 +161,18 @@ Step put_step(Channel& ch, Out* out, PyObject* item, Deadline deadline, uint64_t
     return ch.queue ? put_local(ch, out, item, deadline, size) : put_ring(ch, out, item, deadline, size);
 }
 
-// What a get does about the items taken before it, and about its own when that can't be received. Next: those in hand are
-// finished. More: they stay in hand. Rest: as More, and what can't be received is left for the next call to tell.
+// What a get does about the items taken before it, and about its own when that can't be received. Next: those
+// in hand are finished. More: they stay in hand. Rest: as More, and what can't be received is left for the
+// next call to tell.
 enum class Taking { Next, More, Rest };
 
-// Hands an item that can't be used to the handler, in place of the caller; takes over the references. `error` is why, or
-// null when it has killed its workers. Wait: go on with the next item.
+// Hands an item that can't be used to the handler, in place of the caller; takes over the references. `error`
+// is why, or null when it has killed its workers. Wait: go on with the next item.
 Step give_up(In& in, PyObject* item, uint64_t deaths, PyObject* error) {
-    PyObject* done = item ? PyObject_CallFunction(in.on_poison.ptr(), "OKO", item, static_cast<unsigned long long>(deaths),
-                                                  error ? error : Py_None)
-                          : nullptr;
+    PyObject* done =
+        item ? PyObject_CallFunction(in.on_poison.ptr(), "OKO", item, static_cast<unsigned long long>(deaths),
+                                     error ? error : Py_None)
+             : nullptr;
     Py_XDECREF(item);
     Py_XDECREF(error);
     if (!done) return Step::Interrupted;
@@ -186,8 +191,8 @@ PyObject* take_error() {
     return error;
 }
 
-// Whether the error that is being raised says nothing of the item: the call was interrupted, or this process lacks memory
-// or descriptors.
+// Whether the error that is being raised says nothing of the item: the call was interrupted, or this process
+// lacks memory or descriptors.
 bool may_be_received_later() {
     if (!PyErr_ExceptionMatches(PyExc_Exception) || PyErr_ExceptionMatches(PyExc_MemoryError)) return true;
     if (!PyErr_ExceptionMatches(PyExc_OSError)) return false;
@@ -216,7 +221,8 @@ Step not_received(Channel& ch, In* in, Taking taking, Taken& taken) {
     return Step::Interrupted;
 }
 
-// The descriptors that came with an item, for `loads`: a list of them, and why there are no more. Null with an error set.
+// The descriptors that came with an item, for `loads`: a list of them, and why there are no more. Null with
+// an error set.
 nb::object opened_parcel(Ring& ring, const Taken& taken) {
     const uint64_t id = parcel_of(taken.kind, taken.at, taken.size);
     if (!id) return nb::none();
@@ -252,7 +258,8 @@ Step get_ring(Channel& ch, In* in, Deadline deadline, Taking taking, PyObject*& 
     }
     std::shared_ptr<Block> block = taken.viewed ? std::make_shared<Block>(ch.ring, taken.slot) : nullptr;
     const bool killer = in && in->max_deaths && taken.deaths >= in->max_deaths;
-    if (killer && taken.kills_who_unpickles) return give_up(*in, unreadable(taken.kind, taken.at, taken.size), taken.deaths, nullptr);
+    if (killer && taken.kills_who_unpickles)
+        return give_up(*in, unreadable(taken.kind, taken.at, taken.size), taken.deaths, nullptr);
     nb::object parcel = needs_its_slot(taken.kind) ? opened_parcel(ring, taken) : nb::object();
     runs(in, Session::UNPICKLING);
     result = decode(taken.kind, taken.at, taken.size, block, parcel.ptr());
@@ -328,7 +335,10 @@ nb::object loan(Channel& ch, Out* out, uint64_t size, nb::handle timeout) {
     const uint32_t session = out ? out->state.session : ch.plain_session();
     Step step = perform(
         ring, [&](bool waits) { return writing(ch, out, size, waits); },
-        [&](Wakes&) { return out && !out->open ? left(ring.header().state) : ring.loan(size, session, slot); }, deadline);
+        [&](Wakes&) {
+            return out && !out->open ? left(ring.header().state) : ring.loan(size, session, slot);
+        },
+        deadline);
     if (step != Step::Done) {
         raise_step(ch, step, Side::Writer, size, deadline);
         throw nb::python_error();

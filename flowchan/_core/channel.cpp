@@ -11,15 +11,18 @@ uint64_t fork_count = 0, children_forked = 0;
 
 namespace {
 
-[[maybe_unused]] const int fork_hook = pthread_atfork(nullptr, [] { children_forked += 1; }, [] { fork_count += 1; });
+[[maybe_unused]] const int fork_hook =
+    pthread_atfork(nullptr, [] { children_forked += 1; }, [] { fork_count += 1; });
 
 }  // namespace
 
 Channel::Channel(uint64_t capacity, bool processes, uint64_t max_bytes, std::string name)
     : name(std::move(name)), capacity(capacity), max_bytes(max_bytes) {
     if (processes) need_proc();
-    if (processes) ring = std::make_shared<Ring>(capacity, max_bytes);
-    else queue = std::make_unique<LocalQueue>(capacity, max_bytes);
+    if (processes)
+        ring = std::make_shared<Ring>(capacity, max_bytes);
+    else
+        queue = std::make_unique<LocalQueue>(capacity, max_bytes);
 }
 
 Channel::Channel(int fd, int socket, std::string name) : name(std::move(name)) {
@@ -50,8 +53,9 @@ bool Channel::usable() {
         forks = fork_count;
         return true;
     }
-    raise("ChannelError", describe() + " was made in another process (pid of this one: " + std::to_string(getpid()) +
-                              ") and across='threads' does not reach a forked child; make it with across='processes'");
+    raise("ChannelError",
+          describe() + " was made in another process (pid of this one: " + std::to_string(getpid()) +
+              ") and across='threads' does not reach a forked child; make it with across='processes'");
     return false;
 }
 
@@ -62,10 +66,10 @@ uint32_t Channel::plain_session() {
     {
         Locked<Ring> locked(*ring);
         if (!plain) try {  // another thread may have been quicker
-            plain = ring->open_session(Session::PLAIN, wakes);
-        } catch (const std::exception& e) {
-            failure = e.what();
-        }
+                plain = ring->open_session(Session::PLAIN, wakes);
+            } catch (const std::exception& e) {
+                failure = e.what();
+            }
         locked.unlock(wakes);
     }
     if (!failure.empty()) {
@@ -110,13 +114,13 @@ nb::tuple channel_stats(Channel& ch) {
     if (ch.queue) {
         LocalQueue& q = *ch.queue;
         Locked<LocalQueue> locked(q);
-        auto values = std::make_tuple(q.puts + q.parked, q.takes, q.bytes_in, q.state == BROKEN ? 0 : q.inside(), q.leased,
-                                      q.reader_line.waiting, q.writer_line.waiting, q.readers, q.writers,
-                                      total(q.reader_line), total(q.writer_line),
-                                      now(q.reader_line), now(q.writer_line),
-                                      q.reader_line.selecting() + q.writer_line.selecting(),
-                                      q.reader_line.woken() + q.writer_line.woken(), ch.awaiting.load(),
-                                      q.bytes_in - q.bytes_out, q.short_of_bytes && q.writer_line.waiting > 0);
+        auto values =
+            std::make_tuple(q.puts + q.parked, q.takes, q.bytes_in, q.state == BROKEN ? 0 : q.inside(),
+                            q.leased, q.reader_line.waiting, q.writer_line.waiting, q.readers, q.writers,
+                            total(q.reader_line), total(q.writer_line), now(q.reader_line),
+                            now(q.writer_line), q.reader_line.selecting() + q.writer_line.selecting(),
+                            q.reader_line.woken() + q.writer_line.woken(), ch.awaiting.load(),
+                            q.bytes_in - q.bytes_out, q.short_of_bytes && q.writer_line.waiting > 0);
         locked.unlock({});
         return std::apply([](auto... v) { return nb::make_tuple(v..., nb::list()); }, values);
     }
@@ -128,19 +132,18 @@ nb::tuple channel_stats(Channel& ch) {
         ch.ring->sweep(wakes);  // the dead hold nothing
         held = ch.ring->held();
     }
-    auto values = std::make_tuple(h.puts + h.parked, h.takes, h.bytes_in, h.state == BROKEN ? 0 : uint64_t(h.inside()),
-                                  h.leased, h.reader_gate.everybody(), h.writer_gate.everybody(), h.readers, h.writers,
-                                  total(h.reader_gate), total(h.writer_gate),
-                                  now(h.reader_gate), now(h.writer_gate),
-                                  h.reader_gate.selecting + h.writer_gate.selecting,
-                                  h.reader_gate.woken + h.writer_gate.woken, ch.awaiting.load(),
-                                  h.bytes_in - h.bytes_out, h.short_of_memory && h.writer_gate.waiting > 0);
+    auto values = std::make_tuple(
+        h.puts + h.parked, h.takes, h.bytes_in, h.state == BROKEN ? 0 : uint64_t(h.inside()), h.leased,
+        h.reader_gate.everybody(), h.writer_gate.everybody(), h.readers, h.writers, total(h.reader_gate),
+        total(h.writer_gate), now(h.reader_gate), now(h.writer_gate),
+        h.reader_gate.selecting + h.writer_gate.selecting, h.reader_gate.woken + h.writer_gate.woken,
+        ch.awaiting.load(), h.bytes_in - h.bytes_out, h.short_of_memory && h.writer_gate.waiting > 0);
     locked.unlock(wakes);
     return std::apply([&](auto... v) { return nb::make_tuple(v..., as_list(held)); }, values);
 }
 
-// All channels of a run at once: how many items have been put and taken in all, how many readers and how many writers
-// wait. Cheap enough to be asked for as often as one likes.
+// All channels of a run at once: how many items have been put and taken in all, how many readers and how many
+// writers wait. Cheap enough to be asked for as often as one likes.
 nb::tuple look_at(nb::list channels) {
     uint64_t moved = 0, reading = 0, writing = 0;
     for (nb::handle one : channels) {

@@ -22,31 +22,33 @@ struct Channel {
     uint64_t capacity = 0;
     uint64_t max_bytes = 0;  // UINT64_MAX: no limit (threads)
     uint64_t forks = fork_count;
-    uint32_t plain = 0;      // ring: this process's own session, opened when first needed
-    std::atomic<uint32_t> awaiting = 0;  // coroutines of this process that wait here: a count for stats, no partner
+    uint32_t plain = 0;  // ring: this process's own session, opened when first needed
+    std::atomic<uint32_t> awaiting =
+        0;  // coroutines of this process that wait here: a count for stats, no partner
 
     Channel(uint64_t capacity, bool processes, uint64_t max_bytes, std::string name);
     Channel(int fd, int socket, std::string name);
     ~Channel();
 
-    std::string describe() const;     // "channel 'name'" or "Channel(64, across='threads')"
-    uint32_t plain_session();         // throws nb::python_error
-    bool usable();                    // false with a Python error set: a `threads` channel in a forked child
+    std::string describe() const;  // "channel 'name'" or "Channel(64, across='threads')"
+    uint32_t plain_session();      // throws nb::python_error
+    bool usable();                 // false with a Python error set: a `threads` channel in a forked child
 };
 
 struct Out;
 
-// Whose turn it is to get through a port: threads that share one get one after the other, since each get finishes what the
-// one before took. A thread may enter again, from a signal's handler or from what unpickles an item.
+// Whose turn it is to get through a port: threads that share one get one after the other, since each get
+// finishes what the one before took. A thread may enter again, from a signal's handler or from what unpickles
+// an item.
 class Turn {
-public:
+  public:
     // Done once it is the caller's turn; else NotNow, or Interrupted with a Python error set.
     Step enter(Deadline deadline);
     void leave();
     bool is_mine() const { return owner_.load(std::memory_order_relaxed) == me(); }
     void forget() { owner_ = depth_ = 0; }  // in a forked child, which has no other threads
 
-private:
+  private:
     static uint32_t me() {  // not gettid(), which is a system call
         static std::atomic<uint32_t> last = 0;
         static thread_local const uint32_t number = ++last;
@@ -61,15 +63,18 @@ struct In {
     nb::object channel;
     Channel* ch;
     ReaderState state;
-    std::vector<LocalQueue::Item> hand;  // threads: the items in hand, to be given back if they are not finished
+    std::vector<LocalQueue::Item>
+        hand;                 // threads: the items in hand, to be given back if they are not finished
     std::vector<Out*> feeds;  // the writers whose outputs belong to the item in hand
     uint64_t forks = fork_count;
     uint64_t generation = 0;
     bool open = true;
     Turn turn;
-    std::atomic<bool> copying = false;  // an item is being read from where it lies: the port can't be closed just now
-    // Where an item goes that can't be used, instead of to the caller: (what stands for it, deaths, error or None). One that
-    // can't be unpickled, and one with which `max_deaths` workers have died (0: no such limit).
+    std::atomic<bool> copying =
+        false;  // an item is being read from where it lies: the port can't be closed just now
+    // Where an item goes that can't be used, instead of to the caller: (what stands for it, deaths, error or
+    // None). One that can't be unpickled, and one with which `max_deaths` workers have died (0: no such
+    // limit).
     uint64_t max_deaths = 0;
     nb::object on_poison;
 
@@ -82,12 +87,14 @@ struct Out {
     nb::object channel;
     Channel* ch;
     WriterState state;
-    nb::object reader;        // the In that numbers the items, or null
+    nb::object reader;  // the In that numbers the items, or null
     uint64_t forks = fork_count;
     uint64_t generation = 0;
     bool open = true;
-    std::atomic<uint32_t> copying = 0;  // large items that threads are writing to their places: it can't be closed just now
-    bool replays = false;     // a source's: all it puts belongs to one item, number 0, so that a successor can skip it
+    std::atomic<uint32_t> copying =
+        0;  // large items that threads are writing to their places: it can't be closed just now
+    bool replays =
+        false;  // a source's: all it puts belongs to one item, number 0, so that a successor can skip it
 
     Out(nb::object channel, int session);
     ~Out();
@@ -95,7 +102,8 @@ struct Out {
     void close();
 };
 
-// Each gives a new reference, or null with a Python error set. `in`/`out` is the port used, or null for a plain call.
+// Each gives a new reference, or null with a Python error set. `in`/`out` is the port used, or null for a
+// plain call.
 PyObject* put_item(Channel& ch, Out* out, PyObject* item, Deadline deadline);
 Caller writing(Channel& ch, const Out* out, uint64_t size, bool waits);  // as whom a put waits
 PyObject* get_item(Channel& ch, In* in, Deadline deadline, bool keep, bool iterating);
@@ -112,9 +120,10 @@ Step try_get(Channel& ch, In* in, PyObject*& item);
 
 bool parse_deadline(PyObject* timeout, Deadline& deadline);
 
-// Whether the port can be used here; false with a Python error set. A port used by a forked child for the first time
-// moves to that child.
-template <class Port> bool ready(Port& port);
+// Whether the port can be used here; false with a Python error set. A port used by a forked child for the
+// first time moves to that child.
+template <class Port>
+bool ready(Port& port);
 
 nb::object select_one(nb::list gets, nb::list puts, nb::handle timeout);
 
@@ -123,7 +132,7 @@ bool sleep_on_any(std::vector<WaitedWord>& words, int64_t at);
 
 // Where somebody waits who waits at several places: in the line of a LocalQueue, or at the gate of a Ring.
 class Place {
-public:
+  public:
     Place(Channel* ch, const Caller& caller) : ch(ch), caller(caller) {}
     Place(const Place&) = delete;
 
@@ -131,13 +140,14 @@ public:
     void leave(bool unused);  // `unused`: somebody else may have the chance that was meant for it
     bool changed() const { return word_->load(std::memory_order_relaxed) != seen_; }
     WaitedWord waited() const {
-        return {seen_, reinterpret_cast<uint64_t>(word_), FUTEX_WORD_32 | (ch->queue ? FUTEX_PRIVATE_FLAG : 0), 0};
+        return {seen_, reinterpret_cast<uint64_t>(word_),
+                FUTEX_WORD_32 | (ch->queue ? FUTEX_PRIVATE_FLAG : 0), 0};
     }
 
     Channel* const ch;
     const Caller caller;
 
-private:
+  private:
     Node node_{};
     Traits<Ring>::Waiting waiting_{};
     std::atomic<uint32_t>* word_ = nullptr;
@@ -161,12 +171,12 @@ struct Await {
 
 // The sleep of the thread that waits for the coroutines of an event loop, and the bell that ends it.
 class Watch {
-public:
+  public:
     uint32_t heard() const { return bell_.load(std::memory_order_relaxed); }
     void ring();
     nb::list sleep(uint32_t heard, nb::list waits, double seconds);
 
-private:
+  private:
     std::atomic<uint32_t> bell_{0};
     std::atomic<bool> asleep_{false};
 };

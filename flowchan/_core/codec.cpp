@@ -18,8 +18,18 @@ constexpr uint64_t ALIGN = 64;
 constexpr uint64_t COPIED = 4096;  // smaller buffers arrive as copies: cheaper than a view of the block
 
 enum Tag : unsigned char {
-    NONE, TRUE_, FALSE_, INT8, INT32, INT64, FLOAT, TUPLE, BYTES_SHORT, BYTES_LONG,
-    ASCII_SHORT, STR_LONG,  // STR_LONG: kind byte (0 ascii, 1, 2, 4 bytes a character), u32 characters
+    NONE,
+    TRUE_,
+    FALSE_,
+    INT8,
+    INT32,
+    INT64,
+    FLOAT,
+    TUPLE,
+    BYTES_SHORT,
+    BYTES_LONG,
+    ASCII_SHORT,
+    STR_LONG,  // STR_LONG: kind byte (0 ascii, 1, 2, 4 bytes a character), u32 characters
 };
 
 // Writes into Frame::small; false when it does not fit or is not one of the direct types.
@@ -32,7 +42,8 @@ struct Writer {
         *p++ = char(t);
         return true;
     }
-    template <class T> void raw(T value) {
+    template <class T>
+    void raw(T value) {
         memcpy(p, &value, sizeof value);
         p += sizeof value;
     }
@@ -84,7 +95,8 @@ struct Writer {
         if (o == Py_True) return tag(TRUE_, 0);
         if (o == Py_False) return tag(FALSE_, 0);
         if (PyBytes_CheckExact(o)) return bytes(o);
-        if (!PyTuple_CheckExact(o) || depth == DEEPEST || PyTuple_GET_SIZE(o) > 255 || !tag(TUPLE, 1)) return false;
+        if (!PyTuple_CheckExact(o) || depth == DEEPEST || PyTuple_GET_SIZE(o) > 255 || !tag(TUPLE, 1))
+            return false;
         Py_ssize_t n = PyTuple_GET_SIZE(o);
         raw(uint8_t(n));
         for (Py_ssize_t i = 0; i < n; ++i)
@@ -98,7 +110,8 @@ struct Reader {
     const char* end;
 
     bool has(uint64_t n) const { return uint64_t(end - p) >= n; }
-    template <class T> T raw() {
+    template <class T>
+    T raw() {
         T value;
         memcpy(&value, p, sizeof value);
         p += sizeof value;
@@ -113,8 +126,10 @@ struct Reader {
     }
     PyObject* ascii(uint64_t n) {
         if (!has(n)) return nullptr;
-        // Checked, because another process wrote it: an "ASCII" string with other bytes would be a broken object.
-        if (!std::all_of(p, p + n, [](char c) { return static_cast<unsigned char>(c) < 128; })) return nullptr;
+        // Checked, because another process wrote it: an "ASCII" string with other bytes would be a broken
+        // object.
+        if (!std::all_of(p, p + n, [](char c) { return static_cast<unsigned char>(c) < 128; }))
+            return nullptr;
         PyObject* o = PyUnicode_New(Py_ssize_t(n), 127);
         if (o) memcpy(PyUnicode_DATA(o), p, n);
         p += n;
@@ -140,29 +155,43 @@ struct Reader {
 PyObject* Reader::object(int depth) {
     if (!has(1)) return nullptr;
     switch (raw<uint8_t>()) {
-        case NONE: Py_RETURN_NONE;
-        case TRUE_: Py_RETURN_TRUE;
-        case FALSE_: Py_RETURN_FALSE;
-        case INT8: return has(1) ? PyLong_FromLong(raw<int8_t>()) : nullptr;
-        case INT32: return has(4) ? PyLong_FromLong(raw<int32_t>()) : nullptr;
-        case INT64: return has(8) ? PyLong_FromLongLong(raw<int64_t>()) : nullptr;
-        case FLOAT: return has(8) ? PyFloat_FromDouble(raw<double>()) : nullptr;
-        case BYTES_SHORT: return has(1) ? bytes(raw<uint8_t>()) : nullptr;
-        case BYTES_LONG: return has(4) ? bytes(raw<uint32_t>()) : nullptr;
-        case ASCII_SHORT: return has(1) ? ascii(raw<uint8_t>()) : nullptr;
-        case STR_LONG: return text();
+        case NONE:
+            Py_RETURN_NONE;
+        case TRUE_:
+            Py_RETURN_TRUE;
+        case FALSE_:
+            Py_RETURN_FALSE;
+        case INT8:
+            return has(1) ? PyLong_FromLong(raw<int8_t>()) : nullptr;
+        case INT32:
+            return has(4) ? PyLong_FromLong(raw<int32_t>()) : nullptr;
+        case INT64:
+            return has(8) ? PyLong_FromLongLong(raw<int64_t>()) : nullptr;
+        case FLOAT:
+            return has(8) ? PyFloat_FromDouble(raw<double>()) : nullptr;
+        case BYTES_SHORT:
+            return has(1) ? bytes(raw<uint8_t>()) : nullptr;
+        case BYTES_LONG:
+            return has(4) ? bytes(raw<uint32_t>()) : nullptr;
+        case ASCII_SHORT:
+            return has(1) ? ascii(raw<uint8_t>()) : nullptr;
+        case STR_LONG:
+            return text();
         case TUPLE: {
             if (!has(1) || depth == DEEPEST) return nullptr;
             uint8_t n = raw<uint8_t>();
             PyObject* tuple = PyTuple_New(n);
             for (uint8_t i = 0; tuple && i < n; ++i) {
                 PyObject* o = object(depth + 1);
-                if (!o) Py_CLEAR(tuple);
-                else PyTuple_SET_ITEM(tuple, i, o);
+                if (!o)
+                    Py_CLEAR(tuple);
+                else
+                    PyTuple_SET_ITEM(tuple, i, o);
             }
             return tuple;
         }
-        default: return nullptr;
+        default:
+            return nullptr;
     }
 }
 
@@ -175,9 +204,9 @@ void copy(char* to, const char* from, uint64_t n) {
     memcpy(to, from, n);
 }
 
-// `dumps` gives the pickle; or a list, the pickle and then its out-of-band buffers; or a tuple: an id, such a list, what is
-// called with the channel once the item has been put (see `tell_put`) or None, the id of its parcel or 0, and the
-// descriptors in that.
+// `dumps` gives the pickle; or a list, the pickle and then its out-of-band buffers; or a tuple: an id, such a
+// list, what is called with the channel once the item has been put (see `tell_put`) or None, the id of its
+// parcel or 0, and the descriptors in that.
 bool encode_pickle(PyObject* object, ObjectFrame& frame) {
     frame.keep = PyObject_CallOneArg(py_dumps, object);
     if (!frame.keep) return false;
@@ -253,18 +282,19 @@ PyObject* decode_buffers(const char* at, uint64_t size, const std::shared_ptr<Bl
             Py_DECREF(args);
             return damaged();
         }
-        PyObject* o = i == 0 ? PyBytes_FromStringAndSize(at + from, Py_ssize_t(length)) : buffer_at(at + from, length, block);
+        PyObject* o = i == 0 ? PyBytes_FromStringAndSize(at + from, Py_ssize_t(length))
+                             : buffer_at(at + from, length, block);
         if (!o || PyList_Append(args, o) != 0) Py_CLEAR(args);
         Py_XDECREF(o);
     }
     return args;
 }
 
-// What `loads` is called with: the pickle and its buffers; for PINNED and PARCEL within a tuple, with a view that keeps the
-// item in existence, or None where this reader may not, and with its parcel. The buffers of such an item are copied, so that who keeps one of them does
-// not keep the item.
-PyObject* decode_with_buffers(uint64_t kind, const char* at, uint64_t size, const std::shared_ptr<Block>& block,
-                              PyObject* parcel) {
+// What `loads` is called with: the pickle and its buffers; for PINNED and PARCEL within a tuple, with a view
+// that keeps the item in existence, or None where this reader may not, and with its parcel. The buffers of
+// such an item are copied, so that who keeps one of them does not keep the item.
+PyObject* decode_with_buffers(uint64_t kind, const char* at, uint64_t size,
+                              const std::shared_ptr<Block>& block, PyObject* parcel) {
     const uint64_t pin = needs_its_slot(kind) ? PIN : 0;
     if (size < pin) return damaged();
     PyObject* args = decode_buffers(at + pin, size - pin, pin ? nullptr : block);
@@ -301,7 +331,8 @@ bool encode(PyObject* object, ObjectFrame& frame) {
     return encode_pickle(object, frame);
 }
 
-PyObject* decode(uint64_t kind, const char* at, uint64_t size, const std::shared_ptr<Block>& block, PyObject* parcel) {
+PyObject* decode(uint64_t kind, const char* at, uint64_t size, const std::shared_ptr<Block>& block,
+                 PyObject* parcel) {
     if (kind == DIRECT) {
         Reader reader{at, at + size};
         PyObject* o = reader.object(0);
@@ -318,7 +349,8 @@ PyObject* decode(uint64_t kind, const char* at, uint64_t size, const std::shared
         Py_XDECREF(bytes);
         return o;
     }
-    return kind == BUFFERS || needs_its_slot(kind) ? decode_with_buffers(kind, at, size, block, parcel) : damaged();
+    return kind == BUFFERS || needs_its_slot(kind) ? decode_with_buffers(kind, at, size, block, parcel)
+                                                   : damaged();
 }
 
 uint64_t parcel_of(uint64_t kind, const char* at, uint64_t size) {
@@ -330,7 +362,8 @@ uint64_t parcel_of(uint64_t kind, const char* at, uint64_t size) {
 void tell_put(const ObjectFrame& frame, PyObject* channel) {
     PyObject* put = PyTuple_GET_ITEM(frame.keep, 2);
     PyObject* none = PyObject_CallOneArg(put, channel);
-    if (!none) PyErr_WriteUnraisable(put);  // the item is in the channel: it is too late for an error of the put
+    if (!none)
+        PyErr_WriteUnraisable(put);  // the item is in the channel: it is too late for an error of the put
     Py_XDECREF(none);
 }
 
@@ -349,11 +382,13 @@ bool lay_into(ObjectFrame& frame, const Block& loan) {
             at = piece.offset + piece.size;
             rest.push_back(piece);
         }
-        memcpy(table.data() + 8 + 16 * (i - 1), &piece.offset, 8);  // after the count, an offset and a size for each
+        memcpy(table.data() + 8 + 16 * (i - 1), &piece.offset,
+               8);  // after the count, an offset and a size for each
     }
     if (at > LOAN_HEAD) return false;
     memcpy(header, table.data(), table.size());
-    for (const Frame::Piece& piece : rest) memcpy(const_cast<char*>(loan.begin) + piece.offset, piece.at, piece.size);
+    for (const Frame::Piece& piece : rest)
+        memcpy(const_cast<char*>(loan.begin) + piece.offset, piece.at, piece.size);
     frame.size = loan.size;
     return true;
 }

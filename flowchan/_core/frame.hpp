@@ -13,8 +13,8 @@ enum Kind : uint64_t {
     BYTES = 2,    // the bytes of a `bytes` object
     PICKLE = 3,   // a pickle without buffers
     BUFFERS = 4,  // u64 count, then u64 offset and u64 size of each: a pickle, and its out-of-band buffers
-    // u64 id, u64 id of its parcel or 0, PIN bytes in all, then as BUFFERS: whoever put it keeps something for as long as
-    // the item exists
+    // u64 id, u64 id of its parcel or 0, PIN bytes in all, then as BUFFERS: whoever put it keeps something
+    // for as long as the item exists
     PINNED = 5,
     PARCEL = 6,  // u64 0, u64 id of its parcel, PIN bytes in all, then as BUFFERS: descriptors travel with it
 };
@@ -39,7 +39,7 @@ struct Frame {
     std::vector<Piece> pieces;  // the payload of BUFFERS
     uint64_t parcel = 0;        // id of the descriptors that travel with it, 0: there are none
     std::vector<int> descriptors;
-    mutable int refused = 0;    // errno, when they could not be sent
+    mutable int refused = 0;  // errno, when they could not be sent
 
     void write(char* to) const {
         if (kind == DIRECT) {

@@ -1,8 +1,9 @@
 // Giving the GIL away and taking it back.
 //
-// A daemon thread that asks for the GIL while the interpreter shuts down does not get it: CPython up to 3.13 ends the thread
-// by pthread_exit, which unwinds the C++ frames below as an exception would, and their destructors would drop references
-// without the GIL. So such a thread is held here for ever, as CPython 3.14 does; the process ends without it.
+// A daemon thread that asks for the GIL while the interpreter shuts down does not get it: CPython up to 3.13
+// ends the thread by pthread_exit, which unwinds the C++ frames below as an exception would, and their
+// destructors would drop references without the GIL. So such a thread is held here for ever, as CPython 3.14
+// does; the process ends without it.
 #pragma once
 
 #include <Python.h>
@@ -22,12 +23,12 @@ inline void take_gil(PyThreadState* state) {
 
 // In a block: others may run Python meanwhile.
 class WithoutGil {
-public:
+  public:
     WithoutGil() : state_(PyEval_SaveThread()) {}
     ~WithoutGil() noexcept(false) { take_gil(state_); }
     WithoutGil(const WithoutGil&) = delete;
 
-private:
+  private:
     PyThreadState* state_;
 };
 

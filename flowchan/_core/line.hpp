@@ -1,15 +1,17 @@
 // The line in which threads of this process wait at one side of a `threads` channel.
 //
-// Algorithm. Each waiting thread has a node with a futex word of its own, on its stack. Nodes are asleep, oldest first, or
-// woken and on their way. A chance wakes the oldest sleeper and nobody else, so that a thousand that wait cost a wake-up what one
-// costs. While one is on its way no other is woken: whoever does an operation and leaves a chance for one more calls again
-// (LocalQueue::try_put, try_take), and so does whoever was woken and does not use it. So k chances wake k waiters, each by the
-// one before; and where a running thread takes all k chances before anybody else gets the GIL, one was woken in vain and not k.
-// One that was woken in vain goes back to the head of the line. Newcomers may overtake (see waiting.hpp), until somebody has been
-// woken twice in vain for PATIENCE_NS and is `starving`: then they stand back, as long as that one could go on.
+// Algorithm. Each waiting thread has a node with a futex word of its own, on its stack. Nodes are asleep,
+// oldest first, or woken and on their way. A chance wakes the oldest sleeper and nobody else, so that a
+// thousand that wait cost a wake-up what one costs. While one is on its way no other is woken: whoever does
+// an operation and leaves a chance for one more calls again (LocalQueue::try_put, try_take), and so does
+// whoever was woken and does not use it. So k chances wake k waiters, each by the one before; and where a
+// running thread takes all k chances before anybody else gets the GIL, one was woken in vain and not k. One
+// that was woken in vain goes back to the head of the line. Newcomers may overtake (see waiting.hpp), until
+// somebody has been woken twice in vain for PATIENCE_NS and is `starving`: then they stand back, as long as
+// that one could go on.
 //
-// Writers of an ordered stage have turns and stand in an order of their own, by the numbers of their items: of them whoever
-// comes first may go on first, and to wake any other would be in vain.
+// Writers of an ordered stage have turns and stand in an order of their own, by the numbers of their items:
+// of them whoever comes first may go on first, and to wake any other would be in vain.
 //
 // Everything here is done under the queue's lock. Threads do not die in it, so nothing needs to be repaired.
 #pragma once
@@ -31,7 +33,7 @@ struct Node {
 };
 
 class Line {
-public:
+  public:
     void enter(Node& node, const Caller& caller, bool selecting, bool again) {
         const int64_t now = now_ns();
         if (waiting == 0 && !again) since_ns_ = now;
@@ -46,8 +48,10 @@ public:
     // Whether it had been woken.
     bool leave(Node& node) {
         const bool called = node.state == Node::WOKEN;
-        if (called) woken_(node) -= 1;
-        else take_out(node);
+        if (called)
+            woken_(node) -= 1;
+        else
+            take_out(node);
         node.state = Node::AWAY;
         selecting_ -= node.selecting;
         waiting -= 1;
@@ -58,12 +62,16 @@ public:
     // There is a chance for one who has no turn.
     void call(Wakes& wakes) {
         if (woken_without_) return;
-        if (starving && starving->state == Node::ASLEEP) wake(*starving, wakes);
-        else if (first_) wake(*first_, wakes);
+        if (starving && starving->state == Node::ASLEEP)
+            wake(*starving, wakes);
+        else if (first_)
+            wake(*first_, wakes);
     }
     // There is one for whoever of those with turns has the lowest number, if `may(number)` says so.
-    template <class May> void call_turn(May may, Wakes& wakes) {
-        if (!woken_with_turn_ && !turns_.empty() && may(turns_.begin()->first)) wake(*turns_.begin()->second, wakes);
+    template <class May>
+    void call_turn(May may, Wakes& wakes) {
+        if (!woken_with_turn_ && !turns_.empty() && may(turns_.begin()->first))
+            wake(*turns_.begin()->second, wakes);
     }
     // Those who wait through this port.
     void call_port(const void* port, Wakes& wakes) {
@@ -89,7 +97,7 @@ public:
     uint32_t waiting = 0;
     Node* starving = nullptr;  // newcomers must not overtake it while it could go on
 
-private:
+  private:
     uint32_t& woken_(const Node& node) { return node.caller.ordered ? woken_with_turn_ : woken_without_; }
 
     // `first`: at the head of the line.
@@ -123,8 +131,8 @@ private:
         wakes.add(node.word, false);
     }
 
-    Node *first_ = nullptr, *last_ = nullptr;       // asleep, without turns
-    std::multimap<uint64_t, Node*> turns_;          // asleep, by the numbers of their items
+    Node *first_ = nullptr, *last_ = nullptr;  // asleep, without turns
+    std::multimap<uint64_t, Node*> turns_;     // asleep, by the numbers of their items
     uint32_t woken_without_ = 0, woken_with_turn_ = 0, selecting_ = 0;
     int64_t waited_ns_ = 0;  // total time waited: minus the start of each wait, plus its end
     int64_t since_ns_ = 0;   // when somebody began to wait here, with somebody waiting ever since

@@ -1,14 +1,17 @@
-// The methods that are called once per item, as plain C functions: a general binding layer costs more than the operation.
+// The methods that are called once per item, as plain C functions: a general binding layer costs more than
+// the operation.
 #include <cmath>
 
 #include "channel.hpp"
 
 namespace flowchan {
 
-// Any real number: a Fraction, a Decimal, a scalar of NumPy; but neither a bool nor all that merely has a __float__.
+// Any real number: a Fraction, a Decimal, a scalar of NumPy; but neither a bool nor all that merely has a
+// __float__.
 static bool is_real(PyObject* v) {
     if (PyFloat_Check(v) || PyLong_Check(v)) return !PyBool_Check(v);
-    nb::object real = nb::module_::import_("numbers").attr("Real"), decimal = nb::module_::import_("decimal").attr("Decimal");
+    nb::object real = nb::module_::import_("numbers").attr("Real"),
+               decimal = nb::module_::import_("decimal").attr("Decimal");
     return PyObject_IsInstance(v, real.ptr()) == 1 || PyObject_IsInstance(v, decimal.ptr()) == 1;
 }
 
@@ -29,7 +32,8 @@ bool parse_deadline(PyObject* timeout, Deadline& deadline) {
     if (!timeout || timeout == Py_None) return true;
     double s = seconds_of(timeout);
     if (!(s >= 0)) {
-        PyErr_Format(PyExc_ValueError, "timeout must be None (wait for ever) or a number of seconds >= 0, not %R", timeout);
+        PyErr_Format(PyExc_ValueError,
+                     "timeout must be None (wait for ever) or a number of seconds >= 0, not %R", timeout);
         return false;
     }
     deadline.at = s == 0 ? 0 : s > 1e9 ? NEVER : now_ns() + int64_t(s * 1e9);
@@ -42,7 +46,8 @@ Channel& channel_of(PyObject* self) { return *nb::inst_ptr<Channel>(self); }
 In& in_of(PyObject* self) { return *nb::inst_ptr<In>(self); }
 Out& out_of(PyObject* self) { return *nb::inst_ptr<Out>(self); }
 
-template <class F> PyObject* guarded(F&& f) {
+template <class F>
+PyObject* guarded(F&& f) {
     try {
         return f();
     } catch (nb::python_error& e) {
@@ -55,8 +60,8 @@ template <class F> PyObject* guarded(F&& f) {
 
 // Parses at most `want` required arguments and an optional `timeout`, by position or by name.
 template <size_t N>
-bool parse(const char* function, const char* const (&names)[N], size_t required, PyObject* const* args, Py_ssize_t n,
-           PyObject* keywords, PyObject* (&values)[N]) {
+bool parse(const char* function, const char* const (&names)[N], size_t required, PyObject* const* args,
+           Py_ssize_t n, PyObject* keywords, PyObject* (&values)[N]) {
     if (n > Py_ssize_t(N)) {
         PyErr_Format(PyExc_TypeError, "%s() takes at most %zu arguments (%zd given)", function, N, n);
         return false;
@@ -68,8 +73,9 @@ bool parse(const char* function, const char* const (&names)[N], size_t required,
         size_t i = 0;
         while (i < N && PyUnicode_CompareWithASCIIString(name, names[i]) != 0) ++i;
         if (i == N || values[i]) {
-            PyErr_Format(PyExc_TypeError, i == N ? "%s() has no argument %R" : "%s() got two values for argument %R",
-                         function, name);
+            PyErr_Format(PyExc_TypeError,
+                         i == N ? "%s() has no argument %R" : "%s() got two values for argument %R", function,
+                         name);
             return false;
         }
         values[i] = args[n + k];
@@ -97,7 +103,8 @@ PyObject* do_put(Channel& ch, Out* out, PyObject* const* args, Py_ssize_t n, PyO
 PyObject* do_put_many(Channel& ch, Out* out, PyObject* const* args, Py_ssize_t n, PyObject* keywords) {
     PyObject* v[2];
     Deadline deadline;
-    if (!parse("put_many", PUT_MANY, 1, args, n, keywords, v) || !parse_deadline(v[1], deadline)) return nullptr;
+    if (!parse("put_many", PUT_MANY, 1, args, n, keywords, v) || !parse_deadline(v[1], deadline))
+        return nullptr;
     return put_all(ch, out, v[0], deadline);
 }
 PyObject* do_get(Channel& ch, In* in, PyObject* const* args, Py_ssize_t n, PyObject* keywords, bool keep) {
@@ -110,7 +117,8 @@ PyObject* do_get(Channel& ch, In* in, PyObject* const* args, Py_ssize_t n, PyObj
 PyObject* do_get_many(Channel& ch, In* in, PyObject* const* args, Py_ssize_t n, PyObject* keywords) {
     PyObject* v[2];
     Deadline deadline;
-    if (!parse("get_many", GET_MANY, 1, args, n, keywords, v) || !parse_deadline(v[1], deadline)) return nullptr;
+    if (!parse("get_many", GET_MANY, 1, args, n, keywords, v) || !parse_deadline(v[1], deadline))
+        return nullptr;
     Py_ssize_t most = PyLong_Check(v[0]) && !PyBool_Check(v[0]) ? PyLong_AsSsize_t(v[0]) : -1;
     if (most < 1) {
         PyErr_Clear();
@@ -120,12 +128,14 @@ PyObject* do_get_many(Channel& ch, In* in, PyObject* const* args, Py_ssize_t n, 
     return get_all(ch, in, most, deadline);
 }
 
-#define FAST(name, body)                                                                                    \
-    PyObject* name(PyObject* self, PyObject* const* args, Py_ssize_t n, PyObject* keywords) {               \
-        (void)args, (void)n, (void)keywords;                                                                \
-        return guarded([&]() -> PyObject* { body; });                                                       \
+#define FAST(name, body)                                                                      \
+    PyObject* name(PyObject* self, PyObject* const* args, Py_ssize_t n, PyObject* keywords) { \
+        (void)args, (void)n, (void)keywords;                                                  \
+        return guarded([&]() -> PyObject* { body; });                                         \
     }
-#define PORT(kind) auto& port = kind##_of(self); if (!ready(port)) return nullptr
+#define PORT(kind)                \
+    auto& port = kind##_of(self); \
+    if (!ready(port)) return nullptr
 
 FAST(channel_put, return do_put(channel_of(self), nullptr, args, n, keywords))
 FAST(channel_put_many, return do_put_many(channel_of(self), nullptr, args, n, keywords))
@@ -144,62 +154,81 @@ PyObject* channel_get_nowait(PyObject* self, PyObject*) {
     return guarded([&] { return get_item(channel_of(self), nullptr, Deadline{0}, false, false); });
 }
 PyObject* out_put_nowait(PyObject* self, PyObject* item) {
-    return guarded([&]() -> PyObject* { PORT(out); return put_item(*port.ch, &port, item, Deadline{0}); });
+    return guarded([&]() -> PyObject* {
+        PORT(out);
+        return put_item(*port.ch, &port, item, Deadline{0});
+    });
 }
 PyObject* in_get_nowait(PyObject* self, PyObject*) {
-    return guarded([&]() -> PyObject* { PORT(in); return get_item(*port.ch, &port, Deadline{0}, false, false); });
+    return guarded([&]() -> PyObject* {
+        PORT(in);
+        return get_item(*port.ch, &port, Deadline{0}, false, false);
+    });
 }
 
 #undef FAST
 #undef PORT
 
-template <class F> PyCFunction fast(F f) { return reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(f)); }
+template <class F>
+PyCFunction fast(F f) {
+    return reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(f));
+}
 constexpr int FASTCALL = METH_FASTCALL | METH_KEYWORDS;
 
-#define PUT_DOC "put($self, /, item, timeout=None)\n--\n\n" \
-    "Put ``item`` in, waiting up to ``timeout`` seconds for a place (None: for ever).\n\n" \
-    "Raises Full when the time is over, Closed when somebody closed the channel, Broken when it was aborted;\n" \
+#define PUT_DOC                                                                                       \
+    "put($self, /, item, timeout=None)\n--\n\n"                                                       \
+    "Put ``item`` in, waiting up to ``timeout`` seconds for a place (None: for ever).\n\n"            \
+    "Raises Full when the time is over, Closed when somebody closed the channel, Broken when it was " \
+    "aborted;\n"                                                                                      \
     "across processes TypeError or another error of pickling if the item can't be serialised."
-#define PUT_NOWAIT_DOC "put_nowait($self, item, /)\n--\n\nPut ``item`` in if there is a place now, else raise Full."
-#define PUT_MANY_DOC "put_many($self, /, items, timeout=None)\n--\n\n" \
-    "Put every item of an iterable in, in order, waiting as needed. If that ends early the error's ``items_put`` tells\n" \
+#define PUT_NOWAIT_DOC \
+    "put_nowait($self, item, /)\n--\n\nPut ``item`` in if there is a place now, else raise Full."
+#define PUT_MANY_DOC                                                                                 \
+    "put_many($self, /, items, timeout=None)\n--\n\n"                                                \
+    "Put every item of an iterable in, in order, waiting as needed. If that ends early the error's " \
+    "``items_put`` tells\n"                                                                          \
     "how many were put."
-#define GET_DOC "get($self, /, timeout=None)\n--\n\n" \
+#define GET_DOC                                                                                 \
+    "get($self, /, timeout=None)\n--\n\n"                                                       \
     "Take the oldest item out, waiting up to ``timeout`` seconds for one (None: for ever).\n\n" \
     "Raises Empty when the time is over, Drained at the clean end, Broken when the channel was aborted."
-#define GET_NOWAIT_DOC "get_nowait($self)\n--\n\nTake the oldest item out if there is one now, else raise Empty."
-#define GET_MANY_DOC "get_many($self, /, max, timeout=None)\n--\n\n" \
-    "Take up to ``max`` items out as a list: waits for the first as ``get`` does, then takes what is there. What\n" \
-    "can't be unpickled ends the list before it: the next call raises its error. A KeyboardInterrupt meanwhile has those\n" \
+#define GET_NOWAIT_DOC \
+    "get_nowait($self)\n--\n\nTake the oldest item out if there is one now, else raise Empty."
+#define GET_MANY_DOC                                                                                   \
+    "get_many($self, /, max, timeout=None)\n--\n\n"                                                    \
+    "Take up to ``max`` items out as a list: waits for the first as ``get`` does, then takes what is " \
+    "there. What\n"                                                                                    \
+    "can't be unpickled ends the list before it: the next call raises its error. A KeyboardInterrupt " \
+    "meanwhile has those\n"                                                                            \
     "before it as ``items_got``."
 
 }  // namespace
 
-PyMethodDef channel_methods[] = {
-    {"put", fast(channel_put), FASTCALL, PUT_DOC},
-    {"put_nowait", channel_put_nowait, METH_O, PUT_NOWAIT_DOC},
-    {"put_many", fast(channel_put_many), FASTCALL, PUT_MANY_DOC},
-    {"get", fast(channel_get), FASTCALL, GET_DOC},
-    {"get_nowait", channel_get_nowait, METH_NOARGS, GET_NOWAIT_DOC},
-    {"get_many", fast(channel_get_many), FASTCALL, GET_MANY_DOC},
-    {nullptr, nullptr, 0, nullptr}};
+PyMethodDef channel_methods[] = {{"put", fast(channel_put), FASTCALL, PUT_DOC},
+                                 {"put_nowait", channel_put_nowait, METH_O, PUT_NOWAIT_DOC},
+                                 {"put_many", fast(channel_put_many), FASTCALL, PUT_MANY_DOC},
+                                 {"get", fast(channel_get), FASTCALL, GET_DOC},
+                                 {"get_nowait", channel_get_nowait, METH_NOARGS, GET_NOWAIT_DOC},
+                                 {"get_many", fast(channel_get_many), FASTCALL, GET_MANY_DOC},
+                                 {nullptr, nullptr, 0, nullptr}};
 
-PyMethodDef in_methods[] = {
-    {"get", fast(in_get), FASTCALL, GET_DOC},
-    {"get_nowait", in_get_nowait, METH_NOARGS, GET_NOWAIT_DOC},
-    {"get_many", fast(in_get_many), FASTCALL, GET_MANY_DOC},
-    {"get_more", fast(in_get_more), FASTCALL,
-     "get_more($self, /, timeout=None)\n--\n\n"
-     "Like ``get``, but the items taken before stay in hand too: they all count as unfinished until the next ``get``."},
-    {"__class_getitem__", Py_GenericAlias, METH_O | METH_CLASS, "In[T]: the annotation of an input port of item type T."},
-    {nullptr, nullptr, 0, nullptr}};
+PyMethodDef in_methods[] = {{"get", fast(in_get), FASTCALL, GET_DOC},
+                            {"get_nowait", in_get_nowait, METH_NOARGS, GET_NOWAIT_DOC},
+                            {"get_many", fast(in_get_many), FASTCALL, GET_MANY_DOC},
+                            {"get_more", fast(in_get_more), FASTCALL,
+                             "get_more($self, /, timeout=None)\n--\n\n"
+                             "Like ``get``, but the items taken before stay in hand too: they all count as "
+                             "unfinished until the next ``get``."},
+                            {"__class_getitem__", Py_GenericAlias, METH_O | METH_CLASS,
+                             "In[T]: the annotation of an input port of item type T."},
+                            {nullptr, nullptr, 0, nullptr}};
 
-PyMethodDef out_methods[] = {
-    {"put", fast(out_put), FASTCALL, PUT_DOC},
-    {"put_nowait", out_put_nowait, METH_O, PUT_NOWAIT_DOC},
-    {"put_many", fast(out_put_many), FASTCALL, PUT_MANY_DOC},
-    {"__class_getitem__", Py_GenericAlias, METH_O | METH_CLASS, "Out[T]: the annotation of an output port of item type T."},
-    {nullptr, nullptr, 0, nullptr}};
+PyMethodDef out_methods[] = {{"put", fast(out_put), FASTCALL, PUT_DOC},
+                             {"put_nowait", out_put_nowait, METH_O, PUT_NOWAIT_DOC},
+                             {"put_many", fast(out_put_many), FASTCALL, PUT_MANY_DOC},
+                             {"__class_getitem__", Py_GenericAlias, METH_O | METH_CLASS,
+                              "Out[T]: the annotation of an output port of item type T."},
+                             {nullptr, nullptr, 0, nullptr}};
 
 PyObject* channel_next(PyObject* self) {
     return guarded([&] { return get_item(channel_of(self), nullptr, Deadline{}, false, true); });

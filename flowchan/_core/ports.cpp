@@ -1,4 +1,5 @@
-// In and Out: a stage's counted ends of a channel, and how the outputs of a stage belong to the items of its input.
+// In and Out: a stage's counted ends of a channel, and how the outputs of a stage belong to the items of its
+// input.
 #include "channel.hpp"
 #include "raising.hpp"
 
@@ -8,11 +9,13 @@ namespace flowchan {
 
 namespace {
 
-// Says that item `number` has no more outputs. As for a put, an item too far ahead of its turn waits. False with a Python
-// error set when a signal's handler raised meanwhile.
-template <class M> bool done_with(M& m, Out& out, uint64_t number) {
+// Says that item `number` has no more outputs. As for a put, an item too far ahead of its turn waits. False
+// with a Python error set when a signal's handler raised meanwhile.
+template <class M>
+bool done_with(M& m, Out& out, uint64_t number) {
     if (!out.state.ordered) {
-        if (!out.state.keyed && Traits<M>::resumes(m)) {  // the item ends without an output: forget what a dead one put
+        if (!out.state.keyed &&
+            Traits<M>::resumes(m)) {  // the item ends without an output: forget what a dead one put
             Locked<M> locked(m);
             m.begin_item(out.state, number);
             locked.unlock({});
@@ -62,7 +65,8 @@ uint64_t open_port(Channel& ch, int session, bool writer, State& state) {
     throw nb::python_error();
 }
 
-// Whether the port's session is still this port's and, unless `anyway`, still this process's (it may have moved on).
+// Whether the port's session is still this port's and, unless `anyway`, still this process's (it may have
+// moved on).
 bool owns(Ring& ring, uint32_t session, uint64_t generation) {
     Session& s = ring.session(session);
     return s.generation == generation && s.role != Session::NONE;
@@ -71,11 +75,13 @@ bool owns(Ring& ring, uint32_t session, uint64_t generation) {
 }  // namespace
 
 Step Turn::enter(Deadline deadline) {
-    for (uint32_t other = 0; !is_mine() && !owner_.compare_exchange_strong(other, me(), std::memory_order_acquire); other = 0) {
+    for (uint32_t other = 0;
+         !is_mine() && !owner_.compare_exchange_strong(other, me(), std::memory_order_acquire); other = 0) {
         if (deadline.now_only() || deadline.passed()) return Step::NotNow;
         if (PyErr_CheckSignals() != 0) return Step::Interrupted;
         WithoutGil without;
-        waiting_ += 1;  // before the word is looked at: `leave`, which writes the word first, sees this or is seen
+        waiting_ +=
+            1;  // before the word is looked at: `leave`, which writes the word first, sees this or is seen
         futex_wait(owner_, other, deadline.slice(), false);
         waiting_ -= 1;
     }
@@ -89,8 +95,10 @@ void Turn::leave() {
     if (waiting_.load(std::memory_order_seq_cst)) futex_wake(owner_, 1, false);
 }
 
-// Waits, with the medium's lock free, until nobody of this process reads or writes where the port's items lie.
-template <class Medium, class Busy> static void lock_when_idle(Medium& medium, Busy busy, std::optional<Locked<Medium>>& locked) {
+// Waits, with the medium's lock free, until nobody of this process reads or writes where the port's items
+// lie.
+template <class Medium, class Busy>
+static void lock_when_idle(Medium& medium, Busy busy, std::optional<Locked<Medium>>& locked) {
     for (;;) {
         locked.emplace(medium);
         if (!busy()) return;
@@ -108,7 +116,8 @@ static void forget_threads(In& in) {
 }
 static void forget_threads(Out& out) { out.copying = 0; }
 
-template <class Port> bool ready(Port& port) {
+template <class Port>
+bool ready(Port& port) {
     if (!port.open) {
         raise_step(*port.ch, Step::PortClosed, Side::Reader, 0, {});
         return false;
@@ -142,7 +151,8 @@ In::In(nb::object channel_, int session) : channel(std::move(channel_)), ch(nb::
     generation = open_port(*ch, session, false, state);
 }
 
-Out::Out(nb::object channel_, int session) : channel(std::move(channel_)), ch(nb::inst_ptr<Channel>(channel)) {
+Out::Out(nb::object channel_, int session)
+    : channel(std::move(channel_)), ch(nb::inst_ptr<Channel>(channel)) {
     generation = open_port(*ch, session, true, state);
 }
 

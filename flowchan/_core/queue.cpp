@@ -59,7 +59,8 @@ Step LocalQueue::try_put(const Item& item, WriterState* writer, Wakes& wakes) {
 
 Step LocalQueue::try_take(Item& item, ReaderState* reader, Wakes& wakes) {
     if (state == BROKEN) return Step::Broken;
-    if (count_ == 0) return nothing_coming() && (leased == 0 || (reader && reader->in_hand)) ? Step::Drained : Step::Wait;
+    if (count_ == 0)
+        return nothing_coming() && (leased == 0 || (reader && reader->in_hand)) ? Step::Drained : Step::Wait;
     item = buffer_[head_];
     buffer_[head_].object = nullptr;
     head_ = (head_ + 1) & (buffer_.size() - 1);
@@ -144,7 +145,8 @@ void LocalQueue::close(Wakes& wakes) {
 void LocalQueue::break_(std::vector<PyObject*>& dropped, Wakes& wakes) {
     if (state == BROKEN || drained()) return;
     state = BROKEN;
-    for (uint64_t i = 0; i < count_; ++i) dropped.push_back(buffer_[(head_ + i) & (buffer_.size() - 1)].object);
+    for (uint64_t i = 0; i < count_; ++i)
+        dropped.push_back(buffer_[(head_ + i) & (buffer_.size() - 1)].object);
     for (Group& g : groups_)
         for (Item& item : g.items) dropped.push_back(item.object);
     count_ = parked = 0;

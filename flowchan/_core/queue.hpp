@@ -1,9 +1,10 @@
 // LocalQueue: the FIFO of a `threads` channel. Items are references; nothing is copied.
 //
-// A circular buffer that doubles up to `capacity`, the lines of line.hpp, and the order of an ordered stage's outputs
-// as in ring_items.cpp, with deques in place of lists of slots. A small futex mutex guards it; it does not rely on the
-// GIL. Its operations move references and never drop one, because dropping could run any Python code under the lock.
-// They run attached to the interpreter (GIL held), because the garbage collector looks at the items without the mutex.
+// A circular buffer that doubles up to `capacity`, the lines of line.hpp, and the order of an ordered stage's
+// outputs as in ring_items.cpp, with deques in place of lists of slots. A small futex mutex guards it; it
+// does not rely on the GIL. Its operations move references and never drop one, because dropping could run any
+// Python code under the lock. They run attached to the interpreter (GIL held), because the garbage collector
+// looks at the items without the mutex.
 #pragma once
 
 #include <Python.h>
@@ -19,10 +20,11 @@ namespace flowchan {
 
 // 0 free, 1 taken, 2 taken and somebody sleeps. Drepper, "Futexes are tricky" (2011), mutex 2.
 class Mutex {
-public:
+  public:
     void lock() {
         uint32_t seen = 0;
-        if (word_.compare_exchange_strong(seen, 1, std::memory_order_acquire)) return;  // partner: unlock's release
+        if (word_.compare_exchange_strong(seen, 1, std::memory_order_acquire))
+            return;  // partner: unlock's release
         for (int i = 0; i < 100; ++i) {
             cpu_relax();
             seen = 0;
@@ -31,15 +33,16 @@ public:
         while (word_.exchange(2, std::memory_order_acquire) != 0) futex_wait(word_, 2, SLICE_NS, false);
     }
     void unlock() {
-        if (word_.exchange(0, std::memory_order_release) == 2) futex_wake(word_, 1, false);  // partner: lock's acquire
+        if (word_.exchange(0, std::memory_order_release) == 2)
+            futex_wake(word_, 1, false);  // partner: lock's acquire
     }
 
-private:
+  private:
     std::atomic<uint32_t> word_{0};
 };
 
 class LocalQueue {
-public:
+  public:
     struct Item {
         PyObject* object;
         uint64_t size;  // counted against max_bytes and the share; 0 where there are none
@@ -59,7 +62,8 @@ public:
     Step try_put(const Item& item, WriterState* writer, Wakes& wakes);  // takes over the reference when Done
     Step try_take(Item& item, ReaderState* reader, Wakes& wakes);       // hands the reference over
     void acknowledge(ReaderState& reader, Wakes& wakes);
-    void give_back(const std::vector<Item>& items, ReaderState& reader, Wakes& wakes);  // takes over the references
+    void give_back(const std::vector<Item>& items, ReaderState& reader,
+                   Wakes& wakes);  // takes over the references
     void begin_item(WriterState& writer, uint64_t number);
     Step item_done(WriterState& writer, Wakes& wakes);
     void close(Wakes& wakes);
@@ -71,7 +75,7 @@ public:
     int traverse(visitproc visit, void* arg);
 
     Line& line(Side side) { return side == Side::Reader ? reader_line : writer_line; }
-    bool could_go(const Caller& caller) const;  // whether an operation of this caller would be done now
+    bool could_go(const Caller& caller) const;   // whether an operation of this caller would be done now
     void call_waiting(Side side, Wakes& wakes);  // one who could go on now
     Line reader_line, writer_line;
     uint64_t state = OPEN;
@@ -84,7 +88,7 @@ public:
     bool counts_bytes() const { return share || max_bytes_ != UINT64_MAX; }
     uint64_t most_inside() const { return share ? std::min(share, max_bytes_) : max_bytes_; }
 
-private:
+  private:
     struct Group {
         std::deque<Item> items;
         bool complete = false;

@@ -43,7 +43,8 @@ PyObject* writer_died(const std::string& who, uint64_t pid) {
 
 // How full a channel is that takes nothing now; and whose views keep memory back.
 std::string fill(Channel& ch) {
-    if (ch.queue) return std::to_string(ch.queue->inside()) + " of " + std::to_string(ch.capacity) + " items inside";
+    if (ch.queue)
+        return std::to_string(ch.queue->inside()) + " of " + std::to_string(ch.capacity) + " items inside";
     Wakes wakes;
     Locked<Ring> locked(*ch.ring);
     const Header& h = ch.ring->header();
@@ -88,13 +89,17 @@ void raise_refused(Channel& ch, int error) {
     const std::string who = ch.describe();
     std::string why = std::string("they could not be sent (") + strerror(error) + ")";
     if (error == EBADF)
-        why = "this process has no socket of it; it needs AF_UNIX sockets, and must get the channel by fork, as an argument of a "
-              "process or through a channel";
+        why =
+            "this process has no socket of it; it needs AF_UNIX sockets, and must get the channel by fork, "
+            "as an argument of a "
+            "process or through a channel";
     if (error == E2BIG) why = "one item takes at most 126 of them; put several items";
     if (error == EAGAIN || error == ENOBUFS) why = "too many are on their way in it; receive some first";
     if (error == ETOOMANYREFS)
-        why = "this user has more descriptors on their way than a process may have open; receive some first, or allow more "
-              "(ulimit -n)";
+        why =
+            "this user has more descriptors on their way than a process may have open; receive some first, "
+            "or allow more "
+            "(ulimit -n)";
     raise("ChannelError", who + " does not take the channels in this item: " + why);
 }
 
@@ -105,7 +110,8 @@ std::string pickle_cause(PyObject* cause) {
     if (!encode(cause, frame) || frame.parcel) {  // descriptors travel with items only
         PyErr_Clear();
         nb::object words = nb::steal(PyUnicode_FromFormat("%s: %S", Py_TYPE(cause)->tp_name, cause));
-        nb::object stand_in = words ? nb::steal(PyObject_CallOneArg(PyExc_RuntimeError, words.ptr())) : nb::object();
+        nb::object stand_in =
+            words ? nb::steal(PyObject_CallOneArg(PyExc_RuntimeError, words.ptr())) : nb::object();
         used = stand_in && encode(stand_in.ptr(), text) ? &text : nullptr;
         PyErr_Clear();
     }
@@ -121,36 +127,50 @@ PyObject* raise_step(Channel& ch, Step step, Side side, uint64_t size, Deadline 
             if (side == Side::Writer)
                 raise("Full", who + " is full, nothing could be put " + seconds(deadline) + ": " + fill(ch));
             else
-                raise("Empty", who + " is empty, nothing could be got " + seconds(deadline) + "; it is not closed");
+                raise("Empty",
+                      who + " is empty, nothing could be got " + seconds(deadline) + "; it is not closed");
             break;
-        case Step::Closed: raise("Closed", who + " is closed: nothing can be put into it any more"); break;
-        case Step::Drained: raise("Drained", who + " is drained: it is closed and everything in it has been read"); break;
+        case Step::Closed:
+            raise("Closed", who + " is closed: nothing can be put into it any more");
+            break;
+        case Step::Drained:
+            raise("Drained", who + " is drained: it is closed and everything in it has been read");
+            break;
         case Step::Broken: {
-            const uint64_t cut_off = ch.ring && ch.ring->header().state == CLOSED ? ch.ring->header().cut_off : 0;
+            const uint64_t cut_off =
+                ch.ring && ch.ring->header().state == CLOSED ? ch.ring->header().cut_off : 0;
             PyObject* cause = cut_off ? writer_died(who, cut_off) : stored_cause(ch);
             const bool damaged = ch.ring && ch.ring->header().damaged;
-            raise_broken(who + (damaged ? " is broken: its shared memory is damaged" :
-                                cut_off ? " is broken: a writer died, what it had put has been read" : " is broken"), cause);
+            raise_broken(who + (damaged   ? " is broken: its shared memory is damaged"
+                                : cut_off ? " is broken: a writer died, what it had put has been read"
+                                          : " is broken"),
+                         cause);
             Py_XDECREF(cause);
             break;
         }
         case Step::TooLarge:
-            PyErr_SetString(PyExc_ValueError, (who + " takes items of at most max_bytes=" + std::to_string(ch.max_bytes) +
-                                               " bytes, this one has " + std::to_string(size)).c_str());
+            PyErr_SetString(PyExc_ValueError,
+                            (who + " takes items of at most max_bytes=" + std::to_string(ch.max_bytes) +
+                             " bytes, this one has " + std::to_string(size))
+                                .c_str());
             break;
         case Step::NoMemory:
             if (ch.ring && ch.ring->is_blind()) {
-                PyErr_SetString(PyExc_MemoryError, (who + " has grown, and this process has no address space left to see "
-                                                    "all of it; raise its limit (ulimit -v)").c_str());
+                PyErr_SetString(PyExc_MemoryError,
+                                (who + " has grown, and this process has no address space left to see "
+                                       "all of it; raise its limit (ulimit -v)")
+                                    .c_str());
                 break;
             }
-            PyErr_SetString(PyExc_MemoryError, (who + ": no shared memory for an item of " + std::to_string(size) +
-                                                " bytes: " + fill(ch)).c_str());
+            PyErr_SetString(PyExc_MemoryError, (who + ": no shared memory for an item of " +
+                                                std::to_string(size) + " bytes: " + fill(ch))
+                                                   .c_str());
             break;
         case Step::PortClosed:
             PyErr_SetString(PyExc_ValueError, "this port was closed; open another one from the channel");
             break;
-        default: break;  // Interrupted: the error is set already
+        default:
+            break;  // Interrupted: the error is set already
     }
     return nullptr;
 }

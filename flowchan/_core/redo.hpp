@@ -1,15 +1,16 @@
-// The redo record: how a critical section on shared memory happens wholly or not at all, whoever is killed in it.
+// The redo record: how a critical section on shared memory happens wholly or not at all, whoever is killed in
+// it.
 //
-// Algorithm (write-ahead redo logging, as in databases). A change to the shared state is a list of (word, new value).
-// It is written to the record first, then the record is marked valid, then it is applied, then it is cleared. Who takes
-// the lock and finds that its owner died looks at the record: valid means that all of it was written, so it is applied
-// (again); not valid means that nothing of it was applied, so nothing is to be done. Values are absolute, so applying
-// twice is the same as applying once.
+// Algorithm (write-ahead redo logging, as in databases). A change to the shared state is a list of (word, new
+// value). It is written to the record first, then the record is marked valid, then it is applied, then it is
+// cleared. Who takes the lock and finds that its owner died looks at the record: valid means that all of it
+// was written, so it is applied (again); not valid means that nothing of it was applied, so nothing is to be
+// done. Values are absolute, so applying twice is the same as applying once.
 //
-// Why compiler fences are enough. The reader of a dead owner's record got the lock from the kernel, after the owner was
-// descheduled for good: all stores that the owner had executed are visible then, in whatever order they left its core.
-// What matters is only the order in which the owner executed them, and that is the program's order once the compiler
-// is kept from changing it.
+// Why compiler fences are enough. The reader of a dead owner's record got the lock from the kernel, after the
+// owner was descheduled for good: all stores that the owner had executed are visible then, in whatever order
+// they left its core. What matters is only the order in which the owner executed them, and that is the
+// program's order once the compiler is kept from changing it.
 #pragma once
 
 #include <atomic>
@@ -18,8 +19,8 @@
 
 namespace flowchan {
 
-// A place where a process may be killed. The crash tests build the core with FLOWCHAN_FAULTS and give a function that
-// kills at the n-th such place; otherwise it is nothing.
+// A place where a process may be killed. The crash tests build the core with FLOWCHAN_FAULTS and give a
+// function that kills at the n-th such place; otherwise it is nothing.
 #ifdef FLOWCHAN_FAULTS
 void fault_point();
 #else
@@ -37,17 +38,19 @@ struct Redo {
     volatile uint64_t valid;  // number of entries, 0 when there is nothing to redo
     Entry entry[MOST];
 
-    template <class Words> void apply(const Words& words, uint64_t n) const {
+    template <class Words>
+    void apply(const Words& words, uint64_t n) const {
         for (uint64_t i = 0; i < n; ++i) {
-            // Atomic because some words are read without the lock, as hints (Traits<Ring>::ready in blocking.hpp is the
-            // partner); relaxed because who believes a hint takes the lock and looks.
+            // Atomic because some words are read without the lock, as hints (Traits<Ring>::ready in
+            // blocking.hpp is the partner); relaxed because who believes a hint takes the lock and looks.
             std::atomic_ref(*words.at(entry[i].offset)).store(entry[i].value, std::memory_order_relaxed);
             fault_point();
         }
     }
-    // Called by who found the owner of the lock dead. False, with nothing done, if the record can't be right: an entry
-    // names a word that is none of `words`.
-    template <class Words> bool recover(const Words& words) {
+    // Called by who found the owner of the lock dead. False, with nothing done, if the record can't be right:
+    // an entry names a word that is none of `words`.
+    template <class Words>
+    bool recover(const Words& words) {
         const uint64_t n = valid;
         bool right = n <= MOST;
         for (uint64_t i = 0; right && i < n; ++i)
@@ -60,10 +63,11 @@ struct Redo {
     }
 };
 
-// One change being composed. Reads of the state between `set` calls see the old values. `Words` tells where a word lies, by
-// its offset, and the other way round.
-template <class Words> class ChangeOf {
-public:
+// One change being composed. Reads of the state between `set` calls see the old values. `Words` tells where a
+// word lies, by its offset, and the other way round.
+template <class Words>
+class ChangeOf {
+  public:
     ChangeOf(Redo& redo, const Words& words) : redo_(redo), words_(words) {}
 
     void set(uint64_t& word, uint64_t value) {
@@ -86,7 +90,7 @@ public:
         n_ = 0;
     }
 
-private:
+  private:
     Redo& redo_;
     const Words& words_;
     uint64_t n_ = 0;

@@ -1,15 +1,16 @@
-// The mapping, the lock and the sessions of a ring. Slots and blocks are in ring_memory.cpp, items in ring_items.cpp.
+// The mapping, the lock and the sessions of a ring. Slots and blocks are in ring_memory.cpp, items in
+// ring_items.cpp.
 #include "ring.hpp"
 #include "system.hpp"
 
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
-#include <fcntl.h>
-#include <signal.h>
 #include <stdexcept>
-#include <sys/mman.h>
-#include <sys/stat.h>
 
 namespace flowchan {
 
@@ -30,11 +31,12 @@ struct Layout : Constants {
         groups = std::clamp<uint64_t>(capacity, 64, 4096);
         groups_at = align(sizeof(Header) + SESSIONS * sizeof(Session), UNIT);
         blocks_at = align(groups_at + groups * sizeof(Group), PAGE);
-        // Four times max_bytes: items on lease, and what is viewed, are not "inside", classes waste up to a fifth, and what
-        // is viewed for long lies in the way.
+        // Four times max_bytes: items on lease, and what is viewed, are not "inside", classes waste up to a
+        // fifth, and what is viewed for long lies in the way.
         const uint64_t slots = (2 * capacity + SESSIONS) * sizeof(Slot);
         length = align(blocks_at + 4 * max_bytes + GROW + slots, GROW);
-        blocks_end = (length - slots) / PAGE * PAGE;  // blocks of all sizes must not take the room of slots for `capacity`
+        blocks_end = (length - slots) / PAGE *
+                     PAGE;  // blocks of all sizes must not take the room of slots for `capacity`
     }
 };
 
@@ -54,8 +56,8 @@ bool read_stat(uint64_t pid, char& state, uint64_t& started) {
     if (!p) return false;
     unsigned long long start = 0;
     // after ")": state is field 3, start time is field 22
-    if (sscanf(p + 1, " %c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %*d %*d %llu", &state,
-               &start) != 2)
+    if (sscanf(p + 1, " %c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %*d %*d %llu",
+               &state, &start) != 2)
         return false;
     started = start;
     return true;
@@ -85,7 +87,8 @@ Ring::Ring(uint64_t capacity, uint64_t max_bytes) {
         if (ftruncate(fd_, off_t(layout.length)) != 0) fail(errno, "ftruncate");
         // Nobody can shrink it under us, which would be a SIGBUS.
         if (fcntl(fd_, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) fail(errno, "seal");
-        if (!reserve(0, sizeof(Header) + FIRST_SESSIONS * sizeof(Session)) || !reserve(layout.groups_at, layout.blocks_at))
+        if (!reserve(0, sizeof(Header) + FIRST_SESSIONS * sizeof(Session)) ||
+            !reserve(layout.groups_at, layout.blocks_at))
             fail(errno, "fallocate");
         map(layout, layout.blocks_end);
         new (h_) Header{};
@@ -94,7 +97,8 @@ Ring::Ring(uint64_t capacity, uint64_t max_bytes) {
         h_->blocks_top = h_->reserved_low = blocks_at_;
         h_->map_blocks_to = base_.blocks_to();
         h_->slots_at = h_->reserved_high = h_->map_slots_from = length_;
-        if (!reserve_low(blocks_at_ + PAGE) || !reserve_high(length_ - std::min<uint64_t>(capacity + 16, 64) * sizeof(Slot)))
+        if (!reserve_low(blocks_at_ + PAGE) ||
+            !reserve_high(length_ - std::min<uint64_t>(capacity + 16, 64) * sizeof(Slot)))
             fail(errno, "fallocate");
         pthread_mutexattr_t attr;
         pthread_mutexattr_init(&attr);
@@ -115,7 +119,8 @@ Ring::Ring(RingHandle handle) {
     struct stat st;
     Constants there;
     if (fstat(fd, &st) != 0) fail(errno, "fstat");
-    if (pread(fd, &there, sizeof there, 0) != sizeof there || there.magic != MAGIC) fail(EINVAL, "not the memory of a channel");
+    if (pread(fd, &there, sizeof there, 0) != sizeof there || there.magic != MAGIC)
+        fail(EINVAL, "not the memory of a channel");
     const uint64_t length = uint64_t(st.st_size);
     const Layout layout(std::min(there.capacity, length), std::min(there.max_bytes, length));
     if (memcmp(&there, static_cast<const Constants*>(&layout), sizeof there) != 0 || there.length != length)
@@ -188,15 +193,16 @@ bool Ring::is_used_by(uint64_t thread) const {
     bool found = false;
     while (!found && getline(&line, &room, maps) > 0) {
         unsigned long inode = 0;
-        found = sscanf(line, "%*s %*s %*s %*s %lu", &inode) == 1 && inode == st.st_ino && strstr(line, "memfd:flowchan");
+        found = sscanf(line, "%*s %*s %*s %*s %lu", &inode) == 1 && inode == st.st_ino &&
+                strstr(line, "memfd:flowchan");
     }
     free(line);
     fclose(maps);
     return found;
 }
 
-// Waits for the lock, unless nobody can ever unlock it: its word names a thread that is not there, or this one. (When a
-// thread dies with the lock, the kernel marks the word before the thread is gone.)
+// Waits for the lock, unless nobody can ever unlock it: its word names a thread that is not there, or this
+// one. (When a thread dies with the lock, the kernel marks the word before the thread is gone.)
 int Ring::lock_slowly() {
     uint32_t before = 0;
     for (;;) {
@@ -204,7 +210,8 @@ int Ring::lock_slowly() {
         timespec until{time_t(at / 1'000'000'000), long(at % 1'000'000'000)};
         const int rc = pthread_mutex_clocklock(&h_->mutex, CLOCK_MONOTONIC, &until);
         if (rc != ETIMEDOUT) return rc;
-        if (std::atomic_ref(h_->damaged).load(std::memory_order_relaxed)) return EINVAL;  // its owner may have given it up
+        if (std::atomic_ref(h_->damaged).load(std::memory_order_relaxed))
+            return EINVAL;  // its owner may have given it up
 #ifdef __GLIBC__
         const uint32_t word = uint32_t(__atomic_load_n(&h_->mutex.__data.__lock, __ATOMIC_RELAXED));
         const uint32_t owner = word & FUTEX_TID_MASK;
@@ -218,18 +225,20 @@ int Ring::lock_slowly() {
 // The mutex itself is damaged. The channel breaks, and what does not look at the state finds `damaged`.
 bool Ring::lock_without_mutex() {
     kind_.store(-1, std::memory_order_relaxed);
-    std::atomic_ref(h_->damaged).store(1, std::memory_order_relaxed);  // hints to others without the lock: no partner
+    std::atomic_ref(h_->damaged)
+        .store(1, std::memory_order_relaxed);  // hints to others without the lock: no partner
     std::atomic_ref(h_->state).store(BROKEN, std::memory_order_relaxed);
     return true;
 }
 
-// The owner of the lock died in its critical section. Everything but the last Change is whole; that one is made whole.
-// `advance` is the one operation of several Changes that nobody else would take up again.
+// The owner of the lock died in its critical section. Everything but the last Change is whole; that one is
+// made whole. `advance` is the one operation of several Changes that nobody else would take up again.
 void Ring::recover() {
     if (!h_->redo.recover(base_)) found_damage();
     Wakes wakes;
     advance(wakes);
-    h_->reader_gate.woken = h_->writer_gate.woken = 0;  // it may have counted sleepers that it did not get to wake
+    h_->reader_gate.woken = h_->writer_gate.woken =
+        0;  // it may have counted sleepers that it did not get to wake
     wakes.readers += h_->reader_gate.call_all();
     call_all_writers(wakes);
     wake(wakes);
@@ -246,7 +255,8 @@ void Ring::close(Wakes& wakes) {
     change.commit();
 }
 
-// Closes as a part of `change`: when the last port leaves, a death must not come between its leaving and the close.
+// Closes as a part of `change`: when the last port leaves, a death must not come between its leaving and the
+// close.
 void Ring::close_with(Change& change, Wakes& wakes) {
     if (h_->state != OPEN) return;
     change.set(h_->state, CLOSED);
@@ -272,7 +282,8 @@ std::string Ring::cause() const {
     const uint64_t begin = h_->cause, size = h_->cause_size;
     const bool in_block = begin >= blocks_at_ && begin < h_->blocks_top;
     const uint64_t end = in_block ? std::min({h_->blocks_top, h_->reserved_low, base_.blocks_to()}) : length_;
-    if (!begin || begin < (in_block ? blocks_at_ : base_.slots_from()) || begin >= end || size > end - begin) return "";
+    if (!begin || begin < (in_block ? blocks_at_ : base_.slots_from()) || begin >= end || size > end - begin)
+        return "";
     if (!in_block && size > Slot::INLINE) return "";
     return std::string(in_block ? base_.block(begin) : at<char>(begin), size);
 }
@@ -289,7 +300,8 @@ uint32_t Ring::free_session(Wakes& wakes) {
             s.pid = uint64_t(getpid());
             s.started = process_start(s.pid);
             s.generation += 1;
-            s.supervised = s.lease_head = s.lease_tail = s.leased = s.committed_item = s.committed_count = s.views = s.forked = 0;
+            s.supervised = s.lease_head = s.lease_tail = s.leased = s.committed_item = s.committed_count =
+                s.views = s.forked = 0;
             s.at_reader_gate = s.at_writer_gate = s.called = 0;
             s.awaits = s.at = s.again_head = s.again_tail = s.again = s.again_at = 0;
             fault_point();
@@ -303,10 +315,11 @@ uint32_t Ring::free_session(Wakes& wakes) {
 uint32_t Ring::open_session(Session::Role role, Wakes& wakes) {
     const uint32_t i = free_session(wakes);
     if (!i)
-        throw std::length_error(h_->reserved_sessions < SESSIONS
-                                    ? "there is no memory for another port"
-                                    : "all " + std::to_string(SESSIONS - 1) +
-                                          " places for ports and processes of this channel are taken; close some");
+        throw std::length_error(
+            h_->reserved_sessions < SESSIONS
+                ? "there is no memory for another port"
+                : "all " + std::to_string(SESSIONS - 1) +
+                      " places for ports and processes of this channel are taken; close some");
     Change change(h_->redo, base_);
     change.set(session(i).role, role);
     if (role == Session::READER) change.set(h_->readers, h_->readers + 1);
@@ -316,16 +329,17 @@ uint32_t Ring::open_session(Session::Role role, Wakes& wakes) {
 }
 
 void Ring::adopt(uint32_t index) {
-    if (index == 0 || index >= SESSIONS) throw std::length_error("there is no port number " + std::to_string(index));
+    if (index == 0 || index >= SESSIONS)
+        throw std::length_error("there is no port number " + std::to_string(index));
     Session& s = session(index);
     if (s.views && s.pid != uint64_t(getpid())) part(index);
     s.pid = uint64_t(getpid());
     s.started = process_start(s.pid);
 }
 
-// A port moves to another process. What the former one looks at it goes on looking at, so that passes to a HOLDER of its
-// own: else the views would end with the new process. One Change for each slot; a death may come between any two. (When
-// all records are taken the views stay where they are.)
+// A port moves to another process. What the former one looks at it goes on looking at, so that passes to a
+// HOLDER of its own: else the views would end with the new process. One Change for each slot; a death may
+// come between any two. (When all records are taken the views stay where they are.)
 void Ring::part(uint32_t index) {
     Wakes wakes;
     if (!memory_is_right()) return void(found_damage());
@@ -351,8 +365,8 @@ void Ring::part(uint32_t index) {
     wake(wakes);
 }
 
-// What a session that ends, perhaps because its process was killed, was copying, and the waits it was counted in.
-// `views`: it looks at nothing any more.
+// What a session that ends, perhaps because its process was killed, was copying, and the waits it was counted
+// in. `views`: it looks at nothing any more.
 void Ring::drop_copies(uint32_t index, bool views, Wakes& wakes) {
     Session& s = session(index);
     if (!memory_is_right()) found_damage();
@@ -369,14 +383,18 @@ void Ring::drop_copies(uint32_t index, bool views, Wakes& wakes) {
     int64_t now = now_ns();
     auto leave = [now](Gate& gate, uint32_t& at_gate) {
         const uint32_t n = at_gate;
-        at_gate = 0;  // first: a death in between leaves `waiting` too high, which costs a needless wake-up, never too low
+        at_gate =
+            // first: a death in between leaves `waiting` too high, which costs a needless wake-up, never too
+            // low
+            0;
         keep_order();
         fault_point();
         gate.waiting -= std::min(gate.waiting, n);
         gate.woken = std::min(gate.woken, gate.waiting);
         gate.selecting = std::min(gate.selecting, gate.waiting);
         gate.waited_ns += int64_t(n) * now;
-        return n ? gate.call_all() : 0;  // a thread that waits in the port that is being closed must hear of it
+        return n ? gate.call_all()
+                 : 0;  // a thread that waits in the port that is being closed must hear of it
     };
     wakes.readers += leave(h_->reader_gate, s.at_reader_gate);
     wakes.writers += leave(h_->writer_gate, s.at_writer_gate);
@@ -395,15 +413,15 @@ void Ring::drop_copies(uint32_t index, bool views, Wakes& wakes) {
     call_all_writers(wakes);
 }
 
-// Whether the process of this session lives, or may have children that do, and so may still use what it looks at, whoever
-// ends the session.
+// Whether the process of this session lives, or may have children that do, and so may still use what it looks
+// at, whoever ends the session.
 bool Ring::still_looks(uint32_t index) const {
     const Session& s = session(index);
     return s.views && (s.forked || s.pid == uint64_t(getpid()) || process_alive(s.pid, s.started));
 }
 
-// `finished`: the items in hand are done with, else they go back. `died`: its process has ended without closing it; of a
-// writer that is no clean end (C5), unless the channel was closed before.
+// `finished`: the items in hand are done with, else they go back. `died`: its process has ended without
+// closing it; of a writer that is no clean end (C5), unless the channel was closed before.
 void Ring::end_session(uint32_t index, bool finished, Wakes& wakes, bool died) {
     Session& s = session(index);
     if (s.role == Session::NONE) return;
@@ -437,7 +455,8 @@ std::vector<Slot*> Ring::in_hand(uint32_t index) const {
 
 void Ring::retire_writer(uint32_t index, const std::vector<uint64_t>& items, Wakes& wakes) {
     Session& s = session(index);
-    bool again = s.committed_item && std::find(items.begin(), items.end(), s.committed_item - 1) != items.end();
+    bool again =
+        s.committed_item && std::find(items.begin(), items.end(), s.committed_item - 1) != items.end();
     if (!again || s.role != Session::WRITER) {
         end_session(index, true, wakes);
         return;
@@ -463,9 +482,12 @@ void Ring::sweep_now(Wakes& wakes) {
         Session& s = session(i);
         if (s.role == Session::NONE || s.role == Session::RESUME || s.supervised || s.pid == me) continue;
         if (s.role == Session::HOLDER && s.forked) continue;  // until the channel's end
-        if (alive && s.pid == alive->pid && s.started == alive->started) continue;  // many ports of one process
-        if (process_alive(s.pid, s.started)) alive = &s;
-        else end_session(i, false, wakes, true);
+        if (alive && s.pid == alive->pid && s.started == alive->started)
+            continue;  // many ports of one process
+        if (process_alive(s.pid, s.started))
+            alive = &s;
+        else
+            end_session(i, false, wakes, true);
     }
     for (Gate* gate : {&h_->reader_gate, &h_->writer_gate})
         if (gate->starving && !process_alive(gate->starving, 0)) gate->starving = 0;

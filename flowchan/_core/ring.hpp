@@ -1,9 +1,10 @@
-// Ring: the FIFO of a `processes` channel in shared memory, with leases and committed counts (layout.hpp has the data,
-// ring.cpp the mapping, the lock and the sessions, ring_memory.cpp slots, blocks and views, ring_items.cpp what happens to
-// items, ring_parcels.cpp descriptors that travel with them).
+// Ring: the FIFO of a `processes` channel in shared memory, with leases and committed counts (layout.hpp has
+// the data, ring.cpp the mapping, the lock and the sessions, ring_memory.cpp slots, blocks and views,
+// ring_items.cpp what happens to items, ring_parcels.cpp descriptors that travel with them).
 //
-// Nothing here touches a Python object, so all of it may run with or without the GIL. Two rules keep threads from
-// deadlocking: the lock is never held while the GIL is being waited for, and nothing that can call Python runs under it.
+// Nothing here touches a Python object, so all of it may run with or without the GIL. Two rules keep threads
+// from deadlocking: the lock is never held while the GIL is being waited for, and nothing that can call
+// Python runs under it.
 #pragma once
 
 #include <algorithm>
@@ -21,10 +22,11 @@ using Change = ChangeOf<Windows>;
 // What a port remembers between two operations. Everything that must survive its process lies in Session.
 struct ReaderState {
     uint32_t session = 0;
-    uint64_t number = 0;   // of the first item in hand
+    uint64_t number = 0;  // of the first item in hand
     uint32_t in_hand = 0;
-    bool lazy = false;     // wakes writers when a quarter of the places is free, not for each place: a stage's reader,
-                           // whose next item matters more than the writer's. Their slices bound the delay.
+    bool lazy =
+        false;  // wakes writers when a quarter of the places is free, not for each place: a stage's reader,
+                // whose next item matters more than the writer's. Their slices bound the delay.
 };
 struct WriterState {
     uint32_t session = 0;
@@ -32,16 +34,17 @@ struct WriterState {
     bool single = false;   // each item has exactly one output, so the output also completes the item
     bool keyed = false;    // outputs belong to the item `number`, as numbered by the reader it follows
     uint64_t number = 0;
-    uint64_t count = 0;    // outputs made for it so far, those skipped included
-    uint64_t skip = 0;     // of them a dead predecessor has put already
+    uint64_t count = 0;  // outputs made for it so far, those skipped included
+    uint64_t skip = 0;   // of them a dead predecessor has put already
 };
 
-// An item that was taken: either copied to `local`, or still in shared memory and to be given back by `release`.
+// An item that was taken: either copied to `local`, or still in shared memory and to be given back by
+// `release`.
 struct Taken {
     static constexpr uint64_t LOCAL = 4096;
     uint64_t kind = 0;
     uint64_t size = 0;
-    uint64_t deaths = 0;   // how many workers have died with it in hand, in the user's code or unpickling it
+    uint64_t deaths = 0;  // how many workers have died with it in hand, in the user's code or unpickling it
     bool kills_who_unpickles = false;  // it was being unpickled when the last of them died
     uint64_t number = 0;
     const char* at = nullptr;
@@ -56,22 +59,25 @@ struct Held {
     uint64_t pid, blocks, bytes;
 };
 
-// What a process needs to map a ring that another one has created. Without its socket no descriptors travel through it.
+// What a process needs to map a ring that another one has created. Without its socket no descriptors travel
+// through it.
 struct RingHandle {
     int fd;
     int socket = -1;
 };
 
 class Ring {
-public:
+  public:
     Ring(uint64_t capacity, uint64_t max_bytes);  // creates; throws std::system_error, std::bad_alloc
-    explicit Ring(RingHandle handle);             // maps what another process created; takes over the descriptors
+    explicit Ring(RingHandle handle);  // maps what another process created; takes over the descriptors
     ~Ring();
     Ring(const Ring&) = delete;
 
     int fd() const { return fd_; }
     int socket() const { return socket_; }
-    uint64_t offset_of_payload(const void* p) const { return base_.offset_in_window(p); }  // without the lock too
+    uint64_t offset_of_payload(const void* p) const {
+        return base_.offset_in_window(p);
+    }  // without the lock too
     Slot* slot_at(uint64_t offset) const { return at<Slot>(offset); }
     Header& header() { return *h_; }
 
@@ -90,25 +96,30 @@ public:
 
     // --- items; all under the lock ---
     Step try_put(const Frame& frame, WriterState* writer, Wakes& wakes);
-    Step claim(const Frame& frame, WriterState* writer, uint32_t session, Slot*& slot);      // large put, first half
-    Step publish(const Frame& frame, Slot* slot, WriterState* writer, Wakes& wakes);          // large put, second half
+    Step claim(const Frame& frame, WriterState* writer, uint32_t session,
+               Slot*& slot);  // large put, first half
+    Step publish(const Frame& frame, Slot* slot, WriterState* writer,
+                 Wakes& wakes);  // large put, second half
     void unclaim(Slot* slot, Wakes& wakes);
-    void write(const Frame& frame, Slot* slot) {                                              // between them, unlocked
+    void write(const Frame& frame, Slot* slot) {  // between them, unlocked
         if (slot->size == frame.size && payload_exists(slot)) frame.write(payload(slot));
     }
     Step try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& wakes);
-    void release(Slot* slot, Wakes& wakes);                       // of a HELD slot
-    void put_back(Taken& taken, ReaderState* reader, Wakes& wakes);  // it was taken last, and can't be received now
-    void unview(Slot* slot, Wakes& wakes);                        // its viewer has let go of it
-    Step loan(uint64_t size, uint32_t session, Slot*& slot);      // memory to be filled in place, outside the FIFO
+    void release(Slot* slot, Wakes& wakes);  // of a HELD slot
+    void put_back(Taken& taken, ReaderState* reader,
+                  Wakes& wakes);            // it was taken last, and can't be received now
+    void unview(Slot* slot, Wakes& wakes);  // its viewer has let go of it
+    Step loan(uint64_t size, uint32_t session,
+              Slot*& slot);  // memory to be filled in place, outside the FIFO
     Step put_loan(Slot* slot, const Frame& frame, WriterState* writer, Wakes& wakes);
     std::vector<Held> held() const;
     std::vector<uint64_t> pinned() const;
-    int open_parcel(uint64_t id, std::vector<int>& descriptors);  // its descriptors are this process's too; 0 or an errno
-    void drop_parcels();                                          // those in front whose items exist no more
-    void acknowledge(ReaderState& reader, Wakes& wakes);          // all items in hand are finished
-    Step item_done(WriterState& writer, Wakes& wakes);            // no more outputs for writer.number
-    void begin_item(WriterState& writer, uint64_t number);        // first output for it is about to come
+    int open_parcel(uint64_t id,
+                    std::vector<int>& descriptors);  // its descriptors are this process's too; 0 or an errno
+    void drop_parcels();                             // those in front whose items exist no more
+    void acknowledge(ReaderState& reader, Wakes& wakes);           // all items in hand are finished
+    Step item_done(WriterState& writer, Wakes& wakes);             // no more outputs for writer.number
+    void begin_item(WriterState& writer, uint64_t number);         // first output for it is about to come
     uint32_t await_turn(Session& s, uint64_t number, bool again);  // gives what its word is now
     void have_turn(Session& s);                                    // it waits no more
     void call_turns(Wakes& wakes);                                 // those whose turn has come
@@ -116,7 +127,9 @@ public:
         const bool fits = h_->bytes_in - h_->bytes_out + size <= most_inside() || h_->puts == h_->takes;
         return fits && h_->puts - h_->takes + h_->parked + h_->claimed < capacity_;
     }
-    uint64_t most_inside() const { return h_->share ? std::min(h_->share, max_bytes_) : max_bytes_; }  // a larger item: alone
+    uint64_t most_inside() const {
+        return h_->share ? std::min(h_->share, max_bytes_) : max_bytes_;
+    }  // a larger item: alone
     bool fits(const Frame& frame) const { return frame.size <= max_bytes_; }
     bool at_end() const { return h_->state == CLOSED && h_->leased == 0 && nothing_coming(); }
     bool drained() const { return at_end() && !h_->cut_off; }
@@ -131,17 +144,17 @@ public:
     uint32_t open_session(Session::Role role, Wakes& wakes);  // throws std::length_error when all are taken
     void adopt(uint32_t session);                             // it belongs to the calling process from now on
     void end_session(uint32_t session, bool finished, Wakes& wakes, bool died = false);
-    // Ends unsupervised sessions of dead processes, if nobody has done so lately; also the hint, without the lock, that it
-    // is time to.
+    // Ends unsupervised sessions of dead processes, if nobody has done so lately; also the hint, without the
+    // lock, that it is time to.
     void sweep(Wakes& wakes);
     bool is_sweep_due() const {
         const int64_t ago = coarse_now_ns() - int64_t(h_->swept_ns.load(std::memory_order_relaxed));
         return ago < 0 || ago >= SLICE_NS * 4 / 5;
     }
-    void hand_on(uint32_t from, uint32_t to);                 // what a dead reader had in hand, to its successor
-    std::vector<Slot*> in_hand(uint32_t session) const;       // what a reader has on lease, oldest first
-    // Ends the session of a writer that died. If it had put outputs for one of `items`, which will be worked on again,
-    // that is remembered, so that they are not put twice.
+    void hand_on(uint32_t from, uint32_t to);            // what a dead reader had in hand, to its successor
+    std::vector<Slot*> in_hand(uint32_t session) const;  // what a reader has on lease, oldest first
+    // Ends the session of a writer that died. If it had put outputs for one of `items`, which will be worked
+    // on again, that is remembered, so that they are not put twice.
     void retire_writer(uint32_t session, const std::vector<uint64_t>& items, Wakes& wakes);
     const char* payload_of(Slot* slot) const { return payload(slot); }
     Session& session(uint32_t index) const { return h_->records()[index < SESSIONS ? index : 0]; }
@@ -149,14 +162,16 @@ public:
 
     Spin spin;
 
-private:
+  private:
     Windows base_;
     Header* h_ = nullptr;
     int fd_ = -1, socket_ = -1;
     bool blind_ = false;
     // What never changes, as it was when this process first saw it: damage to the header does not reach it.
-    uint64_t length_ = 0, capacity_ = 0, max_bytes_ = 0, groups_ = 1, groups_at_ = 0, blocks_at_ = 0, blocks_end_ = 0;
-    std::atomic<int> kind_ = 0;  // of the mutex; -1 once it was found damaged, and is touched no more. A hint: relaxed
+    uint64_t length_ = 0, capacity_ = 0, max_bytes_ = 0, groups_ = 1, groups_at_ = 0, blocks_at_ = 0,
+             blocks_end_ = 0;
+    std::atomic<int> kind_ =
+        0;  // of the mutex; -1 once it was found damaged, and is touched no more. A hint: relaxed
 
     // The type of a mutex, which glibc believes without looking; 0 where it can't be told.
     static int kind_of(const pthread_mutex_t& mutex) {
@@ -166,9 +181,14 @@ private:
         return (void)mutex, 0;
 #endif
     }
-    template <class T> T* at(uint64_t offset) const { return reinterpret_cast<T*>(base_.slots() + offset); }  // of a slot
+    template <class T>
+    T* at(uint64_t offset) const {
+        return reinterpret_cast<T*>(base_.slots() + offset);
+    }  // of a slot
     uint64_t offset(const void* p) const { return base_.offset(p); }
-    Group& group(uint64_t number) { return reinterpret_cast<Group*>(base_.header() + groups_at_)[number % groups_]; }
+    Group& group(uint64_t number) {
+        return reinterpret_cast<Group*>(base_.header() + groups_at_)[number % groups_];
+    }
     bool nothing_coming() const { return h_->head == 0 && h_->parked == 0 && h_->claimed == 0; }
     bool at_end_for(const ReaderState* reader) const;
     Step end() const { return h_->cut_off ? Step::Broken : Step::Drained; }
@@ -228,11 +248,13 @@ private:
         if (!h_->writer_gate.waiting) return;
         if (!reader || !reader->lazy) return void(wakes.writers += h_->writer_gate.call(1));
         const uint64_t room = capacity_ - std::min(capacity_, h_->puts - h_->takes + h_->claimed);
-        if (room >= std::max<uint64_t>(capacity_ / 4, 1)) wakes.writers += h_->writer_gate.call(uint32_t(room));
+        if (room >= std::max<uint64_t>(capacity_ / 4, 1))
+            wakes.writers += h_->writer_gate.call(uint32_t(room));
     }
 };
 
-// Whether the process with this pid and start time still runs (a zombie does not). started = 0: any start time.
+// Whether the process with this pid and start time still runs (a zombie does not). started = 0: any start
+// time.
 bool process_alive(uint64_t pid, uint64_t started);
 uint64_t process_start(uint64_t pid);
 

@@ -1,18 +1,19 @@
-// What happens to the items of a ring: put, take, lease, acknowledge, and the order of an ordered stage's outputs.
+// What happens to the items of a ring: put, take, lease, acknowledge, and the order of an ordered stage's
+// outputs.
 //
 // The life of an item:   claim -> FILLING -> publish        (large: the copy is made outside the lock)
 //                        put -> INSIDE, or PARKED until its turn -> INSIDE
 //                        take -> LEASED -> acknowledged, or given back to the front
-//                        take -> copied and freed; large: HELD until the copy is made, or the last view is gone
-//                        take -> put back to the front, when it can't be received now
+//                        take -> copied and freed; large: HELD until the copy is made, or the last view is
+//                        gone take -> put back to the front, when it can't be received now
 //                        loan -> HELD until it is put
 //
-// Order (DESIGN §3 `ordered`). The workers of an ordered stage take items i = 0, 1, 2, … from one channel, one each, and
-// put the outputs for i into another. `turn` is the i whose outputs go straight into the FIFO. Outputs for a later i are
-// parked in its group. When the worker of `turn` says that i has no more outputs, turn moves on, and what is parked for
-// the new turn enters the FIFO. Invariants: nothing is parked for i = turn; i - turn < groups for every parked i; the
-// worker of `turn` never waits for anything but readers, so parked outputs cannot deadlock the stage: parked items leave
-// one place of `capacity` free for it.
+// Order (DESIGN §3 `ordered`). The workers of an ordered stage take items i = 0, 1, 2, … from one channel,
+// one each, and put the outputs for i into another. `turn` is the i whose outputs go straight into the FIFO.
+// Outputs for a later i are parked in its group. When the worker of `turn` says that i has no more outputs,
+// turn moves on, and what is parked for the new turn enters the FIFO. Invariants: nothing is parked for i =
+// turn; i - turn < groups for every parked i; the worker of `turn` never waits for anything but readers, so
+// parked outputs cannot deadlock the stage: parked items leave one place of `capacity` free for it.
 #include <algorithm>
 
 #include "ring.hpp"
@@ -29,14 +30,16 @@ Step Ring::room(const Frame& frame, const WriterState* writer) {
     if (blind_) return Step::NoMemory;
     const uint64_t inside = h_->puts - h_->takes, all = inside + h_->parked + h_->claimed;
     const bool parks = is_parked(writer);
-    // An item larger than what is left waits, but the worker of `turn` never waits for parked bytes: only it can free them.
+    // An item larger than what is left waits, but the worker of `turn` never waits for parked bytes: only it
+    // can free them.
     const bool alone = parks ? all == 0 : inside + h_->claimed == 0;
     if (h_->bytes_in - h_->bytes_out + frame.size > most_inside() && !alone) {
         h_->short_of_memory = 1;
         return Step::Wait;
     }
     if (parks && (writer->number - h_->turn >= groups_ || all + 1 >= capacity_)) return Step::Wait;
-    if (parks && group(writer->number).head && !slot_exists(group(writer->number).tail)) return found_damage();
+    if (parks && group(writer->number).head && !slot_exists(group(writer->number).tail))
+        return found_damage();
     return all < capacity_ ? Step::Done : Step::Wait;
 }
 
@@ -145,7 +148,8 @@ Step Ring::try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& 
     Slot* slot = at<Slot>(h_->head);
     if (!slot_exists(h_->head) || !payload_exists(slot)) return found_damage();
     if (slot->place() != SlotState::Inside && slot->place() != SlotState::Parked) return found_damage();
-    if (reader && this->session(reader->session).lease_head && !slot_exists(this->session(reader->session).lease_tail))
+    if (reader && this->session(reader->session).lease_head &&
+        !slot_exists(this->session(reader->session).lease_tail))
         return found_damage();
     taken.kind = slot->kind;
     taken.size = slot->size;
@@ -200,8 +204,9 @@ void Ring::link_front(Slot* slot, Change& change) {
     change.set(h_->bytes_out, h_->bytes_out - slot->size);
 }
 
-// To the front, with its old number and its old deaths, over the capacity if need be. Nothing, if it is not ours any more,
-// or is lost anyway because the channel is broken. (A small one that a plain reader took was freed, and gets a new slot.)
+// To the front, with its old number and its old deaths, over the capacity if need be. Nothing, if it is not
+// ours any more, or is lost anyway because the channel is broken. (A small one that a plain reader took was
+// freed, and gets a new slot.)
 void Ring::put_back(Taken& taken, ReaderState* reader, Wakes& wakes) {
     if (h_->damaged || h_->state == BROKEN) {
         if (taken.held) release(taken.held, wakes);
@@ -212,7 +217,9 @@ void Ring::put_back(Taken& taken, ReaderState* reader, Wakes& wakes) {
     Slot* slot = taken.slot;
     if (reader) {
         Session& s = session(reader->session);
-        if (slot->place() != SlotState::Leased || slot->number != taken.number || s.lease_tail != offset(slot)) return;
+        if (slot->place() != SlotState::Leased || slot->number != taken.number ||
+            s.lease_tail != offset(slot))
+            return;
         Slot* before = nullptr;
         for (uint64_t p = s.lease_head, left = s.leased; p != offset(slot); p = before->next, left -= 1) {
             before = at<Slot>(p);
@@ -251,8 +258,9 @@ void Ring::release(Slot* slot, Wakes& wakes) {
 
 // --- the end ---
 
-// Whether nothing more can come for this reader now. Others may still give back what they have in hand, so who has nothing
-// in hand waits for that. Who has something does not: two who gather (get_more) would wait for each other.
+// Whether nothing more can come for this reader now. Others may still give back what they have in hand, so
+// who has nothing in hand waits for that. Who has something does not: two who gather (get_more) would wait
+// for each other.
 bool Ring::at_end_for(const ReaderState* reader) const {
     const bool gathers = reader && session(reader->session).leased > 0;
     return h_->state == CLOSED && nothing_coming() && (gathers || h_->leased == 0);
@@ -317,13 +325,15 @@ void Ring::give_back(Session& s, Wakes& wakes) {
     wakes.readers += h_->reader_gate.call(n);
 }
 
-// What a dead reader had in hand, and has not been worked on since: to its successor alone where it may have killed it, so that
-// the others go on meanwhile (R10); else nothing, and it goes back to all. All of it stays on lease.
+// What a dead reader had in hand, and has not been worked on since: to its successor alone where it may have
+// killed it, so that the others go on meanwhile (R10); else nothing, and it goes back to all. All of it stays
+// on lease.
 void Ring::hand_on(uint32_t from, uint32_t to) {
     Session &s = session(from), &next = session(to);
     const bool suspect = s.lease_head && s.at != Session::OURS;
     if (h_->damaged || (!suspect && !s.again_head) || next.again_head) return;
-    if ((s.lease_head && !slot_exists(s.lease_tail)) || (s.again_head && !slot_exists(s.again_tail))) return void(found_damage());
+    if ((s.lease_head && !slot_exists(s.lease_tail)) || (s.again_head && !slot_exists(s.again_tail)))
+        return void(found_damage());
     uint64_t left = suspect ? s.leased : 0;
     for (uint64_t p = s.lease_head; left; p = at<Slot>(p)->next, left -= 1) {
         if (!slot_exists(p) || !is_leased(at<Slot>(p))) return void(found_damage());
@@ -448,9 +458,9 @@ void Ring::advance(Wakes& wakes) {
 
 // --- waiting for a turn ---
 //
-// Each such writer sleeps on a word of its own session, so that those are woken who can go on and no others: of two that wait,
-// the one with the lower number first. None of it is in the redo record: who dies while it waits, or called and on its way, is
-// taken off by drop_copies, which counts anew.
+// Each such writer sleeps on a word of its own session, so that those are woken who can go on and no others:
+// of two that wait, the one with the lower number first. None of it is in the redo record: who dies while it
+// waits, or called and on its way, is taken off by drop_copies, which counts anew.
 
 uint32_t Ring::await_turn(Session& s, uint64_t number, bool again) {
     h_->writer_gate.begin_wait(again);
@@ -483,8 +493,10 @@ void Ring::call_turns(Wakes& wakes) {
             Session& s = session(i);
             if (!s.awaits) continue;
             seen += 1;
-            if (s.called) more += 1;
-            else if (!next || s.awaits < next->awaits) next = &s;
+            if (s.called)
+                more += 1;
+            else if (!next || s.awaits < next->awaits)
+                next = &s;
         }
         if (!next || !has_turn(next->awaits - 1, more)) return;
         next->called = 1;

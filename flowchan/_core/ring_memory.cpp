@@ -1,19 +1,21 @@
-// The memory of a ring: slots and their blocks, views of blocks that were handed out, and what is done about damage.
+// The memory of a ring: slots and their blocks, views of blocks that were handed out, and what is done about
+// damage.
 //
-// A block is cut from the middle of the mapping when there is no free one of its class, and goes to the free list of its
-// class when its slot is free again, so that it is used again while it is still warm. When the middle is used up, `tidy`
-// cuts what no used block covers anew.
+// A block is cut from the middle of the mapping when there is no free one of its class, and goes to the free
+// list of its class when its slot is free again, so that it is used again while it is still warm. When the
+// middle is used up, `tidy` cuts what no used block covers anew.
 //
-// Views (DESIGN §3 "without a second copy at the receiver"). Who takes an item with large buffers may read them where they
-// lie. The slot then names the session that looks at it, its `viewer`. Whoever would free such a slot leaves it HELD for the
-// viewer instead, and the viewer frees it when its last view goes, or does nothing but strike its name out when the item
-// is still somewhere else: an item that was given back is read by its next worker while the first still looks at it.
-// A slot has one viewer; a second reader makes a private copy, as does every reader once the views cover max_bytes, and of
-// what lies at the end of the memory, so that nobody who keeps what it received can stop a writer. A session whose port
-// was closed lives on as HOLDER until its process has let go of its last view, or has died.
+// Views (DESIGN §3 "without a second copy at the receiver"). Who takes an item with large buffers may read
+// them where they lie. The slot then names the session that looks at it, its `viewer`. Whoever would free
+// such a slot leaves it HELD for the viewer instead, and the viewer frees it when its last view goes, or does
+// nothing but strike its name out when the item is still somewhere else: an item that was given back is read
+// by its next worker while the first still looks at it. A slot has one viewer; a second reader makes a
+// private copy, as does every reader once the views cover max_bytes, and of what lies at the end of the
+// memory, so that nobody who keeps what it received can stop a writer. A session whose port was closed lives
+// on as HOLDER until its process has let go of its last view, or has died.
+#include <fcntl.h>
 #include <algorithm>
 #include <cerrno>
-#include <fcntl.h>
 
 #include "ring.hpp"
 
@@ -21,7 +23,9 @@ namespace flowchan {
 
 namespace {
 
-uint64_t block_start(uint64_t top, uint32_t cls) { return cls >= VIEWABLE ? (top + PAGE - 1) / PAGE * PAGE : top; }
+uint64_t block_start(uint64_t top, uint32_t cls) {
+    return cls >= VIEWABLE ? (top + PAGE - 1) / PAGE * PAGE : top;
+}
 
 }  // namespace
 
@@ -34,7 +38,8 @@ bool Ring::reserve(uint64_t from, uint64_t upto) {
     return error == 0;
 }
 
-// Makes sure that the memory below `upto` is allocated, and mapped. False when there is none; the state is unchanged then.
+// Makes sure that the memory below `upto` is allocated, and mapped. False when there is none; the state is
+// unchanged then.
 bool Ring::reserve_low(uint64_t upto) {
     if (!base_.show_blocks(upto)) return false;
     h_->map_blocks_to = std::max(h_->map_blocks_to, base_.blocks_to());
@@ -69,7 +74,8 @@ bool Ring::reserve_sessions(uint32_t n) {
     return true;
 }
 
-// Another process has cut more memory than this one has mapped. While it can't map that, it neither puts nor gets.
+// Another process has cut more memory than this one has mapped. While it can't map that, it neither puts nor
+// gets.
 void Ring::see_growth() {
     const uint64_t upto = h_->map_blocks_to, from = h_->map_slots_from;
     if (upto > length_ || from < blocks_at_) return void(found_damage());
@@ -81,14 +87,16 @@ void Ring::see_growth() {
 // A slot with room for `size` bytes of payload. Null when there is no memory now; then nothing has changed.
 Slot* Ring::take_slot(uint64_t size, Change& change) {
     const uint32_t cls = class_of(size);
-    if (h_->slots_used == 0 && h_->free_slots[cls] == 0 && h_->blocks_top - blocks_at_ > max_bytes_) tidy(cls);
+    if (h_->slots_used == 0 && h_->free_slots[cls] == 0 && h_->blocks_top - blocks_at_ > max_bytes_)
+        tidy(cls);
     if (!h_->free_slots[cls]) {
         if (!memory_is_right()) return found_damage(), nullptr;
         if (Slot* slot = new_slot(cls, change)) return slot;
         if (h_->damaged) return nullptr;
     }
     uint32_t found = cls;
-    while (found < CLASSES && found <= cls + 4 && !h_->free_slots[found]) ++found;  // up to twice as large is no great waste
+    while (found < CLASSES && found <= cls + 4 && !h_->free_slots[found])
+        ++found;  // up to twice as large is no great waste
     if (found == CLASSES || !h_->free_slots[found]) {
         tidy(cls);
         if (Slot* slot = h_->free_slots[cls] || h_->damaged ? nullptr : new_slot(cls, change)) return slot;
@@ -109,7 +117,8 @@ Slot* Ring::new_slot(uint32_t cls, Change& change) {
     const uint64_t block = block_start(h_->blocks_top, cls), upto = block + class_size(cls);
     const uint64_t bare = cls ? h_->free_slots[0] : 0;  // a slot without a block
     const uint64_t from = bare ? bare : h_->slots_at - sizeof(Slot);
-    if (bare && (!slot_exists(bare) || at<Slot>(bare)->place() != SlotState::Free)) return found_damage(), nullptr;
+    if (bare && (!slot_exists(bare) || at<Slot>(bare)->place() != SlotState::Free))
+        return found_damage(), nullptr;
     if (!reserve_high(from) || (cls && !reserve_low(upto))) return nullptr;
     Slot* slot = at<Slot>(from);
     if (bare) {
@@ -142,19 +151,23 @@ void Ring::put_away(Slot* slot, Change& change) {
     change.set(h_->slots_used, h_->slots_used - 1);
 }
 
-// Cuts all memory that no used block covers anew: what lies behind the last used block is uncut again, gaps between them
-// become blocks of the class in demand, and what is left of those of the largest class that fits. First all free lists are
-// emptied, so that what is written then belongs to nobody; at the end they are filled. Whoever dies in between leaves
-// lists that are shorter than they could be, which the next `tidy` mends, because it looks at what is used only.
+// Cuts all memory that no used block covers anew: what lies behind the last used block is uncut again, gaps
+// between them become blocks of the class in demand, and what is left of those of the largest class that
+// fits. First all free lists are emptied, so that what is written then belongs to nobody; at the end they are
+// filled. Whoever dies in between leaves lists that are shorter than they could be, which the next `tidy`
+// mends, because it looks at what is used only.
 void Ring::tidy(uint32_t cls) {
     if (!memory_is_right()) return void(found_damage());
     std::vector<std::pair<uint64_t, uint64_t>> used;
     std::vector<Slot*> free;
     for (uint64_t p = first_slot(); p < length_; p += sizeof(Slot)) {
         Slot* slot = at<Slot>(p);
-        if (slot->place() == SlotState::Free) free.push_back(slot);
-        else if (!payload_exists(slot)) return void(found_damage());
-        else if (slot->cls) used.emplace_back(slot->block, slot->block + class_size(uint32_t(slot->cls)));
+        if (slot->place() == SlotState::Free)
+            free.push_back(slot);
+        else if (!payload_exists(slot))
+            return void(found_damage());
+        else if (slot->cls)
+            used.emplace_back(slot->block, slot->block + class_size(uint32_t(slot->cls)));
     }
     Change change(h_->redo, base_);
     if (free.empty()) {  // the gaps may need one all the same
@@ -187,8 +200,9 @@ void Ring::tidy(uint32_t cls) {
         if (top < block) gaps.emplace_back(top, block);
         top = std::max(top, end);
     }
-    // Of all gaps what is in demand first, then the rest, which must leave a slot for what is cut behind them: there may be
-    // no memory for another slot. No block of class 1 is ever cut: it would hold less than a slot without a block.
+    // Of all gaps what is in demand first, then the rest, which must leave a slot for what is cut behind
+    // them: there may be no memory for another slot. No block of class 1 is ever cut: it would hold less than
+    // a slot without a block.
     static_assert(UNIT < Slot::INLINE && Slot::INLINE <= 2 * UNIT);
     auto cut = [&](uint32_t piece, uint64_t& begin, uint64_t end) {
         const uint64_t start = block_start(begin, piece);
@@ -214,15 +228,17 @@ void Ring::tidy(uint32_t cls) {
 
 // --- views ---
 
-// Whether the payload of this slot, about to be taken, may be read where it lies. A small one may lie in a large block too,
-// but a plain user copies it and frees the slot at once. The end of the memory, as much as the largest item needs, is for
-// passing use only: views scattered over all of it would stop the writer of such an item, however few they are.
+// Whether the payload of this slot, about to be taken, may be read where it lies. A small one may lie in a
+// large block too, but a plain user copies it and frees the slot at once. The end of the memory, as much as
+// the largest item needs, is for passing use only: views scattered over all of it would stop the writer of
+// such an item, however few they are.
 bool Ring::may_view(const Slot* slot) const {
     if (slot->viewer()) return false;
     if (slot->kind == PINNED) return true;  // small, and gone when what it tells of is used
     if (slot->kind != BUFFERS || slot->cls < VIEWABLE || slot->size <= Taken::LOCAL) return false;
     const uint64_t end = blocks_end_ - class_size(class_of(max_bytes_)) - PAGE;
-    return h_->viewed_bytes + slot->size <= max_bytes_ && slot->block + class_size(uint32_t(slot->cls)) <= end;
+    return h_->viewed_bytes + slot->size <= max_bytes_ &&
+           slot->block + class_size(uint32_t(slot->cls)) <= end;
 }
 
 // Enters the session as the viewer of the slot whose state is about to become `state`; gives that state.
@@ -243,12 +259,15 @@ void Ring::unview(Slot* slot, Wakes& wakes) {
     if (h_->damaged || !slot->viewer()) return;
     if (slot->cls >= CLASSES) return void(found_damage());
     Change change(h_->redo, base_);
-    if (!slot->loaned()) change.set(h_->viewed_bytes, h_->viewed_bytes - std::min(h_->viewed_bytes, slot->size));
+    if (!slot->loaned())
+        change.set(h_->viewed_bytes, h_->viewed_bytes - std::min(h_->viewed_bytes, slot->size));
     forget_view(session(slot->viewer()), change);
     // HELD by another one means that it makes a copy now: the slot is freed when that is done.
     const bool held = slot->place() == SlotState::Held && slot->owner() == slot->viewer();
-    if (held) put_away(slot, change);
-    else change.set(slot->state, slot->state & ~Slot::VIEW_BITS);
+    if (held)
+        put_away(slot, change);
+    else
+        change.set(slot->state, slot->state & ~Slot::VIEW_BITS);
     change.commit();
     if (held) memory_freed(wakes);
 }
@@ -287,8 +306,8 @@ Step Ring::put_loan(Slot* slot, const Frame& frame, WriterState* writer, Wakes& 
     return Step::Done;
 }
 
-// The ids of the PINNED items that exist: inside, with somebody, or looked at. One that is being written just now may show
-// the id of the item that was in its slot before.
+// The ids of the PINNED items that exist: inside, with somebody, or looked at. One that is being written just
+// now may show the id of the item that was in its slot before.
 std::vector<uint64_t> Ring::pinned() const {
     std::vector<uint64_t> ids;
     if (!memory_is_right()) return ids;
@@ -321,27 +340,31 @@ std::vector<Held> Ring::held() const {
 
 // --- damage ---
 //
-// Other processes write this memory, and one of them may have a stray pointer. What is about to be followed is checked
-// first, so that damage breaks the channel and never crashes its users or lets them read outside. A list is followed no
-// further than its count says, and a slot is taken out of a list only if its state says that it belongs there. Once damage
-// has been found nothing is followed any more.
+// Other processes write this memory, and one of them may have a stray pointer. What is about to be followed
+// is checked first, so that damage breaks the channel and never crashes its users or lets them read outside.
+// A list is followed no further than its count says, and a slot is taken out of a list only if its state says
+// that it belongs there. Once damage has been found nothing is followed any more.
 
 // The order in which everything lies: | blocks .. reserved_low | hole | reserved_high .. slots |
 bool Ring::memory_is_right() const {
-    return blocks_at_ <= h_->blocks_top && h_->blocks_top <= h_->reserved_low && h_->reserved_low <= h_->reserved_high &&
-           h_->reserved_high <= h_->slots_at && h_->slots_at <= length_ && (length_ - h_->slots_at) % sizeof(Slot) == 0;
+    return blocks_at_ <= h_->blocks_top && h_->blocks_top <= h_->reserved_low &&
+           h_->reserved_low <= h_->reserved_high && h_->reserved_high <= h_->slots_at &&
+           h_->slots_at <= length_ && (length_ - h_->slots_at) % sizeof(Slot) == 0;
 }
 
 bool Ring::slot_exists(uint64_t offset) const {
-    return offset >= first_slot() && offset <= length_ - sizeof(Slot) && (length_ - offset) % sizeof(Slot) == 0;
+    return offset >= first_slot() && offset <= length_ - sizeof(Slot) &&
+           (length_ - offset) % sizeof(Slot) == 0;
 }
 
 bool Ring::payload_exists(const Slot* slot) const {
     if (slot->cls >= CLASSES) return false;
     if (slot->cls == 0) return slot->block == 0 && slot->size <= Slot::INLINE;
     const uint64_t room = class_size(uint32_t(slot->cls));
-    // Read without the lock by `write`: the partner is Redo::apply; relaxed, because a slot that exists stays above it.
-    const uint64_t end = std::min(std::atomic_ref(h_->slots_at).load(std::memory_order_relaxed), base_.blocks_to());
+    // Read without the lock by `write`: the partner is Redo::apply; relaxed, because a slot that exists stays
+    // above it.
+    const uint64_t end =
+        std::min(std::atomic_ref(h_->slots_at).load(std::memory_order_relaxed), base_.blocks_to());
     return slot->size <= room && slot->block >= blocks_at_ && slot->block % UNIT == 0 && room <= end &&
            slot->block <= end - room;
 }

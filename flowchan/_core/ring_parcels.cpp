@@ -1,18 +1,18 @@
 // Descriptors that travel with items: how a channel is put into a channel (C14).
 //
-// A descriptor lives as long as a process has it open, or as long as it lies in the queue of a socket. So each ring has a
-// socket, which whoever has the ring has too. It is a datagram socket connected to itself: nobody else may send to it. A put
-// sends the descriptors of its item to it as one datagram, a parcel, with an id that the item names. Who receives the item
-// looks at the parcel in the queue, which opens the descriptors and leaves the parcel where it is, for whoever gets the item
-// again when this one dies.
+// A descriptor lives as long as a process has it open, or as long as it lies in the queue of a socket. So
+// each ring has a socket, which whoever has the ring has too. It is a datagram socket connected to itself:
+// nobody else may send to it. A put sends the descriptors of its item to it as one datagram, a parcel, with
+// an id that the item names. Who receives the item looks at the parcel in the queue, which opens the
+// descriptors and leaves the parcel where it is, for whoever gets the item again when this one dies.
 //
-// All under the ring's lock. The parcel is sent before the put's commit: an item that exists has its parcel. A put that dies,
-// or fails, in between leaves a parcel without an item. Parcels leave from the front, before each send and after each item
-// that is received, as long as their items exist no more.
-#include <algorithm>
-#include <cerrno>
+// All under the ring's lock. The parcel is sent before the put's commit: an item that exists has its parcel.
+// A put that dies, or fails, in between leaves a parcel without an item. Parcels leave from the front, before
+// each send and after each item that is received, as long as their items exist no more.
 #include <sys/socket.h>
 #include <sys/un.h>
+#include <algorithm>
+#include <cerrno>
 
 #include "ring.hpp"
 
@@ -26,8 +26,11 @@ struct Label {
 constexpr int MOST = 253;  // SCM_MAX_FD of the kernel
 constexpr size_t ROOM = CMSG_SPACE(MOST * sizeof(int));
 
-// Which datagram the next peek sees: as an offset in bytes, which whole datagrams before it use up; -1 is the first.
-bool look_from(int socket, int offset) { return setsockopt(socket, SOL_SOCKET, SO_PEEK_OFF, &offset, sizeof offset) == 0; }
+// Which datagram the next peek sees: as an offset in bytes, which whole datagrams before it use up; -1 is the
+// first.
+bool look_from(int socket, int offset) {
+    return setsockopt(socket, SOL_SOCKET, SO_PEEK_OFF, &offset, sizeof offset) == 0;
+}
 
 bool peek(int socket, Label& label) {
     return recv(socket, &label, sizeof label, MSG_PEEK | MSG_DONTWAIT) == ssize_t(sizeof label);
@@ -105,7 +108,9 @@ int Ring::open_parcel(uint64_t id, std::vector<int>& descriptors) {
         descriptors.resize((head->cmsg_len - CMSG_LEN(0)) / sizeof(int));
         memcpy(descriptors.data(), CMSG_DATA(head), descriptors.size() * sizeof(int));
     }
-    return descriptors.size() < label.count ? EMFILE : 0;  // the kernel opens as many as it may, and does not say why no more
+    return descriptors.size() < label.count
+               ? EMFILE
+               : 0;  // the kernel opens as many as it may, and does not say why no more
 }
 
 void Ring::drop_parcels() {

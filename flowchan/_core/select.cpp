@@ -1,9 +1,9 @@
 // Waiting at several gates at once: what select is made of.
 //
-// Algorithm. Register at every gate first, then try the operations, then sleep in futex_waitv on all the gates' words
-// (Linux 5.16; where it is missing or refused, see `sleep_by_turns`). Because registering comes before trying, an
-// operation that becomes possible later changes a word that is being watched. Leaving a gate without having used it
-// passes the wake-up on, since this caller may have been the one that was woken.
+// Algorithm. Register at every gate first, then try the operations, then sleep in futex_waitv on all the
+// gates' words (Linux 5.16; where it is missing or refused, see `sleep_by_turns`). Because registering comes
+// before trying, an operation that becomes possible later changes a word that is being watched. Leaving a
+// gate without having used it passes the wake-up on, since this caller may have been the one that was woken.
 #include "channel.hpp"
 #include "system.hpp"
 
@@ -18,13 +18,16 @@ namespace {
 
 constexpr size_t MOST = 128;  // FUTEX_WAITV_MAX
 
-std::atomic<bool> waitv_refused{false};  // by this kernel or a filter of system calls, so for good; no partner
+std::atomic<bool> waitv_refused{
+    false};  // by this kernel or a filter of system calls, so for good; no partner
 
-std::atomic<uint32_t>& word(const WaitedWord& w) { return *reinterpret_cast<std::atomic<uint32_t>*>(w.uaddr); }
+std::atomic<uint32_t>& word(const WaitedWord& w) {
+    return *reinterpret_cast<std::atomic<uint32_t>*>(w.uaddr);
+}
 bool is_changed(const WaitedWord& w) { return word(w).load(std::memory_order_relaxed) != uint32_t(w.val); }
 
-// Without futex_waitv: asleep on one of the words, looking at the others now and then, ever less often. A single word
-// needs no looking. Costs at most 4 ms of delay, and 250 looks a second.
+// Without futex_waitv: asleep on one of the words, looking at the others now and then, ever less often. A
+// single word needs no looking. Costs at most 4 ms of delay, and 250 looks a second.
 bool sleep_by_turns(const std::vector<WaitedWord>& words, int64_t at) {
     for (int64_t nap = 125'000;; nap = std::min<int64_t>(2 * nap, 4'000'000)) {
         if (std::any_of(words.begin(), words.end(), is_changed)) return false;
@@ -38,7 +41,7 @@ bool sleep_by_turns(const std::vector<WaitedWord>& words, int64_t at) {
 
 // All the places of one wait; leaves them at its end.
 class Gates {
-public:
+  public:
     Gates(std::deque<Place>& places, bool again) : places_(places) {
         for (Place& p : places_) {
             p.enter(again);
@@ -55,7 +58,7 @@ public:
         return sleep_on_any(words_, now_ns() + ns);
     }
 
-private:
+  private:
     std::deque<Place>& places_;
     std::vector<WaitedWord> words_;
 };
@@ -91,8 +94,9 @@ Operation parse(nb::handle target, Side side, PyObject* item) {
         op.ch = op.out->ch;
         op.session = op.out->state.session;
     } else {
-        PyErr_Format(PyExc_TypeError, side == Side::Reader ? "select gets from channels and In ports, not from %R"
-                                                           : "select puts into channels and Out ports, not into %R",
+        PyErr_Format(PyExc_TypeError,
+                     side == Side::Reader ? "select gets from channels and In ports, not from %R"
+                                          : "select puts into channels and Out ports, not into %R",
                      target.ptr());
         throw nb::python_error();
     }
@@ -112,8 +116,8 @@ bool sleep_on_any(std::vector<WaitedWord>& words, int64_t at) {
     return sleep_by_turns(words, at);
 }
 
-// Tries each operation once, in a random order, and answers (index, item) of the one that was done; index -1 when all must
-// wait, -2 when nothing is left that could ever be done. Raises what the operation raises.
+// Tries each operation once, in a random order, and answers (index, item) of the one that was done; index -1
+// when all must wait, -2 when nothing is left that could ever be done. Raises what the operation raises.
 static nb::object try_each(const std::vector<Operation>& ops) {
     static thread_local std::minstd_rand random{std::random_device{}()};
     std::vector<size_t> order(ops.size());
@@ -135,7 +139,8 @@ static nb::object try_each(const std::vector<Operation>& ops) {
     return nb::make_tuple(drained == ops.size() ? -2 : -1, nb::none());
 }
 
-// How many items have gone in and come out of each channel. While none of these changes, nothing becomes possible.
+// How many items have gone in and come out of each channel. While none of these changes, nothing becomes
+// possible.
 static std::vector<uint64_t> moves(const std::vector<Operation>& ops) {
     std::vector<uint64_t> found;
     auto note = [&](auto& m, auto& counts) {
@@ -145,14 +150,17 @@ static std::vector<uint64_t> moves(const std::vector<Operation>& ops) {
         locked.unlock({});
     };
     for (const Operation& op : ops) {
-        if (op.ch->queue) note(*op.ch->queue, *op.ch->queue);
-        else note(*op.ch->ring, op.ch->ring->header());
+        if (op.ch->queue)
+            note(*op.ch->queue, *op.ch->queue);
+        else
+            note(*op.ch->ring, op.ch->ring->header());
     }
     return found;
 }
 
-// The same at one moment: an item that goes from one of the channels to another while they are tried, one after the other,
-// is not missed. When nothing has moved between the first try and the last, all had to wait at once (a double collect).
+// The same at one moment: an item that goes from one of the channels to another while they are tried, one
+// after the other, is not missed. When nothing has moved between the first try and the last, all had to wait
+// at once (a double collect).
 static nb::object try_now(const std::vector<Operation>& ops) {
     for (;;) {
         const std::vector<uint64_t> before = moves(ops);

@@ -1,9 +1,10 @@
 // About how many bytes an item keeps alive, told from a few of its parts.
 //
-// Buffers, text and `nbytes` count exactly. Of a container SAMPLES of the elements are looked at, spread over a list or a
-// tuple, and stand for the others; of any other object what the garbage collector would visit. At most LOOKS objects are
-// looked at for one item: so a batch of 20,000 rows costs no more than one of a hundred. What many items share (a class, a
-// module, a function) counts as nothing; other shared parts count for each of them, because nobody can tell.
+// Buffers, text and `nbytes` count exactly. Of a container SAMPLES of the elements are looked at, spread over
+// a list or a tuple, and stand for the others; of any other object what the garbage collector would visit. At
+// most LOOKS objects are looked at for one item: so a batch of 20,000 rows costs no more than one of a
+// hundred. What many items share (a class, a module, a function) counts as nothing; other shared parts count
+// for each of them, because nobody can tell.
 #include "sizes.hpp"
 
 #include <algorithm>
@@ -26,7 +27,9 @@ struct Estimate {
         if (type == &PyLong_Type || type == &PyFloat_Type || type == &PyBool_Type || o == Py_None) return 32;
         if (PyUnicode_CheckExact(o)) return 49 + uint64_t(PyUnicode_GET_LENGTH(o)) * PyUnicode_KIND(o);
         if (PyBytes_CheckExact(o)) return 33 + uint64_t(PyBytes_GET_SIZE(o));
-        if (PyType_Check(o) || PyModule_Check(o) || PyFunction_Check(o) || PyCFunction_Check(o) || PyCode_Check(o)) return 0;
+        if (PyType_Check(o) || PyModule_Check(o) || PyFunction_Check(o) || PyCFunction_Check(o) ||
+            PyCode_Check(o))
+            return 0;
         if (PyTuple_CheckExact(o)) return 40 + row(&PyTuple_GET_ITEM(o, 0), PyTuple_GET_SIZE(o), depth);
         if (PyList_CheckExact(o)) return 56 + row(((PyListObject*)o)->ob_item, PyList_GET_SIZE(o), depth);
         if (PyDict_CheckExact(o)) return 64 + entries(o, depth);
@@ -35,7 +38,7 @@ struct Estimate {
         return uint64_t(type->tp_basicsize) + parts(o, type, depth);
     }
 
-private:
+  private:
     bool deeper(int depth) const { return left > 0 && depth < DEPTH; }
 
     // The elements of a list or a tuple, and the references to them.
@@ -43,7 +46,8 @@ private:
         if (!n || !deeper(depth)) return uint64_t(n) * 8;
         const Py_ssize_t step = n <= SAMPLES ? 1 : n / SAMPLES;
         uint64_t sum = 0, seen = 0;
-        for (Py_ssize_t i = step / 2; i < n && left > 0; i += step, ++seen) sum += items[i] ? of(items[i], depth + 1) : 0;
+        for (Py_ssize_t i = step / 2; i < n && left > 0; i += step, ++seen)
+            sum += items[i] ? of(items[i], depth + 1) : 0;
         return uint64_t(n) * 8 + sum * uint64_t(n) / std::max<uint64_t>(seen, 1);
     }
 
@@ -90,11 +94,14 @@ private:
             int depth;
             uint64_t sum, seen;
         } visit{this, o, depth, 0, 0};
-        type->tp_traverse(o, [](PyObject* part, void* arg) {
-            Visit& v = *static_cast<Visit*>(arg);
-            if (part != v.self && part) v.sum += v.estimate->of(part, v.depth + 1);
-            return v.estimate->left > 0 && ++v.seen < 2 * uint64_t(SAMPLES) ? 0 : 1;
-        }, &visit);
+        type->tp_traverse(
+            o,
+            [](PyObject* part, void* arg) {
+                Visit& v = *static_cast<Visit*>(arg);
+                if (part != v.self && part) v.sum += v.estimate->of(part, v.depth + 1);
+                return v.estimate->left > 0 && ++v.seen < 2 * uint64_t(SAMPLES) ? 0 : 1;
+            },
+            &visit);
         return visit.sum;
     }
 };

@@ -1,6 +1,7 @@
-// What the kernel may lack or refuse. Old kernels do not know every call (ENOSYS), and the seccomp filters of containers
-// and service managers refuse some (EPERM or ENOSYS): each has another way or an error that names it. The numbers and
-// structures that the headers of Linux 5.10 lack are our own, so that the core compiles with them.
+// What the kernel may lack or refuse. Old kernels do not know every call (ENOSYS), and the seccomp filters of
+// containers and service managers refuse some (EPERM or ENOSYS): each has another way or an error that names
+// it. The numbers and structures that the headers of Linux 5.10 lack are our own, so that the core compiles
+// with them.
 #pragma once
 
 #include "waiting.hpp"
@@ -9,10 +10,10 @@
 #include <system_error>
 
 #ifndef SYS_futex_waitv
-#define SYS_futex_waitv 449
+#    define SYS_futex_waitv 449
 #endif
 #ifndef SYS_pidfd_open
-#define SYS_pidfd_open 434
+#    define SYS_pidfd_open 434
 #endif
 
 namespace flowchan {
@@ -38,8 +39,10 @@ inline int open_pidfd(int pid) { return int(syscall(SYS_pidfd_open, pid, 0)); }
 [[noreturn]] inline void fail(int error, const char* call) {
     std::string text = call;
     if (error == EPERM || error == EACCES || error == ENOSYS)
-        text = "channels between processes need " + text + ", which is refused here, likely by the seccomp filter of a "
-               "container or of a service manager; allow " + text + " in it";
+        text = "channels between processes need " + text +
+               ", which is refused here, likely by the seccomp filter of a "
+               "container or of a service manager; allow " +
+               text + " in it";
     throw std::system_error(error, std::system_category(), text);
 }
 
@@ -47,8 +50,9 @@ inline int open_pidfd(int pid) { return int(syscall(SYS_pidfd_open, pid, 0)); }
 inline void need_proc() {
     struct stat st;
     if (stat("/proc/self/stat", &st) != 0)
-        throw std::system_error(errno, std::system_category(),
-                                "channels between processes need /proc, which is not mounted here (mount -t proc proc /proc)");
+        throw std::system_error(
+            errno, std::system_category(),
+            "channels between processes need /proc, which is not mounted here (mount -t proc proc /proc)");
 }
 
 }  // namespace flowchan

@@ -2,17 +2,18 @@
 
 #include "blocking.hpp"
 
-#include <algorithm>
-#include <mutex>
 #include <pthread.h>
 #include <sys/mman.h>
+#include <algorithm>
+#include <mutex>
 #include <unordered_set>
 
 namespace flowchan {
 
 namespace {
 
-constexpr uint64_t MAPPED = 1 << 16;  // what is smaller is copied: as cheap, and a process has some 65,000 mappings only
+constexpr uint64_t MAPPED =
+    1 << 16;  // what is smaller is copied: as cheap, and a process has some 65,000 mappings only
 
 std::mutex live_mutex;  // a fork holds it: the child gets it unlocked, and `live` whole
 std::unordered_set<Block*> live;
@@ -37,9 +38,10 @@ nb::object wrap(View view) { return nb::cast(std::move(view)); }
 
 PyType_Slot view_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(get_buffer)}, {0, nullptr}};
 
-// A child that was forked while the block was in view may still look at it, and nothing would tell: so it stays as it is
-// until the channel's end, also when the parent dies (Session::forked). In the child itself the block belongs to the parent.
-// What is on loan has nothing to be looked at yet, and belongs to the process that took it.
+// A child that was forked while the block was in view may still look at it, and nothing would tell: so it
+// stays as it is until the channel's end, also when the parent dies (Session::forked). In the child itself
+// the block belongs to the parent. What is on loan has nothing to be looked at yet, and belongs to the
+// process that took it.
 Block::Block(std::shared_ptr<Ring> ring_, Slot* slot)
     : ring(std::move(ring_)), slot(slot), begin(ring->payload_of(slot)), size(slot->size) {
     std::lock_guard guard(live_mutex);
@@ -84,10 +86,12 @@ nb::object private_view(nb::handle self) {
     result.writable = true;
     if (!view.block || view.writable) return wrap(std::move(result));
     Ring& ring = *view.block->ring;
-    const uint64_t from = ring.offset_of_payload(view.at), begin = from / PAGE * PAGE, length = from + view.size - begin;
+    const uint64_t from = ring.offset_of_payload(view.at), begin = from / PAGE * PAGE,
+                   length = from + view.size - begin;
     void* p = MAP_FAILED;
     if (view.size >= MAPPED)
-        p = mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, ring.fd(), off_t(begin));
+        p = mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, ring.fd(),
+                 off_t(begin));
     if (p == MAP_FAILED) {  // small, or no room for another mapping: a plain copy does as well
         nb::object copy = View::copy_of(view.at, view.size);
         nb::inst_ptr<View>(copy)->writable = true;
@@ -101,7 +105,8 @@ nb::object private_view(nb::handle self) {
 bool is_in_view(const Ring& ring, const void* at) {
     std::lock_guard guard(live_mutex);
     return std::any_of(live.begin(), live.end(), [&](const Block* block) {
-        return !block->put && block->ring.get() == &ring && at >= block->begin && at < block->begin + block->size;
+        return !block->put && block->ring.get() == &ring && at >= block->begin &&
+               at < block->begin + block->size;
     });
 }
 

@@ -1,40 +1,48 @@
-// Waiting: deadlines, futex words, and the gate at which readers or writers of one `processes` channel wait. (Threads of one
-// process wait in line.hpp.)
+// Waiting: deadlines, futex words, and the gate at which readers or writers of one `processes` channel wait.
+// (Threads of one process wait in line.hpp.)
 //
-// Algorithm. A gate is one futex word `seq` and a few counts that only the holder of the channel's lock touches. Who
-// finds nothing to do registers (waiting += 1), remembers `seq`, drops the lock and sleeps while `seq` is unchanged.
-// Who makes k operations possible wakes min(k, waiting - woken) sleepers: it adds that to `woken`, changes `seq` and
-// calls FUTEX_WAKE after dropping the lock. A sleeper that returns, for whatever reason, takes the lock, leaves
-// (waiting -= 1, and one off `woken` if there is any) and tries its operation again before it reports anything.
+// Algorithm. A gate is one futex word `seq` and a few counts that only the holder of the channel's lock
+// touches. Who finds nothing to do registers (waiting += 1), remembers `seq`, drops the lock and sleeps while
+// `seq` is unchanged. Who makes k operations possible wakes min(k, waiting - woken) sleepers: it adds that to
+// `woken`, changes `seq` and calls FUTEX_WAKE after dropping the lock. A sleeper that returns, for whatever
+// reason, takes the lock, leaves (waiting -= 1, and one off `woken` if there is any) and tries its operation
+// again before it reports anything.
 //
 // Invariants (C8).
-//  - Nobody sleeps beside an available item: an operation that makes one available changes `seq` under the lock, so a
-//    waiter that registered before is woken or finds `seq` changed, and one that registers later sees the item first.
-//  - `woken` never exceeds the number of waiters that are on their way back, while all live. A process killed on its
+//  - Nobody sleeps beside an available item: an operation that makes one available changes `seq` under the
+//  lock, so a
+//    waiter that registered before is woken or finds `seq` changed, and one that registers later sees the
+//    item first.
+//  - `woken` never exceeds the number of waiters that are on their way back, while all live. A process killed
+//  on its
 //    way back leaves it too high; the slices below repair that.
-//  - Nobody starves: a waiter that was woken twice in vain and has waited for PATIENCE_NS becomes `starving`; until it is
-//    served, newcomers queue up behind it instead of overtaking, but only while it could go on: one whose item does not
-//    fit holds up nobody whose item does. (Overtaking as such is what makes bursts fast: under the GIL a running thread
-//    empties a full channel while the sleepers it woke are still on their way.)
-//  - The writers of an ordered stage do not wait at the gate but each by itself, for its turn (Ring::call_ordered).
-// A sleep is cut into slices: a waiter that lost its waker to kill -9 (processes), or a signal that came between the
-// check and the sleep (main thread), looks again by itself within SLICE_NS. That is what makes C9 and C11 unconditional.
+//  - Nobody starves: a waiter that was woken twice in vain and has waited for PATIENCE_NS becomes `starving`;
+//  until it is
+//    served, newcomers queue up behind it instead of overtaking, but only while it could go on: one whose
+//    item does not fit holds up nobody whose item does. (Overtaking as such is what makes bursts fast: under
+//    the GIL a running thread empties a full channel while the sleepers it woke are still on their way.)
+//  - The writers of an ordered stage do not wait at the gate but each by itself, for its turn
+//  (Ring::call_ordered).
+// A sleep is cut into slices: a waiter that lost its waker to kill -9 (processes), or a signal that came
+// between the check and the sleep (main thread), looks again by itself within SLICE_NS. That is what makes C9
+// and C11 unconditional.
 #pragma once
 
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <climits>
 #include <cstdint>
 #include <ctime>
-#include <atomic>
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 namespace flowchan {
 
 constexpr int64_t NEVER = INT64_MAX;
-constexpr int64_t SLICE_NS = 100'000'000;  // 10 wake-ups a second: no measurable CPU, and half of the 200 ms of C11
+constexpr int64_t SLICE_NS =
+    100'000'000;  // 10 wake-ups a second: no measurable CPU, and half of the 200 ms of C11
 
 constexpr int64_t PATIENCE_NS = 20'000'000;
 
@@ -69,7 +77,8 @@ inline int futex_wait(std::atomic<uint32_t>& word, uint32_t seen, int64_t ns, bo
 
 inline void futex_wake(std::atomic<uint32_t>& word, uint32_t count, bool shared) {
     int op = FUTEX_WAKE | (shared ? 0 : FUTEX_PRIVATE_FLAG);
-    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), op, count > INT_MAX ? INT_MAX : count, nullptr, nullptr, 0);
+    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), op, count > INT_MAX ? INT_MAX : count, nullptr,
+            nullptr, 0);
 }
 
 inline void cpu_relax() {
@@ -84,16 +93,18 @@ struct Gate {
     std::atomic<uint32_t> seq{0};  // the futex word; its partner is the sleeper's compare in the kernel
     uint32_t waiting = 0;
     uint32_t woken = 0;
-    uint32_t selecting = 0;  // of those waiting, how many may go on without this channel: they wait at other gates too,
-                             // or until a deadline
-    uint32_t starving = 0;   // thread id of the waiter that newcomers must not overtake, 0 for none
-    uint32_t ordered = 0;    // how many more wait for their turn, each on a word of its own
+    uint32_t selecting =
+        0;  // of those waiting, how many may go on without this channel: they wait at other gates too,
+            // or until a deadline
+    uint32_t starving = 0;       // thread id of the waiter that newcomers must not overtake, 0 for none
+    uint32_t ordered = 0;        // how many more wait for their turn, each on a word of its own
     uint64_t starving_size = 0;  // of the item that the starving one wants to put
-    int64_t waited_ns = 0;   // total time waited: minus the start of each wait, plus its end
-    int64_t since_ns = 0;    // when somebody began to wait here, with somebody waiting ever since
+    int64_t waited_ns = 0;       // total time waited: minus the start of each wait, plus its end
+    int64_t since_ns = 0;        // when somebody began to wait here, with somebody waiting ever since
 
-    // Under the lock: how many sleepers to wake for k new chances. The caller passes the result to `futex_wake` after
-    // it has dropped the lock. The lock's release orders the change of `seq` before it, so relaxed is enough here.
+    // Under the lock: how many sleepers to wake for k new chances. The caller passes the result to
+    // `futex_wake` after it has dropped the lock. The lock's release orders the change of `seq` before it, so
+    // relaxed is enough here.
     uint32_t call(uint32_t k) {
         uint32_t asleep = waiting > woken ? waiting - woken : 0;
         if (k && starving) k = asleep;  // only the starving one may pass, and the kernel wakes whom it likes
@@ -102,7 +113,8 @@ struct Gate {
             woken += k;
             seq.store(seq.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
         }
-        // To wake all means all that sleep by then: with unequal priorities the kernel may take a later one first.
+        // To wake all means all that sleep by then: with unequal priorities the kernel may take a later one
+        // first.
         return k && k == asleep ? INT_MAX / 8 : k;
     }
     uint32_t call_all() { return call(UINT32_MAX); }
@@ -133,9 +145,9 @@ struct Gate {
     int64_t total_wait_ns() const { return waited_ns + int64_t(everybody()) * now_ns(); }
 };
 
-// Whom an operation woke; acted on after the lock is dropped: how many sleepers of each gate, and the words that one waiter
-// each sleeps on. A waiter may be gone by then, and its word with it: waking there wakes nobody, or somebody without reason,
-// and both are harmless.
+// Whom an operation woke; acted on after the lock is dropped: how many sleepers of each gate, and the words
+// that one waiter each sleeps on. A waiter may be gone by then, and its word with it: waking there wakes
+// nobody, or somebody without reason, and both are harmless.
 struct Wakes {
     static constexpr uint32_t MOST = 8;
     uint32_t readers = 0;
@@ -145,16 +157,18 @@ struct Wakes {
 
     void clear() { readers = writers = words = 0; }
     void add(std::atomic<uint32_t>& one, bool shared) {
-        if (words == MOST) futex_wake(one, 1, shared);  // more than one operation usually wakes: now, under the lock
-        else word[words++] = &one;
+        if (words == MOST)
+            futex_wake(one, 1, shared);  // more than one operation usually wakes: now, under the lock
+        else
+            word[words++] = &one;
     }
     void wake_words(bool shared) const {
         for (uint32_t i = 0; i < words; ++i) futex_wake(*word[i], 1, shared);
     }
 };
 
-// As whom a call waits: on which side, through which port (null: none), by which session of a ring, and for a put the size of
-// its item and, where outputs have turns, the number of the item that they belong to.
+// As whom a call waits: on which side, through which port (null: none), by which session of a ring, and for a
+// put the size of its item and, where outputs have turns, the number of the item that they belong to.
 enum class Side { Reader, Writer };
 struct Caller {
     Side side;
@@ -167,14 +181,27 @@ struct Caller {
 
 // How an operation on a channel ended. `Wait` never leaves the core: it becomes NotNow or a sleep.
 // Refused: its descriptors could not be sent (Frame::refused).
-enum class Step { Done, Wait, NotNow, Closed, Drained, Broken, TooLarge, NoMemory, PortClosed, Interrupted, Refused };
+enum class Step {
+    Done,
+    Wait,
+    NotNow,
+    Closed,
+    Drained,
+    Broken,
+    TooLarge,
+    NoMemory,
+    PortClosed,
+    Interrupted,
+    Refused
+};
 
-// Spinning pays when the other side is running now. The budget doubles when a spin met its chance and halves when it
-// did not; below LEAST_NS only every 32nd wait tries a short spin again. MOST_NS is about what a sleep and a wake-up
-// cost, so spinning in vain at worst doubles that cost.
+// Spinning pays when the other side is running now. The budget doubles when a spin met its chance and halves
+// when it did not; below LEAST_NS only every 32nd wait tries a short spin again. MOST_NS is about what a
+// sleep and a wake-up cost, so spinning in vain at worst doubles that cost.
 struct Spin {
     static constexpr uint32_t MOST_NS = 50'000, LEAST_NS = 4'000, LOOKS = 16;
-    std::atomic<uint32_t> budget{MOST_NS};  // shared by the threads of a handle: a hint, so relaxed everywhere
+    std::atomic<uint32_t> budget{
+        MOST_NS};  // shared by the threads of a handle: a hint, so relaxed everywhere
     std::atomic<uint32_t> skipped{0};
 
     template <class Ready>

@@ -2,8 +2,8 @@
 
 #include "system.hpp"
 
-#include <algorithm>
 #include <sys/mman.h>
+#include <algorithm>
 #include <utility>
 
 namespace flowchan {
@@ -35,11 +35,13 @@ void Windows::open(int fd, uint64_t blocks_at, uint64_t length) {
 
 // Null when there is no address space, with errno set.
 char* Windows::open_window(uint64_t from, uint64_t upto) {
-    void* p = mmap(nullptr, upto - from, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd_, off_t(from));
+    void* p =
+        mmap(nullptr, upto - from, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd_, off_t(from));
     if (p == MAP_FAILED) return nullptr;
     madvise(p, upto - from, MADV_DONTDUMP);
     char* begin = static_cast<char*>(p);
-    newest_.store(new Window{begin, from, upto - from, newest_.load(std::memory_order_relaxed)}, std::memory_order_release);
+    newest_.store(new Window{begin, from, upto - from, newest_.load(std::memory_order_relaxed)},
+                  std::memory_order_release);
     return begin;
 }
 

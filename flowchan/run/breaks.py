@@ -1,9 +1,9 @@
 """Who broke a channel of the run, if it was not the supervisor (R3).
 
-A worker that aborts one of its channels says so before it does. But words come two ways, from threads at once and
-from processes by mail, so the end of a worker that met the break may be heard first; and a break by the program, or in
-a thread of the user's own, is told by nobody. So a break that is found counts once everything has been heard, and the
-first who told of one is to blame: all others met its consequences.
+A worker that aborts one of its channels says so before it does. But words come two ways, from threads at once
+and from processes by mail, so the end of a worker that met the break may be heard first; and a break by the
+program, or in a thread of the user's own, is told by nobody. So a break that is found counts once everything
+has been heard, and the first who told of one is to blame: all others met its consequences.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class Breaks:
         return self._over or all_is_heard() or time.monotonic() - self._since > PATIENCE
 
     def hear(self, aborted: Aborted) -> None:
-        """A worker is about to break one of its channels. One that only passes on our own break says nothing new."""
+        """A worker is about to break one of its channels. One that only passes on our own break says nothing
+        new."""
         if not self._over:
             self._told.append(aborted)
 
@@ -85,7 +86,9 @@ class Breaks:
             return Failure(told.worker, error, None, told.pid, told.channel)
         if found:
             writer = next(link.writer for link in self._plan.links if link.name == found[0])
-            return Failure(WorkerId(writer, 0), _cause(self._plan.channels[found[0]]), None, os.getpid(), found[0])
+            return Failure(
+                WorkerId(writer, 0), _cause(self._plan.channels[found[0]]), None, os.getpid(), found[0]
+            )
         return None
 
     def ends(self) -> list[Ended]:

@@ -17,15 +17,23 @@ from flowchan.run.worker import Failure, WorkerId
 
 STILL = 0.5
 """Seconds for which nothing must move before a run counts as stuck."""
-REMEDY = "raise the capacity of a channel with a blocked writer (`stream.buffer(n)`), or read its branches independently"
+REMEDY = (
+    "raise the capacity of a channel with a blocked writer (`stream.buffer(n)`), or read its "
+    "branches independently"
+)
 NOBODY_PUTS = "nobody puts: let one stage of the loop put before it gets, or end by returning"
-MORE_MEMORY = "give the run more memory (`graph.run(memory=…)`): a channel with a blocked writer has places, but no bytes"
-"""What to do when everybody waits, and somebody of them to put; when all wait to get; and when bytes are what is short."""
+MORE_MEMORY = (
+    "give the run more memory (`graph.run(memory=…)`): a channel with a blocked writer "
+    "has places, but no bytes"
+)
+"""What to do when everybody waits, and somebody of them to put; when all wait to get; and when bytes are what
+is short."""
 
 
 class Deadlocks:
-    """The looks at one run. Two of them ``STILL`` seconds apart at which every worker waits and no count has changed:
-    nobody can move. Unless somebody outside can: an input that is open, or a result that the user may still take."""
+    """The looks at one run. Two of them ``STILL`` seconds apart at which every worker waits and no count has
+    changed: nobody can move. Unless somebody outside can: an input that is open, or a result that the user
+    may still take."""
 
     def __init__(self, plan: Plan, now: float) -> None:
         self.next_at = now + STILL
@@ -38,8 +46,9 @@ class Deadlocks:
     def look(
         self, state: State, unread: frozenset[WorkerId], dying: bool, statistics: Callable[[], RunStats]
     ) -> Stuck | frozenset[WorkerId]:
-        """What is told when nobody can move; or those of the ``unread`` results that must be taken in first. Usually
-        neither, which one native look at all channels tells. ``dying``: a worker has died and is not yet replaced."""
+        """What is told when nobody can move; or those of the ``unread`` results that must be taken in first.
+        Usually neither, which one native look at all channels tells. ``dying``: a worker has died and is not
+        yet replaced."""
         nothing: frozenset[WorkerId] = frozenset()
         now = time.monotonic()
         if now < self.next_at:
@@ -63,8 +72,8 @@ class Deadlocks:
         return Stuck(_told(stats)) if again else nothing
 
     def _full(self, unread: frozenset[WorkerId]) -> frozenset[WorkerId]:
-        """Nothing moves because a result is full that nobody reads yet, and the program can't come to read it: it waits
-        to put into an input, or for an item of another result. So that one is taken in."""
+        """Nothing moves because a result is full that nobody reads yet, and the program can't come to read
+        it: it waits to put into an input, or for an item of another result. So that one is taken in."""
         stages = {id.stage for id in unread}
         links = [
             (link, self._plan.channels[link.name].stats())
@@ -73,7 +82,9 @@ class Deadlocks:
         ]
         full = {link.reader for link, stats in links if link.reader in stages and stats.waiting_writers}
         waits = any(
-            stats.waiting_writers if link.writer in self._plan.inputs else stats.waiting_readers and link.reader in stages
+            stats.waiting_writers
+            if link.writer in self._plan.inputs
+            else stats.waiting_readers and link.reader in stages
             for link, stats in links
         )
         counts = self._moved if full and waits else None
@@ -85,6 +96,8 @@ def _told(stats: RunStats) -> Failure:
     putting = [link for link in stats.links if link.waiting_writers]
     stages = [link.writer for link in putting]
     stages += [link.reader or link.writer for link in stats.links if link.waiting_readers]
-    remedy = MORE_MEMORY if any(link.short_of_bytes for link in putting) else REMEDY if putting else NOBODY_PUTS
+    remedy = (
+        MORE_MEMORY if any(link.short_of_bytes for link in putting) else REMEDY if putting else NOBODY_PUTS
+    )
     error = Deadlock(f"every worker waits and nothing is in flight; {remedy}\n{explain(stats)}")
     return Failure(WorkerId(stages[0], 1), error, None, os.getpid())

@@ -1,5 +1,5 @@
-"""What the supervisor decides, as pure functions: a state value and something that happened give the next state and
-the actions to take. Nothing here touches a process, a thread, a channel or a clock.
+"""What the supervisor decides, as pure functions: a state value and something that happened give the next
+state and the actions to take. Nothing here touches a process, a thread, a channel or a clock.
 
 The life of a run:
 
@@ -9,14 +9,14 @@ The life of a run:
        ├──abort────> aborting ───┘
        └──every end of the graph reached──> finishing
 
-In *stopping* sources are stopped and the rest drains. In *failing* and *aborting* all channels are broken, and whoever
-does not end by itself is ended: processes are terminated after ``GRACE`` seconds and killed after twice that; a thread
-that is stuck in the user's code can't be ended, it is given up. *finishing* is the same without a failure: everything
-that the user can see has ended, the sources are stopped, and only workers are left that nobody needs (a source that waits
-for its device).
+In *stopping* sources are stopped and the rest drains. In *failing* and *aborting* all channels are broken,
+and whoever does not end by itself is ended: processes are terminated after ``GRACE`` seconds and killed after
+twice that; a thread that is stuck in the user's code can't be ended, it is given up. *finishing* is the same
+without a failure: everything that the user can see has ended, the sources are stopped, and only workers are
+left that nobody needs (a source that waits for its device).
 
-A worker process that dies while the run is *running* or *stopping* is replaced as long as its stage has restarts left: at
-once the first time, later after a pause that doubles with every death over the same item.
+A worker process that dies while the run is *running* or *stopping* is replaced as long as its stage has
+restarts left: at once the first time, later after a pause that doubles with every death over the same item.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ Phase = Literal["running", "stopping", "finishing", "failing", "aborting", "ende
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """All that decisions depend on. ``since`` is when the phase began, in seconds of a clock that only goes forward;
-    ``ends`` are the workers of stages whose end is what the user waits for. ``restarts`` says how many workers of a stage
-    have been replaced, ``limits`` how many may be."""
+    """All that decisions depend on. ``since`` is when the phase began, in seconds of a clock that only goes
+    forward; ``ends`` are the workers of stages whose end is what the user waits for. ``restarts`` says how
+    many workers of a stage have been replaced, ``limits`` how many may be."""
 
     alive: frozenset[WorkerId]
     processes: frozenset[WorkerId]
@@ -64,8 +64,9 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Died:
-    """A worker's process is gone without having told how it ended. ``deaths`` counts the workers that have died with the
-    item that it had in hand, this one included. ``hopeless``: it dies again and again before it begins to work."""
+    """A worker's process is gone without having told how it ended. ``deaths`` counts the workers that have
+    died with the item that it had in hand, this one included. ``hopeless``: it dies again and again before it
+    begins to work."""
 
     worker: WorkerId
     failure: Failure
@@ -216,7 +217,11 @@ def _broke(state: State, broke: Broke, now: float) -> tuple[State, tuple[Action,
 def _with(failures: tuple[Failure, ...], new: Failure) -> tuple[Failure, ...]:
     """A stage may raise what it has aborted its channel with: that is one failure."""
     for place, old in enumerate(failures):
-        if old.channel is not None and old.worker in (new.worker, WorkerId(new.worker.stage, 0)) and _same(old, new):
+        if (
+            old.channel is not None
+            and old.worker in (new.worker, WorkerId(new.worker.stage, 0))
+            and _same(old, new)
+        ):
             return (*failures[:place], dataclasses.replace(new, channel=old.channel), *failures[place + 1 :])
     return (*failures, new)
 
@@ -234,7 +239,8 @@ def _abort(state: State, now: float) -> tuple[State, tuple[Action, ...]]:
 def _tick(state: State, now: float) -> tuple[State, tuple[Action, ...]]:
     waited = now - state.since
     if state.phase == "stopping":
-        if state.alive <= state.sources and waited > GRACE:  # the rest has drained; only blocked sources are left
+        # the rest has drained; only blocked sources are left
+        if state.alive <= state.sources and waited > GRACE:
             return dataclasses.replace(state, phase="finishing", since=now), ()
         return _abort(state, now) if waited > STOP_SECONDS else (state, ())
     if state.phase not in ("finishing", "failing", "aborting") or waited <= GRACE:

@@ -1,4 +1,5 @@
-"""Who waits for whom, in words; and whether anybody can ever move again. Both are read off the statistics of a run."""
+"""Who waits for whom, in words; and whether anybody can ever move again. Both are read off the statistics of
+a run."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ from flowchan.run.stats import LinkStats, RunStats, StageStats
 
 
 def explain(stats: RunStats) -> str:
-    """One line for each stage that has workers left: what it waits for, for how long, and on whom that depends."""
+    """One line for each stage that has workers left: what it waits for, for how long, and on whom that
+    depends."""
     stages = {stage.name: stage for stage in stats.stages}
     lines = [f"graph {stats.graph!r} ({stats.state} for {stats.elapsed:.1f} s):"]
     for stage in stats.stages:
@@ -16,11 +18,11 @@ def explain(stats: RunStats) -> str:
 
 
 def all_wait(stats: RunStats) -> bool:
-    """Whether every worker that is alive waits for a channel of this graph: then nobody can move unless somebody from
-    outside does. The channels are looked at one after the other, so one look proves nothing. One that selects waits at
-    several channels and can't be told from several that wait, one with a timeout will go on, one that has been woken may
-    go on: then the answer is no. Coroutines count as waiting; whether their event loops go on by themselves is for
-    ``asynchronous.only_wait_for`` to say."""
+    """Whether every worker that is alive waits for a channel of this graph: then nobody can move unless
+    somebody from outside does. The channels are looked at one after the other, so one look proves nothing.
+    One that selects waits at several channels and can't be told from several that wait, one with a timeout
+    will go on, one that has been woken may go on: then the answer is no. Coroutines count as waiting; whether
+    their event loops go on by themselves is for ``asynchronous.only_wait_for`` to say."""
     if any(link.selecting > link.awaiting or link.woken for link in stats.links):
         return False
     alive = [stage for stage in stats.stages if stage.alive]
@@ -29,7 +31,8 @@ def all_wait(stats: RunStats) -> bool:
 
 def _waiting(stage: StageStats, links: tuple[LinkStats, ...]) -> int:
     return sum(
-        link.waiting_readers * (link.reader == stage.name) + link.waiting_writers * (link.writer == stage.name)
+        link.waiting_readers * (link.reader == stage.name)
+        + link.waiting_writers * (link.writer == stage.name)
         for link in links
     )
 
@@ -67,7 +70,9 @@ def _waits(stage: StageStats, links: tuple[LinkStats, ...], stages: dict[str, St
 
 def _fill(link: LinkStats) -> str:
     held = [f"process {h.pid} holds {h.blocks} blocks, {h.bytes / 1e6:.1f} MB" for h in link.holders]
-    short = [f"{amount(link.bytes)} of the {amount(link.share)} that it may take of the run's memory"] * link.short_of_bytes
+    short = [
+        f"{amount(link.bytes)} of the {amount(link.share)} that it may take of the run's memory"
+    ] * link.short_of_bytes
     return f"{link.name!r} ({'; '.join([f'{link.inside} of {link.capacity}', *short, *held])})"
 
 
@@ -80,7 +85,11 @@ def amount(number: int) -> str:
 
 def _other(stage: StageStats | None, name: str) -> str:
     if stage is None or not stage.alive:
-        return f"{name!r} has ended" if stage is None or stage.kind != "input" else f"{name!r} is filled from outside"
+        return (
+            f"{name!r} has ended"
+            if stage is None or stage.kind != "input"
+            else f"{name!r} is filled from outside"
+        )
     if _is_unread(stage):
         return f"{name!r} waits for the program to read it"
     return f"{name!r} is busy {100 * stage.busy:.0f} %"

@@ -1,4 +1,5 @@
-"""Failures as values: what an ``errors`` stream carries, and how an exception reaches another process whole."""
+"""Failures as values: what an ``errors`` stream carries, and how an exception reaches another process
+whole."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from flowchan.errors import FlowchanError
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """An item for which a stage's function raised. ``error`` is the last exception, after ``attempts`` calls; 0 calls if
-    the item could not be received at all, and then ``item`` is an :class:`flowchan.Unreadable`."""
+    """An item for which a stage's function raised. ``error`` is the last exception, after ``attempts`` calls;
+    0 calls if the item could not be received at all, and then ``item`` is an :class:`flowchan.Unreadable`."""
 
     item: Any
     error: BaseException
@@ -35,8 +36,9 @@ class LostError(FlowchanError):
 
 
 class Portable:
-    """An exception on its way to another process. It arrives there as the exception itself, with its traceback as a
-    note; or as a :class:`LostError` with the same text, where it can't be pickled here or not rebuilt there."""
+    """An exception on its way to another process. It arrives there as the exception itself, with its
+    traceback as a note; or as a :class:`LostError` with the same text, where it can't be pickled here or not
+    rebuilt there."""
 
     def __init__(self, error: BaseException) -> None:
         whole = "".join(traceback.format_exception(error)).rstrip()
@@ -58,7 +60,8 @@ def _arrive(data: bytes | None, text: str, notes: list[str]) -> BaseException:
     if data is not None:
         try:
             error = pickle.loads(data)
-        except BaseException:  # the user's class decides what this raises, and the failure must not be lost by it
+        # the user's class decides what this raises, and the failure must not be lost by it
+        except BaseException:
             error = None
     if not isinstance(error, BaseException):
         error = LostError(text)

@@ -17,26 +17,29 @@ from flowchan.stage import Problem
 
 
 class Graph(Blueprint):
-    """Stages joined by channels. Declare with :meth:`source`, :meth:`input`, :meth:`stage` and the verbs of the streams
-    they return; then :meth:`run` it, or :meth:`start` it and take part while it runs."""
+    """Stages joined by channels. Declare with :meth:`source`, :meth:`input`, :meth:`stage` and the verbs of
+    the streams they return; then :meth:`run` it, or :meth:`start` it and take part while it runs."""
 
     def check(self) -> tuple[Problem, ...]:
-        """Everything that is wrong with the declaration, with the lines it stands on; empty when nothing is. Runs
-        nothing."""
+        """Everything that is wrong with the declaration, with the lines it stands on; empty when nothing is.
+        Runs nothing."""
         return check(self)
 
     def start(self, *, seed: int | None = None, memory: int | None = None) -> Run:
-        """Checks the graph and starts it. Raises ``GraphError`` with everything that is wrong with it, and ``OSError``
-        when there is no memory for its channels. With the same ``seed`` the workers draw the same random numbers again;
-        a run without one chooses its own, which its report names. ``memory``: how many bytes may be inside its channels
-        together, each of which gets the same share; the default is half of what the machine or the control group has."""
+        """Checks the graph and starts it. Raises ``GraphError`` with everything that is wrong with it, and
+        ``OSError`` when there is no memory for its channels. With the same ``seed`` the workers draw the same
+        random numbers again; a run without one chooses its own, which its report names. ``memory``: how many
+        bytes may be inside its channels together, each of which gets the same share; the default is half of
+        what the machine or the control group has."""
         chosen = int.from_bytes(os.urandom(6)) if seed is None else whole("run", "seed", seed, 0)
         leave_if_unguarded(self)
         raise_for(self)
         run = None
         try:
             with interrupts_held():
-                run = Run(plan(self, chosen, budget() if memory is None else whole("run", "memory", memory, 1)))
+                run = Run(
+                    plan(self, chosen, budget() if memory is None else whole("run", "memory", memory, 1))
+                )
                 self._started.update(stage.name for stage in self.stages)
         except KeyboardInterrupt:
             if run is not None:
@@ -45,10 +48,10 @@ class Graph(Blueprint):
         return run
 
     def run(self, *, seed: int | None = None, memory: int | None = None) -> Results:
-        """Runs the graph to its end and gives the results by stream; ``seed`` and ``memory`` as for :meth:`start`. Raises
-        ``GraphError`` before anything starts, and ``RunError`` when a stage failed. The first Ctrl-C or SIGTERM stops
-        the sources and lets what is in flight finish, the second breaks off; then ``Interrupted`` is raised, a
-        ``KeyboardInterrupt`` that holds what was finished."""
+        """Runs the graph to its end and gives the results by stream; ``seed`` and ``memory`` as for
+        :meth:`start`. Raises ``GraphError`` before anything starts, and ``RunError`` when a stage failed. The
+        first Ctrl-C or SIGTERM stops the sources and lets what is in flight finish, the second breaks off;
+        then ``Interrupted`` is raised, a ``KeyboardInterrupt`` that holds what was finished."""
         with terminate_as_interrupt():
             run = None
             try:

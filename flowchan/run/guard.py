@@ -1,6 +1,6 @@
-"""A script without a main guard. Under spawn and forkserver a new process imports the program's main script; where that
-runs the graph at once, every worker would run it again. Python forbids it with a traceback in each of them; here the
-new process says it by its exit code, and the program by one error."""
+"""A script without a main guard. Under spawn and forkserver a new process imports the program's main script;
+where that runs the graph at once, every worker would run it again. Python forbids it with a traceback in each
+of them; here the new process says it by its exit code, and the program by one error."""
 
 from __future__ import annotations
 
@@ -32,14 +32,16 @@ class Unguarded(GraphError):
 def unguarded(graph: Blueprint) -> Unguarded:
     method = multiprocessing.get_start_method()
     message = (
-        f"with the start method {method!r} a worker process imports the main script, which then runs the graph again; put "
+        f"with the start method {method!r} a worker process imports the main script, which then "
+        "runs the graph again; put "
         'what runs it under `if __name__ == "__main__":`'
     )
     return Unguarded(graph.name, [Problem("main-guard", "", graph.where, message)])
 
 
 def leave_if_unguarded(graph: Blueprint) -> None:
-    """Ends this process when it is one that still imports the main script. Says why unless our parent will."""
+    """Ends this process when it is one that still imports the main script. Says why unless our parent
+    will."""
     process = multiprocessing.current_process()
     if not getattr(process, "_inheriting", False) or not any(stage.on == "process" for stage in graph.stages):
         return
@@ -56,7 +58,8 @@ def server_was_unguarded() -> bool:
     give_up = time.monotonic() + 1  # its pipes end a moment before it does
     while time.monotonic() < give_up:
         try:
-            ended = os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT | os.WNOHANG)  # multiprocessing collects it itself
+            # multiprocessing collects it itself
+            ended = os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT | os.WNOHANG)
         except ChildProcessError:
             return False
         if ended is not None:

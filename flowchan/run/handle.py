@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import multiprocessing.util  # noqa: F401 - registers its own exit function, which waits for all processes, before ours
+
+# registers its own exit function, which waits for all processes, before ours
+import multiprocessing.util  # noqa: F401
 import os
 import signal
 import sys
@@ -44,7 +46,8 @@ class Results(Mapping[Stream, Any]):
         except KeyError:
             known = ", ".join(sorted(known.name for known in self._values)) or "none"
             raise KeyError(
-                f"{stream!r} is no result of graph {self._graph!r}; results are reduce and collect streams that run.iter() "
+                f"{stream!r} is no result of graph {self._graph!r}; results are reduce and collect "
+                "streams that run.iter() "
                 f"has not taken, here: {known}"
             ) from None
 
@@ -59,9 +62,10 @@ class Results(Mapping[Stream, Any]):
 
 
 class Run:
-    """A run that has started. Use it as a context manager: leaving the block closes the inputs and waits for the end;
-    leaving it by an exception aborts the run first. Ctrl-C in the block, or in a call that waits, stops the sources; what
-    is in flight is finished (the second Ctrl-C breaks off), and :class:`~flowchan.Interrupted` holds the results.
+    """A run that has started. Use it as a context manager: leaving the block closes the inputs and waits for
+    the end; leaving it by an exception aborts the run first. Ctrl-C in the block, or in a call that waits,
+    stops the sources; what is in flight is finished (the second Ctrl-C breaks off), and
+    :class:`~flowchan.Interrupted` holds the results.
 
     ``run[stream]`` is the writing end of an ``input()`` stream.
     """
@@ -69,12 +73,14 @@ class Run:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._supervisor = Supervisor(plan)
-        self._iterated: dict[str, int | None] = {}  # by stage name: the thread that last asked for an item, while it may
+        # by stage name: the thread that last asked for an item, while it may
+        self._iterated: dict[str, int | None] = {}
         self._kept: set[str] = set()  # stages whose results were being iterated over when Ctrl-C came
         self._ears = Ears()
         self._told: Results | None = None  # by Interrupted
         self._gathering = False
-        self._taken_in: dict[str, _TakenIn] = {}  # by stage name: results that were full before anybody read them
+        # by stage name: results that were full before anybody read them
+        self._taken_in: dict[str, _TakenIn] = {}
         self._lock = threading.Lock()
         take_in = weakref.WeakMethod(self._take_in)
         self._supervisor.take_in = lambda ids: method(ids) if (method := take_in()) is not None else None
@@ -85,12 +91,14 @@ class Run:
 
     def __getitem__(self, stream: Stream) -> Out[Any]:
         if not self._owns(stream) or stream.stage not in self._plan.inputs:
-            raise KeyError(f"{stream!r} is no input of this run; run[…] takes the stream that graph.input() returned")
+            raise KeyError(
+                f"{stream!r} is no input of this run; run[…] takes the stream that graph.input() returned"
+            )
         return self._plan.inputs[stream.stage]
 
     def iter(self, stream: Stream) -> Iterator[Any]:
-        """The items of a ``collect`` stream, one by one as they come; leaving the loop early stops the stages before it.
-        Raises ``RunError`` when the run fails."""
+        """The items of a ``collect`` stream, one by one as they come; leaving the loop early stops the stages
+        before it. Raises ``RunError`` when the run fails."""
         if not self._owns(stream):
             raise ValueError(f"{stream!r} is no stream of graph {self._plan.graph.name!r}")
         stage = self._plan.graph._stage_of(stream)
@@ -98,7 +106,9 @@ class Run:
             raise ValueError(f"{stream!r} does not leave the graph; iterate over what its collect() returns")
         with self._lock:
             if self._gathering or stage.name in self._iterated:
-                raise ValueError(f"the items of {stream!r} are taken already: by wait(), or by another iter()")
+                raise ValueError(
+                    f"the items of {stream!r} are taken already: by wait(), or by another iter()"
+                )
             self._iterated[stage.name] = threading.get_ident()
         return self._items(WorkerId(stage.name, 1))
 
@@ -152,14 +162,17 @@ class Run:
     # --- the end ---
 
     def wait(self, timeout: float | None = None) -> Results:
-        """Waits for the end and gives the results. Raises ``TimeoutError`` when the run still goes on after ``timeout``
-        seconds, ``RunError`` when a stage failed, and :class:`~flowchan.Interrupted` after a Ctrl-C."""
+        """Waits for the end and gives the results. Raises ``TimeoutError`` when the run still goes on after
+        ``timeout`` seconds, ``RunError`` when a stage failed, and :class:`~flowchan.Interrupted` after a
+        Ctrl-C."""
         try:
             with interrupts_held():
                 self._leave_kept()
                 self._gather()
             if not self._supervisor.ended.wait(timeout):
-                raise TimeoutError(f"the run of graph {self._plan.graph.name!r} still goes on after {timeout} s")
+                raise TimeoutError(
+                    f"the run of graph {self._plan.graph.name!r} still goes on after {timeout} s"
+                )
         except KeyboardInterrupt:
             self._end_interrupted()
         failure = self._failure()
@@ -183,14 +196,17 @@ class Run:
         return None
 
     def _results(self) -> Results:
-        """What was finished, of a run that has ended. Of a result that somebody iterated over only what was kept."""
+        """What was finished, of a run that has ended. Of a result that somebody iterated over only what was
+        kept."""
         values = self._supervisor.results
         for name, taken_in in self._taken_in.items():
             taken_in.thread.join()
             if name in self._kept or (name not in self._iterated and taken_in.broken is None):
                 values.setdefault(name, list(taken_in.items))
         wanted = {stage.name for stage in self._plan.graph.stages} - (self._iterated.keys() - self._kept)
-        streams = {Stream(self._plan.graph, name, "out", name): values[name] for name in values if name in wanted}
+        streams = {
+            Stream(self._plan.graph, name, "out", name): values[name] for name in values if name in wanted
+        }
         return Results(self._plan.graph.name, streams)
 
     def stop(self) -> None:
@@ -224,8 +240,8 @@ class Run:
             raise
 
     def _end_interrupted(self) -> NoReturn:
-        """After a Ctrl-C: stops the run and waits until everything in flight is finished; a second one breaks it off, a
-        third one does not wait even for that. Says so in a line each."""
+        """After a Ctrl-C: stops the run and waits until everything in flight is finished; a second one breaks
+        it off, a third one does not wait even for that. Says so in a line each."""
         try:
             with interrupts_held():
                 if self._supervisor.state.phase == "running":
@@ -266,7 +282,9 @@ class Run:
         self._ears.open()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
         self._ears.close()
         if isinstance(error, KeyboardInterrupt):
             if self._told is None or not isinstance(error, Interrupted) or error.results is not self._told:
@@ -287,8 +305,8 @@ class Run:
                 raise
 
     def _leave_iterators(self, of_thread: int | None = None) -> None:
-        """The body that iterated is gone: nobody reads these results any more. What another thread iterates over goes
-        on unless the run is broken off."""
+        """The body that iterated is gone: nobody reads these results any more. What another thread iterates
+        over goes on unless the run is broken off."""
         for worker in self._plan.workers:
             reader = self._iterated.get(worker.stage.name)
             if reader is not None and of_thread in (None, reader):
@@ -348,7 +366,9 @@ def _stage_error(failure: Failure, plan: Plan) -> StageError:
     if isinstance(failure.error, StageError) and failure.error.stage == failure.worker.stage:
         return failure.error
     if isinstance(failure.error, Deadlock):
-        error = StageError("nobody can ever move again", stage=failure.worker.stage, worker=str(failure.worker))
+        error = StageError(
+            "nobody can ever move again", stage=failure.worker.stage, worker=str(failure.worker)
+        )
         error.__cause__ = failure.error
         return error
     if failure.channel is not None:
@@ -368,15 +388,17 @@ def _channel_error(failure: Failure, plan: Plan) -> StageError:
     worker = f"{failure.worker}" if failure.worker.number else ""
     by = f" by worker {worker} (pid {failure.pid})" if worker else ""
     error = StageError(
-        f"channel {link.name!r} (from {link.writer!r} to {link.reader!r}) was aborted{by}: {text_of(failure.error)}",
-        stage=failure.worker.stage, worker=worker,
-    )  # fmt: skip
+        f"channel {link.name!r} (from {link.writer!r} to {link.reader!r}) was aborted{by}: "
+        f"{text_of(failure.error)}",
+        stage=failure.worker.stage,
+        worker=worker,
+    )
     error.__cause__ = failure.error
     return error
 
 
-# Supervisors whose thread still lives, whether or not anybody kept the handle of the run. A forked child inherits the
-# set but not the runs.
+# Supervisors whose thread still lives, whether or not anybody kept the handle of the run. A forked child
+# inherits the set but not the runs.
 _running: weakref.WeakSet[Supervisor] = weakref.WeakSet()
 
 
@@ -388,4 +410,5 @@ def _abort_unfinished() -> None:
             supervisor.ask(AbortAsked())
             supervisor.ended.wait()
     if isinstance(getattr(sys, "last_value", None), Interrupted) and not hasattr(sys, "ps1"):
-        _core._die_of(signal.SIGINT)  # nobody caught it: the exit code of an uncaught KeyboardInterrupt, which it is
+        # nobody caught it: the exit code of an uncaught KeyboardInterrupt, which it is
+        _core._die_of(signal.SIGINT)

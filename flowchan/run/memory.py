@@ -24,8 +24,8 @@ def available() -> int:
 
 
 def _limits(line: str) -> list[int]:
-    """The limits that a line of /proc/self/cgroup leads to: those of the group and of all above it. In a container the
-    group's own folder is often mounted as the root."""
+    """The limits that a line of /proc/self/cgroup leads to: those of the group and of all above it. In a
+    container the group's own folder is often mounted as the root."""
     _, controllers, path = line.split(":", 2)
     if controllers not in ("", "memory"):
         return []

@@ -1,5 +1,6 @@
-"""From a declared graph to the channels, ports and workers of one run. Everything is made here before anything starts,
-so that a channel knows all its writers and readers from the beginning and can't close too early."""
+"""From a declared graph to the channels, ports and workers of one run. Everything is made here before
+anything starts, so that a channel knows all its writers and readers from the beginning and can't close too
+early."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class PlannedWorker:
 
     @property
     def gathers(self) -> bool:
-        """Whether it gathers items for the user and nobody else: then it waits until the user does not take them."""
+        """Whether it gathers items for the user and nobody else: then it waits until the user does not take
+        them."""
         return self.stage.kind == "collect" and not self.ports.outputs
 
     @property
@@ -44,8 +46,8 @@ class PlannedWorker:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All that one run consists of. Its channels share ``memory`` bytes. ``inputs`` are the writing ends that the user
-    holds, by stage name; all that its workers draw by chance begins with ``seed``."""
+    """All that one run consists of. Its channels share ``memory`` bytes. ``inputs`` are the writing ends that
+    the user holds, by stage name; all that its workers draw by chance begins with ``seed``."""
 
     graph: Blueprint
     links: tuple[Link, ...]
@@ -56,8 +58,8 @@ class Plan:
     memory: int
 
     def limits(self) -> dict[str, int]:
-        """How many dead workers of each stage may be replaced: a stage with state of its own can't be, unless it says
-        so; a thread does not die."""
+        """How many dead workers of each stage may be replaced: a stage with state of its own can't be, unless
+        it says so; a thread does not die."""
         return {
             stage.name: stage.restarts if stage.restartable or stage.kind in PER_ITEM else 0
             for stage in self.graph.stages
@@ -85,8 +87,8 @@ class Plan:
 
 
 def plan(graph: Blueprint, seed: int, memory: int) -> Plan:
-    """Makes the channels of ``graph`` and every port of every worker. Each channel gets the same share of ``memory`` bytes.
-    Raises ``OSError`` when there is no memory."""
+    """Makes the channels of ``graph`` and every port of every worker. Each channel gets the same share of
+    ``memory`` bytes. Raises ``OSError`` when there is no memory."""
     links = tuple(link for link in graph.links if link.reader is not None)
     channels: dict[str, Channel[Any]] = {}
     for link in links:
@@ -103,7 +105,9 @@ def plan(graph: Blueprint, seed: int, memory: int) -> Plan:
             inputs[stage.name] = writing[stage.name, "out"].writer()
             continue
         for number, ports in enumerate(_input_ports(stage), 1):
-            workers.append(PlannedWorker(WorkerId(stage.name, number), stage, _open(stage, ports, reading, writing)))
+            workers.append(
+                PlannedWorker(WorkerId(stage.name, number), stage, _open(stage, ports, reading, writing))
+            )
     return Plan(graph, links, channels, tuple(workers), inputs, seed, memory)
 
 
@@ -131,7 +135,9 @@ def _open(
         return port
 
     errors = writing.get((stage.name, stage.errors.port)) if stage.errors is not None else None
-    inputs: dict[str, In[Any]] = {name: supervised(reading[stage.name, name].reader()) for name in input_ports}
+    inputs: dict[str, In[Any]] = {
+        name: supervised(reading[stage.name, name].reader()) for name in input_ports
+    }
     outputs: dict[str, Out[Any]] = {
         output.port: supervised(writing[stage.name, output.port].writer())
         for output in stage.outputs

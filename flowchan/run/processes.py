@@ -13,7 +13,8 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def exit_text(code: int, memory: int) -> str:
-    """What an exit code of a process means, in words, with the memory in bytes that it was last seen to have."""
+    """What an exit code of a process means, in words, with the memory in bytes that it was last seen to
+    have."""
     if code >= 0:
         return f"exited with code {code} without finishing"
     try:
@@ -24,12 +25,15 @@ def exit_text(code: int, memory: int) -> str:
         return f"was killed by {name}"
     total = psutil.virtual_memory().total
     likely = ", likely for lack of memory" if memory > total / 4 else ""
-    return f"was killed by {name}{likely} (last known memory {memory / 2**20:,.0f} of {total / 2**20:,.0f} MiB)"
+    return (
+        f"was killed by {name}{likely} (last known memory {memory / 2**20:,.0f} of {total / 2**20:,.0f} MiB)"
+    )
 
 
 def reap(process: BaseProcess) -> None:
-    """Joins and closes. Another thread may be asking for the same child's exit code (``multiprocessing`` itself does so
-    whenever a process is started or listed); until it has noted it here, a join returns without one."""
+    """Joins and closes. Another thread may be asking for the same child's exit code (``multiprocessing``
+    itself does so whenever a process is started or listed); until it has noted it here, a join returns
+    without one."""
     process.join()
     while process.exitcode is None:
         time.sleep(0.001)

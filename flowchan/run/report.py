@@ -1,4 +1,5 @@
-"""The report of a run as text: the bottleneck, a table of stages, one of channels, and the account of each stage (R8)."""
+"""The report of a run as text: the bottleneck, a table of stages, one of channels, and the account of each
+stage (R8)."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from flowchan.run.explain import amount
 from flowchan.run.stats import LinkStats, RunState, RunStats, StageStats
 
 ONE_FOR_ONE = frozenset({"map", "sink", "merge", "partition"})
-"""Verbs that owe one item out, or one failed item, for each item in. A sink's items out are those it has finished."""
+"""Verbs that owe one item out, or one failed item, for each item in. A sink's items out are those it has
+finished."""
 
 SOME = {"filter": "dropped", "take": "not taken"}
 """Verbs that let a part of their items through, and the word for the others."""
@@ -21,7 +23,11 @@ def render(stats: RunStats) -> str:
         first += f", channels hold up to {amount(stats.memory)}"
     head = [first, bottleneck_text(stats)]
     accounts = [[stage.name, account_text(stage, stats.state)] for stage in stats.stages]
-    tables = [_stage_table(stats), _link_table(stats.links), table(["stage", "account"], accounts, left={0, 1})]
+    tables = [
+        _stage_table(stats),
+        _link_table(stats.links),
+        table(["stage", "account"], accounts, left={0, 1}),
+    ]
     return "\n".join(head + [f"\n{text}" for text in tables if text])
 
 
@@ -31,7 +37,10 @@ def bottleneck_text(stats: RunStats) -> str:
     if slow is None:
         return "bottleneck: none to be seen"
     workers = "1 worker" if slow.workers == 1 else f"{slow.workers} workers"
-    return f"bottleneck: {slow.name} (busy {share(slow.busy)} of the time, {workers} on={slow.on!r}, {rate(slow.rate)})"
+    return (
+        f"bottleneck: {slow.name} (busy {share(slow.busy)} of the time, {workers} "
+        f"on={slow.on!r}, {rate(slow.rate)})"
+    )
 
 
 def count(number: int) -> str:
@@ -54,8 +63,9 @@ def _after(stats: RunStats) -> str:
 
 
 def account_text(stage: StageStats, state: RunState) -> str:
-    """What has become of the items that a stage took in. Where items out and failed don't make up for them although the
-    verb owes that, it says what the difference is: still moving, discarded with the run, or missing."""
+    """What has become of the items that a stage took in. Where items out and failed don't make up for them
+    although the verb owes that, it says what the difference is: still moving, discarded with the run, or
+    missing."""
     rest = [("failed", stage.failed), ("in hand", stage.in_hand), ("unwanted", stage.unwanted)]
     missing = stage.items_in - stage.items_out - sum(number for _, number in rest)
     if stage.kind in ("source", "input"):
@@ -74,33 +84,66 @@ _DIFFERENCE = {"running": "moving", "stopping": "moving", "failed": "discarded",
 
 
 def _sum(out: int, *others: tuple[str, int]) -> str:
-    return " + ".join([f"{count(out)} out", *(f"{count(number)} {word}" for word, number in others if number)])
+    return " + ".join(
+        [f"{count(out)} out", *(f"{count(number)} {word}" for word, number in others if number)]
+    )
 
 
 def _stage_table(stats: RunStats) -> str:
-    titles = ["stage", "verb", "workers", "in", "out", "failed", "retried", "restarts", "rate", "busy", "wait in",
-              "wait out"]  # fmt: skip
+    titles = [
+        "stage",
+        "verb",
+        "workers",
+        "in",
+        "out",
+        "failed",
+        "retried",
+        "restarts",
+        "rate",
+        "busy",
+        "wait in",
+        "wait out",
+    ]
     rows = [
-        [stage.name, stage.kind, f"{count(stage.workers)} {stage.on}", count(stage.items_in), count(stage.items_out),
-         count(stage.failed), count(stage.retried), count(stage.restarts), rate(stage.rate), share(stage.busy),
-         share(stage.waiting_input), share(stage.waiting_output)]
+        [
+            stage.name,
+            stage.kind,
+            f"{count(stage.workers)} {stage.on}",
+            count(stage.items_in),
+            count(stage.items_out),
+            count(stage.failed),
+            count(stage.retried),
+            count(stage.restarts),
+            rate(stage.rate),
+            share(stage.busy),
+            share(stage.waiting_input),
+            share(stage.waiting_output),
+        ]
         for stage in stats.stages
-    ]  # fmt: skip
+    ]
     return table(titles, rows, left={0, 1, 2})
 
 
 def _link_table(links: Sequence[LinkStats]) -> str:
     titles = ["channel", "from", "to", "medium", "fill", "passed", "rate"]
     rows = [
-        [link.name, link.writer, link.reader or "-", link.medium, f"{count(link.inside)}/{count(link.capacity)}",
-         count(link.passed), rate(link.rate)]
+        [
+            link.name,
+            link.writer,
+            link.reader or "-",
+            link.medium,
+            f"{count(link.inside)}/{count(link.capacity)}",
+            count(link.passed),
+            rate(link.rate),
+        ]
         for link in links
-    ]  # fmt: skip
+    ]
     return table(titles, rows, left={0, 1, 2, 3})
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]], left: set[int]) -> str:
-    """Aligned columns, those numbered in ``left`` to the left and the others to the right. Empty without rows."""
+    """Aligned columns, those numbered in ``left`` to the left and the others to the right. Empty without
+    rows."""
     if not rows:
         return ""
     widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]

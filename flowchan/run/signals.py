@@ -1,5 +1,5 @@
-"""Ctrl-C and SIGTERM around a run: held back where a half-done step would leave something behind, and noted where it
-matters later that they came."""
+"""Ctrl-C and SIGTERM around a run: held back where a half-done step would leave something behind, and noted
+where it matters later that they came."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 
 @contextlib.contextmanager
 def terminate_as_interrupt() -> Iterator[None]:
-    """Within it SIGTERM means what Ctrl-C means, unless the program has its own handler or this is no main thread."""
+    """Within it SIGTERM means what Ctrl-C means, unless the program has its own handler or this is no main
+    thread."""
     usual = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     if not usual or threading.current_thread() is not threading.main_thread():
         yield
@@ -52,8 +53,8 @@ def interrupts_held() -> Iterator[None]:
 
 
 class Ears:
-    """Between ``open`` and ``close`` they note in ``heard`` that a Ctrl-C has raised ``KeyboardInterrupt``. A generator
-    that is closed because its reader's loop is interrupted can't see that otherwise."""
+    """Between ``open`` and ``close`` they note in ``heard`` that a Ctrl-C has raised ``KeyboardInterrupt``. A
+    generator that is closed because its reader's loop is interrupted can't see that otherwise."""
 
     def __init__(self) -> None:
         self.heard = False

@@ -1,7 +1,7 @@
 """Starting a worker's process so that nothing is left of it when that fails.
 
-``multiprocessing`` leaves the pipes of a process open that could not be started, and a process unreaped that could not
-be told what to do. Which they are stands in the frames of its launch, and the exception has those.
+``multiprocessing`` leaves the pipes of a process open that could not be started, and a process unreaped that
+could not be told what to do. Which they are stands in the frames of its launch, and the exception has those.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""From the counts of the channels to the statistics of a run (R8). The channels count natively, so watching costs the
-workers nothing."""
+"""From the counts of the channels to the statistics of a run (R8). The channels count natively, so watching
+costs the workers nothing."""
 
 from __future__ import annotations
 
@@ -87,25 +87,44 @@ def summarise(supervisor: Supervisor, snapshots: tuple[Snapshot, ...]) -> RunSta
         stages.append(_stage(about, elapsed))
     links = tuple(
         LinkStats(
-            name=s.link.name, writer=s.link.writer, reader=s.link.reader, medium=s.link.medium, inside=s.stats.inside,
-            capacity=s.link.capacity, passed=s.stats.items_out, rate=s.stats.items_out / elapsed,
-            waiting_readers=s.stats.waiting_readers, waiting_writers=s.stats.waiting_writers,
-            readers_waiting_for=s.stats.readers_waiting_for, writers_waiting_for=s.stats.writers_waiting_for,
-            selecting=s.stats.selecting, woken=s.stats.woken, awaiting=s.stats.awaiting,
-            bytes=s.stats.bytes_inside, share=plan.channels[s.link.name]._share, short_of_bytes=s.stats.short_of_bytes,
+            name=s.link.name,
+            writer=s.link.writer,
+            reader=s.link.reader,
+            medium=s.link.medium,
+            inside=s.stats.inside,
+            capacity=s.link.capacity,
+            passed=s.stats.items_out,
+            rate=s.stats.items_out / elapsed,
+            waiting_readers=s.stats.waiting_readers,
+            waiting_writers=s.stats.waiting_writers,
+            readers_waiting_for=s.stats.readers_waiting_for,
+            writers_waiting_for=s.stats.writers_waiting_for,
+            selecting=s.stats.selecting,
+            woken=s.stats.woken,
+            awaiting=s.stats.awaiting,
+            bytes=s.stats.bytes_inside,
+            share=plan.channels[s.link.name]._share,
+            short_of_bytes=s.stats.short_of_bytes,
             holders=s.stats.holders,
         )
         for s in snapshots
-    )  # fmt: skip
+    )
     return RunStats(
-        plan.graph.name, _state(state), elapsed, tuple(stages), links, _bottleneck(stages), plan.seed, plan.memory
+        plan.graph.name,
+        _state(state),
+        elapsed,
+        tuple(stages),
+        links,
+        _bottleneck(stages),
+        plan.seed,
+        plan.memory,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _About:
-    """What is known of one stage. ``broken`` items ended the run; ``worked`` are the seconds between the beginnings and the
-    ends of its workers, waits included."""
+    """What is known of one stage. ``broken`` items ended the run; ``worked`` are the seconds between the
+    beginnings and the ends of its workers, waits included."""
 
     stage: Stage
     reads: list[Snapshot]
@@ -154,8 +173,8 @@ def _state(state: State) -> RunState:
 
 
 def _bottleneck(stages: list[StageStats]) -> str | None:
-    """The stage whose workers are busy for the largest part of the run: the others wait for it, before it to put and
-    behind it to get. None where all are idle."""
+    """The stage whose workers are busy for the largest part of the run: the others wait for it, before it to
+    put and behind it to get. None where all are idle."""
     candidates = [stage for stage in stages if stage.kind != "input"]
     slowest = max(candidates, key=lambda stage: stage.busy, default=None)
     return slowest.name if slowest is not None and len(candidates) > 1 and slowest.busy >= IDLE else None

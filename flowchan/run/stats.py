@@ -1,5 +1,5 @@
-"""What a run looks like at one moment, as frozen values (R8). :meth:`Run.stats` makes them, the live view, the report
-and the tests read them."""
+"""What a run looks like at one moment, as frozen values (R8). :meth:`Run.stats` makes them, the live view,
+the report and the tests read them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ RunState = Literal["running", "stopping", "done", "failed", "stopped", "aborted"
 
 @dataclass(frozen=True, slots=True)
 class StageStats:
-    """One stage. ``busy``, ``waiting_input`` and ``waiting_output`` are shares (0 to 1) of the whole run's length, on the
-    average of its workers; what is missing to 1 is the time before they had begun and after they had ended. ``rate`` is
-    items finished per second of the run. ``unwanted`` items were in hand
+    """One stage. ``busy``, ``waiting_input`` and ``waiting_output`` are shares (0 to 1) of the whole run's
+    length, on the average of its workers; what is missing to 1 is the time before they had begun and after
+    they had ended. ``rate`` is items finished per second of the run. ``unwanted`` items were in hand
     when the readers of the stage left (R2)."""
 
     name: str
@@ -38,12 +38,13 @@ class StageStats:
 
 @dataclass(frozen=True, slots=True)
 class LinkStats:
-    """One channel: ``inside`` of ``capacity`` items are in it now, ``passed`` went through, ``rate`` of them a second.
-    ``waiting_readers`` workers wait for an item, and somebody has for ``readers_waiting_for`` seconds; the same for
-    writers. ``selecting`` of them may go on without this channel, ``awaiting`` of those are coroutines of this process;
-    ``woken`` of them are about to look.
-    ``bytes`` are inside of the ``share`` that the channel has of the run's memory; ``short_of_bytes``: a writer waits for
-    those and not for a place. ``holders`` are the processes that keep blocks of its memory."""
+    """One channel: ``inside`` of ``capacity`` items are in it now, ``passed`` went through, ``rate`` of them
+    a second. ``waiting_readers`` workers wait for an item, and somebody has for ``readers_waiting_for``
+    seconds; the same for writers. ``selecting`` of them may go on without this channel, ``awaiting`` of those
+    are coroutines of this process; ``woken`` of them are about to look.
+    ``bytes`` are inside of the ``share`` that the channel has of the run's memory; ``short_of_bytes``: a
+    writer waits for those and not for a place. ``holders`` are the processes that keep blocks of its
+    memory."""
 
     name: str
     writer: str
@@ -68,8 +69,8 @@ class LinkStats:
 
 @dataclass(frozen=True, slots=True)
 class RunStats:
-    """A whole run: ``elapsed`` seconds since its start (until its end, once it has ended). ``bottleneck`` is the name
-    of the stage that holds the others up, ``None`` while nothing can be said. With the same ``seed``
+    """A whole run: ``elapsed`` seconds since its start (until its end, once it has ended). ``bottleneck`` is
+    the name of the stage that holds the others up, ``None`` while nothing can be said. With the same ``seed``
     another run's workers draw the same random numbers (R9). Its channels share ``memory`` bytes."""
 
     graph: str

@@ -1,26 +1,32 @@
-"""The supervisor of one run. It starts the workers, hears how they end, and does what ``decisions.decide`` says.
+"""The supervisor of one run. It starts the workers, hears how they end, and does what ``decisions.decide``
+says.
 
 The run contract. If the code disagrees with it, that is a bug; each clause names its test in ``tests/run/``.
 
-- R1 Cascade. When a source ends, its channel closes; each stage drains its inputs, finishes, and closes its outputs; the
-  run ends when all sinks have. (test_cascade.py)
+- R1 Cascade. When a source ends, its channel closes; each stage drains its inputs, finishes, and closes its
+  outputs; the run ends when all sinks have. (test_cascade.py)
 - R2 Early end. When a reader wants no more, writers upstream are stopped the same way, without an error.
   (test_early_end.py)
-- R3 Failure. An exception that no ``errors`` stream receives ends the run: sources stop, channels break, workers end,
-  and ``run()`` raises one RunError whose members are StageErrors with stage, item, worker and the original traceback.
-  The first failure is first. No error is lost, BaseException in a worker included. (test_failure.py)
-- R4 Death. A worker that dies is noticed within 200 ms and reported with signal and exit code. (test_death.py)
+- R3 Failure. An exception that no ``errors`` stream receives ends the run: sources stop, channels break,
+  workers end, and ``run()`` raises one RunError whose members are StageErrors with stage, item, worker and
+  the original traceback. The first failure is first. No error is lost, BaseException in a worker included.
+  (test_failure.py)
+- R4 Death. A worker that dies is noticed within 200 ms and reported with signal and exit code.
+  (test_death.py)
 - R5 Stop. First Ctrl-C, SIGTERM or ``run.stop()``: sources stop, everything in flight is finished. Second, or
-  ``run.abort()``: break at once. Both end within a bounded time, and what was finished is in the user's hands: Ctrl-C in
-  ``graph.run()``, ``wait()``, ``iter()`` and the ``with`` block raises ``Interrupted`` with results and report. The command
-  prints one line and its report, and exits with 130. (test_stop.py, test_interrupted.py)
-- R6 No residue. After any ending no process, thread, segment or descriptor of the run is left. (test_residue.py)
+  ``run.abort()``: break at once. Both end within a bounded time, and what was finished is in the user's
+  hands: Ctrl-C in ``graph.run()``, ``wait()``, ``iter()`` and the ``with`` block raises ``Interrupted`` with
+  results and report. The command prints one line and its report, and exits with 130. (test_stop.py,
+  test_interrupted.py)
+- R6 No residue. After any ending no process, thread, segment or descriptor of the run is left.
+  (test_residue.py)
 - R7 Same everywhere. Under fork, forkserver and spawn, with lambdas and closures. (test_start_methods.py)
-- R8 Account. ``stats()`` at any time and ``report()`` at the end; items in = items out + items failed. (test_account.py)
-- R9 Chance. Every worker has its own seed, derived from the run's, its stage, its number and its incarnation, and what its
-  process draws begins there. (test_chance.py)
-- R10 Blame. An item is blamed only for deaths inside the user's code (or inside its own unpickling), by one worker at a
-  time while the others go on, and with how each of them died. (test_blame.py)
+- R8 Account. ``stats()`` at any time and ``report()`` at the end; items in = items out + items failed.
+  (test_account.py)
+- R9 Chance. Every worker has its own seed, derived from the run's, its stage, its number and its incarnation,
+  and what its process draws begins there. (test_chance.py)
+- R10 Blame. An item is blamed only for deaths inside the user's code (or inside its own unpickling), by one
+  worker at a time while the others go on, and with how each of them died. (test_blame.py)
 """
 
 from __future__ import annotations
@@ -83,8 +89,8 @@ from flowchan.stage import Stage, is_async
 HOPELESS = 4
 """Deaths of a worker in a row, each before it begins to work, that end the run."""
 LOOK = 0.05
-"""Seconds between two looks at the worker processes, and at a run that is to end: two looks and what they take stay below
-what R4 allows."""
+"""Seconds between two looks at the worker processes, and at a run that is to end: two looks and what they
+take stay below what R4 allows."""
 
 
 class Supervisor:
@@ -130,8 +136,8 @@ class Supervisor:
         self._tasks: list[Tasks] = []  # of the async stages
         self._gone: set[WorkerId] = set()
         self._breaks = Breaks(plan)
-        # Everything that happens comes through `_events`, as references. What worker processes tell comes through
-        # `_mail`, and a thread of its own hands it on.
+        # Everything that happens comes through `_events`, as references. What worker processes tell comes
+        # through `_mail`, and a thread of its own hands it on.
         self._events: Channel[Happening | Event] = Channel(1024)
         self._mail: Channel[Event] | None = Channel(1024, across="processes") if plan.uses_processes else None
         self._mail_reader = None if self._mail is None else self._mail.reader()
@@ -171,7 +177,8 @@ class Supervisor:
         return thread
 
     def _undo_start(self, reason: BaseException) -> None:
-        """Ends what has started, as the supervisor's thread would. What goes wrong in that does not hide the reason."""
+        """Ends what has started, as the supervisor's thread would. What goes wrong in that does not hide the
+        reason."""
         try:
             self._break(None)
             for tasks in self._tasks:
@@ -190,7 +197,8 @@ class Supervisor:
         self._threads[id] = self._started(f"/{id}", work, *arguments)
 
     def count_thread(self, id: WorkerId, thread: threading.Thread) -> None:
-        """Somebody else's thread does the work of this worker: one more that may wait when nobody can move."""
+        """Somebody else's thread does the work of this worker: one more that may wait when nobody can
+        move."""
         self._threads[id] = thread
 
     def _start_loop(self, stage: Stage) -> None:
@@ -255,7 +263,9 @@ class Supervisor:
                 self.spans.begin(event.worker)
             elif isinstance(event, Aborted):
                 self._breaks.hear(event)
-            elif not (isinstance(event, Ended) and self._breaks.keeps(event, self._workers[event.worker].ports)):
+            elif not (
+                isinstance(event, Ended) and self._breaks.keeps(event, self._workers[event.worker].ports)
+            ):
                 if isinstance(event, Failure) and self._breaks.told_by(event.worker):
                     self._tell_break()  # a worker's words come in its order
                 self._handle(event)
@@ -297,8 +307,8 @@ class Supervisor:
             self._due[action.worker] = time.monotonic() + action.pause
 
     def _cancel_tasks(self) -> None:
-        """At once when the run is broken off, and sources when nobody wants their elements any more; when only workers
-        are left that nobody needs, they may end by themselves."""
+        """At once when the run is broken off, and sources when nobody wants their elements any more; when
+        only workers are left that nobody needs, they may end by themselves."""
         late = time.monotonic() - self.state.since > decisions.GRACE / 2
         over = self.state.phase in ("failing", "aborting") or (self.state.phase == "finishing" and late)
         for tasks in self._tasks:
@@ -317,8 +327,8 @@ class Supervisor:
             channel.abort(cause)
 
     def _dead(self) -> list[decisions.Died]:
-        """Workers whose process has ended without a word. What it told may still be under way, so one is believed dead
-        at the second look, when the mail is empty."""
+        """Workers whose process has ended without a word. What it told may still be under way, so one is
+        believed dead at the second look, when the mail is empty."""
         found = []
         for id in (self.state.alive & self.state.processes) - self._due.keys() - self._breaks.ended():
             process = self._processes[id]
@@ -333,8 +343,9 @@ class Supervisor:
         return found
 
     def _end_lost(self, id: WorkerId) -> bool:
-        """Kills a process that still runs although Python says that it has ended: so it looks when the forkserver, its
-        parent, was killed. Its death must be certain before its items are given to another. True while it runs."""
+        """Kills a process that still runs although Python says that it has ended: so it looks when the
+        forkserver, its parent, was killed. Its death must be certain before its items are given to another.
+        True while it runs."""
         process = self._known.get(id)
         try:
             if process is None or not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
@@ -351,7 +362,10 @@ class Supervisor:
         worker = self._workers[id]
         how = exit_text(process.exitcode or 0, self._memory.get(id, 0))
         if id in self._lost:
-            how = "was killed, because Python's forkserver had been, and without it nothing is known of a process"
+            how = (
+                "was killed, because Python's forkserver had been, and without it nothing "
+                "is known of a process"
+            )
         if any(port._died_working() for port in worker.ports.inputs.values()):
             deaths = 1 + max(port._deaths_in_hand() for port in worker.ports.inputs.values())
             self._how_they_died[id] = [*self._how_they_died.get(id, [])[: deaths - 1], how]
@@ -380,8 +394,11 @@ class Supervisor:
     def _look_for_deadlock(self) -> None:
         if self._due:
             return
-        unread = self.state.alive - self._threads.keys() - self._processes.keys()  # results, to be read by the program
-        dying = any(self._processes[id].exitcode is not None for id in self.state.alive & self.state.processes)
+        # results, to be read by the program
+        unread = self.state.alive - self._threads.keys() - self._processes.keys()
+        dying = any(
+            self._processes[id].exitcode is not None for id in self.state.alive & self.state.processes
+        )
         found = self._deadlocks.look(self.state, unread, dying, lambda: summarise(self, measure(self.plan)))
         if isinstance(found, decisions.Stuck):
             self._handle(found)
@@ -389,22 +406,26 @@ class Supervisor:
             self.take_in(found)
 
     def _pause(self) -> float:
-        """Seconds until something must be looked at though nothing is heard. In a run on threads that is not to end that
-        is only whether anybody can move."""
+        """Seconds until something must be looked at though nothing is heard. In a run on threads that is not
+        to end that is only whether anybody can move."""
         if self.state.processes or self.state.phase != "running":
             return LOOK
         return max(LOOK, self._deadlocks.next_at - time.monotonic())
 
     def _replace(self, id: WorkerId) -> None:
-        """Gives back what a dead worker had in hand, so that every output of it appears once: outputs that are out
-        already stay remembered in their channel, and whoever takes the item up skips them. The successor's ports are
-        opened first, so that no channel believes that its last writer or reader has gone."""
+        """Gives back what a dead worker had in hand, so that every output of it appears once: outputs that
+        are out already stay remembered in their channel, and whoever takes the item up skips them. The
+        successor's ports are opened first, so that no channel believes that its last writer or reader has
+        gone."""
         old = self._workers[id]
         ports = self.plan.open_again(old)
         items = [number for port in old.ports.inputs.values() for number in port._numbers_in_hand()]
         if not old.ports.inputs:
             items = [0]  # a source: all its outputs belong to one item
-        for out in (*old.ports.outputs.values(), *([old.ports.errors] if old.ports.errors is not None else [])):
+        for out in (
+            *old.ports.outputs.values(),
+            *([old.ports.errors] if old.ports.errors is not None else []),
+        ):
             out._retire(items)
         for port, reader in old.ports.inputs.items():
             reader._hand_on(ports.inputs[port])
@@ -459,15 +480,18 @@ class Supervisor:
         self._born[worker.id] = time.monotonic()
 
     def _clear_up(self, patience: float | None = None) -> None:
-        """Leaves nothing behind but threads that are stuck in the user's code: those that have been given up, and those
-        that have not ended after ``patience`` seconds."""
+        """Leaves nothing behind but threads that are stuck in the user's code: those that have been given up,
+        and those that have not ended after ``patience`` seconds."""
         deadline = time.monotonic() + decisions.GRACE
         for process in self._processes.values():
             process.join(max(0.0, deadline - time.monotonic()))
             if process.exitcode is None:
                 process.kill()
             reap(process)
-        while any(self._end_lost(id) for id in self._processes) and time.monotonic() < deadline + decisions.GRACE:
+        while (
+            any(self._end_lost(id) for id in self._processes)
+            and time.monotonic() < deadline + decisions.GRACE
+        ):
             time.sleep(0.001)
         for worker in self._workers.values():
             for port in worker.ports.everything():
@@ -488,15 +512,16 @@ class Supervisor:
         self.state = dataclasses.replace(self.state, abandoned=self.state.abandoned | stuck)
 
     def _warn_of_abandoned(self) -> None:
-        """Comes last: with warnings turned into errors it raises, and the run must have ended for all who wait. Nobody
-        waits any more, so who only needed another moment is given it."""
+        """Comes last: with warnings turned into errors it raises, and the run must have ended for all who
+        wait. Nobody waits any more, so who only needed another moment is given it."""
         deadline = time.monotonic() + decisions.GRACE
         for id in sorted(self.state.abandoned & frozenset(self._threads), key=str):
             self._threads[id].join(max(0.0, deadline - time.monotonic()))
             if not self._threads[id].is_alive():
                 continue
             warnings.warn(
-                f"worker {id} of graph {self.plan.graph.name!r} still runs code of yours that nothing can interrupt "
+                f"worker {id} of graph {self.plan.graph.name!r} still runs code of yours that "
+                "nothing can interrupt "
                 "from outside; its thread ends when that code returns",
                 RuntimeWarning,
                 stacklevel=2,

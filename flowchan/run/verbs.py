@@ -1,8 +1,8 @@
 """What each verb does while it runs: a loop over ports, exactly as a user would write a general stage.
 
-Each function here is the body of one verb. It gets a :class:`Job` and its ports, and returns when its input is drained,
-or lets ``Closed`` out when nobody reads its output any more; both are a clean end. The next item is asked for only when
-everything for the item in hand is done: that is what finishes it.
+Each function here is the body of one verb. It gets a :class:`Job` and its ports, and returns when its input
+is drained, or lets ``Closed`` out when nobody reads its output any more; both are a clean end. The next item
+is asked for only when everything for the item in hand is done: that is what finishes it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ SKIPPED: Any = object()
 
 @dataclass
 class Job:
-    """What a body needs besides its ports: the user's function, the verb's options, and what to do with a failure."""
+    """What a body needs besides its ports: the user's function, the verb's options, and what to do with a
+    failure."""
 
     kind: str
     function: Callable[..., Any]
@@ -55,8 +56,8 @@ class Job:
         return SKIPPED
 
     def give_up(self, item: Any, error: BaseException, attempts: int = 1) -> None:
-        """Sends the failure of ``item`` to the errors stream. Raises :class:`ItemFailed` when that stream does not
-        receive it (nobody reads it, or no more), or the error is none to go on after."""
+        """Sends the failure of ``item`` to the errors stream. Raises :class:`ItemFailed` when that stream
+        does not receive it (nobody reads it, or no more), or the error is none to go on after."""
         if self.errors is None or not isinstance(error, Exception):
             raise ItemFailed(item) from error
         crosses = self.errors.channel.across != "threads"
@@ -70,24 +71,28 @@ class Job:
             raise ItemFailed(item) from error
 
     def not_sent(self, out: Out[Any], item: Any, error: Exception) -> None:
-        """After putting what came of ``item`` raised: lets the end of ``out`` through; anything else is about the item."""
+        """After putting what came of ``item`` raised: lets the end of ``out`` through; anything else is about
+        the item."""
         if is_end_of(out, error):
             raise error
         self.give_up(item, error)
 
     def poisoned(self, item: Any, deaths: int, error: Exception | None) -> None:
-        """Takes an item that can't be used: by ``error`` it can't be unpickled (then an :class:`Unreadable` stands for it),
-        or ``deaths`` workers have died with it. It counts as failed, and its neighbours are spared."""
+        """Takes an item that can't be used: by ``error`` it can't be unpickled (then an :class:`Unreadable`
+        stands for it), or ``deaths`` workers have died with it. It counts as failed, and its neighbours are
+        spared."""
         if error is None:
             ends = Counter(self.predecessors[-deaths:])
             how = "; ".join(f"{count} × {end}" if count > 1 else end for end, count in ends.items())
-            error = WorkerDied(f"{deaths} workers died while they worked on this item, one after the other: {how}")
+            error = WorkerDied(
+                f"{deaths} workers died while they worked on this item, one after the other: {how}"
+            )
         self.give_up(item, error, deaths)
 
 
 def is_end_of(out: Out[Any], error: BaseException) -> bool:
-    """Whether ``error``, which a put into ``out`` raised, is the end of that channel, clean or broken. What pickles an item
-    may raise the same about a channel of the user's own."""
+    """Whether ``error``, which a put into ``out`` raised, is the end of that channel, clean or broken. What
+    pickles an item may raise the same about a channel of the user's own."""
     return isinstance(error, Closed | Broken) and bool(out.channel.closed)
 
 
@@ -154,8 +159,8 @@ def unbatch(job: Job, *, items: In[Any], out: Out[Any]) -> None:
 
 
 class OwnEnd(BaseException):
-    """The worker's own output has ended, closed or broken: the cause. Told apart from what the user's code raises while it
-    gives outputs, which may be the end of a channel of its own."""
+    """The worker's own output has ended, closed or broken: the cause. Told apart from what the user's code
+    raises while it gives outputs, which may be the end of a channel of its own."""
 
 
 def put_or_end(out: Out[Any], output: Any) -> None:
@@ -243,7 +248,9 @@ def batch(job: Job, *, items: In[Any], out: Out[list[Any]]) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout
         while len(group) < size:
             try:
-                group.append(items.get_more(None if deadline is None else max(0.0, deadline - time.monotonic())))
+                group.append(
+                    items.get_more(None if deadline is None else max(0.0, deadline - time.monotonic()))
+                )
             except (Empty, Drained):
                 break
         out.put(group)
@@ -289,7 +296,8 @@ def partition(job: Job, *, items: In[Any], **outs: Out[Any]) -> None:
         try:
             branches[place].put(item)
         except Exception as error:
-            if isinstance(error, Closed) and is_end_of(branches[place], error):  # that branch wants no more; others do
+            # that branch wants no more; others do
+            if isinstance(error, Closed) and is_end_of(branches[place], error):
                 job.unwanted += 1
                 del branches[place]
             else:
@@ -299,8 +307,8 @@ def partition(job: Job, *, items: In[Any], **outs: Out[Any]) -> None:
 
 
 def place_of(key: Any) -> int:
-    """A whole number for ``key``, the same in every process for the built-in kinds of key (``hash`` of a text differs
-    from process to process), equal for equal keys."""
+    """A whole number for ``key``, the same in every process for the built-in kinds of key (``hash`` of a text
+    differs from process to process), equal for equal keys."""
     if isinstance(key, str):
         return zlib.crc32(key.encode("utf-8", "surrogatepass"))
     if isinstance(key, bytes):

@@ -1,7 +1,7 @@
 """The verbs for an ``async def`` function: the same loops as in ``verbs.py``, with ``await`` where they wait.
 
-The ``workers=n`` of such a stage are n tasks of one event loop, each with ports of its own; so order, errors, retries and
-the ends are those of n threads.
+The ``workers=n`` of such a stage are n tasks of one event loop, each with ports of its own; so order, errors,
+retries and the ends are those of n threads.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from flowchan.run.verbs import SKIPPED, Job, OwnEnd, is_end_of
 
 
 async def _call(job: Job, item: Any) -> Any:
-    """The result for ``item``, after as many tries as the stage has, or SKIPPED when it went to the errors stream."""
+    """The result for ``item``, after as many tries as the stage has, or SKIPPED when it went to the errors
+    stream."""
     for attempt in range(1, job.retries + 2):
         try:
             return await job.function(item)
@@ -94,8 +95,8 @@ async def _put_or_end(out: Out[Any], output: Any) -> None:
 
 
 async def _elements(called: Any) -> AsyncGenerator[Any, None]:
-    """The elements of an async iterator, or of the iterable that a coroutine returns. An async generator is cleaned up
-    when its elements are not wanted any more."""
+    """The elements of an async iterator, or of the iterable that a coroutine returns. An async generator is
+    cleaned up when its elements are not wanted any more."""
     if not isinstance(called, AsyncIterable):
         for element in await called:
             yield element

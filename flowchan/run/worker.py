@@ -1,6 +1,8 @@
-"""One worker: builds what the user declared, runs the verb's loop over its ports, and tells the supervisor how it ended.
+"""One worker: builds what the user declared, runs the verb's loop over its ports, and tells the supervisor
+how it ended.
 
-The same :func:`work` runs on a thread of this process and in a process of its own; what differs is how it gets there.
+The same :func:`work` runs on a thread of this process and in a process of its own; what differs is how it
+gets there.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ class Began:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The worker has ended cleanly. ``unwanted``: how many of its items nobody wanted, because their readers had left."""
+    """The worker has ended cleanly. ``unwanted``: how many of its items nobody wanted, because their readers
+    had left."""
 
     worker: WorkerId
     unwanted: int = 0
@@ -65,8 +68,8 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The worker has ended by ``error``, which the user's code raised. ``item`` is the text of the item in hand. Number 0:
-    nobody knows which worker it was."""
+    """The worker has ended by ``error``, which the user's code raised. ``item`` is the text of the item in
+    hand. Number 0: nobody knows which worker it was."""
 
     worker: WorkerId
     error: Any  # on its way out of a process a Portable, which arrives as the exception
@@ -120,8 +123,9 @@ class Ports:
             yield self.errors
 
     def join(self, stage: Recipe) -> None:
-        """Lets the outputs belong to the items of the single input: that is what keeps order, and what recovery needs
-        to know which outputs of an item exist. All outputs of a restartable source belong to one item."""
+        """Lets the outputs belong to the items of the single input: that is what keeps order, and what
+        recovery needs to know which outputs of an item exist. All outputs of a restartable source belong to
+        one item."""
         if not self.inputs and stage.restartable:
             for out in self.outputs.values():
                 out._replay()
@@ -200,8 +204,9 @@ def work(
     sends: bool,
     predecessors: tuple[str, ...] = (),
 ) -> None:
-    """Runs one worker to its end. Never raises: however it ends, ``tell`` hears it before the ports are closed.
-    ``sends``: what is told crosses to another process. ``predecessors``: how those died with whose item it begins."""
+    """Runs one worker to its end. Never raises: however it ends, ``tell`` hears it before the ports are
+    closed. ``sends``: what is told crosses to another process. ``predecessors``: how those died with whose
+    item it begins."""
     worker = WorkerId(here.stage, here.number)
     chance.enter(here)
     job = Job(kind=recipe.kind, function=_nothing)
@@ -224,7 +229,8 @@ def work(
 
 
 def tell_aborts(worker: WorkerId, ports: Ports, tell: Callable[[Event], None], sends: bool) -> None:
-    """From now on the supervisor hears when this thread or task aborts a channel of the worker, before anybody meets it."""
+    """From now on the supervisor hears when this thread or task aborts a channel of the worker, before
+    anybody meets it."""
 
     pid = os.getpid()
 
@@ -239,8 +245,8 @@ def tell_aborts(worker: WorkerId, ports: Ports, tell: Callable[[Event], None], s
 
 
 class Tasks:
-    """The tasks of one async stage, as another thread sees them. Unlike a thread, a task that awaits can be ended.
-    ``into``: the channel without which they have nothing to do."""
+    """The tasks of one async stage, as another thread sees them. Unlike a thread, a task that awaits can be
+    ended. ``into``: the channel without which they have nothing to do."""
 
     def __init__(self, into: Channel[Any] | None = None) -> None:
         self.into = into
@@ -281,7 +287,9 @@ class Tasks:
         end_waits()
 
 
-def work_together(workers: dict[Worker, Ports], recipe: Recipe, tell: Callable[[Event], None], tasks: Tasks) -> None:
+def work_together(
+    workers: dict[Worker, Ports], recipe: Recipe, tell: Callable[[Event], None], tasks: Tasks
+) -> None:
     """Runs the workers of an ``async def`` stage, each as a task of one event loop on this thread."""
 
     async def one(here: Worker, ports: Ports) -> None:
@@ -314,7 +322,11 @@ def work_together(workers: dict[Worker, Ports], recipe: Recipe, tell: Callable[[
 
 
 def _job(
-    worker: WorkerId, recipe: Recipe, ports: Ports, function: Callable[..., Any], tell: Callable[[Event], None]
+    worker: WorkerId,
+    recipe: Recipe,
+    ports: Ports,
+    function: Callable[..., Any],
+    tell: Callable[[Event], None],
 ) -> Job:
     job = Job(
         kind=recipe.kind, function=function, args=recipe.args, kwargs=recipe.kwargs, options=recipe.options,
@@ -328,7 +340,12 @@ def _job(
 
 
 def _end(
-    worker: WorkerId, job: Job, ports: Ports, error: BaseException | None, tell: Callable[[Event], None], sends: bool
+    worker: WorkerId,
+    job: Job,
+    ports: Ports,
+    error: BaseException | None,
+    tell: Callable[[Event], None],
+    sends: bool,
 ) -> None:
     """Tells how the worker ended, then closes its ports."""
     for reader in ports.inputs.values():
@@ -346,15 +363,16 @@ def _end(
     except (Closed, Broken):  # a run that is over hears nobody any more
         failed = False
     if failed:
-        # The supervisor ends these ports once it has broken the channels. Ended here, they would let the stages behind
-        # see a clean end of half the items, and another worker do the failed item again.
+        # The supervisor ends these ports once it has broken the channels. Ended here, they would let the
+        # stages behind see a clean end of half the items, and another worker do the failed item again.
         return
     for port in ports.everything():
         port.close()
 
 
 def _let_go(error: BaseException, ports: Ports) -> BaseException:
-    """``error``, in a clean end without what its traceback holds: so a source's generator is cleaned up here and now."""
+    """``error``, in a clean end without what its traceback holds: so a source's generator is cleaned up here
+    and now."""
     if _clean_end(error, ports):
         if isinstance(error, ItemFailed) and error.__cause__:
             error = error.__cause__
@@ -364,8 +382,8 @@ def _let_go(error: BaseException, ports: Ports) -> BaseException:
 
 
 def _clean_end(error: BaseException, ports: Ports) -> bool:
-    """Whether the error only says that one of the worker's own channels has ended. A task whose channels have ended is
-    cancelled by us; tasks of the user's tell their ends together."""
+    """Whether the error only says that one of the worker's own channels has ended. A task whose channels have
+    ended is cancelled by us; tasks of the user's tell their ends together."""
     if isinstance(error, BaseExceptionGroup):
         return all(_clean_end(one, ports) for one in error.exceptions)
     if isinstance(error, ItemFailed) and isinstance(error.__cause__, asyncio.CancelledError):
@@ -375,7 +393,9 @@ def _clean_end(error: BaseException, ports: Ports) -> bool:
             out.channel.closed for out in ports.outputs.values()
         )
     if isinstance(error, Closed):
-        return any(out.channel.closed for out in (*ports.outputs.values(), *([ports.errors] if ports.errors else [])))
+        return any(
+            out.channel.closed for out in (*ports.outputs.values(), *([ports.errors] if ports.errors else []))
+        )
     if isinstance(error, Broken):
         return any(port.channel.broken for port in ports.everything())
     return False

@@ -1,4 +1,5 @@
-"""How arrays, tensors and memory views cross to another process: their contents beside the pickle, to be read in place.
+"""How arrays, tensors and memory views cross to another process: their contents beside the pickle, to be read
+in place.
 
 | what is put | what arrives |
 |---|---|
@@ -7,9 +8,10 @@
 | ``memoryview`` | a read-only ``memoryview`` |
 | torch tensor on a CUDA device | a tensor of its own on the same device (:mod:`flowchan.transport.cuda`) |
 
-Each array or tensor travels by itself: two views of one memory arrive as two of their own, while one object that is in the
-item twice arrives as one. What lies with gaps arrives without. A tensor that is the result of a computation under autograd
-is refused, because its graph can't cross; a leaf that requires a gradient arrives as such a leaf.
+Each array or tensor travels by itself: two views of one memory arrive as two of their own, while one object
+that is in the item twice arrives as one. What lies with gaps arrives without. A tensor that is the result of
+a computation under autograd is refused, because its graph can't cross; a leaf that requires a gradient
+arrives as such a leaf.
 """
 
 from __future__ import annotations
@@ -34,12 +36,14 @@ _made_from: tuple[int, bool, bool] = (-1, False, False)
 
 
 def reducers() -> _Reducers:
-    """A pickler's dispatch table: ours, for the libraries that are loaded, and what programs have registered."""
+    """A pickler's dispatch table: ours, for the libraries that are loaded, and what programs have
+    registered."""
     global _made, _made_from
     state = len(copyreg.dispatch_table), "numpy" in sys.modules, "torch" in sys.modules
     if state != _made_from:
         table: _Reducers = {**copyreg.dispatch_table, memoryview: _reduce_memoryview, View: _reduce_view}
-        # One that is just being imported by another thread may not have its type yet: then nobody has an instance.
+        # One that is just being imported by another thread may not have its type yet: then nobody has an
+        # instance.
         if array := getattr(sys.modules.get("numpy"), "ndarray", None):
             table[array] = _reduce_array
         if tensor := getattr(sys.modules.get("torch"), "Tensor", None):
@@ -54,10 +58,15 @@ def _reduce_memoryview(view: memoryview) -> Any:
         code = code[1:]
     if len(code) != 1 or code not in _CODES or struct.calcsize(f"@{code}") != view.itemsize:
         raise TypeError(
-            f"a memoryview of format {view.format!r} can't be made of bytes again; allowed are {', '.join(_CODES)}; send "
+            f"a memoryview of format {view.format!r} can't be made of bytes again; allowed are "
+            f"{', '.join(_CODES)}; send "
             "view.cast('B'), or an array of it"
         )
-    return _rebuild_memoryview, (PickleBuffer(view if view.c_contiguous else view.tobytes()), code, view.shape)
+    return _rebuild_memoryview, (
+        PickleBuffer(view if view.c_contiguous else view.tobytes()),
+        code,
+        view.shape,
+    )
 
 
 def _rebuild_memoryview(buffer: Any, code: str, shape: Sequence[int]) -> memoryview:
@@ -101,10 +110,16 @@ def _reduce_tensor(tensor: Any) -> Any:
     kind = tensor.device.type
     if tensor.requires_grad and not tensor.is_leaf:
         raise TypeError(
-            f"a tensor of shape {tuple(tensor.shape)} with grad_fn={tensor.grad_fn} is part of an autograd graph, which "
+            f"a tensor of shape {tuple(tensor.shape)} with grad_fn={tensor.grad_fn} is part of an "
+            "autograd graph, which "
             "can't cross to another process; send tensor.detach()"
         )
-    if tensor.layout != torch.strided or kind not in ("cpu", "cuda") or tensor.is_quantized or tensor.__dict__:
+    if (
+        tensor.layout != torch.strided
+        or kind not in ("cpu", "cuda")
+        or tensor.is_quantized
+        or tensor.__dict__
+    ):
         return tensor.__reduce_ex__(5)
     data = tensor.detach().resolve_conj().resolve_neg()
     if not _is_dense(data):
@@ -116,7 +131,13 @@ def _reduce_tensor(tensor: Any) -> Any:
         form = data.dtype, tuple(data.shape), data.stride(), tensor.requires_grad
         return cuda.reduce(data, form, size, "cuda")
     memory = View.of(data.data_ptr(), size, data)
-    return _rebuild_tensor, (PickleBuffer(memory), data.dtype, data.shape, data.stride(), tensor.requires_grad)
+    return _rebuild_tensor, (
+        PickleBuffer(memory),
+        data.dtype,
+        data.shape,
+        data.stride(),
+        tensor.requires_grad,
+    )
 
 
 def _is_dense(tensor: Any) -> bool:
@@ -144,13 +165,14 @@ def _rebuild_tensor(buffer: Any, dtype: Any, shape: Any, stride: Any, requires_g
 
 
 def loan(self: Any, shape: int | Sequence[int], dtype: Any = "float64", timeout: float | None = None) -> Any:
-    """An array in the channel's own memory, to be filled and then put, by itself or within a larger item: so that not
-    even the one copy into the channel is made. A torch tensor if ``dtype`` is one of torch's, else a NumPy array;
-    ``shape`` in elements. What it contains at first is undefined. Waits up to ``timeout`` seconds for memory.
+    """An array in the channel's own memory, to be filled and then put, by itself or within a larger item: so
+    that not even the one copy into the channel is made. A torch tensor if ``dtype`` is one of torch's, else a
+    NumPy array; ``shape`` in elements. What it contains at first is undefined. Waits up to ``timeout``
+    seconds for memory.
 
-    Once put it belongs to the channel: the array becomes read-only, a tensor must not be written to any more; putting it
-    again raises :class:`ChannelError`. One that is dropped without having been put returns its memory. One loan per
-    item is used in place, any further one is copied.
+    Once put it belongs to the channel: the array becomes read-only, a tensor must not be written to any more;
+    putting it again raises :class:`ChannelError`. One that is dropped without having been put returns its
+    memory. One loan per item is used in place, any further one is copied.
     """
     sizes = _checked((shape,) if isinstance(shape, int) else shape)
     torch = sys.modules.get("torch")
@@ -160,7 +182,9 @@ def loan(self: Any, shape: int | Sequence[int], dtype: Any = "float64", timeout:
 
         dtype = numpy.dtype(dtype)
         if dtype.hasobject:
-            raise TypeError(f"loan: dtype must be of plain values, not {dtype!r}: objects can't lie in shared memory")
+            raise TypeError(
+                f"loan: dtype must be of plain values, not {dtype!r}: objects can't lie in shared memory"
+            )
     channel = getattr(self, "channel", self)
     if channel.across == "threads":
         if channel.closed:
@@ -168,7 +192,11 @@ def loan(self: Any, shape: int | Sequence[int], dtype: Any = "float64", timeout:
         return torch.empty(sizes, dtype=dtype) if torch and as_torch else numpy.empty(sizes, dtype)
     view = self._loan(math.prod(sizes) * dtype.itemsize, timeout)
     if torch and as_torch:
-        return torch.frombuffer(view, dtype=dtype).view(sizes) if math.prod(sizes) else torch.empty(sizes, dtype=dtype)
+        return (
+            torch.frombuffer(view, dtype=dtype).view(sizes)
+            if math.prod(sizes)
+            else torch.empty(sizes, dtype=dtype)
+        )
     array = numpy.ndarray(sizes, dtype, buffer=view)
     view.lent(array)
     return array

@@ -1,9 +1,9 @@
-"""Serialising what the core's direct encoding does not cover: pickle protocol 5, by value where plain pickle can't or
-where the other process could not find the name. The contents of arrays and tensors go beside the pickle, as buffers
-(transport/arrays.py), so that they are written once and read where they lie.
+"""Serialising what the core's direct encoding does not cover: pickle protocol 5, by value where plain pickle
+can't or where the other process could not find the name. The contents of arrays and tensors go beside the
+pickle, as buffers (transport/arrays.py), so that they are written once and read where they lie.
 
-Functions and classes of ``__main__`` (and of a file that ``flowchan run`` loaded) go by value through cloudpickle,
-because another process has another ``__main__``; everything importable goes by reference.
+Functions and classes of ``__main__`` (and of a file that ``flowchan run`` loaded) go by value through
+cloudpickle, because another process has another ``__main__``; everything importable goes by reference.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ Packed = bytes | list[Any]
 
 
 def pack(value: object) -> Packed:
-    """What a channel between processes makes of ``value``, to be sent in its place: :func:`unpack` makes the value of it.
+    """What a channel between processes makes of ``value``, to be sent in its place: :func:`unpack` makes the
+    value of it.
 
-    So whoever gets it has it in hand before anything of the value is made, and chooses what becomes of it when that
-    fails. Bytes; or a list of bytes, buffers and channels: the contents of the buffers are copied when the list is put
-    into a channel between processes, and read there where they lie. Raises ``TypeError`` naming the part that can't be
-    serialised.
+    So whoever gets it has it in hand before anything of the value is made, and chooses what becomes of it
+    when that fails. Bytes; or a list of bytes, buffers and channels: the contents of the buffers are copied
+    when the list is put into a channel between processes, and read there where they lie. Raises ``TypeError``
+    naming the part that can't be serialised.
     """
     packed, companions = _pack_with(value, handles.Companions())
     if not companions.kept:
@@ -87,14 +88,22 @@ Kept = tuple[int, list[Any], Callable[[Any], None] | None, int, tuple[int, ...],
 
 
 def dumps(item: object) -> Packed | Kept:
-    """The pickle and its buffers. For a PINNED or PARCEL item an id or 0, them, what is to be called with the channel once
-    the item is inside or None, the id of its parcel or 0, the descriptors in that, and what keeps them open."""
+    """The pickle and its buffers. For a PINNED or PARCEL item an id or 0, them, what is to be called with the
+    channel once the item is inside or None, the id of its parcel or 0, the descriptors in that, and what
+    keeps them open."""
     packed, channels = _pack_with(item, handles.Parcel())
     on_device = None if isinstance(packed, bytes) else cuda.parcel(packed[1:])
     if on_device is None and not channels.id:
         return packed
     whole = [packed] if isinstance(packed, bytes) else packed
-    return on_device.id if on_device else 0, whole, on_device, channels.id, tuple(channels.descriptors), channels.kept
+    return (
+        on_device.id if on_device else 0,
+        whole,
+        on_device,
+        channels.id,
+        tuple(channels.descriptors),
+        channels.kept,
+    )
 
 
 def _names_what_is_only_here(data: bytes) -> bool:
@@ -127,8 +136,8 @@ def _by_value_pickler() -> Any:
 
 
 def loads(data: Packed | tuple[Any, list[Any], tuple[list[int], int] | None]) -> Any:
-    """The object that :func:`dumps` was given. Of a PINNED or PARCEL item comes what keeps it in existence, the list, and
-    the descriptors of its parcel with the reason why they are not all."""
+    """The object that :func:`dumps` was given. Of a PINNED or PARCEL item comes what keeps it in existence,
+    the list, and the descriptors of its parcel with the reason why they are not all."""
     if not isinstance(data, tuple):
         return unpack(data)
     keep, packed, parcel = data
@@ -143,8 +152,8 @@ def loads(data: Packed | tuple[Any, list[Any], tuple[list[int], int] | None]) ->
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Unreadable:
-    """Stands for an item that a stage could not receive, because unpickling it raised. ``data`` is its pickle, without the
-    arrays beside it."""
+    """Stands for an item that a stage could not receive, because unpickling it raised. ``data`` is its
+    pickle, without the arrays beside it."""
 
     data: bytes
 

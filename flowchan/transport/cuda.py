@@ -1,26 +1,30 @@
 """How tensors on a device cross to another process of the same host, without leaving the device.
 
-*What a put does.* The contents are copied, on the device and on the current stream, into a block of memory that is kept
-for this (``cuda_pool``). What crosses is the name of that place: a handle of the allocation, an offset, and an event
-that says when the copy is made. Nobody waits: the receiver's stream waits for the event, the receiver itself does not.
-*What a get does.* It opens the allocation (once; then it is remembered, and closed only when its process has ended) and
-copies the contents into memory of its own. So an item is a copy here as anywhere between processes: who put a tensor
-may write to it at once, what arrives belongs to the receiver, who may write to it and keep it, also when the sender has
-ended; and an item that is given back because a worker died is whole, whatever that worker did with its own. The price
-is two copies at the speed of the device's memory, and as much memory as is in flight.
+*What a put does.* The contents are copied, on the device and on the current stream, into a block of memory
+that is kept for this (``cuda_pool``). What crosses is the name of that place: a handle of the allocation, an
+offset, and an event that says when the copy is made. Nobody waits: the receiver's stream waits for the event,
+the receiver itself does not.
+*What a get does.* It opens the allocation (once; then it is remembered, and closed only when its process has
+ended) and copies the contents into memory of its own. So an item is a copy here as anywhere between
+processes: who put a tensor may write to it at once, what arrives belongs to the receiver, who may write to it
+and keep it, also when the sender has ended; and an item that is given back because a worker died is whole,
+whatever that worker did with its own. The price is two copies at the speed of the device's memory, and as
+much memory as is in flight.
 
 *How long a block is kept.* Until its item exists no more and the receiver's copy is made. The item is PINNED
-(frame.hpp): it carries an id, the channel knows which ids there are, and a receiver holds the item by a view (``keep``)
-until its copy is made. That holds for receivers that are killed as well, because the channel itself knows who has died.
-A process that ends waits at its exit until nothing of it is kept any more, or nobody is left who could read it. It gives
-up, and says so, when nothing has been read for ``FLOWCHAN_CUDA_EXIT_WAIT`` seconds (60). One that is killed, or that
-leaves by ``os._exit``, takes its items' contents with it: their get raises ``ChannelError``.
+(frame.hpp): it carries an id, the channel knows which ids there are, and a receiver holds the item by a view
+(``keep``) until its copy is made. That holds for receivers that are killed as well, because the channel
+itself knows who has died. A process that ends waits at its exit until nothing of it is kept any more, or
+nobody is left who could read it. It gives up, and says so, when nothing has been read for
+``FLOWCHAN_CUDA_EXIT_WAIT`` seconds (60). One that is killed, or that leaves by ``os._exit``, takes its items'
+contents with it: their get raises ``ChannelError``.
 
-*Through host memory instead* go all tensors while ``FLOWCHAN_CUDA_IPC=0`` is set where they are put, and any tensor
-when there is no device memory to be shared. Expandable segments need no detour, because the blocks are allocations of
-our own, whatever torch's allocator does.
+*Through host memory instead* go all tensors while ``FLOWCHAN_CUDA_IPC=0`` is set where they are put, and any
+tensor when there is no device memory to be shared. Expandable segments need no detour, because the blocks are
+allocations of our own, whatever torch's allocator does.
 
-The kind of device is a :class:`Device`. For torch's CUDA tensors that is ``cuda_torch``; tests bring one of their own.
+The kind of device is a :class:`Device`. For torch's CUDA tensors that is ``cuda_torch``; tests bring one of
+their own.
 """
 
 from __future__ import annotations
@@ -106,7 +110,8 @@ class Kept:
 
 
 class State:
-    """All that a process remembers about device memory. A forked child begins anew: its parent's is not its own."""
+    """All that a process remembers about device memory. A forked child begins anew: its parent's is not its
+    own."""
 
     def __init__(self) -> None:
         # Entered again by the same thread when a collection within it runs a finaliser that puts a tensor.
@@ -158,8 +163,8 @@ def use(device: Device) -> None:
 
 
 def reduce(tensor: Any, form: Any, size: int, kind: str) -> tuple[Any, ...]:
-    """What a pickler makes of a dense tensor of ``size`` bytes that lies on a device of that kind. ``form``: what is needed
-    besides to make the tensor again."""
+    """What a pickler makes of a dense tensor of ``size`` bytes that lies on a device of that kind. ``form``:
+    what is needed besides to make the tensor again."""
     device = _state.device(kind)
     identity = device.identity(tensor)
     if size and os.environ.get(SWITCH, "1").lower() not in ("0", "off", "no", "false"):
@@ -180,9 +185,17 @@ def _ticket(tensor: Any, size: int, device: Device, identity: str) -> Ticket:
         device.finish(identity)
     arena = block.arena
     place = Place(
-        device.name, identity, _state.owner, os.getpid(), arena.number, arena.size, arena.handle, block.offset, size,
+        device.name,
+        identity,
+        _state.owner,
+        os.getpid(),
+        arena.number,
+        arena.size,
+        arena.handle,
+        block.offset,
+        size,
         block.event.handle if block.event is not None else None,
-    )  # fmt: skip
+    )
     ticket = Ticket(MAGIC + pickle.dumps(tuple(place), protocol=5))
     ticket.block = block
     return ticket
@@ -290,13 +303,16 @@ def _visible(kind: str, identity: str, pid: int) -> Device:
     if identity in (seen := device.visible()):
         return device
     raise ChannelError(
-        f"the item holds a tensor on {kind} device {identity} of process {pid}; this process ({os.getpid()}) can use "
-        f"{', '.join(seen) or 'none'} only. Let both see the same devices (CUDA_VISIBLE_DEVICES), or put tensor.cpu()"
+        f"the item holds a tensor on {kind} device {identity} of process {pid}; this process "
+        f"({os.getpid()}) can use "
+        f"{', '.join(seen) or 'none'} only. Let both see the same devices "
+        "(CUDA_VISIBLE_DEVICES), or put tensor.cpu()"
     )
 
 
 def _open(device: Device, place: Place) -> tuple[Any, Any]:
-    """The memory that holds the item's contents, and the event after which it does (None: it does already)."""
+    """The memory that holds the item's contents, and the event after which it does (None: it does
+    already)."""
     with _state.lock:
         if place.owner == _state.owner:  # a handle can't be opened by the process that made it
             pool = _state.pools[place.kind]
@@ -334,8 +350,10 @@ def _close_ended() -> None:
 
 def _gone(place: Place, why: str) -> ChannelError:
     return ChannelError(
-        f"the contents of a tensor that process {place.pid} put, on {place.kind} device {place.device}, can't be reached: "
-        f"{why}. Contents on a device end with the process that put them; with {SWITCH}=0 in its environment they go "
+        f"the contents of a tensor that process {place.pid} put, on {place.kind} device "
+        f"{place.device}, can't be reached: "
+        f"{why}. Contents on a device end with the process that put them; with {SWITCH}=0 in "
+        "its environment they go "
         "through host memory, and outlive it"
     )
 
@@ -380,8 +398,8 @@ def _look() -> None:
 
 
 def _wait_at_exit() -> None:
-    """Until what others still have to read of this process's memory is read, or nobody is left who could. In the midst
-    of a run without a limit: the supervisor ends this process when the run is over."""
+    """Until what others still have to read of this process's memory is read, or nobody is left who could. In
+    the midst of a run without a limit: the supervisor ends this process when the run is over."""
     limit, pause, next_look = float(os.environ.get(EXIT_WAIT, "60")), 0.0005, 0.02
     began = since = time.monotonic()
     count = -1
@@ -404,14 +422,16 @@ def _wait_at_exit() -> None:
     for kept in _state.kept.values():
         print(
             f"flowchan: process {os.getpid()} ends, and with it the contents of {len(kept.blocks)} items in "
-            f"{kept.channel!r}, tensors on a device that nobody has read for {limit:g} s ({EXIT_WAIT}). With {SWITCH}=0 "
+            f"{kept.channel!r}, tensors on a device that nobody has read for {limit:g} s "
+            f"({EXIT_WAIT}). With {SWITCH}=0 "
             "they go through host memory, and outlive it",
             file=sys.stderr,
         )
 
 
 def read_by_ports(channels: Iterable[Any]) -> None:
-    """These channels are read through ports only: at this process's exit nothing is kept for one that has none left."""
+    """These channels are read through ports only: at this process's exit nothing is kept for one that has
+    none left."""
     _state.ported.update(map(id, channels))
 
 
@@ -451,5 +471,6 @@ def _begin_anew() -> None:
 
 
 _state = State()
-_inherited: list[State] = []  # what belongs to a parent is never let go of: here that would mean nothing, or harm
+# what belongs to a parent is never let go of: here that would mean nothing, or harm
+_inherited: list[State] = []
 os.register_at_fork(after_in_child=_begin_anew)

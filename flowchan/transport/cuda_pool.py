@@ -1,9 +1,11 @@
-"""Device memory that others can open: arenas, allocated and exported once, and the blocks that are lent out of them.
+"""Device memory that others can open: arenas, allocated and exported once, and the blocks that are lent out
+of them.
 
-A block comes back when the last reference to it goes, from whatever thread the collector runs in; so coming back is one
-append, and the arithmetic waits for the next ``take``. A block is lent again only when what was last written into it
-has been written: the device may be behind. Arenas are never given back while the process lives. Freeing device memory
-waits for the whole device, and who has opened an arena may look at it at any time.
+A block comes back when the last reference to it goes, from whatever thread the collector runs in; so coming
+back is one append, and the arithmetic waits for the next ``take``. A block is lent again only when what was
+last written into it has been written: the device may be behind. Arenas are never given back while the process
+lives. Freeing device memory waits for the whole device, and who has opened an arena may look at it at any
+time.
 """
 
 from __future__ import annotations
@@ -17,11 +19,13 @@ ARENA = 64 << 20
 """Bytes of an arena; one for a larger tensor is as large as that."""
 
 EVENTS = 512
-"""How many events a process shares. CUDA has room for some thousands on a machine; beyond, the writer waits instead."""
+"""How many events a process shares. CUDA has room for some thousands on a machine; beyond, the writer waits
+instead."""
 
 AT_ONCE = 16  # events made together: drivers before 460 may deadlock when one is made while others are in use
 
-PAGE = 2 << 20  # handles name whole pages of this size, so no arena shares one with memory that is not the pool's
+# handles name whole pages of this size, so no arena shares one with memory that is not the pool's
+PAGE = 2 << 20
 UNIT = 512
 
 
@@ -30,8 +34,9 @@ class NoRoom(Exception):
 
 
 class Device(Protocol):
-    """One kind of device memory. A device is named by its identity, which is the same in every process. What is enqueued
-    goes to the calling thread's current stream of that device; nothing here waits for the device but ``finish``."""
+    """One kind of device memory. A device is named by its identity, which is the same in every process. What
+    is enqueued goes to the calling thread's current stream of that device; nothing here waits for the device
+    but ``finish``."""
 
     name: str
 

@@ -1,10 +1,10 @@
-"""torch's CUDA tensors, for ``transport/cuda.py``: copies, streams and events through torch, memory that is to be
-shared through the driver.
+"""torch's CUDA tensors, for ``transport/cuda.py``: copies, streams and events through torch, memory that is
+to be shared through the driver.
 
-The driver is called directly because torch's own allocator may hand out memory that has no handle (expandable segments,
-pools of other libraries), and because torch's sharing of storages counts references by files of its own. The calls used
-are the ones that every driver since CUDA 9 has. Each is made in the device's primary context, which is the one that
-torch works in.
+The driver is called directly because torch's own allocator may hand out memory that has no handle (expandable
+segments, pools of other libraries), and because torch's sharing of storages counts references by files of its
+own. The calls used are the ones that every driver since CUDA 9 has. Each is made in the device's primary
+context, which is the one that torch works in.
 """
 
 from __future__ import annotations
@@ -70,7 +70,12 @@ class Driver:
     def open(self, index: int, handle: bytes) -> int:
         address = ctypes.c_uint64()
         with self._device(index):
-            self._do("cuIpcOpenMemHandle_v2", ctypes.byref(address), Handle.from_buffer_copy(handle), LAZY_PEER_ACCESS)
+            self._do(
+                "cuIpcOpenMemHandle_v2",
+                ctypes.byref(address),
+                Handle.from_buffer_copy(handle),
+                LAZY_PEER_ACCESS,
+            )
         return address.value
 
     def close(self, index: int, address: int) -> None:
@@ -151,7 +156,9 @@ class TorchDevice:
         index = int(tensor.device.index)
         with cuda.device(index):
             if cuda.is_current_stream_capturing():
-                raise RuntimeError("a CUDA graph is being captured on this stream; put the tensor before or after")
+                raise RuntimeError(
+                    "a CUDA graph is being captured on this stream; put the tensor before or after"
+                )
         return self._uuids[index]
 
     def allocate(self, device: str, size: int) -> tuple[Any, bytes]:
@@ -180,7 +187,8 @@ class TorchDevice:
 
     def copy_in(self, tensor: Any, memory: Any, offset: int, size: int) -> None:
         write(tensor, memory, offset, size)
-        tensor.record_stream(cuda.current_stream(tensor.device))  # its memory is not used again before that is done
+        # its memory is not used again before that is done
+        tensor.record_stream(cuda.current_stream(tensor.device))
 
     def copy_out(self, device: str, memory: Any, offset: int, size: int, form: Any) -> Any:
         return read(memory, offset, size, form)

@@ -1,8 +1,9 @@
 """How a channel's descriptors reach another process.
 
-By inheritance while a child is being started. In an item of a channel: they travel beside it, in the kernel's keeping
-(ring_parcels.cpp), so neither the sender nor anybody else need live until it is received. In what somebody pickles by
-himself: out of the sender's table under ``/proc``, which works for processes of the same user as long as the sender lives.
+By inheritance while a child is being started. In an item of a channel: they travel beside it, in the kernel's
+keeping (ring_parcels.cpp), so neither the sender nor anybody else need live until it is received. In what
+somebody pickles by himself: out of the sender's table under ``/proc``, which works for processes of the same
+user as long as the sender lives.
 """
 
 from __future__ import annotations
@@ -17,17 +18,23 @@ from typing import Any, NamedTuple
 from flowchan import _core
 
 _SHORTAGES = {
-    errno.EMFILE: "this process has as many descriptors open as it may. Close some, or allow more (ulimit -n)",
-    errno.ENFILE: "this machine has as many descriptors open as it may. Close some, or allow more (sysctl fs.file-max)",
+    errno.EMFILE: "this process has as many descriptors open as it may. Close some, or "
+    "allow more (ulimit -n)",
+    errno.ENFILE: "this machine has as many descriptors open as it may. Close some, or allow more "
+    "(sysctl fs.file-max)",
     errno.ENOMEM: "this process may not map so much memory. Free some, or allow more (ulimit -v)",
 }
 
 
 def shortage(what: str, error: OSError) -> OSError | None:
-    """What to raise in place of ``error`` when this process just lacks something to receive ``what``; else None. Who
-    gets this from unpickling finds the item in its channel again: the core puts it back."""
+    """What to raise in place of ``error`` when this process just lacks something to receive ``what``; else
+    None. Who gets this from unpickling finds the item in its channel again: the core puts it back."""
     reason = _SHORTAGES.get(error.errno or 0)
-    return OSError(error.errno, f"{what} can't be received now, and stays where it is: {reason}") if reason else None
+    return (
+        OSError(error.errno, f"{what} can't be received now, and stays where it is: {reason}")
+        if reason
+        else None
+    )
 
 
 class Inherited(NamedTuple):
@@ -38,7 +45,8 @@ class Inherited(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """In the parcel of the item that is being pickled: where its descriptors begin there, and how many they are."""
+    """In the parcel of the item that is being pickled: where its descriptors begin there, and how many they
+    are."""
 
     first: int
     number: int
@@ -81,7 +89,8 @@ class Parcel:
 
 
 class Companions(Parcel):
-    """The channels in one value, while it is packed: they stand beside its pickle, and cross by themselves."""
+    """The channels in one value, while it is packed: they stand beside its pickle, and cross by
+    themselves."""
 
     def add(self, memory: int, socket: int, owner: Any) -> Handle:
         self.kept.append(owner)
@@ -89,7 +98,8 @@ class Companions(Parcel):
 
 
 class Opened:
-    """The descriptors that came with one item, while it is unpickled. ``missing``: why there are not all of them."""
+    """The descriptors that came with one item, while it is unpickled. ``missing``: why there are not all of
+    them."""
 
     def __init__(self, descriptors: list[int], missing: int) -> None:
         self.left = dict(enumerate(descriptors))
@@ -127,13 +137,15 @@ def hand_over(memory: int, socket: int, owner: Any) -> Handle:
 
 
 def take_over(handle: Inherited | Sent | Borrowed) -> tuple[int, int]:
-    """Descriptors of this process for what :func:`hand_over` gave: of the memory, and of the socket, or -1. Raises
-    ``OSError``."""
+    """Descriptors of this process for what :func:`hand_over` gave: of the memory, and of the socket, or -1.
+    Raises ``OSError``."""
     if isinstance(handle, Inherited):
         return int(handle.memory.detach()), -1 if handle.socket is None else int(handle.socket.detach())
     if isinstance(handle, Sent):
         if now.opened is None:
-            raise OSError(errno.EBADF, "it crosses within its item only, and not within bytes that an item carries")
+            raise OSError(
+                errno.EBADF, "it crosses within its item only, and not within bytes that an item carries"
+            )
         return now.opened.take(handle)
     memory = os.open(f"/proc/{handle.pid}/fd/{handle.memory}", os.O_RDWR | os.O_CLOEXEC)
     if os.fstat(memory).st_ino != handle.inode:

@@ -1,7 +1,8 @@
-"""Where to cut: what each layer costs on a sample, and the cuts that make the most expensive part as cheap as can be.
+"""Where to cut: what each layer costs on a sample, and the cuts that make the most expensive part as cheap as
+can be.
 
-A pipeline is as quick as its slowest part, and needs the memory of its largest: so the largest sum of consecutive costs is
-minimised, exactly, by dynamic programming over the number of parts and of layers.
+A pipeline is as quick as its slowest part, and needs the memory of its largest: so the largest sum of
+consecutive costs is minimised, exactly, by dynamic programming over the number of parts and of layers.
 """
 
 from __future__ import annotations
@@ -25,18 +26,20 @@ ROUNDS, SECONDS = 2, 0.3
 
 
 def best_split(costs: Sequence[float], parts: int) -> list[int]:
-    """How many layers each of ``parts`` parts takes so that the largest cost of a part is as small as possible. Each has
-    at least one. In ``O(parts × layers²)`` steps."""
+    """How many layers each of ``parts`` parts takes so that the largest cost of a part is as small as
+    possible. Each has at least one. In ``O(parts × layers²)`` steps."""
     upto = list(accumulate(costs, initial=0.0))
     layers = len(costs)
-    # least[n]: the smallest possible largest part of the first n layers, for the parts so far; last[k][n]: where the
-    # last of k + 1 parts begins then.
+    # least[n]: the smallest possible largest part of the first n layers, for the parts so far; last[k][n]:
+    # where the last of k + 1 parts begins then.
     least = upto[:]
     last: list[list[int]] = [[0] * (layers + 1)]
     for count in range(2, parts + 1):
         row, begins = [float("inf")] * (layers + 1), [0] * (layers + 1)
         for n in range(count, layers + 1):
-            row[n], begins[n] = min((max(least[cut], upto[n] - upto[cut]), cut) for cut in range(count - 1, n))
+            row[n], begins[n] = min(
+                (max(least[cut], upto[n] - upto[cut]), cut) for cut in range(count - 1, n)
+            )
         least = row
         last.append(begins)
     counts, end = [], layers
@@ -46,10 +49,13 @@ def best_split(costs: Sequence[float], parts: int) -> list[int]:
     return counts[::-1]
 
 
-def costs(module: nn.Sequential, micro: Any, balance: str, threads: int, backward: bool | None = None) -> list[float]:
-    """What each layer costs with a micro-batch: seconds with ``threads`` compute threads, of the ``backward`` pass too, by
-    default where the module is in training mode; or bytes of its parameters, its buffers and what it keeps, which is what
-    autograd saves for the backward pass for a module in training mode, else what it puts out. The module is not changed."""
+def costs(
+    module: nn.Sequential, micro: Any, balance: str, threads: int, backward: bool | None = None
+) -> list[float]:
+    """What each layer costs with a micro-batch: seconds with ``threads`` compute threads, of the ``backward``
+    pass too, by default where the module is in training mode; or bytes of its parameters, its buffers and
+    what it keeps, which is what autograd saves for the backward pass for a module in training mode, else what
+    it puts out. The module is not changed."""
     with torch.random.fork_rng(devices=[]), _compute_threads(threads):
         layers = list(_alone(module, micro))
         if balance == "memory":
@@ -102,7 +108,8 @@ def _once(part: Part, value: Any, skips: dict[str, Tensor], training: bool) -> f
         if training:
             ends = [tensor for tensor in tensors(out) if tensor.requires_grad]
             torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
-    # What never waited by itself may have waited for a core that another program had, which tells nothing about the layer.
+    # What never waited by itself may have waited for a core that another program had, which tells nothing
+    # about the layer.
     return time.thread_time() - computed if _waits() == waits else time.perf_counter() - begin
 
 
@@ -112,13 +119,17 @@ def _waits() -> int:
 
 
 def _fresh(value: Any, training: bool) -> Any:
-    """The value as the layer before hands it over: it may be changed, and in training its gradient is wanted."""
-    return mapped(lambda tensor: tensor.detach().requires_grad_(training and tensor.is_floating_point()).clone(), value)
+    """The value as the layer before hands it over: it may be changed, and in training its gradient is
+    wanted."""
+    return mapped(
+        lambda tensor: tensor.detach().requires_grad_(training and tensor.is_floating_point()).clone(), value
+    )
 
 
 def _bytes(layers: list[_Layer], training: bool) -> list[float]:
-    """Of each layer: its parameters and buffers, and what stays until the backward pass, or what it puts out where there
-    is none. What several layers keep counts for the first of them; the input counts where a layer saves it."""
+    """Of each layer: its parameters and buffers, and what stays until the backward pass, or what it puts out
+    where there is none. What several layers keep counts for the first of them; the input counts where a layer
+    saves it."""
     value, skips = _fresh(layers[0][1], training=False), layers[0][2]
     kept: list[Any] = [value]  # so that no two tensors have one address
     known = {_address(tensor) for part, *_ in layers for tensor in _state(part)}
@@ -144,8 +155,11 @@ def _state(part: Part) -> list[Tensor]:
     return [*part.module.parameters(), *part.module.buffers()]
 
 
-def _kept(part: Part, value: Any, skips: dict[str, Tensor], training: bool) -> tuple[Any, dict[str, Tensor], list[Tensor]]:
-    """What a layer gives, and the tensors that it saves for its backward pass, or all that its modules put out."""
+def _kept(
+    part: Part, value: Any, skips: dict[str, Tensor], training: bool
+) -> tuple[Any, dict[str, Tensor], list[Tensor]]:
+    """What a layer gives, and the tensors that it saves for its backward pass, or all that its modules put
+    out."""
     made: list[Tensor] = []
 
     def save(tensor: Tensor) -> Tensor:

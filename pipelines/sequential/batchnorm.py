@@ -1,11 +1,13 @@
 """Batch normalisation in micro-batches: running statistics are those of the whole batch.
 
-Each micro-batch is normalised by its own mean and variance, as it has to be: the others are not there yet. The running
-statistics, which count in ``eval`` mode, are updated once per step and with the mean and variance of the whole batch, as
-the plain module does. A forward pass that is done again (recompute) is not counted again.
+Each micro-batch is normalised by its own mean and variance, as it has to be: the others are not there yet.
+The running statistics, which count in ``eval`` mode, are updated once per step and with the mean and variance
+of the whole batch, as the plain module does. A forward pass that is done again (recompute) is not counted
+again.
 
-After torchgpipe's ``DeferredBatchNorm``. The moments of micro-batches are put together as in Chan, Golub and LeVeque 1979,
-"Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", which loses no digits as sums of squares do.
+After torchgpipe's ``DeferredBatchNorm``. The moments of micro-batches are put together as in Chan, Golub and
+LeVeque 1979, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", which loses no
+digits as sums of squares do.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 @dataclass(slots=True)
 class Moments:
-    """Of ``count`` values per channel: their mean, and the sum of squared distances from it. Shape (channels,), double."""
+    """Of ``count`` values per channel: their mean, and the sum of squared distances from it. Shape
+    (channels,), double."""
 
     count: int
     mean: Tensor
@@ -31,7 +34,9 @@ class Moments:
         count = self.count + other.count
         apart = other.mean - self.mean
         mean = self.mean + apart * (other.count / count)
-        return Moments(count, mean, self.squares + other.squares + apart**2 * (self.count * other.count / count))
+        return Moments(
+            count, mean, self.squares + other.squares + apart**2 * (self.count * other.count / count)
+        )
 
 
 def moments(x: Tensor) -> Moments:
@@ -44,7 +49,8 @@ def moments(x: Tensor) -> Moments:
 class DeferredBatchNorm:
     """Keeps the batch norm layers of a module from updating their running statistics, until :meth:`close`.
 
-    What passes through them while ``counting`` is set is gathered, and :meth:`commit` updates with all of it at once.
+    What passes through them while ``counting`` is set is gathered, and :meth:`commit` updates with all of it
+    at once.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -66,7 +72,8 @@ class DeferredBatchNorm:
             self._gathered[layer] = found if so_far is None else so_far.plus(found)
 
     def commit(self) -> None:
-        """The end of a step: one update of the running statistics of each layer that something passed through."""
+        """The end of a step: one update of the running statistics of each layer that something passed
+        through."""
         with torch.no_grad():
             for layer, found in self._gathered.items():
                 _update(layer, found)

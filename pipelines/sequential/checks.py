@@ -1,5 +1,5 @@
-"""What can be wrong with a pipe, found before anything starts. Each error names the argument, its value, what is allowed,
-and the remedy."""
+"""What can be wrong with a pipe, found before anything starts. Each error names the argument, its value, what
+is allowed, and the remedy."""
 
 from __future__ import annotations
 
@@ -28,11 +28,14 @@ def checked_module(module: Any) -> nn.Sequential:
     """The module, or one made of a list of layers."""
     if isinstance(module, nn.Module) and not isinstance(module, (nn.Sequential, nn.ModuleList)):
         raise TypeError(
-            f"Sequential: module must be an nn.Sequential or a list of layers, not a {type(module).__name__}: "
+            "Sequential: module must be an nn.Sequential or a list of layers, not a "
+            f"{type(module).__name__}: "
             "only of those it is known which layer follows which; give nn.Sequential(…) of its layers"
         )
     if not isinstance(module, (nn.Module, Iterable)):
-        raise TypeError(f"Sequential: module must be an nn.Sequential or a list of layers, not {shown(module)}")
+        raise TypeError(
+            f"Sequential: module must be an nn.Sequential or a list of layers, not {shown(module)}"
+        )
     layers: Any = module if isinstance(module, nn.Sequential) else list(module)  # type: ignore[arg-type]
     for place, layer in enumerate(layers):
         if not isinstance(layer, nn.Module):
@@ -44,7 +47,9 @@ def checked_module(module: Any) -> nn.Sequential:
     whole = layers if isinstance(layers, nn.Sequential) else nn.Sequential(*layers)
     for name, tensor in whole.named_parameters():
         if nn.parameter.is_lazy(tensor):
-            raise ValueError(f"Sequential: parameter {name!r} of module has no shape yet; call module(x) once before")
+            raise ValueError(
+                f"Sequential: parameter {name!r} of module has no shape yet; call module(x) once before"
+            )
     _check_skips(whole)
     return whole
 
@@ -53,27 +58,31 @@ def _raise_for_own_ways(module: nn.Sequential) -> None:
     """The parts call the layers one after the other, and nothing else that a container may do."""
     if type(module).forward is not nn.Sequential.forward:
         raise TypeError(
-            f"Sequential: module is a {type(module).__name__} with a forward of its own, which its parts would not call; "
+            f"Sequential: module is a {type(module).__name__} with a forward of its own, which its "
+            "parts would not call; "
             "give an nn.Sequential whose layers do it all"
         )
     if module._forward_hooks or module._forward_pre_hooks:
         raise ValueError(
-            "Sequential: module has forward hooks, which its parts would not call; register them on its layers"
+            "Sequential: module has forward hooks, which its parts would not call; "
+            "register them on its layers"
         )
 
 
 def _check_skips(module: nn.Sequential) -> None:
-    """``ValueError`` for a ``Pop`` with nothing to pop, a ``Stash`` that nobody pops, and two without a ``Pop`` between.
-    What a layer other than an ``nn.Sequential`` does with those within it is not known, so nothing is said of their names
-    from there on."""
+    """``ValueError`` for a ``Pop`` with nothing to pop, a ``Stash`` that nobody pops, and two without a
+    ``Pop`` between. What a layer other than an ``nn.Sequential`` does with those within it is not known, so
+    nothing is said of their names from there on."""
     stashed: dict[str, str] = {}  # what is on the shelf, and the layer that put it there
     unknown: set[str] = set()
     for path, layer in _in_a_row(module):
         if isinstance(layer, Stash):
             if layer.name in stashed:
                 raise ValueError(
-                    f"Sequential: layer {path!r}, {layer!r}, stashes again what layer {stashed[layer.name]!r} has stashed "
-                    f"and no Pop({layer.name!r}) has popped; put a Pop between them, or give one of them another name"
+                    f"Sequential: layer {path!r}, {layer!r}, stashes again what layer "
+                    f"{stashed[layer.name]!r} has stashed "
+                    f"and no Pop({layer.name!r}) has popped; put a Pop between them, or give one "
+                    "of them another name"
                 )
             stashed[layer.name] = path
         elif isinstance(layer, Pop):
@@ -88,7 +97,8 @@ def _check_skips(module: nn.Sequential) -> None:
             stashed = {name: where for name, where in stashed.items() if name not in inside}
     for name, path in stashed.items():
         raise ValueError(
-            f"Sequential: layer {path!r}, Stash({name!r}), has no Pop({name!r}) behind it; add one, or leave the Stash out"
+            f"Sequential: layer {path!r}, Stash({name!r}), has no Pop({name!r}) behind it; add one, "
+            "or leave the Stash out"
         )
 
 
@@ -112,7 +122,9 @@ def checked_counts(parts: Any, layers: int) -> int | list[int]:
             )
         return parts
     if isinstance(parts, (str, bool)) or not isinstance(parts, Iterable):
-        raise TypeError(f"Sequential: parts must be an int, or a list with the layers of each part, not {shown(parts)}")
+        raise TypeError(
+            f"Sequential: parts must be an int, or a list with the layers of each part, not {shown(parts)}"
+        )
     counts = list(parts)
     for count in counts:
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
@@ -121,7 +133,9 @@ def checked_counts(parts: Any, layers: int) -> int | list[int]:
                 f"not {written(count)}"
             )
     if sum(counts) != layers:
-        raise ValueError(f"Sequential: parts={counts} must add up to {layers}, the number of layers, not to {sum(counts)}")
+        raise ValueError(
+            f"Sequential: parts={counts} must add up to {layers}, the number of layers, not to {sum(counts)}"
+        )
     return counts
 
 
@@ -132,18 +146,23 @@ def check_choices(on: Any, chunks: Any, balance: Any, sample: Any, counts: int |
     if chunks is not None and (isinstance(chunks, bool) or not isinstance(chunks, int)):
         raise TypeError(f"Sequential: chunks must be an int of at least 1, or None, not {shown(chunks)}")
     if chunks is not None and chunks < 1:
-        raise ValueError(f"Sequential: chunks must be at least 1, not {chunks}; 1 sends each batch as a whole")
+        raise ValueError(
+            f"Sequential: chunks must be at least 1, not {chunks}; 1 sends each batch as a whole"
+        )
     if balance is not None and (not isinstance(balance, str) or balance not in BALANCES):
         raise ValueError(f'Sequential: balance must be "time", "memory" or None, not {shown(balance)}')
     if balance is not None and not isinstance(counts, int):
         raise ValueError(
-            f"Sequential: balance={balance!r} finds the layers of each part, but parts={counts} says them already; "
+            f"Sequential: balance={balance!r} finds the layers of each part, but "
+            f"parts={counts} says them already; "
             f"give parts={len(counts)}"
         )
     if balance is not None and sample is None:
         raise ValueError(f"Sequential: balance={balance!r} measures the layers; give sample=, a usual batch")
     if balance is None and sample is not None:
-        raise ValueError('Sequential: sample is for measuring the layers; say balance="time" or "memory" with it')
+        raise ValueError(
+            'Sequential: sample is for measuring the layers; say balance="time" or "memory" with it'
+        )
     if sample is not None:
         batch_size(sample, "Sequential: sample")
 
@@ -153,31 +172,41 @@ def checked_devices(devices: Any, parts: int, on: str) -> list[torch.device] | N
     if devices is None:
         return None
     if isinstance(devices, (str, torch.device)) or not isinstance(devices, Sequence):
-        raise TypeError(f"Sequential: devices must be a list with one device for each part, not {shown(devices)}")
+        raise TypeError(
+            f"Sequential: devices must be a list with one device for each part, not {shown(devices)}"
+        )
     if len(devices) != parts:
-        raise ValueError(f"Sequential: devices must be {parts}, one for each part, not {len(devices)}: {shown(devices)}")
+        raise ValueError(
+            f"Sequential: devices must be {parts}, one for each part, not {len(devices)}: {shown(devices)}"
+        )
     found = [_device(name) for name in devices]
     if on == "process" and forks() and any(device.type == "cuda" for device in found):
-        raise ValueError(  # also where CUDA has not begun here: it does with the first output, and workers are forked later
-            f"Sequential: devices={written(devices)} can't be used in forked processes: CUDA does not survive a fork; "
+        # also where CUDA has not begun here: it does with the first output, and workers are forked later
+        raise ValueError(
+            f"Sequential: devices={written(devices)} can't be used in forked processes: CUDA "
+            "does not survive a fork; "
             'call multiprocessing.set_start_method("spawn") first, or use on="thread"'
         )
     return found
 
 
 def _device(name: Any) -> torch.device:
-    """The device of that name. ``meta`` has no values, and CUDA is only counted, as a process may have to begin it."""
+    """The device of that name. ``meta`` has no values, and CUDA is only counted, as a process may have to
+    begin it."""
     there = ["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
     try:
         device = torch.device(name)
-        if device.type == "meta" or (device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count()):
+        if device.type == "meta" or (
+            device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count()
+        ):
             raise RuntimeError("there is none")
         if device.type not in ("cpu", "cuda"):
             torch.empty(0, device=device)
     except (RuntimeError, TypeError, AssertionError, NotImplementedError) as error:
         reason = (str(error).splitlines() or [""])[0]
         raise ValueError(
-            f"Sequential: device {written(name)} of devices can't be used ({reason}); here are {', '.join(there)}"
+            f"Sequential: device {written(name)} of devices can't be used ({reason}); here "
+            f"are {', '.join(there)}"
         ) from error
     return device
 
@@ -192,8 +221,10 @@ def check_sendable(parts: Sequence[Part]) -> None:
             if layer is not None and (reason := _refusal(layer)) is not None:
                 path, culprit, reason = _smallest(layer, name, reason)
                 raise TypeError(
-                    f"Sequential: layer {name!r} ({type(layer).__name__}) of {part.name} can't be sent to a process: "
-                    f"{path} is of type {type(culprit).__name__} ({reason}); make it inside forward(), leave it out in "
+                    f"Sequential: layer {name!r} ({type(layer).__name__}) of {part.name} can't be "
+                    "sent to a process: "
+                    f"{path} is of type {type(culprit).__name__} ({reason}); make it inside "
+                    "forward(), leave it out in "
                     'its __getstate__(), or use on="thread"'
                 )
 
@@ -253,11 +284,12 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def check_shapes(module: nn.Sequential, micro: Any) -> float | None:
-    """Runs the layers on a micro-batch without numbers (device ``meta``), which costs nothing and changes nothing.
+    """Runs the layers on a micro-batch without numbers (device ``meta``), which costs nothing and changes
+    nothing.
 
-    ``TypeError`` when what comes out can't be joined because it is no tensor, ``ValueError`` when it has not one row for
-    each sample, each with the layer that did it. Layers that can't be run so end the check without a word.
-    Gives the operations for each sample, or ``None`` where they are not known.
+    ``TypeError`` when what comes out can't be joined because it is no tensor, ``ValueError`` when it has not
+    one row for each sample, each with the layer that did it. Layers that can't be run so end the check
+    without a word. Gives the operations for each sample, or ``None`` where they are not known.
     """
     samples = batch_size(micro)
     for size in (samples, samples + 1):  # one more sample: the sizes must agree by more than chance
@@ -281,7 +313,8 @@ def _check_run(module: nn.Sequential, value: Any, samples: int) -> bool:
             try:
                 part.module.add_module(name, _shadow(layer))
                 value, skips = run_part(part, value, skips)
-            except Exception:  # not for meta tensors, or not to be copied; or it is wrong, and says so when it runs
+            # not for meta tensors, or not to be copied; or it is wrong, and says so when it runs
+            except Exception:
                 return False
             wrong = _first_wrong(value, samples)
             culprit = None if wrong is None else culprit or f"layer {name!r} ({type(layer).__name__})"
@@ -290,11 +323,13 @@ def _check_run(module: nn.Sequential, value: Any, samples: int) -> bool:
     path, leaf = wrong
     if not isinstance(leaf, Tensor):
         raise TypeError(
-            f"Sequential: what comes out of the module must be tensors, to be joined again, but {path} is {shown(leaf)}, "
+            "Sequential: what comes out of the module must be tensors, to be joined again, but "
+            f"{path} is {shown(leaf)}, "
             f"since {culprit}; let the last layer give tensors, or tuples, lists or dicts of them"
         )
     raise ValueError(
-        f"Sequential: {culprit} changes the batch dimension: of a batch of {samples}, {path} of the module has the shape "
+        f"Sequential: {culprit} changes the batch dimension: of a batch of {samples}, {path} of "
+        "the module has the shape "
         f"{tuple(leaf.shape)}; micro-batches can be joined only where the first dimension stays the batch: "
         "change the layer, or leave it out and apply it to the joined output"
     )
@@ -309,8 +344,10 @@ def _first_wrong(value: Any, samples: int) -> tuple[str, Any] | None:
 
 
 def _shadow(layer: nn.Module) -> nn.Module:
-    """A copy of a layer whose parameters and buffers have shapes and no numbers. The layer itself may be at work on other
-    threads, so nothing of it is put aside for the while."""
+    """A copy of a layer whose parameters and buffers have shapes and no numbers. The layer itself may be at
+    work on other threads, so nothing of it is put aside for the while."""
     memo: dict[int, Any] = {id(tensor): tensor.to("meta") for tensor in layer.buffers()}
-    memo |= {id(tensor): nn.Parameter(tensor.to("meta"), requires_grad=False) for tensor in layer.parameters()}
+    memo |= {
+        id(tensor): nn.Parameter(tensor.to("meta"), requires_grad=False) for tensor in layer.parameters()
+    }
     return copy.deepcopy(layer, memo)

@@ -1,4 +1,5 @@
-"""Where a module is cut, and into how many micro-batches a batch: by what the first batch shows, unless it was said."""
+"""Where a module is cut, and into how many micro-batches a batch: by what the first batch shows, unless it
+was said."""
 
 from __future__ import annotations
 
@@ -22,16 +23,17 @@ CHUNKS = 8
 """A batch has at most so many micro-batches where their number is left to us."""
 
 PAYS = 50e6
-"""Floating point operations for which a part gets a micro-batch of its own: about a millisecond on one core, several times
-what it costs to pass a micro-batch on. They are counted and not timed, so that chunks are the same in every run."""
+"""Floating point operations for which a part gets a micro-batch of its own: about a millisecond on one core,
+several times what it costs to pass a micro-batch on. They are counted and not timed, so that chunks are the
+same in every run."""
 
 PASSING = {"process": 200e-6, "thread": 50e-6}
 """Seconds that a batch costs a part beside its layers."""
 
 
 class Cut:
-    """The parts of a module: ``counts`` layers each, or so many as make the slowest of ``counts`` parts as quick as can be,
-    measured with the first batch; until then they are equal. Any thread may use it."""
+    """The parts of a module: ``counts`` layers each, or so many as make the slowest of ``counts`` parts as
+    quick as can be, measured with the first batch; until then they are equal. Any thread may use it."""
 
     def __init__(
         self,
@@ -53,8 +55,8 @@ class Cut:
         return divided(self.module, counts, self._devices)
 
     def pieces(self, value: Any, whole: bool = False) -> list[Any]:
-        """The micro-batches of a batch; one if it shall stay ``whole``. The first batch is checked. Raises as ``split`` and
-        ``check_shapes`` do."""
+        """The micro-batches of a batch; one if it shall stay ``whole``. The first batch is checked. Raises as
+        ``split`` and ``check_shapes`` do."""
         samples = batch_size(value)
         with self._lock:
             if not self._seen:
@@ -81,8 +83,8 @@ class Cut:
         return max(1, min(CHUNKS, int(self._work * samples / (PAYS * len(self.parts)))))
 
     def measure(self, piece: Any) -> None:
-        """Finds the best cut with the first micro-batch of all, and does nothing later. Says by a warning that the pipe
-        will not be quicker than the plain module."""
+        """Finds the best cut with the first micro-batch of all, and does nothing later. Says by a warning
+        that the pipe will not be quicker than the plain module."""
         with self._lock:
             if not self._open or not batch_size(piece):
                 return
@@ -106,8 +108,10 @@ class Cut:
 
     def _warn(self, samples: int, plain: float, expected: float) -> None:
         warnings.warn(
-            f"Sequential: in {len(self.parts)} parts this module won't be quicker than by itself: {samples} samples "
-            f"at once take it {plain * 1e3:.2g} ms, and a pipe {expected * 1e3:.2g} ms at best; larger batches or "
+            f"Sequential: in {len(self.parts)} parts this module won't be quicker than by "
+            f"itself: {samples} samples "
+            f"at once take it {plain * 1e3:.2g} ms, and a pipe {expected * 1e3:.2g} ms at "
+            "best; larger batches or "
             "fewer chunks may pay, or call the module itself",
             RuntimeWarning,
             stacklevel=2,
@@ -117,4 +121,6 @@ class Cut:
 def _on_cpu(module: nn.Module, devices: Sequence[torch.device] | None) -> bool:
     """Elsewhere a clock does not tell how long a layer computes."""
     tensors = [*module.parameters(), *module.buffers()]
-    return all(one.type == "cpu" for one in devices or ()) and all(tensor.device.type == "cpu" for tensor in tensors)
+    return all(one.type == "cpu" for one in devices or ()) and all(
+        tensor.device.type == "cpu" for tensor in tensors
+    )

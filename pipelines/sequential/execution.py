@@ -1,16 +1,18 @@
-"""One part of a model at training: forward and backward passes of micro-batches, each cut off from the other parts.
+"""One part of a model at training: forward and backward passes of micro-batches, each cut off from the other
+parts.
 
-The graph that autograd builds ends at the part's borders. What comes in is detached and, where gradients are wanted, made
-a leaf; the backward pass starts from the gradients of what went out, and gives the gradients of those leaves, which the
-part before starts from. That is the chain rule, done by hand at the borders.
+The graph that autograd builds ends at the part's borders. What comes in is detached and, where gradients are
+wanted, made a leaf; the backward pass starts from the gradients of what went out, and gives the gradients of
+those leaves, which the part before starts from. That is the chain rule, done by hand at the borders.
 
-*Recompute* (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"): the first forward pass keeps nothing but
-its input; just before the backward pass it is done again, and from the same random numbers.
+*Recompute* (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"): the first forward pass keeps
+nothing but its input; just before the backward pass it is done again, and from the same random numbers.
 
-*Random numbers*: each micro-batch has a stream of its own in each part, begun from the step's seed, the part and the number
-of the micro-batch. So dropout draws the same masks under every schedule, on threads and processes, and when it is done
-again; not those of the plain module, which draws one mask for the whole batch. Threads share torch's generator, so
-there a part has it for itself while it goes forward, unless it can't draw: one such part at a time.
+*Random numbers*: each micro-batch has a stream of its own in each part, begun from the step's seed, the part
+and the number of the micro-batch. So dropout draws the same masks under every schedule, on threads and
+processes, and when it is done again; not those of the plain module, which draws one mask for the whole batch.
+Threads share torch's generator, so there a part has it for itself while it goes forward, unless it can't
+draw: one such part at a time.
 """
 
 from __future__ import annotations
@@ -42,8 +44,8 @@ Tail = Callable[[Any], Tensor]
 
 
 class Passed(NamedTuple):
-    """What goes from part to part with one micro-batch: the value, and the skips by name. ``wants`` says for each tensor
-    of both, in the order of :func:`listed`, whether its gradient shall come back."""
+    """What goes from part to part with one micro-batch: the value, and the skips by name. ``wants`` says for
+    each tensor of both, in the order of :func:`listed`, whether its gradient shall come back."""
 
     value: Any
     skips: dict[str, Tensor]
@@ -51,7 +53,8 @@ class Passed(NamedTuple):
 
 
 class _Forward(NamedTuple):
-    """A forward pass whose graph is kept: the leaves that want gradients, and the outputs from which some may come."""
+    """A forward pass whose graph is kept: the leaves that want gradients, and the outputs from which some may
+    come."""
 
     leaves: list[Tensor]
     outputs: list[Tensor]
@@ -74,8 +77,8 @@ def listed(value: Any, skips: dict[str, Tensor]) -> list[Tensor]:
 class Execution:
     """The forward and backward passes of one part. Not for several threads at once.
 
-    ``autocast``: the type that operations are cast to which can take it. ``shared``: the process has other workers on
-    threads, so torch's generator is not ours.
+    ``autocast``: the type that operations are cast to which can take it. ``shared``: the process has other
+    workers on threads, so torch's generator is not ours.
     """
 
     def __init__(self, part: Part, *, recompute: bool, autocast: torch.dtype | None, shared: bool) -> None:
@@ -89,15 +92,17 @@ class Execution:
         self._norms = DeferredBatchNorm(part.module)
 
     def forward(self, chunk: int, passed: Passed, seed: int, tail: Tail | None, soon: bool) -> Passed:
-        """The forward pass of micro-batch ``chunk``. ``soon``: its backward pass comes next, so that it would save
-        nothing to do it again. What it gives is cut off from the graph."""
+        """The forward pass of micro-batch ``chunk``. ``soon``: its backward pass comes next, so that it would
+        save nothing to do it again. What it gives is cut off from the graph."""
         self._norms.counting = True
         try:
             if self._recompute and not soon:
                 with torch.no_grad():
                     value, skips, _ = self._run(passed, seed, tail)
                 back = self._trains or any(passed.wants)
-                wants = [back and (one.is_floating_point() or one.is_complex()) for one in listed(value, skips)]
+                wants = [
+                    back and (one.is_floating_point() or one.is_complex()) for one in listed(value, skips)
+                ]
                 self._held[chunk] = _Again(passed, seed, tail, wants)
             else:
                 value, skips, leaves = self._run(passed, seed, tail)
@@ -120,9 +125,9 @@ class Execution:
         self._held[chunk] = _Forward(leaves, _chosen(listed(value, skips), held.wants))
 
     def backward(self, chunk: int, gradients: tuple[Tensor | None, ...] | None) -> tuple[Tensor | None, ...]:
-        """The backward pass of micro-batch ``chunk``, from the gradients of those outputs for which one is wanted, or from
-        the loss where ``gradients`` is ``None``. Adds to the ``grad`` of the part's parameters, and gives the gradients of
-        those inputs for which one is wanted."""
+        """The backward pass of micro-batch ``chunk``, from the gradients of those outputs for which one is
+        wanted, or from the loss where ``gradients`` is ``None``. Adds to the ``grad`` of the part's
+        parameters, and gives the gradients of those inputs for which one is wanted."""
         held = self._held.pop(chunk)
         assert isinstance(held, _Forward)
         pairs = [] if gradients is None else zip(held.outputs, gradients, strict=True)
@@ -155,7 +160,9 @@ class Execution:
         self._held.clear()
         self._norms.close()
 
-    def _run(self, passed: Passed, seed: int, tail: Tail | None) -> tuple[Any, dict[str, Tensor], list[Tensor]]:
+    def _run(
+        self, passed: Passed, seed: int, tail: Tail | None
+    ) -> tuple[Any, dict[str, Tensor], list[Tensor]]:
         """The outputs, and the leaves that want gradients."""
         wanted = iter(passed.wants or [False] * len(listed(passed.value, passed.skips)))
         leaves: list[Tensor] = []
@@ -184,8 +191,11 @@ class Execution:
 
     @contextlib.contextmanager
     def _drawing(self, seed: int) -> Iterator[None]:
-        """Within it random numbers are those of ``seed``; behind it the generators go on as if nothing had been."""
-        devices = [self.part.device] if self.part.device is not None and self.part.device.type == "cuda" else []
+        """Within it random numbers are those of ``seed``; behind it the generators go on as if nothing had
+        been."""
+        devices = (
+            [self.part.device] if self.part.device is not None and self.part.device.type == "cuda" else []
+        )
         with GENERATOR if self._shared else contextlib.nullcontext(), torch.random.fork_rng(devices):
             torch.default_generator.manual_seed(seed)
             for device in devices:
@@ -195,8 +205,8 @@ class Execution:
 
 
 def may_draw(module: nn.Module) -> bool:
-    """Whether the module may draw random numbers: not if it consists of torch's own layers only, none of them one that
-    draws, and without hooks, which could."""
+    """Whether the module may draw random numbers: not if it consists of torch's own layers only, none of them
+    one that draws, and without hooks, which could."""
     return any(
         not type(layer).__module__.startswith("torch.nn.modules.")
         or isinstance(layer, DRAWS)

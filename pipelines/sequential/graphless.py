@@ -1,5 +1,5 @@
-"""What a pipe can't do while it is no ``nn.Module``, said aloud where it would be silently wrong: gradients end at it, and
-a larger module doesn't register it."""
+"""What a pipe can't do while it is no ``nn.Module``, said aloud where it would be silently wrong: gradients
+end at it, and a larger module doesn't register it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ def without_gradient(value: Any) -> Any:
         for path, leaf in leaves(value):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 raise ValueError(
-                    f"Sequential: {path} requires a gradient, but none goes back through a pipe to what made {path}; for "
-                    "inference give x.detach() or work under torch.no_grad(); to train, put the layers before into the "
+                    f"Sequential: {path} requires a gradient, but none goes back through a pipe to "
+                    f"what made {path}; for "
+                    "inference give x.detach() or work under torch.no_grad(); to train, put the "
+                    "layers before into the "
                     "pipe's module and use pipe.training()"
                 )
     return value
@@ -53,22 +55,25 @@ class _End(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Raises."""
         raise RuntimeError(
-            "a backward pass has reached the output of a Sequential in parts, which has no graph: the parameters of its "
-            "module would get no gradients; train it by pipe.training(loss=…) and step(x, target), with all layers in its "
+            "a backward pass has reached the output of a Sequential in parts, which has no graph: "
+            "the parameters of its "
+            "module would get no gradients; train it by pipe.training(loss=…) and step(x, target), "
+            "with all layers in its "
             "module; for inference, call the pipe under torch.no_grad()"
         )
 
 
 class NoModule:
-    """A class whose objects can't be attributes of an ``nn.Module``: that would not register their parameters, so they
-    would be missing in its ``parameters()`` and ``state_dict()``."""
+    """A class whose objects can't be attributes of an ``nn.Module``: that would not register their
+    parameters, so they would be missing in its ``parameters()`` and ``state_dict()``."""
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
         """The type. An ``nn.Module`` asks for it when an attribute is set, to see what it must register."""
         if sys._getframe(1).f_code is nn.Module.__setattr__.__code__:
             raise TypeError(
-                "a Sequential in parts is no nn.Module: as an attribute of one, its parameters would be missing in "
+                "a Sequential in parts is no nn.Module: as an attribute of one, its parameters "
+                "would be missing in "
                 "parameters() and state_dict(); make pipe.module the attribute, and keep the pipe beside it"
             )
         return type(self)

@@ -3,13 +3,13 @@
     batches ──split──> [input] ──> [part 0] ──> [part 1] ──> … ──> [results] ──join──> outputs
                                       └─────────────┴──errors──> [failures]
 
-Each item is a :class:`Micro`. A ``map`` keeps nothing between items, so a part whose process is killed is replaced and the
-micro-batch in its hands is done again. The run begins with the first batch and stays until :meth:`Inference.close`; what is
-out is noted in a :class:`Book`, where the last stages put what comes back.
+Each item is a :class:`Micro`. A ``map`` keeps nothing between items, so a part whose process is killed is
+replaced and the micro-batch in its hands is done again. The run begins with the first batch and stays until
+:meth:`Inference.close`; what is out is noted in a :class:`Book`, where the last stages put what comes back.
 
-A call's batch is split into micro-batches, which keep all parts at work; a stream's batches do that as they are. A stream
-has at most ``2 * parts + 2`` batches out before it asks for one more: enough for every part to have work while the program
-handles one batch and makes the next, and a bound on memory.
+A call's batch is split into micro-batches, which keep all parts at work; a stream's batches do that as they
+are. A stream has at most ``2 * parts + 2`` batches out before it asks for one more: enough for every part to
+have work while the program handles one batch and makes the next, and a bound on memory.
 """
 
 from __future__ import annotations
@@ -62,14 +62,16 @@ class PartWorker:
 
 @dataclass(slots=True)
 class Batch:
-    """One batch that is out. ``sizes`` are the samples of its micro-batches, ``values`` what has come back of them."""
+    """One batch that is out. ``sizes`` are the samples of its micro-batches, ``values`` what has come back of
+    them."""
 
     sizes: list[int]
     values: list[Any]
     left: int
     outcome: Channel[list[Any] | BaseException] = field(default_factory=lambda: Channel(1))
-    """Gets all values, or the exception that ended the batch, once: from whoever took the batch out of the book. It is no
-    ``concurrent.futures.Future``, for a Ctrl-C while one waits may leave that locked, and the stage that sets it stuck."""
+    """Gets all values, or the exception that ended the batch, once: from whoever took the batch out of the
+    book. It is no ``concurrent.futures.Future``, for a Ctrl-C while one waits may leave that locked, and the
+    stage that sets it stuck."""
 
 
 class Book:
@@ -114,13 +116,16 @@ class Book:
 
 
 class _Line:
-    """One run of the graph, with a thread that waits for its end: whatever it ends by, nobody waits for a batch in vain."""
+    """One run of the graph, with a thread that waits for its end: whatever it ends by, nobody waits for a
+    batch in vain."""
 
     def __init__(self, graph: Graph, batches: Stream, book: Book) -> None:
         self.run = graph.start()
         self.port = self.run[batches]
         self.error: BaseException = Closed("the run has ended")
-        self.watcher = threading.Thread(target=self._watch, args=(book,), name=f"{graph.name} watcher", daemon=True)
+        self.watcher = threading.Thread(
+            target=self._watch, args=(book,), name=f"{graph.name} watcher", daemon=True
+        )
         self.watcher.start()
 
     def _watch(self, book: Book) -> None:
@@ -161,7 +166,8 @@ class Inference:
         self.book, self.graph = Book(parts, self.events), Graph(self.name)
         processes = len(parts) if self.cut.on == "process" else 0
         chunks = self.cut.chunks or CHUNKS
-        room = max(self._most, 2 * chunks)  # for all that one stream or call has out, so that it need not wait for room
+        # for all that one stream or call has out, so that it need not wait for room
+        room = max(self._most, 2 * chunks)
         stream = self._input = self.graph.input("micro-batches", capacity=room)
         failures = []
         for part in parts:
@@ -211,8 +217,8 @@ class Inference:
                 self.book.out.pop(number, None)
 
     def _send(self, value: Any, fresh: bool, whole: bool) -> tuple[int, Batch]:
-        """Puts a batch into the graph, ``whole`` or in micro-batches, and notes it. ``fresh``: nothing of this stream is
-        out, so the processes may be given another state."""
+        """Puts a batch into the graph, ``whole`` or in micro-batches, and notes it. ``fresh``: nothing of
+        this stream is out, so the processes may be given another state."""
         self._raise_if_closed()
         pieces = self.cut.pieces(mapped(torch.Tensor.detach, value), whole)
         self.cut.measure(pieces[0])
@@ -225,7 +231,8 @@ class Inference:
             try:
                 for chunk, piece in enumerate(pieces):
                     line.port.put(Micro(number, chunk, len(pieces), piece))
-            except (Closed, Broken):  # the run has failed; its watcher may have looked for batches before this one came
+            # the run has failed; its watcher may have looked for batches before this one came
+            except (Closed, Broken):
                 line.watcher.join()
                 self.book.end(number, line.error)
             except BaseException:
@@ -236,7 +243,8 @@ class Inference:
     # --- the run ---
 
     def _started(self, fresh: bool) -> _Line:
-        """The line; a new one where there is none, the last has failed, or its processes hold an old state."""
+        """The line; a new one where there is none, the last has failed, or its processes hold an old
+        state."""
         line = self._line
         if self._parts is not self.cut.parts:  # it was measured where to cut
             if line is not None:
@@ -289,13 +297,19 @@ def _outcome(number: int, batch: Batch) -> Any:
 
 
 def state_of(parts: list[Part]) -> object:
-    """Something that changes when parameters, buffers or modes of the parts do: torch counts the changes of each tensor,
-    but for those through ``tensor.data``; of inference tensors it keeps no count, so they always count as changed."""
+    """Something that changes when parameters, buffers or modes of the parts do: torch counts the changes of
+    each tensor, but for those through ``tensor.data``; of inference tensors it keeps no count, so they always
+    count as changed."""
     found: list[object] = []
     for part in parts:
         for module in part.module.modules():
             found.append(module.training)
             for tensor in (*module._parameters.values(), *module._buffers.values()):
                 if tensor is not None:
-                    found.append((tensor.data_ptr(), object() if tensor.is_inference() else (id(tensor), tensor._version)))
+                    found.append(
+                        (
+                            tensor.data_ptr(),
+                            object() if tensor.is_inference() else (id(tensor), tensor._version),
+                        )
+                    )
     return found

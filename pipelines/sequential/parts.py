@@ -1,4 +1,5 @@
-"""Parts: consecutive layers of an ``nn.Sequential``, which keep their names, so that the keys of ``state_dict`` do too."""
+"""Parts: consecutive layers of an ``nn.Sequential``, which keep their names, so that the keys of
+``state_dict`` do too."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from flowchan.pipelines.sequential.values import mapped
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some consecutive layers, counted from 0 on. ``device`` is where they compute; ``None``: where they are."""
+    """Some consecutive layers, counted from 0 on. ``device`` is where they compute; ``None``: where they
+    are."""
 
     number: int
     module: nn.Sequential
@@ -37,9 +39,11 @@ class Part:
         return f"part {self.number} ({layers})"
 
 
-def run_part(part: Part, value: Any, skips: dict[str, Tensor], keep: bool = True) -> tuple[Any, dict[str, Tensor]]:
-    """What comes out of a part, and the skips that travel on behind it. ``keep``: the value that came in is left as it is,
-    for others may read it too; what came from another process is the part's own."""
+def run_part(
+    part: Part, value: Any, skips: dict[str, Tensor], keep: bool = True
+) -> tuple[Any, dict[str, Tensor]]:
+    """What comes out of a part, and the skips that travel on behind it. ``keep``: the value that came in is
+    left as it is, for others may read it too; what came from another process is the part's own."""
     if part.device is not None:
         value = mapped(lambda tensor: tensor.to(part.device), value)
         skips = {name: tensor.to(part.device) for name, tensor in skips.items()}
@@ -50,8 +54,8 @@ def run_part(part: Part, value: Any, skips: dict[str, Tensor], keep: bool = True
 
 
 def may_write(module: nn.Module) -> bool:
-    """Whether the module may change its input in place. A layer of torch's own with parameters and without hooks doesn't,
-    and what comes behind it works in new memory; of anything else it is not known."""
+    """Whether the module may change its input in place. A layer of torch's own with parameters and without
+    hooks doesn't, and what comes behind it works in new memory; of anything else it is not known."""
     while isinstance(module, nn.Sequential) and len(module) and not module._forward_pre_hooks:
         module = module[0]
     if module._forward_pre_hooks or module._forward_hooks:
@@ -60,7 +64,9 @@ def may_write(module: nn.Module) -> bool:
     return not own or next(module.parameters(recurse=False), None) is None
 
 
-def divided(module: nn.Sequential, counts: Sequence[int], devices: Sequence[torch.device] | None = None) -> list[Part]:
+def divided(
+    module: nn.Sequential, counts: Sequence[int], devices: Sequence[torch.device] | None = None
+) -> list[Part]:
     """The parts of a module, ``counts`` layers each. They hold the module's own layers, no copies."""
     layers = list(module._modules.items())  # named_children() would leave a layer out that is there twice
     ends = list(accumulate(counts, initial=0))
@@ -73,19 +79,21 @@ def divided(module: nn.Sequential, counts: Sequence[int], devices: Sequence[torc
 
 
 def compute_threads(processes: int) -> int:
-    """How many threads each of some processes computes with, so that together they use every core once. OpenMP's threads do
-    not survive a fork, so a forked process computes with one."""
+    """How many threads each of some processes computes with, so that together they use every core once.
+    OpenMP's threads do not survive a fork, so a forked process computes with one."""
     return 1 if forks() else max(1, len(os.sched_getaffinity(0)) // processes)
 
 
 def take_cores(number: int, processes: int) -> None:
-    """Gives this process, number ``number`` of some that work together, its share of the cores, where there is one for
-    each. Parts wake each other for each micro-batch, and the system likes to run who is woken beside who woke it: without
-    this two parts were seen to share one core for seconds while another was idle."""
+    """Gives this process, number ``number`` of some that work together, its share of the cores, where there
+    is one for each. Parts wake each other for each micro-batch, and the system likes to run who is woken
+    beside who woke it: without this two parts were seen to share one core for seconds while another was
+    idle."""
     torch.set_num_threads(compute_threads(processes))
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) >= processes:
-        with contextlib.suppress(OSError):  # some containers refuse it; the parts are then placed by the system
+        # some containers refuse it; the parts are then placed by the system
+        with contextlib.suppress(OSError):
             os.sched_setaffinity(0, cores[number::processes])
 
 

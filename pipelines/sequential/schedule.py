@@ -1,10 +1,12 @@
-"""In which order the workers of a pipeline take their micro-batches: schedules as pure generators of steps. No torch here.
+"""In which order the workers of a pipeline take their micro-batches: schedules as pure generators of steps.
+No torch here.
 
-A batch is cut into ``chunks`` micro-batches, a model into ``parts``. Worker w of W holds the parts w, w + W, w + 2W, … A
-step is the forward (``F``) or the backward (``B``) pass of one micro-batch through one part. ``F`` of a part needs ``F``
-of the part before it; ``B`` needs ``F`` of its own part and ``B`` of the part after it. Each worker does its steps in
-the order given here, and waits where something is missing. In the drawings time goes to the right, a dot is a wait, and
-a backward pass takes as long as a forward pass, which makes no difference to the order.
+A batch is cut into ``chunks`` micro-batches, a model into ``parts``. Worker w of W holds the parts w, w + W,
+w + 2W, … A step is the forward (``F``) or the backward (``B``) pass of one micro-batch through one part.
+``F`` of a part needs ``F`` of the part before it; ``B`` needs ``F`` of its own part and ``B`` of the part
+after it. Each worker does its steps in the order given here, and waits where something is missing. In the
+drawings time goes to the right, a dot is a wait, and a backward pass takes as long as a forward pass, which
+makes no difference to the order.
 
 *gpipe*: all forward passes, then all backward passes. Every micro-batch is held at its fullest moment.
 Huang et al. 2019, "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism". ::
@@ -13,27 +15,30 @@ Huang et al. 2019, "GPipe: Efficient Training of Giant Neural Networks using Pip
     1  .  F0 F1 F2 F3 .  .  B0 B1 B2 B3 .
     2  .  .  F0 F1 F2 F3 B0 B1 B2 B3 .  .
 
-*1f1b*: one forward, one backward. Worker w goes forward W - 1 - w times, then takes turns, so that it holds no more than
-W - w micro-batches. As quick as gpipe. Narayanan et al. 2021 (PipeDream-flush), "Memory-Efficient Pipeline-Parallel DNN
-Training". ::
+*1f1b*: one forward, one backward. Worker w goes forward W - 1 - w times, then takes turns, so that it holds
+no more than W - w micro-batches. As quick as gpipe. Narayanan et al. 2021 (PipeDream-flush),
+"Memory-Efficient Pipeline-Parallel DNN Training". ::
 
     0  F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
     1  .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .
     2  .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .
 
-*interleaved*: 1f1b over several parts per worker, which are smaller, and so are the waits at both ends. Micro-batches go
-in groups of W: a group through one part, then through the worker's next part, and only then the next group. Worker w
-goes forward 2 (W - 1 - w) + (v - 1) W times before it takes turns, with v parts each. Narayanan et al. 2021, "Efficient
-Large-Scale Language Model Training on GPU Clusters Using Megatron-LM". The part stands before the colon. ::
+*interleaved*: 1f1b over several parts per worker, which are smaller, and so are the waits at both ends.
+Micro-batches go in groups of W: a group through one part, then through the worker's next part, and only then
+the next group. Worker w goes forward 2 (W - 1 - w) + (v - 1) W times before it takes turns, with v parts
+each. Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
+Megatron-LM". The part stands before the colon. ::
 
     0  0:F0 0:F1 2:F0 2:F1 0:F2 2:B0 0:F3 2:B1 2:F2 0:B0 2:F3 0:B1 .    2:B2 .    2:B3 0:B2 0:B3
     1  .    1:F0 1:F1 3:F0 3:B0 3:F1 3:B1 1:F2 1:B0 1:F3 1:B1 3:F2 3:B2 3:F3 3:B3 1:B2 1:B3 .
 
-In the paper the number of micro-batches must be a multiple of W, and so must that of parts. Here they need not be: the
-schedule for the next multiple is made, and the steps that do not exist are left out. The others keep an order in which
-each of them can be done, so that there is no deadlock; but where steps are missing workers wait, and multiples are quicker.
+In the paper the number of micro-batches must be a multiple of W, and so must that of parts. Here they need
+not be: the schedule for the next multiple is made, and the steps that do not exist are left out. The others
+keep an order in which each of them can be done, so that there is no deadlock; but where steps are missing
+workers wait, and multiples are quicker.
 
-No schedule needs more than one place for a message in each direction between two workers (``simulate`` tells).
+No schedule needs more than one place for a message in each direction between two workers (``simulate``
+tells).
 """
 
 from __future__ import annotations
@@ -55,7 +60,8 @@ STEP = re.compile(r"(?:(?P<part>[0-9]+):)?(?P<op>[FB])(?P<chunk>[0-9]+)")
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The forward (``"F"``) or backward (``"B"``) pass of micro-batch ``chunk`` through ``part``, both from 0 on."""
+    """The forward (``"F"``) or backward (``"B"``) pass of micro-batch ``chunk`` through ``part``, both from 0
+    on."""
 
     op: Op
     chunk: int
@@ -69,14 +75,16 @@ class Step:
 def steps(schedule: Schedule, worker: int, workers: int, parts: int, chunks: int) -> Iterator[Step]:
     """What ``worker`` (from 0 on) of ``workers`` does with a batch of ``chunks`` micro-batches, in order.
 
-    Each ``F`` and each ``B`` of its parts comes exactly once. Raises ``ValueError`` or ``TypeError``, at once, for an
-    unknown schedule, a worker that does not exist, fewer parts than workers, and several parts per worker in a schedule
-    other than ``"interleaved"``.
+    Each ``F`` and each ``B`` of its parts comes exactly once. Raises ``ValueError`` or ``TypeError``, at
+    once, for an unknown schedule, a worker that does not exist, fewer parts than workers, and several parts
+    per worker in a schedule other than ``"interleaved"``.
     """
     check("steps", schedule, workers, parts, chunks)
     _whole("steps", "worker", worker, 0)
     if worker >= workers:
-        raise ValueError(f"steps: worker must be from 0 to {workers - 1} where workers={workers}, not {worker}")
+        raise ValueError(
+            f"steps: worker must be from 0 to {workers - 1} where workers={workers}, not {worker}"
+        )
     if schedule == "gpipe":
         return _gpipe(worker, chunks)
     if parts == workers:  # nothing to interleave
@@ -99,7 +107,9 @@ def check(caller: str, schedule: Any, workers: Any, parts: Any, chunks: Any) -> 
     _whole(caller, "parts", parts, 1)
     _whole(caller, "chunks", chunks, 1)
     if parts < workers:
-        raise ValueError(f"{caller}: parts={parts} leaves some of workers={workers} without a part: take fewer workers")
+        raise ValueError(
+            f"{caller}: parts={parts} leaves some of workers={workers} without a part: take fewer workers"
+        )
     if parts > workers and schedule != "interleaved":
         raise ValueError(
             f"{caller}: schedule={schedule!r} gives each worker one part, but there are parts={parts} for "
@@ -144,7 +154,8 @@ def _interleaved(worker: int, workers: int, parts: int, chunks: int) -> Iterator
 
 
 def text(steps: Iterable[Step]) -> str:
-    """The steps as :func:`parse` reads them: ``F0 F1 B0 B1`` where all are of one part, else ``0:F0 2:F0 …``."""
+    """The steps as :func:`parse` reads them: ``F0 F1 B0 B1`` where all are of one part, else ``0:F0 2:F0
+    …``."""
     ordered = list(steps)
     one = len({step.part for step in ordered}) == 1
     return " ".join(f"{step.op}{step.chunk}" if one else str(step) for step in ordered)

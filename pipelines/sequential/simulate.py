@@ -1,12 +1,15 @@
-"""What a schedule costs, without running it: how long the workers wait, and how much they hold. No torch here.
+"""What a schedule costs, without running it: how long the workers wait, and how much they hold. No torch
+here.
 
-Every worker does its steps in order. Before a step it takes what it needs of another worker; after it, it hands on what the
-next one needs: the output of ``F`` to the worker of the next part, the gradient of ``B`` to the worker of the part
-before. Outputs and gradients go over links of their own, in order and with room for ``capacity`` messages each. A worker
-waits for room in a full link. It takes messages only from the link that it needs one of, and keeps what came too early.
+Every worker does its steps in order. Before a step it takes what it needs of another worker; after it, it
+hands on what the next one needs: the output of ``F`` to the worker of the next part, the gradient of ``B`` to
+the worker of the part before. Outputs and gradients go over links of their own, in order and with room for
+``capacity`` messages each. A worker waits for room in a full link. It takes messages only from the link that
+it needs one of, and keeps what came too early.
 
-Workers that read blockingly and write blockingly, in an order fixed beforehand, are a Kahn process network: whether they
-deadlock depends on their order and on the capacity, not on how long anything takes. One simulation settles it.
+Workers that read blockingly and write blockingly, in an order fixed beforehand, are a Kahn process network:
+whether they deadlock depends on their order and on the capacity, not on how long anything takes. One
+simulation settles it.
 """
 
 from __future__ import annotations
@@ -23,8 +26,9 @@ from flowchan.pipelines.sequential.timeline import Event, Timeline
 class Simulated:
     """What the workers did. Times are in the unit that ``forward`` and ``backward`` were given in, from 0 on.
 
-    ``events`` are by worker, and those of a worker in their order. ``peaks`` says for each worker how many micro-batches it
-    held at most, each counted once per part: those that went forward, and whose backward pass has not ended.
+    ``events`` are by worker, and those of a worker in their order. ``peaks`` says for each worker how many
+    micro-batches it held at most, each counted once per part: those that went forward, and whose backward
+    pass has not ended.
     """
 
     events: tuple[tuple[Event, ...], ...]
@@ -48,10 +52,13 @@ class Simulated:
     def timeline(self, title: str = "simulated", unit: float = 1e-3) -> Timeline:
         """The same as a picture; ``unit`` is how many seconds one unit of time stands for."""
         events = (event for events in self.events for event in events)
-        return Timeline((event._replace(begin=event.begin * unit, end=event.end * unit) for event in events), title)
+        return Timeline(
+            (event._replace(begin=event.begin * unit, end=event.end * unit) for event in events), title
+        )
 
     def staircase(self) -> str:
-        """A line per worker and a column per unit of time: ``F0`` where it begins, ``-`` where it goes on, ``.`` a wait.
+        """A line per worker and a column per unit of time: ``F0`` where it begins, ``-`` where it goes on,
+        ``.`` a wait.
 
         Raises ``ValueError`` when steps do not begin and end on whole units.
         """
@@ -62,14 +69,17 @@ class Simulated:
             for event in events:
                 begin, end = round(event.begin), round(event.end)
                 if (begin, end) != (event.begin, event.end):
-                    raise ValueError(f"staircase: steps must take whole units of time, not {event.begin} to {event.end}")
+                    raise ValueError(
+                        f"staircase: steps must take whole units of time, not {event.begin} to {event.end}"
+                    )
                 name = f"{event.op}{event.chunk}"
                 cells[begin:end] = [f"{event.part}:{name}" if several else name, *["-"] * (end - begin - 1)]
             lines.append((str(worker), cells))
         width = max((len(cell) for _, cells in lines for cell in cells), default=0)
         first = max((len(name) for name, _ in lines), default=0)
         return "\n".join(
-            f"{name:>{first}}  {' '.join(cell.ljust(width) for cell in cells)}".rstrip() for name, cells in lines
+            f"{name:>{first}}  {' '.join(cell.ljust(width) for cell in cells)}".rstrip()
+            for name, cells in lines
         )
 
 
@@ -78,11 +88,11 @@ def simulate(
 ) -> Simulated:
     """What happens when each worker does the steps of its list, ``plan[worker]``, in order.
 
-    ``forward`` and ``backward`` are how long one step through one part takes. ``capacity`` is how many messages a link
-    between two workers has room for; ``None``: any number. A list may go forward only.
+    ``forward`` and ``backward`` are how long one step through one part takes. ``capacity`` is how many
+    messages a link between two workers has room for; ``None``: any number. A list may go forward only.
 
-    Raises ``ValueError`` for an order that cannot be done: a step twice, a part on two workers, ``B`` before ``F``, or a
-    deadlock, and then it names who waits for what; and for times and a capacity that are none.
+    Raises ``ValueError`` for an order that cannot be done: a step twice, a part on two workers, ``B`` before
+    ``F``, or a deadlock, and then it names who waits for what; and for times and a capacity that are none.
     """
     for name, duration in (("forward", forward), ("backward", backward)):
         if not 0 < duration < math.inf:
@@ -106,8 +116,8 @@ def simulate(
 
 @dataclass(slots=True)
 class _Link:
-    """Messages on their way from one worker to another, in order: what was sent, when, and when each was taken. ``kept``
-    is what the receiver has of them."""
+    """Messages on their way from one worker to another, in order: what was sent, when, and when each was
+    taken. ``kept`` is what the receiver has of them."""
 
     capacity: int | None
     sent: list[tuple[Step, float]] = field(default_factory=list)
@@ -136,7 +146,8 @@ class _Link:
 
 
 class _Network:
-    """Workers as coroutines that yield what they wait for, and the links between them. ``moves`` counts what happened."""
+    """Workers as coroutines that yield what they wait for, and the links between them. ``moves`` counts what
+    happened."""
 
     def __init__(self, lists: list[list[Step]], durations: dict[Op, float], capacity: int | None) -> None:
         self.moves = 0
@@ -170,11 +181,15 @@ class _Network:
             if step.part < self._last:
                 yield replace(step, part=step.part + 1)
 
-    def _receive(self, worker: int, step: Step, needed: Step, done: set[Step], now: float) -> Generator[str, None, float]:
+    def _receive(
+        self, worker: int, step: Step, needed: Step, done: set[Step], now: float
+    ) -> Generator[str, None, float]:
         """When ``worker`` has ``needed`` for ``step``."""
         owner = self._owners.get(needed.part)
         if owner is None:
-            raise ValueError(f"simulate: worker {worker} needs {needed} for {step}, and no worker has part {needed.part}")
+            raise ValueError(
+                f"simulate: worker {worker} needs {needed} for {step}, and no worker has part {needed.part}"
+            )
         if owner == worker:
             if needed not in done:
                 raise ValueError(f"simulate: worker {worker} does {step} and has not done {needed} before")
@@ -209,7 +224,9 @@ def _owners(lists: list[list[Step]]) -> dict[int, int]:
     for worker, steps in enumerate(lists):
         for step in steps:
             if owners.setdefault(step.part, worker) != worker:
-                raise ValueError(f"simulate: part {step.part} is on worker {owners[step.part]} and on worker {worker}")
+                raise ValueError(
+                    f"simulate: part {step.part} is on worker {owners[step.part]} and on worker {worker}"
+                )
     return owners
 
 

@@ -1,12 +1,15 @@
-"""Skip connections: a tensor that one layer stashes and a later layer pops, in the same part or in another one.
+"""Skip connections: a tensor that one layer stashes and a later layer pops, in the same part or in another
+one.
 
-The layers find each other through a shelf. In a pipeline it belongs to one micro-batch: each part finds on it what travels
-along, and what it leaves there travels on. In the plain module it belongs to the thread, for nothing tells where a batch
-ends: what is not popped, because a layer between has raised or there is no ``Pop``, stays until the next ``Stash`` of its
-name. ``Sequential`` checks that each ``Stash`` has its ``Pop``.
+The layers find each other through a shelf. In a pipeline it belongs to one micro-batch: each part finds on it
+what travels along, and what it leaves there travels on. In the plain module it belongs to the thread, for
+nothing tells where a batch ends: what is not popped, because a layer between has raised or there is no
+``Pop``, stays until the next ``Stash`` of its name. ``Sequential`` checks that each ``Stash`` has its
+``Pop``.
 
-Kim et al. 2020, "torchgpipe: On-the-fly Pipeline Parallelism for Training Giant Models", section 3.3, sends a skip straight
-from part to part; here it goes through the parts between, which is simpler and costs a copy for each of them on processes.
+Kim et al. 2020, "torchgpipe: On-the-fly Pipeline Parallelism for Training Giant Models", section 3.3, sends a
+skip straight from part to part; here it goes through the parts between, which is simpler and costs a copy for
+each of them on processes.
 """
 
 from __future__ import annotations
@@ -29,21 +32,23 @@ _here = _Here()
 
 
 class Stash(nn.Module):
-    """Gives its input, a tensor, on as it is, and keeps it under ``name`` for a later :class:`Pop` of the same name. The
-    layer behind must not change it in place: whether ``Pop`` would see that depends on where the parts are cut."""
+    """Gives its input, a tensor, on as it is, and keeps it under ``name`` for a later :class:`Pop` of the
+    same name. The layer behind must not change it in place: whether ``Pop`` would see that depends on where
+    the parts are cut."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name = name
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x``. Raises ``TypeError`` when it is no tensor, and in a pipe ``RuntimeError`` when something is stashed under
-        its name already."""
+        """``x``. Raises ``TypeError`` when it is no tensor, and in a pipe ``RuntimeError`` when something is
+        stashed under its name already."""
         if not isinstance(x, Tensor):
             raise TypeError(f"Stash({self.name!r}) takes a tensor, not a {type(x).__name__}")
         if _here.in_pipe and self.name in _here.shelf:
             raise RuntimeError(
-                f"Stash({self.name!r}) would replace what another one has stashed and no Pop({self.name!r}) has popped"
+                f"Stash({self.name!r}) would replace what another one has stashed and no "
+                f"Pop({self.name!r}) has popped"
             )
         _here.shelf[self.name] = x
         return x
@@ -54,8 +59,8 @@ class Stash(nn.Module):
 
 
 class Pop(nn.Module):
-    """``combine(x, stashed)``: its input with what the :class:`Stash` of the same ``name`` kept, which is gone then.
-    ``combine`` adds if it is left out; for ``on="process"`` it must be one that can be pickled."""
+    """``combine(x, stashed)``: its input with what the :class:`Stash` of the same ``name`` kept, which is
+    gone then. ``combine`` adds if it is left out; for ``on="process"`` it must be one that can be pickled."""
 
     def __init__(self, name: str, combine: Callable[[Tensor, Tensor], Tensor] = torch.add) -> None:
         super().__init__()

@@ -1,7 +1,8 @@
 """What a pipeline did and when, as a picture (SVG) and as a trace for Perfetto. No torch here.
 
-A timeline is a list of events; real runs and simulated ones draw the same. The picture has a row for each worker, time to
-the right, a box for each event with its micro-batch's number where that fits, and all details as a tooltip.
+A timeline is a list of events; real runs and simulated ones draw the same. The picture has a row for each
+worker, time to the right, a box for each event with its micro-batch's number where that fits, and all details
+as a tooltip.
 """
 
 from __future__ import annotations
@@ -19,7 +20,12 @@ Op = Literal["F", "B", "recompute", "update"]
 
 OPS: tuple[Op, ...] = get_args(Op)
 
-NAMES: dict[Op, str] = {"F": "forward (F)", "B": "backward (B)", "recompute": "forward again", "update": "update"}
+NAMES: dict[Op, str] = {
+    "F": "forward (F)",
+    "B": "backward (B)",
+    "recompute": "forward again",
+    "update": "update",
+}
 COLOURS: dict[Op, tuple[int, int, int]] = {
     "F": (46, 108, 184),
     "B": (198, 92, 22),
@@ -38,12 +44,12 @@ LETTER = 0.62  # of the font's size: about as wide as a letter or digit is
 
 
 class Event(NamedTuple):
-    """One thing that a worker did, from ``begin`` to ``end``: seconds of ``time.monotonic()``, one clock for all
-    processes of a host.
+    """One thing that a worker did, from ``begin`` to ``end``: seconds of ``time.monotonic()``, one clock for
+    all processes of a host.
 
-    ``op`` is ``"F"``, ``"B"``, ``"recompute"`` (the forward pass again, before a backward pass) or ``"update"`` (clipping
-    and the optimiser's step). ``step`` counts batches from 0 on. An update has no ``chunk``, and no ``part`` when it is of
-    all parts of its worker. Events of one worker do not overlap.
+    ``op`` is ``"F"``, ``"B"``, ``"recompute"`` (the forward pass again, before a backward pass) or
+    ``"update"`` (clipping and the optimiser's step). ``step`` counts batches from 0 on. An update has no
+    ``chunk``, and no ``part`` when it is of all parts of its worker. Events of one worker do not overlap.
     """
 
     worker: int
@@ -57,14 +63,19 @@ class Event(NamedTuple):
     def __str__(self) -> str:
         """``F3 of part 1, step 0``."""
         name = (
-            self.op if self.chunk is None else f"{self.op}{self.chunk}" if len(self.op) == 1 else f"{self.op} {self.chunk}"
+            self.op
+            if self.chunk is None
+            else f"{self.op}{self.chunk}"
+            if len(self.op) == 1
+            else f"{self.op} {self.chunk}"
         )
         of = "" if self.part is None else f" of part {self.part}"
         return f"{name}{of}, step {self.step}"
 
 
 class Timeline:
-    """Events of all workers of one pipeline, in the order of their beginnings. ``title`` stands above the picture."""
+    """Events of all workers of one pipeline, in the order of their beginnings. ``title`` stands above the
+    picture."""
 
     def __init__(self, events: Iterable[Event], title: str = "pipeline") -> None:
         self.events = sorted(events, key=lambda event: (event.begin, event.worker))
@@ -83,8 +94,8 @@ class Timeline:
         return {worker: one / self.seconds if self.seconds else 0.0 for worker, one in spent.items()}
 
     def save(self, path: str | PathLike[str]) -> Path:
-        """Writes a picture (``.svg``), or a trace for https://ui.perfetto.dev and chrome://tracing (``.json``), and
-        returns its path. Raises ``ValueError`` for another ending."""
+        """Writes a picture (``.svg``), or a trace for https://ui.perfetto.dev and chrome://tracing
+        (``.json``), and returns its path. Raises ``ValueError`` for another ending."""
         file = Path(path)
         writers = {".svg": self.svg, ".json": self.trace}
         if file.suffix not in writers:
@@ -97,8 +108,8 @@ class Timeline:
         return _Picture(self).text()
 
     def trace(self) -> str:
-        """The events in the Trace Event Format: complete events (``"ph": "X"``) in microseconds from the first beginning
-        on, a thread for each worker."""
+        """The events in the Trace Event Format: complete events (``"ph": "X"``) in microseconds from the
+        first beginning on, a thread for each worker."""
         found: list[dict[str, Any]] = [_named("process_name", 0, name=self.title)]
         for worker, parts in self.parts().items():
             found.append(_named("thread_name", worker, name=f"worker {worker} ({_parts(parts)})"))
@@ -109,7 +120,17 @@ class Timeline:
             name = event.op if event.chunk is None else f"{event.op} {event.chunk}"
             args = {"part": event.part, "chunk": event.chunk, "step": event.step}
             times = {"ts": begin / 1000, "dur": (end - begin) / 1000}
-            found.append({"ph": "X", "name": name, "cat": event.op, "pid": 0, "tid": event.worker, **times, "args": args})
+            found.append(
+                {
+                    "ph": "X",
+                    "name": name,
+                    "cat": event.op,
+                    "pid": 0,
+                    "tid": event.worker,
+                    **times,
+                    "args": args,
+                }
+            )
         return json.dumps({"displayTimeUnit": "ms", "traceEvents": found}, indent=1)
 
     def parts(self) -> dict[int, list[int]]:
@@ -204,7 +225,9 @@ class _Picture:
         for event in self.timeline.events:
             if event.worker == worker:
                 self._box(event, top, parts.index(event.part) if event.part is not None else 0)
-        self._write(LEFT + self.plot + 12, top + BOX / 2 + 4, f"{self.timeline.busy()[worker]:.0%} busy", fill=FAINT)
+        self._write(
+            LEFT + self.plot + 12, top + BOX / 2 + 4, f"{self.timeline.busy()[worker]:.0%} busy", fill=FAINT
+        )
 
     def _box(self, event: Event, top: float, shade: int) -> None:
         x, wide = LEFT + (event.begin - self.zero) * self.scale, (event.end - event.begin) * self.scale
@@ -216,7 +239,9 @@ class _Picture:
         ElementTree.SubElement(box, "title").text = f"{event}: {took}"
         name = "" if event.chunk is None else str(event.chunk)
         if name and wide >= _long(name) + 4:
-            self._write(x + wide / 2, top + BOX / 2 + 4, name, anchor="middle", fill="#ffffff" if shade == 0 else INK)
+            self._write(
+                x + wide / 2, top + BOX / 2 + 4, name, anchor="middle", fill="#ffffff" if shade == 0 else INK
+            )
 
     def _rect(self, x: float, y: float, width: float, height: float, fill: str) -> ElementTree.Element:
         size = {"x": _px(x), "y": _px(y), "width": _px(width), "height": _px(height)}
@@ -249,13 +274,18 @@ class _Picture:
 
 def _width(timeline: Timeline) -> float:
     """How wide the rows are: wide enough for a usual box to show its number, within limits."""
-    spans = [event.end - event.begin for event in timeline.events if event.chunk is not None and event.end > event.begin]
+    spans = [
+        event.end - event.begin
+        for event in timeline.events
+        if event.chunk is not None and event.end > event.begin
+    ]
     usual = statistics.median(spans) if spans else 0.0
     return min(max(NARROWEST, 20 * timeline.seconds / usual), WIDEST) if usual else NARROWEST
 
 
 def _apart(end: float, plot: float) -> float:
-    """The distance between two figures of an axis from 0 to ``end``: 1, 2 or 5 times a power of ten, at least 70 pixels."""
+    """The distance between two figures of an axis from 0 to ``end``: 1, 2 or 5 times a power of ten, at least
+    70 pixels."""
     if not end:
         return 0.0
     least = end * 70 / plot

@@ -1,7 +1,8 @@
-"""Training by micro-batches: the parent's side. It declares the graph of workers, feeds them, and gathers what they answer.
+"""Training by micro-batches: the parent's side. It declares the graph of workers, feeds them, and gathers
+what they answer.
 
-The plain module stays the master: on threads the workers train its own layers; on processes they train copies, and it has
-their parameters and buffers again at the end, and whenever the state is asked for.
+The plain module stays the master: on threads the workers train its own layers; on processes they train
+copies, and it has their parameters and buffers again at the end, and whenever the state is asked for.
 """
 
 from __future__ import annotations
@@ -47,9 +48,10 @@ KEPT = 10
 class Training:
     """What ``pipe.training(...)`` gives: use it in a ``with`` block, which starts the workers and ends them.
 
-    A step that fails raises ``RunError``, whose message names the part, the schedule's step and the micro-batch; the
-    training is over then. On processes the plain module has the state from before the ``with`` block then, or from the
-    last :meth:`state_dict`; on threads the parts that were quicker may have been updated already.
+    A step that fails raises ``RunError``, whose message names the part, the schedule's step and the
+    micro-batch; the training is over then. On processes the plain module has the state from before the
+    ``with`` block then, or from the last :meth:`state_dict`; on threads the parts that were quicker may have
+    been updated already.
     """
 
     def __init__(
@@ -77,11 +79,20 @@ class Training:
         self._total, self._last = len(parts), (len(parts) - 1) % workers
         self._jobs = [
             Job(
-                number, workers, len(parts), tuple(parts[number::workers]), schedule,
-                loss if number == self._last else None, optimizer, recompute, clip is not None, autocast, on == "process",
+                number,
+                workers,
+                len(parts),
+                tuple(parts[number::workers]),
+                schedule,
+                loss if number == self._last else None,
+                optimizer,
+                recompute,
+                clip is not None,
+                autocast,
+                on == "process",
             )
             for number in range(workers)
-        ]  # fmt: skip
+        ]
         self._graph = Graph("Sequential training")
         self._commands, self._answered_by = _declare(self._graph, self._jobs, on, 2 * chunks + 8)
         self.schedule = [text(steps) for steps in plans]
@@ -112,7 +123,9 @@ class Training:
         """Whether it has begun and is not over."""
         return self._answers is not None
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         run = self._run
         assert run is not None
         if error is None and self._answers is None:  # a step failed, and that was raised then
@@ -134,12 +147,12 @@ class Training:
     # --- training ---
 
     def step(self, x: Any, target: Any) -> Tensor:
-        """One training step with the batch ``x``: forward and backward passes of all its micro-batches, then the update.
-        Gives the batch's loss: the mean of those of the micro-batches, each weighted by its size.
+        """One training step with the batch ``x``: forward and backward passes of all its micro-batches, then
+        the update. Gives the batch's loss: the mean of those of the micro-batches, each weighted by its size.
 
-        With an optimizer outside, the gradients are added to the ``grad`` of the plain module's parameters instead, as
-        ``loss.backward()`` does. Raises ``ValueError`` or ``TypeError`` for a batch that can't be split, and ``RunError``
-        when a part fails or its worker dies.
+        With an optimizer outside, the gradients are added to the ``grad`` of the plain module's parameters
+        instead, as ``loss.backward()`` does. Raises ``ValueError`` or ``TypeError`` for a batch that can't be
+        split, and ``RunError`` when a part fails or its worker dies.
         """
         inputs, targets = self._split(without_gradient(x), target)
         sizes = tuple(map(batch_size, inputs))
@@ -152,7 +165,8 @@ class Training:
                 self._put(self._last, Item(("T", self._total - 1, chunk), self._light(wanted)))
             if self._clip is not None:
                 norm = math.sqrt(sum(answer.square for answer in self._answered()))
-                factor = self._clip / (norm + 1e-6)  # as torch's clip_grad_norm_, also where it is not a number
+                # as torch's clip_grad_norm_, also where it is not a number
+                factor = self._clip / (norm + 1e-6)
                 for job in self._jobs:
                     self._put(job.worker, Scale(1.0 if factor >= 1.0 else factor))
             answers = self._answered()
@@ -165,7 +179,8 @@ class Training:
         return loss
 
     def evaluate(self, x: Any) -> Any:
-        """The output for the batch ``x`` with the parameters of now, in ``eval`` mode and without gradients."""
+        """The output for the batch ``x`` with the parameters of now, in ``eval`` mode and without
+        gradients."""
         inputs = self._pieces(without_gradient(x))
         with self._commanding("an evaluation", len(inputs), "F"):
             for job in self._jobs:
@@ -201,7 +216,9 @@ class Training:
         inputs = self._pieces(x)
         samples, wanted = batch_size(x), batch_size(target, "target")
         if samples != wanted:
-            raise ValueError(f"step: x has a batch of {samples}, but target one of {wanted}; give a target for each sample")
+            raise ValueError(
+                f"step: x has a batch of {samples}, but target one of {wanted}; give a target for each sample"
+            )
         return inputs, split(target, len(inputs), "target")
 
     def _changed(self, job: Job) -> list[Tensor] | None:
@@ -210,7 +227,8 @@ class Training:
         return [self._light(one) for one in job.parameters] if sends else None
 
     def _fetch(self) -> None:
-        """Brings the plain module up to date. With an optimizer outside it has the parameters, and they the buffers."""
+        """Brings the plain module up to date. With an optimizer outside it has the parameters, and they the
+        buffers."""
         if self._on == "thread":
             return
         with self._commanding("fetching the state"):
@@ -236,11 +254,14 @@ class Training:
 
     @contextlib.contextmanager
     def _commanding(self, doing: str, chunks: int = 0, ops: str = "") -> Iterator[None]:
-        """Within it workers do something. Whatever breaks it off ends the training; a failure is told by its place."""
+        """Within it workers do something. Whatever breaks it off ends the training; a failure is told by its
+        place."""
         if self._answers is None:
             if self._begun:
                 raise RuntimeError("this training is over; make another one with pipe.training(...)")
-            raise RuntimeError("this training has not begun: begin it, `with pipe.training(...) as training:`")
+            raise RuntimeError(
+                "this training has not begun: begin it, `with pipe.training(...) as training:`"
+            )
         assert self._run is not None
         try:
             yield
@@ -315,8 +336,8 @@ def add_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | Non
 def _declare(
     graph: Graph, jobs: Sequence[Job], on: Literal["thread", "process"], capacity: int
 ) -> tuple[list[Stream], Stream]:
-    """The graph of a training: its inputs, and the stream of answers. With several parts per worker the last worker's
-    activations go on to the first one, and the first one's gradients back to the last: a ring."""
+    """The graph of a training: its inputs, and the stream of answers. With several parts per worker the last
+    worker's activations go on to the first one, and the first one's gradients back to the last: a ring."""
     size = len(jobs)
     ring = jobs[0].total > size
     commands = [graph.input(f"commands {number}", capacity) for number in range(size)]
@@ -373,7 +394,9 @@ def _check(
 ) -> None:
     """Raises ``TypeError`` or ``ValueError`` for what is wrong by itself."""
     if isinstance(loss, type):
-        raise TypeError(f"training: loss is the class {loss.__name__}; give an instance of it: {loss.__name__}()")
+        raise TypeError(
+            f"training: loss is the class {loss.__name__}; give an instance of it: {loss.__name__}()"
+        )
     if not callable(loss):
         raise TypeError(f"training: loss must be a function of output and target, not {written(loss)}")
     if optimizer is not None:
@@ -382,7 +405,9 @@ def _check(
         raise TypeError(f"training: recompute must be True or False, not {written(recompute)}")
     if clip is not None:
         if isinstance(clip, bool) or not isinstance(clip, (int, float)) or not clip > 0:
-            raise ValueError(f"training: clip must be the largest norm, greater than 0, or None, not {written(clip)}")
+            raise ValueError(
+                f"training: clip must be the largest norm, greater than 0, or None, not {written(clip)}"
+            )
         if optimizer is None:
             raise ValueError(
                 "training: clip needs an optimizer in the parts; with one outside, call "
@@ -390,7 +415,8 @@ def _check(
             )
     if autocast is not None and (not isinstance(autocast, torch.dtype) or not autocast.is_floating_point):
         raise TypeError(
-            f"training: autocast must be a floating type such as torch.bfloat16, or None, not {written(autocast)}"
+            "training: autocast must be a floating type such as torch.bfloat16, or None, "
+            f"not {written(autocast)}"
         )
     owners: dict[int, Part] = {}
     for part in parts:
@@ -403,18 +429,23 @@ def _check(
                     f"training: {part} shares {kind} {name!r} with {owner}; each part trains its own: "
                     "put the layers that share it into one part"
                 )
-            if on == "process" and (tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)):
+            if on == "process" and (
+                tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)
+            ):
                 raise ValueError(
-                    f"training: {kind} {name!r} of {part} has a hook, which can't be sent to the part's process; "
+                    f"training: {kind} {name!r} of {part} has a hook, which can't be sent to "
+                    "the part's process; "
                     "use on='thread', or register it in the layer's own code"
                 )
 
 
 def _check_optimizer(parts: Sequence[Part], optimizer: Any) -> None:
-    """Makes what the workers will make, and forgets it. That loads what optimizers need, before processes are forked."""
+    """Makes what the workers will make, and forgets it. That loads what optimizers need, before processes are
+    forked."""
     if not callable(optimizer) or isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
-            "training: optimizer must be a function that makes one of a list of parameters, such as partial(SGD, lr=0.1), "
+            "training: optimizer must be a function that makes one of a list of parameters, such as "
+            "partial(SGD, lr=0.1), "
             f"or None for one outside; not {type(optimizer).__name__}"
         )
     for part in parts:
@@ -423,4 +454,6 @@ def _check_optimizer(parts: Sequence[Part], optimizer: Any) -> None:
             with at(part, "making its optimizer"):
                 made = optimizer(parameters)
             if not callable(getattr(made, "step", None)):
-                raise TypeError(f"training: optimizer must make an optimizer, with a step(), not a {type(made).__name__}")
+                raise TypeError(
+                    f"training: optimizer must make an optimizer, with a step(), not a {type(made).__name__}"
+                )

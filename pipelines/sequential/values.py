@@ -1,7 +1,8 @@
-"""Values: tensors, or tuples, lists and dictionaries of them, nested as they like. Their first dimension is the batch.
+"""Values: tensors, or tuples, lists and dictionaries of them, nested as they like. Their first dimension is
+the batch.
 
-A batch is split along it into micro-batches as equal as possible (the first ones are larger by one sample), and what
-comes out is joined again in the same order.
+A batch is split along it into micro-batches as equal as possible (the first ones are larger by one sample),
+and what comes out is joined again in the same order.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from flowchan.pipelines.sequential.words import shown, written
 
 @dataclass(slots=True, repr=False)
 class Micro:
-    """One micro-batch on its way: number ``chunk`` of the ``chunks`` that batch number ``batch`` was split into.
+    """One micro-batch on its way: number ``chunk`` of the ``chunks`` that batch number ``batch`` was split
+    into.
 
-    ``skips`` are tensors that travel beside the value to a later part, by name. ``events`` holds one pair for each part
-    that is done: when it began and when it ended, in seconds of ``time.monotonic``.
+    ``skips`` are tensors that travel beside the value to a later part, by name. ``events`` holds one pair for
+    each part that is done: when it began and when it ended, in seconds of ``time.monotonic``.
     """
 
     batch: int
@@ -60,10 +62,11 @@ def mapped(function: Callable[[Tensor], Any], value: Any) -> Any:
 
 
 def split(value: Any, chunks: int, name: str = "x") -> list[Any]:
-    """The value in ``chunks`` micro-batches, or as many as it has samples if they are fewer; an empty batch is one.
+    """The value in ``chunks`` micro-batches, or as many as it has samples if they are fewer; an empty batch
+    is one.
 
-    Raises ``TypeError`` for a leaf that is no tensor and ``ValueError`` where the tensors have no common batch size, each
-    with the path of the leaf.
+    Raises ``TypeError`` for a leaf that is no tensor and ``ValueError`` where the tensors have no common
+    batch size, each with the path of the leaf.
     """
     samples = batch_size(value, name)
     ends = accumulate(evenly(samples, max(1, min(chunks, samples))), initial=0)
@@ -76,11 +79,14 @@ def batch_size(value: Any, name: str = "x") -> int:
     for path, leaf in leaves(value, name):
         if not isinstance(leaf, Tensor):
             raise TypeError(
-                f"{path} must be a tensor, not {shown(leaf)}; a batch is a tensor, or tuples, lists and dicts of them: "
+                f"{path} must be a tensor, not {shown(leaf)}; a batch is a tensor, or tuples, "
+                "lists and dicts of them: "
                 "make tensors of arrays by torch.from_numpy, and keep what is no tensor in the module"
             )
         if leaf.dim() == 0:
-            raise ValueError(f"{path} has no dimension to split along; its first one must be the batch: {leaf.item()!r}")
+            raise ValueError(
+                f"{path} has no dimension to split along; its first one must be the batch: {leaf.item()!r}"
+            )
         sizes[path] = leaf.shape[0]
     if not sizes:
         raise TypeError(f"{name} must hold at least one tensor, not {shown(value)}")
@@ -108,7 +114,8 @@ def evenly(total: int, count: int) -> list[int]:
 
 
 def join_checked(values: list[Any], sizes: list[int], batch: str) -> Any:
-    """As :func:`join`, of micro-batches that had ``sizes`` samples. Raises ``ValueError`` where they have others now."""
+    """As :func:`join`, of micro-batches that had ``sizes`` samples. Raises ``ValueError`` where they have
+    others now."""
     for chunk, (value, size) in enumerate(zip(values, sizes, strict=True)):
         if (came := batch_size(value, "the output")) != size:
             raise ValueError(

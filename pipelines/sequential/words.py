@@ -6,7 +6,8 @@ from typing import Any
 
 
 def written(value: Any) -> str:
-    """The value's repr, short enough for one line, or its type where that fails, as it may with an object of the user's."""
+    """The value's repr, short enough for one line, or its type where that fails, as it may with an object of
+    the user's."""
     try:
         text = repr(value)
     except Exception:

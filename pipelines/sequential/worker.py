@@ -1,9 +1,10 @@
 """A worker of a training: it holds some parts of the model and follows the steps of the schedule, in order.
 
-The parent sends commands, and with them micro-batches to the worker of the first part and targets to that of the last.
-Activations go to the worker of the next part, gradients go back to that of the part before, each over a channel of its
-own. Before each step the worker takes what it needs; what came too early waits here. Each command is answered once; a step
-with clipping twice, for the gradients are scaled only when all workers' are known.
+The parent sends commands, and with them micro-batches to the worker of the first part and targets to that of
+the last. Activations go to the worker of the next part, gradients go back to that of the part before, each
+over a channel of its own. Before each step the worker takes what it needs; what came too early waits here.
+Each command is answered once; a step with clipping twice, for the gradients are scaled only when all workers'
+are known.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ Optimizers = Callable[[list[Tensor]], Optimizer]
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker is told at its start. ``loss`` is for the last part's worker alone. ``optimizer`` is ``None`` when the
-    gradients are for one outside. ``own_process``: it does not run on a thread of the parent."""
+    """What a worker is told at its start. ``loss`` is for the last part's worker alone. ``optimizer`` is
+    ``None`` when the gradients are for one outside. ``own_process``: it does not run on a thread of the
+    parent."""
 
     worker: int
     workers: int
@@ -61,8 +63,8 @@ class Job:
 
 
 class Train(NamedTuple):
-    """Do training step ``number`` with micro-batches of ``sizes`` samples. ``parameters`` are new ones to begin with, in
-    the order of ``Job.parameters``."""
+    """Do training step ``number`` with micro-batches of ``sizes`` samples. ``parameters`` are new ones to
+    begin with, in the order of ``Job.parameters``."""
 
     number: int
     sizes: tuple[int, ...]
@@ -92,7 +94,8 @@ class Take(NamedTuple):
     state: list[Tensor]
 
 
-# What is on the way. The key says what it is: "F" what a forward step needs, "B" a backward step, "T" a target.
+# What is on the way. The key says what it is: "F" what a forward step needs, "B" a backward step, "T" a
+# target.
 
 Key = tuple[str, int, int]
 
@@ -108,8 +111,8 @@ class Item(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What came of a command. ``loss`` of the step comes from the last part's worker; ``square`` is the sum of the squares
-    of all gradients; ``values`` are gradients, state or outputs, as the command asks for."""
+    """What came of a command. ``loss`` of the step comes from the last part's worker; ``square`` is the sum
+    of the squares of all gradients; ``values`` are gradients, state or outputs, as the command asks for."""
 
     worker: int
     events: tuple[Event, ...] = ()
@@ -118,8 +121,8 @@ class Answer(NamedTuple):
     values: list[Any] | None = None
 
 
-# Stages. Which ports a worker has depends on where it stands: ``forward`` and ``backward`` bring activations and gradients,
-# ``onward`` and ``back`` take them to the others.
+# Stages. Which ports a worker has depends on where it stands: ``forward`` and ``backward`` bring activations
+# and gradients, ``onward`` and ``back`` take them to the others.
 
 
 def alone(commands: In[Any], answers: Out[Any], job: Job) -> None:
@@ -133,7 +136,13 @@ def first(commands: In[Any], backward: In[Any], answers: Out[Any], onward: Out[A
 
 
 def middle(
-    commands: In[Any], forward: In[Any], backward: In[Any], answers: Out[Any], onward: Out[Any], back: Out[Any], job: Job
+    commands: In[Any],
+    forward: In[Any],
+    backward: In[Any],
+    answers: Out[Any],
+    onward: Out[Any],
+    back: Out[Any],
+    job: Job,
 ) -> None:
     """A worker between two others; with several parts per worker all stand in a ring."""
     Worker(job, commands, answers, forward, backward, onward, back).run()
@@ -215,17 +224,24 @@ class Worker:
                 parameter.grad = None
         plan = list(steps(job.schedule, job.worker, job.workers, job.total, len(train.sizes)))
         for step, following in zip(plan, [*plan[1:], None], strict=True):
-            with at(self.executions[step.part].part, f"step {step.op}{step.chunk}", step.chunk, len(train.sizes)):
+            with at(
+                self.executions[step.part].part, f"step {step.op}{step.chunk}", step.chunk, len(train.sizes)
+            ):
                 if step.op == "F":
-                    at_end = step.part == self.job.total - 1  # elsewhere the backward step waits for the parts behind
-                    self._go_forward(step, train, soon=at_end and following == Step("B", step.chunk, step.part))
+                    # elsewhere the backward step waits for the parts behind
+                    at_end = step.part == self.job.total - 1
+                    self._go_forward(
+                        step, train, soon=at_end and following == Step("B", step.chunk, step.part)
+                    )
                 else:
                     self._go_backward(step, train)
         for execution in self.executions.values():
             execution.commit()
         if job.optimizer is not None:
             self._update(train)
-        values = self._light([parameter.grad for parameter in job.parameters]) if self._sends_gradients else None
+        values = (
+            self._light([parameter.grad for parameter in job.parameters]) if self._sends_gradients else None
+        )
         loss = torch.stack(self.losses).sum() if self.losses else None
         return Answer(job.worker, tuple(self.events), loss, values=values)
 
@@ -234,7 +250,9 @@ class Worker:
         return self.job.optimizer is None and self.job.own_process
 
     def _go_forward(self, step: Step, train: Train, soon: bool) -> None:
-        passed: Passed = self._take(self.commands if step.part == 0 else self.forward, ("F", step.part, step.chunk))
+        passed: Passed = self._take(
+            self.commands if step.part == 0 else self.forward, ("F", step.part, step.chunk)
+        )
         tail = self._tail(step, train) if step.part == self.job.total - 1 else None
         seed = train.seed + (step.part << 16) + step.chunk
         with self._timed("F", train.number, step):
@@ -266,7 +284,8 @@ class Worker:
             self._put(self.back, ("B", step.part - 1, step.chunk), self._light(found))
 
     def _update(self, train: Train) -> None:
-        """Clips, as ``torch.nn.utils.clip_grad_norm_`` does over the gradients of all workers, and updates."""
+        """Clips, as ``torch.nn.utils.clip_grad_norm_`` does over the gradients of all workers, and
+        updates."""
         gradients = [parameter.grad for parameter in self.job.parameters if parameter.grad is not None]
         scale = Scale(1.0)
         if self.job.clips:
@@ -280,7 +299,9 @@ class Worker:
         for part, optimizer in self.optimizers:
             with at(part, f"update at the end of step {train.number}"):
                 optimizer.step()
-        self.events.append(Event(self.job.worker, None, "update", train.number, None, begin, time.monotonic()))
+        self.events.append(
+            Event(self.job.worker, None, "update", train.number, None, begin, time.monotonic())
+        )
 
     # --- evaluation ---
 
@@ -297,7 +318,9 @@ class Worker:
                 outputs.append((step.chunk, self._light(output.value)))
             else:
                 self._put(self.onward, ("F", step.part + 1, step.chunk), self._packed(output))
-        return Answer(job.worker, values=[value for _, value in sorted(outputs, key=lambda output: output[0])])
+        return Answer(
+            job.worker, values=[value for _, value in sorted(outputs, key=lambda output: output[0])]
+        )
 
     # --- ports ---
 
@@ -342,17 +365,22 @@ def weighted(output: Any, loss: Loss | None, target: Any, share: float) -> Tenso
     assert loss is not None
     found: Any = loss(output, target)
     if not isinstance(found, Tensor) or found.dim() != 0:
-        what = f"one of shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+        what = (
+            f"one of shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+        )
         raise TypeError(f"the loss must be a tensor without dimensions, the mean over the batch, not {what}")
     if not found.requires_grad and any(one.requires_grad for one in tensors(output)):
         raise ValueError(
-            "the loss does not depend on the model's output (it has no grad_fn), so nothing would be learned; was it "
+            "the loss does not depend on the model's output (it has no grad_fn), so nothing "
+            "would be learned; was it "
             "detached, or computed under torch.no_grad()?"
         )
     if share < 1 and bool(found.isnan()) and all(bool(one.isfinite().all()) for one in tensors(output)):
         raise ValueError(
-            "the loss of this micro-batch is NaN, though the model's output is finite: a mean over no sample at all, as "
-            "that of cross_entropy where each target is its ignore_index? Micro-batches' losses are averaged, so that "
+            "the loss of this micro-batch is NaN, though the model's output is finite: a mean "
+            "over no sample at all, as "
+            "that of cross_entropy where each target is its ignore_index? Micro-batches' losses "
+            "are averaged, so that "
             "everything would become NaN: take fewer chunks, or a loss that divides by the micro-batch's size"
         )
     return found * share

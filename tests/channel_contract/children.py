@@ -15,13 +15,15 @@ def echo(there: Any, back: Any) -> None:
 
 
 def answer_by_what_arrives(carrier: Any) -> None:
-    """Gets pairs of channels through a channel, and passes one item from the first to the second of each pair."""
+    """Gets pairs of channels through a channel, and passes one item from the first to the second of each
+    pair."""
     for source, reply in carrier:
         reply.put(("answer", source.get()))
 
 
 def make_and_send(carrier: Any) -> None:
-    """Makes a pair of channels here, sends it to whoever reads the carrier, and adds one to what comes back."""
+    """Makes a pair of channels here, sends it to whoever reads the carrier, and adds one to what comes
+    back."""
     source, reply = Channel(3, across="processes"), Channel(1, across="processes")
     carrier.put((source, reply))
     reply.put(source.get() + 1)

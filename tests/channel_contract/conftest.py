@@ -1,8 +1,8 @@
 """Fixtures of the contract suite.
 
-A test that takes ``make`` runs once per medium. A test that also takes ``spawn_peer`` runs once per medium and place
-of its peers. ``@pytest.mark.copying`` limits a test to media that copy items; ``@pytest.mark.other_process`` limits it
-to peers in another process.
+A test that takes ``make`` runs once per medium. A test that also takes ``spawn_peer`` runs once per medium
+and place of its peers. ``@pytest.mark.copying`` limits a test to media that copy items;
+``@pytest.mark.other_process`` limits it to peers in another process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     elsewhere = metafunc.definition.get_closest_marker("other_process") is not None
     media = [medium for medium in MEDIA if medium.copies or not copying]
     if "peer_kind" in metafunc.fixturenames:
-        pairs = [(medium, kind) for medium in media for kind in medium.peers if kind == "process" or not elsewhere]
+        pairs = [
+            (medium, kind) for medium in media for kind in medium.peers if kind == "process" or not elsewhere
+        ]
         names = [f"{medium.name}-{kind}" for medium, kind in pairs]
         metafunc.parametrize(("medium", "peer_kind"), pairs, ids=names)
     elif "medium" in metafunc.fixturenames:
@@ -67,7 +69,8 @@ def make(medium: Medium) -> Iterator[Factory]:
 
 @pytest.fixture
 def spawn_peer(make: Factory, peer_kind: str) -> Iterator[Callable[..., Peer]]:
-    """``spawn_peer(function, *args)`` starts the function elsewhere. What a failed test left running is ended."""
+    """``spawn_peer(function, *args)`` starts the function elsewhere. What a failed test left running is
+    ended."""
     peers: list[Peer] = []
 
     def spawn(function: Callable[..., Any], *args: Any) -> Peer:

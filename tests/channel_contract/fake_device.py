@@ -1,9 +1,9 @@
 """A device made of shared files: for the protocol that carries tensors on a device, where no such device is.
 
-Its memory is a memfd, which other processes map by way of the owner's table of descriptors, and so only while the owner
-lives. Each process has one stream per device. What is enqueued runs at once, unless the stream is held by the test or
-has come to a wait for an event that has not come to pass; it goes on when somebody looks. Every call that matters is
-counted.
+Its memory is a memfd, which other processes map by way of the owner's table of descriptors, and so only while
+the owner lives. Each process has one stream per device. What is enqueued runs at once, unless the stream is
+held by the test or has come to a wait for an event that has not come to pass; it goes on when somebody looks.
+Every call that matters is counted.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class Memory:
 
 
 class Event:
-    """Two numbers that may be shared: how often it was recorded, and up to which record it has come to pass."""
+    """Two numbers that may be shared: how often it was recorded, and up to which record it has come to
+    pass."""
 
     def __init__(self, numbers: Any, memory: Memory | None = None) -> None:
         self.numbers, self.memory = numbers, memory

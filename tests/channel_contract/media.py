@@ -11,8 +11,8 @@ from flowchan import Channel
 
 @dataclass(frozen=True)
 class Medium:
-    """One medium under test. ``make(capacity=64, **options)`` makes a channel of it; ``peers`` says where the other
-    party of a test may run ("thread", "process"); ``copies`` tells whether items arrive as copies."""
+    """One medium under test. ``make(capacity=64, **options)`` makes a channel of it; ``peers`` says where the
+    other party of a test may run ("thread", "process"); ``copies`` tells whether items arrive as copies."""
 
     name: str
     make: Callable[..., Channel]

@@ -1,4 +1,5 @@
-"""The other party of a test: a function that runs in a thread or in a forked process while the test goes on."""
+"""The other party of a test: a function that runs in a thread or in a forked process while the test goes
+on."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ class ThreadPeer:
 
     def result(self) -> Any:
         self.join()
-        future, self._future = self._future, Future()  # holds no exception, and so no frame, longer than needed
+        # holds no exception, and so no frame, longer than needed
+        future, self._future = self._future, Future()
         return future.result(timeout=0)
 
     def join(self) -> None:
@@ -62,7 +64,8 @@ class ThreadPeer:
 
 
 class ProcessPeer:
-    """A peer in a forked process. It ends by ``os._exit``, so nothing in it is cleaned up by Python's shutdown."""
+    """A peer in a forked process. It ends by ``os._exit``, so nothing in it is cleaned up by Python's
+    shutdown."""
 
     def __init__(self, function: Callable[..., Any], *args: Any) -> None:
         self._answer, answer = FORK.Pipe(duplex=False)
@@ -122,8 +125,8 @@ def _run_in_child(answer: Connection, function: Callable[..., Any], args: tuple[
 
 
 class Gate:
-    """A barrier for peers of either kind: each peer calls ``arrive()``, the test calls ``open()``, and all go on once
-    all have arrived. Made of two eventfds, which threads and forked processes use alike."""
+    """A barrier for peers of either kind: each peer calls ``arrive()``, the test calls ``open()``, and all go
+    on once all have arrived. Made of two eventfds, which threads and forked processes use alike."""
 
     def __init__(self, peers: int) -> None:
         self._peers = peers

@@ -1,4 +1,5 @@
-"""C2, C12: a channel between processes takes address space and memory for what is inside, however much it may hold."""
+"""C2, C12: a channel between processes takes address space and memory for what is inside, however much it may
+hold."""
 
 from __future__ import annotations
 
@@ -112,7 +113,9 @@ def test_c4_a_channel_has_four_thousand_ports_and_says_when_all_are_taken() -> N
             writer.put(number)
         assert [reader.get() for _ in writers] == list(range(4_096))
         assert ch.stats().writers == 4_096
-        with pytest.raises(ChannelError, match="places for ports and processes of this channel are taken; close some"):
+        with pytest.raises(
+            ChannelError, match="places for ports and processes of this channel are taken; close some"
+        ):
             writers.extend(ch.writer() for _ in range(1_000))
         for writer in writers:
             writer.close()

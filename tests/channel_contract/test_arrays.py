@@ -1,4 +1,5 @@
-"""What crosses (DESIGN §3): arrays, tensors and memory views are written once into shared memory and read there."""
+"""What crosses (DESIGN §3): arrays, tensors and memory views are written once into shared memory and read
+there."""
 
 from __future__ import annotations
 
@@ -128,7 +129,9 @@ def test_nested_arrays_and_tensors_arrive(make):
 
 
 @pytest.mark.copying
-@pytest.mark.parametrize("bytes_like", [b"x" * LARGE, bytearray(b"x" * LARGE), memoryview(b"x" * LARGE), memoryview(b"")])
+@pytest.mark.parametrize(
+    "bytes_like", [b"x" * LARGE, bytearray(b"x" * LARGE), memoryview(b"x" * LARGE), memoryview(b"")]
+)
 def test_bytes_arrive_as_what_they_were(make, bytes_like):
     """Bytes own their memory, so they are copied; a memory view of them is read in place."""
     ch = make(1)
@@ -184,7 +187,9 @@ def _freed() -> torch.Tensor:
 
 
 @pytest.mark.copying
-@pytest.mark.parametrize("make_tensor", [_freed, lambda: torch._efficientzerotensor(LARGE)], ids=["freed", "never there"])
+@pytest.mark.parametrize(
+    "make_tensor", [_freed, lambda: torch._efficientzerotensor(LARGE)], ids=["freed", "never there"]
+)
 def test_a_tensor_without_memory_harms_nobody(make, make_tensor):
     """It arrives as pickle makes it, or is refused."""
     ch = make(2)
@@ -294,7 +299,8 @@ def test_who_keeps_everything_stops_nobody(make):
 
 @pytest.mark.copying
 def test_items_of_other_sizes_find_memory_beside_what_is_kept(make):
-    """Free blocks are cut anew, although some between them are in use for ever, and room is kept for the largest item."""
+    """Free blocks are cut anew, although some between them are in use for ever, and room is kept for the
+    largest item."""
     ch = make(64, max_bytes=2_000_000)
     kept = []
     for size in [20_000, 30_000, 50_000, 90_000, 200_000, 500_000, 900_000, 1_900_000] * 3:
@@ -315,7 +321,9 @@ def test_pressure_names_who_holds_how_much(make):
     ch.put(np.zeros(LARGE))
     kept = ch.get()
     ch.put_many([np.zeros(LARGE)] * 2)
-    said = rf"2 of 2 items inside, 1\.6 MB of max_bytes=8\.0 MB; process {os.getpid()} holds 1 block, 800\.2 KB"
+    said = (
+        rf"2 of 2 items inside, 1\.6 MB of max_bytes=8\.0 MB; process {os.getpid()} holds 1 block, 800\.2 KB"
+    )
     with pytest.raises(Full, match=said):
         ch.put(np.zeros(LARGE), timeout=0.01)
     assert len(kept) == LARGE

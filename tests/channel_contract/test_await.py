@@ -1,5 +1,5 @@
-"""C9 for asyncio: ``aput``, ``aget`` and ``async for`` on channels and ports of every medium. A cancelled call has taken
-and put nothing, a wait costs no thread, and the event loop goes on meanwhile.
+"""C9 for asyncio: ``aput``, ``aget`` and ``async for`` on channels and ports of every medium. A cancelled
+call has taken and put nothing, a wait costs no thread, and the event loop goes on meanwhile.
 
 That a blocked await costs no CPU can't be told without a clock; it sleeps in the same call as ``select``.
 """

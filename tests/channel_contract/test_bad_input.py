@@ -1,5 +1,5 @@
-"""Bad input gets an error that names the argument, the value and what is allowed. And C13: an item that cannot be
-serialised raises in put, names the offending part, and leaves the channel as it was."""
+"""Bad input gets an error that names the argument, the value and what is allowed. And C13: an item that
+cannot be serialised raises in put, names the offending part, and leaves the channel as it was."""
 
 from __future__ import annotations
 

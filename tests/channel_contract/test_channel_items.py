@@ -1,4 +1,5 @@
-"""C14: a channel can be put into a channel that spans at least as far. And what is dropped unread is freed."""
+"""C14: a channel can be put into a channel that spans at least as far. And what is dropped unread is
+freed."""
 
 from __future__ import annotations
 
@@ -93,8 +94,8 @@ def test_a_channel_sent_twice_arrives_twice(make):
 
 
 def test_a_channel_goes_through_many_hands(make, spawn_peer):
-    """C14: from channel to channel to channel, and back to where it came from. Each hand is gone when the next one
-    takes it."""
+    """C14: from channel to channel to channel, and back to where it came from. Each hand is gone when the
+    next one takes it."""
     hops = [make(1) for _ in range(4)]
     sent = make()
     hops[0].put(sent)
@@ -106,7 +107,8 @@ def test_a_channel_goes_through_many_hands(make, spawn_peer):
 
 @pytest.mark.copying
 def test_a_threads_channel_cannot_leave_its_process(make):
-    """C14: putting it into a channel that spans farther raises, names it, and leaves the carrier as it was."""
+    """C14: putting it into a channel that spans farther raises, names it, and leaves the carrier as it
+    was."""
     carrier = make()
     for item in (Channel(across="threads"), {"reply": Channel(across="threads")}):
         with pytest.raises((TypeError, ValueError), match="threads") as caught:

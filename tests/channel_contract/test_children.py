@@ -138,7 +138,9 @@ def test_a_channel_goes_with_an_executors_initialiser(method):
     context = multiprocessing.get_context(method)
     there.put_many([1, 2, 3])
     there.close()
-    with ProcessPoolExecutor(1, mp_context=context, initializer=children.echo, initargs=(there, back)) as pool:
+    with ProcessPoolExecutor(
+        1, mp_context=context, initializer=children.echo, initargs=(there, back)
+    ) as pool:
         assert pool.submit(len, "abc").result() == 3
         assert list(back) == [1, 2, 3]
 
@@ -218,7 +220,8 @@ def test_a_fork_while_a_thread_waits_harms_neither_side(context):
 
 
 def test_channels_outlive_the_script_that_forgets_them(tmp_path):
-    """A program may end with channels open, filled and waited in by daemon threads: it ends, with exit code 0."""
+    """A program may end with channels open, filled and waited in by daemon threads: it ends, with exit code
+    0."""
     script = tmp_path / "forgets.py"
     script.write_text(
         "import threading\n"
@@ -256,7 +259,8 @@ def test_c1_who_came_early_and_who_comes_late_see_all_that_a_channel_has_grown_t
         exchange(np.arange(size))
     there.close()
     answers = sums[:1]
-    answers += [back.get() for _ in range(2 * len(sums) - 1)]  # what was kept while the channel grew is as it was
+    # what was kept while the channel grew is as it was
+    answers += [back.get() for _ in range(2 * len(sums) - 1)]
     for process in processes:
         process.join()
         assert process.exitcode == 0

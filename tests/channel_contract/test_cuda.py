@@ -22,7 +22,9 @@ from flowchan import Channel, ChannelError
 from flowchan.transport import cuda
 from flowchan.transport.cuda_torch import Driver
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: torch.cuda.is_available() is False")
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="no CUDA device: torch.cuda.is_available() is False"
+)
 two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no second CUDA device")
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -32,7 +34,8 @@ A_WHILE = 500_000_000  # cycles of a device that keep its stream busy for some t
 
 @pytest.fixture(autouse=True)
 def no_leftovers() -> None:
-    """In place of the check for leftovers: the driver keeps threads and descriptors of its own, from its first use on."""
+    """In place of the check for leftovers: the driver keeps threads and descriptors of its own, from its
+    first use on."""
 
 
 def channel(capacity: int = 64) -> Channel[Any]:
@@ -72,7 +75,9 @@ TENSORS = {
     "complex": lambda: torch.arange(LARGE) * (1 + 2j),
     "bfloat16": lambda: torch.arange(LARGE).bfloat16(),
     "transposed": lambda: torch.arange(LARGE).reshape(100, -1).t(),
-    "channels last": lambda: torch.arange(LARGE).reshape(10, 10, 10, 100).to(memory_format=torch.channels_last),
+    "channels last": lambda: (
+        torch.arange(LARGE).reshape(10, 10, 10, 100).to(memory_format=torch.channels_last)
+    ),
     "with gaps": lambda: torch.arange(LARGE)[::3],
     "a part of a larger one": lambda: torch.arange(LARGE)[500:900],
     "expanded": lambda: torch.arange(100).expand(200, 100),
@@ -102,7 +107,9 @@ def test_every_kind_of_tensor_arrives_equal(start, monkeypatch, switch):
         here.put(sent)
         for arrived in (back.get(), here.get()):
             assert type(arrived) is type(sent), name
-            assert (arrived.dtype, arrived.shape, arrived.device) == (sent.dtype, sent.shape, sent.device), name
+            assert (arrived.dtype, arrived.shape, arrived.device) == (sent.dtype, sent.shape, sent.device), (
+                name
+            )
             assert (arrived.requires_grad, arrived.is_leaf) == (sent.requires_grad, sent.is_leaf), name
             assert torch.equal(arrived.detach().to_dense(), sent.detach().to_dense()), name
             if name in ("transposed", "channels last"):
@@ -253,7 +260,10 @@ assert [int(channel.get()[-1]) for _ in range(5)] == list(range(5))
 
 
 def test_expandable_segments_cross():
-    allocator = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    allocator = {
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+    }
     subprocess.run([sys.executable, "-c", EXPANDABLE], env={**os.environ, **allocator}, check=True)
 
 
@@ -306,12 +316,15 @@ def test_a_device_that_the_receiver_cannot_see_is_named(start, monkeypatch, swit
 
 
 def test_a_put_while_a_graph_is_captured_is_refused():
-    """And the capture goes on. (By its pickling: the error of a put shows the tensor, and looking at it ends a capture.)"""
+    """And the capture goes on. (By its pickling: the error of a put shows the tensor, and looking at it ends
+    a capture.)"""
     tensor = torch.ones(LARGE, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         tensor.add_(1)
         with pytest.raises(RuntimeError, match="CUDA graph is being captured"):
-            cuda.reduce(tensor, (tensor.dtype, tuple(tensor.shape), tensor.stride(), False), tensor.nbytes, "cuda")
+            cuda.reduce(
+                tensor, (tensor.dtype, tuple(tensor.shape), tensor.stride(), False), tensor.nbytes, "cuda"
+            )
     graph.replay()
     assert tensor.sum() == 2 * LARGE

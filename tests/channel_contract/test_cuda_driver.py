@@ -1,5 +1,5 @@
-"""The parts of ``cuda_torch`` that need no device: how tensors lie in bytes, and how the driver is called, by a library
-with the driver's calls."""
+"""The parts of ``cuda_torch`` that need no device: how tensors lie in bytes, and how the driver is called, by
+a library with the driver's calls."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ typedef struct { unsigned char reserved[64]; } Handle;
 static uint64_t current, depth, wrong;
 int cuInit(unsigned flags) { return flags != 0; }
 int cuDeviceGet(int* device, int ordinal) { *device = 100 + ordinal; return ordinal == 7 ? 101 : 0; }
-int cuDevicePrimaryCtxRetain(void** context, int device) { *context = (void*)(0x7f0000000000 + device); return 0; }
+int cuDevicePrimaryCtxRetain(void** context, int device) {
+    *context = (void*)(0x7f0000000000 + device);
+    return 0;
+}
 int cuCtxPushCurrent_v2(void* context) { current = (uint64_t)context; depth += 1; return 0; }
 int cuCtxPopCurrent_v2(void** context) { *context = (void*)current; depth -= 1; current = 0; return 0; }
 int cuMemAlloc_v2(uint64_t* address, size_t size) {
@@ -48,7 +51,8 @@ int cuIpcOpenMemHandle_v2(uint64_t* address, Handle handle, unsigned flags) {
 }
 int cuIpcCloseMemHandle(uint64_t address) { return address == 0x7f1234001064 ? 0 : 1; }
 int cuGetErrorName(int code, const char** name) {
-    *name = code == 2 ? "CUDA_ERROR_OUT_OF_MEMORY" : code == 101 ? "CUDA_ERROR_INVALID_DEVICE" : "CUDA_ERROR_OTHER";
+    *name = code == 2 ? "CUDA_ERROR_OUT_OF_MEMORY"
+          : code == 101 ? "CUDA_ERROR_INVALID_DEVICE" : "CUDA_ERROR_OTHER";
     return 0;
 }
 """
@@ -176,10 +180,16 @@ def host_as_device(driver, monkeypatch):
         return where.setdefault((index, address & 0xFFFFFF000FFF), torch.zeros(size, dtype=torch.uint8))
 
     functions = SimpleNamespace(
-        is_available=lambda: True, device_count=lambda: 1, init=lambda: None, empty_cache=lambda: None, Event=Event,
-        get_device_properties=lambda index: SimpleNamespace(uuid="1234"), device=lambda index: contextlib.nullcontext(),
-        current_stream=lambda device: Stream(0), is_current_stream_capturing=lambda: False,
-    )  # fmt: skip
+        is_available=lambda: True,
+        device_count=lambda: 1,
+        init=lambda: None,
+        empty_cache=lambda: None,
+        Event=Event,
+        get_device_properties=lambda index: SimpleNamespace(uuid="1234"),
+        device=lambda index: contextlib.nullcontext(),
+        current_stream=lambda device: Stream(0),
+        is_current_stream_capturing=lambda: False,
+    )
     Event.made.clear()
     monkeypatch.setattr(cuda_torch, "cuda", functions)
     monkeypatch.setattr(TorchDevice, "_driver", driver)
@@ -199,7 +209,8 @@ def test_torchs_part_of_the_protocol(host_as_device, monkeypatch, switch):
     rebuild, (content, *more) = cuda.reduce(sent, form, 8000, "cuda")
     if switch == "1":
         ticket = memoryview(content).obj
-        for owner in (cuda._state.owner, b"another's"):  # as the sender itself gets it, and as another process does
+        # as the sender itself gets it, and as another process does
+        for owner in (cuda._state.owner, b"another's"):
             monkeypatch.setattr(cuda._state, "owner", owner)
             (content,) = cuda.arrivals("keep", [bytes(ticket)])
             arrived = rebuild(content, *more)

@@ -1,10 +1,10 @@
 """Damage in the shared memory of a channel breaks it, and never crashes its users or holds them up for ever.
 
-Other processes write this memory, and one of them may have a stray pointer. Each case is one forked child: it fills a
-channel in every way (items inside, on lease, parked out of turn, ports, a cause), damages its memory, and then uses it.
-A call may raise ``Broken`` or any other error, time out, or go on working; the child must not die by a signal. An
-``abort`` after a while stands for the user who gives up on a channel whose counts make no sense any more: then every
-call must end.
+Other processes write this memory, and one of them may have a stray pointer. Each case is one forked child: it
+fills a channel in every way (items inside, on lease, parked out of turn, ports, a cause), damages its memory,
+and then uses it. A call may raise ``Broken`` or any other error, time out, or go on working; the child must
+not die by a signal. An ``abort`` after a while stands for the user who gives up on a channel whose counts
+make no sense any more: then every call must end.
 """
 
 from __future__ import annotations
@@ -34,9 +34,20 @@ GATES_END = 4_096
 SLOT = 128
 OWNER_DIED = 0x4000_0000
 ERRORS = (
-    ChannelError, ValueError, TypeError, LookupError, OSError, EOFError, ImportError, AttributeError, ArithmeticError,
-    MemoryError, NameError, RuntimeError, pickle.PickleError,
-)  # fmt: skip
+    ChannelError,
+    ValueError,
+    TypeError,
+    LookupError,
+    OSError,
+    EOFError,
+    ImportError,
+    AttributeError,
+    ArithmeticError,
+    MemoryError,
+    NameError,
+    RuntimeError,
+    pickle.PickleError,
+)
 """What a call may raise: the channel's own errors, and what unpickling damaged content can."""
 
 
@@ -86,17 +97,33 @@ class Use:
 
     def calls(self) -> Iterator[Callable[[], Any]]:
         ch, soon = self.ch, 0.01
-        yield from (lambda: ch.put(2, soon), lambda: ch.put(b"w" * 30_000, soon), lambda: ch.put({"b": 1}, soon))
+        yield from (
+            lambda: ch.put(2, soon),
+            lambda: ch.put(b"w" * 30_000, soon),
+            lambda: ch.put({"b": 1}, soon),
+        )
         yield from (ch.stats, lambda: len(ch), lambda: ch.closed, lambda: ch.drained, lambda: repr(ch))
         yield from (lambda: self.reader.get_more(soon), lambda: self.reader.get(soon), lambda: ch.get(soon))
         yield lambda: [*self.reader._numbers_in_hand(), self.reader._deaths_in_hand()]
         yield from (lambda: self.outputs[0].put("in turn", soon), lambda: self.inputs[0].get(soon))
         yield from (lambda: self.inputs[1].get(soon), lambda: self.outputs[1].put(b"v" * 10_000, soon))
         yield from (lambda: select([ch], puts=[(ch, 3)], timeout=soon), lambda: ch.get_many(5, soon))
-        yield from (lambda: self.reader.get_many(9, soon), lambda: self.writer.put_many([1, b"u" * 9_000], soon))
-        yield from (lambda: self.outputs[1]._retire([1]), self.reader._give_up, lambda: self.other_port(ch.reader()))
+        yield from (
+            lambda: self.reader.get_many(9, soon),
+            lambda: self.writer.put_many([1, b"u" * 9_000], soon),
+        )
+        yield from (
+            lambda: self.outputs[1]._retire([1]),
+            self.reader._give_up,
+            lambda: self.other_port(ch.reader()),
+        )
         yield from (lambda: self.other_port(ch.writer()), self.writer.close, self.outputs[0].close, ch.close)
-        yield from (lambda: ch.get_many(50, soon), lambda: ch.abort(KeyError("cause")), lambda: ch.get(soon), ch.stats)
+        yield from (
+            lambda: ch.get_many(50, soon),
+            lambda: ch.abort(KeyError("cause")),
+            lambda: ch.get(soon),
+            ch.stats,
+        )
 
     def other_port(self, port: In[Any] | Out[Any]) -> None:
         with contextlib.closing(port):
@@ -115,22 +142,54 @@ class Use:
 def some_value(chance: random.Random, memory: Memory) -> int:
     """A word that means something to the code that reads it: an offset, a count, a flag, or nonsense."""
     place = chance.randrange(memory.length)
-    return chance.choice([
-        0, 1, 2, 3, 7, 255, 2**31, 2**32 - 1, 2**63, 2**64 - 1, 2**64 - 128, chance.getrandbits(64),
-        chance.getrandbits(32), chance.randrange(64), place, place // 8 * 8, place // 128 * 128, memory.length,
-        memory.length - 128, memory.length - 64, memory.slots() + chance.randrange(24) * SLOT, memory.blocks_at,
-        memory.groups_at, memory.length + 4_096,
-    ])  # fmt: skip
+    return chance.choice(
+        [
+            0,
+            1,
+            2,
+            3,
+            7,
+            255,
+            2**31,
+            2**32 - 1,
+            2**63,
+            2**64 - 1,
+            2**64 - 128,
+            chance.getrandbits(64),
+            chance.getrandbits(32),
+            chance.randrange(64),
+            place,
+            place // 8 * 8,
+            place // 128 * 128,
+            memory.length,
+            memory.length - 128,
+            memory.length - 64,
+            memory.slots() + chance.randrange(24) * SLOT,
+            memory.blocks_at,
+            memory.groups_at,
+            memory.length + 4_096,
+        ]
+    )
 
 
 def damage_words(chance: random.Random, memory: Memory) -> None:
     for _ in range(chance.choice([1, 1, 1, 2, 4])):
         session = chance.choice(memory.sessions())
-        begin, end = chance.choice([
-            (0, MUTEX), (MUTEX, COUNTS), (COUNTS, COUNTS + 128), (COUNTS, 1_000), (1_000, GATES_END),
-            (session, session + 128), (memory.groups_at, memory.groups_at + 128), (memory.groups_at, memory.blocks_at),
-            (memory.slots(), memory.length), (memory.slots(), memory.length), (memory.blocks_at, memory.blocks_at + 40_000),
-        ])  # fmt: skip
+        begin, end = chance.choice(
+            [
+                (0, MUTEX),
+                (MUTEX, COUNTS),
+                (COUNTS, COUNTS + 128),
+                (COUNTS, 1_000),
+                (1_000, GATES_END),
+                (session, session + 128),
+                (memory.groups_at, memory.groups_at + 128),
+                (memory.groups_at, memory.blocks_at),
+                (memory.slots(), memory.length),
+                (memory.slots(), memory.length),
+                (memory.blocks_at, memory.blocks_at + 40_000),
+            ]
+        )
         memory.set(chance.randrange(begin // 8, end // 8) * 8, some_value(chance, memory))
 
 
@@ -161,11 +220,24 @@ def damage_record(chance: random.Random, memory: Memory) -> None:
 
 
 def damage_lock(chance: random.Random, memory: Memory) -> None:
-    """The words of the lock itself: held by nobody, by this thread, by a thread that never was; of another type."""
-    memory.set(MUTEX + 8 * chance.randrange(5), chance.choice([
-        threading.get_native_id(), 1, 2**22 + chance.getrandbits(20), 2**31, OWNER_DIED, chance.getrandbits(64), 2**31 - 2,
-        chance.getrandbits(8) << 32, chance.getrandbits(8),
-    ]))  # fmt: skip
+    """The words of the lock itself: held by nobody, by this thread, by a thread that never was; of another
+    type."""
+    memory.set(
+        MUTEX + 8 * chance.randrange(5),
+        chance.choice(
+            [
+                threading.get_native_id(),
+                1,
+                2**22 + chance.getrandbits(20),
+                2**31,
+                OWNER_DIED,
+                chance.getrandbits(64),
+                2**31 - 2,
+                chance.getrandbits(8) << 32,
+                chance.getrandbits(8),
+            ]
+        ),
+    )
 
 
 KINDS = (damage_words, damage_slot, damage_bytes, damage_record, damage_lock)

@@ -1,4 +1,5 @@
-"""How the sender of tensors on a device ends, within runs and without; on a device made of files (``fake_device``)."""
+"""How the sender of tensors on a device ends, within runs and without; on a device made of files
+(``fake_device``)."""
 
 from __future__ import annotations
 
@@ -107,7 +108,11 @@ def _script(more: str, **environment: str) -> subprocess.CompletedProcess[str]:
     here = Path(__file__).parent
     code = SCRIPT.format(paths=[str(here), str(here.parent)], more=more)
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **environment}, timeout=100
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        timeout=100,
     )
 
 
@@ -160,7 +165,9 @@ def test_stages_in_processes_pass_tensors_on(tmp_path, monkeypatch):
     marker.touch()
     monkeypatch.setenv("MARKER", str(marker))
     graph = Graph("device")
-    tensors = graph.source(range(50)).map(_made, on="process", workers=2).map(_doubled, on="process", workers=2)
+    tensors = (
+        graph.source(range(50)).map(_made, on="process", workers=2).map(_doubled, on="process", workers=2)
+    )
     numbers = tensors.map(_killing, on="process").collect()
     assert graph.run()[numbers] == [2 * number for number in range(50)]
     assert not marker.exists()
@@ -196,12 +203,16 @@ def _runs(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("switch", ["1", "0"])
-def test_a_killed_worker_takes_its_tensors_with_it_unless_they_go_through_the_host(tmp_path, monkeypatch, switch):
+def test_a_killed_worker_takes_its_tensors_with_it_unless_they_go_through_the_host(
+    tmp_path, monkeypatch, switch
+):
     """Then the run says so; it never goes on without them."""
     monkeypatch.setenv("MARKER", str(tmp_path / "marker"))
     monkeypatch.setenv("FLOWCHAN_CUDA_IPC", switch)
     graph = Graph("killed")
-    numbers = graph.source(range(50)).map(_made_until_killed, on="process").map(_read_late, on="process").collect()
+    numbers = (
+        graph.source(range(50)).map(_made_until_killed, on="process").map(_read_late, on="process").collect()
+    )
     if switch == "0":
         assert graph.run()[numbers] == list(range(50))
     else:
@@ -257,10 +268,14 @@ def _check_and_spoil(ch: Channel, seen: Channel, dies_after: int) -> None:
 
 
 @pytest.mark.other_process
-def test_under_load_and_with_receivers_killed_every_tensor_arrives_as_it_was_put(make, spawn_peer, monkeypatch):
+def test_under_load_and_with_receivers_killed_every_tensor_arrives_as_it_was_put(
+    make, spawn_peer, monkeypatch
+):
     monkeypatch.setattr(cuda_pool, "ARENA", MB)
     ch, seen = make(16), make(10_000)
-    receivers = [spawn_peer(_check_and_spoil, ch, seen, dies_after) for dies_after in (10, 20, COUNT**2, COUNT**2)]
+    receivers = [
+        spawn_peer(_check_and_spoil, ch, seen, dies_after) for dies_after in (10, 20, COUNT**2, COUNT**2)
+    ]
     wait_until(lambda: ch.stats().readers == len(receivers))
     senders = [spawn_peer(_put_at_random, ch, seed) for seed in range(3)]
     for sender in senders:

@@ -1,4 +1,5 @@
-"""What crosses: tensors on a device, by handle, in order, and as copies; on a device made of files (``fake_device``)."""
+"""What crosses: tensors on a device, by handle, in order, and as copies; on a device made of files
+(``fake_device``)."""
 
 from __future__ import annotations
 
@@ -56,7 +57,12 @@ def test_tensors_cross_nested_beside_others_and_from_two_devices(make, spawn_pee
     assert arrived["a"][0] is arrived["a"][1]
     assert np.array_equal(arrived["a"][0].numpy(), np.arange(1000))
     tensor, array, text = arrived["b"]
-    assert (tensor.device, tensor.numpy().tolist(), array.sum(), text) == ("fake-B", [1, 1, 1], 4999950000, "text")
+    assert (tensor.device, tensor.numpy().tolist(), array.sum(), text) == (
+        "fake-B",
+        [1, 1, 1],
+        4999950000,
+        "text",
+    )
     ch.close()
     peer.result()
     assert FAKE.counts["to host"] == FAKE.counts["finish"] == 0
@@ -344,7 +350,10 @@ def test_a_device_that_the_receiver_cannot_see_is_named(make, monkeypatch, switc
     ch = make(1)
     ch.put(FakeTensor(np.arange(10), "fake-A"))
     FAKE.seen = ["fake-B"]
-    said = rf"fake device fake-A of process {os.getpid()}.*can use fake-B only.*CUDA_VISIBLE_DEVICES.*tensor\.cpu\(\)"
+    said = (
+        rf"fake device fake-A of process {os.getpid()}.*can use fake-B "
+        rf"only.*CUDA_VISIBLE_DEVICES.*tensor\.cpu\(\)"
+    )
     with pytest.raises(ChannelError, match=said):
         ch.get()
     assert kept() == 0

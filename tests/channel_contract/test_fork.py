@@ -1,5 +1,5 @@
-"""Fork safety: a channel in a forked child works, or says at once why it does not, whatever other threads were doing
-with it at the moment of the fork."""
+"""Fork safety: a channel in a forked child works, or says at once why it does not, whatever other threads
+were doing with it at the moment of the fork."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def in_child(function: Callable[[], object]) -> int:
 
 @pytest.mark.copying
 def test_a_fork_while_threads_use_the_channel_leaves_both_processes_working(make):
-    """Parent threads put and get without a pause, so that locks are held at most forks. Nothing is lost or doubled."""
+    """Parent threads put and get without a pause, so that locks are held at most forks. Nothing is lost or
+    doubled."""
     ch, back, each = make(4), make(), 5
     stop = threading.Event()
 
@@ -80,10 +81,24 @@ def test_a_channel_of_threads_says_at_once_that_it_does_not_reach_a_child():
 
     threads = [ThreadPeer(hammer) for _ in range(3)]
     calls = [
-        lambda: ch.put(1), ch.get, lambda: ch.get(timeout=1), lambda: ch.put_many([1]), lambda: ch.get_many(1), ch.stats,
-        lambda: list(ch), reader.get, lambda: writer.put(1), ch.reader, ch.writer, lambda: select([ch]), lambda: len(ch),
-        lambda: ch.closed, lambda: ch.drained, ch.close, ch.abort,
-    ]  # fmt: skip
+        lambda: ch.put(1),
+        ch.get,
+        lambda: ch.get(timeout=1),
+        lambda: ch.put_many([1]),
+        lambda: ch.get_many(1),
+        ch.stats,
+        lambda: list(ch),
+        reader.get,
+        lambda: writer.put(1),
+        ch.reader,
+        ch.writer,
+        lambda: select([ch]),
+        lambda: len(ch),
+        lambda: ch.closed,
+        lambda: ch.drained,
+        ch.close,
+        ch.abort,
+    ]
 
     def refused():
         for call in calls:
@@ -99,7 +114,8 @@ def test_a_channel_of_threads_says_at_once_that_it_does_not_reach_a_child():
 
 
 def test_a_child_that_drops_what_it_inherited_disturbs_nobody(make):
-    """Its exit runs every destructor, with locks that other threads held at the fork; ports and items stay the parent's."""
+    """Its exit runs every destructor, with locks that other threads held at the fork; ports and items stay
+    the parent's."""
     ch = make(2)
     kept = [ch.reader(), ch.writer()]
     stop = threading.Event()

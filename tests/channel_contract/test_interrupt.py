@@ -1,5 +1,5 @@
-"""C9: Ctrl-C ends any blocked call in the main thread. A script blocks, a second thread of it tells so, and the test
-sends it the signal."""
+"""C9: Ctrl-C ends any blocked call in the main thread. A script blocks, a second thread of it tells so, and
+the test sends it the signal."""
 
 from __future__ import annotations
 
@@ -67,7 +67,9 @@ def test_ctrl_c_interrupts_a_waiting_reader(medium, call):
 def test_ctrl_c_interrupts_a_waiting_writer(medium, call):
     """C9: the item was not put, nobody waits, and the channel works as before."""
     after = "print(ch.get_many(5))"
-    script = run_until_blocked(across=medium.name, side="writers", prepare="ch.put(1)", call=call, after=after)
+    script = run_until_blocked(
+        across=medium.name, side="writers", prepare="ch.put(1)", call=call, after=after
+    )
     assert answer_after(script, signal.SIGINT) == "interrupted 0 0 1\n[1]\n"
 
 
@@ -96,5 +98,7 @@ def catch(call):
     except ZeroDivisionError:
         print("came out", len(ch), flush=True)
 """
-    script = run_until_blocked(across=medium.name, side="writers", prepare=prepare + catch, call=call, after="")
+    script = run_until_blocked(
+        across=medium.name, side="writers", prepare=prepare + catch, call=call, after=""
+    )
     assert answer_after(script, signal.SIGUSR1) == "came out 1\nended with []\n"

@@ -1,4 +1,5 @@
-"""A channel beside a plain model of it: whatever is done in whatever order, both answer alike (C1 to C7, C15)."""
+"""A channel beside a plain model of it: whatever is done in whatever order, both answer alike (C1 to C7,
+C15)."""
 
 from __future__ import annotations
 
@@ -20,12 +21,14 @@ from hypothesis.stateful import (
 
 from flowchan import Broken, ChannelError, Closed, Drained, Empty, Full
 
-ITEMS = st.one_of(st.none(), st.integers(), st.text(max_size=3), st.tuples(st.integers(), st.binary(max_size=40)))
+ITEMS = st.one_of(
+    st.none(), st.integers(), st.text(max_size=3), st.tuples(st.integers(), st.binary(max_size=40))
+)
 
 
 class Model:
-    """What the contract says, by a deque and some counters. One party calls, so nothing ever waits. ``hands`` counts
-    the items that each reading port has got and not yet finished."""
+    """What the contract says, by a deque and some counters. One party calls, so nothing ever waits. ``hands``
+    counts the items that each reading port has got and not yet finished."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -95,7 +98,8 @@ def outcome(call: Callable[[], Any]) -> Any:
 
 
 def count_of(call: Callable[[], Any]) -> Any:
-    """The type of the channel error that a ``put_many`` raised and how many items it had put; None if it put all."""
+    """The type of the channel error that a ``put_many`` raised and how many items it had put; None if it put
+    all."""
     try:
         return call()
     except ChannelError as error:

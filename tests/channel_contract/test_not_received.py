@@ -193,7 +193,9 @@ def test_a_channel_is_received_once_there_are_descriptors_again(make, spawn_peer
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
         taken = list(open_all())
-        with pytest.raises(OSError, match=r"can't be received now, and stays where it is.*ulimit -n") as caught:
+        with pytest.raises(
+            OSError, match=r"can't be received now, and stays where it is.*ulimit -n"
+        ) as caught:
             carrier.get()
         assert caught.value.errno == errno.EMFILE
         for fd in taken:

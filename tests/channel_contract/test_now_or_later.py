@@ -1,4 +1,5 @@
-"""C7: ``*_nowait`` and a timeout that runs out raise Full or Empty, and nothing else is ever mistaken for them."""
+"""C7: ``*_nowait`` and a timeout that runs out raise Full or Empty, and nothing else is ever mistaken for
+them."""
 
 from __future__ import annotations
 

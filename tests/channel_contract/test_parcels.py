@@ -104,7 +104,8 @@ def test_channels_in_channels_go_on_through_other_hands(make, spawn_peer, medium
 
 
 def test_many_channels_in_one_item(make, medium):
-    """C14: up to what one message of the kernel takes; more are refused with the number, and nothing is put."""
+    """C14: up to what one message of the kernel takes; more are refused with the number, and nothing is
+    put."""
     carrier = make()
     carrier.put([medium.make(2) for _ in range(126)])
     many = carrier.get()
@@ -142,7 +143,8 @@ def parcels(channel):
 
 @pytest.mark.parametrize("port", [False, True])
 def test_what_was_received_is_kept_by_nobody_else(make, medium, port):
-    """C12: the kernel's copies of its descriptors go with the item; of a port's last one, with the next that comes."""
+    """C12: the kernel's copies of its descriptors go with the item; of a port's last one, with the next that
+    comes."""
     carrier = make()
     for _ in range(3):
         put_new(carrier, medium.make)

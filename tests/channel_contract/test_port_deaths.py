@@ -1,5 +1,5 @@
-"""C5 counted ends when a whole process ends without closing its port: it has left; of a writer that is no clean end, and
-whoever only polls learns of it too."""
+"""C5 counted ends when a whole process ends without closing its port: it has left; of a writer that is no
+clean end, and whoever only polls learns of it too."""
 
 from __future__ import annotations
 
@@ -105,7 +105,14 @@ def test_the_last_writer_killed_does_not_look_like_a_clean_end(make, spawn_peer)
     assert cut_off_by(end, pid)
     assert (ch.closed, ch.drained, ch.broken) == (True, False, True)
     assert "broken, 0 inside" in repr(ch)
-    for call in (ch.get, ch.get_nowait, lambda: next(ch), lambda: ch.get_many(2), lambda: ch.put(4), lambda: select([ch])):
+    for call in (
+        ch.get,
+        ch.get_nowait,
+        lambda: next(ch),
+        lambda: ch.get_many(2),
+        lambda: ch.put(4),
+        lambda: select([ch]),
+    ):
         with pytest.raises(Broken) as caught:
             call()
         assert cut_off_by(caught.value, pid)
@@ -244,7 +251,8 @@ def test_who_polls_learns_of_a_writers_death(make, spawn_peer, poll):
 
 @pytest.mark.other_process
 def test_a_wait_for_several_channels_of_which_one_is_busy_learns_of_a_writers_death(make, spawn_peer):
-    """C5, C9: coroutines share a thread that sleeps for all of them, and that something else wakes all the time."""
+    """C5, C9: coroutines share a thread that sleeps for all of them, and that something else wakes all the
+    time."""
     ch, busy = make(), Channel()
     peer = spawn_peer(open_writer_and_stay, ch)
     wait_stats(ch, items_in=3)

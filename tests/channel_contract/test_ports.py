@@ -1,5 +1,5 @@
-"""C5 counted ends: the last writer's exit closes, the last reader's exit ends it for writers, however they exit. How it
-looks when a process ends without closing its port is in test_port_deaths.py."""
+"""C5 counted ends: the last writer's exit closes, the last reader's exit ends it for writers, however they
+exit. How it looks when a process ends without closing its port is in test_port_deaths.py."""
 
 from __future__ import annotations
 
@@ -224,7 +224,8 @@ def test_a_port_on_a_broken_channel_raises_broken(make):
 
 
 def test_an_item_in_hand_keeps_the_channel_from_being_drained(make, spawn_peer):
-    """C4: a reading port leases its item until it asks for the next one or leaves; the item might come back."""
+    """C4: a reading port leases its item until it asks for the next one or leaves; the item might come
+    back."""
     ch = make()
     ch.put("in hand")
     into = ch.reader()

@@ -1,4 +1,5 @@
-"""C10: ``select`` completes exactly one of several operations, fairly, over any mix of media in one process."""
+"""C10: ``select`` completes exactly one of several operations, fairly, over any mix of media in one
+process."""
 
 from __future__ import annotations
 
@@ -37,7 +38,10 @@ def counts(channels):
 
 
 def nobody_waits(channels):
-    return all(ch.stats().waiting_readers == ch.stats().waiting_writers == ch.stats().selecting == 0 for ch in channels)
+    return all(
+        ch.stats().waiting_readers == ch.stats().waiting_writers == ch.stats().selecting == 0
+        for ch in channels
+    )
 
 
 # exactly one
@@ -271,7 +275,10 @@ def test_a_put_elsewhere_wakes_a_waiting_select(kind, chosen):
 @pytest.mark.parametrize("kind", [ThreadPeer, ProcessPeer])
 def test_a_get_elsewhere_wakes_a_select_that_waits_to_put(kind):
     """C8, C10."""
-    channels = [Channel(1, across="processes"), Channel(1, across="threads" if kind is ThreadPeer else "processes")]
+    channels = [
+        Channel(1, across="processes"),
+        Channel(1, across="threads" if kind is ThreadPeer else "processes"),
+    ]
     for ch in channels:
         ch.put("old")
     waiting = ThreadPeer(select, [], [(ch, "new") for ch in channels])
@@ -283,7 +290,8 @@ def test_a_get_elsewhere_wakes_a_select_that_waits_to_put(kind):
 
 
 def test_a_select_that_used_another_channel_passes_its_wake_up_on(several):
-    """C8, C10: beside it a plain reader waits, which must not sleep beside the item that the select did not take."""
+    """C8, C10: beside it a plain reader waits, which must not sleep beside the item that the select did not
+    take."""
     for _ in range(100):
         a, b = several(2)
         plain = ThreadPeer(a.get)
@@ -322,7 +330,9 @@ except KeyboardInterrupt:
     print("interrupted", a.stats().selecting, b.stats().selecting, len(a), b.get())
 """
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    with subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True, env=environment) as script:
+    with subprocess.Popen(
+        [sys.executable, "-c", text], stdout=subprocess.PIPE, text=True, env=environment
+    ) as script:
         assert script.stdout is not None
         assert script.stdout.readline() == "blocked\n"
         script.send_signal(signal.SIGINT)
@@ -345,7 +355,8 @@ def test_of_several_ready_channels_each_is_chosen_about_equally_often(several):
 
 @pytest.mark.parametrize("before", [2, 8])
 def test_channels_that_are_not_ready_favour_none_of_those_that_are(several, before):
-    """C10: each of two ready ones behind empty ones has half of 900 choices, within eight standard deviations."""
+    """C10: each of two ready ones behind empty ones has half of 900 choices, within eight standard
+    deviations."""
     channels = several(before + 2, capacity=1_000)
     for ch in channels[before:]:
         ch.put_many(range(900))
@@ -354,7 +365,8 @@ def test_channels_that_are_not_ready_favour_none_of_those_that_are(several, befo
 
 
 def test_a_select_that_does_not_wait_misses_no_item_on_its_way(several, make_gate):
-    """C10: one channel or the other has an item at every moment; looking at them one after the other must not miss it."""
+    """C10: one channel or the other has an item at every moment; looking at them one after the other must not
+    miss it."""
     here, there = channels = several(2)
     here.put("item")
     gate = make_gate(1)
@@ -388,7 +400,8 @@ def test_gets_and_puts_are_chosen_about_equally_often(several):
 
 
 def test_no_item_is_lost_or_taken_twice_by_many_selects_at_once(several):
-    """C8, C10: selecting readers and selecting writers over the same channels; every item is accounted for."""
+    """C8, C10: selecting readers and selecting writers over the same channels; every item is accounted
+    for."""
     channels, each, parties = several(3, capacity=2), 600, 4
 
     def write(number):
@@ -415,7 +428,8 @@ def test_no_item_is_lost_or_taken_twice_by_many_selects_at_once(several):
 
 
 def test_selects_beside_plain_calls_and_other_processes():
-    """C8, C10: selecting and plain readers share the items that processes and threads put; timeouts take part."""
+    """C8, C10: selecting and plain readers share the items that processes and threads put; timeouts take
+    part."""
     shared, local = Channel(3, across="processes"), Channel(3)
     each = 500
 

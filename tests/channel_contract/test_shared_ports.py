@@ -56,7 +56,8 @@ def test_closing_a_port_while_another_thread_copies_damages_nothing(make, side):
         else:
             ch.put(item)
             port, got = ch.reader(), []
-            thread = threading.Thread(target=lambda: _ignoring_the_end(lambda: got.append(port.get())))  # noqa: B023
+            taking = lambda port=port, got=got: got.append(port.get())  # noqa: E731
+            thread = threading.Thread(target=_ignoring_the_end, args=(taking,))
             with ch.reader():
                 thread.start()
                 port.close()

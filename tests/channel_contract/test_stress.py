@@ -15,7 +15,8 @@ ITEMS = 8_000  # over all writers together
 
 
 def write(ch, gate, number, count, how):
-    """Puts (number, 0), (number, 1), … through a port of its own, which the gate makes sure all hold by then."""
+    """Puts (number, 0), (number, 1), … through a port of its own, which the gate makes sure all hold by
+    then."""
     with ch.writer() as out:
         gate.arrive()
         if how == "many":
@@ -27,7 +28,8 @@ def write(ch, gate, number, count, how):
 
 
 def read(ch, gate, how):
-    """Takes what it gets until the end. Returns a count per writer, and a sum, after checking each writer's order."""
+    """Takes what it gets until the end. Returns a count per writer, and a sum, after checking each writer's
+    order."""
     last: Counter[int] = Counter()
     counts: Counter[int] = Counter()
     total = 0

@@ -58,7 +58,11 @@ def same(sent: Any, arrived: Any) -> bool:
     if isinstance(sent, dict):
         return same(list(sent.items()), list(arrived.items()))
     if isinstance(sent, np.ndarray):
-        return sent.dtype == arrived.dtype and sent.shape == arrived.shape and bool(np.array_equal(sent, arrived))
+        return (
+            sent.dtype == arrived.dtype
+            and sent.shape == arrived.shape
+            and bool(np.array_equal(sent, arrived))
+        )
     return bool(sent == arrived)
 
 
@@ -314,7 +318,12 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(values=st.lists(VALUES, min_size=1, max_size=8))
 def test_any_values_arrive_as_they_were_sent(medium, values):
     """Whatever small built-ins are nested in whatever way, one by one and in batches."""

@@ -1,7 +1,9 @@
-"""Arrays that are read and filled in a channel's own memory keep their contents, whatever is done in whatever order.
+"""Arrays that are read and filled in a channel's own memory keep their contents, whatever is done in whatever
+order.
 
-Everything happens in one process, with little memory and sizes that never fit twice, so that memory is cut anew again and
-again around what is still looked at. Every array is filled with its number; all that are held are read after each step.
+Everything happens in one process, with little memory and sizes that never fit twice, so that memory is cut
+anew again and again around what is still looked at. Every array is filled with its number; all that are held
+are read after each step.
 """
 
 from __future__ import annotations
@@ -12,7 +14,14 @@ from typing import Any
 import numpy
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from flowchan import Channel, Drained, Full
 

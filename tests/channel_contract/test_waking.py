@@ -105,12 +105,15 @@ def test_readers_and_writers_hand_over_through_one_place(make, spawn_peer):
     for writer in writers:
         writer.result()
     ch.close()
-    assert sorted(item for reader in readers for item in reader.result()) == sorted([*range(300), *range(300)])
+    assert sorted(item for reader in readers for item in reader.result()) == sorted(
+        [*range(300), *range(300)]
+    )
 
 
 @pytest.mark.parametrize("batch", [1, 8])
 def test_no_reader_starves(make, spawn_peer, batch):
-    """C8: each of several readers gets its items while the others keep taking. Ends only when all were served."""
+    """C8: each of several readers gets its items while the others keep taking. Ends only when all were
+    served."""
     ch, served = make(2), make()
 
     def read():
@@ -133,7 +136,8 @@ def test_no_reader_starves(make, spawn_peer, batch):
 
 
 def test_no_writer_starves(make, spawn_peer):
-    """C8: each of several writers gets its items in while the others keep putting. Ends only when all were served."""
+    """C8: each of several writers gets its items in while the others keep putting. Ends only when all were
+    served."""
     ch = make(2)
 
     def write(number):
@@ -153,7 +157,8 @@ def test_no_writer_starves(make, spawn_peer):
 
 
 def test_linearizable(make, spawn_peer, make_gate):
-    """C1, C8: after an own put there is at least one item for an own get, so no call ever waits for another peer."""
+    """C1, C8: after an own put there is at least one item for an own get, so no call ever waits for another
+    peer."""
     peers, rounds = 4, 300
     ch = make(peers)
     gate = make_gate(peers)

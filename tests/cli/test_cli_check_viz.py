@@ -21,7 +21,8 @@ def never(*_):
 
 def declare(name):
     graph = Graph(name)
-    graph.source(never, name="numbers").map(never, name="half", workers=2, on="process").sink(never, name="save")
+    numbers = graph.source(never, name="numbers")
+    numbers.map(never, name="half", workers=2, on="process").sink(never, name="save")
     return graph
 """
 ONE = HEAD + "\ngraph = declare('halves')\nif __name__ == '__main__':\n    never()\n"
@@ -61,13 +62,18 @@ def test_check_gives_one_line_with_the_counts_when_all_is_clear() -> None:
 
 
 def test_check_lists_all_problems_with_the_users_file_and_line() -> None:
-    wrong = HEAD + "\ngraph = Graph('wrong')\na = graph.source(never, name='a')\nb = graph.source(never, name='b')\n"
+    wrong = (
+        HEAD
+        + "\ngraph = Graph('wrong')\na = graph.source(never, name='a')\nb = graph.source(never, name='b')\n"
+    )
     result = call("check", "mine.py", file=wrong)
     line = 1 + wrong.splitlines().index("a = graph.source(never, name='a')")
     assert result.exit_code == 2
     assert [said.partition(": ")[0] for said in result.stdout.splitlines()] == [
-        f"mine.py:{line}", f"mine.py:{line + 1}", "wrong",
-    ]  # fmt: skip
+        f"mine.py:{line}",
+        f"mine.py:{line + 1}",
+        "wrong",
+    ]
 
 
 def test_check_calls_a_function_with_the_arguments_as_strings() -> None:
@@ -89,7 +95,9 @@ def test_viz_writes_the_format_that_the_output_names(suffix: str) -> None:
 
 
 def test_viz_draws_a_graph_that_has_problems() -> None:
-    result = call("viz", "mine.py", "-o", "out.dot", file=HEAD + "\ngraph = Graph('g')\ngraph.source(never)\n")
+    result = call(
+        "viz", "mine.py", "-o", "out.dot", file=HEAD + "\ngraph = Graph('g')\ngraph.source(never)\n"
+    )
     assert result.exit_code == 0
     assert "read by nobody" in Path("out.dot").read_text()
 
@@ -119,7 +127,9 @@ def test_a_file_that_is_no_python_is_one_line(content: bytes) -> None:
 
 def test_an_error_in_the_file_is_one_line_with_its_place() -> None:
     line = refused(call("check", "mine.py", file="import os\nimport no_such_module\n"))
-    assert line.startswith("flowchan: mine.py: ModuleNotFoundError: No module named 'no_such_module' (line 2)")
+    assert line.startswith(
+        "flowchan: mine.py: ModuleNotFoundError: No module named 'no_such_module' (line 2)"
+    )
 
 
 def test_debug_shows_the_traceback() -> None:
@@ -171,11 +181,15 @@ def test_a_named_function_needs_no_annotation() -> None:
 def test_a_name_that_is_not_there_or_is_no_graph_is_one_line() -> None:
     assert "no 'nope' inside; it has graph" in refused(call("check", "mine.py:nope", file=ONE))
     assert "neither a graph nor a function" in refused(call("check", "mine.py:x", file=ONE + "\nx = 1\n"))
-    assert "returned an object of type int" in refused(call("check", "mine.py:f", file="def f():\n    return 1\n"))
+    assert "returned an object of type int" in refused(
+        call("check", "mine.py:f", file="def f():\n    return 1\n")
+    )
 
 
 def test_arguments_that_do_not_fit_are_one_line() -> None:
-    assert "(name: str, twice='no'), 3 given" in refused(call("check", "mine.py", "a", "b", "c", file=BUILDER))
+    assert "(name: str, twice='no'), 3 given" in refused(
+        call("check", "mine.py", "a", "b", "c", file=BUILDER)
+    )
     assert "takes no arguments: a" in refused(call("check", "mine.py", "a", file=ONE))
 
 
@@ -186,7 +200,9 @@ def test_a_file_named_like_a_module_of_python_does_not_replace_it() -> None:
     assert hasattr(queue, "SimpleQueue")
 
 
-def test_neighbours_of_the_file_can_be_imported_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neighbours_of_the_file_can_be_imported_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     Path("neighbour_of_mine.py").write_text(ONE)
     Path("mine.py").write_text("from neighbour_of_mine import graph\n")
     (tmp_path / "elsewhere").mkdir()

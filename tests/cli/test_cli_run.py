@@ -1,5 +1,5 @@
-"""``flowchan run``: what it shows, and its exit codes: 0 done, 1 failed, 2 the graph or the call is wrong, 130
-interrupted."""
+"""``flowchan run``: what it shows, and its exit codes: 0 done, 1 failed, 2 the graph or the call is wrong,
+130 interrupted."""
 
 from __future__ import annotations
 
@@ -20,11 +20,15 @@ WORKS = HEAD + "graph.source(range(1000)).map(abs, name='same').sink(lambda item
 FAILS = HEAD + "graph.source([4, 2, 0]).map(lambda n: 8 // n, name='halve').sink(lambda item: None)\n"
 UNREAD = HEAD + "graph.source([4, 2, 0]).map(abs)\n"
 ENDLESS = (
-    "import itertools, sys\n" + HEAD + "def tell(item):\n    if item == 100:\n        print('going', flush=True)\n"
+    "import itertools, sys\n"
+    + HEAD
+    + "def tell(item):\n    if item == 100:\n        print('going', flush=True)\n"
     "graph.source(itertools.count).sink(tell)\n"
 )
-FUNCTION = "from flowchan import Graph\ndef made(n: str) -> Graph:\n    graph = Graph('made')\n" \
+FUNCTION = (
+    "from flowchan import Graph\ndef made(n: str) -> Graph:\n    graph = Graph('made')\n"
     "    graph.source(range(int(n))).sink(lambda item: None, name='last')\n    return graph\n"
+)
 
 
 def run(tmp_path: Path, text: str, *args: str) -> Result:
@@ -55,7 +59,10 @@ def test_a_run_that_fails_names_stage_item_and_error_and_ends_with_1(tmp_path: P
 def test_a_graph_that_is_filled_from_outside_is_for_a_program_to_run(tmp_path: Path) -> None:
     result = run(tmp_path, HEAD + "graph.input('questions').sink(lambda item: None)\n")
     assert result.exit_code == 2
-    assert "gets items from outside, by its input 'questions', so only a program can run it: python" in result.output
+    assert (
+        "gets items from outside, by its input 'questions', so only a program can run it: python"
+        in result.output
+    )
 
 
 def test_a_wrong_graph_lists_its_problems_and_ends_with_2(tmp_path: Path) -> None:
@@ -77,7 +84,9 @@ def test_an_item_that_failed_shows_its_traceback_with_debug(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_finishes_says_so_in_one_line_and_ends_with_130(tmp_path: Path, number: int) -> None:
+def test_an_interrupted_run_finishes_says_so_in_one_line_and_ends_with_130(
+    tmp_path: Path, number: int
+) -> None:
     """R5, for the command."""
     with subprocess.Popen(
         command(tmp_path, ENDLESS), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

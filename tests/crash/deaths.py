@@ -1,4 +1,5 @@
-"""How the crash tests make a worker die at a chosen point: it asks there, and is killed as often as was said."""
+"""How the crash tests make a worker die at a chosen point: it asks there, and is killed as often as was
+said."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from flowchan import Channel, Closed, Run, StageStats
 
 
 class Deaths:
-    """``at(point)`` kills the calling process with SIGKILL the first ``times`` times that a worker comes to that point."""
+    """``at(point)`` kills the calling process with SIGKILL the first ``times`` times that a worker comes to
+    that point."""
 
     def __init__(self, *points: object, times: int = 1) -> None:
         self.total = len(points) * times

@@ -1,10 +1,11 @@
-"""Random graphs, whose worker processes are killed at random, compared exactly with a plain sequential computation.
+"""Random graphs, whose worker processes are killed at random, compared exactly with a plain sequential
+computation.
 
     python -m tests.crash.soak --minutes 10 --seed 1
 
-Each graph comes from the seed and its number alone, so a failure is found again with ``--seed S --graph N`` (the kills
-come at other moments, though). The items are numbers with a payload; every stage is a function of its item, so what must
-come out is known. A run in which nothing moves for ``STALL`` seconds is a hang.
+Each graph comes from the seed and its number alone, so a failure is found again with ``--seed S --graph N``
+(the kills come at other moments, though). The items are numbers with a payload; every stage is a function of
+its item, so what must come out is known. A run in which nothing moves for ``STALL`` seconds is a hang.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from flowchan.stage import DEFAULT_CAPACITY
 STALL = 60.0
 """Seconds without any movement that count as a hang."""
 MOST_KILLS = 3
-"""Kills after which something must have moved before the next one: dying faster than starting gets nobody anywhere."""
+"""Kills after which something must have moved before the next one: dying faster than starting gets nobody
+anywhere."""
 ENDLESS = 10**9
 """A limit that the random deaths of a soak never reach."""
 
@@ -40,7 +42,9 @@ Item = tuple[int, bytes]
 
 def payload_of(number: int) -> bytes:
     """Mostly nothing; every ninth item has a block in shared memory, every 50th a large one."""
-    return bytes(number % 251 for _ in range(1)) * (20_000 if number % 50 == 3 else 500 if number % 9 == 1 else 0)
+    return bytes(number % 251 for _ in range(1)) * (
+        20_000 if number % 50 == 3 else 500 if number % 9 == 1 else 0
+    )
 
 
 def numbers(count: int) -> Iterator[Item]:
@@ -108,7 +112,12 @@ def case(seed: int, number: int) -> Case:
     process = chance.random() < 0.5
     words[0] += " on process" if process else ""
     stream = graph.source(
-        numbers, count, on="process" if process else "thread", restartable=process, restarts=ENDLESS, capacity=capacity()
+        numbers,
+        count,
+        on="process" if process else "thread",
+        restartable=process,
+        restarts=ENDLESS,
+        capacity=capacity(),
     )
     items = list(numbers(count))
     for _ in range(chance.randint(1, 4)):
@@ -167,8 +176,9 @@ def soak(seconds: float, seed: int, first: int = 0, last: int | None = None) -> 
     totals = Totals()
     end = time.monotonic() + seconds
     number = first
-    # Deaths in quick succession are the point here; the pauses after them would be all that a soak consists of. And who is
-    # killed at random may well die several times before it begins to work, which elsewhere means that it never will.
+    # Deaths in quick succession are the point here; the pauses after them would be all that a soak consists
+    # of. And who is killed at random may well die several times before it begins to work, which elsewhere
+    # means that it never will.
     with patch.object(decisions, "LONGEST_PAUSE", 0.01), patch.object(supervisor, "HOPELESS", ENDLESS):
         while time.monotonic() < end and (last is None or number <= last):
             chance = random.Random(f"{seed} {number} kills")
@@ -218,7 +228,10 @@ def one(case: Case, chance: random.Random, totals: Totals, name: str, end: float
     totals.lost += lost.total()
     totals.repeated += repeated.total()
     if lost or repeated:
-        fail(f"lost {sorted(n for n, _ in lost)[:20]}, repeated {sorted(n for n, _ in repeated)[:20]}\n{run.report()}")
+        fail(
+            f"lost {sorted(n for n, _ in lost)[:20]}, repeated "
+            f"{sorted(n for n, _ in repeated)[:20]}\n{run.report()}"
+        )
     elif case.ordered and found != case.expected:
         totals.disordered += 1
         fail("the items came out of order")
@@ -241,7 +254,9 @@ def progress(run: Run) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=None, help="a new one if left out")
     parser.add_argument("--graph", type=int, default=None, help="only the graph of this number")

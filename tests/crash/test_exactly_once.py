@@ -1,4 +1,5 @@
-"""C11, R4: workers killed by SIGKILL at a chosen point lose and repeat nothing downstream, and keep the order."""
+"""C11, R4: workers killed by SIGKILL at a chosen point lose and repeat nothing downstream, and keep the
+order."""
 
 from __future__ import annotations
 
@@ -80,7 +81,9 @@ def test_c11_filter(workers: int, ordered: bool) -> None:
 
     graph = Graph("c11")
     numbers = graph.source(range(ITEMS), capacity=4)
-    out = numbers.filter(odd, on="process", workers=workers, ordered=ordered, capacity=4, name="work").collect()
+    out = numbers.filter(
+        odd, on="process", workers=workers, ordered=ordered, capacity=4, name="work"
+    ).collect()
     run, results = ended(graph)
     assert same(results[out], list(range(1, ITEMS, 2)), ordered)
     assert stage_of(run, "work").restarts == deaths.total
@@ -226,10 +229,14 @@ def test_r4_a_poison_item_keeps_the_outputs_that_it_had_before_its_death() -> No
         yield item, 1
 
     graph = Graph("poison")
-    worked = graph.source(range(9), capacity=2).flat_map(work, on="process", workers=2, capacity=4, max_deaths=2)
+    worked = graph.source(range(9), capacity=2).flat_map(
+        work, on="process", workers=2, capacity=4, max_deaths=2
+    )
     out, failed = worked.collect(), worked.errors.collect()
     results = graph.run()
-    assert results[out] == [(item, number) for item in range(9) for number in range(2) if (item, number) != (5, 1)]
+    assert results[out] == [
+        (item, number) for item in range(9) for number in range(2) if (item, number) != (5, 1)
+    ]
     assert [failure.item for failure in results[failed]] == [5]
 
 

@@ -1,9 +1,11 @@
-"""Executes the code blocks of one Markdown file, in order, and compares what they print: ``python execute.py FILE.md``.
+"""Executes the code blocks of one Markdown file, in order, and compares what they print: ``python execute.py
+FILE.md``.
 
-- A ``python`` block runs in the namespace of the file, as part of ``__main__``. If ``<!-- file: NAME -->`` stands above
-  it, it is also written to that file, for the commands that follow.
+- A ``python`` block runs in the namespace of the file, as part of ``__main__``. If ``<!-- file: NAME -->``
+  stands above it, it is also written to that file, for the commands that follow.
 - In an ``sh`` block, the lines that begin with ``flowchan`` are run.
-- ``# → text`` ending a Python line is a line that the block prints; with such comments, they are all its output.
+- ``# → text`` ending a Python line is a line that the block prints; with such comments, they are all its
+  output.
 - A ``text`` block directly below is the output of the block above it, exactly.
 """
 
@@ -16,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -26,8 +29,8 @@ PRINTS = re.compile(r"# → (.*)$", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A fenced block: its language, its text, the line it begins on, the file it is to be written to, and the output it
-    owes, ``None`` where none is stated."""
+    """A fenced block: its language, its text, the line it begins on, the file it is to be written to, and the
+    output it owes, ``None`` where none is stated."""
 
     language: str
     text: str
@@ -88,10 +91,14 @@ def main() -> None:
     for block in blocks(Path(path).read_text()):
         if block.language not in ("python", "sh"):
             continue
-        run = (lambda: run_python(block, path, user)) if block.language == "python" else (lambda: run_commands(block))  # noqa: B023
-        printed = printed_by(run)
+        if block.language == "python":
+            printed = printed_by(partial(run_python, block, path, user))
+        else:
+            printed = printed_by(partial(run_commands, block))
         if block.expected is not None and printed != block.expected:
-            raise SystemExit(f"{path}:{block.line}: the block prints\n{printed}\nand the text says\n{block.expected}")
+            raise SystemExit(
+                f"{path}:{block.line}: the block prints\n{printed}\nand the text says\n{block.expected}"
+            )
     sys.modules["__main__"] = ours
 
 

@@ -1,4 +1,5 @@
-"""Every code block of the README and of the guide runs and prints what the text says; ``execute.py`` has the rules."""
+"""Every code block of the README and of the guide runs and prints what the text says; ``execute.py`` has the
+rules."""
 
 from __future__ import annotations
 

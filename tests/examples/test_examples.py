@@ -1,5 +1,5 @@
-"""Every example is run as a user runs it, in a process of its own, and its output is compared with a plain sequential
-computation made here."""
+"""Every example is run as a user runs it, in a process of its own, and its output is compared with a plain
+sequential computation made here."""
 
 from __future__ import annotations
 
@@ -65,7 +65,9 @@ def counted_words(directory: Path) -> list[str]:
 def test_wordcount_equals_a_sequential_count(real_files: Path) -> None:
     head, *words = python("wordcount.py", real_files).splitlines()
     assert [head, *(line[:12] for line in words)] == counted_words(real_files)
-    text = "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in real_files.rglob("*.py")).lower()
+    text = "\n".join(
+        file.read_text(encoding="utf-8", errors="replace") for file in real_files.rglob("*.py")
+    ).lower()
     for line in words:
         count, word = line.split()
         assert int(count.replace(",", "")) == len(re.findall(rf"\b{word}\b", text))

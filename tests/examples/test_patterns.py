@@ -1,4 +1,5 @@
-"""The examples of the patterns, run as a user runs them; their output is compared with a plain sequential computation."""
+"""The examples of the patterns, run as a user runs them; their output is compared with a plain sequential
+computation."""
 
 from __future__ import annotations
 
@@ -35,7 +36,10 @@ def test_map_over_files_gives_each_worker_its_share_and_counts_every_line(on: st
     files = sorted(REAL_FILES.rglob("*.py"))
     shares = [files[0::3], files[1::3], files[2::3]]
     assert python("map_files.py", REAL_FILES, "--workers", 3, "--on", on) == [
-        *(f"worker {worker}: {lines_of(share):,} lines in {len(share):,} files" for worker, share in enumerate(shares, 1)),
+        *(
+            f"worker {worker}: {lines_of(share):,} lines in {len(share):,} files"
+            for worker, share in enumerate(shares, 1)
+        ),
         f"together: {lines_of(files):,} lines in {len(files):,} files",
     ]
 
@@ -62,7 +66,8 @@ def test_a_work_queue_over_files_finds_what_a_search_for_import_lines_finds(on: 
     head, *rest = python("queue_files.py", tmp_path, "--on", on, "--workers", 3)
     assert head == f"{len(sources) + 1:,} files, 1 of them no Python of this version"
     assert [line.split()[::-1] for line in rest] == [
-        [name, f"{count:,}"] for name, count in sorted(found.items(), key=lambda pair: (-pair[1], pair[0]))[:5]
+        [name, f"{count:,}"]
+        for name, count in sorted(found.items(), key=lambda pair: (-pair[1], pair[0]))[:5]
     ]
 
 
@@ -81,7 +86,12 @@ def test_a_background_task_packs_every_file(on: str, tmp_path: Path) -> None:
 
 
 def test_a_background_task_that_fails_raises_to_the_program(tmp_path: Path) -> None:
-    command = [sys.executable, str(EXAMPLES / "background_task.py"), "-o", str(tmp_path / "nowhere" / "packed.zip")]
+    command = [
+        sys.executable,
+        str(EXAMPLES / "background_task.py"),
+        "-o",
+        str(tmp_path / "nowhere" / "packed.zip"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 1
     assert "FileNotFoundError" in done.stderr

@@ -1,4 +1,5 @@
-"""The example is run as a user runs it; what it prints is compared with the plain network's answers, computed here."""
+"""The example is run as a user runs it; what it prints is compared with the plain network's answers, computed
+here."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ def python(*arguments: object) -> str:
 
 @pytest.mark.parametrize(("on", "parts"), [("process", 2), ("thread", 3)])
 def test_sequential_inference_gives_the_answers_of_the_plain_network(on: str, parts: int) -> None:
-    head, sequential, pipelined, last = python(EXAMPLE, "--batches", 3, "--on", on, "--parts", parts).splitlines()
+    head, sequential, pipelined, last = python(
+        EXAMPLE, "--batches", 3, "--on", on, "--parts", parts
+    ).splitlines()
     assert head == "1,410 images in 3 batches"
     share = re.fullmatch(r"sequential (\d+\.\d\d%) right in \d+\.\d\d s", sequential)
     assert share, sequential

@@ -1,4 +1,5 @@
-"""The example is run as a user runs it: both trainings learn along one curve, and know the digits that were held out."""
+"""The example is run as a user runs it: both trainings learn along one curve, and know the digits that were
+held out."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def test_both_trainings_learn_along_one_curve_and_know_the_held_out_digits(tmp_p
     assert {"F 0", "B 3", "update"} <= names
 
 
-@pytest.mark.parametrize("arguments", [("--on", "thread", "--parts", 3), ("--schedule", "gpipe", "--parts", 1)])
+@pytest.mark.parametrize(
+    "arguments", [("--on", "thread", "--parts", 3), ("--schedule", "gpipe", "--parts", 1)]
+)
 def test_other_pipes_learn_along_the_same_curve(arguments: tuple[object, ...]) -> None:
     _, *rows, _, _, same = lines_of("--epochs", 2, *arguments)
     assert [one == other for _, one, other in map(str.split, rows)] == [True, True]

@@ -1,27 +1,35 @@
-"""What CPython 3.11 tests of ``concurrent.futures``, asked of ``TaskPool`` on threads and on processes: all but
-``wait`` and ``as_completed``, which have a file of their own.
+"""What CPython 3.11 tests of ``concurrent.futures``, asked of ``TaskPool`` on threads and on processes: all
+but ``wait`` and ``as_completed``, which have a file of their own.
 
-Each test has the name it has there, and none of its code. What we answer differently, or have nothing to be asked about:
+Each test has the name it has there, and none of its code. What we answer differently, or have nothing to be
+asked about:
 
-====================================================  ==================================================================
-test_initializer (also a failing one)                 there is no ``initializer=``; a task can prepare what it needs
-test_default_workers, test_max_workers_too_large      ``workers`` is always said; the second is about Windows
-test_threads_terminate, test_processes_terminate      they count private threads and processes; here every test ends with
-                                                      a look for threads, processes and descriptors that are left
-test_thread_names_default                             threads have the name of the pool, ``name=``, which has a default
-test_idle_thread_reuse, test_idle_process_reuse_one,  all workers start with the pool, none later
+====================================================
+================================================================== test_initializer (also a failing one)
+there is no ``initializer=``; a task can prepare what it needs test_default_workers,
+test_max_workers_too_large      ``workers`` is always said; the second is about Windows
+test_threads_terminate, test_processes_terminate      they count private threads and processes; here every
+test ends with
+                                                      a look for threads, processes and descriptors that are
+                                                      left
+test_thread_names_default                             threads have the name of the pool, ``name=``, which has
+a default test_idle_thread_reuse, test_idle_process_reuse_one,  all workers start with the pool, none later
   test_idle_process_reuse_multiple
 test_max_tasks_per_child (and two more)               there is no ``max_tasks_per_child=``
-test_killed_child, test_crash_*, test_shutdown_       the task whose worker died fails with ``WorkerDied``; the pool goes
+test_killed_child, test_crash_*, test_shutdown_       the task whose worker died fails with ``WorkerDied``;
+the pool goes
   deadlock                                            on, where theirs is broken
-test_exit_at_task_unpickle, test_error_at_task_       the future has what was raised there, and the pool goes on, where
+test_exit_at_task_unpickle, test_error_at_task_       the future has what was raised there, and the pool goes
+on, where
   unpickle, test_*_during_result_unpickle_in_result_  theirs is broken
   handler
 test_error_at_task_pickle, test_error_during_result_  a ``TypeError`` that names the part and says why
   pickle_on_worker, test_shutdown_deadlock_pickle
-test_traceback                                        the worker's traceback is a note of the exception, not its cause
-FutureTests                                           are about ``Future``, which is Python's own here
-====================================================  ==================================================================
+test_traceback                                        the worker's traceback is a note of the exception, not
+its cause FutureTests                                           are about ``Future``, which is Python's own
+here
+====================================================
+==================================================================
 """
 
 from __future__ import annotations
@@ -66,7 +74,9 @@ def test_run_after_shutdown(pool: TaskPool) -> None:
 
 
 @everywhere
-@pytest.mark.parametrize("end", ["", "pool.shutdown(wait=False)"], ids=["interpreter_shutdown", "hang_gh83386"])
+@pytest.mark.parametrize(
+    "end", ["", "pool.shutdown(wait=False)"], ids=["interpreter_shutdown", "hang_gh83386"]
+)
 def test_interpreter_shutdown_and_hang_gh83386(on: str, end: str) -> None:
     done = python(f"""
 import time
@@ -236,7 +246,8 @@ def test_executor_map_current_future_cancel(on: Any, gate: Gate) -> None:
         with pytest.raises(futures.TimeoutError):
             next(results)
         gate.open()
-    assert called.get_many(64) in ([0], [0, 1], [0, 1, 2])  # on processes two more are on their way to a worker
+    # on processes two more are on their way to a worker
+    assert called.get_many(64) in ([0], [0, 1], [0, 1, 2])
 
 
 @everywhere
@@ -382,7 +393,10 @@ DEADLOCKS: dict[str, tuple[Callable[[TaskPool], Future[Any]], type[BaseException
         lambda pool: pool.submit(Bad, int, not_unpickled),
         UnpicklingError,
     ),
-    "test_exit_during_result_unpickle_in_result_handler": (lambda pool: pool.submit(Bad, int, leave), SystemExit),
+    "test_exit_during_result_unpickle_in_result_handler": (
+        lambda pool: pool.submit(Bad, int, leave),
+        SystemExit,
+    ),
 }
 
 

@@ -1,5 +1,5 @@
-"""What CPython 3.11 tests of ``wait`` and ``as_completed``, asked of the futures of ``TaskPool``. Each test has the name it
-has there, and none of its code."""
+"""What CPython 3.11 tests of ``wait`` and ``as_completed``, asked of the futures of ``TaskPool``. Each test
+has the name it has there, and none of its code."""
 
 from __future__ import annotations
 
@@ -59,7 +59,13 @@ def test_first_exception_one_already_failed(pool: TaskPool, gate: Gate) -> None:
 
 
 def test_all_completed(pool: TaskPool) -> None:
-    every = {pool.submit(divmod, 2, 0), pool.submit(pow, 2, 21), cancelled(told=True), ended(42), ended(error=OSError())}
+    every = {
+        pool.submit(divmod, 2, 0),
+        pool.submit(pow, 2, 21),
+        cancelled(told=True),
+        ended(42),
+        ended(error=OSError()),
+    }
     assert futures.wait(every, return_when=futures.ALL_COMPLETED) == (every, set())
 
 
@@ -87,13 +93,23 @@ def test_pending_calls_race() -> None:
 
 
 def test_no_timeout(pool: TaskPool) -> None:
-    every = {pool.submit(pow, 2, 21), pool.submit(pow, 7, 6), cancelled(told=True), ended(42), ended(error=OSError())}
+    every = {
+        pool.submit(pow, 2, 21),
+        pool.submit(pow, 7, 6),
+        cancelled(told=True),
+        ended(42),
+        ended(error=OSError()),
+    }
     assert set(futures.as_completed(every)) == every
 
 
 @pytest.mark.parametrize("timeout", [0, 0.05])
 def test_future_times_out(pool: TaskPool, gate: Gate, timeout: float) -> None:
-    there, held, seen = {cancelled(told=True), ended(42), ended(error=OSError())}, pool.submit(gate.wait), set()
+    there, held, seen = (
+        {cancelled(told=True), ended(42), ended(error=OSError())},
+        pool.submit(gate.wait),
+        set(),
+    )
     completed = futures.as_completed(there | {held}, timeout)
     for _ in there:
         seen.add(next(completed))

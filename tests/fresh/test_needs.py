@@ -1,5 +1,5 @@
-"""What a machine lacks for an installation is named at once, with its Debian packages, and nothing half-made stays.
-``make fresh`` proves the same in a real bare Debian."""
+"""What a machine lacks for an installation is named at once, with its Debian packages, and nothing half-made
+stays. ``make fresh`` proves the same in a real bare Debian."""
 
 from __future__ import annotations
 
@@ -62,7 +62,11 @@ def test_a_virtual_environment_that_could_not_be_made_does_not_stay(tmp_path: Pa
     fails = f'[ "$1" = -c ] && exec {sys.executable} "$@"; mkdir -p .venv/bin; touch .venv/bin/python; exit 1'
     python = program(tmp_path / "python", fails)
     made = subprocess.run(
-        ["make", f"PYTHON={python}", ".venv/bin/python"], cwd=tmp_path, capture_output=True, text=True, check=False
+        ["make", f"PYTHON={python}", ".venv/bin/python"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert made.returncode != 0
     assert "venv .venv" in made.stdout

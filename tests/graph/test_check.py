@@ -23,7 +23,9 @@ from flowchan.graph import Blueprint
 
 def test_a_graph_that_can_run_has_no_problem(graph: Blueprint) -> None:
     numbers, rest = graph.source(range(3)).tee(2)
-    total = numbers.map(to_text, on="process", workers=2).map(lambda text: len(text), on="process").reduce(max, 0)
+    total = (
+        numbers.map(to_text, on="process", workers=2).map(lambda text: len(text), on="process").reduce(max, 0)
+    )
     graph.merge(rest, graph.input()).batch(3).unbatch().sink(print)
     total.errors.sink(print)
     assert check(graph) == ()
@@ -168,7 +170,8 @@ def test_an_unread_output_is_reported_with_the_remedy(graph: Blueprint) -> None:
     left.sink(print)
     assert (only(graph).rule, only(graph).message) == (
         "unread",
-        "nobody reads its output 'tee.1'; end it with .sink(function), or with .collect() to have the items as a "
+        "nobody reads its output 'tee.1'; end it with .sink(function), or with .collect() "
+        "to have the items as a "
         "result",
     )
 
@@ -234,7 +237,10 @@ def test_a_positional_only_port_is_reported(graph: Blueprint) -> None:
     def ends(items: In[int], /) -> None: ...
 
     graph.stage(ends, graph.source(range(3)))
-    assert only(graph).message == "parameter 'items' of 'ends' is positional-only; remove the '/' from the signature"
+    assert (
+        only(graph).message
+        == "parameter 'items' of 'ends' is positional-only; remove the '/' from the signature"
+    )
 
 
 def test_a_general_stage_without_ports_is_reported(graph: Blueprint) -> None:
@@ -265,9 +271,11 @@ def test_a_function_that_cannot_take_the_item_is_reported(graph: Blueprint) -> N
 
     graph.source(range(3)).map(two).reduce(to_text)
     assert [problem.message for problem in check(graph)] == [
-        "map calls 'two' with one argument, the item, but its parameters are (item, factor): missing a required "
+        "map calls 'two' with one argument, the item, but its parameters are (item, "
+        "factor): missing a required "
         "argument: 'factor'; bind the others with functools.partial",
-        "reduce calls 'to_text' with two arguments, the result so far and the item, but its parameters are (item): "
+        "reduce calls 'to_text' with two arguments, the result so far and the item, but its "
+        "parameters are (item): "
         "too many positional arguments; bind the others with functools.partial",
     ]
 
@@ -282,8 +290,16 @@ def test_functions_that_can_take_the_item_pass(graph: Blueprint) -> None:
     def two(factor: int, item: int) -> int:
         return item * factor
 
-    stream = graph.source(range(3)).map(functools.partial(two, 3)).map(Factor).map(Factor(2)).map(Factor(3).__call__)
-    stream = stream.map(functools.partial(Factor, 3)).map(abs).map(str).map(str.upper).map("{}".format).map(Path)
+    stream = (
+        graph.source(range(3))
+        .map(functools.partial(two, 3))
+        .map(Factor)
+        .map(Factor(2))
+        .map(Factor(3).__call__)
+    )
+    stream = (
+        stream.map(functools.partial(Factor, 3)).map(abs).map(str).map(str.upper).map("{}".format).map(Path)
+    )
     stream = stream.filter(Path.exists).map(type).map(repr).map(Path)
     stream.filter(Path.exists).sink(print)
     assert check(graph) == ()
@@ -311,7 +327,10 @@ def test_arguments_that_a_source_cannot_take_are_reported(graph: Blueprint) -> N
     graph.source(lines, "x", 3).sink(print)
     graph.source(lines, path="x").sink(print)
     graph.source(range, 3).sink(print)
-    assert [(problem.rule, problem.stage) for problem in check(graph)] == [("ports", "lines"), ("ports", "lines-2")]
+    assert [(problem.rule, problem.stage) for problem in check(graph)] == [
+        ("ports", "lines"),
+        ("ports", "lines-2"),
+    ]
 
 
 # capacity, memory, limit
@@ -362,7 +381,8 @@ def test_more_workers_than_a_channel_has_ports_are_reported(graph: Blueprint, on
     problem = only(graph)
     assert (problem.rule, problem.stage) == ("limit", "to_text")
     assert problem.message == (
-        "its channel 'to_text' is written and read by 4,097 workers; between processes a channel has 4,096 ports: "
+        "its channel 'to_text' is written and read by 4,097 workers; between processes a "
+        "channel has 4,096 ports: "
         "lower workers=, or merge in steps"
     )
 
@@ -374,14 +394,17 @@ def test_each_stream_of_a_merge_is_one_writer(graph: Blueprint) -> None:
 
 
 @pytest.mark.parametrize("number", [128, 129])
-def test_a_stage_that_selects_from_more_ports_than_select_takes_is_reported(graph: Blueprint, number: int) -> None:
+def test_a_stage_that_selects_from_more_ports_than_select_takes_is_reported(
+    graph: Blueprint, number: int
+) -> None:
     space: dict[str, Any] = {"In": In, "Any": Any}
     exec(f"def gather({', '.join(f'port{n}: In[Any]' for n in range(number))}): select()", space)
     graph.stage(space["gather"], *[graph.source(range(3), name=f"source{n}") for n in range(number)])
     assert [(problem.rule, problem.message) for problem in check(graph)] == [
         (
             "limit",
-            "its function calls select and has 129 ports, but select takes 128 operations; merge some of the streams "
+            "its function calls select and has 129 ports, but select takes 128 operations; "
+            "merge some of the streams "
             "before",
         )
     ] * (number - 128)

@@ -66,7 +66,8 @@ def test_what_cannot_be_iterated_is_reported(graph: Blueprint) -> None:
     begin(one).flat_map(to_text).flat_map(maybe).flat_map(Path).sink(print)
     assert [problem.message for problem in check(graph)] == [
         "source iterates over what 'one' returns, but that is int; return an iterable, or yield the items",
-        "flat_map iterates over what 'Path' returns, but that is Path; return an iterable, or yield the items",
+        "flat_map iterates over what 'Path' returns, but that is Path; return an "
+        "iterable, or yield the items",
     ]
 
 
@@ -182,7 +183,10 @@ def local(value: Any) -> Any:
         (lambda item, held=LOCK: item, "its default of 'held' is a _thread.lock"),
         (lambda item, *, held=LOCK: item, "its default of 'held' is a _thread.lock"),
         (made_in_main("def f(item): return LOCK"), "its global variable 'LOCK' is a _thread.lock"),
-        (made_in_main("def f(item): return [LOCK for _ in (1, 2)]"), "its global variable 'LOCK' is a _thread.lock"),
+        (
+            made_in_main("def f(item): return [LOCK for _ in (1, 2)]"),
+            "its global variable 'LOCK' is a _thread.lock",
+        ),
         (
             made_in_main("def g(): return LOCK\ndef f(item): return g()"),
             "its global variable 'g', global variable 'LOCK' is a _thread.lock",
@@ -211,7 +215,9 @@ def test_what_cannot_be_pickled_is_named(graph: Blueprint, function: Any, path: 
 
 def test_the_arguments_of_a_stage_are_pickled_too(graph: Blueprint) -> None:
     graph.stage(pass_on, graph.source(range(3)), on="process", limit=LOCK).sink(print)
-    assert only(graph).message.startswith("argument 'limit' can't be sent to a process: it is a _thread.lock (")
+    assert only(graph).message.startswith(
+        "argument 'limit' can't be sent to a process: it is a _thread.lock ("
+    )
     other = Blueprint("other")
     other.source(iter, LOCK, on="process").sink(print)
     assert only(other).message.startswith("argument 1 can't be sent to a process: it is a _thread.lock (")
@@ -230,7 +236,9 @@ def test_threads_may_use_what_cannot_be_pickled(graph: Blueprint) -> None:
 
 def test_lambdas_closures_and_functions_of_main_can_be_sent(graph: Blueprint) -> None:
     stream = graph.source(range(3), on="process").map(lambda item: item, on="process")
-    stream = stream.map(local([1, 2]), on="process").map(made_in_main("def f(item): return threading"), on="process")
+    stream = stream.map(local([1, 2]), on="process").map(
+        made_in_main("def f(item): return threading"), on="process"
+    )
     stream.sink(print)
     assert check(graph) == ()
 

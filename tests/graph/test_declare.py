@@ -9,7 +9,9 @@ import sys
 from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar  # noqa: F401 - named in annotations that are strings
+
+# named in annotations that are strings
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar  # noqa: F401
 
 import pytest
 
@@ -136,7 +138,11 @@ def test_a_stage_is_named_after_its_function(stream: Stream, function: Any, name
 
 
 def test_automatic_names_that_clash_are_numbered(graph: Blueprint) -> None:
-    assert [graph.source(range(3)).map(to_text).name for _ in range(3)] == ["to_text", "to_text-2", "to_text-3"]
+    assert [graph.source(range(3)).map(to_text).name for _ in range(3)] == [
+        "to_text",
+        "to_text-2",
+        "to_text-3",
+    ]
 
 
 def test_an_automatic_name_steps_aside_for_a_given_one(stream: Stream) -> None:
@@ -207,7 +213,9 @@ def test_verbs_with_a_function_have_an_errors_stream(stream: Stream) -> None:
 
 
 def test_other_verbs_have_no_errors_stream(stream: Stream) -> None:
-    with pytest.raises(AttributeError, match="has no errors stream; map, flat_map, filter, partition and reduce"):
+    with pytest.raises(
+        AttributeError, match="has no errors stream; map, flat_map, filter, partition and reduce"
+    ):
         _ = stream.batch(3).errors
     with pytest.raises(AttributeError, match="has no errors stream"):
         _ = stream.map(int).errors.errors
@@ -359,7 +367,9 @@ def test_an_error_stream_is_a_link_once_it_is_read(graph: Blueprint, stream: Str
     mapped.sink(print)
     assert not any(link.errors for link in graph.links)
     mapped.errors.sink(print)
-    assert [(link.name, link.reader) for link in graph.links if link.errors] == [("to_text.errors", "print-2")]
+    assert [(link.name, link.reader) for link in graph.links if link.errors] == [
+        ("to_text.errors", "print-2")
+    ]
 
 
 def test_each_reader_of_a_stream_has_a_link(graph: Blueprint, stream: Stream) -> None:
@@ -375,32 +385,68 @@ def test_each_reader_of_a_stream_has_a_link(graph: Blueprint, stream: Stream) ->
     ("call", "error", "message"),
     [
         (lambda s: s.map(int, workers=0), ValueError, "map: workers must be at least 1, not 0"),
-        (lambda s: s.map(int, workers=True), TypeError, "map: workers must be an int of at least 1, not True (bool)"),
-        (lambda s: s.map(int, workers=1.5), TypeError, "map: workers must be an int of at least 1, not 1.5 (float)"),
-        (lambda s: s.map(int, on="gpu"), ValueError, 'map: on must be "thread" or "process", not \'gpu\' (str)'),
-        (lambda s: s.map(int, on=None), TypeError, 'map: on must be "thread" or "process", not None (NoneType)'),
+        (
+            lambda s: s.map(int, workers=True),
+            TypeError,
+            "map: workers must be an int of at least 1, not True (bool)",
+        ),
+        (
+            lambda s: s.map(int, workers=1.5),
+            TypeError,
+            "map: workers must be an int of at least 1, not 1.5 (float)",
+        ),
+        (
+            lambda s: s.map(int, on="gpu"),
+            ValueError,
+            'map: on must be "thread" or "process", not \'gpu\' (str)',
+        ),
+        (
+            lambda s: s.map(int, on=None),
+            TypeError,
+            'map: on must be "thread" or "process", not None (NoneType)',
+        ),
         (lambda s: s.map(int, on=[]), TypeError, 'map: on must be "thread" or "process", not [] (list)'),
         (lambda s: s.map(int, capacity=0), ValueError, "map: capacity must be at least 1, not 0"),
-        (lambda s: s.map(int, capacity="9"), TypeError, "map: capacity must be an int of at least 1, not '9' (str)"),
+        (
+            lambda s: s.map(int, capacity="9"),
+            TypeError,
+            "map: capacity must be an int of at least 1, not '9' (str)",
+        ),
         (lambda s: s.map(int, retries=-1), ValueError, "map: retries must be at least 0, not -1"),
         (lambda s: s.map(int, ordered=1), TypeError, "map: ordered must be True or False, not 1 (int)"),
         (lambda s: s.map(int, name=""), ValueError, "map: name must not be empty"),
         (lambda s: s.map(int, name=3), TypeError, "map: name must be a string, not 3 (int)"),
         (lambda s: s.map(3), TypeError, "map: function must be a function or a callable class, not 3 (int)"),
-        (lambda s: s.partition(3, 2), TypeError, "partition: key must be a function or a callable class, not 3 (int)"),
+        (
+            lambda s: s.partition(3, 2),
+            TypeError,
+            "partition: key must be a function or a callable class, not 3 (int)",
+        ),
         (lambda s: s.partition(hash, 0), ValueError, "partition: n must be at least 1, not 0"),
         (lambda s: s.batch(0), ValueError, "batch: size must be at least 1, not 0"),
         (lambda s: s.batch(2, timeout=-1), ValueError, "batch: timeout must be greater than 0 seconds"),
-        (lambda s: s.batch(2, timeout=float("nan")), ValueError, "batch: timeout must be greater than 0 seconds"),
+        (
+            lambda s: s.batch(2, timeout=float("nan")),
+            ValueError,
+            "batch: timeout must be greater than 0 seconds",
+        ),
         (lambda s: s.batch(2, timeout="1"), TypeError, "batch: timeout must be a number of seconds or None"),
         (lambda s: s.take(-1), ValueError, "take: n must be at least 0, not -1"),
         (lambda s: s.tee(0), ValueError, "tee: n must be at least 1, not 0"),
         (lambda s: s.buffer(0), ValueError, "buffer: capacity must be at least 1, not 0"),
-        (lambda s: s.zip([1]), TypeError, "zip: argument 2 must be a stream, not [1] (list); write zip(*streams)"),
+        (
+            lambda s: s.zip([1]),
+            TypeError,
+            "zip: argument 2 must be a stream, not [1] (list); write zip(*streams)",
+        ),
         (lambda s: s.graph.merge(), TypeError, "merge: give at least one stream"),
         (lambda s: s.graph.merge([s]), TypeError, "merge: argument 1 must be a stream, not [<Stream 'start'"),
         (lambda s: s.graph.stage(split, 3), TypeError, "stage: argument 1 must be a stream, not 3 (int)"),
-        (lambda s: s.graph.source(3), TypeError, "source: items must be an iterable or a callable that gives one"),
+        (
+            lambda s: s.graph.source(3),
+            TypeError,
+            "source: items must be an iterable or a callable that gives one",
+        ),
         (
             lambda s: s.graph.source([1], 2),
             TypeError,

@@ -84,9 +84,19 @@ def test_a_batch_waits_for_any_real_number_of_seconds(timeout: Any) -> None:
 
 
 NONE = [
-    True, np.True_, float("nan"), Decimal("nan"), np.float32("nan"), -1, Fraction(-1), -(10**400), "1", 1j, np.ones(1),
+    True,
+    np.True_,
+    float("nan"),
+    Decimal("nan"),
+    np.float32("nan"),
+    -1,
+    Fraction(-1),
+    -(10**400),
+    "1",
+    1j,
+    np.ones(1),
     np.complex64(1),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("timeout", NONE, ids=repr)

@@ -1,8 +1,9 @@
-"""The ring's protocol, its leases and its waiting as models that spin searches exhaustively, a death between any two steps.
+"""The ring's protocol, its leases and its waiting as models that spin searches exhaustively, a death between
+any two steps.
 
-What each model covers, and which line of the source each of its steps stands for, is written at its top. Every property is
-shown able to fail: a fault planted in the model (``PLANT_…``), or what the source still does worse (``SOURCE_…``), is
-found.
+What each model covers, and which line of the source each of its steps stands for, is written at its top.
+Every property is shown able to fail: a fault planted in the model (``PLANT_…``), or what the source still
+does worse (``SOURCE_…``), is found.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ def run(command: list[str], folder: Path) -> str:
 
 
 def search(model: str, defines: str, folder: Path, optimise: str) -> tuple[int, int, str]:
-    """Searches the model: how many errors (it stops at the first), how many states, and all that was printed."""
+    """Searches the model: how many errors (it stops at the first), how many states, and all that was
+    printed."""
     shutil.copy(HERE / f"{model}.pml", folder)
     run(["spin", "-a", *(f"-D{define}" for define in defines.split()), f"{model}.pml"], folder)
     compressed = ["-DCOLLAPSE"] if model == "gate" else []
@@ -131,7 +133,8 @@ def test_every_planted_fault_is_tried() -> None:
 
 @pytest.mark.parametrize("model", ["ring", "lease", "gate"])
 def test_what_a_model_says_it_stands_for_is_in_the_source(model: str) -> None:
-    """Each "file: name, name" of the table at the top names things in that file; each step is in the model."""
+    """Each "file: name, name" of the table at the top names things in that file; each step is in the
+    model."""
     text_of_model = (HERE / f"{model}.pml").read_text()
     head = text_of_model.split("*/")[0]
     table = head.split("-----\n", 1)[1].split("\n\n", 1)[0]

@@ -1,5 +1,5 @@
-"""Builds the native test programs with the plain compiler. The ring is free of Python, so four of the core's files and
-``stub/Python.h`` are all that they need."""
+"""Builds the native test programs with the plain compiler. The ring is free of Python, so four of the core's
+files and ``stub/Python.h`` are all that they need."""
 
 from __future__ import annotations
 
@@ -25,10 +25,13 @@ class Builder:
         self.programs: dict[tuple[str, ...], Path] = {}
 
     def program(self, *sources: str, flags: Sequence[str] = (), planted: str = "") -> Path:
-        """The program made of these files of this folder and the ring. ``planted`` is defined for plants.cpp alone."""
+        """The program made of these files of this folder and the ring. ``planted`` is defined for plants.cpp
+        alone."""
         key = (*sources, *flags, planted)
         if key not in self.programs:
-            self.programs[key] = self.link(key, [*RING, *(HERE / source for source in sources)], flags, planted)
+            self.programs[key] = self.link(
+                key, [*RING, *(HERE / source for source in sources)], flags, planted
+            )
         return self.programs[key]
 
     def link(self, key: tuple[str, ...], sources: Sequence[Path], flags: Sequence[str], planted: str) -> Path:
@@ -63,5 +66,9 @@ def finish(process: subprocess.Popen[str]) -> None:
 def run(program: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs a program to its end."""
     return subprocess.run(
-        [str(program), *arguments], text=True, capture_output=True, env={**os.environ, **environment}, check=False
+        [str(program), *arguments],
+        text=True,
+        capture_output=True,
+        env={**os.environ, **environment},
+        check=False,
     )

@@ -18,23 +18,25 @@ using namespace flowchan;
 constexpr uint64_t PAGE = 4096;
 
 struct Tolerance {
-    bool lost_free_slots = false;  // after a death in `tidy`, or in taking a bare slot: free slots in no list, with any block
-    bool giving_back = false;      // give_back marks its slots before its one Change
-    uint32_t waiting = 0;          // so many dead may still be counted at a gate: who looks after them died too
+    bool lost_free_slots =
+        false;  // after a death in `tidy`, or in taking a bare slot: free slots in no list, with any block
+    bool giving_back = false;  // give_back marks its slots before its one Change
+    uint32_t waiting = 0;      // so many dead may still be counted at a gate: who looks after them died too
 };
 
 class Check {
-public:
-    Check(Ring& ring, Tolerance tolerance = {})
-        : ring(ring), h(ring.header()), tolerance(tolerance) {}
+  public:
+    Check(Ring& ring, Tolerance tolerance = {}) : ring(ring), h(ring.header()), tolerance(tolerance) {}
 
     // What is wrong; empty if nothing is. To be called under the lock.
     std::string run() {
         if (h.redo.valid) wrong("the redo record is still valid");
         if (h.slots_at > h.length || (h.length - h.slots_at) % sizeof(Slot)) wrong("slots_at is no slot");
-        if (h.slots_at < h.reserved_high || h.blocks_top > h.reserved_low) wrong("memory is used that is not reserved");
+        if (h.slots_at < h.reserved_high || h.blocks_top > h.reserved_low)
+            wrong("memory is used that is not reserved");
         if (h.blocks_top > h.slots_at) wrong("blocks and slots overlap");
-        if (h.blocks_top > h.map_blocks_to || h.slots_at < h.map_slots_from) wrong("memory is used that others do not map");
+        if (h.blocks_top > h.map_blocks_to || h.slots_at < h.map_slots_from)
+            wrong("memory is used that others do not map");
         if (!problems.empty()) return problems;
         free_lists();
         fifo();
@@ -48,7 +50,7 @@ public:
         return problems;
     }
 
-private:
+  private:
     Ring& ring;
     Header& h;
     Tolerance tolerance;
@@ -59,7 +61,8 @@ private:
     void wrong(const std::string& what) { problems += (problems.empty() ? "" : "; ") + what; }
     void equal(const char* name, uint64_t word, uint64_t counted) {
         if (word == counted) return;
-        wrong(std::string(name) + " is " + std::to_string(int64_t(word)) + " where " + std::to_string(counted) + " was counted");
+        wrong(std::string(name) + " is " + std::to_string(int64_t(word)) + " where " +
+              std::to_string(counted) + " was counted");
     }
     Slot* slot(uint64_t p) { return ring.slot_at(p); }
 
@@ -85,7 +88,8 @@ private:
         return n;
     }
     void placed(Slot& s, SlotState place, const std::string& name) {
-        const bool marked = tolerance.giving_back && place == SlotState::Leased && s.place() == SlotState::Inside;
+        const bool marked =
+            tolerance.giving_back && place == SlotState::Leased && s.place() == SlotState::Inside;
         // `advance` moves all that is parked for an item at once; what the slots say of themselves is not touched.
         const bool moved = place == SlotState::Inside && s.place() == SlotState::Parked;
         if (s.place() != place && !marked && !moved)
@@ -121,7 +125,8 @@ private:
             });
             equal(("count of " + name).c_str(), g[i].count, n);
             parked += n;
-            if (i == h.turn % h.groups && (n || g[i].complete)) wrong("something waits for the turn that it is");
+            if (i == h.turn % h.groups && (n || g[i].complete))
+                wrong("something waits for the turn that it is");
         }
         equal("parked", h.parked, parked);
         used += parked;
@@ -175,7 +180,8 @@ private:
             }
             if (s.place() != SlotState::Filling && s.place() != SlotState::Held)
                 wrong(name + " is marked " + std::to_string(int(s.place())));
-            if (s.owner() == 0 || ring.session(s.owner()).role == Session::NONE) wrong(name + " has no owner");
+            if (s.owner() == 0 || ring.session(s.owner()).role == Session::NONE)
+                wrong(name + " has no owner");
             if (s.place() == SlotState::Filling) {
                 filling += 1;
                 bytes += s.size;
@@ -196,14 +202,17 @@ private:
             }
             views[s.viewer()] += 1;
             seen += s.loaned() ? 0 : s.size;
-            if (ring.session(s.viewer()).role == Session::NONE) wrong(name + " is viewed by a session that is none");
+            if (ring.session(s.viewer()).role == Session::NONE)
+                wrong(name + " is viewed by a session that is none");
             if (s.cls < VIEWABLE || s.kind != BUFFERS) wrong(name + " has a viewer and can't be viewed");
-            if (s.place() == SlotState::Free || s.place() == SlotState::Parked || s.place() == SlotState::Filling)
+            if (s.place() == SlotState::Free || s.place() == SlotState::Parked ||
+                s.place() == SlotState::Filling)
                 wrong(name + " has a viewer and is marked " + std::to_string(int(s.place())));
             if (s.loaned() && s.place() != SlotState::Held) wrong(name + " is on loan and is somewhere");
             // Somebody else's only while that one makes a copy, which a plain user does.
             const bool copied = !s.loaned() && ring.session(s.owner()).role == Session::PLAIN;
-            if (s.place() == SlotState::Held && s.owner() != s.viewer() && !copied) wrong(name + " is held by another than its viewer");
+            if (s.place() == SlotState::Held && s.owner() != s.viewer() && !copied)
+                wrong(name + " is held by another than its viewer");
         }
         for (uint32_t i = 0; i < h.sessions().size(); ++i) {
             const Session& s = ring.session(i);
@@ -216,12 +225,15 @@ private:
         equal("viewed_bytes", h.viewed_bytes, seen);
     }
     // A free slot in no list, where that is tolerated.
-    bool lost(uint64_t p) { return tolerance.lost_free_slots && slot(p)->place() == SlotState::Free && !where.count(p); }
+    bool lost(uint64_t p) {
+        return tolerance.lost_free_slots && slot(p)->place() == SlotState::Free && !where.count(p);
+    }
     void totals() {
         equal("claimed", h.claimed, filling);
         equal("bytes_in - bytes_out", h.bytes_in - h.bytes_out, bytes);
         equal("slots_used", h.slots_used, used);
-        if (h.puts - h.takes + h.parked + h.claimed > h.capacity + SESSIONS) wrong("far more inside than the capacity");
+        if (h.puts - h.takes + h.parked + h.claimed > h.capacity + SESSIONS)
+            wrong("far more inside than the capacity");
     }
     // No two slots share a byte of a block, and what can be viewed shares no page with anything.
     void blocks() {
@@ -231,10 +243,12 @@ private:
             if (lost(p)) continue;
             if (!s.cls != !s.block) wrong("a slot has a class or a block alone");
             if (!s.block) continue;
-            if (s.cls >= VIEWABLE && (s.block % PAGE || class_size(uint32_t(s.cls)) % PAGE)) wrong("a block shares a page");
+            if (s.cls >= VIEWABLE && (s.block % PAGE || class_size(uint32_t(s.cls)) % PAGE))
+                wrong("a block shares a page");
             if (s.block < h.blocks_at || s.block + class_size(uint32_t(s.cls)) > h.blocks_top)
                 wrong("a block lies outside of the blocks");
-            if (!ends.emplace(s.block, s.block + class_size(uint32_t(s.cls))).second) wrong("two slots have one block");
+            if (!ends.emplace(s.block, s.block + class_size(uint32_t(s.cls))).second)
+                wrong("two slots have one block");
         }
         uint64_t end = 0;
         for (auto [from, to] : ends) {

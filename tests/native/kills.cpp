@@ -1,4 +1,5 @@
-// Random kills of a source and of workers that make up to three outputs of each item. Arguments: seed, number of items.
+// Random kills of a source and of workers that make up to three outputs of each item. Arguments: seed, number
+// of items.
 #include "kills.hpp"
 
 namespace testing {
@@ -10,7 +11,7 @@ constexpr uint64_t SIZES[] = {8, 300, 5000};
 uint64_t outputs_of(uint64_t item) { return item % 4; }
 
 class Stage : public Kills {
-public:
+  public:
     Stage(uint64_t seed, uint64_t items, bool ordered) : Kills(seed, ordered, 1 << 18, 0), items(items) {
         std::set<uint64_t> outputs;
         for (uint64_t i = 0; i < items; ++i)
@@ -18,7 +19,7 @@ public:
         run(std::move(outputs));
     }
 
-private:
+  private:
     uint64_t items;
 
     void produce(User& writer) override {

@@ -4,11 +4,11 @@
 // supervises.
 #pragma once
 
+#include <sys/prctl.h>
+#include <sys/wait.h>
 #include <csignal>
 #include <random>
 #include <set>
-#include <sys/prctl.h>
-#include <sys/wait.h>
 
 #include "check.hpp"
 #include "users.hpp"
@@ -22,11 +22,15 @@ struct Worker {
 };
 
 class Kills {
-public:
+  public:
     static constexpr uint64_t WORKERS = 3;
 
     Kills(uint64_t seed, bool ordered, uint64_t max_bytes, uint64_t others)
-        : random(seed), ordered(ordered), in(4, max_bytes), out(5, max_bytes), sink(open(out, Session::PLAIN)),
+        : random(seed),
+          ordered(ordered),
+          in(4, max_bytes),
+          out(5, max_bytes),
+          sink(open(out, Session::PLAIN)),
           workers(1 + WORKERS + others) {}
     virtual ~Kills() = default;
 
@@ -55,7 +59,8 @@ public:
             }
             look_for_dead();
         }
-        while (std::any_of(workers.begin(), workers.end(), [](Worker& w) { return w.pid != 0; })) look_for_dead(0);
+        while (std::any_of(workers.begin(), workers.end(), [](Worker& w) { return w.pid != 0; }))
+            look_for_dead(0);
         must(missing.empty(), std::to_string(missing.size()) + " outputs are lost");
         while (!sink.sights.empty()) sink.let_go();
         sink.leave(true);
@@ -68,14 +73,15 @@ public:
             });
             must(problems.empty(), problems);
             Header& h = ring->header();
-            must(ring->drained() && h.slots_used == 0 && h.readers + h.writers + h.resumes == 0, "something is left");
+            must(ring->drained() && h.slots_used == 0 && h.readers + h.writers + h.resumes == 0,
+                 "something is left");
             for (const Session& s : h.sessions()) must(s.role == Session::NONE, "a session is left");
         }
-        printf("%s: %lu passed, %lu kills\n", ordered ? "ordered" : "unordered", static_cast<unsigned long>(passed),
-               static_cast<unsigned long>(kills));
+        printf("%s: %lu passed, %lu kills\n", ordered ? "ordered" : "unordered",
+               static_cast<unsigned long>(passed), static_cast<unsigned long>(kills));
     }
 
-protected:
+  protected:
     std::mt19937_64 random;
     bool ordered;
     Ring in, out;
@@ -89,7 +95,7 @@ protected:
     // In the supervisor.
     virtual void after_read(bool) {}
 
-private:
+  private:
     std::vector<Worker> workers;  // [0] is the source, behind the workers are those whom nobody supervises
 
     static uint32_t supervised(Ring& ring, Session::Role role) {
@@ -112,7 +118,8 @@ private:
         if (worker.pid) return;
         prctl(PR_SET_PDEATHSIG, SIGKILL);  // a test that has failed leaves nobody behind
         if (worker.reader) {
-            User reader = adopt(in, worker.reader, Session::READER), writer = adopt(out, worker.writer, Session::WRITER);
+            User reader = adopt(in, worker.reader, Session::READER),
+                 writer = adopt(out, worker.writer, Session::WRITER);
             writer.writer.ordered = ordered;
             work(reader, writer);
         } else if (worker.writer) {
@@ -148,10 +155,12 @@ private:
         if (killed) {
             open_ports(worker, old.reader == 0);
             std::vector<uint64_t> numbers;
-            if (old.reader) locked(in, [&](Wakes&) {
-                for (Slot* slot : in.in_hand(old.reader)) numbers.push_back(slot->number);
-            });
-            else numbers = {0};
+            if (old.reader)
+                locked(in, [&](Wakes&) {
+                    for (Slot* slot : in.in_hand(old.reader)) numbers.push_back(slot->number);
+                });
+            else
+                numbers = {0};
             locked(target, [&](Wakes& wakes) { target.retire_writer(old.writer, numbers, wakes); });
         } else {
             locked(target, [&](Wakes& wakes) { target.end_session(old.writer, true, wakes); });

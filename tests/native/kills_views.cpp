@@ -1,9 +1,10 @@
-// Random kills where items are read in place, and go on being looked at, and outputs are filled in place. Sizes vary and
-// memory is short, so that it is cut anew all the time around what is looked at. Every payload follows from its number;
-// it is read when it comes and once more just before it is let go: nobody may have written over it.
+// Random kills where items are read in place, and go on being looked at, and outputs are filled in place.
+// Sizes vary and memory is short, so that it is cut anew all the time around what is looked at. Every payload
+// follows from its number; it is read when it comes and once more just before it is let go: nobody may have
+// written over it.
 //
-// Where the stage is not ordered, others come and go as unsupervised readers: they take items, give them back, look at
-// them a while longer, and fill memory that they never put.
+// Where the stage is not ordered, others come and go as unsupervised readers: they take items, give them
+// back, look at them a while longer, and fill memory that they never put.
 //
 // Arguments: seed, number of items.
 #include "kills.hpp"
@@ -19,8 +20,9 @@ constexpr uint64_t MOST_SIGHTS = 3;
 Deadline in_a_moment() { return Deadline{now_ns() + 2'000'000}; }
 
 class Viewers : public Kills {
-public:
-    Viewers(uint64_t seed, uint64_t items, bool ordered) : Kills(seed, ordered, MAX_BYTES, ordered ? 0 : 2), items(items) {
+  public:
+    Viewers(uint64_t seed, uint64_t items, bool ordered)
+        : Kills(seed, ordered, MAX_BYTES, ordered ? 0 : 2), items(items) {
         sink.keeps = true;
         std::set<uint64_t> outputs;
         for (uint64_t i = 0; i < items; ++i) outputs.insert(i);
@@ -28,7 +30,7 @@ public:
         must(in.header().viewed_bytes == 0 && out.header().viewed_bytes == 0, "something is viewed");
     }
 
-private:
+  private:
     uint64_t items;
 
     static uint64_t size_of(uint64_t value) { return SIZES[value * 2654435761 % 4093 % 7]; }
@@ -45,7 +47,8 @@ private:
         const uint64_t size = size_of(value);
         const bool skips = writer.writer.keyed && writer.writer.count < writer.writer.skip;
         Step step = Step::NotNow;
-        if (!skips && size > Taken::LOCAL && random() % 3 == 0 && writer.loan(value, size, in_a_moment()) == Step::Done) {
+        if (!skips && size > Taken::LOCAL && random() % 3 == 0 &&
+            writer.loan(value, size, in_a_moment()) == Step::Done) {
             step = writer.put_loan(writer, in_a_moment(), &item);
             if (step != Step::Done) writer.let_go();
         }
@@ -65,7 +68,8 @@ private:
             uint64_t value = 0;
             Step step = reader.get(value, in_a_moment());
             if (step == Step::Drained) break;
-            must(step == Step::Done || step == Step::NotNow, "a worker's read ended with " + std::to_string(int(step)));
+            must(step == Step::Done || step == Step::NotNow,
+                 "a worker's read ended with " + std::to_string(int(step)));
             // Who waits keeps nothing: all that the source needs may lie between what is looked at.
             if (step == Step::NotNow) let_go(reader, 0);
             if (step == Step::Done) put(writer, value, reader.reader.number);

@@ -1,6 +1,7 @@
-// Memory that is free is found: a loan or a put succeeds whenever a slot is free and what it needs lies anywhere between
-// the blocks in use, or behind them, however the memory was cut before. Random sizes, in random order, in one process; what
-// is on loan, inside or looked at keeps its contents. Arguments: seed, number of steps.
+// Memory that is free is found: a loan or a put succeeds whenever a slot is free and what it needs lies
+// anywhere between the blocks in use, or behind them, however the memory was cut before. Random sizes, in
+// random order, in one process; what is on loan, inside or looked at keeps its contents. Arguments: seed,
+// number of steps.
 #include <algorithm>
 #include <deque>
 #include <random>
@@ -15,22 +16,28 @@ namespace {
 constexpr uint64_t MAX_BYTES = 100'000, CAPACITY = 200;
 
 class Memory {
-public:
-    explicit Memory(uint64_t seed) : random(seed), ring(CAPACITY, MAX_BYTES), h(ring.header()), user(open(ring, Session::PLAIN)) {
+  public:
+    explicit Memory(uint64_t seed)
+        : random(seed), ring(CAPACITY, MAX_BYTES), h(ring.header()), user(open(ring, Session::PLAIN)) {
         user.keeps = true;
     }
     void step() {
         const uint64_t value = ++number, size = any_size();
         switch (random() % (phase() ? 5 : 8)) {
-            case 0: case 1:
-                expect(user.loan(value, size, Deadline{0}), found(class_of(std::max(size, class_size(VIEWABLE)))), "a loan", size);
+            case 0:
+            case 1:
+                expect(user.loan(value, size, Deadline{0}),
+                       found(class_of(std::max(size, class_size(VIEWABLE)))), "a loan", size);
                 break;
             case 2: {
-                const bool room = inside.size() < CAPACITY && (inside.empty() || h.bytes_in - h.bytes_out + size <= MAX_BYTES);
+                const bool room = inside.size() < CAPACITY &&
+                                  (inside.empty() || h.bytes_in - h.bytes_out + size <= MAX_BYTES);
                 const bool finds = found(class_of(size));
                 Step step = user.put(Message(value, size, BUFFERS), Deadline{0});
-                if (room) expect(step, finds, "a put", size);
-                else must(step == Step::NotNow, "a put found room that was not there");
+                if (room)
+                    expect(step, finds, "a put", size);
+                else
+                    must(step == Step::NotNow, "a put found room that was not there");
                 if (step == Step::Done) inside.push_back(value);
                 break;
             }
@@ -45,9 +52,12 @@ public:
                 if (user.sights.empty()) break;
                 std::swap(user.sights.front(), user.sights[random() % user.sights.size()]);
                 // Some of what is on loan is put, the rest is let go.
-                const uint64_t lent = user.sights.front().slot->loaned() && random() % 4 == 0 ? user.sights.front().value : 0;
-                if (!lent) user.let_go();
-                else if (user.put_loan(user, Deadline{0}) == Step::Done) inside.push_back(lent);
+                const uint64_t lent =
+                    user.sights.front().slot->loaned() && random() % 4 == 0 ? user.sights.front().value : 0;
+                if (!lent)
+                    user.let_go();
+                else if (user.put_loan(user, Deadline{0}) == Step::Done)
+                    inside.push_back(lent);
             }
         }
         for (const Sight& sight : user.sights) sight.verify();
@@ -60,7 +70,8 @@ public:
         for (; !inside.empty(); inside.pop_front())
             must(user.get(got, Deadline{0}) == Step::Done && got == inside.front(), "get");
         auto lent = [](const Sight& sight) { return sight.slot->loaned(); };
-        for (auto it = user.sights.begin(); (it = std::find_if(user.sights.begin(), user.sights.end(), lent)) != user.sights.end();) {
+        for (auto it = user.sights.begin();
+             (it = std::find_if(user.sights.begin(), user.sights.end(), lent)) != user.sights.end();) {
             std::iter_swap(user.sights.begin(), it);
             user.let_go();
         }
@@ -71,8 +82,8 @@ public:
         std::swap(user.sights.front(), user.sights.back());
         user.let_go();
     }
-    // There are slots for `capacity` items, whatever blocks were cut. Then all goes, and the largest items that there may
-    // be find memory again.
+    // There are slots for `capacity` items, whatever blocks were cut. Then all goes, and the largest items
+    // that there may be find memory again.
     void finish() {
         uint64_t got = 0;
         while (inside.size() < CAPACITY && h.bytes_in - h.bytes_out + 8 <= MAX_BYTES) {
@@ -83,14 +94,16 @@ public:
             must(user.get(got, Deadline{0}) == Step::Done && got == inside.front(), "get");
         while (!user.sights.empty()) user.let_go();
         must(h.slots_used == 0 && h.viewed_bytes == 0, "something is left");
-        for (uint64_t value : {1, 2}) must(user.loan(value, MAX_BYTES, Deadline{0}) == Step::Done, "the largest loan");
+        for (uint64_t value : {1, 2})
+            must(user.loan(value, MAX_BYTES, Deadline{0}) == Step::Done, "the largest loan");
         while (!user.sights.empty()) user.let_go();
         user.leave(true);
-        printf("%lu found, %lu not, %lu slots\n", static_cast<unsigned long>(hits), static_cast<unsigned long>(misses),
+        printf("%lu found, %lu not, %lu slots\n", static_cast<unsigned long>(hits),
+               static_cast<unsigned long>(misses),
                static_cast<unsigned long>((h.length - h.slots_at) / sizeof(Slot)));
     }
 
-private:
+  private:
     std::mt19937_64 random;
     Ring ring;
     Header& h;
@@ -111,7 +124,8 @@ private:
         for (uint64_t p = h.slots_at; p < h.length; p += sizeof(Slot)) {
             const Slot& s = *ring.slot_at(p);
             free |= s.place() == SlotState::Free;
-            if (s.place() != SlotState::Free && s.cls) used.emplace_back(s.block, s.block + class_size(uint32_t(s.cls)));
+            if (s.place() != SlotState::Free && s.cls)
+                used.emplace_back(s.block, s.block + class_size(uint32_t(s.cls)));
         }
         if (!free || cls == 0) return free;
         std::sort(used.begin(), used.end());
@@ -125,7 +139,9 @@ private:
     }
     void expect(Step step, bool finds, const char* what, uint64_t size) {
         must(step == Step::Done || step == Step::NotNow, "it ended with " + std::to_string(int(step)));
-        if (finds) must(step == Step::Done, std::string(what) + " of " + std::to_string(size) + " bytes did not find free memory");
+        if (finds)
+            must(step == Step::Done,
+                 std::string(what) + " of " + std::to_string(size) + " bytes did not find free memory");
         ++(step == Step::Done ? hits : misses);
     }
 };

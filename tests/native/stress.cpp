@@ -1,10 +1,11 @@
-// The native stress: processes and threads over rings with the core's own waiting loop, started together, ending in exact
-// totals. Arguments: `threads` (some of them attached to the ring a second time) or `processes`, and the number of items for
-// each party. It runs as it is, and under the sanitizers.
+// The native stress: processes and threads over rings with the core's own waiting loop, started together,
+// ending in exact totals. Arguments: `threads` (some of them attached to the ring a second time) or
+// `processes`, and the number of items for each party. It runs as it is, and under the sanitizers.
 //
-// What the sanitizers see. Threads that use one Ring are seen by the thread sanitizer as they are: the lock is a pthread
-// mutex. Those that use a second mapping of the same memory are strangers to it; they are here because the core must
-// not care at which address a ring is mapped. Payload copies made outside of the lock are seen like everything else.
+// What the sanitizers see. Threads that use one Ring are seen by the thread sanitizer as they are: the lock
+// is a pthread mutex. Those that use a second mapping of the same memory are strangers to it; they are here
+// because the core must not care at which address a ring is mapped. Payload copies made outside of the lock
+// are seen like everything else.
 #include <sys/mman.h>
 #include <sys/wait.h>
 
@@ -16,12 +17,14 @@
 #include "users.hpp"
 
 #if defined(__SANITIZE_THREAD__)
-// GCC's thread sanitizer does not know this one of pthread's ways to lock; it knows `pthread_mutex_timedlock`.
+// GCC's thread sanitizer does not know this one of pthread's ways to lock; it knows
+// `pthread_mutex_timedlock`.
 extern "C" int pthread_mutex_clocklock(pthread_mutex_t* mutex, clockid_t clock, const timespec* until) {
     timespec now, real;
     clock_gettime(clock, &now);
     clock_gettime(CLOCK_REALTIME, &real);
-    const int64_t at = (real.tv_sec + until->tv_sec - now.tv_sec) * 1'000'000'000 + real.tv_nsec + until->tv_nsec - now.tv_nsec;
+    const int64_t at = (real.tv_sec + until->tv_sec - now.tv_sec) * 1'000'000'000 + real.tv_nsec +
+                       until->tv_nsec - now.tv_nsec;
     const timespec converted{time_t(at / 1'000'000'000), long(at % 1'000'000'000)};
     return pthread_mutex_timedlock(mutex, &converted);
 }
@@ -45,9 +48,10 @@ struct Totals {
 
 // A party runs `what` on a thread of this process or in a process of its own.
 class Parties {
-public:
+  public:
     explicit Parties(bool processes) : processes(processes) {}
-    template <class What> void start(What what) {
+    template <class What>
+    void start(What what) {
         if (!processes) {
             threads.emplace_back(what);
             return;
@@ -65,18 +69,20 @@ public:
         for (std::thread& thread : threads) thread.join();
         for (pid_t child : children) {
             int status = 0;
-            must(waitpid(child, &status, 0) == child && status == 0, "a party ended with status " + std::to_string(status));
+            must(waitpid(child, &status, 0) == child && status == 0,
+                 "a party ended with status " + std::to_string(status));
         }
     }
 
-private:
+  private:
     bool processes;
     std::vector<std::thread> threads;
     std::vector<pid_t> children;
 };
 
 // What all parties share, in memory that children inherit.
-template <class T> struct Shared {
+template <class T>
+struct Shared {
     T* value;
     Shared() {
         void* p = mmap(nullptr, sizeof(T), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
@@ -96,7 +102,8 @@ void checked(Ring& ring, const char* name) {
     must(h.readers == 0 && h.writers == 0 && h.slots_used == 0, std::string(name) + ": something is left");
 }
 
-// Writers and readers of every kind over one small channel. FIFO: each reader sees each writer's items in their order.
+// Writers and readers of every kind over one small channel. FIFO: each reader sees each writer's items in
+// their order.
 void many_to_many(bool processes, uint64_t each) {
     constexpr uint64_t WRITERS = 3, READERS = 3;
     Ring one(8, 100'000);
@@ -136,7 +143,8 @@ void many_to_many(bool processes, uint64_t each) {
             for (uint64_t n = 0; n < each; ++n) {
                 uint64_t value = i * each + n;
                 // Every fourth with a deadline that may run out, and then again.
-                while (user.put(Message(value, size_for(value)), n % 4 ? Deadline{} : Deadline{now_ns() + 20'000}) != Step::Done) {}
+                while (user.put(Message(value, size_for(value)),
+                                n % 4 ? Deadline{} : Deadline{now_ns() + 20'000}) != Step::Done) {}
             }
             user.leave(true);
         });
@@ -145,18 +153,20 @@ void many_to_many(bool processes, uint64_t each) {
     const uint64_t n = WRITERS * each;
     uint64_t xored = 0;
     for (uint64_t value = 0; value < n; ++value) xored ^= value;
-    must(totals->count == n && totals->sum == n * (n - 1) / 2 && totals->xored == xored, "the totals of the readers");
+    must(totals->count == n && totals->sum == n * (n - 1) / 2 && totals->xored == xored,
+         "the totals of the readers");
     checked(one, "the channel");
 }
 
-// Plain users that take and put at any time, with copies made outside of the lock; the items go round. Some go on looking
-// at what they took, and fill in place what they put.
+// Plain users that take and put at any time, with copies made outside of the lock; the items go round. Some
+// go on looking at what they took, and fill in place what they put.
 void round_and_round(bool processes, uint64_t turns) {
     constexpr uint64_t USERS = 4, ITEMS = 5;
     Ring one(8, 1 << 20);  // room for all the items, else the last one to put would wait for ever
     auto other = attach(one);
     User filler = open(one, Session::PLAIN);
-    for (uint64_t value = 0; value < ITEMS; ++value) must(filler.put(Message(value, size_for(value))) == Step::Done, "filling");
+    for (uint64_t value = 0; value < ITEMS; ++value)
+        must(filler.put(Message(value, size_for(value))) == Step::Done, "filling");
     Parties parties(processes);
     for (uint64_t i = 0; i < USERS; ++i) {
         parties.start([&, i] {
@@ -217,7 +227,9 @@ void ordered_stage(bool processes, uint64_t items) {
                 uint64_t value = 0;
                 if (reader.get(value) != Step::Done) break;
                 for (uint64_t k = 0; k < value % 4; ++k)
-                    must(writer.put(Message(value * 4 + k, size_for(value + k)), {}, &reader.reader.number) == Step::Done, "out");
+                    must(writer.put(Message(value * 4 + k, size_for(value + k)), {}, &reader.reader.number) ==
+                             Step::Done,
+                         "out");
             }
             reader.leave(true);
             writer.leave(true);
@@ -227,7 +239,8 @@ void ordered_stage(bool processes, uint64_t items) {
     uint64_t value = 0, seen = 0;
     for (uint64_t i = 0; i < items; ++i)
         for (uint64_t k = 0; k < i % 4; ++k, ++seen)
-            must(sink.get(value) == Step::Done && value == i * 4 + k, "the outputs are not in the order of the items");
+            must(sink.get(value) == Step::Done && value == i * 4 + k,
+                 "the outputs are not in the order of the items");
     must(sink.get(value) == Step::Drained, "more came than there was");
     sink.leave(true);
     parties.join();

@@ -1,8 +1,9 @@
 """C11: a process killed at any instruction, holding any lock, never blocks or corrupts the others.
 
-``walk.cpp`` kills a process at every fault point of every operation on a ring, and a second one at every fault point of
-recovering from that. Each time the others find the lock, check every invariant of the ring, and read it to its end: each
-item comes exactly once, or not at all where its operation had not yet taken effect, in order.
+``walk.cpp`` kills a process at every fault point of every operation on a ring, and a second one at every
+fault point of recovering from that. Each time the others find the lock, check every invariant of the ring,
+and read it to its end: each item comes exactly once, or not at all where its operation had not yet taken
+effect, in order.
 """
 
 from __future__ import annotations
@@ -15,7 +16,14 @@ import pytest
 from building import Builder, run
 
 SOURCES = (
-    *("walk.cpp", "walk_items.cpp", "walk_sessions.cpp", "walk_stages.cpp", "walk_views.cpp", "walk_memory.cpp"),
+    *(
+        "walk.cpp",
+        "walk_items.cpp",
+        "walk_sessions.cpp",
+        "walk_stages.cpp",
+        "walk_views.cpp",
+        "walk_memory.cpp",
+    ),
     "walk_parcels.cpp",
 )
 
@@ -86,7 +94,11 @@ OPERATIONS = (
     "put parcels",
     "receive parcels",
 )
-ONCE = {name for name in OPERATIONS if name.startswith("a worker") or "large o" in name or name.endswith("parked, large")}
+ONCE = {
+    name
+    for name in OPERATIONS
+    if name.startswith("a worker") or "large o" in name or name.endswith("parked, large")
+}
 ONCE |= {
     "take a suspect",
     "take a view",
@@ -127,7 +139,9 @@ class Walked:
 
     def walk_together(self, operations: Sequence[str]) -> None:
         halves = [
-            subprocess.Popen([self.walk, *operations[half::2]], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            subprocess.Popen(
+                [self.walk, *operations[half::2]], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            )
             for half in range(2)
         ]
         failures = []
@@ -163,4 +177,7 @@ def test_c11_every_operation_there_is_was_walked(walked: Walked, walk: Path) -> 
 def test_c11_the_walk_finds_a_put_that_keeps_no_record(walk: Path) -> None:
     planted = run(walk, "planted")
     assert planted.returncode == 2
-    assert "planted, dead at step 2: after the lock was recovered: slots_used is 3 where 2 was counted" in planted.stderr
+    assert (
+        "planted, dead at step 2: after the lock was recovered: slots_used is 3 where 2 was counted"
+        in planted.stderr
+    )

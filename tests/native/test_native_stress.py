@@ -43,7 +43,9 @@ def test_c11_random_kills_of_sources_and_workers_lose_and_repeat_nothing(builder
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_c11_random_kills_of_who_reads_and_fills_in_place_write_over_nothing(builder: Builder, seed: int) -> None:
+def test_c11_random_kills_of_who_reads_and_fills_in_place_write_over_nothing(
+    builder: Builder, seed: int
+) -> None:
     ended = run(builder.program("kills_views.cpp"), str(seed), "2000")
     assert ended.returncode == 0, ended.stderr
     found = re.findall(r"^(ordered|unordered): (\d+) passed, (\d+) kills$", ended.stdout, re.MULTILINE)
@@ -75,7 +77,8 @@ def test_the_stress_is_clean_under_each_sanitizer(builder: Builder, sanitizer: s
 def test_each_sanitizer_finds_a_planted_fault(builder: Builder, sanitizer: str) -> None:
     plant, report = REPORTS[sanitizer]
     program = builder.program(*SOURCES, flags=flags(sanitizer), planted=plant)
-    for _ in range(10):  # the planted race needs two threads at one moment, which a busy machine may not give at once
+    # the planted race needs two threads at one moment, which a busy machine may not give at once
+    for _ in range(10):
         ended = run(program, "threads", "200", **OPTIONS[sanitizer])
         if ended.returncode != 0:
             break

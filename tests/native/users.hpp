@@ -30,7 +30,8 @@ struct Message {
     std::vector<char> bytes;
     Kind kind;
 
-    explicit Message(uint64_t value, uint64_t size = LEAST, Kind kind = BYTES) : bytes(std::max(size, LEAST)), kind(kind) {
+    explicit Message(uint64_t value, uint64_t size = LEAST, Kind kind = BYTES)
+        : bytes(std::max(size, LEAST)), kind(kind) {
         lay(value, bytes.data(), bytes.size());
     }
     static void lay(uint64_t value, char* at, uint64_t size) {
@@ -59,7 +60,8 @@ struct Message {
 };
 
 // One operation that needs no waiting, with the lock around it.
-template <class Op> auto locked(Ring& ring, Op&& op) {
+template <class Op>
+auto locked(Ring& ring, Op&& op) {
     Wakes wakes;
     ring.lock(true);
     if constexpr (std::is_void_v<decltype(op(wakes))>) {
@@ -81,7 +83,8 @@ struct Sight {
     uint64_t size, value;
 
     void verify() const {
-        if (Message::value_of(at, size) != value) die("what was looked at is message " + std::to_string(value) + " no more");
+        if (Message::value_of(at, size) != value)
+            die("what was looked at is message " + std::to_string(value) + " no more");
     }
 };
 
@@ -93,7 +96,7 @@ struct User {
     ReaderState reader{};
     WriterState writer{};
     Taken taken{};
-    bool keeps = false;        // goes on looking at what it got
+    bool keeps = false;  // goes on looking at what it got
     std::vector<Sight> sights;
 
     User(Ring& ring, uint32_t session, Session::Role role) : ring(ring), session(session) {
@@ -118,7 +121,8 @@ struct User {
             [&](Wakes& wakes) {
                 if (item) begin(*item);
                 if (skip()) return Step::Done;
-                return large ? ring.claim(frame, as_writer(), session, slot) : ring.try_put(frame, as_writer(), wakes);
+                return large ? ring.claim(frame, as_writer(), session, slot)
+                             : ring.try_put(frame, as_writer(), wakes);
             },
             deadline);
         if (step != Step::Done || !slot) return step;
@@ -159,7 +163,8 @@ struct User {
     Step loan(uint64_t value, uint64_t size, Deadline deadline = {}) {
         Slot* slot = nullptr;
         Step step = perform(
-            ring, [&](bool) { return as_caller(); }, [&](Wakes&) { return ring.loan(size, session, slot); }, deadline);
+            ring, [&](bool) { return as_caller(); }, [&](Wakes&) { return ring.loan(size, session, slot); },
+            deadline);
         if (step != Step::Done) return step;
         sights.push_back({slot, const_cast<char*>(ring.payload_of(slot)), size, value});
         Message::lay(value, sights.back().at, size);
@@ -180,8 +185,10 @@ struct User {
                 return ring.put_loan(sight.slot, frame, as_writer(), wakes);
             },
             deadline);
-        if (skipped) lender.let_go();
-        else if (step == Step::Done) lender.sights.erase(lender.sights.begin());
+        if (skipped)
+            lender.let_go();
+        else if (step == Step::Done)
+            lender.sights.erase(lender.sights.begin());
         return step;
     }
     // As done_with of ports.cpp.
@@ -208,7 +215,7 @@ struct User {
         locked.unlock(wakes);
     }
 
-private:
+  private:
     void begin(uint64_t number) {
         if (writer.keyed) return;
         ring.begin_item(writer, number);

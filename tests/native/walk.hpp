@@ -6,10 +6,10 @@
 // section, with the lock just taken and just before it is dropped.
 #pragma once
 
-#include <csignal>
-#include <functional>
 #include <sys/mman.h>
 #include <sys/wait.h>
+#include <csignal>
+#include <functional>
 
 #include "check.hpp"
 #include "users.hpp"
@@ -40,12 +40,12 @@ struct Scenario {
     bool twice = true;  // whether a second process dies in the recovery; not where others walk the same steps
     Tolerance tolerance{};
     std::function<void(Scene&)> prepare = [](Scene&) {};
-    std::function<void(Scene&)> act;                                    // by the process that dies
-    std::function<void(Scene&)> take_over = [](Scene&) {};              // what a supervisor does then; may be done twice
+    std::function<void(Scene&)> act;                        // by the process that dies
+    std::function<void(Scene&)> take_over = [](Scene&) {};  // what a supervisor does then; may be done twice
     std::function<Lists(int done)> allowed = [](int) { return Lists{}; };  // what may be inside `in` then
-    std::function<void(Scene&, int done)> look = [](Scene&, int) {};    // further checks
-    std::function<void(Scene&)> finish;                                 // instead of reading `in` to its end
-    std::function<void(Scene&)> last = [](Scene&) {};                   // then: what is still looked at is let go
+    std::function<void(Scene&, int done)> look = [](Scene&, int) {};       // further checks
+    std::function<void(Scene&)> finish;                // instead of reading `in` to its end
+    std::function<void(Scene&)> last = [](Scene&) {};  // then: what is still looked at is let go
 };
 
 struct Walked {
@@ -63,7 +63,7 @@ inline void find_dead(Ring& ring) {
 }
 
 class Walk {
-public:
+  public:
     explicit Walk(const Scenario& scenario) : scenario(scenario) {
         void* p = mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
         must(p != MAP_FAILED, "mmap");
@@ -75,7 +75,8 @@ public:
         Walked walked;
         for (long m = 1;; ++m) {
             for (long n = 0;; ++n) {  // 0: the recovery survives
-                at = scenario.name + ", dead at step " + std::to_string(m) + (n ? ", recovery at " + std::to_string(n) : "");
+                at = scenario.name + ", dead at step " + std::to_string(m) +
+                     (n ? ", recovery at " + std::to_string(n) : "");
                 Scene scene = build();
                 const bool died = dies(m, scene, scenario.act);
                 if (!died) {
@@ -91,7 +92,7 @@ public:
         }
     }
 
-private:
+  private:
     const Scenario& scenario;
     Journal* journal;
     std::string at;
@@ -109,7 +110,8 @@ private:
         return scene;
     }
     // Does `act` in a child that is killed at its n-th fault point; whether it was.
-    template <class Act> bool dies(long n, Scene& scene, Act act) {
+    template <class Act>
+    bool dies(long n, Scene& scene, Act act) {
         fflush(nullptr);
         pid_t child = fork();
         must(child >= 0, "fork");
@@ -122,7 +124,8 @@ private:
         int status = 0;
         must(waitpid(child, &status, 0) == child, "waitpid");
         if (WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL) return true;
-        need(WIFEXITED(status) && WEXITSTATUS(status) == 0, "the child ended with status " + std::to_string(status));
+        need(WIFEXITED(status) && WEXITSTATUS(status) == 0,
+             "the child ended with status " + std::to_string(status));
         return false;
     }
     void take_over(Scene& scene) {
@@ -154,8 +157,10 @@ private:
                  "a dead process still waits");
         }
         scenario.look(scene, journal->done);
-        if (scenario.finish) scenario.finish(scene);
-        else read_to_the_end(scene, *seen[0]);
+        if (scenario.finish)
+            scenario.finish(scene);
+        else
+            read_to_the_end(scene, *seen[0]);
         for (auto& ring : seen) checked(*ring, scenario.tolerance, "after all was read");
         scenario.last(scene);
         for (auto& ring : seen) checked(*ring, scenario.tolerance, "at the end");
@@ -167,8 +172,10 @@ private:
         for (uint64_t value : {901, 902, 903}) {
             User& user = value % 2 ? one : other;
             Step step = user.put(Message(value, value == 902 ? 6000 : 8), Deadline{0});
-            if (step == Step::Done) more.push_back(value);
-            else need(second.header().state != OPEN, "a put failed: " + std::to_string(int(step)));
+            if (step == Step::Done)
+                more.push_back(value);
+            else
+                need(second.header().state != OPEN, "a put failed: " + std::to_string(int(step)));
         }
         locked(second, [&](Wakes& wakes) { second.close(wakes); });
         Values values = drain(one, other);
@@ -183,7 +190,7 @@ private:
         other.leave(true);
     }
 
-public:
+  public:
     static std::string text(const Values& values) {
         std::string text;
         for (uint64_t value : values) text += " " + std::to_string(value);
@@ -200,11 +207,13 @@ public:
                 continue;
             }
             const bool cut_off = one.ring.header().cut_off;  // a writer died: the end is no clean one
-            must(step == (cut_off ? Step::Broken : Step::Drained), "a read of what is left ended with " + std::to_string(int(step)) + " after" + text(values));
+            must(step == (cut_off ? Step::Broken : Step::Drained),
+                 "a read of what is left ended with " + std::to_string(int(step)) + " after" + text(values));
             Header& h = one.ring.header();
             uint64_t views = 0;  // what is looked at stays, of all that has left
             for (const Session& s : h.sessions()) views += s.views;
-            must((cut_off ? one.ring.broken() : one.ring.drained()) && h.slots_used == views && h.leased == 0, "drained with something inside");
+            must((cut_off ? one.ring.broken() : one.ring.drained()) && h.slots_used == views && h.leased == 0,
+                 "drained with something inside");
             return values;
         }
         die("there is no end to what comes");

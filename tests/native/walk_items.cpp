@@ -58,10 +58,14 @@ Scenario close_between() {
         Frame frame;
         message.fill(frame);
         Slot* slot = nullptr;
-        must(locked(ring, [&](Wakes&) { return ring.claim(frame, nullptr, user.session, slot); }) == Step::Done, "claim");
+        must(locked(ring, [&](Wakes&) { return ring.claim(frame, nullptr, user.session, slot); }) ==
+                 Step::Done,
+             "claim");
         ring.write(frame, slot);
         locked(ring, [&](Wakes& wakes) { ring.close(wakes); });
-        must(locked(ring, [&](Wakes& wakes) { return ring.publish(frame, slot, nullptr, wakes); }) == Step::Closed, "publish");
+        must(locked(ring, [&](Wakes& wakes) { return ring.publish(frame, slot, nullptr, wakes); }) ==
+                 Step::Closed,
+             "publish");
     };
     s.allowed = [](int) { return Lists{{1, 2}}; };
     return s;
@@ -99,10 +103,12 @@ Scenario leasing(const char* name, uint64_t size, int batch) {
         locked(ring, [&](Wakes&) { ring.adopt(user.session); });
         for (int round = 0; round < 2; ++round) {
             for (int i = 0; i < batch; ++i)
-                must(locked(ring, [&](Wakes& wakes) {
-                    if (i == 0) ring.acknowledge(user.reader, wakes);
-                    return ring.try_take(user.taken, &user.reader, user.session, wakes);
-                }) == Step::Done, "take");
+                must(locked(ring,
+                            [&](Wakes& wakes) {
+                                if (i == 0) ring.acknowledge(user.reader, wakes);
+                                return ring.try_take(user.taken, &user.reader, user.session, wakes);
+                            }) == Step::Done,
+                     "take");
             scene.did();
         }
         locked(ring, [&](Wakes& wakes) { ring.acknowledge(user.reader, wakes); });
@@ -127,7 +133,8 @@ Scenario leasing(const char* name, uint64_t size, int batch) {
     return s;
 }
 
-// What was taken last can't be received and goes back to the front. A plain reader that dies in between has taken it.
+// What was taken last can't be received and goes back to the front. A plain reader that dies in between has
+// taken it.
 Scenario putting_back(const char* name, uint64_t size, bool leases) {
     const Values all{1, 2, 3, 4};
     Scenario s{name};
@@ -143,9 +150,11 @@ Scenario putting_back(const char* name, uint64_t size, bool leases) {
         User user = leases ? scene.users[0] : open(ring, Session::PLAIN);
         if (leases) locked(ring, [&](Wakes&) { ring.adopt(user.session); });
         for (int i = 0; i < 2; ++i) {
-            must(locked(ring, [&](Wakes& wakes) {
-                return ring.try_take(user.taken, user.as_reader(), user.session, wakes);
-            }) == Step::Done, "take");
+            must(locked(ring,
+                        [&](Wakes& wakes) {
+                            return ring.try_take(user.taken, user.as_reader(), user.session, wakes);
+                        }) == Step::Done,
+                 "take");
             scene.did();
             if (i == 0 && !leases) user.finish_copy();
         }

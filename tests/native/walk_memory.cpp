@@ -28,7 +28,8 @@ Lists put_so_far(const Values& before, const Values& puts, int done) {
 void nothing_left(Scene& scene) {
     Header& h = scene.in->header();
     must(h.slots_used == 0 && h.viewed_bytes == 0, "something is left");
-    for (const Session& s : h.sessions()) must(s.views == 0 && s.role != Session::HOLDER, "something is on loan");
+    for (const Session& s : h.sessions())
+        must(s.views == 0 && s.role != Session::HOLDER, "something is on loan");
 }
 void lend(User& user, uint64_t value, uint64_t size = LENT) {
     must(user.loan(value, size, Deadline{0}) == Step::Done, "loan");
@@ -63,7 +64,8 @@ Scenario lent_by_closed_port() {
         scene.users.push_back(open(*scene.in, Session::WRITER));
     };
     s.act = [](Scene& scene) {
-        User dropped = open(*scene.in, Session::WRITER), put = open(*scene.in, Session::WRITER), user = open(*scene.in, Session::PLAIN);
+        User dropped = open(*scene.in, Session::WRITER), put = open(*scene.in, Session::WRITER),
+             user = open(*scene.in, Session::PLAIN);
         lend(dropped, 77);
         lend(put, 11);
         dropped.leave(true);
@@ -146,7 +148,8 @@ Scenario putting(const char* name, std::vector<uint64_t> sizes) {
     return s;
 }
 
-// So much has gone through that the memory is cut up into more blocks than max_bytes, all free, none of the right size.
+// So much has gone through that the memory is cut up into more blocks than max_bytes, all free, none of the
+// right size.
 Scenario all_free() {
     Scenario s = putting("cut memory anew, all of it free", {15'000, 8, 3000});
     s.max_bytes = 30'000;
@@ -169,10 +172,11 @@ Scenario all_free() {
     return s;
 }
 
-// All memory is cut up, and every third block is looked at: larger ones must be cut from the gaps. `again`: so do those who take
-// over after a death, and die in it too.
+// All memory is cut up, and every third block is looked at: larger ones must be cut from the gaps. `again`:
+// so do those who take over after a death, and die in it too.
 Scenario gaps(const char* name, bool again) {
-    Scenario s = putting(name, again ? std::vector<uint64_t>{36'000, 8} : std::vector<uint64_t>{36'000, 8, 3000, 12'000});
+    Scenario s = putting(
+        name, again ? std::vector<uint64_t>{36'000, 8} : std::vector<uint64_t>{36'000, 8, 3000, 12'000});
     s.max_bytes = 60'000;
     s.twice = again;
     s.prepare = [](Scene& scene) {
@@ -191,12 +195,13 @@ Scenario gaps(const char* name, bool again) {
         }
         user.sights = keep;
     };
-    if (again) s.take_over = [](Scene& scene) {
-        User user = open(*scene.in, Session::PLAIN);
-        lend(user, 78, 36'000);
-        user.let_go();
-        user.leave(true);
-    };
+    if (again)
+        s.take_over = [](Scene& scene) {
+            User user = open(*scene.in, Session::PLAIN);
+            lend(user, 78, 36'000);
+            user.let_go();
+            user.leave(true);
+        };
     s.look = [](Scene& scene, int) {
         for (const Sight& sight : scene.users[0].sights) sight.verify();
     };

@@ -1,4 +1,5 @@
-// The fault walk over parcels: an item that exists has its descriptors in the ring's socket, whoever dies when.
+// The fault walk over parcels: an item that exists has its descriptors in the ring's socket, whoever dies
+// when.
 #include <sys/socket.h>
 
 #include "walk.hpp"
@@ -23,13 +24,16 @@ void put(User& user, uint64_t value, uint64_t size) {
     Frame frame;
     fill(message, frame, ring.fd());
     if (size <= Taken::LOCAL) {
-        must(locked(ring, [&](Wakes& wakes) { return ring.try_put(frame, nullptr, wakes); }) == Step::Done, "put");
+        must(locked(ring, [&](Wakes& wakes) { return ring.try_put(frame, nullptr, wakes); }) == Step::Done,
+             "put");
         return;
     }
     Slot* slot = nullptr;
-    must(locked(ring, [&](Wakes&) { return ring.claim(frame, nullptr, user.session, slot); }) == Step::Done, "claim");
+    must(locked(ring, [&](Wakes&) { return ring.claim(frame, nullptr, user.session, slot); }) == Step::Done,
+         "claim");
     ring.write(frame, slot);
-    must(locked(ring, [&](Wakes& wakes) { return ring.publish(frame, slot, nullptr, wakes); }) == Step::Done, "publish");
+    must(locked(ring, [&](Wakes& wakes) { return ring.publish(frame, slot, nullptr, wakes); }) == Step::Done,
+         "publish");
 }
 
 uint64_t id_of(const char* payload) {
@@ -39,7 +43,8 @@ uint64_t id_of(const char* payload) {
 }
 void must_open(Ring& ring, const char* payload) {
     std::vector<int> descriptors;
-    must(ring.open_parcel(id_of(payload), descriptors) == 0 && descriptors.size() == 1, "an item has lost its parcel");
+    must(ring.open_parcel(id_of(payload), descriptors) == 0 && descriptors.size() == 1,
+         "an item has lost its parcel");
     must(close(descriptors[0]) == 0, "its parcel holds no descriptor");
 }
 
@@ -59,7 +64,8 @@ void none_is_left(Scene& scene) {
     Ring& ring = *scene.in;
     locked(ring, [&](Wakes&) { ring.drop_parcels(); });
     char label[16];
-    must(recv(ring.socket(), label, sizeof label, MSG_PEEK | MSG_DONTWAIT) < 0 && errno == EAGAIN, "a parcel is left");
+    must(recv(ring.socket(), label, sizeof label, MSG_PEEK | MSG_DONTWAIT) < 0 && errno == EAGAIN,
+         "a parcel is left");
 }
 
 Scenario sending() {

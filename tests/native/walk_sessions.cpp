@@ -40,8 +40,10 @@ Scenario breaking(const char* name, uint64_t cause_size) {
     s.look = [=](Scene& scene, int done) {
         Header& h = scene.in->header();
         must(h.state == BROKEN || (!done && h.state == OPEN), "neither broken nor open");
-        if (h.state == BROKEN) must(scene.in->cause() == cause, "the cause is lost");
-        else must(h.cause == 0, "a cause without a break");
+        if (h.state == BROKEN)
+            must(scene.in->cause() == cause, "the cause is lost");
+        else
+            must(h.cause == 0, "a cause without a break");
     };
     s.finish = [](Scene& scene) {
         locked(*scene.in, [&](Wakes& wakes) { scene.in->break_("", wakes); });
@@ -55,7 +57,8 @@ Scenario breaking(const char* name, uint64_t cause_size) {
     return s;
 }
 
-// A session is opened, used and ended; it is the only one of its role, so its end closes the channel, however it ends.
+// A session is opened, used and ended; it is the only one of its role, so its end closes the channel, however
+// it ends.
 Scenario last_of(const char* name, Session::Role role) {
     Scenario s{name};
     s.prepare = [](Scene& scene) { fill(*scene.in, {1, 2}); };
@@ -102,9 +105,11 @@ Scenario giving_back(const char* name, uint64_t left_inside) {
         User user = open(*scene.in, Session::READER);
         scene.in->session(user.session).supervised = 1;
         for (int i = 0; i < 3; ++i)
-            must(locked(*scene.in, [&](Wakes& wakes) {
-                return scene.in->try_take(user.taken, &user.reader, user.session, wakes);
-            }) == Step::Done, "take");
+            must(locked(*scene.in,
+                        [&](Wakes& wakes) {
+                            return scene.in->try_take(user.taken, &user.reader, user.session, wakes);
+                        }) == Step::Done,
+                 "take");
         scene.users.push_back(user);
         scene.users.push_back(open(*scene.in, Session::READER));
     };
@@ -143,7 +148,8 @@ Scenario sweeping() {
             Slot* slot;
             locked(ring, [&](Wakes& wakes) {
                 must(ring.try_take(plain.taken, nullptr, plain.session, wakes) == Step::Done, "take");
-                must(ring.try_take(reader.taken, &reader.reader, reader.session, wakes) == Step::Done, "lease");
+                must(ring.try_take(reader.taken, &reader.reader, reader.session, wakes) == Step::Done,
+                     "lease");
                 must(ring.claim(frame, nullptr, plain.session, slot) == Step::Done, "claim");
                 ring.header().reader_gate.enter();
                 ring.session(plain.session).at_reader_gate += 1;
@@ -157,7 +163,8 @@ Scenario sweeping() {
     s.allowed = [](int) { return Lists{{2, 3}}; };
     s.look = [](Scene& scene, int) {
         Header& h = scene.in->header();
-        must(h.readers == 1 && h.writers == 1 && h.state == OPEN, "more than the dead one's sessions were ended");
+        must(h.readers == 1 && h.writers == 1 && h.state == OPEN,
+             "more than the dead one's sessions were ended");
         must(h.cut_off != 0, "nothing is known of the writer that died");
         scene.users[0].leave(true);
         must(h.state == CLOSED, "the last reader has left");

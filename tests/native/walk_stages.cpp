@@ -1,5 +1,6 @@
-// The fault walk over what a stage's worker does: it leases items from `in` and puts outputs into `out`. Whenever it dies,
-// its successor takes its items up; each output appears exactly once, in order where the stage is ordered.
+// The fault walk over what a stage's worker does: it leases items from `in` and puts outputs into `out`.
+// Whenever it dies, its successor takes its items up; each output appears exactly once, in order where the
+// stage is ordered.
 #include <algorithm>
 
 #include "walk.hpp"
@@ -16,7 +17,8 @@ using Outputs = std::vector<Values>;  // by the number of the item
 
 // Everything for one item: its outputs, then the word that there are no more.
 void produce(Scene& scene, User& writer, uint64_t item, const Values& outputs, uint64_t size) {
-    for (uint64_t value : outputs) must(writer.put(Message(value, size), Deadline{0}, &item) == Step::Done, "output");
+    for (uint64_t value : outputs)
+        must(writer.put(Message(value, size), Deadline{0}, &item) == Step::Done, "output");
     must(writer.done_with(item) == Step::Done, "done");
     scene.did();
 }
@@ -45,8 +47,9 @@ void expect_out(Scene& scene, Values expected, bool ordered) {
     must(values == expected, "the outputs were" + Walk::text(values));
 }
 
-// One writer of an ordered stage works on the items mine[0], mine[1], …, others before and after it do the rest. users:
-// 0 the one that dies, 1 its successor, 2 the others. The items in hand are those that it is not done with.
+// One writer of an ordered stage works on the items mine[0], mine[1], …, others before and after it do the
+// rest. users: 0 the one that dies, 1 its successor, 2 the others. The items in hand are those that it is not
+// done with.
 Scenario writing(const char* name, Kind kind, Outputs outputs, Values first, Values mine, Values last) {
     Scenario s{name};
     s.has_in = false, s.has_out = true;
@@ -127,7 +130,8 @@ Scenario resuming(const char* name, Kind kind) {
     return s;
 }
 
-// A whole worker: lease, outputs, acknowledge. users: 0 reader and 1 writer of the one that dies, 2 and 3 its successor.
+// A whole worker: lease, outputs, acknowledge. users: 0 reader and 1 writer of the one that dies, 2 and 3 its
+// successor.
 void work(Scene& scene, User& reader, User& writer, const Kind& kind, const Outputs& outputs) {
     for (;;) {
         if (reader.reader.in_hand) must(writer.done_with(reader.reader.number) == Step::Done, "done");
@@ -136,7 +140,8 @@ void work(Scene& scene, User& reader, User& writer, const Kind& kind, const Outp
         if (step == Step::Drained) return;
         must(step == Step::Done, "a worker's read ended with " + std::to_string(int(step)));
         for (uint64_t output : outputs[value])
-            must(writer.put(Message(output, kind.size), Deadline{0}, &reader.reader.number) == Step::Done, "output");
+            must(writer.put(Message(output, kind.size), Deadline{0}, &reader.reader.number) == Step::Done,
+                 "output");
         scene.did();
     }
 }
@@ -195,9 +200,10 @@ void hand_on(User& from, User& to) {
     });
 }
 
-// A reader has died in the user's code with items 1 and 2 in hand. Its successor alone gets them, in their order, and nobody
-// waits for that. users: 0 the dead one, 1 and 2 its successors, 3 another reader. `tried`: the first successor is at it, and
-// dies too, in our code, so only what it has not begun with is still its successor's alone.
+// A reader has died in the user's code with items 1 and 2 in hand. Its successor alone gets them, in their
+// order, and nobody waits for that. users: 0 the dead one, 1 and 2 its successors, 3 another reader. `tried`:
+// the first successor is at it, and dies too, in our code, so only what it has not begun with is still its
+// successor's alone.
 Scenario handing_on(const char* name, bool tried) {
     Scenario s{name};
     s.twice = !tried;
@@ -210,7 +216,8 @@ Scenario handing_on(const char* name, bool tried) {
             scene.in->session(scene.users[size_t(i)].session).supervised = 1;
         }
         uint64_t value = 0;
-        for (bool more : {false, true}) must(scene.users[0].get(value, Deadline{0}, more) == Step::Done, "get");
+        for (bool more : {false, true})
+            must(scene.users[0].get(value, Deadline{0}, more) == Step::Done, "get");
         scene.in->session(scene.users[0].session).at = Session::USERS;
         if (tried) hand_on(scene.users[0], scene.users[1]);
     };
@@ -221,12 +228,15 @@ Scenario handing_on(const char* name, bool tried) {
         must(scene.users[1].get(value, Deadline{0}) == Step::Done && value == 1, "the first suspect");
     };
     s.take_over = [=](Scene& scene) {
-        if (tried) hand_on(scene.users[1], scene.users[2]);
-        else hand_on(scene.users[0], scene.users[1]);
+        if (tried)
+            hand_on(scene.users[1], scene.users[2]);
+        else
+            hand_on(scene.users[0], scene.users[1]);
     };
     s.finish = [=](Scene& scene) {
         User &successor = scene.users[tried ? 2 : 1], &other = scene.users[3];
-        if (tried && scene.in->session(scene.users[1].session).role == Session::READER) hand_on(scene.users[1], scene.users[2]);
+        if (tried && scene.in->session(scene.users[1].session).role == Session::READER)
+            hand_on(scene.users[1], scene.users[2]);
         Values values;
         uint64_t value = 0;
         while (successor.get(value, Deadline{0}) == Step::Done) values.push_back(value);

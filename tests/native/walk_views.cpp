@@ -1,4 +1,5 @@
-// The fault walk over views: blocks that are read where they lie, and go on being looked at wherever their slot goes.
+// The fault walk over views: blocks that are read where they lie, and go on being looked at wherever their
+// slot goes.
 #include <algorithm>
 
 #include "walk.hpp"
@@ -11,7 +12,8 @@ constexpr uint64_t SEEN = 20'000;  // large enough to be viewed
 
 void fill(Ring& ring, const Values& values) {
     User user = open(ring, Session::PLAIN);
-    for (uint64_t value : values) must(user.put(Message(value, SEEN, BUFFERS), Deadline{0}) == Step::Done, "filling");
+    for (uint64_t value : values)
+        must(user.put(Message(value, SEEN, BUFFERS), Deadline{0}) == Step::Done, "filling");
     user.leave(true);
 }
 User viewer(Ring& ring, Session::Role role) {
@@ -123,7 +125,9 @@ Scenario leasing() {
         scene.did();
         get(user, 2);
         scene.did();
-        must(user.sights[0].slot->place() == SlotState::Held && user.sights[1].slot->place() == SlotState::Leased, "places");
+        must(user.sights[0].slot->place() == SlotState::Held &&
+                 user.sights[1].slot->place() == SlotState::Leased,
+             "places");
         user.let_go();
         user.let_go();
         acknowledge(user);
@@ -196,7 +200,8 @@ Scenario holding_plain() {
     return s;
 }
 
-// A process has died that looked at slots in every place and had memory on loan; the one that cleans up after it dies too.
+// A process has died that looked at slots in every place and had memory on loan; the one that cleans up after
+// it dies too.
 Scenario died(const char* name, bool supervised) {
     const Values all{1, 2, 3, 4, 5};
     Scenario s = viewing(name, all);
@@ -209,15 +214,17 @@ Scenario died(const char* name, bool supervised) {
         must(child >= 0, "fork");
         if (child == 0) {
             Ring& ring = *scene.in;
-            User plain = viewer(ring, Session::PLAIN), leaver = viewer(ring, Session::READER), &reader = scene.users[1];
+            User plain = viewer(ring, Session::PLAIN), leaver = viewer(ring, Session::READER),
+                 &reader = scene.users[1];
             locked(ring, [&](Wakes&) { ring.adopt(reader.session); });
             reader.keeps = true;
-            get(plain, 1);      // Held
-            get(leaver, 2);     // Inside again
+            get(plain, 1);   // Held
+            get(leaver, 2);  // Inside again
             leaver.leave(false);
             must(leaver.sights[0].slot->place() == SlotState::Inside, "not inside");
-            uint64_t value;     // copied, Leased
-            must(reader.get(value, Deadline{0}) == Step::Done && value == 2 && reader.sights.empty(), "not copied");
+            uint64_t value;  // copied, Leased
+            must(reader.get(value, Deadline{0}) == Step::Done && value == 2 && reader.sights.empty(),
+                 "not copied");
             get_more(reader, 3);  // Leased
             must(plain.loan(77, SEEN, Deadline{0}) == Step::Done, "loan");
             _exit(0);
@@ -232,14 +239,15 @@ Scenario died(const char* name, bool supervised) {
     };
     s.allowed = [=](int) { return Lists{{2, 3, 4, 5}}; };
     s.look = [=, before = s.look](Scene& scene, int done) {
-        if (!supervised) must(scene.in->session(scene.users[1].session).role == Session::NONE, "the dead reader is left");
+        if (!supervised)
+            must(scene.in->session(scene.users[1].session).role == Session::NONE, "the dead reader is left");
         before(scene, done);
     };
     return s;
 }
 
-// One has given back what it still looks at, and others take it. They copy it, and what they are done with becomes HELD
-// for the first one, who still reads it afterwards.
+// One has given back what it still looks at, and others take it. They copy it, and what they are done with
+// becomes HELD for the first one, who still reads it afterwards.
 Scenario second_reader(const char* name, Session::Role role) {
     const Values all{1, 2, 3, 4};
     Scenario s{name};
@@ -275,7 +283,8 @@ Scenario second_reader(const char* name, Session::Role role) {
     s.last = [](Scene& scene) {
         User& first = scene.users[0];
         for (const Sight& sight : first.sights)
-            must(sight.slot->place() == SlotState::Held && sight.slot->viewer() == first.session, "it is not its viewer any more");
+            must(sight.slot->place() == SlotState::Held && sight.slot->viewer() == first.session,
+                 "it is not its viewer any more");
         first.let_go();
         verify_all(first);
         first.let_go();
@@ -284,7 +293,8 @@ Scenario second_reader(const char* name, Session::Role role) {
     return s;
 }
 
-// The first one lets go while the second one makes its copy: the block must stay as it is until the copy is made.
+// The first one lets go while the second one makes its copy: the block must stay as it is until the copy is
+// made.
 Scenario copying() {
     const Values all{1, 2};
     Scenario s = viewing("let go of what another one copies", all);
@@ -294,14 +304,18 @@ Scenario copying() {
         User first = viewer(ring, Session::READER), second = open(ring, Session::PLAIN);
         get(first, 1);
         first.leave(false);
-        must(locked(ring, [&](Wakes& wakes) { return ring.try_take(second.taken, nullptr, second.session, wakes); }) == Step::Done,
+        must(locked(ring,
+                    [&](Wakes& wakes) {
+                        return ring.try_take(second.taken, nullptr, second.session, wakes);
+                    }) == Step::Done,
              "take");
         must(second.taken.held && !second.taken.viewed, "an item has two viewers");
         scene.did();
         first.let_go();
         must(second.put(Message(11, SEEN, BUFFERS), Deadline{0}) == Step::Done, "put");
         scene.did();
-        must(Message::value_of(second.taken.at, second.taken.size) == 1, "it was written over while it was copied");
+        must(Message::value_of(second.taken.at, second.taken.size) == 1,
+             "it was written over while it was copied");
         second.finish_copy();
         second.leave(true);
     };
@@ -314,7 +328,8 @@ Scenario copying() {
     return s;
 }
 
-// A port moves to another process, and what its former one looks at stays as it is, whatever becomes of the new one.
+// A port moves to another process, and what its former one looks at stays as it is, whatever becomes of the
+// new one.
 Scenario moving() {
     const Values all{1, 2, 3};
     Scenario s{"adopt a port whose former owner looks"};

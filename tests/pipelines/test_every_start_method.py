@@ -1,4 +1,5 @@
-"""The patterns do the same under fork, forkserver and spawn, with functions and classes of the program itself."""
+"""The patterns do the same under fork, forkserver and spawn, with functions and classes of the program
+itself."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def work(lock, barrier, shared, queue, table, worker):
 def main():
     factor = 3
     for _ in range(2):
-        lock, barrier, shared, queue = Lock(), Barrier(3), SharedDict(), workqueue("points", across="processes")
+        lock, barrier, shared = Lock(), Barrier(3), SharedDict()
+        queue = workqueue("points", across="processes")
         workers = map(3, work, lock, barrier, shared, queue, marshal(Point(7)), on="process")
         queue.put_many(Point(x) for x in range(5))
         queue.close()
@@ -37,7 +39,8 @@ def main():
         assert [type(point) is Point and point.x for point in workers.join()] == [1, 2, 3]
         assert dict(shared) == {1: 7, 2: 7, 3: 7}
     with TaskPool(2, on="process") as pool:
-        assert [point.x for point in pool.map(lambda point: Point(factor * point.x), [Point(1), Point(2)])] == [3, 6]
+        points = pool.map(lambda point: Point(factor * point.x), [Point(1), Point(2)])
+        assert [point.x for point in points] == [3, 6]
     task = BackgroundTask(Point, 5, on="process")
     assert task.result().x == 5
     task.close()

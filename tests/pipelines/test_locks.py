@@ -182,7 +182,8 @@ def test_a_lock_is_an_argument_of_a_spawned_process() -> None:
 
 
 def test_nobody_passes_before_all_are_there_and_writers_do_not_mix() -> None:
-    """As torch-ipc's one test of its mutex: a shared array is seen unchanged before and changed after a meeting."""
+    """As torch-ipc's one test of its mutex: a shared array is seen unchanged before and changed after a
+    meeting."""
     lock, barrier, shared = Lock(), Barrier(4), np.zeros(10_000)
 
     def work(worker: int) -> bool:

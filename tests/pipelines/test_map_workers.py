@@ -51,7 +51,9 @@ def test_none_keeps_its_place(on: Any) -> None:
 
 @everywhere
 def test_the_workers_number_is_the_last_argument(on: Any) -> None:
-    assert map(4, lambda given, worker: (given, worker), "x", on=on).join() == [("x", n) for n in (1, 2, 3, 4)]
+    assert map(4, lambda given, worker: (given, worker), "x", on=on).join() == [
+        ("x", n) for n in (1, 2, 3, 4)
+    ]
 
 
 @everywhere
@@ -122,7 +124,11 @@ def test_join_raises_all_errors_and_once_and_then_gives_the_other_results(on: An
     workers = map(6, odd_fails, on=on)
     with pytest.raises(RunError) as caught:
         workers.join()
-    assert sorted(error.__cause__.args[0] for error in caught.value.exceptions if error.__cause__) == [1, 3, 5]
+    assert sorted(error.__cause__.args[0] for error in caught.value.exceptions if error.__cause__) == [
+        1,
+        3,
+        5,
+    ]
     assert workers.join() == workers.join() == [2, 4, 6]
 
 

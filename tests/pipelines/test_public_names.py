@@ -24,7 +24,9 @@ def test_every_public_name_and_method_has_a_docstring(name: str) -> None:
         bare = [
             method
             for method, member in vars(value).items()
-            if not method.startswith("_") and (callable(member) or isinstance(member, property)) and not member.__doc__
+            if not method.startswith("_")
+            and (callable(member) or isinstance(member, property))
+            and not member.__doc__
         ]
         assert not bare
 

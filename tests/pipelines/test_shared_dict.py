@@ -128,7 +128,9 @@ def test_a_process_that_dies_in_the_middle_of_a_change_has_made_it_or_not(done: 
 def test_it_outlives_the_processes_that_come_and_go() -> None:
     shared: SharedDict[int, int] = SharedDict()
     for number in range(3):
-        map(1, lambda shared, number, worker: shared.update({number: worker}), shared, number, on="process").join()
+        map(
+            1, lambda shared, number, worker: shared.update({number: worker}), shared, number, on="process"
+        ).join()
     assert dict(shared) == {0: 1, 1: 1, 2: 1}
 
 

@@ -1,4 +1,5 @@
-"""``TaskPool`` and ``BackgroundTask``: tasks as ``concurrent.futures`` knows them, on threads and on processes."""
+"""``TaskPool`` and ``BackgroundTask``: tasks as ``concurrent.futures`` knows them, on threads and on
+processes."""
 
 from __future__ import annotations
 
@@ -305,5 +306,7 @@ while not task.running():
     time.sleep(0)
 print("end")
 """
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=100
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")

@@ -1,5 +1,5 @@
-"""``TaskPool``: whatever goes wrong with one task stays with its future; a pool that fails as a whole says so; and idle
-workers keep nothing alive."""
+"""``TaskPool``: whatever goes wrong with one task stays with its future; a pool that fails as a whole says
+so; and idle workers keep nothing alive."""
 
 from __future__ import annotations
 
@@ -112,7 +112,9 @@ def test_any_keyword_goes_to_the_function(on: Any) -> None:
 
 
 @everywhere
-def test_a_callback_that_asks_to_exit_does_not_end_the_pool(on: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_callback_that_asks_to_exit_does_not_end_the_pool(
+    on: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     with TaskPool(1, on=on) as pool:
         start = Channel[int](across="processes")
         future = pool.submit(start.get)
@@ -259,5 +261,7 @@ forgotten = TaskPool(1, on={on!r})
 forgotten.submit(say, 3).result()
 del forgotten
 """
-    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=100
+    )
     assert (done.returncode, sorted(done.stdout.split()), done.stderr) == (0, ["0", "1", "2", "3"], "")

@@ -55,7 +55,21 @@ class Point:
 @everywhere
 @pytest.mark.parametrize(
     "item",
-    [True, False, None, 0, -1, 2**80, 1.5, "", "text", b"bytes", [1, [2, [None]]], {"a": {"b": (1, 2)}}, Point(3)],
+    [
+        True,
+        False,
+        None,
+        0,
+        -1,
+        2**80,
+        1.5,
+        "",
+        "text",
+        b"bytes",
+        [1, [2, [None]]],
+        {"a": {"b": (1, 2)}},
+        Point(3),
+    ],
     ids=repr,
 )
 def test_items_come_back_as_they_went(across: Across, item: Any) -> None:
@@ -191,7 +205,9 @@ def test_an_owner_may_join_processes_before_it_reads_any_answer() -> None:
 
 
 @everywhere
-def test_workers_with_more_answers_than_questions_do_not_wait_for_an_owner_that_waits_for_them(across: Across) -> None:
+def test_workers_with_more_answers_than_questions_do_not_wait_for_an_owner_that_waits_for_them(
+    across: Across,
+) -> None:
     def repeat(queue: WorkQueue, told: WorkQueue, worker: int) -> None:
         for number in queue:
             queue.put_many([number] * 500)
@@ -239,7 +255,9 @@ def test_the_first_who_asks_for_a_name_is_its_creator() -> None:
     first, second = workqueue("creator"), workqueue("creator")
     assert (first.creator, second.creator) == (True, False)
     assert first.is_owner
-    assert start(1, lambda worker: (workqueue("creator").creator, workqueue("creator").is_owner)).join() == [(False, False)]
+    assert start(1, lambda worker: (workqueue("creator").creator, workqueue("creator").is_owner)).join() == [
+        (False, False)
+    ]
 
 
 def test_of_many_threads_that_ask_at_once_one_is_the_creator() -> None:

@@ -1,5 +1,5 @@
-"""What the tests run in processes of their own: ``python programs.py FUNCTION CALL ERROR`` has the system call refused, or
-``/proc`` hidden, and says what came of it."""
+"""What the tests run in processes of their own: ``python programs.py FUNCTION CALL ERROR`` has the system
+call refused, or ``/proc`` hidden, and says what came of it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def waiting(channels: list[Channel]) -> bool:
 
 
 def blocked_select() -> None:
-    """The share of a core that a blocked select takes; then what it gets when an item comes to the last channel."""
+    """The share of a core that a blocked select takes; then what it gets when an item comes to the last
+    channel."""
     channels = [Channel(across=medium) for medium in ("threads", "processes", "processes")]
     got: list[object] = []
     selecting = threading.Thread(target=lambda: got.append(select(channels).item))

@@ -1,5 +1,5 @@
-"""Kernels that lack a system call (ENOSYS) and filters that refuse it (EPERM or ENOSYS): whatever flowchan uses has another
-way, or an error that names it. The refusals are real ones, in processes of their own."""
+"""Kernels that lack a system call (ENOSYS) and filters that refuse it (EPERM or ENOSYS): whatever flowchan
+uses has another way, or an error that names it. The refusals are real ones, in processes of their own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ import seccomp
 
 PROGRAMS = Path(__file__).with_name("programs.py")
 
-pytestmark = pytest.mark.skipif(not seccomp.SUPPORTED, reason="the numbers of the system calls are those of x86-64")
+pytestmark = pytest.mark.skipif(
+    not seccomp.SUPPORTED, reason="the numbers of the system calls are those of x86-64"
+)
 
 both_errors = pytest.mark.parametrize("error", [errno.EPERM, errno.ENOSYS], ids=errno.errorcode.get)
 
@@ -57,7 +59,8 @@ def test_a_call_that_channels_between_processes_cannot_do_without_is_named_when_
     call: str, error: int
 ) -> None:
     reason = (
-        f"channels between processes need {call}, which is refused here, likely by the seccomp filter of a container or "
+        f"channels between processes need {call}, which is refused here, likely by the seccomp "
+        "filter of a container or "
         f"of a service manager; allow {call} in it"
     )
     channel = said("channel", call, error)

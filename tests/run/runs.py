@@ -1,4 +1,5 @@
-"""What the tests of runs share: gates that hold workers up wherever they run, and scripts as users start them."""
+"""What the tests of runs share: gates that hold workers up wherever they run, and scripts as users start
+them."""
 
 from __future__ import annotations
 

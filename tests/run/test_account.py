@@ -1,4 +1,5 @@
-"""R8 Account: ``run.stats()`` at any time and ``run.report()`` at the end: items in = items out + items failed."""
+"""R8 Account: ``run.stats()`` at any time and ``run.report()`` at the end: items in = items out + items
+failed."""
 
 from __future__ import annotations
 
@@ -142,7 +143,8 @@ def test_the_statistics_show_the_fill_of_a_channel() -> None:
 
 @everywhere
 def test_shares_of_time_are_shares_of_the_whole_run(on: Any) -> None:
-    """A source that has ended at once was busy for a small part of it, and waited for the rest of its own short life."""
+    """A source that has ended at once was busy for a small part of it, and waited for the rest of its own
+    short life."""
     graph = Graph("r8")
     graph.source(range(20), on=on, name="quick").map(slow, on=on, workers=2, name="slow").sink(same, on=on)
     run = finished(graph)
@@ -180,7 +182,9 @@ class SlowToBegin:
 def test_the_bottleneck_is_named_after_few_items(items: int, on: Any) -> None:
     """Whoever was fed by a source that is over at once."""
     graph = Graph("r8")
-    graph.source(range(items), on=on).map(same, on=on).map(slow, name="slow", on=on).map(same, on=on).collect()
+    graph.source(range(items), on=on).map(same, on=on).map(slow, name="slow", on=on).map(
+        same, on=on
+    ).collect()
     run = finished(graph)
     assert run.stats().bottleneck == "slow"
     assert "bottleneck: slow (busy" in run.report()
@@ -281,6 +285,9 @@ def test_a_merge_a_tee_and_a_zip_are_counted() -> None:
     one, other = merged.tee(2)
     one.zip(other).collect()
     run = finished(graph)
-    found = {name: (stage_of(run, name).items_in, stage_of(run, name).items_out) for name in ("merge", "tee", "zip")}
+    found = {
+        name: (stage_of(run, name).items_in, stage_of(run, name).items_out)
+        for name in ("merge", "tee", "zip")
+    }
     assert found == {"merge": (10, 10), "tee": (10, 10), "zip": (20, 10)}
     assert "MISSING" not in run.report()

@@ -1,5 +1,5 @@
-"""Stages whose function is ``async def``: their workers are tasks of one event loop on one thread, with the order, errors,
-retries and ends of any other stage."""
+"""Stages whose function is ``async def``: their workers are tasks of one event loop on one thread, with the
+order, errors, retries and ends of any other stage."""
 
 from __future__ import annotations
 
@@ -253,7 +253,8 @@ def test_a_failure_ends_the_run_and_names_stage_item_and_worker() -> None:
 
 
 def test_the_other_tasks_are_cancelled_when_one_fails() -> None:
-    """They await something that never comes, and still nothing is left and nobody is blamed but the one that failed."""
+    """They await something that never comes, and still nothing is left and nobody is blamed but the one that
+    failed."""
     cancelled: list[int] = []
     together = asyncio.Barrier(3)
 
@@ -327,7 +328,10 @@ def test_an_item_that_cannot_be_sent_fails_by_itself() -> None:
 
     graph = Graph("async")
     stream = graph.source(range(3)).map(unsendable)
-    good, bad = stream.map(abs, on="process").collect(), stream.errors.map(lambda failed: failed.item).collect()
+    good, bad = (
+        stream.map(abs, on="process").collect(),
+        stream.errors.map(lambda failed: failed.item).collect(),
+    )
     results = graph.run()
     assert (results[good], results[bad]) == ([0, 2], [1])
 

@@ -1,4 +1,5 @@
-"""R10: an item is blamed only for deaths inside the user's code, by one worker at a time, with how each of them died."""
+"""R10: an item is blamed only for deaths inside the user's code, by one worker at a time, with how each of
+them died."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ def workers_of(run: Any) -> list[psutil.Process]:
 
 
 def test_random_kills_of_cheap_maps_blame_no_item() -> None:
-    """What counts is a death in the user's code, not one while a finished output waits for its place. Whoever holds the
-    results back lets the workers wait so for most of the time."""
+    """What counts is a death in the user's code, not one while a finished output waits for its place. Whoever
+    holds the results back lets the workers wait so for most of the time."""
     kills, items = 30, 5_000
     graph = Graph("kills")
     options: Any = {"workers": 2, "on": "process", "restarts": 10**6, "capacity": 2, "max_deaths": 2}
@@ -66,7 +67,8 @@ def test_a_killing_item_is_blamed_with_how_each_worker_died() -> None:
 
 
 def test_a_suspect_is_tried_again_by_one_worker_alone_while_the_others_go_on() -> None:
-    """All others are done by the second worker before the first one's third successor has died, if need be."""
+    """All others are done by the second worker before the first one's third successor has died, if need
+    be."""
     others: Channel[int] = Channel(100, across="processes")
     graph = Graph("suspects")
     pids: Channel[int] = Channel(100, across="processes")

@@ -1,5 +1,5 @@
-"""R3 for channels: whoever breaks a channel of a run, a stage or the program, ends the run with that cause, as one failure
-that says which channel it was and who broke it."""
+"""R3 for channels: whoever breaks a channel of a run, a stage or the program, ends the run with that cause,
+as one failure that says which channel it was and who broke it."""
 
 from __future__ import annotations
 
@@ -190,7 +190,9 @@ def test_a_break_in_a_thread_of_the_users_own_is_found() -> None:
 @pytest.mark.parametrize("on", ["thread", "process"])
 def test_a_break_in_a_forked_child_of_a_stage_is_found(on: Any) -> None:
     def breaks(out: Out[int]) -> None:
-        child = multiprocessing.get_context("fork").Process(target=out.channel.abort, args=[Lost("in the child")])
+        child = multiprocessing.get_context("fork").Process(
+            target=out.channel.abort, args=[Lost("in the child")]
+        )
         child.start()
         child.join()
 

@@ -1,5 +1,5 @@
-"""R1 Cascade: when a source ends, its channel closes; each stage drains its inputs, finishes, and closes its outputs;
-the run ends when all sinks have."""
+"""R1 Cascade: when a source ends, its channel closes; each stage drains its inputs, finishes, and closes its
+outputs; the run ends when all sinks have."""
 
 from __future__ import annotations
 
@@ -83,7 +83,9 @@ def test_the_output_stays_open_until_the_last_worker_has_finished(on: Any) -> No
         return item
 
     graph = Graph("r1")
-    mapped = graph.source(range(20)).map(hold_the_first, on=on, workers=2, ordered=False, name="hold").collect()
+    mapped = (
+        graph.source(range(20)).map(hold_the_first, on=on, workers=2, ordered=False, name="hold").collect()
+    )
     with graph.start() as run:
         items = run.iter(mapped)
         others = [next(items) for _ in range(19)]

@@ -1,5 +1,5 @@
-"""R9 Chance: every worker has its own seed, derived from the run's, its stage, its number and its incarnation, and what
-its process draws begins there."""
+"""R9 Chance: every worker has its own seed, derived from the run's, its stage, its number and its
+incarnation, and what its process draws begins there."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ def test_every_worker_draws_its_own_numbers_and_equal_seeds_draw_them_again() ->
     random.random(), np.random.rand()  # a fork copies generators that have been used
     first, again, other, fresh, fresher = drawn(7), drawn(7), drawn(8), drawn(None), drawn(None)
     assert first == again
-    all_drawn = [number for run in (first, other, fresh, fresher) for numbers in run.values() for number in numbers]
+    all_drawn = [
+        number for run in (first, other, fresh, fresher) for numbers in run.values() for number in numbers
+    ]
     assert len(set(all_drawn)) == 4 * 3 * 2
 
 
@@ -77,7 +79,9 @@ def test_a_library_that_only_the_worker_imports_is_seeded(method: str, tmp_path:
 def test_torch_is_seeded_whether_it_is_forked_or_imported_by_the_worker(tmp_path: Path) -> None:
     text = LAZY.replace("METHOD", "fork").replace("NAME", "torch")
     assert run_python(script(tmp_path, text)) == "True True\n"
-    text = text.replace('assert "torch" not in sys.modules', "assert True").replace("import multi", "import torch, multi")
+    text = text.replace('assert "torch" not in sys.modules', "assert True").replace(
+        "import multi", "import torch, multi"
+    )
     assert run_python(script(tmp_path, "\n    import torch; torch.rand(1)" + text)) == "True True\n"
 
 
@@ -95,8 +99,11 @@ def test_a_worker_knows_who_it_is(on: Any) -> None:
 def test_seeds_differ_by_run_stage_number_and_incarnation() -> None:
     seeds = {
         seed_of(run, stage, number, incarnation)
-        for run in range(5) for stage in ("a", "b", "a1") for number in range(1, 5) for incarnation in range(3)
-    }  # fmt: skip
+        for run in range(5)
+        for stage in ("a", "b", "a1")
+        for number in range(1, 5)
+        for incarnation in range(3)
+    }
     assert len(seeds) == 5 * 3 * 4 * 3
     assert all(0 <= seed < 2**63 for seed in seeds)
 
@@ -201,7 +208,10 @@ def test_a_run_in_a_worker_has_seeds_of_its_own() -> None:
     def inner(_: int) -> list[Any]:
         graph = Graph("inner")
         found = graph.stage(each, graph.source([]), on="process", workers=2).collect()
-        return [*graph.run(seed=flowchan.worker().seed)[found], (flowchan.worker(), random.random(), np.random.rand())]
+        return [
+            *graph.run(seed=flowchan.worker().seed)[found],
+            (flowchan.worker(), random.random(), np.random.rand()),
+        ]
 
     graph = Graph("outer")
     results = graph.source([1]).map(inner, on="process").collect()
@@ -227,7 +237,15 @@ def test_the_command_takes_a_seed_and_its_report_names_it(tmp_path: Path) -> Non
         graph.source([6]).map(lambda sides: random.randrange(10**9), on="process").sink(print)
     """
     path = script(tmp_path, text)
-    command = [sys.executable, "-c", "from flowchan.cli import main; main()", "run", "--seed", "17", str(path)]
+    command = [
+        sys.executable,
+        "-c",
+        "from flowchan.cli import main; main()",
+        "run",
+        "--seed",
+        "17",
+        str(path),
+    ]
     first, again = (subprocess.run(command, capture_output=True, text=True, check=True) for _ in range(2))
     assert "seed 17" in first.stdout
     assert first.stdout.splitlines()[0] == again.stdout.splitlines()[0]

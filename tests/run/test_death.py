@@ -86,7 +86,9 @@ def test_a_worker_that_is_killed_while_it_waits_for_an_item_is_reported() -> Non
 def test_a_death_ends_the_other_workers() -> None:
     gate = Gate()
     graph = Graph("r4")
-    held = graph.source(itertools.count, on="process").map(lambda _: gate.wait(), on="process", workers=3, restarts=0)
+    held = graph.source(itertools.count, on="process").map(
+        lambda _: gate.wait(), on="process", workers=3, restarts=0
+    )
     held.sink(id, on="process")
     run = graph.start()
     gate.wait_held(3)

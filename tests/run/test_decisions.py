@@ -1,5 +1,5 @@
-"""What the supervisor decides, without a process, a thread or a clock: every phase and every happening, and that a run
-is never stuck."""
+"""What the supervisor decides, without a process, a thread or a clock: every phase and every happening, and
+that a run is never stuck."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ def test_the_end_of_the_last_worker_ends_the_run_in_every_phase(phase: Phase) ->
     assert (state.phase, actions) == ("ended", (ReleasePorts(SINK),))
 
 
-@pytest.mark.parametrize("happening", [Ended(MAP), failure(MAP), died(MAP), StopAsked(), AbortAsked(), Tick()])
+@pytest.mark.parametrize(
+    "happening", [Ended(MAP), failure(MAP), died(MAP), StopAsked(), AbortAsked(), Tick()]
+)
 def test_nothing_happens_after_the_end(happening: Any) -> None:
     state = at("ended", alive=frozenset())
     assert decide(state, happening, 1e9) == (state, ())
@@ -193,7 +195,9 @@ class Runs(RuleBasedStateMachine):
             alive=frozenset(workers),
             processes=frozenset(worker for worker in workers if int(worker.stage) in processes),
             sources=frozenset(worker for worker in workers if worker.stage == "0"),
-            ends=frozenset(worker for worker in workers if int(worker.stage) in {min(end, last) for end in ends}),
+            ends=frozenset(
+                worker for worker in workers if int(worker.stage) in {min(end, last) for end in ends}
+            ),
             limits=dict.fromkeys(map(str, range(len(stages))), restarts),
         )
 
@@ -255,7 +259,8 @@ class Runs(RuleBasedStateMachine):
             assert (self.state.phase == "ended") == (not self.state.alive)
 
     def teardown(self) -> None:
-        """Whatever has happened: once stopped, the run ends by the passing of time alone. Killed processes die."""
+        """Whatever has happened: once stopped, the run ends by the passing of time alone. Killed processes
+        die."""
         if not hasattr(self, "state"):
             return
         self.happens(StopAsked())

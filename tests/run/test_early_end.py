@@ -138,7 +138,9 @@ def test_take_of_nothing_ends_at_once() -> None:
 
 
 @pytest.mark.parametrize("restricted", ["map", "filter", "flat_map"])
-def test_an_errors_stream_whose_reader_has_left_receives_nothing_so_the_failure_ends_the_run(restricted: str) -> None:
+def test_an_errors_stream_whose_reader_has_left_receives_nothing_so_the_failure_ends_the_run(
+    restricted: str,
+) -> None:
     left = threading.Event()
 
     def fail(item: int) -> Any:
@@ -169,7 +171,9 @@ def test_a_source_that_waits_for_its_device_is_given_up_with_a_warning_that_name
 
     graph = Graph("r2")
     one = graph.source(camera).take(1).collect()
-    with pytest.warns(RuntimeWarning, match="worker camera 1 of graph 'r2' still runs code of yours"):  # noqa: PT031
+    with pytest.warns(  # noqa: PT031
+        RuntimeWarning, match="worker camera 1 of graph 'r2' still runs code of yours"
+    ):
         run = graph.start()
         assert run.wait()[one] == [1]
         run._supervisor._thread.join()

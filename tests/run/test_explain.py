@@ -1,5 +1,5 @@
-"""``run.explain()``: which stage waits on which channel, and on whom that depends. A run in which nobody can ever move
-again ends with that explanation; one that only looks like it for a while goes on."""
+"""``run.explain()``: which stage waits on which channel, and on whom that depends. A run in which nobody can
+ever move again ends with that explanation; one that only looks like it for a while goes on."""
 
 from __future__ import annotations
 
@@ -42,8 +42,10 @@ def test_a_blocked_graph_is_explained(on: Any) -> None:
     gate.wait_held()
     lines = [
         r"graph 'photos' \(running for \d+\.\d s\):",
-        r"  'photos' waits to put into 'photos' \(3 of 3\) for \d+\.\d s, whose reader 'resize' is busy \d+ %",
-        r"  'resize' ×4 waits to put into 'resize' \(2 of 2\) for \d+\.\d s, whose reader 'upload' is busy \d+ %",
+        r"  'photos' waits to put into 'photos' \(3 of 3\) for \d+\.\d s, whose reader "
+        r"'resize' is busy \d+ %",
+        r"  'resize' ×4 waits to put into 'resize' \(2 of 2\) for \d+\.\d s, whose reader "
+        r"'upload' is busy \d+ %",
         r"  'upload' works on 1 item \(busy \d+ %\)",
     ]
     wait_until(lambda: re.fullmatch("\n".join(lines), run.explain()) is not None, what=run.explain)
@@ -61,7 +63,9 @@ def test_a_reader_names_the_writer_that_it_waits_for() -> None:
     gate.wait_held()
     waits(run, "slow", readers=2)
     line = line_of(run, "fast")
-    assert re.match(r"  'fast' ×2 waits for an item from 'slow' \(0 of 64\) for .* whose writer 'slow' is busy", line)
+    assert re.match(
+        r"  'fast' ×2 waits for an item from 'slow' \(0 of 64\) for .* whose writer 'slow' is busy", line
+    )
     gate.open()
     run.wait()
 
@@ -118,7 +122,8 @@ def test_sigquit_shows_it_while_the_command_runs(tmp_path: Path) -> None:
 
 
 def stuck_graph(capacity: int, on: Any = "thread") -> Graph:
-    """A tee whose branches come together again: the zip waits for a whole batch, the tee for the other branch."""
+    """A tee whose branches come together again: the zip waits for a whole batch, the tee for the other
+    branch."""
     graph = Graph("stuck")
     left, right = graph.source(range(12), on=on).tee(2, name="tee", capacity=capacity)
     left.batch(4, name="fours").zip(right, name="pairs").sink(same, on=on)
@@ -198,9 +203,13 @@ async def async_same(item: Any) -> Any:
 def test_a_deadlock_is_recognised_beside_async_stages(where: str) -> None:
     graph = Graph("stuck")
     numbers = graph.source(range(12))
-    left, right = (numbers.map(async_same, workers=3) if where == "before" else numbers).tee(2, name="tee", capacity=1)
+    left, right = (numbers.map(async_same, workers=3) if where == "before" else numbers).tee(
+        2, name="tee", capacity=1
+    )
     fours = (left.map(async_same, name="same") if where == "left" else left).batch(4, name="fours")
-    pairs = fours.zip(right.map(async_same, capacity=1, workers=2) if where == "right" else right, name="pairs")
+    pairs = fours.zip(
+        right.map(async_same, capacity=1, workers=2) if where == "right" else right, name="pairs"
+    )
     pairs.sink(async_same if where == "behind" else same)
     _, cause = deadlock_of(graph.start())
     assert "'pairs' waits for an item from 'fours' (0 of 64)" in str(cause)
@@ -241,7 +250,8 @@ def test_the_time_that_an_async_stage_waits_is_told() -> None:
     numbers.map(async_same, name="same").sink(same)
     with graph.start() as run:
         waits(run, "numbers", readers=1)
-        wait_until(lambda: run.stats().links[0].readers_waiting_for > 0.3)  # the watching thread has looked again
+        # the watching thread has looked again
+        wait_until(lambda: run.stats().links[0].readers_waiting_for > 0.3)
         found = re.search(r"for (\d+\.\d) s", line_of(run, "same"))
         assert found is not None
         assert 0.3 <= float(found[1]) <= run.stats().elapsed

@@ -1,6 +1,6 @@
-"""R3 Failure: an exception that no ``errors`` stream receives ends the run: sources stop, channels break, workers end,
-and ``run()`` raises one RunError whose members are StageErrors with stage, item, worker and the original traceback. The
-first failure is first. No error is lost, BaseException in a worker included."""
+"""R3 Failure: an exception that no ``errors`` stream receives ends the run: sources stop, channels break,
+workers end, and ``run()`` raises one RunError whose members are StageErrors with stage, item, worker and the
+original traceback. The first failure is first. No error is lost, BaseException in a worker included."""
 
 from __future__ import annotations
 
@@ -247,7 +247,9 @@ def test_a_close_that_raises_hides_no_earlier_failure(on: Any) -> None:
 
 
 @everywhere
-@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit(), BaseException("base")])
+@pytest.mark.parametrize(
+    "error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit(), BaseException("base")]
+)
 def test_a_base_exception_in_a_worker_fails_the_run(error: BaseException, on: Any) -> None:
     graph = Graph("r3")
     graph.source(itertools.count).map(raises(error), on=on, name="bad", retries=3).sink(id)
@@ -392,7 +394,9 @@ def test_failures_that_an_errors_stream_receives_do_not_end_the_run(on: Any) -> 
     assert (failed.item, type(failed.error), failed.attempts) == (3, UsersError, 1)
 
 
-@pytest.mark.parametrize(("on", "reader"), [("thread", "process"), ("process", "thread"), ("process", "process")])
+@pytest.mark.parametrize(
+    ("on", "reader"), [("thread", "process"), ("process", "thread"), ("process", "process")]
+)
 def test_an_errors_stream_between_places_carries_any_exception(on: Any, reader: Any) -> None:
     def fail(item: int) -> None:
         raise (UnpicklableError(), NotRebuiltError("a", "b"), json.JSONDecodeError("bad", "{", 1))[item]

@@ -1,5 +1,5 @@
-"""R5 Stop: after a Ctrl-C what was finished is in the user's hands, wherever it came: ``Interrupted`` holds the results and
-the report."""
+"""R5 Stop: after a Ctrl-C what was finished is in the user's hands, wherever it came: ``Interrupted`` holds
+the results and the report."""
 
 from __future__ import annotations
 
@@ -92,7 +92,9 @@ WAYS = [
 ]
 
 
-def interrupted(process: subprocess.Popen[str], signum: signal.Signals = signal.SIGINT) -> tuple[int, str, str]:
+def interrupted(
+    process: subprocess.Popen[str], signum: signal.Signals = signal.SIGINT
+) -> tuple[int, str, str]:
     """How a program ends that gets a signal once it says that it is going."""
     assert process.stdout is not None
     assert process.stdout.readline() == "going\n", process.communicate()
@@ -103,7 +105,8 @@ def interrupted(process: subprocess.Popen[str], signum: signal.Signals = signal.
 
 @pytest.mark.parametrize("way", WAYS)
 def test_ctrl_c_gives_what_was_finished(way: str, tmp_path: Path) -> None:
-    text = SUM.replace("WAY", way).replace("ENOUGH", "20" if "body" in way else "500")  # nobody reads in that block
+    # nobody reads in that block
+    text = SUM.replace("WAY", way).replace("ENOUGH", "20" if "body" in way else "500")
     with start(script(tmp_path, text)) as process:
         code, out, err = interrupted(process)
     assert (code, out) == (-signal.SIGINT, "results\n"), err

@@ -1,4 +1,5 @@
-"""Arrays and tensors through a whole run: read in place, whole after a death, and valid when the run is over."""
+"""Arrays and tensors through a whole run: read in place, whole after a death, and valid when the run is
+over."""
 
 from __future__ import annotations
 
@@ -78,7 +79,9 @@ def test_the_explanation_names_who_holds_memory() -> None:
     """Pressure is visible: a writer that waits for memory is told who keeps it."""
     stage = StageStats("resize", "map", "process", 1, 1, 5, 5, 0, 0, 0, 0, 0, 1.0, 0.1, 0.0, 0.9)
     held = (Holder(7, 2, 3_200_000),)
-    link = LinkStats("resize", "resize", "upload", "processes", 3, 64, 5, 1.0, waiting_writers=1, holders=held)
+    link = LinkStats(
+        "resize", "resize", "upload", "processes", 3, 64, 5, 1.0, waiting_writers=1, holders=held
+    )
     said = explain(RunStats("images", "running", 1.0, (stage,), (link,), None))
     assert "waits to put into 'resize' (3 of 64; process 7 holds 2 blocks, 3.2 MB)" in said
 

@@ -1,5 +1,5 @@
-"""Graphs that lead back by a declared feedback: they end by themselves, lose nothing, and stop, fail and are watched like
-any other run."""
+"""Graphs that lead back by a declared feedback: they end by themselves, lose nothing, and stop, fail and are
+watched like any other run."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ def fresh(numbers: Iterable[int]) -> Iterable[tuple[int, int, int]]:
     return ((number, number, 0) for number in numbers)
 
 
-def declare(numbers: Iterable[int], on: Any, function: Any = collatz, workers: int = 2) -> tuple[Graph, Stream]:
+def declare(
+    numbers: Iterable[int], on: Any, function: Any = collatz, workers: int = 2
+) -> tuple[Graph, Stream]:
     graph = Graph("loop")
     again = graph.feedback("again")
     work, done = graph.stage(steer, graph.source(fresh, numbers), again, on=on)
@@ -188,7 +190,9 @@ def test_a_loop_that_moves_slowly_is_no_deadlock(monkeypatch: pytest.MonkeyPatch
     work, done = graph.stage(one_by_one, graph.source(fresh, range(1, 30)), again, capacity=1)
     again.feed(work.map(collatz, capacity=1))
     result = done.collect()
-    assert [(start, steps) for start, _, steps in graph.run()[result]] == [(n, steps_of(n)) for n in range(1, 30)]
+    assert [(start, steps) for start, _, steps in graph.run()[result]] == [
+        (n, steps_of(n)) for n in range(1, 30)
+    ]
 
 
 def test_the_account_of_a_loop_is_balanced() -> None:

@@ -1,5 +1,5 @@
-"""The memory budget of a run: its channels are bounded by bytes too and share alike; an item larger than its channel's
-share passes alone."""
+"""The memory budget of a run: its channels are bounded by bytes too and share alike; an item larger than its
+channel's share passes alone."""
 
 from __future__ import annotations
 
@@ -37,15 +37,22 @@ def test_channels_share_the_budget_of_a_run(on: Any) -> None:
         gate.wait()
 
     graph = Graph("batches")
-    graph.source(range(20), on=on).map(rows, on=on, name="rows").map(same, on=on, name="same").sink(hold, on=on)
+    graph.source(range(20), on=on).map(rows, on=on, name="rows").map(same, on=on, name="same").sink(
+        hold, on=on
+    )
     run = graph.start(memory=9 * MB)
     gate.wait_held()
-    wait_until(lambda: all(link.inside == 2 and link.short_of_bytes for link in run.stats().links[1:]), what=run.explain)
+    wait_until(
+        lambda: all(link.inside == 2 and link.short_of_bytes for link in run.stats().links[1:]),
+        what=run.explain,
+    )
     stats = run.stats()  # a third item would be more than 3 MB, with what a list of rows costs
     assert stats.memory == 9 * MB
     assert {link.share for link in stats.links} == {3 * MB}
     assert all(link.bytes <= link.share for link in stats.links)
-    assert re.search(r"\(2 of 64; 2\.\d MB of the 3\.0 MB that it may take of the run's memory\)", run.explain())
+    assert re.search(
+        r"\(2 of 64; 2\.\d MB of the 3\.0 MB that it may take of the run's memory\)", run.explain()
+    )
     gate.open()
     run.wait()
     assert all(stage.items_in in (0, 20) for stage in run.stats().stages)
@@ -70,7 +77,8 @@ def test_small_items_fill_all_places(on: Any) -> None:
     graph.source(range(1000), on=on, capacity=64).sink(hold, on=on)
     run = graph.start(memory=10 * MB)
     gate.wait_held()
-    wait_until(lambda: run.stats().links[0].inside >= 48)  # a stage wakes its writer when a quarter of the places is free
+    # a stage wakes its writer when a quarter of the places is free
+    wait_until(lambda: run.stats().links[0].inside >= 48)
     assert not run.stats().links[0].short_of_bytes
     gate.open()
     run.wait()

@@ -1,5 +1,5 @@
-"""A graph that is run inside a worker process of another graph (R6, R7): it works like any other, its failures are the
-item's, and it ends with the worker."""
+"""A graph that is run inside a worker process of another graph (R6, R7): it works like any other, its
+failures are the item's, and it ends with the worker."""
 
 from __future__ import annotations
 

@@ -24,7 +24,8 @@ def same(item: Any) -> Any:
 
 
 def goes_on(run: Run, looks: Callable[[], int]) -> bool:
-    """Whether the run is still running after its supervisor has looked at it often enough to call it stuck."""
+    """Whether the run is still running after its supervisor has looked at it often enough to call it
+    stuck."""
     after = looks() + 10
     wait_until(lambda: looks() > after or run._supervisor.ended.is_set())
     return run.stats().state == "running"
@@ -249,7 +250,8 @@ def test_a_selecting_stage_is_no_deadlock(looks: Callable[[], int]) -> None:
 
 
 def test_a_stage_that_waits_with_several_threads_does_not_stand_for_another(looks: Callable[[], int]) -> None:
-    """One worker waits in two ports at once while another one works: two waits, two workers, and no deadlock."""
+    """One worker waits in two ports at once while another one works: two waits, two workers, and no
+    deadlock."""
     gate = Gate()
 
     def both(left: In[int], right: In[int], out: Out[int]) -> None:
@@ -275,7 +277,8 @@ def test_a_stage_that_waits_with_several_threads_does_not_stand_for_another(look
 
 
 def test_a_run_that_waits_costs_its_supervisor_one_look_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However large it is: the statistics of all stages are not gathered for that, and nothing else wakes it up."""
+    """However large it is: the statistics of all stages are not gathered for that, and nothing else wakes it
+    up."""
     counts: Counter[str] = Counter()
 
     def count(owner: Any, name: str) -> None:
@@ -297,7 +300,11 @@ def test_a_run_that_waits_costs_its_supervisor_one_look_now_and_then(monkeypatch
     stream.sink(same)
     with graph.start() as run:
         wait_until(lambda: sum(link.waiting_readers for link in run.stats().links) == 51)
-        for owner, name in ((supervisor, "summarise"), (_core, "_look_at"), (run._supervisor, "_cancel_tasks")):
+        for owner, name in (
+            (supervisor, "summarise"),
+            (_core, "_look_at"),
+            (run._supervisor, "_cancel_tasks"),
+        ):
             count(owner, name)
         wait_until(lambda: counts["_look_at"] > 10)
         seen = Counter(counts)

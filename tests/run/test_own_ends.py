@@ -1,5 +1,5 @@
-"""R3 and R5: the end of a stage's own channels, clean or broken, is never a failure of that stage, and what the user's
-code raises always is one, though it be of the same class."""
+"""R3 and R5: the end of a stage's own channels, clean or broken, is never a failure of that stage, and what
+the user's code raises always is one, though it be of the same class."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ VERBS: dict[str, Callable[[Graph, Stream], Stream]] = {
     "flat_map": lambda _, numbers: numbers.flat_map(endless, capacity=1),
     "flat_map with retries": lambda _, numbers: numbers.flat_map(endless, retries=2, capacity=1),
     "flat_map of several workers": lambda _, numbers: numbers.flat_map(endless, workers=3, capacity=1),
-    "flat_map in processes": lambda _, numbers: numbers.flat_map(endless, on="process", workers=2, capacity=1),
+    "flat_map in processes": lambda _, numbers: numbers.flat_map(
+        endless, on="process", workers=2, capacity=1
+    ),
     "async flat_map": lambda _, numbers: numbers.flat_map(endless_async, capacity=1),
     "unbatch": lambda _, numbers: numbers.map(endless).unbatch(capacity=1),
     "batch": lambda _, numbers: numbers.batch(2, capacity=1),
@@ -71,7 +73,9 @@ busy = pytest.mark.parametrize("verb", VERBS)
 def test_an_abort_is_no_failure_of_a_stage_that_waits_to_put(verb: str) -> None:
     gate = Gate()
     graph = Graph("r5")
-    VERBS[verb](graph, graph.source(itertools.count(1), name="numbers")).sink(lambda _: gate.wait(), name="end")
+    VERBS[verb](graph, graph.source(itertools.count(1), name="numbers")).sink(
+        lambda _: gate.wait(), name="end"
+    )
     run = graph.start()
     gate.wait_held()
     (full,) = (link.name for link in graph.links if link.reader == "end")

@@ -1,5 +1,5 @@
-"""R2 and R5 for sources that wait for something: an async generator is cancelled where it awaits, and a stage that only
-writes sees in ``out.closed`` that nobody wants more."""
+"""R2 and R5 for sources that wait for something: an async generator is cancelled where it awaits, and a stage
+that only writes sees in ``out.closed`` that nobody wants more."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class Log:
                 yield line
             await asyncio.Event().wait()
         finally:
-            await asyncio.sleep(0.2)  # longer than the supervisor's look: what cleans up is not cancelled again
+            # longer than the supervisor's look: what cleans up is not cancelled again
+            await asyncio.sleep(0.2)
             self.cleaned.append("tail")
 
 
@@ -143,7 +144,9 @@ def test_an_async_generator_does_not_run_in_a_process_and_must_not_be_called_alr
     graph = Graph("polls")
     graph.source(log.tail, 1, on="process").sink(same)
     assert "async" in [problem.rule for problem in graph.check()]
-    with pytest.raises(TypeError, match=r"give the function, to be called inside the run, .*graph.source\(tail, path\)"):
+    with pytest.raises(
+        TypeError, match=r"give the function, to be called inside the run, .*graph.source\(tail, path\)"
+    ):
         graph.source(log.tail(1))  # type: ignore[arg-type]
 
 
@@ -241,7 +244,9 @@ def test_a_port_is_closed_when_nothing_more_can_come_or_go(across: Any) -> None:
 # who needs a moment
 
 
-def test_a_source_that_ends_a_moment_after_it_was_given_up_is_not_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_that_ends_a_moment_after_it_was_given_up_is_not_warned_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("flowchan.run.decisions.GRACE", 0.5)
     released = threading.Event()
     ended = threading.Event()

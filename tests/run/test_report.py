@@ -22,7 +22,9 @@ def stats(*stages: StageStats, state: RunState = "done", bottleneck: str | None 
 
 
 FILES = stage("files", "source", items_out=1204, rate=340.0)
-COUNTS = stage("counts", on="process", workers=2, items_in=1204, items_out=1200, failed=4, busy=0.97, rate=338.2)
+COUNTS = stage(
+    "counts", on="process", workers=2, items_in=1204, items_out=1200, failed=4, busy=0.97, rate=338.2
+)
 TOTAL = stage("total", "reduce", items_in=1200, items_out=1)
 
 
@@ -69,7 +71,10 @@ def test_the_account_stands_for_each_stage_and_for_nothing_else() -> None:
 
 
 def test_the_account_counts_what_a_stage_has_in_hand() -> None:
-    assert account_text(stage("counts", items_in=10, items_out=7, in_hand=3), "running") == "10 = 7 out + 3 in hand"
+    assert (
+        account_text(stage("counts", items_in=10, items_out=7, in_hand=3), "running")
+        == "10 = 7 out + 3 in hand"
+    )
 
 
 def test_items_missing_after_a_clean_end_are_said_loudly() -> None:
@@ -104,7 +109,8 @@ def test_elsewhere_than_on_a_terminal_the_live_view_is_one_line_every_few_second
     lines = stream.getvalue().splitlines()
     assert len(lines) == 2
     assert lines[0] == (
-        "3 s running: files 1,204 340/s busy 0 % | counts (bottleneck) 1,204 338/s busy 97 % queue 12/64 failed 4"
+        "3 s running: files 1,204 340/s busy 0 % | counts (bottleneck) 1,204 338/s busy 97 "
+        "% queue 12/64 failed 4"
     )
 
 

@@ -37,7 +37,9 @@ def die(item: int) -> None:
 def residue() -> set[str]:
     """What a run consists of, as far as this process holds it."""
     found = {f"process {child.pid}" for child in psutil.Process().children(recursive=True)}
-    found |= {f"thread {thread.name}" for thread in threading.enumerate() if thread.name.startswith("flowchan")}
+    found |= {
+        f"thread {thread.name}" for thread in threading.enumerate() if thread.name.startswith("flowchan")
+    }
     with open("/proc/self/maps") as maps:
         found |= {line.strip() for line in maps if "memfd:flowchan" in line}
     for number in os.listdir("/proc/self/fd"):
@@ -146,8 +148,18 @@ def stuck(on: str) -> None:
 
 
 ENDINGS: list[Callable[[str], None]] = [
-    done, taken, failed, failed_to_be_built, exited, stopped, aborted, left_by_an_exception, loop_left, killed, stuck,
-]  # fmt: skip
+    done,
+    taken,
+    failed,
+    failed_to_be_built,
+    exited,
+    stopped,
+    aborted,
+    left_by_an_exception,
+    loop_left,
+    killed,
+    stuck,
+]
 
 
 @everywhere
@@ -288,7 +300,9 @@ def test_the_workers_of_a_program_that_was_killed_are_gone(method: str, tmp_path
             family = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
         finally:
             process.kill()
-        wait_until(lambda: all(map(gone, {*workers, *family})), what=lambda: list(filter(psutil.pid_exists, family)))
+        wait_until(
+            lambda: all(map(gone, {*workers, *family})), what=lambda: list(filter(psutil.pid_exists, family))
+        )
 
 
 @pytest.mark.parametrize("end", ["sys.exit(0)", "raise SystemExit", "pass", "del run", "os._exit(0)"])

@@ -100,7 +100,9 @@ def start_of(graph: Graph) -> str:
 
 
 @pytest.mark.parametrize("what", REFUSALS)
-def test_a_start_that_fails_leaves_nothing_whatever_is_refused(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_that_fails_leaves_nothing_whatever_is_refused(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     start_of(mixed())  # what the first start of all leaves for good
     before = holdings()
     owner, name, error = REFUSALS[what]
@@ -133,7 +135,8 @@ PROGRAM = """
         return lambda: setattr(owner, name, usual)
 
     def descriptors():
-        for thread in threading.enumerate():  # the supervisor's holds the run until it ends, a moment after the run
+        # The supervisor's thread holds the run until it ends, a moment after the run.
+        for thread in threading.enumerate():
             if thread is not threading.current_thread():
                 thread.join()
         return len(os.listdir("/proc/self/fd"))
@@ -155,7 +158,8 @@ PROGRAM = """
                 again = refuse(os, name, n, OSError(errno.EMFILE, "too many"))
                 end = attempt()
                 again()
-                assert descriptors() <= before, (name, n, end, before, descriptors())  # a forkserver that died has fewer
+                # A forkserver that died has fewer.
+                assert descriptors() <= before, (name, n, end, before, descriptors())
                 if end is None:
                     break
                 # Python's forkserver dies of a start that is given up half-way, and refuses the next one.
@@ -168,10 +172,12 @@ PROGRAM = """
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_the_program_ends_and_leaks_no_descriptor_under_every_start_method(method: str, n: int, tmp_path: Path) -> None:
+def test_the_program_ends_and_leaks_no_descriptor_under_every_start_method(
+    method: str, n: int, tmp_path: Path
+) -> None:
     """The n-th thread that is refused: a worker's, the mail's, the supervisor's."""
     out = run_python(script(tmp_path, PROGRAM), method, str(n))
-    assert out == "RuntimeError(\"can't start new thread\")\n"
+    assert out == 'RuntimeError("can\'t start new thread")\n'
 
 
 def test_a_thread_that_is_refused_for_a_result_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +188,9 @@ def test_a_thread_that_is_refused_for_a_result_ends_the_run(monkeypatch: pytest.
     left.collect()
     right.collect()
     run = graph.start()
-    monkeypatch.setattr(threading.Thread, "start", Refused(threading.Thread.start, 2, RuntimeError("no new thread")))
+    monkeypatch.setattr(
+        threading.Thread, "start", Refused(threading.Thread.start, 2, RuntimeError("no new thread"))
+    )
     with pytest.raises(RuntimeError, match="no new thread"):
         run.wait()
     assert run.stats().state == "aborted"
@@ -201,9 +209,13 @@ def test_an_event_loop_that_is_refused_is_a_failure_of_its_stage(monkeypatch: py
     assert [type(error.__cause__) for error in caught.value.exceptions] == [OSError, OSError]
 
 
-def test_a_thread_that_is_refused_for_the_waits_of_coroutines_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_is_refused_for_the_waits_of_coroutines_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def get(channel: Channel[int]) -> None:
-        monkeypatch.setattr(threading.Thread, "start", Refused(threading.Thread.start, 1, RuntimeError("no thread")))
+        monkeypatch.setattr(
+            threading.Thread, "start", Refused(threading.Thread.start, 1, RuntimeError("no thread"))
+        )
         with pytest.raises(RuntimeError, match="no thread"):
             await channel.aget()
         monkeypatch.undo()
@@ -216,7 +228,9 @@ def test_a_thread_that_is_refused_for_the_waits_of_coroutines_is_named(monkeypat
     asyncio.run(get(Channel()))
 
 
-def test_a_worker_that_can_not_be_started_again_fails_the_run_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_can_not_be_started_again_fails_the_run_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def die(item: int) -> None:
         os._exit(3)
 

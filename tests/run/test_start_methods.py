@@ -1,5 +1,5 @@
-"""R7 Same everywhere: the same under fork, forkserver and spawn, in scripts, ``python -c`` and pytest; lambdas,
-closures, functions and classes of ``__main__`` included."""
+"""R7 Same everywhere: the same under fork, forkserver and spawn, in scripts, ``python -c`` and pytest;
+lambdas, closures, functions and classes of ``__main__`` included."""
 
 from __future__ import annotations
 
@@ -135,7 +135,8 @@ def test_everything_of_main_works_when_the_program_comes_by_exec(method: str, tm
 
 @METHODS
 def test_a_script_without_a_main_guard_ends(method: str, tmp_path: Path) -> None:
-    """Under spawn and forkserver Python itself asks for the guard. Without it there is one error with the remedy."""
+    """Under spawn and forkserver Python itself asks for the guard. Without it there is one error with the
+    remedy."""
     text = f"""
         import multiprocessing
         from flowchan import Graph
@@ -156,7 +157,9 @@ def test_a_script_without_a_main_guard_ends(method: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_a_process_of_the_program_that_runs_the_graph_on_import_says_why_it_ends(method: str, tmp_path: Path) -> None:
+def test_a_process_of_the_program_that_runs_the_graph_on_import_says_why_it_ends(
+    method: str, tmp_path: Path
+) -> None:
     text = f"""
         import multiprocessing
         from flowchan import Graph
@@ -194,12 +197,15 @@ def test_a_daemonic_process_is_told_that_it_can_start_none(method: str, tmp_path
                 print(error.problems[0].rule, error.problems[0].message, flush=True)
 
         if __name__ == "__main__":
-            process = multiprocessing.get_context("{method}").Process(target=inside, daemon=True, name="helper")
+            context = multiprocessing.get_context("{method}")
+            process = context.Process(target=inside, daemon=True, name="helper")
             process.start()
             process.join()
     """
     said = run_python(script(tmp_path, text))
-    assert said.startswith("daemon process 'helper' is daemonic, and Python lets it start no processes; start it with")
+    assert said.startswith(
+        "daemon process 'helper' is daemonic, and Python lets it start no processes; start it with"
+    )
 
 
 @pytest.mark.usefixtures("_method")
@@ -262,7 +268,9 @@ def test_an_early_end_and_a_stop() -> None:
 
 
 @pytest.mark.usefixtures("_method")
-@pytest.mark.parametrize("key", [str, lambda item: (str(item), item % 2), lambda item: str(item) if item else None])
+@pytest.mark.parametrize(
+    "key", [str, lambda item: (str(item), item % 2), lambda item: str(item) if item else None]
+)
 def test_equal_keys_go_to_the_same_branch_whichever_process_computes_them(key: Any) -> None:
     graph = Graph("r7")
     items = graph.source([number % 10 for number in range(100)])

@@ -1,5 +1,6 @@
-"""R5 Stop: the first Ctrl-C, SIGTERM or ``run.stop()`` stops the sources and everything in flight is finished; the
-second, or ``run.abort()``, breaks at once. Both end, and an interrupted program prints one line."""
+"""R5 Stop: the first Ctrl-C, SIGTERM or ``run.stop()`` stops the sources and everything in flight is
+finished; the second, or ``run.abort()``, breaks at once. Both end, and an interrupted program prints one
+line."""
 
 from __future__ import annotations
 
@@ -207,7 +208,9 @@ def test_abort_gives_threads_up_that_nothing_can_interrupt() -> None:
 
     graph = Graph("r5")
     graph.source([1]).sink(stubborn)
-    with pytest.warns(RuntimeWarning, match="worker stubborn 1 of graph 'r5' still runs code of yours"):  # noqa: PT031
+    with pytest.warns(  # noqa: PT031
+        RuntimeWarning, match="worker stubborn 1 of graph 'r5' still runs code of yours"
+    ):
         run = graph.start()
         entered.wait()
         run.abort()

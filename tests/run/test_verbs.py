@@ -39,7 +39,12 @@ def test_a_source_calls_a_callable_with_its_arguments_inside_the_run(on: Any) ->
 
 @everywhere
 def test_none_is_an_item_like_any_other(on: Any) -> None:
-    assert collected(Graph("verbs").source([None, 0, None, ""], on=on).map(same, on=on)) == [None, 0, None, ""]
+    assert collected(Graph("verbs").source([None, 0, None, ""], on=on).map(same, on=on)) == [
+        None,
+        0,
+        None,
+        "",
+    ]
 
 
 def test_a_source_takes_an_old_style_sequence() -> None:
@@ -101,7 +106,9 @@ def test_buffer_is_the_capacity_of_the_channel() -> None:
 # take, tee, partition, zip, merge
 
 
-@pytest.mark.parametrize(("n", "expected"), [(0, []), (1, [0]), (5, [0, 1, 2, 3, 4]), (9, [0, 1, 2, 3, 4, 5])])
+@pytest.mark.parametrize(
+    ("n", "expected"), [(0, []), (1, [0]), (5, [0, 1, 2, 3, 4]), (9, [0, 1, 2, 3, 4, 5])]
+)
 def test_take_gives_the_first_items(n: int, expected: list[int]) -> None:
     assert collected(numbers(6).take(n)) == expected
 
@@ -277,4 +284,6 @@ def test_the_workers_of_a_general_stage_share_its_ports(on: Any) -> None:
             out.put(item)
 
     graph = Graph("verbs")
-    assert sorted(collected(graph.stage(work, graph.source(range(100)), on=on, workers=3))) == list(range(100))
+    assert sorted(collected(graph.stage(work, graph.source(range(100)), on=on, workers=3))) == list(
+        range(100)
+    )

@@ -1,5 +1,5 @@
-"""The verbs that call a function for each item, on threads and on processes: order, retries, errors streams, callable
-classes."""
+"""The verbs that call a function for each item, on threads and on processes: order, retries, errors streams,
+callable classes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def held_first(gate: Gate, function: Any) -> Any:
         ("flat_map", repeated, [number for number in range(40) for _ in range(number % 4)]),
     ],
 )
-def test_several_workers_keep_the_order_of_the_input(verb: str, function: Any, expected: Any, on: Any) -> None:
+def test_several_workers_keep_the_order_of_the_input(
+    verb: str, function: Any, expected: Any, on: Any
+) -> None:
     """The other workers run ahead while the first item takes its time."""
     gate = Gate()
     stream = getattr(numbers(40), verb)(held_first(gate, function), on=on, workers=3, name="work")
@@ -52,7 +54,9 @@ def test_several_workers_keep_the_order_of_the_input(verb: str, function: Any, e
 
 
 @everywhere
-@pytest.mark.parametrize(("verb", "function"), [("map", same), ("filter", bool), ("flat_map", lambda item: [item])])
+@pytest.mark.parametrize(
+    ("verb", "function"), [("map", same), ("filter", bool), ("flat_map", lambda item: [item])]
+)
 def test_unordered_workers_do_not_wait_for_each_other(verb: str, function: Any, on: Any) -> None:
     gate = Gate()
     stream = getattr(numbers(20), verb)(held_first(gate, function), on=on, workers=2, ordered=False)
@@ -92,9 +96,9 @@ def test_order_is_kept_past_failed_items(on: Any) -> None:
 
 @everywhere
 def test_many_items_through_several_workers_arrive_once_and_in_order(on: Any) -> None:
-    assert collected(numbers(20_000, on=on).map(same, on=on, workers=3).filter(is_even, on=on, workers=2)) == list(
-        range(0, 20_000, 2)
-    )
+    assert collected(
+        numbers(20_000, on=on).map(same, on=on, workers=3).filter(is_even, on=on, workers=2)
+    ) == list(range(0, 20_000, 2))
 
 
 @everywhere

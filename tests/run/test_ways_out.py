@@ -1,10 +1,11 @@
-"""Every way out of a run (R5, R6, R7): a program that ends in each way, under each start method, as a script and as
-``python -c``. Afterwards none of its processes is left, no temporary file, no word of Python's resource tracker; there is
-one readable message, and the right exit code.
+"""Every way out of a run (R5, R6, R7): a program that ends in each way, under each start method, as a script
+and as ``python -c``. Afterwards none of its processes is left, no temporary file, no word of Python's
+resource tracker; there is one readable message, and the right exit code.
 
-The full product of endings, start methods and kinds of program would take minutes. Here every ending meets every start
-method, and the kind of program changes from one to the next, so that every two of the three meet somewhere.
-``test_residue.py`` has the endings inside pytest itself, ``test_start_methods.py`` what crosses to the workers.
+The full product of endings, start methods and kinds of program would take minutes. Here every ending meets
+every start method, and the kind of program changes from one to the next, so that every two of the three meet
+somewhere. ``test_residue.py`` has the endings inside pytest itself, ``test_start_methods.py`` what crosses to
+the workers.
 """
 
 from __future__ import annotations
@@ -111,7 +112,8 @@ PROGRAM = """
 
 @dataclass(frozen=True)
 class Ending:
-    """A way out: the signals sent once the program says that it is going, its exit code, and what it says then."""
+    """A way out: the signals sent once the program says that it is going, its exit code, and what it says
+    then."""
 
     code: int
     says: str = ""
@@ -188,7 +190,9 @@ def run_to_its_end(command: list[Any], ending: Ending) -> tuple[subprocess.Popen
 
 
 @pytest.mark.parametrize(("name", "method", "kind"), list(cases()))
-def test_every_way_out_leaves_nothing(name: str, method: str, kind: str, tmp_path: Path, temporary: Path) -> None:
+def test_every_way_out_leaves_nothing(
+    name: str, method: str, kind: str, tmp_path: Path, temporary: Path
+) -> None:
     ending = ENDINGS[name]
     command = [script(tmp_path, PROGRAM)] if kind == "script" else ["-c", textwrap.dedent(PROGRAM)]
     process, out, err = run_to_its_end([*command, name, method], ending)
@@ -198,7 +202,13 @@ def test_every_way_out_leaves_nothing(name: str, method: str, kind: str, tmp_pat
         assert len(re.findall(ending.says, err)) == 1, err
     else:
         assert err == ""
-    for unwanted in ("resource_tracker", "leaked", "Exception ignored", "Fatal Python error", "WorkerDied: WorkerDied"):
+    for unwanted in (
+        "resource_tracker",
+        "leaked",
+        "Exception ignored",
+        "Fatal Python error",
+        "WorkerDied: WorkerDied",
+    ):
         assert unwanted not in err
     wait_until(lambda: not members(process.pid), 20, what=lambda: members(process.pid))
     if name != "killed":  # nobody can clean up Python's own socket then
@@ -221,7 +231,8 @@ FORKSERVER = """
     if __name__ == "__main__":
         multiprocessing.set_start_method("forkserver")
         graph = Graph("orphaned")
-        stream = graph.source(range(2_000)).map(work, on="process", workers=2, restarts=int(sys.argv[1]), name="work")
+        numbers, restarts = graph.source(range(2_000)), int(sys.argv[1])
+        stream = numbers.map(work, on="process", workers=2, restarts=restarts, name="work")
         result = stream.collect()
         run = graph.start()
         worker = reached.get()
@@ -310,7 +321,8 @@ NOTEBOOK = """
 
 
 def test_a_notebook_runs_graphs_of_its_own_functions_and_leaves_nothing(tmp_path: Path) -> None:
-    """Cells in a real kernel: functions and classes of a cell, a failure, and the button that interrupts a cell."""
+    """Cells in a real kernel: functions and classes of a cell, a failure, and the button that interrupts a
+    cell."""
     for needed in ("nbclient", "ipykernel"):
         if importlib.util.find_spec(needed) is None:
             pytest.skip(f"{needed} is not installed")

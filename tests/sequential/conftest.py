@@ -1,5 +1,5 @@
-"""One compute thread, as on a machine where every part has a core: then the results of parts and of the plain module can be
-compared bit for bit."""
+"""One compute thread, as on a machine where every part has a core: then the results of parts and of the plain
+module can be compared bit for bit."""
 
 from __future__ import annotations
 

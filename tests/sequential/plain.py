@@ -14,13 +14,21 @@ everywhere = pytest.mark.parametrize("on", ["thread", "process"])
 
 def dense() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(inplace=True), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3)).eval()
+    return nn.Sequential(
+        nn.Linear(6, 16), nn.ReLU(inplace=True), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3)
+    ).eval()
 
 
 def conv() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 5)
+        nn.Conv2d(1, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Dropout(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(36, 5),
     ).eval()
 
 
@@ -31,8 +39,8 @@ def plain(module: nn.Sequential, x: Tensor, chunks: int = 8) -> Tensor:
 
 
 def is_same(y: Tensor, expected: Tensor, on: str) -> bool:
-    """Whether the numbers are the same: on threads bit for bit. In a process a tensor lies elsewhere in memory, and torch's
-    kernels may round its last bit otherwise for another alignment."""
+    """Whether the numbers are the same: on threads bit for bit. In a process a tensor lies elsewhere in
+    memory, and torch's kernels may round its last bit otherwise for another alignment."""
     return torch.equal(y, expected) if on == "thread" else torch.allclose(y, expected, rtol=1e-5, atol=1e-6)
 
 

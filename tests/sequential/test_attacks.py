@@ -56,7 +56,9 @@ def test_a_hook_of_a_parameter_is_kept_or_refused(on: Any) -> None:
     before = plain[0].weight.detach().clone()
     with Sequential(plain, on=on) as pipe:
         if on == "process":
-            with pytest.raises(ValueError, match=r"parameter 'weight' .*has a hook, which can't be sent|'0.weight'"):
+            with pytest.raises(
+                ValueError, match=r"parameter 'weight' .*has a hook, which can't be sent|'0.weight'"
+            ):
                 training(pipe)
             return
         with training(pipe) as steps:
@@ -83,7 +85,9 @@ def test_an_evaluation_that_loses_samples_is_an_error(on: Any) -> None:
     with (
         Sequential([nn.Linear(4, 3), HalvesWhenItEvaluates()], on=on, chunks=2) as pipe,
         training(pipe) as steps,
-        pytest.raises(ValueError, match="the module made 2 samples of the 4 of micro-batch 0 of the evaluation"),
+        pytest.raises(
+            ValueError, match="the module made 2 samples of the 4 of micro-batch 0 of the evaluation"
+        ),
     ):
         steps.evaluate(torch.randn(8, 4))
 
@@ -108,7 +112,10 @@ def test_a_model_without_anything_to_learn_has_a_loss_all_the_same() -> None:
 
 
 def test_a_loss_that_is_a_class_is_named() -> None:
-    with Sequential(model()) as pipe, pytest.raises(TypeError, match=r"give an instance of it: CrossEntropyLoss\(\)"):
+    with (
+        Sequential(model()) as pipe,
+        pytest.raises(TypeError, match=r"give an instance of it: CrossEntropyLoss\(\)"),
+    ):
         training(pipe, loss=nn.CrossEntropyLoss)
 
 

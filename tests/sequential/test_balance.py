@@ -74,7 +74,9 @@ def test_by_time_the_parts_are_within_a_tenth_of_the_best_split() -> None:
 
 
 def test_in_training_mode_the_time_of_the_backward_pass_counts() -> None:
-    module = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(inplace=True), nn.BatchNorm1d(64), nn.Linear(64, 2))
+    module = nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 64), nn.ReLU(inplace=True), nn.BatchNorm1d(64), nn.Linear(64, 2)
+    )
     x = torch.randn(128, 8, 8)
     both, forward = costs(module.train(), x, "time", 1), costs(module.eval(), x, "time", 1)
     assert both[1] > forward[1]
@@ -153,7 +155,9 @@ def test_by_memory_what_operations_inside_a_layer_save_counts() -> None:
 
 
 def test_by_memory_large_layers_stand_alone() -> None:
-    module = nn.Sequential(nn.Linear(8, 1000), nn.ReLU(), nn.Linear(1000, 1000), nn.ReLU(), nn.Linear(1000, 8))
+    module = nn.Sequential(
+        nn.Linear(8, 1000), nn.ReLU(), nn.Linear(1000, 1000), nn.ReLU(), nn.Linear(1000, 8)
+    )
     with Sequential(module, parts=2, balance="memory", sample=torch.randn(16, 8)) as pipe:
         assert [len(part.module) for part in pipe.parts] == [2, 3]
 

@@ -1,4 +1,5 @@
-"""Batch normalisation: micro-batches are normalised by themselves, the running statistics are those of whole batches."""
+"""Batch normalisation: micro-batches are normalised by themselves, the running statistics are those of whole
+batches."""
 
 from __future__ import annotations
 
@@ -20,9 +21,12 @@ def normalised(momentum: float | None = 0.1) -> nn.Sequential:
     """Five layers, the first of which is a batch norm: what it sees does not depend on the parameters."""
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.BatchNorm1d(6, momentum=momentum), nn.Linear(6, 12), nn.BatchNorm1d(12, momentum=momentum), nn.Tanh(),
+        nn.BatchNorm1d(6, momentum=momentum),
+        nn.Linear(6, 12),
+        nn.BatchNorm1d(12, momentum=momentum),
+        nn.Tanh(),
         nn.Linear(12, 4),
-    )  # fmt: skip
+    )
 
 
 def batches(sizes: Iterable[int]) -> list[tuple[Tensor, Tensor]]:
@@ -31,8 +35,11 @@ def batches(sizes: Iterable[int]) -> list[tuple[Tensor, Tensor]]:
     return [(x, torch.randint(4, (len(x),), generator=generator)) for x in xs]
 
 
-def in_micro_batches(module: nn.Sequential, data: Iterable[tuple[Tensor, Tensor]], chunks: int) -> nn.Sequential:
-    """The plain training that a pipe promises: gradients of micro-batches add up, statistics are those of the batch."""
+def in_micro_batches(
+    module: nn.Sequential, data: Iterable[tuple[Tensor, Tensor]], chunks: int
+) -> nn.Sequential:
+    """The plain training that a pipe promises: gradients of micro-batches add up, statistics are those of the
+    batch."""
     module = copy.deepcopy(module)
     optimizer = OPTIMIZERS["sgd"](module.parameters())
     for x, target in data:
@@ -49,7 +56,9 @@ def in_micro_batches(module: nn.Sequential, data: Iterable[tuple[Tensor, Tensor]
 
 @schedules
 @pytest.mark.parametrize("recompute", [False, True])
-def test_parameters_and_statistics_are_the_promised_ones(schedule: Any, parts: int, workers: int, recompute: bool) -> None:
+def test_parameters_and_statistics_are_the_promised_ones(
+    schedule: Any, parts: int, workers: int, recompute: bool
+) -> None:
     module = normalised()
     data = batches([12, 12, 9])
     expected = in_micro_batches(module, data, 4)
@@ -73,7 +82,9 @@ def test_the_same_on_processes() -> None:
 @everywhere
 @pytest.mark.parametrize("momentum", [0.1, 0.5, None])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_running_statistics_are_those_of_the_plain_module(on: Any, momentum: float | None, recompute: bool) -> None:
+def test_running_statistics_are_those_of_the_plain_module(
+    on: Any, momentum: float | None, recompute: bool
+) -> None:
     """Of a layer that sees what the plain module's sees: the first one."""
     module = normalised(momentum)
     plain = copy.deepcopy(module)

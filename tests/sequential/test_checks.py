@@ -1,4 +1,5 @@
-"""Bad input is an error that names the argument, the value, what is allowed and the remedy, before anything starts."""
+"""Bad input is an error that names the argument, the value, what is allowed and the remedy, before anything
+starts."""
 
 from __future__ import annotations
 
@@ -31,37 +32,65 @@ class Own(nn.Sequential):
 
 
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
-    "more parts than layers": ({"parts": 4}, ValueError, ["parts must be from 1 to 3", "number of layers", "not 4"]),
+    "more parts than layers": (
+        {"parts": 4},
+        ValueError,
+        ["parts must be from 1 to 3", "number of layers", "not 4"],
+    ),
     "no part": ({"parts": 0}, ValueError, ["parts must be from 1 to 3", "not 0"]),
     "a negative number of parts": ({"parts": -2}, ValueError, ["not -2"]),
     "parts is a bool": ({"parts": True}, TypeError, ["parts must be an int, or a list", "True (bool)"]),
     "parts is a float": ({"parts": 2.5}, TypeError, ["2.5 (float)"]),
     "parts is a text": ({"parts": "2"}, TypeError, ["'2' (str)"]),
-    "a list that adds up to less": ({"parts": [1, 1]}, ValueError, ["parts=[1, 1] must add up to 3", "not to 2"]),
+    "a list that adds up to less": (
+        {"parts": [1, 1]},
+        ValueError,
+        ["parts=[1, 1] must add up to 3", "not to 2"],
+    ),
     "a list that adds up to more": ({"parts": (2, 2)}, ValueError, ["must add up to 3", "not to 4"]),
     "a list with a zero": ({"parts": [3, 0]}, ValueError, ["parts=[3, 0]", "at least 1", "not 0"]),
     "a list with a text": ({"parts": [2, "1"]}, ValueError, ["ints of at least 1", "not '1'"]),
     "an empty list": ({"parts": []}, ValueError, ["parts=[] must add up to 3"]),
     "an unknown place": ({"on": "gpu"}, ValueError, ['on must be "thread" or "process"', "'gpu'"]),
     "a place that is no text": ({"on": None}, ValueError, ['on must be "thread" or "process"', "None"]),
-    "no chunks": ({"chunks": 0}, ValueError, ["chunks must be at least 1, not 0", "1 sends each batch as a whole"]),
+    "no chunks": (
+        {"chunks": 0},
+        ValueError,
+        ["chunks must be at least 1, not 0", "1 sends each batch as a whole"],
+    ),
     "chunks is a float": ({"chunks": 2.0}, TypeError, ["chunks must be an int of at least 1", "2.0 (float)"]),
     "an unknown balance": (
-        {"balance": "speed", "sample": torch.ones(2, 3)}, ValueError, ['balance must be "time", "memory" or None', "speed"]
+        {"balance": "speed", "sample": torch.ones(2, 3)},
+        ValueError,
+        ['balance must be "time", "memory" or None', "speed"],
     ),
     "a balance without a sample": ({"balance": "time"}, ValueError, ["balance='time'", "give sample="]),
-    "a sample without a balance": ({"sample": torch.ones(2, 3)}, ValueError, ["sample is for measuring", "balance="]),
-    "a balance and a list": (
-        {"balance": "time", "sample": torch.ones(2, 3), "parts": [1, 2]}, ValueError, ["parts=[1, 2] says", "give parts=2"]
+    "a sample without a balance": (
+        {"sample": torch.ones(2, 3)},
+        ValueError,
+        ["sample is for measuring", "balance="],
     ),
-    "a sample that is no tensor": ({"balance": "time", "sample": [1]}, TypeError, ["sample[0] must be a tensor", "(int)"]),
+    "a balance and a list": (
+        {"balance": "time", "sample": torch.ones(2, 3), "parts": [1, 2]},
+        ValueError,
+        ["parts=[1, 2] says", "give parts=2"],
+    ),
+    "a sample that is no tensor": (
+        {"balance": "time", "sample": [1]},
+        TypeError,
+        ["sample[0] must be a tensor", "(int)"],
+    ),
     "an unknown device": ({"devices": ["cpu", "abacus"]}, ValueError, ["device 'abacus'", "here are cpu"]),
-    "a device that is not there": ({"devices": ["cpu", "cuda:99"]}, ValueError, ["device 'cuda:99'", "there is none"]),
+    "a device that is not there": (
+        {"devices": ["cpu", "cuda:99"]},
+        ValueError,
+        ["device 'cuda:99'", "there is none"],
+    ),
     "a device without numbers": ({"devices": ["meta", "cpu"]}, ValueError, ["device 'meta'"]),
     "a device that is none": ({"devices": ["cpu", None]}, ValueError, ["device None"]),
     "too few devices": ({"devices": ["cpu"]}, ValueError, ["devices must be 2, one for each part, not 1"]),
     "devices is a text": ({"devices": "cpu"}, TypeError, ["devices must be a list", "'cpu' (str)"]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("arguments", "kind", "words"), WRONG.values(), ids=WRONG)
@@ -74,7 +103,8 @@ def test_a_wrong_argument_is_named_with_what_is_allowed(
 
 
 @pytest.mark.parametrize(
-    ("on", "method", "refused"), [("process", "fork", True), ("process", "spawn", False), ("thread", "fork", False)]
+    ("on", "method", "refused"),
+    [("process", "fork", True), ("process", "spawn", False), ("thread", "fork", False)],
 )
 def test_forked_processes_with_cuda_are_refused_before_anything_uses_it(
     monkeypatch: pytest.MonkeyPatch, on: Any, method: str, refused: bool
@@ -85,7 +115,9 @@ def test_forked_processes_with_cuda_are_refused_before_anything_uses_it(
     if refused:
         with pytest.raises(ValueError, match="forked") as raised:
             Sequential(model(), on=on, devices=["cpu", "cuda:0"])
-        assert words_in(raised, "devices=['cpu', 'cuda:0']", 'multiprocessing.set_start_method("spawn")', 'on="thread"')
+        assert words_in(
+            raised, "devices=['cpu', 'cuda:0']", 'multiprocessing.set_start_method("spawn")', 'on="thread"'
+        )
     else:
         assert [device.type for device in checked_devices(["cpu", "cuda:0"], 2, on) or ()] == ["cpu", "cuda"]
 
@@ -117,7 +149,9 @@ def test_an_object_whose_repr_fails_is_named_by_its_type(arguments: dict[str, An
     assert words_in(raised, word)
 
 
-@pytest.mark.parametrize("argument", ["loss", "optimizer", "schedule", "workers", "recompute", "clip", "autocast"])
+@pytest.mark.parametrize(
+    "argument", ["loss", "optimizer", "schedule", "workers", "recompute", "clip", "autocast"]
+)
 def test_so_it_is_in_a_training(argument: str) -> None:
     with pytest.raises((TypeError, ValueError), match=rf"^training: {argument} must be .*not (a )?Shy$"):
         Sequential(model()).training(**{"loss": nn.functional.mse_loss, argument: Shy()})
@@ -136,7 +170,9 @@ def test_so_it_is_in_a_training(argument: str) -> None:
         (nn.Sequential(nn.LazyLinear(3), nn.ReLU()), ValueError, ["'0.weight'", "call module(x) once"]),
     ],
 )
-def test_a_module_that_has_no_layers_in_a_row_is_refused(module: Any, kind: type[Exception], words: list[str]) -> None:
+def test_a_module_that_has_no_layers_in_a_row_is_refused(
+    module: Any, kind: type[Exception], words: list[str]
+) -> None:
     with pytest.raises(kind) as raised:
         Sequential(module)
     assert words_in(raised, *words)
@@ -174,7 +210,11 @@ def test_a_layer_that_cannot_be_pickled_is_named_with_what_is_in_the_way() -> No
     with pytest.raises(TypeError) as raised:
         Sequential(module, on="process")
     assert words_in(
-        raised, "layer '1' (Sequential) of part 1", "1.1.tools['lock'] is of type lock", 'use on="thread"', "__getstate__"
+        raised,
+        "layer '1' (Sequential) of part 1",
+        "1.1.tools['lock'] is of type lock",
+        'use on="thread"',
+        "__getstate__",
     )
     with Sequential(module, on="thread") as pipe:
         assert pipe(torch.ones(2, 3)).shape == (2, 3)
@@ -282,7 +322,9 @@ def test_layers_without_meta_kernels_are_checked_when_they_run() -> None:
             return x[x[:, 0] > float(x.min())] if x.shape[0] > 1 else x
 
     with Sequential([nn.Identity(), Numbers()], chunks=2) as pipe:
-        with pytest.raises(ValueError, match="the module made 2 samples of the 3 of micro-batch 0 of batch 0"):
+        with pytest.raises(
+            ValueError, match="the module made 2 samples of the 3 of micro-batch 0 of batch 0"
+        ):
             pipe(torch.arange(6.0).reshape(6, 1))
         assert started(pipe)
         assert pipe(torch.arange(2.0).reshape(2, 1)).shape == (2, 1)

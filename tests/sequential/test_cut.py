@@ -45,7 +45,9 @@ def test_the_cut_is_measured_with_the_first_batch_and_kept(on: Any, stream: bool
         assert {event.part for event in pipe.timeline().events} == {0, 1}
 
 
-@pytest.mark.parametrize("options", [{"parts": [3, 5]}, {"parts": 8}, {"balance": "memory", "sample": torch.ones(2, 3)}])
+@pytest.mark.parametrize(
+    "options", [{"parts": [3, 5]}, {"parts": 8}, {"balance": "memory", "sample": torch.ones(2, 3)}]
+)
 def test_layers_are_not_called_to_measure_a_cut_that_is_said_or_the_only_one(options: Any) -> None:
     calls: list[int] = []
 
@@ -105,7 +107,8 @@ class Sizes(nn.Module):
 
 @pytest.mark.parametrize(("samples", "chunks"), [(64, 1), (256, 1), (1100, 4), (5000, 8)])
 def test_calls_and_training_split_batches_only_into_chunks_that_pay(samples: int, chunks: int) -> None:
-    """Two parts, 400,000 operations a sample: a micro-batch of 50 million for each of them has 250 samples."""
+    """Two parts, 400,000 operations a sample: a micro-batch of 50 million for each of them has 250
+    samples."""
     sizes = Sizes()
     module = nn.Sequential(nn.Linear(400, 500, bias=False), sizes)
     pieces = [len(piece) for piece in torch.empty(samples, 0).tensor_split(chunks)]

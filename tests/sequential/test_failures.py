@@ -1,4 +1,5 @@
-"""A training that fails says where: the part, the schedule's step, the micro-batch. Nothing hangs, and nothing is left."""
+"""A training that fails says where: the part, the schedule's step, the micro-batch. Nothing hangs, and
+nothing is left."""
 
 from __future__ import annotations
 
@@ -118,8 +119,13 @@ def test_a_failure_in_the_loss_names_the_last_part(on: Any) -> None:
 
 
 def test_a_loss_that_is_no_mean_says_what_it_is() -> None:
-    error = failure_of(perceptron(), "thread", loss=lambda output, target: cross_entropy(output, target, reduction="none"))
-    assert "step F0 (micro-batch 0 of 4): TypeError: the loss must be a tensor without dimensions" in error.message
+    error = failure_of(
+        perceptron(), "thread", loss=lambda output, target: cross_entropy(output, target, reduction="none")
+    )
+    assert (
+        "step F0 (micro-batch 0 of 4): TypeError: the loss must be a tensor without dimensions"
+        in error.message
+    )
     assert "not one of shape (2,)" in error.message
 
 
@@ -130,7 +136,8 @@ def test_a_loss_that_is_nan_for_a_micro_batch_of_padding_only_is_named(on: Any) 
     with in_parts(perceptron(), 3, on) as training, pytest.raises(RunError) as raised:
         training.step(x, target)
     assert re.match(
-        r"part 2 \(.*\), step F2 \(micro-batch 2 of 4\): ValueError: the loss of this micro-batch is NaN, though .* finite",
+        r"part 2 \(.*\), step F2 \(micro-batch 2 of 4\): ValueError: the loss of this micro-batch "
+        r"is NaN, though .* finite",
         raised.value.message,
     )
 
@@ -185,7 +192,9 @@ def test_a_failure_in_a_later_step_and_in_an_evaluation_are_told_so() -> None:
     assert "step F1 (micro-batch 1 of 4)" in failure_of(module, "thread", steps=3).message
     with in_parts(with_layer(At(3, bad)), 3) as training, pytest.raises(RunError) as raised:
         training.evaluate(next(batches([8]))[0])
-    assert raised.value.message.startswith("part 1 (layers '3' to '5'), evaluation, step F3 (micro-batch 3 of 4)")
+    assert raised.value.message.startswith(
+        "part 1 (layers '3' to '5'), evaluation, step F3 (micro-batch 3 of 4)"
+    )
 
 
 def test_an_exception_that_cant_be_sent_is_told_by_its_text() -> None:
@@ -193,7 +202,9 @@ def test_an_exception_that_cant_be_sent_is_told_by_its_text() -> None:
         raise Custom("too ", "much")
 
     error = failure_of(with_layer(At(0, raises)), "process")
-    assert re.fullmatch(r"part 1 \(layers '3' to '5'\), step F0 \(micro-batch 0 of 4\): .*Custom: too much", error.message)
+    assert re.fullmatch(
+        r"part 1 \(layers '3' to '5'\), step F0 \(micro-batch 0 of 4\): .*Custom: too much", error.message
+    )
 
 
 @everywhere
@@ -227,7 +238,9 @@ def killed_at(gate: Gate, pid: Path, mark: Path | None = None) -> threading.Thre
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_a_worker_that_is_killed_in_a_step_ends_it_with_its_part_and_how_far_it_was(tmp_path: Path, backward: bool) -> None:
+def test_a_worker_that_is_killed_in_a_step_ends_it_with_its_part_and_how_far_it_was(
+    tmp_path: Path, backward: bool
+) -> None:
     gate, pid = Gate(), tmp_path / "pid"
 
     def hold() -> None:
@@ -240,8 +253,13 @@ def test_a_worker_that_is_killed_in_a_step_ends_it_with_its_part_and_how_far_it_
     cause = error.exceptions[0].__cause__
     assert isinstance(cause, WorkerDied)
     assert cause.exitcode == -signal.SIGKILL
-    place = r"part 1 \(layers '3' to '5'\), step 1, (after [FB]\d \(micro-batch \d of 4\)|before anything of it was seen): "
-    assert re.match(place + r"WorkerDied: the process of worker part 1 1 was killed by SIGKILL", error.message)
+    place = (
+        r"part 1 \(layers '3' to '5'\), step 1, (after [FB]\d \(micro-batch \d of 4\)|before "
+        r"anything of it was seen): "
+    )
+    assert re.match(
+        place + r"WorkerDied: the process of worker part 1 1 was killed by SIGKILL", error.message
+    )
 
 
 def test_how_far_a_dead_worker_was_is_read_from_what_the_others_have(tmp_path: Path) -> None:
@@ -259,7 +277,9 @@ def test_how_far_a_dead_worker_was_is_read_from_what_the_others_have(tmp_path: P
         with pytest.raises(RunError) as raised:
             training.step(x, target)
         killer.join()
-    assert raised.value.message.startswith("part 1 (layer '1'), step 1, before anything of it was seen: WorkerDied")
+    assert raised.value.message.startswith(
+        "part 1 (layer '1'), step 1, before anything of it was seen: WorkerDied"
+    )
 
 
 def test_a_dead_worker_is_told_with_the_last_step_whose_output_another_one_took(tmp_path: Path) -> None:
@@ -272,7 +292,8 @@ def test_a_dead_worker_is_told_with_the_last_step_whose_output_another_one_took(
 
     ((x, target),) = batches([8])
     module = nn.Sequential(At(6, hold), nn.Linear(6, 4), At(5, arrived.touch))
-    with in_parts(module, [2, 1], "process", schedule="gpipe", optimizer=OPTIMIZERS["sgd"]) as training:  # type: ignore[arg-type]
+
+    with in_parts(module, [2, 1], "process", schedule="gpipe", optimizer=OPTIMIZERS["sgd"]) as training:
         training.step(x, target)
         killer = killed_at(gate, pid, arrived)
         with pytest.raises(RunError) as raised:

@@ -1,4 +1,5 @@
-"""A pipe is no ``nn.Module`` yet: gradients end at it and a larger module doesn't register it, and it says so."""
+"""A pipe is no ``nn.Module`` yet: gradients end at it and a larger module doesn't register it, and it says
+so."""
 
 from __future__ import annotations
 
@@ -31,7 +32,10 @@ def test_an_input_that_requires_a_gradient_raises(on: Any) -> None:
 
 def test_the_tensor_that_requires_a_gradient_is_named() -> None:
     x = {"a": torch.randn(2, 3), "b": [torch.randn(2, 3, requires_grad=True)]}
-    with Sequential([nn.Identity(), nn.Identity()]) as pipe, pytest.raises(ValueError, match=r"x\['b'\]\[0\] requires"):
+    with (
+        Sequential([nn.Identity(), nn.Identity()]) as pipe,
+        pytest.raises(ValueError, match=r"x\['b'\]\[0\] requires"),
+    ):
         pipe(x)
 
 

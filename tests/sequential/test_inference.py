@@ -194,7 +194,10 @@ def test_a_stream_takes_batches_as_they_are(on: Any) -> None:
 
     with Sequential([nn.Identity(), Size()], on=on, chunks=4) as pipe:
         assert pipe(torch.zeros(8, 6)).flatten().tolist() == [2.0] * 8
-        assert [y.flatten().tolist() for y in pipe.stream([torch.zeros(8, 6), torch.zeros(3, 6)])] == [[8.0] * 8, [3.0] * 3]
+        assert [y.flatten().tolist() for y in pipe.stream([torch.zeros(8, 6), torch.zeros(3, 6)])] == [
+            [8.0] * 8,
+            [3.0] * 3,
+        ]
 
 
 @everywhere
@@ -331,7 +334,10 @@ def test_the_timeline_has_an_event_for_each_part_and_micro_batch(on: Any, tmp_pa
         timeline = pipe.timeline()
     assert len(timeline.events) == 3 * (4 + 2)
     assert {(event.worker, event.step, event.chunk) for event in timeline.events} == {
-        (part, step, chunk) for part in range(3) for step, chunks in enumerate((4, 2)) for chunk in range(chunks)
+        (part, step, chunk)
+        for part in range(3)
+        for step, chunks in enumerate((4, 2))
+        for chunk in range(chunks)
     }
     ends = {(event.part, event.step, event.chunk): event.end for event in timeline.events}
     for event in timeline.events:
@@ -344,6 +350,9 @@ def test_the_timeline_has_an_event_for_each_part_and_micro_batch(on: Any, tmp_pa
 
 def test_a_pipe_shows_its_parts() -> None:
     pipe = Sequential(dense(), parts=[2, 3], on="process", chunks=4)
-    assert repr(pipe) == "Sequential: part 0 (layers '0' to '1'), part 1 (layers '2' to '4'); on processes, 4 chunks"
+    assert (
+        repr(pipe)
+        == "Sequential: part 0 (layers '0' to '1'), part 1 (layers '2' to '4'); on processes, 4 chunks"
+    )
     assert not pipe.graph.check()
     assert [stage.name for stage in pipe.graph.stages if stage.kind == "map"] == ["part 0", "part 1"]

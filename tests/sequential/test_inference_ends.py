@@ -31,7 +31,9 @@ class Breaks(nn.Module):
 
 @everywhere
 def test_a_part_that_fails_names_itself_its_layers_and_the_micro_batch(on: Any) -> None:
-    with Sequential([nn.Identity(), nn.Identity(), Breaks(), nn.Identity()], on=on, parts=[1, 3], chunks=4) as pipe:
+    with Sequential(
+        [nn.Identity(), nn.Identity(), Breaks(), nn.Identity()], on=on, parts=[1, 3], chunks=4
+    ) as pipe:
         x = torch.ones(8, 2)
         assert torch.equal(pipe(x), x)
         x[5] = -3
@@ -123,7 +125,10 @@ def test_a_micro_batch_that_kills_every_worker_is_a_failure_of_its_part(tmp_path
     with Sequential([nn.Identity(), Killed(tmp_path, 99)], on="process", chunks=2) as pipe:
         with pytest.raises(StageError) as raised:
             pipe(torch.tensor([[1.0], [-1.0]]))
-        assert "part 1 (layer '1') failed on micro-batch 1 of 2 of batch 0: WorkerDied: 3 workers died" in str(raised.value)
+        assert (
+            "part 1 (layer '1') failed on micro-batch 1 of 2 of batch 0: WorkerDied: 3 workers died"
+            in str(raised.value)
+        )
         assert isinstance(raised.value.__cause__, WorkerDied)
         assert torch.equal(pipe(torch.ones(4, 1)), torch.ones(4, 1))
 

@@ -11,13 +11,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flowchan.pipelines.sequential.values import Micro, batch_size, evenly, join, leaves, mapped, split, tensors
+from flowchan.pipelines.sequential.values import (
+    Micro,
+    batch_size,
+    evenly,
+    join,
+    leaves,
+    mapped,
+    split,
+    tensors,
+)
 
 Pair = namedtuple("Pair", ["image", "mask"])
 
 
 def rows(samples: int, *shape: int) -> Tensor:
-    return torch.arange(samples * max(1, torch.Size(shape).numel()), dtype=torch.float32).reshape(samples, *shape)
+    return torch.arange(samples * max(1, torch.Size(shape).numel()), dtype=torch.float32).reshape(
+        samples, *shape
+    )
 
 
 def equal(one: Any, other: Any) -> bool:
@@ -84,7 +95,9 @@ def test_splitting_copies_nothing() -> None:
         ({}, TypeError, ["at least one tensor"]),
     ],
 )
-def test_what_cannot_be_split_is_named_with_its_path(value: Any, kind: type[Exception], words: list[str]) -> None:
+def test_what_cannot_be_split_is_named_with_its_path(
+    value: Any, kind: type[Exception], words: list[str]
+) -> None:
     with pytest.raises(kind) as raised:
         split(value, 2)
     assert all(word in str(raised.value) for word in words), raised.value

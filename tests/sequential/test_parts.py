@@ -17,7 +17,10 @@ from flowchan.pipelines.sequential.parts import compute_threads, divided, may_wr
 def layers() -> nn.Sequential:
     return nn.Sequential(
         OrderedDict(
-            first=nn.Linear(3, 4), act=nn.ReLU(), block=nn.Sequential(nn.Linear(4, 4), nn.Tanh()), last=nn.Linear(4, 2)
+            first=nn.Linear(3, 4),
+            act=nn.ReLU(),
+            block=nn.Sequential(nn.Linear(4, 4), nn.Tanh()),
+            last=nn.Linear(4, 2),
         )
     )
 
@@ -27,7 +30,9 @@ def test_the_parts_together_have_the_state_of_the_plain_module(counts: list[int]
     module = layers()
     parts = divided(module, counts)
     assert [len(part.module) for part in parts] == counts
-    found = {name: tensor for part in parts for name, tensor in part.module.state_dict(keep_vars=True).items()}
+    found = {
+        name: tensor for part in parts for name, tensor in part.module.state_dict(keep_vars=True).items()
+    }
     plain = module.state_dict(keep_vars=True)
     assert list(found) == list(plain)
     assert all(found[name] is plain[name] for name in plain)
@@ -97,7 +102,9 @@ class Cores(nn.Module):
     """Notes on which cores its process may run."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([x, torch.tensor([[float(core in os.sched_getaffinity(0)) for core in range(64)]])], dim=1)
+        return torch.cat(
+            [x, torch.tensor([[float(core in os.sched_getaffinity(0)) for core in range(64)]])], dim=1
+        )
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core for two parts")

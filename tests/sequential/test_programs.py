@@ -1,4 +1,5 @@
-"""A pipe in a program: under fork, forkserver and spawn, with the program's own classes, at Ctrl-C and at the end."""
+"""A pipe in a program: under fork, forkserver and spawn, with the program's own classes, at Ctrl-C and at the
+end."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class Double(nn.Module):
         return 2 * x
 
 def main():
-    torch.ones(300, 300) @ torch.ones(300, 300)  # torch's threads have begun: none of them is in a forked process
+    # torch's threads have begun: none of them is in a forked process
+    torch.ones(300, 300) @ torch.ones(300, 300)
     factor = 3
     class Triple(nn.Module):
         def forward(self, x):

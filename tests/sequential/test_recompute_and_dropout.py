@@ -1,4 +1,5 @@
-"""Mixed precision, recompute and dropout: the same numbers under every schedule; what was promised of memory and masks."""
+"""Mixed precision, recompute and dropout: the same numbers under every schedule; what was promised of memory
+and masks."""
 
 from __future__ import annotations
 
@@ -74,9 +75,12 @@ class Counted(nn.Module):
         return Counting.apply(x, self.weight)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(("schedule", "recompute", "most"), [("gpipe", False, 6), ("1f1b", False, 2), ("gpipe", True, 1)])
+@pytest.mark.parametrize(
+    ("schedule", "recompute", "most"), [("gpipe", False, 6), ("1f1b", False, 2), ("gpipe", True, 1)]
+)
 def test_so_many_micro_batches_are_kept_at_once(schedule: Any, recompute: bool, most: int) -> None:
-    """In the first of two parts, of six micro-batches: all with gpipe, two with 1f1b, one where it is computed again."""
+    """In the first of two parts, of six micro-batches: all with gpipe, two with 1f1b, one where it is
+    computed again."""
     torch.manual_seed(0)
     module = nn.Sequential(Counted(), nn.Linear(6, 4))
     ((x, target),) = batches([12])
@@ -92,7 +96,8 @@ def test_what_is_computed_again_is_seen_in_the_timeline() -> None:
         training.step(x, target)
         events = training.timeline().events
     again = [(event.part, event.chunk) for event in events if event.op == "recompute"]
-    assert again == [(0, chunk) for chunk in range(4)]  # the last part goes back at once, and keeps what it has
+    # the last part goes back at once, and keeps what it has
+    assert again == [(0, chunk) for chunk in range(4)]
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
@@ -111,9 +116,15 @@ def test_one_chunk_is_recomputed_in_all_parts_whose_backward_step_waits_for_othe
 def dropped(p: float = 0.5) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Linear(6, 24), nn.Dropout(p), nn.Linear(24, 24), nn.Tanh(), nn.Dropout(p), nn.Linear(24, 12), nn.Dropout(p),
+        nn.Linear(6, 24),
+        nn.Dropout(p),
+        nn.Linear(24, 24),
+        nn.Tanh(),
+        nn.Dropout(p),
+        nn.Linear(24, 12),
+        nn.Dropout(p),
         nn.Linear(12, 4),
-    )  # fmt: skip
+    )
 
 
 def trained_dropped(on: Any = "thread", parts: int = 3, **options: Any) -> nn.Module:
@@ -126,7 +137,9 @@ def trained_dropped(on: Any = "thread", parts: int = 3, **options: Any) -> nn.Mo
 
 
 @schedules
-def test_dropout_draws_the_same_masks_when_it_is_computed_again(schedule: Any, parts: int, workers: int) -> None:
+def test_dropout_draws_the_same_masks_when_it_is_computed_again(
+    schedule: Any, parts: int, workers: int
+) -> None:
     options = {"schedule": schedule, "parts": parts, "workers": workers}
     assert_same_state(trained_dropped(recompute=True, **options), trained_dropped(recompute=False, **options))
 
@@ -144,7 +157,9 @@ def test_dropout_that_is_switched_on_after_the_first_step_draws_the_same_masks_a
     def trained(recompute: bool) -> nn.Module:
         module = dropped().eval()
         torch.manual_seed(42)
-        with in_parts(module, 3, optimizer=OPTIMIZERS["sgd"], schedule=schedule, recompute=recompute) as training:
+        with in_parts(
+            module, 3, optimizer=OPTIMIZERS["sgd"], schedule=schedule, recompute=recompute
+        ) as training:
             for each in batches([8, 8, 8]):
                 training.step(*each)
                 module.train()

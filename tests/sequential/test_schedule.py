@@ -41,7 +41,12 @@ def test_1f1b_takes_turns_once_its_part_of_the_pipeline_is_full() -> None:
 
 
 def test_1f1b_with_fewer_micro_batches_than_workers_is_gpipe_where_the_pipeline_never_fills() -> None:
-    assert [text(one) for one in plan("1f1b", 4, 4, 2)] == ["F0 F1 B0 B1", "F0 F1 B0 B1", "F0 F1 B0 B1", "F0 B0 F1 B1"]
+    assert [text(one) for one in plan("1f1b", 4, 4, 2)] == [
+        "F0 F1 B0 B1",
+        "F0 F1 B0 B1",
+        "F0 F1 B0 B1",
+        "F0 B0 F1 B1",
+    ]
 
 
 def test_interleaved_sends_groups_of_micro_batches_through_one_part_after_the_other() -> None:
@@ -52,12 +57,14 @@ def test_interleaved_sends_groups_of_micro_batches_through_one_part_after_the_ot
 
 
 def test_interleaved_is_the_order_of_megatron() -> None:
-    """Figure 4 of Narayanan et al. 2021: 4 workers with 2 parts each, 8 micro-batches. The first worker goes forward
-    2 * 3 + 4 times before it takes turns."""
+    """Figure 4 of Narayanan et al. 2021: 4 workers with 2 parts each, 8 micro-batches. The first worker goes
+    forward 2 * 3 + 4 times before it takes turns."""
     assert text(steps("interleaved", 0, 4, 8, 8)).startswith(
         "0:F0 0:F1 0:F2 0:F3 4:F0 4:F1 4:F2 4:F3 0:F4 0:F5 0:F6 4:B0 0:F7 4:B1 4:F4 4:B2 4:F5 4:B3 4:F6 0:B0"
     )
-    assert text(steps("interleaved", 3, 4, 8, 8)).startswith("3:F0 3:F1 3:F2 3:F3 7:F0 7:B0 7:F1 7:B1 7:F2 7:B2 7:F3 7:B3")
+    assert text(steps("interleaved", 3, 4, 8, 8)).startswith(
+        "3:F0 3:F1 3:F2 3:F3 7:F0 7:B0 7:F1 7:B1 7:F2 7:B2 7:F3 7:B3"
+    )
 
 
 @pytest.mark.parametrize("chunks", [1, 3, 8])
@@ -78,7 +85,9 @@ def test_one_worker_and_one_micro_batch_go_forward_and_backward(schedule: Any) -
 
 
 @given(arguments())
-def test_each_worker_does_every_step_of_its_parts_once_and_backward_after_forward(one: tuple[Any, int, int, int]) -> None:
+def test_each_worker_does_every_step_of_its_parts_once_and_backward_after_forward(
+    one: tuple[Any, int, int, int],
+) -> None:
     schedule, workers, parts, chunks = one
     for worker, found in enumerate(plan(schedule, workers, parts, chunks)):
         mine = range(worker, parts, workers)
@@ -95,7 +104,9 @@ def test_micro_batches_go_through_a_part_in_their_order_both_ways(one: tuple[Any
     for found in plan(schedule, workers, parts, chunks):
         for part in {step.part for step in found}:
             for op in ("F", "B"):
-                assert [step.chunk for step in found if (step.op, step.part) == (op, part)] == list(range(chunks))
+                assert [step.chunk for step in found if (step.op, step.part) == (op, part)] == list(
+                    range(chunks)
+                )
 
 
 def test_a_schedule_is_a_generator_that_can_be_made_again() -> None:
@@ -170,7 +181,10 @@ def test_a_word_that_is_no_step_is_named(word: str) -> None:
         (("gpipe", 0, 2, 0, 4), "steps: parts must be at least 1, not 0"),
         (("gpipe", 0, 2, 2, 0), "steps: chunks must be at least 1, not 0"),
         (("1f1b", 0, 3, 2, 4), "steps: parts=2 leaves some of workers=3 without a part: take fewer workers"),
-        (("interleaved", 0, 3, 2, 4), "steps: parts=2 leaves some of workers=3 without a part: take fewer workers"),
+        (
+            ("interleaved", 0, 3, 2, 4),
+            "steps: parts=2 leaves some of workers=3 without a part: take fewer workers",
+        ),
         (
             ("1f1b", 0, 2, 4, 4),
             "steps: schedule='1f1b' gives each worker one part, but there are parts=4 for workers=2: "
@@ -189,7 +203,9 @@ def test_a_number_that_is_no_int_is_named(place: int, value: Any) -> None:
     arguments: list[Any] = ["gpipe", 0, 2, 2, 4]
     arguments[place] = value
     name = ["schedule", "worker", "workers", "parts", "chunks"][place]
-    with pytest.raises(TypeError, match=f"^steps: {name} must be an int of at least [01], not {re.escape(repr(value))}$"):
+    with pytest.raises(
+        TypeError, match=f"^steps: {name} must be an int of at least [01], not {re.escape(repr(value))}$"
+    ):
         steps(*arguments)
 
 

@@ -1,4 +1,5 @@
-"""The simulator: what is known of schedules comes out, and what cannot be done is named. No model, no torch."""
+"""The simulator: what is known of schedules comes out, and what cannot be done is named. No model, no
+torch."""
 
 from __future__ import annotations
 
@@ -71,7 +72,9 @@ def test_the_bubble_of_interleaved_is_smaller_by_the_number_of_parts_per_worker(
 @pytest.mark.parametrize("each", [2, 3])
 @pytest.mark.parametrize(("workers", "chunks"), [(2, 2), (2, 8), (3, 9), (4, 4), (4, 8)])
 def test_interleaved_holds_the_steps_it_is_ahead_by_and_one(workers: int, chunks: int, each: int) -> None:
-    expected = tuple(min(2 * (workers - 1 - worker) + (each - 1) * workers + 1, each * chunks) for worker in range(workers))
+    expected = tuple(
+        min(2 * (workers - 1 - worker) + (each - 1) * workers + 1, each * chunks) for worker in range(workers)
+    )
     assert simulate(plan("interleaved", workers, each * workers, chunks)).peaks == expected
 
 
@@ -196,11 +199,14 @@ def test_the_sender_waits_for_room_in_a_full_link() -> None:
         (["0:F0", "1:F1"], "deadlock: worker 1 waits before 1:F1 for 0:F1 of worker 0"),
         (
             ["0:F0 0:B0 0:F1 0:B1", "1:F0 1:F1 1:B0 1:B1"],
-            "deadlock: worker 0 waits before 0:B0 for 1:B0 of worker 1; worker 1 waits before 1:F1 for 0:F1 of worker 0",
+            "deadlock: worker 0 waits before 0:B0 for 1:B0 of worker 1; worker 1 waits before "
+            "1:F1 for 0:F1 of worker 0",
         ),
     ],
 )
-def test_an_order_that_cannot_be_done_is_refused_with_who_waits_for_what(lists: list[str], message: str) -> None:
+def test_an_order_that_cannot_be_done_is_refused_with_who_waits_for_what(
+    lists: list[str], message: str
+) -> None:
     with pytest.raises(ValueError, match=f"^simulate: {re.escape(message)}$"):
         simulate([parse(one) for one in lists])
 

@@ -77,7 +77,9 @@ def test_inference_in_parts_is_that_of_the_plain_module(on: Any, parts: int) -> 
 
 @schedules
 @pytest.mark.parametrize("recompute", [False, True])
-def test_training_in_parts_is_that_of_the_plain_module(schedule: Any, parts: int, workers: int, recompute: bool) -> None:
+def test_training_in_parts_is_that_of_the_plain_module(
+    schedule: Any, parts: int, workers: int, recompute: bool
+) -> None:
     module = u_net()
     plain, losses = plainly(module, OPTIMIZERS["sgd"], batches([8, 7, 3]))
     options = {"schedule": schedule, "workers": workers, "recompute": recompute}
@@ -122,7 +124,10 @@ def test_in_the_plain_module_what_is_stashed_last_is_popped() -> None:
 def test_a_stash_within_a_layer_of_the_users_own_must_not_replace_another_one() -> None:
     module = nn.Sequential(Stash("a"), nn.Hardtanh(0, 1), Block(Stash("a")), Pop("a"))
     x = torch.full((2, 1), 3.0)
-    with Sequential(module, 2) as pipe, pytest.raises(StageError, match=r"Stash\('a'\) would replace what another one has"):
+    with (
+        Sequential(module, 2) as pipe,
+        pytest.raises(StageError, match=r"Stash\('a'\) would replace what another one has"),
+    ):
         pipe(x)
     assert torch.equal(module(x), module(x))  # the plain module doesn't know where a batch ends
 
@@ -137,7 +142,12 @@ def test_a_pop_without_its_stash_names_its_part() -> None:
     module = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 4), Block(Pop("lost")))
     ((x, target),) = batches([8])
     training = in_parts(module, 3)
-    with training, pytest.raises(RunError, match=r"part 2 \(layer '2'\), step F0 \(micro-batch 0 of 4\): .*Pop\('lost'\)"):
+    with (
+        training,
+        pytest.raises(
+            RunError, match=r"part 2 \(layer '2'\), step F0 \(micro-batch 0 of 4\): .*Pop\('lost'\)"
+        ),
+    ):
         training.step(x, target)
 
 
@@ -148,8 +158,14 @@ WRONG: dict[str, tuple[list[nn.Module], str]] = {
     "popped already": ([Stash("a"), Pop("a"), Pop("a")], "layer '2', Pop('a'), has no Stash('a') before it"),
     "never popped": ([Stash("a"), nn.ReLU()], "layer '0', Stash('a'), has no Pop('a') behind it"),
     "stashed again": ([Stash("a"), Pop("a"), Stash("a")], "layer '2', Stash('a'), has no Pop('a') behind it"),
-    "stashed twice": ([Stash("a"), Stash("a"), Pop("a")], "layer '1', Stash('a'), stashes again what layer '0' has"),
-    "nested": ([nn.Sequential(nn.ReLU(), Stash("a")), nn.ReLU()], "layer '0.1', Stash('a'), has no Pop('a') behind it"),
+    "stashed twice": (
+        [Stash("a"), Stash("a"), Pop("a")],
+        "layer '1', Stash('a'), stashes again what layer '0' has",
+    ),
+    "nested": (
+        [nn.Sequential(nn.ReLU(), Stash("a")), nn.ReLU()],
+        "layer '0.1', Stash('a'), has no Pop('a') behind it",
+    ),
 }
 
 
@@ -163,7 +179,9 @@ def test_what_a_layer_of_the_users_own_stashes_and_pops_is_not_known_before() ->
     x = torch.full((2, 1), 3.0)
     hidden_stash = nn.Sequential(Block(Stash("a")), nn.Sequential(nn.Hardtanh(0, 1), Pop("a")))
     hidden_pop = nn.Sequential(nn.Sequential(Stash("a"), nn.Hardtanh(0, 1)), Block(Pop("a")))
-    hidden_pair = nn.Sequential(Stash("a"), Block(nn.Sequential(Stash("b"), Pop("b"), nn.Hardtanh(0, 0.5))), Pop("a"))
+    hidden_pair = nn.Sequential(
+        Stash("a"), Block(nn.Sequential(Stash("b"), Pop("b"), nn.Hardtanh(0, 0.5))), Pop("a")
+    )
     for module in (hidden_stash, hidden_pop, hidden_pair):
         with Sequential(module, 2) as pipe:
             assert torch.equal(pipe(x), module(x))

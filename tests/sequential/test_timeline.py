@@ -19,7 +19,8 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def real(steps: int = 1) -> Timeline:
-    """As two workers may have recorded ``steps`` batches of four micro-batches, with forward passes done again."""
+    """As two workers may have recorded ``steps`` batches of four micro-batches, with forward passes done
+    again."""
     events = []
     for step in range(steps):
         for worker in range(2):
@@ -73,7 +74,11 @@ def test_events_are_in_the_order_of_their_beginnings() -> None:
 
 def test_busy_is_the_share_of_the_whole_time_by_worker() -> None:
     line = Timeline(
-        [Event(1, 0, "F", 0, 0, 10.0, 11.0), Event(0, 1, "B", 0, 0, 11.5, 14.0), Event(1, 0, "B", 0, 0, 13.0, 13.5)]
+        [
+            Event(1, 0, "F", 0, 0, 10.0, 11.0),
+            Event(0, 1, "B", 0, 0, 11.5, 14.0),
+            Event(1, 0, "B", 0, 0, 13.0, 13.5),
+        ]
     )
     assert line.seconds == 4
     assert line.busy() == {0: 0.625, 1: 0.375}
@@ -107,7 +112,10 @@ def test_a_trace_has_every_event_in_microseconds_and_no_two_of_a_worker_overlap(
     for worker in line.busy():
         mine = [event for event in complete if event["tid"] == worker]
         # Whole nanoseconds, as Perfetto counts them.
-        assert all(round(1000 * (one["ts"] + one["dur"])) <= round(1000 * other["ts"]) for one, other in pairwise(mine))
+        assert all(
+            round(1000 * (one["ts"] + one["dur"])) <= round(1000 * other["ts"])
+            for one, other in pairwise(mine)
+        )
 
 
 def test_a_trace_names_its_run_and_its_workers_with_their_parts() -> None:
@@ -119,7 +127,10 @@ def test_a_trace_names_its_run_and_its_workers_with_their_parts() -> None:
         ("thread_sort_index", 0, {"sort_index": 0}),
     ]
     assert [tid for name, tid, _ in named if name == "thread_name"] == [0, 1, 2, 3]
-    assert [event["name"] for event in found if event["ph"] == "X" and event["tid"] == 0][:2] == ["F 0", "F 1"]
+    assert [event["name"] for event in found if event["ph"] == "X" and event["tid"] == 0][:2] == [
+        "F 0",
+        "F 1",
+    ]
 
 
 # The picture
@@ -155,7 +166,9 @@ def test_no_two_texts_of_a_picture_overlap_and_all_are_inside(line: Timeline) ->
         assert right <= number(root, "width"), text
         assert bottom <= number(root, "height"), text
     texts.sort(key=lambda one: one[1][1])
-    for (one, (left, top, right, bottom)), (other, (left2, top2, right2, bottom2)) in combinations(texts[:400], 2):
+    for (one, (left, top, right, bottom)), (other, (left2, top2, right2, bottom2)) in combinations(
+        texts[:400], 2
+    ):
         apart = right <= left2 or right2 <= left or bottom <= top2 or bottom2 <= top
         assert apart, f"{one!r} and {other!r}"
 

@@ -1,4 +1,5 @@
-"""Training in parts gives what training the plain module gives: outputs, losses, gradients, parameters after some steps."""
+"""Training in parts gives what training the plain module gives: outputs, losses, gradients, parameters after
+some steps."""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ def test_parameters_and_losses_are_those_of_the_plain_module(
     ("schedule", "parts", "workers", "recompute", "optimizer"),
     [("gpipe", 2, 2, False, "adam"), ("1f1b", 3, 3, True, "sgd"), ("interleaved", 4, 2, False, "adam")],
 )
-def test_the_same_on_processes(schedule: Any, parts: int, workers: int, recompute: bool, optimizer: str) -> None:
+def test_the_same_on_processes(
+    schedule: Any, parts: int, workers: int, recompute: bool, optimizer: str
+) -> None:
     module = perceptron()
     plain, losses = plainly(module, OPTIMIZERS[optimizer], batches(SIZES))
     options = {"schedule": schedule, "workers": workers, "recompute": recompute}
@@ -167,7 +170,9 @@ def test_nothing_goes_back_into_frozen_parts_at_the_beginning(recompute: bool) -
 @everywhere
 def test_layers_that_work_in_place_stand_at_a_border(on: Any) -> None:
     torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 4))
+    module = nn.Sequential(
+        nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 4)
+    )
     plain, _ = plainly(module, OPTIMIZERS["sgd"], batches([8, 8]))
     with in_parts(module, 5, on, optimizer=OPTIMIZERS["sgd"]) as training:
         for x, target in batches([8, 8]):
@@ -355,7 +360,9 @@ def test_the_pipe_infers_with_what_was_learned(on: Any) -> None:
 @everywhere
 def test_one_training_follows_another(on: Any) -> None:
     module = perceptron()
-    plain, _ = plainly(plainly(module, OPTIMIZERS["adam"], batches([8, 8]))[0], OPTIMIZERS["adam"], batches([5], seed=3))
+    plain, _ = plainly(
+        plainly(module, OPTIMIZERS["adam"], batches([8, 8]))[0], OPTIMIZERS["adam"], batches([5], seed=3)
+    )
     pipe = Sequential(module, 2, on=on, chunks=4)
     for data in (list(batches([8, 8])), list(batches([5], seed=3))):
         with pipe.training(loss=cross_entropy, optimizer=OPTIMIZERS["adam"]) as training:

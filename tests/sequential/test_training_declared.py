@@ -1,4 +1,5 @@
-"""A training before it runs: what is wrong is said at once, and what is right can be looked at. Then its timeline."""
+"""A training before it runs: what is wrong is said at once, and what is right can be looked at. Then its
+timeline."""
 
 from __future__ import annotations
 
@@ -27,11 +28,19 @@ from flowchan.viz import to_dot
     ("options", "error", "message"),
     [
         ({"loss": 7}, TypeError, "loss must be a function of output and target, not 7"),
-        ({"optimizer": SGD([torch.zeros(1, requires_grad=True)], lr=0.1)}, TypeError, r"partial\(SGD, lr=0.1\)"),
+        (
+            {"optimizer": SGD([torch.zeros(1, requires_grad=True)], lr=0.1)},
+            TypeError,
+            r"partial\(SGD, lr=0.1\)",
+        ),
         ({"optimizer": "sgd"}, TypeError, "optimizer must be a function"),
         ({"optimizer": list}, TypeError, r"optimizer must make an optimizer, with a step\(\), not a list"),
         ({"optimizer": partial(SGD, lr=-1)}, ValueError, "Invalid learning rate: -1"),
-        ({"schedule": "zigzag"}, ValueError, "^training: schedule must be 'gpipe' or .* or 'interleaved', not 'zigzag'"),
+        (
+            {"schedule": "zigzag"},
+            ValueError,
+            "^training: schedule must be 'gpipe' or .* or 'interleaved', not 'zigzag'",
+        ),
         ({"workers": 2}, ValueError, "^training: .*take schedule='interleaved'"),
         ({"workers": 5, "schedule": "interleaved"}, ValueError, "^training: .*take fewer workers"),
         ({"workers": 0}, ValueError, "^training: workers must be at least 1, not 0"),
@@ -63,7 +72,9 @@ def test_a_loss_that_cant_be_sent_is_refused_before_anything_starts() -> None:
             return output.mean()
 
     with (
-        pytest.raises(GraphError, match="its attribute 'loss', captured variable 'lock' is a multiprocessing"),
+        pytest.raises(
+            GraphError, match="its attribute 'loss', captured variable 'lock' is a multiprocessing"
+        ),
         in_parts(perceptron(), 2, "process", loss=loss),
     ):
         pass
@@ -97,7 +108,11 @@ def test_a_training_is_used_in_its_with_block() -> None:
 
 def test_a_training_shows_its_graph_and_its_schedule() -> None:
     training = in_parts(perceptron(), 3, chunks=3)
-    assert [stage.name for stage in training.graph.stages if stage.kind == "stage"] == ["part 0", "part 1", "part 2"]
+    assert [stage.name for stage in training.graph.stages if stage.kind == "stage"] == [
+        "part 0",
+        "part 1",
+        "part 2",
+    ]
     assert [(link.writer, link.reader) for link in training.graph.links if link.feedback] == [
         ("part 1", "part 0"),
         ("part 2", "part 1"),

@@ -98,7 +98,11 @@ def test_a_program_that_trains_ends_by_ctrl_c(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(ENDLESS)
     process = subprocess.Popen(
-        [sys.executable, str(program)], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        [sys.executable, str(program)],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "going\n", process.communicate()

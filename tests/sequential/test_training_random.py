@@ -37,7 +37,10 @@ def modules(draw: st.DrawFn) -> nn.Sequential:
             layers += [Stash(stashed[-1]), nn.Linear(WIDTH, WIDTH)]
         elif stashed:
             layers.append(
-                Pop(stashed.pop(draw(st.integers(0, len(stashed) - 1))), draw(st.sampled_from([torch.add, torch.mul])))
+                Pop(
+                    stashed.pop(draw(st.integers(0, len(stashed) - 1))),
+                    draw(st.sampled_from([torch.add, torch.mul])),
+                )
             )
     module = nn.Sequential(*layers, *map(Pop, stashed), nn.Linear(WIDTH, 4))
     for parameter in list(module.parameters())[:-1]:

@@ -1,4 +1,5 @@
-"""What the tests of training share: models, batches, and the plain training that everything is compared with."""
+"""What the tests of training share: models, batches, and the plain training that everything is compared
+with."""
 
 from __future__ import annotations
 
@@ -26,7 +27,14 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 schedules = pytest.mark.parametrize(
     ("schedule", "parts", "workers"),
-    [("gpipe", 3, 3), ("1f1b", 3, 3), ("interleaved", 4, 2), ("interleaved", 5, 2), ("interleaved", 3, 1), ("1f1b", 1, 1)],
+    [
+        ("gpipe", 3, 3),
+        ("1f1b", 3, 3),
+        ("interleaved", 4, 2),
+        ("interleaved", 5, 2),
+        ("interleaved", 3, 1),
+        ("1f1b", 1, 1),
+    ],
 )
 """Every schedule, with as many parts per worker as it takes, and the smallest pipe."""
 
@@ -86,7 +94,9 @@ class Gate:
         self.channel.close()
 
 
-def in_parts(module: nn.Sequential, parts: int, on: Any = "thread", chunks: int = 4, **options: Any) -> Training:
+def in_parts(
+    module: nn.Sequential, parts: int, on: Any = "thread", chunks: int = 4, **options: Any
+) -> Training:
     """The training of a module, with cross entropy."""
     options.setdefault("loss", cross_entropy)
     return Sequential(module, parts, on=on, chunks=chunks).training(**options)
@@ -97,4 +107,6 @@ def assert_same_state(module: nn.Module, plain: nn.Module, **tolerance: Any) -> 
     state, other = module.state_dict(), plain.state_dict()
     assert list(state) == list(other)
     for name in state:
-        torch.testing.assert_close(state[name], other[name], msg=lambda text, name=name: f"{name}: {text}", **tolerance)
+        torch.testing.assert_close(
+            state[name], other[name], msg=lambda text, name=name: f"{name}: {text}", **tolerance
+        )

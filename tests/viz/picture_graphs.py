@@ -1,4 +1,5 @@
-"""Graphs for the tests of pictures, made of declared values by hand, so that pictures are tested apart from verbs."""
+"""Graphs for the tests of pictures, made of declared values by hand, so that pictures are tested apart from
+verbs."""
 
 from __future__ import annotations
 
@@ -30,13 +31,19 @@ def explode(*_: object) -> None:
     raise AssertionError("a picture called a function of the graph")
 
 
-def stage(name: str, kind: str = "map", on: Placement = "thread", workers: int = 1, function: Any = explode) -> Stage:
+def stage(
+    name: str, kind: str = "map", on: Placement = "thread", workers: int = 1, function: Any = explode
+) -> Stage:
     return Stage(name, kind, HERE, function=function, on=on, workers=workers)
 
 
-def link(writer: str, reader: str | None, item: Any = None, medium: Medium = "threads", errors: bool = False) -> Link:
+def link(
+    writer: str, reader: str | None, item: Any = None, medium: Medium = "threads", errors: bool = False
+) -> Link:
     name = f"{writer}.errors" if errors else writer
-    return Link(name, writer, "out", reader, None if reader is None else "items", item, 64, medium, errors, HERE)
+    return Link(
+        name, writer, "out", reader, None if reader is None else "items", item, 64, medium, errors, HERE
+    )
 
 
 def wordcount() -> Blueprint:
@@ -59,7 +66,12 @@ def wordcount() -> Blueprint:
 
 def leading_back() -> Blueprint:
     """A loop of two stages: ``worker`` gives back what ``steer`` sent it."""
-    stages = [stage("numbers", "source"), stage("steer", "stage"), stage("worker", on="process"), stage("save", "sink")]
+    stages = [
+        stage("numbers", "source"),
+        stage("steer", "stage"),
+        stage("worker", on="process"),
+        stage("save", "sink"),
+    ]
     back = replace(link("worker", "steer", int, "processes"), feedback=True)
     links = [link("numbers", "steer"), link("steer", "worker", int, "processes"), link("steer", "save"), back]
     return declared("leading back", stages, links)

@@ -79,7 +79,10 @@ def test_a_channel_shows_item_type_capacity_and_medium() -> None:
 
 
 def test_sources_sinks_results_and_errors_look_different_from_stages() -> None:
-    looks = {re.search(r"shape=\w+ style=\S+", node(name)).group() for name in ("files", "total", "report", "save")}  # type: ignore[union-attr]
+
+    looks = {
+        re.search(r"shape=\w+ style=\S+", node(name)).group() for name in ("files", "total", "report", "save")
+    }
     result = next(line for line in DOT.splitlines() if "end3 [" in line)
     assert len(looks) == 4
     assert "shape=note" in result
@@ -105,7 +108,14 @@ def test_a_channel_that_nobody_reads_is_a_result_only_behind_reduce_and_collect(
 
 def test_the_legend_explains_what_is_drawn_and_nothing_else() -> None:
     legend = next(line for line in DOT.splitlines() if line.strip().startswith("graph ["))
-    for words in ("source", "sink", "takes failed items", "result", "threads of one process", "a pool of processes"):
+    for words in (
+        "source",
+        "sink",
+        "takes failed items",
+        "result",
+        "threads of one process",
+        "a pool of processes",
+    ):
         assert words in legend
     only = to_dot(declared("g", [stage("a")], []))
     assert "pool of processes" not in only

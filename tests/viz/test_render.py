@@ -1,4 +1,5 @@
-"""Pictures are made wherever the package is installed, a ``dot`` program or not, by the first renderer that can."""
+"""Pictures are made wherever the package is installed, a ``dot`` program or not, by the first renderer that
+can."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ from flowchan.viz.dot import FONT
 
 HEADS = {"svg": b"<?xml", "png": b"\x89PNG", "pdf": b"%PDF", "dot": b"digraph", "mmd": b"---\ntitle"}
 
-PYGRAPHVIZ = not subprocess.run([sys.executable, "-c", "import pygraphviz"], capture_output=True, check=False).returncode
+PYGRAPHVIZ = not subprocess.run(
+    [sys.executable, "-c", "import pygraphviz"], capture_output=True, check=False
+).returncode
 
 
 @pytest.mark.parametrize("suffix", HEADS)
@@ -43,7 +46,9 @@ def test_the_dot_program_draws_where_it_is_installed(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("script", ["exit 1", "kill -SEGV $$", ""], ids=["fails", "crashes", "draws nothing"])
-def test_where_one_renderer_fails_the_next_one_draws(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_one_renderer_fails_the_next_one_draws(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dot_program(tmp_path, script, monkeypatch)
     assert b"counts" in render("digraph { counts }", "svg")
 
@@ -65,7 +70,9 @@ def test_pygraphviz_draws_where_nothing_else_does(monkeypatch: pytest.MonkeyPatc
     assert render("digraph { counts }", "pdf").startswith(HEADS["pdf"])
 
 
-@pytest.mark.parametrize(("picture", "install"), [("svg", "pip install graphviz-pure"), ("pdf", "apt install graphviz")])
+@pytest.mark.parametrize(
+    ("picture", "install"), [("svg", "pip install graphviz-pure"), ("pdf", "apt install graphviz")]
+)
 def test_without_any_renderer_the_error_names_the_line_that_installs_one(
     picture: str, install: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,7 +86,16 @@ def test_without_any_renderer_the_error_names_the_line_that_installs_one(
 def test_the_svg_holds_every_stage_and_channel(tmp_path: Path) -> None:
     root = ElementTree.parse(draw(wordcount(), tmp_path / "graph.svg")).getroot()
     text = " ".join(root.itertext())
-    for word in ("wordcount", "files", "counts", "total", "report", "Path", "dict[str, int]", "64 · processes"):
+    for word in (
+        "wordcount",
+        "files",
+        "counts",
+        "total",
+        "report",
+        "Path",
+        "dict[str, int]",
+        "64 · processes",
+    ):
         assert word in text
 
 
@@ -105,7 +121,9 @@ def test_text_that_is_no_graph_is_an_error_with_graphviz_words() -> None:
         render("digraph { a -> ", "svg")
 
 
-def test_a_crash_of_graphviz_is_an_error_and_not_the_end_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_of_graphviz_is_an_error_and_not_the_end_of_the_program(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     crash = subprocess.CompletedProcess([], -11, b"", b"")
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: crash)
     with pytest.raises(RenderError, match="-11"):
