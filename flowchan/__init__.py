@@ -1,6 +1,9 @@
 """flowchan: graphs of stages joined by closable channels that span threads and processes."""
 
-from flowchan.channel import Channel, ChannelStats, Holder, In, Out
+from flowchan.channel.channel import Channel, ChannelStats, Holder, In, Out
+from flowchan.channel.select import NothingReady, Selected, select
+from flowchan.declare.stream import Feedback, Stream
+from flowchan.declare.values import Problem
 from flowchan.errors import (
     Broken,
     ChannelError,
@@ -16,12 +19,9 @@ from flowchan.errors import (
     StageError,
     WorkerDied,
 )
+from flowchan.items.codec import Unreadable, pack, unpack
 from flowchan.run import Failed, Graph, LinkStats, Results, Run, RunStats, StageStats
 from flowchan.run.chance import Worker, worker
-from flowchan.select import NothingReady, Selected, select
-from flowchan.stage import Problem
-from flowchan.stream import Feedback, Stream
-from flowchan.transport.codec import Unreadable, pack, unpack
 
 __all__ = [
     "Broken",

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flowchan.stage import Problem
-    from flowchan.stream import Stream
+    from flowchan.declare.stream import Stream
+    from flowchan.declare.values import Problem
 
 
 class FlowchanError(Exception):
@@ -74,7 +74,7 @@ class Deadlock(FlowchanError):
 
 
 class GraphError(FlowchanError):
-    """The declaration of a graph is wrong. ``problems`` lists everything that :func:`flowchan.check`
+    """The declaration of a graph is wrong. ``problems`` lists everything that ``check``
     found."""
 
     def __init__(self, graph: str, problems: Sequence[Problem]) -> None:

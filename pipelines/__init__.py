@@ -17,11 +17,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from flowchan.pipelines.locks import Barrier, Lock
-from flowchan.pipelines.mapping import SharedDict
+from flowchan.pipelines.map_workers import Workers, map  # noqa: A004
 from flowchan.pipelines.marshalled import Marshalled, marshal
-from flowchan.pipelines.queues import WorkQueue, workqueue
-from flowchan.pipelines.tasks import BackgroundTask, TaskPool
-from flowchan.pipelines.workers import Workers, map  # noqa: A004
+from flowchan.pipelines.shared_dict import SharedDict
+from flowchan.pipelines.task_pool import BackgroundTask, TaskPool
+from flowchan.pipelines.work_queue import WorkQueue, workqueue
 
 if TYPE_CHECKING:
     from flowchan.pipelines.sequential import Pop, Sequential, Stash, Training

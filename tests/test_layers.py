@@ -23,12 +23,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("_core",),
     ("transport",),
+    ("items",),
     ("channel",),
-    ("select",),
-    ("stage",),
-    ("annotations", "arguments"),
-    ("stream",),
-    ("graph",),
+    ("declare",),
     ("check",),
     ("run",),
     ("hosts", "collective"),
@@ -37,9 +34,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli",),
 )
 RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
-
-# Modules that serve one part, and belong to it: they stand where it stands.
-PART_OF = {"asynchronous": "channel", "check_pickle": "check", "check_types": "check", "loading": "cli"}
 
 
 def modules() -> dict[str, Path]:
@@ -58,8 +52,7 @@ KNOWN = {*MODULES, "flowchan._core"}
 
 def part(module: str) -> str:
     """The part of the house that a module belongs to: ``flowchan.run.worker`` belongs to ``run``."""
-    name = module.split(".")[1] if "." in module else module
-    return PART_OF.get(name, name)
+    return module.split(".")[1] if "." in module else module
 
 
 def is_type_checking(test: ast.expr) -> bool:
@@ -113,7 +106,7 @@ def imports(module: str) -> set[tuple[str, int]]:
 
 
 def test_every_module_has_its_place():
-    """A new part must be put into LAYERS, or into PART_OF beside the part that it serves."""
+    """A new part must be put into LAYERS."""
     homeless = sorted(module for module in KNOWN if part(module) not in RANK)
     assert not homeless, f"say in {Path(__file__).name} where these stand: {homeless}"
 

@@ -15,7 +15,7 @@ from flowchan.viz.mermaid import to_mermaid
 from flowchan.viz.render import PICTURES, RenderError, render
 
 if TYPE_CHECKING:
-    from flowchan.graph import Blueprint
+    from flowchan.declare.blueprint import Blueprint
 
 __all__ = ["FORMATS", "RenderError", "draw", "render", "to_dot", "to_mermaid"]
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from flowchan.stage import Link, Stage
+from flowchan.declare.values import Link, Stage
 from flowchan.viz import labels
 from flowchan.viz.labels import Picture, Pool, Role
 
 if TYPE_CHECKING:
     from graphviz import Digraph
 
-    from flowchan.graph import Blueprint
+    from flowchan.declare.blueprint import Blueprint
 
 FONT = "Helvetica,Arial,DejaVu Sans,sans-serif"
 GROUND, INK, FAINT = "#fbfcfd", "#1f2933", "#52606d"

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from flowchan.stage import Link, Stage
+from flowchan.declare.values import Link, Stage
 
 if TYPE_CHECKING:
-    from flowchan.graph import Blueprint
+    from flowchan.declare.blueprint import Blueprint
 
 Role = Literal["source", "stage", "sink", "errors", "result", "unread"]
 

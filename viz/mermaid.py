@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from flowchan.stage import Link, Stage
+from flowchan.declare.values import Link, Stage
 from flowchan.viz import labels
 from flowchan.viz.labels import Picture, Pool, Role
 
 if TYPE_CHECKING:
-    from flowchan.graph import Blueprint
+    from flowchan.declare.blueprint import Blueprint
 
 # What surrounds the label makes the shape. Each class sets the text's colour with the ground's: dark viewers
 # keep both.

@@ -1,4 +1,4 @@
-// What the async calls wait with (asynchronous.py): coroutines that stand at the gates of their channels, and
+// What the async calls wait with (awaiting.py): coroutines that stand at the gates of their channels, and
 // a thread that sleeps for all of them.
 //
 // Algorithm. A coroutine that can't go on enters the gate, as a thread would, and tries once more: what

@@ -362,7 +362,7 @@ NB_MODULE(_core, m) {
             "readers left.");
 
     nb::class_<Await>(m, "Await",
-                      "One coroutine that stands at the gate of a channel or port; see asynchronous.py.")
+                      "One coroutine that stands at the gate of a channel or port; see awaiting.py.")
         .def(nb::init<nb::object, bool, bool>(), "target"_a, "reading"_a, "again"_a)
         .def("leave", &Await::leave, "unused"_a)
         .def_prop_ro("channel", &Await::channel);

@@ -2,7 +2,7 @@
 //
 // Small built-ins (None, bool, int of 64 bits, float, str, bytes, and small tuples of them) have a direct
 // encoding: a tag byte, then the value. `bytes` of any size travel as they are. Everything else goes through
-// flowchan.transport.codec (pickle protocol 5 with out-of-band buffers). Payloads come from memory that other
+// flowchan.items.codec (pickle protocol 5 with out-of-band buffers). Payloads come from memory that other
 // processes write, so decoding checks every length and raises instead of reading outside.
 #pragma once
 
@@ -49,7 +49,7 @@ bool lay_into(ObjectFrame& frame, const Block& loan);
 // What stands for an item that can't be unpickled: a new reference, or null with a Python error set.
 PyObject* unreadable(uint64_t kind, const char* at, uint64_t size);
 
-// What flowchan.transport.codec gives at import: its functions, and the class of what stands for an item.
+// What flowchan.items.codec gives at import: its functions, and the class of what stands for an item.
 void set_codec(PyObject* dumps, PyObject* loads, PyObject* unreadable);
 
 }  // namespace flowchan

@@ -2,7 +2,7 @@
 
 from flowchan.run.failures import Failed
 from flowchan.run.graph import Graph
-from flowchan.run.handle import Results, Run
+from flowchan.run.run import Results, Run
 from flowchan.run.stats import LinkStats, RunStats, StageStats
 
 __all__ = ["Failed", "Graph", "LinkStats", "Results", "Run", "RunStats", "StageStats"]

@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Callable
 
-from flowchan.channel import Channel
+from flowchan.channel.channel import Channel
 from flowchan.errors import Broken, ChannelError
 from flowchan.run.plan import Plan
 from flowchan.run.worker import Aborted, Ended, Failure, Ports, WorkerId

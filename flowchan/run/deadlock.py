@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from flowchan import _core
-from flowchan.asynchronous import only_wait_for
+from flowchan.channel.awaiting import only_wait_for
 from flowchan.errors import Deadlock
 from flowchan.run.decisions import State, Stuck
 from flowchan.run.explain import all_wait, explain

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 
-from flowchan.arguments import whole
-from flowchan.check import check, raise_for
+from flowchan.check.rules import check, raise_for
+from flowchan.declare.arguments import whole
+from flowchan.declare.blueprint import Blueprint
+from flowchan.declare.values import Problem
 from flowchan.errors import Interrupted
-from flowchan.graph import Blueprint
 from flowchan.run.guard import leave_if_unguarded
-from flowchan.run.handle import Results, Run
 from flowchan.run.memory import budget
 from flowchan.run.plan import plan
+from flowchan.run.run import Results, Run
 from flowchan.run.signals import interrupts_held, terminate_as_interrupt
-from flowchan.stage import Problem
 
 
 class Graph(Blueprint):

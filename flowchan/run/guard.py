@@ -11,9 +11,9 @@ import time
 from multiprocessing import forkserver
 from typing import Any
 
+from flowchan.declare.blueprint import Blueprint
+from flowchan.declare.values import Problem
 from flowchan.errors import GraphError
-from flowchan.graph import Blueprint
-from flowchan.stage import Problem
 
 UNGUARDED = 78
 """Exit code of a process that found itself running the graph while it was still importing the main script."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flowchan.channel import Channel
+from flowchan.channel.channel import Channel
 from flowchan.errors import Drained, Empty
 
 

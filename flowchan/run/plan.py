@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from flowchan.channel import Channel, In, Out, most_bytes
-from flowchan.graph import Blueprint
+from flowchan.channel.channel import Channel, In, Out, most_bytes
+from flowchan.declare.blueprint import Blueprint
+from flowchan.declare.values import Link, Stage, is_async
 from flowchan.run.worker import Ports, Recipe, WorkerId
-from flowchan.stage import Link, Stage, is_async
 
 _Reading = dict[tuple[str | None, str | None], Channel[Any]]
 _Writing = dict[tuple[str, str], Channel[Any]]

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from flowchan.channel import Holder
+from flowchan.channel.channel import Holder
 
 RunState = Literal["running", "stopping", "done", "failed", "stopped", "aborted"]
 

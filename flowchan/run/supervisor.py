@@ -45,7 +45,8 @@ from typing import Any
 
 import psutil
 
-from flowchan.channel import Channel
+from flowchan.channel.channel import Channel
+from flowchan.declare.values import Stage, is_async
 from flowchan.errors import Broken, Closed, Empty, WorkerDied
 from flowchan.run import chance, decisions
 from flowchan.run.breaks import Breaks
@@ -64,10 +65,10 @@ from flowchan.run.decisions import (
 from flowchan.run.failures import text_of
 from flowchan.run.guard import NAME, UNGUARDED, server_was_unguarded, unguarded
 from flowchan.run.latch import Latch
+from flowchan.run.measure import Spans, measure, summarise
 from flowchan.run.plan import Plan, PlannedWorker
 from flowchan.run.processes import exit_text, memory_of, reap
 from flowchan.run.starting import start_process
-from flowchan.run.statistics import Spans, measure, summarise
 from flowchan.run.worker import (
     Aborted,
     Began,
@@ -84,7 +85,6 @@ from flowchan.run.worker import (
     work,
     work_together,
 )
-from flowchan.stage import Stage, is_async
 
 HOPELESS = 4
 """Deaths of a worker in a row, each before it begins to work, that end the run."""

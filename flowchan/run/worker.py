@@ -24,16 +24,16 @@ from typing import Any
 import cloudpickle
 
 from flowchan import _core
-from flowchan.asynchronous import end_waits
-from flowchan.channel import Channel, In, Out, hears_aborts
+from flowchan.channel.awaiting import end_waits
+from flowchan.channel.channel import Channel, In, Out, hears_aborts
+from flowchan.declare.values import Stage, is_callable_class
 from flowchan.errors import Broken, Closed
+from flowchan.items.device import crossing
 from flowchan.run import chance
+from flowchan.run.async_bodies import ASYNC_BODIES
+from flowchan.run.bodies import BODIES, Job
 from flowchan.run.chance import Worker
 from flowchan.run.failures import ItemFailed, Portable, short
-from flowchan.run.verbs import BODIES, Job
-from flowchan.run.verbs_async import ASYNC_BODIES
-from flowchan.stage import Stage, is_callable_class
-from flowchan.transport import cuda
 
 ONE_OUTPUT = frozenset({"map"})
 """Verbs with exactly one output per item: putting it also passes the item's turn."""
@@ -421,7 +421,7 @@ def process_main(
             events.put(Failure(WorkerId(here.stage, here.number), Portable(error), None, os.getpid()))
         return
     work(here, loaded, ports, events.put, sends=True, predecessors=predecessors)
-    cuda.read_by_ports(port.channel for port in ports.everything())
+    crossing.read_by_ports(port.channel for port in ports.everything())
 
 
 pack = functools.partial(cloudpickle.dumps, protocol=5)

@@ -106,16 +106,16 @@ def fake_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process that has never put or got a tensor on a device, and a device made of files."""
     from fake_device import FAKE
 
-    from flowchan.transport import cuda
+    from flowchan.items.device import crossing
 
-    monkeypatch.setattr(cuda, "_state", cuda.State())
+    monkeypatch.setattr(crossing, "_state", crossing.State())
     monkeypatch.setattr(FAKE, "seen", ["fake-A", "fake-B"])
     monkeypatch.setattr(FAKE, "full", False)
-    monkeypatch.delenv(cuda.SWITCH, raising=False)
+    monkeypatch.delenv(crossing.SWITCH, raising=False)
     FAKE.begin_anew()
-    cuda.use(FAKE)
+    crossing.use(FAKE)
     yield
-    wait_until(lambda: not cuda._state.looking)
-    for owner in cuda._state.owners.values():
+    wait_until(lambda: not crossing._state.looking)
+    for owner in crossing._state.owners.values():
         owner.close()
     FAKE.begin_anew()

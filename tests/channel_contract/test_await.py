@@ -17,7 +17,8 @@ import pytest
 from peers import ProcessPeer, ThreadPeer
 from waiting import PATIENCE, wait_blocked, wait_until
 
-from flowchan import Broken, Channel, Closed, Drained, asynchronous
+from flowchan import Broken, Channel, Closed, Drained
+from flowchan.channel import awaiting
 
 
 def run(coroutine):
@@ -444,12 +445,12 @@ def test_a_closed_loop_is_forgotten(make):
         return gone() is None
 
     wait_until(forgotten)
-    wait_until(lambda: len(asynchronous._watchers) == 0)
+    wait_until(lambda: len(awaiting._watchers) == 0)
 
 
 def test_the_watching_thread_ends_when_nothing_has_been_waited_for(make, monkeypatch):
     """C12: and a later wait starts it again."""
-    monkeypatch.setattr(asynchronous.Watcher, "IDLE", 0.0)
+    monkeypatch.setattr(awaiting.Watcher, "IDLE", 0.0)
 
     async def main():
         ch = make()

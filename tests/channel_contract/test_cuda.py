@@ -19,8 +19,8 @@ import torch
 from waiting import PATIENCE, wait_until
 
 from flowchan import Channel, ChannelError
-from flowchan.transport import cuda
-from flowchan.transport.cuda_torch import Driver
+from flowchan.items.device import crossing
+from flowchan.items.device.cuda import Driver
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="no CUDA device: torch.cuda.is_available() is False"
@@ -62,8 +62,8 @@ def start() -> Iterator[Callable[..., Any]]:
 
 
 def kept() -> int:
-    cuda._state.sweep()
-    return sum(len(kept.blocks) for kept in cuda._state.kept.values())
+    crossing._state.sweep()
+    return sum(len(kept.blocks) for kept in crossing._state.kept.values())
 
 
 TENSORS = {
@@ -96,7 +96,7 @@ def _echo(ch: Channel, back: Channel) -> None:
 @pytest.mark.parametrize("switch", ["1", "0"])
 def test_every_kind_of_tensor_arrives_equal(start, monkeypatch, switch):
     """To another process and back, and within this one."""
-    monkeypatch.setenv(cuda.SWITCH, switch)
+    monkeypatch.setenv(crossing.SWITCH, switch)
     there, back, here = channel(), channel(), channel()
     start(_echo, there, back)
     for name, make in TENSORS.items():
@@ -222,7 +222,7 @@ def test_a_killed_producers_items_are_an_error_that_names_it(start, opened):
     arrived = ch.get() if opened else None
     process.kill()
     process.join()
-    with pytest.raises(ChannelError, match=rf"process {process.pid} put.*{cuda.SWITCH}=0"):
+    with pytest.raises(ChannelError, match=rf"process {process.pid} put.*{crossing.SWITCH}=0"):
         ch.get()
     if arrived is not None:
         assert arrived.sum() == 0  # what has arrived is the receiver's own
@@ -249,12 +249,12 @@ def test_what_a_killed_receiver_held_comes_again(start):
 EXPANDABLE = """
 import torch
 from flowchan import Channel
-from flowchan.transport import cuda
+from flowchan.items.device import crossing
 tensors = [torch.full((3_000_000,), number, device="cuda") for number in range(5)]
 assert any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
 channel = Channel(across="processes")
 channel.put_many(tensors)
-cuda._state.pools["cuda"]
+crossing._state.pools["cuda"]
 assert [int(channel.get()[-1]) for _ in range(5)] == list(range(5))
 """
 
@@ -304,7 +304,7 @@ def _answer_with_the_error(ch: Channel, answers: Channel) -> None:
 
 @pytest.mark.parametrize("switch", ["1", "0"])
 def test_a_device_that_the_receiver_cannot_see_is_named(start, monkeypatch, switch):
-    monkeypatch.setenv(cuda.SWITCH, switch)
+    monkeypatch.setenv(crossing.SWITCH, switch)
     ch, answers = channel(), channel()
     ch.put(torch.ones(LARGE, device="cuda"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -323,7 +323,7 @@ def test_a_put_while_a_graph_is_captured_is_refused():
     with torch.cuda.graph(graph):
         tensor.add_(1)
         with pytest.raises(RuntimeError, match="CUDA graph is being captured"):
-            cuda.reduce(
+            crossing.reduce(
                 tensor, (tensor.dtype, tuple(tensor.shape), tensor.stride(), False), tensor.nbytes, "cuda"
             )
     graph.replay()

@@ -1,4 +1,4 @@
-"""The parts of ``cuda_torch`` that need no device: how tensors lie in bytes, and how the driver is called, by
+"""The parts of ``cuda`` that need no device: how tensors lie in bytes, and how the driver is called, by
 a library with the driver's calls."""
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import pytest
 import torch
 from test_arrays import TENSORS
 
-from flowchan.transport import cuda, cuda_pool, cuda_torch
-from flowchan.transport.cuda_pool import NoRoom
-from flowchan.transport.cuda_torch import Driver, TorchDevice, read, write
+from flowchan.items.device import crossing, cuda, pool
+from flowchan.items.device.cuda import Driver, TorchDevice, read, write
+from flowchan.items.device.pool import NoRoom
 
 torch_device = torch.device
 
@@ -191,36 +191,36 @@ def host_as_device(driver, monkeypatch):
         is_current_stream_capturing=lambda: False,
     )
     Event.made.clear()
-    monkeypatch.setattr(cuda_torch, "cuda", functions)
+    monkeypatch.setattr(cuda, "cuda", functions)
     monkeypatch.setattr(TorchDevice, "_driver", driver)
     monkeypatch.setattr(TorchDevice, "_tensor", tensor)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
-    monkeypatch.setattr(cuda, "_state", cuda.State())
+    monkeypatch.setattr(crossing, "_state", crossing.State())
     return functions
 
 
 @pytest.mark.parametrize("switch", ["1", "0"])
 def test_torchs_part_of_the_protocol(host_as_device, monkeypatch, switch):
-    monkeypatch.setenv(cuda.SWITCH, switch)
+    monkeypatch.setenv(crossing.SWITCH, switch)
     monkeypatch.setattr(torch, "device", lambda *named: "cpu" if switch == "0" else torch_device(*named))
     sent = torch.arange(1000).reshape(10, -1).t()
     form = sent.dtype, tuple(sent.shape), sent.stride(), False
     monkeypatch.setattr(TorchDevice, "identity", lambda self, tensor: "GPU-1234")
-    rebuild, (content, *more) = cuda.reduce(sent, form, 8000, "cuda")
+    rebuild, (content, *more) = crossing.reduce(sent, form, 8000, "cuda")
     if switch == "1":
         ticket = memoryview(content).obj
         # as the sender itself gets it, and as another process does
-        for owner in (cuda._state.owner, b"another's"):
-            monkeypatch.setattr(cuda._state, "owner", owner)
-            (content,) = cuda.arrivals("keep", [bytes(ticket)])
+        for owner in (crossing._state.owner, b"another's"):
+            monkeypatch.setattr(crossing._state, "owner", owner)
+            (content,) = crossing.arrivals("keep", [bytes(ticket)])
             arrived = rebuild(content, *more)
             assert torch.equal(arrived, sent)
             assert arrived.stride() == sent.stride()
-        shared, own = Event.made[: cuda_pool.AT_ONCE], Event.made[cuda_pool.AT_ONCE :]
+        shared, own = Event.made[: pool.AT_ONCE], Event.made[pool.AT_ONCE :]
         assert all(event.interprocess for event in shared)
         assert sorted((event.recorded, event.waited) for event in shared)[-2:] == [(0, 0), (1, 2)]
         assert [(event.interprocess, event.recorded) for event in own] == [(False, 1)] * 2
-        for other in cuda._state.owners.values():
+        for other in crossing._state.owners.values():
             other.close()
     else:
         assert torch.equal(rebuild(content, *more), sent)
@@ -237,5 +237,5 @@ def test_a_graph_that_is_captured_refuses_a_put(host_as_device):
     assert TorchDevice().identity(tensor) == "GPU-1234"
     host_as_device.is_current_stream_capturing = lambda: True
     with pytest.raises(RuntimeError, match="being captured"):
-        cuda.reduce(tensor, None, 12, "cuda")
-    assert cuda._state.pools == {}
+        crossing.reduce(tensor, None, 12, "cuda")
+    assert crossing._state.pools == {}

@@ -24,8 +24,8 @@ from typing import Any
 import pytest
 
 from flowchan import Broken, Channel, ChannelError, Drained, In, Out, _core, select
-from flowchan.channel import _arrive
-from flowchan.transport.handles import Borrowed
+from flowchan.channel.channel import _arrive
+from flowchan.transport.descriptors import Borrowed
 
 CASES = 400
 BATCH = 25  # children of one test, two at a time

@@ -19,7 +19,7 @@ from fake_device import FAKE, FakeTensor, kept
 from waiting import wait_until
 
 from flowchan import Channel, ChannelError, Full, Graph, RunError
-from flowchan.transport import cuda_pool
+from flowchan.items.device import pool
 
 MB = 1 << 20
 
@@ -95,8 +95,8 @@ sys.path[:0] = {paths!r}
 import numpy as np
 from fake_device import FAKE, FakeTensor
 from flowchan import Channel
-from flowchan.transport import cuda
-cuda.use(FAKE)
+from flowchan.items.device import crossing
+crossing.use(FAKE)
 channel = Channel(across="processes")
 channel.put(FakeTensor(np.ones(10)))
 print("put", flush=True)
@@ -271,7 +271,7 @@ def _check_and_spoil(ch: Channel, seen: Channel, dies_after: int) -> None:
 def test_under_load_and_with_receivers_killed_every_tensor_arrives_as_it_was_put(
     make, spawn_peer, monkeypatch
 ):
-    monkeypatch.setattr(cuda_pool, "ARENA", MB)
+    monkeypatch.setattr(pool, "ARENA", MB)
     ch, seen = make(16), make(10_000)
     receivers = [
         spawn_peer(_check_and_spoil, ch, seen, dies_after) for dies_after in (10, 20, COUNT**2, COUNT**2)

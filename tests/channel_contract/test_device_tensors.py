@@ -17,8 +17,8 @@ from fake_device import FAKE, FakeTensor, kept
 from waiting import wait_until
 
 from flowchan import Channel, ChannelError, Full, select
-from flowchan.transport import cuda, cuda_pool
-from flowchan.transport.cuda_pool import Arena
+from flowchan.items.device import crossing, pool
+from flowchan.items.device.pool import Arena
 
 MB = 1 << 20
 pytestmark = [pytest.mark.copying, pytest.mark.usefixtures("fake_device")]
@@ -79,7 +79,7 @@ def test_many_tensors_lie_in_one_allocation_at_offsets(make):
 
 
 def test_a_tensor_larger_than_an_arena_has_its_own(make, monkeypatch):
-    monkeypatch.setattr(cuda_pool, "ARENA", MB)
+    monkeypatch.setattr(pool, "ARENA", MB)
     ch = make(4)
     for size in (3 * MB, 100, 5 * MB):
         ch.put(FakeTensor(np.full(size, 7, "u1")))
@@ -153,7 +153,7 @@ def test_a_long_stream_opens_once_closes_never_and_waits_for_nothing(make, spawn
     total, theirs = answers.get()
     assert total == 999 * 500
     assert theirs["open"] == 1  # 1 MB each, in an arena of 64 MB
-    assert theirs["open event"] <= 4 * cuda.EVERY_FEW
+    assert theirs["open event"] <= 4 * crossing.EVERY_FEW
     assert theirs["copy out"] == 1000
     assert not {"close", "finish", "from host"} & theirs.keys()
     assert FAKE.counts["copy in"] == 1000
@@ -164,7 +164,7 @@ def test_a_long_stream_opens_once_closes_never_and_waits_for_nothing(make, spawn
 
 
 def test_without_an_event_to_spare_the_writer_waits(make, monkeypatch):
-    monkeypatch.setattr(cuda_pool, "EVENTS", 2)
+    monkeypatch.setattr(pool, "EVENTS", 2)
     ch = make(8)
     for number in range(5):
         ch.put(FakeTensor(np.full(10, number)))
@@ -191,8 +191,8 @@ def test_blocks_are_kept_while_their_items_exist_and_used_again(make):
     for _ in range(24):
         ch.get()
     assert kept() == 0
-    cuda._state.pools["fake"]._collect()
-    (arena,) = cuda._state.pools["fake"].arenas
+    crossing._state.pools["fake"]._collect()
+    (arena,) = crossing._state.pools["fake"].arenas
     assert arena.free == [(0, arena.size)]
 
 
@@ -233,8 +233,8 @@ def test_a_put_that_fails_keeps_nothing(make):
     assert kept() == 1
     ch.get()
     assert kept() == 0
-    cuda._state.pools["fake"]._collect()
-    assert all(arena.free == [(0, arena.size)] for arena in cuda._state.pools["fake"].arenas)
+    crossing._state.pools["fake"]._collect()
+    assert all(arena.free == [(0, arena.size)] for arena in crossing._state.pools["fake"].arenas)
 
 
 def test_a_block_is_not_lent_again_before_it_is_written(make):
@@ -244,7 +244,7 @@ def test_a_block_is_not_lent_again_before_it_is_written(make):
         with pytest.raises(TypeError, match="can't be pickled"):
             ch.put((FakeTensor(np.zeros(10)), threading.Lock()))
         ch.put(FakeTensor(np.ones(10)))
-        pool = cuda._state.pools["fake"]
+        pool = crossing._state.pools["fake"]
         assert len(pool._back) >= 2  # plain pickle was tried, then cloudpickle
     assert (ch.get().numpy() == 1).all()
     assert kept() == 0

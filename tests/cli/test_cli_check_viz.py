@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from flowchan.cli import main
+from flowchan.cli.commands import main
 
 HEAD = """
-from flowchan.graph import Blueprint as Graph
+from flowchan.declare.blueprint import Blueprint as Graph
 
 def never(*_):
     raise AssertionError("a stage was started")
@@ -217,7 +217,7 @@ def test_no_cache_is_left_beside_the_users_file() -> None:
 
 def test_help_loads_nothing_heavy() -> None:
     code = (
-        "import sys; from click.testing import CliRunner; from flowchan.cli import main\n"
+        "import sys; from click.testing import CliRunner; from flowchan.cli.commands import main\n"
         "assert CliRunner().invoke(main, ['--help']).exit_code == 0\n"
         "heavy = {'torch', 'numpy', 'networkx', 'graphviz', 'rich', 'flowchan.viz'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)"

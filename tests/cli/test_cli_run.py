@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from flowchan.cli import main
+from flowchan.cli.commands import main
 
 HEAD = "from flowchan import Graph\ngraph = Graph('numbers')\n"
 WORKS = HEAD + "graph.source(range(1000)).map(abs, name='same').sink(lambda item: None, name='last')\n"
@@ -38,7 +38,13 @@ def run(tmp_path: Path, text: str, *args: str) -> Result:
 
 def command(tmp_path: Path, text: str) -> list[str]:
     (tmp_path / "case.py").write_text(text)
-    return [sys.executable, "-c", "from flowchan.cli import main; main()", "run", str(tmp_path / "case.py")]
+    return [
+        sys.executable,
+        "-c",
+        "from flowchan.cli.commands import main; main()",
+        "run",
+        str(tmp_path / "case.py"),
+    ]
 
 
 def test_a_run_that_is_done_ends_with_the_report_and_0(tmp_path: Path) -> None:

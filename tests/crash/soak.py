@@ -23,8 +23,8 @@ from typing import Any
 from unittest.mock import patch
 
 from flowchan import Graph, Run, RunError, Stream
+from flowchan.declare.values import DEFAULT_CAPACITY
 from flowchan.run import decisions, supervisor
-from flowchan.stage import DEFAULT_CAPACITY
 
 STALL = 60.0
 """Seconds without any movement that count as a hang."""

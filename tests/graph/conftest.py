@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from flowchan.graph import Blueprint
+from flowchan.declare.blueprint import Blueprint
 
 
 @pytest.fixture

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, NewType, Protocol, TypedDict, TypeVar
 
 from flowchan._core import In, Out
-from flowchan.check import check
-from flowchan.graph import Blueprint
-from flowchan.stage import Output, Problem, Stage
-from flowchan.stream import Stream
+from flowchan.check.rules import check
+from flowchan.declare.blueprint import Blueprint
+from flowchan.declare.stream import Stream
+from flowchan.declare.values import Output, Problem, Stage
 
 T = TypeVar("T")
 UserId = NewType("UserId", int)

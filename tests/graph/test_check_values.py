@@ -17,9 +17,9 @@ import pytest
 from declared import Animal, Dog, Row, Speaks, T, UserId, only, pass_on, to_int, to_text
 
 from flowchan._core import In, Out
-from flowchan.check import check
-from flowchan.check_types import fits
-from flowchan.graph import Blueprint
+from flowchan.check.rules import check
+from flowchan.check.types import fits
+from flowchan.declare.blueprint import Blueprint
 
 # type
 
@@ -197,7 +197,7 @@ def local(value: Any) -> Any:
         ),
         (local(io.StringIO), None),
         (local(Refuses()), ".Refuses (I stay)"),
-        (local(Blueprint("g")), "is a flowchan.graph.Blueprint (graph 'g' is a declaration"),
+        (local(Blueprint("g")), "is a flowchan.declare.blueprint.Blueprint (graph 'g' is a declaration"),
     ],
 )
 def test_what_cannot_be_pickled_is_named(graph: Blueprint, function: Any, path: str | None) -> None:

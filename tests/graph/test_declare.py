@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar  # noqa: F401
 import pytest
 
 from flowchan._core import In, Out
-from flowchan.graph import Blueprint
-from flowchan.stage import Where
-from flowchan.stream import Stream
+from flowchan.declare.blueprint import Blueprint
+from flowchan.declare.stream import Stream
+from flowchan.declare.values import Where
 
 if TYPE_CHECKING:
     from nowhere import Unknown  # type: ignore[import-not-found]
@@ -486,7 +486,7 @@ def test_a_thousand_stages_are_declared(graph: Blueprint) -> None:
 
 def test_declaring_loads_no_heavy_package() -> None:
     code = (
-        "import sys; from flowchan.graph import Blueprint; import flowchan.check\n"
+        "import sys; from flowchan.declare.blueprint import Blueprint; import flowchan.check.rules\n"
         "Blueprint().source(range(3)).sink(print)\n"
         "print([m for m in ('torch', 'numpy', 'networkx', 'graphviz', 'rich') if m in sys.modules])"
     )

@@ -9,9 +9,9 @@ from declared import only, pass_on, rules, to_text
 
 from flowchan import Feedback
 from flowchan._core import In, Out
-from flowchan.check import check
-from flowchan.graph import Blueprint
-from flowchan.stream import Stream
+from flowchan.check.rules import check
+from flowchan.declare.blueprint import Blueprint
+from flowchan.declare.stream import Stream
 
 
 def steer(fresh: In[int], again: In[int], work: Out[int], done: Out[int]) -> None: ...

@@ -19,7 +19,7 @@ import pytest
 from waiting import wait_blocked, wait_until
 
 from flowchan import Channel, Closed, Drained
-from flowchan.pipelines import names, queues, workqueue
+from flowchan.pipelines import names, work_queue, workqueue
 
 # What the programs begin and end with. Each is run under every start method, which its main() is told.
 BEGIN = """
@@ -247,7 +247,7 @@ def test_a_creator_killed_in_the_middle_does_not_keep_the_name() -> None:
 
 
 def test_a_creator_stopped_in_the_middle_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queues, "PATIENCE", 0.05)
+    monkeypatch.setattr(work_queue, "PATIENCE", 0.05)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stopped:
         stopped.bind("\0" + names._address("stopped"))
         with pytest.raises(TimeoutError, match="'stopped'"):

@@ -240,7 +240,7 @@ def test_the_command_takes_a_seed_and_its_report_names_it(tmp_path: Path) -> Non
     command = [
         sys.executable,
         "-c",
-        "from flowchan.cli import main; main()",
+        "from flowchan.cli.commands import main; main()",
         "run",
         "--seed",
         "17",

@@ -103,7 +103,9 @@ def test_sigquit_shows_it_while_the_command_runs(tmp_path: Path) -> None:
         graph = Graph("asked")
         graph.source(itertools.count, name="numbers", capacity=1).sink(hold, name="holder", on="process")
     """
-    with start("-c", "from flowchan.cli import main; main()", "run", script(tmp_path, text)) as process:
+    with start(
+        "-c", "from flowchan.cli.commands import main; main()", "run", script(tmp_path, text)
+    ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         while "holding" not in process.stdout.readline():

@@ -231,7 +231,7 @@ PROGRAM = """
 """
 
 
-COMMAND = ("-c", "from flowchan.cli import main; main()", "run")
+COMMAND = ("-c", "from flowchan.cli.commands import main; main()", "run")
 
 
 @pytest.mark.parametrize("verb", ["flat_map(itertools.repeat, ", "map(itertools.repeat).unbatch("])

@@ -8,7 +8,7 @@ from typing import Any
 
 from flowchan.run.report import account_text, render
 from flowchan.run.stats import LinkStats, RunState, RunStats, StageStats
-from flowchan.viz.live import PLAIN_EVERY, LiveView, plain_line
+from flowchan.viz.terminal import PLAIN_EVERY, LiveView, plain_line
 
 
 def stage(name: str, kind: str = "map", **values: Any) -> StageStats:

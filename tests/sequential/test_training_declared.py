@@ -17,7 +17,7 @@ from torch.optim import SGD
 from trained import OPTIMIZERS, batches, in_parts, perceptron
 
 from flowchan import GraphError
-from flowchan.loading import load
+from flowchan.cli.loading import load
 from flowchan.pipelines import Sequential
 from flowchan.viz import to_dot
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from flowchan.graph import Blueprint
-from flowchan.stage import Link, Medium, Placement, Stage, Where
+from flowchan.declare.blueprint import Blueprint
+from flowchan.declare.values import Link, Medium, Placement, Stage, Where
 
 HERE = Where(__file__, 1)
 

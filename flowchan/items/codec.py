@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowchan import _core
-from flowchan.transport import cuda, handles
-from flowchan.transport.arrays import reducers
+from flowchan.items.arrays import reducers
+from flowchan.items.device import crossing
+from flowchan.transport import descriptors
 
 # Names of modules whose functions and classes other processes can't import.
 by_value_modules: set[str] = {"__main__", "__mp_main__"}
@@ -38,18 +39,18 @@ def pack(value: object) -> Packed:
     when the list is put into a channel between processes, and read there where they lie. Raises ``TypeError``
     naming the part that can't be serialised.
     """
-    packed, companions = _pack_with(value, handles.Companions())
+    packed, companions = _pack_with(value, descriptors.Companions())
     if not companions.kept:
         return packed
     return [*([packed] if isinstance(packed, bytes) else packed), *companions.kept]
 
 
-def _pack_with(value: object, parcel: handles.Parcel) -> tuple[Packed, handles.Parcel]:
-    outer, handles.now.packing = handles.now.packing, parcel
+def _pack_with(value: object, parcel: descriptors.Parcel) -> tuple[Packed, descriptors.Parcel]:
+    outer, descriptors.now.packing = descriptors.now.packing, parcel
     try:
-        return _pack(value), handles.now.packing
+        return _pack(value), descriptors.now.packing
     finally:
-        handles.now.packing = outer
+        descriptors.now.packing = outer
 
 
 def _pack(value: object) -> Packed:
@@ -64,8 +65,8 @@ def _pack(value: object) -> Packed:
         data = None
     if data is None or _names_what_is_only_here(data):
         del buffers[:]
-        if handles.now.packing is not None:
-            handles.now.packing = type(handles.now.packing)()
+        if descriptors.now.packing is not None:
+            descriptors.now.packing = type(descriptors.now.packing)()
         data = _dumps_by_value(value, buffers.append)
     return [data, *buffers] if buffers else data
 
@@ -77,11 +78,11 @@ def unpack(packed: Packed) -> Any:
 
 def _unpack(packed: list[Any]) -> Any:
     channels = [part for part in packed if isinstance(part, _core.Channel)]
-    outer, handles.now.beside = handles.now.beside, channels
+    outer, descriptors.now.beside = descriptors.now.beside, channels
     try:
         return pickle.loads(packed[0], buffers=packed[1:] if not channels else packed[1 : -len(channels)])
     finally:
-        handles.now.beside = outer
+        descriptors.now.beside = outer
 
 
 Kept = tuple[int, list[Any], Callable[[Any], None] | None, int, tuple[int, ...], list[Any]]
@@ -91,8 +92,8 @@ def dumps(item: object) -> Packed | Kept:
     """The pickle and its buffers. For a PINNED or PARCEL item an id or 0, them, what is to be called with the
     channel once the item is inside or None, the id of its parcel or 0, the descriptors in that, and what
     keeps them open."""
-    packed, channels = _pack_with(item, handles.Parcel())
-    on_device = None if isinstance(packed, bytes) else cuda.parcel(packed[1:])
+    packed, channels = _pack_with(item, descriptors.Parcel())
+    on_device = None if isinstance(packed, bytes) else crossing.parcel(packed[1:])
     if on_device is None and not channels.id:
         return packed
     whole = [packed] if isinstance(packed, bytes) else packed
@@ -141,13 +142,13 @@ def loads(data: Packed | tuple[Any, list[Any], tuple[list[int], int] | None]) ->
     if not isinstance(data, tuple):
         return unpack(data)
     keep, packed, parcel = data
-    outer, handles.now.opened = handles.now.opened, handles.Opened(*parcel) if parcel else None
+    outer, descriptors.now.opened = descriptors.now.opened, descriptors.Opened(*parcel) if parcel else None
     try:
-        return unpack(cuda.arrivals(keep, packed))
+        return unpack(crossing.arrivals(keep, packed))
     finally:
-        if handles.now.opened is not None:
-            handles.now.opened.close()
-        handles.now.opened = outer
+        if descriptors.now.opened is not None:
+            descriptors.now.opened.close()
+        descriptors.now.opened = outer
 
 
 @dataclass(frozen=True, slots=True, repr=False)

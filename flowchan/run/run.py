@@ -17,20 +17,20 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from flowchan import _core
-from flowchan.channel import Channel, In, Out
+from flowchan.channel.channel import Channel, In, Out
+from flowchan.declare.stream import Stream
 from flowchan.errors import Broken, Closed, Deadlock, Interrupted, RunError, StageError
 from flowchan.run.decisions import AbortAsked, StopAsked
 from flowchan.run.explain import explain
 from flowchan.run.failures import text_of
 from flowchan.run.guard import Unguarded
+from flowchan.run.measure import measure, summarise
 from flowchan.run.plan import Plan
 from flowchan.run.report import render
 from flowchan.run.signals import Ears, interrupts_held
-from flowchan.run.statistics import measure, summarise
 from flowchan.run.stats import RunStats
 from flowchan.run.supervisor import Supervisor
 from flowchan.run.worker import Began, Ended, Failure, WorkerId
-from flowchan.stream import Stream
 
 
 class Results(Mapping[Stream, Any]):

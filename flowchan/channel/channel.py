@@ -15,12 +15,22 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
-import flowchan.transport.codec  # tells the core how to serialise  # noqa: F401
-from flowchan import _core, asynchronous
+import flowchan.items.codec  # tells the core how to serialise  # noqa: F401
+from flowchan import _core
 from flowchan._core import In, Out
+from flowchan.channel import awaiting
 from flowchan.errors import Broken
-from flowchan.transport import arrays
-from flowchan.transport.handles import Beside, Handle, Inherited, Sent, hand_over, now, shortage, take_over
+from flowchan.items import arrays
+from flowchan.transport.descriptors import (
+    Beside,
+    Handle,
+    Inherited,
+    Sent,
+    hand_over,
+    now,
+    shortage,
+    take_over,
+)
 
 __all__ = ["Channel", "ChannelStats", "Holder", "In", "Out"]
 
@@ -125,10 +135,10 @@ class Channel(_core.Channel, Generic[T]):
         super().abort(cause)
 
     loan = arrays.loan
-    aput = asynchronous.aput
-    aget = asynchronous.aget
-    __aiter__ = asynchronous.aiter_items
-    __anext__ = asynchronous.anext_item
+    aput = awaiting.aput
+    aget = awaiting.aget
+    __aiter__ = awaiting.aiter_items
+    __anext__ = awaiting.anext_item
 
     def stats(self) -> ChannelStats:
         """Counts of this moment, taken together under the channel's lock."""
@@ -204,10 +214,10 @@ def _whole(argument: str, value: object, unit: str) -> None:
 
 for _port in (In, Out):
     _verb = "aget" if _port is In else "aput"
-    setattr(_port, _verb, getattr(asynchronous, _verb))
+    setattr(_port, _verb, getattr(awaiting, _verb))
 setattr(Out, "loan", arrays.loan)  # noqa: B010
-setattr(In, "__aiter__", asynchronous.aiter_items)  # noqa: B010
-setattr(In, "__anext__", asynchronous.anext_item)  # noqa: B010
+setattr(In, "__aiter__", awaiting.aiter_items)  # noqa: B010
+setattr(In, "__anext__", awaiting.anext_item)  # noqa: B010
 
 
 # Ports cross to another process with their session: the port moves, it is not copied.

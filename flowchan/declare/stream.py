@@ -1,8 +1,8 @@
 """A stream: the handle of one output channel of a declared stage, with the verbs that declare the next stage.
 
-Declaring runs nothing. Each verb adds one frozen :class:`~flowchan.stage.Stage` to the graph and returns the
+Declaring runs nothing. Each verb adds one frozen ``Stage`` to the graph and returns the
 handle of its output. Arguments that are wrong by themselves raise at once, ``TypeError`` or ``ValueError``,
-by the caller's act; what only the whole graph can tell is left to :func:`flowchan.check.check`.
+by the caller's act; what only the whole graph can tell is left to ``check``.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from types import GenericAlias
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
-from flowchan.annotations import element_type, returned_type, type_name
-from flowchan.arguments import callable_argument, known_options, seconds, shown, whole
-from flowchan.stage import DEFAULT_CAPACITY, Placement
+from flowchan.declare.annotations import element_type, returned_type, type_name
+from flowchan.declare.arguments import callable_argument, known_options, seconds, shown, whole
+from flowchan.declare.values import DEFAULT_CAPACITY, Placement
 
 if TYPE_CHECKING:
-    from flowchan.graph import Blueprint
+    from flowchan.declare.blueprint import Blueprint
 
 _MISSING: Any = object()
 

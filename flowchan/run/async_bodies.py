@@ -10,9 +10,9 @@ import contextlib
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable
 from typing import Any
 
-from flowchan.channel import In, Out
+from flowchan.channel.channel import In, Out
 from flowchan.errors import Closed
-from flowchan.run.verbs import SKIPPED, Job, OwnEnd, is_end_of
+from flowchan.run.bodies import SKIPPED, Job, OwnEnd, is_end_of
 
 
 async def _call(job: Job, item: Any) -> Any:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowchan._core import In, Out
-from flowchan.stage import is_callable_class
+from flowchan.declare.values import is_callable_class
 
 Parameter = inspect.Parameter
 _STANDARD = ("builtins", "collections", "collections.abc")

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 import click
 
 if TYPE_CHECKING:
+    from flowchan.declare.blueprint import Blueprint
+    from flowchan.declare.values import Problem
     from flowchan.errors import RunError
-    from flowchan.graph import Blueprint
-    from flowchan.stage import Problem
-    from flowchan.viz.live import LiveView
+    from flowchan.viz.terminal import LiveView
 
 DONE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
 REFRESH = 0.25
@@ -55,8 +55,8 @@ def _command(function: Callable[P, int]) -> Callable[..., None]:
 
 
 def _exit_code(function: Callable[[], int], debug: bool) -> int:
+    from flowchan.cli.loading import LoadError
     from flowchan.errors import GraphError, RunError
-    from flowchan.loading import LoadError
     from flowchan.viz import RenderError
 
     try:
@@ -90,8 +90,8 @@ def run(file: str, args: tuple[str, ...], debug: bool, seed: int | None) -> int:
     Ctrl-C stops the sources and finishes what is in flight; the second Ctrl-C ends the run at once. Ctrl-\\
     (SIGQUIT) shows which stage waits on which channel.
     """
+    from flowchan.cli.loading import LoadError, load
     from flowchan.errors import RunError
-    from flowchan.loading import LoadError, load
 
     with _Interrupts() as interrupts:
         graph: Any = load(file, args)
@@ -118,8 +118,8 @@ def run(file: str, args: tuple[str, ...], debug: bool, seed: int | None) -> int:
 @_command
 def check(file: str, args: tuple[str, ...], debug: bool) -> int:
     """Check the graph in FILE without running it: all problems, or one line that all is clear."""
-    from flowchan.check import check as problems_of
-    from flowchan.loading import load
+    from flowchan.check.rules import check as problems_of
+    from flowchan.cli.loading import load
 
     graph = load(file, args)
     problems = problems_of(graph)
@@ -137,7 +137,7 @@ def check(file: str, args: tuple[str, ...], debug: bool) -> int:
 @click.option("--open", "show", is_flag=True, help="Open the picture in its usual viewer.")
 def viz(file: str, args: tuple[str, ...], debug: bool, output: str | None, show: bool) -> int:
     """Draw the graph in FILE without running any of it. The output's suffix names the format."""
-    from flowchan.loading import load, split_target
+    from flowchan.cli.loading import load, split_target
     from flowchan.viz import FORMATS, draw
 
     path = Path(output or f"{split_target(file)[0].stem}.svg")
@@ -190,7 +190,7 @@ class _Interrupts:
 
 def _follow(running: Any, interrupts: _Interrupts) -> None:
     """Show the run until it ends, and pass interrupts on to it. Raises what the run raises."""
-    from flowchan.viz.live import LiveView
+    from flowchan.viz.terminal import LiveView
 
     heard = 0
     with LiveView() as view:
@@ -237,7 +237,7 @@ def _tell_failures(error: RunError, debug: bool = False) -> None:
 
 
 def _tell_problems(graph: str, problems: Sequence[Problem], err: bool) -> None:
-    from flowchan.stage import Where
+    from flowchan.declare.values import Where
     from flowchan.viz.labels import relative
 
     for problem in problems:

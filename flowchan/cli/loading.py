@@ -16,8 +16,8 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
+from flowchan.declare.blueprint import Blueprint
 from flowchan.errors import FlowchanError, GraphError
-from flowchan.graph import Blueprint
 
 
 class LoadError(FlowchanError):

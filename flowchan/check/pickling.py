@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
-from flowchan.stage import Problem, Stage
+from flowchan.declare.values import Problem, Stage
 
 _DEEPEST = 12
 _REMEDY = (

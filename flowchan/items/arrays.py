@@ -6,7 +6,7 @@ in place.
 | NumPy array | a read-only array; ``array.copy()`` gives one to change |
 | torch tensor on the CPU | a tensor that may be changed: what is written becomes private, page by page |
 | ``memoryview`` | a read-only ``memoryview`` |
-| torch tensor on a CUDA device | a tensor of its own on the same device (:mod:`flowchan.transport.cuda`) |
+| torch tensor on a CUDA device | a tensor of its own on the same device (``device/crossing.py``) |
 
 Each array or tensor travels by itself: two views of one memory arrive as two of their own, while one object
 that is in the item twice arrives as one. What lies with gaps arrives without. A tensor that is the result of
@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 from flowchan._core import View
 from flowchan.errors import Closed
-from flowchan.transport import cuda
+from flowchan.items.device import crossing
 
 _CODES = "bBcdfhHiIlLnNqQ?"  # what memoryview.cast takes, and so what can arrive
 
@@ -129,7 +129,7 @@ def _reduce_tensor(tensor: Any) -> Any:
         return tensor.__reduce_ex__(5)
     if kind == "cuda":
         form = data.dtype, tuple(data.shape), data.stride(), tensor.requires_grad
-        return cuda.reduce(data, form, size, "cuda")
+        return crossing.reduce(data, form, size, "cuda")
     memory = View.of(data.data_ptr(), size, data)
     return _rebuild_tensor, (
         PickleBuffer(memory),

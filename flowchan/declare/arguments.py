@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from decimal import Decimal
 from typing import Any, get_args
 
-from flowchan.stage import Placement
+from flowchan.declare.values import Placement
 
 PLACEMENTS: tuple[str, ...] = get_args(Placement)
 
@@ -39,7 +39,8 @@ def seconds(call: str, argument: str, value: Any) -> float | None:
     try:
         length = float(value)
     except OverflowError:
-        length = math.inf if value > 0 else -math.inf  # type: ignore[operator]  # typeshed's Real has no order
+        # typeshed's Real has no order
+        length = math.inf if value > 0 else -math.inf  # type: ignore[operator]
     if not length > 0:
         raise ValueError(f"{call}: {argument} must be greater than 0 seconds (None: no limit), not {value}")
     return min(length, threading.TIMEOUT_MAX)

@@ -1,7 +1,7 @@
 """How tensors on a device cross to another process of the same host, without leaving the device.
 
 *What a put does.* The contents are copied, on the device and on the current stream, into a block of memory
-that is kept for this (``cuda_pool``). What crosses is the name of that place: a handle of the allocation, an
+that is kept for this (``pool``). What crosses is the name of that place: a handle of the allocation, an
 offset, and an event that says when the copy is made. Nobody waits: the receiver's stream waits for the event,
 the receiver itself does not.
 *What a get does.* It opens the allocation (once; then it is remembered, and closed only when its process has
@@ -23,7 +23,7 @@ contents with it: their get raises ``ChannelError``.
 tensor when there is no device memory to be shared. Expandable segments need no detour, because the blocks are
 allocations of our own, whatever torch's allocator does.
 
-The kind of device is a :class:`Device`. For torch's CUDA tensors that is ``cuda_torch``; tests bring one of
+The kind of device is a :class:`Device`. For torch's CUDA tensors that is ``cuda``; tests bring one of
 their own.
 """
 
@@ -44,7 +44,7 @@ from multiprocessing import util
 from typing import Any, NamedTuple
 
 from flowchan.errors import ChannelError
-from flowchan.transport.cuda_pool import Block, Device, NoRoom, Pool
+from flowchan.items.device.pool import Block, Device, NoRoom, Pool
 
 SWITCH = "FLOWCHAN_CUDA_IPC"
 EXIT_WAIT = "FLOWCHAN_CUDA_EXIT_WAIT"
@@ -128,7 +128,7 @@ class State:
 
     def device(self, kind: str) -> Device:
         if kind not in self.devices and kind == "cuda":
-            from flowchan.transport.cuda_torch import TorchDevice  # imports torch
+            from flowchan.items.device.cuda import TorchDevice  # imports torch
 
             use(TorchDevice())
         return self.devices[kind]

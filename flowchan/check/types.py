@@ -15,8 +15,8 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
-from flowchan.annotations import call_signature, known, ports_of, returned_type, type_name
-from flowchan.stage import Problem, Stage, is_async, is_callable_class
+from flowchan.declare.annotations import call_signature, known, ports_of, returned_type, type_name
+from flowchan.declare.values import Problem, Stage, is_async, is_callable_class
 
 _CALLS = {"map": 1, "flat_map": 1, "filter": 1, "sink": 1, "partition": 1, "reduce": 2}
 _WIDER = {(int, float), (int, complex), (float, complex), (bool, float), (bool, complex)}

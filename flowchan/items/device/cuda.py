@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from flowchan.transport.cuda_pool import NoRoom
+from flowchan.items.device.pool import NoRoom
 
 cuda: Any = torch.cuda  # which is typed in parts only
 

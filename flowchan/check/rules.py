@@ -32,13 +32,13 @@ from collections.abc import Iterator
 from operator import itemgetter
 
 from flowchan import _core
-from flowchan.channel import Channel, In
-from flowchan.check_pickle import pickle_problems
-from flowchan.check_types import port_problems, type_problems
+from flowchan.channel.channel import Channel, In
+from flowchan.check.pickling import pickle_problems
+from flowchan.check.types import port_problems, type_problems
+from flowchan.declare.blueprint import Blueprint
+from flowchan.declare.stream import Feedback
+from flowchan.declare.values import ASYNC_KINDS, Link, Output, Problem, Stage, is_async
 from flowchan.errors import GraphError
-from flowchan.graph import Blueprint
-from flowchan.stage import ASYNC_KINDS, Link, Output, Problem, Stage, is_async
-from flowchan.stream import Feedback
 
 _RESULTS = ("reduce", "collect")
 _BYTES_PER_ITEM = 64

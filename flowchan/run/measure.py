@@ -8,12 +8,12 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from flowchan.channel import ChannelStats
+from flowchan.channel.channel import ChannelStats
+from flowchan.declare.values import Link, Stage
 from flowchan.run.decisions import State
 from flowchan.run.plan import Plan
 from flowchan.run.stats import LinkStats, RunState, RunStats, StageStats
 from flowchan.run.worker import WorkerId
-from flowchan.stage import Link, Stage
 
 IDLE = 0.005
 """A stage that is busy for a smaller part of the run than this holds nobody up."""

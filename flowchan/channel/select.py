@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowchan import _core
-from flowchan.channel import Channel, In, Out
+from flowchan.channel.channel import Channel, In, Out
 from flowchan.errors import Drained, Empty, Full
 
 

@@ -1,6 +1,6 @@
 """The declaration of a graph: stages joined by streams. Nothing here runs.
 
-:class:`Blueprint` grows while the user declares; every :class:`~flowchan.stage.Stage` in it is a frozen
+:class:`Blueprint` grows while the user declares; every ``Stage`` in it is a frozen
 value. The checks, the pictures and the run read ``stages`` and ``links`` and nothing else.
 """
 
@@ -13,8 +13,8 @@ from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mappin
 from types import MappingProxyType
 from typing import Any
 
-from flowchan.annotations import element_type, ports_of, returned_type
-from flowchan.arguments import (
+from flowchan.declare.annotations import element_type, ports_of, returned_type
+from flowchan.declare.arguments import (
     callable_argument,
     flag,
     known_options,
@@ -24,7 +24,8 @@ from flowchan.arguments import (
     text,
     whole,
 )
-from flowchan.stage import (
+from flowchan.declare.stream import Feedback, Stream, streams_argument
+from flowchan.declare.values import (
     DEFAULT_CAPACITY,
     DEFAULT_MAX_DEATHS,
     DEFAULT_RESTARTS,
@@ -35,7 +36,6 @@ from flowchan.stage import (
     Stage,
     Where,
 )
-from flowchan.stream import Feedback, Stream, streams_argument
 
 _PACKAGE = __name__.partition(".")[0]
 _SOURCE_OPTIONS = ("name", "on", "capacity", "restarts", "restartable")
@@ -47,7 +47,7 @@ class Blueprint:
     them.
 
     Stages are declared by :meth:`source`, :meth:`input`, :meth:`merge`, :meth:`stage` and by the verbs of the
-    :class:`~flowchan.stream.Stream` values which these return. :meth:`feedback` lets a graph lead back.
+    ``Stream`` values which these return. :meth:`feedback` lets a graph lead back.
     """
 
     def __init__(self, name: str = "graph") -> None:
@@ -86,7 +86,7 @@ class Blueprint:
     @property
     def links(self) -> tuple[Link, ...]:
         """Every channel: each output of each stage with its reader, and each error stream that somebody
-        reads. A stream with several readers, which :func:`flowchan.check.check` reports, gives one link per
+        reads. A stream with several readers, which ``check`` reports, gives one link per
         reader."""
         if self._links is None:
             self._links = tuple(self._joined())

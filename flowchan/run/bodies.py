@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from flowchan.channel import In, Out
+from flowchan.channel.channel import In, Out
 from flowchan.errors import Broken, Closed, Drained, Empty, WorkerDied
 from flowchan.run.failures import Failed, ItemFailed, Portable, text_of
 

@@ -1,6 +1,6 @@
 """The frozen values that a declared graph consists of. Nothing here runs, and nothing here changes.
 
-A :class:`Blueprint <flowchan.graph.Blueprint>` is a list of :class:`Stage` values; :class:`Link` values are
+A ``Blueprint`` is a list of :class:`Stage` values; :class:`Link` values are
 derived from them and name every channel of the graph. The checks, the pictures and the supervisor all read
 these.
 """
@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from flowchan.stream import Stream
+    from flowchan.declare.stream import Stream
 
 Placement = Literal["thread", "process"]
 Medium = Literal["threads", "processes"]

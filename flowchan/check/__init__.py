@@ -1,0 +1,1 @@
+"""Whether a declared graph can run."""

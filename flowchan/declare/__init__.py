@@ -1,0 +1,1 @@
+"""The declaration of a graph. Nothing here runs."""

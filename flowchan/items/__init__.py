@@ -1,0 +1,1 @@
+"""What an item becomes on its way: its encoding, arrays, tensors of devices."""

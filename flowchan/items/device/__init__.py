@@ -1,0 +1,1 @@
+"""Tensors that cross from process to process without leaving their device."""
