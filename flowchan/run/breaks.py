@@ -15,8 +15,9 @@ from collections.abc import Callable
 
 from flowchan.channel.channel import Channel
 from flowchan.errors import Broken, ChannelError
+from flowchan.run.events import Aborted, Ended, Failure, WorkerId
 from flowchan.run.plan import Plan
-from flowchan.run.worker import Aborted, Ended, Failure, Ports, WorkerId
+from flowchan.run.worker import Ports
 
 LOOK = 0.5
 """Seconds between two looks at all channels, for breaks that end no worker."""

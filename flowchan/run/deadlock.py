@@ -10,10 +10,10 @@ from flowchan import _core
 from flowchan.channel.awaiting import only_wait_for
 from flowchan.errors import Deadlock
 from flowchan.run.decisions import State, Stuck
+from flowchan.run.events import Failure, WorkerId
 from flowchan.run.explain import all_wait, explain
 from flowchan.run.plan import Plan
 from flowchan.run.stats import RunStats
-from flowchan.run.worker import Failure, WorkerId
 
 STILL = 0.5
 """Seconds for which nothing must move before a run counts as stuck."""

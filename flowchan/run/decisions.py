@@ -26,8 +26,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from flowchan.run.events import Ended, Failure, WorkerId
 from flowchan.run.failures import text_of
-from flowchan.run.worker import Ended, Failure, WorkerId
 
 GRACE = 2.0
 """Seconds that a worker has to end by itself once it shall."""

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from flowchan.channel.channel import ChannelStats
 from flowchan.declare.values import Link, Stage
 from flowchan.run.decisions import State
+from flowchan.run.events import WorkerId
 from flowchan.run.plan import Plan
 from flowchan.run.stats import LinkStats, RunState, RunStats, StageStats
-from flowchan.run.worker import WorkerId
 
 IDLE = 0.005
 """A stage that is busy for a smaller part of the run than this holds nobody up."""

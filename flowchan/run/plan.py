@@ -11,7 +11,8 @@ from typing import Any
 from flowchan.channel.channel import Channel, In, Out, most_bytes
 from flowchan.declare.blueprint import Blueprint
 from flowchan.declare.values import Link, Stage, is_async
-from flowchan.run.worker import Ports, Recipe, WorkerId
+from flowchan.run.events import WorkerId
+from flowchan.run.worker import Ports, Recipe
 
 _Reading = dict[tuple[str | None, str | None], Channel[Any]]
 _Writing = dict[tuple[str, str], Channel[Any]]

@@ -21,6 +21,7 @@ from flowchan.channel.channel import Channel, In, Out
 from flowchan.declare.stream import Stream
 from flowchan.errors import Broken, Closed, Deadlock, Interrupted, RunError, StageError
 from flowchan.run.decisions import AbortAsked, StopAsked
+from flowchan.run.events import Began, Ended, Failure, WorkerId
 from flowchan.run.explain import explain
 from flowchan.run.failures import text_of
 from flowchan.run.guard import Unguarded
@@ -30,7 +31,6 @@ from flowchan.run.report import render
 from flowchan.run.signals import Ears, interrupts_held
 from flowchan.run.stats import RunStats
 from flowchan.run.supervisor import Supervisor
-from flowchan.run.worker import Began, Ended, Failure, WorkerId
 
 
 class Results(Mapping[Stream, Any]):

@@ -62,6 +62,7 @@ from flowchan.run.decisions import (
     Terminate,
     decide,
 )
+from flowchan.run.events import Aborted, Began, Ended, Event, Failure, Result, Retried, WorkerId
 from flowchan.run.failures import text_of
 from flowchan.run.guard import NAME, UNGUARDED, server_was_unguarded, unguarded
 from flowchan.run.latch import Latch
@@ -69,22 +70,7 @@ from flowchan.run.measure import Spans, measure, summarise
 from flowchan.run.plan import Plan, PlannedWorker
 from flowchan.run.processes import exit_text, memory_of, reap
 from flowchan.run.starting import start_process
-from flowchan.run.worker import (
-    Aborted,
-    Began,
-    Ended,
-    Event,
-    Failure,
-    Recipe,
-    Result,
-    Retried,
-    Tasks,
-    WorkerId,
-    pack,
-    process_main,
-    work,
-    work_together,
-)
+from flowchan.run.worker import Recipe, Tasks, pack, process_main, work, work_together
 
 HOPELESS = 4
 """Deaths of a worker in a row, each before it begins to work, that end the run."""

@@ -33,78 +33,11 @@ from flowchan.run import chance
 from flowchan.run.async_bodies import ASYNC_BODIES
 from flowchan.run.bodies import BODIES, Job
 from flowchan.run.chance import Worker
+from flowchan.run.events import Aborted, Began, Ended, Event, Failure, Result, Retried, WorkerId
 from flowchan.run.failures import ItemFailed, Portable, short
 
 ONE_OUTPUT = frozenset({"map"})
 """Verbs with exactly one output per item: putting it also passes the item's turn."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerId:
-    """Which worker of which stage; workers of a stage are numbered from 1."""
-
-    stage: str
-    number: int
-
-    def __str__(self) -> str:
-        return f"{self.stage} {self.number}"
-
-
-@dataclass(frozen=True, slots=True)
-class Began:
-    """The worker has built what the user declared and begins its loop."""
-
-    worker: WorkerId
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """The worker has ended cleanly. ``unwanted``: how many of its items nobody wanted, because their readers
-    had left."""
-
-    worker: WorkerId
-    unwanted: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """The worker has ended by ``error``, which the user's code raised. ``item`` is the text of the item in
-    hand. Number 0: nobody knows which worker it was."""
-
-    worker: WorkerId
-    error: Any  # on its way out of a process a Portable, which arrives as the exception
-    item: str | None
-    pid: int
-    channel: str | None = None  # the name of the channel that was aborted with the error
-
-
-@dataclass(frozen=True, slots=True)
-class Aborted:
-    """The worker is about to abort one of its channels, at a time of the machine's monotonic clock in ns."""
-
-    worker: WorkerId
-    channel: str
-    error: Any  # as that of a Failure; None: without a cause
-    pid: int
-    at: int
-
-
-@dataclass(frozen=True, slots=True)
-class Retried:
-    """The worker tries an item again."""
-
-    worker: WorkerId
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """A stage whose output is a result of the run has it."""
-
-    stage: str
-    value: Any
-
-
-Event = Began | Ended | Failure | Aborted | Retried | Result
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from flowchan.run.decisions import (
     Tick,
     decide,
 )
-from flowchan.run.worker import Ended, Failure, WorkerId
+from flowchan.run.events import Ended, Failure, WorkerId
 
 SOURCE, MAP, SINK = (WorkerId(name, 1) for name in ("source", "map", "sink"))
 ALL = frozenset({SOURCE, MAP, SINK})
