@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -26,12 +27,9 @@ class Workers:
             _Call(fn, args), name=self._name, on=on, workers=n, ordered=False, max_deaths=1, restarts=2 * n
         )
         done.errors.sink(self._failures.put, name="failures")
-        done.sink(self._keep, name="results")
+        # Not a method of ours: the run must not refer to its handle, or its memory waits for the collector.
+        done.sink(functools.partial(_keep, self._results), name="results")
         self._run = graph.start()
-
-    def _keep(self, result: tuple[int, Any]) -> None:
-        worker, value = result
-        self._results[worker] = value
 
     def join(self, timeout: float | None = None) -> list[Any]:
         """Waits until all workers have ended and gives their results in worker order, a ``None`` in its place
@@ -69,6 +67,11 @@ class Workers:
 
 def _numbers(n: int) -> range:
     return range(1, n + 1)
+
+
+def _keep(results: dict[int, Any], result: tuple[int, Any]) -> None:
+    worker, value = result
+    results[worker] = value
 
 
 class _Call:

@@ -7,17 +7,23 @@ interpreter itself cannot run (native code that never gives the GIL back), fault
 same a little later.
 
 *Leftovers.* After each test that passed, no child process, thread, file descriptor or shared-memory mapping
-may remain that was not there before it.
+may remain that was not there before it. The check looks at the process that runs the tests, so several of
+them can run side by side.
+
+*Skipped.* The last lines name what was skipped, grouped by the reason, which says what would have to be
+there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import os
 import signal
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +34,8 @@ import pytest_timeout
 from waiting import wait_until
 
 GRACE = 20.0  # seconds by which faulthandler's last word comes after pytest-timeout's
+ENDING = ("thread ", "process ")
+"""What ends by itself a moment after a test has seen the last of it; descriptors and mappings have owners."""
 PASSED = pytest.StashKey[bool]()
 STDERR = pytest.StashKey[int]()
 
@@ -114,11 +122,12 @@ def no_leftovers(request: pytest.FixtureRequest) -> Iterator[None]:
     if not request.node.stash.get(PASSED, False) or not leftovers(before):
         return
     gc.collect()  # an exception kept by pytest.raises forms a cycle that holds the test's locals
-    try:
+    with contextlib.suppress(AssertionError):  # then what has not ended is what is left
         # a joined thread's task ends a moment after its join
-        wait_until(lambda: not leftovers(before), patience=10)
-    except AssertionError:
-        pytest.fail(f"left behind: {', '.join(sorted(leftovers(before)))}", pytrace=False)
+        wait_until(lambda: not any(left.startswith(ENDING) for left in leftovers(before)))
+    gc.collect()  # a thread that ended only now may have held the last reference to such a cycle
+    if left := leftovers(before):
+        pytest.fail(f"left behind: {', '.join(sorted(left))}", pytrace=False)
 
 
 def holdings() -> set[str]:
@@ -153,3 +162,12 @@ def children() -> set[str]:
     except ChildProcessError:  # no child at all: the usual case, told by one system call
         return set()
     return {f"process {child.pid}" for child in psutil.Process().children(recursive=True)}
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Says in the last lines what was skipped."""
+    reasons = Counter(
+        report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", ())
+    )
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"skipped {count}: {reason}")

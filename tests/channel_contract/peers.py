@@ -3,10 +3,12 @@ on."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import multiprocessing
 import os
 import pickle
+import select
 import signal
 import threading
 import traceback
@@ -88,7 +90,8 @@ class ProcessPeer:
     def join(self) -> int | None:
         if self._process is None:
             return None
-        self._process.join(PATIENCE)
+        wait_for_the_end_of(self._process.pid)
+        self._process.join(0)
         exit_code = self._process.exitcode
         assert exit_code is not None, "the peer is still running"
         self._process.close()
@@ -108,6 +111,18 @@ class ProcessPeer:
         assert self._process is not None
         assert self._process.pid is not None
         os.kill(self._process.pid, signal.SIGKILL)
+
+
+def wait_for_the_end_of(pid: int | None) -> None:
+    """Waits for the end of this one process. ``multiprocessing`` waits for the end of a pipe, which children
+    of the process keep open."""
+    assert pid is not None
+    with contextlib.suppress(ProcessLookupError):  # it has been reaped already
+        process = os.pidfd_open(pid)
+        try:
+            select.select([process], [], [], PATIENCE)
+        finally:
+            os.close(process)
 
 
 def _run_in_child(answer: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:

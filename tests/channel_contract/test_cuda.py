@@ -23,9 +23,11 @@ from flowchan.items.device import crossing
 from flowchan.items.device.cuda import Driver
 
 pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="no CUDA device: torch.cuda.is_available() is False"
+    not torch.cuda.is_available(), reason="no CUDA device: run these on a machine that has one"
 )
-two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no second CUDA device")
+two = pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason="no second CUDA device: run these on a machine that has two"
+)
 
 SPAWN = multiprocessing.get_context("spawn")
 LARGE = 100_000

@@ -96,7 +96,9 @@ def test_without_a_driver_there_is_an_error_and_no_crash():
         Driver("libnone.so.1")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="there is a CUDA device: run this on a machine that has none"
+)
 def test_where_no_device_is_none_is_seen():
     assert TorchDevice().visible() == []
 

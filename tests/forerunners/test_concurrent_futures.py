@@ -60,6 +60,19 @@ from flowchan.pipelines import TaskPool
 everywhere = pytest.mark.parametrize("on", ["thread", "process"])
 
 
+# A task that goes on until the program's own lines are over.
+LATE = """
+import threading
+from flowchan import Channel
+from flowchan.pipelines import TaskPool
+over = Channel(1, across="processes")
+threading._register_atexit(over.close)
+def late(word):
+    list(over)
+    print(word, flush=True)
+"""
+
+
 def python(program: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
 
@@ -79,11 +92,7 @@ def test_run_after_shutdown(pool: TaskPool) -> None:
 )
 def test_interpreter_shutdown_and_hang_gh83386(on: str, end: str) -> None:
     done = python(f"""
-import time
-from flowchan.pipelines import TaskPool
-def late(word):
-    time.sleep(0.5)
-    print(word, flush=True)
+{LATE}
 pool = TaskPool(3, on={on!r})
 pool.submit(late, "apple")
 {end}
@@ -130,11 +139,8 @@ def test_cancel_futures(pool: TaskPool, gate: Gate) -> None:
 @everywhere
 def test_cancel_futures_wait_false(on: str) -> None:
     done = python(f"""
+{LATE}
 import time
-from flowchan.pipelines import TaskPool
-def late(word):
-    time.sleep(0.5)
-    print(word, flush=True)
 pool = TaskPool(1, on={on!r})
 future = pool.submit(late, "apple")
 while not future.running():

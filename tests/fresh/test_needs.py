@@ -55,7 +55,7 @@ def test_a_python_that_is_too_old_is_named_with_its_version(tmp_path: Path) -> N
     assert "3.9.2" in checked.stderr
 
 
-@pytest.mark.skipif(shutil.which("make") is None, reason="make is not here")
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed: apt-get install make")
 def test_a_virtual_environment_that_could_not_be_made_does_not_stay(tmp_path: Path) -> None:
     shutil.copy(HERE / "Makefile", tmp_path)
     shutil.copytree(NEEDS.parent, tmp_path / "tools")

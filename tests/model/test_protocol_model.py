@@ -21,7 +21,7 @@ MEGABYTES = 1900
 
 needs_spin = pytest.mark.skipif(
     not (shutil.which("spin") and shutil.which("gcc")),
-    reason="needs spin and gcc (.ci/tools.sh installs spin, Debian package 'spin')",
+    reason="spin or gcc is not installed: as root, .ci/tools.sh, or apt-get install spin gcc",
 )
 
 CALM = "SPURIOUS=0 QUITS=0"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
+import weakref
 from typing import Any
 
 import numpy as np
@@ -239,3 +241,18 @@ def test_bad_input_raises_at_the_call() -> None:
         map(2, print, on="thraed")  # type: ignore[arg-type]
     with pytest.raises(GraphError, match="lock"):
         map(2, print, threading.Lock(), on="process")
+
+
+@everywhere
+def test_the_channels_of_workers_go_with_their_handle(on: Any) -> None:
+    """R6: at once, not when Python next looks for cycles."""
+    gc.disable()
+    try:
+        workers = map(2, str, on=on)
+        assert workers.join() == ["1", "2"]
+        channels = [weakref.ref(channel) for channel in workers._run._plan.channels.values()]
+        del workers
+        # its threads end a moment later
+        wait_until(lambda: all(channel() is None for channel in channels))
+    finally:
+        gc.enable()

@@ -247,18 +247,22 @@ pool.shutdown()
 @pytest.mark.parametrize("on", ["thread", "process"])
 def test_the_end_of_the_program_waits_for_the_tasks_of_pools(on: str) -> None:
     program = f"""
-import time
+import threading
+from flowchan import Channel
 from flowchan.pipelines import TaskPool
 
+over = Channel(1, across="processes")
+threading._register_atexit(over.close)
+
 def say(number):
-    time.sleep(0.3)
+    list(over)
     print(number, flush=True)
 
 pool = TaskPool(1, on={on!r})
 for number in range(3):
     pool.submit(say, number)
 forgotten = TaskPool(1, on={on!r})
-forgotten.submit(say, 3).result()
+forgotten.submit(print, 3, flush=True).result()
 del forgotten
 """
     done = subprocess.run(

@@ -15,7 +15,8 @@ import seccomp
 PROGRAMS = Path(__file__).with_name("programs.py")
 
 pytestmark = pytest.mark.skipif(
-    not seccomp.SUPPORTED, reason="the numbers of the system calls are those of x86-64"
+    not seccomp.SUPPORTED,
+    reason="the system calls are refused by their numbers on x86-64: run these on such a machine",
 )
 
 both_errors = pytest.mark.parametrize("error", [errno.EPERM, errno.ENOSYS], ids=errno.errorcode.get)
@@ -75,7 +76,7 @@ def test_channels_between_processes_say_that_they_need_proc_where_it_is_not_moun
         channel = said("channel", "proc")
     except AssertionError as error:
         if "PermissionError" in str(error):
-            pytest.skip("this user may not hide /proc")
+            pytest.skip("this user may not hide /proc: run this as root, or where users may make namespaces")
         raise
     reason = "channels between processes need /proc, which is not mounted here (mount -t proc proc /proc)"
     assert channel.startswith("FileNotFoundError(2, ")

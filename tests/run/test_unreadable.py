@@ -38,12 +38,12 @@ def is_failure(failed):
     )
 
 
-@pytest.mark.parametrize("function", [double, double_async])
-@pytest.mark.parametrize("on", ["thread", "process"])
+# async stages run in this process
+@pytest.mark.parametrize(
+    ("function", "on"), [(double, "thread"), (double, "process"), (double_async, "thread")]
+)
 def test_an_item_that_cannot_be_unpickled_goes_to_the_errors(function, on):
     """R10: before and behind it all goes on, in order."""
-    if function is double_async and on == "process":
-        pytest.skip("async stages run in this process")
     graph = Graph("unreadable")
     made = graph.source(range(8)).map(items, on="process")
     doubled = made.map(function, on=on, workers=2)

@@ -325,7 +325,7 @@ def test_a_notebook_runs_graphs_of_its_own_functions_and_leaves_nothing(tmp_path
     cell."""
     for needed in ("nbclient", "ipykernel"):
         if importlib.util.find_spec(needed) is None:
-            pytest.skip(f"{needed} is not installed")
+            pytest.skip(f"{needed} is not installed: pip install {needed}")
     cells = json.dumps([textwrap.dedent(cell) for cell in CELLS])
     (tmp_path / "cells.json").write_text(cells)
     program = script(tmp_path, NOTEBOOK)

@@ -85,7 +85,9 @@ def test_a_pipe_that_cant_win_says_so_once(on: Any) -> None:
             list(pipe.stream([x]))
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core for two parts")
+@pytest.mark.skipif(
+    len(os.sched_getaffinity(0)) < 2, reason="one core for two parts: run this on two cores or more"
+)
 def test_a_pipe_that_wins_says_nothing() -> None:
     with Sequential([Costs(30) for _ in range(4)], parts=2) as pipe, warnings.catch_warnings():
         warnings.simplefilter("error")

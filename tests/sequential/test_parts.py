@@ -107,7 +107,9 @@ class Cores(nn.Module):
         )
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core for two parts")
+@pytest.mark.skipif(
+    len(os.sched_getaffinity(0)) < 2, reason="one core for two parts: run this on two cores or more"
+)
 def test_parts_in_processes_have_cores_of_their_own() -> None:
     with Sequential([Cores(), Cores()], parts=2, on="process", chunks=1) as pipe:
         y = pipe(torch.zeros(1, 0))

@@ -27,7 +27,7 @@ PYGRAPHVIZ = not subprocess.run(
 @pytest.mark.parametrize("suffix", HEADS)
 def test_each_format_is_what_its_suffix_says(suffix: str, tmp_path: Path) -> None:
     if suffix == "pdf" and not (PYGRAPHVIZ or shutil.which("dot")):
-        pytest.skip("neither dot nor pygraphviz is here, and graphviz-pure draws no .pdf")
+        pytest.skip("neither dot nor pygraphviz is here to draw a .pdf: apt-get install graphviz")
     path = draw(wordcount(), tmp_path / f"graph.{suffix}")
     assert path.read_bytes().startswith(HEADS[suffix])
 
@@ -64,7 +64,10 @@ def test_without_a_dot_program_what_comes_with_flowchan_draws_in_the_usual_fonts
     assert drawn.count("font-family=") == drawn.count(f'font-family="{FONT}"')
 
 
-@pytest.mark.skipif(not PYGRAPHVIZ, reason="pygraphviz is not here, or lacks libraries of the system")
+@pytest.mark.skipif(
+    not PYGRAPHVIZ,
+    reason="pygraphviz or its system libraries are missing: apt-get install graphviz, pip install pygraphviz",
+)
 def test_pygraphviz_draws_where_nothing_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
     assert render("digraph { counts }", "pdf").startswith(HEADS["pdf"])

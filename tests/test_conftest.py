@@ -1,0 +1,103 @@
+"""What every test runs under, tried on small tests of its own: what is left behind is named, and what was
+skipped too."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from flowchan import Channel
+
+HERE = Path(__file__).parent
+
+
+def run_tests(folder: Path, text: str, *options: str) -> str:
+    """What pytest prints of these tests under this folder's conftest.py."""
+    (folder / "test_small.py").write_text(text)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "conftest", f"--rootdir={folder}", *options, folder],
+        env={**os.environ, "PYTHONPATH": str(HERE)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    return done.stdout
+
+
+LEAVES = """
+import mmap, os
+
+def test_descriptor():
+    os.open("/dev/null", os.O_RDONLY)
+
+kept = []
+
+def test_mapping():
+    fd = os.memfd_create("flowchan test")
+    os.ftruncate(fd, 4096)
+    kept.append(mmap.mmap(fd, 4096))
+    os.close(fd)
+
+def test_nothing():
+    pass
+"""
+
+
+def test_what_a_test_leaves_behind_is_named(tmp_path: Path) -> None:
+    said = run_tests(tmp_path, LEAVES)
+    assert "left behind: descriptor" in said
+    assert "(/dev/null)" in said
+    assert "mapping" in said
+    assert "2 errors" in said
+    assert "3 passed" in said
+
+
+def test_what_a_thread_that_ends_late_held_in_a_cycle_is_not_left_behind() -> None:
+    """It ends once the check has collected for the first time."""
+    collected = threading.Event()
+
+    def note(phase: str, about: dict[str, int]) -> None:
+        if phase == "stop" and about["generation"] == 2:
+            collected.set()
+
+    def hold(cycle: list[object]) -> None:
+        collected.wait()
+        gc.callbacks.remove(note)
+
+    cycle: list[object] = [Channel(across="processes")]
+    cycle.append(cycle)
+    gc.callbacks.append(note)
+    threading.Thread(target=hold, args=(cycle,), daemon=True).start()
+
+
+SKIPS = """
+import pytest
+
+@pytest.mark.parametrize("number", range(3))
+def test_needs_a_tool(number):
+    pytest.skip("needs a tool: apt-get install tool")
+
+def test_needs_another():
+    pytest.skip("needs another")
+"""
+
+
+def test_the_last_lines_say_what_was_skipped_and_how_often(tmp_path: Path) -> None:
+    *_, many, one, _ = run_tests(tmp_path, SKIPS).splitlines()
+    assert (many, one) == ("skipped 3: needs a tool: apt-get install tool", "skipped 1: needs another")
+
+
+HANGS = """
+import signal
+
+def test_hangs():
+    signal.pause()
+"""
+
+
+def test_a_hang_ends_in_stacks(tmp_path: Path) -> None:
+    assert "in test_hangs" in run_tests(tmp_path, HANGS, "--timeout=1")
