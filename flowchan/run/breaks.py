@@ -16,8 +16,8 @@ from collections.abc import Callable
 from flowchan.channel.channel import Channel
 from flowchan.errors import Broken, ChannelError
 from flowchan.run.events import Aborted, Ended, Failure, WorkerId
+from flowchan.run.opening import Channels, Ports
 from flowchan.run.plan import Plan
-from flowchan.run.worker import Ports
 
 LOOK = 0.5
 """Seconds between two looks at all channels, for breaks that end no worker."""
@@ -29,8 +29,9 @@ PATIENCE = 1.0
 class Breaks:
     """What the supervisor has heard and seen of broken channels, until it breaks them all itself."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, channels: Channels) -> None:
         self._plan = plan
+        self._channels = channels
         self._told: list[Aborted] = []
         self._found: list[str] = []
         self._ends: list[Ended] = []
@@ -71,7 +72,7 @@ class Breaks:
         now = time.monotonic()
         if now >= self._next_look and not self._over:
             self._next_look = now + LOOK
-            self._found += [name for name, channel in self._plan.channels.items() if channel.broken]
+            self._found += [name for name, channel in self._channels.items() if channel.broken]
 
     def end(self) -> None:
         """From now on every channel is broken by the supervisor."""
@@ -83,13 +84,11 @@ class Breaks:
         told, found = min(self._told, key=lambda one: one.at, default=None), self._found
         self._told, self._found = [], []
         if told is not None:
-            error = told.error or _cause(self._plan.channels[told.channel])
+            error = told.error or _cause(self._channels[told.channel])
             return Failure(told.worker, error, None, told.pid, told.channel)
         if found:
             writer = next(link.writer for link in self._plan.links if link.name == found[0])
-            return Failure(
-                WorkerId(writer, 0), _cause(self._plan.channels[found[0]]), None, os.getpid(), found[0]
-            )
+            return Failure(WorkerId(writer, 0), _cause(self._channels[found[0]]), None, os.getpid(), found[0])
         return None
 
     def ends(self) -> list[Ended]:

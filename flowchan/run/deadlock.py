@@ -12,6 +12,7 @@ from flowchan.errors import Deadlock
 from flowchan.run.decisions import State, Stuck
 from flowchan.run.events import Failure, WorkerId
 from flowchan.run.explain import all_wait, explain
+from flowchan.run.opening import Opened
 from flowchan.run.plan import Plan
 from flowchan.run.stats import RunStats
 
@@ -35,11 +36,12 @@ class Deadlocks:
     changed: nobody can move. Unless somebody outside can: an input that is open, or a result that the user
     may still take."""
 
-    def __init__(self, plan: Plan, now: float) -> None:
+    def __init__(self, plan: Plan, opened: Opened, now: float) -> None:
         self.next_at = now + STILL
         """When the next look is due."""
         self._plan = plan
-        self._channels = list(plan.channels.values())
+        self._opened = opened
+        self._channels = list(opened.channels.values())
         self._moved = -1  # items put and taken, at the last look
         self._counts: object = None  # of the last look at which every worker waited
 
@@ -61,7 +63,7 @@ class Deadlocks:
             return nothing
         if unread and writing:
             return self._full(unread)
-        opened = any(not out.channel.closed for out in self._plan.inputs.values())
+        opened = any(not out.channel.closed for out in self._opened.inputs.values())
         # A worker that died while it waited counts as waiting until it is replaced.
         if unread or opened or dying or reading + writing < len(state.alive):
             self._counts = None
@@ -76,7 +78,7 @@ class Deadlocks:
         it: it waits to put into an input, or for an item of another result. So that one is taken in."""
         stages = {id.stage for id in unread}
         links = [
-            (link, self._plan.channels[link.name].stats())
+            (link, self._opened.channels[link.name].stats())
             for link in self._plan.links
             if link.reader in stages or link.writer in self._plan.inputs
         ]

@@ -12,6 +12,7 @@ from flowchan.channel.channel import ChannelStats
 from flowchan.declare.values import Link, Stage
 from flowchan.run.decisions import State
 from flowchan.run.events import WorkerId
+from flowchan.run.opening import Channels
 from flowchan.run.plan import Plan
 from flowchan.run.stats import LinkStats, RunState, RunStats, StageStats
 
@@ -53,9 +54,9 @@ class Snapshot:
     stats: ChannelStats
 
 
-def measure(plan: Plan) -> tuple[Snapshot, ...]:
+def measure(plan: Plan, channels: Channels) -> tuple[Snapshot, ...]:
     """The counts of all channels now."""
-    return tuple(Snapshot(link, plan.channels[link.name].stats()) for link in plan.links)
+    return tuple(Snapshot(link, channels[link.name].stats()) for link in plan.links)
 
 
 def summarise(supervisor: Supervisor, snapshots: tuple[Snapshot, ...]) -> RunStats:
@@ -103,7 +104,7 @@ def summarise(supervisor: Supervisor, snapshots: tuple[Snapshot, ...]) -> RunSta
             woken=s.stats.woken,
             awaiting=s.stats.awaiting,
             bytes=s.stats.bytes_inside,
-            share=plan.channels[s.link.name]._share,
+            share=plan.share,
             short_of_bytes=s.stats.short_of_bytes,
             holders=s.stats.holders,
         )

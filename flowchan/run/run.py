@@ -26,6 +26,7 @@ from flowchan.run.explain import explain
 from flowchan.run.failures import text_of
 from flowchan.run.guard import Unguarded
 from flowchan.run.measure import measure, summarise
+from flowchan.run.opening import open_plan
 from flowchan.run.plan import Plan
 from flowchan.run.report import render
 from flowchan.run.signals import Ears, interrupts_held
@@ -72,7 +73,8 @@ class Run:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._supervisor = Supervisor(plan)
+        self._opened = open_plan(plan, plan.workers)
+        self._supervisor = Supervisor(plan, self._opened)
         # by stage name: the thread that last asked for an item, while it may
         self._iterated: dict[str, int | None] = {}
         self._kept: set[str] = set()  # stages whose results were being iterated over when Ctrl-C came
@@ -90,11 +92,11 @@ class Run:
     # --- what goes in and comes out ---
 
     def __getitem__(self, stream: Stream) -> Out[Any]:
-        if not self._owns(stream) or stream.stage not in self._plan.inputs:
+        if not self._owns(stream) or stream.stage not in self._opened.inputs:
             raise KeyError(
                 f"{stream!r} is no input of this run; run[…] takes the stream that graph.input() returned"
             )
-        return self._plan.inputs[stream.stage]
+        return self._opened.inputs[stream.stage]
 
     def iter(self, stream: Stream) -> Iterator[Any]:
         """The items of a ``collect`` stream, one by one as they come; leaving the loop early stops the stages
@@ -139,8 +141,7 @@ class Run:
                 self._leave(id, port)
 
     def _port(self, id: WorkerId) -> In[Any]:
-        (port,) = (worker.ports.inputs["items"] for worker in self._plan.workers if worker.id == id)
-        return port
+        return self._opened.ports[id].inputs["items"]
 
     def _take_in(self, ids: frozenset[WorkerId]) -> None:
         """The supervisor's word that these results are full and the program can't come to read them."""
@@ -247,7 +248,7 @@ class Run:
                 if self._supervisor.state.phase == "running":
                     _say("stopping, what is in flight is being finished (Ctrl-C again to break off)")
                 self.stop()
-                for out in self._plan.inputs.values():
+                for out in self._opened.inputs.values():
                     out.close()
                 self._keep_the_rest()
                 self._gather()
@@ -292,7 +293,7 @@ class Run:
             return
         if error is None:
             self._leave_iterators(of_thread=threading.get_ident())
-            for out in self._plan.inputs.values():
+            for out in self._opened.inputs.values():
                 out.close()
             self.wait()
             return
@@ -310,14 +311,14 @@ class Run:
         for worker in self._plan.workers:
             reader = self._iterated.get(worker.stage.name)
             if reader is not None and of_thread in (None, reader):
-                for port in worker.ports.inputs.values():
+                for port in self._opened.ports[worker.id].inputs.values():
                     self._leave(worker.id, port)
 
     # --- what it looks like ---
 
     def stats(self) -> RunStats:
         """The run at this moment (R8)."""
-        return summarise(self._supervisor, measure(self._plan))
+        return summarise(self._supervisor, measure(self._plan, self._opened.channels))
 
     def report(self) -> str:
         """The run in tables: stages, channels, the bottleneck, and the account of items."""

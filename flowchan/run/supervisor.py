@@ -67,6 +67,7 @@ from flowchan.run.failures import text_of
 from flowchan.run.guard import NAME, UNGUARDED, server_was_unguarded, unguarded
 from flowchan.run.latch import Latch
 from flowchan.run.measure import Spans, measure, summarise
+from flowchan.run.opening import Opened, open_ports
 from flowchan.run.plan import Plan, PlannedWorker
 from flowchan.run.processes import exit_text, memory_of, reap
 from flowchan.run.starting import start_process
@@ -82,8 +83,9 @@ take stay below what R4 allows."""
 class Supervisor:
     """Owns the workers of one run. Its thread is the only one that changes ``state``."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, opened: Opened) -> None:
         self.plan = plan
+        self.opened = opened
         self.pid = os.getpid()
         ids = {worker.id: worker for worker in plan.workers}
         self.ended = Latch()
@@ -107,7 +109,7 @@ class Supervisor:
         self._workers = ids
         self._number_of = Counter(id.stage for id in ids)  # workers of a stage
         self._starts: Counter[WorkerId] = Counter()
-        self._deadlocks = Deadlocks(plan, self.started_at)
+        self._deadlocks = Deadlocks(plan, opened, self.started_at)
         self._due: dict[WorkerId, float] = {}  # when a replaced worker is to be started
         self._born: dict[WorkerId, float] = {}
         self._deaths_without_item: Counter[WorkerId] = Counter()
@@ -121,7 +123,7 @@ class Supervisor:
         self._threads: dict[WorkerId, threading.Thread] = {}
         self._tasks: list[Tasks] = []  # of the async stages
         self._gone: set[WorkerId] = set()
-        self._breaks = Breaks(plan)
+        self._breaks = Breaks(plan, opened.channels)
         # Everything that happens comes through `_events`, as references. What worker processes tell comes
         # through `_mail`, and a thread of its own hands it on.
         self._events: Channel[Happening | Event] = Channel(1024)
@@ -179,7 +181,7 @@ class Supervisor:
     def start_thread(self, id: WorkerId) -> None:
         """Starts a worker on a thread of this process."""
         worker = self._workers[id]
-        arguments = (self._begun(id), worker.recipe, worker.ports, self.tell, False)
+        arguments = (self._begun(id), Recipe.of(worker.stage), self.opened.ports[id], self.tell, False)
         self._threads[id] = self._started(f"/{id}", work, *arguments)
 
     def count_thread(self, id: WorkerId, thread: threading.Thread) -> None:
@@ -189,10 +191,10 @@ class Supervisor:
 
     def _start_loop(self, stage: Stage) -> None:
         """Starts the workers of an async stage, as tasks on one thread."""
-        ports = {id: worker.ports for id, worker in self._workers.items() if worker.stage is stage}
+        ports = {id: self.opened.ports[id] for id, worker in self._workers.items() if worker.stage is stage}
         tasks = {self._begun(id): of_worker for id, of_worker in ports.items()}
         into = [link.name for link in self.plan.links if link.writer == stage.name and stage.kind == "source"]
-        self._tasks.append(Tasks(self.plan.channels[into[0]] if into else None))
+        self._tasks.append(Tasks(self.opened.channels[into[0]] if into else None))
         arguments = (tasks, Recipe.of(stage), self.tell, self._tasks[-1])
         thread = self._started(f"/{stage.name}", work_together, *arguments)
         self._threads.update(dict.fromkeys(ports, thread))
@@ -250,7 +252,7 @@ class Supervisor:
             elif isinstance(event, Aborted):
                 self._breaks.hear(event)
             elif not (
-                isinstance(event, Ended) and self._breaks.keeps(event, self._workers[event.worker].ports)
+                isinstance(event, Ended) and self._breaks.keeps(event, self.opened.ports[event.worker])
             ):
                 if isinstance(event, Failure) and self._breaks.told_by(event.worker):
                     self._tell_break()  # a worker's words come in its order
@@ -278,11 +280,11 @@ class Supervisor:
         if isinstance(action, StopSources):
             for link in self.plan.links:
                 if link.writer in self.plan.sources:
-                    self.plan.channels[link.name].close()
+                    self.opened.channels[link.name].close()
         elif isinstance(action, BreakChannels):
             self._break(self.state.failures[0].error if self.state.failures else None)
         elif isinstance(action, ReleasePorts):
-            for port in self._workers[action.worker].ports.everything():
+            for port in self.opened.ports[action.worker].everything():
                 port.close()
         elif isinstance(action, Terminate):
             process = self._processes.get(action.worker)
@@ -309,7 +311,7 @@ class Supervisor:
 
     def _break(self, cause: BaseException | None) -> None:
         self._breaks.end()
-        for channel in self.plan.channels.values():
+        for channel in self.opened.channels.values():
             channel.abort(cause)
 
     def _dead(self) -> list[decisions.Died]:
@@ -345,15 +347,15 @@ class Supervisor:
         return True
 
     def _obituary(self, id: WorkerId, process: BaseProcess) -> decisions.Died:
-        worker = self._workers[id]
+        worker, ports = self._workers[id], self.opened.ports[id]
         how = exit_text(process.exitcode or 0, self._memory.get(id, 0))
         if id in self._lost:
             how = (
                 "was killed, because Python's forkserver had been, and without it nothing "
                 "is known of a process"
             )
-        if any(port._died_working() for port in worker.ports.inputs.values()):
-            deaths = 1 + max(port._deaths_in_hand() for port in worker.ports.inputs.values())
+        if any(port._died_working() for port in ports.inputs.values()):
+            deaths = 1 + max(port._deaths_in_hand() for port in ports.inputs.values())
             self._how_they_died[id] = [*self._how_they_died.get(id, [])[: deaths - 1], how]
         else:
             lived = time.monotonic() - self._born[id]
@@ -385,7 +387,9 @@ class Supervisor:
         dying = any(
             self._processes[id].exitcode is not None for id in self.state.alive & self.state.processes
         )
-        found = self._deadlocks.look(self.state, unread, dying, lambda: summarise(self, measure(self.plan)))
+        found = self._deadlocks.look(
+            self.state, unread, dying, lambda: summarise(self, measure(self.plan, self.opened.channels))
+        )
         if isinstance(found, decisions.Stuck):
             self._handle(found)
         elif found:
@@ -403,19 +407,16 @@ class Supervisor:
         are out already stay remembered in their channel, and whoever takes the item up skips them. The
         successor's ports are opened first, so that no channel believes that its last writer or reader has
         gone."""
-        old = self._workers[id]
-        ports = self.plan.open_again(old)
-        items = [number for port in old.ports.inputs.values() for number in port._numbers_in_hand()]
-        if not old.ports.inputs:
+        old = self.opened.ports[id]
+        ports = open_ports(self._workers[id], self.opened.channels)
+        items = [number for port in old.inputs.values() for number in port._numbers_in_hand()]
+        if not old.inputs:
             items = [0]  # a source: all its outputs belong to one item
-        for out in (
-            *old.ports.outputs.values(),
-            *([old.ports.errors] if old.ports.errors is not None else []),
-        ):
+        for out in old.writers():
             out._retire(items)
-        for port, reader in old.ports.inputs.items():
+        for port, reader in old.inputs.items():
             reader._hand_on(ports.inputs[port])
-        self._workers[id] = dataclasses.replace(old, ports=ports)
+        self.opened.ports[id] = ports
         reap(self._processes.pop(id))
 
     def _start_due(self) -> None:
@@ -448,7 +449,8 @@ class Supervisor:
 
     def _start_process(self, worker: PlannedWorker) -> None:
         arguments = (
-            self._begun(worker.id), pack(worker.recipe), worker.ports, self._mail, os.getpid(),
+            self._begun(worker.id), pack(Recipe.of(worker.stage)), self.opened.ports[worker.id], self._mail,
+            os.getpid(),
             tuple(self._how_they_died.get(worker.id, ())),
         )  # fmt: skip
         name = f"{NAME}{self.plan.graph.name}/{worker.id}"
@@ -479,11 +481,11 @@ class Supervisor:
             and time.monotonic() < deadline + decisions.GRACE
         ):
             time.sleep(0.001)
-        for worker in self._workers.values():
-            for port in worker.ports.everything():
-                if worker.id not in self.state.abandoned:
+        for id, ports in self.opened.ports.items():
+            for port in ports.everything():
+                if id not in self.state.abandoned:
                     port.close()
-        for out in self.plan.inputs.values():
+        for out in self.opened.inputs.values():
             out.channel.close()  # not the port: it is the user's, whose next put shall raise Closed
         self._events.close()  # before those are joined who may wait to put into it
         if self._mail is not None:

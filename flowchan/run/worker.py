@@ -25,7 +25,7 @@ import cloudpickle
 
 from flowchan import _core
 from flowchan.channel.awaiting import end_waits
-from flowchan.channel.channel import Channel, In, Out, hears_aborts
+from flowchan.channel.channel import Channel, hears_aborts
 from flowchan.declare.values import Stage, is_callable_class
 from flowchan.errors import Broken, Closed
 from flowchan.items.device import crossing
@@ -35,41 +35,10 @@ from flowchan.run.bodies import BODIES, Job
 from flowchan.run.chance import Worker
 from flowchan.run.events import Aborted, Began, Ended, Event, Failure, Result, Retried, WorkerId
 from flowchan.run.failures import ItemFailed, Portable, short
+from flowchan.run.opening import Ports
 
 ONE_OUTPUT = frozenset({"map"})
 """Verbs with exactly one output per item: putting it also passes the item's turn."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ports:
-    """The ports of one worker, by the names in the stage's declaration."""
-
-    inputs: dict[str, In[Any]]
-    outputs: dict[str, Out[Any]]
-    errors: Out[Any] | None
-
-    def everything(self) -> Iterator[In[Any] | Out[Any]]:
-        """Readers first: what they had in hand is finished before the outputs end."""
-        yield from self.inputs.values()
-        yield from self.outputs.values()
-        if self.errors is not None:
-            yield self.errors
-
-    def join(self, stage: Recipe) -> None:
-        """Lets the outputs belong to the items of the single input: that is what keeps order, and what
-        recovery needs to know which outputs of an item exist. All outputs of a restartable source belong to
-        one item."""
-        if not self.inputs and stage.restartable:
-            for out in self.outputs.values():
-                out._replay()
-        if len(self.inputs) != 1:
-            return
-        (reader,) = self.inputs.values()
-        ordered = stage.ordered and stage.workers > 1 and stage.kind != "stage"
-        for out in self.outputs.values():
-            out._follow(reader, ordered, stage.kind in ONE_OUTPUT)
-        if self.errors is not None:
-            self.errors._follow(reader, False, False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +62,23 @@ class Recipe:
             stage.kind, stage.function, stage.args, dict(stage.kwargs), dict(stage.options), stage.retries,
             stage.ordered, stage.workers, stage.max_deaths, stage.restartable,
         )  # fmt: skip
+
+
+def _join(ports: Ports, stage: Recipe) -> None:
+    """Lets the outputs belong to the items of the single input: that is what keeps order, and what
+    recovery needs to know which outputs of an item exist. All outputs of a restartable source belong to
+    one item."""
+    if not ports.inputs and stage.restartable:
+        for out in ports.outputs.values():
+            out._replay()
+    if len(ports.inputs) != 1:
+        return
+    (reader,) = ports.inputs.values()
+    ordered = stage.ordered and stage.workers > 1 and stage.kind != "stage"
+    for out in ports.outputs.values():
+        out._follow(reader, ordered, stage.kind in ONE_OUTPUT)
+    if ports.errors is not None:
+        ports.errors._follow(reader, False, False)
 
 
 @contextlib.contextmanager
@@ -146,7 +132,7 @@ def work(
     ended_by: BaseException | None = None
     tell_aborts(worker, ports, tell, sends)
     try:
-        ports.join(recipe)
+        _join(ports, recipe)
         with built(recipe.function) as function:
             job = _job(worker, recipe, ports, function, tell)
             job.predecessors = predecessors
@@ -232,7 +218,7 @@ def work_together(
         ended_by: BaseException | None = None
         tell_aborts(worker, ports, tell, sends=False)
         try:
-            ports.join(recipe)
+            _join(ports, recipe)
             async with built_async(recipe.function) as function:
                 job = _job(worker, recipe, ports, function, tell)
                 job.on_clean_up = tasks.leave_alone

@@ -249,7 +249,7 @@ def kill_one(run: Run, chance: random.Random) -> bool:
 
 def progress(run: Run) -> int:
     """A number that only grows: what was put, and what was taken and finished."""
-    stats = [channel.stats() for channel in run._plan.channels.values()]
+    stats = [channel.stats() for channel in run._opened.channels.values()]
     return sum(stat.items_in + stat.items_out - stat.leased for stat in stats)
 
 

@@ -78,7 +78,7 @@ def test_a_worker_that_is_killed_while_it_waits_for_an_item_is_reported() -> Non
     numbers = graph.input()
     numbers.map(abs, on="process", restarts=0).sink(id)
     run = graph.start()
-    wait_until(lambda: run._plan.channels["input"].stats().waiting_readers == 1)
+    wait_until(lambda: run._opened.channels["input"].stats().waiting_readers == 1)
     workers_of(run)[0].kill()
     assert "killed by SIGKILL" in str(failure_of(run))
 

@@ -121,7 +121,7 @@ def test_stop_finishes_what_is_in_flight(on: Any) -> None:
     run = graph.start()
     gate.wait_held()
     run.stop()
-    wait_until(lambda: run._plan.channels["numbers"].closed)
+    wait_until(lambda: run._opened.channels["numbers"].closed)
     gate.open()
     items = run.wait()[result]
     assert items == list(range(len(items)))
