@@ -3,7 +3,6 @@
 from flowchan.channel.channel import Channel, ChannelStats, Holder, In, Out
 from flowchan.channel.select import NothingReady, Selected, select
 from flowchan.declare.stream import Feedback, Stream
-from flowchan.declare.values import Problem
 from flowchan.errors import (
     Broken,
     ChannelError,
@@ -15,6 +14,7 @@ from flowchan.errors import (
     Full,
     GraphError,
     Interrupted,
+    Problem,
     RunError,
     StageError,
     WorkerDied,

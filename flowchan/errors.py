@@ -11,11 +11,8 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from flowchan.declare.stream import Stream
-    from flowchan.declare.values import Problem
+from dataclasses import dataclass
+from typing import Any
 
 
 class FlowchanError(Exception):
@@ -73,6 +70,32 @@ class Deadlock(FlowchanError):
     The message says who waited for whom."""
 
 
+@dataclass(frozen=True, slots=True)
+class Where:
+    """A place in the user's source text."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong with a graph: ``rule`` is a short stable word ("cycle", "unread", "pickle", …).
+    ``stage`` is empty where the graph as a whole is wrong."""
+
+    rule: str
+    stage: str
+    where: Where
+    message: str
+
+    def __str__(self) -> str:
+        subject = f"stage {self.stage!r}: " if self.stage else ""
+        return f"{self.where}: {subject}{self.message}"
+
+
 class GraphError(FlowchanError):
     """The declaration of a graph is wrong. ``problems`` lists everything that ``check``
     found."""
@@ -116,7 +139,7 @@ class Interrupted(KeyboardInterrupt):
     ``run.wait()`` gives it, and the items that ``run.iter()`` had not given yet; ``report`` is the run's
     report as text. ``__cause__`` is the :class:`RunError` of a stage that failed meanwhile."""
 
-    def __init__(self, message: str, results: Mapping[Stream, Any], report: str) -> None:
+    def __init__(self, message: str, results: Mapping[Any, Any], report: str) -> None:
         super().__init__(message)
         self.results = results
         self.report = report

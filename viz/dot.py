@@ -80,7 +80,7 @@ def to_dot(blueprint: Blueprint) -> str:
 def _box(picture: Picture, index: int, pool: Pool) -> Digraph:
     import graphviz
 
-    border, fill, _ = POOLS.get(pool.on, POOLS["process"])
+    border, fill, _ = POOLS[pool.place.name]
     box = graphviz.Digraph(
         name=f"cluster{index}",
         graph_attr={
@@ -145,7 +145,7 @@ def _arrow(link: Link) -> dict[str, Any]:
         f'<TABLE BORDER="0" CELLPADDING="3"><TR><TD>{first}{escape(rest)}</TD></TR></TABLE>'
     )
     look = {"label": f"<{words}>", "tooltip": graphviz.escape(link.name)}
-    if link.medium == "processes":
+    if link.medium.copies:
         look |= {"penwidth": "2.2"}
     if link.feedback:  # it runs against the order of the stages, which it must not pull apart
         look |= {"style": "dashed", "constraint": "false"}
@@ -165,9 +165,9 @@ def _legend(picture: Picture) -> str:
     boxes += [
         _swatch(*POOLS[on][:2]) + _key(POOLS[on][2])
         for on in POOLS
-        if any(pool.on == on for pool in picture.pools)
+        if on in {pool.place.name for pool in picture.pools}
     ]
-    media = {link.medium for _, _, link in picture.arrows}
+    media = {link.medium.name for _, _, link in picture.arrows}
     # These characters are in the small fonts that renderers bring along; dashed and heavy arrows are not.
     arrows = [_line("→", BLUE) + _key("channel between threads")] if "threads" in media else []
     if "processes" in media:

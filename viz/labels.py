@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import types
 import typing
@@ -11,16 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from flowchan.declare.callables import bare
+from flowchan.declare.places import Place
 from flowchan.declare.values import Link, Stage
 
 if TYPE_CHECKING:
     from flowchan.declare.blueprint import Blueprint
 
 Role = Literal["source", "stage", "sink", "errors", "result", "unread"]
-
-RESULT_KINDS = frozenset({"reduce", "collect"})
-"""The verbs whose output may leave the graph: an unread one is a result, any other unread output is a
-mistake."""
 
 MEANING: Mapping[Role, str] = {
     "source": "source",
@@ -38,7 +35,7 @@ class Pool:
     stage."""
 
     title: str
-    on: str
+    place: Place
     stages: tuple[int, ...]
 
 
@@ -74,24 +71,22 @@ def picture(blueprint: Blueprint) -> Picture:
 def _role(index: int, stage: Stage, error_readers: set[int]) -> Role:
     if index in error_readers:
         return "errors"
-    if stage.kind in ("source", "input"):
-        return "source"
-    return "sink" if stage.kind == "sink" else "stage"
+    return stage.verb.role
 
 
 def _pools(stages: Sequence[Stage]) -> tuple[Pool, ...]:
-    threads = tuple(index for index, stage in enumerate(stages) if stage.on == "thread")
-    pools = [Pool("threads", "thread", threads)] if threads else []
+    threads = tuple(index for index, stage in enumerate(stages) if not stage.place.apart)
+    pools = [Pool("threads", stages[threads[0]].place, threads)] if threads else []
     for index, stage in enumerate(stages):
-        if stage.on != "thread":
+        if stage.place.apart:
             count = "1 process" if stage.workers == 1 else f"{stage.workers} processes"
-            pools.append(Pool(count, stage.on, (index,)))
+            pools.append(Pool(count, stage.place, (index,)))
     return tuple(pools)
 
 
 def end_role(stage: Stage) -> Role:
     """How the loose end of a channel that nobody in the graph reads is drawn."""
-    return "result" if stage.kind in RESULT_KINDS else "unread"
+    return "result" if stage.verb.result else "unread"
 
 
 def workers_text(stage: Stage) -> str:
@@ -159,8 +154,7 @@ def place(stage: Stage) -> tuple[str, int]:
 
 
 def _code(function: Any) -> types.CodeType | None:
-    while isinstance(function, functools.partial):
-        function = function.func
+    function = bare(function)
     if inspect.isclass(function):
         function = vars(function).get("__init__") or getattr(function, "__call__", None)  # noqa: B004
     elif not inspect.isroutine(function):

@@ -60,7 +60,7 @@ def _box(picture: Picture, index: int, pool: Pool) -> list[str]:
         f"        n{number}{_shaped(picture.roles[number], _words(picture.stages[number]))}"
         for number in pool.stages
     ]
-    look = "threads" if pool.on == "thread" else "processes"
+    look = "processes" if pool.place.apart else "threads"
     return [
         f"    subgraph pool{index}[{_quoted(pool.title)}]",
         *nodes,
@@ -81,7 +81,7 @@ def _shaped(role: Role, words: str) -> str:
 
 def _arrow(link: Link) -> str:
     words = _quoted("\n".join(filter(None, labels.channel_text(link))))
-    line = "-.->" if link.errors or link.feedback else "==>" if link.medium == "processes" else "-->"
+    line = "-.->" if link.errors or link.feedback else "==>" if link.medium.copies else "-->"
     return f"{line}|{words}|"
 
 

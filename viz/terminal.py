@@ -9,6 +9,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
+from flowchan.declare.verbs import VERBS
 from flowchan.run.report import count, rate, share
 from flowchan.run.stats import LinkStats, RunStats, StageStats
 
@@ -86,7 +87,7 @@ def _plain_stage(stage: StageStats, queue: tuple[int, int] | None, bottleneck: b
 
 def _items(stage: StageStats) -> int:
     """What a stage has worked on: what came in, or, at a source, what went out."""
-    return stage.items_out if stage.kind in ("source", "input") else stage.items_in
+    return stage.items_out if VERBS[stage.kind].role == "source" else stage.items_in
 
 
 def _busiest(stats: RunStats, most: int) -> list[StageStats]:

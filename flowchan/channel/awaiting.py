@@ -88,7 +88,7 @@ class Watcher:
                     return
             if waits:
                 idle_since = time.monotonic()
-            alone = waits and all(wait.channel.across == "threads" for _, wait in waits)
+            alone = waits and all(not wait.channel.medium.copies for _, wait in waits)
             changed = self._watch.sleep(heard, [wait for _, wait in waits], LONG if alone else SLICE)
             futures = []
             with self._lock:

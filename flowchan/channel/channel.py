@@ -13,12 +13,13 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, TypeVar
 
 import flowchan.items.codec  # tells the core how to serialise  # noqa: F401
 from flowchan import _core
 from flowchan._core import In, Out
 from flowchan.channel import awaiting
+from flowchan.channel.media import MEDIA, Across, Medium
 from flowchan.errors import Broken
 from flowchan.items import arrays
 from flowchan.transport.descriptors import (
@@ -106,21 +107,25 @@ class Channel(_core.Channel, Generic[T]):
     def __init__(
         self,
         capacity: int = 64,
-        across: Literal["threads", "processes"] = "threads",
+        across: Across = "threads",
         max_bytes: int | None = None,
     ) -> None:
-        if across not in ("threads", "processes"):
-            raise ValueError(f"across must be 'threads' or 'processes', not {across!r}")
+        medium = MEDIA.get(across)
+        if medium is None:
+            raise ValueError(f"across must be {' or '.join(map(repr, MEDIA))}, not {across!r}")
         _whole("capacity", capacity, "items")
         if max_bytes is not None:
             _whole("max_bytes", max_bytes, "bytes, or None")
-        elif across == "threads":
-            max_bytes = _NO_LIMIT
         else:
-            max_bytes = most_bytes()
-        super().__init__(capacity=capacity, processes=across == "processes", max_bytes=max_bytes, name="")
-        if across == "processes":
+            max_bytes = most_bytes() if medium.copies else _NO_LIMIT
+        super().__init__(capacity=capacity, processes=medium.copies, max_bytes=max_bytes, name="")
+        if medium.copies:
             _known[os.fstat(self._fd).st_ino] = self
+
+    @property
+    def medium(self) -> Medium:
+        """What it is made of, and what follows from that."""
+        return MEDIA[self.across]
 
     def __iter__(self) -> Iterator[T]:
         return self
@@ -148,14 +153,14 @@ class Channel(_core.Channel, Generic[T]):
 
     def __repr__(self) -> str:
         name = f"{self._name!r}, " if self._name else ""
-        limit = "" if self.across == "threads" and self.max_bytes is None else f", max_bytes={self.max_bytes}"
+        limit = "" if self.max_bytes is None else f", max_bytes={self.max_bytes}"
         state = (
             "broken" if self.broken else "drained" if self.drained else "closed" if self.closed else "open"
         )
         return f"<Channel({name}{self.capacity}, across={self.across!r}{limit}) {state}, {len(self)} inside>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self.across == "threads":
+        if not self.medium.copies:
             raise TypeError(f"{self!r} can't be sent to another process; make it with across='processes'")
         return _arrive, (hand_over(self._fd, self._socket, self), self._name)
 

@@ -1,22 +1,17 @@
-"""The rule "pickle": what a stage in a process is made of must be able to get there, and if not, what hinders
-it.
-
-A stage's function, its arguments and its options travel by cloudpickle. When one of them cannot, the parts
-that cloudpickle would visit are tried one by one, down to the smallest that fails by itself; its path is what
-the user needs: "captured variable 'model', attribute 'lock'".
-"""
+"""The rule "pickle": what a stage in a process is made of, its function, arguments and options, must be able
+to get there by cloudpickle."""
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Iterator
-from types import CodeType, FunctionType
 from typing import Any
 
-from flowchan.declare.values import Problem, Stage
+from flowchan.declare.callables import name_of
+from flowchan.declare.values import Stage
+from flowchan.errors import Problem
+from flowchan.items.refusal import a_kind_of, refusal, smallest
 
-_DEEPEST = 12
 _REMEDY = (
     "make it inside the function, or in a callable class, which is built once per worker inside the process; "
     'or use on="thread"'
@@ -25,152 +20,29 @@ _REMEDY = (
 
 def pickle_problems(stage: Stage) -> Iterator[Problem]:
     """One problem for each part of a stage in a process that cannot be sent there."""
-    if stage.on != "process":
+    if not stage.place.apart:
         return
     for name, part in _parts(stage):
-        error = _refusal(part)
+        error = refusal(part)
         if error is not None:
-            path, culprit, error = _smallest(part, error)
+            path, culprit, error = smallest(part, error)
             where = f"its {', '.join(path)}" if path else "it"
             message = (
-                f"{name} can't be sent to a process: {where} is {_a(culprit)} ({error}); {_remedy(culprit)}"
+                f"{name} can't be sent to a process: {where} is {a_kind_of(culprit)} ({error}); "
+                f"{_remedy(culprit)}"
             )
             yield Problem("pickle", stage.name, stage.where, message)
 
 
 def _parts(stage: Stage) -> Iterator[tuple[str, Any]]:
     if stage.function is not None:
-        yield f"function {_function_name(stage.function)!r}", stage.function
+        yield f"function {name_of(stage.function)!r}", stage.function
     for place, value in enumerate(stage.args, 1):
         yield f"argument {place}", value
     for name, value in stage.kwargs.items():
         yield f"argument {name!r}", value
     for name, value in stage.options.items():
         yield f"{stage.kind}'s {name}", value
-
-
-def _refusal(value: Any) -> str | None:
-    """Why cloudpickle refuses the value, in one line; ``None`` if it does not."""
-    import cloudpickle
-
-    try:
-        cloudpickle.Pickler(_Nowhere(), protocol=5).dump(value)
-    except Exception as error:  # a user's __reduce__ or __getstate__ may raise anything
-        lines = str(error).splitlines()
-        return lines[0] if lines else type(error).__name__
-    return None
-
-
-class _Nowhere:
-    """A file that forgets: only whether pickling works is wanted, and the value may be large."""
-
-    def write(self, data: Any) -> int:
-        return memoryview(data).nbytes  # large buffers come as they are
-
-
-def _smallest(value: Any, error: str) -> tuple[list[str], Any, str]:
-    """The path to the smallest part of ``value`` that is refused by itself, that part, and the reason."""
-    path: list[str] = []
-    seen = {id(value)}
-    while len(path) < _DEEPEST:
-        for name, child in _listed_children(value):
-            reason = None if id(child) in seen else _refusal(child)
-            if reason is not None:
-                seen.add(id(child))
-                path.append(name)
-                value, error = child, reason
-                break
-        else:
-            break
-    return path, value, error
-
-
-def _listed_children(value: Any) -> list[tuple[str, Any]]:
-    """The children, or none where the object's own code fails while it lists them: then it is the
-    smallest."""
-    try:
-        return list(_children(value))
-    except Exception:
-        return []
-
-
-def _children(value: Any) -> Iterator[tuple[str, Any]]:
-    """What cloudpickle visits when it pickles ``value``, with the word for each."""
-    if isinstance(value, FunctionType):
-        yield from _captured(value)
-    elif isinstance(value, functools.partial):
-        yield f"function {_function_name(value.func)!r}", value.func
-        yield from ((f"argument {place}", argument) for place, argument in enumerate(value.args, 1))
-        yield from ((f"argument {name!r}", argument) for name, argument in value.keywords.items())
-    elif inspect.ismethod(value):
-        yield f"object, {_a(value.__self__)}", value.__self__
-    elif inspect.isclass(value):
-        yield from (
-            (f"class attribute {name!r}", child) for name, child in vars(value).items() if name != "__dict__"
-        )
-    elif isinstance(value, dict):
-        for key, child in value.items():
-            yield "key", key
-            yield f"item {key!r}" if isinstance(key, (str, int)) else "item", child
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        yield from ((f"element {place}", child) for place, child in enumerate(value))
-    else:
-        yield from _state(value)
-
-
-def _captured(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """The variables that travel with a function which is pickled by value."""
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
-        try:
-            yield f"captured variable {name!r}", cell.cell_contents
-        except ValueError:  # not assigned yet
-            continue
-    for name in _names_used(function.__code__):
-        if name in function.__globals__:
-            yield f"global variable {name!r}", function.__globals__[name]
-    positional = function.__code__.co_varnames[: function.__code__.co_argcount]
-    defaults = function.__defaults__ or ()
-    yield from (
-        (f"default of {name!r}", value)
-        for name, value in zip(reversed(positional), reversed(defaults), strict=False)
-    )
-    yield from ((f"default of {name!r}", value) for name, value in (function.__kwdefaults__ or {}).items())
-    yield from ((f"attribute {name!r}", value) for name, value in vars(function).items())
-
-
-def _names_used(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names_used(constant)
-
-
-def _state(value: Any) -> Iterator[tuple[str, Any]]:
-    """The arguments, attributes and elements that an object's own ``__reduce__`` hands to pickle."""
-    reduced = value.__reduce_ex__(5)
-    if not isinstance(reduced, tuple):
-        return
-    _, arguments, state, elements, items = (*reduced, None, None, None, None)[:5]
-    for part in state if isinstance(state, tuple) else (state,):
-        if isinstance(part, dict):
-            yield from ((f"attribute {name!r}", child) for name, child in part.items())
-        else:
-            yield "state", part
-    yield from (("part", argument) for argument in arguments)
-    yield from ((f"element {place}", child) for place, child in enumerate(elements or ()))
-    yield from ((f"item {key!r}", child) for key, child in items or ())
-
-
-def _function_name(function: Any) -> str:
-    while isinstance(function, functools.partial):
-        function = function.func
-    return str(getattr(function, "__name__", type(function).__name__))
-
-
-def _a(value: Any) -> str:
-    kind = type(value)
-    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
 def _remedy(culprit: Any) -> str:

@@ -36,11 +36,11 @@ from flowchan.channel.channel import Channel, In
 from flowchan.check.pickling import pickle_problems
 from flowchan.check.types import port_problems, type_problems
 from flowchan.declare.blueprint import Blueprint
-from flowchan.declare.stream import Feedback
-from flowchan.declare.values import ASYNC_KINDS, Link, Output, Problem, Stage, is_async
-from flowchan.errors import GraphError
+from flowchan.declare.callables import is_async
+from flowchan.declare.values import Link, Origin, Stage
+from flowchan.declare.verbs import VERBS
+from flowchan.errors import GraphError, Problem
 
-_RESULTS = ("reduce", "collect")
 _BYTES_PER_ITEM = 64
 _REFUSED = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.ENOENT)
 _BYTES_PER_CHANNEL = 64 * 1024
@@ -59,9 +59,16 @@ def check(graph: Blueprint) -> tuple[Problem, ...]:
     found: list[tuple[int, Problem]] = []
     for rule in _RULES:
         found.extend(rule(graph, stages))
+    count = Counter(stage.name for stage in stages)
+    items = {  # what a name given twice means is not certain
+        Origin(stage.name, output.port): output
+        for stage in stages
+        if count[stage.name] == 1
+        for output in stage.all_outputs
+    }
     for place, stage in enumerate(stages):
-        for of_stage in (port_problems, type_problems, pickle_problems):
-            found.extend((place, problem) for problem in of_stage(stage))
+        for problems in (port_problems(stage), type_problems(stage, items), pickle_problems(stage)):
+            found.extend((place, problem) for problem in problems)
     return tuple(problem for _, problem in sorted(found, key=itemgetter(0)))
 
 
@@ -98,7 +105,7 @@ def _duplicates(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
             )
             yield place, Problem("duplicate", stage.name, stage.where, message)
             continue
-        for output in _outputs(stage):
+        for output in stage.all_outputs:
             owner = channels.setdefault(output.name, stage)
             if owner is not stage:
                 message = (
@@ -110,17 +117,18 @@ def _duplicates(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
 
 
 def _foreign(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
-    written = {(stage.name, output.port) for stage in stages for output in _outputs(stage)}
+    written = {Origin(stage.name, output.port) for stage in stages for output in stage.all_outputs}
     for place, stage in enumerate(stages):
-        for stream in stage.inputs:
-            if stream.graph is not graph:
+        for origin in stage.inputs:
+            stranger = graph.strangers.get(origin)
+            if stranger is not None:
                 message = (
-                    f"reads stream {stream.name!r} of another graph, {stream.graph.name!r} declared at "
-                    f"{stream.graph.where}; declare both ends in one graph"
+                    f"reads stream {stranger.name!r} of another graph, {stranger.graph!r} declared at "
+                    f"{stranger.where}; declare both ends in one graph"
                 )
                 yield place, Problem("foreign", stage.name, stage.where, message)
-            elif (stream.stage, stream.port) not in written and not isinstance(stream, Feedback):
-                message = f"reads stream {stream.name!r}, but no stage of graph {graph.name!r} writes it"
+            elif origin not in written and origin not in graph.loops:
+                message = f"reads stream {str(origin)!r}, but no stage of graph {graph.name!r} writes it"
                 yield place, Problem("foreign", stage.name, stage.where, message)
 
 
@@ -133,13 +141,10 @@ def _cycles(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     places = {stage.name: place for place, stage in enumerate(stages) if count[stage.name] == 1}
     joined = networkx.DiGraph()
     joined.add_edges_from(
-        (stream.stage, stage.name)
+        (origin.stage, stage.name)
         for stage in stages
-        for stream, port in zip(stage.inputs, stage.input_ports, strict=False)
-        if stream.graph is graph
-        and stage.name in places
-        and stream.stage in places
-        and port not in stage.feedback
+        for port, origin in stage.read
+        if stage.name in places and origin.stage in places and port not in stage.feedback
     )
     for knot in networkx.strongly_connected_components(joined):
         start = min(knot, key=places.__getitem__)
@@ -159,14 +164,14 @@ def _cycles(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
 
 def _loops(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     """Each feedback is fed, and who reads it can end by itself."""
-    for feedback, where in graph.feedbacks.items():
-        if feedback not in graph._fed:
-            message = f"nothing feeds {feedback.name!r}; close the loop with .feed(stream)"
-            places = [place for place, stage in enumerate(stages) if feedback in stage.inputs]
+    for origin, loop in graph.loops.items():
+        if loop.fed_by is None:
+            message = f"nothing feeds {loop.name!r}; close the loop with .feed(stream)"
+            places = [place for place, stage in enumerate(stages) if origin in stage.inputs]
             place = places[0] if places else -1
-            yield place, Problem("loop", stages[place].name if places else "", where, message)
+            yield place, Problem("loop", stages[place].name if places else "", loop.where, message)
     for place, stage in enumerate(stages):
-        if stage.feedback and stage.kind != "stage":
+        if stage.feedback and not stage.verb.ends_loops:
             message = (
                 f"{stage.kind} reads a feedback, and would wait for its own end; let a "
                 "graph.stage read it, which "
@@ -179,15 +184,14 @@ def _readers(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     """Each output has exactly one reader; a result may have none. Who reads a name given twice is not
     certain."""
     count = Counter(stage.name for stage in stages)
-    readers: dict[tuple[str, str], list[Stage]] = {}
+    readers: dict[Origin, list[Stage]] = {}
     for stage in stages:
-        for stream in stage.inputs:
-            if stream.graph is graph:
-                readers.setdefault((stream.stage, stream.port), []).append(stage)
+        for origin in stage.inputs:
+            readers.setdefault(origin, []).append(stage)
     for place, stage in enumerate(stages):
-        for output in _outputs(stage) if count[stage.name] == 1 else ():
-            reading = readers.get((stage.name, output.port), [])
-            if not reading and output is not stage.errors and stage.kind not in _RESULTS:
+        for output in stage.all_outputs if count[stage.name] == 1 else ():
+            reading = readers.get(Origin(stage.name, output.port), [])
+            if not reading and output is not stage.errors and not stage.verb.result:
                 message = (
                     f"nobody reads its output {output.name!r}; end it with .sink(function), "
                     "or with .collect() "
@@ -206,7 +210,7 @@ def _readers(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
 
 def _capacities(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     for place, stage in enumerate(stages):
-        for output in _outputs(stage):
+        for output in stage.all_outputs:
             if not _is_capacity(output.capacity):
                 message = f"capacity of {output.name!r} must be an int of at least 1, not {output.capacity!r}"
                 yield place, Problem("capacity", stage.name, stage.where, message)
@@ -214,7 +218,7 @@ def _capacities(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
 
 def _memory(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     """A lower bound, reserved when the run begins; items that are larger need more."""
-    shared = [link for link in graph.links if link.medium == "processes" and _is_capacity(link.capacity)]
+    shared = [link for link in graph.links if link.medium.copies and _is_capacity(link.capacity)]
     if not shared:
         return
     import psutil
@@ -236,7 +240,7 @@ def _memory(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
 
 
 def _system(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
-    shared = next((link for link in graph.links if link.medium == "processes"), None)
+    shared = next((link for link in graph.links if link.medium.copies), None)
     if shared is None:
         return
     try:
@@ -248,12 +252,13 @@ def _system(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
 
 
 def _limits(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
-    writing = {stage.name: len(stage.inputs) if stage.kind == "merge" else stage.workers for stage in stages}
-    reading = {stage.name: 1 if stage.kind == "merge" else stage.workers for stage in stages}
+    apart = {stage.name: stage.verb.worker_per_input for stage in stages}
+    writing = {stage.name: len(stage.inputs) if apart[stage.name] else stage.workers for stage in stages}
+    reading = {stage.name: 1 if apart[stage.name] else stage.workers for stage in stages}
     places = {stage.name: place for place, stage in enumerate(stages)}
     for link in graph.links:
         ports = writing.get(link.writer, 0) + reading.get(link.reader or "", 0)
-        if link.medium == "processes" and ports > _MOST_PORTS:
+        if link.medium.copies and ports > _MOST_PORTS:
             message = (
                 f"its channel {link.name!r} is written and read by {ports:,} workers; between "
                 "processes a channel has "
@@ -263,7 +268,7 @@ def _limits(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     for place, stage in enumerate(stages):
         ports = len(stage.inputs) + len(stage.outputs)
         names = getattr(getattr(stage.function, "__code__", None), "co_names", ())
-        if stage.kind == "stage" and ports > _MOST_SELECTED and "select" in names:
+        if stage.verb.calls == "ports" and ports > _MOST_SELECTED and "select" in names:
             message = (
                 f"its function calls select and has {ports} ports, but select takes "
                 f"{_MOST_SELECTED} operations; merge "
@@ -276,13 +281,14 @@ def _asyncs(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     for place, stage in enumerate(stages):
         if not is_async(stage.function):
             continue
-        if stage.kind not in ASYNC_KINDS:
-            message = f"{stage.kind} takes no async function; {', '.join(sorted(ASYNC_KINDS))} do"
+        if not stage.verb.async_body:
+            others = ", ".join(sorted(verb.name for verb in VERBS.values() if verb.async_body))
+            message = f"{stage.kind} takes no async function; {others} do"
             yield place, Problem("async", stage.name, stage.where, message)
-        elif stage.on != "thread":
+        elif stage.place.apart:
             message = (
                 f"an async function runs as {stage.workers} tasks of one event loop, "
-                f"on='thread', not {stage.on!r}"
+                f"on='thread', not {stage.place.name!r}"
             )
             yield place, Problem("async", stage.name, stage.where, message)
 
@@ -292,7 +298,7 @@ def _spent(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     itself when it is at its end."""
     for place, stage in enumerate(stages):
         items = stage.options.get("iterable")
-        if stage.on != "thread" or not isinstance(items, Iterator) or isinstance(items, Channel | In):
+        if stage.place.apart or not isinstance(items, Iterator) or isinstance(items, Channel | In):
             continue
         if inspect.isgenerator(items) and inspect.getgeneratorstate(items) == inspect.GEN_CLOSED:
             how = "is at its end already, so there would be no items"
@@ -311,7 +317,7 @@ def _daemonic(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     process = multiprocessing.current_process()
     if process.daemon:
         for place, stage in enumerate(stages):
-            if stage.on == "process":
+            if stage.place.apart:
                 message = (
                     f"process {process.name!r} is daemonic, and Python lets it start no "
                     "processes; start it with "
@@ -326,10 +332,6 @@ def _bytes_of(link: Link) -> int:
 
 def _is_capacity(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _outputs(stage: Stage) -> tuple[Output, ...]:
-    return stage.outputs if stage.errors is None else (*stage.outputs, stage.errors)
 
 
 _RULES = (

@@ -7,18 +7,19 @@ compared, and whatever is unknown, abstract in an unusual way or merely converti
 
 from __future__ import annotations
 
-import functools
 import inspect
 import numbers
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from flowchan.declare.annotations import call_signature, known, ports_of, returned_type, type_name
-from flowchan.declare.values import Problem, Stage, is_async, is_callable_class
+from flowchan.declare.callables import bare, is_async, is_callable_class, name_of
+from flowchan.declare.values import Origin, Output, Stage
+from flowchan.errors import Problem
 
-_CALLS = {"map": 1, "flat_map": 1, "filter": 1, "sink": 1, "partition": 1, "reduce": 2}
+_ITEMS = {"item": 1, "fold": 2}
 _WIDER = {(int, float), (int, complex), (float, complex), (bool, float), (bool, complex)}
 _BYTES = {bytes, bytearray, memoryview}
 _ARGUMENTS = {1: "one argument, the item", 2: "two arguments, the result so far and the item"}
@@ -28,18 +29,19 @@ def port_problems(stage: Stage) -> Iterator[Problem]:
     """Whether the streams and arguments given fit the parameters of the function."""
     if stage.function is None:
         return
-    if stage.kind == "stage":
+    if stage.verb.calls == "ports":
         found = _port_messages(stage)
-    elif stage.kind == "source":
+    elif stage.verb.calls == "arguments":
         found = _source_messages(stage)
     else:
         found = _call_messages(stage)
     yield from (Problem("ports", stage.name, stage.where, message) for message in found)
 
 
-def type_problems(stage: Stage) -> Iterator[Problem]:
-    """Whether the annotated item type of each stream fits the annotation of the parameter that takes it."""
-    if stage.kind in ("source", "flat_map") and stage.function is not None:
+def type_problems(stage: Stage, outputs: Mapping[Origin, Output]) -> Iterator[Problem]:
+    """Whether the annotated item type of each stream fits the annotation of the parameter that takes it.
+    ``outputs``: what the origins of the graph are."""
+    if stage.verb.iterates and stage.function is not None:
         given = returned_type(stage.function)
         if not _iterable(given) and not is_async(stage.function):
             yield Problem(
@@ -50,7 +52,7 @@ def type_problems(stage: Stage) -> Iterator[Problem]:
                 f"{type_name(given)}; "
                 "return an iterable, or yield the items",
             )
-    for stream, port, asked in _asked(stage):
+    for stream, port, asked in _asked(stage, outputs):
         if not fits(stream.item, asked):
             yield Problem(
                 "type",
@@ -106,21 +108,23 @@ def _bare(annotation: Any) -> Any:
     return next((kind for kind in (origin, annotation) if inspect.isclass(kind)), None)
 
 
-def _asked(stage: Stage) -> Iterator[tuple[Any, str, Any]]:
+def _asked(stage: Stage, outputs: Mapping[Origin, Output]) -> Iterator[tuple[Output, str, Any]]:
     """Each stream with a known item type, with the parameter it goes to and its annotation."""
     if stage.function is None:
         return
-    if stage.kind == "stage":
+    read = {port: outputs[origin] for port, origin in stage.read if origin in outputs}
+    if stage.verb.calls == "ports":
         items = {port.name: port.item for port in ports_of(stage.function) if port.reads}
-        for stream, port in zip(stage.inputs, stage.input_ports, strict=False):
+        for port, stream in read.items():
             if stream.item is not None and items.get(port) is not None:
                 yield stream, port, items[port]
-    elif stage.kind in _CALLS and stage.inputs and stage.inputs[0].item is not None:
+    elif stage.verb.calls in _ITEMS:
         parameters = _positional(stage.function)
-        place = _CALLS[stage.kind] - 1
+        place = _ITEMS[stage.verb.calls] - 1
         asked = known(parameters[place].annotation) if len(parameters) > place else None
-        if asked is not None:
-            yield stage.inputs[0], parameters[place].name, asked
+        for stream in read.values():
+            if stream.item is not None and asked is not None:
+                yield stream, parameters[place].name, asked
 
 
 def _positional(function: Any) -> list[inspect.Parameter]:
@@ -134,15 +138,13 @@ def _positional(function: Any) -> list[inspect.Parameter]:
 def _item_signature(function: Any) -> inspect.Signature | None:
     """The signature of the call per item. A plain class applied to each item is left alone: its constructor's
     signature is often not the truth (``__new__``, metaclasses)."""
-    made = function
-    while isinstance(made, functools.partial):
-        made = made.func
+    made = bare(function)
     return None if inspect.isclass(made) and not is_callable_class(made) else call_signature(function)
 
 
 def _call_messages(stage: Stage) -> Iterator[str]:
     """A verb that calls the function with the item."""
-    count = _CALLS.get(stage.kind)
+    count = _ITEMS.get(stage.verb.calls or "")
     if count is None:
         return
     signature = _item_signature(stage.function)
@@ -247,9 +249,7 @@ def _refused(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[s
 
 
 def _named(function: Any) -> str:
-    while isinstance(function, functools.partial):
-        function = function.func
-    return repr(getattr(function, "__name__", type(function).__name__))
+    return repr(name_of(function))
 
 
 def _shown(signature: inspect.Signature) -> str:

@@ -18,8 +18,7 @@ import click
 
 if TYPE_CHECKING:
     from flowchan.declare.blueprint import Blueprint
-    from flowchan.declare.values import Problem
-    from flowchan.errors import RunError
+    from flowchan.errors import Problem, RunError
     from flowchan.viz.terminal import LiveView
 
 DONE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
@@ -95,7 +94,7 @@ def run(file: str, args: tuple[str, ...], debug: bool, seed: int | None) -> int:
 
     with _Interrupts() as interrupts:
         graph: Any = load(file, args)
-        inputs = [stage.name for stage in graph.stages if stage.kind == "input"]
+        inputs = [stage.name for stage in graph.stages if stage.verb.outside]
         if inputs:
             raise LoadError(
                 f"{file}: graph {graph.name!r} gets items from outside, by its input {inputs[0]!r}, "
@@ -237,7 +236,7 @@ def _tell_failures(error: RunError, debug: bool = False) -> None:
 
 
 def _tell_problems(graph: str, problems: Sequence[Problem], err: bool) -> None:
-    from flowchan.declare.values import Where
+    from flowchan.errors import Where
     from flowchan.viz.labels import relative
 
     for problem in problems:
@@ -248,7 +247,7 @@ def _tell_problems(graph: str, problems: Sequence[Problem], err: bool) -> None:
 
 def _counts(graph: Blueprint) -> str:
     workers = sum(stage.workers for stage in graph.stages)
-    apart = sum(stage.workers for stage in graph.stages if stage.on != "thread")
+    apart = sum(stage.workers for stage in graph.stages if stage.place.apart)
     return (
         f"{_number(len(graph.stages), 'stage')}, {_number(len(graph.links), 'channel')}, "
         f"{_number(workers, 'worker')}" + (f", {apart} of them in processes" if apart else "")

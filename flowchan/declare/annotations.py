@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import builtins
 import collections.abc
-import functools
 import inspect
 import typing
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowchan._core import In, Out
-from flowchan.declare.values import is_callable_class
+from flowchan.declare.callables import bare, is_callable_class
 
 Parameter = inspect.Parameter
 _STANDARD = ("builtins", "collections", "collections.abc")
@@ -43,8 +42,7 @@ class _Names(dict[str, Any]):
 def plain_function(function: Any) -> Any:
     """The Python function under partials, decorators, bound methods and callable objects or classes, as far
     as there is one."""
-    while isinstance(function, functools.partial):
-        function = function.func
+    function = bare(function)
     if inspect.isclass(function):
         return function.__call__ if is_callable_class(function) else function
     function = inspect.unwrap(function)
@@ -79,9 +77,7 @@ def call_signature(function: Any) -> inspect.Signature | None:
 def returned_type(function: Any) -> Any:
     """What one call gives: the return annotation, or the class itself where a class is applied to each
     item."""
-    made = function
-    while isinstance(made, functools.partial):
-        made = made.func
+    made = bare(function)
     if inspect.isclass(made) and not is_callable_class(made):
         return made
     signature = call_signature(function)

@@ -14,11 +14,9 @@ import numbers
 import threading
 from collections.abc import Callable, Iterable
 from decimal import Decimal
-from typing import Any, get_args
+from typing import Any
 
-from flowchan.declare.values import Placement
-
-PLACEMENTS: tuple[str, ...] = get_args(Placement)
+from flowchan.declare.places import PLACES, Place
 
 
 def whole(call: str, argument: str, value: Any, least: int) -> int:
@@ -46,13 +44,14 @@ def seconds(call: str, argument: str, value: Any) -> float | None:
     return min(length, threading.TIMEOUT_MAX)
 
 
-def placement(call: str, value: Any) -> Placement:
-    """One of the words that ``on=`` takes."""
-    if value not in PLACEMENTS:
+def placed(call: str, value: Any) -> Place:
+    """The place that one of the words of ``on=`` names."""
+    place = PLACES.get(value) if isinstance(value, str) else None
+    if place is None:
         error = ValueError if isinstance(value, str) else TypeError
-        allowed = " or ".join(f'"{word}"' for word in PLACEMENTS)
+        allowed = " or ".join(f'"{word}"' for word in PLACES)
         raise error(f"{call}: on must be {allowed}, not {shown(value)}")
-    return "process" if value == "process" else "thread"
+    return place
 
 
 def flag(call: str, argument: str, value: Any) -> bool:

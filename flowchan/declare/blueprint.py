@@ -1,48 +1,28 @@
-"""The declaration of a graph: stages joined by streams. Nothing here runs.
-
-:class:`Blueprint` grows while the user declares; every ``Stage`` in it is a frozen
-value. The checks, the pictures and the run read ``stages`` and ``links`` and nothing else.
-"""
+"""The declaration of a graph: how its stages begin, and the general stage. Nothing here runs."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import inspect
-from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable
 from typing import Any
 
 from flowchan.declare.annotations import element_type, ports_of, returned_type
 from flowchan.declare.arguments import (
     callable_argument,
-    flag,
     known_options,
     no_misspelt_option,
-    placement,
     shown,
     text,
-    whole,
 )
-from flowchan.declare.stream import Feedback, Stream, streams_argument
-from flowchan.declare.values import (
-    DEFAULT_CAPACITY,
-    DEFAULT_MAX_DEATHS,
-    DEFAULT_RESTARTS,
-    Link,
-    Medium,
-    Output,
-    Placement,
-    Stage,
-    Where,
-)
+from flowchan.declare.builder import Builder
+from flowchan.declare.places import Placement
+from flowchan.declare.stream import Feedback, Stream, origins, streams_argument, streams_of
+from flowchan.declare.values import DEFAULT_CAPACITY, DEFAULT_RESTARTS
 
-_PACKAGE = __name__.partition(".")[0]
 _SOURCE_OPTIONS = ("name", "on", "capacity", "restarts", "restartable")
 _STAGE_OPTIONS = (*_SOURCE_OPTIONS, "workers")
 
 
-class Blueprint:
+class Blueprint(Builder):
     """A graph as declared: its ``name``, the stages in the order of declaration, and the channels between
     them.
 
@@ -51,53 +31,8 @@ class Blueprint:
     """
 
     def __init__(self, name: str = "graph") -> None:
-        self.name = text("Graph", "name", name)
-        self.where = _users_line()
-        self._stages: list[Stage] = []
-        self._by_name: dict[str, int] = {}
-        self._by_port: dict[tuple[str, str], int] = {}
-        self._last_number: dict[str, int] = {}
-        self._links: tuple[Link, ...] | None = None
-        self._feedbacks: dict[Feedback, Where] = {}
-        self._fed: dict[Stream, Stream] = {}
+        super().__init__(name)
         self._started: set[str] = set()  # stages that a run has started: an iterator of theirs is read
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.name!r} with {len(self._stages)} stages>"
-
-    def __reduce__(self) -> Any:
-        raise TypeError(f"graph {self.name!r} is a declaration and stays in the process that declares it")
-
-    # What is declared
-
-    @property
-    def stages(self) -> tuple[Stage, ...]:
-        """All stages, in the order of declaration."""
-        return tuple(self._stages)
-
-    def stage_named(self, name: str) -> Stage:
-        """The stage of that name, the first one if the name was given twice. ``KeyError`` if there is
-        none."""
-        try:
-            return self._stages[self._by_name[name]]
-        except KeyError:
-            raise KeyError(f"graph {self.name!r} has no stage named {name!r}") from None
-
-    @property
-    def links(self) -> tuple[Link, ...]:
-        """Every channel: each output of each stage with its reader, and each error stream that somebody
-        reads. A stream with several readers, which ``check`` reports, gives one link per
-        reader."""
-        if self._links is None:
-            self._links = tuple(self._joined())
-        return self._links
-
-    @property
-    def feedbacks(self) -> Mapping[Feedback, Where]:
-        """Every stream that :meth:`feedback` has given, with the place of the call."""
-        return MappingProxyType(self._feedbacks)
-
-    # Declaring
 
     def source(
         self,
@@ -135,31 +70,41 @@ class Blueprint:
             raise TypeError(f"source: items is not callable, so it takes no more arguments: {shown(items)}")
         else:
             options, item = {"iterable": items}, element_type(type(items))
-        (out,) = self._declare(
-            "source", name=name, function=function, args=args, kwargs=kwargs, options=options, input_ports=(),
-            outputs=[("out", item)], capacity=capacity, on=on, restarts=restarts, restartable=restartable,
-        )  # fmt: skip
-        return out
+        stage = self._declare(
+            "source",
+            name=name,
+            function=function,
+            args=args,
+            kwargs=kwargs,
+            options=options,
+            input_ports=(),
+            outputs=[("out", item)],
+            capacity=capacity,
+            on=on,
+            restarts=restarts,
+            restartable=restartable,
+        )
+        return streams_of(self, stage)[0]
 
     def input(self, name: str | None = None, capacity: int = DEFAULT_CAPACITY) -> Stream:
         """A stream of the items that are put from outside while the graph runs."""
-        (out,) = self._declare("input", name=name, input_ports=(), outputs=[("out", None)], capacity=capacity)
-        return out
+        stage = self._declare("input", name=name, input_ports=(), outputs=[("out", None)], capacity=capacity)
+        return streams_of(self, stage)[0]
 
     def merge(self, *streams: Stream, name: str | None = None, capacity: int = DEFAULT_CAPACITY) -> Stream:
         """The items of all streams, as they come; it ends when the last of them ends."""
         if not streams:
             raise TypeError("merge: give at least one stream")
         items = [stream.item for stream in streams_argument("merge", streams)]
-        (out,) = self._declare(
+        stage = self._declare(
             "merge",
             name=name,
-            inputs=streams,
+            inputs=origins(self, *streams),
             input_ports=[str(port) for port in range(len(streams))],
             outputs=[("out", items[0] if all(item == items[0] for item in items) else None)],
             capacity=capacity,
         )
-        return out
+        return streams_of(self, stage)[0]
 
     def feedback(self, name: str = "feedback") -> Feedback:
         """A stream of the items that a stage declared later puts: how a graph leads back. A :meth:`stage`
@@ -168,9 +113,7 @@ class Blueprint:
 
         A loop has no source that ends it. Its stages end it, one of them by returning when its work is done:
         then its outputs close, and the others see the end of their inputs."""
-        feedback = Feedback(self, "", str(len(self._feedbacks)), text("feedback", "name", name))
-        self._feedbacks[feedback] = _users_line()
-        return feedback
+        return Feedback(self, *self._leads_back(text("feedback", "name", name)), name)
 
     def stage(
         self,
@@ -197,12 +140,12 @@ class Blueprint:
             )
         readers = [port.name for port in ports if port.reads][: len(streams)]
         surplus = [f"surplus{number}" for number in range(1, len(streams) - len(readers) + 1)]
-        outs = self._declare(
+        stage = self._declare(
             "stage",
             name=name,
             function=function,
             kwargs=kwargs,
-            inputs=streams_argument("stage", streams),
+            inputs=origins(self, *streams_argument("stage", streams)),
             input_ports=readers + surplus,
             outputs=[(port.name, port.item) for port in ports if not port.reads],
             capacity=capacity,
@@ -211,181 +154,5 @@ class Blueprint:
             restarts=restarts,
             restartable=restartable,
         )
+        outs = streams_of(self, stage)
         return None if not outs else outs[0] if len(outs) == 1 else outs
-
-    # Behind the verbs
-
-    def _declare(
-        self,
-        kind: str,
-        *,
-        outputs: Sequence[tuple[str, Any]],
-        name: str | None = None,
-        inputs: tuple[Stream, ...] = (),
-        input_ports: Sequence[str] = ("items",),
-        function: Callable[..., Any] | None = None,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        options: Mapping[str, Any] | None = None,
-        capacity: int = DEFAULT_CAPACITY,
-        errors: bool = False,
-        on: Placement = "thread",
-        workers: int = 1,
-        ordered: bool = True,
-        retries: int = 0,
-        restarts: int = DEFAULT_RESTARTS,
-        max_deaths: int = DEFAULT_MAX_DEATHS,
-        restartable: bool = False,
-    ) -> tuple[Stream, ...]:
-        """Adds one stage, after the checks that all verbs share, and gives the handles of its outputs."""
-        whole(kind, "capacity", capacity, 1)
-        on = placement(kind, on)
-        whole(kind, "workers", workers, 1)
-        whole(kind, "retries", retries, 0)
-        whole(kind, "restarts", restarts, 0)
-        whole(kind, "max_deaths", max_deaths, 1)
-        flag(kind, "ordered", ordered)
-        flag(kind, "restartable", restartable)
-        called = self._free_name(_name_from(function, kind)) if name is None else text(kind, "name", name)
-        single = len(outputs) == 1
-        stage = Stage(
-            name=called,
-            kind=kind,
-            where=_users_line(),
-            feedback=frozenset(
-                port for port, read in zip(input_ports, inputs, strict=False) if isinstance(read, Feedback)
-            ),
-            function=function,
-            args=args,
-            kwargs=MappingProxyType(dict(kwargs or {})),
-            options=MappingProxyType(dict(options or {})),
-            inputs=tuple(self._fed.get(read, read) for read in inputs),
-            input_ports=tuple(input_ports),
-            outputs=tuple(
-                Output(called if single else f"{called}.{p}", p, item, capacity) for p, item in outputs
-            ),
-            errors=Output(f"{called}.errors", "errors") if errors else None,
-            on=on,
-            workers=workers,
-            ordered=ordered,
-            retries=retries,
-            restarts=restarts,
-            max_deaths=max_deaths,
-            restartable=restartable,
-        )
-        self._add(stage)
-        return tuple(Stream(self, called, output.port, output.name, output.item) for output in stage.outputs)
-
-    def _add(self, stage: Stage) -> None:
-        """Takes a stage in. A name that exists already stays with its first owner, and is for the check to
-        report."""
-        place = len(self._stages)
-        self._stages.append(stage)
-        self._by_name.setdefault(stage.name, place)
-        for output in _all_outputs(stage):
-            self._by_port.setdefault((stage.name, output.port), place)
-        self._links = None
-
-    def _place_of(self, stream: Stream) -> int:
-        if isinstance(stream, Feedback):
-            raise ValueError(f"{stream!r} is what another stage puts; say it of the stream that feeds it")
-        return self._by_port[stream.stage, stream.port]
-
-    def _stage_of(self, stream: Stream) -> Stage:
-        return self._stages[self._place_of(stream)]
-
-    def _feed(self, feedback: Feedback, stream: Stream) -> None:
-        """Closes a loop: whoever reads ``feedback`` reads ``stream``, by a new value in the place of its
-        stage."""
-        if feedback in self._fed:
-            raise ValueError(
-                f"{feedback!r} is fed by {self._fed[feedback]!r} already; ask for another graph.feedback()"
-            )
-        self._fed[feedback] = stream
-        for place, stage in enumerate(self._stages):
-            if feedback in stage.inputs:
-                inputs = tuple(stream if read == feedback else read for read in stage.inputs)
-                self._stages[place] = dataclasses.replace(stage, inputs=inputs)
-        self._links = None
-
-    def _resize(self, stream: Stream, capacity: int) -> None:
-        """Gives the stream's channel another capacity, by a new value in the place of its stage."""
-
-        def resized(output: Output) -> Output:
-            return dataclasses.replace(output, capacity=capacity) if output.port == stream.port else output
-
-        place = self._place_of(stream)
-        stage = self._stages[place]
-        self._stages[place] = dataclasses.replace(
-            stage,
-            outputs=tuple(resized(output) for output in stage.outputs),
-            errors=None if stage.errors is None else resized(stage.errors),
-        )
-        self._links = None
-
-    def _free_name(self, base: str) -> str:
-        """``base``, or ``base-2``, ``base-3``, … if that is taken."""
-        name = base
-        while name in self._by_name:
-            self._last_number[base] = self._last_number.get(base, 1) + 1
-            name = f"{base}-{self._last_number[base]}"
-        return name
-
-    def _joined(self) -> Iterable[Link]:
-        readers: dict[tuple[str, str], list[tuple[Stage | None, str | None]]] = {}
-        nobody: list[tuple[Stage | None, str | None]] = [(None, None)]
-        for stage in self._stages:
-            for stream, input_port in zip(stage.inputs, stage.input_ports, strict=False):
-                if stream.graph is self:
-                    readers.setdefault((stream.stage, stream.port), []).append((stage, input_port))
-        for stage in self._stages:
-            for output in stage.outputs:
-                for reader, port in readers.get((stage.name, output.port), nobody):
-                    yield _link(stage, output, reader, port)
-            if stage.errors is not None:
-                for reader, port in readers.get((stage.name, stage.errors.port), ()):
-                    yield _link(stage, stage.errors, reader, port)
-
-
-def _link(stage: Stage, output: Output, reader: Stage | None, port: str | None) -> Link:
-    across: Medium = "processes" if "process" in (stage.on, reader and reader.on) else "threads"
-    return Link(
-        name=output.name,
-        writer=stage.name,
-        writer_port=output.port,
-        reader=None if reader is None else reader.name,
-        reader_port=port,
-        item=output.item,
-        capacity=output.capacity,
-        medium=across,
-        errors=output is stage.errors,
-        where=stage.where,
-        feedback=reader is not None and port in reader.feedback,
-    )
-
-
-def _all_outputs(stage: Stage) -> tuple[Output, ...]:
-    return stage.outputs if stage.errors is None else (*stage.outputs, stage.errors)
-
-
-def _name_from(function: Any, kind: str) -> str:
-    """A stage's name from its function's: that of the class for a callable object, the verb for a lambda."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    if function is None:
-        return kind
-    name = getattr(function, "__name__", None)
-    if not isinstance(name, str):
-        name = type(function).__name__
-    return kind if name == "<lambda>" else name.strip("_") or kind
-
-
-def _users_line() -> Where:
-    """The place of the call that came from outside this package."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_back is not None:
-        module = frame.f_globals.get("__name__", "")
-        if module != _PACKAGE and not module.startswith(f"{_PACKAGE}."):
-            break
-        frame = frame.f_back
-    return Where("<unknown>", 0) if frame is None else Where(frame.f_code.co_filename, frame.f_lineno)

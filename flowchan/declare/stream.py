@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import GenericAlias
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 from flowchan.declare.annotations import element_type, returned_type, type_name
 from flowchan.declare.arguments import callable_argument, known_options, seconds, shown, whole
-from flowchan.declare.values import DEFAULT_CAPACITY, Placement
-
-if TYPE_CHECKING:
-    from flowchan.declare.blueprint import Blueprint
+from flowchan.declare.builder import Builder
+from flowchan.declare.places import Placement
+from flowchan.declare.values import DEFAULT_CAPACITY, Origin, Stage
 
 _MISSING: Any = object()
 
@@ -64,7 +63,7 @@ class Stream:
     is built once per worker.
     """
 
-    graph: Blueprint
+    graph: Builder
     stage: str
     port: str
     name: str = field(compare=False)
@@ -91,7 +90,9 @@ class Stream:
         that died is done again."""
         callable_argument("sink", "function", function)
         known_options("sink", options, WorkOptions.__annotations__)
-        self.graph._declare("sink", function=function, inputs=(self,), outputs=(), **options)
+        self.graph._declare(
+            "sink", function=function, inputs=origins(self.graph, self), outputs=(), **options
+        )
 
     def partition(
         self, key: Callable[..., Any], n: int, **options: Unpack[ItemOptions]
@@ -99,15 +100,16 @@ class Stream:
         """``n`` streams; items for which ``key(item)`` is equal go to the same one."""
         ports = range(whole("partition", "n", n, 1))
         known_options("partition", options, ItemOptions.__annotations__)
-        return self.graph._declare(
+        stage = self.graph._declare(
             "partition",
             function=callable_argument("partition", "key", key),
             options={"n": n},
-            inputs=(self,),
+            inputs=origins(self.graph, self),
             outputs=[(str(port), self.item) for port in ports],
             errors=True,
             **options,
         )
+        return streams_of(self.graph, stage)
 
     def reduce(
         self, function: Callable[..., Any], initial: Any = _MISSING, *, name: str | None = None
@@ -116,11 +118,16 @@ class Stream:
         item if there is none. It is a result of the run; no other stage needs to read it."""
         options = {} if initial is _MISSING else {"initial": initial}
         item = returned_type(callable_argument("reduce", "function", function))
-        (out,) = self.graph._declare(
-            "reduce", name=name, function=function, options=options, inputs=(self,), outputs=[("out", item)],
+        stage = self.graph._declare(
+            "reduce",
+            name=name,
+            function=function,
+            options=options,
+            inputs=origins(self.graph, self),
+            outputs=[("out", item)],
             errors=True,
-        )  # fmt: skip
-        return out
+        )
+        return streams_of(self.graph, stage)[0]
 
     def collect(self, *, name: str | None = None) -> Stream:
         """One item: the list of all items. It is a result of the run, ``graph.run()[stream]``; no other stage
@@ -153,35 +160,40 @@ class Stream:
     def tee(self, n: int, *, name: str | None = None, capacity: int = DEFAULT_CAPACITY) -> tuple[Stream, ...]:
         """``n`` streams, each with every item."""
         ports = range(whole("tee", "n", n, 1))
-        return self.graph._declare(
+        stage = self.graph._declare(
             "tee",
             name=name,
             options={"n": n},
-            inputs=(self,),
+            inputs=origins(self.graph, self),
             outputs=[(str(port), self.item) for port in ports],
             capacity=capacity,
         )
+        return streams_of(self.graph, stage)
 
     def zip(self, *others: Stream, name: str | None = None, capacity: int = DEFAULT_CAPACITY) -> Stream:
         """Tuples of one item from each stream, until one of them ends."""
         streams = streams_argument("zip", (self, *others))
         item = GenericAlias(tuple, tuple(Any if stream.item is None else stream.item for stream in streams))
-        (out,) = self.graph._declare(
-            "zip", name=name, inputs=streams, input_ports=[str(port) for port in range(len(streams))],
-            outputs=[("out", item)], capacity=capacity,
-        )  # fmt: skip
-        return out
+        stage = self.graph._declare(
+            "zip",
+            name=name,
+            inputs=origins(self.graph, *streams),
+            input_ports=[str(port) for port in range(len(streams))],
+            outputs=[("out", item)],
+            capacity=capacity,
+        )
+        return streams_of(self.graph, stage)[0]
 
     def buffer(self, capacity: int) -> Stream:
         """This stream, with a channel of ``capacity`` items. It adds no stage."""
-        self.graph._resize(self, whole("buffer", "capacity", capacity, 1))
+        self.graph._resize(self._own("buffer"), whole("buffer", "capacity", capacity, 1))
         return self
 
     @property
     def errors(self) -> Stream:
         """The items that failed in this stream's stage, as ``Failed`` values. While nobody reads them, a
         failure ends the run. ``AttributeError`` if the stage calls no function of the user's per item."""
-        output = self.graph._stage_of(self).errors
+        output = self.graph._stage_at(self._own("errors")).errors
         if output is None or self.port == output.port:
             raise AttributeError(
                 f"{self!r} has no errors stream; map, flat_map, filter, partition and reduce have one"
@@ -194,10 +206,15 @@ class Stream:
         """A stage that calls the user's function for each item and has one output."""
         item = item_of(callable_argument(kind, "function", function))
         known_options(kind, options, OrderedOptions.__annotations__)
-        (out,) = self.graph._declare(
-            kind, function=function, inputs=(self,), outputs=[("out", item)], errors=True, **options
+        stage = self.graph._declare(
+            kind,
+            function=function,
+            inputs=origins(self.graph, self),
+            outputs=[("out", item)],
+            errors=True,
+            **options,
         )
-        return out
+        return streams_of(self.graph, stage)[0]
 
     def _plain(
         self,
@@ -209,10 +226,23 @@ class Stream:
         options: dict[str, Any] | None = None,
     ) -> Stream:
         """A stage without a function of the user's and with one output."""
-        (out,) = self.graph._declare(
-            kind, name=name, options=options or {}, inputs=(self,), outputs=[("out", item)], capacity=capacity
+        stage = self.graph._declare(
+            kind,
+            name=name,
+            options=options or {},
+            inputs=origins(self.graph, self),
+            outputs=[("out", item)],
+            capacity=capacity,
         )
-        return out
+        return streams_of(self.graph, stage)[0]
+
+    @property
+    def _origin(self) -> Origin:
+        return Origin(self.stage, self.port)
+
+    def _own(self, call: str) -> Origin:
+        """The origin, of a stream that a stage puts."""
+        return self._origin
 
 
 class Feedback(Stream):
@@ -226,7 +256,13 @@ class Feedback(Stream):
         streams_argument("feed", (stream,))
         if isinstance(stream, Feedback):
             raise TypeError(f"feed: takes the stream of a stage, not {stream!r}")
-        self.graph._feed(self, stream)
+        fed_by = self.graph.loops[self._origin].fed_by
+        if fed_by is not None:
+            raise ValueError(f"{self!r} is fed by {str(fed_by)!r} already; ask for another graph.feedback()")
+        self.graph._feed(self._origin, *origins(self.graph, stream))
+
+    def _own(self, call: str) -> Origin:
+        raise ValueError(f"{call}: {self!r} is what another stage puts; say it of the stream that feeds it")
 
 
 def streams_argument(call: str, values: tuple[Any, ...]) -> tuple[Stream, ...]:
@@ -236,6 +272,19 @@ def streams_argument(call: str, values: tuple[Any, ...]) -> tuple[Stream, ...]:
             hint = f"; write {call}(*streams)" if isinstance(value, (list, tuple, set)) else ""
             raise TypeError(f"{call}: argument {place} must be a stream, not {shown(value)}{hint}")
     return values
+
+
+def streams_of(graph: Builder, stage: Stage) -> tuple[Stream, ...]:
+    """The handles of a stage's outputs."""
+    return tuple(Stream(graph, stage.name, output.port, output.name, output.item) for output in stage.outputs)
+
+
+def origins(graph: Builder, *streams: Stream) -> tuple[Origin, ...]:
+    """What a stage of ``graph`` that reads these streams has as its inputs."""
+    return tuple(
+        stream._origin if stream.graph is graph else graph._is_foreign(stream.name, stream.graph)
+        for stream in streams
+    )
 
 
 def _listed(item: Any) -> Any:

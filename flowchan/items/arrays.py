@@ -186,7 +186,7 @@ def loan(self: Any, shape: int | Sequence[int], dtype: Any = "float64", timeout:
                 f"loan: dtype must be of plain values, not {dtype!r}: objects can't lie in shared memory"
             )
     channel = getattr(self, "channel", self)
-    if channel.across == "threads":
+    if not channel.medium.copies:
         if channel.closed:
             raise Closed(f"{channel!r}: nothing can be put into it any more, so nothing is lent")
         return torch.empty(sizes, dtype=dtype) if torch and as_torch else numpy.empty(sizes, dtype)

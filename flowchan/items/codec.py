@@ -18,13 +18,11 @@ from typing import Any
 from flowchan import _core
 from flowchan.items.arrays import reducers
 from flowchan.items.device import crossing
+from flowchan.items.refusal import smallest
 from flowchan.transport import descriptors
 
 # Names of modules whose functions and classes other processes can't import.
 by_value_modules: set[str] = {"__main__", "__mp_main__"}
-
-# How far an error message looks for the part that can't be pickled.
-DEEPEST = 20
 
 
 Packed = bytes | list[Any]
@@ -172,39 +170,9 @@ def _short(item: object) -> str:
 
 def _culprit(item: object, error: BaseException) -> str:
     """Names the innermost attribute, element or key that can't be pickled."""
-    path, current, seen = "", item, {id(item)}
-    for _ in range(DEEPEST):
-        for step, part in _parts(current):
-            if id(part) not in seen and not _can(part):
-                path, current = path + step, part
-                seen.add(id(part))
-                break
-        else:
-            break
-    where = f"its part {path.lstrip('.')} ({_short(current)})" if path else "it"
-    return f"{where} can't be pickled ({error})"
-
-
-def _parts(item: object) -> list[tuple[str, object]]:
-    if isinstance(item, dict):
-        return [(f"[{_short(key)}]", value) for key, value in item.items()]
-    if isinstance(item, (list, tuple, set, frozenset)):
-        return [(f"[{index}]", part) for index, part in enumerate(item)]
-    if callable(item) and getattr(item, "__closure__", None):
-        names = item.__code__.co_freevars  # type: ignore[attr-defined]
-        cells = item.__closure__  # type: ignore[attr-defined]
-        return [(f".{name}", cell.cell_contents) for name, cell in zip(names, cells, strict=True)]
-    return [(f".{name}", value) for name, value in getattr(item, "__dict__", {}).items()]
-
-
-def _can(part: object) -> bool:
-    import cloudpickle
-
-    try:
-        cloudpickle.dumps(part)
-    except Exception:
-        return False
-    return True
+    path, culprit, reason = smallest(item, str(error))
+    where = f"its {', '.join(path)} ({_short(culprit)})" if path else "it"
+    return f"{where} can't be pickled ({reason})"
 
 
 _core._set_codec(dumps, loads, Unreadable)

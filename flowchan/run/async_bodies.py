@@ -7,7 +7,7 @@ retries and the ends are those of n threads.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterable
 from typing import Any
 
 from flowchan.channel.channel import In, Out
@@ -117,13 +117,3 @@ async def sink(job: Job, *, items: In[Any]) -> None:
 
 async def stage(job: Job, **ports: In[Any] | Out[Any]) -> None:
     await job.function(**ports, **job.kwargs)
-
-
-ASYNC_BODIES: dict[str, Callable[..., Awaitable[None]]] = {
-    "source": source,
-    "map": map_,
-    "filter": filter_,
-    "flat_map": flat_map,
-    "sink": sink,
-    "stage": stage,
-}

@@ -60,7 +60,7 @@ class Job:
         does not receive it (nobody reads it, or no more), or the error is none to go on after."""
         if self.errors is None or not isinstance(error, Exception):
             raise ItemFailed(item) from error
-        crosses = self.errors.channel.across != "threads"
+        crosses = self.errors.channel.medium.copies
         carried: Any = Portable(error) if crosses else error
         try:
             self.errors.put(Failed(item, carried, attempts))
@@ -346,22 +346,3 @@ def merge(job: Job, *, out: Out[Any], **inputs: In[Any]) -> None:
 
 def stage(job: Job, **ports: In[Any] | Out[Any]) -> None:
     job.function(**ports, **job.kwargs)
-
-
-BODIES: dict[str, Callable[..., None]] = {
-    "source": source,
-    "map": map_,
-    "filter": filter_,
-    "flat_map": flat_map,
-    "unbatch": unbatch,
-    "sink": sink,
-    "collect": collect,
-    "reduce": reduce,
-    "batch": batch,
-    "take": take,
-    "tee": tee,
-    "partition": partition,
-    "zip": zip_,
-    "merge": merge,
-    "stage": stage,
-}

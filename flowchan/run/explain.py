@@ -3,6 +3,7 @@ a run."""
 
 from __future__ import annotations
 
+from flowchan.declare.verbs import VERBS
 from flowchan.run.stats import LinkStats, RunStats, StageStats
 
 
@@ -42,7 +43,7 @@ def _name(stage: StageStats) -> str:
 
 
 def _is_unread(stage: StageStats) -> bool:
-    return stage.kind == "collect" and stage.in_hand == 0
+    return VERBS[stage.kind].gathers and stage.in_hand == 0
 
 
 def _works(stage: StageStats) -> str:
@@ -87,7 +88,7 @@ def _other(stage: StageStats | None, name: str) -> str:
     if stage is None or not stage.alive:
         return (
             f"{name!r} has ended"
-            if stage is None or stage.kind != "input"
+            if stage is None or not VERBS[stage.kind].outside
             else f"{name!r} is filled from outside"
         )
     if _is_unread(stage):

@@ -7,8 +7,7 @@ import os
 from flowchan.check.rules import check, raise_for
 from flowchan.declare.arguments import whole
 from flowchan.declare.blueprint import Blueprint
-from flowchan.declare.values import Problem
-from flowchan.errors import Interrupted
+from flowchan.errors import Interrupted, Problem
 from flowchan.run.guard import leave_if_unguarded
 from flowchan.run.memory import budget
 from flowchan.run.plan import plan

@@ -12,8 +12,7 @@ from multiprocessing import forkserver
 from typing import Any
 
 from flowchan.declare.blueprint import Blueprint
-from flowchan.declare.values import Problem
-from flowchan.errors import GraphError
+from flowchan.errors import GraphError, Problem
 
 UNGUARDED = 78
 """Exit code of a process that found itself running the graph while it was still importing the main script."""
@@ -43,7 +42,7 @@ def leave_if_unguarded(graph: Blueprint) -> None:
     """Ends this process when it is one that still imports the main script. Says why unless our parent
     will."""
     process = multiprocessing.current_process()
-    if not getattr(process, "_inheriting", False) or not any(stage.on == "process" for stage in graph.stages):
+    if not getattr(process, "_inheriting", False) or not any(stage.place.apart for stage in graph.stages):
         return
     if not process.name.startswith(NAME):
         print(f"flowchan: {unguarded(graph).problems[0]}", file=sys.stderr, flush=True)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from flowchan.channel.channel import ChannelStats
 from flowchan.declare.values import Link, Stage
+from flowchan.declare.verbs import VERBS
 from flowchan.run.decisions import State
 from flowchan.run.events import WorkerId
 from flowchan.run.opening import Channels
@@ -91,7 +92,7 @@ def summarise(supervisor: Supervisor, snapshots: tuple[Snapshot, ...]) -> RunSta
             name=s.link.name,
             writer=s.link.writer,
             reader=s.link.reader,
-            medium=s.link.medium,
+            medium=s.link.medium.name,
             inside=s.stats.inside,
             capacity=s.link.capacity,
             passed=s.stats.items_out,
@@ -140,7 +141,7 @@ class _About:
 
 def _stage(about: _About, elapsed: float) -> StageStats:
     stage, reads, writes = about.stage, about.reads, about.writes
-    workers = len(reads) if stage.kind == "merge" else stage.workers
+    workers = len(reads) if stage.verb.worker_per_input else stage.workers
     whole = workers * elapsed
     items_in = sum(s.stats.items_out for s in reads)
     in_hand = sum(s.stats.leased for s in reads)
@@ -148,12 +149,12 @@ def _stage(about: _About, elapsed: float) -> StageStats:
     outs = [s for s in writes if not s.link.errors]
     # A tee puts each item into every branch; a stage that nobody reads has finished what it took.
     given = [s.stats.items_in for s in outs]
-    items_out = (max if stage.kind == "tee" else sum)(given) if given else max(0, items_in - in_hand - failed)
+    items_out = (max if stage.verb.repeats else sum)(given) if given else max(0, items_in - in_hand - failed)
     worked = min(1.0, about.worked / whole)
     waiting_in = min(worked, sum(s.stats.read_wait for s in reads) / whole)
     waiting_out = min(worked - waiting_in, sum(s.stats.write_wait for s in writes) / whole)
     return StageStats(
-        name=stage.name, kind=stage.kind, on=stage.on, workers=workers,
+        name=stage.name, kind=stage.kind, on=stage.place.name, workers=workers,
         alive=about.alive, items_in=items_in, items_out=items_out, failed=failed, retried=about.retried,
         restarts=about.restarts, unwanted=about.unwanted, in_hand=in_hand,
         rate=(items_in if reads else items_out) / elapsed,
@@ -176,6 +177,6 @@ def _state(state: State) -> RunState:
 def _bottleneck(stages: list[StageStats]) -> str | None:
     """The stage whose workers are busy for the largest part of the run: the others wait for it, before it to
     put and behind it to get. None where all are idle."""
-    candidates = [stage for stage in stages if stage.kind != "input"]
+    candidates = [stage for stage in stages if not VERBS[stage.kind].outside]
     slowest = max(candidates, key=lambda stage: stage.busy, default=None)
     return slowest.name if slowest is not None and len(candidates) > 1 and slowest.busy >= IDLE else None

@@ -69,8 +69,8 @@ def open_ports(worker: PlannedWorker, channels: Channels) -> Ports:
 
 
 def _open_channel(link: Link, plan: Plan) -> Channel[Any]:
-    most = min(plan.memory, most_bytes()) if link.medium == "processes" else None
-    channel: Channel[Any] = Channel(link.capacity, across=link.medium, max_bytes=most)
+    most = min(plan.memory, most_bytes()) if link.medium.copies else None
+    channel: Channel[Any] = Channel(link.capacity, across=link.medium.name, max_bytes=most)
     channel._name = link.name
     channel._share = plan.share
     return channel

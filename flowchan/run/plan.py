@@ -7,11 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from flowchan.declare.blueprint import Blueprint
-from flowchan.declare.values import Link, Stage, is_async
+from flowchan.declare.callables import is_async
+from flowchan.declare.values import Link, Stage
 from flowchan.run.events import WorkerId
-
-PER_ITEM = frozenset({"map", "flat_map", "filter", "partition", "sink"})
-"""Verbs that keep nothing from one item to the next, so that another worker can take the next one up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +32,7 @@ class PlannedWorker:
     def gathers(self) -> bool:
         """Whether it gathers items for the user and nobody else: then it waits until the user does not take
         them."""
-        return self.stage.kind == "collect" and not self.outputs
+        return self.stage.verb.gathers and not self.outputs
 
     def channels(self) -> Iterator[str]:
         """The names of all channels that it has a port of."""
@@ -66,9 +64,9 @@ class Plan:
         """How many dead workers of each stage may be replaced: a stage with state of its own can't be, unless
         it says so; a thread does not die."""
         return {
-            stage.name: stage.restarts if stage.restartable or stage.kind in PER_ITEM else 0
+            stage.name: stage.restarts if stage.restartable or stage.verb.per_item else 0
             for stage in self.graph.stages
-            if stage.on == "process"
+            if stage.place.apart
         }
 
     @property
@@ -84,7 +82,7 @@ class Plan:
 
     @property
     def uses_processes(self) -> bool:
-        return any(worker.stage.on == "process" for worker in self.workers)
+        return any(worker.stage.place.apart for worker in self.workers)
 
 
 def plan(graph: Blueprint, seed: int, memory: int) -> Plan:
@@ -94,7 +92,7 @@ def plan(graph: Blueprint, seed: int, memory: int) -> Plan:
     inputs: dict[str, str] = {}
     writing = {(link.writer, link.writer_port): link.name for link in links}
     for stage in graph.stages:
-        if stage.kind == "input":
+        if stage.verb.outside:
             inputs[stage.name] = writing[stage.name, "out"]
         else:
             workers += _workers(stage, links)
@@ -113,6 +111,6 @@ def _workers(stage: Stage, links: tuple[Link, ...]) -> Iterator[PlannedWorker]:
 
 def _input_ports(stage: Stage) -> Iterable[tuple[str, ...]]:
     """The input ports of each worker: all of them, but one each for the workers of a merge."""
-    if stage.kind == "merge":
+    if stage.verb.worker_per_input:
         return [(port,) for port in stage.input_ports]
     return [stage.input_ports] * stage.workers

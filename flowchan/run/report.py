@@ -5,15 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from flowchan.declare.verbs import VERBS
 from flowchan.run.explain import amount
 from flowchan.run.stats import LinkStats, RunState, RunStats, StageStats
-
-ONE_FOR_ONE = frozenset({"map", "sink", "merge", "partition"})
-"""Verbs that owe one item out, or one failed item, for each item in. A sink's items out are those it has
-finished."""
-
-SOME = {"filter": "dropped", "take": "not taken"}
-"""Verbs that let a part of their items through, and the word for the others."""
 
 
 def render(stats: RunStats) -> str:
@@ -68,11 +62,12 @@ def account_text(stage: StageStats, state: RunState) -> str:
     missing."""
     rest = [("failed", stage.failed), ("in hand", stage.in_hand), ("unwanted", stage.unwanted)]
     missing = stage.items_in - stage.items_out - sum(number for _, number in rest)
-    if stage.kind in ("source", "input"):
+    verb = VERBS[stage.kind]
+    if verb.role == "source":
         return f"{count(stage.items_out)} out"
-    if stage.kind in SOME and missing >= 0:
-        return f"{count(stage.items_in)} = {_sum(stage.items_out, (SOME[stage.kind], missing), *rest)}"
-    if stage.kind not in ONE_FOR_ONE:
+    if verb.lets_go and missing >= 0:
+        return f"{count(stage.items_in)} = {_sum(stage.items_out, (verb.lets_go, missing), *rest)}"
+    if not verb.owes:
         return f"{count(stage.items_in)} in, {_sum(stage.items_out, *rest)}"
     if not missing:
         return f"{count(stage.items_in)} = {_sum(stage.items_out, *rest)}"

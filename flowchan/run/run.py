@@ -103,7 +103,7 @@ class Run:
         before it. Raises ``RunError`` when the run fails."""
         if not self._owns(stream):
             raise ValueError(f"{stream!r} is no stream of graph {self._plan.graph.name!r}")
-        stage = self._plan.graph._stage_of(stream)
+        stage = self._plan.graph._stage_at(stream._origin)
         if not any(worker.gathers for worker in self._plan.workers if worker.stage is stage):
             raise ValueError(f"{stream!r} does not leave the graph; iterate over what its collect() returns")
         with self._lock:

@@ -46,7 +46,8 @@ from typing import Any
 import psutil
 
 from flowchan.channel.channel import Channel
-from flowchan.declare.values import Stage, is_async
+from flowchan.declare.callables import is_async
+from flowchan.declare.values import Stage
 from flowchan.errors import Broken, Closed, Empty, WorkerDied
 from flowchan.run import chance, decisions
 from flowchan.run.breaks import Breaks
@@ -71,7 +72,7 @@ from flowchan.run.opening import Opened, open_ports
 from flowchan.run.plan import Plan, PlannedWorker
 from flowchan.run.processes import exit_text, memory_of, reap
 from flowchan.run.starting import start_process
-from flowchan.run.worker import Recipe, Tasks, pack, process_main, work, work_together
+from flowchan.run.worker import Tasks, pack, process_main, work, work_together
 
 HOPELESS = 4
 """Deaths of a worker in a row, each before it begins to work, that end the run."""
@@ -98,7 +99,7 @@ class Supervisor:
         self.ended_at: float | None = None
         self.state = State(
             alive=frozenset(ids),
-            processes=frozenset(id for id, worker in ids.items() if worker.stage.on == "process"),
+            processes=frozenset(id for id, worker in ids.items() if worker.stage.place.apart),
             sources=frozenset(id for id in ids if id.stage in plan.sources),
             ends=frozenset(id for id in ids if id.stage in plan.ends),
             limits=plan.limits(),
@@ -148,10 +149,10 @@ class Supervisor:
     def _start_workers(self) -> None:
         """Processes first: a fork copies no thread of ours."""
         for worker in self.plan.workers:
-            if worker.stage.on == "process":
+            if worker.stage.place.apart:
                 self._start_process(worker)
         for worker in self.plan.workers:
-            if worker.stage.on == "thread" and not worker.gathers and not worker.is_task:
+            if not worker.stage.place.apart and not worker.gathers and not worker.is_task:
                 self.start_thread(worker.id)
         for stage in self.plan.graph.stages:
             if is_async(stage.function):
@@ -181,7 +182,7 @@ class Supervisor:
     def start_thread(self, id: WorkerId) -> None:
         """Starts a worker on a thread of this process."""
         worker = self._workers[id]
-        arguments = (self._begun(id), Recipe.of(worker.stage), self.opened.ports[id], self.tell, False)
+        arguments = (self._begun(id), worker.stage, self.opened.ports[id], self.tell, False)
         self._threads[id] = self._started(f"/{id}", work, *arguments)
 
     def count_thread(self, id: WorkerId, thread: threading.Thread) -> None:
@@ -193,9 +194,11 @@ class Supervisor:
         """Starts the workers of an async stage, as tasks on one thread."""
         ports = {id: self.opened.ports[id] for id, worker in self._workers.items() if worker.stage is stage}
         tasks = {self._begun(id): of_worker for id, of_worker in ports.items()}
-        into = [link.name for link in self.plan.links if link.writer == stage.name and stage.kind == "source"]
+        into = [
+            link.name for link in self.plan.links if link.writer == stage.name and stage.verb.role == "source"
+        ]
         self._tasks.append(Tasks(self.opened.channels[into[0]] if into else None))
-        arguments = (tasks, Recipe.of(stage), self.tell, self._tasks[-1])
+        arguments = (tasks, stage, self.tell, self._tasks[-1])
         thread = self._started(f"/{stage.name}", work_together, *arguments)
         self._threads.update(dict.fromkeys(ports, thread))
 
@@ -449,7 +452,7 @@ class Supervisor:
 
     def _start_process(self, worker: PlannedWorker) -> None:
         arguments = (
-            self._begun(worker.id), pack(Recipe.of(worker.stage)), self.opened.ports[worker.id], self._mail,
+            self._begun(worker.id), pack(worker.stage), self.opened.ports[worker.id], self._mail,
             os.getpid(),
             tuple(self._how_they_died.get(worker.id, ())),
         )  # fmt: skip

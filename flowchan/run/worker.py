@@ -18,7 +18,6 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
@@ -26,45 +25,19 @@ import cloudpickle
 from flowchan import _core
 from flowchan.channel.awaiting import end_waits
 from flowchan.channel.channel import Channel, hears_aborts
-from flowchan.declare.values import Stage, is_callable_class
+from flowchan.declare.callables import is_callable_class
+from flowchan.declare.values import Stage
 from flowchan.errors import Broken, Closed
 from flowchan.items.device import crossing
 from flowchan.run import chance
-from flowchan.run.async_bodies import ASYNC_BODIES
-from flowchan.run.bodies import BODIES, Job
+from flowchan.run.bodies import Job
 from flowchan.run.chance import Worker
 from flowchan.run.events import Aborted, Began, Ended, Event, Failure, Result, Retried, WorkerId
 from flowchan.run.failures import ItemFailed, Portable, short
 from flowchan.run.opening import Ports
 
-ONE_OUTPUT = frozenset({"map"})
-"""Verbs with exactly one output per item: putting it also passes the item's turn."""
 
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """What a worker needs of its stage. Unlike :class:`Stage` it can be sent to another process."""
-
-    kind: str
-    function: Callable[..., Any] | None
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    options: dict[str, Any]
-    retries: int
-    ordered: bool
-    workers: int
-    max_deaths: int
-    restartable: bool
-
-    @classmethod
-    def of(cls, stage: Stage) -> Recipe:
-        return cls(
-            stage.kind, stage.function, stage.args, dict(stage.kwargs), dict(stage.options), stage.retries,
-            stage.ordered, stage.workers, stage.max_deaths, stage.restartable,
-        )  # fmt: skip
-
-
-def _join(ports: Ports, stage: Recipe) -> None:
+def _join(ports: Ports, stage: Stage) -> None:
     """Lets the outputs belong to the items of the single input: that is what keeps order, and what
     recovery needs to know which outputs of an item exist. All outputs of a restartable source belong to
     one item."""
@@ -74,9 +47,9 @@ def _join(ports: Ports, stage: Recipe) -> None:
     if len(ports.inputs) != 1:
         return
     (reader,) = ports.inputs.values()
-    ordered = stage.ordered and stage.workers > 1 and stage.kind != "stage"
+    ordered = stage.ordered and stage.workers > 1 and stage.verb.ordered
     for out in ports.outputs.values():
-        out._follow(reader, ordered, stage.kind in ONE_OUTPUT)
+        out._follow(reader, ordered, stage.verb.one_output)
     if ports.errors is not None:
         ports.errors._follow(reader, False, False)
 
@@ -117,7 +90,7 @@ def _nothing() -> None: ...
 
 def work(
     here: Worker,
-    recipe: Recipe,
+    stage: Stage,
     ports: Ports,
     tell: Callable[[Event], None],
     sends: bool,
@@ -128,16 +101,16 @@ def work(
     item it begins."""
     worker = WorkerId(here.stage, here.number)
     chance.enter(here)
-    job = Job(kind=recipe.kind, function=_nothing)
+    job = Job(kind=stage.kind, function=_nothing)
     ended_by: BaseException | None = None
     tell_aborts(worker, ports, tell, sends)
     try:
-        _join(ports, recipe)
-        with built(recipe.function) as function:
-            job = _job(worker, recipe, ports, function, tell)
+        _join(ports, stage)
+        with built(stage.function) as function:
+            job = _job(worker, stage, ports, function, tell)
             job.predecessors = predecessors
             tell(Began(worker))
-            BODIES[recipe.kind](job, **ports.inputs, **ports.outputs)
+            stage.verb.run()(job, **ports.inputs, **ports.outputs)
     except BaseException as error:
         ended_by = _let_go(error, ports)
     try:
@@ -207,23 +180,23 @@ class Tasks:
 
 
 def work_together(
-    workers: dict[Worker, Ports], recipe: Recipe, tell: Callable[[Event], None], tasks: Tasks
+    workers: dict[Worker, Ports], stage: Stage, tell: Callable[[Event], None], tasks: Tasks
 ) -> None:
     """Runs the workers of an ``async def`` stage, each as a task of one event loop on this thread."""
 
     async def one(here: Worker, ports: Ports) -> None:
         worker = WorkerId(here.stage, here.number)
         chance.enter(here)
-        job = Job(kind=recipe.kind, function=_nothing)
+        job = Job(kind=stage.kind, function=_nothing)
         ended_by: BaseException | None = None
         tell_aborts(worker, ports, tell, sends=False)
         try:
-            _join(ports, recipe)
-            async with built_async(recipe.function) as function:
-                job = _job(worker, recipe, ports, function, tell)
+            _join(ports, stage)
+            async with built_async(stage.function) as function:
+                job = _job(worker, stage, ports, function, tell)
                 job.on_clean_up = tasks.leave_alone
                 tell(Began(worker))
-                await ASYNC_BODIES[recipe.kind](job, **ports.inputs, **ports.outputs)
+                await stage.verb.run_async()(job, **ports.inputs, **ports.outputs)
         except BaseException as error:
             ended_by = _let_go(error, ports)
         silent.discard(worker)
@@ -242,19 +215,19 @@ def work_together(
 
 def _job(
     worker: WorkerId,
-    recipe: Recipe,
+    stage: Stage,
     ports: Ports,
     function: Callable[..., Any],
     tell: Callable[[Event], None],
 ) -> Job:
     job = Job(
-        kind=recipe.kind, function=function, args=recipe.args, kwargs=recipe.kwargs, options=recipe.options,
-        retries=recipe.retries, errors=ports.errors,
+        kind=stage.kind, function=function, args=stage.args, kwargs=stage.kwargs, options=stage.options,
+        retries=stage.retries, errors=ports.errors,
         on_retry=lambda: tell(Retried(worker)), on_result=lambda value: tell(Result(worker.stage, value)),
     )  # fmt: skip
     for reader in ports.inputs.values():
         reader._wake_lazily()
-        reader._on_poison(recipe.max_deaths, job.poisoned)
+        reader._on_poison(stage.max_deaths, job.poisoned)
     return job
 
 
@@ -321,7 +294,7 @@ def _clean_end(error: BaseException, ports: Ports) -> bool:
 
 
 def process_main(
-    here: Worker, recipe: bytes, ports: Ports, events: Any, parent: int, predecessors: tuple[str, ...]
+    here: Worker, stage: bytes, ports: Ports, events: Any, parent: int, predecessors: tuple[str, ...]
 ) -> None:
     """What a worker's own process runs. ``predecessors``: how those died with whose item it begins."""
     _core._die_with(parent)
@@ -334,7 +307,7 @@ def process_main(
         torch.set_num_threads(1)
     chance.begin(here)
     try:
-        loaded = cloudpickle.loads(recipe)
+        loaded = cloudpickle.loads(stage)
     except BaseException as error:
         with contextlib.suppress(Closed, Broken):
             events.put(Failure(WorkerId(here.stage, here.number), Portable(error), None, os.getpid()))

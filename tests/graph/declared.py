@@ -7,8 +7,10 @@ from typing import Any, NewType, Protocol, TypedDict, TypeVar
 from flowchan._core import In, Out
 from flowchan.check.rules import check
 from flowchan.declare.blueprint import Blueprint
-from flowchan.declare.stream import Stream
-from flowchan.declare.values import Output, Problem, Stage
+from flowchan.declare.stream import Stream, origins
+from flowchan.declare.values import Output, Stage
+from flowchan.declare.verbs import VERBS
+from flowchan.errors import Problem
 
 T = TypeVar("T")
 UserId = NewType("UserId", int)
@@ -52,7 +54,8 @@ def by_hand(graph: Blueprint, name: str, *inputs: Stream, capacity: Any = 64) ->
     """A stage that the verbs would not declare."""
     ports = tuple(str(port) for port in range(len(inputs)))
     output = Output(name, "out", None, capacity)
-    graph._add(Stage(name, "zip", graph.where, inputs=inputs, input_ports=ports, outputs=(output,)))
+    read = origins(graph, *inputs)
+    graph._add(Stage(name, VERBS["zip"], graph.where, inputs=read, input_ports=ports, outputs=(output,)))
 
 
 def handle(graph: Blueprint, name: str) -> Stream:

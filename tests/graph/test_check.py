@@ -120,7 +120,7 @@ def test_a_stream_that_nobody_writes_is_reported(graph: Blueprint) -> None:
     graph.merge(graph.source(range(3)), handle(graph, "nothing")).sink(print)
     assert (only(graph).rule, only(graph).message) == (
         "foreign",
-        "reads stream 'nothing', but no stage of graph 'test' writes it",
+        "reads stream 'nothing.out', but no stage of graph 'test' writes it",
     )
 
 

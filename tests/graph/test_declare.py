@@ -18,7 +18,7 @@ import pytest
 from flowchan._core import In, Out
 from flowchan.declare.blueprint import Blueprint
 from flowchan.declare.stream import Stream
-from flowchan.declare.values import Where
+from flowchan.errors import Where
 
 if TYPE_CHECKING:
     from nowhere import Unknown  # type: ignore[import-not-found]
@@ -227,7 +227,7 @@ def test_other_verbs_have_no_errors_stream(stream: Stream) -> None:
 def test_options_reach_the_stage(graph: Blueprint, stream: Stream) -> None:
     stream.map(to_text, name="m", on="process", workers=3, capacity=9, retries=2, ordered=False)
     stage = graph.stage_named("m")
-    assert (stage.on, stage.workers, stage.retries, stage.ordered) == ("process", 3, 2, False)
+    assert (stage.place.name, stage.workers, stage.retries, stage.ordered) == ("process", 3, 2, False)
     assert stage.outputs[0].capacity == 9
 
 
@@ -352,7 +352,9 @@ def test_links_name_both_ends_and_their_medium(graph: Blueprint, stream: Stream)
     left, right = mapped.batch(2).tee(2)
     left.sink(print)
     result = right.collect()
-    assert [(link.name, link.writer, link.reader, link.reader_port, link.medium) for link in graph.links] == [
+    assert [
+        (link.name, link.writer, link.reader, link.reader_port, link.medium.name) for link in graph.links
+    ] == [
         ("start", "start", "to_text", "items", "processes"),
         ("to_text", "to_text", "batch", "items", "processes"),
         ("batch", "batch", "tee", "items", "threads"),

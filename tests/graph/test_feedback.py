@@ -43,8 +43,8 @@ def test_the_reader_reads_the_stream_that_was_fed_and_remembers_its_port(graph: 
     before = graph.stage_named("steer")
     again.feed(work)
     after = graph.stage_named("steer")
-    assert before.inputs[1] == again
-    assert after.inputs == (before.inputs[0], work)
+    assert before.inputs[1] == again._origin
+    assert after.inputs == (before.inputs[0], work._origin)
     assert before.feedback == after.feedback == {"again"}
 
 
@@ -100,7 +100,7 @@ def test_a_feedback_that_is_never_fed_is_reported_at_its_line(graph: Blueprint) 
     work.sink(print)
     problem = only(graph)
     assert (problem.rule, problem.stage) == ("loop", "steer")
-    assert problem.where == graph.feedbacks[again]
+    assert problem.where == graph.loops[again._origin].where
     assert problem.where.file == __file__
     assert problem.message == "nothing feeds 'again'; close the loop with .feed(stream)"
 

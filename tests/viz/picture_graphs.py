@@ -8,8 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+from flowchan.channel.media import MEDIA, Across
 from flowchan.declare.blueprint import Blueprint
-from flowchan.declare.values import Link, Medium, Placement, Stage, Where
+from flowchan.declare.places import PLACES, Placement
+from flowchan.declare.values import Link, Stage
+from flowchan.declare.verbs import VERBS
+from flowchan.errors import Where
 
 HERE = Where(__file__, 1)
 
@@ -34,16 +38,15 @@ def explode(*_: object) -> None:
 def stage(
     name: str, kind: str = "map", on: Placement = "thread", workers: int = 1, function: Any = explode
 ) -> Stage:
-    return Stage(name, kind, HERE, function=function, on=on, workers=workers)
+    return Stage(name, VERBS[kind], HERE, function=function, place=PLACES[on], workers=workers)
 
 
 def link(
-    writer: str, reader: str | None, item: Any = None, medium: Medium = "threads", errors: bool = False
+    writer: str, reader: str | None, item: Any = None, medium: Across = "threads", errors: bool = False
 ) -> Link:
     name = f"{writer}.errors" if errors else writer
-    return Link(
-        name, writer, "out", reader, None if reader is None else "items", item, 64, medium, errors, HERE
-    )
+    port = None if reader is None else "items"
+    return Link(name, writer, "out", reader, port, item, 64, MEDIA[medium], errors, HERE)
 
 
 def wordcount() -> Blueprint:
@@ -81,7 +84,6 @@ def chain(length: int, every_process: int) -> Blueprint:
     """``length`` stages in a row, each ``every_process``-th of them a process."""
     stages = [stage(f"s{i}", on="thread" if i % every_process else "process") for i in range(length)]
     links = [
-        link(a.name, b.name, int, "threads" if a.on == b.on == "thread" else "processes")
-        for a, b in itertools.pairwise(stages)
+        link(a.name, b.name, int, a.place.medium_to(b.place).name) for a, b in itertools.pairwise(stages)
     ]
     return declared("chain", stages, links)

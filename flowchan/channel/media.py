@@ -1,0 +1,29 @@
+"""The media that a channel can be made of, and what follows from each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+Across = Literal["threads", "processes"]
+
+
+@dataclass(frozen=True, slots=True)
+class Medium:
+    """What a channel is made of. ``name`` is the word that ``across=`` takes. ``copies``: an item arrives as
+    a copy of its own, which takes bytes of shared memory while it is inside; else as a reference."""
+
+    name: Across
+    copies: bool
+
+    def __str__(self) -> str:
+        return self.name
+
+
+THREADS = Medium("threads", copies=False)
+PROCESSES = Medium("processes", copies=True)
+
+MEDIA: Mapping[str, Medium] = MappingProxyType({medium.name: medium for medium in (THREADS, PROCESSES)})
+"""Every medium by its name."""

@@ -1,0 +1,264 @@
+"""What grows while the user declares: the stages of a graph, and the channels that join them. Nothing here
+runs.
+
+Every :class:`~flowchan.declare.values.Stage` is a frozen value; what changes is the list of them. The verbs
+of streams and graphs add to it, and the checks, the pictures and the run read ``stages`` and ``links``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from flowchan.declare.arguments import flag, placed, text, whole
+from flowchan.declare.callables import name_of
+from flowchan.declare.places import Placement
+from flowchan.declare.values import (
+    DEFAULT_CAPACITY,
+    DEFAULT_MAX_DEATHS,
+    DEFAULT_RESTARTS,
+    Link,
+    Loop,
+    Origin,
+    Output,
+    Stage,
+    Stranger,
+)
+from flowchan.declare.verbs import VERBS
+from flowchan.errors import Where
+
+_PACKAGE = __name__.partition(".")[0]
+
+
+class Builder:
+    """A graph as far as it is declared: its ``name``, and the place where that was given."""
+
+    def __init__(self, name: str) -> None:
+        self.name = text("Graph", "name", name)
+        self.where = users_line()
+        self._stages: list[Stage] = []
+        self._by_name: dict[str, int] = {}
+        self._by_port: dict[Origin, int] = {}
+        self._last_number: dict[str, int] = {}
+        self._links: tuple[Link, ...] | None = None
+        self._loops: dict[Origin, Loop] = {}
+        self._strangers: dict[Origin, Stranger] = {}
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name!r} with {len(self._stages)} stages>"
+
+    def __reduce__(self) -> Any:
+        raise TypeError(f"graph {self.name!r} is a declaration and stays in the process that declares it")
+
+    # What is declared
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """All stages, in the order of declaration."""
+        return tuple(self._stages)
+
+    def stage_named(self, name: str) -> Stage:
+        """The stage of that name, the first one if the name was given twice. ``KeyError`` if there is
+        none."""
+        try:
+            return self._stages[self._by_name[name]]
+        except KeyError:
+            raise KeyError(f"graph {self.name!r} has no stage named {name!r}") from None
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        """Every channel: each output of each stage with its reader, and each error stream that somebody
+        reads. A stream with several readers, which ``check`` reports, gives one link per reader."""
+        if self._links is None:
+            self._links = tuple(self._joined())
+        return self._links
+
+    @property
+    def loops(self) -> Mapping[Origin, Loop]:
+        """Every feedback by the origin that stands for it until it is fed."""
+        return MappingProxyType(self._loops)
+
+    @property
+    def strangers(self) -> Mapping[Origin, Stranger]:
+        """Every stream of another graph that a stage here reads, by the origin that stands for it."""
+        return MappingProxyType(self._strangers)
+
+    # Behind the verbs
+
+    def _declare(
+        self,
+        kind: str,
+        *,
+        outputs: Sequence[tuple[str, Any]],
+        name: str | None = None,
+        inputs: tuple[Origin, ...] = (),
+        input_ports: Sequence[str] = ("items",),
+        function: Callable[..., Any] | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        options: Mapping[str, Any] | None = None,
+        capacity: int = DEFAULT_CAPACITY,
+        errors: bool = False,
+        on: Placement = "thread",
+        workers: int = 1,
+        ordered: bool = True,
+        retries: int = 0,
+        restarts: int = DEFAULT_RESTARTS,
+        max_deaths: int = DEFAULT_MAX_DEATHS,
+        restartable: bool = False,
+    ) -> Stage:
+        """Adds one stage, after the checks that all verbs share."""
+        whole(kind, "capacity", capacity, 1)
+        whole(kind, "workers", workers, 1)
+        whole(kind, "retries", retries, 0)
+        whole(kind, "restarts", restarts, 0)
+        whole(kind, "max_deaths", max_deaths, 1)
+        flag(kind, "ordered", ordered)
+        flag(kind, "restartable", restartable)
+        place = placed(kind, on)
+        called = self._free_name(_name_from(function, kind)) if name is None else text(kind, "name", name)
+        single = len(outputs) == 1
+        stage = Stage(
+            name=called,
+            verb=VERBS[kind],
+            where=users_line(),
+            feedback=frozenset(
+                port for port, origin in zip(input_ports, inputs, strict=False) if origin in self._loops
+            ),
+            function=function,
+            args=args,
+            kwargs=MappingProxyType(dict(kwargs or {})),
+            options=MappingProxyType(dict(options or {})),
+            inputs=tuple(self._fed(origin) for origin in inputs),
+            input_ports=tuple(input_ports),
+            outputs=tuple(
+                Output(called if single else f"{called}.{p}", p, item, capacity) for p, item in outputs
+            ),
+            errors=Output(f"{called}.errors", "errors") if errors else None,
+            place=place,
+            workers=workers,
+            ordered=ordered,
+            retries=retries,
+            restarts=restarts,
+            max_deaths=max_deaths,
+            restartable=restartable,
+        )
+        self._add(stage)
+        return stage
+
+    def _add(self, stage: Stage) -> None:
+        """Takes a stage in. A name that exists already stays with its first owner, and is for the check to
+        report."""
+        place = len(self._stages)
+        self._stages.append(stage)
+        self._by_name.setdefault(stage.name, place)
+        for output in stage.all_outputs:
+            self._by_port.setdefault(Origin(stage.name, output.port), place)
+        self._links = None
+
+    def _stage_at(self, origin: Origin) -> Stage:
+        """The stage that has this output."""
+        return self._stages[self._by_port[origin]]
+
+    def _without_stage(self) -> Origin:
+        """An origin that stands for something that no stage of this graph puts, as far as is known."""
+        return Origin("", str(len(self._loops) + len(self._strangers)))
+
+    def _leads_back(self, name: str) -> Origin:
+        """An origin that is declared later."""
+        origin = self._without_stage()
+        self._loops[origin] = Loop(name, users_line())
+        return origin
+
+    def _is_foreign(self, name: str, graph: Builder) -> Origin:
+        """The origin that stands for a stream of another graph, which ``check`` reports."""
+        origin = self._without_stage()
+        self._strangers[origin] = Stranger(name, graph.name, graph.where)
+        return origin
+
+    def _fed(self, origin: Origin) -> Origin:
+        loop = self._loops.get(origin)
+        return origin if loop is None or loop.fed_by is None else loop.fed_by
+
+    def _feed(self, feedback: Origin, by: Origin) -> None:
+        """Closes a loop: whoever reads ``feedback`` reads ``by``, by a new value in the place of its
+        stage."""
+        self._loops[feedback] = dataclasses.replace(self._loops[feedback], fed_by=by)
+        for place, stage in enumerate(self._stages):
+            if feedback in stage.inputs:
+                inputs = tuple(by if origin == feedback else origin for origin in stage.inputs)
+                self._stages[place] = dataclasses.replace(stage, inputs=inputs)
+        self._links = None
+
+    def _resize(self, origin: Origin, capacity: int) -> None:
+        """Gives an output's channel another capacity, by a new value in the place of its stage."""
+
+        def resized(output: Output) -> Output:
+            return dataclasses.replace(output, capacity=capacity) if output.port == origin.port else output
+
+        place = self._by_port[origin]
+        stage = self._stages[place]
+        self._stages[place] = dataclasses.replace(
+            stage,
+            outputs=tuple(resized(output) for output in stage.outputs),
+            errors=None if stage.errors is None else resized(stage.errors),
+        )
+        self._links = None
+
+    def _free_name(self, base: str) -> str:
+        """``base``, or ``base-2``, ``base-3``, … if that is taken."""
+        name = base
+        while name in self._by_name:
+            self._last_number[base] = self._last_number.get(base, 1) + 1
+            name = f"{base}-{self._last_number[base]}"
+        return name
+
+    def _joined(self) -> Iterator[Link]:
+        readers: dict[Origin, list[tuple[Stage | None, str | None]]] = {}
+        nobody: list[tuple[Stage | None, str | None]] = [(None, None)]
+        for stage in self._stages:
+            for input_port, origin in stage.read:
+                readers.setdefault(origin, []).append((stage, input_port))
+        for stage in self._stages:
+            for output in stage.outputs:
+                for reader, port in readers.get(Origin(stage.name, output.port), nobody):
+                    yield _link(stage, output, reader, port)
+            if stage.errors is not None:
+                for reader, port in readers.get(Origin(stage.name, stage.errors.port), ()):
+                    yield _link(stage, stage.errors, reader, port)
+
+
+def _link(stage: Stage, output: Output, reader: Stage | None, port: str | None) -> Link:
+    return Link(
+        name=output.name,
+        writer=stage.name,
+        writer_port=output.port,
+        reader=None if reader is None else reader.name,
+        reader_port=port,
+        item=output.item,
+        capacity=output.capacity,
+        medium=stage.place.medium_to(stage.place if reader is None else reader.place),
+        errors=output is stage.errors,
+        where=stage.where,
+        feedback=reader is not None and port in reader.feedback,
+    )
+
+
+def _name_from(function: Any, kind: str) -> str:
+    """A stage's name from its function's: the verb for a lambda, or where there is none."""
+    name = "" if function is None else name_of(function)
+    return kind if name in ("", "<lambda>") else name.strip("_") or kind
+
+
+def users_line() -> Where:
+    """The place of the call that came from outside this package."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_back is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module != _PACKAGE and not module.startswith(f"{_PACKAGE}."):
+            break
+        frame = frame.f_back
+    return Where("<unknown>", 0) if frame is None else Where(frame.f_code.co_filename, frame.f_lineno)

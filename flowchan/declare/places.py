@@ -1,0 +1,39 @@
+"""Where workers run, and what follows from it: which medium joins two places, and who can replace a
+worker."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+from flowchan.channel.media import PROCESSES, THREADS, Medium
+
+Placement = Literal["thread", "process"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A place for the workers of a stage. ``name`` is the word that ``on=`` takes. ``apart``: each worker has
+    a process of its own; the stage is sent there, and when that process dies another one can take over. Else
+    the workers run on threads of the program's own process, and end with it. ``worker`` is the word for
+    one."""
+
+    name: Placement
+    apart: bool
+    worker: str
+
+    def __str__(self) -> str:
+        return self.name
+
+    def medium_to(self, other: Place) -> Medium:
+        """What a channel from here to ``other`` is made of."""
+        return PROCESSES if self.apart or other.apart else THREADS
+
+
+THREAD = Place("thread", apart=False, worker="thread")
+PROCESS = Place("process", apart=True, worker="process")
+
+PLACES: Mapping[str, Place] = MappingProxyType({place.name: place for place in (THREAD, PROCESS)})
+"""Every place by its name."""

@@ -1,0 +1,144 @@
+"""What each verb is: one row for everything that the checks, the plan, the run, the report and the pictures
+ask of it. None of them knows a verb by its name.
+
+To add one: a row here, a body (see ``flowchan/run/bodies.py``), and a method of ``Stream`` that declares it.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Calls = Literal["item", "fold", "arguments", "ports"]
+"""How the user's function is called: with each item; with the result so far and each item; once with the
+declared arguments; once per worker with its ports."""
+
+Role = Literal["source", "stage", "sink"]
+
+_BODIES, _ASYNC_BODIES = "flowchan.run.bodies", "flowchan.run.async_bodies"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verb:
+    """A verb: ``name`` is the word for it in messages and tables."""
+
+    name: str
+
+    body: str = ""
+    """What a worker on a thread or in a process runs, as ``module:function``. It gets a ``Job`` and the
+    worker's ports by name. Empty where no worker runs: the program itself puts the items."""
+    async_body: str = ""
+    """The same for an ``async def`` function, if the verb takes one."""
+
+    calls: Calls | None = None
+    """How the user's function is called; ``None`` if there is none."""
+    iterates: bool = False
+    """Whether what the function gives is iterated over."""
+
+    per_item: bool = False
+    """Whether it keeps nothing from one item to the next, so that another worker can take the next one up."""
+    one_output: bool = False
+    """Whether each item has exactly one output, so that putting it also passes the item's turn."""
+    ordered: bool = True
+    """Whether several workers together can keep the order of their input."""
+    worker_per_input: bool = False
+    """Whether each input has a worker of its own."""
+    ends_loops: bool = False
+    """Whether it can end although its inputs have not, so that it may read a feedback."""
+
+    result: bool = False
+    """Whether its output may leave the graph, as a result of the run."""
+    gathers: bool = False
+    """Whether that result can be had item by item while the run goes on."""
+
+    role: Role = "stage"
+    """How it is drawn, and what counts as its items: a source's are those that it gives."""
+    owes: bool = False
+    """Whether it owes one item out, or one failed item, for each item in. A sink's items out are those it has
+    finished."""
+    lets_go: str = ""
+    """The word for the items that it takes in and lets go, if it does that."""
+    repeats: bool = False
+    """Whether each output gives every item, so that outputs count once."""
+
+    @property
+    def outside(self) -> bool:
+        """Whether the program itself puts the items, and no worker runs."""
+        return not self.body
+
+    def run(self) -> Callable[..., Any]:
+        """The body."""
+        return pkgutil.resolve_name(self.body)  # type: ignore[no-any-return]
+
+    def run_async(self) -> Callable[..., Any]:
+        """The body for an ``async def`` function."""
+        return pkgutil.resolve_name(self.async_body)  # type: ignore[no-any-return]
+
+
+_ROWS = (
+    Verb(
+        name="source",
+        body=f"{_BODIES}:source",
+        async_body=f"{_ASYNC_BODIES}:source",
+        calls="arguments",
+        iterates=True,
+        role="source",
+    ),
+    Verb(name="input", role="source"),
+    Verb(
+        name="map",
+        body=f"{_BODIES}:map_",
+        async_body=f"{_ASYNC_BODIES}:map_",
+        calls="item",
+        per_item=True,
+        one_output=True,
+        owes=True,
+    ),
+    Verb(
+        name="flat_map",
+        body=f"{_BODIES}:flat_map",
+        async_body=f"{_ASYNC_BODIES}:flat_map",
+        calls="item",
+        iterates=True,
+        per_item=True,
+    ),
+    Verb(
+        name="filter",
+        body=f"{_BODIES}:filter_",
+        async_body=f"{_ASYNC_BODIES}:filter_",
+        calls="item",
+        per_item=True,
+        lets_go="dropped",
+    ),
+    Verb(name="partition", body=f"{_BODIES}:partition", calls="item", per_item=True, owes=True),
+    Verb(
+        name="sink",
+        body=f"{_BODIES}:sink",
+        async_body=f"{_ASYNC_BODIES}:sink",
+        calls="item",
+        per_item=True,
+        role="sink",
+        owes=True,
+    ),
+    Verb(name="reduce", body=f"{_BODIES}:reduce", calls="fold", result=True),
+    Verb(name="collect", body=f"{_BODIES}:collect", result=True, gathers=True),
+    Verb(name="batch", body=f"{_BODIES}:batch"),
+    Verb(name="unbatch", body=f"{_BODIES}:unbatch"),
+    Verb(name="take", body=f"{_BODIES}:take", lets_go="not taken"),
+    Verb(name="tee", body=f"{_BODIES}:tee", repeats=True),
+    Verb(name="zip", body=f"{_BODIES}:zip_"),
+    Verb(name="merge", body=f"{_BODIES}:merge", worker_per_input=True, owes=True),
+    Verb(
+        name="stage",
+        body=f"{_BODIES}:stage",
+        async_body=f"{_ASYNC_BODIES}:stage",
+        calls="ports",
+        ordered=False,
+        ends_loops=True,
+    ),
+)
+
+VERBS: dict[str, Verb] = {verb.name: verb for verb in _ROWS}
+"""Every verb by its name."""
