@@ -1,4 +1,5 @@
-"""Run the benchmarks, print their tables, and store the figures in ``benchmarks/results/latest.json``."""
+"""Run the benchmarks, print their tables, store the figures in ``benchmarks/results/latest.json``, and write
+the pages that show them."""
 
 from __future__ import annotations
 
@@ -6,10 +7,10 @@ import argparse
 import importlib
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from benchmarks import harness
+from benchmarks import harness, table
+from benchmarks.table import LATEST
 
 NAMES = (
     "channels_threads",
@@ -23,7 +24,6 @@ NAMES = (
     "imports",
     "sequential",
 )
-LATEST = Path(__file__).parent / "results" / "latest.json"
 
 
 def main() -> None:
@@ -53,6 +53,7 @@ def store(name: str, isolates: str, report: harness.Report) -> None:
     ordered = {known: latest[known] for known in NAMES if known in latest}
     LATEST.parent.mkdir(exist_ok=True)
     LATEST.write_text(json.dumps(ordered, indent=1, ensure_ascii=False) + "\n")
+    table.write(ordered)
 
 
 if __name__ == "__main__":

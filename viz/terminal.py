@@ -87,7 +87,7 @@ def _plain_stage(stage: StageStats, queue: tuple[int, int] | None, bottleneck: b
 
 def _items(stage: StageStats) -> int:
     """What a stage has worked on: what came in, or, at a source, what went out."""
-    return stage.items_out if VERBS[stage.kind].role == "source" else stage.items_in
+    return stage.items_out if VERBS[stage.kind].begins else stage.items_in
 
 
 def _busiest(stats: RunStats, most: int) -> list[StageStats]:

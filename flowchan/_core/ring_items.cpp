@@ -8,7 +8,7 @@
 //                        gone take -> put back to the front, when it can't be received now
 //                        loan -> HELD until it is put
 //
-// Order (DESIGN §3 `ordered`). The workers of an ordered stage take items i = 0, 1, 2, … from one channel,
+// Order (`ordered=True`). The workers of an ordered stage take items i = 0, 1, 2, … from one channel,
 // one each, and put the outputs for i into another. `turn` is the i whose outputs go straight into the FIFO.
 // Outputs for a later i are parked in its group. When the worker of `turn` says that i has no more outputs,
 // turn moves on, and what is parked for the new turn enters the FIFO. Invariants: nothing is parked for i =

@@ -5,7 +5,7 @@
 // list of its class when its slot is free again, so that it is used again while it is still warm. When the
 // middle is used up, `tidy` cuts what no used block covers anew.
 //
-// Views (DESIGN §3 "without a second copy at the receiver"). Who takes an item with large buffers may read
+// Views. Who takes an item with large buffers may read
 // them where they lie. The slot then names the session that looks at it, its `viewer`. Whoever would free
 // such a slot leaves it HELD for the viewer instead, and the viewer frees it when its last view goes, or does
 // nothing but strike its name out when the item is still somewhere else: an item that was given back is read

@@ -64,6 +64,11 @@ class Verb:
     """Whether each output gives every item, so that outputs count once."""
 
     @property
+    def begins(self) -> bool:
+        """Whether items enter the graph here."""
+        return self.role == "source"
+
+    @property
     def outside(self) -> bool:
         """Whether the program itself puts the items, and no worker runs."""
         return not self.body

@@ -63,7 +63,7 @@ def account_text(stage: StageStats, state: RunState) -> str:
     rest = [("failed", stage.failed), ("in hand", stage.in_hand), ("unwanted", stage.unwanted)]
     missing = stage.items_in - stage.items_out - sum(number for _, number in rest)
     verb = VERBS[stage.kind]
-    if verb.role == "source":
+    if verb.begins:
         return f"{count(stage.items_out)} out"
     if verb.lets_go and missing >= 0:
         return f"{count(stage.items_in)} = {_sum(stage.items_out, (verb.lets_go, missing), *rest)}"

@@ -194,9 +194,7 @@ class Supervisor:
         """Starts the workers of an async stage, as tasks on one thread."""
         ports = {id: self.opened.ports[id] for id, worker in self._workers.items() if worker.stage is stage}
         tasks = {self._begun(id): of_worker for id, of_worker in ports.items()}
-        into = [
-            link.name for link in self.plan.links if link.writer == stage.name and stage.verb.role == "source"
-        ]
+        into = [link.name for link in self.plan.links if link.writer == stage.name and stage.verb.begins]
         self._tasks.append(Tasks(self.opened.channels[into[0]] if into else None))
         arguments = (tasks, stage, self.tell, self._tasks[-1])
         thread = self._started(f"/{stage.name}", work_together, *arguments)

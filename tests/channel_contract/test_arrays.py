@@ -1,4 +1,4 @@
-"""What crosses (DESIGN §3): arrays, tensors and memory views are written once into shared memory and read
+"""What crosses: arrays, tensors and memory views are written once into shared memory and read
 there."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-/* Exactly once under kill -9 (DESIGN §4 "Leases"): two workers of a stage read ring I and write OUTPUTS outputs per
+/* Exactly once under kill -9 (C11): two workers of a stage read ring I and write OUTPUTS outputs per
    item to ring O; workers die between any two steps, the supervisor gives back what they had in hand and starts
    successors.
 
