@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 import types
-import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from flowchan.declare.annotations import type_name
 from flowchan.declare.callables import bare
 from flowchan.declare.places import Place
 from flowchan.declare.values import Link, Stage
@@ -100,36 +100,8 @@ def channel_text(link: Link) -> tuple[str, str]:
 
 
 def type_text(item: Any) -> str:
-    """An item type in the words of its annotation, without module names; empty when it is not known."""
-    if item is None or item is Any:
-        return ""
-    origin, arguments = typing.get_origin(item), typing.get_args(item)
-    if origin in (typing.Union, types.UnionType):
-        return " | ".join(_argument_text(argument) for argument in arguments)
-    if origin is typing.Annotated:
-        return type_text(arguments[0])
-    if origin is not None:
-        name = getattr(origin, "__qualname__", None) or str(origin).removeprefix("typing.")
-        return (
-            f"{name}[{', '.join(_argument_text(argument) for argument in arguments)}]"
-            if arguments
-            else str(name)
-        )
-    if isinstance(item, type):
-        return item.__qualname__.rpartition("<locals>.")[2]
-    return str(item).removeprefix("typing.")
-
-
-def _argument_text(argument: Any) -> str:
-    if argument is Ellipsis:
-        return "…"
-    if argument is type(None):
-        return "None"
-    if argument is Any:
-        return "Any"
-    if isinstance(argument, list):
-        return f"[{', '.join(_argument_text(inner) for inner in argument)}]"
-    return type_text(argument) or str(argument)
+    """An item type in the words of its annotation; empty when it is not known."""
+    return "" if item is None or item is Any else type_name(item)
 
 
 def detail_text(stage: Stage) -> str:

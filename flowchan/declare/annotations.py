@@ -9,6 +9,7 @@ from __future__ import annotations
 import builtins
 import collections.abc
 import inspect
+import types
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -131,14 +132,25 @@ def known(annotation: Any) -> Any:
 
 
 def type_name(kind: Any) -> str:
-    """The type as the user wrote it, for messages and pictures: ``int``, ``list[str]``, ``Doc``."""
-    if inspect.isclass(kind) and typing.get_origin(kind) is None:
-        return "None" if kind is type(None) else kind.__qualname__.rpartition("<locals>.")[2]
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if inspect.isclass(origin) and args and all(arg is ... or inspect.isclass(arg) for arg in args):
-        inner = ", ".join("..." if arg is ... else type_name(arg) for arg in args)
-        return f"{origin.__name__}[{inner}]"
-    return str(kind).replace("typing.", "")
+    """The type as the user wrote it, without module names, for messages and pictures: ``int``, ``list[str]``,
+    ``Doc``."""
+    if kind is ...:
+        return "..."
+    if kind is None or kind is type(None):
+        return "None"
+    if isinstance(kind, list):
+        return f"[{', '.join(map(type_name, kind))}]"
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return " | ".join(map(type_name, arguments))
+    if origin is typing.Annotated:
+        return type_name(arguments[0])
+    if origin is not None:
+        name = getattr(origin, "__qualname__", None) or str(origin).removeprefix("typing.")
+        return f"{name}[{', '.join(map(type_name, arguments))}]" if arguments else str(name)
+    if isinstance(kind, type):
+        return kind.__qualname__.rpartition("<locals>.")[2]
+    return str(kind).removeprefix("typing.")
 
 
 def _names_of(function: Any) -> _Names:

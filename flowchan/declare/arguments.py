@@ -17,6 +17,7 @@ from decimal import Decimal
 from typing import Any
 
 from flowchan.declare.places import PLACES, Place
+from flowchan.items.text import shown
 
 
 def whole(call: str, argument: str, value: Any, least: int) -> int:
@@ -106,14 +107,3 @@ def callable_argument(call: str, argument: str, value: Any) -> Callable[..., Any
         raise TypeError(f"{call}: {argument} must be a function or a callable class, not {shown(value)}")
     called: Callable[..., Any] = value
     return called
-
-
-def shown(value: Any) -> str:
-    """The value with its type, short enough for one line; the repr of a user's object may be long, or
-    fail."""
-    kind = type(value).__name__
-    try:
-        shown = repr(value)
-    except Exception:
-        return f"a {kind}"
-    return f"{shown if len(shown) <= 60 else shown[:57] + '...'} ({kind})"

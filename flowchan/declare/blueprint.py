@@ -10,13 +10,13 @@ from flowchan.declare.arguments import (
     callable_argument,
     known_options,
     no_misspelt_option,
-    shown,
     text,
 )
 from flowchan.declare.builder import Builder
 from flowchan.declare.places import Placement
 from flowchan.declare.stream import Feedback, Stream, origins, streams_argument, streams_of
 from flowchan.declare.values import DEFAULT_CAPACITY, DEFAULT_RESTARTS
+from flowchan.items.text import shown
 
 _SOURCE_OPTIONS = ("name", "on", "capacity", "restarts", "restartable")
 _STAGE_OPTIONS = (*_SOURCE_OPTIONS, "workers")

@@ -13,10 +13,11 @@ from types import GenericAlias
 from typing import Any, TypedDict, Unpack
 
 from flowchan.declare.annotations import element_type, returned_type, type_name
-from flowchan.declare.arguments import callable_argument, known_options, seconds, shown, whole
+from flowchan.declare.arguments import callable_argument, known_options, seconds, whole
 from flowchan.declare.builder import Builder
 from flowchan.declare.places import Placement
 from flowchan.declare.values import DEFAULT_CAPACITY, Origin, Stage
+from flowchan.items.text import shown
 
 _MISSING: Any = object()
 

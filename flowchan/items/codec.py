@@ -19,6 +19,7 @@ from flowchan import _core
 from flowchan.items.arrays import reducers
 from flowchan.items.device import crossing
 from flowchan.items.refusal import smallest
+from flowchan.items.text import short
 from flowchan.transport import descriptors
 
 # Names of modules whose functions and classes other processes can't import.
@@ -117,7 +118,7 @@ def _dumps_by_value(item: object, aside: Any) -> bytes:
     try:
         _by_value_pickler()(out, protocol=5, buffer_callback=aside).dump(item)
     except Exception as error:
-        raise TypeError(f"can't send {_short(item)} to another process: {_culprit(item, error)}") from error
+        raise TypeError(f"can't send {short(item)} to another process: {_culprit(item, error)}") from error
     return out.getvalue()
 
 
@@ -160,18 +161,10 @@ class Unreadable:
         return f"<an item that can't be unpickled, {len(self.data)} bytes>"
 
 
-def _short(item: object) -> str:
-    try:
-        text = repr(item)
-    except Exception:
-        text = f"a {type(item).__name__}"
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
 def _culprit(item: object, error: BaseException) -> str:
     """Names the innermost attribute, element or key that can't be pickled."""
     path, culprit, reason = smallest(item, str(error))
-    where = f"its {', '.join(path)} ({_short(culprit)})" if path else "it"
+    where = f"its {', '.join(path)} ({short(culprit)})" if path else "it"
     return f"{where} can't be pickled ({reason})"
 
 

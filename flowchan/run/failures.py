@@ -77,12 +77,3 @@ def text_of(error: BaseException) -> str:
     except BaseException as bad:
         text = f"<its text raises {type(bad).__name__}>"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def short(item: Any, most: int = 120) -> str:
-    """The text of an item for messages."""
-    try:
-        text = repr(item)
-    except BaseException as error:
-        text = f"<{type(item).__name__} whose repr raises {type(error).__name__}>"
-    return text if len(text) <= most else f"{text[: most - 3]}..."

@@ -29,11 +29,12 @@ from flowchan.declare.callables import is_callable_class
 from flowchan.declare.values import Stage
 from flowchan.errors import Broken, Closed
 from flowchan.items.device import crossing
+from flowchan.items.text import short
 from flowchan.run import chance
 from flowchan.run.bodies import Job
 from flowchan.run.chance import Worker
 from flowchan.run.events import Aborted, Began, Ended, Event, Failure, Result, Retried, WorkerId
-from flowchan.run.failures import ItemFailed, Portable, short
+from flowchan.run.failures import ItemFailed, Portable
 from flowchan.run.opening import Ports
 
 
@@ -246,7 +247,7 @@ def _end(
     failed = error is not None and not _clean_end(error, ports)
     if error is not None and failed:
         cause = error.__cause__ if isinstance(error, ItemFailed) and error.__cause__ else error
-        item = short(error.item) if isinstance(error, ItemFailed) else None
+        item = short(error.item, 120) if isinstance(error, ItemFailed) else None
         last = Failure(worker, Portable(cause) if sends else cause, item, os.getpid())
     elif isinstance(error, Closed) and ports.inputs:
         last = Ended(worker, job.unwanted + 1)  # the readers have left, so nobody wants the item in hand

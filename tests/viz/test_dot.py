@@ -155,7 +155,7 @@ def test_a_thousand_stages_are_drawn() -> None:
         (Path, "Path"),
         (list[int], "list[int]"),
         (dict[str, list[Path]], "dict[str, list[Path]]"),
-        (tuple[int, ...], "tuple[int, …]"),
+        (tuple[int, ...], "tuple[int, ...]"),
         (int | None, "int | None"),
         (Optional[Path], "Path | None"),  # noqa: UP045
         (list[Any], "list[Any]"),
