@@ -15,6 +15,7 @@ from benchmarks.table import LATEST
 NAMES = (
     "channels_threads",
     "channels_processes",
+    "channels_fresh",
     "arrays",
     "cuda",
     "round_trip",

@@ -14,6 +14,12 @@
 // always in exactly one place: the free list, the FIFO, a group (parked until its turn), a session's lease
 // list, or owned singly by a session that copies into it (FILLING) or out of it, or looks at it, or fills it
 // in place (HELD). Wherever it is, a session may be looking at it: its viewer (ring_memory.cpp).
+//
+// What an item costs between two cores is the cache lines that must move from one to the other, so words
+// that change together lie together. While nobody waits, a put and a get each move: the lock's line, the
+// line of the FIFO's ends and counts behind it, and the slot's first line; a put into an empty FIFO no
+// other, else that of the slot before. What only readers or only writers write has lines of its own, and so
+// have redo records (redo.hpp).
 #pragma once
 
 #include <pthread.h>
@@ -27,9 +33,10 @@
 namespace flowchan {
 
 constexpr uint64_t MAGIC = 0x6e616863776f6c66;  // "flowchan"
-constexpr uint64_t VERSION = 3;
-constexpr uint32_t SESSIONS =
-    4096 + 256;  // ports, and plain users and HOLDERs beside them; number 0 is nobody's
+constexpr uint64_t VERSION = 4;
+// Ports, and plain users and HOLDERs beside them; number 0 is nobody's.
+constexpr uint32_t SESSIONS = 4096 + 256;
+constexpr uint32_t RECORDS = 16;  // of redo
 constexpr uint64_t PAGE = 4096;
 constexpr uint64_t GROW = 1 << 16;  // blocks are reserved in steps of up to this, and slots a page at a time
 constexpr uint64_t UNIT = 64;       // blocks are multiples of it and aligned to it
@@ -79,7 +86,7 @@ struct alignas(64) Session {
 // together. So a block holds nothing but payload, and filling one that is still on its free list disturbs
 // nobody.
 struct alignas(64) Slot {
-    static constexpr uint64_t INLINE = 72;
+    static constexpr uint64_t INLINE = 80;  // the first 16 of them in the line of the words before
     uint64_t next;
     static constexpr uint64_t NUMBERED = 1 << 6, LOANED = 1 << 7, DEATH = uint64_t(1) << 40;
     static constexpr uint64_t PLACE_BITS = 0x3f | 0xffff << 8, VIEW_BITS = uint64_t(0xffff) << 24 | LOANED;
@@ -89,8 +96,8 @@ struct alignas(64) Slot {
         state;  // SlotState | NUMBERED | LOANED | owner session << 8 | viewer session << 24 | deaths << 40
     uint64_t size;      // of the payload in bytes
     uint64_t number;    // i, given when first taken: items leave in the order of their numbers
-    uint64_t kind;      // what frame.hpp says the payload is
-    uint64_t cls;       // block class, 0 for none; never changes
+    uint32_t kind;      // what frame.hpp says the payload is
+    uint32_t cls;       // block class, 0 for none; never changes
     uint64_t block;     // offset of the block, 0 for none; never changes
     char data[INLINE];  // the payload, if there is no block
 
@@ -131,41 +138,44 @@ struct Header : Constants {
     // What of the blocks and slots every process must map before it follows anything. They never shrink, and
     // come before what they announce; no redo needed. Beside the mutex, because everybody looks who takes it.
     uint64_t map_blocks_to, map_slots_from;
+    uint64_t had_by;  // number of the process that took the lock last: a hint for pace.hpp
     // --- below: only under the mutex, only by a Change, unless said otherwise ---
+    // What every put and get writes.
     alignas(64) uint64_t head;
     uint64_t tail;         // meaningless while head is 0
-    uint64_t slots_used;   // slots in no free list
     uint64_t puts, takes;  // inside = puts - takes
     uint64_t bytes_in, bytes_out;
-    uint64_t state;
+    uint64_t slots_used;           // slots in no free list
+    uint64_t free_slots[CLASSES];  // heads of the free lists, [0] of the slots without a block
+
+    // What every put and get reads, and what seldom changes.
+    alignas(64) uint64_t state;
+    uint64_t slots_at;    // slots grow down from the end of the mapping to here
+    uint64_t blocks_top;  // blocks grow up from blocks_at to here
+    uint64_t damaged;     // something here can't be right: set with BROKEN, never unset
+    // Bytes that may be inside; a larger item passes alone. 0: as many as max_bytes. No redo: it is set
+    // before anybody else has the channel.
+    uint64_t share;
+    // A writer waits for bytes, not for a place; needs no redo: it is set again on the next try.
+    uint64_t short_of_memory;
+    uint64_t cut_off;  // process that died with a counted writer open, 0: none; the end is no clean one then
+    uint64_t resumes;  // sessions with role RESUME
+
+    alignas(64) uint64_t claimed;  // places in the channel claimed by FILLING slots
+    uint64_t parked, turn;
+    uint64_t writers, readers;   // counted ports open now
+    uint64_t cause, cause_size;  // block with the pickled cause of BROKEN
 
     alignas(64) uint64_t numbered;  // how many items have got their number
     uint64_t leased;                // items on lease, over all sessions
-    uint64_t claimed;               // places in the channel claimed by FILLING slots
-    uint64_t parked, turn;
-    uint64_t writers, readers;  // counted ports open now
-    uint64_t resumes;           // sessions with role RESUME
-    uint64_t viewed_bytes;      // of the slots with a viewer, those that are loaned left out
+    uint64_t viewed_bytes;          // of the slots with a viewer, those that are loaned left out
 
-    alignas(64) Redo redo;
     alignas(64) Gate reader_gate;  // gates need no redo, see waiting.hpp
     Gate writer_gate;
-    alignas(64) uint64_t slots_at;  // slots grow down from the end of the mapping to here
-    uint64_t blocks_top;            // blocks grow up from blocks_at to here
-    uint64_t damaged;               // something here can't be right: set with BROKEN, never unset
-    uint64_t
-        // bytes that may be inside; a larger item passes alone. 0: as many as max_bytes. No redo: it is
-        share;
-    // set before anybody else has the channel
-    uint64_t
-        // a writer waits for bytes, not for a place; needs no redo: it is set again on the next try
-        short_of_memory;
-    uint64_t cause, cause_size;  // block with the pickled cause of BROKEN
-    uint64_t cut_off;  // process that died with a counted writer open, 0: none; the end is no clean one then
-    uint64_t free_slots[CLASSES];  // heads of the free lists, [0] of the slots without a block
     // When somebody last looked for dead sessions: a hint, no partner. Every call reads it, so it shares its
     // line with nothing that changes often.
     alignas(64) std::atomic<uint64_t> swept_ns;
+    Redo redo[RECORDS];
 
     int64_t inside() const { return int64_t(puts - takes); }
     // The records behind the header; only those for which memory is allocated may be touched.

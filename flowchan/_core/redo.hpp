@@ -11,6 +11,11 @@
 // owner was descheduled for good: all stores that the owner had executed are visible then, in whatever order
 // they left its core. What matters is only the order in which the owner executed them, and that is the
 // program's order once the compiler is kept from changing it.
+//
+// There are several records, so that the lines of a record stay in the cache of who uses it: writers and
+// readers have different ones, and so have processes as far as there are enough. Which one is used is a
+// matter of speed alone. Only the holder of the lock writes any of them and leaves it cleared, so at most
+// one is valid, and who finds the owner dead looks at them all.
 #pragma once
 
 #include <atomic>
@@ -29,7 +34,7 @@ inline void fault_point() {}
 
 inline void keep_order() { std::atomic_signal_fence(std::memory_order_seq_cst); }
 
-struct Redo {
+struct alignas(64) Redo {
     static constexpr uint32_t MOST = 24;
     struct Entry {
         uint64_t offset;
@@ -52,6 +57,7 @@ struct Redo {
     template <class Words>
     bool recover(const Words& words) {
         const uint64_t n = valid;
+        if (n == 0) return true;
         bool right = n <= MOST;
         for (uint64_t i = 0; right && i < n; ++i)
             right = entry[i].offset % 8 == 0 && words.has(entry[i].offset);

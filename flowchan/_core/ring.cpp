@@ -17,6 +17,12 @@ namespace flowchan {
 namespace {
 
 constexpr uint32_t FIRST_SESSIONS = 64;
+
+// Which of the redo records are this process's: a number that others are unlikely to have.
+uint32_t process_number = uint32_t(getpid());
+[[maybe_unused]] const int renumbered =
+    pthread_atfork(nullptr, nullptr, [] { process_number = uint32_t(getpid()); });
+
 uint64_t align(uint64_t n, uint64_t to) { return (n + to - 1) / to * to; }
 
 // Where everything lies in the memory of a channel.
@@ -141,6 +147,10 @@ Ring::~Ring() {
     if (socket_ >= 0) ::close(socket_);
 }
 
+Redo& Ring::record(Side side) const {
+    return h_->redo[(2 * process_number + (side == Side::Writer)) % RECORDS];
+}
+
 void Ring::map(const Constants& constants, uint64_t blocks_end) {
     length_ = constants.length;
     capacity_ = constants.capacity;
@@ -156,10 +166,15 @@ void Ring::map(const Constants& constants, uint64_t blocks_end) {
 
 bool Ring::lock(bool patient) {
     if (kind_of(h_->mutex) != kind_.load(std::memory_order_relaxed)) return lock_without_mutex();
+    std::atomic_ref had_by(h_->had_by);
+    const bool had = had_by.load(std::memory_order_relaxed) == process_number;
+    const int64_t wanted = had ? 0 : ticks();
+    if (!had && !patient && pace.should_rest(wanted)) rest(wanted);  // who is patient has just done so
     int rc;
+    // Each try takes the lock's line from its owner, so there are ever fewer of them.
     for (int i = 0; (rc = pthread_mutex_trylock(&h_->mutex)) == EBUSY; ++i) {
-        if (i < 200) {
-            cpu_relax();
+        if (i < 40) {
+            for (int pauses = 1 << std::min(i, 4); pauses; --pauses) cpu_relax();
         } else if (!patient) {
             return false;
         } else {
@@ -178,6 +193,11 @@ bool Ring::lock(bool patient) {
     } else {
         look_for_growth();
     }
+    if (!had) {
+        had_by.store(process_number, std::memory_order_relaxed);
+        pace.took_over(wanted, h_->puts + h_->takes);
+    }
+    pace.count();
     return true;
 }
 
@@ -231,10 +251,18 @@ bool Ring::lock_without_mutex() {
     return true;
 }
 
+// Makes the last Change whole. False if the records can't be right.
+bool Ring::redo() {
+    const auto is_valid = [](const Redo& redo) { return redo.valid != 0; };
+    bool right = std::ranges::count_if(h_->redo, is_valid) <= 1;
+    for (Redo& redo : h_->redo) right = right ? redo.recover(base_) : (redo.valid = 0, false);
+    return right;
+}
+
 // The owner of the lock died in its critical section. Everything but the last Change is whole; that one is
 // made whole. `advance` is the one operation of several Changes that nobody else would take up again.
 void Ring::recover() {
-    if (!h_->redo.recover(base_)) found_damage();
+    if (!redo()) found_damage();
     Wakes wakes;
     advance(wakes);
     h_->reader_gate.woken = h_->writer_gate.woken =
@@ -250,7 +278,7 @@ void Ring::close(Wakes& wakes) {
     if (h_->state != OPEN) return;
     sweep_now(wakes);  // a writer that was killed before this is remembered
     if (h_->state != OPEN) return;
-    Change change(h_->redo, base_);
+    Change change(record(Side::Writer), base_);
     close_with(change, wakes);
     change.commit();
 }
@@ -266,7 +294,7 @@ void Ring::close_with(Change& change, Wakes& wakes) {
 
 void Ring::break_(const std::string& cause, Wakes& wakes) {
     if (h_->state == BROKEN || at_end()) return;  // the end is final
-    Change change(h_->redo, base_);
+    Change change(record(Side::Writer), base_);
     if (Slot* slot = cause.empty() || blind_ ? nullptr : take_slot(cause.size(), change)) {
         memcpy(payload(slot), cause.data(), cause.size());
         change.set(h_->cause, offset(payload(slot)));
@@ -320,7 +348,7 @@ uint32_t Ring::open_session(Session::Role role, Wakes& wakes) {
                 ? "there is no memory for another port"
                 : "all " + std::to_string(SESSIONS - 1) +
                       " places for ports and processes of this channel are taken; close some");
-    Change change(h_->redo, base_);
+    Change change(record(Side::Writer), base_);
     change.set(session(i).role, role);
     if (role == Session::READER) change.set(h_->readers, h_->readers + 1);
     if (role == Session::WRITER) change.set(h_->writers, h_->writers + 1);
@@ -354,7 +382,7 @@ void Ring::part(uint32_t index) {
         Slot* slot = at<Slot>(p);
         if (slot->viewer() != index) continue;
         const uint64_t owner = slot->owner() == index ? to : slot->owner();
-        Change change(h_->redo, base_);
+        Change change(record(Side::Writer), base_);
         const uint64_t unseen = slot->state & ~Slot::viewed_by(0xffff);
         change.set(slot->state, Slot::placed(unseen | Slot::viewed_by(to), slot->place(), uint32_t(owner)));
         change.set(s.views, s.views - 1);
@@ -429,7 +457,7 @@ void Ring::end_session(uint32_t index, bool finished, Wakes& wakes, bool died) {
     if (s.again_head) give_back_again(s, wakes);
     const bool looks = still_looks(index);
     drop_copies(index, !looks, wakes);
-    Change change(h_->redo, base_);
+    Change change(record(Side::Writer), base_);
     if (s.role == Session::READER) {
         if (h_->readers == 1) close_with(change, wakes);
         change.set(h_->readers, h_->readers - 1);
@@ -462,7 +490,7 @@ void Ring::retire_writer(uint32_t index, const std::vector<uint64_t>& items, Wak
         return;
     }
     drop_copies(index, true, wakes);
-    Change change(h_->redo, base_);
+    Change change(record(Side::Writer), base_);
     if (h_->writers == 1) close_with(change, wakes);
     change.set(h_->writers, h_->writers - 1);
     change.set(h_->resumes, h_->resumes + 1);

@@ -13,6 +13,7 @@
 
 #include "frame.hpp"
 #include "layout.hpp"
+#include "pace.hpp"
 #include "windows.hpp"
 
 namespace flowchan {
@@ -161,6 +162,7 @@ class Ring {
     bool is_blind() const { return blind_; }  // this process can't map all that it must see of the channel
 
     Spin spin;
+    Pace pace;
 
   private:
     Windows base_;
@@ -206,6 +208,8 @@ class Ring {
     bool is_used_by(uint64_t thread) const;
     bool lock_without_mutex();
     void recover();
+    bool redo();
+    Redo& record(Side side) const;
     void drop_copies(uint32_t session, bool views, Wakes& wakes);
     bool still_looks(uint32_t session) const;
     uint32_t free_session(Wakes& wakes);

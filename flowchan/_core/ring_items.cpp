@@ -74,7 +74,7 @@ void Ring::finish_put(WriterState* writer, Wakes& wakes, bool parked) {
 Step Ring::try_put(const Frame& frame, WriterState* writer, Wakes& wakes) {
     Step step = room(frame, writer);
     if (step != Step::Done) return step;
-    Change change(h_->redo, base_);
+    Change change(record(Side::Writer), base_);
     Slot* slot = take_slot(frame.size, change);
     if (!slot) return no_slot();
     frame.write(payload(slot));
@@ -93,7 +93,7 @@ Step Ring::try_put(const Frame& frame, WriterState* writer, Wakes& wakes) {
 Step Ring::claim(const Frame& frame, WriterState* writer, uint32_t session, Slot*& slot) {
     Step step = room(frame, writer);
     if (step != Step::Done) return step;
-    Change change(h_->redo, base_);
+    Change change(record(Side::Writer), base_);
     slot = take_slot(frame.size, change);
     if (!slot) return no_slot();
     slot->size = frame.size;
@@ -117,7 +117,7 @@ Step Ring::publish(const Frame& frame, Slot* slot, WriterState* writer, Wakes& w
     bool parked = is_parked(writer);
     const bool behind_others = parked ? group(writer->number).head != 0 : h_->head != 0;
     if (behind_others && !slot_exists(parked ? group(writer->number).tail : h_->tail)) return found_damage();
-    Change change(h_->redo, base_);
+    Change change(record(Side::Writer), base_);
     change.set(slot->state, uint64_t(parked ? SlotState::Parked : SlotState::Inside));
     change.set(h_->claimed, h_->claimed - 1);
     link(slot, writer, change);
@@ -128,7 +128,7 @@ Step Ring::publish(const Frame& frame, Slot* slot, WriterState* writer, Wakes& w
 
 void Ring::unclaim(Slot* slot, Wakes& wakes) {
     if (h_->damaged) return;
-    Change change(h_->redo, base_);
+    Change change(record(Side::Writer), base_);
     change.set(h_->claimed, h_->claimed - 1);
     change.set(h_->bytes_in, h_->bytes_in - slot->size);
     free_slot(slot, change);
@@ -157,13 +157,13 @@ Step Ring::try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& 
     taken.number = slot->numbered() ? slot->number : h_->numbered;
     taken.slot = slot;
     taken.viewed = may_view(slot);
-    Change change(h_->redo, base_);
+    Change change(record(Side::Reader), base_);
+    if (slot->next != h_->tail) prefetch(at<Slot>(slot->next));  // for the next get
     change.set(h_->head, slot->next);
     change.set(h_->takes, h_->takes + 1);
     change.set(h_->bytes_out, h_->bytes_out + slot->size);
     uint64_t state = slot->state;
     if (!slot->numbered()) {
-        change.set(slot->number, h_->numbered);
         change.set(h_->numbered, h_->numbered + 1);
         state |= Slot::NUMBERED;
     }
@@ -171,6 +171,7 @@ Step Ring::try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& 
     if (reader) {
         Session& s = this->session(reader->session);
         change.set(slot->next, 0);
+        change.set(slot->number, taken.number);
         change.set(slot->state, Slot::placed(state, SlotState::Leased));
         change.set(s.lease_head ? at<Slot>(s.lease_tail)->next : s.lease_head, offset(slot));
         change.set(s.lease_tail, offset(slot));
@@ -185,6 +186,7 @@ Step Ring::try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& 
         free_slot(slot, change);
         change.commit();
     } else {
+        change.set(slot->number, taken.number);
         change.set(slot->state, Slot::placed(state, SlotState::Held, session));
         change.commit();
         taken.at = payload(slot);
@@ -213,7 +215,7 @@ void Ring::put_back(Taken& taken, ReaderState* reader, Wakes& wakes) {
         taken.held = nullptr;
         return;
     }
-    Change change(h_->redo, base_);
+    Change change(record(Side::Writer), base_);
     Slot* slot = taken.slot;
     if (reader) {
         Session& s = session(reader->session);
@@ -250,7 +252,7 @@ void Ring::put_back(Taken& taken, ReaderState* reader, Wakes& wakes) {
 
 void Ring::release(Slot* slot, Wakes& wakes) {
     if (h_->damaged) return;
-    Change change(h_->redo, base_);
+    Change change(record(Side::Reader), base_);
     free_slot(slot, change);
     change.commit();
     memory_freed(wakes);
@@ -282,7 +284,7 @@ void Ring::free_leased(Session& s, Wakes& wakes) {
     while (s.lease_head && !h_->damaged) {
         Slot* slot = at<Slot>(s.lease_head);
         if (!slot_exists(s.lease_head) || s.leased == 0 || !is_leased(slot)) return void(found_damage());
-        Change change(h_->redo, base_);
+        Change change(record(Side::Reader), base_);
         change.set(s.lease_head, slot->next);
         change.set(s.leased, s.leased - 1);
         change.set(h_->leased, h_->leased - 1);
@@ -312,7 +314,7 @@ void Ring::give_back(Session& s, Wakes& wakes) {
     }
     if (left || last != s.lease_tail) return void(found_damage());
     uint32_t n = uint32_t(s.leased);
-    Change change(h_->redo, base_);
+    Change change(record(Side::Writer), base_);
     change.set(at<Slot>(s.lease_tail)->next, h_->head);
     if (!h_->head) change.set(h_->tail, s.lease_tail);
     change.set(h_->head, s.lease_head);
@@ -341,7 +343,7 @@ void Ring::hand_on(uint32_t from, uint32_t to) {
         at<Slot>(p)->state += Slot::DEATH;
         fault_point();
     }
-    Change change(h_->redo, base_);
+    Change change(record(Side::Writer), base_);
     if (suspect && s.again_head) change.set(at<Slot>(s.lease_tail)->next, s.again_head);
     change.set(next.again_head, suspect ? s.lease_head : s.again_head);
     change.set(next.again_tail, s.again_head ? s.again_tail : s.lease_tail);
@@ -368,7 +370,7 @@ Step Ring::take_again(Taken& taken, ReaderState& reader) {
     taken.kills_who_unpickles = s.again_at == Session::UNPICKLING;
     taken.slot = slot;
     taken.at = payload(slot);
-    Change change(h_->redo, base_);
+    Change change(record(Side::Reader), base_);
     change.set(s.again_head, slot->next);
     change.set(s.again, s.again - 1);
     change.set(slot->next, 0);
@@ -383,7 +385,7 @@ Step Ring::take_again(Taken& taken, ReaderState& reader) {
 // A session that ends before it has tried them again: they are everybody's.
 void Ring::give_back_again(Session& s, Wakes& wakes) {
     if (h_->damaged) return;
-    Change change(h_->redo, base_);
+    Change change(record(Side::Writer), base_);
     change.set(s.lease_head, s.again_head);
     change.set(s.lease_tail, s.again_tail);
     change.set(s.leased, s.again);
@@ -403,7 +405,7 @@ void Ring::begin_item(WriterState& writer, uint64_t number) {
         if (old.role != Session::RESUME || old.committed_item != number + 1) continue;
         Session& s = session(writer.session);
         writer.skip = old.committed_count;
-        Change change(h_->redo, base_);
+        Change change(record(Side::Writer), base_);
         change.set(s.committed_item, old.committed_item);
         change.set(s.committed_count, old.committed_count);
         change.set(old.role, Session::NONE);
@@ -418,7 +420,7 @@ Step Ring::item_done(WriterState& writer, Wakes& wakes) {
     if (!behind && writer.number - h_->turn >= groups_) return Step::Wait;
     writer.keyed = false;
     if (behind) return Step::Done;
-    Change change(h_->redo, base_);
+    Change change(record(Side::Writer), base_);
     change.set(group(writer.number).complete, 1);
     change.commit();
     if (writer.number == h_->turn) advance(wakes);
@@ -426,7 +428,7 @@ Step Ring::item_done(WriterState& writer, Wakes& wakes) {
 }
 
 void Ring::advance(Wakes& wakes) {
-    Change change(h_->redo, base_);
+    Change change(record(Side::Writer), base_);
     uint64_t before = h_->turn, linked = 0;
     while (!h_->damaged) {
         Group& g = group(h_->turn);

@@ -107,6 +107,7 @@ Slot* Ring::take_slot(uint64_t size, Change& change) {
     if (!slot_exists(h_->free_slots[found]) || slot->place() != SlotState::Free || slot->cls != found ||
         !payload_exists(slot))
         return found_damage(), nullptr;
+    prefetch(at<Slot>(slot->next));  // for the next put
     change.set(h_->free_slots[found], slot->next);
     change.set(h_->slots_used, h_->slots_used + 1);
     return slot;
@@ -169,7 +170,7 @@ void Ring::tidy(uint32_t cls) {
         else if (slot->cls)
             used.emplace_back(slot->block, slot->block + class_size(uint32_t(slot->cls)));
     }
-    Change change(h_->redo, base_);
+    Change change(record(Side::Writer), base_);
     if (free.empty()) {  // the gaps may need one all the same
         const uint64_t from = h_->slots_at - sizeof(Slot);
         if (!reserve_high(from)) return;
@@ -258,7 +259,7 @@ void Ring::forget_view(Session& s, Change& change) {
 void Ring::unview(Slot* slot, Wakes& wakes) {
     if (h_->damaged || !slot->viewer()) return;
     if (slot->cls >= CLASSES) return void(found_damage());
-    Change change(h_->redo, base_);
+    Change change(record(Side::Reader), base_);
     if (!slot->loaned())
         change.set(h_->viewed_bytes, h_->viewed_bytes - std::min(h_->viewed_bytes, slot->size));
     forget_view(session(slot->viewer()), change);
@@ -278,7 +279,7 @@ Step Ring::loan(uint64_t size, uint32_t session, Slot*& slot) {
     if (h_->state == CLOSED) return broken() ? Step::Broken : Step::Closed;
     if (size > max_bytes_) return Step::TooLarge;
     if (blind_) return Step::NoMemory;
-    Change change(h_->redo, base_);
+    Change change(record(Side::Writer), base_);
     slot = take_slot(std::max(size, class_size(VIEWABLE)), change);
     if (!slot) return no_slot();
     slot->size = size;
@@ -294,7 +295,7 @@ Step Ring::loan(uint64_t size, uint32_t session, Slot*& slot) {
 Step Ring::put_loan(Slot* slot, const Frame& frame, WriterState* writer, Wakes& wakes) {
     Step step = room(frame, writer);
     if (step != Step::Done) return step;
-    Change change(h_->redo, base_);
+    Change change(record(Side::Writer), base_);
     slot->size = frame.size;
     forget_view(session(slot->viewer()), change);
     const bool parked = is_parked(writer);

@@ -89,6 +89,15 @@ inline void cpu_relax() {
 #endif
 }
 
+// Brings a cache line from wherever it is, to be written soon. It may be anything, and need not exist.
+inline void prefetch(const void* at) {
+#if defined(__x86_64__)
+    asm volatile("prefetchw %0" : : "m"(*static_cast<const char*>(at)));
+#else
+    __builtin_prefetch(at, 1);
+#endif
+}
+
 struct Gate {
     std::atomic<uint32_t> seq{0};  // the futex word; its partner is the sleeper's compare in the kernel
     uint32_t waiting = 0;

@@ -30,7 +30,8 @@ from flowchan.transport.descriptors import Borrowed
 CASES = 400
 BATCH = 25  # children of one test, two at a time
 MUTEX, COUNTS = 128, 192  # where the lock, and what changes under it, lie in the header
-GATES_END = 4_096
+RECORDS, RECORD = 1_728, 448  # where the redo records lie, and how far apart
+RECORDS_END = RECORDS + 16 * RECORD
 SLOT = 128
 OWNER_DIED = 0x4000_0000
 ERRORS = (
@@ -181,7 +182,8 @@ def damage_words(chance: random.Random, memory: Memory) -> None:
                 (MUTEX, COUNTS),
                 (COUNTS, COUNTS + 128),
                 (COUNTS, 1_000),
-                (1_000, GATES_END),
+                (1_000, RECORDS),
+                (RECORDS, RECORDS_END),
                 (session, session + 128),
                 (memory.groups_at, memory.groups_at + 128),
                 (memory.groups_at, memory.blocks_at),
@@ -194,10 +196,10 @@ def damage_words(chance: random.Random, memory: Memory) -> None:
 
 
 def damage_slot(chance: random.Random, memory: Memory) -> None:
-    """One of next, state, size, number, kind, class and block of one or more slots."""
+    """One of next, state, size, number, kind and class, and block of one or more slots."""
     for _ in range(chance.choice([1, 1, 3])):
         slot = memory.length - SLOT * chance.randrange(1, 14)
-        memory.set(slot + 8 * chance.randrange(7), some_value(chance, memory))
+        memory.set(slot + 8 * chance.randrange(6), some_value(chance, memory))
 
 
 def damage_bytes(chance: random.Random, memory: Memory) -> None:
@@ -211,7 +213,7 @@ def damage_bytes(chance: random.Random, memory: Memory) -> None:
 
 def damage_record(chance: random.Random, memory: Memory) -> None:
     """The owner of the lock has died, so it seems, and what it was about to do is nonsense."""
-    record = COUNTS + 128
+    record = RECORDS + RECORD * chance.randrange(16)
     memory.set(record, chance.choice([1, 3, 24, 25, 2**40]))
     for entry in range(24):
         memory.set(record + 8 + 16 * entry, some_value(chance, memory))
@@ -321,7 +323,7 @@ def test_a_list_that_runs_in_a_circle_breaks_the_channel() -> None:
         ch.get()
 
 
-@pytest.mark.parametrize(("word", "value"), [(2, 10**9), (5, 200), (6, 64), (6, 2**62)])
+@pytest.mark.parametrize(("word", "value"), [(2, 10**9), (4, 3 + (200 << 32)), (5, 64), (5, 2**62)])
 def test_a_payload_that_lies_elsewhere_breaks_the_channel(word: int, value: int) -> None:
     ch = damaged(lambda memory: memory.set(memory.length - 3 * SLOT + 8 * word, value))
     assert [ch.get(), ch.get()] == [1, 2]
@@ -329,10 +331,36 @@ def test_a_payload_that_lies_elsewhere_breaks_the_channel(word: int, value: int)
         ch.get()
 
 
-@pytest.mark.parametrize(("word", "value"), [(4, 77), (4, 2**63), (7, 0xFF)])
+@pytest.mark.parametrize(("word", "value"), [(4, 77), (4, 2**31), (6, 0xFF)])
 def test_content_of_no_known_kind_raises_at_its_reader(word: int, value: int) -> None:
     ch = damaged(lambda memory: memory.set(memory.length - SLOT + 8 * word, value))
     with pytest.raises(Broken):
+        ch.get()
+
+
+@pytest.mark.parametrize("record", [0, 7, 15])
+@pytest.mark.parametrize("length", [1, 25])
+def test_a_record_that_cannot_be_right_breaks_the_channel(record: int, length: int) -> None:
+    def change(memory: Memory) -> None:
+        memory.set(RECORDS + RECORD * record, length)
+        memory.set(RECORDS + RECORD * record + 8, 3)
+        memory.set(MUTEX, OWNER_DIED)
+
+    ch = damaged(change)
+    with pytest.raises(Broken, match="damaged"):
+        ch.get()
+
+
+def test_two_changes_at_once_break_the_channel() -> None:
+    def change(memory: Memory) -> None:
+        for record in range(2):
+            memory.set(RECORDS + RECORD * record, 1)
+            memory.set(RECORDS + RECORD * record + 8, COUNTS)
+            memory.set(RECORDS + RECORD * record + 16, memory.word(COUNTS))
+        memory.set(MUTEX, OWNER_DIED)
+
+    ch = damaged(change)
+    with pytest.raises(Broken, match="damaged"):
         ch.get()
 
 

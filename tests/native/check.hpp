@@ -30,7 +30,8 @@ class Check {
 
     // What is wrong; empty if nothing is. To be called under the lock.
     std::string run() {
-        if (h.redo.valid) wrong("the redo record is still valid");
+        for (const Redo& redo : h.redo)
+            if (redo.valid) wrong("a redo record is still valid");
         if (h.slots_at > h.length || (h.length - h.slots_at) % sizeof(Slot)) wrong("slots_at is no slot");
         if (h.slots_at < h.reserved_high || h.blocks_top > h.reserved_low)
             wrong("memory is used that is not reserved");

@@ -1,0 +1,52 @@
+// Pace on two processes that take a ring from each other, on a clock of its own: an operation takes the
+// ring as soon as it can, then its process does something else for so many ns. Prints how many runs the
+// operations made, and how many rests there were.
+#include <cstdio>
+#include <cstdlib>
+
+#include "pace.hpp"
+
+namespace {
+
+using flowchan::Pace;
+
+struct Side {
+    Pace pace;
+    int64_t elsewhere;            // what it does between two operations
+    int64_t free_at = 1'000'000;  // when it wants the ring next
+    bool rested = false;
+    int64_t rests = 0;
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    if (argc != 4) return 2;
+    constexpr int64_t NS = 3, AT_HOME = 50 * NS,
+                      AWAY = 600 * NS;  // an operation whose lines are here, or must come
+    const uint64_t operations = std::strtoull(argv[3], nullptr, 10);
+    Side sides[2];
+    sides[0].elsewhere = std::atoll(argv[1]) * NS;
+    sides[1].elsewhere = std::atoll(argv[2]) * NS;
+    Side* last = nullptr;
+    int64_t now = 0, runs = 0;
+    for (uint64_t total = 0; total < operations;) {
+        Side& side = sides[sides[1].free_at < sides[0].free_at];
+        const bool had = last == &side;
+        const int64_t wanted = side.free_at;
+        if (!had && !side.rested && side.pace.should_rest(wanted)) {
+            side.free_at += Pace::REST;
+            side.rested = true;
+            side.rests += 1;
+            continue;
+        }
+        if (!had) side.pace.took_over(side.rested ? wanted - Pace::REST : wanted, total), runs += 1;
+        side.rested = false;
+        side.pace.count();
+        total += 1;
+        now = std::max(now, wanted) + (had ? AT_HOME : AWAY);
+        side.free_at = now + side.elsewhere;
+        last = &side;
+    }
+    printf("%ld runs, %ld rests\n", runs, sides[0].rests + sides[1].rests);
+}
