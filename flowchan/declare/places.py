@@ -22,7 +22,6 @@ class Place:
 
     name: Placement
     apart: bool
-    worker: str
 
     def __str__(self) -> str:
         return self.name
@@ -32,8 +31,8 @@ class Place:
         return PROCESSES if self.apart or other.apart else THREADS
 
 
-THREAD = Place("thread", apart=False, worker="thread")
-PROCESS = Place("process", apart=True, worker="process")
+THREAD = Place("thread", apart=False)
+PROCESS = Place("process", apart=True)
 
 PLACES: Mapping[str, Place] = MappingProxyType({place.name: place for place in (THREAD, PROCESS)})
 """Every place by its name."""

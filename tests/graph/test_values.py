@@ -1,0 +1,60 @@
+"""What is declared are values: a stage can be sent as it is, and a place says what follows from it."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from typing import Any
+
+import cloudpickle
+import pytest
+
+from flowchan import Graph
+from flowchan.channel.media import PROCESSES, THREADS
+from flowchan.declare.places import PLACES, PROCESS, THREAD, Place
+from flowchan.declare.values import Origin
+
+
+def test_every_stage_can_be_sent_to_another_process_as_it_is() -> None:
+    graph = Graph("sent")
+    numbers = graph.source(range(3), name="numbers")
+    left, _ = numbers.map(lambda number: -number, name="negative", on="process", workers=2).tee(2)
+    left.batch(2, timeout=1.5).reduce(lambda so_far, batch: so_far + sum(batch), 0)
+    for stage in graph.stages:
+        sent = pickle.loads(cloudpickle.dumps(stage))
+        assert (sent.name, sent.verb, sent.inputs, sent.place, sent.workers, dict(sent.options)) == (
+            (stage.name, stage.verb, stage.inputs, stage.place, stage.workers, dict(stage.options))
+        )
+    assert graph.stage_named("negative").inputs == (Origin("numbers", "out"),)
+
+
+def test_an_item_type_that_cannot_be_sent_does_not_keep_its_stage_back() -> None:
+    class Unsendable:
+        lock = threading.Lock()
+
+    def made() -> Any:
+        return []
+
+    made.__annotations__["return"] = list[Unsendable]
+    graph = Graph("annotated")
+    items = graph.source(made, name="made")
+    items.partition(id, 2, on="process", name="spread")
+    assert graph.stage_named("spread").outputs[0].item is Unsendable
+    assert pickle.loads(cloudpickle.dumps(graph.stage_named("spread"))).outputs[0].item is None
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "medium"),
+    [
+        (THREAD, THREAD, THREADS),
+        (THREAD, PROCESS, PROCESSES),
+        (PROCESS, THREAD, PROCESSES),
+        (PROCESS, PROCESS, PROCESSES),
+    ],
+)
+def test_two_places_say_what_joins_them(one: Place, other: Place, medium: Any) -> None:
+    assert one.medium_to(other) is medium
+
+
+def test_only_a_worker_with_a_process_of_its_own_is_apart() -> None:
+    assert [place.name for place in PLACES.values() if place.apart] == ["process"]
