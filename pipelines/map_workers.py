@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, Never
 
 from flowchan import Channel, Empty, Failed, Graph, RunError, StageError
+from flowchan.declare.arguments import known_options
 from flowchan.pipelines.calls import call, name_of, reason
 
 
@@ -86,7 +87,11 @@ class _Call:
 
 
 def map(  # noqa: A001
-    n: int, fn: Callable[..., Any], *args: Any, on: Literal["thread", "process"] = "thread"
+    n: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    on: Literal["thread", "process"] = "thread",
+    **misspelt: Never,
 ) -> Workers:
     """Starts ``n`` workers, each of which runs ``fn(*args, worker)``, where ``worker`` is its number from 1
     to n. Returns at once; ``join()`` gives the results.
@@ -95,6 +100,7 @@ def map(  # noqa: A001
     and its arguments; what can't be sent raises ``GraphError`` here. A worker process that dies is a failure
     of that worker.
     """
+    known_options("map", misspelt, ("on",))
     if not callable(fn):
         raise TypeError(f"map: fn must be callable, not {fn!r}")
     return Workers(n, fn, args, on)

@@ -20,6 +20,7 @@ from concurrent.futures import BrokenExecutor, Executor, Future, InvalidStateErr
 from typing import Any, Literal, NamedTuple, NoReturn, ParamSpec, TypeVar
 
 from flowchan import Broken, ChannelError, Failed, Graph, Run, pack, unpack
+from flowchan.declare.arguments import placed
 from flowchan.pipelines.calls import call, name_of, reason
 
 P = ParamSpec("P")
@@ -42,14 +43,14 @@ class TaskPool(Executor):
     def __init__(
         self, workers: int, on: Literal["thread", "process"] = "thread", name: str = "tasks"
     ) -> None:
-        self._on = on
+        self._place = placed("TaskPool", on)
         self._tasks: dict[int, _Task] = {}
         self._numbers = itertools.count(1)
         self._is_shut = False
         book = _Book(self._tasks)
         graph = Graph(name)
         numbers = graph.input("submitted", capacity=WAITING)
-        if on == "thread":
+        if not self._place.apart:
             numbers.sink(book.work, name="call", workers=workers)
         else:
             begun = numbers.flat_map(book.begin, name="begin", capacity=1)
@@ -111,7 +112,7 @@ class TaskPool(Executor):
         ``TimeoutError`` when a result is not there ``timeout`` seconds after this call."""
         if chunksize < 1:
             raise ValueError(f"map: chunksize must be at least 1, not {chunksize!r}")
-        if self._on == "thread" or chunksize == 1:
+        if not self._place.apart or chunksize == 1:
             return super().map(fn, *iterables, timeout=timeout)
         chunks = _chunks(zip(*iterables, strict=False), chunksize)
         return _one_by_one(super().map(functools.partial(_call_each, fn), chunks, timeout=timeout))

@@ -18,6 +18,7 @@ from multiprocessing.util import Finalize
 from typing import Any, Literal
 
 from flowchan import Channel, Drained, Empty, In
+from flowchan.channel.media import MEDIA
 from flowchan.pipelines.names import claim, find, naming
 from flowchan.pipelines.sharing import Shared
 
@@ -272,7 +273,7 @@ def workqueue(
                 return opened
             if sides.name is None:
                 sides.make(name, capacity, across)
-            if across == "threads" or sides.claim_name(name):
+            if not MEDIA[across].copies or sides.claim_name(name):
                 _named[name] = sides
                 return WorkQueue(sides, creator=True)
             if time.monotonic() > give_up:

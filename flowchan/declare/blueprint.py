@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable
-from typing import Any
+from typing import Any, Never, Unpack
 
 from flowchan.declare.annotations import element_type, ports_of, returned_type
 from flowchan.declare.arguments import (
@@ -14,7 +14,7 @@ from flowchan.declare.arguments import (
 )
 from flowchan.declare.builder import Builder
 from flowchan.declare.places import Placement
-from flowchan.declare.stream import Feedback, Stream, origins, streams_argument, streams_of
+from flowchan.declare.stream import Feedback, PlainOptions, Stream, origins, streams_argument, streams_of
 from flowchan.declare.values import DEFAULT_CAPACITY, DEFAULT_RESTARTS
 from flowchan.items.text import shown
 
@@ -86,23 +86,24 @@ class Blueprint(Builder):
         )
         return streams_of(self, stage)[0]
 
-    def input(self, name: str | None = None, capacity: int = DEFAULT_CAPACITY) -> Stream:
+    def input(self, name: str | None = None, capacity: int = DEFAULT_CAPACITY, **misspelt: Never) -> Stream:
         """A stream of the items that are put from outside while the graph runs."""
+        known_options("input", misspelt, ("name", "capacity"))
         stage = self._declare("input", name=name, input_ports=(), outputs=[("out", None)], capacity=capacity)
         return streams_of(self, stage)[0]
 
-    def merge(self, *streams: Stream, name: str | None = None, capacity: int = DEFAULT_CAPACITY) -> Stream:
+    def merge(self, *streams: Stream, **options: Unpack[PlainOptions]) -> Stream:
         """The items of all streams, as they come; it ends when the last of them ends."""
+        known_options("merge", options, PlainOptions.__annotations__)
         if not streams:
             raise TypeError("merge: give at least one stream")
         items = [stream.item for stream in streams_argument("merge", streams)]
         stage = self._declare(
             "merge",
-            name=name,
             inputs=origins(self, *streams),
             input_ports=[str(port) for port in range(len(streams))],
             outputs=[("out", items[0] if all(item == items[0] for item in items) else None)],
-            capacity=capacity,
+            **options,
         )
         return streams_of(self, stage)[0]
 

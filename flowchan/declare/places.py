@@ -17,8 +17,8 @@ Placement = Literal["thread", "process"]
 class Place:
     """A place for the workers of a stage. ``name`` is the word that ``on=`` takes. ``apart``: each worker has
     a process of its own; the stage is sent there, and when that process dies another one can take over. Else
-    the workers run on threads of the program's own process, and end with it. ``worker`` is the word for
-    one."""
+    the workers run on threads of the program's own process, and end with it.
+    """
 
     name: Placement
     apart: bool

@@ -7,7 +7,7 @@ by the caller's act; what only the whole graph can tell is left to ``check``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import GenericAlias
 from typing import Any, TypedDict, Unpack
@@ -16,17 +16,29 @@ from flowchan.declare.annotations import element_type, returned_type, type_name
 from flowchan.declare.arguments import callable_argument, known_options, seconds, whole
 from flowchan.declare.builder import Builder
 from flowchan.declare.places import Placement
-from flowchan.declare.values import DEFAULT_CAPACITY, Origin, Stage
+from flowchan.declare.values import Origin, Stage
 from flowchan.items.text import shown
 
 _MISSING: Any = object()
 
 
-class WorkOptions(TypedDict, total=False):
-    """What every verb takes that calls a function of the user's for each item."""
+class NameOption(TypedDict, total=False):
+    """What every verb takes."""
 
     name: str | None
-    """The stage's name; the function's name if it is left out."""
+    """The stage's name; the function's or the verb's if it is left out."""
+
+
+class PlainOptions(NameOption, total=False):
+    """What a verb takes that has an output and calls no function of the user's."""
+
+    capacity: int
+    """Of the output channel, in items; 64 if left out."""
+
+
+class WorkOptions(NameOption, total=False):
+    """What every verb takes that calls a function of the user's for each item."""
+
     on: Placement
     """Its workers run on a ``"thread"`` (default) or in a ``"process"`` each."""
     workers: int
@@ -91,97 +103,67 @@ class Stream:
         that died is done again."""
         callable_argument("sink", "function", function)
         known_options("sink", options, WorkOptions.__annotations__)
-        self.graph._declare(
-            "sink", function=function, inputs=origins(self.graph, self), outputs=(), **options
-        )
+        self._next("sink", (), options, function=function)
 
     def partition(
         self, key: Callable[..., Any], n: int, **options: Unpack[ItemOptions]
     ) -> tuple[Stream, ...]:
         """``n`` streams; items for which ``key(item)`` is equal go to the same one."""
-        ports = range(whole("partition", "n", n, 1))
+        outputs = [(str(port), self.item) for port in range(whole("partition", "n", n, 1))]
         known_options("partition", options, ItemOptions.__annotations__)
-        stage = self.graph._declare(
-            "partition",
-            function=callable_argument("partition", "key", key),
-            options={"n": n},
-            inputs=origins(self.graph, self),
-            outputs=[(str(port), self.item) for port in ports],
-            errors=True,
-            **options,
-        )
-        return streams_of(self.graph, stage)
+        callable_argument("partition", "key", key)
+        return self._next("partition", outputs, options, function=key, own={"n": n}, errors=True)
 
     def reduce(
-        self, function: Callable[..., Any], initial: Any = _MISSING, *, name: str | None = None
+        self, function: Callable[..., Any], initial: Any = _MISSING, **options: Unpack[NameOption]
     ) -> Stream:
         """One item: ``function(so_far, item)`` over all items, beginning with ``initial``, or with the first
         item if there is none. It is a result of the run; no other stage needs to read it."""
-        options = {} if initial is _MISSING else {"initial": initial}
         item = returned_type(callable_argument("reduce", "function", function))
-        stage = self.graph._declare(
-            "reduce",
-            name=name,
-            function=function,
-            options=options,
-            inputs=origins(self.graph, self),
-            outputs=[("out", item)],
-            errors=True,
-        )
-        return streams_of(self.graph, stage)[0]
+        known_options("reduce", options, NameOption.__annotations__)
+        own = {} if initial is _MISSING else {"initial": initial}
+        return self._next("reduce", [("out", item)], options, function=function, own=own, errors=True)[0]
 
-    def collect(self, *, name: str | None = None) -> Stream:
+    def collect(self, **options: Unpack[NameOption]) -> Stream:
         """One item: the list of all items. It is a result of the run, ``graph.run()[stream]``; no other stage
         needs to read it. While none does, ``run.iter(stream)`` gives the items one by one as they come."""
-        return self._plain("collect", _listed(self.item), name=name)
+        known_options("collect", options, NameOption.__annotations__)
+        return self._next("collect", [("out", _listed(self.item))], options)[0]
 
-    def batch(
-        self,
-        size: int,
-        timeout: float | None = None,
-        *,
-        name: str | None = None,
-        capacity: int = DEFAULT_CAPACITY,
-    ) -> Stream:
+    def batch(self, size: int, timeout: float | None = None, **options: Unpack[PlainOptions]) -> Stream:
         """Lists of ``size`` items; the last one may be shorter. A batch that is not full ``timeout`` seconds
         after its first item goes out as it is."""
-        options = {"size": whole("batch", "size", size, 1), "timeout": seconds("batch", "timeout", timeout)}
-        return self._plain("batch", _listed(self.item), name=name, capacity=capacity, options=options)
+        known_options("batch", options, ("timeout", *PlainOptions.__annotations__))
+        own = {"size": whole("batch", "size", size, 1), "timeout": seconds("batch", "timeout", timeout)}
+        return self._next("batch", [("out", _listed(self.item))], options, own=own)[0]
 
-    def unbatch(self, *, name: str | None = None, capacity: int = DEFAULT_CAPACITY) -> Stream:
+    def unbatch(self, **options: Unpack[PlainOptions]) -> Stream:
         """Each element of each item; the items are iterables."""
-        return self._plain("unbatch", element_type(self.item), name=name, capacity=capacity)
+        known_options("unbatch", options, PlainOptions.__annotations__)
+        return self._next("unbatch", [("out", element_type(self.item))], options)[0]
 
-    def take(self, n: int, *, name: str | None = None, capacity: int = DEFAULT_CAPACITY) -> Stream:
+    def take(self, n: int, **options: Unpack[PlainOptions]) -> Stream:
         """The first ``n`` items; the stages before it are then stopped, without an error."""
-        return self._plain(
-            "take", self.item, name=name, capacity=capacity, options={"n": whole("take", "n", n, 0)}
-        )
+        known_options("take", options, PlainOptions.__annotations__)
+        return self._next("take", [("out", self.item)], options, own={"n": whole("take", "n", n, 0)})[0]
 
-    def tee(self, n: int, *, name: str | None = None, capacity: int = DEFAULT_CAPACITY) -> tuple[Stream, ...]:
+    def tee(self, n: int, **options: Unpack[PlainOptions]) -> tuple[Stream, ...]:
         """``n`` streams, each with every item."""
-        ports = range(whole("tee", "n", n, 1))
-        stage = self.graph._declare(
-            "tee",
-            name=name,
-            options={"n": n},
-            inputs=origins(self.graph, self),
-            outputs=[(str(port), self.item) for port in ports],
-            capacity=capacity,
-        )
-        return streams_of(self.graph, stage)
+        known_options("tee", options, PlainOptions.__annotations__)
+        outputs = [(str(port), self.item) for port in range(whole("tee", "n", n, 1))]
+        return self._next("tee", outputs, options, own={"n": n})
 
-    def zip(self, *others: Stream, name: str | None = None, capacity: int = DEFAULT_CAPACITY) -> Stream:
+    def zip(self, *others: Stream, **options: Unpack[PlainOptions]) -> Stream:
         """Tuples of one item from each stream, until one of them ends."""
         streams = streams_argument("zip", (self, *others))
+        known_options("zip", options, PlainOptions.__annotations__)
         item = GenericAlias(tuple, tuple(Any if stream.item is None else stream.item for stream in streams))
         stage = self.graph._declare(
             "zip",
-            name=name,
             inputs=origins(self.graph, *streams),
             input_ports=[str(port) for port in range(len(streams))],
             outputs=[("out", item)],
-            capacity=capacity,
+            **options,
         )
         return streams_of(self.graph, stage)[0]
 
@@ -207,35 +189,29 @@ class Stream:
         """A stage that calls the user's function for each item and has one output."""
         item = item_of(callable_argument(kind, "function", function))
         known_options(kind, options, OrderedOptions.__annotations__)
+        return self._next(kind, [("out", item)], options, function=function, errors=True)[0]
+
+    def _next(
+        self,
+        kind: str,
+        outputs: Sequence[tuple[str, Any]],
+        options: NameOption,
+        *,
+        function: Callable[..., Any] | None = None,
+        own: dict[str, Any] | None = None,
+        errors: bool = False,
+    ) -> tuple[Stream, ...]:
+        """The outputs of a new stage that reads this stream. ``own``: what only its verb takes."""
         stage = self.graph._declare(
             kind,
             function=function,
+            options=own,
             inputs=origins(self.graph, self),
-            outputs=[("out", item)],
-            errors=True,
+            outputs=outputs,
+            errors=errors,
             **options,
         )
-        return streams_of(self.graph, stage)[0]
-
-    def _plain(
-        self,
-        kind: str,
-        item: Any,
-        *,
-        name: str | None,
-        capacity: int = DEFAULT_CAPACITY,
-        options: dict[str, Any] | None = None,
-    ) -> Stream:
-        """A stage without a function of the user's and with one output."""
-        stage = self.graph._declare(
-            kind,
-            name=name,
-            options=options or {},
-            inputs=origins(self.graph, self),
-            outputs=[("out", item)],
-            capacity=capacity,
-        )
-        return streams_of(self.graph, stage)[0]
+        return streams_of(self.graph, stage)
 
     @property
     def _origin(self) -> Origin:

@@ -29,6 +29,15 @@ MISSPELT: list[tuple[str, str, Callable[[Graph, Stream], Any]]] = [
     ("source", "restartable", lambda graph, stream: graph.source([1], restartible=True)),
     ("source", "capacity", lambda graph, stream: graph.source(count, 3, capcity=2)),
     ("stage", "workers", lambda graph, stream: graph.stage(pass_on, stream, worker=2)),
+    ("reduce", "name", lambda graph, stream: stream.reduce(max, nam="largest")),
+    ("collect", "name", lambda graph, stream: stream.collect(naem="all")),
+    ("batch", "timeout", lambda graph, stream: stream.batch(2, timeuot=1)),
+    ("unbatch", "capacity", lambda graph, stream: stream.unbatch(capcity=1)),
+    ("take", "capacity", lambda graph, stream: stream.take(2, capacities=1)),
+    ("tee", "name", lambda graph, stream: stream.tee(2, names="branch")),
+    ("zip", "capacity", lambda graph, stream: stream.zip(stream, capcity=1)),
+    ("merge", "capacity", lambda graph, stream: graph.merge(stream, capcity=1)),
+    ("input", "capacity", lambda graph, stream: graph.input("questions", capcity=1)),
 ]
 
 

@@ -250,9 +250,14 @@ def test_the_channels_of_workers_go_with_their_handle(on: Any) -> None:
     try:
         workers = map(2, str, on=on)
         assert workers.join() == ["1", "2"]
-        channels = [weakref.ref(channel) for channel in workers._run._plan.channels.values()]
+        channels = [weakref.ref(channel) for channel in workers._run._supervisor.opened.channels.values()]
         del workers
         # its threads end a moment later
         wait_until(lambda: all(channel() is None for channel in channels))
     finally:
         gc.enable()
+
+
+def test_a_misspelt_option_names_what_was_meant() -> None:
+    with pytest.raises(TypeError, match=r"^map: has no option 'onn'; did you mean 'on'\?$"):
+        map(2, abs, onn="process")  # type: ignore[call-arg]
