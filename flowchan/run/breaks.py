@@ -13,10 +13,7 @@ import os
 import time
 from collections.abc import Callable
 
-from flowchan.channel.channel import Channel
-from flowchan.errors import Broken, ChannelError
 from flowchan.run.events import Aborted, Ended, Failure, WorkerId
-from flowchan.run.opening import Channels, Ports
 from flowchan.run.plan import Plan
 
 LOOK = 0.5
@@ -29,9 +26,15 @@ PATIENCE = 1.0
 class Breaks:
     """What the supervisor has heard and seen of broken channels, until it breaks them all itself."""
 
-    def __init__(self, plan: Plan, channels: Channels) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        broken: Callable[[WorkerId | None], list[str]],
+        cause_of: Callable[[str], BaseException],
+    ) -> None:
         self._plan = plan
-        self._channels = channels
+        self._broken = broken  # channels, by name: those of one worker, or all
+        self._cause_of = cause_of
         self._told: list[Aborted] = []
         self._found: list[str] = []
         self._ends: list[Ended] = []
@@ -40,8 +43,8 @@ class Breaks:
         self._since = math.inf
 
     def is_due(self, all_is_heard: Callable[[], bool]) -> bool:
-        """Whether there is something to be decided, and all that can still be heard of it has been heard."""
-        if not (self._told or self._found or self._ends):
+        """Whether something is to be decided, and all that can still be heard of it has been heard."""
+        if not self.pending:
             self._since = math.inf
             return False
         self._since = min(self._since, time.monotonic())
@@ -53,13 +56,18 @@ class Breaks:
         if not self._over:
             self._told.append(aborted)
 
+    @property
+    def pending(self) -> bool:
+        """Whether there is something to be decided."""
+        return bool(self._told or self._found or self._ends)
+
     def told_by(self, worker: WorkerId) -> bool:
         return any(aborted.worker == worker for aborted in self._told)
 
-    def keeps(self, ended: Ended, ports: Ports) -> bool:
+    def keeps(self, ended: Ended) -> bool:
         """Whether a channel of this worker was broken; its end then counts once it is clear by whom."""
-        broken = [] if self._over else [port.channel for port in ports.everything() if port.channel.broken]
-        self._found += [channel._name for channel in broken]
+        broken = [] if self._over else self._broken(ended.worker)
+        self._found += broken
         self._ends += [ended] if broken else []
         return bool(broken)
 
@@ -72,7 +80,7 @@ class Breaks:
         now = time.monotonic()
         if now >= self._next_look and not self._over:
             self._next_look = now + LOOK
-            self._found += [name for name, channel in self._channels.items() if channel.broken]
+            self._found += self._broken(None)
 
     def end(self) -> None:
         """From now on every channel is broken by the supervisor."""
@@ -84,25 +92,15 @@ class Breaks:
         told, found = min(self._told, key=lambda one: one.at, default=None), self._found
         self._told, self._found = [], []
         if told is not None:
-            error = told.error or _cause(self._channels[told.channel])
+            error = told.error or self._cause_of(told.channel)
             return Failure(told.worker, error, None, told.pid, told.channel)
         if found:
-            writer = next(link.writer for link in self._plan.links if link.name == found[0])
-            return Failure(WorkerId(writer, 0), _cause(self._channels[found[0]]), None, os.getpid(), found[0])
+            name = found[0]
+            writer = next(link.writer for link in self._plan.links if link.name == name)
+            return Failure(WorkerId(writer, 0), self._cause_of(name), None, os.getpid(), name)
         return None
 
     def ends(self) -> list[Ended]:
         """The ends that were kept."""
         kept, self._ends = self._ends, []
         return kept
-
-
-def _cause(channel: Channel[object]) -> BaseException:
-    """What a channel was aborted with; without a cause, that it is broken."""
-    try:
-        channel.get_nowait()
-    except Broken as error:
-        return error.__cause__ or error.with_traceback(None)
-    except ChannelError:
-        pass
-    return Broken(f"channel {channel._name!r} is broken")

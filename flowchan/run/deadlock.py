@@ -1,20 +1,16 @@
-"""Whether a run can ever move again, found out by looking at its channels now and then."""
+"""Whether a run can ever move again, judged by two looks at it."""
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from flowchan import _core
-from flowchan.channel.awaiting import only_wait_for
 from flowchan.errors import Deadlock
-from flowchan.run.decisions import State, Stuck
+from flowchan.run.decisions import Stuck
 from flowchan.run.events import Failure, WorkerId
 from flowchan.run.explain import all_wait, explain
-from flowchan.run.opening import Opened
-from flowchan.run.plan import Plan
-from flowchan.run.stats import RunStats
+from flowchan.run.stats import LinkStats, RunStats
 
 STILL = 0.5
 """Seconds for which nothing must move before a run counts as stuck."""
@@ -31,67 +27,87 @@ MORE_MEMORY = (
 is short."""
 
 
-class Deadlocks:
-    """The looks at one run. Two of them ``STILL`` seconds apart at which every worker waits and no count has
-    changed: nobody can move. Unless somebody outside can: an input that is open, or a result that the user
-    may still take."""
+@dataclass(frozen=True, slots=True)
+class Glance:
+    """What one cheap look at all channels tells: the items put and taken so far, how many wait now, and
+    whether the program may still fill an input."""
 
-    def __init__(self, plan: Plan, opened: Opened, now: float) -> None:
+    moved: int
+    reading: int
+    writing: int
+    opened: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A run at one moment, as far as it matters for whether anybody can move. ``unread`` results are those
+    that the program has not begun to take, ``inputs`` the stages that it fills. ``outside``: something that
+    no channel shows may go on, such as an event loop with other work, or a worker that has died and is not
+    yet replaced."""
+
+    stats: RunStats
+    unread: frozenset[WorkerId] = frozenset()
+    inputs: frozenset[str] = frozenset()
+    outside: bool = False
+
+
+def judge(before: Look | None, now: Look) -> Stuck | frozenset[WorkerId] | None:
+    """What two looks, ``STILL`` seconds apart, say of a run: that nobody can ever move again, and why; or
+    which of the unread results must be taken in first, for they are full and the program can't come to read
+    them; or nothing."""
+    if before is None or _progress(before) != _progress(now):
+        return None
+    if full := _full(before) & _full(now):
+        return full
+    return Stuck(_told(now.stats)) if _nobody_moves(before) and _nobody_moves(now) else None
+
+
+def _progress(look: Look) -> tuple[int, ...]:
+    """What changes when a run moves."""
+    passed = [number for link in look.stats.links for number in (link.passed, link.inside)]
+    return *passed, *(stage.restarts for stage in look.stats.stages)
+
+
+def _nobody_moves(look: Look) -> bool:
+    return not look.unread and not look.outside and all_wait(look.stats)
+
+
+def _full(look: Look) -> frozenset[WorkerId]:
+    """The unread results that are full, if the program waits elsewhere: to put into an input, or for an item
+    of another result."""
+
+    def waits(link: LinkStats) -> bool:
+        return bool(link.waiting_writers if link.writer in look.inputs else link.waiting_readers)
+
+    stages = {id.stage for id in look.unread}
+    full = {link.reader for link in look.stats.links if link.reader in stages and link.waiting_writers}
+    ends = [link for link in look.stats.links if link.reader in stages or link.writer in look.inputs]
+    return frozenset(id for id in look.unread if id.stage in full) if any(map(waits, ends)) else frozenset()
+
+
+class Deadlocks:
+    """When to look at one run, and how closely. Usually a glance tells that it moves."""
+
+    def __init__(self, now: float) -> None:
         self.next_at = now + STILL
         """When the next look is due."""
-        self._plan = plan
-        self._opened = opened
-        self._channels = list(opened.channels.values())
-        self._moved = -1  # items put and taken, at the last look
-        self._counts: object = None  # of the last look at which every worker waited
+        self._moved = -1  # at the last glance
+        self._before: Look | None = None  # the last look at which it had not moved
 
     def look(
-        self, state: State, unread: frozenset[WorkerId], dying: bool, statistics: Callable[[], RunStats]
-    ) -> Stuck | frozenset[WorkerId]:
-        """What is told when nobody can move; or those of the ``unread`` results that must be taken in first.
-        Usually neither, which one native look at all channels tells. ``dying``: a worker has died and is not
-        yet replaced."""
-        nothing: frozenset[WorkerId] = frozenset()
-        now = time.monotonic()
+        self, now: float, workers: int, unread: bool, glance: Callable[[], Glance], look: Callable[[], Look]
+    ) -> Stuck | frozenset[WorkerId] | None:
+        """What is found now. ``workers`` are alive; ``unread``: of some of them the program has not begun to
+        take the results."""
         if now < self.next_at:
-            return nothing
+            return None
         self.next_at = now + STILL
-        moved, reading, writing = _core._look_at(self._channels)
-        before, self._moved = self._moved, moved
-        if moved != before:
-            self._counts = None
-            return nothing
-        if unread and writing:
-            return self._full(unread)
-        opened = any(not out.channel.closed for out in self._opened.inputs.values())
-        # A worker that died while it waited counts as waiting until it is replaced.
-        if unread or opened or dying or reading + writing < len(state.alive):
-            self._counts = None
-            return nothing
-        stats = statistics()
-        counts = (state.restarts, moved) if all_wait(stats) and only_wait_for(self._channels) else None
-        again, self._counts = counts is not None and counts == self._counts, counts
-        return Stuck(_told(stats)) if again else nothing
-
-    def _full(self, unread: frozenset[WorkerId]) -> frozenset[WorkerId]:
-        """Nothing moves because a result is full that nobody reads yet, and the program can't come to read
-        it: it waits to put into an input, or for an item of another result. So that one is taken in."""
-        stages = {id.stage for id in unread}
-        links = [
-            (link, self._opened.channels[link.name].stats())
-            for link in self._plan.links
-            if link.reader in stages or link.writer in self._plan.inputs
-        ]
-        full = {link.reader for link, stats in links if link.reader in stages and stats.waiting_writers}
-        waits = any(
-            stats.waiting_writers
-            if link.writer in self._plan.inputs
-            else stats.waiting_readers and link.reader in stages
-            for link, stats in links
-        )
-        counts = self._moved if full and waits else None
-        again, self._counts = counts is not None and counts == self._counts, counts
-        return frozenset(id for id in unread if id.stage in full) if again else frozenset()
+        seen = glance()
+        moved, self._moved = seen.moved != self._moved, seen.moved
+        waiting = seen.reading + seen.writing
+        worth_it = bool(seen.writing) if unread else waiting >= workers and not seen.opened
+        before, self._before = self._before, None if moved or not worth_it else look()
+        return None if self._before is None else judge(before, self._before)
 
 
 def _told(stats: RunStats) -> Failure:

@@ -71,4 +71,11 @@ class Result:
     value: Any
 
 
-Event = Began | Ended | Failure | Aborted | Retried | Result
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """The process of the worker has ended, for certain. This comes after all that the worker told."""
+
+    worker: WorkerId
+
+
+Event = Began | Ended | Failure | Aborted | Retried | Result | Gone

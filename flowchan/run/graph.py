@@ -56,7 +56,7 @@ class Graph(Blueprint):
             try:
                 with interrupts_held():
                     run = self.start(seed=seed, memory=memory)
-                    for out in run._opened.inputs.values():
+                    for out in run._crew.inputs.values():
                         out.close()  # nobody has the handle to put anything
                 return run.wait()
             except KeyboardInterrupt as interrupt:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from flowchan.channel.channel import ChannelStats
 from flowchan.declare.values import Link, Stage
@@ -19,9 +19,6 @@ from flowchan.run.stats import LinkStats, RunState, RunStats, StageStats
 
 IDLE = 0.005
 """A stage that is busy for a smaller part of the run than this holds nobody up."""
-
-if TYPE_CHECKING:
-    from flowchan.run.supervisor import Supervisor
 
 
 class Spans:
@@ -55,16 +52,26 @@ class Snapshot:
     stats: ChannelStats
 
 
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What is known of a run beside the counts of its channels: its state, its seconds so far, and by stage
+    the items tried again, those that nobody wanted, and the seconds that its workers have worked."""
+
+    state: State
+    elapsed: float
+    retried: Mapping[str, int]
+    unwanted: Mapping[str, int]
+    worked: Mapping[str, float]
+
+
 def measure(plan: Plan, channels: Channels) -> tuple[Snapshot, ...]:
     """The counts of all channels now."""
     return tuple(Snapshot(link, channels[link.name].stats()) for link in plan.links)
 
 
-def summarise(supervisor: Supervisor, snapshots: tuple[Snapshot, ...]) -> RunStats:
-    """The statistics of a run from what its supervisor knows and the counts of its channels."""
-    plan, state = supervisor.plan, supervisor.state
-    now = time.monotonic() if supervisor.ended_at is None else supervisor.ended_at
-    elapsed = max(now - supervisor.started_at, 1e-9)
+def summarise(plan: Plan, account: Account, snapshots: tuple[Snapshot, ...]) -> RunStats:
+    """The statistics of a run."""
+    state, elapsed = account.state, account.elapsed
     reading: dict[str | None, list[Snapshot]] = {}
     writing: dict[str, list[Snapshot]] = {}
     for snapshot in snapshots:
@@ -72,7 +79,6 @@ def summarise(supervisor: Supervisor, snapshots: tuple[Snapshot, ...]) -> RunSta
         writing.setdefault(snapshot.link.writer, []).append(snapshot)
     alive = Counter(id.stage for id in state.alive)
     broken = Counter(failure.worker.stage for failure in state.failures if failure.item is not None)
-    worked = supervisor.spans.seconds(now)
     stages = []
     for stage in plan.graph.stages:
         about = _About(
@@ -81,10 +87,10 @@ def summarise(supervisor: Supervisor, snapshots: tuple[Snapshot, ...]) -> RunSta
             writes=writing.get(stage.name, []),
             alive=alive[stage.name],
             broken=broken[stage.name],
-            retried=supervisor.retried[stage.name],
+            retried=account.retried.get(stage.name, 0),
             restarts=state.restarts.get(stage.name, 0),
-            unwanted=supervisor.unwanted[stage.name],
-            worked=worked[stage.name],
+            unwanted=account.unwanted.get(stage.name, 0),
+            worked=account.worked.get(stage.name, 0.0),
         )
         stages.append(_stage(about, elapsed))
     links = tuple(

@@ -1,11 +1,15 @@
-"""How much memory a run may take for what is on its way: its channels share it."""
+"""How much memory a run may take for what is on its way (its channels share it), and whether the kernel has
+killed somebody for lack of it."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 CGROUPS = Path("/sys/fs/cgroup")
+MINE = Path("/proc/self/cgroup")
+VMSTAT = Path("/proc/vmstat")
 
 
 def budget() -> int:
@@ -16,26 +20,44 @@ def budget() -> int:
 def available() -> int:
     """The memory of the machine, or of the control group that this process lives in, in bytes."""
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    files = _files("memory.max", "memory.limit_in_bytes")
+    return min([physical, *(limit for file in files for limit in _limit(file))])
+
+
+def oom_kills() -> int:
+    """How many processes the kernel has killed for lack of memory so far: of this process's control group, of
+    the machine where no group tells, 0 where nothing does."""
+    for file in (*_files("memory.events", "memory.oom_control"), VMSTAT):
+        try:
+            lines = file.read_text().splitlines()
+        except OSError:
+            continue
+        for name, number in (line.split() for line in lines):
+            if name == "oom_kill":
+                return int(number)
+    return 0
+
+
+def _limit(file: Path) -> list[int]:
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return physical
-    return min([physical, *(limit for line in lines for limit in _limits(line))])
-
-
-def _limits(line: str) -> list[int]:
-    """The limits that a line of /proc/self/cgroup leads to: those of the group and of all above it. In a
-    container the group's own folder is often mounted as the root."""
-    _, controllers, path = line.split(":", 2)
-    if controllers not in ("", "memory"):
+        return [int(file.read_text())]
+    except (OSError, ValueError):  # no such file, or "max"
         return []
-    root, name = (CGROUPS / "memory", "memory.limit_in_bytes") if controllers else (CGROUPS, "memory.max")
-    found = []
-    folder = root / path.lstrip("/")
-    for group in (folder, *folder.parents):
-        if group == root or root in group.parents:
-            try:
-                found.append(int((group / name).read_text()))
-            except (OSError, ValueError):  # no such file, or "max"
-                continue
-    return found
+
+
+def _files(unified: str, legacy: str) -> Iterator[Path]:
+    """Where the control groups that this process lives in tell something: each group first, then all above
+    it. In a container the group's own folder is often mounted as the root."""
+    try:
+        lines = MINE.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        root, name = (CGROUPS / "memory", legacy) if controllers else (CGROUPS, unified)
+        folder = root / path.lstrip("/")
+        for group in (folder, *folder.parents):
+            if group == root or root in group.parents:
+                yield group / name

@@ -1,49 +1,162 @@
-"""What the system tells of worker processes: how one ended, its memory, and its end for certain."""
+"""One worker's process: started, ended, and its end for certain.
+
+A pidfd names exactly this process for as long as it is open, whatever becomes of its number, and tells that
+the process has ended even where Python can't know it: a child of Python's forkserver has ended for
+``multiprocessing`` as soon as the forkserver has, though it goes on. Where the system refuses pidfds,
+``multiprocessing`` is asked, and such a child is ended.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import multiprocessing
 import os
+import select
 import signal
 import time
-from multiprocessing.process import BaseProcess
+from collections.abc import Callable
+from multiprocessing import forkserver
+from typing import Any
 
 import psutil
 
-PAGE = os.sysconf("SC_PAGE_SIZE")
+from flowchan.run.starting import start_process
+
+UNKNOWN = 255
+"""What ``multiprocessing`` gives as the exit code of a child whose forkserver has ended."""
 
 
-def exit_text(code: int, memory: int) -> str:
-    """What an exit code of a process means, in words, with the memory in bytes that it was last seen to
-    have."""
+class WorkerProcess:
+    """A process that has been started. ``pidfd`` is readable once it has ended; ``None`` where the system
+    refuses one, or it had ended already."""
+
+    def __init__(self, name: str, target: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        self._process = multiprocessing.get_context().Process(target=target, args=arguments, name=name)
+        start_process(self._process)
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+        self.born = time.monotonic()
+        self.pidfd: int | None = None
+        self._server = getattr(forkserver._forkserver, "_forkserver_pid", None)
+        self._known: psutil.Process | None = None  # the same as the system knows it, without a pidfd
+        self._lost = False
+        try:
+            self._find()
+        except BaseException:
+            self._process.kill()
+            self._reap()
+            raise
+
+    def _find(self) -> None:
+        try:
+            self.pidfd = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            pass
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.EACCES, errno.ENOSYS):
+                raise
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self._known = psutil.Process(self.pid)
+
+    def ended(self, timeout: float = 0.0) -> bool:
+        """Whether it ends within ``timeout`` seconds, for certain: nothing of it runs any more."""
+        if self.pidfd is not None:
+            poll = select.poll()
+            poll.register(self.pidfd, select.POLLIN)
+            return bool(poll.poll(1000 * timeout))
+        deadline = time.monotonic() + timeout
+        self._process.join(timeout)
+        while self._process.exitcode is not None and self._end_lost():
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.001)
+        return self._process.exitcode is not None
+
+    def terminate(self) -> None:
+        self._send(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._send(signal.SIGKILL)
+
+    def _send(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            try:
+                if self.pidfd is not None:
+                    signal.pidfd_send_signal(self.pidfd, number)
+                    return
+            except PermissionError:  # refused
+                pass
+            (self._process.kill if number == signal.SIGKILL else self._process.terminate)()
+
+    def _end_lost(self) -> bool:
+        """Kills a process that still runs although Python says that it has ended, for nothing more will be
+        known of it. True while it runs."""
+        try:
+            if (
+                self._known is None
+                or not self._known.is_running()
+                or self._known.status() == psutil.STATUS_ZOMBIE
+            ):
+                return False
+            self._known.kill()
+        except psutil.NoSuchProcess:
+            return False
+        except OSError:  # no descriptor is free to look with
+            return True
+        self._lost = True
+        return True
+
+    @property
+    def exitcode(self) -> int:
+        """Of a process that has ended."""
+        self._reap()
+        return self._process.exitcode or 0
+
+    def how_it_ended(self, lack_of_memory: bool) -> str:
+        """In words. ``lack_of_memory``: the kernel has killed somebody for that."""
+        if self._lost:
+            return (
+                "was killed, because Python's forkserver had been, and without it nothing "
+                "is known of a process"
+            )
+        code = self.exitcode
+        if code == UNKNOWN and self._server_has_ended():
+            return "ended, and nobody knows how, because Python's forkserver had been killed"
+        return exit_text(code, lack_of_memory)
+
+    def _server_has_ended(self) -> bool:
+        if self._server is None or type(self._process).__name__ != "ForkServerProcess":
+            return False
+        try:  # multiprocessing collects it itself
+            return os.waitid(os.P_PID, self._server, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
+        except ChildProcessError:
+            return True
+
+    def _reap(self) -> None:
+        """Another thread may be asking for the same child's exit code (``multiprocessing`` itself does so
+        whenever a process is started or listed); until it has noted it here, a join returns without one."""
+        self._process.join()
+        while self._process.exitcode is None:
+            time.sleep(0.001)
+
+    def close(self) -> None:
+        """Leaves nothing of a process that has ended: no zombie, no descriptor."""
+        self._reap()
+        pidfd, self.pidfd = self.pidfd, None
+        if pidfd is not None:
+            os.close(pidfd)
+        self._process.close()
+
+
+def exit_text(code: int, lack_of_memory: bool = False) -> str:
+    """What an exit code of a process means, in words."""
     if code >= 0:
         return f"exited with code {code} without finishing"
     try:
         name = signal.Signals(-code).name
     except ValueError:
         name = f"signal {-code}"
-    if -code != signal.SIGKILL or not memory:
-        return f"was killed by {name}"
-    total = psutil.virtual_memory().total
-    likely = ", likely for lack of memory" if memory > total / 4 else ""
-    return (
-        f"was killed by {name}{likely} (last known memory {memory / 2**20:,.0f} of {total / 2**20:,.0f} MiB)"
-    )
-
-
-def reap(process: BaseProcess) -> None:
-    """Joins and closes. Another thread may be asking for the same child's exit code (``multiprocessing``
-    itself does so whenever a process is started or listed); until it has noted it here, a join returns
-    without one."""
-    process.join()
-    while process.exitcode is None:
-        time.sleep(0.001)
-    process.close()
-
-
-def memory_of(pid: int | None) -> int:
-    """The resident memory of a process in bytes, 0 when it can't be told."""
-    try:
-        with open(f"/proc/{pid}/statm") as file:
-            return int(file.read().split()[1]) * PAGE
-    except (OSError, IndexError, ValueError):
-        return 0
+    if -code == signal.SIGKILL and lack_of_memory:
+        return f"was killed by {name}, likely for lack of memory: the kernel has killed for that just now"
+    return f"was killed by {name}"

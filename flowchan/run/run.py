@@ -20,13 +20,12 @@ from flowchan import _core
 from flowchan.channel.channel import Channel, In, Out
 from flowchan.declare.stream import Stream
 from flowchan.errors import Broken, Closed, Deadlock, Interrupted, RunError, StageError
+from flowchan.run.crew import LocalCrew
 from flowchan.run.decisions import AbortAsked, StopAsked
 from flowchan.run.events import Began, Ended, Failure, WorkerId
 from flowchan.run.explain import explain
 from flowchan.run.failures import text_of
 from flowchan.run.guard import Unguarded
-from flowchan.run.measure import measure, summarise
-from flowchan.run.opening import open_plan
 from flowchan.run.plan import Plan
 from flowchan.run.report import render
 from flowchan.run.signals import Ears, interrupts_held
@@ -73,8 +72,8 @@ class Run:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._opened = open_plan(plan, plan.workers)
-        self._supervisor = Supervisor(plan, self._opened)
+        self._crew = LocalCrew(plan)
+        self._supervisor = Supervisor(plan, self._crew)
         # by stage name: the thread that last asked for an item, while it may
         self._iterated: dict[str, int | None] = {}
         self._kept: set[str] = set()  # stages whose results were being iterated over when Ctrl-C came
@@ -92,11 +91,11 @@ class Run:
     # --- what goes in and comes out ---
 
     def __getitem__(self, stream: Stream) -> Out[Any]:
-        if not self._owns(stream) or stream.stage not in self._opened.inputs:
+        if not self._owns(stream) or stream.stage not in self._crew.inputs:
             raise KeyError(
                 f"{stream!r} is no input of this run; run[…] takes the stream that graph.input() returned"
             )
-        return self._opened.inputs[stream.stage]
+        return self._crew.inputs[stream.stage]
 
     def iter(self, stream: Stream) -> Iterator[Any]:
         """The items of a ``collect`` stream, one by one as they come; leaving the loop early stops the stages
@@ -141,14 +140,14 @@ class Run:
                 self._leave(id, port)
 
     def _port(self, id: WorkerId) -> In[Any]:
-        return self._opened.ports[id].inputs["items"]
+        return self._crew.port(id)
 
     def _take_in(self, ids: frozenset[WorkerId]) -> None:
         """The supervisor's word that these results are full and the program can't come to read them."""
         with self._lock:
             for id in ids:
                 if not self._gathering and id.stage not in self._iterated and id.stage not in self._taken_in:
-                    self._taken_in[id.stage] = _TakenIn(self._supervisor, id, self._port(id))
+                    self._taken_in[id.stage] = _TakenIn(self._crew, self._supervisor, id)
 
     def _leave(self, id: WorkerId, port: In[Any]) -> None:
         """Nobody iterates over this result any more."""
@@ -231,7 +230,7 @@ class Run:
         ]
         try:
             while waiting:
-                self._supervisor.start_thread(waiting[0])
+                self._crew.start_thread(waiting[0])
                 del waiting[0]
         except BaseException:  # nobody will read these results, so the run would wait for ever
             self.abort()
@@ -248,7 +247,7 @@ class Run:
                 if self._supervisor.state.phase == "running":
                     _say("stopping, what is in flight is being finished (Ctrl-C again to break off)")
                 self.stop()
-                for out in self._opened.inputs.values():
+                for out in self._crew.inputs.values():
                     out.close()
                 self._keep_the_rest()
                 self._gather()
@@ -270,7 +269,7 @@ class Run:
             if self._iterated.get(name) == threading.get_ident():
                 self._kept.add(name)
                 if name not in self._taken_in:
-                    self._taken_in[name] = _TakenIn(self._supervisor, worker.id, self._port(worker.id))
+                    self._taken_in[name] = _TakenIn(self._crew, self._supervisor, worker.id)
 
     def _leave_kept(self) -> None:
         """The program has caught the Ctrl-C that ended its loop, and goes on."""
@@ -293,7 +292,7 @@ class Run:
             return
         if error is None:
             self._leave_iterators(of_thread=threading.get_ident())
-            for out in self._opened.inputs.values():
+            for out in self._crew.inputs.values():
                 out.close()
             self.wait()
             return
@@ -311,14 +310,13 @@ class Run:
         for worker in self._plan.workers:
             reader = self._iterated.get(worker.stage.name)
             if reader is not None and of_thread in (None, reader):
-                for port in self._opened.ports[worker.id].inputs.values():
-                    self._leave(worker.id, port)
+                self._leave(worker.id, self._port(worker.id))
 
     # --- what it looks like ---
 
     def stats(self) -> RunStats:
         """The run at this moment (R8)."""
-        return summarise(self._supervisor, measure(self._plan, self._opened.channels))
+        return self._supervisor.stats()
 
     def report(self) -> str:
         """The run in tables: stages, channels, the bottleneck, and the account of items."""
@@ -335,13 +333,15 @@ class Run:
 class _TakenIn:
     """The items of a result that was full before the program read it; a thread goes on taking them in."""
 
-    def __init__(self, supervisor: Supervisor, id: WorkerId, port: In[Any]) -> None:
+    def __init__(self, crew: LocalCrew, supervisor: Supervisor, id: WorkerId) -> None:
         self.items: Channel[Any] = Channel(10**15)
         self.broken: Broken | None = None  # the run broke off, and these are not all of them
         name = f"flowchan {supervisor.plan.graph.name}/{id}"
-        self.thread = threading.Thread(target=self._pour, args=(supervisor, id, port), name=name, daemon=True)
+        self.thread = threading.Thread(
+            target=self._pour, args=(supervisor, id, crew.port(id)), name=name, daemon=True
+        )
         self.thread.start()
-        supervisor.count_thread(id, self.thread)
+        crew.count_thread(id, self.thread)
 
     def _pour(self, supervisor: Supervisor, id: WorkerId, port: In[Any]) -> None:
         with contextlib.suppress(Closed):  # the run may be over

@@ -277,7 +277,7 @@ def test_r4_the_limit_of_restarts_ends_the_run_and_says_so() -> None:
 def kill_one(run: Run, name: str) -> None:
     """Kills the process of the first worker of a stage, and returns once it is noticed."""
     before = stage_of(run, name).restarts
-    (process,) = (p for id, p in run._supervisor._processes.items() if id.stage == name and id.number == 1)
+    (process,) = (p for id, p in run._crew.processes.items() if id.stage == name and id.number == 1)
     process.kill()
     wait_until(lambda: stage_of(run, name).restarts == before + 1)
 
@@ -287,7 +287,7 @@ def test_c11_killed_while_it_waits_for_an_item() -> None:
     numbers = graph.input()
     out = numbers.map(abs, on="process", name="work").collect()
     with graph.start() as run:
-        channel = run._opened.channels["input"]
+        channel = run._crew.channels["input"]
         for item in range(3):
             wait_until(lambda: channel.stats().waiting_readers == 1)
             kill_one(run, "work")
@@ -301,7 +301,7 @@ def test_c11_killed_while_it_waits_for_room() -> None:
     numbers = graph.source(range(20))
     out = numbers.map(abs, on="process", workers=2, capacity=2, max_deaths=9, name="work").collect()
     with graph.start() as run:
-        channel = run._opened.channels["work"]
+        channel = run._crew.channels["work"]
         for _ in range(3):
             wait_until(lambda: channel.stats().waiting_writers == 2)
             kill_one(run, "work")
@@ -314,7 +314,7 @@ def test_r4_an_idle_worker_may_die_as_often_as_it_has_restarts() -> None:
     numbers = graph.input()
     out = numbers.map(abs, on="process", name="work").collect()
     with graph.start() as run:
-        channel = run._opened.channels["input"]
+        channel = run._crew.channels["input"]
         for _ in range(5):
             wait_until(lambda: channel.stats().waiting_readers == 1)
             kill_one(run, "work")

@@ -17,7 +17,7 @@ from flowchan import Graph, In, Out, Run, RunError, StageError
 
 def workers_of(run: Run) -> list[psutil.Process]:
     """The processes of the run's workers, known by what they were started by: this process."""
-    return [psutil.Process(process.pid) for process in run._supervisor._processes.values()]
+    return [psutil.Process(process.pid) for process in run._crew.processes.values()]
 
 
 def failure_of(run: Run) -> StageError:
@@ -78,7 +78,7 @@ def test_a_worker_that_is_killed_while_it_waits_for_an_item_is_reported() -> Non
     numbers = graph.input()
     numbers.map(abs, on="process", restarts=0).sink(id)
     run = graph.start()
-    wait_until(lambda: run._opened.channels["input"].stats().waiting_readers == 1)
+    wait_until(lambda: run._crew.channels["input"].stats().waiting_readers == 1)
     workers_of(run)[0].kill()
     assert "killed by SIGKILL" in str(failure_of(run))
 

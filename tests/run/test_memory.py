@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -134,8 +135,56 @@ def test_the_limits_of_control_groups_count(
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
+    (tmp_path / "mine").write_text(line)
+    monkeypatch.setattr(memory, "MINE", tmp_path / "mine")
     monkeypatch.setattr(memory, "CGROUPS", tmp_path)
-    assert min(memory._limits(line), default=None) == limit
+    before = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert memory.available() == (before if limit is None else limit)
+
+
+@pytest.mark.parametrize(
+    ("line", "files", "kills"),
+    [
+        ("0::/mine", {"mine/memory.events": "oom 9\noom_kill 2\n", "vmstat": "oom_kill 7\n"}, 2),
+        ("0::/not/mounted", {"memory.events": "oom_kill 3\n"}, 3),
+        ("4:memory:/mine", {"memory/mine/memory.oom_control": "under_oom 0\noom_kill 4\n"}, 4),
+        ("4:cpu:/mine", {"vmstat": "nr_free_pages 1\noom_kill 5\n"}, 5),
+        ("0::/", {}, 0),
+    ],
+)
+def test_the_kernels_kills_for_lack_of_memory_are_counted(
+    line: str, files: dict[str, str], kills: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in {**files, "mine_": line}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(memory, "MINE", tmp_path / "mine_")
+    monkeypatch.setattr(memory, "CGROUPS", tmp_path)
+    monkeypatch.setattr(memory, "VMSTAT", tmp_path / "vmstat")
+    assert memory.oom_kills() == kills
+
+
+@pytest.mark.parametrize("kills", [0, 1])
+def test_a_worker_that_the_kernel_killed_for_lack_of_memory_is_reported_so(
+    kills: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once for each that it killed: the second death has another reason."""
+    counted = tmp_path / "vmstat"
+    counted.write_text("oom_kill 5\n")
+    monkeypatch.setattr(memory, "_files", lambda *_: [])
+    monkeypatch.setattr(memory, "VMSTAT", counted)
+
+    def die(item: int) -> None:
+        counted.write_text(f"oom_kill {5 + kills}\n")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    graph = Graph("greedy")
+    mapped = graph.source([1]).map(die, on="process", max_deaths=2, name="greedy")
+    failed = mapped.errors.collect()
+    mapped.sink(same)
+    (failure,) = graph.run()[failed]
+    assert str(failure.error).count("likely for lack of memory") == kills
+    assert "killed by SIGKILL" in str(failure.error)
 
 
 # what an item counts

@@ -181,7 +181,7 @@ def test_a_stopped_process_is_no_deadlock(looks: Callable[[], int]) -> None:
     waiting = threading.Thread(target=run.wait)
     waiting.start()
     waits(run, numbers.name, readers=1)
-    ((process,),) = [run._supervisor._processes.values()]
+    ((process,),) = [run._crew.processes.values()]
     assert process.pid is not None
     os.kill(process.pid, signal.SIGSTOP)
     run[numbers].put(1)
@@ -303,14 +303,14 @@ def test_a_run_that_waits_costs_its_supervisor_one_look_now_and_then(monkeypatch
         for owner, name in (
             (supervisor, "summarise"),
             (_core, "_look_at"),
-            (run._supervisor, "_cancel_tasks"),
+            (run._crew, "cancel_tasks"),
         ):
             count(owner, name)
         wait_until(lambda: counts["_look_at"] > 10)
         seen = Counter(counts)
         run[numbers].close()
     assert seen["summarise"] == 0
-    assert seen["_cancel_tasks"] <= seen["_look_at"] + 2, "turns of its loop"
+    assert seen["cancel_tasks"] <= seen["_look_at"] + 2, "turns of its loop"
 
 
 def test_a_moving_run_is_no_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,7 +79,7 @@ def test_an_abort_is_no_failure_of_a_stage_that_waits_to_put(verb: str) -> None:
     run = graph.start()
     gate.wait_held()
     (full,) = (link.name for link in graph.links if link.reader == "end")
-    wait_blocked(run._opened.channels[full], writers=1)
+    wait_blocked(run._crew.channels[full], writers=1)
     run.abort()
     gate.open()
     run.wait()

@@ -8,6 +8,7 @@ import errno
 import gc
 import itertools
 import os
+import select
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ from runs import run_python, script
 from waiting import wait_until
 
 from flowchan import Channel, Graph, RunError, _core
-from flowchan.run import supervisor
+from flowchan.run import crew
 
 MOST = 40
 """More than any start here takes of anything."""
@@ -73,8 +74,10 @@ REFUSALS: dict[str, tuple[Any, str, BaseException]] = {
     "pipe": (os, "pipe", no_more(errno.EMFILE)),
     "channel": (_core.Channel, "__init__", no_more(errno.ENOMEM)),
     "reader": (_core.Channel, "reader", MemoryError("no port")),
-    "pickle": (supervisor, "pack", ValueError("not to be sent")),
-    "look": (psutil, "Process", no_more(errno.EMFILE)),
+    "pickle": (crew, "pack", ValueError("not to be sent")),
+    "pidfd": (os, "pidfd_open", no_more(errno.EMFILE)),
+    "epoll": (select, "epoll", no_more(errno.EMFILE)),
+    "eventfd": (os, "eventfd", no_more(errno.EMFILE)),
 }
 
 
@@ -171,11 +174,11 @@ PROGRAM = """
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5])
 def test_the_program_ends_and_leaks_no_descriptor_under_every_start_method(
     method: str, n: int, tmp_path: Path
 ) -> None:
-    """The n-th thread that is refused: a worker's, the mail's, the supervisor's."""
+    """The n-th thread that is refused: a worker's, the mail's, the watch's, the supervisor's."""
     out = run_python(script(tmp_path, PROGRAM), method, str(n))
     assert out == 'RuntimeError("can\'t start new thread")\n'
 

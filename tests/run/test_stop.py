@@ -121,7 +121,7 @@ def test_stop_finishes_what_is_in_flight(on: Any) -> None:
     run = graph.start()
     gate.wait_held()
     run.stop()
-    wait_until(lambda: run._opened.channels["numbers"].closed)
+    wait_until(lambda: run._crew.channels["numbers"].closed)
     gate.open()
     items = run.wait()[result]
     assert items == list(range(len(items)))
@@ -266,7 +266,7 @@ def test_stop_does_not_wait_for_a_source_that_is_blocked_in_its_own_iterator(on:
         assert run.wait()[result] == [1]
     assert run.stats().state == "stopped"
     device.open()
-    for thread in run._supervisor._threads.values():
+    for thread in run._crew.threads.values():
         thread.join()
 
 
@@ -404,7 +404,7 @@ def test_ctrl_c_while_the_run_is_being_started_stops_it(tmp_path: Path) -> None:
     text = """
         import itertools, os, signal, threading
         from flowchan import Graph
-        from flowchan.run.supervisor import Supervisor
+        from flowchan.run.crew import LocalCrew
 
         held = threading.Event()
 
@@ -412,13 +412,13 @@ def test_ctrl_c_while_the_run_is_being_started_stops_it(tmp_path: Path) -> None:
             yield 1
             held.wait()
 
-        usual = Supervisor.start_thread
+        usual = LocalCrew.start_thread
 
         def start_thread(self, id):
             usual(self, id)
             os.kill(os.getpid(), signal.SIGINT)
 
-        Supervisor.start_thread = start_thread
+        LocalCrew.start_thread = start_thread
         seen = []
         graph = Graph("start")
         graph.source(camera).sink(seen.append)

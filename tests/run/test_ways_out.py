@@ -216,7 +216,7 @@ def test_every_way_out_leaves_nothing(
 
 
 FORKSERVER = """
-    import multiprocessing, os, signal, sys
+    import errno, multiprocessing, os, signal, sys
     from multiprocessing import forkserver
     from flowchan import Channel, Graph, RunError
 
@@ -228,36 +228,53 @@ FORKSERVER = """
             list(go_on)
         return number
 
+    def refuse(pid, flags=0):
+        raise OSError(errno.EPERM, "refused")
+
     if __name__ == "__main__":
+        then, restarts = sys.argv[1], int(sys.argv[2])
+        if then == "pidfds are refused":
+            os.pidfd_open = refuse
         multiprocessing.set_start_method("forkserver")
         graph = Graph("orphaned")
-        numbers, restarts = graph.source(range(2_000)), int(sys.argv[1])
+        numbers = graph.source(range(2_000))
         stream = numbers.map(work, on="process", workers=2, restarts=restarts, name="work")
         result = stream.collect()
         run = graph.start()
         worker = reached.get()
         os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL)
-        if sys.argv[1] == "0":
-            try:
-                run.wait()
-            except RunError as failed:
-                print(failed.exceptions[0])
-        else:
-            assert reached.get() != worker  # another one has taken up what it had in hand
-            go_on.close()
-            print(run.wait()[result] == list(range(2_000)))
+        if then == "killed":
+            os.kill(worker, signal.SIGKILL)
+        try:
+            if then != "alone" and restarts:
+                assert reached.get() != worker  # another one has taken up what it had in hand
+            if restarts:
+                go_on.close()
+            print(run.wait()[result] == list(range(2_000)), run.stats().stages[1].restarts)
+        except RunError as failed:
+            print(failed.exceptions[0])
 """
 
 
+def test_when_the_forkserver_is_killed_its_workers_go_on(tmp_path: Path) -> None:
+    """Python then says that all its children have ended, though they live."""
+    with start(script(tmp_path, FORKSERVER), "alone", "5") as process:
+        out, err = process.communicate()
+    assert (process.returncode, out) == (0, "True 0\n"), err
+    wait_until(lambda: not members(process.pid), 20, what=lambda: members(process.pid))
+
+
+@pytest.mark.parametrize("then", ["killed", "pidfds are refused"])
 @pytest.mark.parametrize("restarts", [0, 5])
-def test_when_the_forkserver_is_killed_its_workers_are_replaced_or_the_run_says_why(
-    restarts: int, tmp_path: Path
+def test_a_worker_that_dies_after_its_forkserver_is_replaced_or_the_run_says_why(
+    then: str, restarts: int, tmp_path: Path
 ) -> None:
-    """Python then says that all its children have ended, though they live: each item still comes out once."""
-    with start(script(tmp_path, FORKSERVER), str(restarts)) as process:
+    """Each item still comes out once. Without a pidfd nothing is known of such workers, so all are ended."""
+    with start(script(tmp_path, FORKSERVER), then, str(restarts)) as process:
         out, err = process.communicate()
     assert process.returncode == 0, err
-    assert "forkserver had been" in out if restarts == 0 else out == "True\n", err
+    replaced = 1 if then == "killed" else 2
+    assert "forkserver had been" in out if restarts == 0 else out == f"True {replaced}\n", err
     wait_until(lambda: not members(process.pid), 20, what=lambda: members(process.pid))
 
 
@@ -296,7 +313,7 @@ CELLS = (
     graph = Graph("interrupted")
     graph.source(itertools.count).map(move, on="process").sink(id)
     run = graph.start()
-    print(*[process.pid for process in run._supervisor._processes.values()])
+    print(*[process.pid for process in run._crew.processes.values()])
     """,
     """
     import _thread, threading

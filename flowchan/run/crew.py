@@ -1,0 +1,327 @@
+"""What starts, watches, ends and recovers the workers of a run: ``Crew`` says what a supervisor asks for,
+``LocalCrew`` does it on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+from flowchan import _core
+from flowchan.channel.awaiting import only_wait_for
+from flowchan.channel.channel import Channel, In
+from flowchan.declare.callables import is_async
+from flowchan.declare.values import Stage
+from flowchan.errors import Broken, ChannelError, Closed
+from flowchan.run import chance
+from flowchan.run.deadlock import Glance
+from flowchan.run.decisions import GRACE, Died
+from flowchan.run.events import Began, Event, WorkerId
+from flowchan.run.guard import NAME, server_was_unguarded, unguarded
+from flowchan.run.measure import Snapshot, measure
+from flowchan.run.opening import open_plan, open_ports
+from flowchan.run.plan import Plan
+from flowchan.run.processes import WorkerProcess
+from flowchan.run.recovery import Obituaries, take_up
+from flowchan.run.watch import Watch
+from flowchan.run.worker import Tasks, pack, process_main, work, work_together
+
+
+class Crew(Protocol):
+    """What a supervisor asks of those who have the workers, wherever these run."""
+
+    def start(self, tell: Callable[[Event], None]) -> None:
+        """Starts every worker but those that gather results. ``tell`` hears all that they tell, and that a
+        process is gone once everything it told has been heard."""
+
+    def stop_sources(self) -> None:
+        """Closes the channels of all sources and inputs."""
+
+    def break_channels(self, cause: BaseException | None) -> None: ...
+
+    def release_ports(self, id: WorkerId) -> None:
+        """Ends the sessions of a worker."""
+
+    def cancel_tasks(self, all_of_them: bool) -> None:
+        """Cancels coroutines: all, or those of sources whose elements nobody wants any more."""
+
+    def terminate(self, id: WorkerId, force: bool) -> None: ...
+
+    def kill(self) -> None:
+        """Kills every process."""
+
+    def obituary(self, id: WorkerId, used: int) -> Died:
+        """How a worker died whose process is gone without a word; ``used`` restarts of its stage are used."""
+
+    def recover(self, id: WorkerId) -> None:
+        """Gives back what a dead worker had in hand, to be taken up by its successor or by another."""
+
+    def start_again(self, id: WorkerId) -> None:
+        """Starts the successor of a worker that was recovered."""
+
+    def all_is_heard(self) -> bool:
+        """Whether nothing that workers have told is still under way."""
+
+    def broken(self, id: WorkerId | None) -> list[str]:
+        """The names of the channels that are broken, of those that a worker has a port of, or of all."""
+
+    def cause_of(self, channel: str) -> BaseException:
+        """What a broken channel was aborted with; without a cause, that it is broken."""
+
+    def glance(self) -> Glance:
+        """The cheapest look at all channels."""
+
+    def may_move(self, alive: Iterable[WorkerId]) -> bool:
+        """Whether something goes on that no channel shows: a worker has died and is not yet replaced, or an
+        event loop has other work than its channels."""
+
+    def unread(self, alive: frozenset[WorkerId]) -> frozenset[WorkerId]:
+        """The results that nobody has begun to gather."""
+
+    def snapshots(self) -> tuple[Snapshot, ...]:
+        """The counts of all channels."""
+
+    def clear_up(self, abandoned: frozenset[WorkerId], patience: float | None) -> frozenset[WorkerId]:
+        """Leaves nothing behind but threads that are stuck in the user's code: the ``abandoned``, and those
+        that have not ended after ``patience`` seconds, which are returned."""
+
+    def warn_of(self, abandoned: frozenset[WorkerId]) -> None:
+        """Says which of these threads still run. With warnings turned into errors it raises."""
+
+
+class LocalCrew:
+    """The workers of one run on this machine: their ports, threads, tasks and processes."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._workers = {worker.id: worker for worker in plan.workers}
+        self._number_of = Counter(id.stage for id in self._workers)  # workers of a stage
+        self._starts: Counter[WorkerId] = Counter()
+        self._opened = open_plan(plan, plan.workers)
+        self.channels, self.inputs = self._opened.channels, self._opened.inputs
+        self.processes: dict[WorkerId, WorkerProcess] = {}
+        self.threads: dict[WorkerId, threading.Thread] = {}
+        self._tasks: list[Tasks] = []  # of the async stages
+        self._obituaries = Obituaries(plan)
+        self._tell: Callable[[Event], None] = _is_over
+        # What worker processes tell comes by mail, and a thread of its own hands it on. What the watch sees
+        # of them goes the same way, and so comes last.
+        self._mail: Channel[Event] | None = None
+        self._watch: Watch | None = None
+        self._helpers: list[threading.Thread] = []
+        if plan.uses_processes:
+            self._mail = Channel(1024, across="processes")
+            self._letters = self._mail.reader()
+
+    # --- starting ---
+
+    def start(self, tell: Callable[[Event], None]) -> None:
+        """Processes first: a fork copies no thread of ours."""
+        self._tell = tell
+        if self._mail is not None:
+            self._watch = Watch(self._mail.put)
+        for worker in self._plan.workers:
+            if worker.stage.place.apart:
+                self._start_process(worker.id)
+        for worker in self._plan.workers:
+            if not worker.stage.place.apart and not worker.gathers and not worker.is_task:
+                self.start_thread(worker.id)
+        for stage in self._plan.graph.stages:
+            if is_async(stage.function):
+                self._start_loop(stage)
+        if self._watch is not None:
+            self._helpers.append(self._started(" mail", self._deliver))
+            self._helpers.append(self._started(" watch", self._watch.run))
+
+    def _started(self, name: str, target: Callable[..., None], *arguments: Any) -> threading.Thread:
+        """A thread of the run, once it runs: one that can't be started is remembered nowhere."""
+        name = f"flowchan {self._plan.graph.name}{name}"
+        thread = threading.Thread(target=target, args=arguments, name=name, daemon=True)
+        thread.start()
+        return thread
+
+    def start_thread(self, id: WorkerId) -> None:
+        """Starts a worker on a thread of this process."""
+        stage, ports = self._workers[id].stage, self._opened.ports[id]
+        self.threads[id] = self._started(f"/{id}", work, self._begun(id), stage, ports, self._tell, False)
+
+    def count_thread(self, id: WorkerId, thread: threading.Thread) -> None:
+        """Somebody else's thread does the work of this worker: one more that may wait when nobody can
+        move."""
+        self.threads[id] = thread
+
+    def _start_loop(self, stage: Stage) -> None:
+        """Starts the workers of an async stage, as tasks on one thread."""
+        ids = [id for id, worker in self._workers.items() if worker.stage is stage]
+        tasks = {self._begun(id): self._opened.ports[id] for id in ids}
+        out = self._opened.ports[ids[0]].outputs if stage.verb.begins else {}
+        self._tasks.append(Tasks(next((port.channel for port in out.values()), None)))
+        arguments = (tasks, stage, self._tell, self._tasks[-1])
+        thread = self._started(f"/{stage.name}", work_together, *arguments)
+        self.threads.update(dict.fromkeys(ids, thread))
+
+    def _start_process(self, id: WorkerId) -> None:
+        assert self._watch is not None
+        arguments = (
+            self._begun(id), pack(self._workers[id].stage), self._opened.ports[id], self._mail,
+            os.getpid(), self._obituaries.how_they_died(id),
+        )  # fmt: skip
+        try:
+            process = WorkerProcess(f"{NAME}{self._plan.graph.name}/{id}", process_main, arguments)
+        except (EOFError, OSError):
+            if server_was_unguarded():
+                raise unguarded(self._plan.graph) from None
+            raise
+        self.processes[id] = process
+        self._watch.add(id, process)
+
+    def start_again(self, id: WorkerId) -> None:
+        self._start_process(id)
+
+    def _begun(self, id: WorkerId) -> chance.Worker:
+        """What the worker that is being started is to know of itself."""
+        incarnation = self._starts[id]
+        self._starts[id] += 1
+        seed = chance.seed_of(self._plan.seed, id.stage, id.number, incarnation)
+        return chance.Worker(id.stage, id.number, self._number_of[id.stage], seed, incarnation)
+
+    # --- what the workers tell ---
+
+    def _deliver(self) -> None:
+        with contextlib.suppress(Closed, Broken):
+            for event in self._letters:  # an event counts as unread until it is handed on
+                if isinstance(event, Began):
+                    self._obituaries.began(event.worker)
+                self._tell(event)
+
+    def all_is_heard(self) -> bool:
+        stats = self._mail.stats() if self._mail is not None else None
+        return stats is None or stats.inside + stats.leased == 0
+
+    # --- channels and ports ---
+
+    def port(self, id: WorkerId) -> In[Any]:
+        """The end from which a worker that gathers takes its items."""
+        return self._opened.ports[id].inputs["items"]
+
+    def stop_sources(self) -> None:
+        for link in self._plan.links:
+            if link.writer in self._plan.sources:
+                self.channels[link.name].close()
+
+    def break_channels(self, cause: BaseException | None) -> None:
+        for channel in self.channels.values():
+            channel.abort(cause)
+
+    def release_ports(self, id: WorkerId) -> None:
+        for port in self._opened.ports[id].everything():
+            port.close()
+
+    def broken(self, id: WorkerId | None) -> list[str]:
+        names = self.channels if id is None else self._workers[id].channels()
+        return [name for name in names if self.channels[name].broken]
+
+    def cause_of(self, channel: str) -> BaseException:
+        try:
+            self.channels[channel].get_nowait()
+        except Broken as error:
+            return error.__cause__ or error.with_traceback(None)
+        except ChannelError:
+            pass
+        return Broken(f"channel {channel!r} is broken")
+
+    def snapshots(self) -> tuple[Snapshot, ...]:
+        return measure(self._plan, self.channels)
+
+    def glance(self) -> Glance:
+        opened = any(not out.channel.closed for out in self.inputs.values())
+        return Glance(*_core._look_at(list(self.channels.values())), opened)
+
+    def may_move(self, alive: Iterable[WorkerId]) -> bool:
+        # A worker that died while it waited counts as waiting until it is replaced.
+        dying = any(self.processes[id].ended() for id in alive if id in self.processes)
+        return dying or not only_wait_for(list(self.channels.values()))
+
+    def unread(self, alive: frozenset[WorkerId]) -> frozenset[WorkerId]:
+        return frozenset(id for id in alive - self.threads.keys() if self._workers[id].gathers)
+
+    # --- ending and recovering ---
+
+    def cancel_tasks(self, all_of_them: bool) -> None:
+        for tasks in self._tasks:
+            if all_of_them or (tasks.into is not None and tasks.into.closed):
+                tasks.cancel()
+
+    def terminate(self, id: WorkerId, force: bool) -> None:
+        process = self.processes.get(id)
+        if process is not None:  # it may be dead and not yet replaced
+            process.kill() if force else process.terminate()
+
+    def kill(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+
+    def obituary(self, id: WorkerId, used: int) -> Died:
+        return self._obituaries.write(self._workers[id], self._opened.ports[id], self.processes[id], used)
+
+    def recover(self, id: WorkerId) -> None:
+        old, new = self._opened.ports[id], open_ports(self._workers[id], self.channels)
+        take_up(old, new)
+        self._opened.ports[id] = new
+        self.processes.pop(id).close()
+
+    def clear_up(self, abandoned: frozenset[WorkerId], patience: float | None) -> frozenset[WorkerId]:
+        self._end_processes()
+        for id in self._workers.keys() - abandoned:
+            self.release_ports(id)
+        for out in self.inputs.values():
+            out.channel.close()  # not the port: it is the user's, whose next put shall raise Closed
+        self._end_helpers()
+        for process in self.processes.values():
+            process.close()
+        self._tell = _is_over  # and no circle holds the channels
+        deadline = time.monotonic() + (patience or 0.0)
+        for id, thread in list(self.threads.items()):  # who waits for the run may start one more
+            if id not in abandoned:
+                thread.join(None if patience is None else max(0.0, deadline - time.monotonic()))
+        return frozenset(id for id, thread in list(self.threads.items()) if thread.is_alive())
+
+    def _end_processes(self) -> None:
+        deadline = time.monotonic() + GRACE
+        for process in self.processes.values():
+            if not process.ended(max(0.0, deadline - time.monotonic())):
+                process.kill()
+                process.ended(GRACE)
+
+    def _end_helpers(self) -> None:
+        if self._mail is not None:
+            self._mail.close()
+        if self._watch is not None:
+            self._watch.stop()
+            for helper in self._helpers:
+                helper.join()
+            self._watch.close()
+
+    def warn_of(self, abandoned: frozenset[WorkerId]) -> None:
+        """Nobody waits any more, so who only needed another moment is given it."""
+        deadline = time.monotonic() + GRACE
+        for id in sorted(abandoned & self.threads.keys(), key=str):
+            self.threads[id].join(max(0.0, deadline - time.monotonic()))
+            if not self.threads[id].is_alive():
+                continue
+            warnings.warn(
+                f"worker {id} of graph {self._plan.graph.name!r} still runs code of yours that "
+                "nothing can interrupt "
+                "from outside; its thread ends when that code returns",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def _is_over(event: Event) -> None:
+    raise Closed("the run is over")

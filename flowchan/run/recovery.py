@@ -1,0 +1,100 @@
+"""What a dead worker leaves: what it had in hand, which another takes up, and how it died, which decides
+whether there will be another (R4, R10)."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections import Counter
+
+from flowchan.declare.blueprint import Blueprint
+from flowchan.errors import WorkerDied
+from flowchan.run import memory
+from flowchan.run.decisions import Died
+from flowchan.run.events import Failure, WorkerId
+from flowchan.run.guard import UNGUARDED, unguarded
+from flowchan.run.opening import Ports
+from flowchan.run.plan import Plan, PlannedWorker
+from flowchan.run.processes import WorkerProcess
+
+HOPELESS = 4
+"""Deaths of a worker in a row, each before it begins to work, that end the run."""
+
+
+def take_up(old: Ports, new: Ports) -> None:
+    """Gives back what a dead worker had in hand, so that every output of it appears once: outputs that are
+    out already stay remembered in their channel, and whoever takes the item up skips them. ``new`` are the
+    open ports of its successor."""
+    items = [number for port in old.inputs.values() for number in port._numbers_in_hand()]
+    if not old.inputs:
+        items = [0]  # a source: all its outputs belong to one item
+    for out in old.writers():
+        out._retire(items)
+    for port, reader in old.inputs.items():
+        reader._hand_on(new.inputs[port])
+
+
+def deaths_in_hand(ports: Ports) -> int:
+    """How many workers have died in the user's code over the item that this dead one had in hand, itself
+    included; 0 when it died elsewhere."""
+    if not any(port._died_working() for port in ports.inputs.values()):
+        return 0
+    return 1 + max(port._deaths_in_hand() for port in ports.inputs.values())
+
+
+class Obituaries:
+    """How the workers of a run died."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._graph: Blueprint = plan.graph
+        self._limits = plan.limits()
+        self._without_item: Counter[WorkerId] = Counter()  # deaths in quick succession without an item
+        # How the last workers died that died over one item: that which the successor tries again.
+        self._how: dict[WorkerId, list[str]] = {}
+        self._stillborn: Counter[WorkerId] = Counter()  # deaths in a row before it began to work
+        # Those whom the kernel killed for lack of memory before the run, and those of the run so far.
+        self._oom_kills = memory.oom_kills()
+
+    def began(self, id: WorkerId) -> None:
+        """The worker has begun to work."""
+        self._stillborn[id] = -1
+
+    def how_they_died(self, id: WorkerId) -> tuple[str, ...]:
+        """The predecessors of a worker that died over the item with which it begins."""
+        return tuple(self._how.get(id, ()))
+
+    def write(self, worker: PlannedWorker, ports: Ports, process: WorkerProcess, used: int) -> Died:
+        """What is to be said of a worker whose process has ended without a word. ``used``: how often one of
+        its stage has been replaced."""
+        id = worker.id
+        how = process.how_it_ended(process.exitcode == -signal.SIGKILL and self._kernel_killed())
+        deaths = self._count(id, deaths_in_hand(ports), process, how)
+        self._stillborn[id] += 1
+        if self._stillborn[id] and process.exitcode == UNGUARDED:
+            return Died(id, Failure(id, unguarded(self._graph), None, process.pid), deaths, hopeless=True)
+        hopeless = self._stillborn[id] >= HOPELESS
+        limit = self._limits.get(id.stage, 0)
+        if id.stage not in self._limits or (limit == 0 and worker.stage.restarts):
+            why = f"a {worker.stage.kind} stage keeps state of its own and is not declared restartable"
+        elif hopeless:
+            why = "it dies before it begins to work"
+        else:
+            why = f"{used} of {limit} restarts are used"
+        text = f"the process of worker {id} {how}; it is not replaced: {why}"
+        error = WorkerDied(text, exitcode=process.exitcode, pid=process.pid)
+        return Died(id, Failure(id, error, None, process.pid), deaths, hopeless)
+
+    def _count(self, id: WorkerId, over_item: int, process: WorkerProcess, how: str) -> int:
+        """The deaths that count for the pause before the next start."""
+        if over_item:
+            self._how[id] = [*self._how.get(id, [])[: over_item - 1], how]
+            return over_item
+        lived = time.monotonic() - process.born
+        self._without_item[id] = 1 if lived > 1 else self._without_item[id] + 1
+        return self._without_item[id]
+
+    def _kernel_killed(self) -> bool:
+        """Whether the kernel has killed more processes for lack of memory than are explained."""
+        more = memory.oom_kills() > self._oom_kills
+        self._oom_kills += more
+        return more

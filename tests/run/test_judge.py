@@ -1,0 +1,154 @@
+"""Whether anybody can ever move again, as a function of two looks: values in, a value out."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from flowchan.run.deadlock import MORE_MEMORY, NOBODY_PUTS, REMEDY, STILL, Deadlocks, Glance, Look, judge
+from flowchan.run.decisions import Stuck
+from flowchan.run.events import WorkerId
+from flowchan.run.stats import LinkStats, RunStats, StageStats
+
+RESULT = WorkerId("result", 1)
+
+
+def stage(name: str, kind: str = "map", alive: int = 1, restarts: int = 0) -> StageStats:
+    return StageStats(name, kind, "thread", 1, alive, 0, 0, 0, 0, restarts, 0, 0, 0.0, 0.0, 0.0, 0.0)
+
+
+def link(writer: str, reader: str, readers: int = 0, writers: int = 0, **counts: Any) -> LinkStats:
+    found = LinkStats(writer, writer, reader, "threads", 1, 1, 0, 0.0, readers, writers)
+    return dataclasses.replace(found, **counts)
+
+
+def look(*links: LinkStats, stages: tuple[StageStats, ...] | None = None, **about: Any) -> Look:
+    if stages is None:
+        stages = tuple(stage(name) for name in dict.fromkeys(one.writer for one in links))
+    return Look(RunStats("graph", "running", 1.0, stages, links, None), **about)
+
+
+LOOP = look(link("first", "second", readers=1), link("second", "first", readers=1))
+"""Each waits for what the other puts."""
+FULL = look(link("first", "second", writers=1), link("second", "first", writers=1))
+
+
+def text_of(stuck: object) -> str:
+    assert isinstance(stuck, Stuck)
+    return str(stuck.failure.error)
+
+
+def test_two_equal_looks_at_which_everybody_waits_are_a_deadlock() -> None:
+    assert NOBODY_PUTS in text_of(judge(LOOP, LOOP))
+    assert REMEDY in text_of(judge(FULL, FULL))
+
+
+def test_a_writer_who_waits_for_bytes_is_told_to_take_more_memory() -> None:
+    short = look(link("first", "second", writers=1, short_of_bytes=True), link("second", "first", writers=1))
+    assert MORE_MEMORY in text_of(judge(short, short))
+
+
+def test_one_look_proves_nothing() -> None:
+    assert judge(None, LOOP) is None
+
+
+@pytest.mark.parametrize(
+    "moved",
+    [
+        look(link("first", "second", readers=1, passed=1), link("second", "first", readers=1)),
+        look(link("first", "second", readers=1, inside=0), link("second", "first", readers=1)),
+        look(*LOOP.stats.links, stages=(stage("first", restarts=1), stage("second"))),
+    ],
+    ids=["an item was taken", "an item was put", "a worker was replaced"],
+)
+def test_what_has_moved_between_two_looks_is_no_deadlock(moved: Look) -> None:
+    assert isinstance(judge(moved, moved), Stuck)
+    assert judge(moved, LOOP) is None
+    assert judge(LOOP, moved) is None
+
+
+@pytest.mark.parametrize(
+    "going_on",
+    [
+        look(link("first", "second", readers=1), link("second", "first")),
+        look(link("first", "second", readers=1, woken=1), link("second", "first", readers=1)),
+        look(link("first", "second", readers=1, selecting=1), link("second", "first", readers=1)),
+        dataclasses.replace(LOOP, outside=True),
+        dataclasses.replace(LOOP, unread=frozenset({RESULT})),
+    ],
+    ids=["one works", "one was woken", "one selects", "outside", "a result is unread"],
+)
+def test_somebody_who_may_go_on_at_either_look_is_no_deadlock(going_on: Look) -> None:
+    assert judge(LOOP, going_on) is None
+    assert judge(going_on, LOOP) is None
+    assert judge(going_on, going_on) is None
+
+
+def results(writers: int, putting: int = 0, getting: int = 0) -> Look:
+    """The program fills an input and reads two results; one of them has a writer who waits."""
+    return look(
+        link("input", "work", writers=putting),
+        link("work", "result", writers=writers),
+        link("other", "another", readers=getting),
+        unread=frozenset({RESULT, WorkerId("another", 1)}),
+        inputs=frozenset({"input"}),
+    )
+
+
+@pytest.mark.parametrize("waits", [{"putting": 1}, {"getting": 1}])
+def test_a_full_result_is_taken_in_when_the_program_waits_elsewhere(waits: dict[str, int]) -> None:
+    full = results(writers=1, **waits)
+    assert judge(full, full) == {RESULT}
+
+
+def test_a_full_result_is_left_to_a_program_that_may_come_to_read_it() -> None:
+    assert judge(results(writers=1), results(writers=1)) is None
+    assert judge(results(writers=1), results(writers=1, putting=1)) is None
+    assert judge(results(writers=0, putting=1), results(writers=0, putting=1)) is None
+
+
+# when to look, and how closely
+
+
+def looked(glances: list[Glance], workers: int = 2, unread: bool = False) -> tuple[int, list[object]]:
+    """How often a run was looked at closely, and what was found at each glance."""
+    times, count, now = iter(glances), [0], [0.0]
+    deadlocks = Deadlocks(0.0)
+
+    def closely() -> Look:
+        count[0] += 1
+        return LOOP
+
+    found = []
+    for _ in glances:
+        now[0] += STILL
+        found.append(deadlocks.look(now[0], workers, unread, lambda: next(times), closely))
+    return count[0], found
+
+
+def test_a_run_that_moves_is_never_looked_at_closely() -> None:
+    assert looked([Glance(moved, 2, 0) for moved in range(5)]) == (0, [None] * 5)
+
+
+@pytest.mark.parametrize("glance", [Glance(7, 1, 0), Glance(7, 2, 0, opened=True)])
+def test_nor_is_one_in_which_somebody_works_or_an_input_is_open(glance: Glance) -> None:
+    assert looked([glance] * 5) == (0, [None] * 5)
+
+
+def test_a_run_that_stands_still_is_looked_at_twice() -> None:
+    count, found = looked([Glance(7, 1, 1)] * 3)
+    assert count == 2
+    assert found[:2] == [None, None]
+    assert isinstance(found[2], Stuck)
+
+
+def test_a_move_between_two_looks_begins_anew() -> None:
+    count, found = looked([Glance(7, 2, 0)] * 2 + [Glance(8, 2, 0)] * 2)
+    assert (count, found) == (2, [None] * 4)
+
+
+def test_nothing_is_looked_at_before_it_is_due() -> None:
+    deadlocks = Deadlocks(0.0)
+    assert deadlocks.look(STILL / 2, 1, False, pytest.fail, pytest.fail) is None
