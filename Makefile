@@ -3,7 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 # What makes an installation stale: Python files are live (editable install), these are not.
-BUILD_INPUTS := pyproject.toml CMakeLists.txt constraints.txt $(wildcard flowchan/_core/*.cpp flowchan/_core/*.hpp)
+BUILD_INPUTS := pyproject.toml CMakeLists.txt constraints.txt $(wildcard flowchan/_core/*.cpp flowchan/_core/*.hpp) \
+    .venv/modules
 
 # The tested versions hold for the build's own requirements too; newer pips read the second variable for them.
 export PIP_CONSTRAINT := constraints.txt
@@ -61,6 +62,13 @@ NEEDS = @sh tools/needs.sh
 $(BIN)/python:
 	$(NEEDS) "$(PYTHON)"
 	"$(PYTHON)" -m venv .venv || { rm -rf .venv; exit 1; }
+
+# The editable install lists its modules: one that was added or moved makes it stale, one that was changed does not.
+.venv/modules: always | $(BIN)/python
+	@find flowchan pipelines viz -name '*.py' | sort > $@.now; cmp -s $@.now $@ && rm $@.now || mv $@.now $@
+
+.PHONY: always
+always:
 
 .venv/installed: $(BUILD_INPUTS) | $(BIN)/python
 	$(NEEDS) $(BIN)/python
