@@ -10,6 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from flowchan.channel.media import MEDIA
+from flowchan.declare.places import PLACES
+from flowchan.declare.verbs import VERBS
+
 ROOT = Path(__file__).parents[1]
 PACKAGES = {
     "flowchan": ROOT / "flowchan",
@@ -55,22 +59,11 @@ def part(module: str) -> str:
     return module.split(".")[1] if "." in module else module
 
 
-def is_type_checking(test: ast.expr) -> bool:
-    return (isinstance(test, ast.Name) and test.id == "TYPE_CHECKING") or (
-        isinstance(test, ast.Attribute) and test.attr == "TYPE_CHECKING"
-    )
-
-
-def import_statements(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Every import of a tree that can happen while the program runs."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.Import | ast.ImportFrom):
-            yield child
-        elif isinstance(child, ast.If) and is_type_checking(child.test):
-            for other in child.orelse:
-                yield from import_statements(ast.Module([other], []))
-        else:
-            yield from import_statements(child)
+def import_statements(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Every import of a tree."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node
 
 
 def targets(module: str, statement: ast.Import | ast.ImportFrom) -> Iterator[str]:
@@ -122,13 +115,46 @@ def test_imports_go_down_only(module):
     assert not wrong, "\n".join(wrong)
 
 
-def test_there_is_no_cycle_of_imports():
+def test_there_is_no_circle_of_imports():
     """Not within a part either."""
     graph = {module: {target for target, _ in imports(module)} for module in MODULES}
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
         pytest.fail(f"modules import each other in a circle: {' <- '.join(error.args[1])}", pytrace=False)
+
+
+HOMES = {
+    "declare/verbs.py",  # the table of verbs
+    "declare/places.py",
+    "channel/media.py",
+}
+NAMES = {*VERBS, *PLACES, *MEDIA}
+
+
+def compared_with(node: ast.AST) -> set[str]:
+    """The texts that a comparison compares something with."""
+    if not isinstance(node, ast.Compare):
+        return set()
+    sides = [node.left, *node.comparators]
+    flat = [side for one in sides for side in (one.elts if isinstance(one, ast.Tuple | ast.Set) else [one])]
+    return {side.value for side in flat if isinstance(side, ast.Constant) and isinstance(side.value, str)}
+
+
+@pytest.mark.parametrize(
+    "module", [name for name in MODULES if MODULES[name].is_relative_to(ROOT / "flowchan")]
+)
+def test_no_verb_place_or_medium_is_known_by_its_name(module):
+    """What follows from one stands in its table; everybody else asks that."""
+    path = MODULES[module]
+    if str(path.relative_to(ROOT / "flowchan")) in HOMES:
+        return
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno} compares with {sorted(names)}"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if (names := compared_with(node) & NAMES)
+    ]
+    assert not found, "\n".join(found)
 
 
 def test_files_can_be_read_in_a_sitting():
