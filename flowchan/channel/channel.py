@@ -60,11 +60,10 @@ class ChannelStats:
     """One moment of a channel (C15). Counts are items since its creation; ``read_wait`` and ``write_wait``
     are the seconds that all its readers and writers together have spent waiting, those waiting now included;
     ``readers_waiting_for`` and ``writers_waiting_for`` are the seconds for which somebody has been waiting
-    without a break until now. ``selecting`` of the waiting ones may go on without this channel (``select``,
-    ``await``, a timeout), and ``awaiting`` of those are coroutines of this process; ``woken`` of the waiting
-    ones have been woken and are about to look. ``bytes_inside`` counts against ``max_bytes``;
-    ``short_of_bytes``: somebody waits to put for those and not for a place. ``holders`` are the processes
-    that keep blocks."""
+    without a break until now. ``selecting``: waiters that something else may release (``select``, ``await``,
+    a timeout), ``awaiting`` of them coroutines of this process; ``woken``: signalled, not yet running.
+    ``bytes_inside`` counts against ``max_bytes``; ``short_of_bytes``: somebody waits to put for those and not
+    for a place. ``holders`` are the processes that keep blocks."""
 
     items_in: int
     items_out: int

@@ -7,9 +7,8 @@ from flowchan.errors import Drained, Empty
 
 
 class Latch:
-    """Is set once, for all who wait. A channel that closes, in place of ``threading.Event``: a Ctrl-C in the
-    middle of waiting for an Event can leave its lock held for ever, and one just before is heard only after
-    the wait."""
+    """Is set once, for all who wait. A channel that closes, in place of ``threading.Event``: Ctrl-C during
+    ``Event.wait`` can leave its lock held; just before, it is not heard until the wait ends."""
 
     def __init__(self) -> None:
         self._channel: Channel[None] = Channel(1)

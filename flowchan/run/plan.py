@@ -30,8 +30,7 @@ class PlannedWorker:
 
     @property
     def gathers(self) -> bool:
-        """Whether it gathers items for the user and nobody else: then it waits until the user does not take
-        them."""
+        """Whether it collects for the program alone: it starts when the program waits for the results."""
         return self.stage.verb.gathers and not self.outputs
 
     def channels(self) -> Iterator[str]:

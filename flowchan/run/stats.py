@@ -40,8 +40,8 @@ class StageStats:
 class LinkStats:
     """One channel: ``inside`` of ``capacity`` items are in it now, ``passed`` went through, ``rate`` of them
     a second. ``waiting_readers`` workers wait for an item, and somebody has for ``readers_waiting_for``
-    seconds; the same for writers. ``selecting`` of them may go on without this channel, ``awaiting`` of those
-    are coroutines of this process; ``woken`` of them are about to look.
+    seconds; the same for writers. ``selecting``: waiters that something else may release,
+    ``awaiting`` of them coroutines of this process; ``woken``: signalled, not yet running.
     ``bytes`` are inside of the ``share`` that the channel has of the run's memory; ``short_of_bytes``: a
     writer waits for those and not for a place. ``holders`` are the processes that keep blocks of its
     memory."""
