@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from flowchan.declare.callables import name_of as declared
 
-class Ended(Exception):
+
+class AskedToExit(Exception):
     """The function raised what is no ``Exception``: it asked its own worker to exit, say. That ends the call,
     and not the workers of others. ``args[0]`` is what it raised."""
 
@@ -18,15 +20,14 @@ def call(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     except Exception:
         raise
     except BaseException as error:
-        raise Ended(error) from error
+        raise AskedToExit(error) from error
 
 
 def reason(error: BaseException) -> BaseException:
     """What the function raised, whatever :func:`call` made of it."""
-    return error.args[0] if isinstance(error, Ended) else error
+    return error.args[0] if isinstance(error, AskedToExit) else error
 
 
 def name_of(fn: Callable[..., Any]) -> str:
     """A name for what the function does, for messages."""
-    name = getattr(fn, "__name__", None) or type(fn).__name__
-    return name.strip("<>")
+    return declared(fn).strip("<>")
