@@ -46,6 +46,11 @@ struct Traits<LocalQueue> {
     static void stand_back(LocalQueue& q, const Caller& caller, Wakes& wakes) {
         q.call_waiting(caller.side, wakes);
     }
+    // Woken, and asleep again. While it was on its way, one whose turn comes before may have come and not
+    // been woken.
+    static void in_vain(LocalQueue& q, const Caller& caller, const Node& node, Wakes& wakes) {
+        if (q.line(caller.side).is_behind(node)) pass_on(q, caller, wakes);
+    }
     static void pass_on(LocalQueue& q, const Caller& caller, Wakes& wakes) {
         q.call_waiting(caller.side, wakes);
     }
@@ -127,6 +132,7 @@ struct Traits<Ring> {
         }
     }
     static void stand_back(Ring&, const Caller&, Wakes&) {}  // while somebody starves, all are woken
+    static void in_vain(Ring&, const Caller&, const Waiting&, Wakes&) {}  // each turn is called by itself
     static void pass_on(Ring& r, const Caller& caller, Wakes& wakes) {
         if (caller.ordered)
             r.call_turns(wakes);
@@ -200,7 +206,7 @@ Step wait(M& m, const Caller& caller, Op&& op, Deadline deadline) {
         }
         const bool slice_over = error == ETIMEDOUT;
         Locked<M> locked(m);
-        T::leave(m, caller, waiting, selecting);
+        const bool called = T::leave(m, caller, waiting, selecting);
         T::look_for_dead(m, wakes);
         // An interrupted call must not take an item that it can't return. One whose slice is over ignores who
         // starves: that one may be dead.
@@ -210,6 +216,7 @@ Step wait(M& m, const Caller& caller, Op&& op, Deadline deadline) {
         if (step == Step::Wait && !interrupted && !late) {
             if (error == 0 && ++vain >= 2 && now_ns() - since > PATIENCE_NS) T::starve(m, caller, waiting);
             T::enter(m, caller, waiting, selecting, true);
+            if (called) T::in_vain(m, caller, waiting, wakes);
         } else {
             T::end(m, caller, waiting, step != Step::Wait, wakes);
             if (step == Step::Wait) step = interrupted ? Step::Interrupted : Step::NotNow;

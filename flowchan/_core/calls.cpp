@@ -277,9 +277,26 @@ Step get_ring(Channel& ch, In* in, Deadline deadline, Taking taking, PyObject*& 
     return give_up(*in, std::exchange(result, nullptr), taken.deaths, nullptr);
 }
 
+// A worker of an ordered stage takes no item while many outputs wait for a place (line.hpp).
+Step await_place(In& in) {
+    for (Out* out : in.feeds) {
+        if (!out->state.ordered || !out->ch->queue) continue;
+        LocalQueue& queue = *out->ch->queue;
+        const Step step = perform(
+            queue, [out](bool) { return Caller{Side::Writer, out, 0, 0, true, ANY_TURN}; },
+            [&](Wakes&) { return out->open && queue.is_crowded() ? Step::Wait : Step::Done; }, Deadline{});
+        if (step != Step::Done) return step;
+    }
+    return Step::Done;
+}
+
 Step get_step(Channel& ch, In* in, Deadline deadline, Taking taking, PyObject*& result) {
     ReaderState* reader = in ? &in->state : nullptr;
     if (ch.queue) {
+        if (in && !in->feeds.empty() && deadline.at == NEVER) {
+            const Step step = await_place(*in);
+            if (step != Step::Done) return step;
+        }
         LocalQueue& queue = *ch.queue;
         LocalQueue::Item item{};
         std::vector<LocalQueue::Item> before;

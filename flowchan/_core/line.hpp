@@ -11,7 +11,10 @@
 // that one could go on.
 //
 // Writers of an ordered stage have turns and stand in an order of their own, by the numbers of their items:
-// of them whoever comes first may go on first, and to wake any other would be in vain.
+// of them whoever comes first may go on first, and to wake any other would be in vain. Behind them stand
+// workers that have no output yet (ANY_TURN): who finds CROWD others with outputs that have no place takes no
+// item before there is one again. So of many workers of a cheap function a few do the work, and the others
+// sleep, where each would be woken for each of its items.
 //
 // Everything here is done under the queue's lock. Threads do not die in it, so nothing needs to be repaired.
 #pragma once
@@ -21,6 +24,9 @@
 #include "waiting.hpp"
 
 namespace flowchan {
+
+constexpr uint64_t ANY_TURN = UINT64_MAX;  // as the number of an item
+constexpr uint32_t CROWD = 4;
 
 struct Node {
     enum State { AWAY, ASLEEP, WOKEN };
@@ -42,6 +48,7 @@ class Line {
         node.caller = caller;
         node.selecting = selecting;
         selecting_ += selecting;
+        with_turn_ += has_turn(node);
         node.seen = node.word.load(std::memory_order_relaxed);
         sleep(node, again);
     }
@@ -54,6 +61,7 @@ class Line {
             take_out(node);
         node.state = Node::AWAY;
         selecting_ -= node.selecting;
+        with_turn_ -= has_turn(node);
         waiting -= 1;
         waited_ns_ += now_ns();
         return called;
@@ -73,6 +81,10 @@ class Line {
         if (!woken_with_turn_ && !turns_.empty() && may(turns_.begin()->first))
             wake(*turns_.begin()->second, wakes);
     }
+    // Whether it sleeps and somebody's turn comes before its own.
+    bool is_behind(const Node& node) const {
+        return node.caller.ordered && turns_.begin()->first < node.caller.number;
+    }
     // Those who wait through this port.
     void call_port(const void* port, Wakes& wakes) {
         for (Node *node = first_, *next; node; node = next) {
@@ -91,6 +103,7 @@ class Line {
 
     uint32_t woken() const { return woken_without_ + woken_with_turn_; }
     uint32_t selecting() const { return selecting_; }
+    uint32_t with_turn() const { return with_turn_; }
     int64_t waiting_for_ns() const { return waiting ? now_ns() - since_ns_ : 0; }
     int64_t total_wait_ns() const { return waited_ns_ + int64_t(waiting) * now_ns(); }
 
@@ -98,13 +111,15 @@ class Line {
     Node* starving = nullptr;  // newcomers must not overtake it while it could go on
 
   private:
+    static bool has_turn(const Node& node) { return node.caller.ordered && node.caller.number != ANY_TURN; }
     uint32_t& woken_(const Node& node) { return node.caller.ordered ? woken_with_turn_ : woken_without_; }
 
     // `first`: at the head of the line.
     void sleep(Node& node, bool first) {
         node.state = Node::ASLEEP;
         if (node.caller.ordered) {
-            turns_.emplace(node.caller.number, &node);
+            // before those of the same number: of ANY_TURN the last to come, which is the warmest
+            turns_.emplace_hint(turns_.lower_bound(node.caller.number), node.caller.number, &node);
             return;
         }
         node.before = first ? nullptr : last_;
@@ -134,8 +149,9 @@ class Line {
     Node *first_ = nullptr, *last_ = nullptr;  // asleep, without turns
     std::multimap<uint64_t, Node*> turns_;     // asleep, by the numbers of their items
     uint32_t woken_without_ = 0, woken_with_turn_ = 0, selecting_ = 0;
-    int64_t waited_ns_ = 0;  // total time waited: minus the start of each wait, plus its end
-    int64_t since_ns_ = 0;   // when somebody began to wait here, with somebody waiting ever since
+    uint32_t with_turn_ = 0;  // waiting with an output, woken ones too
+    int64_t waited_ns_ = 0;   // total time waited: minus the start of each wait, plus its end
+    int64_t since_ns_ = 0;    // when somebody began to wait here, with somebody waiting ever since
 };
 
 }  // namespace flowchan

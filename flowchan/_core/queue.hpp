@@ -85,6 +85,9 @@ class LocalQueue {
     uint64_t share = 0;           // as in Header
     bool short_of_bytes = false;  // a writer waits for bytes, not for a place
 
+    // Whether too many outputs wait for a place to take an item for one more.
+    bool is_crowded() const { return state == OPEN && room() <= 1 && writer_line.with_turn() >= CROWD; }
+
     bool counts_bytes() const { return share || max_bytes_ != UINT64_MAX; }
     uint64_t most_inside() const { return share ? std::min(share, max_bytes_) : max_bytes_; }
 
@@ -105,7 +108,8 @@ class LocalQueue {
     bool is_parked(const WriterState* w) const { return w && w->keyed && w->ordered && w->number > turn; }
     uint64_t room() const { return capacity_ - std::min(capacity_, count_ + parked); }
     bool has_turn(uint64_t number) const {  // whether the output of item `number` has a place
-        return number <= turn ? count_ < capacity_ : number - turn < GROUPS && room() > 1;
+        if (number == ANY_TURN) return room() > 1 || writer_line.with_turn() == 0;
+        return number <= turn ? room() > 0 : number - turn < GROUPS && room() > 1;
     }
     void call_turn(Wakes& wakes) {
         writer_line.call_turn([&](uint64_t number) { return has_turn(number); }, wakes);

@@ -1,0 +1,84 @@
+"""C8: of many workers of an ordered stage that can't pass their outputs on, a few hold one, and the others
+take none; when there are places again, all go on."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+from waiting import wait_blocked, wait_until
+
+from flowchan import Channel, Drained
+
+WORKERS = 30
+CROWD = 4
+
+
+def work(into: Any, out: Any, go: threading.Event) -> None:
+    """As a worker of ``map``: the one with item 0 keeps the others from their turns until it may go."""
+    try:
+        while True:
+            item = into.get()
+            if item == 0:
+                go.wait()
+            out.put(item)
+    except Drained:
+        into.close()
+        out.close()
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 8, 64])
+@pytest.mark.parametrize("single", [True, False])
+def test_few_workers_hold_outputs_that_have_no_place(capacity: int, single: bool) -> None:
+    before: Channel[int] = Channel(200)
+    after: Channel[int] = Channel(capacity)
+    ports = [(before.reader(), after.writer()) for _ in range(WORKERS)]
+    for into, out in ports:
+        out._follow(into, True, single)
+    before.put_many(range(200))
+    go = threading.Event()
+    threads = [threading.Thread(target=work, args=(*port, go)) for port in ports]
+    for thread in threads:
+        thread.start()
+    wait_blocked(after, writers=WORKERS - 1)
+    # the one that holds up the others, those that were parked, and those that wait for a place with an output
+    assert after.stats().items_out == 0
+    taken = before.stats().items_out
+    assert capacity <= taken <= capacity + CROWD
+    before.close()
+    go.set()
+    assert list(after) == list(range(200))
+    for thread in threads:
+        thread.join()
+
+
+def test_a_worker_that_waits_for_a_place_hears_of_the_end() -> None:
+    before: Channel[int] = Channel(200)
+    after: Channel[int] = Channel(1)
+    ports = [(before.reader(), after.writer()) for _ in range(WORKERS)]
+    for into, out in ports:
+        out._follow(into, True, True)
+    before.put_many(range(100))
+    go = threading.Event()
+    ended: list[BaseException] = []
+
+    def worker(into: Any, out: Any) -> None:
+        try:
+            work(into, out, go)
+        except BaseException as error:
+            ended.append(error)
+
+    threads = [threading.Thread(target=worker, args=port) for port in ports]
+    for thread in threads:
+        thread.start()
+    wait_blocked(after, writers=WORKERS - 1)
+    after.abort(ValueError("no more"))
+    before.abort(ValueError("no more"))
+    go.set()
+    for thread in threads:
+        thread.join()
+    wait_until(lambda: len(ended) == WORKERS, what=lambda: ended)
+    for into, out in ports:
+        into.close()
+        out.close()
