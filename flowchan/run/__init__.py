@@ -2,7 +2,8 @@
 
 from flowchan.run.failures import Failed
 from flowchan.run.graph import Graph
-from flowchan.run.run import Results, Run
+from flowchan.run.results import Results
+from flowchan.run.run import Run
 from flowchan.run.stats import LinkStats, RunStats, StageStats
 
 __all__ = ["Failed", "Graph", "LinkStats", "Results", "Run", "RunStats", "StageStats"]

@@ -11,7 +11,8 @@ from flowchan.errors import Interrupted, Problem
 from flowchan.run.guard import leave_if_unguarded
 from flowchan.run.memory import budget
 from flowchan.run.plan import plan
-from flowchan.run.run import Results, Run
+from flowchan.run.results import Results
+from flowchan.run.run import Run
 from flowchan.run.signals import interrupts_held, terminate_as_interrupt
 
 

@@ -24,7 +24,8 @@ import psutil
 from flowchan.run.starting import start_process
 
 UNKNOWN = 255
-"""What ``multiprocessing`` gives as the exit code of a child whose forkserver has ended."""
+"""What ``multiprocessing`` gives as the exit code of a child whose forkserver has ended, and we when the
+program has collected it."""
 
 
 class WorkerProcess:
@@ -38,7 +39,9 @@ class WorkerProcess:
         self.pid = self._process.pid
         self.born = time.monotonic()
         self.pidfd: int | None = None
-        self._server = getattr(forkserver._forkserver, "_forkserver_pid", None)
+        self._is_of_server = self._process._start_method == "forkserver"
+        self._server: int = getattr(forkserver._forkserver, "_forkserver_pid", None) or 0
+        self._stranger = False
         self._known: psutil.Process | None = None  # the same as the system knows it, without a pidfd
         self._lost = False
         try:
@@ -120,25 +123,24 @@ class WorkerProcess:
                 "was killed, because Python's forkserver had been, and without it nothing "
                 "is known of a process"
             )
-        code = self.exitcode
-        if code == UNKNOWN and self._server_has_ended():
+        if self.exitcode == UNKNOWN and self._stranger:
+            return "ended, and nobody knows how, because the program ignores SIGCHLD or collects its children"
+        if self.exitcode == UNKNOWN and self._is_of_server and _has_ended(self._server) is not False:
             return "ended, and nobody knows how, because Python's forkserver had been killed"
-        return exit_text(code, lack_of_memory)
-
-    def _server_has_ended(self) -> bool:
-        if self._server is None or type(self._process).__name__ != "ForkServerProcess":
-            return False
-        try:  # multiprocessing collects it itself
-            return os.waitid(os.P_PID, self._server, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
-        except ChildProcessError:
-            return True
+        return exit_text(self.exitcode, lack_of_memory)
 
     def _reap(self) -> None:
-        """Another thread may be asking for the same child's exit code (``multiprocessing`` itself does so
-        whenever a process is started or listed); until it has noted it here, a join returns without one."""
-        self._process.join()
+        """Waits for the exit code. Another thread may be asking for it (``multiprocessing`` itself does so
+        whenever a process is started or listed), and then notes it here in a moment. Unless somebody has
+        collected it who has nothing to do with us."""
+        patience = 100
         while self._process.exitcode is None:
             time.sleep(0.001)
+            if not self._is_of_server and _has_ended(self.pid) is None:
+                patience -= 1
+                if patience == 0:
+                    self._stranger = True
+                    self._process._popen.returncode = UNKNOWN  # type: ignore[attr-defined]
 
     def close(self) -> None:
         """Leaves nothing of a process that has ended: no zombie, no descriptor."""
@@ -147,6 +149,14 @@ class WorkerProcess:
         if pidfd is not None:
             os.close(pidfd)
         self._process.close()
+
+
+def _has_ended(child: int) -> bool | None:
+    """Whether a child of this process has, which is left to be collected; ``None`` once it is collected."""
+    try:
+        return os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
+    except ChildProcessError:
+        return None
 
 
 def exit_text(code: int, lack_of_memory: bool = False) -> str:

@@ -12,53 +12,26 @@ import signal
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, NoReturn
 
 from flowchan import _core
-from flowchan.channel.channel import Channel, In, Out
+from flowchan.channel.channel import Out
 from flowchan.declare.stream import Stream
-from flowchan.errors import Broken, Closed, Deadlock, Interrupted, RunError, StageError
+from flowchan.errors import Broken, Deadlock, Interrupted, RunError, StageError
 from flowchan.run.crew import LocalCrew
 from flowchan.run.decisions import AbortAsked, StopAsked
-from flowchan.run.events import Began, Ended, Failure, WorkerId
+from flowchan.run.events import Failure
 from flowchan.run.explain import explain
 from flowchan.run.failures import text_of
 from flowchan.run.guard import Unguarded
 from flowchan.run.plan import Plan
 from flowchan.run.report import render
+from flowchan.run.results import Gathering, Results
 from flowchan.run.signals import Ears, interrupts_held
 from flowchan.run.stats import RunStats
 from flowchan.run.supervisor import Supervisor
-
-
-class Results(Mapping[Stream, Any]):
-    """What a run gave: the value of a ``reduce`` stream, the list of a ``collect`` stream."""
-
-    def __init__(self, graph: str, values: dict[Stream, Any]) -> None:
-        self._graph = graph
-        self._values = values
-
-    def __getitem__(self, stream: Stream) -> Any:
-        try:
-            return self._values[stream]
-        except KeyError:
-            known = ", ".join(sorted(known.name for known in self._values)) or "none"
-            raise KeyError(
-                f"{stream!r} is no result of graph {self._graph!r}; results are reduce and collect "
-                "streams that run.iter() "
-                f"has not taken, here: {known}"
-            ) from None
-
-    def __iter__(self) -> Iterator[Stream]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def __repr__(self) -> str:
-        return f"<Results of {self._graph!r}: {', '.join(stream.name for stream in self._values) or 'none'}>"
 
 
 class Run:
@@ -74,16 +47,10 @@ class Run:
         self._plan = plan
         self._crew = LocalCrew(plan)
         self._supervisor = Supervisor(plan, self._crew)
-        # by stage name: the thread that last asked for an item, while it may
-        self._iterated: dict[str, int | None] = {}
-        self._kept: set[str] = set()  # stages whose results were being iterated over when Ctrl-C came
+        self._gathering = Gathering(plan, self._crew, self._supervisor)
         self._ears = Ears()
         self._told: Results | None = None  # by Interrupted
-        self._gathering = False
-        # by stage name: results that were full before anybody read them
-        self._taken_in: dict[str, _TakenIn] = {}
-        self._lock = threading.Lock()
-        take_in = weakref.WeakMethod(self._take_in)
+        take_in = weakref.WeakMethod(self._gathering.take_in)
         self._supervisor.take_in = lambda ids: method(ids) if (method := take_in()) is not None else None
         self._supervisor.start()
         _running.add(self._supervisor)
@@ -105,56 +72,30 @@ class Run:
         stage = self._plan.graph._stage_at(stream._origin)
         if not any(worker.gathers for worker in self._plan.workers if worker.stage is stage):
             raise ValueError(f"{stream!r} does not leave the graph; iterate over what its collect() returns")
-        with self._lock:
-            if self._gathering or stage.name in self._iterated:
-                raise ValueError(
-                    f"the items of {stream!r} are taken already: by wait(), or by another iter()"
-                )
-            self._iterated[stage.name] = threading.get_ident()
-        return self._items(WorkerId(stage.name, 1))
+        if not self._gathering.claim(stage.name):
+            raise ValueError(f"the items of {stream!r} are taken already: by wait(), or by another iter()")
+        return self._items(stage.name)
 
-    def _items(self, id: WorkerId) -> Iterator[Any]:
-        port = self._port(id)
-        taken_in = self._taken_in.get(id.stage)
+    def _items(self, stage: str) -> Iterator[Any]:
+        gathering = self._gathering
         try:
-            self._iterated[id.stage] = threading.get_ident()
-            self._supervisor.tell(Began(id))
-            for item in port if taken_in is None else taken_in.items:
+            for item in gathering.items(stage):
                 yield item
-                self._iterated[id.stage] = threading.get_ident()
+                gathering.asked(stage)
                 self._ears.heard = False
-            if taken_in is not None and taken_in.broken is not None:
-                raise taken_in.broken
+            gathering.raise_if_broken(stage)
         except Broken:
-            self._leave(id, port)  # the run does not end before its last reader
+            gathering.leave(stage)  # the run does not end before its last reader
             self.wait()
             raise
         except KeyboardInterrupt:
             self._end_interrupted()
         except GeneratorExit:
-            if self._ears.heard and self._iterated[id.stage] == threading.get_ident():
-                self._kept.add(id.stage)  # whether the rest is wanted is decided at the end of the block
+            if self._ears.heard:
+                gathering.keep(stage)
             raise
         finally:
-            if id.stage not in self._kept:
-                self._leave(id, port)
-
-    def _port(self, id: WorkerId) -> In[Any]:
-        return self._crew.port(id)
-
-    def _take_in(self, ids: frozenset[WorkerId]) -> None:
-        """The supervisor's word that these results are full and the program can't come to read them."""
-        with self._lock:
-            for id in ids:
-                if not self._gathering and id.stage not in self._iterated and id.stage not in self._taken_in:
-                    self._taken_in[id.stage] = _TakenIn(self._crew, self._supervisor, id)
-
-    def _leave(self, id: WorkerId, port: In[Any]) -> None:
-        """Nobody iterates over this result any more."""
-        self._iterated[id.stage] = None
-        port.close()
-        with contextlib.suppress(Closed):  # the run may be over
-            self._supervisor.tell(Ended(id))
+            gathering.leave(stage)
 
     def _owns(self, stream: Stream) -> bool:
         return isinstance(stream, Stream) and stream.graph is self._plan.graph
@@ -167,8 +108,9 @@ class Run:
         Ctrl-C."""
         try:
             with interrupts_held():
-                self._leave_kept()
-                self._gather()
+                if self._told is None:
+                    self._gathering.leave_kept()
+                self._gathering.begin()
             if not self._supervisor.ended.wait(timeout):
                 raise TimeoutError(
                     f"the run of graph {self._plan.graph.name!r} still goes on after {timeout} s"
@@ -178,7 +120,7 @@ class Run:
         failure = self._failure()
         if failure is not None:
             raise failure
-        return self._results()
+        return self._gathering.results()
 
     def _failure(self) -> Exception | None:
         """Why the run, which has ended, did not succeed."""
@@ -195,20 +137,6 @@ class Run:
             return RunError(f"graph {self._plan.graph.name!r} failed", errors)
         return None
 
-    def _results(self) -> Results:
-        """What was finished, of a run that has ended. Of a result that somebody iterated over only what was
-        kept."""
-        values = self._supervisor.results
-        for name, taken_in in self._taken_in.items():
-            taken_in.thread.join()
-            if name in self._kept or (name not in self._iterated and taken_in.broken is None):
-                values.setdefault(name, list(taken_in.items))
-        wanted = {stage.name for stage in self._plan.graph.stages} - (self._iterated.keys() - self._kept)
-        streams = {
-            Stream(self._plan.graph, name, "out", name): values[name] for name in values if name in wanted
-        }
-        return Results(self._plan.graph.name, streams)
-
     def stop(self) -> None:
         """Stops the sources and lets everything in flight finish. Returns at once."""
         self._supervisor.ask(StopAsked())
@@ -216,28 +144,6 @@ class Run:
     def abort(self) -> None:
         """Breaks every channel at once; what is in flight is discarded. Returns at once."""
         self._supervisor.ask(AbortAsked())
-
-    def _gather(self) -> None:
-        """From now on somebody waits: gather the results that nobody iterates over, each on a thread."""
-        with self._lock:
-            if self._gathering:
-                return
-            self._gathering = True
-        waiting = [
-            worker.id
-            for worker in self._plan.workers
-            if worker.gathers and worker.stage.name not in {*self._iterated, *self._taken_in}
-        ]
-        try:
-            while waiting:
-                self._crew.start_thread(waiting[0])
-                del waiting[0]
-        except BaseException:  # nobody will read these results, so the run would wait for ever
-            self.abort()
-            for id in waiting:
-                self._leave(id, self._port(id))
-            self._supervisor.ended.wait()
-            raise
 
     def _end_interrupted(self) -> NoReturn:
         """After a Ctrl-C: stops the run and waits until everything in flight is finished; a second one breaks
@@ -249,8 +155,8 @@ class Run:
                 self.stop()
                 for out in self._crew.inputs.values():
                     out.close()
-                self._keep_the_rest()
-                self._gather()
+                self._gathering.take_in_the_rest()
+                self._gathering.begin()
             self._supervisor.ended.wait()
         except KeyboardInterrupt:
             with contextlib.suppress(KeyboardInterrupt):
@@ -259,24 +165,8 @@ class Run:
                 self._supervisor.ended.wait()
         name = self._plan.graph.name
         message = f"the run of graph {name!r} was interrupted; .results and .report hold what was finished"
-        self._told = self._results() if self._supervisor.ended.is_set() else Results(name, {})
+        self._told = self._gathering.results() if self._supervisor.ended.is_set() else Results(name, {})
         raise Interrupted(message, self._told, self.report()) from self._failure()
-
-    def _keep_the_rest(self) -> None:
-        """What the interrupted thread iterated over comes into the results."""
-        for worker in self._plan.workers:
-            name = worker.stage.name
-            if self._iterated.get(name) == threading.get_ident():
-                self._kept.add(name)
-                if name not in self._taken_in:
-                    self._taken_in[name] = _TakenIn(self._crew, self._supervisor, worker.id)
-
-    def _leave_kept(self) -> None:
-        """The program has caught the Ctrl-C that ended its loop, and goes on."""
-        if self._told is None:
-            for name in self._kept:
-                self._leave(id := WorkerId(name, 1), self._port(id))
-            self._kept.clear()
 
     def __enter__(self) -> Run:
         self._ears.open()
@@ -291,26 +181,18 @@ class Run:
                 self._end_interrupted()
             return
         if error is None:
-            self._leave_iterators(of_thread=threading.get_ident())
+            self._gathering.leave_all(of_thread=threading.get_ident())
             for out in self._crew.inputs.values():
                 out.close()
             self.wait()
             return
-        self._leave_iterators()
+        self._gathering.leave_all()
         self.abort()
         try:
             self.wait()
         except RunError:
             if isinstance(error, Broken):  # the body only met the end of its channel: this says why
                 raise
-
-    def _leave_iterators(self, of_thread: int | None = None) -> None:
-        """The body that iterated is gone: nobody reads these results any more. What another thread iterates
-        over goes on unless the run is broken off."""
-        for worker in self._plan.workers:
-            reader = self._iterated.get(worker.stage.name)
-            if reader is not None and of_thread in (None, reader):
-                self._leave(worker.id, self._port(worker.id))
 
     # --- what it looks like ---
 
@@ -328,35 +210,6 @@ class Run:
 
     def __repr__(self) -> str:
         return f"<Run of {self._plan.graph.name!r}: {self.stats().state}>"
-
-
-class _TakenIn:
-    """The items of a result that was full before the program read it; a thread goes on taking them in."""
-
-    def __init__(self, crew: LocalCrew, supervisor: Supervisor, id: WorkerId) -> None:
-        self.items: Channel[Any] = Channel(10**15)
-        self.broken: Broken | None = None  # the run broke off, and these are not all of them
-        name = f"flowchan {supervisor.plan.graph.name}/{id}"
-        self.thread = threading.Thread(
-            target=self._pour, args=(supervisor, id, crew.port(id)), name=name, daemon=True
-        )
-        self.thread.start()
-        crew.count_thread(id, self.thread)
-
-    def _pour(self, supervisor: Supervisor, id: WorkerId, port: In[Any]) -> None:
-        with contextlib.suppress(Closed):  # the run may be over
-            supervisor.tell(Began(id))
-        try:
-            for item in port:
-                self.items.put(item)
-        except Broken as error:
-            self.broken = error
-        except ValueError:
-            pass  # who iterated over it has left, and closed the port
-        self.items.close()
-        port.close()
-        with contextlib.suppress(Closed):
-            supervisor.tell(Ended(id))
 
 
 def _say(text: str) -> None:

@@ -196,7 +196,7 @@ def one(case: Case, chance: random.Random, totals: Totals, name: str, end: float
 
     totals.graphs += 1
     run = case.graph.start()
-    run._gather()
+    run._gathering.begin()
     pause, most = chance.choice([0.005, 0.03, 0.1]), chance.choice([20, 100, 500])
     moved, last_moved, kills = -1, time.monotonic(), 0
     while not run._supervisor.ended.wait(chance.random() * pause):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from runs import Gate
+from runs import Gate, run_python, script
 from waiting import wait_until
 
 from flowchan import Graph, In, Out, Run, RunError, StageError
@@ -113,3 +114,49 @@ def test_a_process_that_dies_at_its_birth_is_reported() -> None:
     graph.source([1]).map(Deadly, on="process", restarts=0).sink(id)
     error = failure_of(graph.start())
     assert "exited with code 9" in str(error)
+
+
+COLLECTED = """
+    import os, signal, threading
+    from flowchan import Channel, Graph, RunError
+
+    def collect(*_):
+        try:
+            while os.waitpid(-1, os.WNOHANG) != (0, 0):
+                pass
+        except ChildProcessError:
+            pass
+
+    def work(item):
+        if item == 3 and not died:
+            died.put(True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return item
+
+    def run(restarts):
+        graph = Graph("collected")
+        result = graph.source(range(9)).map(work, on="process", restarts=restarts).collect()
+        return graph.run()[result]
+
+    died = Channel(1, across="processes")
+    HOW
+    print(run(restarts=1) == list(range(9)))
+    died.get()
+    try:
+        run(restarts=0)
+    except RunError as error:
+        print(error.exceptions[0])
+"""
+
+WAYS = {
+    "ignored": "signal.signal(signal.SIGCHLD, signal.SIG_IGN)",
+    "collected": "signal.signal(signal.SIGCHLD, collect)",
+}
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_a_death_is_noticed_in_a_program_that_collects_its_children(how: str, tmp_path: Path) -> None:
+    """Then nobody knows how the worker died, but that it has is certain."""
+    out = run_python(script(tmp_path, COLLECTED.replace("HOW", WAYS[how])))
+    assert out.startswith("True\n")
+    assert "SIGKILL" in out or "ignores SIGCHLD or collects its children" in out

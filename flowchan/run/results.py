@@ -1,0 +1,196 @@
+"""What a run gives, and who gathers it: the program item by item, threads of the run once somebody waits for
+the end, or the run itself where a result is full that the program can't come to read."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from flowchan.channel.channel import Channel
+from flowchan.declare.stream import Stream
+from flowchan.errors import Broken, Closed
+from flowchan.run.crew import LocalCrew
+from flowchan.run.decisions import AbortAsked
+from flowchan.run.events import Began, Ended, WorkerId
+from flowchan.run.plan import Plan
+from flowchan.run.supervisor import Supervisor
+
+
+class Results(Mapping[Stream, Any]):
+    """What a run gave: the value of a ``reduce`` stream, the list of a ``collect`` stream."""
+
+    def __init__(self, graph: str, values: dict[Stream, Any]) -> None:
+        self._graph = graph
+        self._values = values
+
+    def __getitem__(self, stream: Stream) -> Any:
+        try:
+            return self._values[stream]
+        except KeyError:
+            known = ", ".join(sorted(known.name for known in self._values)) or "none"
+            raise KeyError(
+                f"{stream!r} is no result of graph {self._graph!r}; results are reduce and collect "
+                f"streams that run.iter() has not taken, here: {known}"
+            ) from None
+
+    def __iter__(self) -> Iterator[Stream]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        return f"<Results of {self._graph!r}: {', '.join(stream.name for stream in self._values) or 'none'}>"
+
+
+class Gathering:
+    """Who takes the items of each result of one run, by the name of its stage."""
+
+    def __init__(self, plan: Plan, crew: LocalCrew, supervisor: Supervisor) -> None:
+        self._plan = plan
+        self._crew = crew
+        self._supervisor = supervisor
+        self._all = [worker.id for worker in plan.workers if worker.gathers]
+        self._iterated: dict[str, int | None] = {}  # the thread that last asked for an item, while it may
+        self._kept: set[str] = set()  # those that were being iterated over when Ctrl-C came
+        self._taken_in: dict[str, _TakenIn] = {}  # those that were full before anybody read them
+        self._begun = False
+        self._lock = threading.Lock()
+
+    # --- item by item ---
+
+    def claim(self, stage: str) -> bool:
+        """From now on the calling thread iterates over this result; false if somebody takes it already."""
+        with self._lock:
+            if self._begun or stage in self._iterated:
+                return False
+            self.asked(stage)
+            return True
+
+    def asked(self, stage: str) -> None:
+        """The calling thread asks for an item."""
+        self._iterated[stage] = threading.get_ident()
+
+    def items(self, stage: str) -> Iterable[Any]:
+        """What to iterate over."""
+        self.asked(stage)
+        self._supervisor.tell(Began(_worker(stage)))
+        taken_in = self._taken_in.get(stage)
+        return self._crew.port(_worker(stage)) if taken_in is None else taken_in.items
+
+    def raise_if_broken(self, stage: str) -> None:
+        """Raises ``Broken`` when the items of :meth:`items` were not all of them."""
+        taken_in = self._taken_in.get(stage)
+        if taken_in is not None and taken_in.broken is not None:
+            raise taken_in.broken
+
+    def keep(self, stage: str) -> None:
+        """Whether the rest is wanted is decided at the end of the block, if the calling thread iterated."""
+        if self._iterated[stage] == threading.get_ident():
+            self._kept.add(stage)
+
+    def leave(self, stage: str) -> None:
+        """Nobody iterates over this result any more, unless it is kept."""
+        if stage not in self._kept:
+            self._end(stage)
+
+    def leave_all(self, of_thread: int | None = None) -> None:
+        """Nobody iterates over the results that a thread, or any, was iterating over."""
+        for stage, reader in list(self._iterated.items()):
+            if reader is not None and of_thread in (None, reader):
+                self._end(stage)
+
+    def leave_kept(self) -> None:
+        """The program has caught the Ctrl-C that ended its loop, and goes on."""
+        for stage in self._kept:
+            self._end(stage)
+        self._kept.clear()
+
+    def _end(self, stage: str) -> None:
+        self._iterated[stage] = None
+        self._crew.port(_worker(stage)).close()
+        with contextlib.suppress(Closed):  # the run may be over
+            self._supervisor.tell(Ended(_worker(stage)))
+
+    # --- taken by the run ---
+
+    def take_in(self, ids: frozenset[WorkerId]) -> None:
+        """The supervisor's word that these results are full and the program can't come to read them."""
+        with self._lock:
+            for id in ids:
+                if not self._begun and id.stage not in self._iterated and id.stage not in self._taken_in:
+                    self._taken_in[id.stage] = _TakenIn(self._crew, self._supervisor, id)
+
+    def take_in_the_rest(self) -> None:
+        """What the calling thread, which was interrupted, iterated over comes into the results."""
+        for id in self._all:
+            if self._iterated.get(id.stage) == threading.get_ident():
+                self._kept.add(id.stage)
+                if id.stage not in self._taken_in:
+                    self._taken_in[id.stage] = _TakenIn(self._crew, self._supervisor, id)
+
+    def begin(self) -> None:
+        """From now on somebody waits: gather the results that nobody iterates over, each on a thread."""
+        with self._lock:
+            if self._begun:
+                return
+            self._begun = True
+        waiting = [id for id in self._all if id.stage not in {*self._iterated, *self._taken_in}]
+        try:
+            while waiting:
+                self._crew.start_thread(waiting[0])
+                del waiting[0]
+        except BaseException:  # nobody will read these results, so the run would wait for ever
+            self._supervisor.ask(AbortAsked())
+            for id in waiting:
+                self._end(id.stage)
+            self._supervisor.ended.wait()
+            raise
+
+    def results(self) -> Results:
+        """What was finished, of a run that has ended. Of a result that somebody iterated over only what was
+        kept."""
+        values = self._supervisor.results
+        for name, taken_in in self._taken_in.items():
+            taken_in.thread.join()
+            if name in self._kept or (name not in self._iterated and taken_in.broken is None):
+                values.setdefault(name, list(taken_in.items))
+        graph = self._plan.graph
+        wanted = {stage.name for stage in graph.stages} - (self._iterated.keys() - self._kept)
+        streams = {Stream(graph, name, "out", name): values[name] for name in values if name in wanted}
+        return Results(graph.name, streams)
+
+
+def _worker(stage: str) -> WorkerId:
+    """A result has one worker."""
+    return WorkerId(stage, 1)
+
+
+class _TakenIn:
+    """The items of a result that was full before the program read it; a thread goes on taking them in."""
+
+    def __init__(self, crew: LocalCrew, supervisor: Supervisor, id: WorkerId) -> None:
+        self.items: Channel[Any] = Channel(10**15)
+        self.broken: Broken | None = None  # the run broke off, and these are not all of them
+        name, arguments = f"flowchan {supervisor.plan.graph.name}/{id}", (crew, supervisor, id)
+        self.thread = threading.Thread(target=self._pour, args=arguments, name=name, daemon=True)
+        self.thread.start()
+        crew.count_thread(id, self.thread)
+
+    def _pour(self, crew: LocalCrew, supervisor: Supervisor, id: WorkerId) -> None:
+        port = crew.port(id)
+        with contextlib.suppress(Closed):  # the run may be over
+            supervisor.tell(Began(id))
+        try:
+            for item in port:
+                self.items.put(item)
+        except Broken as error:
+            self.broken = error
+        except ValueError:
+            pass  # who iterated over it has left, and closed the port
+        self.items.close()
+        port.close()
+        with contextlib.suppress(Closed):
+            supervisor.tell(Ended(id))
