@@ -22,6 +22,7 @@ restarts left: at once the first time, later after a pause that doubles with eve
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -163,6 +164,17 @@ def decide(state: State, happening: Happening, now: float) -> tuple[State, tuple
     if isinstance(happening, AbortAsked):
         return _abort(state, now)
     return _tick(state, now)
+
+
+def next_at(state: State) -> float:
+    """From when on time alone changes something, if nothing happens before."""
+    if state.phase == "stopping":
+        return state.since + (GRACE if state.alive <= state.sources else STOP_SECONDS)
+    if state.phase not in ("finishing", "failing", "aborting"):
+        return math.inf
+    if not state.alive & state.processes or not state.terminated:
+        return state.since + GRACE
+    return math.inf if state.killed else state.since + 2 * GRACE
 
 
 def _gone(state: State, worker: WorkerId, now: float) -> tuple[State, tuple[Action, ...]]:

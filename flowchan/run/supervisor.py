@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import threading
 import time
@@ -63,7 +64,8 @@ from flowchan.run.plan import Plan
 from flowchan.run.stats import RunStats
 
 LOOK = 0.05
-"""Seconds between two looks at what nobody announces, while a run is about to end."""
+"""Seconds between two looks at what nobody announces: whether all has been heard. Nothing that time decides
+comes more exactly."""
 
 
 class Supervisor:
@@ -170,14 +172,20 @@ class Supervisor:
         return event
 
     def _pause(self) -> float:
-        """Seconds until something must be looked at though nothing is heard: workers announce their ends,
-        so in a run that is not to end that is only whether anybody can move."""
-        if self.state.phase != "running" or self._breaks.pending:
+        """Seconds until something must be looked at though nothing is heard: workers announce their ends, so
+        that is whether anybody can move, and what only time decides."""
+        if self._breaks.pending:
             return LOOK
         now = time.monotonic()
         if self._due:
             return min(max(0.0, min(self._due.values()) - now), breaks.LOOK)
-        return max(LOOK, self._deadlocks.next_at - now)
+        late = self._late_at if self.state.phase == "finishing" and self._late_at > now else math.inf
+        return max(LOOK, min(self._deadlocks.next_at, decisions.next_at(self.state), late) - now)
+
+    @property
+    def _late_at(self) -> float:
+        """From when on workers that nobody needs don't end by themselves."""
+        return self.state.since + decisions.GRACE / 2
 
     def turn(self, event: Happening | Event) -> None:
         """Hears what has happened, and does what it and the time that has passed ask for."""
@@ -238,7 +246,7 @@ class Supervisor:
     def _cancel_tasks(self) -> None:
         """At once when the run is broken off, and sources when nobody wants their elements any more; when
         only workers are left that nobody needs, they may end by themselves."""
-        late = time.monotonic() - self.state.since > decisions.GRACE / 2
+        late = time.monotonic() > self._late_at
         over = self.state.phase in ("failing", "aborting") or (self.state.phase == "finishing" and late)
         self.crew.cancel_tasks(over)
 

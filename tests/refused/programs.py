@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 import threading
 import time
@@ -64,6 +65,21 @@ def run() -> None:
     except GraphError as error:
         (problem,) = error.problems
         print(problem.rule, problem.message)
+
+
+def death() -> None:
+    """A worker dies over an item, and is replaced."""
+    died: Channel[bool] = Channel(across="processes")
+
+    def work(item: int) -> int:
+        if item == 50 and not died:
+            died.put(True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return item
+
+    graph = Graph("refused")
+    total = graph.source(range(100)).map(work, workers=2, on="process").reduce(int.__add__, 0)
+    print(graph.run()[total], len(died))
 
 
 def stay(item: int) -> int:

@@ -45,6 +45,11 @@ def test_workers_in_processes_work_without_pidfd_open(error: int) -> None:
 
 
 @both_errors
+def test_r4_the_death_of_a_worker_is_noticed_without_pidfd_open(error: int) -> None:
+    assert said("death", "pidfd_open", error) == "4950 1"
+
+
+@both_errors
 def test_c12_workers_end_with_their_killed_parent_without_pidfd_open(error: int) -> None:
     command = [sys.executable, PROGRAMS, "orphans", "pidfd_open", str(error)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:

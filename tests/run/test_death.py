@@ -14,6 +14,7 @@ from runs import Gate, run_python, script
 from waiting import wait_until
 
 from flowchan import Graph, In, Out, Run, RunError, StageError
+from flowchan.run import breaks, deadlock, supervisor, watch
 
 
 def workers_of(run: Run) -> list[psutil.Process]:
@@ -114,6 +115,23 @@ def test_a_process_that_dies_at_its_birth_is_reported() -> None:
     graph.source([1]).map(Deadly, on="process", restarts=0).sink(id)
     error = failure_of(graph.start())
     assert "exited with code 9" in str(error)
+
+
+def test_a_death_announces_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing looks for it: whatever is looked at now and then is not looked at here."""
+    for module, name in ((watch, "LOOK"), (supervisor, "LOOK"), (deadlock, "STILL"), (breaks, "LOOK")):
+        monkeypatch.setattr(module, name, 3600.0)
+    gate = Gate()
+    graph = Graph("r4")
+    result = graph.source(range(3)).map(gate.wait, on="process", name="victim").collect()
+    run = graph.start()
+    gate.wait_held()
+    (worker,) = workers_of(run)
+    worker.kill()
+    wait_until(lambda: workers_of(run) not in ([worker], []))
+    gate.wait_held()
+    gate.open()
+    assert run.wait()[result] == [0, 1, 2]
 
 
 COLLECTED = """

@@ -4,6 +4,7 @@ that a run is never stuck."""
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, get_args
 
 import pytest
@@ -24,6 +25,7 @@ from flowchan.run.decisions import (
     Terminate,
     Tick,
     decide,
+    next_at,
 )
 from flowchan.run.events import Ended, Failure, WorkerId
 
@@ -257,6 +259,15 @@ class Runs(RuleBasedStateMachine):
     def ended_means_nobody_is_alive(self) -> None:
         if hasattr(self, "state"):
             assert (self.state.phase == "ended") == (not self.state.alive)
+
+    @invariant()
+    def time_changes_something_when_it_is_said_and_not_before(self) -> None:
+        if not hasattr(self, "state"):
+            return
+        at, now = next_at(self.state), getattr(self, "now", 0.0)
+        before, after = min(at - 1e-6, 1e9), at + 1e-6
+        assert before < now or decide(self.state, Tick(), before) == (self.state, ())
+        assert at == math.inf or decide(self.state, Tick(), max(after, now)) != (self.state, ())
 
     def teardown(self) -> None:
         """Whatever has happened: once stopped, the run ends by the passing of time alone. Killed processes

@@ -1,0 +1,112 @@
+"""Worker processes, as the crew holds them: the end of each is told once, for certain, however the system
+lets us know of it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+from gates import Gate
+from waiting import wait_until
+
+from flowchan.run.events import Gone, WorkerId
+from flowchan.run.processes import WorkerProcess
+from flowchan.run.watch import Watch
+
+ONE, TWO = WorkerId("work", 1), WorkerId("work", 2)
+
+
+def refuse(pid: int, flags: int = 0) -> int:
+    raise OSError(errno.EPERM, "refused")
+
+
+@pytest.fixture(params=["announced", "refused"])
+def _pidfds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With pidfds, and where the system refuses them."""
+    if request.param == "refused":
+        monkeypatch.setattr(os, "pidfd_open", refuse)
+
+
+@contextmanager
+def watching() -> Iterator[tuple[Watch, queue.Queue[Gone]]]:
+    told: queue.Queue[Gone] = queue.Queue()
+    watch = Watch(told.put)
+    thread = threading.Thread(target=watch.run)
+    thread.start()
+    yield watch, told
+    watch.stop()
+    thread.join()
+    watch.close()
+
+
+def started(function: Callable[[], object]) -> WorkerProcess:
+    return WorkerProcess("flowchan watched", function, ())
+
+
+@pytest.mark.usefixtures("_pidfds")
+def test_the_end_of_a_process_is_told_once() -> None:
+    gate = Gate()
+    first, second = started(gate.wait), started(gate.wait)
+    with watching() as (watch, told):
+        watch.add(ONE, first)
+        watch.add(TWO, second)
+        gate.wait_held(2)
+        assert told.empty()
+        first.kill()
+        assert told.get() == Gone(ONE)
+        assert first.ended()
+        assert not second.ended()
+        gate.open()
+        assert told.get() == Gone(TWO)
+        assert told.empty()
+    assert (first.exitcode, second.exitcode) == (-9, 0)
+    first.close()
+    second.close()
+
+
+@pytest.mark.usefixtures("_pidfds")
+def test_a_process_that_ended_before_it_was_watched_is_told() -> None:
+    process = started(int)
+    assert process.ended(60)
+    with watching() as (watch, told):
+        watch.add(ONE, process)
+        assert told.get() == Gone(ONE)
+    process.close()
+
+
+def test_a_process_that_was_collected_before_it_was_found_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its number may be another's by now."""
+
+    def gone(pid: int, flags: int = 0) -> int:
+        raise ProcessLookupError(errno.ESRCH, "no such process")
+
+    monkeypatch.setattr(os, "pidfd_open", gone)
+    process = started(int)
+    with watching() as (watch, told):
+        watch.add(ONE, process)
+        assert told.get() == Gone(ONE)
+    process.close()
+
+
+def test_a_process_is_ended_for_good_before_it_is_closed() -> None:
+    """A child that inherited its pidfd keeps the pidfd from leaving the watch by being closed."""
+    gate = Gate()
+    first = started(gate.wait)
+    with watching() as (watch, told):
+        watch.add(ONE, first)
+        second = started(gate.wait)  # has a copy of the first one's pidfd
+        watch.add(TWO, second)
+        gate.wait_held(2)
+        first.kill()
+        assert told.get() == Gone(ONE)
+        first.close()
+        gate.open()
+        assert told.get() == Gone(TWO)
+        wait_until(lambda: second.ended())
+        assert told.empty()
+    second.close()
