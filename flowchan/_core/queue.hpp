@@ -1,10 +1,13 @@
 // LocalQueue: the FIFO of a `threads` channel. Items are references; nothing is copied.
 //
 // A circular buffer that doubles up to `capacity`, the lines of line.hpp, and the order of an ordered stage's
-// outputs as in ring_items.cpp, with deques in place of lists of slots. A small futex mutex guards it; it
-// does not rely on the GIL. Its operations move references and never drop one, because dropping could run any
-// Python code under the lock. They run attached to the interpreter (GIL held), because the garbage collector
-// looks at the items without the mutex.
+// outputs as in ring_items.cpp, with deques in place of lists of slots. Its operations move references and
+// never drop one, because dropping could run any Python code under the lock. They run attached to the
+// interpreter (GIL held), because the garbage collector looks at the items without the lock.
+//
+// So where there is a GIL, who is between lock and unlock holds it all the while, and it is the lock: the
+// two atomic operations of a mutex would be a quarter of a put. A free-threaded interpreter gets a small
+// futex mutex.
 #pragma once
 
 #include <Python.h>
@@ -19,7 +22,7 @@
 namespace flowchan {
 
 // 0 free, 1 taken, 2 taken and somebody sleeps. Drepper, "Futexes are tricky" (2011), mutex 2.
-class Mutex {
+class FutexMutex {
   public:
     void lock() {
         uint32_t seen = 0;
@@ -40,6 +43,17 @@ class Mutex {
   private:
     std::atomic<uint32_t> word_{0};
 };
+
+struct HeldGil {
+    void lock() {}
+    void unlock() {}
+};
+
+#ifdef Py_GIL_DISABLED
+using Mutex = FutexMutex;
+#else
+using Mutex = HeldGil;
+#endif
 
 class LocalQueue {
   public:
