@@ -27,8 +27,8 @@ PAYS = 50e6
 several times what it costs to pass a micro-batch on. They are counted and not timed, so that chunks are the
 same in every run."""
 
-PASSING = {"process": 200e-6, "thread": 50e-6}
-"""Seconds that a batch costs a part beside its layers."""
+PASSING = {"process": 100e-6, "thread": 50e-6}
+"""Seconds that a batch costs a part beside its layers; the program, at both ends, it costs twice that."""
 
 
 class Cut:
@@ -100,19 +100,22 @@ class Cut:
             ends = accumulate(counts, initial=0)
             slowest = max(sum(costs[begin:end]) for begin, end in pairwise(ends))
             cores = len(os.sched_getaffinity(0))
-            expected = max(slowest, sum(costs) * min(threads, cores) / cores) + PASSING[self.on]
+            passing = PASSING[self.on]
+            busy = sum(costs) * min(threads, cores) + (number + 2) * passing  # seconds of all cores together
+            expected = max(slowest + passing, busy / cores)
             if expected >= plain:
                 self._warn(batch_size(piece), plain, expected)
             if counts != [len(part.module) for part in self.parts]:
                 self.parts = self._divided(counts)
 
     def _warn(self, samples: int, plain: float, expected: float) -> None:
+        threads = torch.get_num_threads()
+        with_threads = f"torch's {threads} compute threads" if threads > 1 else "one compute thread"
         warnings.warn(
-            f"Sequential: in {len(self.parts)} parts this module won't be quicker than by "
-            f"itself: {samples} samples "
-            f"at once take it {plain * 1e3:.2g} ms, and a pipe {expected * 1e3:.2g} ms at "
-            "best; larger batches or "
-            "fewer chunks may pay, or call the module itself",
+            f"Sequential: in {len(self.parts)} parts this module won't be quicker than by itself with "
+            f"{with_threads}: {samples} samples at once take it {plain * 1e3:.2g} ms, and a pipe "
+            f"{expected * 1e3:.2g} ms at best; larger batches or fewer chunks may pay, or call the module "
+            "itself",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -1,11 +1,15 @@
 """Inference: a graph with one stage for each part, through which micro-batches follow each other.
 
     batches ──split──> [input] ──> [part 0] ──> [part 1] ──> … ──> [results] ──join──> outputs
-                                      └─────────────┴──errors──> [failures]
+                                      └─────────────┴──errors────────^
 
 Each item is a :class:`Micro`. A ``map`` keeps nothing between items, so a part whose process is killed is
 replaced and the micro-batch in its hands is done again. The run begins with the first batch and stays until
-:meth:`Inference.close`; what is out is noted in a :class:`Book`, where the last stages put what comes back.
+:meth:`Inference.close`; what is out is noted in a :class:`Book`, into which goes what comes back.
+
+Whoever waits for a batch takes outputs in, of whatever batch, until its own is there: a thread between the
+parts and the program would take a core from a part twice for each batch, to wake up and to wake the program.
+The stage ``results`` only lends its port for that, and looks after failures.
 
 A call's batch is split into micro-batches, which keep all parts at work; a stream's batches do that as they
 are. A stream has at most ``2 * parts + 2`` batches out before it asks for one more: enough for every part to
@@ -14,6 +18,7 @@ have work while the program handles one batch and makes the next, and a bound on
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
@@ -25,11 +30,28 @@ from typing import Any
 
 import torch
 
-from flowchan import Broken, Channel, Closed, Failed, Graph, RunError, StageError, Stream
+from flowchan import (
+    Broken,
+    Channel,
+    Closed,
+    Drained,
+    Failed,
+    Full,
+    Graph,
+    In,
+    RunError,
+    StageError,
+    Stream,
+    _core,
+    select,
+)
 from flowchan.pipelines.sequential.cut import CHUNKS, Cut
 from flowchan.pipelines.sequential.parts import Part, run_part, take_cores
+from flowchan.pipelines.sequential.passing import Sent, expect_reading, only_reads, received, sent
 from flowchan.pipelines.sequential.timeline import Event
 from flowchan.pipelines.sequential.values import Micro, batch_size, join_checked, mapped
+from flowchan.run.failures import ItemFailed
+from flowchan.run.latch import Latch
 
 REMEMBERED = 100_000
 """Events of the timeline that are kept: the last ones."""
@@ -47,54 +69,59 @@ class PartWorker:
     """How many processes the parts have; 0 where they work on threads."""
 
     def __post_init__(self) -> None:
+        torch.set_grad_enabled(False)  # of this thread, which is the worker's own
+        self.only_reads = only_reads(self.part)
         if self.processes:
             take_cores(self.part.number, self.processes)
+            expect_reading()
             if self.part.device is not None:
                 self.part.module.to(self.part.device)
 
-    def __call__(self, micro: Micro) -> Micro:
+    def __call__(self, item: Sent | Micro) -> Sent | Micro:
         begin = time.monotonic()
-        with torch.no_grad():
-            value, skips = run_part(self.part, micro.value, micro.skips, keep=not self.processes)
-        events = (*micro.events, (begin, time.monotonic()))
-        return Micro(micro.batch, micro.chunk, micro.chunks, value, skips, events)
+        batch, chunk, chunks, value, skips, events = received(item, self.only_reads)
+        value, skips = run_part(self.part, value, skips, keep=not self.processes)
+        done = Micro(batch, chunk, chunks, value, skips, (*events, (begin, time.monotonic())))
+        return sent(done) if self.processes else done
 
 
 @dataclass(slots=True)
 class Batch:
     """One batch that is out. ``sizes`` are the samples of its micro-batches, ``values`` what has come back of
-    them."""
+    them, but for the ``missing`` ones."""
 
+    line: _Line
     sizes: list[int]
     values: list[Any]
-    left: int
+    missing: set[int]
     outcome: Channel[list[Any] | BaseException] = field(default_factory=lambda: Channel(1))
-    """Gets all values, or the exception that ended the batch, once: from whoever took the batch out of the
-    book. It is no ``concurrent.futures.Future``, for a Ctrl-C while one waits may leave that locked, and the
-    stage that sets it stuck."""
+    """Gets all values, or the exception that ended the batch, once. It is no ``concurrent.futures.Future``,
+    for a Ctrl-C while one waits may leave that locked, and who sets it stuck."""
 
 
 class Book:
-    """The batches that are out, by number. The last stages of the graph write into it what comes back."""
+    """The batches that are out, by number, and what has come back of them. A Ctrl-C may break off any of this
+    and have it done again from the start."""
 
     def __init__(self, parts: list[Part], events: deque[Event]) -> None:
         self.parts, self.events = parts, events
         self.out: dict[int, Batch] = {}
 
-    def receive(self, micro: Micro) -> None:
+    def receive(self, item: Sent | Micro) -> None:
         """A micro-batch is through. Nobody waits for those of a stream that was left."""
+        micro = received(item)
         self._note(micro)
         batch = self.out.get(micro.batch)
         if batch is None:
             return
         batch.values[micro.chunk] = micro.value
-        batch.left -= 1
-        if not batch.left and self.out.pop(micro.batch, None) is not None:
-            batch.outcome.put(batch.values)
+        batch.missing.discard(micro.chunk)
+        if not batch.missing:
+            self._end(micro.batch, batch.values)
 
     def fail(self, failed: Failed) -> None:
         """A part failed on a micro-batch, or its process died with it again and again."""
-        micro: Micro = failed.item
+        micro = Micro(*failed.item[: len(Micro._fields)])
         self._note(micro)
         part = self.parts[len(micro.events)]  # each part that is done has left its times
         error = StageError(
@@ -102,13 +129,19 @@ class Book:
             stage=part.name, worker=part.name, item=repr(micro),
         )  # fmt: skip
         error.__cause__ = failed.error
-        self.end(micro.batch, error)
+        self.end(error, micro.batch)
 
-    def end(self, number: int, error: BaseException) -> None:
-        """Batch ``number`` ends by ``error``, if it has not ended."""
-        batch = self.out.pop(number, None)
+    def end(self, error: BaseException, number: int | None = None) -> None:
+        """Batch ``number``, or every one, ends by ``error``, if it has not ended."""
+        for one in list(self.out) if number is None else [number]:
+            self._end(one, error)
+
+    def _end(self, number: int, outcome: list[Any] | BaseException) -> None:
+        batch = self.out.get(number)
         if batch is not None:
-            batch.outcome.put(error)
+            with contextlib.suppress(Full):
+                batch.outcome.put_nowait(outcome)
+            self.out.pop(number, None)
 
     def _note(self, micro: Micro) -> None:
         for part, (begin, end) in enumerate(micro.events):
@@ -119,31 +152,117 @@ class _Line:
     """One run of the graph, with a thread that waits for its end: whatever it ends by, nobody waits for a
     batch in vain."""
 
-    def __init__(self, graph: Graph, batches: Stream, book: Book) -> None:
-        self.run = graph.start()
-        self.port = self.run[batches]
+    def __init__(self, book: Book) -> None:
+        self.book = book
         self.error: BaseException = Closed("the run has ended")
-        self.watcher = threading.Thread(
-            target=self._watch, args=(book,), name=f"{graph.name} watcher", daemon=True
-        )
-        self.watcher.start()
+        self._watcher: threading.Thread | None = None
+        self._over = Latch()  # Ctrl-C in Thread.join() or is_alive() makes a thread look as if it had ended
+        self._outputs: In[Any] | None = None
+        self._opened = Latch()
+        self._ending: Channel[None] = Channel(1)
 
-    def _watch(self, book: Book) -> None:
+    def start(self, graph: Graph, batches: Stream) -> None:
+        run = self._run = graph.start()
+        self._port = run[batches]
+        watcher = threading.Thread(target=self._watch, name=f"{graph.name} watcher", daemon=True)
+        watcher.start()
+        self._watcher = watcher
+
+    @property
+    def runs(self) -> bool:
+        return self._watcher is not None and not self._over.is_set()
+
+    def _watch(self) -> None:
         try:
-            self.run.wait()
+            self._run.wait()
         except RunError as failed:
             self.error = failed.exceptions[0]
         except BaseException as failed:
             self.error = failed
-        for number in list(book.out):
-            book.end(number, self.error)
+        self._opened.set()
+        self.book.end(self.error)
+        self._over.set()
+
+    def attend(self, outputs: In[Any], failures: In[Failed]) -> None:
+        """The last stage: lends its port to who waits, and hears of failures. What nobody has taken in when
+        the line ends is taken in here."""
+        self._outputs = outputs
+        self._opened.set()
+        gets: list[Any] = [failures, self._ending]
+        with contextlib.suppress(Drained):
+            while True:
+                found = select(gets)
+                if found.channel is failures:
+                    self.book.fail(found.item)
+                elif found.channel is outputs:
+                    self.book.receive(found.item)
+                else:
+                    gets = [failures, outputs]
+
+    # --- called by whoever has batches ---
+
+    def put(self, item: Sent | Micro) -> None:
+        """Puts a micro-batch in. Where there is no room it takes outputs in meanwhile."""
+        try:
+            self._port.put_nowait(item)
+        except Full:
+            self._take_in([], [(self._port, item)])
+
+    def outcome(self, batch: Batch) -> list[Any] | BaseException:
+        """What has become of a batch, once that is known."""
+        try:
+            found: list[Any] | BaseException = self._take_in([batch.outcome], [])
+        except (Closed, Broken, ValueError):  # the run has ended, and the watcher ends all batches
+            found = batch.outcome.get()
+        return found
+
+    def _take_in(self, gets: list[Any], puts: list[Any]) -> Any:
+        """Takes in outputs, of whatever batch, until one of the other operations is done; gives its item."""
+        if self._outputs is None and self._opened.wait() and self._outputs is None:
+            raise Closed("the run has ended")
+        operations = ([self._outputs, *gets],), (puts,), (None,)
+        came: deque[tuple[int, Any]] = deque()
+        try:
+            while True:
+                # In one step, which Ctrl-C can't cut in two: what was taken out of the channel is in `came`.
+                came.extend(map(_core._select, *operations))
+                number, item = came[0]
+                if number:
+                    return item
+                self.book.receive(item)
+                came.clear()
+        except ItemFailed as failed:  # it can't be unpickled, so nobody knows whose output it was
+            self.book.end(failed.__cause__ or failed)
+            self._run.abort()
+            self._over.wait()
+            return self._take_in(gets, puts)
+        finally:
+            for number, item in came:
+                if not number:
+                    self.book.receive(item)
+
+    def failed(self, number: int) -> None:
+        """Batch ``number`` met the end of the run, whose watcher may have ended all batches before it
+        came."""
+        if self._watcher is not None:
+            self._over.wait()
+        self.book.end(self.error, number)
+
+    def close(self) -> None:
+        """Lets what is out be finished, and then the run end. Takes no lock, and does not wait."""
+        if self._watcher is not None:
+            self._port.close()
+            with contextlib.suppress(Full):
+                self._ending.put_nowait(None)
 
     def end(self, at_once: bool = False) -> None:
         """Ends the run and waits for it. What is out is finished first, unless it shall end ``at_once``."""
-        self.port.close()
-        if at_once:
-            self.run.abort()
-        self.watcher.join()
+        if self._watcher is not None:
+            self.close()
+            if at_once:
+                self._run.abort()
+            self._over.wait()
+            self._watcher.join()
 
 
 class Inference:
@@ -163,20 +282,25 @@ class Inference:
     def _declare(self) -> None:
         """The graph and the book, for the parts of now."""
         parts = self._parts = self.cut.parts
-        self.book, self.graph = Book(parts, self.events), Graph(self.name)
         processes = len(parts) if self.cut.on == "process" else 0
+        self.book, self.graph = Book(parts, self.events), Graph(self.name)
         chunks = self.cut.chunks or CHUNKS
-        # for all that one stream or call has out, so that it need not wait for room
+        # for all that one stream or call has out, so that it need not wait for room, nor a part for the
+        # program
         room = max(self._most, 2 * chunks)
         stream = self._input = self.graph.input("micro-batches", capacity=room)
         failures = []
         for part in parts:
             worker = partial(PartWorker, part, processes)
-            stream = stream.map(worker, name=part.name, on=self.cut.on, capacity=chunks, restarts=10**9)
+            capacity = chunks if part is not parts[-1] else room
+            stream = stream.map(worker, name=part.name, on=self.cut.on, capacity=capacity, restarts=10**9)
             failures.append(stream.errors)
-        stream.sink(self.book.receive, name="results")
         failed = self.graph.merge(*failures, name="errors") if len(failures) > 1 else failures[0]
-        failed.sink(self.book.fail, name="failures")
+        self.graph.stage(self._attend, stream, failed, name="results")
+
+    def _attend(self, outputs: In[Any], failures: In[Failed]) -> None:
+        assert self._line is not None
+        self._line.attend(outputs, failures)
 
     # --- batches ---
 
@@ -222,19 +346,19 @@ class Inference:
         self._raise_if_closed()
         pieces = self.cut.pieces(mapped(torch.Tensor.detach, value), whole)
         self.cut.measure(pieces[0])
-        batch = Batch([batch_size(piece) for piece in pieces], [None] * len(pieces), len(pieces))
+        sizes = [batch_size(piece) for piece in pieces]
         with self._lock:
             self._raise_if_closed()
             line = self._started(fresh)
             number = next(self._numbers)
+            batch = Batch(line, sizes, [None] * len(pieces), set(range(len(pieces))))
             self.book.out[number] = batch
             try:
                 for chunk, piece in enumerate(pieces):
-                    line.port.put(Micro(number, chunk, len(pieces), piece))
-            # the run has failed; its watcher may have looked for batches before this one came
+                    micro = Micro(number, chunk, len(pieces), piece, {}, ())
+                    line.put(sent(micro) if self.cut.on == "process" else micro)
             except (Closed, Broken):
-                line.watcher.join()
-                self.book.end(number, line.error)
+                line.failed(number)
             except BaseException:
                 self.book.out.pop(number, None)
                 raise
@@ -251,7 +375,7 @@ class Inference:
                 line.end()
             line = None
             self._declare()
-        if line is not None and not line.watcher.is_alive():
+        if line is not None and not line.runs:
             line = None
         if self.cut.on == "process" and (line is None or fresh):
             now = state_of(self._parts)
@@ -260,7 +384,8 @@ class Inference:
                 line = None
             self._seen = now
         if line is None:
-            line = self._line = _Line(self.graph, self._input, self.book)
+            line = self._line = _Line(self.book)
+            line.start(self.graph, self._input)
         return line
 
     def _raise_if_closed(self) -> None:
@@ -272,8 +397,7 @@ class Inference:
         with self._lock:
             self._closed = True
             busy = bool(self.book.out)
-            for number in list(self.book.out):
-                self.book.end(number, Closed(f"the pipe {self.graph.name!r} was closed"))
+            self.book.end(Closed(f"the pipe {self.graph.name!r} was closed"))
             if self._line is not None:
                 self._line.end(at_once=busy)
                 self._line = None
@@ -282,12 +406,12 @@ class Inference:
         """Ends the run without waiting for it, and without a lock: the collector may call this anywhere."""
         line = self._line
         if line is not None:
-            line.port.close()
+            line.close()
 
 
 def _outcome(number: int, batch: Batch) -> Any:
     """The output of a batch when it is there. Raises what ended the batch."""
-    found = batch.outcome.get()
+    found = batch.line.outcome(batch)
     if isinstance(found, BaseException):
         try:
             raise found

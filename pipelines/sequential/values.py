@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +18,7 @@ from torch import Tensor
 from flowchan.pipelines.sequential.words import shown, written
 
 
-@dataclass(slots=True, repr=False)
-class Micro:
+class Micro(NamedTuple):
     """One micro-batch on its way: number ``chunk`` of the ``chunks`` that batch number ``batch`` was split
     into.
 
@@ -32,8 +30,8 @@ class Micro:
     chunk: int
     chunks: int
     value: Any
-    skips: dict[str, Tensor] = field(default_factory=dict)
-    events: tuple[tuple[float, float], ...] = ()
+    skips: dict[str, Tensor]
+    events: tuple[tuple[float, float], ...]
 
     def __repr__(self) -> str:
         return f"micro-batch {self.chunk} of {self.chunks} of batch {self.batch}"
@@ -58,6 +56,8 @@ def tensors(value: Any) -> list[Tensor]:
 
 def mapped(function: Callable[[Tensor], Any], value: Any) -> Any:
     """A value of the same structure with ``function(tensor)`` in place of each tensor; other leaves stay."""
+    if isinstance(value, Tensor):
+        return function(value)
     return _together(lambda found: function(found[0]) if isinstance(found[0], Tensor) else found[0], [value])
 
 
@@ -69,12 +69,16 @@ def split(value: Any, chunks: int, name: str = "x") -> list[Any]:
     batch size, each with the path of the leaf.
     """
     samples = batch_size(value, name)
+    if chunks == 1:
+        return [value]
     ends = accumulate(evenly(samples, max(1, min(chunks, samples))), initial=0)
     return [_rows(value, start, end) for start, end in pairwise(ends)]
 
 
 def batch_size(value: Any, name: str = "x") -> int:
     """The common first dimension of all tensors of the value. Raises as :func:`split` does."""
+    if isinstance(value, Tensor) and value.dim():
+        return value.shape[0]
     sizes: dict[str, int] = {}
     for path, leaf in leaves(value, name):
         if not isinstance(leaf, Tensor):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import random
 import signal
 import threading
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -219,9 +222,75 @@ def test_ctrl_c_ends_a_call_that_waits_and_the_pipe_goes_on() -> None:
 
 
 @everywhere
+def test_ctrl_c_in_a_call_costs_a_stream_beside_it_nothing(on: Any) -> None:
+    """A call takes in the outputs of others as well, and is broken off anywhere in that."""
+    chance = random.Random(0)
+    came = 0
+    with Sequential([nn.Identity(), nn.Identity()], on=on, chunks=4) as pipe, interrupting_alarms():
+        for _ in range(150):
+            beside = pipe.stream(torch.full((1, 1), float(number)) for number in range(8))
+            assert next(beside) == 0
+            try:
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-5, 2e-3))
+                    for _ in range(100):
+                        pipe(torch.zeros(4, 1))
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                came += 1
+            assert [float(y) for y in beside] == [1, 2, 3, 4, 5, 6, 7]
+    assert came
+
+
+@contextlib.contextmanager
+def interrupting_alarms() -> Iterator[None]:
+    """Within it SIGALRM raises KeyboardInterrupt."""
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+class Stubborn:
+    """Can't be unpickled."""
+
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
+def test_an_output_that_cannot_be_received_ends_the_call_and_the_next_one_begins_another_run() -> None:
+    class Odd(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return Stubborn() if x.device.type != "meta" and bool((x < 0).any()) else x
+
+    with Sequential([nn.Identity(), Odd()], on="process", chunks=1) as pipe:
+        assert torch.equal(pipe(torch.ones(2, 1)), torch.ones(2, 1))
+        with pytest.raises(ValueError, match="no number"):
+            pipe(-torch.ones(2, 1))
+        assert torch.equal(pipe(torch.ones(2, 1)), torch.ones(2, 1))
+
+
+@everywhere
+def test_a_pipe_that_is_closed_with_outputs_nobody_takes_in_ends(on: Any) -> None:
+    """More of them than there is room for."""
+    pipe = Sequential([nn.Identity(), nn.Identity()], on=on, chunks=1)
+    for _ in range(30):
+        stream = pipe.stream(torch.ones(1, 1) for _ in range(6))
+        next(stream)
+        stream.close()
+    pipe.close()
+
+
+@everywhere
 def test_a_forgotten_pipe_leaves_nothing(on: Any) -> None:
     pipe = Sequential(dense(), on=on)
     pipe(torch.ones(4, 6))
+    for _ in range(30):  # more outputs that nobody takes in than there is room for
+        stream = pipe.stream([torch.ones(1, 6)] * 6)
+        next(stream)
+        del stream
     gone = weakref.ref(pipe)
     del pipe
     gc.collect()

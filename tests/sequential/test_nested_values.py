@@ -114,7 +114,7 @@ def test_mapped_leaves_alone_what_is_no_tensor() -> None:
 
 
 def test_a_micro_batch_is_named_in_messages() -> None:
-    assert repr(Micro(5, 2, 8, rows(1))) == "micro-batch 2 of 8 of batch 5"
+    assert repr(Micro(5, 2, 8, rows(1), {}, ())) == "micro-batch 2 of 8 of batch 5"
 
 
 def test_as_equal_as_possible_and_the_larger_ones_first() -> None:

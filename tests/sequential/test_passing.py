@@ -1,0 +1,105 @@
+"""What a micro-batch is after it has gone through a channel between processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flowchan import Channel
+from flowchan.pipelines.sequential.parts import Part
+from flowchan.pipelines.sequential.passing import expect_reading, only_reads, received, sent
+from flowchan.pipelines.sequential.values import Micro
+
+pytestmark = pytest.mark.filterwarnings("ignore:The given buffer is not writable")
+
+KINDS = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+)  # fmt: skip
+VALUES = {
+    **{str(kind): (torch.arange(200_000) % 3).to(kind).reshape(20, -1) for kind in KINDS},
+    "little": torch.randn(3, 1),
+    "empty": torch.empty(0, 4),
+    "no dimension": torch.tensor(7.0),
+    "with gaps": torch.randn(400, 100)[:, ::2],
+    "turned": torch.randn(400, 100).T,
+    "conjugate": torch.randn(4, dtype=torch.complex64).conj(),
+    "negative of an imaginary part": torch.randn(4, dtype=torch.complex64).conj().imag,
+    "sparse": torch.eye(4).to_sparse(),
+}
+
+
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("name", VALUES)
+def test_a_micro_batch_arrives_as_it_was(name: str, reads: bool) -> None:
+    value, skip = VALUES[name], torch.ones(2)
+    came = crossed(Micro(5, 2, 8, value, {"skip": skip}, ((1.0, 2.5),)), reads)
+    assert came[:3] == (5, 2, 8)
+    assert came.events == ((1.0, 2.5),)
+    assert torch.equal(came.skips["skip"], skip)
+    assert came.value.dtype == value.dtype
+    assert came.value.layout == value.layout
+    assert torch.equal(came.value.to_dense(), value.to_dense())
+
+
+def test_a_nested_value_arrives_as_it_was() -> None:
+    came = crossed(Micro(0, 0, 1, {"a": torch.ones(3), "b": (torch.zeros(3), "text")}, {}, ()), False)
+    assert torch.equal(came.value["a"], torch.ones(3))
+    assert torch.equal(came.value["b"][0], torch.zeros(3))
+    assert came.value["b"][1] == "text"
+
+
+@pytest.mark.parametrize("elements", [4, 200_000])
+def test_what_may_be_changed_is_the_receivers_own(elements: int) -> None:
+    """The item in the channel stays as it is, for a worker that takes it up again."""
+    channel: Channel[Any] = Channel(across="processes")
+    channel.put(sent(Micro(0, 0, 1, torch.zeros(elements), {}, ())))
+    item = channel.get()
+    received(item, only_reads=False).value.add_(1)
+    assert not received(item, only_reads=False).value.any()
+    channel.close()
+
+
+def test_a_part_that_only_reads_gets_no_copy() -> None:
+    channel: Channel[Any] = Channel(across="processes")
+    channel.put(sent(Micro(0, 0, 1, torch.zeros(200_000), {}, ())))
+    item = channel.get()
+    first, second = (received(item, only_reads=True).value for _ in range(2))
+    assert first.data_ptr() == second.data_ptr()
+    channel.close()
+
+
+class Own(nn.Linear):
+    """May do anything to its input."""
+
+
+@pytest.mark.parametrize(
+    ("layers", "reads"),
+    [
+        ([nn.Linear(2, 2), nn.ReLU(inplace=True)], True),
+        ([nn.Sequential(nn.Conv2d(1, 1, 1))], True),
+        ([nn.ReLU(inplace=True), nn.Linear(2, 2)], False),
+        ([nn.Flatten(), nn.ReLU(inplace=True)], False),
+        ([Own(2, 2)], False),
+    ],
+)
+def test_a_part_only_reads_if_its_first_layer_is_known_to(layers: list[nn.Module], reads: bool) -> None:
+    assert only_reads(Part(0, nn.Sequential(*layers))) == reads
+
+
+def test_reading_is_without_a_warning(recwarn: pytest.WarningsRecorder) -> None:
+    expect_reading()
+    crossed(Micro(0, 0, 1, torch.zeros(200_000), {}, ()), reads=True)
+    assert not recwarn.list
+
+
+def crossed(micro: Micro, reads: bool) -> Micro:
+    channel: Channel[Any] = Channel(across="processes")
+    channel.put(sent(micro))
+    came = received(channel.get(), reads)
+    assert isinstance(came.value, Tensor | dict)
+    channel.close()
+    return came
