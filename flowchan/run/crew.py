@@ -21,7 +21,7 @@ from flowchan.errors import Broken, ChannelError, Closed
 from flowchan.run import chance
 from flowchan.run.deadlock import Glance
 from flowchan.run.decisions import GRACE, Died
-from flowchan.run.events import Began, Event, WorkerId
+from flowchan.run.events import Began, Crashed, Event, WorkerId
 from flowchan.run.guard import NAME, server_was_unguarded, unguarded
 from flowchan.run.measure import Snapshot, measure
 from flowchan.run.opening import open_plan, open_ports
@@ -135,8 +135,8 @@ class LocalCrew:
             if is_async(stage.function):
                 self._start_loop(stage)
         if self._watch is not None:
-            self._helpers.append(self._started(" mail", self._deliver))
-            self._helpers.append(self._started(" watch", self._watch.run))
+            self._helpers.append(self._started(" mail", self._help, self._deliver))
+            self._helpers.append(self._started(" watch", self._help, self._watch.run))
 
     def _started(self, name: str, target: Callable[..., None], *arguments: Any) -> threading.Thread:
         """A thread of the run, once it runs: one that can't be started is remembered nowhere."""
@@ -192,12 +192,20 @@ class LocalCrew:
 
     # --- what the workers tell ---
 
+    def _help(self, work: Callable[[], None]) -> None:
+        """What a helping thread runs."""
+        try:
+            with contextlib.suppress(Closed, Broken):  # the run is over
+                work()
+        except BaseException as error:  # without it the run would wait for ever
+            with contextlib.suppress(Closed):
+                self._tell(Crashed(error))
+
     def _deliver(self) -> None:
-        with contextlib.suppress(Closed, Broken):
-            for event in self._letters:  # an event counts as unread until it is handed on
-                if isinstance(event, Began):
-                    self._obituaries.began(event.worker)
-                self._tell(event)
+        for event in self._letters:  # an event counts as unread until it is handed on
+            if isinstance(event, Began):
+                self._obituaries.began(event.worker)
+            self._tell(event)
 
     def all_is_heard(self) -> bool:
         stats = self._mail.stats() if self._mail is not None else None

@@ -78,4 +78,11 @@ class Gone:
     worker: WorkerId
 
 
-Event = Began | Ended | Failure | Aborted | Retried | Result | Gone
+@dataclass(frozen=True, slots=True)
+class Crashed:
+    """A mistake of ours: nothing more is heard of the workers."""
+
+    error: BaseException
+
+
+Event = Began | Ended | Failure | Aborted | Retried | Result | Gone | Crashed

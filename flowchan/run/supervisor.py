@@ -56,7 +56,18 @@ from flowchan.run.decisions import (
     Terminate,
     decide,
 )
-from flowchan.run.events import Aborted, Began, Ended, Event, Failure, Gone, Result, Retried, WorkerId
+from flowchan.run.events import (
+    Aborted,
+    Began,
+    Crashed,
+    Ended,
+    Event,
+    Failure,
+    Gone,
+    Result,
+    Retried,
+    WorkerId,
+)
 from flowchan.run.failures import text_of
 from flowchan.run.latch import Latch
 from flowchan.run.measure import Account, Spans, summarise
@@ -209,6 +220,8 @@ class Supervisor:
             self._breaks.hear(event)
         elif isinstance(event, Gone):
             self._bury(event.worker)
+        elif isinstance(event, Crashed):
+            raise event.error
         elif not isinstance(event, Ended) or not self._breaks.keeps(event):
             if isinstance(event, Failure) and self._breaks.told_by(event.worker):
                 self._tell_break()  # a worker's words come in its order

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import threading
 from collections.abc import Callable
 
-from flowchan.errors import Broken, Closed
 from flowchan.run.events import Gone, WorkerId
 from flowchan.run.processes import WorkerProcess
 
@@ -45,11 +43,10 @@ class Watch:
 
     def run(self) -> None:
         """Watches until it is closed."""
-        with contextlib.suppress(Closed, Broken):  # the run is over
-            while not self._closed:
-                found = self._epoll.poll(LOOK if self._silent else None)
-                for id in self._ended([fd for fd, _ in found]):
-                    self._tell(Gone(id))
+        while not self._closed:
+            found = self._epoll.poll(LOOK if self._silent else None)
+            for id in self._ended([fd for fd, _ in found]):
+                self._tell(Gone(id))
 
     def _ended(self, readable: list[int]) -> list[WorkerId]:
         """Whose processes have ended; they are watched no longer. A forked child may have inherited a pidfd,

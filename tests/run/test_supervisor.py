@@ -15,7 +15,7 @@ from flowchan.channel.channel import ChannelStats
 from flowchan.run import deadlock, decisions
 from flowchan.run.deadlock import Glance
 from flowchan.run.decisions import AbortAsked, Died, StopAsked, Tick
-from flowchan.run.events import Aborted, Ended, Event, Failure, Gone, Result, Retried, WorkerId
+from flowchan.run.events import Aborted, Crashed, Ended, Event, Failure, Gone, Result, Retried, WorkerId
 from flowchan.run.measure import Snapshot
 from flowchan.run.plan import Plan, plan
 from flowchan.run.supervisor import Supervisor
@@ -145,6 +145,16 @@ def test_a_start_that_fails_is_undone(crew: FakeCrew, supervisor: Supervisor) ->
     with pytest.raises(OSError, match="no process"):
         supervisor.start()
     assert crew.asked == [("start",), ("break", None), ("kill",), ("clear up", frozenset())]
+
+
+def test_a_mistake_of_ours_ends_the_run_and_is_told(crew: FakeCrew, supervisor: Supervisor) -> None:
+    error = KeyError("ours")
+    supervisor.start()
+    supervisor.tell(Crashed(error))
+    assert supervisor.ended.wait(60)
+    assert supervisor.crashed is error
+    everybody = frozenset({SOURCE, WORK, SINK})
+    assert crew.asked[1:] == [("break", error), ("kill",), ("clear up", everybody)]
 
 
 def test_a_failure_breaks_the_channels_and_ends_the_run(crew: FakeCrew, supervisor: Supervisor) -> None:

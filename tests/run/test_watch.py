@@ -14,8 +14,10 @@ import pytest
 from gates import Gate
 from waiting import wait_until
 
+from flowchan import Graph
 from flowchan.run.events import Gone, WorkerId
 from flowchan.run.processes import WorkerProcess
+from flowchan.run.recovery import Obituaries
 from flowchan.run.watch import Watch
 
 ONE, TWO = WorkerId("work", 1), WorkerId("work", 2)
@@ -110,3 +112,17 @@ def test_a_process_is_ended_for_good_before_it_is_closed() -> None:
         wait_until(lambda: second.ended())
         assert told.empty()
     second.close()
+
+
+@pytest.mark.parametrize("whose", [(Watch, "_ended"), (Obituaries, "began")], ids=["watch", "mail"])
+def test_a_mistake_of_ours_in_a_helping_thread_ends_the_run(
+    whose: tuple[type, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise KeyError("ours")
+
+    monkeypatch.setattr(*whose, fail)
+    graph = Graph("helped")
+    graph.source([1]).map(os._exit, on="process").sink(abs)
+    with pytest.raises(RuntimeError, match="failed to supervise"):
+        graph.run()
