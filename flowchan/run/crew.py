@@ -80,9 +80,6 @@ class Crew(Protocol):
         """Whether something goes on that no channel shows: a worker has died and is not yet replaced, or an
         event loop has other work than its channels."""
 
-    def unread(self, alive: frozenset[WorkerId]) -> frozenset[WorkerId]:
-        """The results that nobody has begun to gather."""
-
     def snapshots(self) -> tuple[Snapshot, ...]:
         """The counts of all channels."""
 
@@ -248,15 +245,15 @@ class LocalCrew:
 
     def glance(self) -> Glance:
         opened = any(not out.channel.closed for out in self.inputs.values())
-        return Glance(*_core._look_at(list(self.channels.values())), opened)
+        unread = frozenset(
+            id for id in self._workers.keys() - self.threads.keys() if self._workers[id].gathers
+        )
+        return Glance(*_core._look_at(list(self.channels.values())), opened, unread)
 
     def may_move(self, alive: Iterable[WorkerId]) -> bool:
         # A worker that died while it waited counts as waiting until it is replaced.
         dying = any(self.processes[id].ended() for id in alive if id in self.processes)
         return dying or not only_wait_for(list(self.channels.values()))
-
-    def unread(self, alive: frozenset[WorkerId]) -> frozenset[WorkerId]:
-        return frozenset(id for id in alive - self.threads.keys() if self._workers[id].gathers)
 
     # --- ending and recovering ---
 

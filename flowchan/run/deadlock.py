@@ -29,13 +29,14 @@ is short."""
 
 @dataclass(frozen=True, slots=True)
 class Glance:
-    """What one cheap look at all channels tells: the items put and taken so far, how many wait now, and
-    whether the program may still fill an input."""
+    """What one cheap look at all channels tells: the items put and taken so far, how many wait now, whether
+    the program may still fill an input, and which results it has not begun to take."""
 
     moved: int
     reading: int
     writing: int
     opened: bool = False
+    unread: frozenset[WorkerId] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,18 +96,21 @@ class Deadlocks:
         self._before: Look | None = None  # the last look at which it had not moved
 
     def look(
-        self, now: float, workers: int, unread: bool, glance: Callable[[], Glance], look: Callable[[], Look]
+        self,
+        now: float,
+        alive: frozenset[WorkerId],
+        glance: Callable[[], Glance],
+        look: Callable[[frozenset[WorkerId]], Look],
     ) -> Stuck | frozenset[WorkerId] | None:
-        """What is found now. ``workers`` are alive; ``unread``: of some of them the program has not begun to
-        take the results."""
+        """What is found now. ``look`` takes the unread results of the workers that are ``alive``."""
         if now < self.next_at:
             return None
         self.next_at = now + STILL
         seen = glance()
         moved, self._moved = seen.moved != self._moved, seen.moved
-        waiting = seen.reading + seen.writing
-        worth_it = bool(seen.writing) if unread else waiting >= workers and not seen.opened
-        before, self._before = self._before, None if moved or not worth_it else look()
+        waiting, unread = seen.reading + seen.writing, seen.unread & alive
+        worth_it = bool(seen.writing) if unread else waiting >= len(alive) and not seen.opened
+        before, self._before = self._before, None if moved or not worth_it else look(unread)
         return None if self._before is None else judge(before, self._before)
 
 

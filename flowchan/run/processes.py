@@ -48,7 +48,7 @@ class WorkerProcess:
             self._find()
         except BaseException:
             self._process.kill()
-            self._reap()
+            self.close()
             raise
 
     def _find(self) -> None:

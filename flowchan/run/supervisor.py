@@ -280,17 +280,15 @@ class Supervisor:
     def _look_for_deadlock(self) -> None:
         if self._due:
             return
-        alive, unread = self.state.alive, self.crew.unread(self.state.alive)
-        found = self._deadlocks.look(time.monotonic(), len(alive), bool(unread), self.crew.glance, self._look)
+        found = self._deadlocks.look(time.monotonic(), self.state.alive, self.crew.glance, self._look)
         if isinstance(found, decisions.Stuck):
             self._handle(found)
         elif found is not None:
             self.take_in(found)
 
-    def _look(self) -> Look:
-        alive = self.state.alive
-        stats, inputs = self.stats(), frozenset(self.plan.inputs)
-        return Look(stats, self.crew.unread(alive), inputs, self.crew.may_move(alive))
+    def _look(self, unread: frozenset[WorkerId]) -> Look:
+        inputs = frozenset(self.plan.inputs)
+        return Look(self.stats(), unread, inputs, self.crew.may_move(self.state.alive))
 
     def _start_due(self) -> None:
         now = time.monotonic()

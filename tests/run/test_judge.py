@@ -13,6 +13,7 @@ from flowchan.run.events import WorkerId
 from flowchan.run.stats import LinkStats, RunStats, StageStats
 
 RESULT = WorkerId("result", 1)
+TWO = frozenset({WorkerId("first", 1), WorkerId("second", 1)})
 
 
 def stage(name: str, kind: str = "map", alive: int = 1, restarts: int = 0) -> StageStats:
@@ -112,19 +113,19 @@ def test_a_full_result_is_left_to_a_program_that_may_come_to_read_it() -> None:
 # when to look, and how closely
 
 
-def looked(glances: list[Glance], workers: int = 2, unread: bool = False) -> tuple[int, list[object]]:
-    """How often a run was looked at closely, and what was found at each glance."""
+def looked(glances: list[Glance]) -> tuple[int, list[object]]:
+    """How often a run of two workers was looked at closely, and what was found at each glance."""
     times, count, now = iter(glances), [0], [0.0]
     deadlocks = Deadlocks(0.0)
 
-    def closely() -> Look:
+    def closely(unread: frozenset[WorkerId]) -> Look:
         count[0] += 1
         return LOOP
 
     found = []
     for _ in glances:
         now[0] += STILL
-        found.append(deadlocks.look(now[0], workers, unread, lambda: next(times), closely))
+        found.append(deadlocks.look(now[0], TWO, lambda: next(times), closely))
     return count[0], found
 
 
@@ -135,6 +136,13 @@ def test_a_run_that_moves_is_never_looked_at_closely() -> None:
 @pytest.mark.parametrize("glance", [Glance(7, 1, 0), Glance(7, 2, 0, opened=True)])
 def test_nor_is_one_in_which_somebody_works_or_an_input_is_open(glance: Glance) -> None:
     assert looked([glance] * 5) == (0, [None] * 5)
+
+
+def test_a_run_whose_results_nobody_reads_is_looked_at_closely_when_somebody_can_not_put() -> None:
+    unread = frozenset(TWO)
+    assert looked([Glance(7, 2, 0, unread=unread)] * 3)[0] == 0
+    assert looked([Glance(7, 0, 1, opened=True, unread=unread)] * 3)[0] == 2
+    assert looked([Glance(7, 1, 0, unread=frozenset({RESULT}))] * 3)[0] == 0, "it has ended"
 
 
 def test_a_run_that_stands_still_is_looked_at_twice() -> None:
@@ -151,4 +159,4 @@ def test_a_move_between_two_looks_begins_anew() -> None:
 
 def test_nothing_is_looked_at_before_it_is_due() -> None:
     deadlocks = Deadlocks(0.0)
-    assert deadlocks.look(STILL / 2, 1, False, pytest.fail, pytest.fail) is None
+    assert deadlocks.look(STILL / 2, TWO, pytest.fail, pytest.fail) is None

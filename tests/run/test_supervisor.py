@@ -93,13 +93,12 @@ class FakeCrew:
     def glance(self) -> Glance:
         counts = self.waiting.values()
         reading = sum(one.get("waiting_readers", 0) for one in counts)
-        return Glance(self.moved, reading, sum(one.get("waiting_writers", 0) for one in counts))
+        writing = sum(one.get("waiting_writers", 0) for one in counts)
+        unread = frozenset({SINK} if self.result_unread else ())
+        return Glance(self.moved, reading, writing, unread=unread)
 
     def may_move(self, alive: Iterable[WorkerId]) -> bool:
         return False
-
-    def unread(self, alive: frozenset[WorkerId]) -> frozenset[WorkerId]:
-        return frozenset({SINK} if self.result_unread else ())
 
     def snapshots(self) -> tuple[Snapshot, ...]:
         return tuple(
