@@ -42,6 +42,10 @@ class Crew(Protocol):
     def stop_sources(self) -> None:
         """Closes the channels of all sources and inputs."""
 
+    def end_unwanted(self) -> None:
+        """Ends the inputs of stages whose outputs nobody wants any more: while such a stage waits for an
+        item, it does not see that itself."""
+
     def break_channels(self, cause: BaseException | None) -> None: ...
 
     def release_ports(self, id: WorkerId) -> None:
@@ -101,6 +105,10 @@ class LocalCrew:
         self._starts: Counter[WorkerId] = Counter()
         self._opened = open_plan(plan, plan.workers)
         self.channels, self.inputs = self._opened.channels, self._opened.inputs
+        self._between = [
+            ([self.channels[name] for name in into], [self.channels[name] for name in out])
+            for into, out in plan.between()
+        ]
         self.processes: dict[WorkerId, WorkerProcess] = {}
         self.threads: dict[WorkerId, threading.Thread] = {}
         self._tasks: list[Tasks] = []  # of the async stages
@@ -218,6 +226,12 @@ class LocalCrew:
         for link in self._plan.links:
             if link.writer in self._plan.sources:
                 self.channels[link.name].close()
+
+    def end_unwanted(self) -> None:
+        for inputs, outputs in self._between:
+            if all(out.closed for out in outputs):
+                for channel in inputs:
+                    channel.close()
 
     def break_channels(self, cause: BaseException | None) -> None:
         for channel in self.channels.values():

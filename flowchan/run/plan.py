@@ -68,6 +68,17 @@ class Plan:
             if stage.place.apart
         }
 
+    def between(self) -> Iterator[tuple[set[str], set[str]]]:
+        """The channels into and out of each stage that only passes on what it gets: it has no use for its
+        inputs when nobody wants its outputs. What a stage with ports of its own does is its own affair."""
+        into: dict[str, set[str]] = {}
+        out: dict[str, set[str]] = {}
+        for worker in self.workers:
+            if worker.stage.verb.calls != "ports":
+                into.setdefault(worker.id.stage, set()).update(worker.inputs.values())
+                out.setdefault(worker.id.stage, set()).update(worker.outputs.values())
+        yield from ((into[stage], out[stage]) for stage in into if into[stage] and out[stage])
+
     @property
     def sources(self) -> frozenset[str]:
         """The names of the stages that begin the graph."""

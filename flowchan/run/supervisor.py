@@ -278,6 +278,8 @@ class Supervisor:
         return self.crew.all_is_heard() and len(self._events) == 0
 
     def _look_for_deadlock(self) -> None:
+        if time.monotonic() >= self._deadlocks.next_at:
+            self.crew.end_unwanted()
         if self._due:
             return
         found = self._deadlocks.look(time.monotonic(), self.state.alive, self.crew.glance, self._look)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from runs import Gate, everywhere
 
-from flowchan import Graph, In, RunError
+from flowchan import Graph, In, Out, RunError
 
 
 def same(item: int) -> int:
@@ -119,6 +119,23 @@ def test_a_merge_stops_all_its_streams() -> None:
     graph = Graph("r2")
     some = graph.merge(graph.source(forever), graph.source(forever), graph.source([])).take(100).collect()
     assert len(graph.run()[some]) == 100
+
+
+@everywhere
+def test_an_early_end_passes_through_a_stage_that_waits_while_another_branch_runs(on: Any) -> None:
+    ended = threading.Event()
+
+    def ticks_once(out: Out[int]) -> None:
+        out.put(1)
+        while not out.closed:
+            pass
+        ended.set()
+
+    graph = Graph("r2")
+    one = graph.stage(ticks_once).map(same, on=on, workers=2).filter(same).take(1).collect()
+    other = graph.source(lambda: [ended.wait()]).collect()
+    results = graph.run()
+    assert (results[one], results[other]) == ([1], [True])
 
 
 def test_leaving_the_loop_over_the_items_stops_the_source() -> None:

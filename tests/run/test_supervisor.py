@@ -55,6 +55,9 @@ class FakeCrew:
     def stop_sources(self) -> None:
         self.asked.append(("stop sources",))
 
+    def end_unwanted(self) -> None:
+        pass
+
     def break_channels(self, cause: BaseException | None) -> None:
         self.asked.append(("break", cause))
 
