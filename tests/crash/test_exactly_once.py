@@ -3,6 +3,7 @@ order."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections import Counter
@@ -14,6 +15,7 @@ from deaths import Deaths, stage_of
 from waiting import wait_until
 
 from flowchan import Channel, Graph, Run, RunError, WorkerDied
+from flowchan.run.processes import WorkerProcess
 
 ITEMS = 60
 PLACES = [0, 7, 8, ITEMS - 1]
@@ -275,10 +277,17 @@ def test_r4_the_limit_of_restarts_ends_the_run_and_says_so() -> None:
 
 
 def kill_one(run: Run, name: str) -> None:
-    """Kills the process of the first worker of a stage, and returns once it is noticed."""
+    """Kills the process of the first worker of a stage, once there is one, and returns once it is noticed."""
+
+    def running() -> list[WorkerProcess]:
+        with contextlib.suppress(RuntimeError, ValueError):  # one is being replaced just now
+            processes = run._crew.processes.items()
+            return [p for id, p in processes if (id.stage, id.number) == (name, 1) and not p.ended()]
+        return []
+
+    wait_until(lambda: bool(running()))
     before = stage_of(run, name).restarts
-    (process,) = (p for id, p in run._crew.processes.items() if id.stage == name and id.number == 1)
-    process.kill()
+    running()[0].kill()
     wait_until(lambda: stage_of(run, name).restarts == before + 1)
 
 

@@ -126,9 +126,9 @@ def test_a_death_announces_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     result = graph.source(range(3)).map(gate.wait, on="process", name="victim").collect()
     run = graph.start()
     gate.wait_held()
-    (worker,) = workers_of(run)
+    (worker,) = run._crew.processes.values()
     worker.kill()
-    wait_until(lambda: workers_of(run) not in ([worker], []))
+    wait_until(lambda: [*run._crew.processes.values()] not in ([worker], []))
     gate.wait_held()
     gate.open()
     assert run.wait()[result] == [0, 1, 2]
