@@ -94,6 +94,7 @@ def _compare_defaults(report: Report, pairs: int, rows: int, effort: Effort) -> 
     """Rows of what a newcomer gets against the plain module: the median of fresh starts, and what nine of ten
     reach."""
     count = (100_000 if effort.full else 8_000) // (pairs * rows // 4) // 2 * 2
+    count = max(24, count)  # many times what is in flight
     threads = torch.get_num_threads()
     jobs = {
         "flowchan": partial(_default_stream, pairs, rows),

@@ -46,8 +46,8 @@ from flowchan import (
     select,
 )
 from flowchan.pipelines.sequential.cut import CHUNKS, Cut
-from flowchan.pipelines.sequential.parts import Part, run_part, take_cores
-from flowchan.pipelines.sequential.passing import Sent, expect_reading, only_reads, received, sent
+from flowchan.pipelines.sequential.parts import Part, is_torchs_own, run_part, take_cores
+from flowchan.pipelines.sequential.passing import Sent, closed, expect_reading, only_reads, opened, received
 from flowchan.pipelines.sequential.timeline import Event
 from flowchan.pipelines.sequential.values import Micro, batch_size, join_checked, mapped
 from flowchan.run.failures import ItemFailed
@@ -71,18 +71,26 @@ class PartWorker:
     def __post_init__(self) -> None:
         torch.set_grad_enabled(False)  # of this thread, which is the worker's own
         self.only_reads = only_reads(self.part)
+        # Nothing in it needs what run_part does around the call of a module.
+        self.is_simple = self.processes and self.part.device is None and is_torchs_own(self.part.module)
         if self.processes:
             take_cores(self.part.number, self.processes)
             expect_reading()
             if self.part.device is not None:
                 self.part.module.to(self.part.device)
 
-    def __call__(self, item: Sent | Micro) -> Sent | Micro:
+    def __call__(self, item: Sent) -> Sent:
         begin = time.monotonic()
-        batch, chunk, chunks, value, skips, events = received(item, self.only_reads)
-        value, skips = run_part(self.part, value, skips, keep=not self.processes)
-        done = Micro(batch, chunk, chunks, value, skips, (*events, (begin, time.monotonic())))
-        return sent(done) if self.processes else done
+        batch, chunk, chunks, value, skips, events, form = item
+        if form is not None:
+            value = opened(value, form, self.only_reads)
+        if self.is_simple:
+            value = self.part.module(value)
+        else:
+            value, skips = run_part(self.part, value, skips, keep=not self.processes)
+        if self.processes:
+            value, form = closed(value)
+        return batch, chunk, chunks, value, skips, (*events, (begin, time.monotonic())), form
 
 
 @dataclass(slots=True)
@@ -107,7 +115,7 @@ class Book:
         self.parts, self.events = parts, events
         self.out: dict[int, Batch] = {}
 
-    def receive(self, item: Sent | Micro) -> None:
+    def receive(self, item: Sent) -> None:
         """A micro-batch is through. Nobody waits for those of a stream that was left."""
         micro = received(item)
         self._note(micro)
@@ -201,7 +209,7 @@ class _Line:
 
     # --- called by whoever has batches ---
 
-    def put(self, item: Sent | Micro) -> None:
+    def put(self, item: Sent) -> None:
         """Puts a micro-batch in. Where there is no room it takes outputs in meanwhile."""
         try:
             self._port.put_nowait(item)
@@ -355,8 +363,8 @@ class Inference:
             self.book.out[number] = batch
             try:
                 for chunk, piece in enumerate(pieces):
-                    micro = Micro(number, chunk, len(pieces), piece, {}, ())
-                    line.put(sent(micro) if self.cut.on == "process" else micro)
+                    value, form = closed(piece) if self.cut.on == "process" else (piece, None)
+                    line.put((number, chunk, len(pieces), value, {}, (), form))
             except (Closed, Broken):
                 line.failed(number)
             except BaseException:

@@ -64,6 +64,16 @@ def may_write(module: nn.Module) -> bool:
     return not own or next(module.parameters(recurse=False), None) is None
 
 
+def is_torchs_own(module: nn.Module) -> bool:
+    """Whether it consists of torch's own layers only, without hooks: nothing in it stashes or pops."""
+    return not any(
+        layer._forward_hooks
+        or layer._forward_pre_hooks
+        or not type(layer).__module__.startswith("torch.nn.modules.")
+        for layer in module.modules()
+    )
+
+
 def divided(
     module: nn.Sequential, counts: Sequence[int], devices: Sequence[torch.device] | None = None
 ) -> list[Part]:

@@ -32,18 +32,19 @@ _NAMES = {
 }  # fmt: skip
 _KINDS = {name: kind for kind, name in _NAMES.items()}
 
-Sent = tuple[int, int, int, Any, Any, Any, Any]
-"""A :class:`Micro` on its way: its fields, and, where its value is only the memory of a tensor, the tensor's
-type and shape."""
+Form = tuple[str, tuple[int, ...]] | None
+"""Type and shape of a tensor of which only the memory travels; ``None`` for any other value."""
+
+Sent = tuple[int, int, int, Any, dict[str, Tensor], tuple[tuple[float, float], ...], Form]
+"""A :class:`Micro` on its way: its fields, and the form of its value."""
 
 
-def sent(micro: Micro) -> Sent:
-    """What goes into the channel to another process."""
-    batch, chunk, chunks, value, skips, events = micro
+def closed(value: Any) -> tuple[Any, Form]:
+    """The value as it goes into the channel to another process, and its form."""
     if type(value) is not Tensor or not _is_plain(value):
-        return batch, chunk, chunks, value, skips, events, None
+        return value, None
     memory = PickleBuffer(View.of(value.data_ptr(), value.nbytes, value))
-    return batch, chunk, chunks, memory, skips, events, (_NAMES[value.dtype], tuple(value.shape))
+    return memory, (_NAMES[value.dtype], tuple(value.shape))
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -58,18 +59,19 @@ def _is_plain(tensor: Tensor) -> bool:
     )
 
 
-def received(item: Sent | Micro, only_reads: bool = False) -> Micro:
-    """What came out of the channel, between processes or threads. ``only_reads``: its tensor is not going to
-    be changed."""
-    if isinstance(item, Micro):
-        return item
-    batch, chunk, chunks, value, skips, events, form = item
-    if form is not None:
-        name, shape = form
-        if not only_reads:
-            value = value.private() if isinstance(value, View) else bytearray(value)  # little comes as bytes
-        value = torch.frombuffer(value, dtype=_KINDS[name]).view(shape)
-    return Micro(batch, chunk, chunks, value, skips, events)
+def opened(memory: Any, form: tuple[str, tuple[int, ...]], only_reads: bool) -> Tensor:
+    """The tensor that came out of the channel. ``only_reads``: it is not going to be changed."""
+    name, shape = form
+    if not only_reads:
+        memory = memory.private() if isinstance(memory, View) else bytearray(memory)  # little comes as bytes
+    return torch.frombuffer(memory, dtype=_KINDS[name]).view(shape)
+
+
+def received(item: Sent) -> Micro:
+    """What came out at the end, for the program to do with as it likes."""
+    *fields, form = item
+    micro = Micro(*fields)
+    return micro if form is None else micro._replace(value=opened(micro.value, form, only_reads=False))
 
 
 def only_reads(part: Part) -> bool:

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from flowchan import Channel
 from flowchan.pipelines.sequential.parts import Part
-from flowchan.pipelines.sequential.passing import expect_reading, only_reads, received, sent
-from flowchan.pipelines.sequential.values import Micro
+from flowchan.pipelines.sequential.passing import closed, expect_reading, only_reads, opened, received
 
 pytestmark = pytest.mark.filterwarnings("ignore:The given buffer is not writable")
 
@@ -34,42 +33,53 @@ VALUES = {
 
 @pytest.mark.parametrize("reads", [False, True])
 @pytest.mark.parametrize("name", VALUES)
-def test_a_micro_batch_arrives_as_it_was(name: str, reads: bool) -> None:
-    value, skip = VALUES[name], torch.ones(2)
-    came = crossed(Micro(5, 2, 8, value, {"skip": skip}, ((1.0, 2.5),)), reads)
-    assert came[:3] == (5, 2, 8)
-    assert came.events == ((1.0, 2.5),)
-    assert torch.equal(came.skips["skip"], skip)
-    assert came.value.dtype == value.dtype
-    assert came.value.layout == value.layout
-    assert torch.equal(came.value.to_dense(), value.to_dense())
+def test_a_tensor_arrives_as_it_was(name: str, reads: bool) -> None:
+    value = VALUES[name]
+    came = crossed(value, reads)
+    assert came.dtype == value.dtype
+    assert came.layout == value.layout
+    assert torch.equal(came.to_dense(), value.to_dense())
 
 
 def test_a_nested_value_arrives_as_it_was() -> None:
-    came = crossed(Micro(0, 0, 1, {"a": torch.ones(3), "b": (torch.zeros(3), "text")}, {}, ()), False)
-    assert torch.equal(came.value["a"], torch.ones(3))
-    assert torch.equal(came.value["b"][0], torch.zeros(3))
-    assert came.value["b"][1] == "text"
+    came = crossed({"a": torch.ones(3), "b": (torch.zeros(3), "text")}, reads=False)
+    assert torch.equal(came["a"], torch.ones(3))
+    assert torch.equal(came["b"][0], torch.zeros(3))
+    assert came["b"][1] == "text"
+
+
+def test_a_parameter_arrives_as_one() -> None:
+    assert crossed(nn.Parameter(torch.ones(3)), reads=False).requires_grad
+    assert crossed(torch.ones(3).requires_grad_(), reads=False).requires_grad
+
+
+def test_at_the_end_a_micro_batch_is_complete() -> None:
+    channel: Channel[Any] = Channel(across="processes")
+    value, form = closed(torch.ones(200_000))
+    channel.put((5, 2, 8, value, {"skip": torch.ones(2)}, ((1.0, 2.5),), form))
+    micro = received(channel.get())
+    assert micro[:3] == (5, 2, 8)
+    assert torch.equal(micro.value, torch.ones(200_000))
+    assert torch.equal(micro.skips["skip"], torch.ones(2))
+    assert micro.events == ((1.0, 2.5),)
 
 
 @pytest.mark.parametrize("elements", [4, 200_000])
 def test_what_may_be_changed_is_the_receivers_own(elements: int) -> None:
     """The item in the channel stays as it is, for a worker that takes it up again."""
     channel: Channel[Any] = Channel(across="processes")
-    channel.put(sent(Micro(0, 0, 1, torch.zeros(elements), {}, ())))
-    item = channel.get()
-    received(item, only_reads=False).value.add_(1)
-    assert not received(item, only_reads=False).value.any()
-    channel.close()
+    channel.put(closed(torch.zeros(elements)))
+    memory, form = channel.get()
+    opened(memory, form, only_reads=False).add_(1)
+    assert not opened(memory, form, only_reads=False).any()
 
 
 def test_a_part_that_only_reads_gets_no_copy() -> None:
     channel: Channel[Any] = Channel(across="processes")
-    channel.put(sent(Micro(0, 0, 1, torch.zeros(200_000), {}, ())))
-    item = channel.get()
-    first, second = (received(item, only_reads=True).value for _ in range(2))
+    channel.put(closed(torch.zeros(200_000)))
+    memory, form = channel.get()
+    first, second = (opened(memory, form, only_reads=True) for _ in range(2))
     assert first.data_ptr() == second.data_ptr()
-    channel.close()
 
 
 class Own(nn.Linear):
@@ -92,14 +102,13 @@ def test_a_part_only_reads_if_its_first_layer_is_known_to(layers: list[nn.Module
 
 def test_reading_is_without_a_warning(recwarn: pytest.WarningsRecorder) -> None:
     expect_reading()
-    crossed(Micro(0, 0, 1, torch.zeros(200_000), {}, ()), reads=True)
+    crossed(torch.zeros(200_000), reads=True)
     assert not recwarn.list
 
 
-def crossed(micro: Micro, reads: bool) -> Micro:
+def crossed(value: Any, reads: bool) -> Any:
     channel: Channel[Any] = Channel(across="processes")
-    channel.put(sent(micro))
-    came = received(channel.get(), reads)
-    assert isinstance(came.value, Tensor | dict)
+    channel.put(closed(value))
+    came, form = channel.get()
     channel.close()
-    return came
+    return came if form is None else opened(came, form, reads)
