@@ -12,6 +12,7 @@
 #include <thread>
 
 #include "channel.hpp"
+#include "process.hpp"
 #include "sizes.hpp"
 #include "system.hpp"
 

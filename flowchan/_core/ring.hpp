@@ -1,6 +1,7 @@
 // Ring: the FIFO of a `processes` channel in shared memory, with leases and committed counts (layout.hpp has
-// the data, ring.cpp the mapping, the lock and the sessions, ring_memory.cpp slots, blocks and views,
-// ring_items.cpp what happens to items, ring_parcels.cpp descriptors that travel with them).
+// the data, ring.cpp the mapping and the lock, ring_sessions.cpp who takes part, ring_memory.cpp slots,
+// blocks and views, ring_items.cpp puts and takes, ring_leases.cpp what readers have in hand, ring_turns.cpp
+// the order of outputs, ring_parcels.cpp descriptors that travel with items).
 //
 // Nothing here touches a Python object, so all of it may run with or without the GIL. Two rules keep threads
 // from deadlocking: the lock is never held while the GIL is being waited for, and nothing that can call
@@ -13,6 +14,8 @@
 
 #include "frame.hpp"
 #include "layout.hpp"
+#include "lock.hpp"
+#include "memory.hpp"
 #include "pace.hpp"
 #include "windows.hpp"
 
@@ -77,7 +80,7 @@ class Ring {
     int fd() const { return fd_; }
     int socket() const { return socket_; }
     uint64_t offset_of_payload(const void* p) const {
-        return base_.offset_in_window(p);
+        return windows_.offset_in_window(p);
     }  // without the lock too
     Slot* slot_at(uint64_t offset) const { return at<Slot>(offset); }
     Header& header() { return *h_; }
@@ -86,7 +89,7 @@ class Ring {
     bool lock(bool patient);
     void unlock() {
         fault_point();
-        if (kind_of(h_->mutex) == kind_.load(std::memory_order_relaxed)) pthread_mutex_unlock(&h_->mutex);
+        lock_.unlock();
     }
     void wake(const Wakes& w) {
         fault_point();
@@ -165,31 +168,21 @@ class Ring {
     Pace pace;
 
   private:
-    Windows base_;
+    Windows windows_;
     Header* h_ = nullptr;
+    SharedLock lock_;
     int fd_ = -1, socket_ = -1;
     bool blind_ = false;
     // What never changes, as it was when this process first saw it: damage to the header does not reach it.
     uint64_t length_ = 0, capacity_ = 0, max_bytes_ = 0, groups_ = 1, groups_at_ = 0, blocks_at_ = 0,
              blocks_end_ = 0;
-    std::atomic<int> kind_ =
-        0;  // of the mutex; -1 once it was found damaged, and is touched no more. A hint: relaxed
-
-    // The type of a mutex, which glibc believes without looking; 0 where it can't be told.
-    static int kind_of(const pthread_mutex_t& mutex) {
-#ifdef __GLIBC__
-        return mutex.__data.__kind;
-#else
-        return (void)mutex, 0;
-#endif
-    }
     template <class T>
     T* at(uint64_t offset) const {
-        return reinterpret_cast<T*>(base_.slots() + offset);
+        return reinterpret_cast<T*>(windows_.slots() + offset);
     }  // of a slot
-    uint64_t offset(const void* p) const { return base_.offset(p); }
+    uint64_t offset(const void* p) const { return windows_.offset(p); }
     Group& group(uint64_t number) {
-        return reinterpret_cast<Group*>(base_.header() + groups_at_)[number % groups_];
+        return reinterpret_cast<Group*>(windows_.header() + groups_at_)[number % groups_];
     }
     bool nothing_coming() const { return h_->head == 0 && h_->parked == 0 && h_->claimed == 0; }
     bool at_end_for(const ReaderState* reader) const;
@@ -199,13 +192,12 @@ class Ring {
     void close_with(Change& change, Wakes& wakes);
     void map(const Constants& constants, uint64_t blocks_end);
     void look_for_growth() {
-        if (h_->map_blocks_to > base_.blocks_to() || h_->map_slots_from < base_.slots_from()) see_growth();
+        if (h_->map_blocks_to > windows_.blocks_to() || h_->map_slots_from < windows_.slots_from())
+            see_growth();
     }
     void see_growth();
-    bool reserve(uint64_t from, uint64_t upto);
+    bool reserve(uint64_t from, uint64_t upto) { return reserve_memory(fd_, from, upto); }
     bool reserve_sessions(uint32_t n);
-    int lock_slowly();
-    bool is_used_by(uint64_t thread) const;
     bool lock_without_mutex();
     void recover();
     bool redo();
@@ -213,11 +205,11 @@ class Ring {
     void drop_copies(uint32_t session, bool views, Wakes& wakes);
     bool still_looks(uint32_t session) const;
     uint32_t free_session(Wakes& wakes);
-    uint64_t first_slot() const { return std::max(h_->slots_at, base_.slots_from()); }
+    uint64_t first_slot() const { return std::max(h_->slots_at, windows_.slots_from()); }
     void part(uint32_t session);
 
     Step room(const Frame& frame, const WriterState* writer);
-    char* payload(Slot* slot) const { return slot->block ? base_.block(slot->block) : slot->data; }
+    char* payload(Slot* slot) const { return slot->block ? windows_.block(slot->block) : slot->data; }
     Slot* take_slot(uint64_t size, Change& change);
     Slot* new_slot(uint32_t cls, Change& change);
     void free_slot(Slot* slot, Change& change);
@@ -256,11 +248,6 @@ class Ring {
             wakes.writers += h_->writer_gate.call(uint32_t(room));
     }
 };
-
-// Whether the process with this pid and start time still runs (a zombie does not). started = 0: any start
-// time.
-bool process_alive(uint64_t pid, uint64_t started);
-uint64_t process_start(uint64_t pid);
 
 int socket_to_itself();
 

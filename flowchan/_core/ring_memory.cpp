@@ -13,9 +13,7 @@
 // private copy, as does every reader once the views cover max_bytes, and of what lies at the end of the
 // memory, so that nobody who keeps what it received can stop a writer. A session whose port was closed lives
 // on as HOLDER until its process has let go of its last view, or has died.
-#include <fcntl.h>
 #include <algorithm>
-#include <cerrno>
 
 #include "ring.hpp"
 
@@ -31,31 +29,24 @@ uint64_t block_start(uint64_t top, uint32_t cls) {
 
 // --- what is allocated, and mapped ---
 
-// Allocates this part of the file. False when there is no memory.
-bool Ring::reserve(uint64_t from, uint64_t upto) {
-    int error;
-    while ((error = fallocate(fd_, 0, off_t(from), off_t(upto - from)) ? errno : 0) == EINTR) {}
-    return error == 0;
-}
-
 // Makes sure that the memory below `upto` is allocated, and mapped. False when there is none; the state is
 // unchanged then.
 bool Ring::reserve_low(uint64_t upto) {
-    if (!base_.show_blocks(upto)) return false;
-    h_->map_blocks_to = std::max(h_->map_blocks_to, base_.blocks_to());
+    if (!windows_.show_blocks(upto)) return false;
+    h_->map_blocks_to = std::max(h_->map_blocks_to, windows_.blocks_to());
     if (upto <= h_->reserved_low) return true;
     const uint64_t end = std::min(blocks_end_, h_->reserved_high);
     if (upto > end) return false;
     const uint64_t step = std::clamp(h_->reserved_low - blocks_at_, PAGE, GROW);
-    const uint64_t want = std::min({std::max(upto, h_->reserved_low + step), end, base_.blocks_to()});
+    const uint64_t want = std::min({std::max(upto, h_->reserved_low + step), end, windows_.blocks_to()});
     if (!reserve(h_->reserved_low, want)) return false;
     h_->reserved_low = want;
     return true;
 }
 
 bool Ring::reserve_high(uint64_t from) {
-    if (!base_.show_slots(from)) return false;
-    h_->map_slots_from = std::min(h_->map_slots_from, base_.slots_from());
+    if (!windows_.show_slots(from)) return false;
+    h_->map_slots_from = std::min(h_->map_slots_from, windows_.slots_from());
     if (from >= h_->reserved_high) return true;
     if (from < h_->reserved_low) return false;
     const uint64_t want = std::max(from / PAGE * PAGE, h_->reserved_low);
@@ -79,7 +70,7 @@ bool Ring::reserve_sessions(uint32_t n) {
 void Ring::see_growth() {
     const uint64_t upto = h_->map_blocks_to, from = h_->map_slots_from;
     if (upto > length_ || from < blocks_at_) return void(found_damage());
-    blind_ = !base_.show_blocks(upto) || !base_.show_slots(from);
+    blind_ = !windows_.show_blocks(upto) || !windows_.show_slots(from);
 }
 
 // --- slots ---
@@ -170,7 +161,7 @@ void Ring::tidy(uint32_t cls) {
         else if (slot->cls)
             used.emplace_back(slot->block, slot->block + class_size(uint32_t(slot->cls)));
     }
-    Change change(record(Side::Writer), base_);
+    Change change(record(Side::Writer), windows_);
     if (free.empty()) {  // the gaps may need one all the same
         const uint64_t from = h_->slots_at - sizeof(Slot);
         if (!reserve_high(from)) return;
@@ -259,7 +250,7 @@ void Ring::forget_view(Session& s, Change& change) {
 void Ring::unview(Slot* slot, Wakes& wakes) {
     if (h_->damaged || !slot->viewer()) return;
     if (slot->cls >= CLASSES) return void(found_damage());
-    Change change(record(Side::Reader), base_);
+    Change change(record(Side::Reader), windows_);
     if (!slot->loaned())
         change.set(h_->viewed_bytes, h_->viewed_bytes - std::min(h_->viewed_bytes, slot->size));
     forget_view(session(slot->viewer()), change);
@@ -279,7 +270,7 @@ Step Ring::loan(uint64_t size, uint32_t session, Slot*& slot) {
     if (h_->state == CLOSED) return broken() ? Step::Broken : Step::Closed;
     if (size > max_bytes_) return Step::TooLarge;
     if (blind_) return Step::NoMemory;
-    Change change(record(Side::Writer), base_);
+    Change change(record(Side::Writer), windows_);
     slot = take_slot(std::max(size, class_size(VIEWABLE)), change);
     if (!slot) return no_slot();
     slot->size = size;
@@ -295,7 +286,7 @@ Step Ring::loan(uint64_t size, uint32_t session, Slot*& slot) {
 Step Ring::put_loan(Slot* slot, const Frame& frame, WriterState* writer, Wakes& wakes) {
     Step step = room(frame, writer);
     if (step != Step::Done) return step;
-    Change change(record(Side::Writer), base_);
+    Change change(record(Side::Writer), windows_);
     slot->size = frame.size;
     forget_view(session(slot->viewer()), change);
     const bool parked = is_parked(writer);
@@ -365,7 +356,7 @@ bool Ring::payload_exists(const Slot* slot) const {
     // Read without the lock by `write`: the partner is Redo::apply; relaxed, because a slot that exists stays
     // above it.
     const uint64_t end =
-        std::min(std::atomic_ref(h_->slots_at).load(std::memory_order_relaxed), base_.blocks_to());
+        std::min(std::atomic_ref(h_->slots_at).load(std::memory_order_relaxed), windows_.blocks_to());
     return slot->size <= room && slot->block >= blocks_at_ && slot->block % UNIT == 0 && room <= end &&
            slot->block <= end - room;
 }

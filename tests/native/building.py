@@ -1,5 +1,5 @@
-"""Builds the native test programs with the plain compiler. The ring is free of Python, so four of the core's
-files and ``stub/Python.h`` are all that they need."""
+"""Builds the native test programs with the plain compiler. The ring is free of Python, so its files and
+``stub/Python.h`` are all that they need."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 CORE = HERE.parent.parent / "flowchan" / "_core"
-RING = tuple(
-    CORE / f"{name}.cpp" for name in ("ring", "windows", "ring_memory", "ring_items", "ring_parcels")
+RING = (
+    *sorted(CORE.glob("ring*.cpp")),
+    *(CORE / f"{name}.cpp" for name in ("lock", "memory", "process", "windows")),
 )
 WARNINGS = ("-Wall", "-Wextra", "-Wno-missing-field-initializers")
 FLAGS = ("-std=c++20", "-O1", "-g", *WARNINGS, f"-I{CORE}", f"-I{HERE / 'stub'}")

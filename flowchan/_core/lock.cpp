@@ -1,0 +1,90 @@
+#include "lock.hpp"
+
+#include "memory.hpp"
+#include "waiting.hpp"
+
+#include <sys/stat.h>
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+
+namespace flowchan {
+
+void SharedLock::make(pthread_mutex_t& mutex) {
+    pthread_mutexattr_t attr;
+    pthread_mutexattr_init(&attr);
+    pthread_mutexattr_setpshared(&attr, PTHREAD_PROCESS_SHARED);
+    pthread_mutexattr_setrobust(&attr, PTHREAD_MUTEX_ROBUST);
+    pthread_mutex_init(&mutex, &attr);
+    pthread_mutexattr_destroy(&attr);
+}
+
+void SharedLock::attach(pthread_mutex_t& mutex, int fd, uint64_t& given_up) {
+    mutex_ = &mutex;
+    fd_ = fd;
+    given_up_ = &given_up;
+    kind_ = kind_of(mutex);
+}
+
+SharedLock::Got SharedLock::lock(bool patient) {
+    if (!is_right()) return Got::Lost;
+    int rc;
+    // Each try takes the lock's line from its owner, so there are ever fewer of them.
+    for (int i = 0; (rc = pthread_mutex_trylock(mutex_)) == EBUSY; ++i) {
+        if (i < 40) {
+            for (int pauses = 1 << std::min(i, 4); pauses; --pauses) cpu_relax();
+        } else if (!patient) {
+            return Got::Busy;
+        } else {
+            rc = lock_slowly();
+            break;
+        }
+    }
+    return rc == 0 ? Got::Taken : rc == EOWNERDEAD ? Got::FromDead : Got::Lost;
+}
+
+// Whether a thread lives that has this memory mapped; true when that can't be told.
+bool SharedLock::is_used_by(uint64_t thread) const {
+    struct stat st;
+    char path[32];
+    snprintf(path, sizeof path, "/proc/%lu/maps", static_cast<unsigned long>(thread));
+    FILE* maps = fstat(fd_, &st) == 0 ? fopen(path, "re") : nullptr;
+    if (!maps) return errno != ENOENT && errno != EACCES;  // who has a channel can look at its other users
+    char* line = nullptr;
+    size_t room = 0;
+    bool found = false;
+    while (!found && getline(&line, &room, maps) > 0) {
+        unsigned long inode = 0;
+        found = sscanf(line, "%*s %*s %*s %*s %lu", &inode) == 1 && inode == st.st_ino &&
+                strstr(line, MEMORY_SHOWN);
+    }
+    free(line);
+    fclose(maps);
+    return found;
+}
+
+// Waits for the lock, unless nobody can ever unlock it: its word names a thread that is not there, or this
+// one. (When a thread dies with the lock, the kernel marks the word before the thread is gone.)
+int SharedLock::lock_slowly() {
+    uint32_t before = 0;
+    for (;;) {
+        const int64_t at = now_ns() + 2 * SLICE_NS;
+        timespec until{time_t(at / 1'000'000'000), long(at % 1'000'000'000)};
+        const int rc = pthread_mutex_clocklock(mutex_, CLOCK_MONOTONIC, &until);
+        if (rc != ETIMEDOUT) return rc;
+        if (std::atomic_ref(*given_up_).load(std::memory_order_relaxed))
+            return EINVAL;  // its owner may have given it up
+#ifdef __GLIBC__
+        const uint32_t word = uint32_t(__atomic_load_n(&mutex_->__data.__lock, __ATOMIC_RELAXED));
+        const uint32_t owner = word & FUTEX_TID_MASK;
+        const bool lost = !(word & FUTEX_OWNER_DIED) && (owner == uint32_t(gettid()) || !is_used_by(owner));
+        if (word && lost && word == before) return EINVAL;
+        before = word;
+#endif
+    }
+}
+
+}  // namespace flowchan

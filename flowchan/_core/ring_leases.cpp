@@ -1,0 +1,128 @@
+// What readers have in hand: finished, given back to the front, or handed on to be tried again by one alone.
+#include <algorithm>
+
+#include "ring.hpp"
+
+namespace flowchan {
+
+// Inside: whoever was giving it back died before it was done.
+static bool is_leased(const Slot* slot) {
+    return slot->place() == SlotState::Leased || slot->place() == SlotState::Inside;
+}
+
+void Ring::free_leased(Session& s, Wakes& wakes) {
+    while (s.lease_head && !h_->damaged) {
+        Slot* slot = at<Slot>(s.lease_head);
+        if (!slot_exists(s.lease_head) || s.leased == 0 || !is_leased(slot)) return void(found_damage());
+        Change change(record(Side::Reader), windows_);
+        change.set(s.lease_head, slot->next);
+        change.set(s.leased, s.leased - 1);
+        change.set(h_->leased, h_->leased - 1);
+        free_slot(slot, change);
+        change.commit();
+    }
+    memory_freed(wakes);
+    tell_end(wakes);
+}
+
+void Ring::acknowledge(ReaderState& reader, Wakes& wakes) {
+    if (!reader.in_hand) return;
+    free_leased(session(reader.session), wakes);
+    reader.in_hand = 0;
+}
+
+// To the front, in their old order, with their old numbers.
+void Ring::give_back(Session& s, Wakes& wakes) {
+    if (h_->damaged || !slot_exists(s.lease_tail)) return void(found_damage());
+    uint64_t bytes = 0, last = 0, left = s.leased;
+    for (uint64_t p = s.lease_head; p; last = p, p = at<Slot>(p)->next, left -= 1) {
+        Slot* slot = at<Slot>(p);
+        if (!slot_exists(p) || left == 0 || !is_leased(slot)) return void(found_damage());
+        bytes += slot->size;
+        slot->state = slot->with_place(SlotState::Inside);
+        fault_point();
+    }
+    if (left || last != s.lease_tail) return void(found_damage());
+    uint32_t n = uint32_t(s.leased);
+    Change change(record(Side::Writer), windows_);
+    change.set(at<Slot>(s.lease_tail)->next, h_->head);
+    if (!h_->head) change.set(h_->tail, s.lease_tail);
+    change.set(h_->head, s.lease_head);
+    change.set(h_->takes, h_->takes - n);
+    change.set(h_->bytes_out, h_->bytes_out - bytes);
+    change.set(h_->leased, h_->leased - n);
+    change.set(s.lease_head, 0);
+    change.set(s.leased, 0);
+    change.commit();
+    wakes.readers += h_->reader_gate.call(n);
+}
+
+// What a dead reader had in hand, and has not been worked on since: to its successor alone where it may have
+// killed it, so that the others go on meanwhile (R10); else nothing, and it goes back to all. All of it stays
+// on lease.
+void Ring::hand_on(uint32_t from, uint32_t to) {
+    Session &s = session(from), &next = session(to);
+    const bool suspect = s.lease_head && s.at != Session::OURS;
+    if (h_->damaged || (!suspect && !s.again_head) || next.again_head) return;
+    if ((s.lease_head && !slot_exists(s.lease_tail)) || (s.again_head && !slot_exists(s.again_tail)))
+        return void(found_damage());
+    uint64_t left = suspect ? s.leased : 0;
+    for (uint64_t p = s.lease_head; left; p = at<Slot>(p)->next, left -= 1) {
+        if (!slot_exists(p) || !is_leased(at<Slot>(p))) return void(found_damage());
+        // A death between here and the commit counts twice: `deaths` may then be one too high, nothing else.
+        at<Slot>(p)->state += Slot::DEATH;
+        fault_point();
+    }
+    Change change(record(Side::Writer), windows_);
+    if (suspect && s.again_head) change.set(at<Slot>(s.lease_tail)->next, s.again_head);
+    change.set(next.again_head, suspect ? s.lease_head : s.again_head);
+    change.set(next.again_tail, s.again_head ? s.again_tail : s.lease_tail);
+    change.set(next.again, s.again + (suspect ? s.leased : 0));
+    change.set(next.again_at, suspect ? s.at : s.again_at);
+    if (suspect) {
+        change.set(s.lease_head, 0);
+        change.set(s.leased, 0);
+    }
+    change.set(s.again_head, 0);
+    change.set(s.again, 0);
+    change.commit();
+}
+
+// Takes the first of the items that are this session's own to try again.
+Step Ring::take_again(Taken& taken, ReaderState& reader) {
+    Session& s = session(reader.session);
+    Slot* slot = at<Slot>(s.again_head);
+    if (!slot_exists(s.again_head) || !payload_exists(slot) || !is_leased(slot)) return found_damage();
+    if (s.lease_head && !slot_exists(s.lease_tail)) return found_damage();
+    taken.kind = slot->kind;
+    taken.size = slot->size;
+    taken.deaths = slot->deaths();
+    taken.kills_who_unpickles = s.again_at == Session::UNPICKLING;
+    taken.slot = slot;
+    taken.at = payload(slot);
+    Change change(record(Side::Reader), windows_);
+    change.set(s.again_head, slot->next);
+    change.set(s.again, s.again - 1);
+    change.set(slot->next, 0);
+    change.set(s.lease_head ? at<Slot>(s.lease_tail)->next : s.lease_head, offset(slot));
+    change.set(s.lease_tail, offset(slot));
+    change.set(s.leased, s.leased + 1);
+    change.commit();
+    if (reader.in_hand++ == 0) reader.number = slot->number;
+    return Step::Done;
+}
+
+// A session that ends before it has tried them again: they are everybody's.
+void Ring::give_back_again(Session& s, Wakes& wakes) {
+    if (h_->damaged) return;
+    Change change(record(Side::Writer), windows_);
+    change.set(s.lease_head, s.again_head);
+    change.set(s.lease_tail, s.again_tail);
+    change.set(s.leased, s.again);
+    change.set(s.again_head, 0);
+    change.set(s.again, 0);
+    change.commit();
+    give_back(s, wakes);
+}
+
+}  // namespace flowchan

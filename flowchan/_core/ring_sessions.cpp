@@ -1,0 +1,215 @@
+// The sessions of a ring: who takes part in it, as whom, and what becomes of what they had when they end or
+// die.
+#include "process.hpp"
+#include "ring.hpp"
+
+#include <unistd.h>
+#include <algorithm>
+#include <stdexcept>
+
+namespace flowchan {
+
+// A record that nobody uses, cleared for this process; 0 if there is none.
+uint32_t Ring::free_session(Wakes& wakes) {
+    for (int attempt = 0; attempt < 2; ++attempt) {
+        for (uint32_t i = 1; i < SESSIONS; ++i) {  // 0 means "no session"
+            Session& s = session(i);
+            if (!reserve_sessions(i + 1)) break;
+            if (s.role != Session::NONE) continue;
+            s.pid = uint64_t(getpid());
+            s.started = process_start(s.pid);
+            s.generation += 1;
+            s.supervised = s.lease_head = s.lease_tail = s.leased = s.committed_item = s.committed_count =
+                s.views = s.forked = 0;
+            s.at_reader_gate = s.at_writer_gate = s.called = 0;
+            s.awaits = s.at = s.again_head = s.again_tail = s.again = s.again_at = 0;
+            fault_point();
+            return i;
+        }
+        sweep_now(wakes);
+    }
+    return 0;
+}
+
+uint32_t Ring::open_session(Session::Role role, Wakes& wakes) {
+    const uint32_t i = free_session(wakes);
+    if (!i)
+        throw std::length_error(
+            h_->reserved_sessions < SESSIONS
+                ? "there is no memory for another port"
+                : "all " + std::to_string(SESSIONS - 1) +
+                      " places for ports and processes of this channel are taken; close some");
+    Change change(record(Side::Writer), windows_);
+    change.set(session(i).role, role);
+    if (role == Session::READER) change.set(h_->readers, h_->readers + 1);
+    if (role == Session::WRITER) change.set(h_->writers, h_->writers + 1);
+    change.commit();
+    return i;
+}
+
+void Ring::adopt(uint32_t index) {
+    if (index == 0 || index >= SESSIONS)
+        throw std::length_error("there is no port number " + std::to_string(index));
+    Session& s = session(index);
+    if (s.views && s.pid != uint64_t(getpid())) part(index);
+    s.pid = uint64_t(getpid());
+    s.started = process_start(s.pid);
+}
+
+// A port moves to another process. What the former one looks at it goes on looking at, so that passes to a
+// HOLDER of its own: else the views would end with the new process. One Change for each slot; a death may
+// come between any two. (When all records are taken the views stay where they are.)
+void Ring::part(uint32_t index) {
+    Wakes wakes;
+    if (!memory_is_right()) return void(found_damage());
+    const uint32_t to = free_session(wakes);
+    Session &s = session(index), &holder = session(to);
+    if (to) {
+        holder.pid = s.pid;
+        holder.started = s.started;
+        holder.forked = s.forked;
+    }
+    for (uint64_t p = first_slot(); to && p < length_; p += sizeof(Slot)) {
+        Slot* slot = at<Slot>(p);
+        if (slot->viewer() != index) continue;
+        const uint64_t owner = slot->owner() == index ? to : slot->owner();
+        Change change(record(Side::Writer), windows_);
+        const uint64_t unseen = slot->state & ~Slot::viewed_by(0xffff);
+        change.set(slot->state, Slot::placed(unseen | Slot::viewed_by(to), slot->place(), uint32_t(owner)));
+        change.set(s.views, s.views - 1);
+        change.set(holder.views, holder.views + 1);
+        change.set(holder.role, Session::HOLDER);
+        change.commit();
+    }
+    wake(wakes);
+}
+
+// What a session that ends, perhaps because its process was killed, was copying, and the waits it was counted
+// in. `views`: it looks at nothing any more.
+void Ring::drop_copies(uint32_t index, bool views, Wakes& wakes) {
+    Session& s = session(index);
+    if (!memory_is_right()) found_damage();
+    for (uint64_t p = first_slot(); !h_->damaged && p < length_; p += sizeof(Slot)) {
+        Slot* slot = at<Slot>(p);
+        if (slot->viewer() == index) {
+            if (views) unview(slot, wakes);
+            continue;
+        }
+        if (slot->owner() != index) continue;
+        if (slot->place() == SlotState::Held) release(slot, wakes);
+        if (slot->place() == SlotState::Filling) unclaim(slot, wakes);
+    }
+    int64_t now = now_ns();
+    auto leave = [now](Gate& gate, uint32_t& at_gate) {
+        const uint32_t n = at_gate;
+        at_gate =
+            // first: a death in between leaves `waiting` too high, which costs a needless wake-up, never too
+            // low
+            0;
+        keep_order();
+        fault_point();
+        gate.waiting -= std::min(gate.waiting, n);
+        gate.woken = std::min(gate.woken, gate.waiting);
+        gate.selecting = std::min(gate.selecting, gate.waiting);
+        gate.waited_ns += int64_t(n) * now;
+        return n ? gate.call_all()
+                 : 0;  // a thread that waits in the port that is being closed must hear of it
+    };
+    wakes.readers += leave(h_->reader_gate, s.at_reader_gate);
+    wakes.writers += leave(h_->writer_gate, s.at_writer_gate);
+    if (s.awaits) {
+        s.word.store(s.word.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+        wakes.add(s.word, true);  // a thread that waits in the port that is being closed must hear of it
+        have_turn(s);
+        const auto waits = [](const Session& one) { return one.awaits != 0; };
+        h_->writer_gate.ordered = uint32_t(std::ranges::count_if(h_->sessions(), waits));
+        call_turns(wakes);
+    }
+    if (s.pid == uint64_t(getpid())) return;
+    // It died, perhaps woken and on its way back, or about to wake somebody: let those who sleep look again.
+    h_->reader_gate.woken = h_->writer_gate.woken = 0;
+    wakes.readers += h_->reader_gate.call_all();
+    call_all_writers(wakes);
+}
+
+// Whether the process of this session lives, or may have children that do, and so may still use what it looks
+// at, whoever ends the session.
+bool Ring::still_looks(uint32_t index) const {
+    const Session& s = session(index);
+    return s.views && (s.forked || s.pid == uint64_t(getpid()) || process_alive(s.pid, s.started));
+}
+
+// `finished`: the items in hand are done with, else they go back. `died`: its process has ended without
+// closing it; of a writer that is no clean end (C5), unless the channel was closed before.
+void Ring::end_session(uint32_t index, bool finished, Wakes& wakes, bool died) {
+    Session& s = session(index);
+    if (s.role == Session::NONE) return;
+    if (s.lease_head) finished ? free_leased(s, wakes) : give_back(s, wakes);
+    if (s.again_head) give_back_again(s, wakes);
+    const bool looks = still_looks(index);
+    drop_copies(index, !looks, wakes);
+    Change change(record(Side::Writer), windows_);
+    if (s.role == Session::READER) {
+        if (h_->readers == 1) close_with(change, wakes);
+        change.set(h_->readers, h_->readers - 1);
+    } else if (s.role == Session::WRITER) {
+        if (h_->writers == 1) close_with(change, wakes);
+        if (died && h_->state == OPEN && !h_->cut_off) change.set(h_->cut_off, s.pid);
+        change.set(h_->writers, h_->writers - 1);
+    } else if (s.role == Session::RESUME) {
+        change.set(h_->resumes, h_->resumes - 1);
+    }
+    if (looks) change.set(s.supervised, 0);  // when its process dies, whoever notices ends it
+    change.set(s.role, looks ? Session::HOLDER : Session::NONE);
+    change.commit();
+}
+
+std::vector<Slot*> Ring::in_hand(uint32_t index) const {
+    std::vector<Slot*> slots;
+    const Session& s = session(index);
+    for (uint64_t p = s.lease_head; slot_exists(p) && slots.size() < s.leased; p = at<Slot>(p)->next)
+        slots.push_back(at<Slot>(p));
+    return slots;
+}
+
+void Ring::retire_writer(uint32_t index, const std::vector<uint64_t>& items, Wakes& wakes) {
+    Session& s = session(index);
+    bool again =
+        s.committed_item && std::find(items.begin(), items.end(), s.committed_item - 1) != items.end();
+    if (!again || s.role != Session::WRITER) {
+        end_session(index, true, wakes);
+        return;
+    }
+    drop_copies(index, true, wakes);
+    Change change(record(Side::Writer), windows_);
+    if (h_->writers == 1) close_with(change, wakes);
+    change.set(h_->writers, h_->writers - 1);
+    change.set(h_->resumes, h_->resumes + 1);
+    change.set(s.role, Session::RESUME);
+    change.commit();
+}
+
+void Ring::sweep(Wakes& wakes) {
+    if (is_sweep_due()) sweep_now(wakes);
+}
+
+void Ring::sweep_now(Wakes& wakes) {
+    h_->swept_ns.store(uint64_t(coarse_now_ns()), std::memory_order_relaxed);
+    uint64_t me = uint64_t(getpid());
+    const Session* alive = nullptr;
+    for (uint32_t i = 1; i < h_->sessions().size(); ++i) {
+        Session& s = session(i);
+        if (s.role == Session::NONE || s.role == Session::RESUME || s.supervised || s.pid == me) continue;
+        if (s.role == Session::HOLDER && s.forked) continue;  // until the channel's end
+        if (alive && s.pid == alive->pid && s.started == alive->started)
+            continue;  // many ports of one process
+        if (process_alive(s.pid, s.started))
+            alive = &s;
+        else
+            end_session(i, false, wakes, true);
+    }
+    for (Gate* gate : {&h_->reader_gate, &h_->writer_gate})
+        if (gate->starving && !process_alive(gate->starving, 0)) gate->starving = 0;
+}
+
+}  // namespace flowchan

@@ -1,0 +1,138 @@
+// The order of an ordered stage's outputs, and who waits for a turn.
+//
+// Order (`ordered=True`). The workers of an ordered stage take items i = 0, 1, 2, … from one channel,
+// one each, and put the outputs for i into another. `turn` is the i whose outputs go straight into the FIFO.
+// Outputs for a later i are parked in its group. When the worker of `turn` says that i has no more outputs,
+// turn moves on, and what is parked for the new turn enters the FIFO. Invariants: nothing is parked for i =
+// turn; i - turn < groups for every parked i; the worker of `turn` never waits for anything but readers, so
+// parked outputs cannot deadlock the stage: parked items leave one place of `capacity` free for it.
+#include <algorithm>
+
+#include "ring.hpp"
+
+namespace flowchan {
+
+// --- the order of outputs ---
+
+void Ring::begin_item(WriterState& writer, uint64_t number) {
+    writer.number = number;
+    writer.count = writer.skip = 0;
+    if (!h_->resumes) return;
+    for (Session& old : h_->sessions()) {
+        if (old.role != Session::RESUME || old.committed_item != number + 1) continue;
+        Session& s = session(writer.session);
+        writer.skip = old.committed_count;
+        Change change(record(Side::Writer), windows_);
+        change.set(s.committed_item, old.committed_item);
+        change.set(s.committed_count, old.committed_count);
+        change.set(old.role, Session::NONE);
+        change.set(h_->resumes, h_->resumes - 1);
+        change.commit();
+        return;
+    }
+}
+
+Step Ring::item_done(WriterState& writer, Wakes& wakes) {
+    const bool behind = !writer.ordered || h_->state != OPEN || writer.number < h_->turn;
+    if (!behind && writer.number - h_->turn >= groups_) return Step::Wait;
+    writer.keyed = false;
+    if (behind) return Step::Done;
+    Change change(record(Side::Writer), windows_);
+    change.set(group(writer.number).complete, 1);
+    change.commit();
+    if (writer.number == h_->turn) advance(wakes);
+    return Step::Done;
+}
+
+void Ring::advance(Wakes& wakes) {
+    Change change(record(Side::Writer), windows_);
+    uint64_t before = h_->turn, linked = 0;
+    while (!h_->damaged) {
+        Group& g = group(h_->turn);
+        if (g.count) {
+            if (!slot_exists(g.head) || !slot_exists(g.tail) || (h_->head && !slot_exists(h_->tail))) {
+                found_damage();
+                break;
+            }
+            change.set(h_->head ? at<Slot>(h_->tail)->next : h_->head, g.head);
+            change.set(h_->tail, g.tail);
+            change.set(h_->puts, h_->puts + g.count);
+            change.set(h_->parked, h_->parked - g.count);
+            linked += g.count;
+            change.set(g.head, 0);
+            change.set(g.count, 0);
+            change.commit();
+        }
+        if (!g.complete) break;
+        change.set(g.complete, 0);
+        change.set(h_->turn, h_->turn + 1);
+        change.commit();
+    }
+    if (linked) wakes.readers += h_->reader_gate.call(uint32_t(std::min<uint64_t>(linked, UINT32_MAX)));
+    if (h_->turn != before) {
+        call_turns(wakes);
+        tell_end(wakes);
+    }
+}
+
+// --- waiting for a turn ---
+//
+// Each such writer sleeps on a word of its own session, so that those are woken who can go on and no others:
+// of two that wait, the one with the lower number first. None of it is in the redo record: who dies while it
+// waits, or called and on its way, is taken off by drop_copies, which counts anew.
+
+uint32_t Ring::await_turn(Session& s, uint64_t number, bool again) {
+    h_->writer_gate.begin_wait(again);
+    s.called = 0;
+    s.awaits = number + 1;
+    h_->writer_gate.ordered += 1;
+    return s.word.load(std::memory_order_relaxed);
+}
+
+void Ring::have_turn(Session& s) {
+    if (!s.awaits) return;  // its port was closed meanwhile
+    s.awaits = s.called = 0;
+    h_->writer_gate.ordered -= std::min(h_->writer_gate.ordered, 1u);
+    h_->writer_gate.waited_ns += now_ns();
+}
+
+// Whether the output of item `number` has a place when `more` others are still to take theirs.
+bool Ring::has_turn(uint64_t number, uint64_t more) const {
+    const uint64_t inside = h_->puts - h_->takes + h_->claimed;
+    if (number <= h_->turn) return inside < capacity_;
+    return number - h_->turn < groups_ && inside + h_->parked + 1 + more < capacity_;
+}
+
+void Ring::call_turns(Wakes& wakes) {
+    for (;;) {
+        Session* next = nullptr;
+        uint64_t more = 0;
+        uint32_t seen = 0;
+        for (uint32_t i = 1; i < h_->sessions().size() && seen < h_->writer_gate.ordered; ++i) {
+            Session& s = session(i);
+            if (!s.awaits) continue;
+            seen += 1;
+            if (s.called)
+                more += 1;
+            else if (!next || s.awaits < next->awaits)
+                next = &s;
+        }
+        if (!next || !has_turn(next->awaits - 1, more)) return;
+        next->called = 1;
+        next->word.store(next->word.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+        wakes.add(next->word, true);
+    }
+}
+
+void Ring::call_all_writers(Wakes& wakes) {
+    wakes.writers += h_->writer_gate.call_all();
+    if (!h_->writer_gate.ordered) return;
+    for (Session& s : h_->sessions()) {
+        if (!s.awaits) continue;
+        s.called = 1;
+        s.word.store(s.word.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+        wakes.add(s.word, true);
+    }
+}
+
+}  // namespace flowchan
