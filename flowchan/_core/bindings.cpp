@@ -37,50 +37,28 @@ PyType_Slot out_slots[] = {{Py_tp_methods, out_methods},
 // Looks for dead processes when it is time to, so that who polls learns of their ends.
 uint64_t state_of(Channel& ch) {
     if (!ch.usable()) throw nb::python_error();
-    if (ch.queue) return ch.queue->state;
-    if (ch.ring->is_sweep_due()) {
-        Wakes wakes;
-        Locked<Ring> lock(*ch.ring);
-        ch.ring->sweep(wakes);
-        lock.unlock(wakes);
-    }
-    return std::atomic_ref(ch.ring->header().state).load(std::memory_order_acquire);
-}
-
-template <class F>
-auto locked(Channel& ch, F f) {
-    if (!ch.usable()) throw nb::python_error();
-    Wakes wakes;
-    if (ch.queue) {
-        Locked<LocalQueue> lock(*ch.queue);
-        auto result = f(*ch.queue, wakes);
-        lock.unlock(wakes);
-        return result;
-    }
-    Locked<Ring> lock(*ch.ring);
-    auto result = f(*ch.ring, wakes);
-    lock.unlock(wakes);
-    return result;
-}
-
-int64_t length(Channel& ch) {
-    if (state_of(ch) == BROKEN) return 0;
-    return locked(ch, [](auto& m, Wakes&) -> int64_t {
-        if constexpr (std::is_same_v<decltype(m), Ring&>)
-            return m.header().inside();
-        else
-            return int64_t(m.inside());
+    return ch.with([](auto& medium) {
+        if (medium.is_sweep_due()) {
+            Wakes wakes;
+            Locked lock(medium);
+            medium.sweep(wakes);
+            lock.unlock(wakes);
+        }
+        return medium.seen_state();
     });
 }
 
+uint64_t length(Channel& ch) {
+    if (state_of(ch) == BROKEN) return 0;
+    return locked(ch, [](auto& medium, Wakes&) { return medium.inside(); });
+}
+
 bool is_drained(Channel& ch) {
-    return state_of(ch) == CLOSED && locked(ch, [](auto& m, Wakes&) { return m.drained(); });
+    return state_of(ch) == CLOSED && locked(ch, [](auto& medium, Wakes&) { return medium.drained(); });
 }
 
 bool is_broken(Channel& ch) {
-    const uint64_t state = state_of(ch);
-    return state == BROKEN ||
-           (state == CLOSED && ch.ring && locked(ch, [&](auto&, Wakes&) { return ch.ring->broken(); }));
+    return state_of(ch) != OPEN && locked(ch, [](auto& medium, Wakes&) { return medium.broken(); });
 }
 
 void close_channel(Channel& ch) {
@@ -264,10 +242,8 @@ NB_MODULE(_core, m) {
         .def_rw("_name", &Channel::name)
         .def_prop_ro("_fd", [](Channel& ch) { return ch.ring ? ch.ring->fd() : -1; })
         .def_prop_rw(
-            "_share", [](Channel& ch) { return ch.queue ? ch.queue->share : ch.ring->header().share; },
-            [](Channel& ch, uint64_t bytes) {
-                (ch.queue ? ch.queue->share : ch.ring->header().share) = bytes;
-            })
+            "_share", [](Channel& ch) { return ch.with([](auto& medium) { return medium.share(); }); },
+            [](Channel& ch, uint64_t bytes) { ch.with([&](auto& medium) { medium.share() = bytes; }); })
         .def_prop_ro("_socket", [](Channel& ch) { return ch.ring ? ch.ring->socket() : -1; })
         .def("_stats", channel_stats)
         .def("_pinned",

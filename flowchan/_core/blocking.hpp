@@ -13,6 +13,8 @@
 
 namespace flowchan {
 
+static_assert(Medium<LocalQueue> && Medium<Ring>);
+
 // What the loop must know of a medium.
 template <class M>
 struct Traits;

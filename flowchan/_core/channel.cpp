@@ -107,39 +107,38 @@ static nb::list as_list(const std::vector<Held>& held) {
     return list;
 }
 
-nb::tuple channel_stats(Channel& ch) {
-    if (!ch.usable()) throw nb::python_error();
-    auto total = [](auto& g) { return double(g.total_wait_ns()) / 1e9; };
-    auto now = [](auto& g) { return double(g.waiting_for_ns()) / 1e9; };
-    if (ch.queue) {
-        LocalQueue& q = *ch.queue;
-        Locked<LocalQueue> locked(q);
-        auto values =
-            std::make_tuple(q.puts + q.parked, q.takes, q.bytes_in, q.state == BROKEN ? 0 : q.inside(),
-                            q.leased, q.reader_line.waiting, q.writer_line.waiting, q.readers, q.writers,
-                            total(q.reader_line), total(q.writer_line), now(q.reader_line),
-                            now(q.writer_line), q.reader_line.selecting() + q.writer_line.selecting(),
-                            q.reader_line.woken() + q.writer_line.woken(), ch.awaiting.load(),
-                            q.bytes_in - q.bytes_out, q.short_of_bytes && q.writer_line.waiting > 0);
-        locked.unlock({});
-        return std::apply([](auto... v) { return nb::make_tuple(v..., nb::list()); }, values);
-    }
-    Header& h = ch.ring->header();
-    Wakes wakes;
-    Locked<Ring> locked(*ch.ring);
-    std::vector<Held> held = ch.ring->held();
-    if (!held.empty()) {
-        ch.ring->sweep(wakes);  // the dead hold nothing
-        held = ch.ring->held();
-    }
-    auto values = std::make_tuple(
-        h.puts + h.parked, h.takes, h.bytes_in, h.state == BROKEN ? 0 : uint64_t(h.inside()), h.leased,
-        h.reader_gate.everybody(), h.writer_gate.everybody(), h.readers, h.writers, total(h.reader_gate),
-        total(h.writer_gate), now(h.reader_gate), now(h.writer_gate),
-        h.reader_gate.selecting + h.writer_gate.selecting, h.reader_gate.woken + h.writer_gate.woken,
-        ch.awaiting.load(), h.bytes_in - h.bytes_out, h.short_of_memory && h.writer_gate.waiting > 0);
-    locked.unlock(wakes);
-    return std::apply([&](auto... v) { return nb::make_tuple(v..., as_list(held)); }, values);
+nb::dict channel_stats(Channel& ch) {
+    std::vector<Held> held;
+    const Counts c = locked(ch, [&](auto& medium, Wakes& wakes) {
+        held = medium.held();
+        if (!held.empty()) {
+            medium.sweep(wakes);  // the dead hold nothing
+            held = medium.held();
+        }
+        return medium.counts();
+    });
+    const auto seconds = [](int64_t ns) { return double(ns) / 1e9; };
+    nb::dict stats;
+    stats["items_in"] = c.items_in;
+    stats["items_out"] = c.items_out;
+    stats["bytes_in"] = c.bytes_in;
+    stats["inside"] = c.inside;
+    stats["leased"] = c.leased;
+    stats["waiting_readers"] = c.waiting_readers;
+    stats["waiting_writers"] = c.waiting_writers;
+    stats["readers"] = c.readers;
+    stats["writers"] = c.writers;
+    stats["read_wait"] = seconds(c.read_wait_ns);
+    stats["write_wait"] = seconds(c.write_wait_ns);
+    stats["readers_waiting_for"] = seconds(c.readers_waiting_for_ns);
+    stats["writers_waiting_for"] = seconds(c.writers_waiting_for_ns);
+    stats["selecting"] = c.selecting;
+    stats["woken"] = c.woken;
+    stats["awaiting"] = ch.awaiting.load();
+    stats["bytes_inside"] = c.bytes_inside;
+    stats["short_of_bytes"] = c.short_of_bytes;
+    stats["holders"] = as_list(held);
+    return stats;
 }
 
 // All channels of a run at once: how many items have been put and taken in all, how many readers and how many
@@ -147,21 +146,11 @@ nb::tuple channel_stats(Channel& ch) {
 nb::tuple look_at(nb::list channels) {
     uint64_t moved = 0, reading = 0, writing = 0;
     for (nb::handle one : channels) {
-        Channel& ch = *nb::inst_ptr<Channel>(one);
-        if (!ch.usable()) throw nb::python_error();
-        auto add = [&](auto& medium, auto& counts, auto& readers, auto& writers) {
-            Locked lock(medium);
-            moved += counts.puts + counts.takes + counts.parked;
-            reading += readers.waiting;
-            writing += writers.waiting;
-            lock.unlock({});
-        };
-        if (ch.queue) {
-            add(*ch.queue, *ch.queue, ch.queue->reader_line, ch.queue->writer_line);
-        } else {
-            Header& h = ch.ring->header();
-            add(*ch.ring, h, h.reader_gate, h.writer_gate);
-        }
+        const Counts c =
+            locked(*nb::inst_ptr<Channel>(one), [](auto& medium, Wakes&) { return medium.counts(); });
+        moved += c.items_in + c.items_out;
+        reading += c.waiting_readers;
+        writing += c.waiting_writers;
     }
     return nb::make_tuple(moved, reading, writing);
 }

@@ -30,10 +30,28 @@ struct Channel {
     Channel(int fd, int socket, std::string name);
     ~Channel();
 
+    // Does `f` with its medium.
+    template <class F>
+    auto with(F&& f) {
+        return queue ? f(*queue) : f(*ring);
+    }
     std::string describe() const;  // "channel 'name'" or "Channel(64, across='threads')"
     uint32_t plain_session();      // throws nb::python_error
     bool usable();                 // false with a Python error set: a `threads` channel in a forked child
 };
+
+// Does `f` with the medium of a channel, under its lock.
+template <class F>
+auto locked(Channel& ch, F&& f) {
+    if (!ch.usable()) throw nb::python_error();
+    return ch.with([&](auto& medium) {
+        Wakes wakes;
+        Locked lock(medium);
+        auto result = f(medium, wakes);
+        lock.unlock(wakes);
+        return result;
+    });
+}
 
 struct Out;
 
@@ -182,7 +200,7 @@ class Watch {
 };
 
 void abort_channel(Channel& ch, PyObject* cause);
-nb::tuple channel_stats(Channel& ch);
+nb::dict channel_stats(Channel& ch);
 nb::tuple look_at(nb::list channels);
 
 extern PyMethodDef channel_methods[], in_methods[], out_methods[];

@@ -27,6 +27,7 @@
 #include <algorithm>
 #include <span>
 
+#include "medium.hpp"
 #include "redo.hpp"
 #include "waiting.hpp"
 
@@ -42,7 +43,6 @@ constexpr uint64_t GROW = 1 << 16;  // blocks are reserved in steps of up to thi
 constexpr uint64_t UNIT = 64;       // blocks are multiples of it and aligned to it
 constexpr uint32_t CLASSES = 136;   // block sizes, four to a doubling: 64 B << 34
 
-enum State : uint64_t { OPEN = 0, CLOSED = 1, BROKEN = 2 };
 enum class SlotState : uint64_t { Free, Inside, Parked, Leased, Filling, Held };
 
 // One participant: the plain user of a process, or a port. Only `pid`s are ever looked at from outside.

@@ -139,8 +139,8 @@ template bool ready(Out&);
 bool tell_followers(In& in) {
     if (!in.state.in_hand) return true;
     for (Out* out : in.feeds) {
-        bool told = out->ch->queue ? done_with(*out->ch->queue, *out, in.state.number)
-                                   : done_with(*out->ch->ring, *out, in.state.number);
+        const bool told =
+            out->ch->with([&](auto& medium) { return done_with(medium, *out, in.state.number); });
         if (!told) return false;
         out->state.count = 0;
     }

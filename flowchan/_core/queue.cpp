@@ -160,6 +160,26 @@ void LocalQueue::end_port(Side side, const void* port, Wakes& wakes) {
     line(side).call_port(port, wakes);  // a thread that waits in it must hear of it
 }
 
+Counts LocalQueue::counts() const {
+    return {.items_in = puts + parked,
+            .items_out = takes,
+            .bytes_in = bytes_in,
+            .bytes_inside = bytes_in - bytes_out,
+            .inside = inside(),
+            .leased = leased,
+            .readers = readers,
+            .writers = writers,
+            .waiting_readers = reader_line.waiting,
+            .waiting_writers = writer_line.waiting,
+            .read_wait_ns = reader_line.total_wait_ns(),
+            .write_wait_ns = writer_line.total_wait_ns(),
+            .readers_waiting_for_ns = reader_line.waiting_for_ns(),
+            .writers_waiting_for_ns = writer_line.waiting_for_ns(),
+            .selecting = reader_line.selecting() + writer_line.selecting(),
+            .woken = reader_line.woken() + writer_line.woken(),
+            .short_of_bytes = short_of_bytes && writer_line.waiting > 0};
+}
+
 bool LocalQueue::could_go(const Caller& caller) const {
     if (state != OPEN || caller.side == Side::Reader) return state != OPEN || count_ > 0;
     if (caller.ordered) return has_turn(caller.number);

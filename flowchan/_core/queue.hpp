@@ -84,7 +84,14 @@ class LocalQueue {
     void break_(std::vector<PyObject*>& dropped, Wakes& wakes);  // the caller drops the references, unlocked
     void end_port(Side side, const void* port, Wakes& wakes);
     bool drained() const { return leased == 0 && nothing_coming(); }
+    bool broken() const { return state == BROKEN; }
+    uint64_t seen_state() const { return state; }
     uint64_t inside() const { return count_; }
+    uint64_t& share() { return share_; }
+    Counts counts() const;
+    std::vector<Held> held() const { return {}; }  // nobody dies here, and nobody looks at what is inside
+    bool is_sweep_due() const { return false; }
+    void sweep(Wakes&) {}
 
     int traverse(visitproc visit, void* arg);
 
@@ -96,14 +103,13 @@ class LocalQueue {
     PyObject* cause = nullptr;  // of BROKEN
     uint64_t puts = 0, takes = 0, bytes_in = 0, bytes_out = 0;
     uint64_t leased = 0, parked = 0, turn = 0, readers = 0, writers = 0;
-    uint64_t share = 0;           // as in Header
     bool short_of_bytes = false;  // a writer waits for bytes, not for a place
 
     // Whether too many outputs wait for a place to take an item for one more.
     bool is_crowded() const { return state == OPEN && room() <= 1 && writer_line.with_turn() >= CROWD; }
 
-    bool counts_bytes() const { return share || max_bytes_ != UINT64_MAX; }
-    uint64_t most_inside() const { return share ? std::min(share, max_bytes_) : max_bytes_; }
+    bool counts_bytes() const { return share_ || max_bytes_ != UINT64_MAX; }
+    uint64_t most_inside() const { return share_ ? std::min(share_, max_bytes_) : max_bytes_; }
 
   private:
     struct Group {
@@ -139,6 +145,7 @@ class LocalQueue {
 
     Mutex mutex_;
     uint64_t capacity_, max_bytes_;
+    uint64_t share_ = 0;  // as in Header
     std::vector<Item> buffer_;
     uint64_t head_ = 0, count_ = 0;
     std::deque<Group> groups_;  // groups_[i - turn], as long as the furthest parked i

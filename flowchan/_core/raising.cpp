@@ -43,15 +43,14 @@ PyObject* writer_died(const std::string& who, uint64_t pid) {
 
 // How full a channel is that takes nothing now; and whose views keep memory back.
 std::string fill(Channel& ch) {
-    if (ch.queue)
-        return std::to_string(ch.queue->inside()) + " of " + std::to_string(ch.capacity) + " items inside";
-    Wakes wakes;
-    Locked<Ring> locked(*ch.ring);
-    const Header& h = ch.ring->header();
-    const uint64_t bytes = h.bytes_in - h.bytes_out;
-    std::string text = std::to_string(h.inside()) + " of " + std::to_string(ch.capacity) + " items inside";
-    const std::vector<Held> held = ch.ring->held();
-    locked.unlock(wakes);
+    std::vector<Held> held;
+    const Counts counts = locked(ch, [&](auto& medium, Wakes&) {
+        held = medium.held();
+        return medium.counts();
+    });
+    std::string text = std::to_string(counts.inside) + " of " + std::to_string(ch.capacity) + " items inside";
+    if (ch.max_bytes == UINT64_MAX) return text;
+    const uint64_t bytes = counts.bytes_inside;
     if (bytes >= 1000) text += ", " + amount(bytes) + " of max_bytes=" + amount(ch.max_bytes);
     for (const Held& one : held)
         text += "; process " + std::to_string(one.pid) + " holds " + std::to_string(one.blocks) +

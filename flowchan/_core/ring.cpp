@@ -197,6 +197,28 @@ void Ring::break_(const std::string& cause, Wakes& wakes) {
     call_all_writers(wakes);
 }
 
+Counts Ring::counts() const {
+    const Header& h = *h_;
+    const Gate &readers = h.reader_gate, &writers = h.writer_gate;
+    return {.items_in = h.puts + h.parked,
+            .items_out = h.takes,
+            .bytes_in = h.bytes_in,
+            .bytes_inside = h.bytes_in - h.bytes_out,
+            .inside = inside(),
+            .leased = h.leased,
+            .readers = h.readers,
+            .writers = h.writers,
+            .waiting_readers = readers.everybody(),
+            .waiting_writers = writers.everybody(),
+            .read_wait_ns = readers.total_wait_ns(),
+            .write_wait_ns = writers.total_wait_ns(),
+            .readers_waiting_for_ns = readers.waiting_for_ns(),
+            .writers_waiting_for_ns = writers.waiting_for_ns(),
+            .selecting = readers.selecting + writers.selecting,
+            .woken = readers.woken + writers.woken,
+            .short_of_bytes = h.short_of_memory && writers.waiting > 0};
+}
+
 std::string Ring::cause() const {
     const uint64_t begin = h_->cause, size = h_->cause_size;
     const bool in_block = begin >= blocks_at_ && begin < h_->blocks_top;

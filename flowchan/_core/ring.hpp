@@ -58,11 +58,6 @@ struct Taken {
     char local[LOCAL];
 };
 
-// What one process looks at or fills in place.
-struct Held {
-    uint64_t pid, blocks, bytes;
-};
-
 // What a process needs to map a ring that another one has created. Without its socket no descriptors travel
 // through it.
 struct RingHandle {
@@ -136,6 +131,9 @@ class Ring {
     }  // a larger item: alone
     bool fits(const Frame& frame) const { return frame.size <= max_bytes_; }
     bool at_end() const { return h_->state == CLOSED && h_->leased == 0 && nothing_coming(); }
+    uint64_t inside() const { return h_->state == BROKEN ? 0 : h_->puts - h_->takes; }
+    uint64_t& share() { return h_->share; }
+    Counts counts() const;
     bool drained() const { return at_end() && !h_->cut_off; }
     bool broken() const { return h_->state == BROKEN || (at_end() && h_->cut_off); }
 
@@ -148,6 +146,9 @@ class Ring {
     uint32_t open_session(Session::Role role, Wakes& wakes);  // throws std::length_error when all are taken
     void adopt(uint32_t session);                             // it belongs to the calling process from now on
     void end_session(uint32_t session, bool finished, Wakes& wakes, bool died = false);
+    uint64_t seen_state() const {
+        return std::atomic_ref(h_->state).load(std::memory_order_acquire);  // without the lock
+    }
     // Ends unsupervised sessions of dead processes, if nobody has done so lately; also the hint, without the
     // lock, that it is time to.
     void sweep(Wakes& wakes);

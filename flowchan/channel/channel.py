@@ -146,9 +146,9 @@ class Channel(_core.Channel, Generic[T]):
 
     def stats(self) -> ChannelStats:
         """Counts of this moment, taken together under the channel's lock."""
-        *counts, held = self._stats()
-        counts.append(tuple(Holder(*one) for one in held))
-        return ChannelStats(*counts)
+        stats = self._stats()
+        held = stats.pop("holders")
+        return ChannelStats(**stats, holders=tuple(Holder(*one) for one in held))
 
     def __repr__(self) -> str:
         name = f"{self._name!r}, " if self._name else ""

@@ -40,7 +40,10 @@ class Builder:
         running: list[subprocess.Popen[str]] = []
         for source in sources:
             special = [f"-D{planted}"] if planted and source.name == "plants.cpp" else []
-            name = "".join(c if c.isalnum() else "_" for c in "".join([source.stem, *flags, *special]))
+            name = "".join(
+                c if c.isalnum() else "_"
+                for c in "".join([source.parent.name, source.stem, *flags, *special])
+            )
             objects.append(self.folder / f"{name}.o")
             if objects[-1].exists():
                 continue
