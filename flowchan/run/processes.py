@@ -83,14 +83,15 @@ class WorkerProcess:
         self._send(signal.SIGKILL)
 
     def _send(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):
+        if self.pidfd is not None:
             try:
-                if self.pidfd is not None:
-                    signal.pidfd_send_signal(self.pidfd, number)
-                    return
-            except PermissionError:  # refused
+                signal.pidfd_send_signal(self.pidfd, number)
+                return
+            except ProcessLookupError:
+                return
+            except OSError:  # refused
                 pass
-            (self._process.kill if number == signal.SIGKILL else self._process.terminate)()
+        (self._process.kill if number == signal.SIGKILL else self._process.terminate)()
 
     def _end_lost(self) -> bool:
         """Kills a process that still runs although Python says that it has ended, for nothing more will be

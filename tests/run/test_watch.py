@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import os
 import queue
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,14 +25,16 @@ ONE, TWO = WorkerId("work", 1), WorkerId("work", 2)
 
 
 def refuse(pid: int, flags: int = 0) -> int:
-    raise OSError(errno.EPERM, "refused")
+    raise OSError(errno.ENOSYS, "refused")
 
 
-@pytest.fixture(params=["announced", "refused"])
+@pytest.fixture(params=["announced", "no pidfd_open", "no pidfd_send_signal"])
 def _pidfds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With pidfds, and where the system refuses them."""
-    if request.param == "refused":
+    """With pidfds, and where the system refuses what belongs to them."""
+    if request.param == "no pidfd_open":
         monkeypatch.setattr(os, "pidfd_open", refuse)
+    if request.param == "no pidfd_send_signal":
+        monkeypatch.setattr(signal, "pidfd_send_signal", refuse)
 
 
 @contextmanager
