@@ -21,8 +21,11 @@ demo: .venv/installed
 	mkdir -p out
 	$(BIN)/flowchan viz examples/wordcount.py -o out/wordcount.svg || $(BIN)/flowchan viz examples/wordcount.py -o out/wordcount.mmd
 
+# Two processes share the test files; each looks at what its own tests leave, and a hang ends it.
+TWO := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+
 test: .venv/installed-test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(TWO)
 
 # pipelines/ and viz/ are parts of the package flowchan, so the types are checked in the installed layout.
 lint: .venv/installed-test
@@ -40,10 +43,12 @@ coverage: .venv/installed-test
 	    tests/run/test_handle.py tests/run/test_decisions.py tests/run/test_async_stages.py tests/run/test_explain.py \
 	    tests/crash/test_exactly_once.py tests/pipelines tests/channel_contract/test_values.py
 
-# Random graphs and random kills, for MINUTES from SEED; the result is compared exactly.
+# What takes too long for every change: models, crash walks and stress in full; then random graphs and random kills,
+# for MINUTES from SEED, whose result is compared exactly.
 MINUTES ?= 10
 SEED ?= 1
 soak: .venv/installed-test
+	$(BIN)/python -m pytest $(TWO) --long tests/model tests/native tests/run/test_residue.py tests/channel_contract/test_damage.py
 	$(BIN)/python -m tests.crash.soak --minutes $(MINUTES) --seed $(SEED)
 
 bench: .venv/installed-bench

@@ -40,9 +40,22 @@ PASSED = pytest.StashKey[bool]()
 STDERR = pytest.StashKey[int]()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="the longest walks too, and the others whole")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--long"):
+        skip = pytest.mark.skip(reason="one of the longest: make soak runs it")
+        for item in items:
+            if item.get_closest_marker("long"):
+                item.add_marker(skip)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Makes SIGUSR1 dump the stacks of this process and of every process forked from it, past pytest's
     capturing."""
+    config.addinivalue_line("markers", "long: only with --long, as make soak runs it")
     config.stash[STDERR] = os.dup(sys.__stderr__.fileno() if sys.__stderr__ else 2)
     faulthandler.register(signal.SIGUSR1, file=config.stash[STDERR], all_threads=True)
 
@@ -73,14 +86,17 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool:
 
 def end_hang(item: pytest.Item, settings: Any) -> None:
     """Dumps the stacks of every process of the test run, kills the children, and exits."""
+    stderr = item.config.stash[STDERR]  # not what pytest captures, or what a worker of xdist throws away
     children = psutil.Process().children(recursive=True)
     for child in children:
-        print(f"hang in {item.nodeid}: stacks of child {child}", file=sys.__stderr__, flush=True)
+        os.write(stderr, f"hang in {item.nodeid}: stacks of child {child}\n".encode())
         if catches(child.pid, signal.SIGUSR1):
             child.send_signal(signal.SIGUSR1)
             threading.Event().wait(0.5)  # one after the other, so that the dumps do not mix
     for child in children:
         child.kill()
+    os.write(stderr, f"hang in {item.nodeid}: stacks of the tests' own process\n".encode())
+    faulthandler.dump_traceback(stderr, all_threads=True)
     pytest_timeout.timeout_timer(item, settings)
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import subprocess
 import sys
 import threading
 from pathlib import Path
+
+import pytest
 
 from flowchan import Channel
 
@@ -99,5 +102,8 @@ def test_hangs():
 """
 
 
-def test_a_hang_ends_in_stacks(tmp_path: Path) -> None:
-    assert "in test_hangs" in run_tests(tmp_path, HANGS, "--timeout=1")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_hang_ends_in_stacks(tmp_path: Path, workers: int) -> None:
+    said = run_tests(tmp_path, HANGS, "--timeout=1", f"-n{workers}", "--max-worker-restart=0")
+    assert "hang in test_small.py::test_hangs" in said
+    assert re.search(r'test_small.py", line \d+ in test_hangs', said)

@@ -122,7 +122,7 @@ def test_items_put_before_the_close_stay_readable(make, spawn_peer):
     assert ch.drained
 
 
-@pytest.mark.parametrize("get", GETS.keys() - {"get_nowait"})
+@pytest.mark.parametrize("get", sorted(GETS.keys() - {"get_nowait"}))
 def test_all_waiting_readers_wake_when_an_empty_channel_closes(make, spawn_peer, get):
     """C3."""
     ch = make()

@@ -27,7 +27,7 @@ from flowchan import Broken, Channel, ChannelError, Drained, In, Out, _core, sel
 from flowchan.channel.channel import _arrive
 from flowchan.transport.descriptors import Borrowed
 
-CASES = 400
+CASES, FEW = 400, 150  # all of them with --long
 BATCH = 25  # children of one test, two at a time
 MUTEX, COUNTS = 128, 192  # where the lock, and what changes under it, lie in the header
 RECORDS, RECORD = 1_728, 448  # where the redo records lie, and how far apart
@@ -284,7 +284,13 @@ def outcome(number: int, pid: int, answer: int) -> str:
     return f"case {number} ({KINDS[number % len(KINDS)].__name__}) {how}\n{text}"
 
 
-@pytest.mark.parametrize("first", range(0, CASES, BATCH))
+@pytest.mark.parametrize(
+    "first",
+    [
+        *range(0, FEW, BATCH),
+        *(pytest.param(first, marks=pytest.mark.long) for first in range(FEW, CASES, BATCH)),
+    ],
+)
 def test_damage_breaks_the_channel_and_never_its_users(first: int) -> None:
     wrong, running = [], []
     for number in range(first, first + BATCH):
@@ -370,7 +376,7 @@ def test_a_lock_of_another_kind_breaks_the_channel() -> None:
         ch.get()
 
 
-@pytest.mark.parametrize("owner", [1, 2**22 + 1, threading.get_native_id()])
+@pytest.mark.parametrize("owner", [1, 2**22 + 1, threading.get_native_id()], ids=["1", "none", "mine"])
 def test_a_lock_whose_owner_has_never_had_it_breaks_the_channel(owner: int) -> None:
     ch = damaged(lambda memory: memory.set(MUTEX, owner))
     with pytest.raises(Broken, match="damaged"):

@@ -16,7 +16,7 @@ from waiting import wait_blocked, wait_until
 
 from flowchan import Channel, ChannelError, Closed, Graph, select
 
-FORKS = 40
+FORKS = 25
 
 
 def in_child(function: Callable[[], object]) -> int:

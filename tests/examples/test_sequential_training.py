@@ -42,6 +42,6 @@ def test_both_trainings_learn_along_one_curve_and_know_the_held_out_digits(tmp_p
     "arguments", [("--on", "thread", "--parts", 3), ("--schedule", "gpipe", "--parts", 1)]
 )
 def test_other_pipes_learn_along_the_same_curve(arguments: tuple[object, ...]) -> None:
-    _, *rows, _, _, same = lines_of("--epochs", 2, *arguments)
-    assert [one == other for _, one, other in map(str.split, rows)] == [True, True]
+    _, *rows, _, _, same = lines_of("--epochs", 1, *arguments)
+    assert [one == other for _, one, other in map(str.split, rows)] == [True]
     assert same.count("part ") == arguments[-1]

@@ -3,68 +3,74 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
 HERE = Path(__file__).parent
+CXX = os.environ.get("CXX", "g++")
 CORE = HERE.parent.parent / "flowchan" / "_core"
 RING = (
     *sorted(CORE.glob("ring*.cpp")),
     *(CORE / f"{name}.cpp" for name in ("lock", "memory", "process", "windows")),
 )
 WARNINGS = ("-Wall", "-Wextra", "-Wno-missing-field-initializers")
-FLAGS = ("-std=c++20", "-O1", "-g", *WARNINGS, f"-I{CORE}", f"-I{HERE / 'stub'}")
+FLAGS = ("-std=c++20", "-g1", *WARNINGS, f"-I{CORE}", f"-I{HERE / 'stub'}")
+OPTIMISE = {CORE: "-O1", HERE: "-O0"}
+"""By folder: the programs themselves are compiled more often than it would take to run them faster."""
 
 
 class Builder:
-    """Compiles each file once per set of flags, two at a time."""
+    """Compiles two files at a time, and none a second time: objects and programs stay in ``folder`` under a
+    name that is derived from all that they are made of."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.programs: dict[tuple[str, ...], Path] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+        headers = sorted([*CORE.glob("*.hpp"), *HERE.glob("**/*.h*")])
+        version = subprocess.run([CXX, "--version"], capture_output=True, text=True, check=True).stdout
+        self.common = digest(version, *FLAGS, *(header.read_text() for header in headers))
 
     def program(self, *sources: str, flags: Sequence[str] = (), planted: str = "") -> Path:
         """The program made of these files of this folder and the ring. ``planted`` is defined for plants.cpp
         alone."""
-        key = (*sources, *flags, planted)
-        if key not in self.programs:
-            self.programs[key] = self.link(
-                key, [*RING, *(HERE / source for source in sources)], flags, planted
-            )
-        return self.programs[key]
-
-    def link(self, key: tuple[str, ...], sources: Sequence[Path], flags: Sequence[str], planted: str) -> Path:
-        objects = []
-        running: list[subprocess.Popen[str]] = []
-        for source in sources:
+        objects, running = [], []
+        for source in [*RING, *(HERE / source for source in sources)]:
             special = [f"-D{planted}"] if planted and source.name == "plants.cpp" else []
-            name = "".join(
-                c if c.isalnum() else "_"
-                for c in "".join([source.parent.name, source.stem, *flags, *special])
-            )
-            objects.append(self.folder / f"{name}.o")
-            if objects[-1].exists():
-                continue
-            if len(running) == 2:
-                finish(running.pop(0))
-            running.append(compiler(*FLAGS, *flags, *special, "-c", source, "-o", objects[-1]))
-        for process in running:
-            finish(process)
-        program = self.folder / f"program{len(self.programs)}"
-        finish(compiler(*flags, "-o", program, *objects, "-pthread"))
+            how = [OPTIMISE[source.parent], *flags, *special]
+            objects.append(self.folder / f"{source.stem}-{digest(self.common, *how, source.read_text())}.o")
+            if not objects[-1].exists():
+                if len(running) == 2:
+                    running.pop(0).finish()
+                running.append(Compiling(objects[-1], *FLAGS, *how, "-c", source))
+        for compiling in running:
+            compiling.finish()
+        program = self.folder / f"{Path(sources[0]).stem}-{digest(*flags, *map(str, objects))}"
+        if not program.exists():
+            Compiling(program, *flags, *objects, "-pthread").finish()
         return program
 
 
-def compiler(*arguments: str | Path) -> subprocess.Popen[str]:
-    command = [os.environ.get("CXX", "g++"), *map(str, arguments)]
-    return subprocess.Popen(command, text=True, stderr=subprocess.PIPE)
+def digest(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def finish(process: subprocess.Popen[str]) -> None:
-    _, errors = process.communicate()
-    assert process.returncode == 0, errors
+class Compiling:
+    """A call of the compiler. What it makes gets its name when it is whole, for others may be looking for
+    it."""
+
+    def __init__(self, target: Path, *arguments: str | Path) -> None:
+        self.target = target
+        self.unfinished = target.with_name(f"{target.name}.{os.getpid()}")
+        command = [CXX, *map(str, arguments), "-o", str(self.unfinished)]
+        self.process = subprocess.Popen(command, text=True, stderr=subprocess.PIPE)
+
+    def finish(self) -> None:
+        _, errors = self.process.communicate()
+        assert self.process.returncode == 0, errors
+        self.unfinished.rename(self.target)
 
 
 def run(program: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

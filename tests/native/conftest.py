@@ -1,11 +1,13 @@
-"""The compiler, with what it has compiled in this session."""
+"""The compiler, with what it has compiled before."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 from building import Builder
 
 
 @pytest.fixture(scope="session")
-def builder(tmp_path_factory: pytest.TempPathFactory) -> Builder:
-    return Builder(tmp_path_factory.mktemp("native"))
+def builder() -> Builder:
+    return Builder(Path(__file__).parents[2] / "build" / "native-tests")

@@ -7,6 +7,8 @@ import re
 import pytest
 from building import Builder, run
 
+pytestmark = pytest.mark.timeout(600)  # the first test compiles what all of them need
+
 SOURCES = ("stress.cpp", "plants.cpp")
 OPTIONS = {
     "address": {"ASAN_OPTIONS": "detect_leaks=1"},

@@ -1,7 +1,7 @@
-// Walks all operations, or those named on the command line, and prints one line for each: its name, the
-// number of steps at which a process died in it, and of those at which a second one died while it recovered.
-// Stops at the first broken promise. `list` prints the names only; `planted` walks an operation that must
-// fail.
+// `walk EVERY [NAME …]` walks all operations, or those named, and prints one line for each: its name, the number
+// of steps at which a process died in it, and of those at which a second one died while it recovered, which is
+// tried at one of EVERY points. Stops at the first broken promise. `list` prints the names only; `planted` walks
+// an operation that must fail.
 #include "walk.hpp"
 
 #include <algorithm>
@@ -15,16 +15,22 @@ void flowchan::fault_point() {
 
 int main(int argc, char** argv) {
     using namespace testing;
-    std::vector<std::string> wanted(argv + 1, argv + argc);
-    if (wanted == std::vector<std::string>{"planted"}) Walk(planted_scenario()).run();
-    const bool list = wanted == std::vector<std::string>{"list"};
+    must(argc > 1, "walk EVERY [NAME …] | list | planted");
+    const std::string first = argv[1];
+    std::vector<std::string> wanted(argv + 2, argv + argc);
+    const bool list = first == "list";
+    if (first == "planted") Walk(planted_scenario(), 1).run();
+    const long every = list ? 1 : std::stol(first);
     for (auto scenarios : {put_scenarios(), take_scenarios(), session_scenarios(), stage_scenarios(),
                            view_scenarios(), memory_scenarios(), parcel_scenarios()}) {
         for (const Scenario& scenario : scenarios) {
-            if (list) puts(scenario.name.c_str());
+            if (list) {
+                puts(scenario.name.c_str());
+                continue;
+            }
             if (!wanted.empty() && std::find(wanted.begin(), wanted.end(), scenario.name) == wanted.end())
                 continue;
-            Walked walked = Walk(scenario).run();
+            Walked walked = Walk(scenario, every).run();
             printf("%s: %ld %ld\n", scenario.name.c_str(), walked.points, walked.recoveries);
             fflush(stdout);
         }

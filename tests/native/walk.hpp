@@ -64,7 +64,7 @@ inline void find_dead(Ring& ring) {
 
 class Walk {
   public:
-    explicit Walk(const Scenario& scenario) : scenario(scenario) {
+    Walk(const Scenario& scenario, long every) : scenario(scenario), every(every) {
         void* p = mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
         must(p != MAP_FAILED, "mmap");
         journal = static_cast<Journal*>(p);
@@ -74,7 +74,8 @@ class Walk {
     Walked run() {
         Walked walked;
         for (long m = 1;; ++m) {
-            for (long n = 0;; ++n) {  // 0: the recovery survives
+            // 0: the recovery survives. Neighbouring steps begin at other points, so that each point is met.
+            for (long n = 0;; n += n ? every : 1 + m % every) {
                 at = scenario.name + ", dead at step " + std::to_string(m) +
                      (n ? ", recovery at " + std::to_string(n) : "");
                 Scene scene = build();
@@ -94,6 +95,7 @@ class Walk {
 
   private:
     const Scenario& scenario;
+    const long every;  // of the points of a recovery at which a second process dies, one of so many
     Journal* journal;
     std::string at;
 

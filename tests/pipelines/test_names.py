@@ -280,7 +280,7 @@ def test_children_that_are_forked_while_a_name_comes_and_goes_do_not_keep_it() -
     told, go = Channel[bool](across="processes"), Channel[None](across="processes")
 
     def fork() -> None:
-        for _ in range(100):
+        for _ in range(30):
             if os.fork() == 0:
                 with pytest.raises(Closed):
                     go.get()
@@ -292,11 +292,11 @@ def test_children_that_are_forked_while_a_name_comes_and_goes_do_not_keep_it() -
         try:
             while forking.is_alive():
                 workqueue("comes and goes", across="processes")
-            wait_blocked(go, readers=100)
+            wait_blocked(go, readers=30)
             kept = taken("comes and goes")
         finally:
             told.put(kept)
-        for _ in range(100):
+        for _ in range(30):
             os.wait()
 
     child = forked(own)

@@ -48,6 +48,9 @@ class Point:
     def __init__(self, x: int) -> None:
         self.x = x
 
+    def __repr__(self) -> str:
+        return f"Point({self.x})"
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Point) and other.x == self.x
 

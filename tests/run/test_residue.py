@@ -206,12 +206,17 @@ def test_a_run_is_forgotten_when_nobody_holds_it() -> None:
     assert gone() is None
 
 
+many = pytest.mark.parametrize("runs", [50, pytest.param(200, marks=pytest.mark.long)])
+"""Of which not one may leave anything; what may add up unseen in a few is looked for in more."""
+
+
 def memory() -> int:
     gc.collect()
     return psutil.Process().memory_info().rss
 
 
-def test_two_hundred_runs_leave_the_process_as_it_was() -> None:
+@many
+def test_many_runs_leave_the_process_as_it_was(runs: int) -> None:
     def once() -> None:
         graph = Graph("r6")
         total = graph.source(range(50)).map(same, workers=2).map(same, on="process").reduce(int.__add__, 0)
@@ -220,18 +225,19 @@ def test_two_hundred_runs_leave_the_process_as_it_was() -> None:
     for _ in range(20):
         once()
     before, size = residue(), memory()
-    for _ in range(200):
+    for _ in range(runs):
         once()
     gc.collect()
     wait_until(lambda: residue() <= before, 10, what=lambda: residue() - before)
     assert memory() - size < 16 << 20
 
 
-def test_two_hundred_failed_runs_leave_the_process_as_it_was() -> None:
+@many
+def test_many_failed_runs_leave_the_process_as_it_was(runs: int) -> None:
     for _ in range(10):
         failed("thread")
     before, size = residue(), memory()
-    for number in range(200):
+    for number in range(runs):
         (failed if number % 10 else killed)("thread")
     gc.collect()
     wait_until(lambda: residue() <= before, 10, what=lambda: residue() - before)
