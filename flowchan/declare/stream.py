@@ -120,7 +120,7 @@ class Stream:
         """One item: ``function(so_far, item)`` over all items, beginning with ``initial``, or with the first
         item if there is none. It is a result of the run; no other stage needs to read it."""
         item = returned_type(callable_argument("reduce", "function", function))
-        known_options("reduce", options, NameOption.__annotations__)
+        known_options("reduce", options, ("initial", *NameOption.__annotations__))
         own = {} if initial is _MISSING else {"initial": initial}
         return self._next("reduce", [("out", item)], options, function=function, own=own, errors=True)[0]
 

@@ -30,6 +30,7 @@ MISSPELT: list[tuple[str, str, Callable[[Graph, Stream], Any]]] = [
     ("source", "capacity", lambda graph, stream: graph.source(count, 3, capcity=2)),
     ("stage", "workers", lambda graph, stream: graph.stage(pass_on, stream, worker=2)),
     ("reduce", "name", lambda graph, stream: stream.reduce(max, nam="largest")),
+    ("reduce", "initial", lambda graph, stream: stream.reduce(max, inital=0)),
     ("collect", "name", lambda graph, stream: stream.collect(naem="all")),
     ("batch", "timeout", lambda graph, stream: stream.batch(2, timeuot=1)),
     ("unbatch", "capacity", lambda graph, stream: stream.unbatch(capcity=1)),
