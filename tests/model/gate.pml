@@ -18,12 +18,12 @@
    fresh[p]                                 waiting.hpp: Gate::seq == the `seq` that p remembers
    asleep[p], get_up(), futex_wake()        waiting.hpp: futex_wait, futex_wake; ring.hpp: Ring::wake
    operation() of a writer                  ring_items.cpp: Ring::room, Ring::try_put, Ring::finish_put
-   operation() of a reader                  calls.cpp: get_step; ring_items.cpp: Ring::acknowledge, Ring::free_leased,
-                                            Ring::try_take, Ring::at_end_for, Ring::tell_end
+   operation() of a reader                  calls.cpp: get_step; ring_leases.cpp: Ring::acknowledge, Ring::free_leased;
+                                            ring_items.cpp: Ring::try_take, Ring::at_end_for, Ring::tell_end
    first try                                blocking.hpp: perform
    registering, the loop                    blocking.hpp: wait
-   depart()                                 ring.cpp: Ring::end_session, Ring::close_with, Ring::drop_copies
-   sweep()                                  ring.cpp: Ring::sweep; ring_items.cpp: Ring::give_back
+   depart()                                 ring_sessions.cpp: Ring::end_session, Ring::drop_copies; ring.cpp: Ring::close_with
+   sweep()                                  ring_sessions.cpp: Ring::sweep; ring_leases.cpp: Ring::give_back
    take_lock()                              ring.cpp: Ring::lock, Ring::recover
 
    -D LAZY=n: readers wake writers when n places are free (ring.hpp: Ring::call_writers, ReaderState::lazy).

@@ -9,15 +9,15 @@
 
    step of the model                     source
    -----------------------------------   ------------------------------------------------------------------
-   source                                bodies.py: source; ring_items.cpp: Ring::try_put; ring.cpp: Ring::end_session
-   ask                                   calls.cpp: get_item, get_step; ring_items.cpp: Ring::acknowledge, Ring::try_take
+   source                                bodies.py: source; ring_items.cpp: Ring::try_put; ring_sessions.cpp: Ring::end_session
+   ask                                   calls.cpp: get_item, get_step; ring_leases.cpp: Ring::acknowledge; ring_items.cpp: Ring::try_take
    AT_END()                              ring_items.cpp: Ring::at_end_for
-   begin()                               calls.cpp: begin; ring_items.cpp: Ring::begin_item
+   begin()                               calls.cpp: begin; ring_turns.cpp: Ring::begin_item
    one output                            calls.cpp: skip, put_ring; ring_items.cpp: Ring::try_put, Ring::link
-   leaving: told, close In, close Out    worker.py: work; ports.cpp: In::close, Out::close; ring.cpp: Ring::end_session
+   leaving: told, close In, close Out    worker.py: work; ports.cpp: In::close, Out::close; ring_sessions.cpp: Ring::end_session
    open_again, numbers, retire,          crew.py: recover; recovery.py: take_up; bindings.cpp: retire,
-     give up                             numbers_in_hand; ring.cpp: Ring::open_session, Ring::retire_writer;
-                                         ring_items.cpp: Ring::give_back
+     give up                             numbers_in_hand; ring_sessions.cpp: Ring::open_session, Ring::retire_writer;
+                                         ring_leases.cpp: Ring::give_back
    release                               supervisor.py: _act (ReleasePorts), after events.py: Ended
    start                                 supervisor.py: _start_due
    sink                                  bodies.py: sink (plain reads: C4)

@@ -15,14 +15,14 @@
    set()                                 redo.hpp: Change::set
    COMMIT(), finish(), apply()           redo.hpp: Change::commit, Redo::apply; each may_die() is a fault_point()
    lock(), unlock()                      ring.cpp: Ring::lock (robust mutex, EOWNERDEAD); ring.hpp: Ring::unlock
-   lock(), its first branch              ring.cpp: Ring::recover, pthread_mutex_consistent; redo.hpp: Redo::recover
+   lock(), its first branch              ring.cpp: Ring::recover; lock.hpp: pthread_mutex_consistent; redo.hpp: Redo::recover
    compose_put()                         ring_items.cpp: Ring::try_put, Ring::room, Ring::take_slot, Ring::link
    compose_take()                        ring_items.cpp: Ring::try_take, the branch of a reader
-   compose_acknowledge()                 ring_items.cpp: Ring::acknowledge, Ring::free_leased, Ring::free_slot
+   compose_acknowledge()                 ring_leases.cpp: Ring::acknowledge, Ring::free_leased; ring_items.cpp: Ring::free_slot
    AT_END                                ring_items.cpp: Ring::at_end_for
-   compose_give_back()                   ring_items.cpp: Ring::give_back
-   compose_leave(), end_session()        ring.cpp: Ring::end_session, Ring::close_with
-   janitor                               ring.cpp: Ring::sweep
+   compose_give_back()                   ring_leases.cpp: Ring::give_back
+   compose_leave(), end_session()        ring_sessions.cpp: Ring::end_session; ring.cpp: Ring::close_with
+   janitor                               ring_sessions.cpp: Ring::sweep
    look()                                layout.hpp: "A slot is always in exactly one place"
    room to begin an operation            blocking.hpp: wait; a sleeper of gate.pml stands still here until it can go on,
                                          or until there is a dead owner to recover from (its slice)
