@@ -173,7 +173,7 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
     25: (
         "killing a whole tree killed the daemon and itself",
         (
-            "run/test_ways_out.py::test_when_the_forkserver_is_killed_its_workers_are_replaced_or_the_run_says_why",
+            "run/test_ways_out.py::test_a_worker_that_dies_after_its_forkserver_is_replaced_or_the_run_says_why",
             "channel_contract/test_fork.py::test_a_fork_while_a_run_is_going_on_leaves_it_to_the_parent",
         ),
     ),
