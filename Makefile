@@ -39,16 +39,16 @@ lint: .venv/installed-test
 # Which lines of the Python package its quicker tests run in this process; what worker processes run is not counted.
 coverage: .venv/installed-test
 	$(BIN)/python -m pytest --cov=flowchan --cov=viz --cov=pipelines --cov-report=term-missing:skip-covered \
-	    tests/graph tests/viz tests/cli tests/run/test_verbs.py tests/run/test_verbs_per_item.py tests/run/test_failure.py \
+	    tests/declare tests/check tests/viz tests/cli tests/run/test_verbs.py tests/run/test_verbs_per_item.py tests/run/test_failure.py \
 	    tests/run/test_handle.py tests/run/test_decisions.py tests/run/test_async_stages.py tests/run/test_explain.py \
-	    tests/crash/test_exactly_once.py tests/pipelines tests/channel_contract/test_values.py
+	    tests/crash/test_exactly_once.py tests/pipelines tests/contract/test_values.py
 
 # What takes too long for every change: models, crash walks and stress in full; then random graphs and random kills,
 # for MINUTES from SEED, whose result is compared exactly.
 MINUTES ?= 10
 SEED ?= 1
 soak: .venv/installed-test
-	$(BIN)/python -m pytest $(TWO) --long tests/model tests/native tests/run/test_residue.py tests/channel_contract/test_damage.py
+	$(BIN)/python -m pytest $(TWO) --long tests/model tests/native tests/run/test_residue.py tests/channel/test_damage.py
 	$(BIN)/python -m tests.crash.soak --minutes $(MINUTES) --seed $(SEED)
 
 bench: .venv/installed-bench

@@ -42,7 +42,7 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
         "keeping a returned array blocks the next run",
         (
             "run/test_large_items.py::test_r8_results_that_outlive_the_run_stay_valid",
-            "channel_contract/test_arrays.py::test_views_stay_valid_while_a_port_goes_on_and_when_all_is_gone",
+            "contract/test_arrays.py::test_views_stay_valid_while_a_port_goes_on_and_when_all_is_gone",
         ),
     ),
     4: (
@@ -72,9 +72,9 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
     9: (
         "a small /dev/shm: refusal, slow fallback, or SIGBUS",
         (
-            "graph/test_check.py::test_channels_that_do_not_fit_in_memory_are_reported_with_both_numbers",
+            "check/test_check.py::test_channels_that_do_not_fit_in_memory_are_reported_with_both_numbers",
             "test_complaints.py::test_memory_that_cannot_be_had_is_an_error_where_it_is_asked_for",
-            "channel_contract/test_damage.py::test_the_memory_cannot_be_cut_off",
+            "channel/test_damage.py::test_the_memory_cannot_be_cut_off",
         ),
     ),
     10: (
@@ -99,7 +99,7 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
         "an error in a stage and a full input queue hang",
         (
             "run/test_failure.py::test_a_failure_ends_workers_that_wait_for_their_channels",
-            "channel_contract/test_abort.py::test_every_waiting_writer_raises_broken_from_the_cause",
+            "contract/test_abort.py::test_every_waiting_writer_raises_broken_from_the_cause",
         ),
     ),
     14: (
@@ -114,12 +114,12 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
         "an unpicklable lambda gives a silently empty list",
         (
             "run/test_start_methods.py::test_lambdas_and_closures",
-            "graph/test_check_values.py::test_what_cannot_be_pickled_is_named",
+            "check/test_check_values.py::test_what_cannot_be_pickled_is_named",
         ),
     ),
     16: (
         "put succeeds and pickling fails later in a hidden thread",
-        ("channel_contract/test_bad_input.py::test_an_unpicklable_item_raises_in_put_and_names_the_part",),
+        ("contract/test_bad_input.py::test_an_unpicklable_item_raises_in_put_and_names_the_part",),
     ),
     17: (
         "a killed worker dies with the lock of the queue",
@@ -139,7 +139,7 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
     20: (
         "the tracker of one process unlinks another's segment",
         (
-            "channel_contract/test_children.py::test_channels_outlive_the_script_that_forgets_them",
+            "channel/test_children.py::test_channels_outlive_the_script_that_forgets_them",
             "run/test_ways_out.py::test_every_way_out_leaves_nothing",
         ),
     ),
@@ -150,15 +150,15 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
     22: (
         "CUDA IPC memory is never freed",
         (
-            "channel_contract/test_device_tensors.py::test_blocks_are_kept_while_their_items_exist_and_used_again",
-            "channel_contract/test_device_tensors.py::test_a_long_stream_opens_once_closes_never_and_waits_for_nothing",
-            "channel_contract/test_device_tensors.py::test_c11_what_a_killed_receiver_held_returns",
+            "contract/test_device_tensors.py::test_blocks_are_kept_while_their_items_exist_and_used_again",
+            "contract/test_device_tensors.py::test_a_long_stream_opens_once_closes_never_and_waits_for_nothing",
+            "contract/test_device_tensors.py::test_c11_what_a_killed_receiver_held_returns",
         ),
     ),
     23: (
         "workers survive because they inherited both ends of a pipe",
         (
-            "channel_contract/test_port_deaths.py::test_the_last_writer_killed_does_not_look_like_a_clean_end",
+            "contract/test_port_deaths.py::test_the_last_writer_killed_does_not_look_like_a_clean_end",
             "run/test_residue.py::test_the_workers_of_a_program_that_was_killed_are_gone",
             "run/test_nested.py::test_what_runs_inside_a_killed_worker_ends_with_it",
         ),
@@ -174,7 +174,7 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
         "killing a whole tree killed the daemon and itself",
         (
             "run/test_ways_out.py::test_a_worker_that_dies_after_its_forkserver_is_replaced_or_the_run_says_why",
-            "channel_contract/test_fork.py::test_a_fork_while_a_run_is_going_on_leaves_it_to_the_parent",
+            "contract/test_fork.py::test_a_fork_while_a_run_is_going_on_leaves_it_to_the_parent",
         ),
     ),
     26: (
@@ -205,15 +205,15 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
     30: (
         "users forget to close ends",
         (
-            "channel_contract/test_ports.py::test_dropping_a_port_closes_it",
+            "contract/test_ports.py::test_dropping_a_port_closes_it",
             "run/test_handle.py::test_leaving_the_block_closes_the_inputs_and_waits",
         ),
     ),
     31: (
         "a hang at exit; messages lost though they should linger",
         (
-            "channel_contract/test_close.py::test_items_put_before_the_close_stay_readable",
-            "channel_contract/test_close.py::test_put_after_close_raises_closed_and_puts_nothing",
+            "contract/test_close.py::test_items_put_before_the_close_stay_readable",
+            "contract/test_close.py::test_put_after_close_raises_closed_and_puts_nothing",
         ),
     ),
     32: (
@@ -223,7 +223,7 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
     33: (
         "pipelines hang at their start, in a deadlock, or at exit",
         (
-            "graph/test_check.py::test_a_cycle_is_reported_as_its_loop",
+            "check/test_check.py::test_a_cycle_is_reported_as_its_loop",
             "run/test_explain.py::test_general_stages_that_wait_for_each_other_are_recognised",
             "run/test_ways_out.py::test_every_way_out_leaves_nothing",
         ),

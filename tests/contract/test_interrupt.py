@@ -59,7 +59,7 @@ def answer_after(script, signum):
 def test_ctrl_c_interrupts_a_waiting_reader(medium, call):
     """C9: afterwards nobody waits, and the channel works as before."""
     after = "ch.put('next'); print(ch.get())" if "reader()" not in call else "print('next')"
-    script = run_until_blocked(across=medium.name, side="readers", prepare="", call=call, after=after)
+    script = run_until_blocked(across=medium.across, side="readers", prepare="", call=call, after=after)
     assert answer_after(script, signal.SIGINT) == "interrupted 0 0 0\nnext\n"
 
 
@@ -68,7 +68,7 @@ def test_ctrl_c_interrupts_a_waiting_writer(medium, call):
     """C9: the item was not put, nobody waits, and the channel works as before."""
     after = "print(ch.get_many(5))"
     script = run_until_blocked(
-        across=medium.name, side="writers", prepare="ch.put(1)", call=call, after=after
+        across=medium.across, side="writers", prepare="ch.put(1)", call=call, after=after
     )
     assert answer_after(script, signal.SIGINT) == "interrupted 0 0 1\n[1]\n"
 
@@ -76,14 +76,18 @@ def test_ctrl_c_interrupts_a_waiting_writer(medium, call):
 def test_a_signal_whose_handler_returns_ends_no_call(medium):
     """C9: the call goes on waiting after the handler has run, and here the handler itself brings the item."""
     prepare = "signal.signal(signal.SIGUSR1, lambda *_: ch.put_nowait('from the handler'))"
-    script = run_until_blocked(across=medium.name, side="readers", prepare=prepare, call="ch.get()", after="")
+    script = run_until_blocked(
+        across=medium.across, side="readers", prepare=prepare, call="ch.get()", after=""
+    )
     assert answer_after(script, signal.SIGUSR1) == "ended with from the handler\n"
 
 
 def test_a_handler_may_close_the_channel_that_the_main_thread_waits_in(medium):
     """C9, C3: no lock is held while a handler runs."""
     prepare = "signal.signal(signal.SIGUSR1, lambda *_: ch.close())"
-    script = run_until_blocked(across=medium.name, side="readers", prepare=prepare, call="list(ch)", after="")
+    script = run_until_blocked(
+        across=medium.across, side="readers", prepare=prepare, call="list(ch)", after=""
+    )
     assert answer_after(script, signal.SIGUSR1) == "ended with []\n"
 
 
@@ -99,6 +103,6 @@ def catch(call):
         print("came out", len(ch), flush=True)
 """
     script = run_until_blocked(
-        across=medium.name, side="writers", prepare=prepare + catch, call=call, after=""
+        across=medium.across, side="writers", prepare=prepare + catch, call=call, after=""
     )
     assert answer_after(script, signal.SIGUSR1) == "came out 1\nended with []\n"

@@ -3,6 +3,7 @@ process."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
@@ -19,15 +20,15 @@ from waiting import wait_blocked, wait_until
 
 from flowchan import Broken, Channel, Closed, Drained, Empty, Full, NothingReady, Selected, select
 
-ACROSS = [medium.name for medium in MEDIA]
+MIXES = [*([medium] for medium in MEDIA), *map(list, itertools.combinations(MEDIA, 2))]
 
 
-@pytest.fixture(params=[["threads"], ["processes"], ["threads", "processes"]], ids="+".join)
+@pytest.fixture(params=MIXES, ids=lambda mix: "+".join(medium.name for medium in mix))
 def several(request):
-    """``several(n, capacity)``: n channels of one medium, or of both in turn."""
+    """``several(n, capacity)``: n channels of one medium, or of two in turn."""
 
     def make(n, capacity=64):
-        return [Channel(capacity, across=request.param[i % len(request.param)]) for i in range(n)]
+        return [request.param[i % len(request.param)].make(capacity) for i in range(n)]
 
     return make
 
@@ -308,7 +309,7 @@ def test_a_select_that_used_another_channel_passes_its_wake_up_on(several):
         assert nobody_waits([a, b])
 
 
-@pytest.mark.parametrize("across", ACROSS)
+@pytest.mark.parametrize("across", [pytest.param(one.across, id=one.name) for one in MEDIA])
 def test_ctrl_c_interrupts_a_waiting_select(across):
     """C9, C10: nothing was done, nobody waits, and the channels work as before."""
     text = f"""

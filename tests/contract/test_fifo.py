@@ -120,7 +120,7 @@ def test_defaults_are_64_items_between_threads():
 
 
 def test_a_channel_tells_its_medium(make, medium):
-    assert make().across == medium.name
+    assert make().across == medium.across
 
 
 def test_put_waits_while_the_channel_is_full(make, spawn_peer):

@@ -1,0 +1,31 @@
+"""The media that the contract suite runs over. A new medium is one more entry here, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from flowchan import Channel
+
+
+@dataclass(frozen=True)
+class Medium:
+    """One medium under test. ``make(capacity=64, **options)`` makes a channel of it, as ``across`` does in a
+    program of its own; ``peers`` says where the other party of a test may run ("thread", "process");
+    ``copies`` tells whether items arrive as copies."""
+
+    name: str
+    across: str
+    peers: tuple[str, ...]
+    copies: bool
+
+    @property
+    def make(self) -> Callable[..., Channel]:
+        return partial(Channel, across=self.across)
+
+
+MEDIA = [
+    Medium("threads", "threads", peers=("thread",), copies=False),
+    Medium("processes", "processes", peers=("thread", "process"), copies=True),
+]

@@ -1,0 +1,6 @@
+"""A toy medium, to show that a new one is one entry and nothing else: channels of one process, but every item
+goes through the codec, as between hosts. ``pytest -p toy -k toy tests/contract`` runs the contract on it."""
+
+import media
+
+media.MEDIA.append(media.Medium("toy", "processes", peers=("thread",), copies=True))
