@@ -279,12 +279,19 @@ Step get_ring(Channel& ch, In* in, Deadline deadline, Taking taking, PyObject*& 
 
 // A worker of an ordered stage takes no item while many outputs wait for a place (line.hpp).
 Step await_place(In& in) {
-    for (Out* out : in.feeds) {
-        if (!out->state.ordered || !out->ch->queue) continue;
-        LocalQueue& queue = *out->ch->queue;
+    for (size_t i = 0; i < in.feeds.size(); ++i) {
+        Out& out = *in.feeds[i];
+        if (!out.state.ordered || !out.ch->queue) continue;
+        LocalQueue& queue = *out.ch->queue;
+        const auto waits = [&] { return out.open && queue.is_crowded(); };
+        Locked<LocalQueue> lock(queue);
+        const bool now = waits();
+        lock.unlock({});
+        if (!now) continue;
+        nb::object kept = nb::find(out);  // others may close and drop it meanwhile
         const Step step = perform(
-            queue, [out](bool) { return Caller{Side::Writer, out, 0, 0, true, ANY_TURN}; },
-            [&](Wakes&) { return out->open && queue.is_crowded() ? Step::Wait : Step::Done; }, Deadline{});
+            queue, [&](bool) { return Caller{Side::Writer, &out, 0, 0, true, ANY_TURN}; },
+            [&](Wakes&) { return waits() ? Step::Wait : Step::Done; }, Deadline{});
         if (step != Step::Done) return step;
     }
     return Step::Done;
