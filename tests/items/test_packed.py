@@ -79,5 +79,5 @@ def test_what_making_the_value_raises_is_raised_by_unpack_only() -> None:
 
 
 def test_what_cannot_be_packed_is_named() -> None:
-    with pytest.raises(TypeError, match="its item 'lock' .*can't be pickled"):
+    with pytest.raises(TypeError, match=r"its item 'lock' .*can't be pickled"):
         pack({"lock": threading.Lock()})
