@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NewType, Protocol, TypedDict, TypeVar
 
-from flowchan._core import In, Out
+from flowchan import In, Out
 from flowchan.check.rules import check
 from flowchan.declare.blueprint import Blueprint
 from flowchan.declare.stream import Stream, origins

@@ -183,6 +183,12 @@ void construct(Channel* self, Args... args) {
     }
 }
 
+template <class Port>
+void construct_port(Port* self, nb::handle channel, int session) {
+    if (!nb::isinstance<Channel>(channel)) throw nb::type_error("a port is one of a channel");
+    new (self) Port(nb::borrow(channel), session);
+}
+
 }  // namespace
 
 NB_MODULE(_core, m) {
@@ -211,18 +217,6 @@ NB_MODULE(_core, m) {
             "cause"_a = nb::none(),
             "Break the channel: what is inside is discarded, and every waiting or later call raises Broken "
             "from ``cause``.")
-        .def(
-            "reader",
-            [](nb::handle self) {
-                return nb::cast(new In(nb::borrow(self), 0), nb::rv_policy::take_ownership);
-            },
-            "A counted reading end. When the last one is closed, writers get Closed.")
-        .def(
-            "writer",
-            [](nb::handle self) {
-                return nb::cast(new Out(nb::borrow(self), 0), nb::rv_policy::take_ownership);
-            },
-            "A counted writing end. When the last one is closed, the channel is closed.")
         .def("__len__", length)
         .def_prop_ro(
             "capacity", [](Channel& ch) { return ch.capacity; }, "How many items may be inside.")
@@ -261,22 +255,11 @@ NB_MODULE(_core, m) {
         .def(
             "_loan",
             [](Channel& ch, uint64_t size, nb::handle timeout) { return loan(ch, nullptr, size, timeout); },
-            "size"_a, "timeout"_a.none())
-        .def(
-            "_adopt_reader",
-            [](nb::handle self, int session) {
-                return nb::cast(new In(nb::borrow(self), session), nb::rv_policy::take_ownership);
-            },
-            "session"_a)
-        .def(
-            "_adopt_writer",
-            [](nb::handle self, int session) {
-                return nb::cast(new Out(nb::borrow(self), session), nb::rv_policy::take_ownership);
-            },
-            "session"_a);
+            "size"_a, "timeout"_a.none());
 
     nb::class_<In>(m, "In", nb::type_slots(in_slots),
-                   "A stage's reading end of a channel. Taking the next item finishes the one before.")
+                   "A reading end of a channel. Use flowchan.In: channel.reader() gives one.")
+        .def("__init__", construct_port<In>, "channel"_a, "session"_a = 0)
         .def(
             "close", [](In& in) { in.close(true); }, "Leave: the items in hand count as finished.")
         .def("_give_up", [](In& in) { in.close(false); })
@@ -304,7 +287,9 @@ NB_MODULE(_core, m) {
             "closed", [](In& in) { return !in.open || is_broken(*in.ch) || is_drained(*in.ch); },
             "Whether nothing more comes: the port was closed, or the channel is drained or broken.");
 
-    nb::class_<Out>(m, "Out", nb::type_slots(out_slots), "A stage's writing end of a channel.")
+    nb::class_<Out>(m, "Out", nb::type_slots(out_slots),
+                    "A writing end of a channel. Use flowchan.Out: channel.writer() gives one.")
+        .def("__init__", construct_port<Out>, "channel"_a, "session"_a = 0)
         .def("close", &Out::close, "Leave; the last writer to leave closes the channel.")
         .def(
             "_follow",

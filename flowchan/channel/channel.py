@@ -7,7 +7,6 @@ arguments, the statistics, and how a channel reaches another process.
 
 from __future__ import annotations
 
-import copyreg
 import os
 import weakref
 from collections.abc import Callable, Iterator
@@ -17,9 +16,9 @@ from typing import Any, Generic, TypeVar
 
 import flowchan.items.codec  # tells the core how to serialise  # noqa: F401
 from flowchan import _core
-from flowchan._core import In, Out
 from flowchan.channel import awaiting
 from flowchan.channel.media import MEDIA, Across, Medium
+from flowchan.channel.ports import In, Out
 from flowchan.errors import Broken
 from flowchan.items import arrays
 from flowchan.transport.descriptors import (
@@ -126,6 +125,14 @@ class Channel(_core.Channel, Generic[T]):
         """What it is made of, and what follows from that."""
         return MEDIA[self.across]
 
+    def reader(self) -> In[T]:
+        """A counted reading end. When the last one is closed, writers get Closed."""
+        return In(self)
+
+    def writer(self) -> Out[T]:
+        """A counted writing end. When the last one is closed, the channel is closed."""
+        return Out(self)
+
     def __iter__(self) -> Iterator[T]:
         return self
 
@@ -214,24 +221,3 @@ def _whole(argument: str, value: object, unit: str) -> None:
         raise TypeError(f"{argument} must be a whole number of {unit} >= 1, not {value!r}")
     if not 1 <= value <= 10**15:
         raise ValueError(f"{argument} must be a whole number of {unit} from 1 to 10**15, not {value!r}")
-
-
-for _port in (In, Out):
-    _verb = "aget" if _port is In else "aput"
-    setattr(_port, _verb, getattr(awaiting, _verb))
-setattr(Out, "loan", arrays.loan)  # noqa: B010
-setattr(In, "__aiter__", awaiting.aiter_items)  # noqa: B010
-setattr(In, "__anext__", awaiting.anext_item)  # noqa: B010
-
-
-# Ports cross to another process with their session: the port moves, it is not copied.
-def _adopt_reader(channel: Channel[Any], session: int) -> In[Any]:
-    return channel._adopt_reader(session)
-
-
-def _adopt_writer(channel: Channel[Any], session: int) -> Out[Any]:
-    return channel._adopt_writer(session)
-
-
-copyreg.pickle(In, lambda port: (_adopt_reader, port._hand_over()))
-copyreg.pickle(Out, lambda port: (_adopt_writer, port._hand_over()))

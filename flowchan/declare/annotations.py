@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from flowchan._core import In, Out
+from flowchan.channel.ports import In, Out
 from flowchan.declare.callables import bare, is_callable_class
 
 Parameter = inspect.Parameter

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from declared import by_hand, handle, only, pass_on, rules, to_int, to_text
 
-from flowchan._core import In, Out
+from flowchan import In, Out
 from flowchan.check.rules import check, raise_for
 from flowchan.declare.blueprint import Blueprint
 from flowchan.errors import GraphError

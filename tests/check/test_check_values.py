@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from declared import Animal, Dog, Row, Speaks, T, UserId, only, pass_on, to_int, to_text
 
-from flowchan._core import In, Out
+from flowchan import In, Out
 from flowchan.check.rules import check
 from flowchan.check.types import fits
 from flowchan.declare.blueprint import Blueprint

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar  # noqa: F401
 
 import pytest
 
-from flowchan._core import In, Out
+from flowchan import In, Out
 from flowchan.declare.blueprint import Blueprint
 from flowchan.declare.stream import Stream
 from flowchan.errors import Where

@@ -7,8 +7,7 @@ import itertools
 import pytest
 from declared import only, pass_on, rules, to_text
 
-from flowchan import Feedback
-from flowchan._core import In, Out
+from flowchan import Feedback, In, Out
 from flowchan.check.rules import check
 from flowchan.declare.blueprint import Blueprint
 from flowchan.declare.stream import Stream

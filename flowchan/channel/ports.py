@@ -1,0 +1,34 @@
+"""The ends of a channel: a native port each, with what is easier said in Python."""
+
+from __future__ import annotations
+
+import copyreg
+from typing import TypeVar
+
+from flowchan import _core
+from flowchan.channel import awaiting
+from flowchan.items import arrays
+
+T = TypeVar("T")
+
+
+class In(_core.In[T]):
+    """A stage's reading end of a channel. Taking the next item finishes the one before."""
+
+    __slots__ = ()
+    aget = awaiting.aget
+    __aiter__ = awaiting.aiter_items
+    __anext__ = awaiting.anext_item
+
+
+class Out(_core.Out[T]):
+    """A stage's writing end of a channel."""
+
+    __slots__ = ()
+    aput = awaiting.aput
+    loan = arrays.loan
+
+
+# Ports cross to another process with their session: the port moves, it is not copied.
+copyreg.pickle(In, lambda port: (In, port._hand_over()))
+copyreg.pickle(Out, lambda port: (Out, port._hand_over()))
