@@ -16,10 +16,14 @@ import flowchan
 from flowchan import Graph, Interrupted, RunError
 
 SUM = """
-    import itertools, signal, sys, threading
+    import itertools, signal, sys, threading, time
     from flowchan import Graph, Interrupted, Out, RunError
 
     passed = threading.Event()
+
+    def rest():  # signal.pause would miss a Ctrl-C that comes just before it
+        while True:
+            time.sleep(0.1)
 
     def numbers():
         for number in itertools.count():
@@ -42,7 +46,7 @@ SUM = """
     seen = []
 
     def body_that_waits(run):
-        signal.pause()
+        rest()
 
     def loop_that_waits(run):
         for number in run.iter(listed):
@@ -52,7 +56,7 @@ SUM = """
         for number in run.iter(listed):
             seen.append(number)
             if number == 500:
-                signal.pause()
+                rest()
 
     def loop_in_a_function_that_keeps_the_iterator(run):
         global items
@@ -60,7 +64,7 @@ SUM = """
         for number in items:
             seen.append(number)
             if number == 500:
-                signal.pause()
+                rest()
 
     def block(body):
         with graph.start() as run:
