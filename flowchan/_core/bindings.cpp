@@ -97,43 +97,49 @@ std::vector<Slot*> in_hand(In& in) {
     return slots;
 }
 
-nb::list numbers_in_hand(In& in) {
-    nb::list numbers;
-    for (Slot* slot : in_hand(in)) numbers.append(slot->number);
-    return numbers;
-}
-
-// How many workers have died with the item in hand that killed most.
-uint64_t deaths_in_hand(In& in) {
+// How many workers have died in the user's code, or while something was unpickled, over what this dead one
+// had in hand, itself included; 0 when it died elsewhere.
+uint64_t deaths_over(const std::vector<In*>& inputs) {
+    bool working = false;
     uint64_t most = 0;
-    for (Slot* slot : in_hand(in)) most = std::max(most, slot->deaths());
-    return most;
-}
-
-// Whether the user's code ran for what it has in hand, or something was being unpickled.
-bool died_working(In& in) {
-    if (!in.ch->ring) return false;
-    const Session& s = in.ch->ring->session(in.state.session);
-    return s.lease_head && s.at != Session::OURS;
-}
-
-// What it had in hand when it died goes to its successor, if it may have killed it, else back to all.
-void hand_on(In& in, In& successor) {
-    if (in.ch->ring) {
-        Locked<Ring> lock(*in.ch->ring);
-        in.ch->ring->hand_on(in.state.session, successor.state.session);
-        lock.unlock({});
+    for (In* in : inputs) {
+        if (!in->ch->ring) continue;
+        const Session& s = in->ch->ring->session(in->state.session);
+        working = working || (s.lease_head && s.at != Session::OURS);
+        for (Slot* slot : in_hand(*in)) most = std::max(most, slot->deaths());
     }
-    in.close(false);
+    return working ? 1 + most : 0;
 }
 
-void retire(Out& out, std::vector<uint64_t> items) {
+void retire(Out& out, const std::vector<uint64_t>& items) {
     if (!out.ch->ring) return;
     out.open = false;
     Wakes wakes;
     Locked<Ring> lock(*out.ch->ring);
     out.ch->ring->retire_writer(out.state.session, items, wakes);
     lock.unlock(wakes);
+}
+
+// What a dead worker leaves is taken up: outputs that are out already stay remembered in their channel, so
+// that whoever does the item again skips them; what it had in hand goes to its successor, if it may have
+// killed it, else back to all. Of a source all outputs belong to item 0.
+void take_up(const std::vector<In*>& inputs, const std::vector<Out*>& outputs,
+             const std::vector<In*>& successors) {
+    if (inputs.size() != successors.size()) throw nb::value_error("a successor for each input");
+    std::vector<uint64_t> items;
+    for (In* in : inputs)
+        for (Slot* slot : in_hand(*in)) items.push_back(slot->number);
+    if (inputs.empty()) items.push_back(0);
+    for (Out* out : outputs) retire(*out, items);
+    for (size_t i = 0; i < inputs.size(); ++i) {
+        In& in = *inputs[i];
+        if (in.ch->ring) {
+            Locked<Ring> lock(*in.ch->ring);
+            in.ch->ring->hand_on(in.state.session, successors[i]->state.session);
+            lock.unlock({});
+        }
+        in.close(false);
+    }
 }
 
 // A descriptor of another process, opened here; -1 where the system does not allow it.
@@ -265,10 +271,6 @@ NB_MODULE(_core, m) {
         .def("_give_up", [](In& in) { in.close(false); })
         .def("_supervise", supervise<In>)
         .def("_wake_lazily", [](In& in) { in.state.lazy = true; })
-        .def("_hand_on", hand_on, "successor"_a)
-        .def("_died_working", died_working)
-        .def("_numbers_in_hand", numbers_in_hand)
-        .def("_deaths_in_hand", deaths_in_hand)
         .def(
             "_on_poison",
             [](In& in, uint64_t deaths, nb::object handler) {
@@ -309,7 +311,6 @@ NB_MODULE(_core, m) {
                 return loan(*out.ch, &out, size, timeout);
             },
             "size"_a, "timeout"_a.none())
-        .def("_retire", retire, "items"_a)
         .def("_supervise", supervise<Out>)
         .def("_hand_over", hand_over<Out>)
         .def("__enter__", [](nb::handle self) { return self; })
@@ -342,6 +343,8 @@ NB_MODULE(_core, m) {
         },
         "dumps"_a, "loads"_a, "unreadable"_a);
     m.def("_look_at", look_at, "channels"_a);
+    m.def("_deaths_over", deaths_over, "inputs"_a);
+    m.def("_take_up", take_up, "inputs"_a, "outputs"_a, "successors"_a);
     m.def("_size_of", [](nb::handle item) { return size_of(item.ptr()); }, "item"_a);
     m.def("_descriptor_of", descriptor_of, "pid"_a, "fd"_a);
     m.def("_select", select_one, "gets"_a, "puts"_a, "timeout"_a.none());

@@ -7,6 +7,7 @@ import signal
 import time
 from collections import Counter
 
+from flowchan import _core
 from flowchan.declare.blueprint import Blueprint
 from flowchan.errors import WorkerDied
 from flowchan.run import memory
@@ -22,24 +23,16 @@ HOPELESS = 4
 
 
 def take_up(old: Ports, new: Ports) -> None:
-    """Gives back what a dead worker had in hand, so that every output of it appears once: outputs that are
-    out already stay remembered in their channel, and whoever takes the item up skips them. ``new`` are the
+    """Gives back what a dead worker had in hand, so that every output of it appears once. ``new`` are the
     open ports of its successor."""
-    items = [number for port in old.inputs.values() for number in port._numbers_in_hand()]
-    if not old.inputs:
-        items = [0]  # a source: all its outputs belong to one item
-    for out in old.writers():
-        out._retire(items)
-    for port, reader in old.inputs.items():
-        reader._hand_on(new.inputs[port])
+    successors = [new.inputs[port] for port in old.inputs]
+    _core._take_up(list(old.inputs.values()), list(old.writers()), successors)
 
 
 def deaths_in_hand(ports: Ports) -> int:
     """How many workers have died in the user's code over the item that this dead one had in hand, itself
     included; 0 when it died elsewhere."""
-    if not any(port._died_working() for port in ports.inputs.values()):
-        return 0
-    return 1 + max(port._deaths_in_hand() for port in ports.inputs.values())
+    return _core._deaths_over(list(ports.inputs.values()))
 
 
 class Obituaries:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from flowchan.declare.places import PLACES
 from flowchan.pipelines.sequential.parts import Part, forks, run_part
 from flowchan.pipelines.sequential.skip import Pop, Stash
 from flowchan.pipelines.sequential.values import batch_size, leaves, mapped
@@ -180,7 +181,7 @@ def checked_devices(devices: Any, parts: int, on: str) -> list[torch.device] | N
             f"Sequential: devices must be {parts}, one for each part, not {len(devices)}: {shown(devices)}"
         )
     found = [_device(name) for name in devices]
-    if on == "process" and forks() and any(device.type == "cuda" for device in found):
+    if PLACES[on].apart and forks() and any(device.type == "cuda" for device in found):
         # also where CUDA has not begun here: it does with the first output, and workers are forked later
         raise ValueError(
             f"Sequential: devices={written(devices)} can't be used in forked processes: CUDA "

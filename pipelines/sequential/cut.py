@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from flowchan.declare.places import PLACES
 from flowchan.pipelines.sequential import balance as balancing
 from flowchan.pipelines.sequential.checks import check_shapes
 from flowchan.pipelines.sequential.parts import Part, compute_threads, divided
@@ -90,7 +91,7 @@ class Cut:
                 return
             self._open = False
             number = len(self.parts)
-            threads = compute_threads(number) if self.on == "process" else torch.get_num_threads()
+            threads = compute_threads(number) if PLACES[self.on].apart else torch.get_num_threads()
             try:
                 costs = balancing.costs(self.module, piece, "time", threads, backward=False)
                 plain = balancing.seconds(self.module, piece)

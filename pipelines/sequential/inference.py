@@ -45,6 +45,7 @@ from flowchan import (
     _core,
     select,
 )
+from flowchan.declare.places import PLACES
 from flowchan.pipelines.sequential.cut import CHUNKS, Cut
 from flowchan.pipelines.sequential.parts import Part, is_torchs_own, run_part, take_cores
 from flowchan.pipelines.sequential.passing import Sent, closed, expect_reading, only_reads, opened, received
@@ -290,7 +291,7 @@ class Inference:
     def _declare(self) -> None:
         """The graph and the book, for the parts of now."""
         parts = self._parts = self.cut.parts
-        processes = len(parts) if self.cut.on == "process" else 0
+        processes = len(parts) if PLACES[self.cut.on].apart else 0
         self.book, self.graph = Book(parts, self.events), Graph(self.name)
         chunks = self.cut.chunks or CHUNKS
         # for all that one stream or call has out, so that it need not wait for room, nor a part for the
@@ -363,7 +364,7 @@ class Inference:
             self.book.out[number] = batch
             try:
                 for chunk, piece in enumerate(pieces):
-                    value, form = closed(piece) if self.cut.on == "process" else (piece, None)
+                    value, form = closed(piece) if PLACES[self.cut.on].apart else (piece, None)
                     line.put((number, chunk, len(pieces), value, {}, (), form))
             except (Closed, Broken):
                 line.failed(number)
@@ -385,7 +386,7 @@ class Inference:
             self._declare()
         if line is not None and not line.runs:
             line = None
-        if self.cut.on == "process" and (line is None or fresh):
+        if PLACES[self.cut.on].apart and (line is None or fresh):
             now = state_of(self._parts)
             if line is not None and now != self._seen:
                 line.end()  # it finishes what is out first

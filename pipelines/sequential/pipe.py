@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from flowchan import Graph
+from flowchan.declare.places import PLACES
 from flowchan.pipelines.sequential import balance as balancing
 from flowchan.pipelines.sequential.checks import (
     check_choices,
@@ -65,12 +66,12 @@ class Sequential(NoModule):
         number = counts if isinstance(counts, int) else len(counts)
         places = checked_devices(devices, number, on)
         if isinstance(counts, int) and balance is not None:
-            threads = compute_threads(number) if on == "process" else torch.get_num_threads()
+            threads = compute_threads(number) if PLACES[on].apart else torch.get_num_threads()
             micro = split(sample, chunks or CHUNKS, "sample")[0]
             counts = balancing.best_split(balancing.costs(self.module, micro, balance, threads), number)
         self.on, self.chunks = on, chunks
         self._cut = Cut(self.module, counts, on, chunks, places)
-        if on == "process":
+        if PLACES[on].apart:
             check_sendable(self.parts)
         else:
             for part in self.parts:
@@ -184,6 +185,6 @@ class Sequential(NoModule):
         self.close()
 
     def __repr__(self) -> str:
-        where = "processes" if self.on == "process" else "threads"
+        where = "processes" if PLACES[self.on].apart else "threads"
         chunks = f"up to {CHUNKS}" if self.chunks is None else self.chunks
         return f"Sequential: {', '.join(map(str, self.parts))}; on {where}, {chunks} chunks"

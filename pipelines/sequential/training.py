@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from flowchan import ChannelError, Feedback, Graph, Run, RunError, StageError, Stream, WorkerDied
+from flowchan.declare.places import PLACES
 from flowchan.pipelines.sequential import worker as stages
 from flowchan.pipelines.sequential.execution import Passed
 from flowchan.pipelines.sequential.graphless import without_gradient
@@ -28,10 +29,10 @@ from flowchan.pipelines.sequential.values import batch_size, join_checked, mappe
 from flowchan.pipelines.sequential.words import written
 from flowchan.pipelines.sequential.worker import (
     Answer,
+    Assignment,
     Evaluate,
     Give,
     Item,
-    Job,
     Loss,
     Optimizers,
     Scale,
@@ -78,7 +79,7 @@ class Training:
         self._outside = optimizer is None
         self._total, self._last = len(parts), (len(parts) - 1) % workers
         self._jobs = [
-            Job(
+            Assignment(
                 number,
                 workers,
                 len(parts),
@@ -89,7 +90,7 @@ class Training:
                 recompute,
                 clip is not None,
                 autocast,
-                on == "process",
+                PLACES[on].apart,
             )
             for number in range(workers)
         ]
@@ -199,7 +200,7 @@ class Training:
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
         """The plain module's ``load_state_dict``, for the workers too. What optimizers remember stays."""
         found = self._module.load_state_dict(state, strict=strict)
-        if self._on == "process":
+        if PLACES[self._on].apart:
             with self._commanding("loading the state"):
                 for job in self._jobs:
                     self._put(job.worker, Take([self._light(one) for one in job.state]))
@@ -221,15 +222,15 @@ class Training:
             )
         return inputs, split(target, len(inputs), "target")
 
-    def _changed(self, job: Job) -> list[Tensor] | None:
+    def _changed(self, job: Assignment) -> list[Tensor] | None:
         """The parameters that a worker has to begin with: an optimizer outside has changed ours."""
-        sends = self._outside and self._on == "process"
+        sends = self._outside and PLACES[self._on].apart
         return [self._light(one) for one in job.parameters] if sends else None
 
     def _fetch(self) -> None:
         """Brings the plain module up to date. With an optimizer outside it has the parameters, and they the
         buffers."""
-        if self._on == "thread":
+        if not PLACES[self._on].apart:
             return
         with self._commanding("fetching the state"):
             for job in self._jobs:
@@ -241,7 +242,7 @@ class Training:
             load(job.state[known:], answer.values[known:])
 
     def _light(self, value: Any) -> Any:
-        return value if self._on == "thread" else mapped(lambda tensor: tensor.detach().cpu(), value)
+        return value if not PLACES[self._on].apart else mapped(lambda tensor: tensor.detach().cpu(), value)
 
     def _put(self, worker: int, item: Any) -> None:
         assert self._run is not None
@@ -275,7 +276,7 @@ class Training:
             self._answers = None
             raise
 
-    def _plan(self, job: Job, chunks: int, ops: str) -> list[Step]:
+    def _plan(self, job: Assignment, chunks: int, ops: str) -> list[Step]:
         if not chunks:
             return []
         ordered = steps(job.schedule, job.worker, job.workers, job.total, chunks)
@@ -307,7 +308,7 @@ class Training:
             place = notes[0] if notes else f"{failure.stage}, {doing}"
         return RunError(f"{place}: {type(cause).__name__}: {cause}", failures)
 
-    def _reached(self, job: Job, chunks: int, ops: str) -> str:
+    def _reached(self, job: Assignment, chunks: int, ops: str) -> str:
         """How far a worker that died had come for certain, from what the others had taken of what it sent."""
         assert self._run is not None
         ports = {f"{_name(job)}.onward": "F", f"{_name(job)}.back": "B"}
@@ -334,7 +335,7 @@ def add_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | Non
 
 
 def _declare(
-    graph: Graph, jobs: Sequence[Job], on: Literal["thread", "process"], capacity: int
+    graph: Graph, jobs: Sequence[Assignment], on: Literal["thread", "process"], capacity: int
 ) -> tuple[list[Stream], Stream]:
     """The graph of a training: its inputs, and the stream of answers. With several parts per worker the last
     worker's activations go on to the first one, and the first one's gradients back to the last: a ring."""
@@ -377,7 +378,7 @@ _FUNCTIONS: dict[tuple[bool, bool], Callable[..., None]] = {
 """By whether there is a worker before, and one behind."""
 
 
-def _name(job: Job) -> str:
+def _name(job: Assignment) -> str:
     """``part 1``, or ``parts 0 and 2``."""
     numbers = [str(part.number) for part in job.parts]
     return f"part{'s' * (len(numbers) > 1)} {' and '.join(numbers)}"
@@ -429,7 +430,7 @@ def _check(
                     f"training: {part} shares {kind} {name!r} with {owner}; each part trains its own: "
                     "put the layers that share it into one part"
                 )
-            if on == "process" and (
+            if PLACES[on].apart and (
                 tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)
             ):
                 raise ValueError(

@@ -32,7 +32,7 @@ Optimizers = Callable[[list[Tensor]], Optimizer]
 
 
 @dataclass(frozen=True)
-class Job:
+class Assignment:
     """What a worker is told at its start. ``loss`` is for the last part's worker alone. ``optimizer`` is
     ``None`` when the gradients are for one outside. ``own_process``: it does not run on a thread of the
     parent."""
@@ -64,7 +64,7 @@ class Job:
 
 class Train(NamedTuple):
     """Do training step ``number`` with micro-batches of ``sizes`` samples. ``parameters`` are new ones to
-    begin with, in the order of ``Job.parameters``."""
+    begin with, in the order of ``Assignment.parameters``."""
 
     number: int
     sizes: tuple[int, ...]
@@ -89,7 +89,7 @@ class Give(NamedTuple):
 
 
 class Take(NamedTuple):
-    """Have this state, in the order of ``Job.state``."""
+    """Have this state, in the order of ``Assignment.state``."""
 
     state: list[Tensor]
 
@@ -125,12 +125,12 @@ class Answer(NamedTuple):
 # and gradients, ``onward`` and ``back`` take them to the others.
 
 
-def alone(commands: In[Any], answers: Out[Any], job: Job) -> None:
+def alone(commands: In[Any], answers: Out[Any], job: Assignment) -> None:
     """The only worker."""
     Worker(job, commands, answers).run()
 
 
-def first(commands: In[Any], backward: In[Any], answers: Out[Any], onward: Out[Any], job: Job) -> None:
+def first(commands: In[Any], backward: In[Any], answers: Out[Any], onward: Out[Any], job: Assignment) -> None:
     """The worker of the first part and no other."""
     Worker(job, commands, answers, backward=backward, onward=onward).run()
 
@@ -142,13 +142,13 @@ def middle(
     answers: Out[Any],
     onward: Out[Any],
     back: Out[Any],
-    job: Job,
+    job: Assignment,
 ) -> None:
     """A worker between two others; with several parts per worker all stand in a ring."""
     Worker(job, commands, answers, forward, backward, onward, back).run()
 
 
-def last(commands: In[Any], forward: In[Any], answers: Out[Any], back: Out[Any], job: Job) -> None:
+def last(commands: In[Any], forward: In[Any], answers: Out[Any], back: Out[Any], job: Assignment) -> None:
     """The worker of the last part and no other."""
     Worker(job, commands, answers, forward=forward, back=back).run()
 
@@ -158,7 +158,7 @@ class Worker:
 
     def __init__(
         self,
-        job: Job,
+        job: Assignment,
         commands: In[Any],
         answers: Out[Any],
         forward: In[Any] | None = None,

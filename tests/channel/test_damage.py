@@ -105,7 +105,7 @@ class Use:
         )
         yield from (ch.stats, lambda: len(ch), lambda: ch.closed, lambda: ch.drained, lambda: repr(ch))
         yield from (lambda: self.reader.get_more(soon), lambda: self.reader.get(soon), lambda: ch.get(soon))
-        yield lambda: [*self.reader._numbers_in_hand(), self.reader._deaths_in_hand()]
+        yield lambda: _core._deaths_over([self.reader])
         yield from (lambda: self.outputs[0].put("in turn", soon), lambda: self.inputs[0].get(soon))
         yield from (lambda: self.inputs[1].get(soon), lambda: self.outputs[1].put(b"v" * 10_000, soon))
         yield from (lambda: select([ch], puts=[(ch, 3)], timeout=soon), lambda: ch.get_many(5, soon))
@@ -114,7 +114,7 @@ class Use:
             lambda: self.writer.put_many([1, b"u" * 9_000], soon),
         )
         yield from (
-            lambda: self.outputs[1]._retire([1]),
+            lambda: _core._take_up([], [self.outputs[1]], []),
             self.reader._give_up,
             lambda: self.other_port(ch.reader()),
         )

@@ -37,6 +37,7 @@ SHARED = {
     "flowchan.channel.media",
     "flowchan.declare.arguments",
     "flowchan.declare.callables",
+    "flowchan.declare.places",
     "flowchan.run.failures",
     "flowchan.run.latch",
 }
