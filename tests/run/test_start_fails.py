@@ -73,7 +73,7 @@ REFUSALS: dict[str, tuple[Any, str, BaseException]] = {
     "fork": (os, "fork", no_more(errno.EAGAIN)),
     "pipe": (os, "pipe", no_more(errno.EMFILE)),
     "channel": (_core.Channel, "__init__", no_more(errno.ENOMEM)),
-    "reader": (_core.Channel, "reader", MemoryError("no port")),
+    "reader": (Channel, "reader", MemoryError("no port")),
     "pickle": (crew, "pack", ValueError("not to be sent")),
     "pidfd": (os, "pidfd_open", no_more(errno.EMFILE)),
     "epoll": (select, "epoll", no_more(errno.EMFILE)),
