@@ -314,7 +314,7 @@ def process_main(
             events.put(Failure(WorkerId(here.stage, here.number), Portable(error), None, os.getpid()))
         return
     work(here, loaded, ports, events.put, sends=True, predecessors=predecessors)
-    crossing.read_by_ports(port.channel for port in ports.everything())
+    crossing.only_ports_read(port.channel for port in ports.everything())
 
 
 pack = functools.partial(cloudpickle.dumps, protocol=5)

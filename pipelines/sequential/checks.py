@@ -16,10 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from flowchan.declare.places import PLACES
+from flowchan.items.text import short, shown
 from flowchan.pipelines.sequential.parts import Part, forks, run_part
 from flowchan.pipelines.sequential.skip import Pop, Stash
 from flowchan.pipelines.sequential.values import batch_size, leaves, mapped
-from flowchan.pipelines.sequential.words import shown, written
 
 BALANCES = ("time", "memory")
 PLACEMENTS = ("thread", "process")
@@ -130,8 +130,8 @@ def checked_counts(parts: Any, layers: int) -> int | list[int]:
     for count in counts:
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ValueError(
-                f"Sequential: parts={written(counts)} must hold ints of at least 1, the layers of each part, "
-                f"not {written(count)}"
+                f"Sequential: parts={short(counts)} must hold ints of at least 1, the layers of each part, "
+                f"not {short(count)}"
             )
     if sum(counts) != layers:
         raise ValueError(
@@ -184,7 +184,7 @@ def checked_devices(devices: Any, parts: int, on: str) -> list[torch.device] | N
     if PLACES[on].apart and forks() and any(device.type == "cuda" for device in found):
         # also where CUDA has not begun here: it does with the first output, and workers are forked later
         raise ValueError(
-            f"Sequential: devices={written(devices)} can't be used in forked processes: CUDA "
+            f"Sequential: devices={short(devices)} can't be used in forked processes: CUDA "
             "does not survive a fork; "
             'call multiprocessing.set_start_method("spawn") first, or use on="thread"'
         )
@@ -206,7 +206,7 @@ def _device(name: Any) -> torch.device:
     except (RuntimeError, TypeError, AssertionError, NotImplementedError) as error:
         reason = (str(error).splitlines() or [""])[0]
         raise ValueError(
-            f"Sequential: device {written(name)} of devices can't be used ({reason}); here "
+            f"Sequential: device {short(name)} of devices can't be used ({reason}); here "
             f"are {', '.join(there)}"
         ) from error
     return device
@@ -260,7 +260,7 @@ def _children(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield from ((f"{path}.{name}", child) for name, child in value.named_children())
         yield from ((f"{path}.{name}", child) for name, child in vars(value).items() if name != "_modules")
     elif isinstance(value, dict):
-        yield from ((f"{path}[{written(key)}]", child) for key, child in value.items())
+        yield from ((f"{path}[{short(key)}]", child) for key, child in value.items())
     elif isinstance(value, (list, tuple)):
         yield from ((f"{path}[{place}]", child) for place, child in enumerate(value))
 

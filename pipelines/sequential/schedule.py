@@ -48,7 +48,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from flowchan.pipelines.sequential.words import written
+from flowchan.items.text import short
 
 Op = Literal["F", "B"]
 Schedule = Literal["gpipe", "1f1b", "interleaved"]
@@ -102,7 +102,7 @@ def check(caller: str, schedule: Any, workers: Any, parts: Any, chunks: Any) -> 
     """Raises what :func:`steps` says, with the name of ``caller`` in front."""
     if not isinstance(schedule, str) or schedule not in SCHEDULES:
         known = " or ".join(map(repr, SCHEDULES))
-        raise ValueError(f"{caller}: schedule must be {known}, not {written(schedule)}")
+        raise ValueError(f"{caller}: schedule must be {known}, not {short(schedule)}")
     _whole(caller, "workers", workers, 1)
     _whole(caller, "parts", parts, 1)
     _whole(caller, "chunks", chunks, 1)
@@ -178,6 +178,6 @@ def parse(text: str, part: int = 0) -> list[Step]:
 
 def _whole(caller: str, argument: str, value: Any, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{caller}: {argument} must be an int of at least {least}, not {written(value)}")
+        raise TypeError(f"{caller}: {argument} must be an int of at least {least}, not {short(value)}")
     if value < least:
         raise ValueError(f"{caller}: {argument} must be at least {least}, not {value}")

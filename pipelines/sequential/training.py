@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from flowchan import ChannelError, Feedback, Graph, Run, RunError, StageError, Stream, WorkerDied
 from flowchan.declare.places import PLACES
+from flowchan.items.text import short
 from flowchan.pipelines.sequential import worker as stages
 from flowchan.pipelines.sequential.execution import Passed
 from flowchan.pipelines.sequential.graphless import without_gradient
@@ -26,7 +27,6 @@ from flowchan.pipelines.sequential.parts import Part
 from flowchan.pipelines.sequential.schedule import Schedule, Step, check, plan, steps, text
 from flowchan.pipelines.sequential.timeline import Event, Timeline
 from flowchan.pipelines.sequential.values import batch_size, join_checked, mapped, split
-from flowchan.pipelines.sequential.words import written
 from flowchan.pipelines.sequential.worker import (
     Answer,
     Assignment,
@@ -399,15 +399,15 @@ def _check(
             f"training: loss is the class {loss.__name__}; give an instance of it: {loss.__name__}()"
         )
     if not callable(loss):
-        raise TypeError(f"training: loss must be a function of output and target, not {written(loss)}")
+        raise TypeError(f"training: loss must be a function of output and target, not {short(loss)}")
     if optimizer is not None:
         _check_optimizer(parts, optimizer)
     if not isinstance(recompute, bool):
-        raise TypeError(f"training: recompute must be True or False, not {written(recompute)}")
+        raise TypeError(f"training: recompute must be True or False, not {short(recompute)}")
     if clip is not None:
         if isinstance(clip, bool) or not isinstance(clip, (int, float)) or not clip > 0:
             raise ValueError(
-                f"training: clip must be the largest norm, greater than 0, or None, not {written(clip)}"
+                f"training: clip must be the largest norm, greater than 0, or None, not {short(clip)}"
             )
         if optimizer is None:
             raise ValueError(
@@ -417,7 +417,7 @@ def _check(
     if autocast is not None and (not isinstance(autocast, torch.dtype) or not autocast.is_floating_point):
         raise TypeError(
             "training: autocast must be a floating type such as torch.bfloat16, or None, "
-            f"not {written(autocast)}"
+            f"not {short(autocast)}"
         )
     owners: dict[int, Part] = {}
     for part in parts:

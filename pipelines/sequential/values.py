@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flowchan.pipelines.sequential.words import shown, written
+from flowchan.items.text import short, shown
 
 
 class Micro(NamedTuple):
@@ -44,7 +44,7 @@ def leaves(value: Any, name: str = "x") -> Iterator[tuple[str, Any]]:
             yield from leaves(inner, f"{name}[{place}]")
     elif type(value) in (dict, OrderedDict):
         for key, inner in value.items():
-            yield from leaves(inner, f"{name}[{written(key)}]")
+            yield from leaves(inner, f"{name}[{short(key)}]")
     else:
         yield name, value
 

@@ -14,13 +14,13 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from tensors import LARGE, TENSORS
 from waiting import wait_until
 
 from flowchan import Channel, Full
 
 pytestmark = pytest.mark.usefixtures("one_compute_thread")
 
-LARGE = 100_000
 BLOCK = 16_384
 """Bytes from which on an item is read in place."""
 
@@ -65,28 +65,6 @@ def test_c13_every_kind_of_array_arrives_equal(make, name):
     if type(sent) is np.ndarray and not sent.dtype.hasobject:
         assert not arrived.flags.writeable
         assert arrived.copy().flags.writeable
-
-
-TENSORS = {
-    "plain": torch.arange(LARGE),
-    "small": torch.arange(5),
-    "0-d": torch.tensor(2.5),
-    "of size zero": torch.empty(0, 3),
-    "bool": torch.arange(LARGE) % 3 == 0,
-    "complex": torch.arange(LARGE) * (1 + 2j),
-    "bfloat16": torch.arange(LARGE).bfloat16(),
-    "half": torch.arange(2000).half(),
-    "transposed": torch.arange(LARGE).reshape(100, -1).t(),
-    "channels last": torch.arange(LARGE).reshape(10, 10, 10, 100).to(memory_format=torch.channels_last),
-    "with gaps": torch.arange(LARGE)[::3],
-    "a part of a larger one": torch.arange(LARGE)[500:900],
-    "expanded": torch.arange(100).expand(200, 100),
-    "conjugated": (torch.arange(LARGE) * 1j).conj(),
-    "a leaf with a gradient to come": torch.ones(LARGE, requires_grad=True),
-    "a parameter": torch.nn.Parameter(torch.ones(LARGE)),
-    "sparse": torch.eye(100).to_sparse(),
-    "meta": torch.empty(5, 6, device="meta"),
-}
 
 
 @pytest.mark.copying

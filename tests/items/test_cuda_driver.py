@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from test_arrays import TENSORS
+from tensors import TENSORS
 
 from flowchan.items.device import crossing, cuda, pool
 from flowchan.items.device.cuda import Driver, TorchDevice, read, write

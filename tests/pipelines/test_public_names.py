@@ -38,6 +38,7 @@ SHARED = {
     "flowchan.declare.arguments",
     "flowchan.declare.callables",
     "flowchan.declare.places",
+    "flowchan.items.text",
     "flowchan.run.failures",
     "flowchan.run.latch",
 }

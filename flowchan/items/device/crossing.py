@@ -429,7 +429,7 @@ def _wait_at_exit() -> None:
         )
 
 
-def read_by_ports(channels: Iterable[Any]) -> None:
+def only_ports_read(channels: Iterable[Any]) -> None:
     """These channels are read through ports only: at this process's exit nothing is kept for one that has
     none left."""
     _state.ported.update(map(id, channels))
