@@ -16,7 +16,7 @@
    one output                            calls.cpp: skip, put_ring; ring_items.cpp: Ring::try_put, Ring::link
    leaving: told, close In, close Out    worker.py: work; ports.cpp: In::close, Out::close; ring_sessions.cpp: Ring::end_session
    open_again, numbers, retire,          crew.py: recover; recovery.py: take_up; bindings.cpp: retire,
-     give up                             numbers_in_hand; ring_sessions.cpp: Ring::open_session, Ring::retire_writer;
+     give up                             take_up; ring_sessions.cpp: Ring::open_session, Ring::retire_writer;
                                          ring_leases.cpp: Ring::give_back
    release                               supervisor.py: _act (ReleasePorts), after events.py: Ended
    start                                 supervisor.py: _start_due
