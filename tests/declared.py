@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NewType, Protocol, TypedDict, TypeVar
 
+import pytest
+
 from flowchan import In, Out
 from flowchan.check.rules import check
 from flowchan.declare.blueprint import Blueprint
@@ -60,3 +62,8 @@ def by_hand(graph: Blueprint, name: str, *inputs: Stream, capacity: Any = 64) ->
 
 def handle(graph: Blueprint, name: str) -> Stream:
     return Stream(graph, name, "out", name)
+
+
+@pytest.fixture
+def graph() -> Blueprint:
+    return Blueprint("test")
