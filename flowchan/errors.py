@@ -65,6 +65,18 @@ def _worker_died(message: str, exitcode: int | None, pid: int | None) -> WorkerD
     return WorkerDied(message, exitcode=exitcode, pid=pid)
 
 
+class HostError(FlowchanError):
+    """A host can't be used: its agent can't be started, or does not answer. ``host`` is its name, empty where
+    it is about all of them."""
+
+    def __init__(self, message: str, host: str = "") -> None:
+        super().__init__(message)
+        self.host = host
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return HostError, (str(self), self.host)
+
+
 class Deadlock(FlowchanError):
     """Every worker of a run waited for a channel, and nothing was in flight: nobody could ever move again.
     The message says who waited for whom."""

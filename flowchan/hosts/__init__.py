@@ -1,0 +1,1 @@
+"""Other machines: what starts our agents there."""

@@ -1,0 +1,81 @@
+"""A process of this machine that is an agent, or that holds one elsewhere as ``ssh`` and ``srun`` do."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Sequence
+
+from flowchan.errors import HostError
+from flowchan.hosts.provider import Launch
+from flowchan.hosts.relay import Relay
+
+Explain = Callable[[int, Sequence[str]], str | None]
+"""Why an agent ended, from the exit code (minus a signal's number) and the last lines of its output; ``None``
+when that does not tell whether it has ended."""
+
+STRANGER = "ended, and nobody knows how, because the program ignores SIGCHLD or collects its children"
+
+
+class Child:
+    """A child process in a session of its own, so that Ctrl-C in a terminal does not end it: the driver
+    decides. With ``relay``, its output is passed on line by line with the host's name in front; without, it
+    goes where ours goes."""
+
+    def __init__(
+        self, host: str, command: Sequence[str], launch: Launch, explain: Explain, relay: bool
+    ) -> None:
+        self._host = host
+        self._explain = explain
+        self._why: str | None = None
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE if relay else 2,
+                stderr=subprocess.STDOUT if relay else None,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise HostError(f"{host}: {command[0]} can't be started here: {error.strerror}", host) from error
+        self._relay = Relay(host, self._process.stdout) if self._process.stdout else None
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended already, and ended() says why
+            os.write(self._process.stdin.fileno(), launch.stdin)
+        self._process.stdin.close()
+
+    def ended(self) -> str | None:
+        if self._why is None and self._process.returncode is None and (code := self._exitcode()) is not None:
+            self._why = self._explain(code, self._relay.finish() if self._relay else ())
+        return self._why
+
+    def _exitcode(self) -> int | None:
+        """How it ended. The zombie stays until :meth:`close`, so that its number means nobody else."""
+        try:
+            end = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            self._process.wait()  # at once
+            self._why = f"{self._host}: {STRANGER}"
+            return None
+        if end is None:
+            return None
+        return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process.returncode is None:  # else the number may be somebody else's by now
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, number)
+
+    def close(self) -> None:
+        if self._process.returncode is None:
+            self.kill()
+            code = self._process.wait()
+            last = self._relay.finish() if self._relay else ()
+            self._why = self._why or self._explain(code, last)
+        if self._relay:
+            self._relay.close()

@@ -1,0 +1,74 @@
+"""What processes elsewhere write, on our standard error, with the host's name in front of each line."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+from collections import deque
+from typing import IO
+
+LAST = 20
+LONGEST = 64 * 1024  # of a line; what has no end of line is passed on in pieces of about this size
+
+
+class Relay:
+    """Passes a pipe on to our standard error, from a thread of its own, and remembers the last lines."""
+
+    def __init__(self, host: str, pipe: IO[bytes]) -> None:
+        self._prefix = f"[{host}] ".encode()
+        self._pipe = pipe
+        self._stop = os.eventfd(0)
+        self._last: deque[str] = deque(maxlen=LAST)
+        os.set_blocking(pipe.fileno(), False)
+        self._thread = threading.Thread(target=self._run, name=f"flowchan-output-{host}", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        """Until the pipe's end, or until it is told to stop and has read what was there."""
+        source = self._pipe.fileno()
+        poll = select.poll()
+        poll.register(source, select.POLLIN)
+        poll.register(self._stop, select.POLLIN)
+        rest = b""
+        while True:
+            stopping = any(ready == self._stop for ready, _ in poll.poll())
+            try:
+                some = os.read(source, LONGEST)
+            except BlockingIOError:
+                if stopping:
+                    break
+                continue
+            *lines, rest = (rest + some).split(b"\n")
+            for line in lines:
+                self._pass_on(line)
+            if not some or len(rest) >= LONGEST:
+                if rest:
+                    self._pass_on(rest)
+                rest = b""
+            if not some:
+                return
+        if rest:
+            self._pass_on(rest)
+
+    def _pass_on(self, line: bytes) -> None:
+        line = line.rstrip(b"\r")
+        self._last.append(line.decode(errors="replace"))
+        try:
+            os.write(2, self._prefix + line + b"\n")  # one call, so that lines of hosts do not mix
+        except OSError:  # nobody reads our errors; the host must not wait for that
+            pass
+
+    def finish(self) -> tuple[str, ...]:
+        """For a process that has ended: passes on what is left in its pipe, and gives the last lines. Others
+        that hold the pipe, such as an ssh that stays for later connections, are not waited for."""
+        if self._thread.is_alive():
+            os.eventfd_write(self._stop, 1)
+            self._thread.join()
+        return tuple(self._last)
+
+    def close(self) -> None:
+        self.finish()
+        if not self._pipe.closed:
+            self._pipe.close()
+            os.close(self._stop)
