@@ -17,11 +17,13 @@ Placement = Literal["thread", "process"]
 class Place:
     """A place for the workers of a stage. ``name`` is the word that ``on=`` takes. ``apart``: each worker has
     a process of its own; the stage is sent there, and when that process dies another one can take over. Else
-    the workers run on threads of the program's own process, and end with it.
+    the workers run on threads of the program's own process, and end with it. ``hosts``: the names of the
+    hosts on which the workers run in turn, none for this machine.
     """
 
-    name: Placement
+    name: str
     apart: bool
+    hosts: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return self.name

@@ -93,7 +93,7 @@ class Breaks:
         self._told, self._found = [], []
         if told is not None:
             error = told.error or self._cause_of(told.channel)
-            return Failure(told.worker, error, None, told.pid, told.channel)
+            return Failure(told.worker, error, None, told.pid, told.channel, told.host)
         if found:
             name = found[0]
             writer = next(link.writer for link in self._plan.links if link.name == name)

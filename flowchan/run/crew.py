@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from flowchan import _core
@@ -22,14 +21,14 @@ from flowchan.run import chance
 from flowchan.run.deadlock import Glance
 from flowchan.run.decisions import GRACE, Died
 from flowchan.run.events import Began, Crashed, Event, WorkerId
-from flowchan.run.guard import NAME, server_was_unguarded, unguarded
+from flowchan.run.guard import server_was_unguarded, unguarded
 from flowchan.run.measure import Snapshot, measure
 from flowchan.run.opening import open_plan, open_ports
 from flowchan.run.plan import Plan
 from flowchan.run.processes import WorkerProcess
 from flowchan.run.recovery import Obituaries, take_up
-from flowchan.run.watch import Watch
-from flowchan.run.worker import Tasks, pack, process_main, work, work_together
+from flowchan.run.worker import Tasks, pack, work, work_together
+from flowchan.run.worker_processes import WorkerProcesses
 
 
 class Crew(Protocol):
@@ -101,6 +100,7 @@ class LocalCrew:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._workers = {worker.id: worker for worker in plan.workers}
+        self._here = [worker for worker in plan.workers if not worker.host]
         self._number_of = Counter(id.stage for id in self._workers)  # workers of a stage
         self._starts: Counter[WorkerId] = Counter()
         self._opened = open_plan(plan, plan.workers)
@@ -109,7 +109,6 @@ class LocalCrew:
             ([self.channels[name] for name in into], [self.channels[name] for name in out])
             for into, out in plan.between()
         ]
-        self.processes: dict[WorkerId, WorkerProcess] = {}
         self.threads: dict[WorkerId, threading.Thread] = {}
         self._tasks: list[Tasks] = []  # of the async stages
         self._obituaries = Obituaries(plan)
@@ -117,31 +116,43 @@ class LocalCrew:
         # What worker processes tell comes by mail, and a thread of its own hands it on. What the watch sees
         # of them goes the same way, and so comes last.
         self._mail: Channel[Event] | None = None
-        self._watch: Watch | None = None
+        self._apart: WorkerProcesses | None = None
         self._helpers: list[threading.Thread] = []
-        if plan.uses_processes:
+        if any(worker.stage.place.apart for worker in self._here):
             self._mail = Channel(1024, across="processes")
             self._letters = self._mail.reader()
+
+    @property
+    def processes(self) -> Mapping[WorkerId, WorkerProcess]:
+        """The worker processes of this machine, those that have ended included."""
+        return {} if self._apart is None else self._apart.known
 
     # --- starting ---
 
     def start(self, tell: Callable[[Event], None]) -> None:
         """Processes first: a fork copies no thread of ours."""
         self._tell = tell
-        if self._mail is not None:
-            self._watch = Watch(self._mail.put)
-        for worker in self._plan.workers:
+        self._start_processes()
+        self._start_threads()
+
+    def _start_processes(self) -> None:
+        if self._mail is None:
+            return
+        self._apart = WorkerProcesses(self._plan.graph.name, self._mail, self._mail.put)
+        for worker in self._here:
             if worker.stage.place.apart:
                 self._start_process(worker.id)
-        for worker in self._plan.workers:
+
+    def _start_threads(self) -> None:
+        for worker in self._here:
             if not worker.stage.place.apart and not worker.gathers and not worker.is_task:
                 self.start_thread(worker.id)
         for stage in self._plan.graph.stages:
             if is_async(stage.function):
                 self._start_loop(stage)
-        if self._watch is not None:
+        if self._apart is not None:
             self._helpers.append(self._started(" mail", self._help, self._deliver))
-            self._helpers.append(self._started(" watch", self._help, self._watch.run))
+            self._helpers.append(self._started(" watch", self._help, self._apart.watch))
 
     def _started(self, name: str, target: Callable[..., None], *arguments: Any) -> threading.Thread:
         """A thread of the run, once it runs: one that can't be started is remembered nowhere."""
@@ -171,19 +182,14 @@ class LocalCrew:
         self.threads.update(dict.fromkeys(ids, thread))
 
     def _start_process(self, id: WorkerId) -> None:
-        assert self._watch is not None
-        arguments = (
-            self._begun(id), pack(self._workers[id].stage), self._opened.ports[id], self._mail,
-            os.getpid(), self._obituaries.how_they_died(id),
-        )  # fmt: skip
+        assert self._apart is not None
+        stage, ports = pack(self._workers[id].stage), self._opened.ports[id]
         try:
-            process = WorkerProcess(f"{NAME}{self._plan.graph.name}/{id}", process_main, arguments)
+            self._apart.start(self._begun(id), stage, ports, self._obituaries.how_they_died(id))
         except (EOFError, OSError):
             if server_was_unguarded():
                 raise unguarded(self._plan.graph) from None
             raise
-        self.processes[id] = process
-        self._watch.add(id, process)
 
     def start_again(self, id: WorkerId) -> None:
         self._start_process(id)
@@ -266,7 +272,7 @@ class LocalCrew:
 
     def may_move(self, alive: Iterable[WorkerId]) -> bool:
         # A worker that died while it waited counts as waiting until it is replaced.
-        dying = any(self.processes[id].ended() for id in alive if id in self.processes)
+        dying = self._apart is not None and any(map(self._apart.ended, alive))
         return dying or not only_wait_for(list(self.channels.values()))
 
     # --- ending and recovering ---
@@ -277,32 +283,36 @@ class LocalCrew:
                 tasks.cancel()
 
     def terminate(self, id: WorkerId, force: bool) -> None:
-        process = self.processes.get(id)
-        if process is not None:  # it may be dead and not yet replaced
-            process.kill() if force else process.terminate()
+        if self._apart is not None:
+            self._apart.terminate(id, force)
 
     def kill(self) -> None:
-        for process in self.processes.values():
-            process.kill()
+        if self._apart is not None:
+            self._apart.kill()
 
     def obituary(self, id: WorkerId, used: int) -> Died:
-        return self._obituaries.write(self._workers[id], self._opened.ports[id], self.processes[id], used)
+        assert self._apart is not None
+        return self._obituaries.write(self._workers[id], self._apart.death(id, self._opened.ports[id]), used)
 
     def recover(self, id: WorkerId) -> None:
+        assert self._apart is not None
+        self._hand_on(id)
+        self._apart.forget(id)
+
+    def _hand_on(self, id: WorkerId) -> None:
+        """Gives what a worker had in hand to new ports in its place."""
         old, new = self._opened.ports[id], open_ports(self._workers[id], self.channels)
         take_up(old, new)
         self._opened.ports[id] = new
-        self.processes.pop(id).close()
 
     def clear_up(self, abandoned: frozenset[WorkerId], patience: float | None) -> frozenset[WorkerId]:
-        self._end_processes()
+        if self._apart is not None:
+            self._apart.end()
         for id in self._workers.keys() - abandoned:
             self.release_ports(id)
         for out in self.inputs.values():
             out.channel.close()  # not the port: it is the user's, whose next put shall raise Closed
         self._end_helpers()
-        for process in self.processes.values():
-            process.close()
         self._tell = _is_over  # and no circle holds the channels
         deadline = time.monotonic() + (patience or 0.0)
         for id, thread in list(self.threads.items()):  # who waits for the run may start one more
@@ -310,21 +320,14 @@ class LocalCrew:
                 thread.join(None if patience is None else max(0.0, deadline - time.monotonic()))
         return frozenset(id for id, thread in list(self.threads.items()) if thread.is_alive())
 
-    def _end_processes(self) -> None:
-        deadline = time.monotonic() + GRACE
-        for process in self.processes.values():
-            if not process.ended(max(0.0, deadline - time.monotonic())):
-                process.kill()
-                process.ended(GRACE)
-
     def _end_helpers(self) -> None:
         if self._mail is not None:
             self._mail.close()
-        if self._watch is not None:
-            self._watch.stop()
+        if self._apart is not None:
+            self._apart.stop_watching()
             for helper in self._helpers:
                 helper.join()
-            self._watch.close()
+            self._apart.close()
 
     def warn_of(self, abandoned: frozenset[WorkerId]) -> None:
         """Nobody waits any more, so who only needed another moment is given it."""

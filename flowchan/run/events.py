@@ -36,13 +36,15 @@ class Ended:
 @dataclass(frozen=True, slots=True)
 class Failure:
     """The worker has ended by ``error``, which the user's code raised. ``item`` is the text of the item in
-    hand. Number 0: nobody knows which worker it was."""
+    hand. Number 0: nobody knows which worker it was. ``host``: the name of the host on which it ran, empty
+    for this machine."""
 
     worker: WorkerId
     error: Any  # on its way out of a process a Portable, which arrives as the exception
     item: str | None
     pid: int
     channel: str | None = None  # the name of the channel that was aborted with the error
+    host: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,7 @@ class Aborted:
     error: Any  # as that of a Failure; None: without a cause
     pid: int
     at: int
+    host: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,8 @@ with which ports. Nothing is opened here; ``opening`` does that, for one machine
 
 from __future__ import annotations
 
+import dataclasses
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -15,13 +17,15 @@ from flowchan.run.events import WorkerId
 @dataclass(frozen=True, slots=True)
 class PlannedWorker:
     """One worker to start: of which stage, with which ports. ``inputs`` and ``outputs`` say which channel
-    each port belongs to, ``errors`` to which one its failed items go."""
+    each port belongs to, ``errors`` to which one its failed items go. ``host`` is the name of the host on
+    which it runs, empty for this machine."""
 
     id: WorkerId
     stage: Stage
     inputs: Mapping[str, str]
     outputs: Mapping[str, str]
     errors: str | None = None
+    host: str = ""
 
     @property
     def is_task(self) -> bool:
@@ -90,10 +94,6 @@ class Plan:
         read = {link.writer for link in self.links if link.reader is not None}
         return frozenset(stage.name for stage in self.graph.stages if stage.name not in read)
 
-    @property
-    def uses_processes(self) -> bool:
-        return any(worker.stage.place.apart for worker in self.workers)
-
 
 def plan(graph: Blueprint, seed: int, memory: int) -> Plan:
     """What a run of ``graph`` will consist of."""
@@ -101,12 +101,25 @@ def plan(graph: Blueprint, seed: int, memory: int) -> Plan:
     workers: list[PlannedWorker] = []
     inputs: dict[str, str] = {}
     writing = {(link.writer, link.writer_port): link.name for link in links}
+    taken: Counter[str] = Counter()  # workers of each host so far
     for stage in graph.stages:
         if stage.verb.outside:
             inputs[stage.name] = writing[stage.name, "out"]
         else:
-            workers += _workers(stage, links)
+            workers += _hosted(_workers(stage, links), stage.place.hosts, taken)
     return Plan(graph, links, tuple(workers), inputs, seed, memory)
+
+
+def _hosted(
+    workers: Iterator[PlannedWorker], hosts: tuple[str, ...], taken: Counter[str]
+) -> Iterator[PlannedWorker]:
+    """Gives each worker of a stage to that of its ``hosts`` which has the fewest, the first of several."""
+    for worker in workers:
+        if hosts:
+            host = min(hosts, key=taken.__getitem__)
+            taken[host] += 1
+            worker = dataclasses.replace(worker, host=host)
+        yield worker
 
 
 def _workers(stage: Stage, links: tuple[Link, ...]) -> Iterator[PlannedWorker]:

@@ -3,20 +3,17 @@ whether there will be another (R4, R10)."""
 
 from __future__ import annotations
 
-import signal
-import time
 from collections import Counter
+from dataclasses import dataclass
 
 from flowchan import _core
 from flowchan.declare.blueprint import Blueprint
 from flowchan.errors import WorkerDied
-from flowchan.run import memory
 from flowchan.run.decisions import Died
 from flowchan.run.events import Failure, WorkerId
 from flowchan.run.guard import UNGUARDED, unguarded
 from flowchan.run.opening import Ports
 from flowchan.run.plan import Plan, PlannedWorker
-from flowchan.run.processes import WorkerProcess
 
 HOPELESS = 4
 """Deaths of a worker in a row, each before it begins to work, that end the run."""
@@ -35,6 +32,18 @@ def deaths_in_hand(ports: Ports) -> int:
     return _core._deaths_over(list(ports.inputs.values()))
 
 
+@dataclass(frozen=True, slots=True)
+class Death:
+    """How a worker's process ended that told nothing: in words, with its exit code if it had one, after
+    how many seconds, and how many workers have died over the item that it had in hand."""
+
+    how: str
+    exitcode: int | None
+    pid: int
+    lived: float
+    over_item: int = 0
+
+
 class Obituaries:
     """How the workers of a run died."""
 
@@ -45,8 +54,6 @@ class Obituaries:
         # How the last workers died that died over one item: that which the successor tries again.
         self._how: dict[WorkerId, list[str]] = {}
         self._stillborn: Counter[WorkerId] = Counter()  # deaths in a row before it began to work
-        # Those whom the kernel killed for lack of memory before the run, and those of the run so far.
-        self._oom_kills = memory.oom_kills()
 
     def began(self, id: WorkerId) -> None:
         """The worker has begun to work."""
@@ -56,15 +63,14 @@ class Obituaries:
         """The predecessors of a worker that died over the item with which it begins."""
         return tuple(self._how.get(id, ()))
 
-    def write(self, worker: PlannedWorker, ports: Ports, process: WorkerProcess, used: int) -> Died:
+    def write(self, worker: PlannedWorker, death: Death, used: int) -> Died:
         """What is to be said of a worker whose process has ended without a word. ``used``: how often one of
         its stage has been replaced."""
         id = worker.id
-        how = process.how_it_ended(process.exitcode == -signal.SIGKILL and self._kernel_killed())
-        deaths = self._count(id, deaths_in_hand(ports), process, how)
+        deaths = self._count(id, death)
         self._stillborn[id] += 1
-        if self._stillborn[id] and process.exitcode == UNGUARDED:
-            return Died(id, Failure(id, unguarded(self._graph), None, process.pid), deaths, hopeless=True)
+        if self._stillborn[id] and death.exitcode == UNGUARDED:
+            return Died(id, Failure(id, unguarded(self._graph), None, death.pid), deaths, hopeless=True)
         hopeless = self._stillborn[id] >= HOPELESS
         limit = self._limits.get(id.stage, 0)
         if id.stage not in self._limits or (limit == 0 and worker.stage.restarts):
@@ -73,21 +79,14 @@ class Obituaries:
             why = "it dies before it begins to work"
         else:
             why = f"{used} of {limit} restarts are used"
-        text = f"the process of worker {id} {how}; it is not replaced: {why}"
-        error = WorkerDied(text, exitcode=process.exitcode, pid=process.pid)
-        return Died(id, Failure(id, error, None, process.pid), deaths, hopeless)
+        text = f"the process of worker {id} {death.how}; it is not replaced: {why}"
+        error = WorkerDied(text, exitcode=death.exitcode, pid=death.pid)
+        return Died(id, Failure(id, error, None, death.pid, host=worker.host), deaths, hopeless)
 
-    def _count(self, id: WorkerId, over_item: int, process: WorkerProcess, how: str) -> int:
+    def _count(self, id: WorkerId, death: Death) -> int:
         """The deaths that count for the pause before the next start."""
-        if over_item:
-            self._how[id] = [*self._how.get(id, [])[: over_item - 1], how]
-            return over_item
-        lived = time.monotonic() - process.born
-        self._without_item[id] = 1 if lived > 1 else self._without_item[id] + 1
+        if death.over_item:
+            self._how[id] = [*self._how.get(id, [])[: death.over_item - 1], death.how]
+            return death.over_item
+        self._without_item[id] = 1 if death.lived > 1 else self._without_item[id] + 1
         return self._without_item[id]
-
-    def _kernel_killed(self) -> bool:
-        """Whether the kernel has killed more processes for lack of memory than are explained."""
-        more = memory.oom_kills() > self._oom_kills
-        self._oom_kills += more
-        return more

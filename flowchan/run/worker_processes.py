@@ -1,0 +1,93 @@
+"""The worker processes of one machine: started, watched, ended. What they tell, and at last that one is gone,
+comes by one mail, whoever reads that."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+from flowchan.channel.channel import Channel
+from flowchan.run import chance, memory
+from flowchan.run.decisions import GRACE
+from flowchan.run.events import Event, Gone, WorkerId
+from flowchan.run.guard import NAME
+from flowchan.run.opening import Ports
+from flowchan.run.processes import WorkerProcess
+from flowchan.run.recovery import Death, deaths_in_hand
+from flowchan.run.watch import Watch
+from flowchan.run.worker import process_main
+
+
+class WorkerProcesses:
+    """Those of one run; ``graph`` is its name. ``gone`` hears of each process that has ended for certain,
+    on the thread that runs :meth:`watch`."""
+
+    def __init__(self, graph: str, mail: Channel[Event], gone: Callable[[Gone], None]) -> None:
+        self._graph = graph
+        self._mail = mail
+        self.known: dict[WorkerId, WorkerProcess] = {}
+        self._watch = Watch(gone)
+        # Those whom the kernel killed for lack of memory before the run, and those of the run so far.
+        self._oom_kills = memory.oom_kills()
+
+    def start(self, here: chance.Worker, stage: bytes, ports: Ports, predecessors: tuple[str, ...]) -> None:
+        """Starts a worker's process. ``predecessors``: how those died with whose item it begins."""
+        id = WorkerId(here.stage, here.number)
+        arguments: tuple[Any, ...] = (here, stage, ports, self._mail, os.getpid(), predecessors)
+        process = WorkerProcess(f"{NAME}{self._graph}/{id}", process_main, arguments)
+        self.known[id] = process
+        self._watch.add(id, process)
+
+    def watch(self) -> None:
+        """Watches until :meth:`stop_watching`."""
+        self._watch.run()
+
+    def death(self, id: WorkerId, ports: Ports) -> Death:
+        """How a worker died whose process is gone; ``ports`` are its own."""
+        process = self.known[id]
+        how = process.how_it_ended(process.exitcode == -signal.SIGKILL and self._kernel_killed())
+        lived = time.monotonic() - process.born
+        return Death(how, process.exitcode, process.pid, lived, deaths_in_hand(ports))
+
+    def _kernel_killed(self) -> bool:
+        """Whether the kernel has killed more processes for lack of memory than are explained."""
+        more = memory.oom_kills() > self._oom_kills
+        self._oom_kills += more
+        return more
+
+    def ended(self, id: WorkerId) -> bool:
+        """Whether the worker has a process here, and that has ended."""
+        return id in self.known and self.known[id].ended()
+
+    def forget(self, id: WorkerId) -> None:
+        """Leaves nothing of a process that has ended."""
+        self.known.pop(id).close()
+
+    def terminate(self, id: WorkerId, force: bool) -> None:
+        process = self.known.get(id)
+        if process is not None:  # it may be dead and not yet replaced
+            process.kill() if force else process.terminate()
+
+    def kill(self) -> None:
+        for process in self.known.values():
+            process.kill()
+
+    def end(self) -> None:
+        """Waits for all of them, and kills those that don't end by themselves."""
+        deadline = time.monotonic() + GRACE
+        for process in self.known.values():
+            if not process.ended(max(0.0, deadline - time.monotonic())):
+                process.kill()
+                process.ended(GRACE)
+
+    def stop_watching(self) -> None:
+        self._watch.stop()
+
+    def close(self) -> None:
+        """Once all have ended and :meth:`watch` has returned."""
+        self._watch.close()
+        for process in self.known.values():
+            process.close()
