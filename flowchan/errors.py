@@ -77,6 +77,11 @@ class HostError(FlowchanError):
         return HostError, (str(self), self.host)
 
 
+class Refused(FlowchanError, ConnectionError):
+    """A connection between hosts came to nothing: the other end did not prove that it knows the secret, was
+    silent, or spoke otherwise. The message names its address."""
+
+
 class Deadlock(FlowchanError):
     """Every worker of a run waited for a channel, and nothing was in flight: nobody could ever move again.
     The message says who waited for whom."""

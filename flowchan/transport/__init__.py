@@ -1,1 +1,1 @@
-"""How items and channels cross process borders."""
+"""How bytes and descriptors reach another process, and another host."""

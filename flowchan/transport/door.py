@@ -1,0 +1,144 @@
+"""Who listens lets in whoever proves the secret, and is not held up by anybody else.
+
+One thread serves all who are still proving it, in :meth:`Door.accept`. When too many are, the one that has
+taken longest is sent away: those who know the secret need a few round trips only.
+"""
+
+from __future__ import annotations
+
+import errno
+import selectors
+import socket
+import time
+
+from flowchan.errors import Refused
+from flowchan.transport.authentication import Guest, Hello, handshake
+from flowchan.transport.tcp import Listener
+
+AT_ONCE = 64
+PATIENCE = 10.0  # seconds that a handshake may take
+SHORT_OF = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+PAUSE = 0.1  # seconds without accepting when this process lacks descriptors
+
+
+class Door:
+    """A listener and the secret that lets in. ``refused`` counts who was sent away, and ``last_refused`` says
+    of the last one why."""
+
+    def __init__(
+        self, listener: Listener, secret: bytes, hello: Hello, *, patience: float = PATIENCE
+    ) -> None:
+        self.address = listener.address
+        self.refused = 0
+        self.last_refused = ""
+        self._listener = listener
+        self._secret = secret
+        self._hello = hello
+        self._patience = patience
+        self._guests: list[Guest] = []  # who has waited longest is first
+        self._closed_until = 0.0
+        self._ready = selectors.DefaultSelector()
+        self._ready.register(listener, selectors.EVENT_READ)
+
+    def accept(self, timeout: float | None = None) -> tuple[socket.socket, Hello]:
+        """The next connection whose peer has proved the secret, and its hello. Raises ``TimeoutError``; the
+        handshakes that are going on then go on with the next call. Never raises because of a peer."""
+        give_up = None if timeout is None else time.monotonic() + timeout
+        while True:
+            now = time.monotonic()
+            for key, _ in self._ready.select(self._next_event(now, give_up)):
+                if key.fileobj is self._listener:
+                    self._let_wait()
+                elif (met := self._go_on(key.data)) is not None:
+                    return met
+            now = time.monotonic()
+            self._send_away_the_late(now)
+            if give_up is not None and now >= give_up:
+                raise TimeoutError(f"nobody has proved the secret at {self.address} within {timeout:g} s")
+
+    def _next_event(self, now: float, give_up: float | None) -> float | None:
+        """How long there is nothing to do but for what comes."""
+        times = [give_up] if give_up is not None else []
+        times += [guest.give_up for guest in self._guests[:1]]
+        if self._closed_until:
+            times.append(self._closed_until)
+            if now >= self._closed_until:
+                self._closed_until = 0.0
+                self._ready.register(self._listener, selectors.EVENT_READ)
+        return max(0.0, min(times) - now) if times else None
+
+    def _let_wait(self) -> None:
+        """Takes one who has dialled among the guests."""
+        try:
+            sock = self._listener.accept_now()
+        except OSError as error:
+            if error.errno not in SHORT_OF:
+                raise
+            self._ready.unregister(self._listener)
+            self._closed_until = time.monotonic() + PAUSE
+            return
+        if sock is None:
+            return
+        try:
+            guest = Guest(sock, handshake(self._secret, self._hello, dialled=False), self._patience)
+        except Refused as refused:
+            sock.close()
+            self._note(str(refused))
+            return
+        except BaseException:
+            sock.close()
+            raise
+        self._guests.append(guest)
+        self._ready.register(guest.sock, selectors.EVENT_READ, guest)
+        if len(self._guests) > AT_ONCE:
+            self._send_away(self._guests[0], f"more than {AT_ONCE} handshakes were going on at once")
+
+    def _go_on(self, guest: Guest) -> tuple[socket.socket, Hello] | None:
+        if guest not in self._guests:  # sent away since it was seen ready
+            return None
+        try:
+            guest.go_on()
+        except Refused as refused:
+            self._forget(guest)
+            guest.sock.close()
+            self._note(str(refused))
+            return None
+        if guest.hello is None:
+            return None
+        self._forget(guest)
+        guest.sock.setblocking(True)
+        return guest.sock, guest.hello
+
+    def _send_away_the_late(self, now: float) -> None:
+        while self._guests and self._guests[0].give_up <= now:
+            self._send_away(self._guests[0], self._guests[0].late())
+
+    def _send_away(self, guest: Guest, reason: str) -> None:
+        self._forget(guest)
+        guest.sock.close()
+        self._note(f"{guest.peer} was refused: {reason}")
+
+    def _forget(self, guest: Guest) -> None:
+        self._guests.remove(guest)
+        self._ready.unregister(guest.sock)
+
+    def _note(self, reason: str) -> None:
+        self.refused += 1
+        self.last_refused = reason
+
+    def fileno(self) -> int:
+        """Is readable when ``accept`` has something to do."""
+        return self._ready.fileno()
+
+    def close(self) -> None:
+        """Sends away who is still proving, and listens no more."""
+        for guest in list(self._guests):
+            self._send_away(guest, "the door was closed")
+        self._ready.close()
+        self._listener.close()
+
+    def __enter__(self) -> Door:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,174 @@
+"""Connections between hosts: who listens, who dials, and which address of ours a peer can reach.
+
+An address is the text ``host:port``, with an IPv6 host in brackets: ``[::1]:4711``. Nothing here trusts the
+name of this machine, which many systems resolve to 127.0.1.1: the address we give to others is the one that
+the kernel would send from towards them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import select
+import socket
+import time
+
+SEND_BUFFER = 256 * 1024  # larger ones leave the processor's cache
+UNHEARD = 15_000  # milliseconds until unacknowledged bytes end a connection
+KEEP_ALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 3, socket.TCP_KEEPCNT: 3}
+BACKLOG = 256
+ENDED_EARLY = {errno.ECONNABORTED, errno.EPROTO, errno.EPERM}
+"""What accept() says of one connection that is over before it began; the next may be sound."""
+
+
+def split(address: str) -> tuple[str, int]:
+    """Host and port of an address. Raises ``ValueError``."""
+    host, colon, port = address.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        raise ValueError(f"{address!r} is no address: write an IPv6 host in brackets, as in '[::1]:4711'")
+    if not (colon and host and port.isascii() and port.isdigit() and int(port) < 65536):
+        raise ValueError(
+            f"{address!r} is no address: it takes a host, a colon and a port from 0 to 65535, "
+            "as in '127.0.0.1:4711'; port 0 is any free one"
+        )
+    return host, int(port)
+
+
+def joined(name: tuple[str | int, ...]) -> str:
+    """The address in what the system calls a socket's name."""
+    host = str(name[0])
+    return f"[{host}]:{name[1]}" if ":" in host else f"{host}:{name[1]}"
+
+
+class Listener:
+    """A socket that others dial, on exactly the address that was given."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self.address = joined(sock.getsockname())
+
+    def accept(self, timeout: float | None = None) -> socket.socket:
+        """The next connection. Raises ``TimeoutError``, and ``OSError`` when this process lacks descriptors.
+        Nothing is known of who it is before :func:`flowchan.transport.authentication.meet`."""
+        give_up = None if timeout is None else time.monotonic() + timeout
+        while True:
+            if not self.wait(None if give_up is None else max(0.0, give_up - time.monotonic())):
+                raise TimeoutError(f"nobody dialled {self.address} within {timeout:g} s")
+            if (sock := self.accept_now()) is not None:
+                return sock
+
+    def wait(self, timeout: float | None) -> bool:
+        """Whether somebody has dialled, within ``timeout`` seconds."""
+        waiting = select.poll()
+        waiting.register(self._socket, select.POLLIN)
+        return bool(waiting.poll(None if timeout is None else timeout * 1000))
+
+    def accept_now(self) -> socket.socket | None:
+        """The connection that waits, if any does."""
+        try:
+            sock, _ = self._socket.accept()
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            if error.errno in ENDED_EARLY:
+                return None
+            raise
+        with contextlib.suppress(OSError):  # it has ended meanwhile, which its reader finds out
+            prepare(sock)
+        sock.setblocking(True)
+        return sock
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def __enter__(self) -> Listener:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def listen(address: str) -> Listener:
+    """Listens on ``address``, and on no other. Raises ``ValueError`` or ``OSError``."""
+    host, port = split(address)
+    family, _, _, _, name = resolve(host, port, address)[0]
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:  # [::] means IPv6 only
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        sock.bind(name)
+        sock.listen(BACKLOG)
+        sock.setblocking(False)
+    except OSError as error:
+        sock.close()
+        raise OSError(error.errno, f"can't listen on {address}: {os.strerror(error.errno or 0)}") from None
+    return Listener(sock)
+
+
+def dial(address: str, timeout: float) -> socket.socket:
+    """A connection to ``address``, tried once. Raises ``ValueError``, ``TimeoutError``, or another
+    ``OSError`` that names the address."""
+    host, port = split(address)
+    give_up = time.monotonic() + timeout
+    failure = OSError(errno.EHOSTUNREACH, os.strerror(errno.EHOSTUNREACH))
+    for family, _, _, _, name in resolve(host, port, address):
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            prepare(sock)
+            sock.settimeout(max(0.001, give_up - time.monotonic()))
+            sock.connect(name)
+            if (
+                sock.getsockname() == sock.getpeername()
+            ):  # a free port of this host can be dialled from itself
+                raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+            sock.settimeout(None)
+            return sock
+        except OSError as error:
+            sock.close()
+            failure = error
+        except BaseException:
+            sock.close()
+            raise
+    if isinstance(failure, TimeoutError):
+        raise TimeoutError(f"{address} did not answer within {timeout:g} s")
+    raise OSError(failure.errno, f"can't reach {address}: {failure.strerror}")
+
+
+def prepare(sock: socket.socket) -> None:
+    """Sets what a link wants of its connection: small frames leave at once, and a silent cut is noticed."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNHEARD)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in KEEP_ALIVE.items():
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def route_to(peer: str) -> str:
+    """The address, without a port, that this host sends from towards ``peer``, a host's name or address: so
+    ``peer`` can reach us there. The kernel's routes say it; nothing is sent. Raises ``OSError``."""
+    family, _, _, _, name = resolve(peer, 9, peer)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.connect(name)
+        except OSError as error:
+            raise OSError(error.errno, f"there is no route to {peer}: {error.strerror}") from None
+        return str(sock.getsockname()[0])
+
+
+def resolve(host: str, port: int, asked: str) -> list[tuple[int, int, int, str, tuple[str, int]]]:
+    """What the system knows of a host."""
+    try:
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)  # type: ignore[return-value]
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise OSError(
+            errno.EADDRNOTAVAIL, f"{asked}: the host {host!r} is not known here ({reason})"
+        ) from None

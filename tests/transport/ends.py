@@ -1,0 +1,46 @@
+"""Two ends of a connection over loopback, and what each of them hears."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+from peers import ThreadPeer
+
+from flowchan.transport import authentication, tcp
+
+SECRET = b"a secret of thirty-two bytes, ok"
+OTHER = b"another one of thirty-two bytes."
+
+
+@contextlib.contextmanager
+def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Who dialled, and who listens."""
+    with tcp.listen("127.0.0.1:0") as listener:
+        dialled = tcp.dial(listener.address, 30)
+        with dialled, listener.accept(30) as listens:
+            yield dialled, listens
+
+
+def met(
+    sock: socket.socket, secret: bytes = SECRET, *, dialled: bool = True, timeout: float = 30, **more: Any
+) -> tuple[socket.socket, Any]:
+    """``meet`` of one end, whose hello says which one it is."""
+    said = {"dialled": dialled}
+    return authentication.meet(sock, secret, dialled=dialled, hello=said, timeout=timeout, **more)
+
+
+def beside(sock: socket.socket, secret: bytes = SECRET, *, dialled: bool = False, **more: Any) -> ThreadPeer:
+    """The other end, in a thread."""
+    return ThreadPeer(lambda: met(sock, secret, dialled=dialled, **more))
+
+
+def receive(sock: socket.socket, size: int) -> bytes:
+    """Exactly so many bytes, or what came before the end."""
+    came = b""
+    with contextlib.suppress(ConnectionError):
+        while len(came) < size and (more := sock.recv(size - len(came))):
+            came += more
+    return came

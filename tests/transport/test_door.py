@@ -1,0 +1,184 @@
+"""A door lets in who knows the secret, however many others are in front of it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import select
+import signal
+import socket
+import struct
+from typing import Any
+
+import pytest
+from ends import OTHER, SECRET, met, receive
+from peers import ThreadPeer
+from waiting import wait_until
+
+import flowchan
+from flowchan.transport import authentication, tcp
+from flowchan.transport.door import AT_ONCE, Door
+
+
+def opened(**more: Any) -> Door:
+    return Door(tcp.listen("127.0.0.1:0"), SECRET, {"listens": True}, **more)
+
+
+def dialled(door: Door, secret: bytes = SECRET) -> Any:
+    """What who dials the door and knows the secret hears."""
+    with met(tcp.dial(door.address, 30), secret)[0] as sock:
+        return receive(sock, 5)
+
+
+def serve_until_one_is_refused(door: Door) -> None:
+    while not door.refused:
+        with contextlib.suppress(TimeoutError):
+            door.accept(0.05)
+
+
+def test_who_knows_the_secret_comes_in() -> None:
+    with opened() as door:
+        peers = [ThreadPeer(dialled, door) for _ in range(3)]
+        for _ in peers:
+            sock, hello = door.accept(30)
+            with sock:
+                assert hello == {"dialled": True}
+                assert sock.gettimeout() is None
+                sock.sendall(b"hello")
+        assert [peer.result() for peer in peers] == [b"hello"] * 3
+        assert door.refused == 0
+
+
+def test_nobody_comes() -> None:
+    with (
+        opened() as door,
+        pytest.raises(TimeoutError, match=r"nobody has proved the secret at 127\.0\.0\.1:"),
+    ):
+        door.accept(0.01)
+
+
+def test_who_does_not_know_it_is_counted_and_named() -> None:
+    with opened() as door:
+        peer = ThreadPeer(lambda: dialled(door, OTHER))
+        serve_until_one_is_refused(door)
+        with pytest.raises(flowchan.Refused):
+            peer.result()
+        assert door.refused == 1
+        assert door.last_refused.startswith("127.0.0.1:")
+        assert "it does not know the secret" in door.last_refused
+
+
+def test_many_that_are_silent_do_not_keep_one_that_knows_it_out() -> None:
+    """More than may wait at once, and more than the system lets wait in line."""
+    with opened() as door:
+        silent: list[socket.socket] = []
+        outside = ThreadPeer(lambda: door.accept(60))
+        try:
+            for _ in range(AT_ONCE + 300):
+                silent.append(tcp.dial(door.address, 30))
+            peer = ThreadPeer(dialled, door)
+            sock, _ = outside.result()
+            with sock:
+                sock.sendall(b"hello")
+            assert peer.result() == b"hello"
+            assert door.refused >= 300
+            assert f"more than {AT_ONCE} handshakes were going on at once" in door.last_refused
+        finally:
+            for one in silent:
+                one.close()
+
+
+def test_the_silent_are_sent_away_in_time() -> None:
+    with opened(patience=0.05) as door, tcp.dial(door.address, 30) as silent:
+        serve_until_one_is_refused(door)
+        assert "it sent nothing" in door.last_refused
+        assert len(receive(silent, 9999)) == authentication.GREETING  # and then its end
+
+
+HOSTILE = [
+    b"",
+    b"\x80\x04\x95" * 99,
+    b"GET / HTTP/1.0\r\n\r\n",
+    authentication.SPOKEN,
+    authentication.greeting(authentication.LISTENS),
+    authentication.greeting(authentication.DIALLED) + bytes(999),
+    authentication.greeting(authentication.DIALLED)[:50],
+]
+
+
+def test_thousands_of_hostile_connections_are_survived(request: pytest.FixtureRequest) -> None:
+    """Reset or closed, at any message; then one comes in that knows the secret."""
+    number = 30_000 if request.config.getoption("--long") else 600
+    with opened(patience=1) as door:
+
+        def attack() -> None:
+            for n in range(number):
+                with tcp.dial(door.address, 30) as sock:
+                    sock.sendall(HOSTILE[n % len(HOSTILE)])
+                    if n % 3 == 0:
+                        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            with met(tcp.dial(door.address, 30))[0] as sock:
+                sock.sendall(b"after")
+
+        attacker = ThreadPeer(attack)
+        sock, _ = door.accept(600)
+        with sock:
+            assert receive(sock, 5) == b"after"
+        attacker.result()
+        assert door.refused > number // 2
+
+
+def test_a_shortage_of_descriptors_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no error of the listener's; who has dialled waits in line."""
+    with opened() as door:
+        tried: list[int] = []
+        accept = tcp.Listener.accept_now
+
+        def short(self: tcp.Listener) -> socket.socket | None:
+            tried.append(1)
+            if len(tried) < 3:
+                raise OSError(errno.EMFILE, "Too many open files")
+            return accept(self)
+
+        monkeypatch.setattr(tcp.Listener, "accept_now", short)
+        peer = ThreadPeer(dialled, door)
+        sock, _ = door.accept(30)
+        with sock:
+            sock.sendall(b"hello")
+        assert peer.result() == b"hello"
+        assert len(tried) >= 3
+
+
+def test_a_door_can_be_waited_for_with_others() -> None:
+    with opened() as door:
+        assert select.select([door], [], [], 0)[0] == []
+        with tcp.dial(door.address, 30):
+            wait_until(lambda: select.select([door], [], [], 0)[0] == [door])
+
+
+def test_closing_sends_away_who_is_still_proving() -> None:
+    door = opened()
+    with tcp.dial(door.address, 30) as waiting:
+        with pytest.raises(TimeoutError):
+            door.accept(0.05)
+        door.close()
+        receive(waiting, 9999)  # its end
+        with pytest.raises(ConnectionRefusedError):
+            tcp.dial(door.address, 30)
+
+
+def test_ctrl_c_ends_the_wait_at_a_door() -> None:
+    class Stop(Exception):
+        pass
+
+    def handler(*_: object) -> None:
+        raise Stop
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        with opened() as door:
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            with pytest.raises(Stop):
+                door.accept(None)
+    finally:
+        signal.signal(signal.SIGALRM, before)

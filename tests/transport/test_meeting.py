@@ -1,0 +1,311 @@
+"""Only who knows the secret comes in, and whoever does not is told off in one line that names its address."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import pickle
+import signal
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from ends import OTHER, SECRET, beside, connected, met, receive
+from peers import ThreadPeer
+
+import flowchan
+from flowchan.transport import authentication, tcp
+from flowchan.transport.authentication import GREETING, HELLO, PROOF
+
+SIZES = [GREETING, PROOF, HELLO + PROOF]
+"""What either side sends, message by message."""
+ROLES = (authentication.DIALLED, authentication.LISTENS)
+
+
+def refused(sock: socket.socket, **more: Any) -> str:
+    """The one line that ``meet`` raises; the peer's address is in it."""
+    peer = tcp.joined(sock.getpeername())
+    with pytest.raises(flowchan.Refused) as raised:
+        met(sock, **more)
+    line = str(raised.value)
+    assert line.startswith(f"{peer} was refused: ")
+    assert "\n" not in line
+    assert sock.fileno() == -1
+    return line
+
+
+def test_both_sides_get_the_other_s_hello_and_a_plain_socket() -> None:
+    with connected() as (dialled, listens):
+        peer = beside(listens)
+        mine, heard = met(dialled)
+        theirs, heard_there = peer.result()
+        assert (heard, heard_there) == ({"dialled": False}, {"dialled": True})
+        assert (mine, theirs) == (dialled, listens)
+        assert mine.gettimeout() is None
+        mine.sendall(b"one")
+        theirs.sendall(b"two")
+        assert (receive(theirs, 3), receive(mine, 3)) == (b"one", b"two")
+
+
+def test_what_the_peer_sends_next_is_left_in_the_socket() -> None:
+    with connected() as (dialled, listens):
+        peer = ThreadPeer(lambda: met(listens, dialled=False)[0].sendall(b"x" * 9999))
+        mine, _ = met(dialled)
+        assert receive(mine, 9999) == b"x" * 9999
+        peer.result()
+
+
+def test_a_wrong_secret_is_refused_on_both_sides() -> None:
+    with connected() as (dialled, listens):
+        peer = ThreadPeer(lambda: refused(listens, dialled=False))
+        assert "Perhaps its secret is another one" in refused(dialled, secret=OTHER)
+        assert "it does not know the secret" in peer.result()
+
+
+def test_who_listens_with_a_wrong_secret_does_not_get_our_hello() -> None:
+    with connected() as (dialled, listens):
+        peer = ThreadPeer(lambda: refused(dialled))
+        receive(listens, GREETING)
+        listens.sendall(authentication.greeting(authentication.LISTENS) + bytes(PROOF))
+        assert "it does not know the secret" in peer.result()
+        rest = receive(listens, 9999)
+        assert len(rest) == PROOF  # made for these two greetings, and of no use with others
+
+
+@pytest.mark.parametrize("dialled", [True, False])
+def test_silence_is_refused_in_time(dialled: bool) -> None:
+    with connected() as ends:
+        assert "it sent nothing" in refused(ends[not dialled], dialled=dialled, timeout=0.05)
+
+
+@pytest.mark.parametrize("dialled", [True, False])
+def test_a_peer_that_falls_silent_half_way_is_refused(dialled: bool) -> None:
+    with connected() as ends:
+        ends[dialled].sendall(authentication.SPOKEN)
+        assert f"only 16 of {GREETING} bytes" in refused(ends[not dialled], dialled=dialled, timeout=0.05)
+
+
+def test_the_time_is_that_of_the_whole_handshake() -> None:
+    """A byte now and then does not prolong it."""
+    with connected() as (dialled, listens):
+        over = threading.Event()
+
+        def drip() -> None:
+            while not over.wait(0.02):
+                dialled.send(authentication.SPOKEN[:1])
+
+        peer = ThreadPeer(drip)
+        line = refused(listens, dialled=False, timeout=0.3)
+        over.set()
+        peer.join()
+        assert "in this step of the handshake, which has 0.3 s in all" in line
+
+
+@pytest.mark.parametrize("dialled", [True, False])
+@pytest.mark.parametrize(
+    "rubbish", [b"GET / HTTP/1.1\r\n\r\n" * 99, b"\x00" * GREETING, b"flowchan link 0\n" * 99, b"\xff" * 999]
+)
+def test_rubbish_is_refused(dialled: bool, rubbish: bytes) -> None:
+    with connected() as ends:
+        ends[dialled].sendall(rubbish)
+        assert "does not speak flowchan's protocol" in refused(ends[not dialled], dialled=dialled)
+
+
+def test_a_peer_that_leaves_is_refused() -> None:
+    with connected() as (dialled, listens):
+        dialled.close()
+        assert "it ended the connection and said nothing" in refused(listens, dialled=False)
+
+
+def test_a_peer_that_is_half_open_is_refused() -> None:
+    with connected() as (dialled, listens):
+        dialled.shutdown(socket.SHUT_WR)
+        assert "it ended the connection and said nothing" in refused(listens, dialled=False)
+
+
+def test_a_reset_is_refused() -> None:
+    with connected() as (dialled, listens):
+        peer = ThreadPeer(lambda: refused(listens, dialled=False))
+        receive(dialled, GREETING)
+        dialled.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        dialled.close()
+        assert "the connection ended in the handshake (Connection reset" in peer.result()
+
+
+def test_one_that_was_reset_before_we_looked_is_refused() -> None:
+    with connected() as (dialled, listens):
+        dialled.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        dialled.close()
+        with pytest.raises(flowchan.Refused, match="a peer that has gone was refused: the connection ended"):
+            met(listens, dialled=False)
+
+
+def outcome(sock: socket.socket, dialled: bool) -> str:
+    """How the meeting ends for one end."""
+    try:
+        met(sock, dialled=dialled)
+    except flowchan.Refused as refused:
+        return str(refused)
+    return "met"
+
+
+def with_somebody_between(change: Callable[[bool, int, bytes], bytes]) -> dict[bool, str]:
+    """How it ends for who dialled and for who listens when somebody between them may change every message:
+    ``change(dialled, number, message)``."""
+    with connected() as (dialled, his_listens), connected() as (his_dialled, listens):
+
+        def relay(source: socket.socket, target: socket.socket, from_dialled: bool) -> None:
+            for number, size in enumerate(SIZES):
+                message = receive(source, size)
+                if len(message) < size:
+                    break
+                with contextlib.suppress(OSError):  # it has refused us already
+                    target.sendall(change(from_dialled, number, message))
+            with contextlib.suppress(OSError):
+                target.shutdown(socket.SHUT_WR)
+
+        ends = {True: ThreadPeer(outcome, dialled, True), False: ThreadPeer(outcome, listens, False)}
+        relays = [
+            ThreadPeer(relay, his_listens, his_dialled, True),
+            ThreadPeer(relay, his_dialled, his_listens, False),
+        ]
+        said = {side: end.result() for side, end in ends.items()}
+        dialled.close()
+        listens.close()
+        for thread in relays:
+            thread.join()
+        return said
+
+
+def test_who_only_looks_on_changes_nothing() -> None:
+    assert with_somebody_between(lambda _dialled, _number, message: message) == {True: "met", False: "met"}
+
+
+PLACES = [(number, place) for number, size in enumerate(SIZES) for place in range(size)]
+
+
+def some_of(places: list[tuple[int, int]], every: bool) -> list[tuple[int, int]]:
+    """All bytes of greetings and proofs, or some; some of the hellos."""
+    return [(n, at) for n, at in places if (every and SIZES[n] < HELLO) or at % 37 == 5 or at > SIZES[n] - 2][
+        : None if every else 24
+    ]
+
+
+@pytest.mark.parametrize("from_dialled", [True, False])
+def test_who_changes_a_byte_on_the_way_is_found_out(from_dialled: bool, request: Any) -> None:
+    """By the end that gets it, or is to get the next message; and no hello gets through changed."""
+    for number, place in some_of(PLACES, request.config.getoption("--long")):
+
+        def change(dialled: bool, n: int, message: bytes, number: int = number, place: int = place) -> bytes:
+            if (dialled, n) != (from_dialled, number):
+                return message
+            return message[:place] + bytes([message[place] ^ 1]) + message[place + 1 :]
+
+        assert "was refused: " in with_somebody_between(change)[not from_dialled], (number, place)
+
+
+def record() -> dict[bool, bytes]:
+    """What both ends say when they meet."""
+    said = {True: b"", False: b""}
+
+    def listen_in(dialled: bool, _: int, message: bytes) -> bytes:
+        said[dialled] += message
+        return message
+
+    assert with_somebody_between(listen_in) == {True: "met", False: "met"}
+    return said
+
+
+@pytest.mark.parametrize("dialled", [True, False])
+def test_who_replays_a_meeting_is_refused(dialled: bool) -> None:
+    recorded = record()
+    with connected() as ends:
+        ends[dialled].sendall(recorded[not dialled])
+        assert "it does not know the secret" in refused(ends[not dialled], dialled=dialled)
+
+
+@pytest.mark.parametrize("dialled", [True, False])
+@pytest.mark.parametrize("disguised", [True, False])
+def test_who_sends_our_own_messages_back_is_refused(dialled: bool, disguised: bool) -> None:
+    """Also when the greeting says the other role."""
+    with connected() as ends:
+        ours, his = ends[not dialled], ends[dialled]
+        peer = ThreadPeer(lambda: refused(ours, dialled=dialled))
+        mine = receive(his, GREETING)
+        if disguised:
+            mine = mine.replace(*ROLES[:: 1 if dialled else -1])
+        his.sendall(mine)
+        proof = receive(his, PROOF) if dialled else bytes(PROOF)  # who listens proves it later
+        with contextlib.suppress(OSError):  # refused already
+            his.sendall(proof)
+        expected = "it does not know the secret" if disguised else "on the same side of the connection"
+        assert expected in peer.result()
+
+
+def test_two_that_dialled_each_other_are_told_so() -> None:
+    with connected() as (one, other):
+        peer = ThreadPeer(lambda: refused(other, dialled=True))
+        assert "both dialled, or both listen" in refused(one, dialled=True)
+        assert "both dialled, or both listen" in peer.result()
+
+
+@pytest.mark.parametrize("said", [b"[1]", b"\xff", b"", b"{", b"[" * HELLO, b"NaN", b'"' + b"x" * 99 + b'"'])
+def test_a_hello_that_is_no_json_object_is_refused(said: bytes) -> None:
+    """From a peer that knows the secret, too."""
+    with connected() as (dialled, listens):
+        peer = ThreadPeer(lambda: refused(listens, dialled=False))
+        mine = authentication.greeting(authentication.DIALLED)
+        dialled.sendall(mine)
+        key = hmac.digest(SECRET, mine + receive(dialled, GREETING), "sha256")
+        dialled.sendall(authentication.proof(key, authentication.DIALLED, b"proof"))
+        receive(dialled, PROOF)
+        hello = said.ljust(HELLO)
+        dialled.sendall(hello + authentication.proof(key, authentication.DIALLED, b"hello", hello))
+        assert "its hello is no JSON object" in peer.result()
+
+
+def test_what_cannot_be_a_hello_or_a_secret_is_told() -> None:
+    with connected() as (dialled, _), pytest.raises(ValueError, match="at most 4096 bytes of JSON, not 5011"):
+        authentication.meet(dialled, SECRET, dialled=True, hello={"a": "x" * 5002}, timeout=1)
+    with connected() as (dialled, _), pytest.raises(ValueError, match="at least 16 bytes, not 3"):
+        authentication.meet(dialled, b"abc", dialled=True, hello={}, timeout=1)
+
+
+def test_a_booby_trapped_pickle_is_never_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At whichever message it comes, and wherever in it."""
+    sprung: list[bytes] = []
+
+    class Trap:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return sprung.append, (b"sprung",)
+
+    trap = pickle.dumps(Trap())
+    for name in ("loads", "load", "Unpickler"):
+        monkeypatch.setattr(pickle, name, lambda *_, name=name: sprung.append(name))
+    for before in (b"", authentication.greeting(authentication.DIALLED)):
+        for padding in (b"", b"\0" * 8, len(trap).to_bytes(4, "big"), len(trap).to_bytes(8, "little")):
+            with connected() as (dialled, listens):
+                dialled.sendall((before + padding + trap).ljust(9999, b"\0"))
+                refused(listens, dialled=False)
+    assert not sprung
+
+
+def test_ctrl_c_ends_the_wait() -> None:
+    class Stop(Exception):
+        pass
+
+    def handler(*_: object) -> None:
+        raise Stop
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        with connected() as (_, listens):
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            with pytest.raises(Stop):
+                met(listens, dialled=False, timeout=600)
+            assert listens.fileno() == -1
+    finally:
+        signal.signal(signal.SIGALRM, before)
