@@ -34,6 +34,7 @@ import pytest_timeout
 from waiting import wait_until
 
 GRACE = 20.0  # seconds by which faulthandler's last word comes after pytest-timeout's
+REAL_HOSTS = Path(__file__).parent / "hosts_real"
 ENDING = ("thread ", "process ")
 """What ends by itself a moment after a test has seen the last of it; descriptors and mappings have owners."""
 PASSED = pytest.StashKey[bool]()
@@ -42,6 +43,11 @@ STDERR = pytest.StashKey[int]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="the longest walks too, and the others whole")
+    parser.addoption("--hosts", action="store_true", help="what needs sshd, Slurm, Ray or network namespaces")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    return True if collection_path == REAL_HOSTS and not config.getoption("--hosts") else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 
 from flowchan.errors import HostError
 from flowchan.hosts.provider import Launch
-from flowchan.hosts.relay import Relay
+from flowchan.hosts.relay import Relay, Said
 
-Explain = Callable[[int, Sequence[str]], str | None]
-"""Why an agent ended, from the exit code (minus a signal's number) and the last lines of its output; ``None``
-when that does not tell whether it has ended."""
+Explain = Callable[[int, Said], str | None]
+"""Why an agent ended, from the exit code (minus a signal's number) and what was said; ``None`` when that does
+not tell whether it has ended."""
 
 STRANGER = "ended, and nobody knows how, because the program ignores SIGCHLD or collects its children"
 
@@ -48,8 +48,11 @@ class Child:
 
     def ended(self) -> str | None:
         if self._why is None and self._process.returncode is None and (code := self._exitcode()) is not None:
-            self._why = self._explain(code, self._relay.finish() if self._relay else ())
+            self._why = self._explain(code, self._finish())
         return self._why
+
+    def _finish(self) -> Said:
+        return self._relay.finish() if self._relay else Said()
 
     def _exitcode(self) -> int | None:
         """How it ended. The zombie stays until :meth:`close`, so that its number means nobody else."""
@@ -75,7 +78,6 @@ class Child:
         if self._process.returncode is None:
             self.kill()
             code = self._process.wait()
-            last = self._relay.finish() if self._relay else ()
-            self._why = self._why or self._explain(code, last)
+            self._why = self._why or self._explain(code, self._finish())
         if self._relay:
             self._relay.close()

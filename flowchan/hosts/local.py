@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from flowchan.declare.arguments import whole
-from flowchan.hosts.child import Child
+from flowchan.hosts.child import Child, Said
 from flowchan.hosts.provider import Launch
 from flowchan.run.processes import exit_text
 
@@ -35,7 +34,7 @@ class Local:
         return Child(host, (sys.executable, *launch.arguments), launch, partial(_ended, host), relay=False)
 
 
-def _ended(host: str, code: int, _: Sequence[str]) -> str:
+def _ended(host: str, code: int, _: Said) -> str:
     return f"the agent {host} {exit_text(code)}"
 
 

@@ -6,10 +6,24 @@ import os
 import select
 import threading
 from collections import deque
+from dataclasses import dataclass
 from typing import IO
 
 LAST = 20
 LONGEST = 64 * 1024  # of a line; what has no end of line is passed on in pieces of about this size
+MARK = "flowchan-agent "
+"""Begins what is meant for us and not for the user, up to the end of the line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """The last lines of a process, and what followed the last marks."""
+
+    lines: tuple[str, ...] = ()
+    marks: tuple[str, ...] = ()
+
+    def last(self) -> str:
+        return next((line.strip() for line in reversed(self.lines) if line.strip()), "it said nothing")
 
 
 class Relay:
@@ -20,6 +34,7 @@ class Relay:
         self._pipe = pipe
         self._stop = os.eventfd(0)
         self._last: deque[str] = deque(maxlen=LAST)
+        self._marks: deque[str] = deque(maxlen=LAST)
         os.set_blocking(pipe.fileno(), False)
         self._thread = threading.Thread(target=self._run, name=f"flowchan-output-{host}", daemon=True)
         self._thread.start()
@@ -53,19 +68,25 @@ class Relay:
 
     def _pass_on(self, line: bytes) -> None:
         line = line.rstrip(b"\r")
-        self._last.append(line.decode(errors="replace"))
+        text, mark, told = line.decode(errors="replace").partition(MARK)
+        if mark:
+            self._marks.append(told)
+            if not text:
+                return
+            line = text.encode()  # what came before had no end of line
+        self._last.append(text)
         try:
             os.write(2, self._prefix + line + b"\n")  # one call, so that lines of hosts do not mix
         except OSError:  # nobody reads our errors; the host must not wait for that
             pass
 
-    def finish(self) -> tuple[str, ...]:
-        """For a process that has ended: passes on what is left in its pipe, and gives the last lines. Others
+    def finish(self) -> Said:
+        """For a process that has ended: passes on what is left in its pipe, and tells what was said. Others
         that hold the pipe, such as an ssh that stays for later connections, are not waited for."""
         if self._thread.is_alive():
             os.eventfd_write(self._stop, 1)
             self._thread.join()
-        return tuple(self._last)
+        return Said(tuple(self._last), tuple(self._marks))
 
     def close(self) -> None:
         self.finish()

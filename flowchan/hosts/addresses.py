@@ -1,0 +1,44 @@
+"""At which of its addresses the driver listens, so that all hosts of a provider reach it."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Mapping
+
+from flowchan.errors import HostError
+
+
+def address_towards(call: str, peers: Mapping[str, str]) -> str:
+    """Our address on the kernel's route to all ``peers``, which are hosts' names and where each is to be
+    found. A host reached through loopback is this machine, and reaches all its addresses."""
+    ours: dict[str, str] = {}
+    for host, peer in peers.items():
+        try:
+            ours.setdefault(route_to(peer), host)
+        except OSError as error:
+            raise HostError(
+                f"{call}: at which address {host} reaches this machine is not known, for {peer}: "
+                f"{error.strerror}; say it with address=",
+                host,
+            ) from error
+    outside = {address: host for address, host in ours.items() if not _is_loopback(address)}
+    if len(outside) > 1:
+        routes = ", ".join(f"{host} from {address}" for address, host in outside.items())
+        raise HostError(
+            f"{call}: the hosts are reached from different addresses of this machine ({routes}); "
+            "say with address= at which one all of them reach it"
+        )
+    return next(iter(outside or ours))
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def route_to(peer: str) -> str:
+    """The address that this machine sends from towards ``peer``. Nothing is sent. Raises ``OSError``."""
+    family, _, _, _, name = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as sock:
+        sock.connect(name)
+        return str(sock.getsockname()[0])

@@ -1,0 +1,134 @@
+"""What an ssh provider is before it contacts anybody: a value, its command, and the address to listen at."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+
+import pytest
+
+from flowchan.errors import HostError
+from flowchan.hosts import addresses
+from flowchan.hosts.relay import Said
+from flowchan.hosts.remote import around, as_text, explainer
+from flowchan.hosts.ssh import ssh
+
+
+def test_a_provider_is_a_value():
+    given = ssh("gpu1", "user@gpu2", python="~/venv/bin/python")
+    assert given.hosts == ("gpu1", "user@gpu2")
+    assert given == ssh("gpu1", "user@gpu2", python="~/venv/bin/python") != ssh("gpu1")
+    assert pickle.loads(pickle.dumps(given)) == given
+    assert hash(given) == hash(pickle.loads(pickle.dumps(given)))
+    assert repr(given) == "ssh('gpu1', 'user@gpu2', python='~/venv/bin/python')"
+    assert repr(ssh("gpu1", address="10.0.0.1")) == "ssh('gpu1', address='10.0.0.1')"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "error", "message"),
+    [
+        ((), ValueError, "ssh: it takes at least one host"),
+        (
+            ("-oProxyCommand=reboot",),
+            ValueError,
+            "ssh: a host is a name, an address or user@name, not '-oProxy",
+        ),
+        (("a b",), ValueError, "not 'a b'"),
+        (("",), ValueError, "ssh: a host must not be empty"),
+        ((1,), TypeError, "ssh: a host must be a string, not 1"),
+        (("gpu1", "gpu2", "gpu1"), ValueError, "ssh: 'gpu1' is there twice"),
+    ],
+)
+def test_what_is_no_host_is_refused(hosts, error, message):
+    with pytest.raises(error, match=message):
+        ssh(*hosts)
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["python3", "/opt/my venv/bin/python", "it's", "$HOME", "", "~x y/python", "a~/b", "`id`", "~/a b"],
+)
+def test_a_shell_reads_the_command_as_it_was_meant(word):
+    """Words are quoted, and only a leading home folder is left to the shell."""
+    read = subprocess.run(
+        ("sh", "-c", f"printf %s {as_text((word,))}"),
+        capture_output=True,
+        text=True,
+        env={"HOME": "/home/me"},
+    ).stdout
+    assert read == (f"/home/me{word[1:]}" if word.startswith("~/") else word)
+
+
+def test_the_script_around_an_agent_tells_how_it_ended():
+    done = subprocess.run(around("sh", ("-c", "printf hello; kill -9 $$")), capture_output=True, text=True)
+    assert done.stdout == "flowchan-agent started\nhelloflowchan-agent ended 137\n"
+
+
+ENDS = [
+    ((), ("started", "ended 137"), "the agent gpu1 was killed by SIGKILL"),
+    ((), ("started", "ended 3"), "the agent gpu1 exited with code 3 without finishing"),
+    (
+        ("sh: 1: nopy: not found",),
+        ("started", "ended 127"),
+        "gpu1 has no Python at nopy (sh: 1: nopy: not found)",
+    ),
+    (("No module named 'flowchan'",), ("started", "ended 1"), "the Python at nopy on gpu1 has no flowchan"),
+    (("boo",), (), "not reached"),
+    (("Connection closed",), ("started",), None),
+    ((), ("started", "ended "), None),
+]
+
+
+@pytest.mark.parametrize(("lines", "marks", "why"), ENDS)
+def test_an_end_is_told_only_where_it_is_known(lines, marks, why):
+    """That ssh has ended says nothing of the agent, unless the script has said it."""
+    told = explainer("gpu1", "nopy", lambda code, said: "not reached")(255, Said(lines, marks))
+    assert told is None if why is None else told is not None and told.startswith(why)
+
+
+ROUTES = {"here": "127.0.0.1", "six": "::1", "near": "10.0.0.1", "near2": "10.0.0.1", "far": "192.168.0.9"}
+
+
+@pytest.fixture
+def routes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def route_to(peer: str) -> str:
+        if peer not in ROUTES:
+            raise OSError(-2, "Name or service not known")
+        return ROUTES[peer]
+
+    monkeypatch.setattr(addresses, "route_to", route_to)
+
+
+def towards(*hosts: str) -> str:
+    return addresses.address_towards("ssh", {host: host for host in hosts})
+
+
+@pytest.mark.usefixtures("routes")
+def test_the_driver_listens_where_all_hosts_reach_it():
+    """A host on this machine reaches all of its addresses."""
+    assert towards("here") == "127.0.0.1"
+    assert towards("six") == "::1"
+    assert towards("here", "near", "near2") == "10.0.0.1"
+
+
+@pytest.mark.usefixtures("routes")
+def test_where_no_address_is_right_for_all_the_remedy_is_named():
+    with pytest.raises(HostError, match=r"near from 10.0.0.1, far from 192.168.0.9.*address=") as raised:
+        towards("near", "here", "far")
+    assert raised.value.host == ""
+    with pytest.raises(HostError, match=r"ssh: at which address lost .*Name or service not known.*address="):
+        towards("near", "lost")
+
+
+def test_the_route_to_loopback_is_loopback():
+    assert addresses.route_to("127.0.0.1") == "127.0.0.1"
+    assert addresses.address_towards("ssh", {"x": "localhost"}) in ("127.0.0.1", "::1")
+
+
+def test_an_address_that_was_given_is_taken():
+    assert ssh("no.such.host", address="10.1.2.3").listen_at() == "10.1.2.3"
+
+
+def test_an_error_of_a_host_crosses_processes():
+    error = pickle.loads(pickle.dumps(HostError("gpu1: no", "gpu1")))
+    assert (str(error), error.host) == ("gpu1: no", "gpu1")

@@ -1,0 +1,91 @@
+"""A driver and an agent that are no more than the ends of a launch: the agent reads its line, dials, says who
+it is, and ends as it is told."""
+
+from __future__ import annotations
+
+import json
+import socket
+from typing import Any
+
+from flowchan.hosts.provider import Launch, Provider, Started
+
+SECRET = "27e1b0ff-nobody-else-sees-this"
+
+AGENT = """
+import json, os, socket, sys
+told = json.loads(sys.stdin.readline())
+host, _, port = told["address"].rpartition(":")
+with socket.create_connection((host, int(port)), 30) as sock:
+    def read(name):
+        with open(f"/proc/{name}", "rb") as file:
+            return file.read().decode(errors="replace")
+    me = {
+        "number": told["number"], "secret": told["secret"], "pid": os.getpid(), "python": sys.executable,
+        "arguments": read("self/cmdline") + read(f"{os.getppid()}/cmdline"),
+        "environment": read("self/environ") + read(f"{os.getppid()}/environ"),
+        "rest": sys.stdin.read(), "hostname": socket.gethostname(), "peer": sock.getsockname()[0],
+    }
+    print(f"agent {told['number']} is up", flush=True)
+    sock.sendall(json.dumps(me).encode() + b"\\n")
+    sock.settimeout(None)
+    order = sock.makefile().readline().strip()  # and at the driver's end nothing
+if order == "kill":
+    os.kill(os.getpid(), 9)
+print("a last word without an end of line", end="")
+sys.exit(int(order or 0))
+"""
+
+
+class Driver:
+    """Listens where the provider says, starts agents, and hears who they are."""
+
+    def __init__(self, provider: Provider) -> None:
+        self.provider = provider
+        self.address = provider.listen_at()
+        self._listener = socket.create_server((self.address, 0))
+        self._listener.settimeout(60)
+        self.started: dict[int, Started] = {}
+        self._lines: dict[int, socket.socket] = {}
+
+    def launch(self, number: int) -> Launch:
+        told = {
+            "address": f"{self.address}:{self._listener.getsockname()[1]}",
+            "number": number,
+            "secret": SECRET,
+        }
+        return Launch(("-c", AGENT), json.dumps(told).encode() + b"\n")
+
+    def start(self, number: int) -> Started:
+        self.started[number] = self.provider.start(number, self.launch(number))
+        return self.started[number]
+
+    def hear(self) -> dict[str, Any]:
+        """The next agent, who it is."""
+        line, _ = self._listener.accept()
+        line.settimeout(60)
+        told = json.loads(line.makefile().readline())
+        self._lines[told["number"]] = line
+        return dict(told)
+
+    def order(self, number: int, order: str) -> None:
+        self._lines[number].sendall(f"{order}\n".encode())
+
+    def gone(self, number: int) -> bool:
+        """Whether the agent has ended its connection. Waits for it."""
+        try:
+            return self._lines[number].recv(1) == b""
+        except ConnectionResetError:
+            return True
+
+    def close(self) -> None:
+        for line in self._lines.values():
+            line.close()
+        self._listener.close()
+        for one in self.started.values():
+            one.close()
+
+    def __enter__(self) -> Driver:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

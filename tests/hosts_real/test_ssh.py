@@ -1,0 +1,141 @@
+"""Agents by the system's ssh, through an sshd on loopback."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+from driver import SECRET, Driver
+from waiting import wait_until
+
+from flowchan.hosts.provider import Launch, Started
+from flowchan.hosts.ssh import ssh
+
+pytestmark = pytest.mark.usefixtures("sshd")
+
+
+def end_of(one: Started) -> str:
+    wait_until(lambda: one.ended() is not None)
+    return one.ended() or ""
+
+
+def test_each_host_runs_its_agent_and_the_end_of_each_is_told():
+    with Driver(ssh("gpu1", "root@gpu2", python=sys.executable)) as driver:
+        assert driver.address == "127.0.0.1"
+        driver.start(0)
+        driver.start(1)
+        told = {one["number"]: one for one in (driver.hear(), driver.hear())}
+        assert sorted(told) == [0, 1]
+        assert {one["secret"] for one in told.values()} == {SECRET}
+        assert {one["rest"] for one in told.values()} == {""}
+        assert [driver.started[number].ended() for number in (0, 1)] == [None, None]
+        driver.order(0, "3")
+        assert end_of(driver.started[0]) == "the agent gpu1 exited with code 3 without finishing"
+        driver.order(1, "kill")
+        assert end_of(driver.started[1]) == "the agent root@gpu2 was killed by SIGKILL"
+
+
+def test_the_secret_is_in_no_command_line_and_no_environment():
+    with Driver(ssh("gpu1", python=sys.executable)) as driver:
+        driver.start(0)
+        told = driver.hear()
+        assert SECRET not in told["arguments"] + told["environment"]
+        for process in psutil.process_iter():
+            try:
+                assert SECRET not in " ".join(process.cmdline())
+            except psutil.Error:
+                continue
+
+
+def test_a_python_in_the_home_folder_may_be_named_by_a_tilde(tmp_path):
+    """The shell over there expands it."""
+    home = os.path.expanduser("~")
+    name = f".flowchan test {tmp_path.name}"
+    os.symlink(sys.executable, f"{home}/{name}")
+    try:
+        with Driver(ssh("gpu1", python=f"~/{name}")) as driver:
+            driver.start(0)
+            assert driver.hear()["number"] == 0
+    finally:
+        os.unlink(f"{home}/{name}")
+
+
+def test_output_comes_to_standard_error_with_the_name_of_the_host(capfd):
+    with Driver(ssh("gpu1", python=sys.executable)) as driver:
+        driver.start(0)
+        driver.hear()
+        driver.order(0, "1")
+        end_of(driver.started[0])
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err == "[gpu1] agent 0 is up\n[gpu1] a last word without an end of line\n"
+
+
+def test_the_agent_outlives_a_killed_ssh_which_is_not_said_to_be_its_end():
+    """Only its patience ends it; here it is the end of its connection to the driver."""
+    with Driver(ssh("gpu1", python=sys.executable)) as driver:
+        one = driver.start(0)
+        agent = psutil.Process(driver.hear()["pid"])
+        assert len(clients()) == 1
+        one.kill()
+        wait_until(lambda: clients() == [])
+        assert one.ended() is None
+        assert agent.is_running()
+        driver.order(0, "0")
+        wait_until(lambda: not agent.is_running())
+
+
+def clients() -> list[psutil.Process]:
+    """The ssh processes of this test that run."""
+    mine = psutil.Process().children()
+    return [child for child in mine if child.name() == "ssh" and child.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_lost_connection_of_ssh_is_not_said_to_be_the_end_of_the_agent():
+    with Driver(ssh("gpu1", python=sys.executable)) as driver:
+        one = driver.start(0)
+        agent = psutil.Process(driver.hear()["pid"])
+        server = next(process for process in agent.parents() if process.name() == "sshd")
+        server.send_signal(signal.SIGKILL)
+        wait_until(lambda: clients() == [])
+        assert one.ended() is None
+        assert agent.is_running()
+        driver.order(0, "0")
+        wait_until(lambda: not agent.is_running())
+
+
+UNREACHED = {
+    "down": "down can't be reached: connect to host 127.0.0.1 port {port}: Connection refused",
+    "wrongkey": "wrongkey lets nobody in without a password "
+    "(root@127.0.0.1: Permission denied (publickey).): 'ssh -oBatchMode=yes wrongkey true' must work",
+    "stranger": "stranger is not known to ssh, or is another machine than before "
+    "(Host key verification failed.): try 'ssh stranger' once",
+}
+
+
+@pytest.mark.parametrize("host", UNREACHED)
+def test_a_host_that_can_not_be_reached_is_one_clear_line(host):
+    with Driver(ssh(host, python=sys.executable)) as driver:
+        found = subprocess.run(("ssh", "-G", host), capture_output=True, text=True, check=True).stdout
+        port = next(line.split()[1] for line in found.splitlines() if line.startswith("port "))
+        assert end_of(driver.start(0)) == UNREACHED[host].format(port=port)
+
+
+def test_a_python_that_is_not_there_is_named_with_its_host():
+    with Driver(ssh("gpu1", python="/nowhere/python")) as driver:
+        why = end_of(driver.start(0))
+    assert why.startswith("gpu1 has no Python at /nowhere/python (")
+    assert why.endswith("not found): name one with python=")
+
+
+def test_a_python_without_flowchan_is_named_with_its_host():
+    with Driver(ssh("gpu1", python="/usr/bin/python3")) as driver:
+        launch = Launch(("-I", "-S", "-m", "flowchan.hosts.agent"), b"{}\n")
+        driver.started[0] = one = driver.provider.start(0, launch)
+        assert end_of(one) == (
+            "the Python at /usr/bin/python3 on gpu1 has no flowchan: install it, or name another with python="
+        )
