@@ -11,8 +11,8 @@ import re
 import shlex
 from functools import partial
 
-from flowchan.hosts.child import Explain, Said
-from flowchan.hosts.relay import MARK
+from flowchan.hosts.child import Explain
+from flowchan.hosts.relay import MARK, Said
 from flowchan.run.processes import exit_text
 
 SCRIPT = f'echo "{MARK}started"; "$@"; echo "{MARK}ended $?"'
