@@ -16,17 +16,26 @@ Explain = Callable[[int, Said], str | None]
 """Why an agent ended, from the exit code (minus a signal's number) and what was said; ``None`` when that does
 not tell whether it has ended."""
 
+GENTLY = 5.0  # seconds for what is not killed by SIGKILL, as it has to end things elsewhere
 STRANGER = "ended, and nobody knows how, because the program ignores SIGCHLD or collects its children"
 
 
 class Child:
     """A child process in a session of its own, so that Ctrl-C in a terminal does not end it: the driver
     decides. With ``relay``, its output is passed on line by line with the host's name in front; without, it
-    goes where ours goes."""
+    goes where ours goes. ``kill_by`` is the signal that makes it end the agent."""
 
     def __init__(
-        self, host: str, command: Sequence[str], launch: Launch, explain: Explain, relay: bool
+        self,
+        host: str,
+        command: Sequence[str],
+        launch: Launch,
+        explain: Explain,
+        *,
+        relay: bool,
+        kill_by: signal.Signals = signal.SIGKILL,
     ) -> None:
+        self._kill_by = kill_by
         self._host = host
         self._explain = explain
         self._why: str | None = None
@@ -67,7 +76,7 @@ class Child:
         return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
 
     def kill(self) -> None:
-        self._signal(signal.SIGKILL)
+        self._signal(self._kill_by)
 
     def _signal(self, number: signal.Signals) -> None:
         if self._process.returncode is None:  # else the number may be somebody else's by now
@@ -77,6 +86,9 @@ class Child:
     def close(self) -> None:
         if self._process.returncode is None:
             self.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(GENTLY)
+            self._signal(signal.SIGKILL)
             code = self._process.wait()
             self._why = self._why or self._explain(code, self._finish())
         if self._relay:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Callable
 from functools import partial
 
 from flowchan.hosts.child import Explain
@@ -37,16 +38,26 @@ def _quoted(word: str) -> str:
     return shlex.quote(word)
 
 
-def explainer(host: str, python: str, unreached: Explain) -> Explain:
-    """Says why the agent of ``host`` ended. ``unreached`` says it where not even the script has run."""
-    return partial(_explain, host, python, unreached)
+def explainer(
+    host: str, python: str, unreached: Explain, cut_off: Callable[[Said], str | None] = lambda _: None
+) -> Explain:
+    """Says why the agent of ``host`` ended. ``unreached`` says it where not even the script has run, and
+    ``cut_off`` where the script could not finish, if anything certain is known then."""
+    return partial(_explain, host, python, unreached, cut_off)
 
 
-def _explain(host: str, python: str, unreached: Explain, code: int, said: Said) -> str | None:
+def _explain(
+    host: str,
+    python: str,
+    unreached: Explain,
+    cut_off: Callable[[Said], str | None],
+    code: int,
+    said: Said,
+) -> str | None:
     if not said.marks:
         return unreached(code, said)
     if not (ended := ENDED.fullmatch(said.marks[-1])):
-        return None  # the connection is gone; the agent need not be
+        return cut_off(said)  # the connection is gone; the agent need not be
     return how_it_ended(host, python, int(ended[1]), said)
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from servers import Servers, free_port, need, need_root, program
+from servers import Servers, free_ports, need, need_root, program
+from waiting import wait_until
 
 SSHD = """
 ListenAddress 127.0.0.1
@@ -43,6 +45,31 @@ Host *
     LogLevel ERROR
 """
 
+SLURM = """
+ClusterName=flowchan
+SlurmctldHost={machine}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+MpiDefault=none
+ReturnToService=2
+KillWait=2
+NodeName=node1 NodeHostname={machine} NodeAddr=127.0.0.1 Port={ports[1]}
+NodeName=node2 NodeHostname={machine} NodeAddr=127.0.0.1 Port={ports[2]}
+PartitionName=all Nodes=node1,node2 Default=YES State=UP
+"""
+MUNGE_FILES = ("socket", "key-file", "pid-file", "seed-file", "log-file")
+
 
 @dataclass(frozen=True)
 class Sshd:
@@ -62,9 +89,9 @@ def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
     for key in ("host_key", "user_key", "other_key"):
         command = (program("ssh-keygen"), "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key))
         subprocess.run(command, check=True)
-    port = free_port()
+    port, closed = free_ports(2)
     (folder / "sshd_config").write_text(SSHD.format(port=port, folder=folder))
-    (folder / "client_config").write_text(CLIENT.format(port=port, folder=folder, closed=free_port()))
+    (folder / "client_config").write_text(CLIENT.format(port=port, folder=folder, closed=closed))
     with in_front(folder, "ssh", f'exec {program("ssh")} -F {folder}/client_config "$@"'):
         servers = Servers(folder)
         made = not os.path.isdir("/run/sshd")
@@ -77,6 +104,44 @@ def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
             servers.close()
             if made:
                 os.rmdir("/run/sshd")
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    """Slurm with two nodes that are this machine, found by ``SLURM_CONF``."""
+    need("slurmctld", "slurmd", "srun", "salloc", "munged", package="slurm-wlm munge")
+    need_root()
+    folder = tmp_path_factory.mktemp("slurm")
+    (folder / "state").mkdir()
+    (folder / "munge.key").write_bytes(os.urandom(1024))
+    (folder / "munge.key").chmod(0o600)
+    ports = free_ports(3)
+    config = SLURM.format(folder=folder, machine=socket.gethostname(), ports=ports)
+    (folder / "slurm.conf").write_text(config)
+    munge = [f"--{name}={folder}/munge.{name.split('-')[0]}" for name in MUNGE_FILES]
+    os.environ["SLURM_CONF"] = str(folder / "slurm.conf")
+    with contextlib.closing(Servers(folder)) as servers:
+        servers.start("munged", (program("munged"), "--foreground", "--force", *munge))
+        wait_until((folder / "munge.socket").exists, what=lambda: servers.log("munged"))
+        servers.start("slurmctld", (program("slurmctld"), "-D"))
+        servers.wait_answering("slurmctld", ports[0])
+        for name, port in zip(("node1", "node2"), ports[1:], strict=True):
+            servers.start(name, (program("slurmd"), "-D", "-N", name))
+            servers.wait_answering(name, port)
+        yield servers
+    del os.environ["SLURM_CONF"]
+
+
+@pytest.fixture
+def allocation(cluster: Servers, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Puts the test into an allocation of both nodes."""
+    command = ("salloc", "--no-shell", "--nodes=2", "--job-name=flowchan-test")
+    told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stderr
+    job = told.split("Granted job allocation")[1].split()[0]
+    monkeypatch.setenv("SLURM_JOB_ID", job)
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-2]")
+    yield job
+    subprocess.run(("scancel", job), check=True)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,8 @@ import json
 import socket
 from typing import Any
 
+from waiting import wait_until
+
 from flowchan.hosts.provider import Launch, Provider, Started
 
 SECRET = "27e1b0ff-nobody-else-sees-this"
@@ -34,6 +36,12 @@ if order == "kill":
 print("a last word without an end of line", end="")
 sys.exit(int(order or 0))
 """
+
+
+def end_of(one: Started) -> str:
+    """Why it ended, once that is known."""
+    wait_until(lambda: one.ended() is not None)
+    return one.ended() or ""
 
 
 class Driver:

@@ -9,18 +9,13 @@ import sys
 
 import psutil
 import pytest
-from driver import SECRET, Driver
+from driver import SECRET, Driver, end_of
 from waiting import wait_until
 
-from flowchan.hosts.provider import Launch, Started
+from flowchan.hosts.provider import Launch
 from flowchan.hosts.ssh import ssh
 
 pytestmark = pytest.mark.usefixtures("sshd")
-
-
-def end_of(one: Started) -> str:
-    wait_until(lambda: one.ended() is not None)
-    return one.ended() or ""
 
 
 def test_each_host_runs_its_agent_and_the_end_of_each_is_told():

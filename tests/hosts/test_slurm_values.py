@@ -1,0 +1,44 @@
+"""What a Slurm provider is outside an allocation: a value that says what it lacks when it is used."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from flowchan.errors import HostError
+from flowchan.hosts.slurm import slurm
+
+
+@pytest.fixture(autouse=True)
+def outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_a_provider_is_a_value():
+    assert slurm() == slurm() != slurm(address="10.0.0.1")
+    assert pickle.loads(pickle.dumps(slurm())) == slurm()
+    assert hash(slurm()) == hash(slurm())
+    assert repr(slurm()) == "slurm()"
+    assert repr(slurm(address="10.0.0.1")) == "slurm(address='10.0.0.1')"
+
+
+def test_an_address_that_was_given_is_taken():
+    assert slurm(address="10.0.0.1").listen_at() == "10.0.0.1"
+
+
+def test_outside_an_allocation_the_remedy_is_named():
+    for use in (lambda: slurm().hosts, slurm().listen_at):
+        with pytest.raises(
+            HostError, match=r"no allocation of Slurm \(SLURM_JOB_ID is not set\).*'sbatch'.*'salloc'"
+        ):
+            use()
+
+
+def test_without_the_commands_of_slurm_that_is_said(monkeypatch, tmp_path):
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", f"nowhere[1-2]{tmp_path.name}")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(HostError, match="scontrol can't be started here: No such file or directory"):
+        slurm().hosts  # noqa: B018

@@ -1,0 +1,111 @@
+"""Agents in a Slurm allocation, on a cluster of two nodes that are both this machine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import psutil
+import pytest
+from driver import SECRET, Driver, end_of
+from waiting import wait_until
+
+from flowchan.hosts.provider import Launch
+from flowchan.hosts.slurm import slurm
+
+
+def steps(job: str) -> list[str]:
+    """The job steps that Slurm still knows."""
+    command = ("squeue", "--steps", "--noheader", f"--jobs={job}", "--format=%i")
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+
+
+@pytest.mark.usefixtures("allocation")
+def test_each_node_of_the_allocation_runs_its_agent_and_the_end_of_each_is_told():
+    with Driver(slurm()) as driver:
+        assert driver.provider.hosts == ("node1", "node2")
+        assert driver.address == "127.0.0.1"
+        driver.start(0)
+        driver.start(1)
+        told = {one["number"]: one for one in (driver.hear(), driver.hear())}
+        nodes = [
+            told[number]["environment"].partition("SLURMD_NODENAME=")[2].split("\0")[0] for number in (0, 1)
+        ]
+        assert nodes == ["node1", "node2"]
+        assert {one["python"] for one in told.values()} == {sys.executable}
+        assert {one["secret"] for one in told.values()} == {SECRET}
+        assert {one["rest"] for one in told.values()} == {""}
+        assert [driver.started[number].ended() for number in (0, 1)] == [None, None]
+        driver.order(0, "3")
+        assert end_of(driver.started[0]) == "the agent node1 exited with code 3 without finishing"
+        driver.order(1, "kill")
+        assert end_of(driver.started[1]) == "the agent node2 was killed by SIGKILL"
+
+
+@pytest.mark.usefixtures("allocation")
+def test_the_secret_is_in_no_command_line_and_no_environment():
+    with Driver(slurm()) as driver:
+        driver.start(0)
+        told = driver.hear()
+        assert SECRET not in told["arguments"] + told["environment"]
+        for process in psutil.process_iter():
+            try:
+                assert SECRET not in " ".join(process.cmdline())
+            except psutil.Error:
+                continue
+
+
+@pytest.mark.usefixtures("allocation")
+def test_output_comes_to_standard_error_with_the_name_of_the_node(capfd):
+    with Driver(slurm()) as driver:
+        driver.start(1)
+        driver.hear()
+        driver.order(1, "1")
+        end_of(driver.started[1])
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err == "[node2] agent 1 is up\n[node2] a last word without an end of line\n"
+
+
+def test_killing_an_agent_ends_it_and_its_job_step(allocation):
+    with Driver(slurm()) as driver:
+        one = driver.start(0)
+        agent = psutil.Process(driver.hear()["pid"])
+        one.kill()
+        assert end_of(one).startswith("the agent node1 was ended by Slurm (")
+        assert driver.gone(0)
+        wait_until(lambda: not agent.is_running() and steps(allocation) == [])
+
+
+def test_an_agent_whose_step_was_cancelled_from_outside_has_ended(allocation):
+    with Driver(slurm()) as driver:
+        one = driver.start(0)
+        driver.hear()
+        (step,) = (step for step in steps(allocation) if step.split(".")[1].isdigit())
+        subprocess.run(("scancel", step), check=True)
+        assert end_of(one).startswith("the agent node1 was ended by Slurm (")
+        assert driver.gone(0)
+
+
+def test_closing_leaves_no_job_step(allocation):
+    with Driver(slurm()) as driver:
+        for number in (0, 1):
+            driver.start(number)
+        agents = [psutil.Process(driver.hear()["pid"]) for _ in range(2)]
+    wait_until(lambda: not any(agent.is_running() for agent in agents) and steps(allocation) == [])
+
+
+@pytest.mark.usefixtures("allocation")
+def test_what_srun_refuses_is_told_with_the_node():
+    with Driver(slurm()) as driver:
+        subprocess.run(("scancel", "--name=flowchan-test"), check=True)
+        why = end_of(driver.start(1))
+        assert why.startswith("node2 could not start the agent: srun ended with code 1 before it (srun: ")
+
+
+@pytest.mark.usefixtures("allocation")
+def test_a_python_without_flowchan_is_named_with_its_node():
+    with Driver(slurm()) as driver:
+        launch = Launch(("-I", "-S", "-m", "flowchan.hosts.agent"), b"{}\n")
+        driver.started[0] = one = driver.provider.start(0, launch)
+        assert end_of(one).startswith(f"the Python at {sys.executable} on node1 has no flowchan")
