@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ipaddress
-import socket
 from collections.abc import Mapping
 
 from flowchan.errors import HostError
+from flowchan.transport.tcp import route_to
 
 
 def address_towards(call: str, peers: Mapping[str, str]) -> str:
@@ -18,8 +18,8 @@ def address_towards(call: str, peers: Mapping[str, str]) -> str:
             ours.setdefault(route_to(peer), host)
         except OSError as error:
             raise HostError(
-                f"{call}: at which address {host} reaches this machine is not known, for {peer}: "
-                f"{error.strerror}; say it with address=",
+                f"{call}: at which address {host} reaches this machine is not known ({error.strerror}): "
+                "say it with address=",
                 host,
             ) from error
     outside = {address: host for address, host in ours.items() if not _is_loopback(address)}
@@ -34,11 +34,3 @@ def address_towards(call: str, peers: Mapping[str, str]) -> str:
 
 def _is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-
-
-def route_to(peer: str) -> str:
-    """The address that this machine sends from towards ``peer``. Nothing is sent. Raises ``OSError``."""
-    family, _, _, _, name = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as sock:
-        sock.connect(name)
-        return str(sock.getsockname()[0])

@@ -39,16 +39,22 @@ def _quoted(word: str) -> str:
 
 
 def explainer(
-    host: str, python: str, unreached: Explain, cut_off: Callable[[Said], str | None] = lambda _: None
+    host: str,
+    python: str,
+    remedy: str,
+    unreached: Explain,
+    cut_off: Callable[[Said], str | None] = lambda _: None,
 ) -> Explain:
     """Says why the agent of ``host`` ended. ``unreached`` says it where not even the script has run, and
-    ``cut_off`` where the script could not finish, if anything certain is known then."""
-    return partial(_explain, host, python, unreached, cut_off)
+    ``cut_off`` where the script could not finish, if anything certain is known then. ``remedy`` is for a
+    Python that is missing or lacks flowchan."""
+    return partial(_explain, host, python, remedy, unreached, cut_off)
 
 
 def _explain(
     host: str,
     python: str,
+    remedy: str,
     unreached: Explain,
     cut_off: Callable[[Said], str | None],
     code: int,
@@ -58,13 +64,13 @@ def _explain(
         return unreached(code, said)
     if not (ended := ENDED.fullmatch(said.marks[-1])):
         return cut_off(said)  # the connection is gone; the agent need not be
-    return how_it_ended(host, python, int(ended[1]), said)
+    return how_it_ended(host, python, int(ended[1]), said, remedy)
 
 
-def how_it_ended(host: str, python: str, code: int, said: Said) -> str:
+def how_it_ended(host: str, python: str, code: int, said: Said, remedy: str) -> str:
     """What an agent's exit code means, as a shell gives it, and its last lines."""
     if code in NOT_FOUND:
-        return f"{host} has no Python at {python} ({said.last()}): name one with python="
+        return f"{host} has no Python at {python} ({said.last()}): {remedy}"
     if code and any("No module named" in line and "flowchan" in line for line in said.lines):
-        return f"the Python at {python} on {host} has no flowchan: install it, or name another with python="
+        return f"the Python at {python} on {host} has no flowchan: {remedy}"
     return f"the agent {host} {exit_text(128 - code if code > 128 else code)}"

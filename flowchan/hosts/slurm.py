@@ -26,6 +26,7 @@ OPTIONS = (
     "--ntasks-per-node=1",
     "--kill-on-bad-exit=0",
 )
+REMEDY = "the nodes must share the environment of this program, or have it at the same place"
 NODE = re.compile(r"NodeName=(\S+).*? NodeAddr=(\S+)")
 OVER = re.compile(r"\*\*\* (?:JOB|STEP) .* CANCELLED |: task 0: ")
 """What the node has told ``srun`` of the step's end, in a line of its own or as the end of its only task."""
@@ -63,7 +64,9 @@ class Slurm:
     def start(self, number: int, launch: Launch) -> Child:
         host = self.hosts[number]
         command = ("srun", *OPTIONS, f"--nodelist={host}", *around(sys.executable, launch.arguments))
-        explain = explainer(host, sys.executable, partial(_unstarted, host), partial(_ended_by_slurm, host))
+        explain = explainer(
+            host, sys.executable, REMEDY, partial(_unstarted, host), partial(_ended_by_slurm, host)
+        )
         return Child(host, command, launch, explain, relay=True, kill_by=signal.SIGTERM)
 
 

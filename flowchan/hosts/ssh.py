@@ -24,6 +24,7 @@ OPTIONS = (
     "-oRemoteCommand=none",
 )
 FAILED = 255
+REMEDY = "name one that has flowchan with python="
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -52,7 +53,7 @@ class Ssh:
     def start(self, number: int, launch: Launch) -> Child:
         host = self.hosts[number]
         command = as_text(around(self.python, launch.arguments))
-        explain = explainer(host, self.python, partial(_unreached, host))
+        explain = explainer(host, self.python, REMEDY, partial(_unreached, host))
         return Child(host, ("ssh", *OPTIONS, "--", host, f"exec {command}"), launch, explain, relay=True)
 
 

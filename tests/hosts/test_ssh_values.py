@@ -70,9 +70,13 @@ ENDS = [
     (
         ("sh: 1: nopy: not found",),
         ("started", "ended 127"),
-        "gpu1 has no Python at nopy (sh: 1: nopy: not found)",
+        "gpu1 has no Python at nopy (sh: 1: nopy: not found): get one",
     ),
-    (("No module named 'flowchan'",), ("started", "ended 1"), "the Python at nopy on gpu1 has no flowchan"),
+    (
+        ("No module named 'flowchan'",),
+        ("started", "ended 1"),
+        "the Python at nopy on gpu1 has no flowchan: get one",
+    ),
     (("boo",), (), "not reached"),
     (("Connection closed",), ("started",), None),
     ((), ("started", "ended "), None),
@@ -82,7 +86,7 @@ ENDS = [
 @pytest.mark.parametrize(("lines", "marks", "why"), ENDS)
 def test_an_end_is_told_only_where_it_is_known(lines, marks, why):
     """That ssh has ended says nothing of the agent, unless the script has said it."""
-    told = explainer("gpu1", "nopy", lambda code, said: "not reached")(255, Said(lines, marks))
+    told = explainer("gpu1", "nopy", "get one", lambda code, said: "not reached")(255, Said(lines, marks))
     assert told is None if why is None else told is not None and told.startswith(why)
 
 
@@ -116,7 +120,9 @@ def test_where_no_address_is_right_for_all_the_remedy_is_named():
     with pytest.raises(HostError, match=r"near from 10.0.0.1, far from 192.168.0.9.*address=") as raised:
         towards("near", "here", "far")
     assert raised.value.host == ""
-    with pytest.raises(HostError, match=r"ssh: at which address lost .*Name or service not known.*address="):
+    with pytest.raises(
+        HostError, match=r"ssh: at which address lost .*Name or service not known.*: say it with address="
+    ):
         towards("near", "lost")
 
 

@@ -124,7 +124,7 @@ def test_a_python_that_is_not_there_is_named_with_its_host():
     with Driver(ssh("gpu1", python="/nowhere/python")) as driver:
         why = end_of(driver.start(0))
     assert why.startswith("gpu1 has no Python at /nowhere/python (")
-    assert why.endswith("not found): name one with python=")
+    assert why.endswith("not found): name one that has flowchan with python=")
 
 
 def test_a_python_without_flowchan_is_named_with_its_host():
@@ -132,5 +132,5 @@ def test_a_python_without_flowchan_is_named_with_its_host():
         launch = Launch(("-I", "-S", "-m", "flowchan.hosts.agent"), b"{}\n")
         driver.started[0] = one = driver.provider.start(0, launch)
         assert end_of(one) == (
-            "the Python at /usr/bin/python3 on gpu1 has no flowchan: install it, or name another with python="
+            "the Python at /usr/bin/python3 on gpu1 has no flowchan: name one that has flowchan with python="
         )
