@@ -48,7 +48,7 @@ coverage: .venv/installed-test
 MINUTES ?= 10
 SEED ?= 1
 soak: .venv/installed-test
-	$(BIN)/python -m pytest $(TWO) --long tests/model tests/native tests/run/test_residue.py tests/channel/test_damage.py \
+	$(BIN)/python -m pytest $(TWO) --long tests/model tests/native tests/transport tests/run/test_residue.py tests/channel/test_damage.py \
 	    tests/contract/test_a_new_medium.py
 	$(BIN)/python -m tests.crash.soak --minutes $(MINUTES) --seed $(SEED)
 

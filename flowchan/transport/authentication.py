@@ -2,7 +2,7 @@
 
 Every message has a fixed size, so nothing in it says how much is to be read::
 
-    both      greeting   what we speak, which end we are, 32 fresh random bytes, a certificate's SHA-256
+    both      greeting   what we speak, which end we are, TLS or not, 32 fresh random bytes, a certificate
     dialled   proof      HMAC-SHA256(key, "dialled: proof") where key = HMAC-SHA256(secret, both greetings)
     listens   proof      HMAC-SHA256(key, "listens: proof")
     dialled   hello      4,096 bytes of JSON, spaces behind it; HMAC-SHA256(key, "dialled: hello" + these)
@@ -27,10 +27,12 @@ import select
 import socket
 import time
 from collections.abc import Generator
+from dataclasses import dataclass
 from typing import Any
 
 from flowchan.errors import Refused
 from flowchan.transport.tcp import joined
+from flowchan.transport.tls import Certificate, Relay, certificate
 
 SPOKEN = b"flowchan link 1\n"
 NONCE = 32
@@ -39,12 +41,23 @@ PROOF = 32
 HELLO = 4096
 SECRET = 16  # bytes that a secret has at least
 DIALLED, LISTENS = b"dialled", b"listens"
+PLAIN, WITH_TLS = b"-", b"T"
 GREETING = len(SPOKEN) + len(DIALLED) + 1 + NONCE + len(NO_CERTIFICATE)
 
 Hello = dict[str, Any]
-Handshake = Generator["bytes | int", bytes, Hello]
-"""Gives bytes to send or the number of bytes that it wants to be sent, and returns the peer's hello. It
-raises :class:`Refused` with a reason that does not name the peer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Encrypt:
+    """Here TLS begins: with our certificate, or towards one whose fingerprint was proved."""
+
+    mine: Certificate | None
+    theirs: bytes
+
+
+Handshake = Generator[bytes | int | Encrypt, bytes, Hello]
+"""Gives bytes to send, the number of bytes that it wants to be sent, or where TLS begins. Returns the peer's
+hello. Raises :class:`Refused` with a reason that does not name the peer."""
 
 
 def meet(
@@ -53,15 +66,17 @@ def meet(
     """Proves to the other end of ``sock`` that we know ``secret``, has it prove the same, and exchanges
     hellos.
 
-    Returns the socket to go on with and the peer's hello. ``dialled`` says which end we are. Raises
+    Returns the socket to go on with and the peer's hello. With ``tls`` that socket leads to a process of ours
+    that encrypts (``tls.py``), and ends when it is closed. ``dialled`` says which end we are. Raises
     :class:`Refused`, whose one line names the peer's address, when the peer does not know the secret, is
     silent, or speaks otherwise, all of it within ``timeout`` seconds. If it raises, ``sock`` is closed.
     """
-    end = sock
     try:
-        if tls:
-            raise NotImplementedError("TLS comes next")
-        guest = Guest(sock, handshake(secret, hello, dialled=dialled), timeout)
+        guest = Guest(sock, handshake(secret, hello, dialled=dialled, tls=tls), timeout)
+    except BaseException:
+        sock.close()
+        raise
+    try:
         while guest.hello is None:
             waiting = select.poll()
             waiting.register(guest.sock, select.POLLIN)
@@ -69,11 +84,9 @@ def meet(
             if left <= 0 or not waiting.poll(left * 1000):
                 raise Refused(f"{guest.peer} was refused: {guest.late()}")
             guest.go_on()
-            end = guest.sock
-        end.setblocking(True)
-        return end, guest.hello
+        return guest.come_in()
     except BaseException:
-        end.close()
+        guest.close()
         raise
 
 
@@ -88,6 +101,7 @@ class Guest:
         self._steps = steps
         self._wanted = 0
         self._came = bytearray()
+        self._relay: Relay | None = None
         self.peer = "a peer that has gone"
         with contextlib.suppress(OSError):
             self.peer = joined(sock.getpeername())
@@ -101,18 +115,36 @@ class Guest:
         except BlockingIOError:
             return
         except OSError as error:
-            self._refuse(f"the connection ended in the handshake ({error.strerror})")
+            self._refuse(self._why_it_ended(error))
         if not came:
-            self._refuse(
-                "it ended the connection in the handshake. Perhaps its secret is another one than ours"
-                if self._came or self._wanted != GREETING
-                else "it ended the connection and said nothing"
-            )
+            self._refuse(self._why_it_ended())
         self._came += came
         if len(self._came) == self._wanted:
             message = bytes(self._came)
             self._came.clear()
             self._proceed(message)
+
+    def _why_it_ended(self, error: OSError | None = None) -> str:
+        if self._relay and (reason := self._relay.reason()):
+            return reason
+        if error:
+            return f"the connection ended in the handshake ({error.strerror})"
+        if self._wanted == GREETING and not self._came:
+            return "it ended the connection and said nothing"
+        return "it ended the connection in the handshake. Perhaps its secret is another one than ours"
+
+    def come_in(self) -> tuple[socket.socket, Hello]:
+        """What is there once the secret is proved."""
+        assert self.hello is not None
+        if self._relay:
+            self._relay.forget()
+        self.sock.setblocking(True)
+        return self.sock, self.hello
+
+    def close(self) -> None:
+        if self._relay:
+            self._relay.forget()
+        self.sock.close()
 
     def late(self) -> str:
         """What a peer is told that took too long."""
@@ -122,8 +154,11 @@ class Guest:
     def _proceed(self, message: bytes | None) -> None:
         try:
             step = next(self._steps) if message is None else self._steps.send(message)
-            while isinstance(step, bytes):
-                self._send(step)
+            while not isinstance(step, int):
+                if isinstance(step, bytes):
+                    self._send(step)
+                else:
+                    self._encrypt(step)
                 step = next(self._steps)
             self._wanted = step
         except StopIteration as done:
@@ -136,48 +171,61 @@ class Guest:
         try:
             sent = self.sock.send(message)
         except OSError as error:
-            self._refuse(f"the connection ended in the handshake ({error.strerror})")
+            self._refuse(self._why_it_ended(error))
         if sent < len(message):
             self._refuse("it does not take what is sent")
+
+    def _encrypt(self, step: Encrypt) -> None:
+        left = max(0.1, self.give_up - time.monotonic())
+        self._relay = Relay(self.sock, step.mine, step.theirs, left)
+        self.sock = self._relay.end
+        self.sock.setblocking(False)
 
     def _refuse(self, reason: str) -> Any:
         raise Refused(f"{self.peer} was refused: {reason}") from None
 
 
-def handshake(secret: bytes, hello: Hello, *, dialled: bool) -> Handshake:
+def handshake(secret: bytes, hello: Hello, *, dialled: bool, tls: bool = False) -> Handshake:
     """The steps of one end; they know nothing of sockets. See the head of this file."""
     us, them = (DIALLED, LISTENS) if dialled else (LISTENS, DIALLED)
     said = written(hello)
     if len(secret) < SECRET:
         raise ValueError(f"a secret has at least {SECRET} bytes, not {len(secret)}: secrets.token_bytes(32)")
-    mine = greeting(us)
+    certified = certificate() if tls and not dialled else None
+    mine = greeting(us, tls, certified.fingerprint if certified else NO_CERTIFICATE)
     yield mine
     theirs = yield GREETING
-    check_greeting(theirs, greeting(them))
+    check_greeting(theirs, them, tls)
     key = hmac.digest(secret, mine + theirs if dialled else theirs + mine, "sha256")
     if dialled:
         yield proof(key, us, b"proof")
         check((yield PROOF), proof(key, them, b"proof"))
+        if tls:
+            yield Encrypt(None, theirs[-len(NO_CERTIFICATE) :])
         yield said + proof(key, us, b"hello", said)
         return read((yield HELLO + PROOF), key, them)
     check((yield PROOF), proof(key, them, b"proof"))
     yield proof(key, us, b"proof")
+    if tls:
+        yield Encrypt(certified, NO_CERTIFICATE)
     heard = read((yield HELLO + PROOF), key, them)
     yield said + proof(key, us, b"hello", said)
     return heard
 
 
-def greeting(role: bytes) -> bytes:
-    return SPOKEN + role + b"-" + secrets.token_bytes(NONCE) + NO_CERTIFICATE
+def greeting(role: bytes, tls: bool = False, fingerprint: bytes = NO_CERTIFICATE) -> bytes:
+    return SPOKEN + role + (WITH_TLS if tls else PLAIN) + secrets.token_bytes(NONCE) + fingerprint
 
 
-def check_greeting(theirs: bytes, example: bytes) -> None:
-    """Whether a greeting is what it has to be, but for its random bytes."""
+def check_greeting(theirs: bytes, role: bytes, tls: bool) -> None:
+    """Whether a greeting begins as it has to."""
     if not theirs.startswith(SPOKEN):
         raise Refused("it does not speak flowchan's protocol, or another version of it")
-    head = len(SPOKEN) + len(DIALLED) + 1
-    if theirs[:head] != example[:head]:
+    rest = theirs[len(SPOKEN) :]
+    if not rest.startswith(role):
         raise Refused("it is on the same side of the connection as we are: both dialled, or both listen")
+    if rest[len(role) : len(role) + 1] != (WITH_TLS if tls else PLAIN):
+        raise Refused(f"TLS is {'on' if tls else 'off'} here and not there: give tls=True on both sides")
 
 
 def proof(key: bytes, role: bytes, what: bytes, message: bytes = b"") -> bytes:

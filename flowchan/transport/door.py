@@ -14,6 +14,7 @@ import time
 from flowchan.errors import Refused
 from flowchan.transport.authentication import Guest, Hello, handshake
 from flowchan.transport.tcp import Listener
+from flowchan.transport.tls import certificate
 
 AT_ONCE = 64
 PATIENCE = 10.0  # seconds that a handshake may take
@@ -26,14 +27,23 @@ class Door:
     of the last one why."""
 
     def __init__(
-        self, listener: Listener, secret: bytes, hello: Hello, *, patience: float = PATIENCE
+        self,
+        listener: Listener,
+        secret: bytes,
+        hello: Hello,
+        *,
+        tls: bool = False,
+        patience: float = PATIENCE,
     ) -> None:
+        if tls:
+            certificate()  # raises here what can't be done without
         self.address = listener.address
         self.refused = 0
         self.last_refused = ""
         self._listener = listener
         self._secret = secret
         self._hello = hello
+        self._tls = tls
         self._patience = patience
         self._guests: list[Guest] = []  # who has waited longest is first
         self._closed_until = 0.0
@@ -79,8 +89,9 @@ class Door:
             return
         if sock is None:
             return
+        steps = handshake(self._secret, self._hello, dialled=False, tls=self._tls)
         try:
-            guest = Guest(sock, handshake(self._secret, self._hello, dialled=False), self._patience)
+            guest = Guest(sock, steps, self._patience)
         except Refused as refused:
             sock.close()
             self._note(str(refused))
@@ -96,31 +107,31 @@ class Door:
     def _go_on(self, guest: Guest) -> tuple[socket.socket, Hello] | None:
         if guest not in self._guests:  # sent away since it was seen ready
             return None
+        self._ready.unregister(guest.sock)  # which is another one when TLS begins
         try:
             guest.go_on()
-        except Refused as refused:
-            self._forget(guest)
-            guest.sock.close()
-            self._note(str(refused))
+        except BaseException as error:
+            self._guests.remove(guest)
+            guest.close()
+            if not isinstance(error, Refused):
+                raise
+            self._note(str(error))
             return None
-        if guest.hello is None:
-            return None
-        self._forget(guest)
-        guest.sock.setblocking(True)
-        return guest.sock, guest.hello
+        if guest.hello is not None:
+            self._guests.remove(guest)
+            return guest.come_in()
+        self._ready.register(guest.sock, selectors.EVENT_READ, guest)
+        return None
 
     def _send_away_the_late(self, now: float) -> None:
         while self._guests and self._guests[0].give_up <= now:
             self._send_away(self._guests[0], self._guests[0].late())
 
     def _send_away(self, guest: Guest, reason: str) -> None:
-        self._forget(guest)
-        guest.sock.close()
-        self._note(f"{guest.peer} was refused: {reason}")
-
-    def _forget(self, guest: Guest) -> None:
         self._guests.remove(guest)
         self._ready.unregister(guest.sock)
+        guest.close()
+        self._note(f"{guest.peer} was refused: {reason}")
 
     def _note(self, reason: str) -> None:
         self.refused += 1

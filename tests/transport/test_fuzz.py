@@ -1,0 +1,184 @@
+"""Whatever comes in a handshake: it is refused with a reason, or it was right; nothing is unpickled, and
+nothing else is raised."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import pickle
+import random
+from collections.abc import Callable
+
+import pytest
+from ends import OTHER, SECRET
+
+import flowchan
+from flowchan.transport import authentication
+from flowchan.transport.authentication import DIALLED, GREETING, HELLO, LISTENS, PROOF, Handshake
+
+INPUTS = 100_000
+LONG = 10_000_000
+MUCH_TIME = pytest.mark.timeout(3600)
+TRAP = b"\x80\x04c_pickle\nloads\n(S'x'\ntR."
+"""Would unpickle something, if anybody unpickled it."""
+
+Change = Callable[[random.Random, bytes], bytes]
+
+
+def flip(chance: random.Random, message: bytes) -> bytes:
+    place = chance.randrange(len(message))
+    return message[:place] + bytes([message[place] ^ (1 << chance.randrange(8))]) + message[place + 1 :]
+
+
+def noise(chance: random.Random, message: bytes) -> bytes:
+    """From some place on."""
+    place = chance.randrange(len(message)) if chance.random() < 0.5 else 0
+    return message[:place] + chance.randbytes(len(message) - place)
+
+
+def shift(chance: random.Random, message: bytes) -> bytes:
+    place = chance.randrange(1, len(message))
+    return message[place:] + message[:place]
+
+
+def pickled(chance: random.Random, message: bytes) -> bytes:
+    place = chance.randrange(len(message) - min(len(TRAP), len(message) - 1))
+    return (message[:place] + TRAP + message[place:])[: len(message)]
+
+
+def one_byte(chance: random.Random, message: bytes) -> bytes:
+    return bytes([chance.choice(b'\x00\xff {["9')]) * len(message)
+
+
+def as_it_is(_: random.Random, message: bytes) -> bytes:
+    return message
+
+
+CHANGES: list[Change] = [flip, noise, shift, pickled, one_byte, as_it_is]
+
+
+class End:
+    """One end of a handshake without a socket: what it has said, and how it ended."""
+
+    def __init__(self, steps: Handshake) -> None:
+        self._steps = steps
+        self.said: list[bytes] = []
+        self.heard: object = None
+        self.refused = ""
+        self.over = False
+        self.hear(None)
+
+    def hear(self, message: bytes | None) -> None:
+        try:
+            step = next(self._steps) if message is None else self._steps.send(message)
+            while isinstance(step, bytes):
+                self.said.append(step)
+                step = next(self._steps)
+        except StopIteration as done:
+            self.heard, self.over = done.value, True
+        except flowchan.Refused as refused:
+            self.refused, self.over = str(refused), True
+
+
+def meeting(chance: random.Random, seen: list[bytes]) -> int:
+    """Two ends, one of whose messages may be changed, or come from an earlier meeting. Returns how many
+    messages were delivered."""
+    other = SECRET if chance.random() < 0.95 else OTHER
+    ends = [
+        End(authentication.handshake(SECRET, {"end": 0}, dialled=True)),
+        End(authentication.handshake(other, {"end": 1}, dialled=False)),
+    ]
+    victim, delivered, changed = chance.randrange(1, 8), 0, False
+    while any(end.said for end in ends):
+        for end, peer in zip(ends, reversed(ends), strict=True):
+            if not end.said or peer.over:
+                end.said.clear()
+                continue
+            message = end.said.pop(0)
+            delivered += 1
+            if delivered == victim:
+                put = tampered(chance, message, seen)
+                changed = put != message
+                message = put
+            peer.hear(message)
+            if changed and delivered == victim:
+                assert peer.refused or delivered <= 2, message
+            if changed or other != SECRET:
+                assert peer.heard is None or delivered > victim
+    right = not changed and other == SECRET
+    assert [end.heard for end in ends] == [{"end": 1}, {"end": 0}] if right else some_refused(ends)
+    return delivered
+
+
+def some_refused(ends: list[End]) -> bool:
+    """At least one, with a reason; and what the other heard is genuine."""
+    assert all(end.heard in (None, {"end": 1 - number}) for number, end in enumerate(ends))
+    return any(end.refused for end in ends)
+
+
+def tampered(chance: random.Random, message: bytes, seen: list[bytes]) -> bytes:
+    """The message changed in some way, or an earlier one of its size; and this one is kept for later."""
+    earlier = [one for one in seen if len(one) == len(message)]
+    put = chance.choice(earlier) if earlier and chance.random() < 0.2 else message
+    seen[chance.randrange(len(seen))] = message
+    return chance.choice(CHANGES)(chance, put)
+
+
+def absurd_hello(chance: random.Random) -> bytes:
+    """What a peer that knows the secret may say."""
+    text = json.dumps({"a": [1, {"b": None}], "c": 1e99, "d": "\u00e9" * 40}).encode()
+    return chance.choice(CHANGES)(
+        chance, chance.choice([text, b"[" * 4096, b"9" * 4096, b'{"a":' * 500, TRAP])
+    )
+
+
+def from_one_that_knows(chance: random.Random) -> int:
+    """A proved peer whose hello is anything."""
+    end = End(authentication.handshake(SECRET, {}, dialled=False))
+    mine = authentication.greeting(DIALLED)
+    key = hmac.digest(SECRET, mine + end.said.pop(), "sha256")
+    end.hear(mine)
+    end.hear(authentication.proof(key, DIALLED, b"proof"))
+    said = absurd_hello(chance)[:HELLO].ljust(HELLO)
+    end.hear(said + authentication.proof(key, DIALLED, b"hello", said))
+    assert end.over
+    assert isinstance(end.heard, dict) or end.refused == "its hello is no JSON object"
+    return 3
+
+
+def from_a_stranger(chance: random.Random) -> int:
+    """Anything at all, to either end, as long as it wants more."""
+    dialled = chance.random() < 0.5
+    end = End(authentication.handshake(SECRET, {}, dialled=dialled))
+    greeting = authentication.greeting(LISTENS if dialled else DIALLED)
+    messages = [chance.choice(CHANGES)(chance, greeting), chance.choice(CHANGES)(chance, bytes(PROOF))]
+    for number, message in enumerate(messages, 1):
+        end.hear(message)
+        if end.over:
+            assert end.refused
+            return number
+    raise AssertionError(messages)
+
+
+@pytest.mark.parametrize("number", [INPUTS, pytest.param(LONG, marks=[pytest.mark.long, MUCH_TIME])])
+def test_no_handshake_is_fooled_and_none_raises_anything_else(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[str] = []
+    for name in ("loads", "load", "Unpickler", "_loads"):
+        monkeypatch.setattr(pickle, name, lambda *_, name=name: loaded.append(name))
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    seen = [bytes(GREETING)] * 64
+    given = 0
+    while given < number:
+        given += chance.choice(KINDS)(chance, seen)
+    assert not loaded
+
+
+KINDS: list[Callable[[random.Random, list[bytes]], int]] = [
+    meeting,
+    lambda chance, _: from_one_that_knows(chance),
+    lambda chance, _: from_a_stranger(chance),
+]

@@ -1,0 +1,288 @@
+"""TLS by one word: encrypted by a process of its own, bound to the secret, and gone when its link is."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from ends import OTHER, SECRET, beside, connected, met, receive
+from peers import ThreadPeer, wait_for_the_end_of
+from waiting import wait_until
+
+import flowchan
+from flowchan.transport import authentication, tcp, tls
+from flowchan.transport.authentication import GREETING, PROOF
+from flowchan.transport.door import Door
+
+
+@contextlib.contextmanager
+def encrypted() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Both plain ends."""
+    with connected() as (dialled, listens):
+        peer = beside(listens, tls=True)
+        mine, heard = met(dialled, tls=True)
+        theirs, heard_there = peer.result()
+        assert (heard, heard_there) == ({"dialled": False}, {"dialled": True})
+        with mine, theirs:
+            yield mine, theirs
+
+
+def relays() -> list[psutil.Process]:
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+            found += [child] if str(tls.RELAY) in child.cmdline() else []
+    return found
+
+
+def refusal(peer: ThreadPeer) -> str:
+    with pytest.raises(flowchan.Refused) as raised:
+        peer.result()
+    return str(raised.value)
+
+
+def test_bytes_cross_both_ways_at_once() -> None:
+    data = os.urandom(3_000_000)
+    with encrypted() as (mine, theirs):
+        there, back = ThreadPeer(mine.sendall, data), ThreadPeer(theirs.sendall, data[::-1])
+        got = ThreadPeer(receive, mine, len(data))
+        assert receive(theirs, len(data)) == data
+        assert got.result() == data[::-1]
+        there.result()
+        back.result()
+
+
+@pytest.mark.parametrize("ending", [0, 1])
+def test_what_was_sent_before_the_end_arrives_before_the_end(ending: int) -> None:
+    """Also while the other end is sending."""
+    data = os.urandom(5_000_000)
+    with encrypted() as ends:
+        first, last = ends[ending], ends[1 - ending]
+        last.sendall(b"never read")
+        sender = ThreadPeer(first.sendall, data)
+        assert receive(last, 1000) == data[:1000]
+        rest = ThreadPeer(receive, last, len(data))
+        sender.result()
+        first.close()
+        assert rest.result() == data[1000:]
+
+
+@pytest.mark.parametrize("ending", [0, 1])
+def test_the_end_of_one_side_is_the_end_of_all(ending: int) -> None:
+    with encrypted() as ends:
+        processes = relays()
+        assert len(processes) == 2
+        ends[ending].close()
+        assert receive(ends[1 - ending], 1) == b""
+        wait_until(lambda: not relays())
+
+
+def test_it_ends_also_when_its_peer_takes_nothing_any_more() -> None:
+    """What waits for a peer that does not read holds nobody up for long."""
+    with encrypted() as (mine, theirs):
+        mine.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                mine.send(bytes(100_000))
+        mine.close()
+        assert theirs.recv(1) == b"\0"
+        wait_until(lambda: len(relays()) < 2)
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_relay_that_is_killed_ends_the_connection(killed: int) -> None:
+    with encrypted() as ends:
+        relays()[killed].kill()
+        for end in ends:
+            assert receive(end, 1) == b""
+
+
+def test_ctrl_c_does_not_reach_it() -> None:
+    with encrypted() as (mine, theirs):
+        for process in relays():
+            assert os.getsid(process.pid) == process.pid  # a terminal signals its own session only
+            process.send_signal(signal.SIGINT)
+        mine.sendall(b"still here")
+        assert receive(theirs, 10) == b"still here"
+
+
+PROGRAM = f"""
+import os, sys
+sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]}
+import test_tls
+with test_tls.encrypted() as ends:
+    if os.fork() == 0:
+        sys.stdin.read()  # keeps copies of both ends
+        os._exit(0)
+    print(*(process.pid for process in test_tls.relays()), flush=True)
+    os.kill(os.getpid(), 9)
+"""
+
+
+def test_it_ends_when_its_process_is_killed() -> None:
+    """Also while a child of that process still has the descriptors."""
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as program:
+        assert program.stdout is not None
+        pids = [int(pid) for pid in program.stdout.readline().split()]
+        assert len(pids) == 2
+        for pid in pids:
+            wait_for_the_end_of(pid)
+
+
+def test_no_secret_is_to_be_seen_from_outside() -> None:
+    with encrypted():
+        for process in relays():
+            told = " ".join(process.cmdline()) + str(process.environ())
+            assert process.cmdline()[1:] == ["-I", "-S", str(tls.RELAY)]
+            for secret in (SECRET.decode(), SECRET.hex(), "PRIVATE KEY", tls.certificate().fingerprint.hex()):
+                assert secret not in told
+
+
+def test_a_wrong_secret_is_refused_before_tls_begins() -> None:
+    with connected() as (dialled, listens):
+        peer = beside(listens, tls=True)
+        with pytest.raises(flowchan.Refused, match="Perhaps its secret is another one"):
+            met(dialled, OTHER, tls=True)
+        assert "does not know the secret" in refusal(peer)
+        assert not relays()
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_tls_on_one_side_only_is_told(here: bool) -> None:
+    with connected() as (dialled, listens):
+        peer = beside(listens, tls=not here)
+        with pytest.raises(flowchan.Refused, match="TLS is on here" if here else "TLS is off here"):
+            met(dialled, tls=here)
+        assert "give tls=True on both sides" in refusal(peer)
+
+
+def passed_on(source: socket.socket, target: socket.socket, size: int) -> bytes:
+    message = receive(source, size)
+    target.sendall(message)
+    return message
+
+
+def test_who_looks_on_sees_nothing_of_what_is_said() -> None:
+    seen = b""
+    with connected() as (dialled, his_listens), connected() as (his_dialled, listens):
+
+        def look_on() -> None:
+            nonlocal seen
+            sources = {his_listens: his_dialled, his_dialled: his_listens}
+            with contextlib.suppress(OSError):
+                while True:
+                    for source, target in sources.items():
+                        source.settimeout(0.01)
+                        with contextlib.suppress(TimeoutError):
+                            came = source.recv(9999)
+                            if not came:
+                                return
+                            seen += came
+                            target.sendall(came)
+
+        between = ThreadPeer(look_on)
+        peer = beside(listens, tls=True)
+        mine, _ = met(dialled, tls=True)
+        theirs, _ = peer.result()
+        with mine, theirs:
+            mine.sendall(b"a word that nobody else says")
+            assert receive(theirs, 28) == b"a word that nobody else says"
+        between.join()
+    assert authentication.SPOKEN in seen
+    assert b"nobody else" not in seen
+    assert b'{"dialled"' not in seen
+
+
+def test_who_does_tls_in_between_is_found_out() -> None:
+    """He passes the proofs on as they are, and then has a certificate of his own: neither end talks to
+    him."""
+    with connected() as (dialled, his_listens), connected() as (his_dialled, listens):
+        one = beside(dialled, dialled=True, tls=True)
+        two = beside(listens, tls=True)
+        passed_on(his_listens, his_dialled, GREETING)
+        right = passed_on(his_dialled, his_listens, GREETING)[-32:]
+        passed_on(his_listens, his_dialled, PROOF)
+        passed_on(his_dialled, his_listens, PROOF)
+        his = tls.certificate.__wrapped__()
+        to_dialled = tls.Relay(his_listens, his, b"", 30)
+        to_listens = tls.Relay(his_dialled, None, right, 30)
+        to_listens.end.sendall(bytes(9999))
+        assert "its certificate is not the one that it proved: somebody is in between" in refusal(one)
+        assert "it does not know the secret" in refusal(two)
+        for mine in (to_dialled, to_listens):
+            mine.forget()
+            mine.end.close()
+
+
+def test_who_names_another_certificate_breaks_the_proofs() -> None:
+    with connected() as (dialled, his_listens), connected() as (his_dialled, listens):
+        one = beside(dialled, dialled=True, tls=True)
+        two = beside(listens, tls=True)
+        passed_on(his_listens, his_dialled, GREETING)
+        his_listens.sendall(receive(his_dialled, GREETING)[:-32] + tls.certificate().fingerprint[::-1])
+        passed_on(his_listens, his_dialled, PROOF)
+        assert "it does not know the secret" in refusal(two)
+        his_listens.shutdown(socket.SHUT_WR)
+        assert "Perhaps its secret is another one" in refusal(one)
+
+
+def test_a_byte_changed_on_the_way_ends_the_connection() -> None:
+    with connected() as (dialled, his_listens), connected() as (his_dialled, listens):
+        one = beside(dialled, dialled=True, tls=True)
+        two = beside(listens, tls=True)
+        passed_on(his_listens, his_dialled, GREETING)
+        passed_on(his_dialled, his_listens, GREETING)
+        passed_on(his_listens, his_dialled, PROOF)
+        passed_on(his_dialled, his_listens, PROOF)
+        hello = his_listens.recv(99)
+        his_dialled.sendall(hello[:-1] + bytes([hello[-1] ^ 1]) + bytes(999))
+        assert "TLS did not begin" in refusal(two)
+        his_listens.shutdown(socket.SHUT_WR)
+        assert "it ended the connection while TLS began" in refusal(one)
+
+
+def test_silence_in_tls_is_refused_in_time() -> None:
+    with connected() as (dialled, listens):
+        peer = beside(dialled, dialled=True, tls=True, timeout=1)
+        stranger = authentication.handshake(SECRET, {}, dialled=False, tls=True)
+        listens.sendall(next(stranger))  # type: ignore[arg-type]
+        next(stranger)
+        stranger.send(receive(listens, GREETING))
+        listens.sendall(stranger.send(receive(listens, PROOF)))  # type: ignore[arg-type]
+        assert " was refused: " in refusal(peer)
+        wait_until(lambda: not relays())
+
+
+def test_a_door_with_tls() -> None:
+    with Door(tcp.listen("127.0.0.1:0"), SECRET, {"listens": True}, tls=True) as door:
+        peers = [ThreadPeer(lambda: met(tcp.dial(door.address, 30), tls=True)) for _ in range(3)]
+        ends = [door.accept(60) for _ in peers]
+        for sock, hello in ends:
+            assert hello == {"dialled": True}
+            sock.sendall(b"hello")
+            sock.close()
+        for peer in peers:
+            sock, _ = peer.result()
+            with sock:
+                assert receive(sock, 9) == b"hello"
+        assert door.refused == 0
+
+
+def test_without_cryptography_it_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the end that listens; who dials needs nothing."""
+    tls.certificate.cache_clear()
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    with tcp.listen("127.0.0.1:0") as listener, pytest.raises(ImportError, match="needs the package crypto"):
+        Door(listener, SECRET, {}, tls=True)
+    with connected() as (_, listens), pytest.raises(ImportError, match=r"pip install 'flowchan\[tls\]'"):
+        met(listens, dialled=False, tls=True)
