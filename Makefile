@@ -1,4 +1,4 @@
-# make demo | test | lint | coverage | soak | bench | fresh | clean. Each installs what it needs into .venv first, once.
+# make demo | test | test-hosts | lint | coverage | soak | bench | fresh | clean. Each installs what it needs into .venv first, once.
 PYTHON ?= python3
 BIN := .venv/bin
 
@@ -11,7 +11,7 @@ export PIP_CONSTRAINT := constraints.txt
 export PIP_BUILD_CONSTRAINT := constraints.txt
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test lint coverage soak bench fresh clean
+.PHONY: help demo test test-hosts lint coverage soak bench fresh clean
 
 help:
 	@sed -n 1p Makefile
@@ -26,6 +26,12 @@ TWO := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 test: .venv/installed-test
 	$(BIN)/python -m pytest $(TWO)
+
+# Agents on hosts for real: an sshd, a Slurm cluster and a Ray cluster on this machine, started and ended by the tests.
+# It installs what is missing (Debian's packages as root); what can't be had is skipped, with the reason in the last lines.
+test-hosts: .venv/installed-hosts
+	sh tools/hosts.sh
+	$(BIN)/python -m pytest --hosts tests/hosts_real
 
 # pipelines/ and viz/ are parts of the package flowchan, so the types are checked in the installed layout.
 lint: .venv/installed-test
@@ -85,6 +91,11 @@ always:
 .venv/installed-test: $(BUILD_INPUTS) | $(BIN)/python
 	$(NEEDS) $(BIN)/python
 	$(PIP_INSTALL) -e ".[test,lint]"
+	touch $@ .venv/installed
+
+.venv/installed-hosts: $(BUILD_INPUTS) | $(BIN)/python
+	$(NEEDS) $(BIN)/python
+	$(PIP_INSTALL) -e ".[test,ray]"
 	touch $@ .venv/installed
 
 .venv/installed-bench: $(BUILD_INPUTS) | $(BIN)/python

@@ -130,13 +130,17 @@ class HeldByRay:
     def _explain(self) -> str | None:
         errors = self._ray.exceptions
         try:
-            python, code, lines = self._ray.get(self._held)
+            result = self._ray.get(self._held)
         except errors.ActorUnavailableError:
-            return None  # for the moment, and time decides
+            self._held = self._actor.result.remote()  # waits there for the other call, if the actor lives on
+            return None
         except errors.RayTaskError as error:
             return f"{self._host} could not start the agent: {error.cause}"
         except errors.RayError as error:
             return f"{self._host} is lost, as Ray says: {_gist(str(error))}"
+        if result is None:
+            return f"{self._host} is lost: Ray's connection to it broke before the launch was there"
+        python, code, lines = result
         return how_it_ended(self._host, python, 128 - code if code < 0 else code, Said(tuple(lines)), REMEDY)
 
     def kill(self) -> None:
@@ -180,6 +184,7 @@ def _holder() -> type:
     class Holder:
         def __init__(self, host: str) -> None:
             self._host = host
+            self._result: tuple[str, int, list[str]] | None = None
 
         def __repr__(self) -> str:  # Ray writes it in front of what the actor prints
             return self._host
@@ -208,7 +213,11 @@ def _holder() -> type:
             for line in agent.stdout:
                 last.append(line.decode(errors="replace").rstrip())
                 print(last[-1], file=sys.stderr, flush=True)
-            return sys.executable, agent.wait(), list(last)
+            self._result = sys.executable, agent.wait(), list(last)
+            return self._result
+
+        def result(self) -> tuple[str, int, list[str]] | None:
+            return self._result
 
     return Holder
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from nodes import Nodes
 from servers import Servers, free_ports, need, need_root, program
 from waiting import wait_until
 
@@ -142,6 +143,18 @@ def allocation(cluster: Servers, monkeypatch: pytest.MonkeyPatch) -> Iterator[st
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-2]")
     yield job
     subprocess.run(("scancel", job), check=True)
+
+
+@pytest.fixture(scope="session")
+def nodes() -> Iterator[Nodes]:
+    """Ray on three nodes, each in a network namespace of its own."""
+    need("ip", package="iproute2")
+    need_root()
+    pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
+    with contextlib.closing(Nodes()) as nodes:
+        for name in nodes.names:
+            nodes.start(name)
+        yield nodes
 
 
 @contextlib.contextmanager

@@ -60,6 +60,9 @@ class Servers:
             )
         return self._processes[name].pid
 
+    def pid(self, name: str) -> int:
+        return self._processes[name].pid
+
     def wait_answering(self, name: str, port: int) -> None:
         def answers() -> bool:
             assert self._processes[name].poll() is None, self.log(name)

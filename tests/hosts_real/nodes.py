@@ -1,0 +1,108 @@
+"""A Ray cluster of three nodes on this machine. Each is in a network namespace of its own, as Ray takes nodes
+with one address for the same; a bridge in the first one joins them. ``ray stop`` is not used: it ends by
+name."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import psutil
+from servers import Servers, family_of
+from waiting import wait_until
+
+HEAD = "10.77.0.1"
+QUICKLY = (
+    '{"health_check_initial_delay_ms":1000,"health_check_period_ms":500,"health_check_failure_threshold":3}'
+)
+QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
+RAY = (sys.executable, "-m", "ray.scripts.scripts")
+
+
+class Nodes:
+    """The nodes by the names of their namespaces; the first is the head, where drivers run."""
+
+    def __init__(self) -> None:
+        self.names = tuple(f"flowchan-{os.getpid()}-{number}" for number in (1, 2, 3))
+        self._folder = Path(tempfile.mkdtemp(prefix="flowchan-"))  # a short path: Ray puts sockets there
+        self._servers = Servers(self._folder)
+        try:
+            self._make_networks()
+        except BaseException:
+            self.close()
+            raise
+
+    def _make_networks(self) -> None:
+        head = self.names[0]
+        for name in self.names:
+            ip(f"netns add {name}")
+            ip(f"-n {name} link set lo up")
+        ip(f"-n {head} link add bridge type bridge")
+        ip(f"-n {head} addr add {HEAD}/24 dev bridge")
+        ip(f"-n {head} link set bridge up")
+        for number, name in enumerate(self.names[1:], 2):
+            ip(f"link add cable netns {name} type veth peer name cable{number} netns {head}")
+            ip(f"-n {head} link set cable{number} master bridge up")
+            ip(f"-n {name} addr add {self.address(name)}/24 dev cable")
+            ip(f"-n {name} link set cable up")
+
+    def address(self, name: str) -> str:
+        return f"10.77.0.{self.names.index(name) + 1}"
+
+    def start(self, name: str) -> None:
+        """Starts Ray on a node, and returns when it has joined."""
+        address = self.address(name)
+        command = [
+            *RAY,
+            "start",
+            "--block",
+            f"--node-ip-address={address}",
+            "--num-cpus=2",
+            "--disable-usage-stats",
+        ]
+        command.append(f"--object-store-memory={80 * 2**20}")
+        if address == HEAD:
+            command += ["--head", "--port=6379", "--include-dashboard=false"]
+            command += [f"--temp-dir={self._folder / 'ray'}", f"--system-config={QUICKLY}"]
+        else:
+            command.append(f"--address={HEAD}:6379")
+        self._servers.start(name, ("ip", "netns", "exec", name, *command), {**os.environ, **QUIET})
+        wait_until(
+            lambda: "will now block forever" in self._servers.log(name), what=lambda: self._servers.log(name)
+        )
+
+    def raylet(self, address: str) -> psutil.Process:
+        """The process of Ray that is the node with this address."""
+        name = next(name for name in self.names if self.address(name) == address)
+        return next(one for one in family_of(self._servers.pid(name)) if one.name() == "raylet")
+
+    def start_again(self, address: str) -> None:
+        """Ends what is left of a node and starts it anew."""
+        name = next(name for name in self.names if self.address(name) == address)
+        self._servers.end(name)
+        (self._folder / f"{name}.log").unlink()
+        self.start(name)
+
+    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
+        """Runs a driver on the head."""
+        return subprocess.run(
+            ("ip", "netns", "exec", self.names[0], *command),
+            capture_output=True,
+            text=True,
+            timeout=100,
+            env={**os.environ, **QUIET},
+        )
+
+    def close(self) -> None:
+        self._servers.close()
+        for name in self.names:
+            subprocess.run(("ip", "netns", "del", name), stderr=subprocess.DEVNULL)
+        shutil.rmtree(self._folder)
+
+
+def ip(command: str) -> None:
+    subprocess.run(("ip", *command.split()), check=True)

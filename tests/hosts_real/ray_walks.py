@@ -1,0 +1,110 @@
+"""Drivers that run on a node of a Ray cluster, each as a program: ``python ray_walks.py NAME FILE``. What
+they have to say stands in the file, as Ray writes to both outputs of a driver."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import psutil
+from driver import SECRET, Driver, end_of
+from waiting import wait_until
+
+from flowchan.errors import HostError
+from flowchan.hosts.provider import Launch
+from flowchan.hosts.ray import ray
+
+
+def say(*words: object) -> None:
+    with open(sys.argv[2], "a") as file:
+        print(*words, file=file)
+
+
+def spread() -> None:
+    with Driver(ray(3)) as driver:
+        say("listening at", driver.address)
+        for number in range(3):
+            driver.start(number)
+        told = {one["number"]: one for one in (driver.hear() for _ in range(3))}
+        say("agents on", *sorted(one["peer"] for one in told.values()))
+        assert {one["secret"] for one in told.values()} == {SECRET}
+        assert {one["rest"] for one in told.values()} == {""}
+        for one in told.values():
+            assert SECRET not in one["arguments"] + one["environment"]
+        assert [driver.started[number].ended() for number in range(3)] == [None] * 3
+        driver.order(0, "3")
+        say(end_of(driver.started[0]))
+        driver.order(1, "kill")
+        say(end_of(driver.started[1]))
+        driver.start(1)
+        assert driver.hear()["peer"] == told[1]["peer"], "its place is still reserved"
+    say_what_is_held()
+
+
+def killed() -> None:
+    with Driver(ray(2)) as driver:
+        for number in range(2):
+            driver.start(number)
+        agents = {one["number"]: psutil.Process(one["pid"]) for one in (driver.hear(), driver.hear())}
+        driver.started[0].kill()
+        assert driver.gone(0)
+        say(end_of(driver.started[0]))
+    wait_until(lambda: not any(one.is_running() for one in agents.values()))
+    say_what_is_held()
+
+
+def node_killed() -> None:
+    """The node of one of two agents dies; the next agent of that number comes up on the third."""
+    with Driver(ray(2)) as driver:
+        for number in range(2):
+            driver.start(number)
+        told = {one["number"]: one for one in (driver.hear(), driver.hear())}
+        lost = next(number for number, one in told.items() if one["peer"] != driver.address)
+        address = told[lost]["peer"]
+        raylet_of(address).kill()
+        assert driver.gone(lost)
+        why = end_of(driver.started[lost])
+        assert re.fullmatch(rf"ray-{lost + 1} is lost, as Ray says: .*\bnode\b.*", why), why
+        wait_until(lambda: not psutil.pid_exists(told[lost]["pid"]))
+        driver.start(lost)
+        again = driver.hear()
+        assert again["number"] == lost
+        assert again["peer"] not in (address, told[1 - lost]["peer"])
+    say(address)
+
+
+def raylet_of(address: str) -> psutil.Process:
+    for process in psutil.process_iter():
+        if process.name() == "raylet" and f"--node_ip_address={address}" in process.cmdline():
+            return process
+    raise AssertionError(address)
+
+
+def no_flowchan() -> None:
+    with Driver(ray(1, resources={"CPU": 2})) as driver:
+        launch = Launch(("-I", "-S", "-m", "flowchan.hosts.agent"), b"{}\n")
+        driver.started[0] = driver.provider.start(0, launch)
+        say(end_of(driver.started[0]))
+
+
+def no_cluster() -> None:
+    try:
+        ray(2).listen_at()
+    except HostError as error:
+        say(error)
+
+
+def say_what_is_held() -> None:
+    import ray as theirs
+    from ray.util import placement_group_table
+
+    states = {group["state"] for group in placement_group_table().values()}
+    wait_until(lambda: theirs.available_resources().get("CPU") == theirs.cluster_resources()["CPU"])
+    say("held:", *sorted(states - {"REMOVED"}))
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()

@@ -1,0 +1,73 @@
+"""Agents held by actors of Ray, on three nodes in three network namespaces."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from nodes import HEAD, Nodes
+
+WALKS = Path(__file__).with_name("ray_walks.py")
+
+
+@pytest.fixture(autouse=True)
+def no_leftovers() -> None:
+    """Not here: Ray keeps idle workers, which come and go. The end of ``nodes`` waits for them all."""
+
+
+@pytest.fixture
+def walk(nodes: Nodes, tmp_path: Path) -> Callable[[str], list[str]]:
+    """Runs a driver on the head, and gives what it says."""
+
+    def run(name: str) -> list[str]:
+        done = nodes.run(sys.executable, str(WALKS), name, str(tmp_path / "said"))
+        assert done.returncode == 0, done.stdout + done.stderr
+        return (tmp_path / "said").read_text().splitlines()
+
+    return run
+
+
+def test_without_a_cluster_the_remedy_is_named(tmp_path):
+    """Before any other here, for Ray finds a cluster that runs on this machine."""
+    pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
+    said = tmp_path / "said"
+    subprocess.run(
+        (sys.executable, WALKS, "no_cluster", said), check=True, env={**os.environ, "RAY_ADDRESS": ""}
+    )
+    assert re.fullmatch(
+        r"ray: no cluster is reached from here \(.*\): start one with 'ray start.*\n", said.read_text()
+    )
+
+
+def test_each_agent_has_a_node_of_its_own_and_the_end_of_each_is_told(walk):
+    assert walk("spread") == [
+        f"listening at {HEAD}",
+        "agents on 10.77.0.1 10.77.0.2 10.77.0.3",
+        "the agent ray-1 exited with code 3 without finishing",
+        "the agent ray-2 was killed by SIGKILL",
+        "held:",
+    ]
+
+
+def test_killing_an_agent_ends_it_and_gives_all_back(walk):
+    assert walk("killed") == [
+        "ray-1 is lost, as Ray says: The actor is dead because it was killed by `ray.kill`.",
+        "held:",
+    ]
+
+
+def test_a_python_without_flowchan_is_named_with_its_host(walk):
+    assert walk("no_flowchan") == [
+        f"the Python at {sys.executable} on ray-1 has no flowchan: "
+        "the environment of Ray's workers must bring it"
+    ]
+
+
+def test_a_node_that_is_killed_is_told_and_its_agent_comes_up_on_another(nodes, walk):
+    (killed,) = walk("node_killed")
+    nodes.start_again(killed)
