@@ -1,5 +1,5 @@
-"""The ring's protocol, its leases and its waiting as models that spin searches exhaustively, a death between
-any two steps.
+"""The ring's protocol, its leases, its waiting, and the lines between hosts as models that spin searches
+exhaustively, a death between any two steps.
 
 What each model covers, and which line of the source each of its steps stands for, is written at its top.
 Every property is shown able to fail: a fault planted in the model (``PLANT_…``), or what the source still
@@ -33,6 +33,8 @@ WHOLE = [
     ("lease", "ITEMS=1 OUTPUTS=2 DEATHS=2 CAP=2"),
     ("lease", "ITEMS=1 OUTPUTS=2 DEATHS=2 WORKERS=1"),
     ("gate", "ITEMS=1 SPURIOUS=0 GATHER"),
+    ("line", "ITEMS=2 PORTS=2 OUTPUTS=1"),
+    ("line", "ITEMS=2 IMPLIED"),
 ]
 # The same with more of one thing each: large enough for every planted fault below.
 LONGEST = [
@@ -43,6 +45,10 @@ LONGEST = [
     ("gate", "ITEMS=1"),
     ("gate", f"ITEMS=2 CAP=2 {CALM} LAZY=2"),
     ("gate", f"ITEMS=1 {CALM} DEATHS=1"),
+    ("line", "ITEMS=3 BREAKS=2 HOSTS=2 PORTS=2"),
+    ("line", "ITEMS=3 BREAKS=2 HOSTS=2 WINDOW=1"),
+    ("line", "ITEMS=3 BREAKS=2 HOSTS=2 IMPLIED"),
+    ("line", "ITEMS=2 LINES=2 OUTPUTS=1"),
 ]
 
 FAULTS = [
@@ -77,6 +83,18 @@ FAULTS = [
     ("gate", f"ITEMS=1 {CALM} DEATHS=1", "PLANT_no_slices"),
     ("gate", "ITEMS=1", "SOURCE_QUEUE_CLOSED"),
     ("gate", "ITEMS=1 GATHER", "SOURCE_END_OWN"),
+    # each output exactly once over broken connections and dead hosts
+    ("line", "ITEMS=2", "PLANT_custody_on_got"),
+    ("line", "ITEMS=2", "PLANT_say_first"),
+    ("line", "ITEMS=2", "PLANT_no_fence"),
+    ("line", "ITEMS=2", "PLANT_done_early"),
+    ("line", "ITEMS=2", "PLANT_done_late"),
+    ("line", "ITEMS=2", "PLANT_by_port"),
+    ("line", "ITEMS=2", "PLANT_forget"),
+    ("line", "ITEMS=2 HOSTS=2", "PLANT_no_inherit"),
+    ("line", "ITEMS=2", "PLANT_no_resend"),
+    ("line", "ITEMS=2", "PLANT_state_lost"),
+    ("line", "ITEMS=2", "PLANT_end_lost"),
 ]
 FAR_FAULT = ("gate", f"ITEMS=2 {CALM}", "PLANT_wake_one")  # found only after millions of states
 

@@ -1,0 +1,345 @@
+/* Exactly once between hosts (C11): workers on other hosts read channel I and write channel O, both at home, over
+   connections that break, on hosts that die, with workers that die. Model of what a link says of its lines.
+
+   A line is one remote worker's part of a link. Its items are 0, 1, 2, … in the order in which home leased them for it,
+   its outputs are counted by port. All that is said is absolute, so a new connection needs no log of the old one:
+
+     home to host   OUTPUT(got of each port)   ITEM(n)   END
+     host to home   INPUT(got, done)           OUT(port, n)   END
+
+   Home keeps an item on lease until `done` covers it. What was sent is sent again over a new connection from what the
+   other end has got, which each end says first, after it has dropped the former connection. Home remembers for each
+   port how many outputs of the latest item are in O; so `done` follows the outputs of all items before it, and comes
+   before the outputs of the next: over all ports of the line. A host that home gives up is fenced: its connection is
+   dropped, its items are given back, the counts of those at work are kept for who takes them up, and its successor
+   begins with nothing. Whether it lives on makes no difference then.
+
+   What a host's own rings do when a worker of its dies is shown by lease.pml; only its result stands here: the
+   successor takes the item in hand, and skips the outputs that are in the host's ring. Critical sections are one step.
+   A connection delivers in order, and loses what is under way when it is dropped, which may be at any moment.
+   Left out: ordered outputs, items that are gathered, room in O (what waits for it stays in home's memory, and dies
+   with the line).
+
+   -D IMPLIED: an output of item n says by itself that `done` is n. That is as good, for a line of one port.
+
+   Planted faults: PLANT_custody_on_got (a lease at home ends when the host has the item), PLANT_say_first (home says
+   what it got, and reads on from the former connection), PLANT_no_fence (what was said before a host was given up is
+   heard as its successor's), PLANT_done_early (`done` before the outputs), PLANT_done_late (outputs of the next item
+   before `done`), PLANT_by_port (IMPLIED with several ports), PLANT_forget (the counts are forgotten when a host
+   dies), PLANT_no_inherit (who takes an item up does not make the kept count its own), PLANT_no_resend (what was sent
+   before counts as sent), PLANT_state_lost, PLANT_end_lost (over a new connection the state, or the end, is not said
+   again). */
+
+#ifdef PLANT_by_port
+#define IMPLIED
+#define PORTS 2
+#endif
+#ifndef ITEMS
+#define ITEMS 2
+#endif
+#ifndef OUTPUTS
+#define OUTPUTS 2     /* of each item, to each port */
+#endif
+#ifndef PORTS
+#define PORTS 1
+#endif
+#ifndef LINES
+#define LINES 1
+#endif
+#ifndef WINDOW
+#define WINDOW 2      /* items that a worker may have ahead */
+#endif
+#ifndef BREAKS
+#define BREAKS 1
+#endif
+#ifndef HOSTS
+#define HOSTS 1       /* deaths of hosts */
+#endif
+#ifndef WORKERS
+#define WORKERS 1     /* deaths of workers on a living host */
+#endif
+#ifndef WIRE
+#define WIRE 2        /* messages under way */
+#endif
+#define OF_PORT (ITEMS * OUTPUTS)
+
+mtype = { QUEUED, LEASED, FINISHED };
+mtype = { OUTPUT, ITEM, INPUT, OUT, END };
+
+/* Two connections of each line, one of which is in use. */
+chan to_host[LINES * 2] = [WIRE] of { mtype, byte, byte };
+chan to_home[LINES * 2] = [WIRE] of { mtype, byte, byte };
+
+/* Channels I and O, at home. */
+mtype item[ITEMS] = QUEUED;
+byte output[OF_PORT * PORTS];        /* how often each is in O */
+byte kept[ITEMS * PORTS];            /* how many outputs of an item are in O whose host died */
+byte waiting = ITEMS, finished;
+
+typedef Home {                       /* home's end of a line */
+  bit connection;
+  bool said, known, end_said, ended;
+  byte leased[ITEMS];                /* n -> item */
+  byte taken, sent, done;            /* counts of items */
+  byte got[PORTS];                   /* counts of outputs */
+  byte latest[PORTS];                /* item + 1 whose outputs O's writer session counts */
+  byte count[PORTS], skip_[PORTS]    /* how many of them are in O, and how many of them were when it began */
+};
+typedef Host {                       /* the other end, and the worker */
+  bit connection;
+  bool said, known, end_said, end_got;
+  byte got, done, position;          /* items that came; that are finished; outputs of the one in hand */
+  byte put[PORTS], sent[PORTS];      /* counts of outputs */
+  byte done_said
+};
+Home home[LINES];
+Host host[LINES];
+
+byte breaks, deaths, losses, ended;
+hidden byte i, n, p, q;
+
+#define in_use(end) (2 * l + end[l].connection)
+#define other(end) (2 * l + 1 - end[l].connection)
+#define have(counts, n) (counts[0] >= (n) * OUTPUTS && counts[PORTS - 1] >= (n) * OUTPUTS)
+#if defined(IMPLIED)
+#define may_say_output(n) true
+#elif defined(PLANT_done_late)
+#define may_say_output(n) have(host[l].sent, n)
+#else
+#define may_say_output(n) (host[l].done_said >= (n))
+#endif
+
+inline drop(wire) {
+  do
+  :: nempty(wire) -> wire?_,_,_
+  :: empty(wire) -> break
+  od
+}
+
+/* --- home --- */
+
+inline take() {                      /* the front of I goes on lease */
+  i = 0;
+  do
+  :: item[i] != QUEUED -> i++
+  :: else -> break
+  od;
+  item[i] = LEASED; home[l].leased[home[l].taken] = i; home[l].taken++; waiting--
+}
+
+inline finish_upto(upto) {
+  do
+  :: home[l].done < upto ->
+     assert(home[l].done < home[l].taken);
+     item[home[l].leased[home[l].done]] = FINISHED; finished++; home[l].done++
+  :: else -> break
+  od
+}
+
+inline hear_output(port, key) {
+  assert(key >= home[l].done && key < home[l].taken);
+#ifdef IMPLIED
+  finish_upto(key);
+#endif
+  i = home[l].leased[key];
+  n = home[l].got[port] - OUTPUTS * key;             /* which of the item's outputs it is */
+  assert(n < OUTPUTS);
+  home[l].got[port]++;
+  if
+  :: n == 0 ->                                       /* the session now counts this item's */
+     home[l].skip_[port] = kept[i * PORTS + port];
+#ifndef PLANT_no_inherit
+     if
+     :: kept[i * PORTS + port] > 0 ->
+        home[l].latest[port] = i + 1; home[l].count[port] = kept[i * PORTS + port]
+     :: else
+     fi;
+#endif
+     kept[i * PORTS + port] = 0
+  :: else
+  fi;
+  if
+  :: n >= home[l].skip_[port] ->
+     output[(i * OUTPUTS + n) * PORTS + port]++;
+     assert(output[(i * OUTPUTS + n) * PORTS + port] == 1);
+     assert(n == 0 || output[(i * OUTPUTS + n - 1) * PORTS + port] == 1);
+     home[l].latest[port] = i + 1; home[l].count[port] = n + 1
+  :: else                                            /* it is out already */
+  fi
+}
+
+inline hear_at_home(wire) {
+  if
+  :: wire?INPUT(i, n) ->
+     if
+     :: !home[l].known -> home[l].known = true; home[l].sent = i
+     :: else
+     fi;
+#ifdef PLANT_custody_on_got
+     n = i;
+#endif
+     finish_upto(n)
+  :: wire?OUT(p, q) -> hear_output(p, q)
+  :: wire?END(_, _) -> assert(home[l].done == home[l].taken);
+     ended = (home[l].ended -> ended : ended + 1); home[l].ended = true
+  fi
+}
+
+inline give_up() {
+  p = 0;
+  do
+  :: p < PORTS ->
+     i = home[l].latest[p];
+#ifndef PLANT_forget
+     if
+     :: i > 0 && item[i - 1] == LEASED -> kept[(i - 1) * PORTS + p] = home[l].count[p]
+     :: else
+     fi;
+#endif
+     home[l].got[p] = 0; home[l].latest[p] = 0; home[l].count[p] = 0; home[l].skip_[p] = 0;
+     host[l].put[p] = 0; host[l].sent[p] = 0; p++
+  :: else -> break
+  od;
+  do
+  :: home[l].taken > home[l].done -> home[l].taken--; item[home[l].leased[home[l].taken]] = QUEUED; waiting++
+  :: else -> break
+  od;
+  n = 0;
+  do
+  :: n < ITEMS -> home[l].leased[n] = 0; n++
+  :: else -> break
+  od;
+#ifndef PLANT_no_fence
+  drop(to_home[2 * l]); drop(to_home[2 * l + 1]);
+  home[l].connection = 0; host[l].connection = 0;
+#endif
+  drop(to_host[2 * l]); drop(to_host[2 * l + 1]);
+  home[l].said = false; home[l].known = false; home[l].end_said = false;
+  home[l].taken = 0; home[l].sent = 0; home[l].done = 0;
+  host[l].said = false; host[l].known = false; host[l].end_said = false; host[l].end_got = false;
+  host[l].got = 0; host[l].done = 0; host[l].position = 0; host[l].done_said = 0
+}
+
+proctype at_home(byte l) {
+  do
+  :: atomic { waiting > 0 && home[l].taken - home[l].done < WINDOW -> take() }
+  :: atomic { !home[l].said && nfull(to_host[in_use(home)]) ->
+       home[l].said = true; to_host[in_use(home)]!OUTPUT(home[l].got[0], home[l].got[PORTS - 1]) }
+  :: atomic { home[l].said && home[l].known && home[l].sent < home[l].taken && nfull(to_host[in_use(home)]) ->
+       to_host[in_use(home)]!ITEM(home[l].sent, 0); home[l].sent++ }
+  :: atomic { home[l].known && finished == ITEMS && !home[l].end_said && nfull(to_host[in_use(home)]) ->
+       home[l].end_said = true; to_host[in_use(home)]!END(0, 0) }
+  :: atomic { nempty(to_home[in_use(home)]) -> hear_at_home(to_home[in_use(home)]) }
+#ifdef PLANT_say_first
+  :: atomic { nempty(to_home[other(home)]) -> hear_at_home(to_home[other(home)]) }
+#endif
+  :: atomic { home[l].connection != host[l].connection ->      /* the host has dialled again */
+       drop(to_host[in_use(home)]);                            /* which nobody reads any more */
+#ifndef PLANT_say_first
+       drop(to_home[in_use(home)]);
+#endif
+       home[l].connection = host[l].connection;
+       home[l].said = false; home[l].known = false;
+#ifndef PLANT_end_lost
+       home[l].end_said = false
+#endif
+     }
+  :: atomic { deaths < HOSTS && !home[l].ended -> deaths++; give_up() }
+  :: home[l].ended -> break
+  od
+}
+
+/* --- the other host --- */
+
+inline hear_at_host(wire) {
+  if
+  :: wire?OUTPUT(i, n) ->
+     host[l].known = true;
+#ifndef PLANT_no_resend
+     host[l].sent[0] = i; host[l].sent[PORTS - 1] = n
+#endif
+  :: wire?ITEM(i, _) ->
+     assert(i == host[l].got && host[l].got - host[l].done < WINDOW);
+     host[l].got++
+  :: wire?END(_, _) -> host[l].end_got = true
+  fi
+}
+
+#ifdef PLANT_done_early
+#define may_say_done() (host[l].done_said < host[l].done)
+#else
+#define may_say_done() (host[l].done_said < host[l].done && have(host[l].sent, host[l].done_said + 1))
+#endif
+
+inline say_input() {
+  host[l].said = true;
+  do
+  :: may_say_done() -> host[l].done_said++
+  :: else -> break
+  od;
+  to_home[in_use(host)]!INPUT(host[l].got, host[l].done_said)
+}
+
+inline say_output(port) {
+  to_home[in_use(host)]!OUT(port, host[l].sent[port] / OUTPUTS); host[l].sent[port]++
+}
+
+inline work() {                      /* the worker's next output, unless the host's ring has it */
+  p = host[l].position % PORTS;
+  n = host[l].done * OUTPUTS + host[l].position / PORTS;
+  host[l].put[p] = (n < host[l].put[p] -> host[l].put[p] : n + 1);
+  host[l].position++
+}
+
+inline dial_again() {
+  drop(to_host[in_use(host)]);
+  host[l].connection = 1 - host[l].connection;
+#ifndef PLANT_state_lost
+  host[l].said = false; host[l].done_said = 0;
+#endif
+  host[l].known = false; host[l].end_said = false;
+#ifndef PLANT_no_resend
+  host[l].sent[0] = 0; host[l].sent[PORTS - 1] = 0
+#endif
+}
+
+proctype at_host(byte l) {
+  do
+  :: atomic { host[l].done < host[l].got && host[l].position < OUTPUTS * PORTS -> work() }
+  :: atomic { host[l].done < host[l].got && host[l].position == OUTPUTS * PORTS ->
+       host[l].position = 0; host[l].done++ }
+  :: atomic { host[l].position > 0 && losses < WORKERS -> losses++; host[l].position = 0 }
+  :: atomic { (!host[l].said || may_say_done()) && nfull(to_home[in_use(host)]) -> say_input() }
+  :: atomic { host[l].said && host[l].known && host[l].sent[0] < host[l].put[0] &&
+              may_say_output(host[l].sent[0] / OUTPUTS) && nfull(to_home[in_use(host)]) -> say_output(0) }
+#if PORTS == 2
+  :: atomic { host[l].said && host[l].known && host[l].sent[1] < host[l].put[1] &&
+              may_say_output(host[l].sent[1] / OUTPUTS) && nfull(to_home[in_use(host)]) -> say_output(1) }
+#endif
+  :: atomic { host[l].end_got && host[l].known && !host[l].end_said && host[l].done_said == host[l].got &&
+              nfull(to_home[in_use(host)]) -> host[l].end_said = true; to_home[in_use(host)]!END(0, 0) }
+  :: atomic { nempty(to_host[in_use(host)]) -> hear_at_host(to_host[in_use(host)]) }
+  :: atomic { breaks < BREAKS && home[l].connection == host[l].connection && empty(to_home[other(host)]) &&
+              !home[l].ended -> breaks++; dial_again() }
+  :: home[l].ended -> break
+  od
+}
+
+init {
+  byte l;
+  atomic {
+    do
+    :: l < LINES -> run at_home(l); run at_host(l); l++
+    :: else -> break
+    od
+  };
+  (ended == LINES);
+  assert(finished == ITEMS);
+  atomic {
+    n = 0;
+    do
+    :: n < OF_PORT * PORTS -> assert(output[n] == 1); n++
+    :: else -> break
+    od
+  }
+}
