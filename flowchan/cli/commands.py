@@ -55,7 +55,7 @@ def _command(function: Callable[P, int]) -> Callable[..., None]:
 
 def _exit_code(function: Callable[[], int], debug: bool) -> int:
     from flowchan.cli.loading import LoadError
-    from flowchan.errors import GraphError, RunError
+    from flowchan.errors import GraphError, HostError, RunError
     from flowchan.viz import RenderError
 
     try:
@@ -63,7 +63,7 @@ def _exit_code(function: Callable[[], int], debug: bool) -> int:
     except KeyboardInterrupt:
         click.echo("interrupted", err=True)
         return INTERRUPTED
-    except (GraphError, LoadError, RenderError, RunError) as error:
+    except (GraphError, HostError, LoadError, RenderError, RunError) as error:
         if debug:
             traceback.print_exception(error)
         elif isinstance(error, RunError):
@@ -156,6 +156,25 @@ def viz(file: str, args: tuple[str, ...], debug: bool, output: str | None, show:
     if show and click.launch(str(path)):
         click.echo("flowchan: found no viewer to open it with", err=True)
     return DONE
+
+
+@main.group()
+def hosts() -> None:
+    """Other machines to run stages on."""
+
+
+@hosts.command("check")
+@click.argument("spec", metavar="HOSTS")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+def check_hosts(spec: str, debug: bool) -> None:
+    """Try HOSTS: local:2, ssh:gpu1,user@gpu2, slurm or ray:4.
+
+    For each host: whether an agent starts there and reaches this machine, its Python and flowchan, the round
+    trip and bandwidth to it, and the cores, memory and GPUs that an agent may use.
+    """
+    from flowchan.cli import hosts
+
+    raise SystemExit(_exit_code(lambda: DONE if hosts.check(spec) else FAILED, debug))
 
 
 class _Interrupts:

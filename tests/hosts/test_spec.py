@@ -14,7 +14,11 @@ SPECS = {
     "local:2": local(2),
     "ssh:gpu1": ssh("gpu1"),
     "ssh:gpu1,user@gpu2": ssh("gpu1", "user@gpu2"),
+    "ssh:gpu1,gpu2,python=~/a=b/python": ssh("gpu1", "gpu2", python="~/a=b/python"),
+    "ssh:gpu1,address=10.0.0.1": ssh("gpu1", address="10.0.0.1"),
     "slurm": slurm(),
+    "slurm:address=10.0.0.1": slurm(address="10.0.0.1"),
+    "ray:4,address=10.0.0.1": ray(4, address="10.0.0.1"),
     "ray:4": ray(4),
 }
 
@@ -26,12 +30,40 @@ def test_a_text_means_a_provider(spec):
 
 @pytest.mark.parametrize(
     "spec",
-    ["", "local", "local:", "local:0", "local:x", "ray:-1", "ray:²", "ssh", "ssh:", "k8s:4", "slurm:2"],
+    [
+        "",
+        "local",
+        "local:",
+        "local:0",
+        "local:x",
+        "ray:-1",
+        "ray:²",
+        "ssh",
+        "ssh:",
+        "k8s:4",
+        "slurm:",
+        "slurm:2",
+    ],
 )
 def test_what_means_none_is_refused_with_the_forms_that_do(spec):
     with pytest.raises(
         ValueError, match="hosts are given as local:2, ssh:gpu1,user@gpu2, slurm or ray:4, not"
     ):
+        parse(spec)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("local:2,python=x", "'local:2,python=x': local takes no options, not python="),
+        ("ssh:a,user=b", "ssh takes python= and address=, not user="),
+        ("ray:2,GPU=1", "ray takes address=, not GPU="),
+        ("k8s:2,a=b", "hosts are given as"),
+        ("ssh:python=x", "hosts are given as"),
+    ],
+)
+def test_an_option_that_is_none_is_refused_with_those_that_are(spec, message):
+    with pytest.raises(ValueError, match=message):
         parse(spec)
 
 

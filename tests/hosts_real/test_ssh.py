@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -134,3 +135,14 @@ def test_a_python_without_flowchan_is_named_with_its_host():
         assert end_of(one) == (
             "the Python at /usr/bin/python3 on gpu1 has no flowchan: name one that has flowchan with python="
         )
+
+
+def test_hosts_are_checked_before_a_graph_runs_there():
+    spec = f"ssh:gpu1,down,python={sys.executable}"
+    command = Path(sys.executable).with_name("flowchan")
+    done = subprocess.run((command, "hosts", "check", spec), capture_output=True, text=True)
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["host", "gpu1"]
+    assert done.stderr.splitlines()[-1].startswith(
+        "flowchan: down can't be reached: connect to host 127.0.0.1"
+    )
+    assert done.returncode == 1

@@ -1,0 +1,53 @@
+"""``flowchan hosts check``: what hosts are like, as a table."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from flowchan.hosts.probe import Facts
+
+HEADS = ("host", "Python", "flowchan", "round trip", "bandwidth", "cores", "memory", "GPUs")
+
+
+def check(spec: str) -> bool:
+    """Prints a row for each host that answers, and what is wrong with any. Returns whether all can be used.
+    Raises :class:`flowchan.HostError`."""
+    from flowchan.hosts.probe import look
+    from flowchan.hosts.spec import parse
+
+    try:
+        provider = parse(spec)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="HOSTS") from error
+    found = look(provider)
+    answered = [facts for facts in found if facts.rate]
+    if answered:
+        for line in _table([HEADS, *map(_row, answered)]):
+            click.echo(line)
+    for facts in found:
+        if facts.problem:
+            click.echo(f"flowchan: {facts.problem}", err=True)
+    return not any(facts.problem for facts in found)
+
+
+def _row(facts: Facts) -> tuple[str, ...]:
+    gpus = ", ".join(f"{count} × {name}" for name, count in Counter(facts.gpus).items())
+    return (
+        facts.host,
+        facts.python,
+        facts.flowchan,
+        f"{facts.round_trip * 1e3:.2f} ms",
+        f"{facts.rate / 1e6:,.0f} MB/s",
+        str(facts.cores),
+        f"{facts.memory / 2**30:.1f} GiB",
+        gpus or "none",
+    )
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

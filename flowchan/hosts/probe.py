@@ -1,0 +1,188 @@
+"""What a host is like, before a graph runs there: ``flowchan hosts check``.
+
+The provider starts this module over there in the place of an agent, so what it finds is what an agent will
+find. It dials, proves the secret, tells what it is in its hello, and answers a number and so many bytes with
+one byte.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import secrets
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from typing import Any
+
+from flowchan.errors import HostError
+from flowchan.hosts.provider import Launch, Provider, Started
+from flowchan.run.memory import available
+from flowchan.transport.authentication import meet
+from flowchan.transport.door import Door
+from flowchan.transport.tcp import dial, listen
+
+PATIENCE = 30.0  # seconds for a host to start and to dial; and for each of its answers
+ROUNDS = 50
+LONG_ENOUGH = 0.2  # seconds that a measured transfer takes at least
+LEAST, MOST = 1 << 20, 1 << 28  # bytes of it
+SIZE = 8  # bytes of a number
+PIECE = bytes(1 << 20)
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known of a host. ``problem`` is why it can't be used, else empty. ``round_trip`` is in seconds,
+    ``rate`` in bytes a second; ``cores`` and ``memory``, in bytes, are what a process there may use."""
+
+    host: str
+    problem: str = ""
+    python: str = ""
+    flowchan: str = ""
+    cores: int = 0
+    memory: int = 0
+    gpus: tuple[str, ...] = ()
+    round_trip: float = 0.0
+    rate: float = 0.0
+
+
+def look(provider: Provider, patience: float = PATIENCE) -> list[Facts]:
+    """Starts a probe on every host, and measures the ways to them one after the other. Raises
+    :class:`flowchan.HostError` where nothing could be tried."""
+    secret = secrets.token_bytes(32)
+    address = provider.listen_at()
+    found: dict[int, Facts] = {}
+    with ExitStack() as left:
+        listener = listen(f"[{address}]:0" if ":" in address else f"{address}:0")
+        door = left.enter_context(Door(listener, secret, {}))
+        started: dict[int, Started] = {}
+        for number, host in enumerate(provider.hosts):
+            told = {"address": door.address, "secret": secret.hex(), "number": number}
+            launch = Launch(("-m", "flowchan.hosts.probe"), json.dumps(told).encode() + b"\n")
+            try:
+                started[number] = left.enter_context(closing(provider.start(number, launch)))
+            except HostError as error:
+                found[number] = Facts(host, str(error))
+        for sock, hello in _guests(door, started, patience):
+            number = hello.pop("number")
+            sock.settimeout(patience)
+            with sock:
+                found[number] = _measured(_facts(provider.hosts[number], hello), sock)
+            del started[number]
+        for number, one in started.items():
+            late = f"did not dial {door.address} within {patience:g} s"
+            found[number] = Facts(provider.hosts[number], one.ended() or f"{provider.hosts[number]} {late}")
+    return [found[number] for number in range(len(provider.hosts))]
+
+
+def _guests(
+    door: Door, waiting: dict[int, Started], patience: float
+) -> Iterator[tuple[socket.socket, dict[str, Any]]]:
+    """Those who dial, until all have that may still come."""
+    give_up = time.monotonic() + patience
+    while time.monotonic() < give_up and not all(one.ended() for one in waiting.values()):
+        try:
+            yield door.accept(0.1)
+        except TimeoutError:
+            continue
+
+
+def _facts(host: str, hello: dict[str, Any]) -> Facts:
+    told = Facts(host, **{**hello, "gpus": tuple(hello["gpus"])})
+    ours = platform.python_version()
+    if told.python.split(".")[:2] != ours.split(".")[:2]:
+        return replace(told, problem=f"{host} has Python {told.python}, and this program has {ours}")
+    ours = importlib.metadata.version("flowchan")
+    if told.flowchan != ours:
+        return replace(told, problem=f"{host} has flowchan {told.flowchan}, and this program has {ours}")
+    return told
+
+
+def _measured(facts: Facts, sock: socket.socket) -> Facts:
+    """The same with round trip and rate."""
+    try:
+        trips = [_transfer(sock, 0) for _ in range(ROUNDS)]
+        size = LEAST
+        while (took := _transfer(sock, size)) < LONG_ENOUGH and size < MOST:
+            size *= 2
+    except OSError as error:
+        return replace(facts, problem=f"{facts.host} did not answer while it was measured: {error}")
+    return replace(facts, round_trip=statistics.median(trips), rate=size / took)
+
+
+def _transfer(sock: socket.socket, size: int) -> float:
+    """The seconds until so many bytes are there and answered."""
+    begin = time.perf_counter()
+    sock.sendall(size.to_bytes(SIZE, "big"))
+    for sent in range(0, size, len(PIECE)):
+        sock.sendall(PIECE[: size - sent])
+    if not sock.recv(1):
+        raise ConnectionError("it ended the connection")
+    return time.perf_counter() - begin
+
+
+# --- over there ---
+
+
+def _answer(sock: socket.socket) -> None:
+    """Until the other side ends the connection."""
+    room = bytearray(1 << 20)
+    with sock.makefile("rb", buffering=0) as stream:
+        while head := _read(stream, SIZE):
+            size = int.from_bytes(head, "big")
+            while size:
+                came = stream.readinto(memoryview(room)[: min(size, len(room))])
+                if not came:
+                    return
+                size -= came
+            sock.sendall(b".")
+
+
+def _read(stream: Any, size: int) -> bytes:
+    """So many bytes, or none at the end."""
+    found = b""
+    while len(found) < size:
+        if not (came := stream.read(size - len(found))):
+            return b""
+        found += came
+    return found
+
+
+def _about_us() -> dict[str, Any]:
+    return {
+        "python": platform.python_version(),
+        "flowchan": importlib.metadata.version("flowchan"),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory": available(),
+        "gpus": _gpus(),
+    }
+
+
+def _gpus() -> list[str]:
+    """By name, as NVIDIA's driver tells."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    command = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+    told = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    return told.stdout.splitlines() if told.returncode == 0 else []
+
+
+def main() -> None:
+    told = json.loads(sys.stdin.readline())
+    hello = {"number": told["number"], **_about_us()}
+    sock = dial(told["address"], PATIENCE)
+    sock, _ = meet(sock, bytes.fromhex(told["secret"]), dialled=True, hello=hello, timeout=PATIENCE)
+    with sock:
+        _answer(sock)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""What a host is like: probes that are started, that fail, and that never come."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from flowchan.cli.commands import main
+from flowchan.errors import HostError
+from flowchan.hosts import probe
+from flowchan.hosts.local import Local, local
+from flowchan.hosts.provider import Launch
+
+
+@dataclass(frozen=True)
+class Odd(Local):
+    """The first host is sound, and each of the others odd in a way of its own."""
+
+    programs: tuple[str, ...] = ()
+
+    def start(self, number: int, launch: Launch) -> Any:
+        if number == 0:
+            return super().start(number, launch)
+        program = self.programs[number - 1]
+        if not program:
+            raise HostError("local-2 is closed today", "local-2")
+        return super().start(number, Launch(("-c", program), launch.stdin))
+
+
+def odd(*programs: str) -> Odd:
+    return Odd(1 + len(programs), programs)
+
+
+TELLING = """
+from flowchan.hosts import probe
+truly = probe._about_us()
+probe._about_us = lambda: {{**truly, {what!r}: "0.0.1"}}
+probe.main()
+"""
+
+
+def test_a_host_tells_what_it_is_and_the_way_to_it_is_measured():
+    one, two = probe.look(local(2))
+    assert (one.host, two.host) == ("local-1", "local-2")
+    for facts in (one, two):
+        assert facts.problem == ""
+        assert facts.python == platform.python_version()
+        assert facts.flowchan == importlib.metadata.version("flowchan")
+        assert facts.cores == len(os.sched_getaffinity(0))
+        assert facts.memory > 0
+        assert facts.round_trip > 0
+        assert facts.rate > 0
+
+
+@pytest.mark.parametrize(
+    ("program", "problem"),
+    [
+        ("", "local-2 is closed today"),
+        ("raise SystemExit(7)", "the agent local-2 exited with code 7 without finishing"),
+        (TELLING.format(what="flowchan"), "local-2 has flowchan 0.0.1, and this program has "),
+        (TELLING.format(what="python"), "local-2 has Python 0.0.1, and this program has "),
+    ],
+)
+def test_a_host_that_can_not_be_used_says_why_and_the_others_are_measured(program, problem):
+    one, two = probe.look(odd(program))
+    assert (one.problem, two.problem[: len(problem)]) == ("", problem)
+    assert one.rate > 0
+
+
+def test_a_host_that_does_not_dial_is_given_up():
+    _, two = probe.look(odd("import time; time.sleep(600)"), patience=5.0)
+    assert two.problem.startswith("local-2 did not dial 127.0.0.1:")
+    assert two.problem.endswith(" within 5 s")
+
+
+QUITTING = (
+    "import json, sys\nfrom flowchan.hosts import probe\nprobe._answer = lambda sock: None\nprobe.main()"
+)
+
+
+def test_a_host_that_goes_while_it_is_measured_is_told():
+    _, two = probe.look(odd(QUITTING))
+    assert two.problem.startswith("local-2 did not answer while it was measured: ")
+    assert two.python == platform.python_version()
+
+
+def check(*words: str) -> tuple[int, list[str], str]:
+    result = CliRunner().invoke(main, ["hosts", "check", *words])
+    return result.exit_code, result.stdout.splitlines(), result.stderr
+
+
+def test_the_command_prints_a_row_for_each_host():
+    code, lines, errors = check("local:2")
+    assert (code, errors) == (0, "")
+    assert lines[0].split("  ")[0] == "host"
+    rows = [line.split() for line in lines]
+    assert [row[0] for row in rows] == ["host", "local-1", "local-2"]
+    assert rows[1][1:3] == [platform.python_version(), importlib.metadata.version("flowchan")]
+    assert {"ms", "MB/s", "GiB"} <= set(rows[1])
+
+
+def test_the_command_names_what_can_not_be_used_and_fails(monkeypatch):
+    monkeypatch.setattr("flowchan.hosts.spec.parse", lambda spec: odd("raise SystemExit(7)"))
+    code, lines, errors = check("local:2")
+    assert code == 1
+    assert [line.split()[0] for line in lines] == ["host", "local-1"]
+    assert errors == "flowchan: the agent local-2 exited with code 7 without finishing\n"
+
+
+def test_the_command_refuses_what_means_no_hosts(monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    code, lines, errors = check("local:none")
+    assert (code, lines) == (2, [])
+    assert "hosts are given as local:2, " in errors
+    code, lines, errors = check("slurm")
+    assert (code, lines) == (2, [])
+    assert errors.startswith("flowchan: slurm: this program runs in no allocation of Slurm")
+
+
+def test_launch_of_a_probe_keeps_the_secret_out_of_its_arguments():
+    seen: list[Launch] = []
+
+    class Seeing(Local):
+        def start(self, number: int, launch: Launch) -> Any:
+            seen.append(launch)
+            raise HostError("no")
+
+    probe.look(Seeing(1))
+    told = json.loads(seen[0].stdin)
+    assert len(bytes.fromhex(told["secret"])) == 32
+    assert seen[0].arguments == ("-m", "flowchan.hosts.probe")
