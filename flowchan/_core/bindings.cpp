@@ -12,6 +12,7 @@
 #include <thread>
 
 #include "channel.hpp"
+#include "link_bindings.hpp"
 #include "process.hpp"
 #include "sizes.hpp"
 #include "system.hpp"
@@ -106,7 +107,9 @@ uint64_t deaths_over(const std::vector<In*>& inputs) {
         if (!in->ch->ring) continue;
         const Session& s = in->ch->ring->session(in->state.session);
         working = working || (s.lease_head && s.at != Session::OURS);
-        for (Slot* slot : in_hand(*in)) most = std::max(most, slot->deaths());
+        const std::vector<Slot*> slots = in_hand(*in);
+        for (size_t n = 0; n < std::min<size_t>(slots.size(), s.suspects()); ++n)
+            most = std::max(most, slots[n]->deaths());
     }
     return working ? 1 + most : 0;
 }
@@ -343,6 +346,7 @@ NB_MODULE(_core, m) {
         },
         "dumps"_a, "loads"_a, "unreadable"_a);
     m.def("_look_at", look_at, "channels"_a);
+    bind_link(m);
     m.def("_deaths_over", deaths_over, "inputs"_a);
     m.def("_take_up", take_up, "inputs"_a, "outputs"_a, "successors"_a);
     m.def("_size_of", [](nb::handle item) { return size_of(item.ptr()); }, "item"_a);

@@ -93,6 +93,8 @@ struct Traits<Ring> {
         waiting.seen = gate(r, caller.side).enter(again);
         if (waiting.selecting) gate(r, caller.side).ends_by_itself(+1);
         (caller.side == Side::Reader ? s.at_reader_gate : s.at_writer_gate) += 1;
+        if (caller.side == Side::Reader && r.header().heard)
+            futex_wake(r.header().writer_gate.seq, r.header().writer_gate.call(1), true);
     }
     // Whether its word had changed. The session may have ended while its caller waited, and was taken off the
     // gate with that.

@@ -35,17 +35,18 @@ struct Frame {
     uint64_t size = 0;
     uint64_t small_size = 0;
     char small[SMALL];          // the payload of DIRECT
-    Piece one{};                // the payload of BYTES and PICKLE
+    Piece one{};                // the payload of BYTES and PICKLE, and of what came laid out
     std::vector<Piece> pieces;  // the payload of BUFFERS
+    uint64_t deaths = 0;        // of workers elsewhere, with it in hand
     uint64_t parcel = 0;        // id of the descriptors that travel with it, 0: there are none
     std::vector<int> descriptors;
     mutable int refused = 0;  // errno, when they could not be sent
 
     void write(char* to) const {
-        if (kind == DIRECT) {
-            memcpy(to, small, small_size);
-        } else if (pieces.empty()) {
+        if (one.at) {
             memcpy(to, one.at, one.size);
+        } else if (kind == DIRECT) {
+            memcpy(to, small, small_size);
         } else {
             for (const Piece& p : pieces) memcpy(to + p.offset, p.at, p.size);
         }

@@ -34,7 +34,7 @@
 namespace flowchan {
 
 constexpr uint64_t MAGIC = 0x6e616863776f6c66;  // "flowchan"
-constexpr uint64_t VERSION = 4;
+constexpr uint64_t VERSION = 5;
 // Ports, and plain users and HOLDERs beside them; number 0 is nobody's.
 constexpr uint32_t SESSIONS = 4096 + 256;
 constexpr uint32_t RECORDS = 16;  // of redo
@@ -80,12 +80,18 @@ struct alignas(64) Session {
     // Reader: items with which its predecessors died, to be taken again by this session alone; and where the
     // last one died.
     uint64_t again_head, again_tail, again, again_at;
+    // Reader: how many of the items on lease, from the oldest on, a worker elsewhere has begun to work on, for
+    // which a link holds the leases; 0: all of them.
+    uint64_t begun;
+
+    uint64_t suspects() const { return begun && begun < leased ? begun : leased; }
 };
 
 // A slot keeps its block for ever: both are freed into, and taken from, the free list of that block class
 // together. So a block holds nothing but payload, and filling one that is still on its free list disturbs
 // nobody.
 struct alignas(64) Slot {
+    static constexpr uint64_t KEYLESS = UINT64_MAX;
     static constexpr uint64_t INLINE = 80;  // the first 16 of them in the line of the words before
     uint64_t next;
     static constexpr uint64_t NUMBERED = 1 << 6, LOANED = 1 << 7, DEATH = uint64_t(1) << 40;
@@ -95,7 +101,8 @@ struct alignas(64) Slot {
     uint64_t
         state;  // SlotState | NUMBERED | LOANED | owner session << 8 | viewer session << 24 | deaths << 40
     uint64_t size;      // of the payload in bytes
-    uint64_t number;    // i, given when first taken: items leave in the order of their numbers
+    uint64_t number;    // i, given when first taken: items leave in the order of their numbers. Before that:
+                        // of which item of its writer's input it is an output, or KEYLESS
     uint32_t kind;      // what frame.hpp says the payload is
     uint32_t cls;       // block class, 0 for none; never changes
     uint64_t block;     // offset of the block, 0 for none; never changes
@@ -160,6 +167,7 @@ struct Header : Constants {
     uint64_t short_of_memory;
     uint64_t cut_off;  // process that died with a counted writer open, 0: none; the end is no clean one then
     uint64_t resumes;  // sessions with role RESUME
+    uint64_t heard;    // the one writer is to hear of each item that is finished, and of a reader that waits
 
     alignas(64) uint64_t claimed;  // places in the channel claimed by FILLING slots
     uint64_t parked, turn;

@@ -51,6 +51,7 @@ struct Taken {
     uint64_t deaths = 0;  // how many workers have died with it in hand, in the user's code or unpickling it
     bool kills_who_unpickles = false;  // it was being unpickled when the last of them died
     uint64_t number = 0;
+    uint64_t made_for = 0;  // the item of its writer's input that it is an output of, or Slot::KEYLESS
     const char* at = nullptr;
     Slot* held = nullptr;  // plain get of a large item: release() it after reading
     bool viewed = false;   // the session is the viewer of `slot` now: unview() it some time
@@ -79,6 +80,7 @@ class Ring {
     }  // without the lock too
     Slot* slot_at(uint64_t offset) const { return at<Slot>(offset); }
     Header& header() { return *h_; }
+    std::span<Session> sessions() { return h_->sessions(); }
 
     // The lock. `lock` says false if it could not get it without waiting and `patient` is false.
     bool lock(bool patient);
@@ -117,6 +119,7 @@ class Ring {
                     std::vector<int>& descriptors);  // its descriptors are this process's too; 0 or an errno
     void drop_parcels();                             // those in front whose items exist no more
     void acknowledge(ReaderState& reader, Wakes& wakes);           // all items in hand are finished
+    void acknowledge_oldest(uint32_t session, uint64_t n, Wakes& wakes);
     Step item_done(WriterState& writer, Wakes& wakes);             // no more outputs for writer.number
     void begin_item(WriterState& writer, uint64_t number);         // first output for it is about to come
     uint32_t await_turn(Session& s, uint64_t number, bool again);  // gives what its word is now
@@ -232,7 +235,7 @@ class Ring {
     void count_output(WriterState* writer, Change& change);
     void link_front(Slot* slot, Change& change);
     void advance(Wakes& wakes);
-    void free_leased(Session& s, Wakes& wakes);
+    void free_leased(Session& s, uint64_t most, Wakes& wakes);
     void give_back(Session& s, Wakes& wakes);
     void give_back_again(Session& s, Wakes& wakes);
     Step take_again(Taken& taken, ReaderState& reader);

@@ -37,6 +37,7 @@ Step Ring::room(const Frame& frame, const WriterState* writer) {
 
 void Ring::link(Slot* slot, WriterState* writer, Change& change) {
     uint64_t here = offset(slot);
+    slot->number = writer && writer->keyed ? writer->number : Slot::KEYLESS;
     change.set(slot->next, 0);
     if (is_parked(writer)) {
         Group& g = group(writer->number);
@@ -73,7 +74,7 @@ Step Ring::try_put(const Frame& frame, WriterState* writer, Wakes& wakes) {
     slot->size = frame.size;
     slot->kind = frame.kind;
     bool parked = is_parked(writer);
-    change.set(slot->state, uint64_t(parked ? SlotState::Parked : SlotState::Inside));
+    change.set(slot->state, uint64_t(parked ? SlotState::Parked : SlotState::Inside) | frame.deaths * Slot::DEATH);
     change.set(h_->bytes_in, h_->bytes_in + frame.size);
     link(slot, writer, change);
     if (frame.parcel && !send_parcel(frame)) return Step::Refused;
@@ -110,7 +111,7 @@ Step Ring::publish(const Frame& frame, Slot* slot, WriterState* writer, Wakes& w
     const bool behind_others = parked ? group(writer->number).head != 0 : h_->head != 0;
     if (behind_others && !slot_exists(parked ? group(writer->number).tail : h_->tail)) return found_damage();
     Change change(record(Side::Writer), windows_);
-    change.set(slot->state, uint64_t(parked ? SlotState::Parked : SlotState::Inside));
+    change.set(slot->state, uint64_t(parked ? SlotState::Parked : SlotState::Inside) | frame.deaths * Slot::DEATH);
     change.set(h_->claimed, h_->claimed - 1);
     link(slot, writer, change);
     change.commit();
@@ -147,6 +148,7 @@ Step Ring::try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& 
     taken.size = slot->size;
     taken.deaths = slot->deaths();
     taken.number = slot->numbered() ? slot->number : h_->numbered;
+    taken.made_for = slot->numbered() ? Slot::KEYLESS : slot->number;
     taken.slot = slot;
     taken.viewed = may_view(slot);
     Change change(record(Side::Reader), windows_);

@@ -10,8 +10,8 @@ static bool is_leased(const Slot* slot) {
     return slot->place() == SlotState::Leased || slot->place() == SlotState::Inside;
 }
 
-void Ring::free_leased(Session& s, Wakes& wakes) {
-    while (s.lease_head && !h_->damaged) {
+void Ring::free_leased(Session& s, uint64_t most, Wakes& wakes) {
+    for (; s.lease_head && most && !h_->damaged; most -= 1) {
         Slot* slot = at<Slot>(s.lease_head);
         if (!slot_exists(s.lease_head) || s.leased == 0 || !is_leased(slot)) return void(found_damage());
         Change change(record(Side::Reader), windows_);
@@ -22,13 +22,18 @@ void Ring::free_leased(Session& s, Wakes& wakes) {
         change.commit();
     }
     memory_freed(wakes);
+    if (h_->heard) wakes.writers += h_->writer_gate.call(1);
     tell_end(wakes);
 }
 
 void Ring::acknowledge(ReaderState& reader, Wakes& wakes) {
     if (!reader.in_hand) return;
-    free_leased(session(reader.session), wakes);
+    free_leased(session(reader.session), UINT64_MAX, wakes);
     reader.in_hand = 0;
+}
+
+void Ring::acknowledge_oldest(uint32_t index, uint64_t n, Wakes& wakes) {
+    if (n) free_leased(session(index), n, wakes);
 }
 
 // To the front, in their old order, with their old numbers.
@@ -66,22 +71,23 @@ void Ring::hand_on(uint32_t from, uint32_t to) {
     if (h_->damaged || (!suspect && !s.again_head) || next.again_head) return;
     if ((s.lease_head && !slot_exists(s.lease_tail)) || (s.again_head && !slot_exists(s.again_tail)))
         return void(found_damage());
-    uint64_t left = suspect ? s.leased : 0;
-    for (uint64_t p = s.lease_head; left; p = at<Slot>(p)->next, left -= 1) {
-        if (!slot_exists(p) || !is_leased(at<Slot>(p))) return void(found_damage());
+    const uint64_t suspects = suspect ? s.suspects() : 0;
+    uint64_t last = 0, rest = s.lease_head;
+    for (uint64_t n = 0; n < suspects; ++n, last = rest, rest = at<Slot>(rest)->next) {
+        if (!slot_exists(rest) || !is_leased(at<Slot>(rest))) return void(found_damage());
         // A death between here and the commit counts twice: `deaths` may then be one too high, nothing else.
-        at<Slot>(p)->state += Slot::DEATH;
+        at<Slot>(rest)->state += Slot::DEATH;
         fault_point();
     }
     Change change(record(Side::Writer), windows_);
-    if (suspect && s.again_head) change.set(at<Slot>(s.lease_tail)->next, s.again_head);
+    if (suspect) change.set(at<Slot>(last)->next, s.again_head);
     change.set(next.again_head, suspect ? s.lease_head : s.again_head);
-    change.set(next.again_tail, s.again_head ? s.again_tail : s.lease_tail);
-    change.set(next.again, s.again + (suspect ? s.leased : 0));
+    change.set(next.again_tail, s.again_head ? s.again_tail : last);
+    change.set(next.again, s.again + suspects);
     change.set(next.again_at, suspect ? s.at : s.again_at);
     if (suspect) {
-        change.set(s.lease_head, 0);
-        change.set(s.leased, 0);
+        change.set(s.lease_head, rest);
+        change.set(s.leased, s.leased - suspects);
     }
     change.set(s.again_head, 0);
     change.set(s.again, 0);
@@ -98,6 +104,8 @@ Step Ring::take_again(Taken& taken, ReaderState& reader) {
     taken.size = slot->size;
     taken.deaths = slot->deaths();
     taken.kills_who_unpickles = s.again_at == Session::UNPICKLING;
+    taken.number = slot->number;
+    taken.made_for = Slot::KEYLESS;
     taken.slot = slot;
     taken.at = payload(slot);
     Change change(record(Side::Reader), windows_);

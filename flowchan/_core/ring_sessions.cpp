@@ -22,7 +22,7 @@ uint32_t Ring::free_session(Wakes& wakes) {
             s.supervised = s.lease_head = s.lease_tail = s.leased = s.committed_item = s.committed_count =
                 s.views = s.forked = 0;
             s.at_reader_gate = s.at_writer_gate = s.called = 0;
-            s.awaits = s.at = s.again_head = s.again_tail = s.again = s.again_at = 0;
+            s.awaits = s.at = s.begun = s.again_head = s.again_tail = s.again = s.again_at = 0;
             fault_point();
             return i;
         }
@@ -144,7 +144,7 @@ bool Ring::still_looks(uint32_t index) const {
 void Ring::end_session(uint32_t index, bool finished, Wakes& wakes, bool died) {
     Session& s = session(index);
     if (s.role == Session::NONE) return;
-    if (s.lease_head) finished ? free_leased(s, wakes) : give_back(s, wakes);
+    if (s.lease_head) finished ? free_leased(s, UINT64_MAX, wakes) : give_back(s, wakes);
     if (s.again_head) give_back_again(s, wakes);
     const bool looks = still_looks(index);
     drop_copies(index, !looks, wakes);
@@ -152,6 +152,7 @@ void Ring::end_session(uint32_t index, bool finished, Wakes& wakes, bool died) {
     if (s.role == Session::READER) {
         if (h_->readers == 1) close_with(change, wakes);
         change.set(h_->readers, h_->readers - 1);
+        if (h_->heard) wakes.writers += h_->writer_gate.call_all();
     } else if (s.role == Session::WRITER) {
         if (h_->writers == 1) close_with(change, wakes);
         if (died && h_->state == OPEN && !h_->cut_off) change.set(h_->cut_off, s.pid);

@@ -1,0 +1,179 @@
+// The connection of a link, and which lines it serves. link_send.cpp and link_receive.cpp are its two threads.
+#include "link.hpp"
+
+#include <signal.h>
+#include <sys/socket.h>
+#include <unistd.h>
+#include <cstring>
+
+namespace flowchan {
+
+namespace {
+
+// The threads of a link take no signal: those are for Python's main thread.
+class NoSignals {
+  public:
+    NoSignals() {
+        sigset_t all;
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before_);
+    }
+    ~NoSignals() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+
+  private:
+    sigset_t before_;
+};
+
+}  // namespace
+
+Link::Link(bool home) : home_(home), pid_(getpid()) {
+    NoSignals none;
+    sender_ = std::thread([this] { send_loop(); });
+    try {
+        receiver_ = std::thread([this] { receive_loop(); });
+    } catch (...) {
+        close();
+        throw;
+    }
+}
+
+Link::~Link() {
+    if (pid_ == getpid()) {
+        close();
+        return;
+    }
+    // A forked child has none of the threads: nothing of this is its own.
+    sender_.detach();
+    receiver_.detach();
+    for (auto& [number, line] : lines_) line.release();
+}
+
+void Link::close() {
+    {
+        std::lock_guard lock(mutex_);
+        closed_ = true;
+        if (fd_ >= 0) shutdown(fd_, SHUT_RDWR);
+        changed_.notify_all();
+        told_.notify_all();
+    }
+    ring_bell();
+    for (std::thread* thread : {&sender_, &receiver_})
+        if (thread->joinable()) thread->join();
+    std::lock_guard lock(mutex_);
+    if (fd_ >= 0) ::close(std::exchange(fd_, -1));
+    lines_.clear();
+}
+
+void Link::attach(int fd) {
+    std::unique_lock lock(mutex_);
+    // The old connection comes to its end before the new one says what has arrived: what is still received
+    // over it would be received twice.
+    if (fd_ >= 0) shutdown(fd_, SHUT_RDWR);
+    lost_ = fd_ >= 0;
+    changed_.wait(lock, [&] { return fd_ < 0 || users_ == 0 || closed_; });
+    if (closed_) return void(::close(fd));
+    if (fd_ >= 0) ::close(fd_);
+    fd_ = fd;
+    lost_ = false;
+    connection_ += 1;
+    out_.clear();
+    large_ = {};
+    pong_ = false;
+    pinged_at_ = 0;
+    for (auto& [number, line] : lines_) {
+        line->announced = false;
+        for (Source& source : line->sources) source.connect();
+        for (Sink& sink : line->sinks) sink.dirty = true;
+    }
+    heard_at_.store(now_ns(), std::memory_order_relaxed);
+    changed_.notify_all();
+    lock.unlock();
+    ring_bell();
+}
+
+// A thread has found out that the connection over `fd` has ended. The last one to leave it closes it.
+void Link::leave_connection(int fd, const std::string& why) {
+    std::lock_guard lock(mutex_);
+    users_ -= 1;
+    if (fd == fd_ && !why.empty() && !lost_) {
+        lost_ = true;
+        shutdown(fd, SHUT_RDWR);
+        breaks.fetch_add(1, std::memory_order_relaxed);
+        if (!closed_) tell("broken: " + why);
+    }
+    if (fd == fd_ && lost_ && users_ == 0 && !closed_) ::close(std::exchange(fd_, -1));
+    changed_.notify_all();
+}
+
+void Link::open_line(uint32_t number, const std::vector<Taking>& takes, const std::vector<Putting>& puts) {
+    std::lock_guard lock(mutex_);
+    auto line = std::make_unique<LinkLine>();
+    line->number = number;
+    for (const Taking& take : takes) line->sources.emplace_back(take.ring, take.session);
+    for (const Putting& put : puts) {
+        if (!home_) put.ring->header().heard = 1;
+        line->sinks.emplace_back(put.ring, put.writer, put.follows, put.replays);
+    }
+    lines_[number] = std::move(line);
+    ring_bell();
+}
+
+void Link::drop_line(uint32_t number) {
+    std::unique_lock lock(mutex_);
+    LinkLine* line = find(number);
+    if (!line) return;
+    changed_.wait(lock, [&] { return line->filling == 0; });
+    lines_.erase(number);
+    ring_bell();
+}
+
+LinkLine* Link::find(uint32_t number) {
+    const auto found = lines_.find(number);
+    return found == lines_.end() ? nullptr : found->second.get();
+}
+
+bool Link::connected() {
+    std::lock_guard lock(mutex_);
+    return fd_ >= 0 && !lost_;
+}
+
+std::vector<LineCounts> Link::counts() {
+    std::lock_guard lock(mutex_);
+    std::vector<LineCounts> all;
+    for (auto& [number, line] : lines_) {
+        LineCounts counts{number, 0, 0, 0, true};
+        for (Source& source : line->sources) {
+            counts.ahead += source.entries.size();
+            counts.in_hand += home_ && !source.left ? source.in_hand : 0;
+            counts.starved = counts.starved && source.starved;
+        }
+        for (Sink& sink : line->sinks) counts.staged += sink.staged.size();
+        all.push_back(counts);
+    }
+    return all;
+}
+
+void Link::ring_bell() {
+    bell_.fetch_add(1, std::memory_order_seq_cst);  // partner: `sleep` sets asleep_ before it looks again
+    if (asleep_.load(std::memory_order_seq_cst)) futex_wake(bell_, 1, false);
+}
+
+void Link::tell(std::string event) {
+    events_.push_back(std::move(event));
+    told_.notify_all();
+}
+
+std::string Link::next_event(int64_t until) {
+    std::unique_lock lock(mutex_);
+    while (events_.empty() && !closed_) {
+        const int64_t left = until - now_ns();
+        if (left <= 0) return "";
+        told_.wait_for(lock, std::chrono::nanoseconds(left));
+    }
+    if (events_.empty()) return "closed";
+    std::string event = std::move(events_.front());
+    events_.pop_front();
+    return event;
+}
+
+}  // namespace flowchan

@@ -1,0 +1,153 @@
+// Link: the connection between two hosts of a run, and the ports of the workers that it serves.
+//
+// A worker elsewhere has its ports at home, where its channels live, as every worker has. A line couples each
+// of them with a ring on the other host that the worker reads or writes: items that a Source takes on lease at
+// home go as ITEM frames into the Sink there, its outputs come back as OUT frames (wire.hpp).
+//
+// Exactly once. What was sent stays on lease where it came from: an output until the other side has put it
+// into its ring, an item until the worker has finished it *and* all its outputs are in their rings at home
+// (R4). Frames of a port are in order and are counted; after a break each side says what it has got, and the
+// other sends from there. A worker does one item after the other, so its outputs come in the order of its
+// items, and each says of which item it is: home puts it as that item's output, as if the worker were here,
+// and whoever does the item again after a death skips what is out already.
+//
+// Nothing waits for a receiver: items are sent only as far as the worker's window goes, outputs only until so
+// many wait for room at home (staged). So one slow stage does not hold up the frames of the others.
+//
+// Two threads serve a link: one sends, and moves what is staged; one receives. Both work under `mutex_`, but
+// not while they send or receive, or copy a large item. Neither ever needs the GIL.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <map>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "link_ports.hpp"
+
+namespace flowchan {
+
+struct LinkLine {
+    uint32_t number = 0;
+    bool announced = false;  // away: said to be open, over this connection
+    int filling = 0;         // large items that are being received into its rings
+    bool settling = false;   // home: a turn is awaited before an item can be done with
+    std::deque<Source> sources;  // home: of the worker's inputs; away: of its outputs
+    std::deque<Sink> sinks;      // the other ones
+};
+
+// The counts of one line at this moment, by input port.
+struct LineCounts {
+    uint32_t number;
+    uint64_t ahead, in_hand, staged;  // on their way or with the worker; begun; outputs that wait for room
+    bool starved;                     // the worker waits for an item
+};
+
+class Link {
+  public:
+    explicit Link(bool home);
+    ~Link();
+    Link(const Link&) = delete;
+
+    void attach(int fd);  // takes over the descriptor; what was sent and is not acknowledged is sent again
+    struct Taking {
+        std::shared_ptr<Ring> ring;
+        uint32_t session;
+    };
+    struct Putting {
+        std::shared_ptr<Ring> ring;
+        WriterState writer;
+        bool follows, replays;
+    };
+    void open_line(uint32_t number, const std::vector<Taking>& takes, const std::vector<Putting>& puts);
+    void drop_line(uint32_t number);
+    void close();
+    std::string next_event(int64_t until);  // "" when there is none by then
+
+    // Since the last byte came, and there and back; in ns.
+    int64_t silent_for() const { return now_ns() - heard_at_.load(std::memory_order_relaxed); }
+    int64_t round_trip() const { return round_trip_.load(std::memory_order_relaxed); }
+    bool connected();
+    std::vector<LineCounts> counts();
+    std::atomic<uint64_t> bytes_in{0}, bytes_out{0}, breaks{0};
+
+  private:
+    static constexpr uint64_t GATHER = 256 << 10;  // bytes sent or received at a time
+    static constexpr uint64_t LARGE = 64 << 10;    // items from here on are not copied on their way
+    static constexpr uint64_t STAGED = 1024;       // outputs of a port under way
+
+    // sending (link_send.cpp)
+    void send_loop();
+    bool fill();
+    bool serve(LinkLine& line);
+    bool serve_home(LinkLine& line);
+    bool serve_away(LinkLine& line);
+    void say_progress(LinkLine& line);
+    bool say_items(LinkLine& line, Source& source, uint16_t port);
+    bool say_end(LinkLine& line, Source& source, uint16_t port);
+    bool is_full() const { return out_.size() >= GATHER || large_.at; }
+    bool move_staged(LinkLine& line);
+    bool settle(LinkLine& line);
+    bool collect(std::vector<WaitedWord>& words, std::vector<std::shared_ptr<Ring>>& rings);
+    bool collect(LinkLine& line, std::vector<WaitedWord>& words, std::vector<std::shared_ptr<Ring>>& rings);
+    bool settle_sink(LinkLine& line, Sink& sink, uint64_t upto, Wakes& wakes);
+    std::string send_out(int fd);  // why not, or ""
+    void sleep(uint32_t heard);
+    void say(const Head& head, const std::string& payload = {});
+
+    // receiving (link_receive.cpp)
+    void receive_loop();
+    std::string receive(int fd, uint64_t connection);  // until the connection ends: why
+    bool hear(const Head& head, const char* payload);  // false: the other side can't be right
+    bool hear_item(LinkLine& line, Sink& sink, const Received& item);
+    bool hear_input(LinkLine& line, const Head& head, const char* payload);
+    bool hear_output(LinkLine& line, const Head& head, const char* payload);
+    bool hear_end(LinkLine& line, Sink& sink, const Head& head, const char* payload);
+    bool claim(LinkLine& line, Sink& sink, const Received& item, Slot*& slot);
+    bool hear_large(int fd, uint64_t connection, const Head& head, const char* begun, uint64_t size);
+    bool read_large(int fd, char* to, const char* begun, uint64_t size_begun, uint64_t size);
+    Step put(LinkLine& line, Sink& sink, const Received& item, Wakes& wakes);
+    Source* numbering(LinkLine& line, const Sink& sink) {
+        return home_ && sink.follows && line.sources.size() == 1 ? &line.sources[0] : nullptr;
+    }
+    bool key_is_right(LinkLine& line, const Sink& sink, uint64_t key);
+    uint64_t number_for(LinkLine& line, const Sink& sink, uint64_t key);
+    LinkLine* find(uint32_t number);
+    void ring_bell();
+    void leave_connection(int fd, const std::string& why);
+    void tell(std::string event);
+
+    const bool home_;
+    const int pid_;
+    std::mutex mutex_;
+    std::condition_variable changed_;  // the connection, `filling`
+    std::map<uint32_t, std::unique_ptr<LinkLine>> lines_;
+    int fd_ = -1;
+    int users_ = 0;  // threads that send or receive over fd_
+    uint64_t connection_ = 0;
+    bool closed_ = false;
+    bool lost_ = false;        // the connection is of no use any more, its last user closes it
+    uint32_t served_last_ = 0;  // the line after which the next round begins
+
+    std::vector<char> out_;   // frames to be sent
+    struct Large {            // an item to be sent behind them
+        std::shared_ptr<Ring> ring;
+        const char* at = nullptr;
+        uint64_t left = 0;
+    } large_;
+    bool pong_ = false;
+    uint64_t pong_n_ = 0;
+    int64_t pinged_at_ = 0;
+
+    std::atomic<uint32_t> bell_{0};
+    std::atomic<bool> asleep_{false};
+    std::atomic<int64_t> heard_at_{0}, round_trip_{200'000};
+    std::deque<std::string> events_;
+    std::condition_variable told_;
+    std::thread sender_, receiver_;
+};
+
+}  // namespace flowchan

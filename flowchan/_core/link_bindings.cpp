@@ -1,0 +1,135 @@
+// Link as Python sees it.
+#include "channel.hpp"
+#include "link.hpp"
+#include "link_bindings.hpp"
+
+#include <nanobind/stl/string.h>
+
+namespace flowchan {
+
+using namespace nb::literals;
+
+namespace {
+
+const std::shared_ptr<Ring>& ring_of(nb::handle port, Channel& ch) {
+    if (ch.ring) return ch.ring;
+    PyErr_Format(PyExc_TypeError, "a link couples ports of channels between processes; %R is none", port.ptr());
+    throw nb::python_error();
+}
+
+template <class Port>
+Port& port_of(nb::handle port, const char* what) {
+    if (!nb::isinstance<Port>(port)) {
+        PyErr_Format(PyExc_TypeError, "%s, not %R", what, port.ptr());
+        throw nb::python_error();
+    }
+    return *nb::inst_ptr<Port>(port);
+}
+
+class PyLink : public Link {
+  public:
+    explicit PyLink(bool home) : Link(home), home(home) {}
+    const bool home;
+};
+
+void open_line(PyLink& link, uint32_t number, nb::list inputs, nb::list outputs) {
+    nb::list reads = link.home ? inputs : outputs, writes = link.home ? outputs : inputs;
+    std::vector<Link::Taking> takes;
+    std::vector<Link::Putting> puts;
+    for (nb::handle port : reads) {
+        In& in = port_of<In>(port, link.home ? "the inputs of a line at home are In ports"
+                                             : "the outputs of a line away from home are In ports");
+        takes.push_back({ring_of(port, *in.ch), in.state.session});
+    }
+    for (nb::handle port : writes) {
+        Out& out = port_of<Out>(port, link.home ? "the outputs of a line at home are Out ports"
+                                                : "the inputs of a line away from home are Out ports");
+        puts.push_back({ring_of(port, *out.ch), out.state, out.reader.is_valid() && !out.reader.is_none(),
+                        out.replays});
+    }
+    nb::gil_scoped_release without;
+    link.open_line(number, takes, puts);
+}
+
+std::string wait_for_event(PyLink& link, nb::handle timeout) {
+    Deadline deadline;
+    if (!parse_deadline(timeout.ptr(), deadline)) throw nb::python_error();
+    for (;;) {
+        std::string event;
+        {
+            WithoutGil without;
+            event = link.next_event(now_ns() + deadline.slice());
+        }
+        if (!event.empty() || deadline.now_only() || deadline.passed()) return event;
+        if (PyErr_CheckSignals()) throw nb::python_error();
+    }
+}
+
+nb::dict state_of(PyLink& link) {
+    std::vector<LineCounts> counts;
+    bool connected;
+    {
+        nb::gil_scoped_release without;
+        counts = link.counts();
+        connected = link.connected();
+    }
+    nb::dict lines;
+    for (const LineCounts& line : counts) {
+        nb::dict one;
+        one["ahead"] = line.ahead;
+        one["in_hand"] = line.in_hand;
+        one["staged"] = line.staged;
+        one["starved"] = line.starved;
+        lines[nb::int_(line.number)] = one;
+    }
+    nb::dict all;
+    all["connected"] = connected;
+    all["heard_ago"] = double(link.silent_for()) / 1e9;
+    all["round_trip"] = double(link.round_trip()) / 1e9;
+    all["bytes_in"] = link.bytes_in.load();
+    all["bytes_out"] = link.bytes_out.load();
+    all["breaks"] = link.breaks.load();
+    all["lines"] = lines;
+    return all;
+}
+
+}  // namespace
+
+void bind_link(nb::module_& m) {
+    nb::class_<PyLink>(m, "Link",
+                       "The connection between two hosts of a run: carries what goes through the ports of "
+                       "workers that run elsewhere.")
+        .def(nb::init<bool>(), "home"_a)
+        .def(
+            "attach",
+            [](PyLink& link, int fd) {
+                nb::gil_scoped_release without;
+                link.attach(fd);
+            },
+            "fd"_a,
+            "Goes on over this connected socket, which belongs to the link from now on; what was sent over "
+            "the former one and has not arrived is sent again.")
+        .def("line", open_line, "number"_a, "inputs"_a, "outputs"_a,
+             "Serves the ports of one worker, under a number that both sides know.")
+        .def(
+            "drop",
+            [](PyLink& link, uint32_t number) {
+                nb::gil_scoped_release without;
+                link.drop_line(number);
+            },
+            "number"_a,
+            "Serves them no more; their sessions stay as they are. Does nothing when there is no such line.")
+        .def("wait", wait_for_event, "timeout"_a = nb::none(),
+             "What has happened: 'broken: why' once for each connection that ended, 'refused: line port' "
+             "when an item can't go to another host, 'closed', or '' when nothing has by then.")
+        .def("state", state_of, "Whether it is connected, and its counts.")
+        .def(
+            "close",
+            [](PyLink& link) {
+                nb::gil_scoped_release without;
+                link.close();
+            },
+            "Ends the connection and both threads.");
+}
+
+}  // namespace flowchan

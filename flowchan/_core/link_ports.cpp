@@ -1,0 +1,234 @@
+#include "link_ports.hpp"
+
+#include <algorithm>
+
+namespace flowchan {
+
+// --- how far ahead ---
+
+void Window::hear(bool starved, bool gathers, uint64_t ahead, uint64_t done, int64_t round_trip) {
+    const int64_t now = now_ns();
+    const int64_t passed = now - at_, worth = 16 * round_trip + 4'000'000;
+    const uint64_t finished = done - done_;
+    if (starved) {
+        const bool quick = at_ == 0 || (finished && passed / int64_t(finished) < worth);
+        if (gathers || quick) size_ = std::max(quick ? 2 * size_ : size_, double(ahead + 1));
+        size_ = std::min(size_, double(MOST));
+        starved_ = true;
+    }
+    if (at_ && !starved && passed < worth) return;
+    if (at_ && finished && !starved_ && !gathers) {
+        const double rate = double(finished) / double(passed);
+        size_ = std::min(size_, std::max(1 + rate * double(4 * round_trip + 1'000'000), size_ / 2));
+    }
+    at_ = now;
+    done_ = done;
+    if (!starved) starved_ = false;
+}
+
+// --- Source ---
+
+Source::Source(std::shared_ptr<Ring> ring_, uint32_t session)
+    : ring(std::move(ring_)), gate(*ring, Side::Reader, session) {
+    reader.session = session;
+}
+
+Source::~Source() {
+    if (!gate.entered()) return;
+    Holding holding(*ring);
+    gate.leave();
+}
+
+bool Source::take(uint64_t most) {
+    const bool broke = ring->seen_state() == BROKEN && ending == Ending::Open;
+    if (!wants(most) && !broke) return false;
+    const size_t before = entries.size();
+    Holding holding(*ring);
+    gate.leave();
+    if (broke) {
+        ending = Ending::Broke;
+        cause = ring->cause();
+    }
+    while (wants(most)) {
+        Taken taken;
+        const Step step = ring->try_take(taken, &reader, reader.session, holding.wakes);
+        if (step == Step::Done) {
+            if (needs_its_slot(taken.kind)) {
+                if (taken.viewed) ring->unview(taken.slot, holding.wakes);
+                ring->put_back(taken, &reader, holding.wakes);
+                refused = true;
+                return true;
+            }
+            if (taken.viewed) ring->unview(taken.slot, holding.wakes);
+            entries.push_back({taken.slot, taken.at, taken.size, taken.number, taken.made_for,
+                               uint8_t(taken.kind), uint8_t(std::min(taken.deaths, Head::MOST_DEATHS))});
+            bytes += taken.size;
+            continue;
+        }
+        if (step == Step::Broken) {
+            ending = Ending::Broke;
+            cause = ring->cause();
+        } else if (step == Step::Drained && entries.empty()) {
+            ending = Ending::Drained;
+        }
+        break;
+    }
+    return entries.size() != before || ending != Ending::Open;
+}
+
+void Source::free_oldest(uint64_t n) {
+    n = std::min<uint64_t>(n, entries.size());
+    if (!n) return;
+    for (uint64_t i = 0; i < n; ++i) bytes -= entries[i].size;
+    entries.erase(entries.begin(), entries.begin() + int64_t(n));
+    base += n;
+    sent = std::max(sent, base);
+    if (left) return;
+    Holding holding(*ring);
+    ring->acknowledge_oldest(reader.session, n, holding.wakes);
+}
+
+void Source::leave() {
+    if (std::exchange(left, true)) return;
+    Holding holding(*ring);
+    gate.leave();
+    ring->end_session(reader.session, false, holding.wakes);
+    entries.clear();
+    sent = base;
+}
+
+void Source::hear_got(uint64_t got) {
+    if (std::exchange(known, true)) return;
+    sent = std::clamp(got, base, base + entries.size());
+}
+
+uint64_t Source::first_key() {
+    if (sent < base + entries.size()) return entries[sent - base].key == Slot::KEYLESS ? 0 : unsent().key;
+    if (left || !has_more()) return Slot::KEYLESS;
+    Holding holding(*ring);
+    const uint64_t head = ring->header().head;
+    if (!head || ring->header().state == BROKEN) return Slot::KEYLESS;
+    const Slot* slot = ring->slot_at(head);
+    return slot->numbered() || slot->number == Slot::KEYLESS ? 0 : slot->number;
+}
+
+bool Source::stand() {
+    if (gate.entered()) return !gate.changed();
+    Holding holding(*ring);
+    const Header& h = ring->header();
+    // At the end of a channel others may still give back what they have in hand: that calls all who wait.
+    const bool ended = h.state == BROKEN || (ring->at_end() && entries.empty());
+    if (h.head || ring->session(reader.session).again_head || ended) return false;
+    gate.enter(false, 0);
+    return true;
+}
+
+// --- Sink ---
+
+Frame frame_of(const Received& item) {
+    Frame frame;
+    frame.kind = item.kind;
+    frame.size = item.size;
+    frame.deaths = item.deaths;
+    frame.one = {item.at, item.size, 0};
+    return frame;
+}
+
+Sink::Sink(std::shared_ptr<Ring> ring_, const WriterState& writer_, bool follows_, bool replays_)
+    : ring(std::move(ring_)),
+      writer(writer_),
+      follows(follows_),
+      replays(replays_),
+      gate(*ring, Side::Writer, writer_.session) {}
+
+Sink::~Sink() {
+    if (!gate.entered()) return;
+    Holding holding(*ring);
+    gate.leave();
+}
+
+Step Sink::begin(uint64_t number) {
+    if (number != Slot::KEYLESS && !writer.keyed) {
+        ring->begin_item(writer, number);
+        writer.keyed = true;
+    }
+    const bool skips = number != Slot::KEYLESS && writer.count < writer.skip;
+    if (skips) writer.count += 1;
+    return skips ? Step::Done : Step::Wait;
+}
+
+Step Sink::put(const Received& item, uint64_t number, Wakes& wakes) {
+    if (begin(number) == Step::Done) return Step::Done;
+    WriterState plain;
+    plain.session = writer.session;
+    return ring->try_put(frame_of(item), number == Slot::KEYLESS ? &plain : &writer, wakes);
+}
+
+Step Sink::done_with(uint64_t number, Wakes& wakes) {
+    if (!writer.ordered) {
+        if (!writer.keyed && ring->header().resumes) ring->begin_item(writer, number);
+        writer.keyed = false;
+    } else if (writer.keyed || writer.count == 0 || writer.number != number) {
+        if (!writer.keyed) ring->begin_item(writer, number);
+        writer.keyed = true;
+        const Step step = ring->item_done(writer, wakes);
+        if (step != Step::Done) return step;
+    }
+    writer.count = 0;
+    return Step::Done;
+}
+
+void Sink::end(Ending ending, const std::string& why) {
+    if (std::exchange(over, true)) return;
+    Holding holding(*ring);
+    gate.leave();
+    if (ending == Ending::Broke) ring->break_(why, holding.wakes);
+    ring->end_session(writer.session, true, holding.wakes);
+    dirty = true;
+}
+
+bool Sink::look() {
+    if (over || ring->seen_state() == OPEN) return false;
+    over = dirty = true;
+    staged.clear();
+    return true;
+}
+
+void Sink::stand() {
+    Holding holding(*ring);
+    gate.enter(writer.ordered && writer.keyed, writer.number);
+}
+
+// With the ring's lock held.
+static Sink::Progress progress_in(Ring& ring) {
+    Sink::Progress now;
+    const Header& h = ring.header();
+    now.done = h.takes - std::min(h.leased, h.takes);
+    now.in_hand = h.leased;
+    const bool waits = h.leased == 0 || h.reader_gate.waiting > 0;
+    if (ring.inside() == 0 && waits && h.state == OPEN) now.flags |= STARVED;
+    if (h.readers == 0) now.flags |= NO_MORE;
+    if (h.state == BROKEN) now.flags |= BREAK;
+    for (const Session& s : ring.sessions()) {
+        if (!now.in_hand || s.role != Session::READER) continue;
+        if (s.at == Session::USERS) now.flags |= USERS;
+        if (s.at == Session::UNPICKLING) now.flags |= UNPICKLED;
+    }
+    return now;
+}
+
+Sink::Progress Sink::look_at_worker() {
+    Holding holding(*ring);
+    gate.leave();
+    return seen = progress_in(*ring);
+}
+
+bool Sink::stand_for_worker() {
+    if (gate.entered()) return !gate.changed();
+    Holding holding(*ring);
+    if (progress_in(*ring) != seen) return false;
+    gate.enter(false, 0);
+    return true;
+}
+
+}  // namespace flowchan

@@ -1,0 +1,179 @@
+// The two ends of a port whose worker runs on another host: Source takes items out of a ring here, to be sent;
+// Sink puts what was received into a ring here. Each belongs to a line of a Link (link.hpp), under whose mutex
+// all of it is called; none of it touches Python.
+#pragma once
+
+#include <deque>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "blocking.hpp"
+#include "system.hpp"
+#include "wire.hpp"
+
+namespace flowchan {
+
+// The lock of a ring, got without the GIL; whom its operations woke is woken when it is dropped.
+class Holding {
+  public:
+    explicit Holding(Ring& ring) : ring_(ring) {
+        if (!ring.lock(false)) ring.lock(true);
+    }
+    ~Holding() {
+        ring_.unlock();
+        ring_.wake(wakes);
+    }
+    Holding(const Holding&) = delete;
+    Wakes wakes;
+
+  private:
+    Ring& ring_;
+};
+
+// A place at a ring's gate that is kept over many sleeps, until it is called.
+class Stand {
+  public:
+    Stand(Ring& ring, Side side, uint32_t session) : ring_(ring), caller_{side, this, session} {}
+    // With the ring's lock held. `number`: of the item whose turn is awaited.
+    void enter(bool ordered, uint64_t number) {
+        if (entered_) return;
+        caller_.ordered = ordered;
+        caller_.number = number;
+        Traits<Ring>::enter(ring_, caller_, waiting_, false, false);
+        entered_ = true;
+    }
+    void leave() {
+        if (std::exchange(entered_, false)) Traits<Ring>::leave(ring_, caller_, waiting_, false);
+    }
+    bool entered() const { return entered_; }
+    bool changed() {
+        return entered_ && word().load(std::memory_order_relaxed) != waiting_.seen;
+    }
+    WaitedWord waited() { return {waiting_.seen, reinterpret_cast<uint64_t>(&word()), FUTEX_WORD_32, 0}; }
+
+  private:
+    std::atomic<uint32_t>& word() { return Traits<Ring>::word(ring_, caller_, waiting_); }
+    Ring& ring_;
+    Caller caller_;
+    Traits<Ring>::Waiting waiting_{};
+    bool entered_ = false;
+};
+
+enum class Ending : uint8_t { Open, Drained, Broke };
+
+// How many items a worker elsewhere may have ahead, besides what it waits for. One, unless it would wait for
+// the next item longer than it takes for one: then as many as it finishes in a few round trips. So nobody
+// holds many items that others could begin with, however fast or far the worker is.
+class Window {
+  public:
+    static constexpr uint64_t MOST = 1024;
+    uint64_t size() const { return uint64_t(size_); }
+    void hear(bool starved, bool gathers, uint64_t ahead, uint64_t done, int64_t round_trip);
+
+  private:
+    double size_ = 1;
+    uint64_t done_ = 0;  // at the last look
+    int64_t at_ = 0;
+    bool starved_ = false;  // since then
+};
+
+class Source {
+  public:
+    static constexpr uint64_t MOST_BYTES = 4 << 20;
+    struct Entry {
+        Slot* slot;
+        const char* at;
+        uint64_t size, number, key;
+        uint8_t kind, deaths;
+    };
+
+    Source(std::shared_ptr<Ring> ring, uint32_t session);
+    ~Source();
+
+    // Takes what is inside, as far as so many entries are allowed. Whether anything changed.
+    bool take(uint64_t most);
+    void free_oldest(uint64_t n);
+    void leave();  // nobody wants more: what is left goes back
+    void connect() { known = false; told = false; }
+    void hear_got(uint64_t got);  // over a new connection, it is sent again from there
+    bool has_unsent() const { return known && sent < base + entries.size(); }
+    Entry& unsent() { return entries[sent - base]; }
+    uint64_t first_key();  // of what is not yet sent: no item before it can be done; Slot::KEYLESS: none
+    bool wants(uint64_t most) const {
+        return ending == Ending::Open && !left && !refused && entries.size() < most &&
+               (bytes < MOST_BYTES || entries.empty());
+    }
+    bool has_more() const {  // a hint, without the lock
+        return std::atomic_ref(ring->header().head).load(std::memory_order_relaxed) != 0 ||
+               std::atomic_ref(ring->session(reader.session).again_head).load(std::memory_order_relaxed) != 0;
+    }
+    bool stand();  // at the gate; false: something is there already
+
+    const std::shared_ptr<Ring> ring;
+    ReaderState reader;
+    Stand gate;
+    std::deque<Entry> entries;  // on lease here: from item `base` on, those before `sent` are under way
+    uint64_t base = 0, sent = 0, bytes = 0, done = 0;
+    Window window;
+    bool known = false;  // over this connection the other side has said what it has got
+    bool left = false;
+    bool refused = false;  // an item that can't go to another host was found
+    bool told = false;     // the ending, over this connection
+    Ending ending = Ending::Open;
+    std::string cause;
+    // Home: what the worker has begun, and whether it waits for more; whether it takes no more.
+    uint64_t in_hand = 0;
+    bool starved = false, leaving = false;
+};
+
+struct Received {
+    uint64_t key;
+    uint64_t kind, deaths, size;
+    const char* at;
+};
+
+class Sink {
+  public:
+    struct Staged {
+        uint64_t key, kind, deaths;
+        std::vector<char> payload;
+    };
+
+    Sink(std::shared_ptr<Ring> ring, const WriterState& writer, bool follows, bool replays);
+    ~Sink();
+
+    bool left_alone() const { return over; }  // what still comes goes nowhere
+    // Puts as the output for item number `number` of the ring that the worker reads (Slot::KEYLESS: none).
+    Step put(const Received& item, uint64_t number, Wakes& wakes);
+    Step begin(uint64_t number);                   // Done: it is to be skipped
+    Step done_with(uint64_t number, Wakes& wakes);  // no more outputs for it
+    void end(Ending ending, const std::string& cause);
+    bool look();  // without the lock: whether the channel has ended under it
+    void stand();  // where it waits for room, or for its turn
+
+    const std::shared_ptr<Ring> ring;
+    WriterState writer;
+    const bool follows, replays;
+    Stand gate;
+    std::deque<Staged> staged;  // there was no room for them
+    uint64_t got = 0, used = 0, settled = 0;
+    bool over = false;  // its session has ended, or its channel
+    bool dirty = true;  // the other side does not know this yet
+    Ending coming = Ending::Open;  // what comes when all is put
+    std::string coming_cause;
+
+    // Away: what the worker has done with it, as last told.
+    struct Progress {
+        uint64_t done = 0, in_hand = 0;
+        uint8_t flags = 0;
+        bool operator==(const Progress&) const = default;
+    } told, seen;
+    Progress look_at_worker();      // as `seen`
+    bool stand_for_worker();        // false: it has gone on since then
+};
+
+Frame frame_of(const Received& item);
+
+}  // namespace flowchan

@@ -1,0 +1,295 @@
+// The receiving thread of a link: reads frames, checks them, and puts what they bring where it belongs. It
+// never waits for room: what finds none is staged.
+#include "link.hpp"
+
+#include <sys/socket.h>
+#include <cstddef>
+
+namespace flowchan {
+
+namespace {
+
+const char* const WRONG = "the other side sent what no agent of this version sends";
+
+}  // namespace
+
+void Link::receive_loop() {
+    uint64_t served = 0;
+    for (;;) {
+        int fd = -1;
+        {
+            std::unique_lock lock(mutex_);
+            changed_.wait(lock, [&] { return closed_ || (fd_ >= 0 && !lost_ && connection_ != served); });
+            if (closed_) return;
+            served = connection_;
+            fd = fd_;
+            users_ += 1;
+        }
+        leave_connection(fd, receive(fd, served));
+    }
+}
+
+// Until the connection ends; says why it did.
+std::string Link::receive(int fd, uint64_t connection) {
+    std::vector<char> buffer(GATHER + LARGE);
+    uint64_t have = 0;
+    for (;;) {
+        const ssize_t n = recv(fd, buffer.data() + have, buffer.size() - have, 0);
+        if (n < 0 && errno == EINTR) continue;
+        if (n < 0) return std::string("receiving failed: ") + strerror(errno);
+        if (n == 0) return "the other side closed the connection";
+        have += uint64_t(n);
+        bytes_in.fetch_add(uint64_t(n), std::memory_order_relaxed);
+        heard_at_.store(now_ns(), std::memory_order_relaxed);
+        uint64_t at = 0;
+        std::unique_lock lock(mutex_);
+        while (have - at >= Head::SHORT) {
+            Head head{};
+            memcpy(static_cast<void*>(&head), buffer.data() + at, Head::SHORT);
+            if (have - at < head.length()) break;
+            memcpy(static_cast<void*>(&head), buffer.data() + at, head.length());
+            if (!is_right(head)) return WRONG;
+            const char* payload = buffer.data() + at + head.length();
+            const uint64_t here = have - at - head.length();
+            if (here >= head.size) {
+                if (!hear(head, payload)) return WRONG;
+                at += head.length() + head.size;
+            } else if (head.carries_item() && head.size >= LARGE) {
+                lock.unlock();
+                if (!hear_large(fd, connection, head, payload, here)) return "the connection ended in an item";
+                lock.lock();
+                at = have;
+            } else {
+                if (head.length() + head.size > buffer.size()) {
+                    std::vector<char> larger(head.length() + head.size + GATHER);
+                    memcpy(larger.data(), buffer.data() + at, have - at);
+                    buffer.swap(larger);
+                    have -= at;
+                    at = 0;
+                }
+                break;
+            }
+        }
+        lock.unlock();
+        ring_bell();
+        memmove(buffer.data(), buffer.data() + at, have - at);
+        have -= at;
+    }
+}
+
+bool Link::hear(const Head& head, const char* payload) {
+    if (head.say == Say::PING) {
+        pong_ = true;
+        pong_n_ = head.n;
+        return true;
+    }
+    if (head.say == Say::PONG) {
+        const int64_t took = now_ns() - int64_t(head.n);
+        if (took < 0 || int64_t(head.n) < 0) return false;
+        const int64_t before = round_trip_.load(std::memory_order_relaxed);
+        round_trip_.store(std::max<int64_t>((3 * before + took) / 4, 1000), std::memory_order_relaxed);
+        return true;
+    }
+    if (head.say == Say::OPEN ? !home_ : head.say == Say::OUT || head.say == Say::INPUT ? !home_ : false)
+        return false;
+    if (home_ && (head.say == Say::ITEM || head.say == Say::OUTPUT)) return false;
+    LinkLine* line = find(head.line);
+    if (!line) return true;  // it was given up here, or is not open yet
+    if (head.say == Say::OPEN) {
+        for (Sink& sink : line->sinks) sink.dirty = true;
+        return true;
+    }
+    const bool of_source = head.say == Say::INPUT || head.say == Say::OUTPUT;
+    if (head.port >= (of_source ? line->sources.size() : line->sinks.size())) return false;
+    if (head.say == Say::INPUT) return hear_input(*line, head, payload);
+    if (head.say == Say::OUTPUT) return hear_output(*line, head, payload);
+    Sink& sink = line->sinks[head.port];
+    if (head.say == Say::END) return hear_end(*line, sink, head, payload);
+    return hear_item(*line, sink, {head.n, head.kind(), head.deaths(), head.size, payload});
+}
+
+// --- items ---
+
+// The number under which home knows the item that the worker calls `key`; KEYLESS where outputs belong to none.
+uint64_t Link::number_for(LinkLine& line, const Sink& sink, uint64_t key) {
+    if (key == Slot::KEYLESS || !home_) return Slot::KEYLESS;
+    if (const Source* source = numbering(line, sink)) return source->entries[key - source->base].number;
+    return sink.replays ? key : Slot::KEYLESS;
+}
+
+bool Link::key_is_right(LinkLine& line, const Sink& sink, uint64_t key) {
+    if (!home_) return key == sink.got;
+    if (key == Slot::KEYLESS) return true;
+    if (const Source* source = numbering(line, sink))
+        return key >= std::max(source->base, sink.settled) && key < source->sent;
+    return !sink.replays || key == 0;
+}
+
+// One try to put what has come. A worker has done with all items before that of which this is an output.
+Step Link::put(LinkLine& line, Sink& sink, const Received& item, Wakes& wakes) {
+    const uint64_t number = number_for(line, sink, item.key);
+    if (number != Slot::KEYLESS && numbering(line, sink) && !settle_sink(line, sink, item.key, wakes))
+        return Step::Wait;
+    return sink.put(item, number, wakes);
+}
+
+bool Link::hear_item(LinkLine& line, Sink& sink, const Received& item) {
+    if (sink.left_alone()) {
+        sink.got += 1;
+        sink.used += 1;
+        return true;
+    }
+    if (!key_is_right(line, sink, item.key)) return false;
+    sink.got += 1;
+    sink.dirty = true;
+    Step step = Step::Wait;
+    if (sink.staged.empty()) {
+        Holding holding(*sink.ring);
+        step = put(line, sink, item, holding.wakes);
+    }
+    if (step == Step::Done) {
+        sink.used += 1;
+        return true;
+    }
+    if (sink.look()) return true;
+    if (sink.staged.size() > STAGED + Window::MOST) return false;
+    sink.staged.push_back({item.key, item.kind, item.deaths, {item.at, item.at + item.size}});
+    return true;
+}
+
+// A large item, of which `size` bytes have come: into the ring without a copy in between, if there is room.
+bool Link::hear_large(int fd, uint64_t connection, const Head& head, const char* begun, uint64_t size) {
+    std::unique_lock lock(mutex_);
+    LinkLine* line = find(head.line);
+    Sink* sink = line && head.port < line->sinks.size() ? &line->sinks[head.port] : nullptr;
+    if (head.say == (home_ ? Say::ITEM : Say::OUT)) return false;
+    if (sink && sink->left_alone()) sink = nullptr;
+    if (sink && !key_is_right(*line, *sink, head.n)) return false;
+    const Received item{head.n, head.kind(), head.deaths(), head.size, nullptr};
+    Slot* slot = nullptr;
+    const bool skips = sink && sink->staged.empty() && !claim(*line, *sink, item, slot);
+    if (sink) line->filling += 1;
+    lock.unlock();
+
+    std::vector<char> apart;
+    char* to = slot ? const_cast<char*>(sink->ring->payload_of(slot)) : nullptr;
+    bool whole = true;
+    if (!slot && sink && !skips) {
+        apart.resize(head.size);
+        to = apart.data();
+    }
+    whole = read_large(fd, to, begun, size, head.size);
+
+    lock.lock();
+    if (!sink) {
+        if (line && (line = find(head.line)) && head.port < line->sinks.size())
+            line->sinks[head.port].got += 1, line->sinks[head.port].used += 1;
+        return whole;
+    }
+    line->filling -= 1;
+    changed_.notify_all();
+    whole = whole && connection == connection_;
+    if (slot) {
+        Holding holding(*sink->ring);
+        if (!whole)
+            sink->ring->unclaim(slot, holding.wakes);
+        else
+            sink->ring->publish(frame_of(item), slot, home_ && sink->writer.keyed ? &sink->writer : nullptr,
+                                holding.wakes);
+    }
+    if (!whole) return false;
+    sink->got += 1;
+    sink->dirty = true;
+    if (slot || skips) {
+        sink->used += 1;
+        sink->look();
+    } else if (!sink->look()) {
+        sink->staged.push_back({item.key, item.kind, item.deaths, std::move(apart)});
+    }
+    return true;
+}
+
+// Memory of the ring for a large item; none when there is no room. False: it is to be skipped, for a worker
+// that died has put it already.
+bool Link::claim(LinkLine& line, Sink& sink, const Received& item, Slot*& slot) {
+    const uint64_t number = number_for(line, sink, item.key);
+    Holding holding(*sink.ring);
+    if (number != Slot::KEYLESS && numbering(line, sink) &&
+        !settle_sink(line, sink, item.key, holding.wakes))
+        return true;
+    if (sink.begin(number) == Step::Done) return false;
+    const bool keyed = number != Slot::KEYLESS;
+    if (home_ && !keyed && sink.writer.keyed) return true;  // staged: the put itself is to be without a key
+    const Step step =
+        sink.ring->claim(frame_of(item), keyed ? &sink.writer : nullptr, sink.writer.session, slot);
+    if (step != Step::Done) slot = nullptr;
+    return true;
+}
+
+// Null `to`: nobody wants it.
+bool Link::read_large(int fd, char* to, const char* begun, uint64_t have, uint64_t size) {
+    std::vector<char> nowhere(to ? 0 : GATHER);
+    if (to) memcpy(to, begun, have);
+    while (have < size) {
+        char* at = to ? to + have : nowhere.data();
+        const uint64_t most = std::min(size - have, to ? 4 * GATHER : GATHER);
+        const ssize_t n = recv(fd, at, most, 0);
+        if (n < 0 && errno == EINTR) continue;
+        if (n <= 0) return false;
+        have += uint64_t(n);
+        bytes_in.fetch_add(uint64_t(n), std::memory_order_relaxed);
+        heard_at_.store(now_ns(), std::memory_order_relaxed);
+    }
+    return true;
+}
+
+// --- states ---
+
+bool Link::hear_input(LinkLine& line, const Head& head, const char* payload) {
+    Source& source = line.sources[head.port];
+    if (head.a > source.base + source.entries.size() && !source.left) return false;
+    source.hear_got(head.a);
+    if (source.left) return true;
+    if (head.b > source.sent || head.b < source.done) return false;
+    source.done = head.b;
+    source.in_hand = head.n;
+    source.starved = head.flags & STARVED && head.a == source.base + source.entries.size();
+    if (head.flags & BREAK) {
+        Holding holding(*source.ring);
+        source.ring->break_(std::string(payload, head.size), holding.wakes);
+    }
+    source.leaving = source.leaving || head.flags & NO_MORE;
+    // What the supervisor reads when the worker dies with its host (R10).
+    Session& session = source.ring->session(source.reader.session);
+    session.begun = head.n;
+    session.at = head.flags & USERS ? Session::USERS : head.flags & UNPICKLED ? Session::UNPICKLING : Session::OURS;
+    settle(line);
+    source.window.hear(source.starved, head.n > 0, source.entries.size(), source.done, round_trip());
+    return true;
+}
+
+bool Link::hear_output(LinkLine& line, const Head& head, const char* payload) {
+    Source& source = line.sources[head.port];
+    if (source.left) return true;
+    if (head.a > source.base + source.entries.size() || head.b < source.base) return false;
+    source.hear_got(head.a);
+    source.free_oldest(head.b - source.base);
+    if (head.flags & BREAK) {
+        Holding holding(*source.ring);
+        source.ring->break_(std::string(payload, head.size), holding.wakes);
+    }
+    if (head.flags & NO_MORE) source.leave();
+    return true;
+}
+
+bool Link::hear_end(LinkLine& line, Sink& sink, const Head& head, const char* payload) {
+    if (bool(head.flags & IS_OUTPUT) != home_) return false;
+    if (sink.over) return true;
+    sink.coming = head.flags & BREAK ? Ending::Broke : Ending::Drained;
+    sink.coming_cause.assign(payload, head.size);
+    if (sink.coming == Ending::Broke) sink.staged.clear();
+    move_staged(line);
+    return true;
+}
+
+}  // namespace flowchan

@@ -1,0 +1,348 @@
+// The sending thread of a link: takes items, says states, moves what is staged, and sleeps when there is
+// nothing to do, at the gates of all rings that it waits for.
+#include "channel.hpp"
+#include "link.hpp"
+
+#include <sys/socket.h>
+
+namespace flowchan {
+
+namespace {
+
+constexpr int64_t PING_NS = 500'000'000;
+constexpr size_t MOST_WORDS = 128;          // that the kernel takes at a time
+constexpr int64_t CROWDED_NS = 2'000'000;  // with more than that, the rest is looked at so often
+
+}  // namespace
+
+void Link::send_loop() {
+    for (;;) {
+        const uint32_t heard = bell_.load(std::memory_order_seq_cst);
+        int fd = -1;
+        bool moved = false;
+        {
+            std::lock_guard lock(mutex_);
+            if (closed_) return;
+            for (auto& [number, line] : lines_) moved = move_staged(*line) || moved;
+            if (fd_ >= 0 && !lost_) {
+                moved = fill() || moved;
+                if (!out_.empty() || large_.at) fd = fd_, users_ += 1;
+            }
+        }
+        if (fd >= 0)
+            leave_connection(fd, send_out(fd));
+        else if (!moved)
+            sleep(heard);
+    }
+}
+
+// --- what is to be sent ---
+
+void Link::say(const Head& head, const std::string& payload) {
+    const char* begin = reinterpret_cast<const char*>(&head);
+    out_.insert(out_.end(), begin, begin + head.length());
+    out_.insert(out_.end(), payload.begin(), payload.end());
+}
+
+// Gathers frames, as much as is sent at a time, beginning each round with another line. Whether there is more
+// to be done at once.
+bool Link::fill() {
+    if (is_full()) return true;
+    const int64_t now = now_ns();
+    if (std::exchange(pong_, false)) say({.n = pong_n_, .say = Say::PONG});
+    if (now - pinged_at_ >= PING_NS) {
+        pinged_at_ = now;
+        say({.n = uint64_t(now), .say = Say::PING});
+    }
+    bool moved = false;
+    auto from = lines_.upper_bound(served_last_);
+    for (size_t n = 0; n < lines_.size() && !is_full(); ++n, ++from) {
+        if (from == lines_.end()) from = lines_.begin();
+        served_last_ = from->first;
+        moved = (home_ ? serve_home(*from->second) : serve_away(*from->second)) || moved;
+    }
+    return moved || is_full();
+}
+
+bool Link::serve_home(LinkLine& line) {
+    bool moved = false;
+    for (uint16_t port = 0; port < line.sinks.size(); ++port) {
+        Sink& sink = line.sinks[port];
+        sink.look();
+        if (!std::exchange(sink.dirty, false)) continue;
+        Head head{.line = line.number, .port = port, .say = Say::OUTPUT, .a = sink.got, .b = sink.used};
+        std::string cause;
+        if (sink.over) {
+            Holding holding(*sink.ring);
+            const bool broken = sink.ring->header().state == BROKEN;
+            head.flags = broken ? BREAK | NO_MORE : NO_MORE;
+            if (broken) cause = sink.ring->cause();
+        }
+        head.size = cause.size();
+        say(head, cause);
+    }
+    for (uint16_t port = 0; port < line.sources.size(); ++port) {
+        Source& source = line.sources[port];
+        if (!source.known || source.left) continue;
+        if (source.has_more() || source.ring->seen_state() != OPEN)
+            moved = source.take(source.window.size()) || moved;
+        if (source.refused) {
+            tell("refused: " + std::to_string(line.number) + " " + std::to_string(port));
+            source.ending = Ending::Broke;
+            source.told = true;
+        }
+        moved = say_items(line, source, port) || moved;
+        moved = say_end(line, source, port) || moved;
+    }
+    return moved;
+}
+
+bool Link::serve_away(LinkLine& line) {
+    if (!std::exchange(line.announced, true)) say({.line = line.number, .say = Say::OPEN});
+    for (Sink& sink : line.sinks) sink.look_at_worker();
+    bool moved = false;
+    for (uint16_t port = 0; port < line.sources.size(); ++port) {
+        Source& source = line.sources[port];
+        if (!source.known || source.left) continue;
+        if (source.has_more() || source.ring->seen_state() != OPEN) moved = source.take(STAGED) || moved;
+        moved = say_items(line, source, port) || moved;
+    }
+    say_progress(line);
+    // Who ends its outputs has ended its inputs before, and finished what it had in hand: home is to know
+    // that first.
+    for (uint16_t port = 0; port < line.sources.size(); ++port) {
+        Source& source = line.sources[port];
+        if (source.ending == Ending::Open || source.told) continue;
+        for (Sink& sink : line.sinks) sink.look_at_worker();
+        say_progress(line);
+        moved = say_end(line, source, port) || moved;
+    }
+    return moved;
+}
+
+// How far the worker is. An item is finished when its outputs have been sent before.
+void Link::say_progress(LinkLine& line) {
+    if (large_.at) return;  // nothing may come between its head and itself
+    uint64_t first = Slot::KEYLESS;
+    for (Source& source : line.sources)
+        if (!source.left) first = std::min(first, source.first_key());
+    for (uint16_t port = 0; port < line.sinks.size(); ++port) {
+        Sink& sink = line.sinks[port];
+        Sink::Progress now = sink.seen;
+        now.done = std::max(sink.told.done, std::min(now.done, first));
+        if (now == sink.told && !sink.dirty) continue;
+        sink.told = now;
+        sink.dirty = false;
+        Head head{.n = now.in_hand, .line = line.number, .port = port, .say = Say::INPUT};
+        head.flags = now.flags;
+        head.a = sink.got;
+        head.b = now.done;
+        std::string cause;
+        if (now.flags & BREAK) {
+            Holding holding(*sink.ring);
+            cause = sink.ring->cause();
+        }
+        head.size = cause.size();
+        say(head, cause);
+    }
+}
+
+bool Link::say_items(LinkLine& line, Source& source, uint16_t port) {
+    bool any = false;
+    while (source.has_unsent() && !is_full()) {
+        const Source::Entry& entry = source.unsent();
+        Head head{.size = entry.size, .n = home_ ? source.sent : entry.key, .line = line.number, .port = port};
+        head.say = home_ ? Say::ITEM : Say::OUT;
+        head.flags = uint8_t(entry.kind | entry.deaths << 3);
+        const char* begin = reinterpret_cast<const char*>(&head);
+        out_.insert(out_.end(), begin, begin + Head::SHORT);
+        if (entry.size < LARGE)
+            out_.insert(out_.end(), entry.at, entry.at + entry.size);
+        else
+            large_ = {source.ring, entry.at, entry.size};
+        source.sent += 1;
+        any = true;
+    }
+    return any;
+}
+
+bool Link::say_end(LinkLine& line, Source& source, uint16_t port) {
+    if (source.ending == Ending::Open || source.told || !source.known || large_.at) return false;
+    const bool broke = source.ending == Ending::Broke;
+    if (!broke && source.has_unsent()) return false;
+    source.told = true;
+    Head head{.line = line.number, .port = port, .say = Say::END};
+    head.size = broke ? source.cause.size() : 0;
+    head.flags = uint8_t((broke ? BREAK : 0) | (home_ ? 0 : IS_OUTPUT));
+    say(head, broke ? source.cause : std::string());
+    return true;
+}
+
+// Sends what was gathered, and of a large item behind it as much. Between two calls what is staged can move.
+std::string Link::send_out(int fd) {
+    iovec pieces[2] = {{out_.data(), out_.size()},
+                       {const_cast<char*>(large_.at), std::min(large_.left, GATHER)}};
+    const uint64_t all = pieces[0].iov_len + pieces[1].iov_len;
+    uint64_t done = 0;
+    while (done < all) {
+        msghdr message{};
+        message.msg_iov = pieces;
+        message.msg_iovlen = 2;
+        const ssize_t n = sendmsg(fd, &message, MSG_NOSIGNAL);
+        if (n < 0 && errno == EINTR) continue;
+        if (n < 0) return std::string("sending failed: ") + strerror(errno);
+        done += uint64_t(n);
+        uint64_t passed = uint64_t(n);
+        for (iovec& piece : pieces) {
+            const uint64_t of_it = std::min<uint64_t>(passed, piece.iov_len);
+            piece.iov_base = static_cast<char*>(piece.iov_base) + of_it;
+            piece.iov_len -= of_it;
+            passed -= of_it;
+        }
+    }
+    bytes_out.fetch_add(all, std::memory_order_relaxed);
+    const uint64_t of_large = all - out_.size();
+    out_.clear();
+    large_.at = large_.left == of_large ? nullptr : large_.at + of_large;
+    large_.left -= of_large;
+    if (!large_.at) large_.ring.reset();
+    return "";
+}
+
+// --- what waits for room ---
+
+// Puts what is staged, as far as there is room. Whether anything moved.
+bool Link::move_staged(LinkLine& line) {
+    bool moved = home_ && settle(line);
+    for (Sink& sink : line.sinks) {
+        if (sink.over) continue;
+        while (!sink.staged.empty()) {
+            const Sink::Staged& first = sink.staged.front();
+            Holding holding(*sink.ring);
+            if (sink.gate.changed()) sink.gate.leave();
+            const Received item{first.key, first.kind, first.deaths, first.payload.size(),
+                                first.payload.data()};
+            const Step step = put(line, sink, item, holding.wakes);
+            if (step != Step::Done) break;  // what has ended is seen by `look`
+            sink.gate.leave();
+            sink.staged.pop_front();
+            sink.used += 1;
+            sink.dirty = moved = true;
+        }
+        if (sink.look()) moved = true;
+        if (!sink.over && sink.coming != Ending::Open && sink.staged.empty()) {
+            const Source* numbers = numbering(line, sink);
+            if (numbers && sink.settled < numbers->done && sink.coming == Ending::Drained) continue;
+            sink.end(sink.coming, sink.coming_cause);
+            moved = true;
+        }
+    }
+    return (home_ && settle(line)) || moved;
+}
+
+// Home: says of the items that the worker has finished that no more outputs come for them, where turns depend
+// on that, then ends their leases. Whether anything moved.
+bool Link::settle(LinkLine& line) {
+    bool moved = false;
+    line.settling = false;
+    for (Source& source : line.sources) {
+        uint64_t upto = source.done;
+        for (Sink& sink : line.sinks) {
+            if (numbering(line, sink) != &source) continue;
+            uint64_t most = source.done;
+            for (const Sink::Staged& staged : sink.staged)
+                if (staged.key != Slot::KEYLESS) {
+                    most = std::min(most, staged.key);
+                    break;
+                }
+            if (sink.over) {
+                sink.settled = std::max(sink.settled, most);
+            } else if (sink.settled < most) {
+                Holding holding(*sink.ring);
+                if (sink.gate.changed()) sink.gate.leave();
+                if (!settle_sink(line, sink, most, holding.wakes)) line.settling = true;
+            }
+            upto = std::min(upto, sink.settled);
+        }
+        if (upto > source.base) {
+            source.free_oldest(upto - source.base);
+            moved = true;
+        }
+        if (source.leaving && !source.left && source.base >= source.done) {
+            source.leave();
+            moved = true;
+        }
+    }
+    return moved;
+}
+
+// With the lock of the sink's ring held.
+bool Link::settle_sink(LinkLine& line, Sink& sink, uint64_t upto, Wakes& wakes) {
+    Source& source = line.sources[0];
+    while (sink.settled < upto) {
+        if (sink.settled >= source.base) {
+            const uint64_t number = source.entries[sink.settled - source.base].number;
+            if (sink.done_with(number, wakes) != Step::Done) return false;
+        }
+        sink.settled += 1;
+    }
+    return true;
+}
+
+// --- sleeping ---
+
+// Sleeps until something may be done: a ring has changed at whose gate this thread stands, or the bell rings.
+void Link::sleep(uint32_t heard) {
+    std::vector<WaitedWord> words{
+        {heard, reinterpret_cast<uint64_t>(&bell_), FUTEX_WORD_32 | FUTEX_PRIVATE_FLAG, 0}};
+    std::vector<std::shared_ptr<Ring>> rings;  // mapped until the sleep is over
+    {
+        std::lock_guard lock(mutex_);
+        if (closed_) return;
+        for (auto& [number, line] : lines_)
+            if (!collect(*line, words, rings)) return;
+    }
+    const bool crowded = words.size() > MOST_WORDS;
+    if (crowded) words.resize(MOST_WORDS);
+    asleep_.store(true, std::memory_order_seq_cst);
+    if (bell_.load(std::memory_order_seq_cst) == heard)
+        sleep_on_any(words, now_ns() + (crowded ? CROWDED_NS : SLICE_NS));
+    asleep_.store(false, std::memory_order_relaxed);
+}
+
+// The words of a line that are to be watched. False: there is something to do.
+bool Link::collect(LinkLine& line, std::vector<WaitedWord>& words, std::vector<std::shared_ptr<Ring>>& rings) {
+    const bool connected = fd_ >= 0 && !lost_;
+    auto watch = [&](Stand& gate, const std::shared_ptr<Ring>& ring) {
+        words.push_back(gate.waited());
+        rings.push_back(ring);
+    };
+    for (Source& source : line.sources) {
+        if (connected && source.known && source.wants(home_ ? source.window.size() : STAGED)) {
+            if (!source.stand()) return false;
+            watch(source.gate, source.ring);
+        } else if (source.gate.entered()) {
+            Holding holding(*source.ring);
+            source.gate.leave();
+        }
+    }
+    bool again = false;
+    for (Sink& sink : line.sinks) {
+        if (sink.look()) return false;
+        if ((!sink.staged.empty() || line.settling) && !sink.over) {
+            again = !sink.gate.entered() || again;
+            sink.stand();
+            watch(sink.gate, sink.ring);
+        } else if (!home_ && !(sink.seen.flags & NO_MORE)) {
+            if (!sink.stand_for_worker()) return false;
+            watch(sink.gate, sink.ring);
+        } else if (sink.gate.entered()) {
+            Holding holding(*sink.ring);
+            sink.gate.leave();
+        }
+    }
+    // Who has come to stand at a gate tries once more: from then on it is called.
+    return !again || !move_staged(line);
+}
+
+}  // namespace flowchan
