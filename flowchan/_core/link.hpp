@@ -32,9 +32,10 @@ namespace flowchan {
 
 struct LinkLine {
     uint32_t number = 0;
-    bool announced = false;  // away: said to be open, over this connection
-    int filling = 0;         // large items that are being received into its rings
-    bool settling = false;   // home: a turn is awaited before an item can be done with
+    bool announced = false;      // away: said to be open, over this connection
+    int filling = 0;             // large items that are being received into its rings
+    bool finished = false;       // home: nothing more comes from the worker, and everything is put
+    bool settling = false;       // home: a turn is awaited before an item can be done with
     std::deque<Source> sources;  // home: of the worker's inputs; away: of its outputs
     std::deque<Sink> sinks;      // the other ones
 };
@@ -77,7 +78,6 @@ class Link {
   private:
     static constexpr uint64_t GATHER = 256 << 10;  // bytes sent or received at a time
     static constexpr uint64_t LARGE = 64 << 10;    // items from here on are not copied on their way
-    static constexpr uint64_t STAGED = 1024;       // outputs of a port under way
 
     // sending (link_send.cpp)
     void send_loop();
@@ -86,11 +86,13 @@ class Link {
     bool serve_home(LinkLine& line);
     bool serve_away(LinkLine& line);
     void say_progress(LinkLine& line);
-    bool say_items(LinkLine& line, Source& source, uint16_t port);
+    void say_item(LinkLine& line, Source& source, uint16_t port);
+    bool say_outputs(LinkLine& line);
     bool say_end(LinkLine& line, Source& source, uint16_t port);
     bool is_full() const { return out_.size() >= GATHER || large_.at; }
     bool move_staged(LinkLine& line);
     bool settle(LinkLine& line);
+    void tell_if_finished(LinkLine& line);
     bool collect(std::vector<WaitedWord>& words, std::vector<std::shared_ptr<Ring>>& rings);
     bool collect(LinkLine& line, std::vector<WaitedWord>& words, std::vector<std::shared_ptr<Ring>>& rings);
     bool settle_sink(LinkLine& line, Sink& sink, uint64_t upto, Wakes& wakes);
@@ -109,7 +111,7 @@ class Link {
     bool claim(LinkLine& line, Sink& sink, const Received& item, Slot*& slot);
     bool hear_large(int fd, uint64_t connection, const Head& head, const char* begun, uint64_t size);
     bool read_large(int fd, char* to, const char* begun, uint64_t size_begun, uint64_t size);
-    Step put(LinkLine& line, Sink& sink, const Received& item, Wakes& wakes);
+    bool is_settled(LinkLine& line, const Sink& sink, uint64_t key);
     Source* numbering(LinkLine& line, const Sink& sink) {
         return home_ && sink.follows && line.sources.size() == 1 ? &line.sources[0] : nullptr;
     }
@@ -129,11 +131,11 @@ class Link {
     int users_ = 0;  // threads that send or receive over fd_
     uint64_t connection_ = 0;
     bool closed_ = false;
-    bool lost_ = false;        // the connection is of no use any more, its last user closes it
+    bool lost_ = false;         // the connection is of no use any more, its last user closes it
     uint32_t served_last_ = 0;  // the line after which the next round begins
 
-    std::vector<char> out_;   // frames to be sent
-    struct Large {            // an item to be sent behind them
+    std::vector<char> out_;  // frames to be sent
+    struct Large {           // an item to be sent behind them
         std::shared_ptr<Ring> ring;
         const char* at = nullptr;
         uint64_t left = 0;

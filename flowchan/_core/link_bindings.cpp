@@ -1,7 +1,7 @@
 // Link as Python sees it.
+#include "link_bindings.hpp"
 #include "channel.hpp"
 #include "link.hpp"
-#include "link_bindings.hpp"
 
 #include <nanobind/stl/string.h>
 
@@ -13,7 +13,8 @@ namespace {
 
 const std::shared_ptr<Ring>& ring_of(nb::handle port, Channel& ch) {
     if (ch.ring) return ch.ring;
-    PyErr_Format(PyExc_TypeError, "a link couples ports of channels between processes; %R is none", port.ptr());
+    PyErr_Format(PyExc_TypeError, "a link couples ports of channels between processes; %R is none",
+                 port.ptr());
     throw nb::python_error();
 }
 
@@ -44,8 +45,8 @@ void open_line(PyLink& link, uint32_t number, nb::list inputs, nb::list outputs)
     for (nb::handle port : writes) {
         Out& out = port_of<Out>(port, link.home ? "the outputs of a line at home are Out ports"
                                                 : "the inputs of a line away from home are Out ports");
-        puts.push_back({ring_of(port, *out.ch), out.state, out.reader.is_valid() && !out.reader.is_none(),
-                        out.replays});
+        puts.push_back(
+            {ring_of(port, *out.ch), out.state, out.reader.is_valid() && !out.reader.is_none(), out.replays});
     }
     nb::gil_scoped_release without;
     link.open_line(number, takes, puts);
@@ -120,8 +121,9 @@ void bind_link(nb::module_& m) {
             "number"_a,
             "Serves them no more; their sessions stay as they are. Does nothing when there is no such line.")
         .def("wait", wait_for_event, "timeout"_a = nb::none(),
-             "What has happened: 'broken: why' once for each connection that ended, 'refused: line port' "
-             "when an item can't go to another host, 'closed', or '' when nothing has by then.")
+             "What has happened: 'broken: why' once for each connection that ended; at home 'finished: line' "
+             "when nothing more comes from its worker and all is put, and 'refused: line port' when an item "
+             "can't go to another host; 'closed'; '' when nothing has by then.")
         .def("state", state_of, "Whether it is connected, and its counts.")
         .def(
             "close",

@@ -11,7 +11,7 @@ void Window::hear(bool starved, bool gathers, uint64_t ahead, uint64_t done, int
     const int64_t passed = now - at_, worth = 16 * round_trip + 4'000'000;
     const uint64_t finished = done - done_;
     if (starved) {
-        const bool quick = at_ == 0 || (finished && passed / int64_t(finished) < worth);
+        const bool quick = finished && passed / int64_t(finished) < worth;
         if (gathers || quick) size_ = std::max(quick ? 2 * size_ : size_, double(ahead + 1));
         size_ = std::min(size_, double(MOST));
         starved_ = true;
@@ -68,7 +68,9 @@ bool Source::take(uint64_t most) {
         if (step == Step::Broken) {
             ending = Ending::Broke;
             cause = ring->cause();
-        } else if (step == Step::Drained && entries.empty()) {
+        } else if (step == Step::Drained && (entries.empty() || (starved && in_hand == entries.size()))) {
+            // Who gathers, and has all there is in hand, is told the end now: what others may still give
+            // back is for them.
             ending = Ending::Drained;
         }
         break;
@@ -147,6 +149,23 @@ Sink::~Sink() {
     gate.leave();
 }
 
+bool Sink::stage(const Received& item, std::vector<char> payload) {
+    if (staged.size() >= Source::MOST || staged_bytes > Source::MOST_BYTES) return false;
+    staged_bytes += item.size;
+    staged.push_back({item.key, item.kind, item.deaths, std::move(payload)});
+    return true;
+}
+
+void Sink::unstage() {
+    staged_bytes -= staged.front().payload.size();
+    staged.pop_front();
+}
+
+void Sink::forget_staged() {
+    staged.clear();
+    staged_bytes = 0;
+}
+
 Step Sink::begin(uint64_t number) {
     if (number != Slot::KEYLESS && !writer.keyed) {
         ring->begin_item(writer, number);
@@ -190,7 +209,7 @@ void Sink::end(Ending ending, const std::string& why) {
 bool Sink::look() {
     if (over || ring->seen_state() == OPEN) return false;
     over = dirty = true;
-    staged.clear();
+    forget_staged();
     return true;
 }
 

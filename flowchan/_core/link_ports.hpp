@@ -48,9 +48,7 @@ class Stand {
         if (std::exchange(entered_, false)) Traits<Ring>::leave(ring_, caller_, waiting_, false);
     }
     bool entered() const { return entered_; }
-    bool changed() {
-        return entered_ && word().load(std::memory_order_relaxed) != waiting_.seen;
-    }
+    bool changed() { return entered_ && word().load(std::memory_order_relaxed) != waiting_.seen; }
     WaitedWord waited() { return {waiting_.seen, reinterpret_cast<uint64_t>(&word()), FUTEX_WORD_32, 0}; }
 
   private:
@@ -81,7 +79,8 @@ class Window {
 
 class Source {
   public:
-    static constexpr uint64_t MOST_BYTES = 4 << 20;
+    static constexpr uint64_t MOST = Window::MOST;   // items under way
+    static constexpr uint64_t MOST_BYTES = 4 << 20;  // under way, and one item more
     struct Entry {
         Slot* slot;
         const char* at;
@@ -96,7 +95,11 @@ class Source {
     bool take(uint64_t most);
     void free_oldest(uint64_t n);
     void leave();  // nobody wants more: what is left goes back
-    void connect() { known = false; told = false; }
+    // Over a new connection; until the other side has said what it has got, nothing counts as sent.
+    void connect() {
+        known = told = false;
+        sent = base;
+    }
     void hear_got(uint64_t got);  // over a new connection, it is sent again from there
     bool has_unsent() const { return known && sent < base + entries.size(); }
     Entry& unsent() { return entries[sent - base]; }
@@ -147,20 +150,25 @@ class Sink {
     bool left_alone() const { return over; }  // what still comes goes nowhere
     // Puts as the output for item number `number` of the ring that the worker reads (Slot::KEYLESS: none).
     Step put(const Received& item, uint64_t number, Wakes& wakes);
-    Step begin(uint64_t number);                   // Done: it is to be skipped
+    Step begin(uint64_t number);                    // Done: it is to be skipped
     Step done_with(uint64_t number, Wakes& wakes);  // no more outputs for it
     void end(Ending ending, const std::string& cause);
-    bool look();  // without the lock: whether the channel has ended under it
+    bool look();   // without the lock: whether the channel has ended under it
     void stand();  // where it waits for room, or for its turn
 
     const std::shared_ptr<Ring> ring;
     WriterState writer;
     const bool follows, replays;
     Stand gate;
-    std::deque<Staged> staged;  // there was no room for them
+    // There was no room for them. The other side sends no more than it may (Source::wants).
+    std::deque<Staged> staged;
+    uint64_t staged_bytes = 0;
+    bool stage(const Received& item, std::vector<char> payload);  // false: too many
+    void unstage();
+    void forget_staged();
     uint64_t got = 0, used = 0, settled = 0;
-    bool over = false;  // its session has ended, or its channel
-    bool dirty = true;  // the other side does not know this yet
+    bool over = false;             // its session has ended, or its channel
+    bool dirty = true;             // the other side does not know this yet
     Ending coming = Ending::Open;  // what comes when all is put
     std::string coming_cause;
 
@@ -170,8 +178,8 @@ class Sink {
         uint8_t flags = 0;
         bool operator==(const Progress&) const = default;
     } told, seen;
-    Progress look_at_worker();      // as `seen`
-    bool stand_for_worker();        // false: it has gone on since then
+    Progress look_at_worker();  // as `seen`
+    bool stand_for_worker();    // false: it has gone on since then
 };
 
 Frame frame_of(const Received& item);

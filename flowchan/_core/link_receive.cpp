@@ -56,7 +56,8 @@ std::string Link::receive(int fd, uint64_t connection) {
                 at += head.length() + head.size;
             } else if (head.carries_item() && head.size >= LARGE) {
                 lock.unlock();
-                if (!hear_large(fd, connection, head, payload, here)) return "the connection ended in an item";
+                if (!hear_large(fd, connection, head, payload, here))
+                    return "the connection ended in an item";
                 lock.lock();
                 at = have;
             } else {
@@ -125,12 +126,15 @@ bool Link::key_is_right(LinkLine& line, const Sink& sink, uint64_t key) {
     return !sink.replays || key == 0;
 }
 
-// One try to put what has come. A worker has done with all items before that of which this is an output.
-Step Link::put(LinkLine& line, Sink& sink, const Received& item, Wakes& wakes) {
-    const uint64_t number = number_for(line, sink, item.key);
-    if (number != Slot::KEYLESS && numbering(line, sink) && !settle_sink(line, sink, item.key, wakes))
-        return Step::Wait;
-    return sink.put(item, number, wakes);
+// Whether the items before that for which `key` is an output are done with. The worker has finished them, and
+// all their outputs have come; their leases end first, because of a worker that dies only what it put for its
+// last item is remembered.
+bool Link::is_settled(LinkLine& line, const Sink& sink, uint64_t key) {
+    Source* source = key == Slot::KEYLESS ? nullptr : numbering(line, sink);
+    if (!source || source->base >= key) return true;
+    source->done = std::max(source->done, key);
+    settle(line);
+    return source->base >= key;
 }
 
 bool Link::hear_item(LinkLine& line, Sink& sink, const Received& item) {
@@ -143,18 +147,16 @@ bool Link::hear_item(LinkLine& line, Sink& sink, const Received& item) {
     sink.got += 1;
     sink.dirty = true;
     Step step = Step::Wait;
-    if (sink.staged.empty()) {
+    if (sink.staged.empty() && is_settled(line, sink, item.key)) {
         Holding holding(*sink.ring);
-        step = put(line, sink, item, holding.wakes);
+        step = sink.put(item, number_for(line, sink, item.key), holding.wakes);
     }
     if (step == Step::Done) {
         sink.used += 1;
         return true;
     }
     if (sink.look()) return true;
-    if (sink.staged.size() > STAGED + Window::MOST) return false;
-    sink.staged.push_back({item.key, item.kind, item.deaths, {item.at, item.at + item.size}});
-    return true;
+    return sink.stage(item, {item.at, item.at + item.size});
 }
 
 // A large item, of which `size` bytes have come: into the ring without a copy in between, if there is room.
@@ -164,7 +166,7 @@ bool Link::hear_large(int fd, uint64_t connection, const Head& head, const char*
     Sink* sink = line && head.port < line->sinks.size() ? &line->sinks[head.port] : nullptr;
     if (head.say == (home_ ? Say::ITEM : Say::OUT)) return false;
     if (sink && sink->left_alone()) sink = nullptr;
-    if (sink && !key_is_right(*line, *sink, head.n)) return false;
+    if (sink && (!key_is_right(*line, *sink, head.n) || !sink->ring->fits(head.size))) return false;
     const Received item{head.n, head.kind(), head.deaths(), head.size, nullptr};
     Slot* slot = nullptr;
     const bool skips = sink && sink->staged.empty() && !claim(*line, *sink, item, slot);
@@ -204,7 +206,7 @@ bool Link::hear_large(int fd, uint64_t connection, const Head& head, const char*
         sink->used += 1;
         sink->look();
     } else if (!sink->look()) {
-        sink->staged.push_back({item.key, item.kind, item.deaths, std::move(apart)});
+        return sink->stage(item, std::move(apart));
     }
     return true;
 }
@@ -212,11 +214,9 @@ bool Link::hear_large(int fd, uint64_t connection, const Head& head, const char*
 // Memory of the ring for a large item; none when there is no room. False: it is to be skipped, for a worker
 // that died has put it already.
 bool Link::claim(LinkLine& line, Sink& sink, const Received& item, Slot*& slot) {
+    if (!is_settled(line, sink, item.key)) return true;
     const uint64_t number = number_for(line, sink, item.key);
     Holding holding(*sink.ring);
-    if (number != Slot::KEYLESS && numbering(line, sink) &&
-        !settle_sink(line, sink, item.key, holding.wakes))
-        return true;
     if (sink.begin(number) == Step::Done) return false;
     const bool keyed = number != Slot::KEYLESS;
     if (home_ && !keyed && sink.writer.keyed) return true;  // staged: the put itself is to be without a key
@@ -250,8 +250,8 @@ bool Link::hear_input(LinkLine& line, const Head& head, const char* payload) {
     if (head.a > source.base + source.entries.size() && !source.left) return false;
     source.hear_got(head.a);
     if (source.left) return true;
-    if (head.b > source.sent || head.b < source.done) return false;
-    source.done = head.b;
+    if (head.b > source.sent) return false;
+    source.done = std::max(source.done, head.b);  // over a new connection it may know less at first
     source.in_hand = head.n;
     source.starved = head.flags & STARVED && head.a == source.base + source.entries.size();
     if (head.flags & BREAK) {
@@ -262,7 +262,9 @@ bool Link::hear_input(LinkLine& line, const Head& head, const char* payload) {
     // What the supervisor reads when the worker dies with its host (R10).
     Session& session = source.ring->session(source.reader.session);
     session.begun = head.n;
-    session.at = head.flags & USERS ? Session::USERS : head.flags & UNPICKLED ? Session::UNPICKLING : Session::OURS;
+    session.at = head.flags & USERS       ? Session::USERS
+                 : head.flags & UNPICKLED ? Session::UNPICKLING
+                                          : Session::OURS;
     settle(line);
     source.window.hear(source.starved, head.n > 0, source.entries.size(), source.done, round_trip());
     return true;
@@ -287,7 +289,7 @@ bool Link::hear_end(LinkLine& line, Sink& sink, const Head& head, const char* pa
     if (sink.over) return true;
     sink.coming = head.flags & BREAK ? Ending::Broke : Ending::Drained;
     sink.coming_cause.assign(payload, head.size);
-    if (sink.coming == Ending::Broke) sink.staged.clear();
+    if (sink.coming == Ending::Broke) sink.forget_staged();
     move_staged(line);
     return true;
 }

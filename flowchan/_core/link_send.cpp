@@ -4,13 +4,14 @@
 #include "link.hpp"
 
 #include <sys/socket.h>
+#include <algorithm>
 
 namespace flowchan {
 
 namespace {
 
 constexpr int64_t PING_NS = 500'000'000;
-constexpr size_t MOST_WORDS = 128;          // that the kernel takes at a time
+constexpr size_t MOST_WORDS = 128;         // that the kernel takes at a time
 constexpr int64_t CROWDED_NS = 2'000'000;  // with more than that, the rest is looked at so often
 
 }  // namespace
@@ -91,7 +92,7 @@ bool Link::serve_home(LinkLine& line) {
             source.ending = Ending::Broke;
             source.told = true;
         }
-        moved = say_items(line, source, port) || moved;
+        for (; source.has_unsent() && !is_full(); moved = true) say_item(line, source, port);
         moved = say_end(line, source, port) || moved;
     }
     return moved;
@@ -101,12 +102,12 @@ bool Link::serve_away(LinkLine& line) {
     if (!std::exchange(line.announced, true)) say({.line = line.number, .say = Say::OPEN});
     for (Sink& sink : line.sinks) sink.look_at_worker();
     bool moved = false;
-    for (uint16_t port = 0; port < line.sources.size(); ++port) {
-        Source& source = line.sources[port];
+    for (Source& source : line.sources) {
         if (!source.known || source.left) continue;
-        if (source.has_more() || source.ring->seen_state() != OPEN) moved = source.take(STAGED) || moved;
-        moved = say_items(line, source, port) || moved;
+        if (source.has_more() || source.ring->seen_state() != OPEN)
+            moved = source.take(Source::MOST) || moved;
     }
+    moved = say_outputs(line) || moved;
     say_progress(line);
     // Who ends its outputs has ended its inputs before, and finished what it had in hand: home is to know
     // that first.
@@ -120,6 +121,27 @@ bool Link::serve_away(LinkLine& line) {
     return moved;
 }
 
+// What the worker has put, over all its ports in the order of the items for which it did: with an output for
+// item n home knows that all outputs for the items before have come. An output that is still in a ring
+// counts, too: what a worker puts for an item is there before anything that it puts for a later one.
+bool Link::say_outputs(LinkLine& line) {
+    bool any = false;
+    while (!is_full()) {
+        size_t next = line.sources.size();
+        uint64_t first = Slot::KEYLESS, number = 0;
+        for (size_t port = 0; port < line.sources.size(); ++port) {
+            Source& source = line.sources[port];
+            if (source.left || (number = source.first_key()) > first || number == Slot::KEYLESS) continue;
+            first = number;
+            next = port;
+        }
+        if (next == line.sources.size() || !line.sources[next].has_unsent()) break;
+        say_item(line, line.sources[next], uint16_t(next));
+        any = true;
+    }
+    return any;
+}
+
 // How far the worker is. An item is finished when its outputs have been sent before.
 void Link::say_progress(LinkLine& line) {
     if (large_.at) return;  // nothing may come between its head and itself
@@ -129,7 +151,7 @@ void Link::say_progress(LinkLine& line) {
     for (uint16_t port = 0; port < line.sinks.size(); ++port) {
         Sink& sink = line.sinks[port];
         Sink::Progress now = sink.seen;
-        now.done = std::max(sink.told.done, std::min(now.done, first));
+        now.done = std::min(now.done, first);
         if (now == sink.told && !sink.dirty) continue;
         sink.told = now;
         sink.dirty = false;
@@ -147,23 +169,18 @@ void Link::say_progress(LinkLine& line) {
     }
 }
 
-bool Link::say_items(LinkLine& line, Source& source, uint16_t port) {
-    bool any = false;
-    while (source.has_unsent() && !is_full()) {
-        const Source::Entry& entry = source.unsent();
-        Head head{.size = entry.size, .n = home_ ? source.sent : entry.key, .line = line.number, .port = port};
-        head.say = home_ ? Say::ITEM : Say::OUT;
-        head.flags = uint8_t(entry.kind | entry.deaths << 3);
-        const char* begin = reinterpret_cast<const char*>(&head);
-        out_.insert(out_.end(), begin, begin + Head::SHORT);
-        if (entry.size < LARGE)
-            out_.insert(out_.end(), entry.at, entry.at + entry.size);
-        else
-            large_ = {source.ring, entry.at, entry.size};
-        source.sent += 1;
-        any = true;
-    }
-    return any;
+void Link::say_item(LinkLine& line, Source& source, uint16_t port) {
+    const Source::Entry& entry = source.unsent();
+    Head head{.size = entry.size, .n = home_ ? source.sent : entry.key, .line = line.number, .port = port};
+    head.say = home_ ? Say::ITEM : Say::OUT;
+    head.flags = uint8_t(entry.kind | entry.deaths << 3);
+    const char* begin = reinterpret_cast<const char*>(&head);
+    out_.insert(out_.end(), begin, begin + Head::SHORT);
+    if (entry.size < LARGE)
+        out_.insert(out_.end(), entry.at, entry.at + entry.size);
+    else
+        large_ = {source.ring, entry.at, entry.size};
+    source.sent += 1;
 }
 
 bool Link::say_end(LinkLine& line, Source& source, uint16_t port) {
@@ -218,14 +235,15 @@ bool Link::move_staged(LinkLine& line) {
         if (sink.over) continue;
         while (!sink.staged.empty()) {
             const Sink::Staged& first = sink.staged.front();
+            if (!is_settled(line, sink, first.key)) break;
             Holding holding(*sink.ring);
             if (sink.gate.changed()) sink.gate.leave();
             const Received item{first.key, first.kind, first.deaths, first.payload.size(),
                                 first.payload.data()};
-            const Step step = put(line, sink, item, holding.wakes);
+            const Step step = sink.put(item, number_for(line, sink, first.key), holding.wakes);
             if (step != Step::Done) break;  // what has ended is seen by `look`
             sink.gate.leave();
-            sink.staged.pop_front();
+            sink.unstage();
             sink.used += 1;
             sink.dirty = moved = true;
         }
@@ -237,7 +255,20 @@ bool Link::move_staged(LinkLine& line) {
             moved = true;
         }
     }
-    return (home_ && settle(line)) || moved;
+    moved = (home_ && settle(line)) || moved;
+    tell_if_finished(line);
+    return moved;
+}
+
+// Home: nothing more will come from the worker, and nothing is left to be put.
+void Link::tell_if_finished(LinkLine& line) {
+    const auto has_left = [](const Source& source) { return source.left; };
+    const auto is_over = [](const Sink& sink) { return sink.over; };
+    if (!home_ || line.finished || !std::ranges::all_of(line.sources, has_left) ||
+        !std::ranges::all_of(line.sinks, is_over))
+        return;
+    line.finished = true;
+    tell("finished: " + std::to_string(line.number));
 }
 
 // Home: says of the items that the worker has finished that no more outputs come for them, where turns depend
@@ -311,14 +342,15 @@ void Link::sleep(uint32_t heard) {
 }
 
 // The words of a line that are to be watched. False: there is something to do.
-bool Link::collect(LinkLine& line, std::vector<WaitedWord>& words, std::vector<std::shared_ptr<Ring>>& rings) {
+bool Link::collect(LinkLine& line, std::vector<WaitedWord>& words,
+                   std::vector<std::shared_ptr<Ring>>& rings) {
     const bool connected = fd_ >= 0 && !lost_;
     auto watch = [&](Stand& gate, const std::shared_ptr<Ring>& ring) {
         words.push_back(gate.waited());
         rings.push_back(ring);
     };
     for (Source& source : line.sources) {
-        if (connected && source.known && source.wants(home_ ? source.window.size() : STAGED)) {
+        if (connected && source.known && source.wants(home_ ? source.window.size() : Source::MOST)) {
             if (!source.stand()) return false;
             watch(source.gate, source.ring);
         } else if (source.gate.entered()) {

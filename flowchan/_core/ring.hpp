@@ -118,7 +118,7 @@ class Ring {
     int open_parcel(uint64_t id,
                     std::vector<int>& descriptors);  // its descriptors are this process's too; 0 or an errno
     void drop_parcels();                             // those in front whose items exist no more
-    void acknowledge(ReaderState& reader, Wakes& wakes);           // all items in hand are finished
+    void acknowledge(ReaderState& reader, Wakes& wakes);  // all items in hand are finished
     void acknowledge_oldest(uint32_t session, uint64_t n, Wakes& wakes);
     Step item_done(WriterState& writer, Wakes& wakes);             // no more outputs for writer.number
     void begin_item(WriterState& writer, uint64_t number);         // first output for it is about to come
@@ -132,7 +132,7 @@ class Ring {
     uint64_t most_inside() const {
         return h_->share ? std::min(h_->share, max_bytes_) : max_bytes_;
     }  // a larger item: alone
-    bool fits(const Frame& frame) const { return frame.size <= max_bytes_; }
+    bool fits(uint64_t size) const { return size <= max_bytes_; }
     bool at_end() const { return h_->state == CLOSED && h_->leased == 0 && nothing_coming(); }
     uint64_t inside() const { return h_->state == BROKEN ? 0 : h_->puts - h_->takes; }
     uint64_t& share() { return h_->share; }

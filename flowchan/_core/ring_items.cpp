@@ -74,7 +74,8 @@ Step Ring::try_put(const Frame& frame, WriterState* writer, Wakes& wakes) {
     slot->size = frame.size;
     slot->kind = frame.kind;
     bool parked = is_parked(writer);
-    change.set(slot->state, uint64_t(parked ? SlotState::Parked : SlotState::Inside) | frame.deaths * Slot::DEATH);
+    change.set(slot->state,
+               uint64_t(parked ? SlotState::Parked : SlotState::Inside) | frame.deaths * Slot::DEATH);
     change.set(h_->bytes_in, h_->bytes_in + frame.size);
     link(slot, writer, change);
     if (frame.parcel && !send_parcel(frame)) return Step::Refused;
@@ -111,7 +112,8 @@ Step Ring::publish(const Frame& frame, Slot* slot, WriterState* writer, Wakes& w
     const bool behind_others = parked ? group(writer->number).head != 0 : h_->head != 0;
     if (behind_others && !slot_exists(parked ? group(writer->number).tail : h_->tail)) return found_damage();
     Change change(record(Side::Writer), windows_);
-    change.set(slot->state, uint64_t(parked ? SlotState::Parked : SlotState::Inside) | frame.deaths * Slot::DEATH);
+    change.set(slot->state,
+               uint64_t(parked ? SlotState::Parked : SlotState::Inside) | frame.deaths * Slot::DEATH);
     change.set(h_->claimed, h_->claimed - 1);
     link(slot, writer, change);
     change.commit();

@@ -54,7 +54,7 @@ struct Head {
 };
 static_assert(sizeof(Head) == Head::LONG && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__);
 
-constexpr uint64_t MOST_CAUSE = 1 << 24;     // bytes of a cause
+constexpr uint64_t MOST_CAUSE = 1 << 24;  // bytes of a cause
 constexpr uint64_t MOST_ITEM = uint64_t(1) << 46;
 
 // Whether a head can be right, by itself.

@@ -1,0 +1,250 @@
+"""What a link promises (C1–C9, R4): the ports of a worker elsewhere behave as if it were here."""
+
+from __future__ import annotations
+
+import random
+import socket
+import struct
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy
+import pytest
+
+from flowchan import Broken, Channel, Closed, Drained, _core
+from tests.link.linked import FarWorker, Linked, feeding
+from tests.waiting import PATIENCE, wait_until
+
+Function = Callable[[Any], Iterable[tuple[int, Any]]]
+
+
+def channel(capacity: int = 100) -> Channel[Any]:
+    return Channel(capacity, across="processes", max_bytes=1 << 26)
+
+
+@pytest.fixture
+def linked() -> Iterator[Linked]:
+    with Linked() as both:
+        yield both
+
+
+def same(item: Any) -> list[tuple[int, Any]]:
+    return [(0, item)]
+
+
+def several(item: int) -> list[tuple[int, Any]]:
+    return [(0, (item, k)) for k in range(item % 4)]
+
+
+def large(item: int) -> list[tuple[int, Any]]:
+    return [(0, (item, bytes(item % 7 * 30_000)))]
+
+
+def run(
+    linked: Linked, function: Function, n: int, workers: int, ordered: bool = False, breaks: bool = False
+) -> list[Any]:
+    """All outputs of so many workers for ``range(n)``, over a connection that breaks again and again."""
+    source, results = channel(), channel()
+    one = function is not several
+    far = [
+        FarWorker(linked, number, source, results, ordered=ordered, one_output=one)
+        for number in range(1, workers + 1)
+    ]
+    threads = [worker.start(function) for worker in far]
+    threads.append(feeding(source, range(n)))
+    over = threading.Event()
+    if breaks:
+        threads.append(threading.Thread(target=break_often, args=(linked, over)))
+        threads[-1].start()
+    outputs = list(results)
+    over.set()
+    for thread in threads:
+        thread.join(PATIENCE)
+    return outputs
+
+
+def break_often(linked: Linked, over: threading.Event) -> None:
+    draw = random.Random(1)
+    while not over.wait(draw.random() / 100):
+        linked.connect()
+
+
+@pytest.mark.parametrize("breaks", [False, True], ids=["", "breaks"])
+@pytest.mark.parametrize("function", [same, several], ids=["map", "flat_map"])
+def test_each_output_comes_once_and_in_order_through_one_worker(
+    linked: Linked, function: Function, breaks: bool
+) -> None:
+    outputs = run(linked, function, 20_000, 1, breaks=breaks)
+    assert outputs == [output for item in range(20_000) for _, output in function(item)]
+
+
+@pytest.mark.parametrize("breaks", [False, True], ids=["", "breaks"])
+@pytest.mark.parametrize("function", [same, several], ids=["map", "flat_map"])
+def test_the_outputs_of_several_ordered_workers_keep_the_order_of_the_items(
+    linked: Linked, function: Function, breaks: bool
+) -> None:
+    outputs = run(linked, function, 10_000, 3, ordered=True, breaks=breaks)
+    assert outputs == [output for item in range(10_000) for _, output in function(item)]
+
+
+@pytest.mark.parametrize("breaks", [False, True], ids=["", "breaks"])
+def test_large_items_are_whole(linked: Linked, breaks: bool) -> None:
+    outputs = run(linked, large, 1_000, 2, breaks=breaks)
+    assert Counter(outputs) == Counter(output for item in range(1_000) for _, output in large(item))
+
+
+def test_arrays_arrive_as_they_were(linked: Linked) -> None:
+    source, results = channel(), channel()
+    far = FarWorker(linked, 1, source, results, one_output=True)
+    thread = far.start(same)
+    sent = [numpy.arange(n, dtype="f8") for n in (0, 1, 1_000, 100_000, 3_000_000)]
+    feeder = feeding(source, sent)
+    for array, arrived in zip(sent, results, strict=True):
+        assert (arrived == array).all()
+    thread.join()
+    feeder.join()
+
+
+def test_slow_items_are_not_taken_ahead_of_other_workers(linked: Linked) -> None:
+    """C8: nobody sleeps beside an item that lies unstarted with somebody else."""
+    source, results = channel(), channel()
+    go = threading.Event()
+
+    def wait(item: int) -> list[tuple[int, Any]]:
+        go.wait(PATIENCE)
+        return [(0, item)]
+
+    far = [FarWorker(linked, number, source, results, one_output=True) for number in (1, 2)]
+    threads = [worker.start(wait) for worker in far]
+    with source.writer() as writer:
+        writer.put(0)
+        writer.put(1)
+        wait_until(lambda: all(worker.into.stats().leased == 1 for worker in far), what=linked.home.state)
+    go.set()
+    assert sorted(results) == [0, 1]
+    for thread in threads:
+        thread.join()
+
+
+def test_a_channel_that_breaks_breaks_with_its_cause_on_the_far_side(linked: Linked) -> None:
+    source, results = channel(), channel()
+    far = FarWorker(linked, 1, source, results)
+    source.abort(ValueError("no more"))
+    with pytest.raises(Broken) as caught:
+        far.inside.get(timeout=PATIENCE)
+    assert repr(caught.value.__cause__) == "ValueError('no more')"
+
+
+def test_a_far_worker_that_breaks_its_channel_breaks_it_at_home(linked: Linked) -> None:
+    source, results = channel(), channel()
+    far = FarWorker(linked, 1, source, results)
+    far.outside[0].channel.abort(ValueError("no more"))
+    with pytest.raises(Broken) as caught:
+        results.get(timeout=PATIENCE)
+    assert repr(caught.value.__cause__) == "ValueError('no more')"
+
+
+def test_when_nobody_reads_any_more_a_far_writer_hears_it(linked: Linked) -> None:
+    source, results = channel(), channel()
+    far = FarWorker(linked, 1, source, results)
+    results.reader().close()
+    wait_until(lambda: bool(far.outside[0].closed))
+    with pytest.raises(Closed):
+        far.outside[0].put(1)
+
+
+def test_a_far_reader_that_leaves_gives_back_what_it_has_not_taken(linked: Linked) -> None:
+    source, results = channel(), channel()
+    far = FarWorker(linked, 1, source, results)
+    other = source.reader()
+    for item in range(10):
+        source.put(item)
+    assert far.inside.get(timeout=PATIENCE) == 0
+    for port in (far.inside, *far.outside):
+        port.close()
+    assert [other.get(timeout=PATIENCE) for _ in range(9)] == list(range(1, 10))
+    with pytest.raises(Drained):
+        results.get(timeout=PATIENCE)
+
+
+def test_a_far_worker_that_gathers_gets_what_it_waits_for(linked: Linked) -> None:
+    source, results = channel(), channel()
+    far = FarWorker(linked, 1, source, results)
+    batches: list[list[int]] = []
+
+    def gather() -> None:
+        for first in far.inside:
+            batch = [first]
+            try:
+                while len(batch) < 40:
+                    batch.append(far.inside.get_more())
+            except Drained:
+                pass
+            batches.append(batch)
+        far.inside.close()
+        far.outside[0].close()
+
+    thread = threading.Thread(target=gather)
+    thread.start()
+    feeding(source, range(100)).join()
+    thread.join(PATIENCE)
+    assert batches == [list(range(40)), list(range(40, 80)), list(range(80, 100))]
+
+
+def test_outputs_of_a_host_that_died_are_not_repeated() -> None:
+    """R4: what a host put for an item before it died is skipped when the item is done again elsewhere."""
+    source, results = channel(4), channel(1000)
+    with Linked() as first:
+        far = FarWorker(first, 1, source, results)
+        feeder = feeding(source, range(3))
+        assert far.inside.get(timeout=PATIENCE) == 0
+        for k in range(5):
+            far.outside[0].put((0, k))
+        wait_until(lambda: results.stats().items_in == 5)
+        first.home.drop(1)
+        first.home.close()
+        successor, writer = source.reader(), results.writer()
+        _core._take_up([far.reader], far.writers, [successor])
+        with Linked() as second:
+            again = FarWorker(second, 1, source, results)
+            successor.close()
+            writer.close()
+            thread = again.start(lambda item: [(0, (item, k)) for k in range(8)])
+            outputs = list(results)
+            thread.join(PATIENCE)
+            feeder.join(PATIENCE)
+    assert sorted(outputs) == [(item, k) for item in range(3) for k in range(8)]
+
+
+@pytest.mark.parametrize("home", [True, False], ids=["home", "away"])
+def test_rubbish_ends_the_connection_and_nothing_else(home: bool) -> None:
+    """Frames that no agent sends, also by one who has proved the secret: the connection ends, loudly."""
+    draw = random.Random(7)
+    link = _core.Link(home)
+    source, results = channel(), channel()
+    ports = [source.reader()], [results.writer()]
+    away = [results.writer()], [source.reader()]
+    link.line(1, *(ports if home else away))
+    try:
+        for _ in range(2_000):
+            here, there = socket.socketpair()
+            link.attach(here.detach())
+            frame = struct.pack(
+                "<QQIHBBQQ",
+                draw.choice([0, 1, 100, 1 << 20, 1 << 46, 2**64 - 1]),
+                draw.choice([0, 1, 2**63, 2**64 - 1]),
+                draw.choice([0, 1, 2**32 - 1]),
+                draw.choice([0, 1, 2**16 - 1]),
+                draw.randrange(12),
+                draw.randrange(256),
+                draw.choice([0, 1, 2**64 - 1]),
+                draw.choice([0, 1, 2**64 - 1]),
+            )
+            there.sendall(frame + draw.randbytes(draw.randrange(200)))
+            there.close()
+            while not link.wait(PATIENCE).startswith("broken: "):
+                pass  # what it says may be right
+    finally:
+        link.close()
