@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 RELAY = Path(__file__).with_name("relay.py")
+BUFFER = 512 * 1024  # of the plain side: as much as the relay passes on at a time, and more
 A_DAY = datetime.timedelta(days=1)
 
 
@@ -74,6 +75,8 @@ class Relay:
 
     def __init__(self, sock: socket.socket, mine: Certificate | None, theirs: bytes, timeout: float) -> None:
         self.end, far = socket.socketpair()
+        for side in (self.end, far):
+            side.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
         told = {
             "local": far.fileno(),
             "net": sock.fileno(),
