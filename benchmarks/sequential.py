@@ -266,7 +266,7 @@ def _training(count: int) -> float:
     x, target = batch()
     with (
         Sequential(model(), parts=2, on="process", chunks=CHUNKS) as pipe,
-        pipe.training(loss=functional.cross_entropy, optimizer=sgd, schedule="gpipe") as training,
+        pipe.trainer(loss=functional.cross_entropy, optimizer=sgd, schedule="gpipe") as training,
     ):
         _check_loss(float(training.step(x, target)))
         return timed(lambda: training.step(x, target), count)

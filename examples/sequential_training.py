@@ -110,7 +110,7 @@ def main() -> None:
     plainly = curve(partial(plain_step, plain, sgd(plain.parameters())), *data)
     plain_seconds, begin = time.perf_counter() - begin, time.perf_counter()
     pipe = pipeline(module, arguments.parts, arguments.on)
-    with pipe.training(loss=cross_entropy, optimizer=sgd, schedule=arguments.schedule) as training:
+    with pipe.trainer(loss=cross_entropy, optimizer=sgd, schedule=arguments.schedule) as training:
         in_parts = curve(training.step, *data)
     seconds = time.perf_counter() - begin
 

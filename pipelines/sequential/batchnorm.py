@@ -12,6 +12,8 @@ digits as sums of squares do.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,26 +49,32 @@ def moments(x: Tensor) -> Moments:
 
 
 class DeferredBatchNorm:
-    """Keeps the batch norm layers of a module from updating their running statistics, until :meth:`close`.
-
-    What passes through them while ``counting`` is set is gathered, and :meth:`commit` updates with all of it
-    at once.
+    """Keeps the batch norm layers of a module from updating their running statistics while it is
+    :meth:`deferring`. What passes through them meanwhile is gathered, and :meth:`commit` updates with all of
+    it at once.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.counting = False
         self._gathered: dict[_BatchNorm, Moments] = {}
-        self._layers = [
-            layer
-            for layer in module.modules()
-            if isinstance(layer, _BatchNorm) and layer.track_running_stats and layer.running_mean is not None
-        ]
-        self._hooks = [layer.register_forward_pre_hook(self._gather) for layer in self._layers]
-        for layer in self._layers:
+        self._layers = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
+
+    @contextlib.contextmanager
+    def deferring(self, count: bool) -> Iterator[None]:
+        """Within it the layers leave their statistics alone. ``count``: what passes is gathered."""
+        layers = [one for one in self._layers if one.track_running_stats and one.running_mean is not None]
+        hooks = [layer.register_forward_pre_hook(self._gather) for layer in layers if count]
+        for layer in layers:
             layer.track_running_stats = False  # it still has them, and uses them in eval mode
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for layer in layers:
+                layer.track_running_stats = True
 
     def _gather(self, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
-        if self.counting and layer.training and isinstance(layer, _BatchNorm):
+        if layer.training and isinstance(layer, _BatchNorm):
             found = moments(inputs[0].detach())
             so_far = self._gathered.get(layer)
             self._gathered[layer] = found if so_far is None else so_far.plus(found)
@@ -79,13 +87,9 @@ class DeferredBatchNorm:
                 _update(layer, found)
         self._gathered.clear()
 
-    def close(self) -> None:
-        """The layers are as they were."""
-        for hook in self._hooks:
-            hook.remove()
-        for layer in self._layers:
-            layer.track_running_stats = True
-        self._layers, self._hooks = [], []
+    def forget(self) -> None:
+        """What was gathered counts for nothing."""
+        self._gathered.clear()
 
 
 def _update(layer: _BatchNorm, found: Moments) -> None:

@@ -44,7 +44,7 @@ def checked_module(module: Any) -> nn.Sequential:
     if not len(layers):
         raise ValueError("Sequential: module has no layers; give it at least one")
     if isinstance(layers, nn.Sequential):
-        _raise_for_own_ways(layers)
+        raise_for_own_ways(layers)
     whole = layers if isinstance(layers, nn.Sequential) else nn.Sequential(*layers)
     for name, tensor in whole.named_parameters():
         if nn.parameter.is_lazy(tensor):
@@ -55,8 +55,9 @@ def checked_module(module: Any) -> nn.Sequential:
     return whole
 
 
-def _raise_for_own_ways(module: nn.Sequential) -> None:
-    """The parts call the layers one after the other, and nothing else that a container may do."""
+def raise_for_own_ways(module: nn.Sequential) -> None:
+    """The parts call the layers one after the other, and nothing else that a container may do. Raises
+    ``TypeError`` or ``ValueError`` for what they would leave out."""
     if type(module).forward is not nn.Sequential.forward:
         raise TypeError(
             f"Sequential: module is a {type(module).__name__} with a forward of its own, which its "
@@ -68,6 +69,18 @@ def _raise_for_own_ways(module: nn.Sequential) -> None:
             "Sequential: module has forward hooks, which its parts would not call; "
             "register them on its layers"
         )
+
+
+def without_gradient(value: Any, remedy: str) -> Any:
+    """The value. ``ValueError`` if a tensor in it requires a gradient, which would end here."""
+    if torch.is_grad_enabled():
+        for path, leaf in leaves(value):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                raise ValueError(
+                    f"Sequential: {path} requires a gradient, but none goes back from here to what made it: "
+                    f"{remedy}, or give {path}.detach()"
+                )
+    return value
 
 
 def _check_skips(module: nn.Sequential) -> None:
@@ -138,6 +151,13 @@ def checked_counts(parts: Any, layers: int) -> int | list[int]:
             f"Sequential: parts={counts} must add up to {layers}, the number of layers, not to {sum(counts)}"
         )
     return counts
+
+
+def check_switches(**switches: Any) -> None:
+    """The arguments that are on or off."""
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"Sequential: {name} must be True or False, not {shown(value)}")
 
 
 def check_choices(on: Any, chunks: Any, balance: Any, sample: Any, counts: int | list[int]) -> None:

@@ -4,6 +4,7 @@ was said."""
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import threading
 import warnings
@@ -44,16 +45,37 @@ class Cut:
         chunks: int | None,
         devices: Sequence[torch.device] | None,
     ) -> None:
-        self.module, self.on, self.chunks = module, on, chunks
-        self._devices = devices
+        self.module, self.on, self.chunks, self.devices = module, on, chunks, devices
         self._lock = threading.Lock()
         self._open = isinstance(counts, int) and 1 < counts < len(module) and _on_cpu(module, devices)
         self._seen = self._counted = False
         self._work: float | None = None  # operations for one sample, where they are known
-        self.parts = self._divided(evenly(len(module), counts) if isinstance(counts, int) else counts)
+        self._divide(evenly(len(module), counts) if isinstance(counts, int) else counts)
 
-    def _divided(self, counts: Sequence[int]) -> list[Part]:
-        return divided(self.module, counts, self._devices)
+    def _divide(self, counts: Sequence[int]) -> None:
+        self._layers = list(self.module._modules.values())
+        self._parts = divided(self.module, counts, self.devices)
+
+    @property
+    def parts(self) -> list[Part]:
+        """Those of the layers of now. ``ValueError`` where layers came or went."""
+        layers = self.module._modules
+        if len(layers) != len(self._layers):
+            raise ValueError(
+                f"Sequential: the module has {len(layers)} layers, but had {len(self._layers)} when it was "
+                "cut into parts; make another pipe of it"
+            )
+        if not all(map(operator.is_, layers.values(), self._layers)):  # one was replaced by another
+            self._divide([len(part.module) for part in self._parts])
+            if not PLACES[self.on].apart:
+                for part in self._parts:
+                    part.module.to(part.device)
+        return self._parts
+
+    @property
+    def counts(self) -> int | list[int]:
+        """The layers of each part, or the number of parts as long as it is not measured where to cut."""
+        return len(self._parts) if self._open else [len(part.module) for part in self._parts]
 
     def pieces(self, value: Any, whole: bool = False) -> list[Any]:
         """The micro-batches of a batch; one if it shall stay ``whole``. The first batch is checked. Raises as
@@ -107,7 +129,7 @@ class Cut:
             if expected >= plain:
                 self._warn(batch_size(piece), plain, expected)
             if counts != [len(part.module) for part in self.parts]:
-                self.parts = self._divided(counts)
+                self._divide(counts)
 
     def _warn(self, samples: int, plain: float, expected: float) -> None:
         threads = torch.get_num_threads()

@@ -60,13 +60,23 @@ class _Forward(NamedTuple):
     outputs: list[Tensor]
 
 
+Casting = tuple[tuple[str, torch.dtype, bool], ...]
+"""What ``torch.autocast`` is told: the type of device, the type that operations are cast to which can take
+it, and whether casts are kept."""
+
+
 class _Again(NamedTuple):
     """A forward pass that is to be done again: all it depends on."""
 
     passed: Passed
     seed: int
     tail: Tail | None
+    casting: Casting
     wants: list[bool]
+
+
+Key = tuple[int, int]
+"""Which micro-batch: the number of the step or call, and its own in it."""
 
 
 def listed(value: Any, skips: dict[str, Tensor]) -> list[Tensor]:
@@ -77,91 +87,114 @@ def listed(value: Any, skips: dict[str, Tensor]) -> list[Tensor]:
 class Execution:
     """The forward and backward passes of one part. Not for several threads at once.
 
-    ``autocast``: the type that operations are cast to which can take it. ``shared``: the process has other
-    workers on threads, so torch's generator is not ours.
+    ``recompute``: they are done again for the backward pass. ``shared``: the process has other workers on
+    threads, so torch's generator is not ours. ``deferred``: batch norm's running statistics are those of
+    whole batches, with which ``norms.commit()`` ends.
     """
 
-    def __init__(self, part: Part, *, recompute: bool, autocast: torch.dtype | None, shared: bool) -> None:
+    def __init__(self, part: Part, *, recompute: bool, shared: bool, deferred: bool = True) -> None:
         self.part = part
+        self.norms = DeferredBatchNorm(part.module)
+        self._deferred = deferred
         self._recompute = recompute
-        self._autocast = autocast
         self._shared = shared
         self._may_draw = may_draw(part.module)
-        self._trains = any(parameter.requires_grad for parameter in part.module.parameters())
-        self._held: dict[int, _Forward | _Again] = {}
-        self._norms = DeferredBatchNorm(part.module)
+        self._held: dict[Key, _Forward | _Again] = {}
 
-    def forward(self, chunk: int, passed: Passed, seed: int, tail: Tail | None, soon: bool) -> Passed:
-        """The forward pass of micro-batch ``chunk``. ``soon``: its backward pass comes next, so that it would
-        save nothing to do it again. What it gives is cut off from the graph."""
-        self._norms.counting = True
-        try:
-            if self._recompute and not soon:
-                with torch.no_grad():
-                    value, skips, _ = self._run(passed, seed, tail)
-                back = self._trains or any(passed.wants)
-                wants = [
-                    back and (one.is_floating_point() or one.is_complex()) for one in listed(value, skips)
-                ]
-                self._held[chunk] = _Again(passed, seed, tail, wants)
-            else:
-                value, skips, leaves = self._run(passed, seed, tail)
-                wants = [one.requires_grad for one in listed(value, skips)]
-                self._held[chunk] = _Forward(leaves, _chosen(listed(value, skips), wants))
-        finally:
-            self._norms.counting = False
+    def forward(
+        self,
+        key: Key,
+        passed: Passed,
+        seed: int = 0,
+        tail: Tail | None = None,
+        casting: Casting = (),
+        soon: bool = False,
+    ) -> Passed:
+        """The forward pass of a micro-batch. ``soon``: its backward pass comes next, so that it would save
+        nothing to do it again. What it gives is cut off from the graph."""
+        if self._recompute and not soon:
+            with torch.no_grad(), self._counting():
+                value, skips, _ = self._run(passed, seed, tail, casting)
+            back = any(passed.wants) or any(one.requires_grad for one in self.part.module.parameters())
+            wants = [back and (one.is_floating_point() or one.is_complex()) for one in listed(value, skips)]
+            self._held[key] = _Again(passed, seed, tail, casting, wants)
+        else:
+            with self._counting():
+                value, skips, leaves = self._run(passed, seed, tail, casting)
+            wants = [one.requires_grad for one in listed(value, skips)]
+            self._held[key] = _Forward(leaves, _chosen(listed(value, skips), wants))
         cut = {name: skip.detach() for name, skip in skips.items()}
         return Passed(mapped(Tensor.detach, value), cut, tuple(wants))
 
-    def is_to_be_done_again(self, chunk: int) -> bool:
-        """Whether :meth:`again` must come before :meth:`backward`."""
-        return isinstance(self._held[chunk], _Again)
+    def is_to_be_done_again(self, key: Key) -> bool:
+        """Whether the backward pass begins with a forward pass."""
+        return isinstance(self._held[key], _Again)
 
-    def again(self, chunk: int) -> None:
+    def again(self, key: Key) -> None:
         """The forward pass once more, with its graph."""
-        held = self._held[chunk]
+        held = self._held[key]
         assert isinstance(held, _Again)
-        value, skips, leaves = self._run(held.passed, held.seed, held.tail)
-        self._held[chunk] = _Forward(leaves, _chosen(listed(value, skips), held.wants))
+        with self.norms.deferring(count=False):
+            value, skips, leaves = self._run(held.passed, held.seed, held.tail, held.casting)
+        self._held[key] = _Forward(leaves, _chosen(listed(value, skips), held.wants))
 
-    def backward(self, chunk: int, gradients: tuple[Tensor | None, ...] | None) -> tuple[Tensor | None, ...]:
-        """The backward pass of micro-batch ``chunk``, from the gradients of those outputs for which one is
-        wanted, or from the loss where ``gradients`` is ``None``. Adds to the ``grad`` of the part's
-        parameters, and gives the gradients of those inputs for which one is wanted."""
-        held = self._held.pop(chunk)
+    def backward(self, key: Key, gradients: tuple[Tensor | None, ...] | None) -> tuple[Tensor | None, ...]:
+        """The backward pass of a micro-batch, from the gradients of those outputs for which one is wanted, or
+        from the loss where ``gradients`` is ``None``. Adds to the ``grad`` of the part's parameters, and
+        gives the gradients of those inputs for which one is wanted."""
+        held = self._held.pop(key)
         assert isinstance(held, _Forward)
-        pairs = [] if gradients is None else zip(held.outputs, gradients, strict=True)
-        roots = [(output, gradient.to(output.device)) for output, gradient in pairs if gradient is not None]
-        roots = [(output, gradient) for output, gradient in roots if output.requires_grad]
         if gradients is None:
             torch.autograd.backward([loss for loss in held.outputs if loss.requires_grad])
-        elif roots:
-            torch.autograd.backward([output for output, _ in roots], [gradient for _, gradient in roots])
+        else:
+            outputs, given = _roots(held, gradients)
+            if outputs:
+                torch.autograd.backward(outputs, given)
         return tuple(leaf.grad for leaf in held.leaves)
 
-    def evaluate(self, passed: Passed) -> Passed:
-        """A forward pass in ``eval`` mode that leaves nothing behind."""
+    def gradients(
+        self, key: Key, gradients: tuple[Tensor | None, ...], parameters: list[Tensor], keep: bool
+    ) -> tuple[Tensor | None, ...]:
+        """The backward pass of a micro-batch that leaves every ``grad`` as it is. Gives the gradients of
+        those inputs for which one is wanted, then those of ``parameters``. ``keep``: it may be done once
+        more."""
+        held = self._held[key] if keep else self._held.pop(key)
+        assert isinstance(held, _Forward)
+        outputs, given = _roots(held, gradients)
+        asked = [*held.leaves, *parameters]
+        if not outputs or not asked:
+            return (None,) * len(asked)
+        return torch.autograd.grad(outputs, asked, given, retain_graph=keep, allow_unused=True)
+
+    def infer(self, passed: Passed, casting: Casting = ()) -> Passed:
+        """A forward pass that leaves nothing behind."""
+        with torch.no_grad(), self._counting(), _cast(casting):
+            value, skips = run_part(self.part, passed.value, passed.skips, keep=self._shared)
+        return Passed(value, skips, ())
+
+    def evaluate(self, passed: Passed, casting: Casting) -> Passed:
+        """:meth:`infer`, in ``eval`` mode."""
         modes = [(module, module.training) for module in self.part.module.modules()]
         self.part.module.eval()
         try:
-            with torch.no_grad(), self._casting():
-                value, skips = run_part(self.part, passed.value, passed.skips, keep=self._shared)
+            return self.infer(passed, casting)
         finally:
             for module, training in modes:
                 module.training = training
-        return Passed(value, skips, ())
 
-    def commit(self) -> None:
-        """The end of a step: batch norm's running statistics."""
-        self._norms.commit()
+    def drop(self, number: int) -> None:
+        """Nobody wants the backward passes of this step or call."""
+        self._held = {key: held for key, held in self._held.items() if key[0] != number}
 
     def close(self) -> None:
-        """The part's module is as it was; nothing is held."""
+        """Nothing is held."""
         self._held.clear()
-        self._norms.close()
+
+    def _counting(self) -> contextlib.AbstractContextManager[None]:
+        return self.norms.deferring(count=True) if self._deferred else contextlib.nullcontext()
 
     def _run(
-        self, passed: Passed, seed: int, tail: Tail | None
+        self, passed: Passed, seed: int, tail: Tail | None, casting: Casting
     ) -> tuple[Any, dict[str, Tensor], list[Tensor]]:
         """The outputs, and the leaves that want gradients."""
         wanted = iter(passed.wants or [False] * len(listed(passed.value, passed.skips)))
@@ -177,17 +210,11 @@ class Execution:
         skips = {name: cut(passed.skips[name]) for name in sorted(passed.skips)}
         # Of the function behind the last part it is not known whether it draws.
         drawing = self._drawing(seed) if self._may_draw or tail is not None else contextlib.nullcontext()
-        with drawing, self._casting():
+        with drawing, _cast(casting):
             value, skips = run_part(self.part, value, skips)
             if tail is not None:
                 value, skips = tail(value), {}
         return value, skips, leaves
-
-    def _casting(self) -> contextlib.AbstractContextManager[Any]:
-        if self._autocast is None:
-            return contextlib.nullcontext()
-        device = "cpu" if self.part.device is None else self.part.device.type
-        return torch.autocast(device, dtype=self._autocast)
 
     @contextlib.contextmanager
     def _drawing(self, seed: int) -> Iterator[None]:
@@ -214,6 +241,22 @@ def may_draw(module: nn.Module) -> bool:
         or layer._forward_pre_hooks
         for layer in module.modules()
     )
+
+
+def _roots(held: _Forward, gradients: tuple[Tensor | None, ...]) -> tuple[list[Tensor], list[Tensor]]:
+    """The outputs that a backward pass starts from, and their gradients."""
+    pairs = zip(held.outputs, gradients, strict=True)
+    roots = [(output, given) for output, given in pairs if given is not None and output.requires_grad]
+    return [output for output, _ in roots], [given.to(output.device) for output, given in roots]
+
+
+@contextlib.contextmanager
+def _cast(casting: Casting) -> Iterator[None]:
+    """Within it ``torch.autocast`` is as told."""
+    with contextlib.ExitStack() as stack:
+        for device, kind, keeps in casting:
+            stack.enter_context(torch.autocast(device, dtype=kind, cache_enabled=keeps))
+        yield
 
 
 def _chosen(values: list[Tensor], wants: list[bool]) -> list[Tensor]:

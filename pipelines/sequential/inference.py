@@ -19,7 +19,6 @@ have work while the program handles one batch and makes the next, and a bound on
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 import time
 from collections import deque
@@ -49,13 +48,12 @@ from flowchan.declare.places import PLACES
 from flowchan.pipelines.sequential.cut import CHUNKS, Cut
 from flowchan.pipelines.sequential.parts import Part, is_torchs_own, run_part, take_cores
 from flowchan.pipelines.sequential.passing import Sent, closed, expect_reading, only_reads, opened, received
+from flowchan.pipelines.sequential.shared import State, share
+from flowchan.pipelines.sequential.state import modes_of, state_of
 from flowchan.pipelines.sequential.timeline import Event
 from flowchan.pipelines.sequential.values import Micro, batch_size, join_checked, mapped
 from flowchan.run.failures import ItemFailed
 from flowchan.run.latch import Latch
-
-REMEMBERED = 100_000
-"""Events of the timeline that are kept: the last ones."""
 
 
 @dataclass
@@ -77,8 +75,7 @@ class PartWorker:
         if self.processes:
             take_cores(self.part.number, self.processes)
             expect_reading()
-            if self.part.device is not None:
-                self.part.module.to(self.part.device)
+            self.state = State(self.part.module, self.part.device)
 
     def __call__(self, item: Sent) -> Sent:
         begin = time.monotonic()
@@ -89,6 +86,8 @@ class PartWorker:
             value = self.part.module(value)
         else:
             value, skips = run_part(self.part, value, skips, keep=not self.processes)
+            if self.processes:
+                self.state.give()
         if self.processes:
             value, form = closed(value)
         return batch, chunk, chunks, value, skips, (*events, (begin, time.monotonic())), form
@@ -277,11 +276,10 @@ class _Line:
 class Inference:
     """The graph of some parts, its run, and the batches that go through."""
 
-    def __init__(self, cut: Cut, name: str) -> None:
+    def __init__(self, cut: Cut, name: str, numbers: Iterator[int], events: deque[Event]) -> None:
         self.cut, self.name = cut, name
-        self.events: deque[Event] = deque(maxlen=REMEMBERED)
+        self._numbers, self.events = numbers, events
         self._most = 2 * len(cut.parts) + 2
-        self._numbers = itertools.count()
         self._lock = threading.Lock()  # around what begins and ends runs, and feeds them
         self._line: _Line | None = None
         self._seen: object = None  # the state of the module that the processes have
@@ -387,7 +385,8 @@ class Inference:
         if line is not None and not line.runs:
             line = None
         if PLACES[self.cut.on].apart and (line is None or fresh):
-            now = state_of(self._parts)
+            share(part.module for part in self._parts)
+            now = state_of(self._parts, copied=True), [modes for modes, _ in modes_of(self._parts)]
             if line is not None and now != self._seen:
                 line.end()  # it finishes what is out first
                 line = None
@@ -427,22 +426,3 @@ def _outcome(number: int, batch: Batch) -> Any:
         finally:
             found = []  # its traceback holds this frame
     return join_checked(found, batch.sizes, f"batch {number}")
-
-
-def state_of(parts: list[Part]) -> object:
-    """Something that changes when parameters, buffers or modes of the parts do: torch counts the changes of
-    each tensor, but for those through ``tensor.data``; of inference tensors it keeps no count, so they always
-    count as changed."""
-    found: list[object] = []
-    for part in parts:
-        for module in part.module.modules():
-            found.append(module.training)
-            for tensor in (*module._parameters.values(), *module._buffers.values()):
-                if tensor is not None:
-                    found.append(
-                        (
-                            tensor.data_ptr(),
-                            object() if tensor.is_inference() else (id(tensor), tensor._version),
-                        )
-                    )
-    return found

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flowchan.pipelines.sequential.shared import Lent
 from flowchan.pipelines.sequential.skip import shelf
 from flowchan.pipelines.sequential.values import mapped
 
@@ -32,6 +33,10 @@ class Part:
     def name(self) -> str:
         """``part 0``."""
         return f"part {self.number}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """On its way to a process."""
+        return Part, (self.number, Lent(self.module), self.device)
 
     def __str__(self) -> str:
         names = list(self.module._modules)

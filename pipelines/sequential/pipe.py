@@ -3,50 +3,62 @@ its own."""
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from flowchan import Graph
 from flowchan.declare.places import PLACES
 from flowchan.pipelines.sequential import balance as balancing
+from flowchan.pipelines.sequential.autograd import Differentiable, casting_here
 from flowchan.pipelines.sequential.checks import (
     check_choices,
     check_sendable,
+    check_switches,
     checked_counts,
     checked_devices,
     checked_module,
+    raise_for_own_ways,
+    without_gradient,
 )
 from flowchan.pipelines.sequential.cut import CHUNKS, Cut
-from flowchan.pipelines.sequential.graphless import NoModule, ending_graph, without_gradient
 from flowchan.pipelines.sequential.inference import Inference
 from flowchan.pipelines.sequential.parts import Part, compute_threads
 from flowchan.pipelines.sequential.schedule import Schedule
-from flowchan.pipelines.sequential.timeline import Timeline
+from flowchan.pipelines.sequential.timeline import REMEMBERED, Event, Timeline
 from flowchan.pipelines.sequential.training import Training
-from flowchan.pipelines.sequential.values import split
+from flowchan.pipelines.sequential.values import split, tensors
 from flowchan.pipelines.sequential.worker import Loss, Optimizers
 
 
-class Sequential(NoModule):
+class Sequential(nn.Module):
     """An ``nn.Sequential``, or a list of layers, in parts through which batches or micro-batches follow each
-    other.
+    other: a module with the plain module's layers, parameters and ``state_dict``, used as that is.
 
     ``parts``: how many, or a list with the number of layers in each. Which layers they have is measured with
     the first batch, or by ``balance`` with ``sample``, a usual batch: the part that takes longest
     (``"time"``) or needs most bytes (``"memory"``) is as small as possible. ``on="process"`` gives each part
-    a process with a copy of its layers. ``chunks``: into how many micro-batches a call or a training step
-    splits a batch; ``None``: at most 8, as large as pays. ``devices``: one for each part; inputs are moved
-    there. A pipe that won't be quicker than the module warns, once.
+    a process, which computes with the program's own parameters in shared memory. ``chunks``: into how many
+    micro-batches a call or a training step splits a batch; ``None``: at most 8, as large as pays.
+    ``devices``: one for each part; inputs are moved there. ``recompute``: activations are not kept for the
+    backward pass but computed again. ``deferred_batch_norm``: running statistics are those of whole batches;
+    ``False``: of each micro-batch. A pipe that won't be quicker than the module warns, once.
 
-    ``pipe(x)`` gives what ``module(x)`` gives under ``torch.no_grad()``, in the module's own mode. What can
-    be wrong raises ``TypeError`` or ``ValueError`` before anything starts; a part that fails raises
-    ``StageError``. Workers start with the first batch and stay until :meth:`close`, the end of a ``with``
-    block, or until nobody has the pipe any more. Several threads may use one pipe at the same time.
+    ``pipe(x)`` gives what ``module(x)`` gives, with a graph where that has one: a backward pass goes back
+    through the parts. What can be wrong raises ``TypeError`` or ``ValueError`` before anything starts; a part
+    that fails raises ``StageError``. Workers start with the first batch and stay until :meth:`close`, the end
+    of a ``with`` block, or until nobody has the pipe any more. Several threads may use one pipe at the same
+    time.
     """
+
+    module: nn.Sequential
+    """The plain module. Its layers are the pipe's."""
 
     def __init__(
         self,
@@ -58,76 +70,154 @@ class Sequential(NoModule):
         balance: Literal["time", "memory"] | None = None,
         sample: Any = None,
         devices: Sequence[torch.device | str] | None = None,
+        recompute: bool = False,
+        deferred_batch_norm: bool = True,
     ) -> None:
-        self.module = checked_module(module)
-        """The plain module. Its parameters are the pipe's."""
-        counts = checked_counts(parts, len(self.module))
+        module = checked_module(module)
+        counts = checked_counts(parts, len(module))
         check_choices(on, chunks, balance, sample, counts)
+        check_switches(recompute=recompute, deferred_batch_norm=deferred_batch_norm)
         number = counts if isinstance(counts, int) else len(counts)
         places = checked_devices(devices, number, on)
+        super().__init__()
         if isinstance(counts, int) and balance is not None:
             threads = compute_threads(number) if PLACES[on].apart else torch.get_num_threads()
             micro = split(sample, chunks or CHUNKS, "sample")[0]
-            counts = balancing.best_split(balancing.costs(self.module, micro, balance, threads), number)
+            counts = balancing.best_split(balancing.costs(module, micro, balance, threads), number)
         self.on, self.chunks = on, chunks
-        self._cut = Cut(self.module, counts, on, chunks, places)
+        self._recompute, self._deferred = recompute, deferred_batch_norm
+        # Not registered as a layer of the pipe: the pipe has the module's own layers, under their names.
+        vars(self)["module"] = module
+        for own in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+            vars(self)[own] = vars(module)[own]
+        self._begin(counts, places)
         if PLACES[on].apart:
             check_sendable(self.parts)
         else:
             for part in self.parts:
                 part.module.to(part.device)
-        self._inference = Inference(self._cut, type(self).__name__)
+
+    def _begin(self, counts: int | Sequence[int], places: Sequence[torch.device] | None) -> None:
+        """What is not copied with a pipe."""
+        name, numbers = type(self).__name__, itertools.count()
+        self._events: deque[Event] = deque(maxlen=REMEMBERED)
+        self._cut = Cut(self.module, counts, self.on, self.chunks, places)
+        self._inference = Inference(self._cut, name, numbers, self._events)
+        options = self._recompute, self._deferred
+        self._graphs = Differentiable(self._cut, name, *options, numbers, self._events)
         self._training: Training | None = None
         weakref.finalize(self, self._inference.forget)  # a forgotten pipe leaves nothing
+        weakref.finalize(self, self._graphs.forget)
 
     @property
     def parts(self) -> list[Part]:
         """The parts, whose layers are the module's own."""
         return self._cut.parts
 
-    def __call__(self, x: Any) -> Any:
+    # --- as a module ---
+
+    @property
+    def training(self) -> bool:
+        """The plain module's mode."""
+        return self.module.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if "module" in vars(self):
+            self.module.training = mode
+
+    def __len__(self) -> int:
+        return len(self.module)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self.module)
+
+    def __getitem__(self, index: int | slice) -> Any:
+        """A layer, or some of them as a plain ``nn.Sequential``."""
+        return self.module[index]
+
+    def __setitem__(self, index: int, layer: nn.Module) -> None:
+        self.module[index] = layer
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy: all but what runs."""
+        state = vars(self).copy()
+        for name in ("_cut", "_inference", "_graphs", "_training", "_events"):
+            del state[name]
+        return {**state, "_cutting": (self._cut.counts, self._cut.devices)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = state.copy()
+        cutting = state.pop("_cutting")
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._begin(*cutting)
+
+    # --- batches ---
+
+    def forward(self, x: Any) -> Any:
         """The module's output for a batch: a tensor, or tuples, lists and dictionaries of tensors that have
         the batch as their first dimension. It is split along that into micro-batches, and the outputs are
-        joined. ``RuntimeError`` while a training of the pipe goes on, ``ValueError`` for an input that
-        requires a gradient. The output has no graph: where the plain module's would have one, a backward pass
-        from it raises ``RuntimeError``."""
+        joined. It has a graph where the plain module's has one. ``RuntimeError`` while a training of the pipe
+        goes on."""
         self._raise_if_training("use training.evaluate(x), or leave its with block")
-        return ending_graph(self._inference.call(without_gradient(x)), self.module)
+        raise_for_own_ways(self.module)
+        if torch._C._is_tracing():
+            raise RuntimeError("a Sequential in parts can't be traced; trace the plain module, pipe.module")
+        if (torch.is_grad_enabled() and self._has_graph(x)) or casting_here(self.parts) or self._counts():
+            return self._graphs.call(x)
+        return self._inference.call(x)
+
+    def _has_graph(self, x: Any) -> bool:
+        return any(one.requires_grad for one in self.module.parameters()) or any(
+            one.requires_grad for one in tensors(x)
+        )
+
+    def _counts(self) -> bool:
+        """Whether a layer gathers the statistics of a batch."""
+        return self._deferred and any(
+            layer.training and isinstance(layer, _BatchNorm) for layer in self.module.modules()
+        )
 
     def stream(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Inference: the output for each batch, in order, without a graph. Batches are not split, and asked
         for as there is room: all parts have work, and at most ``2 * parts + 3`` batches are between the two
         ends. When ``batches`` raises, that is raised after the outputs of the batches before.
-        ``RuntimeError`` while a training of the pipe goes on, ``ValueError`` for a batch that requires a
-        gradient."""
+        ``RuntimeError`` while a training of the pipe goes on or in ``torch.autocast``, which does not reach
+        the parts of a stream, ``ValueError`` for a batch that requires a gradient."""
         self._raise_if_training("use training.evaluate(x), or leave its with block")
-        return self._inference.stream(map(without_gradient, batches), keep=self)
+        raise_for_own_ways(self.module)
+        if casting_here(self.parts):
+            raise RuntimeError("torch.autocast does not reach the parts of a stream: call pipe(x) in it")
+        checked = (without_gradient(batch, "call pipe(x)") for batch in batches)
+        return self._inference.stream(checked, keep=self)
 
-    def training(
+    def trainer(
         self,
         *,
         loss: Loss,
         optimizer: Optimizers | None = None,
         schedule: Schedule = "1f1b",
         workers: int | None = None,
-        recompute: bool = False,
+        recompute: bool | None = None,
         clip: float | None = None,
         autocast: torch.dtype | None = None,
     ) -> Training:
-        """Training of the module: use it in a ``with`` block, and call its ``step(x, target)`` for each
-        batch.
+        """Training of the module by whole steps: use what it gives in a ``with`` block, and call its
+        ``step(x, target)`` for each batch. It is quicker than a loss of ``pipe(x)``, for backward passes
+        begin before all forward passes are done, and the parts update themselves; but it takes only a loss
+        that is a mean.
 
         ``loss(output, target)`` gives the mean over a batch, as torch's losses do. ``optimizer(parameters)``
         makes an optimizer for a part, where its parameters are; ``None``: yours is outside, and after a step
         the module's parameters have their ``grad``. ``schedule``: ``"gpipe"``, ``"1f1b"`` or
         ``"interleaved"``, for which fewer ``workers`` than parts hold several each. ``recompute``:
-        activations are not kept for the backward pass but computed again. ``clip``: the largest norm of all
-        gradients together. ``autocast``: the type for ``torch.autocast``, as ``torch.bfloat16``. Raises
-        ``TypeError`` or ``ValueError`` for what is wrong, ``RuntimeError`` while another training goes on.
+        activations are not kept for the backward pass but computed again; ``None``: as the pipe does.
+        ``clip``: the largest norm of all gradients together. ``autocast``: the type for ``torch.autocast``,
+        as ``torch.bfloat16``. Raises ``TypeError`` or ``ValueError`` for what is wrong, ``RuntimeError``
+        while another training goes on.
         """
         self._raise_if_training("leave its with block first")
         self._training = Training(
-            self.module,
             self.parts,
             self.on,
             self.chunks or CHUNKS,
@@ -136,9 +226,10 @@ class Sequential(NoModule):
             optimizer=optimizer,
             schedule=schedule,
             workers=workers,
-            recompute=recompute,
+            recompute=self._recompute if recompute is None else recompute,
             clip=clip,
             autocast=autocast,
+            deferred=self._deferred,
         )
         return self._training
 
@@ -152,31 +243,17 @@ class Sequential(NoModule):
         a batch. After a training begins, also what its workers did in its last ten steps, which count from 0
         on as well."""
         trained = self._training.timeline().events if self._training is not None else []
-        return Timeline([*self._inference.events.copy(), *trained], repr(self))
-
-    def state_dict(self) -> dict[str, Any]:
-        """That of the plain module, with what the training that goes on has learned."""
-        training = self._active()
-        return self.module.state_dict() if training is None else training.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
-        """Loads into the plain module, and so into the parts. Returns and raises what the module's own
-        does."""
-        training = self._active()
-        return (self.module if training is None else training).load_state_dict(state, strict)
-
-    def _active(self) -> Training | None:
-        """The training that goes on."""
-        return self._training if self._training is not None and self._training.active else None
+        return Timeline([*self._events.copy(), *trained], repr(self))
 
     def _raise_if_training(self, remedy: str) -> None:
-        if self._active() is not None:
+        if self._training is not None and self._training.active:
             raise RuntimeError(f"a training of this pipe goes on: {remedy}")
 
     def close(self) -> None:
         """Ends the workers and waits for them; calls that are going on end with ``Closed``. May be called
         again."""
         self._inference.close()
+        self._graphs.close()
 
     def __enter__(self) -> Sequential:
         return self

@@ -32,6 +32,9 @@ COLOURS: dict[Op, tuple[int, int, int]] = {
     "recompute": (70, 160, 150),
     "update": (128, 100, 170),
 }
+REMEMBERED = 100_000
+"""Events of a pipe's timeline that are kept: the last ones."""
+
 INK, FAINT, LINE = "#22272e", "#5b6570", "#d9dee4"
 
 # Pixels.

@@ -1,8 +1,8 @@
 """Training by micro-batches: the parent's side. It declares the graph of workers, feeds them, and gathers
 what they answer.
 
-The plain module stays the master: on threads the workers train its own layers; on processes they train
-copies, and it has their parameters and buffers again at the end, and whenever the state is asked for.
+The parameters stay the program's: on threads the workers train its own layers, on processes copies of them
+whose parameters and buffers are the same memory.
 """
 
 from __future__ import annotations
@@ -10,36 +10,35 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flowchan import ChannelError, Feedback, Graph, Run, RunError, StageError, Stream, WorkerDied
 from flowchan.declare.places import PLACES
 from flowchan.items.text import short
 from flowchan.pipelines.sequential import worker as stages
+from flowchan.pipelines.sequential.checks import without_gradient
 from flowchan.pipelines.sequential.execution import Passed
-from flowchan.pipelines.sequential.graphless import without_gradient
 from flowchan.pipelines.sequential.parts import Part
 from flowchan.pipelines.sequential.schedule import Schedule, Step, check, plan, steps, text
+from flowchan.pipelines.sequential.shared import share
+from flowchan.pipelines.sequential.state import modes_of, state_of
 from flowchan.pipelines.sequential.timeline import Event, Timeline
 from flowchan.pipelines.sequential.values import batch_size, join_checked, mapped, split
 from flowchan.pipelines.sequential.worker import (
     Answer,
     Assignment,
     Evaluate,
-    Give,
     Item,
     Loss,
     Optimizers,
     Scale,
-    Take,
     Train,
     at,
-    load,
 )
 
 KEPT = 10
@@ -47,17 +46,14 @@ KEPT = 10
 
 
 class Training:
-    """What ``pipe.training(...)`` gives: use it in a ``with`` block, which starts the workers and ends them.
+    """What ``pipe.trainer(...)`` gives: use it in a ``with`` block, which starts the workers and ends them.
 
     A step that fails raises ``RunError``, whose message names the part, the schedule's step and the
-    micro-batch; the training is over then. On processes the plain module has the state from before the
-    ``with`` block then, or from the last :meth:`state_dict`; on threads the parts that were quicker may have
-    been updated already.
+    micro-batch; the training is over then. The parts that were quicker may have been updated already.
     """
 
     def __init__(
         self,
-        module: nn.Sequential,
         parts: Sequence[Part],
         on: Literal["thread", "process"],
         chunks: int,
@@ -70,13 +66,15 @@ class Training:
         recompute: bool,
         clip: float | None,
         autocast: torch.dtype | None,
+        deferred: bool,
     ) -> None:
         workers = len(parts) if workers is None else workers
         check("training", schedule, workers, len(parts), chunks)
         _check(parts, on, loss, optimizer, recompute, clip, autocast)
         plans = plan(schedule, workers, len(parts), chunks)
-        self._module, self._on, self._pieces, self._clip = module, on, pieces, clip
+        self._parts, self._on, self._pieces, self._clip = parts, on, pieces, clip
         self._outside = optimizer is None
+        self._seen: Any = None  # the state of the layers that the processes have
         self._total, self._last = len(parts), (len(parts) - 1) % workers
         self._jobs = [
             Assignment(
@@ -91,6 +89,7 @@ class Training:
                 clip is not None,
                 autocast,
                 PLACES[on].apart,
+                deferred,
             )
             for number in range(workers)
         ]
@@ -109,7 +108,10 @@ class Training:
 
     def __enter__(self) -> Training:
         if self._begun:
-            raise RuntimeError("this training has begun already; make another one with pipe.training(...)")
+            raise RuntimeError("this training has begun already; make another one with pipe.trainer(...)")
+        if PLACES[self._on].apart:
+            share(part.module for part in self._parts)
+            self._seen = _seen(self._parts)
         self._run, self._begun = self._graph.start(), True
         self._answers = self._run.iter(self._answered_by)
         return self
@@ -135,14 +137,7 @@ class Training:
                 run.wait()
             self._run = None
             return
-        try:
-            if error is None:
-                self._fetch()
-        except BaseException as failed:
-            run.__exit__(type(failed), failed, failed.__traceback__)
-            raise
-        finally:
-            self._answers, self._run = None, None
+        self._answers, self._run = None, None
         run.__exit__(kind, error, trace)
 
     # --- training ---
@@ -155,12 +150,13 @@ class Training:
         instead, as ``loss.backward()`` does. Raises ``ValueError`` or ``TypeError`` for a batch that can't be
         split, and ``RunError`` when a part fails or its worker dies.
         """
-        inputs, targets = self._split(without_gradient(x), target)
+        self._raise_if_changed()
+        inputs, targets = self._split(without_gradient(x, "take the loss of pipe(x)"), target)
         sizes = tuple(map(batch_size, inputs))
         seed = int(torch.randint(2**31, ()))
         with self._commanding(f"step {self._steps}", len(sizes), "FB"):
             for job in self._jobs:
-                self._put(job.worker, Train(self._steps, sizes, seed, self._changed(job)))
+                self._put(job.worker, Train(self._steps, sizes, seed))
             for chunk, (value, wanted) in enumerate(zip(inputs, targets, strict=True)):
                 self._put(0, Item(("F", 0, chunk), Passed(self._light(value), {}, ())))
                 self._put(self._last, Item(("T", self._total - 1, chunk), self._light(wanted)))
@@ -173,6 +169,7 @@ class Training:
             answers = self._answered()
         self._events.extend(answer.events for answer in answers)
         self._steps += 1
+        self._count_changes()
         for job, answer in zip(self._jobs, answers, strict=True):
             add_gradients(job.parameters, answer.values)
         loss = answers[self._last].loss
@@ -182,7 +179,8 @@ class Training:
     def evaluate(self, x: Any) -> Any:
         """The output for the batch ``x`` with the parameters of now, in ``eval`` mode and without
         gradients."""
-        inputs = self._pieces(without_gradient(x))
+        self._raise_if_changed()
+        inputs = self._pieces(without_gradient(x, "call it under torch.no_grad()"))
         with self._commanding("an evaluation", len(inputs), "F"):
             for job in self._jobs:
                 self._put(job.worker, Evaluate(len(inputs)))
@@ -192,26 +190,28 @@ class Training:
         assert outputs is not None
         return join_checked(outputs, list(map(batch_size, inputs)), "the evaluation")
 
-    def state_dict(self) -> dict[str, Any]:
-        """The plain module's ``state_dict()``, with the parameters and buffers of now."""
-        self._fetch()
-        return self._module.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
-        """The plain module's ``load_state_dict``, for the workers too. What optimizers remember stays."""
-        found = self._module.load_state_dict(state, strict=strict)
-        if PLACES[self._on].apart:
-            with self._commanding("loading the state"):
-                for job in self._jobs:
-                    self._put(job.worker, Take([self._light(one) for one in job.state]))
-                self._answered()
-        return found
-
     def timeline(self) -> Timeline:
         """What the workers did and when, in the last ten steps."""
         return Timeline((event for events in self._events for event in events), self._graph.name)
 
     # --- behind it ---
+
+    def _raise_if_changed(self) -> None:
+        """The processes compute with the layers as these were at the beginning."""
+        if PLACES[self._on].apart and self.active and self._seen != _seen(self._parts):
+            raise RuntimeError(
+                "a layer has changed since this training began (its mode, an attribute, a hook, or where "
+                "its parameters are), and the parts' processes have it as it was: leave the with block "
+                "first, and begin another training"
+            )
+
+    def _count_changes(self) -> None:
+        """The processes have changed parameters where torch here did not see it: graphs that have saved one
+        of them raise in their backward pass."""
+        if PLACES[self._on].apart and not self._outside:
+            for part in self._parts:
+                for parameter in part.module.parameters():
+                    torch.autograd.graph.increment_version(parameter)
 
     def _split(self, x: Any, target: Any) -> tuple[list[Any], list[Any]]:
         inputs = self._pieces(x)
@@ -221,25 +221,6 @@ class Training:
                 f"step: x has a batch of {samples}, but target one of {wanted}; give a target for each sample"
             )
         return inputs, split(target, len(inputs), "target")
-
-    def _changed(self, job: Assignment) -> list[Tensor] | None:
-        """The parameters that a worker has to begin with: an optimizer outside has changed ours."""
-        sends = self._outside and PLACES[self._on].apart
-        return [self._light(one) for one in job.parameters] if sends else None
-
-    def _fetch(self) -> None:
-        """Brings the plain module up to date. With an optimizer outside it has the parameters, and they the
-        buffers."""
-        if not PLACES[self._on].apart:
-            return
-        with self._commanding("fetching the state"):
-            for job in self._jobs:
-                self._put(job.worker, Give())
-            answers = self._answered()
-        for job, answer in zip(self._jobs, answers, strict=True):
-            assert answer.values is not None
-            known = len(job.parameters) if self._outside else 0
-            load(job.state[known:], answer.values[known:])
 
     def _light(self, value: Any) -> Any:
         return value if not PLACES[self._on].apart else mapped(lambda tensor: tensor.detach().cpu(), value)
@@ -259,10 +240,8 @@ class Training:
         place."""
         if self._answers is None:
             if self._begun:
-                raise RuntimeError("this training is over; make another one with pipe.training(...)")
-            raise RuntimeError(
-                "this training has not begun: begin it, `with pipe.training(...) as training:`"
-            )
+                raise RuntimeError("this training is over; make another one with pipe.trainer(...)")
+            raise RuntimeError("this training has not begun: begin it, `with pipe.trainer(...) as training:`")
         assert self._run is not None
         try:
             yield
@@ -323,6 +302,10 @@ class Training:
             return "before anything of it was seen"
         name = text([done]) if len(job.parts) == 1 else str(done)
         return f"after {name} (micro-batch {done.chunk} of {chunks})"
+
+
+def _seen(parts: Sequence[Part]) -> Any:
+    return state_of(parts), modes_of(parts)
 
 
 def add_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None] | None) -> None:
@@ -400,6 +383,10 @@ def _check(
         )
     if not callable(loss):
         raise TypeError(f"training: loss must be a function of output and target, not {short(loss)}")
+    if isinstance(loss, torch.nn.Module) and any(one.requires_grad for one in loss.parameters()):
+        raise ValueError(
+            "training: the loss has parameters of its own, which would not learn; take the loss of pipe(x)"
+        )
     if optimizer is not None:
         _check_optimizer(parts, optimizer)
     if not isinstance(recompute, bool):
@@ -430,13 +417,11 @@ def _check(
                     f"training: {part} shares {kind} {name!r} with {owner}; each part trains its own: "
                     "put the layers that share it into one part"
                 )
-            if PLACES[on].apart and (
-                tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)
-            ):
+            if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
                 raise ValueError(
-                    f"training: {kind} {name!r} of {part} has a hook, which can't be sent to "
-                    "the part's process; "
-                    "use on='thread', or register it in the layer's own code"
+                    f"training: {kind} {name!r} of {part} has a hook, which a step would call for each "
+                    "micro-batch, or not at all; take the loss of pipe(x), or register it in the layer's "
+                    "own code"
                 )
 
 

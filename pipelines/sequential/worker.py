@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,11 +22,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from flowchan import Drained, In, Out
-from flowchan.pipelines.sequential.execution import Execution, Passed, Tail
+from flowchan.pipelines.sequential.execution import GENERATOR, Casting, Execution, Passed, Tail
 from flowchan.pipelines.sequential.parts import Part, take_cores
 from flowchan.pipelines.sequential.schedule import Schedule, Step, steps
+from flowchan.pipelines.sequential.shared import State
 from flowchan.pipelines.sequential.timeline import Event, Op
-from flowchan.pipelines.sequential.values import mapped, tensors
+from flowchan.pipelines.sequential.values import join, mapped, tensors
 
 Loss = Callable[[Any, Any], Tensor]
 Optimizers = Callable[[list[Tensor]], Optimizer]
@@ -48,11 +50,7 @@ class Assignment:
     clips: bool
     autocast: torch.dtype | None
     own_process: bool
-
-    @property
-    def state(self) -> list[Tensor]:
-        """All parameters, then all buffers of its parts, themselves."""
-        return [*self.parameters, *(buffer for part in self.parts for buffer in part.module.buffers())]
+    deferred: bool
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -63,13 +61,11 @@ class Assignment:
 
 
 class Train(NamedTuple):
-    """Do training step ``number`` with micro-batches of ``sizes`` samples. ``parameters`` are new ones to
-    begin with, in the order of ``Assignment.parameters``."""
+    """Do training step ``number`` with micro-batches of ``sizes`` samples."""
 
     number: int
     sizes: tuple[int, ...]
     seed: int
-    parameters: list[Tensor] | None
 
 
 class Scale(NamedTuple):
@@ -82,16 +78,6 @@ class Evaluate(NamedTuple):
     """Let so many micro-batches pass in ``eval`` mode."""
 
     chunks: int
-
-
-class Give(NamedTuple):
-    """Give the state."""
-
-
-class Take(NamedTuple):
-    """Have this state, in the order of ``Assignment.state``."""
-
-    state: list[Tensor]
 
 
 # What is on the way. The key says what it is: "F" what a forward step needs, "B" a backward step, "T" a
@@ -112,7 +98,7 @@ class Item(NamedTuple):
 
 class Answer(NamedTuple):
     """What came of a command. ``loss`` of the step comes from the last part's worker; ``square`` is the sum
-    of the squares of all gradients; ``values`` are gradients, state or outputs, as the command asks for."""
+    of the squares of all gradients; ``values`` are gradients or outputs, as the command asks for."""
 
     worker: int
     events: tuple[Event, ...] = ()
@@ -170,10 +156,12 @@ class Worker:
         self.commands, self.answers = commands, answers
         self.forward, self.backward, self.onward, self.back = forward, backward, onward, back
         self.optimizers: list[tuple[Part, Optimizer]] = []
+        self.states: list[State] = []
         self.executions: dict[int, Execution] = {}
         self.early: dict[Key, Any] = {}
         self.events: list[Event] = []
         self.losses: list[Tensor] = []
+        self.first: dict[int, tuple[Any, Any]] = {}  # outputs and targets of the first step
 
     def run(self) -> None:
         if self.job.own_process:
@@ -190,10 +178,10 @@ class Worker:
     def _build(self) -> None:
         job = self.job
         for part in job.parts:
-            if part.device is not None:
-                part.module.to(part.device)
+            if job.own_process:
+                self.states.append(State(part.module, part.device))
             self.executions[part.number] = Execution(
-                part, recompute=job.recompute, autocast=job.autocast, shared=not job.own_process
+                part, recompute=job.recompute, shared=not job.own_process, deferred=job.deferred
             )
             parameters = list(part.module.parameters())
             if job.optimizer is not None and parameters:
@@ -201,24 +189,18 @@ class Worker:
                     self.optimizers.append((part, job.optimizer(parameters)))  # type: ignore[arg-type]
 
     def _do(self, command: Any) -> Answer:
-        job = self.job
+        for state in self.states:
+            state.take()
         if isinstance(command, Train):
             return self._train(command)
-        if isinstance(command, Evaluate):
-            return self._evaluate(command)
-        if isinstance(command, Give):
-            return Answer(job.worker, values=self._light([value.detach() for value in job.state]))
-        assert isinstance(command, Take), command
-        load(job.state, command.state)
-        return Answer(job.worker)
+        assert isinstance(command, Evaluate), command
+        return self._evaluate(command)
 
     # --- a training step ---
 
     def _train(self, train: Train) -> Answer:
         job = self.job
         self.events, self.losses = [], []
-        if train.parameters is not None:
-            load(job.parameters, train.parameters)
         if job.optimizer is not None or job.own_process:  # else they add up where the user has them
             for parameter in job.parameters:
                 parameter.grad = None
@@ -235,15 +217,44 @@ class Worker:
                     )
                 else:
                     self._go_backward(step, train)
+        self._check_mean()
         for execution in self.executions.values():
-            execution.commit()
+            execution.norms.commit()
         if job.optimizer is not None:
             self._update(train)
+        for state in self.states:
+            state.give()
         values = (
             self._light([parameter.grad for parameter in job.parameters]) if self._sends_gradients else None
         )
         loss = torch.stack(self.losses).sum() if self.losses else None
         return Answer(job.worker, tuple(self.events), loss, values=values)
+
+    def _check_mean(self) -> None:
+        """After the first step: whether the loss of the whole batch is the mean of those of its
+        micro-batches."""
+        if not self.first:
+            return
+        outputs, targets = (join(list(found)) for found in zip(*self.first.values(), strict=True))
+        self.first.clear()
+        with torch.no_grad(), GENERATOR, torch.random.fork_rng([]):
+            whole = float(weighted(outputs, self.job.loss, targets, 1.0))
+        mean = float(torch.stack(self.losses).sum())
+        rough = self.job.autocast or any(one.dtype.itemsize < 4 for one in tensors(outputs))
+        near = math.isclose(mean, whole, rel_tol=0.03 if rough else 1e-3, abs_tol=1e-6)
+        if not near and math.isfinite(mean) and math.isfinite(whole):
+            raise ValueError(
+                f"the loss is no mean over the samples: it is {whole:.6g} for the first batch, but "
+                f"{mean:.6g} as the mean over its micro-batches, of which a step makes its gradients; "
+                "give a loss that is a mean (no sum, no weights, nothing ignored), or take the loss of "
+                "pipe(x)"
+            )
+
+    def _casting(self, execution: Execution) -> Casting:
+        device = execution.part.device
+        return (
+            () if (kind := self.job.autocast) is None else ((device.type if device else "cpu", kind, True),)
+        )
 
     @property
     def _sends_gradients(self) -> bool:
@@ -256,7 +267,10 @@ class Worker:
         tail = self._tail(step, train) if step.part == self.job.total - 1 else None
         seed = train.seed + (step.part << 16) + step.chunk
         with self._timed("F", train.number, step):
-            output = self.executions[step.part].forward(step.chunk, passed, seed, tail, soon)
+            execution = self.executions[step.part]
+            output = execution.forward(
+                (train.number, step.chunk), passed, seed, tail, self._casting(execution), soon
+            )
         if tail is None:
             self._put(self.onward, ("F", step.part + 1, step.chunk), self._packed(output))
         else:
@@ -268,18 +282,27 @@ class Worker:
         if device is not None:
             target = mapped(lambda tensor: tensor.to(device), target)
         share = train.sizes[step.chunk] / max(sum(train.sizes), 1)
-        return functools.partial(weighted, loss=self.job.loss, target=target, share=share)
+        loss = functools.partial(weighted, loss=self.job.loss, target=target, share=share)
+        if train.number or len(train.sizes) == 1:
+            return loss
+
+        def noted(output: Any) -> Tensor:
+            self.first[step.chunk] = mapped(Tensor.detach, output), target
+            return loss(output)
+
+        return noted
 
     def _go_backward(self, step: Step, train: Train) -> None:
         execution = self.executions[step.part]
         gradients: tuple[Tensor | None, ...] | None = None
         if step.part < self.job.total - 1:
             gradients = self._take(self.backward, ("B", step.part, step.chunk))
-        if execution.is_to_be_done_again(step.chunk):
+        key = train.number, step.chunk
+        if execution.is_to_be_done_again(key):
             with self._timed("recompute", train.number, step):
-                execution.again(step.chunk)
+                execution.again(key)
         with self._timed("B", train.number, step):
-            found = execution.backward(step.chunk, gradients)
+            found = execution.backward(key, gradients)
         if step.part > 0:
             self._put(self.back, ("B", step.part - 1, step.chunk), self._light(found))
 
@@ -313,7 +336,8 @@ class Worker:
             execution = self.executions[step.part]
             with at(execution.part, f"evaluation, step F{step.chunk}", step.chunk, command.chunks):
                 port = self.commands if step.part == 0 else self.forward
-                output = execution.evaluate(self._take(port, ("F", step.part, step.chunk)))
+                passed = self._take(port, ("F", step.part, step.chunk))
+                output = execution.evaluate(passed, self._casting(execution))
             if step.part == job.total - 1:
                 outputs.append((step.chunk, self._light(output.value)))
             else:
@@ -384,10 +408,3 @@ def weighted(output: Any, loss: Loss | None, target: Any, share: float) -> Tenso
             "everything would become NaN: take fewer chunks, or a loss that divides by the micro-batch's size"
         )
     return found * share
-
-
-def load(mine: Iterable[Tensor], given: Sequence[Tensor]) -> None:
-    """Copies the given values into our own tensors, in order."""
-    with torch.no_grad():
-        for own, value in zip(mine, given, strict=True):
-            own.copy_(value)

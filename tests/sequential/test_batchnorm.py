@@ -44,13 +44,12 @@ def in_micro_batches(
     optimizer = OPTIMIZERS["sgd"](module.parameters())
     for x, target in data:
         deferred = DeferredBatchNorm(module)
-        deferred.counting = True
         optimizer.zero_grad()
-        for piece, wanted in zip(x.tensor_split(chunks), target.tensor_split(chunks), strict=True):
-            (cross_entropy(module(piece), wanted) * (len(piece) / len(x))).backward()
+        with deferred.deferring(count=True):
+            for piece, wanted in zip(x.tensor_split(chunks), target.tensor_split(chunks), strict=True):
+                (cross_entropy(module(piece), wanted) * (len(piece) / len(x))).backward()
         optimizer.step()
         deferred.commit()
-        deferred.close()
     return module
 
 
@@ -134,19 +133,18 @@ def test_evaluation_uses_the_statistics_and_leaves_them(on: Any) -> None:
     with in_parts(module, 3, on, optimizer=OPTIMIZERS["sgd"]) as training:
         for each in data:
             training.step(*each)
-        before = copy.deepcopy(training.state_dict())
+        before = copy.deepcopy(module.state_dict())
         found = training.evaluate(data[0][0])
-        torch.testing.assert_close(dict(training.state_dict()), dict(before))
+        torch.testing.assert_close(dict(module.state_dict()), dict(before))
     torch.testing.assert_close(found, module.eval()(data[0][0]).detach())
 
 
-def test_the_modules_layers_are_as_they_were_when_the_training_is_over() -> None:
+def test_the_modules_layers_are_as_they_were_between_two_steps() -> None:
     module = normalised()
     with in_parts(module, 2) as training:
         training.step(*batches([8])[0])
-        assert not module[0].track_running_stats
-    assert all(layer.track_running_stats for layer in (module[0], module[2]))  # type: ignore[union-attr]
-    assert not any(layer._forward_pre_hooks for layer in module)
+        assert all(layer.track_running_stats for layer in (module[0], module[2]))  # type: ignore[union-attr]
+        assert not any(layer._forward_pre_hooks for layer in module)
 
 
 def test_a_layer_without_statistics_is_left_alone() -> None:
@@ -176,10 +174,9 @@ def test_images_are_counted_per_channel() -> None:
     layer, plain = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
     x = torch.randn(8, 3, 5, 5, generator=torch.Generator().manual_seed(0))
     deferred = DeferredBatchNorm(layer)
-    deferred.counting = True
-    for piece in x.split(3):
-        layer(piece)
+    with deferred.deferring(count=True):
+        for piece in x.split(3):
+            layer(piece)
     deferred.commit()
-    deferred.close()
     plain(x)
     torch.testing.assert_close(dict(layer.state_dict()), dict(plain.state_dict()))

@@ -160,7 +160,7 @@ def test_so_it_is_in_a_training(argument: str) -> None:
         (TypeError, ValueError),
         match=rf"^training: {argument} must be .*not (<Shy whose repr raises LookupError>|Shy)$",
     ):
-        Sequential(model()).training(**{"loss": nn.functional.mse_loss, argument: Shy()})
+        Sequential(model()).trainer(**{"loss": nn.functional.mse_loss, argument: Shy()})
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ def test_calls_and_training_split_batches_only_into_chunks_that_pay(samples: int
         pipe(x)
     assert sizes.seen == pieces
     sizes.seen.clear()
-    with Sequential(module).training(loss=mse_loss) as training:
+    with Sequential(module).trainer(loss=mse_loss) as training:
         training.step(x, torch.zeros(samples, 500))
     assert sizes.seen == pieces
 

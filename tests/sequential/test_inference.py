@@ -314,12 +314,16 @@ def test_state_dict_is_the_plain_modules() -> None:
         other.load_state_dict(state)
 
 
-def test_in_training_mode_on_threads_each_micro_batch_moves_the_statistics() -> None:
+@everywhere
+@pytest.mark.parametrize("gradients", [False, True])
+def test_each_micro_batch_moves_the_statistics_where_they_are_not_deferred(on: Any, gradients: bool) -> None:
     module, other = conv().train(), conv().train()
     x = torch.randn(16, 1, 8, 8)
-    with Sequential(nn.Sequential(*module[:2]), chunks=4) as pipe:
-        assert is_same(pipe(x), plain(nn.Sequential(*other[:2]), x, 4), "thread")
-    assert torch.equal(module[1].running_mean, other[1].running_mean)
+    with Sequential(nn.Sequential(*module[:2]), on=on, chunks=4, deferred_batch_norm=False) as pipe:
+        with torch.set_grad_enabled(gradients):
+            y = pipe(x).detach()
+        assert is_same(y, plain(nn.Sequential(*other[:2]), x, 4), on)
+    torch.testing.assert_close(module[1].running_mean, other[1].running_mean)
     assert module[1].num_batches_tracked == 4
 
 

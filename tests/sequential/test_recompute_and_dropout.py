@@ -172,7 +172,8 @@ def test_dropout_draws_anew_for_each_step_and_each_micro_batch() -> None:
     seen = []
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
-        seen.append(output.detach().clone())
+        if len(output) == 1:  # the first step looks at the loss of the whole batch, too
+            seen.append(output.detach().clone())
         return output.mean()
 
     with in_parts(nn.Sequential(nn.Linear(6, 64), nn.Dropout()), 1, loss=loss) as training:

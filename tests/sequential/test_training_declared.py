@@ -93,13 +93,13 @@ def test_a_target_of_another_size_is_refused_and_the_training_goes_on() -> None:
 def test_a_training_is_used_in_its_with_block() -> None:
     ((x, target),) = batches([8])
     training = in_parts(perceptron(), 2)
-    with pytest.raises(RuntimeError, match=r"has not begun: .* `with pipe.training\(\.\.\.\) as training:`"):
+    with pytest.raises(RuntimeError, match=r"has not begun: .* `with pipe.trainer\(\.\.\.\) as training:`"):
         training.step(x, target)
     with training:
         training.step(x, target)
         with pytest.raises(RuntimeError, match="has begun already"):
             training.__enter__()
-    with pytest.raises(RuntimeError, match=r"is over; make another one with pipe.training\(\.\.\.\)"):
+    with pytest.raises(RuntimeError, match=r"is over; make another one with pipe.trainer\(\.\.\.\)"):
         training.evaluate(x)
 
 
@@ -128,7 +128,7 @@ def test_a_training_is_found_in_a_file_and_drawn(tmp_path: Path) -> None:
         "from flowchan.pipelines import Sequential\n"
         "from flowchan.pipelines import Training\n"
         "def declared() -> Training:\n"
-        "    return Sequential([nn.Linear(2, 2), nn.Linear(2, 2)]).training(loss=nn.functional.mse_loss)\n"
+        "    return Sequential([nn.Linear(2, 2), nn.Linear(2, 2)]).trainer(loss=nn.functional.mse_loss)\n"
     )
     dot = to_dot(load(str(file)))
     assert "part 1" in dot
@@ -166,7 +166,7 @@ def test_the_timeline_of_the_pipe_has_its_training_too(on: Any) -> None:
     ((x, target),) = batches([8])
     with Sequential(perceptron(), 2, on=on, chunks=4) as pipe:
         pipe(x)
-        with pipe.training(loss=cross_entropy) as training:
+        with pipe.trainer(loss=cross_entropy) as training:
             training.step(x, target)
             inside = pipe.timeline().events
         pipe(x)

@@ -46,7 +46,7 @@ def main():
         losses[-1].backward()
         optimizer.step()
     pipe = Sequential(module, 2, on="process", chunks=4)
-    with pipe.training(loss=loss, optimizer=partial(SGD, lr=0.1)) as training:
+    with pipe.trainer(loss=loss, optimizer=partial(SGD, lr=0.1)) as training:
         found = [training.step(x, target) for _ in range(3)]
     assert torch.allclose(torch.stack(found), torch.stack(losses), atol=1e-4)
     for mine, other in zip(module.parameters(), plain.parameters(), strict=True):
@@ -79,7 +79,7 @@ def main():
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4))
     pipe = Sequential(module, 2, on="process", chunks=4)
-    with pipe.training(loss=nn.functional.cross_entropy, optimizer=partial(SGD, lr=0.1)) as training:
+    with pipe.trainer(loss=nn.functional.cross_entropy, optimizer=partial(SGD, lr=0.1)) as training:
         for number in itertools.count():
             training.step(torch.randn(16, 8), torch.randint(4, (16,)))
             if number == 3:

@@ -99,7 +99,7 @@ def in_parts(
 ) -> Training:
     """The training of a module, with cross entropy."""
     options.setdefault("loss", cross_entropy)
-    return Sequential(module, parts, on=on, chunks=chunks).training(**options)
+    return Sequential(module, parts, on=on, chunks=chunks).trainer(**options)
 
 
 def assert_same_state(module: nn.Module, plain: nn.Module, **tolerance: Any) -> None:

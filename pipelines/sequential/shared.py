@@ -1,0 +1,207 @@
+"""Parameters and buffers in memory that the program and the processes of the parts have together.
+
+Who owns a parameter? The program: its optimizer, ``load_state_dict``, ``tensor.data``, a wrapper that reduces
+gradients, all change the program's tensors, and a process must compute with what they are now. So the memory
+of the tensors is moved, once and in place, into a memfd that each part's process maps. The tensors stay the
+same objects, with all that share their memory; a change is seen at once and costs nothing, and each number is
+there once. What a layer writes into its buffers in a process is the program's just so.
+
+Another process finds the memory by ``/proc``, as long as this one lives; the kernel takes it back with the
+last that maps it, however they end.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import mmap
+import os
+import pickle
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import Tensor, nn
+
+ALIGNED = 64
+"""Tensors begin at multiples of so many bytes, as where torch allocates them."""
+
+_blocks: dict[int, tuple[int, int, str]] = {}
+"""What was moved here: from the first address, how many bytes, the descriptor, and a name that is not used
+again."""
+_mapped: weakref.WeakValueDictionary[str, mmap.mmap] = weakref.WeakValueDictionary()
+"""What is mapped here of another process's memory."""
+_numbers = itertools.count()
+
+
+def state_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """All parameters and buffers, those that are there twice as often."""
+    for layer in module.modules():
+        for tensor in (*layer._parameters.values(), *layer._buffers.values()):
+            if tensor is not None:
+                yield tensor
+
+
+def share(modules: Iterable[nn.Module]) -> None:
+    """Moves parameters and buffers into shared memory, but for those that are there, on a device, or no plain
+    tensors."""
+    found: dict[int, list[Tensor]] = {}
+    for module in modules:
+        for tensor in state_tensors(module):
+            if _is_plain(tensor) and not is_shared(tensor):
+                found.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
+    if not found:
+        return
+    storages = [tensors[0].untyped_storage() for tensors in found.values()]
+    begins = [0, *itertools.accumulate(-(-storage.nbytes() // ALIGNED) * ALIGNED for storage in storages)]
+    memory = _new_block(begins[-1])
+    with torch.no_grad():
+        for storage, tensors, begin in zip(storages, found.values(), begins, strict=False):
+            place = torch.frombuffer(memory, dtype=torch.uint8, count=storage.nbytes(), offset=begin)
+            _move(storage, tensors, place.untyped_storage())
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return (
+        type(tensor) in (Tensor, nn.Parameter)
+        and tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and tensor.numel() > 0
+        and not tensor.is_inference()
+        and not tensor.untyped_storage().is_shared()  # with others already, in torch's own way
+    )
+
+
+def _move(storage: Any, tensors: list[Tensor], place: Any) -> None:
+    place.copy_(storage)
+    if hasattr(storage, "_swap_data_ptr_"):  # then whatever shares the memory goes with it
+        storage._swap_data_ptr_(place)
+        return
+    for tensor in tensors:
+        there = torch.empty(0, dtype=tensor.dtype)
+        tensor.data = there.set_(place, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def _new_block(size: int) -> mmap.mmap:
+    descriptor = os.memfd_create("flowchan parameters", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, size)
+        memory = mmap.mmap(descriptor, size)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    start = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    _blocks[start] = size, descriptor, f"{os.getpid()} {next(_numbers)}"
+    weakref.finalize(memory, _forget, start)
+    return memory
+
+
+def _forget(start: int) -> None:
+    os.close(_blocks.pop(start)[1])
+
+
+def is_shared(tensor: Tensor) -> bool:
+    """Whether the processes of parts see the tensor's memory."""
+    return _place(tensor) is not None
+
+
+def _place(tensor: Tensor) -> tuple[int, int] | None:
+    """The first address of the block in which a tensor lies, and where its storage begins there."""
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        return None
+    address = tensor.untyped_storage().data_ptr()
+    for start, (size, *_) in list(_blocks.items()):
+        if start <= address < start + size:
+            return start, address - start
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """A module on its way to another process of the program, where its tensors are mapped."""
+
+    module: nn.Module
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """The module itself arrives."""
+        out = io.BytesIO()
+        _Pickler(out, protocol=5).dump(self.module)
+        return pickle.loads, (out.getvalue(),)
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
+    """Pickles where a shared tensor is in place of its numbers."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        place = _place(obj) if isinstance(obj, Tensor) else None
+        if place is None:
+            return super().reducer_override(obj)
+        (start, begin), storage = place, obj.untyped_storage()
+        size, descriptor, name = _blocks[start]
+        path = f"/proc/{os.getpid()}/fd/{descriptor}"
+        shape = obj.dtype, obj.storage_offset(), tuple(obj.size()), obj.stride()
+        parameter = obj.requires_grad if isinstance(obj, nn.Parameter) else None
+        return _rebuilt, (path, name, size, begin, storage.nbytes(), shape, parameter)
+
+
+def _rebuilt(
+    path: str, name: str, size: int, begin: int, nbytes: int, shape: tuple[Any, ...], parameter: bool | None
+) -> Tensor:
+    memory = _mapped.get(name)
+    if memory is None:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            memory = _mapped[name] = mmap.mmap(descriptor, size)
+        finally:
+            os.close(descriptor)
+    storage = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=begin).untyped_storage()
+    kind, *where = shape
+    tensor = torch.empty(0, dtype=kind).set_(storage, *where)
+    return tensor if parameter is None else nn.Parameter(tensor, parameter)
+
+
+class State:
+    """Parameters and buffers of a part's module in its process: what the layers compute with there, and what
+    the program sees. These are the same memory, but where the part is on another device, or a layer has
+    replaced a buffer instead of writing into it."""
+
+    def __init__(self, module: nn.Module, device: torch.device | None) -> None:
+        self._module = module
+        self._seen = [tensor.detach() for tensor in state_tensors(module)]
+        if device is not None:
+            module.to(device)
+        self._buffers = [
+            (layer, name, tensor) for layer in module.modules() for name, tensor in layer._buffers.items()
+        ]
+        self._apart = any(
+            one.device != seen.device for one, seen in zip(state_tensors(module), self._seen, strict=True)
+        )
+
+    def take(self) -> None:
+        """Has the numbers of now."""
+        if self._apart:
+            with torch.no_grad():
+                for own, seen in zip(state_tensors(self._module), self._seen, strict=True):
+                    own.copy_(seen)
+
+    def give(self) -> None:
+        """Lets the program see the numbers of now. ``ValueError`` where that can't be."""
+        for layer, name, tensor in self._buffers:
+            now = layer._buffers.get(name)
+            if now is tensor:
+                continue
+            if now is None or tensor is None or now.shape != tensor.shape:
+                raise ValueError(
+                    f"the buffer {name!r} of a {type(layer).__name__} was replaced by one of another shape, "
+                    "which the program does not see; write into the buffer, or use on='thread'"
+                )
+            with torch.no_grad():
+                tensor.copy_(now)
+            layer._buffers[name] = tensor
+        if self._apart:
+            with torch.no_grad():
+                for own, seen in zip(state_tensors(self._module), self._seen, strict=True):
+                    seen.copy_(own)

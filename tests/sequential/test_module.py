@@ -1,0 +1,358 @@
+"""A pipe is an ``nn.Module`` with the plain module's layers, parameters and state, wherever one is taken."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import os
+import pickle
+import signal
+from typing import Any
+
+import pytest
+import torch
+from plain import conv, dense, everywhere
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from trained import batches, in_parts, perceptron
+
+from flowchan import RunError, StageError, WorkerDied
+from flowchan.pipelines import Sequential
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sequential. in")
+
+
+class Larger(nn.Module):
+    """A model with a pipe in it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.inner(x))  # type: ignore[no-any-return]
+
+
+@everywhere
+def test_its_names_parameters_buffers_and_state_are_the_plain_modules(on: Any) -> None:
+    module = conv()
+    with Sequential(module, 3, on=on) as pipe:
+        assert isinstance(pipe, nn.Module)
+        assert [name for name, _ in pipe.named_parameters()] == [
+            name for name, _ in module.named_parameters()
+        ]
+        assert all(map(Tensor.is_set_to, pipe.parameters(), module.parameters()))
+        assert [id(one) for one in pipe.buffers()] == [id(one) for one in module.buffers()]
+        assert list(pipe.state_dict()) == list(module.state_dict())
+        assert list(Larger(pipe).state_dict()) == list(Larger(module).state_dict())
+        assert [*pipe.children()] == [*module.children()]
+        assert len(pipe) == len(module)
+        assert [*pipe] == [*module]
+        assert pipe[-1] is module[-1]
+        assert [*pipe[2:4]] == [*module[2:4]]
+
+
+def test_a_pipe_in_a_model_is_learned_and_saved_with_it() -> None:
+    torch.manual_seed(1)
+    larger = Larger(Sequential(dense().train()))
+    plain = Larger(dense().train())
+    plain.load_state_dict(larger.state_dict())
+    x, target = torch.randn(8, 6), torch.randint(2, (8,))
+    for model in (larger, plain):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        cross_entropy(model(x), target).backward()
+        optimizer.step()
+    torch.testing.assert_close(dict(larger.state_dict()), dict(plain.state_dict()))
+    larger.inner.close()  # type: ignore[operator]
+
+
+@everywhere
+def test_modes_are_the_plain_modules_both_ways(on: Any) -> None:
+    module = conv()
+    x = torch.randn(12, 1, 8, 8)
+    with Sequential(module, 2, on=on, chunks=2) as pipe:
+        assert not pipe.training
+        whole = nn.Sequential(pipe)
+        whole.train()
+        assert module.training
+        assert all(layer.training for layer in module)
+        assert not torch.equal(pipe(x), pipe(x))  # it has a dropout
+        module.eval()
+        assert not pipe.training
+        torch.testing.assert_close(pipe(x), module(x))
+        torch.testing.assert_close(pipe(x), pipe(x))
+
+
+@everywhere
+def test_types_follow(on: Any) -> None:
+    module = dense()
+    x = torch.randn(8, 6)
+    with Sequential(module, 2, on=on, chunks=2) as pipe:
+        pipe(x)
+        nn.Sequential(pipe).double()
+        assert module[0].weight.dtype == torch.float64
+        y = pipe(x.double())
+        torch.testing.assert_close(y, module(x.double()))
+        y.sum().backward()
+        assert module[0].weight.grad.dtype == torch.float64
+        with torch.no_grad():
+            torch.testing.assert_close(pipe(x.double()), module(x.double()))
+
+
+@everywhere
+@pytest.mark.parametrize("runs", [False, True])
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
+def test_a_copy_is_a_pipe_of_its_own(on: Any, runs: bool, way: str) -> None:
+    x = torch.randn(8, 6)
+    with Sequential(dense(), [2, 3], on=on, chunks=2) as pipe:
+        expected = pipe(x).detach() if runs else pipe.module(x).detach()
+        if way == "deepcopy":
+            other = copy.deepcopy(pipe)
+        elif way == "pickle":
+            other = pickle.loads(pickle.dumps(pipe))
+        else:
+            torch.save(pipe, file := io.BytesIO())
+            file.seek(0)
+            other = torch.load(file, weights_only=False)
+        with torch.no_grad():
+            for parameter in pipe.parameters():
+                parameter.zero_()
+    with other:
+        assert other.module._modules is other._modules
+        assert repr(other) == repr(pipe)
+        torch.testing.assert_close(other(x).detach(), expected)
+        other(x).sum().backward()
+        assert all(parameter.grad is not None for parameter in other.parameters())
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+
+
+@everywhere
+def test_a_copy_of_a_running_process_pipe_shares_no_memory_with_it(on: Any) -> None:
+    with Sequential(dense(), on=on, chunks=2) as pipe:
+        pipe(torch.randn(8, 6))
+        twin = copy.deepcopy(pipe.module)
+        before = copy.deepcopy(dict(twin.state_dict()))
+        with torch.no_grad():
+            for parameter in pipe.parameters():
+                parameter.zero_()
+        torch.testing.assert_close(dict(twin.state_dict()), before)
+
+
+@everywhere
+def test_replaced_layers_take_part_and_more_of_them_raise(on: Any) -> None:
+    x = torch.randn(8, 6)
+    with Sequential(dense(), 2, on=on, chunks=2) as pipe:
+        pipe(x)
+        for gradients in (True, False):
+            with torch.set_grad_enabled(gradients):
+                pipe[2] = nn.Linear(16, 16)
+                torch.testing.assert_close(pipe(x), pipe.module(x))
+                setattr(pipe, "4", nn.Linear(16, 2))
+                torch.testing.assert_close(pipe(x), pipe.module(x))
+        pipe.module.append(nn.ReLU())
+        with pytest.raises(ValueError, match=r"the module has 6 layers, but had 5 when .*make another pipe"):
+            pipe(x)
+
+
+@everywhere
+def test_changed_attributes_and_hooks_of_layers_hold_for_the_next_call(on: Any) -> None:
+    module = nn.Sequential(nn.Linear(6, 6), nn.LeakyReLU(0.1), nn.Linear(6, 6))
+    x = torch.randn(8, 6)
+    with Sequential(module, 2, on=on, chunks=2) as pipe:
+        for gradients in (True, False):
+            with torch.set_grad_enabled(gradients):
+                pipe(x)
+                module[1].negative_slope += 0.5
+                torch.testing.assert_close(pipe(x), module(x))
+                handle = module[0].register_forward_hook(lambda m, i, output: output * 3)
+                torch.testing.assert_close(pipe(x), module(x))
+                handle.remove()
+                torch.testing.assert_close(pipe(x), module(x))
+
+
+class Counts(nn.Module):
+    """Keeps what it has seen in buffers: writes into one, replaces the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("samples", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.device.type != "meta":
+            self.samples += len(x)
+            self.mean = 0.5 * self.mean + 0.5 * x.mean(0).detach()
+        return x
+
+
+@everywhere
+@pytest.mark.parametrize("gradients", [True, False])
+def test_buffers_that_a_layer_changes_are_the_programs(on: Any, gradients: bool) -> None:
+    module = nn.Sequential(nn.Linear(6, 6), Counts())
+    plain = copy.deepcopy(module)
+    x = torch.randn(8, 6)
+    with Sequential(module, [1, 1], on=on, chunks=2) as pipe, torch.set_grad_enabled(gradients):
+        for _ in range(2):
+            pipe(x)
+            for piece in x.split(4):
+                plain(piece)
+        torch.testing.assert_close(dict(pipe.state_dict()), dict(plain.state_dict()))
+
+
+@everywhere
+def test_the_statistics_of_batch_norm_are_those_of_the_whole_batch(on: Any) -> None:
+    module = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 6), nn.BatchNorm1d(6))
+    plain = copy.deepcopy(module)
+    x = torch.randn(12, 6)
+    with Sequential(module, 3, on=on, chunks=4, recompute=True) as pipe:
+        for gradients in (True, False):
+            with torch.set_grad_enabled(gradients):
+                y = pipe(x)
+                plain[0](x)
+                if gradients:
+                    y.sum().backward()
+        torch.testing.assert_close(dict(pipe[0].state_dict()), dict(plain[0].state_dict()))
+        assert pipe[2].num_batches_tracked == 2
+
+
+def test_memory_goes_with_the_last_tensor_in_it() -> None:
+    from flowchan.pipelines.sequential import shared
+
+    gc.collect()
+    before = set(shared._blocks)
+    pipe = Sequential(dense(), on="process")
+    pipe(torch.randn(8, 6))
+    assert len(set(shared._blocks) - before) == 1
+    pipe.close()
+    weight = pipe[0].weight.detach()
+    del pipe
+    gc.collect()
+    assert weight.isfinite().all()
+    assert len(set(shared._blocks) - before) == 1
+    del weight
+    gc.collect()
+    assert set(shared._blocks) == before
+
+
+def test_what_shares_memory_with_a_parameter_goes_on_doing_so() -> None:
+    module = dense()
+    flat = torch.randn(16 * 6 + 16)
+    module[0].weight.data = flat[: 16 * 6].view(16, 6)
+    module[0].bias.data = flat[16 * 6 :]
+    with Sequential(module, on="process", chunks=2) as pipe:
+        x = torch.randn(8, 6)
+        pipe(x)
+        flat.zero_()
+        assert not module[0].weight.any()
+        torch.testing.assert_close(pipe(x), module(x))
+
+
+class Dies(nn.Module):
+    """Kills its process where a number is not finite."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.device.type != "meta" and not x.isfinite().all():
+            os.kill(os.getpid(), signal.SIGKILL)
+        return x
+
+
+def test_a_process_that_dies_in_a_call_with_a_graph_is_named_and_the_next_call_has_another() -> None:
+    x = torch.ones(8, 6)
+    with Sequential([nn.Linear(6, 6), Dies(), nn.Linear(6, 6)], [1, 1, 1], on="process", chunks=2) as pipe:
+        y = pipe(x).sum()
+        with pytest.raises(StageError) as raised:
+            pipe(x * float("nan"))
+        assert raised.value.stage == "part 1"
+        assert isinstance(raised.value.__cause__, WorkerDied)
+        with pytest.raises(StageError):  # what it held is gone
+            y.backward()
+        pipe(x).sum().backward()
+        assert pipe[0].weight.grad is not None
+
+
+# trainings
+
+
+def test_a_training_step_refuses_an_input_that_requires_a_gradient() -> None:
+    ((x, target),) = batches([8])
+    with in_parts(perceptron(), 2) as training:
+        with pytest.raises(ValueError, match=r"x requires a gradient.*take the loss of pipe\(x\)"):
+            training.step(nn.Linear(6, 6)(x), target)
+        assert float(training.step(x, target)) > 0  # and goes on
+
+
+@everywhere
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda output, target: cross_entropy(output, target, reduction="sum"),
+        lambda output, target: cross_entropy(output, target, weight=torch.tensor([9.0, 1.0, 0.1, 1.0])),
+        lambda output, target: (output @ output.t()).logsumexp(1).mean(),
+    ],
+)
+def test_a_loss_that_is_no_mean_is_refused_in_the_first_step(on: Any, loss: Any) -> None:
+    ((x, target),) = batches([11])
+    with (
+        in_parts(perceptron(), 3, on, loss=loss, optimizer=None) as training,
+        pytest.raises(RunError) as raised,
+    ):
+        training.step(x, target)
+    assert "the loss is no mean over the samples: it is " in str(raised.value)
+    assert "take the loss of pipe(x)" in str(raised.value)
+
+
+def test_a_loss_with_parameters_is_refused() -> None:
+    class Learned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, output: Tensor, target: Tensor) -> Tensor:
+            return cross_entropy(output * self.scale, target)
+
+    with pytest.raises(ValueError, match="the loss has parameters of its own, which would not learn"):
+        Sequential(perceptron()).trainer(loss=Learned())
+
+
+def test_on_processes_a_layer_that_changes_within_a_training_raises() -> None:
+    module = perceptron()
+    ((x, target),) = batches([8])
+    with in_parts(module, 2, "process") as training:
+        training.step(x, target)
+        module.double()
+        with pytest.raises(RuntimeError, match="a layer has changed since this training began"):
+            training.step(x.double(), target)
+
+
+@everywhere
+def test_a_graph_from_before_a_training_does_not_go_back_with_what_it_learned(on: Any) -> None:
+    module = perceptron()
+    ((x, target),) = batches([8])
+    with Sequential(module, 2, on=on, chunks=2) as pipe:
+        outputs = [pipe(x), module(x)]
+        with pipe.trainer(loss=cross_entropy, optimizer=lambda p: torch.optim.SGD(p, 0.1)) as training:
+            training.step(x, target)
+        for output in outputs:
+            with pytest.raises((RuntimeError, StageError), match="modified by an inplace operation"):
+                output.sum().backward()
+
+
+# what can't be done is said
+
+
+def test_a_trace_of_a_pipe_would_be_a_constant_and_raises() -> None:
+    with (
+        Sequential(dense()) as pipe,
+        pytest.raises(RuntimeError, match=r"trace the plain module, pipe\.module"),
+    ):
+        torch.jit.trace(pipe, torch.randn(2, 6))
+
+
+def test_hooks_of_the_plain_container_that_come_later_raise_too() -> None:
+    with Sequential(dense()) as pipe:
+        pipe.module.register_forward_hook(lambda *_: None)
+        for use in (lambda: pipe(torch.ones(2, 6)), lambda: pipe.stream([torch.ones(2, 6)])):
+            with pytest.raises(ValueError, match="module has forward hooks"):
+                use()
