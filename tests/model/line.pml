@@ -1,39 +1,54 @@
 /* Exactly once between hosts (C11): workers on other hosts read channel I and write channel O, both at home, over
    connections that break, on hosts that die, with workers that die. Model of what a link says of its lines.
 
-   A line is one remote worker's part of a link. Its items are 0, 1, 2, … in the order in which home leased them for it,
-   its outputs are counted by port. All that is said is absolute, so a new connection needs no log of the old one:
+   A line is one remote worker's part of a link. Its items are 0, 1, 2, … in the order in which home leased them, its
+   outputs are counted by port. All that is said is absolute, so a new connection needs no log of the old one:
 
      home to host   OUTPUT(got of each port)   ITEM(n)   END
      host to home   INPUT(got, done)           OUT(port, n)   END
 
-   Home keeps an item on lease until `done` covers it. What was sent is sent again over a new connection from what the
-   other end has got, which each end says first, after it has dropped the former connection. Home remembers for each
-   port how many outputs of the latest item are in O; so `done` follows the outputs of all items before it, and comes
-   before the outputs of the next: over all ports of the line. A host that home gives up is fenced: its connection is
-   dropped, its items are given back, the counts of those at work are kept for who takes them up, and its successor
-   begins with nothing. Whether it lives on makes no difference then.
+   Home keeps an item on lease until it knows that the worker has finished it, and all its outputs that came are in O;
+   until then what came waits in home's memory, also for room in O. It knows that by `done`, which follows the outputs
+   of all items before it, or by an output of a later item: over all ports of a line, those of earlier items are sent
+   first. Home remembers for each port how many outputs of the latest item are in O; so an output goes into O only when
+   the leases of all items before its own have ended. What was sent is sent again over a new connection from what the
+   other end has got, which each end says first, after it has dropped the former connection. A host that home gives up
+   is fenced: its connection is dropped, its items are given back, the counts of those at work are kept for who takes
+   them up, and its successor begins with nothing. Whether it lives on makes no difference then.
 
    What a host's own rings do when a worker of its dies is shown by lease.pml; only its result stands here: the
    successor takes the item in hand, and skips the outputs that are in the host's ring. Critical sections are one step.
    A connection delivers in order, and loses what is under way when it is dropped, which may be at any moment.
-   Left out: ordered outputs, items that are gathered, room in O (what waits for it stays in home's memory, and dies
-   with the line).
 
-   -D IMPLIED: an output of item n says by itself that `done` is n. That is as good, for a line of one port.
+   step of the model                     source
+   -----------------------------------   ------------------------------------------------------------------
+   take()                                link_ports.cpp: Source::take, Source::wants
+   settle()                              link_send.cpp: Link::settle; link_ports.cpp: Source::free_oldest
+   put_next()                            link_send.cpp: Link::move_staged; link_receive.cpp: Link::is_settled;
+                                         link_ports.cpp: Sink::begin, Sink::put; ring_turns.cpp: Ring::begin_item
+   hear_at_home()                        link_receive.cpp: Link::hear_input, Link::hear_item, Link::hear_end,
+                                         Link::key_is_right; link_ports.cpp: Source::hear_got
+   at_home: OUTPUT, ITEM, END            link_send.cpp: Link::serve_home, Link::say_end
+   at_home: another connection           link.cpp: Link::attach
+   give_up()                             link.cpp: Link::drop_line; recovery.py: take_up;
+                                         ring_sessions.cpp: Ring::retire_writer
+   hear_at_host()                        link_receive.cpp: Link::hear_item, Link::hear_output, Link::hear_end
+   say_input(), say_output()             link_send.cpp: Link::say_progress, Link::say_outputs;
+                                         link_ports.cpp: Source::first_key
+   dial_again()                          link.cpp: Link::attach; link_ports.hpp: Source::connect
+
+   Left out: ordered outputs, items that are gathered, large items, how much may be under way (an output may wait at
+   home as long as it likes).
 
    Planted faults: PLANT_custody_on_got (a lease at home ends when the host has the item), PLANT_say_first (home says
    what it got, and reads on from the former connection), PLANT_no_fence (what was said before a host was given up is
-   heard as its successor's), PLANT_done_early (`done` before the outputs), PLANT_done_late (outputs of the next item
-   before `done`), PLANT_by_port (IMPLIED with several ports), PLANT_forget (the counts are forgotten when a host
-   dies), PLANT_no_inherit (who takes an item up does not make the kept count its own), PLANT_no_resend (what was sent
-   before counts as sent), PLANT_state_lost, PLANT_end_lost (over a new connection the state, or the end, is not said
-   again). */
+   heard as its successor's), PLANT_done_early (`done` before the outputs), PLANT_put_ahead (outputs of the next item go
+   into O while the lease of one before stands), PLANT_by_port (each port's outputs are sent as they come),
+   PLANT_end_ahead (a lease ends while outputs wait for room), PLANT_forget (the counts are forgotten when a host dies),
+   PLANT_no_inherit (who takes an item up does not make the kept count its own), PLANT_no_resend (what was sent before
+   counts as sent), PLANT_state_lost, PLANT_end_lost (over a new connection the state, or the end, is not said again).
+*/
 
-#ifdef PLANT_by_port
-#define IMPLIED
-#define PORTS 2
-#endif
 #ifndef ITEMS
 #define ITEMS 2
 #endif
@@ -80,8 +95,8 @@ typedef Home {                       /* home's end of a line */
   bit connection;
   bool said, known, end_said, ended;
   byte leased[ITEMS];                /* n -> item */
-  byte taken, sent, done;            /* counts of items */
-  byte got[PORTS];                   /* counts of outputs */
+  byte taken, sent, done, heard;     /* counts of items: leased, sent, no more leased; what the host said is done */
+  byte got[PORTS], used[PORTS];      /* counts of outputs: that came; that are in O, or were */
   byte latest[PORTS];                /* item + 1 whose outputs O's writer session counts */
   byte count[PORTS], skip_[PORTS]    /* how many of them are in O, and how many of them were when it began */
 };
@@ -101,12 +116,23 @@ hidden byte i, n, p, q;
 #define in_use(end) (2 * l + end[l].connection)
 #define other(end) (2 * l + 1 - end[l].connection)
 #define have(counts, n) (counts[0] >= (n) * OUTPUTS && counts[PORTS - 1] >= (n) * OUTPUTS)
-#if defined(IMPLIED)
-#define may_say_output(n) true
-#elif defined(PLANT_done_late)
-#define may_say_output(n) have(host[l].sent, n)
+#ifdef PLANT_by_port
+#define in_turn(p) true
 #else
-#define may_say_output(n) (host[l].done_said >= (n))
+#define in_turn(p) have(host[l].sent, host[l].sent[p] / OUTPUTS)
+#endif
+#define may_say_output(p) (host[l].said && host[l].known && host[l].sent[p] < host[l].put[p] && in_turn(p))
+#define waits(p) (home[l].used[p] < home[l].got[p])
+#define key(p) (home[l].used[p] / OUTPUTS)           /* of the first output that waits */
+#ifdef PLANT_put_ahead
+#define may_put(p) waits(p)
+#else
+#define may_put(p) (waits(p) && key(p) <= home[l].done)
+#endif
+#ifdef PLANT_end_ahead
+#define all_put(p) true
+#else
+#define all_put(p) (!waits(p) || key(p) > home[l].done)
 #endif
 
 inline drop(wire) {
@@ -127,24 +153,18 @@ inline take() {                      /* the front of I goes on lease */
   item[i] = LEASED; home[l].leased[home[l].taken] = i; home[l].taken++; waiting--
 }
 
-inline finish_upto(upto) {
+inline settle() {
   do
-  :: home[l].done < upto ->
+  :: home[l].done < home[l].heard && all_put(0) && all_put(PORTS - 1) ->
      assert(home[l].done < home[l].taken);
      item[home[l].leased[home[l].done]] = FINISHED; finished++; home[l].done++
   :: else -> break
   od
 }
 
-inline hear_output(port, key) {
-  assert(key >= home[l].done && key < home[l].taken);
-#ifdef IMPLIED
-  finish_upto(key);
-#endif
-  i = home[l].leased[key];
-  n = home[l].got[port] - OUTPUTS * key;             /* which of the item's outputs it is */
-  assert(n < OUTPUTS);
-  home[l].got[port]++;
+inline put_next(port) {                   /* what waits goes into O, as an output of its item */
+  i = home[l].leased[key(port)];
+  n = home[l].used[port] - OUTPUTS * key(port);      /* which of the item's outputs it is */
   if
   :: n == 0 ->                                       /* the session now counts this item's */
      home[l].skip_[port] = kept[i * PORTS + port];
@@ -165,7 +185,9 @@ inline hear_output(port, key) {
      assert(n == 0 || output[(i * OUTPUTS + n - 1) * PORTS + port] == 1);
      home[l].latest[port] = i + 1; home[l].count[port] = n + 1
   :: else                                            /* it is out already */
-  fi
+  fi;
+  home[l].used[port]++;
+  settle()
 }
 
 inline hear_at_home(wire) {
@@ -178,9 +200,15 @@ inline hear_at_home(wire) {
 #ifdef PLANT_custody_on_got
      n = i;
 #endif
-     finish_upto(n)
-  :: wire?OUT(p, q) -> hear_output(p, q)
-  :: wire?END(_, _) -> assert(home[l].done == home[l].taken);
+     home[l].heard = (n > home[l].heard -> n : home[l].heard);
+     settle()
+  :: wire?OUT(p, q) ->
+     assert(q == home[l].got[p] / OUTPUTS && q >= home[l].done && q < home[l].taken);
+     home[l].got[p]++;
+     home[l].heard = (q > home[l].heard -> q : home[l].heard);
+     settle()
+  :: wire?END(_, _) ->
+     assert(home[l].done == home[l].taken);
      ended = (home[l].ended -> ended : ended + 1); home[l].ended = true
   fi
 }
@@ -196,7 +224,7 @@ inline give_up() {
      :: else
      fi;
 #endif
-     home[l].got[p] = 0; home[l].latest[p] = 0; home[l].count[p] = 0; home[l].skip_[p] = 0;
+     home[l].got[p] = 0; home[l].used[p] = 0; home[l].latest[p] = 0; home[l].count[p] = 0; home[l].skip_[p] = 0;
      host[l].put[p] = 0; host[l].sent[p] = 0; p++
   :: else -> break
   od;
@@ -215,7 +243,7 @@ inline give_up() {
 #endif
   drop(to_host[2 * l]); drop(to_host[2 * l + 1]);
   home[l].said = false; home[l].known = false; home[l].end_said = false;
-  home[l].taken = 0; home[l].sent = 0; home[l].done = 0;
+  home[l].taken = 0; home[l].sent = 0; home[l].done = 0; home[l].heard = 0;
   host[l].said = false; host[l].known = false; host[l].end_said = false; host[l].end_got = false;
   host[l].got = 0; host[l].done = 0; host[l].position = 0; host[l].done_said = 0
 }
@@ -230,6 +258,10 @@ proctype at_home(byte l) {
   :: atomic { home[l].known && finished == ITEMS && !home[l].end_said && nfull(to_host[in_use(home)]) ->
        home[l].end_said = true; to_host[in_use(home)]!END(0, 0) }
   :: atomic { nempty(to_home[in_use(home)]) -> hear_at_home(to_home[in_use(home)]) }
+  :: atomic { may_put(0) -> put_next(0) }
+#if PORTS == 2
+  :: atomic { may_put(1) -> put_next(1) }
+#endif
 #ifdef PLANT_say_first
   :: atomic { nempty(to_home[other(home)]) -> hear_at_home(to_home[other(home)]) }
 #endif
@@ -310,11 +342,9 @@ proctype at_host(byte l) {
        host[l].position = 0; host[l].done++ }
   :: atomic { host[l].position > 0 && losses < WORKERS -> losses++; host[l].position = 0 }
   :: atomic { (!host[l].said || may_say_done()) && nfull(to_home[in_use(host)]) -> say_input() }
-  :: atomic { host[l].said && host[l].known && host[l].sent[0] < host[l].put[0] &&
-              may_say_output(host[l].sent[0] / OUTPUTS) && nfull(to_home[in_use(host)]) -> say_output(0) }
+  :: atomic { may_say_output(0) && nfull(to_home[in_use(host)]) -> say_output(0) }
 #if PORTS == 2
-  :: atomic { host[l].said && host[l].known && host[l].sent[1] < host[l].put[1] &&
-              may_say_output(host[l].sent[1] / OUTPUTS) && nfull(to_home[in_use(host)]) -> say_output(1) }
+  :: atomic { may_say_output(1) && nfull(to_home[in_use(host)]) -> say_output(1) }
 #endif
   :: atomic { host[l].end_got && host[l].known && !host[l].end_said && host[l].done_said == host[l].got &&
               nfull(to_home[in_use(host)]) -> host[l].end_said = true; to_home[in_use(host)]!END(0, 0) }

@@ -34,7 +34,6 @@ WHOLE = [
     ("lease", "ITEMS=1 OUTPUTS=2 DEATHS=2 WORKERS=1"),
     ("gate", "ITEMS=1 SPURIOUS=0 GATHER"),
     ("line", "ITEMS=2 PORTS=2 OUTPUTS=1"),
-    ("line", "ITEMS=2 IMPLIED"),
 ]
 # The same with more of one thing each: large enough for every planted fault below.
 LONGEST = [
@@ -45,9 +44,9 @@ LONGEST = [
     ("gate", "ITEMS=1"),
     ("gate", f"ITEMS=2 CAP=2 {CALM} LAZY=2"),
     ("gate", f"ITEMS=1 {CALM} DEATHS=1"),
-    ("line", "ITEMS=3 BREAKS=2 HOSTS=2 PORTS=2"),
+    ("line", "ITEMS=3 BREAKS=2 HOSTS=2 WORKERS=2"),
+    ("line", "ITEMS=3 BREAKS=1 HOSTS=2 PORTS=2"),
     ("line", "ITEMS=3 BREAKS=2 HOSTS=2 WINDOW=1"),
-    ("line", "ITEMS=3 BREAKS=2 HOSTS=2 IMPLIED"),
     ("line", "ITEMS=2 LINES=2 OUTPUTS=1"),
 ]
 
@@ -88,8 +87,9 @@ FAULTS = [
     ("line", "ITEMS=2", "PLANT_say_first"),
     ("line", "ITEMS=2", "PLANT_no_fence"),
     ("line", "ITEMS=2", "PLANT_done_early"),
-    ("line", "ITEMS=2", "PLANT_done_late"),
-    ("line", "ITEMS=2", "PLANT_by_port"),
+    ("line", "ITEMS=2 PORTS=2", "PLANT_put_ahead"),
+    ("line", "ITEMS=2 PORTS=2", "PLANT_by_port"),
+    ("line", "ITEMS=2", "PLANT_end_ahead"),
     ("line", "ITEMS=2", "PLANT_forget"),
     ("line", "ITEMS=2 HOSTS=2", "PLANT_no_inherit"),
     ("line", "ITEMS=2", "PLANT_no_resend"),
@@ -158,7 +158,7 @@ def test_every_planted_fault_is_tried() -> None:
     assert tried == there
 
 
-@pytest.mark.parametrize("model", ["ring", "lease", "gate"])
+@pytest.mark.parametrize("model", ["ring", "lease", "gate", "line"])
 def test_what_a_model_says_it_stands_for_is_in_the_source(model: str) -> None:
     """Each "file: name, name" of the table at the top names things in that file; each step is in the
     model."""
