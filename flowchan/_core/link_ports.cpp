@@ -8,7 +8,7 @@ namespace flowchan {
 
 void Window::hear(bool starved, bool gathers, uint64_t ahead, uint64_t done, int64_t round_trip) {
     const int64_t now = now_ns();
-    const int64_t passed = now - at_, worth = 16 * round_trip + 4'000'000;
+    const int64_t passed = now - at_, worth = slow(round_trip);
     const uint64_t finished = done - done_;
     if (starved) {
         const bool quick = finished && passed / int64_t(finished) < worth;
@@ -60,6 +60,7 @@ bool Source::take(uint64_t most) {
                 return true;
             }
             if (taken.viewed) ring->unview(taken.slot, holding.wakes);
+            if (entries.empty()) progress_at = now_ns();
             entries.push_back({taken.slot, taken.at, taken.size, taken.number, taken.made_for,
                                uint8_t(taken.kind), uint8_t(std::min(taken.deaths, Head::MOST_DEATHS))});
             bytes += taken.size;
@@ -97,6 +98,28 @@ void Source::leave() {
     ring->end_session(reader.session, false, holding.wakes);
     entries.clear();
     sent = base;
+}
+
+// Others wait while this worker has been at one item for long.
+bool Source::should_recall(int64_t round_trip) const {
+    if (!may_recall() || now_ns() - progress_at < Window::slow(round_trip)) return false;
+    const Header& h = ring->header();
+    const auto seen = [](const auto& word) {
+        return std::atomic_ref(const_cast<std::remove_cvref_t<decltype(word)>&>(word))
+            .load(std::memory_order_relaxed);
+    };
+    return seen(h.head) == 0 && seen(h.reader_gate.waiting) > uint32_t(gate.entered());
+}
+
+void Source::hear_recalled(uint64_t got) {
+    if (!std::exchange(recalling, false)) return;
+    const uint64_t kept = std::clamp(got, base, base + entries.size()) - base, n = entries.size() - kept;
+    for (uint64_t i = kept; i < entries.size(); ++i) bytes -= entries[i].size;
+    entries.resize(kept);
+    sent = base + kept;
+    window.shrink();
+    Holding holding(*ring);
+    ring->give_back_newest(reader.session, n, holding.wakes);
 }
 
 void Source::hear_got(uint64_t got) {
@@ -195,6 +218,16 @@ Step Sink::done_with(uint64_t number, Wakes& wakes) {
     }
     writer.count = 0;
     return Step::Done;
+}
+
+void Sink::recall() {
+    got -= staged.size();
+    forget_staged();
+    if (!over) {
+        Holding holding(*ring);
+        got -= ring->take_back(holding.wakes);
+    }
+    recalled = dirty = true;
 }
 
 void Sink::end(Ending ending, const std::string& why) {

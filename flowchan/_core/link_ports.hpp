@@ -69,6 +69,9 @@ class Window {
     static constexpr uint64_t MOST = 1024;
     uint64_t size() const { return uint64_t(size_); }
     void hear(bool starved, bool gathers, uint64_t ahead, uint64_t done, int64_t round_trip);
+    void shrink() { size_ = 1; }
+    // From how long on a worker is slow with an item: then waiting for the next one costs it little.
+    static int64_t slow(int64_t round_trip) { return 16 * round_trip + 4'000'000; }
 
   private:
     double size_ = 1;
@@ -97,15 +100,15 @@ class Source {
     void leave();  // nobody wants more: what is left goes back
     // Over a new connection; until the other side has said what it has got, nothing counts as sent.
     void connect() {
-        known = told = false;
+        known = told = recall_said = false;
         sent = base;
     }
     void hear_got(uint64_t got);  // over a new connection, it is sent again from there
-    bool has_unsent() const { return known && sent < base + entries.size(); }
+    bool has_unsent() const { return known && !recalling && sent < base + entries.size(); }
     Entry& unsent() { return entries[sent - base]; }
     uint64_t first_key();  // of what is not yet sent: no item before it can be done; Slot::KEYLESS: none
     bool wants(uint64_t most) const {
-        return ending == Ending::Open && !left && !refused && entries.size() < most &&
+        return ending == Ending::Open && !left && !refused && !recalling && entries.size() < most &&
                (bytes < MOST_BYTES || entries.empty());
     }
     bool has_more() const {  // a hint, without the lock
@@ -129,6 +132,12 @@ class Source {
     // Home: what the worker has begun, and whether it waits for more; whether it takes no more.
     uint64_t in_hand = 0;
     bool starved = false, leaving = false;
+    // Home: items that the worker has not begun while others wait for some are recalled (C8).
+    bool recalling = false, recall_said = false;
+    int64_t progress_at = 0;  // when the worker last finished one, or got one to begin with
+    bool may_recall() const { return in_hand > 0 && entries.size() > in_hand && !recalling && !left; }
+    bool should_recall(int64_t round_trip) const;
+    void hear_recalled(uint64_t got);
 };
 
 struct Received {
@@ -167,7 +176,9 @@ class Sink {
     void unstage();
     void forget_staged();
     uint64_t got = 0, used = 0, settled = 0;
-    bool over = false;             // its session has ended, or its channel
+    bool over = false;      // its session has ended, or its channel
+    bool recalled = false;  // away: to be said
+    void recall();
     bool dirty = true;             // the other side does not know this yet
     Ending coming = Ending::Open;  // what comes when all is put
     std::string coming_cause;

@@ -93,7 +93,7 @@ bool Link::hear(const Head& head, const char* payload) {
     }
     if (head.say == Say::OPEN ? !home_ : head.say == Say::OUT || head.say == Say::INPUT ? !home_ : false)
         return false;
-    if (home_ && (head.say == Say::ITEM || head.say == Say::OUTPUT)) return false;
+    if (home_ && (head.say == Say::ITEM || head.say == Say::OUTPUT || head.say == Say::RECALL)) return false;
     LinkLine* line = find(head.line);
     if (!line) return true;  // it was given up here, or is not open yet
     if (head.say == Say::OPEN) {
@@ -105,6 +105,7 @@ bool Link::hear(const Head& head, const char* payload) {
     if (head.say == Say::INPUT) return hear_input(*line, head, payload);
     if (head.say == Say::OUTPUT) return hear_output(*line, head, payload);
     Sink& sink = line->sinks[head.port];
+    if (head.say == Say::RECALL) return sink.recall(), true;
     if (head.say == Say::END) return hear_end(*line, sink, head, payload);
     return hear_item(*line, sink, {head.n, head.kind(), head.deaths(), head.size, payload});
 }
@@ -251,6 +252,8 @@ bool Link::hear_input(LinkLine& line, const Head& head, const char* payload) {
     source.hear_got(head.a);
     if (source.left) return true;
     if (head.b > source.sent) return false;
+    if (head.b > source.done) source.progress_at = now_ns();
+    if (head.flags & RECALLED) source.hear_recalled(head.a);
     source.done = std::max(source.done, head.b);  // over a new connection it may know less at first
     source.in_hand = head.n;
     source.starved = head.flags & STARVED && head.a == source.base + source.entries.size();

@@ -11,6 +11,7 @@ namespace flowchan {
 namespace {
 
 constexpr int64_t PING_NS = 500'000'000;
+constexpr int64_t RECALL_NS = 10'000'000;  // so often, whether others wait for what a worker has not begun
 constexpr size_t MOST_WORDS = 128;         // that the kernel takes at a time
 constexpr int64_t CROWDED_NS = 2'000'000;  // with more than that, the rest is looked at so often
 
@@ -92,6 +93,9 @@ bool Link::serve_home(LinkLine& line) {
             source.ending = Ending::Broke;
             source.told = true;
         }
+        if (source.should_recall(round_trip())) source.recalling = true;
+        if (source.recalling && !std::exchange(source.recall_said, true))
+            say({.line = line.number, .port = port, .say = Say::RECALL});
         for (; source.has_unsent() && !is_full(); moved = true) say_item(line, source, port);
         moved = say_end(line, source, port) || moved;
     }
@@ -156,7 +160,7 @@ void Link::say_progress(LinkLine& line) {
         sink.told = now;
         sink.dirty = false;
         Head head{.n = now.in_hand, .line = line.number, .port = port, .say = Say::INPUT};
-        head.flags = now.flags;
+        head.flags = uint8_t(now.flags | (std::exchange(sink.recalled, false) ? RECALLED : 0));
         head.a = sink.got;
         head.b = now.done;
         std::string cause;
@@ -327,17 +331,21 @@ void Link::sleep(uint32_t heard) {
     std::vector<WaitedWord> words{
         {heard, reinterpret_cast<uint64_t>(&bell_), FUTEX_WORD_32 | FUTEX_PRIVATE_FLAG, 0}};
     std::vector<std::shared_ptr<Ring>> rings;  // mapped until the sleep is over
+    int64_t most = SLICE_NS;
     {
         std::lock_guard lock(mutex_);
         if (closed_) return;
-        for (auto& [number, line] : lines_)
+        for (auto& [number, line] : lines_) {
             if (!collect(*line, words, rings)) return;
+            if (home_ && std::ranges::any_of(line->sources, &Source::may_recall)) most = RECALL_NS;
+        }
     }
-    const bool crowded = words.size() > MOST_WORDS;
-    if (crowded) words.resize(MOST_WORDS);
+    if (words.size() > MOST_WORDS) {
+        words.resize(MOST_WORDS);
+        most = CROWDED_NS;
+    }
     asleep_.store(true, std::memory_order_seq_cst);
-    if (bell_.load(std::memory_order_seq_cst) == heard)
-        sleep_on_any(words, now_ns() + (crowded ? CROWDED_NS : SLICE_NS));
+    if (bell_.load(std::memory_order_seq_cst) == heard) sleep_on_any(words, now_ns() + most);
     asleep_.store(false, std::memory_order_relaxed);
 }
 

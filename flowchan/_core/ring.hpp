@@ -120,6 +120,8 @@ class Ring {
     void drop_parcels();                             // those in front whose items exist no more
     void acknowledge(ReaderState& reader, Wakes& wakes);  // all items in hand are finished
     void acknowledge_oldest(uint32_t session, uint64_t n, Wakes& wakes);
+    void give_back_newest(uint32_t session, uint64_t n, Wakes& wakes);  // of what a reader has on lease
+    uint64_t take_back(Wakes& wakes);  // what was put and has never been taken; how many it were
     Step item_done(WriterState& writer, Wakes& wakes);             // no more outputs for writer.number
     void begin_item(WriterState& writer, uint64_t number);         // first output for it is about to come
     uint32_t await_turn(Session& s, uint64_t number, bool again);  // gives what its word is now
@@ -236,7 +238,7 @@ class Ring {
     void link_front(Slot* slot, Change& change);
     void advance(Wakes& wakes);
     void free_leased(Session& s, uint64_t most, Wakes& wakes);
-    void give_back(Session& s, Wakes& wakes);
+    void give_back(Session& s, uint64_t n, Wakes& wakes);
     void give_back_again(Session& s, Wakes& wakes);
     Step take_again(Taken& taken, ReaderState& reader);
     bool reserve_low(uint64_t upto);

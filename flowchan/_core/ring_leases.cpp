@@ -36,30 +36,61 @@ void Ring::acknowledge_oldest(uint32_t index, uint64_t n, Wakes& wakes) {
     if (n) free_leased(session(index), n, wakes);
 }
 
-// To the front, in their old order, with their old numbers.
-void Ring::give_back(Session& s, Wakes& wakes) {
+// The newest `n` to the front, in their old order, with their old numbers.
+void Ring::give_back(Session& s, uint64_t n, Wakes& wakes) {
     if (h_->damaged || !slot_exists(s.lease_tail)) return void(found_damage());
-    uint64_t bytes = 0, last = 0, left = s.leased;
+    uint64_t bytes = 0, last = 0, left = s.leased, kept = 0, first = 0;
     for (uint64_t p = s.lease_head; p; last = p, p = at<Slot>(p)->next, left -= 1) {
         Slot* slot = at<Slot>(p);
         if (!slot_exists(p) || left == 0 || !is_leased(slot)) return void(found_damage());
+        if (left > n) {
+            kept = p;
+            continue;
+        }
+        if (!first) first = p;
         bytes += slot->size;
         slot->state = slot->with_place(SlotState::Inside);
         fault_point();
     }
     if (left || last != s.lease_tail) return void(found_damage());
-    uint32_t n = uint32_t(s.leased);
     Change change(record(Side::Writer), windows_);
     change.set(at<Slot>(s.lease_tail)->next, h_->head);
     if (!h_->head) change.set(h_->tail, s.lease_tail);
-    change.set(h_->head, s.lease_head);
+    change.set(h_->head, first);
     change.set(h_->takes, h_->takes - n);
     change.set(h_->bytes_out, h_->bytes_out - bytes);
     change.set(h_->leased, h_->leased - n);
-    change.set(s.lease_head, 0);
-    change.set(s.leased, 0);
+    change.set(kept ? at<Slot>(kept)->next : s.lease_head, 0);
+    change.set(s.lease_tail, kept);
+    change.set(s.leased, s.leased - n);
     change.commit();
-    wakes.readers += h_->reader_gate.call(n);
+    wakes.readers += h_->reader_gate.call(uint32_t(n));
+}
+
+void Ring::give_back_newest(uint32_t index, uint64_t n, Wakes& wakes) {
+    if (n && n <= session(index).leased) give_back(session(index), n, wakes);
+}
+
+// What was put and has never been taken leaves again, as if it had not been put. Whose it is may put it
+// elsewhere.
+uint64_t Ring::take_back(Wakes& wakes) {
+    uint64_t before = 0, p = h_->head, n = 0;
+    for (uint64_t left = inside(); p && left && at<Slot>(p)->numbered(); before = p, p = at<Slot>(p)->next)
+        if (!slot_exists(p) || --left > inside()) return found_damage(), 0;
+    for (; p && !h_->damaged; ++n) {
+        Slot* slot = at<Slot>(p);
+        if (!slot_exists(p) || slot->place() != SlotState::Inside || inside() == 0) return found_damage(), n;
+        p = slot->next;
+        Change change(record(Side::Writer), windows_);
+        change.set(before ? at<Slot>(before)->next : h_->head, p);
+        if (!p) change.set(h_->tail, before);
+        change.set(h_->puts, h_->puts - 1);
+        change.set(h_->bytes_in, h_->bytes_in - slot->size);
+        free_slot(slot, change);
+        change.commit();
+    }
+    memory_freed(wakes);
+    return n;
 }
 
 // What a dead reader had in hand, and has not been worked on since: to its successor alone where it may have
@@ -130,7 +161,7 @@ void Ring::give_back_again(Session& s, Wakes& wakes) {
     change.set(s.again_head, 0);
     change.set(s.again, 0);
     change.commit();
-    give_back(s, wakes);
+    give_back(s, s.leased, wakes);
 }
 
 }  // namespace flowchan

@@ -144,7 +144,7 @@ bool Ring::still_looks(uint32_t index) const {
 void Ring::end_session(uint32_t index, bool finished, Wakes& wakes, bool died) {
     Session& s = session(index);
     if (s.role == Session::NONE) return;
-    if (s.lease_head) finished ? free_leased(s, UINT64_MAX, wakes) : give_back(s, wakes);
+    if (s.lease_head) finished ? free_leased(s, UINT64_MAX, wakes) : give_back(s, s.leased, wakes);
     if (s.again_head) give_back_again(s, wakes);
     const bool looks = still_looks(index);
     drop_copies(index, !looks, wakes);

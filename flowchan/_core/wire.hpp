@@ -23,6 +23,7 @@ enum class Say : uint8_t {
     END = 6,     // from whom items come to whom they go: none will come; BROKEN with the cause
     PING = 7,    // n = the sender's clock
     PONG = 8,    // n as it came
+    RECALL = 9,  // home -> away, of an input port: what the worker has not taken is wanted back
 };
 
 enum Flag : uint8_t {
@@ -32,6 +33,7 @@ enum Flag : uint8_t {
     NO_MORE = 8,     // INPUT, OUTPUT: nobody takes items there any more
     BREAK = 16,      // INPUT, OUTPUT, END: the channel broke; the payload is its cause
     IS_OUTPUT = 32,  // END: of an output port
+    RECALLED = 64,   // INPUT: as RECALL asked, `got` counts only what the worker has taken
 };
 
 struct Head {
@@ -71,6 +73,7 @@ inline bool is_right(const Head& head) {
         case Say::OPEN:
         case Say::PING:
         case Say::PONG:
+        case Say::RECALL:
             return head.size == 0;
     }
     return false;

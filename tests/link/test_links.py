@@ -128,6 +128,32 @@ def test_slow_items_are_not_taken_ahead_of_other_workers(linked: Linked) -> None
         thread.join()
 
 
+@pytest.mark.parametrize("breaks", [False, True], ids=["", "breaks"])
+def test_what_a_worker_has_not_begun_is_called_back_when_others_wait(linked: Linked, breaks: bool) -> None:
+    """C8: cheap items make a worker take many ahead. When one of them is slow, who waits for an item gets
+    them."""
+    source, results = channel(4_000), channel(4_000)
+    go = threading.Event()
+
+    def wait_at_last(item: int) -> list[tuple[int, Any]]:
+        if item == 3_000:
+            go.wait(PATIENCE)
+        return [(0, item)]
+
+    thread = FarWorker(linked, 1, source, results, one_output=True).start(wait_at_last)
+    reader = source.reader()
+    with source.writer() as writer:
+        writer.put_many(range(3_500))
+        wait_until(lambda: results.stats().items_in == 3_000, what=linked.home.state)
+        if breaks:
+            linked.connect()
+        assert [reader.get(timeout=PATIENCE) for _ in range(499)] == list(range(3_001, 3_500))
+        go.set()
+    reader.close()
+    assert list(results) == list(range(3_001))
+    thread.join()
+
+
 def test_a_channel_that_breaks_breaks_with_its_cause_on_the_far_side(linked: Linked) -> None:
     source, results = channel(), channel()
     far = FarWorker(linked, 1, source, results)
