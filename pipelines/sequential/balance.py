@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from flowchan.pipelines.sequential.parts import Part, run_part
+from flowchan.pipelines.sequential.skip import Skips
 from flowchan.pipelines.sequential.values import mapped, tensors
 
 ROUNDS, SECONDS = 2, 0.3
@@ -50,16 +51,21 @@ def best_split(costs: Sequence[float], parts: int) -> list[int]:
 
 
 def costs(
-    module: nn.Sequential, micro: Any, balance: str, threads: int, backward: bool | None = None
+    module: nn.Sequential,
+    micro: Any,
+    balance: str,
+    threads: int,
+    backward: bool | None = None,
+    param_scale: float = 1.0,
 ) -> list[float]:
     """What each layer costs with a micro-batch: seconds with ``threads`` compute threads, of the ``backward``
-    pass too, by default where the module is in training mode; or bytes of its parameters, its buffers and
-    what it keeps, which is what autograd saves for the backward pass for a module in training mode, else what
-    it puts out. The module is not changed."""
+    pass too, by default where the module is in training mode; or bytes of its parameters, ``param_scale``
+    times, its buffers and what it keeps, which is what autograd saves for the backward pass for a module in
+    training mode, else what it puts out. The module is not changed."""
     with torch.random.fork_rng(devices=[]), _compute_threads(threads):
         layers = list(_alone(module, micro))
         if balance == "memory":
-            return _bytes(layers, module.training)
+            return _bytes(layers, module.training, param_scale)
         return _seconds(layers, module.training if backward is None else backward)
 
 
@@ -71,13 +77,13 @@ def seconds(module: nn.Sequential, value: Any) -> float:
         return _seconds([(part, value, {})], training=False)[0]
 
 
-_Layer = tuple[Part, Any, dict[str, Tensor]]
+_Layer = tuple[Part, Any, Skips]
 """A copy of a layer as a part of its own, and what goes into it."""
 
 
 def _alone(module: nn.Sequential, value: Any) -> Iterator[_Layer]:
     """Each layer by itself."""
-    skips: dict[str, Tensor] = {}
+    skips: Skips = {}
     for number, (name, layer) in enumerate(module._modules.items()):
         alone = nn.Sequential()
         alone.add_module(name, copy.deepcopy(layer))
@@ -100,7 +106,7 @@ def _seconds(layers: list[_Layer], training: bool) -> list[float]:
     return found
 
 
-def _once(part: Part, value: Any, skips: dict[str, Tensor], training: bool) -> float:
+def _once(part: Part, value: Any, skips: Skips, training: bool) -> float:
     with torch.set_grad_enabled(training):
         value, skips = _fresh(value, training), _fresh(skips, training)
         begin, computed, waits = time.perf_counter(), time.thread_time(), _waits()
@@ -126,7 +132,7 @@ def _fresh(value: Any, training: bool) -> Any:
     )
 
 
-def _bytes(layers: list[_Layer], training: bool) -> list[float]:
+def _bytes(layers: list[_Layer], training: bool, param_scale: float) -> list[float]:
     """Of each layer: its parameters and buffers, and what stays until the backward pass, or what it puts out
     where there is none. What several layers keep counts for the first of them; the input counts where a layer
     saves it."""
@@ -141,10 +147,16 @@ def _bytes(layers: list[_Layer], training: bool) -> list[float]:
             value, skips, made = _kept(part, value, skips, training)
         kept.append((value, made))
         sizes = {_address(tensor): tensor.untyped_storage().nbytes() for tensor in made}
-        state = sum(tensor.numel() * tensor.element_size() for tensor in _state(part))
+        state = param_scale * sum(map(_nbytes, part.module.parameters())) + sum(
+            map(_nbytes, part.module.buffers())
+        )
         found.append(float(state + sum(size for address, size in sizes.items() if address not in known)))
         known |= set(sizes)
     return found
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _address(tensor: Tensor) -> int:
@@ -155,9 +167,7 @@ def _state(part: Part) -> list[Tensor]:
     return [*part.module.parameters(), *part.module.buffers()]
 
 
-def _kept(
-    part: Part, value: Any, skips: dict[str, Tensor], training: bool
-) -> tuple[Any, dict[str, Tensor], list[Tensor]]:
+def _kept(part: Part, value: Any, skips: Skips, training: bool) -> tuple[Any, Skips, list[Tensor]]:
     """What a layer gives, and the tensors that it saves for its backward pass, or all that its modules put
     out."""
     made: list[Tensor] = []

@@ -160,7 +160,9 @@ def check_switches(**switches: Any) -> None:
             raise TypeError(f"Sequential: {name} must be True or False, not {shown(value)}")
 
 
-def check_choices(on: Any, chunks: Any, balance: Any, sample: Any, counts: int | list[int]) -> None:
+def check_choices(
+    on: Any, chunks: Any, balance: Any, sample: Any, param_scale: Any, counts: int | list[int]
+) -> None:
     """The arguments that are words and numbers."""
     if not isinstance(on, str) or on not in PLACEMENTS:
         raise ValueError(f'Sequential: on must be "thread" or "process", not {shown(on)}')
@@ -180,6 +182,10 @@ def check_choices(on: Any, chunks: Any, balance: Any, sample: Any, counts: int |
         )
     if balance is not None and sample is None:
         raise ValueError(f"Sequential: balance={balance!r} measures the layers; give sample=, a usual batch")
+    if isinstance(param_scale, bool) or not isinstance(param_scale, (int, float)) or not param_scale >= 0:
+        raise ValueError(f"Sequential: param_scale must be a number of at least 0, not {shown(param_scale)}")
+    if param_scale != 1 and balance != "memory":
+        raise ValueError('Sequential: param_scale is for balance="memory"')
     if balance is None and sample is not None:
         raise ValueError(
             'Sequential: sample is for measuring the layers; say balance="time" or "memory" with it'
@@ -325,7 +331,7 @@ def _without_numbers(samples: int, tensor: Tensor) -> Tensor:
 
 def _check_run(module: nn.Sequential, value: Any, samples: int) -> bool:
     """Whether all layers could be run."""
-    skips: dict[str, Tensor] = {}
+    skips: dict[str, Tensor | None] = {}
     culprit: str | None = None
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         for number, (name, layer) in enumerate(module._modules.items()):

@@ -28,6 +28,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from flowchan.pipelines.sequential.batchnorm import DeferredBatchNorm
 from flowchan.pipelines.sequential.parts import Part, run_part
+from flowchan.pipelines.sequential.skip import Skips
 from flowchan.pipelines.sequential.values import mapped, tensors
 
 GENERATOR = threading.Lock()
@@ -48,7 +49,7 @@ class Passed(NamedTuple):
     each tensor of both, in the order of :func:`listed`, whether its gradient shall come back."""
 
     value: Any
-    skips: dict[str, Tensor]
+    skips: Skips
     wants: tuple[bool, ...]
 
 
@@ -79,9 +80,9 @@ Key = tuple[int, int]
 """Which micro-batch: the number of the step or call, and its own in it."""
 
 
-def listed(value: Any, skips: dict[str, Tensor]) -> list[Tensor]:
+def listed(value: Any, skips: Skips) -> list[Tensor]:
     """The tensors of a value, then those of the skips by name."""
-    return [*tensors(value), *(skips[name] for name in sorted(skips))]
+    return tensors((value, [skips[name] for name in sorted(skips)]))
 
 
 class Execution:
@@ -123,8 +124,7 @@ class Execution:
                 value, skips, leaves = self._run(passed, seed, tail, casting)
             wants = [one.requires_grad for one in listed(value, skips)]
             self._held[key] = _Forward(leaves, _chosen(listed(value, skips), wants))
-        cut = {name: skip.detach() for name, skip in skips.items()}
-        return Passed(mapped(Tensor.detach, value), cut, tuple(wants))
+        return Passed(mapped(Tensor.detach, value), mapped(Tensor.detach, skips), tuple(wants))
 
     def is_to_be_done_again(self, key: Key) -> bool:
         """Whether the backward pass begins with a forward pass."""
@@ -195,7 +195,7 @@ class Execution:
 
     def _run(
         self, passed: Passed, seed: int, tail: Tail | None, casting: Casting
-    ) -> tuple[Any, dict[str, Tensor], list[Tensor]]:
+    ) -> tuple[Any, Skips, list[Tensor]]:
         """The outputs, and the leaves that want gradients."""
         wanted = iter(passed.wants or [False] * len(listed(passed.value, passed.skips)))
         leaves: list[Tensor] = []
@@ -207,7 +207,7 @@ class Execution:
             return leaf
 
         value = mapped(cut, passed.value)
-        skips = {name: cut(passed.skips[name]) for name in sorted(passed.skips)}
+        skips = mapped(cut, {name: passed.skips[name] for name in sorted(passed.skips)})
         # Of the function behind the last part it is not known whether it draws.
         drawing = self._drawing(seed) if self._may_draw or tail is not None else contextlib.nullcontext()
         with drawing, _cast(casting):

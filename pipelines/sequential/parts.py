@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from flowchan.pipelines.sequential.shared import Lent
-from flowchan.pipelines.sequential.skip import shelf
+from flowchan.pipelines.sequential.skip import Skips, shelf
 from flowchan.pipelines.sequential.values import mapped
 
 
@@ -44,14 +44,11 @@ class Part:
         return f"part {self.number} ({layers})"
 
 
-def run_part(
-    part: Part, value: Any, skips: dict[str, Tensor], keep: bool = True
-) -> tuple[Any, dict[str, Tensor]]:
+def run_part(part: Part, value: Any, skips: Skips, keep: bool = True) -> tuple[Any, Skips]:
     """What comes out of a part, and the skips that travel on behind it. ``keep``: the value that came in is
     left as it is, for others may read it too; what came from another process is the part's own."""
     if part.device is not None:
-        value = mapped(lambda tensor: tensor.to(part.device), value)
-        skips = {name: tensor.to(part.device) for name, tensor in skips.items()}
+        value, skips = mapped(lambda tensor: tensor.to(part.device), (value, skips))
     if keep and may_write(part.module):
         value = mapped(Tensor.clone, value)
     with shelf(skips) as left:

@@ -35,7 +35,7 @@ _KINDS = {name: kind for kind, name in _NAMES.items()}
 Form = tuple[str, tuple[int, ...]] | None
 """Type and shape of a tensor of which only the memory travels; ``None`` for any other value."""
 
-Sent = tuple[int, int, int, Any, dict[str, Tensor], tuple[tuple[float, float], ...], Form]
+Sent = tuple[int, int, int, Any, dict[str, Tensor | None], tuple[tuple[float, float], ...], Form]
 """A :class:`Micro` on its way: its fields, and the form of its value."""
 
 

@@ -43,7 +43,8 @@ class Sequential(nn.Module):
 
     ``parts``: how many, or a list with the number of layers in each. Which layers they have is measured with
     the first batch, or by ``balance`` with ``sample``, a usual batch: the part that takes longest
-    (``"time"``) or needs most bytes (``"memory"``) is as small as possible. ``on="process"`` gives each part
+    (``"time"``) or needs most bytes (``"memory"``, with parameters ``param_scale`` times, for their gradients
+    and what an optimizer remembers) is as small as possible. ``on="process"`` gives each part
     a process, which computes with the program's own parameters in shared memory. ``chunks``: into how many
     micro-batches a call or a training step splits a batch; ``None``: at most 8, as large as pays.
     ``devices``: one for each part; inputs are moved there. ``recompute``: activations are not kept for the
@@ -69,13 +70,14 @@ class Sequential(nn.Module):
         chunks: int | None = None,
         balance: Literal["time", "memory"] | None = None,
         sample: Any = None,
+        param_scale: float = 1.0,
         devices: Sequence[torch.device | str] | None = None,
         recompute: bool = False,
         deferred_batch_norm: bool = True,
     ) -> None:
         module = checked_module(module)
         counts = checked_counts(parts, len(module))
-        check_choices(on, chunks, balance, sample, counts)
+        check_choices(on, chunks, balance, sample, param_scale, counts)
         check_switches(recompute=recompute, deferred_batch_norm=deferred_batch_norm)
         number = counts if isinstance(counts, int) else len(counts)
         places = checked_devices(devices, number, on)
@@ -83,7 +85,8 @@ class Sequential(nn.Module):
         if isinstance(counts, int) and balance is not None:
             threads = compute_threads(number) if PLACES[on].apart else torch.get_num_threads()
             micro = split(sample, chunks or CHUNKS, "sample")[0]
-            counts = balancing.best_split(balancing.costs(module, micro, balance, threads), number)
+            costs = balancing.costs(module, micro, balance, threads, param_scale=param_scale)
+            counts = balancing.best_split(costs, number)
         self.on, self.chunks = on, chunks
         self._recompute, self._deferred = recompute, deferred_batch_norm
         # Not registered as a layer of the pipe: the pipe has the module's own layers, under their names.

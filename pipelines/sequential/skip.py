@@ -17,14 +17,18 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+Skips = dict[str, Tensor | None]
+"""What is stashed, by name."""
+
 
 class _Here(threading.local):
     def __init__(self) -> None:
-        self.shelf: dict[str, Tensor] = {}
+        self.shelf: Skips = {}
         self.in_pipe = False  # then the shelf holds nothing of an earlier batch
 
 
@@ -32,19 +36,19 @@ _here = _Here()
 
 
 class Stash(nn.Module):
-    """Gives its input, a tensor, on as it is, and keeps it under ``name`` for a later :class:`Pop` of the
-    same name. The layer behind must not change it in place: whether ``Pop`` would see that depends on where
-    the parts are cut."""
+    """Gives its input, a tensor or ``None``, on as it is, and keeps it under ``name`` for a later
+    :class:`Pop` of the same name. The layer behind must not change it in place: whether ``Pop`` would see
+    that depends on where the parts are cut."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name = name
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``x``. Raises ``TypeError`` when it is no tensor, and in a pipe ``RuntimeError`` when something is
-        stashed under its name already."""
-        if not isinstance(x, Tensor):
-            raise TypeError(f"Stash({self.name!r}) takes a tensor, not a {type(x).__name__}")
+    def forward(self, x: Tensor | None) -> Tensor | None:
+        """``x``. Raises ``TypeError`` when it is neither a tensor nor ``None``, and in a pipe
+        ``RuntimeError`` when something is stashed under its name already."""
+        if x is not None and not isinstance(x, Tensor):
+            raise TypeError(f"Stash({self.name!r}) takes a tensor or None, not a {type(x).__name__}")
         if _here.in_pipe and self.name in _here.shelf:
             raise RuntimeError(
                 f"Stash({self.name!r}) would replace what another one has stashed and no "
@@ -62,16 +66,19 @@ class Pop(nn.Module):
     """``combine(x, stashed)``: its input with what the :class:`Stash` of the same ``name`` kept, which is
     gone then. ``combine`` adds if it is left out; for ``on="process"`` it must be one that can be pickled."""
 
-    def __init__(self, name: str, combine: Callable[[Tensor, Tensor], Tensor] = torch.add) -> None:
+    def __init__(self, name: str, combine: Callable[[Any, Any], Any] = torch.add) -> None:
         super().__init__()
         self.name = name
         self.combine = combine
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Any) -> Any:
         """``combine(x, stashed)``. Raises ``RuntimeError`` when nothing is stashed under its name."""
-        stashed = _here.shelf.pop(self.name, None)
-        if stashed is None:
-            raise RuntimeError(f"Pop({self.name!r}) finds nothing: no Stash({self.name!r}) came before it")
+        try:
+            stashed = _here.shelf.pop(self.name)
+        except KeyError:
+            raise RuntimeError(
+                f"Pop({self.name!r}) finds nothing: no Stash({self.name!r}) came before it"
+            ) from None
         return self.combine(x, stashed)
 
     def extra_repr(self) -> str:
@@ -80,7 +87,7 @@ class Pop(nn.Module):
 
 
 @contextlib.contextmanager
-def shelf(skips: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+def shelf(skips: Skips) -> Iterator[Skips]:
     """Within it ``Pop`` finds ``skips``; gives a dictionary that holds, at the end, what travels on."""
     before = _here.shelf, _here.in_pipe
     _here.shelf, _here.in_pipe = dict(skips), True

@@ -30,7 +30,7 @@ class Micro(NamedTuple):
     chunk: int
     chunks: int
     value: Any
-    skips: dict[str, Tensor]
+    skips: dict[str, Tensor | None]
     events: tuple[tuple[float, float], ...]
 
     def __repr__(self) -> str:

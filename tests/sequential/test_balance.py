@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -160,6 +161,54 @@ def test_by_memory_large_layers_stand_alone() -> None:
     )
     with Sequential(module, parts=2, balance="memory", sample=torch.randn(16, 8)) as pipe:
         assert [len(part.module) for part in pipe.parts] == [2, 3]
+
+
+class Latent(nn.Module):
+    """Makes tensors that want gradients, which a graph holds though no operation saves them."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times = times
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.times):
+            x = x + torch.rand_like(x, requires_grad=True)
+        return x
+
+
+@pytest.mark.parametrize(("times", "expected"), [([1, 2, 3, 4, 5, 6], [4, 2]), ([6, 5, 4, 3, 2, 1], [2, 4])])
+def test_by_memory_latent_tensors_count(times: list[int], expected: list[int]) -> None:
+    sample = torch.rand(10, 100, 100)
+    pipe = Sequential(map(Latent, times), balance="memory", sample=sample, chunks=1)
+    assert [len(part.module) for part in pipe.parts] == expected
+
+
+def test_by_memory_parameters_count_with_what_an_optimizer_keeps_of_them() -> None:
+    module = nn.Sequential(nn.Linear(100, 100), nn.Tanh(), nn.Tanh(), nn.Tanh()).train()
+    sample = torch.rand(200, 100)
+    found = []
+    for scale in (1, 4):
+        pipe = Sequential(module, balance="memory", sample=sample, chunks=1, param_scale=scale)
+        found.append([len(part.module) for part in pipe.parts])
+    assert found == [[2, 2], [1, 3]]
+    assert costs(module, sample, "memory", 1, param_scale=4)[0] - costs(module, sample, "memory", 1)[0] == (
+        3 * 4 * (100 * 100 + 100)
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"param_scale": 2}, 'is for balance="memory"'),
+        ({"param_scale": -1, "balance": "memory"}, "at least 0, not -1"),
+        ({"param_scale": "2", "balance": "memory"}, "at least 0, not '2'"),
+    ],
+)
+def test_a_param_scale_that_says_nothing_is_refused(options: dict[str, Any], message: str) -> None:
+    if "balance" in options:
+        options |= {"sample": torch.rand(2, 2)}
+    with pytest.raises(ValueError, match=message):
+        Sequential([nn.Linear(2, 2), nn.Linear(2, 2)], **options)
 
 
 @pytest.mark.parametrize("balance", ["time", "memory"])

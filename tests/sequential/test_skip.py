@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from plain import everywhere
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from trained import OPTIMIZERS, assert_same_state, batches, in_parts, plainly, schedules
@@ -188,7 +189,7 @@ def test_what_a_layer_of_the_users_own_stashes_and_pops_is_not_known_before() ->
 
 
 def test_only_tensors_are_stashed() -> None:
-    with pytest.raises(TypeError, match=r"Stash\('a'\) takes a tensor, not a tuple"):
+    with pytest.raises(TypeError, match=r"Stash\('a'\) takes a tensor or None, not a tuple"):
         Stash("a")((torch.ones(1),))
 
 
@@ -211,3 +212,33 @@ def test_threads_do_not_see_each_others_tensors() -> None:
 
 def test_they_show_their_names() -> None:
     assert repr(nn.Sequential(Stash("a"), Pop("a"))) == "Sequential(\n  (0): Stash('a')\n  (1): Pop('a')\n)"
+
+
+class Aside(nn.Module):
+    """Stashes nothing beside its way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stash = Stash("nothing")
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.stash(None) is None
+        return x
+
+
+def first(x: Tensor, stashed: Any) -> Tensor:
+    """What is stashed must be nothing."""
+    assert stashed is None
+    return 2 * x
+
+
+@everywhere
+def test_nothing_can_be_stashed(on: Any) -> None:
+    module = nn.Sequential(Aside(), nn.Linear(6, 6), nn.Identity(), Pop("nothing", first))
+    x = torch.randn(8, 6)
+    with Sequential(module, 4, on=on, chunks=2) as pipe:
+        y = pipe(x)
+        torch.testing.assert_close(y, module(x))
+        y.sum().backward()
+        with torch.no_grad():
+            torch.testing.assert_close(pipe(x), module(x))
