@@ -32,8 +32,9 @@ LOOKS: dict[Role, tuple[str, str, str, str]] = {
 }
 # border, fill, and the legend's words
 POOLS: dict[str, tuple[str, str, str]] = {
-    "thread": ("#9fb8d6", "#eef4fb", "threads of one process"),
-    "process": ("#dba653", "#fdf2df", "a pool of processes"),
+    "threads": ("#9fb8d6", "#eef4fb", "threads of one process"),
+    "processes": ("#dba653", "#fdf2df", "a pool of processes"),
+    "hosts": ("#c0627a", "#fbeaee", "processes on other hosts"),
 }
 
 
@@ -80,7 +81,7 @@ def to_dot(blueprint: Blueprint) -> str:
 def _box(picture: Picture, index: int, pool: Pool) -> Digraph:
     import graphviz
 
-    border, fill, _ = POOLS[pool.place.name]
+    border, fill, _ = POOLS[labels.looks(pool.place)]
     box = graphviz.Digraph(
         name=f"cluster{index}",
         graph_attr={
@@ -165,7 +166,7 @@ def _legend(picture: Picture) -> str:
     boxes += [
         _swatch(*POOLS[on][:2]) + _key(POOLS[on][2])
         for on in POOLS
-        if on in {pool.place.name for pool in picture.pools}
+        if on in {labels.looks(pool.place) for pool in picture.pools}
     ]
     media = {link.medium.name for _, _, link in picture.arrows}
     # These characters are in the small fonts that renderers bring along; dashed and heavy arrows are not.

@@ -80,8 +80,26 @@ def _pools(stages: Sequence[Stage]) -> tuple[Pool, ...]:
     for index, stage in enumerate(stages):
         if stage.place.apart:
             count = "1 process" if stage.workers == 1 else f"{stage.workers} processes"
-            pools.append(Pool(count, stage.place, (index,)))
+            where = _hosts_text(stage.place)
+            pools.append(Pool(f"{count} on {where}" if where else count, stage.place, (index,)))
     return tuple(pools)
+
+
+def _hosts_text(place: Place) -> str:
+    """Which hosts a place has; of many the first and the last."""
+    if place.nowhere:
+        return "hosts still to be given"
+    if not place.hosts:
+        return ""
+    hosts = ", ".join(place.hosts)
+    if len(place.hosts) > 4:
+        hosts = f"{place.hosts[0]} … {place.hosts[-1]}"
+    return f"host {hosts}" if len(place.hosts) == 1 else f"{len(place.hosts)} hosts: {hosts}"
+
+
+def looks(place: Place) -> str:
+    """Which of the three looks of boxes a place has: threads, processes, or processes on hosts."""
+    return "hosts" if place.hosts or place.nowhere else "processes" if place.apart else "threads"
 
 
 def end_role(stage: Stage) -> Role:

@@ -34,6 +34,7 @@ CLASSES: dict[str, str] = {
     "unread": "fill:#ffffff,stroke:#c53030,color:#1f2933,stroke-dasharray:4",
     "threads": "fill:#eef4fb,stroke:#9fb8d6,color:#52606d",
     "processes": "fill:#fdf2df,stroke:#dba653,color:#52606d",
+    "hosts": "fill:#fbeaee,stroke:#c0627a,color:#52606d",
 }
 
 
@@ -60,7 +61,7 @@ def _box(picture: Picture, index: int, pool: Pool) -> list[str]:
         f"        n{number}{_shaped(picture.roles[number], _words(picture.stages[number]))}"
         for number in pool.stages
     ]
-    look = "processes" if pool.place.apart else "threads"
+    look = labels.looks(pool.place)
     return [
         f"    subgraph pool{index}[{_quoted(pool.title)}]",
         *nodes,

@@ -13,6 +13,7 @@ started.
 | ports | streams and arguments do not fit the function's parameters |
 | type | the items are not what the reader's annotation asks for |
 | pickle | something cannot be sent to a stage's process |
+| hosts | the hosts of a stage are still to be given |
 | daemon | worker processes are asked for in a daemonic process, which may start none |
 | spent | a source has an iterator that is at its end, or that an earlier run has read |
 | capacity | a capacity is not an int of at least 1 |
@@ -326,6 +327,16 @@ def _daemonic(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
                 yield place, Problem("daemon", stage.name, stage.where, message)
 
 
+def _hosts(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
+    for place, stage in enumerate(stages):
+        if stage.place.nowhere:
+            message = (
+                "nobody has said which hosts it runs on; give them with `flowchan run FILE --hosts local:2`, "
+                "or declare it with on=pool"
+            )
+            yield place, Problem("hosts", stage.name, stage.where, message)
+
+
 def _bytes_of(link: Link) -> int:
     return link.capacity * _BYTES_PER_ITEM + _BYTES_PER_CHANNEL
 
@@ -348,4 +359,5 @@ _RULES = (
     _asyncs,
     _spent,
     _daemonic,
+    _hosts,
 )

@@ -83,7 +83,12 @@ def _exit_code(function: Callable[[], int], debug: bool) -> int:
     metavar="N",
     help="What the workers draw by chance; a report names it.",
 )
-def run(file: str, args: tuple[str, ...], debug: bool, seed: int | None) -> int:
+@click.option(
+    "--hosts",
+    metavar="local:2|ssh:a,b|slurm|ray:4",
+    help='Where stages run that are declared with on="hosts".',
+)
+def run(file: str, args: tuple[str, ...], debug: bool, seed: int | None, hosts: str | None) -> int:
     """Run the graph in FILE and report.
 
     Ctrl-C stops the sources and finishes what is in flight; the second Ctrl-C ends the run at once. Ctrl-\\
@@ -101,6 +106,8 @@ def run(file: str, args: tuple[str, ...], debug: bool, seed: int | None) -> int:
                 "so only a program can "
                 f"run it: python {file.partition(':')[0]}; `flowchan check` and `flowchan viz` work as ever"
             )
+        if hosts is not None:
+            graph._give_hosts(_pool(hosts))
         interrupts.hold = True
         failure: RunError | None = None
         with graph.start(seed=seed) as running:
@@ -112,6 +119,15 @@ def run(file: str, args: tuple[str, ...], debug: bool, seed: int | None) -> int:
     if failure is not None:
         _tell_failures(failure, debug)
     return INTERRUPTED if interrupts.count else DONE if failure is None else FAILED
+
+
+def _pool(hosts: str) -> Any:
+    from flowchan.hosts import HostError, parse
+
+    try:
+        return parse(hosts)
+    except (ValueError, HostError) as error:
+        raise click.BadParameter(str(error), param_hint="--hosts") from None
 
 
 @_command
@@ -266,10 +282,14 @@ def _tell_problems(graph: str, problems: Sequence[Problem], err: bool) -> None:
 
 def _counts(graph: Blueprint) -> str:
     workers = sum(stage.workers for stage in graph.stages)
-    apart = sum(stage.workers for stage in graph.stages if stage.place.apart)
+    far = [stage for stage in graph.stages if stage.place.hosts or stage.place.nowhere]
+    there = sum(stage.workers for stage in far)
+    apart = sum(stage.workers for stage in graph.stages if stage.place.apart) - there
     return (
         f"{_number(len(graph.stages), 'stage')}, {_number(len(graph.links), 'channel')}, "
-        f"{_number(workers, 'worker')}" + (f", {apart} of them in processes" if apart else "")
+        f"{_number(workers, 'worker')}"
+        + (f", {apart} of them in processes" if apart else "")
+        + (f", {there} on hosts" if there else "")
     )
 
 

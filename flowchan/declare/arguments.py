@@ -46,12 +46,14 @@ def seconds(call: str, argument: str, value: Any) -> float | None:
 
 
 def placed(call: str, value: Any) -> Place:
-    """The place that one of the words of ``on=`` names."""
+    """A place, or the one that a word of ``on=`` names."""
+    if isinstance(value, Place):
+        return value
     place = PLACES.get(value) if isinstance(value, str) else None
     if place is None:
         error = ValueError if isinstance(value, str) else TypeError
-        allowed = " or ".join(f'"{word}"' for word in PLACES)
-        raise error(f"{call}: on must be {allowed}, not {shown(value)}")
+        allowed = ", ".join(f'"{word}"' for word in PLACES)
+        raise error(f"{call}: on must be {allowed} or a pool of flowchan.hosts, not {shown(value)}")
     return place
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from flowchan.declare.arguments import flag, placed, text, whole
 from flowchan.declare.callables import name_of
-from flowchan.declare.places import Placement
+from flowchan.declare.places import Place, Placement
 from flowchan.declare.values import (
     DEFAULT_CAPACITY,
     DEFAULT_MAX_DEATHS,
@@ -191,6 +191,13 @@ class Builder:
             if feedback in stage.inputs:
                 inputs = tuple(by if origin == feedback else origin for origin in stage.inputs)
                 self._stages[place] = dataclasses.replace(stage, inputs=inputs)
+        self._links = None
+
+    def _give_hosts(self, pool: Place) -> None:
+        """Lets the stages whose hosts were still to be given run on those of ``pool``."""
+        self._stages = [
+            dataclasses.replace(stage, place=pool) if stage.place.nowhere else stage for stage in self._stages
+        ]
         self._links = None
 
     def _resize(self, origin: Origin, capacity: int) -> None:

@@ -6,24 +6,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 from flowchan.channel.media import PROCESSES, THREADS, Medium
-
-Placement = Literal["thread", "process"]
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A place for the workers of a stage. ``name`` is the word that ``on=`` takes. ``apart``: each worker has
-    a process of its own; the stage is sent there, and when that process dies another one can take over. Else
-    the workers run on threads of the program's own process, and end with it. ``hosts``: the names of the
-    hosts on which the workers run in turn, none for this machine.
+    """A place for the workers of a stage. ``name`` says where in reports and pictures. ``apart``: each worker
+    has a process of its own; the stage is sent there, and when that process dies another one can take over.
+    Else the workers run on threads of the program's own process, and end with it.
+
+    ``hosts``: the names of the hosts on which the workers run in turn; without any they run on this machine.
+    ``nowhere``: the hosts are still to be given.
     """
 
     name: str
     apart: bool
     hosts: tuple[str, ...] = ()
+    nowhere: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -32,9 +33,20 @@ class Place:
         """What a channel from here to ``other`` is made of."""
         return PROCESSES if self.apart or other.apart else THREADS
 
+    def is_beside(self, other: Place) -> bool:
+        """Whether both have the same hosts behind them, so that one crew serves both."""
+        return not self.hosts and not other.hosts
+
+    def open_crew(self, home: Any, workers: Any) -> Any:
+        """What runs ``workers`` on these hosts in a run: an ``Away`` (see ``flowchan/run/spread.py``)."""
+        raise NotImplementedError(f"{self} has no hosts")
+
 
 THREAD = Place("thread", apart=False)
 PROCESS = Place("process", apart=True)
+HOSTS = Place("hosts", apart=True, nowhere=True)
 
-PLACES: Mapping[str, Place] = MappingProxyType({place.name: place for place in (THREAD, PROCESS)})
-"""Every place by its name."""
+PLACES: Mapping[str, Place] = MappingProxyType({place.name: place for place in (THREAD, PROCESS, HOSTS)})
+"""Every place that has a word for ``on=``."""
+
+Placement = Literal["thread", "process", "hosts"] | Place

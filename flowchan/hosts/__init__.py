@@ -1,1 +1,61 @@
-"""Other machines: what starts our agents there."""
+"""Other machines: pools of hosts for ``on=``, and what starts our agents there.
+
+``patience``: for how many seconds an agent waits for a program that it does not hear, before it ends with its
+workers. ``tls``: whether what crosses is encrypted and can't be changed on its way.
+"""
+
+from collections.abc import Mapping
+
+from flowchan.errors import HostError
+from flowchan.hosts.local import local as _local
+from flowchan.hosts.pool import PATIENCE, Pool, pool_of
+from flowchan.hosts.ray import ray as _ray
+from flowchan.hosts.slurm import slurm as _slurm
+from flowchan.hosts.spec import parse as _parse
+from flowchan.hosts.ssh import ssh as _ssh
+
+__all__ = ["HostError", "Pool", "local", "parse", "ray", "slurm", "ssh"]
+
+
+def local(count: int, *, patience: float = PATIENCE, tls: bool = False) -> Pool:
+    """``count`` agents on this machine: to try a graph that will span hosts. They have its memory, cores and
+    files in common with this program, and talk to it over loopback as agents elsewhere do."""
+    return pool_of("local", _local(count), patience, tls)
+
+
+def ssh(
+    *hosts: str,
+    python: str = "python3",
+    address: str | None = None,
+    patience: float = PATIENCE,
+    tls: bool = False,
+) -> Pool:
+    """An agent on each of these hosts, started by the system's ``ssh``. ``python`` is the executable there,
+    with flowchan installed. ``address`` is that of this machine at which the hosts reach it; left out, it is
+    the one on the kernel's route towards them."""
+    return pool_of("ssh", _ssh(*hosts, python=python, address=address), patience, tls)
+
+
+def slurm(*, address: str | None = None, patience: float = PATIENCE, tls: bool = False) -> Pool:
+    """An agent on each node of the Slurm allocation that this program runs in. ``address`` as for
+    :func:`ssh`."""
+    return pool_of("slurm", _slurm(address=address), patience, tls)
+
+
+def ray(
+    count: int,
+    *,
+    resources: Mapping[str, float] | None = None,
+    address: str | None = None,
+    patience: float = PATIENCE,
+    tls: bool = False,
+) -> Pool:
+    """``count`` agents, each held by an actor of Ray on a node of its own that has these ``resources``.
+    ``address`` as for :func:`ssh`."""
+    return pool_of("ray", _ray(count, resources=resources, address=address), patience, tls)
+
+
+def parse(spec: str) -> Pool:
+    """The pool that a text means, as ``flowchan run --hosts`` takes it: ``local:2``, ``ssh:gpu1,user@gpu2``,
+    ``slurm``, ``ray:4``. Raises ``ValueError``."""
+    return pool_of("parse", _parse(spec))

@@ -25,13 +25,15 @@ from typing import Any
 class Worker:
     """A worker as the code inside it sees itself: ``number`` (from 1) of the ``workers`` of ``stage``.
     ``incarnation`` is how many processes have done its work before this one. ``seed`` (below 2 ** 63) is
-    different for each of them, and the same again in a run with the same seed."""
+    different for each of them, and the same again in a run with the same seed. ``host`` is the name of the
+    host, empty on the program's own machine."""
 
     stage: str
     number: int
     workers: int
     seed: int
     incarnation: int = 0
+    host: str = ""
 
 
 _here: ContextVar[Worker] = ContextVar("flowchan worker")

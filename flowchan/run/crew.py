@@ -23,10 +23,11 @@ from flowchan.run.decisions import GRACE, Died
 from flowchan.run.events import Began, Crashed, Event, WorkerId
 from flowchan.run.guard import server_was_unguarded, unguarded
 from flowchan.run.measure import Snapshot, measure
-from flowchan.run.opening import open_plan, open_ports
+from flowchan.run.opening import Ports, open_plan, open_ports
 from flowchan.run.plan import Plan
 from flowchan.run.processes import WorkerProcess
 from flowchan.run.recovery import Obituaries, take_up
+from flowchan.run.stats import HostStats
 from flowchan.run.worker import Tasks, pack, work, work_together
 from flowchan.run.worker_processes import WorkerProcesses
 
@@ -86,6 +87,9 @@ class Crew(Protocol):
     def snapshots(self) -> tuple[Snapshot, ...]:
         """The counts of all channels."""
 
+    def hosts(self) -> tuple[HostStats, ...]:
+        """The other hosts on which workers run."""
+
     def clear_up(self, abandoned: frozenset[WorkerId], patience: float | None) -> frozenset[WorkerId]:
         """Leaves nothing behind but threads that are stuck in the user's code: the ``abandoned``, and those
         that have not ended after ``patience`` seconds, which are returned."""
@@ -98,7 +102,7 @@ class LocalCrew:
     """The workers of one run on this machine: their ports, threads, tasks and processes."""
 
     def __init__(self, plan: Plan) -> None:
-        self._plan = plan
+        self.plan = plan
         self._workers = {worker.id: worker for worker in plan.workers}
         self._here = [worker for worker in plan.workers if not worker.host]
         self._number_of = Counter(id.stage for id in self._workers)  # workers of a stage
@@ -111,13 +115,13 @@ class LocalCrew:
         ]
         self.threads: dict[WorkerId, threading.Thread] = {}
         self._tasks: list[Tasks] = []  # of the async stages
-        self._obituaries = Obituaries(plan)
+        self.obituaries = Obituaries(plan)
         self._tell: Callable[[Event], None] = _is_over
         # What worker processes tell comes by mail, and a thread of its own hands it on. What the watch sees
         # of them goes the same way, and so comes last.
         self._mail: Channel[Event] | None = None
         self._apart: WorkerProcesses | None = None
-        self._helpers: list[threading.Thread] = []
+        self.helpers: list[threading.Thread] = []
         if any(worker.stage.place.apart for worker in self._here):
             self._mail = Channel(1024, across="processes")
             self._letters = self._mail.reader()
@@ -138,7 +142,7 @@ class LocalCrew:
     def _start_processes(self) -> None:
         if self._mail is None:
             return
-        self._apart = WorkerProcesses(self._plan.graph.name, self._mail, self._mail.put)
+        self._apart = WorkerProcesses(self.plan.graph.name, self._mail, self._mail.put)
         for worker in self._here:
             if worker.stage.place.apart:
                 self._start_process(worker.id)
@@ -147,16 +151,16 @@ class LocalCrew:
         for worker in self._here:
             if not worker.stage.place.apart and not worker.gathers and not worker.is_task:
                 self.start_thread(worker.id)
-        for stage in self._plan.graph.stages:
+        for stage in self.plan.graph.stages:
             if is_async(stage.function):
                 self._start_loop(stage)
         if self._apart is not None:
-            self._helpers.append(self._started(" mail", self._help, self._deliver))
-            self._helpers.append(self._started(" watch", self._help, self._apart.watch))
+            self.helpers.append(self._started(" mail", self.help, self._deliver))
+            self.helpers.append(self._started(" watch", self.help, self._apart.watch))
 
     def _started(self, name: str, target: Callable[..., None], *arguments: Any) -> threading.Thread:
         """A thread of the run, once it runs: one that can't be started is remembered nowhere."""
-        name = f"flowchan {self._plan.graph.name}{name}"
+        name = f"flowchan {self.plan.graph.name}{name}"
         thread = threading.Thread(target=target, args=arguments, name=name, daemon=True)
         thread.start()
         return thread
@@ -164,7 +168,7 @@ class LocalCrew:
     def start_thread(self, id: WorkerId) -> None:
         """Starts a worker on a thread of this process."""
         stage, ports = self._workers[id].stage, self._opened.ports[id]
-        self.threads[id] = self._started(f"/{id}", work, self._begun(id), stage, ports, self._tell, False)
+        self.threads[id] = self._started(f"/{id}", work, self.begun(id), stage, ports, self._tell, False)
 
     def count_thread(self, id: WorkerId, thread: threading.Thread) -> None:
         """Somebody else's thread does the work of this worker: one more that may wait when nobody can
@@ -174,7 +178,7 @@ class LocalCrew:
     def _start_loop(self, stage: Stage) -> None:
         """Starts the workers of an async stage, as tasks on one thread."""
         ids = [id for id, worker in self._workers.items() if worker.stage is stage]
-        tasks = {self._begun(id): self._opened.ports[id] for id in ids}
+        tasks = {self.begun(id): self._opened.ports[id] for id in ids}
         out = self._opened.ports[ids[0]].outputs if stage.verb.begins else {}
         self._tasks.append(Tasks(next((port.channel for port in out.values()), None)))
         arguments = (tasks, stage, self._tell, self._tasks[-1])
@@ -185,26 +189,26 @@ class LocalCrew:
         assert self._apart is not None
         stage, ports = pack(self._workers[id].stage), self._opened.ports[id]
         try:
-            self._apart.start(self._begun(id), stage, ports, self._obituaries.how_they_died(id))
+            self._apart.start(self.begun(id), stage, ports, self.obituaries.how_they_died(id))
         except (EOFError, OSError):
             if server_was_unguarded():
-                raise unguarded(self._plan.graph) from None
+                raise unguarded(self.plan.graph) from None
             raise
 
     def start_again(self, id: WorkerId) -> None:
         self._start_process(id)
 
-    def _begun(self, id: WorkerId) -> chance.Worker:
+    def begun(self, id: WorkerId) -> chance.Worker:
         """What the worker that is being started is to know of itself."""
         incarnation = self._starts[id]
         self._starts[id] += 1
-        seed = chance.seed_of(self._plan.seed, id.stage, id.number, incarnation)
+        seed = chance.seed_of(self.plan.seed, id.stage, id.number, incarnation)
         return chance.Worker(id.stage, id.number, self._number_of[id.stage], seed, incarnation)
 
     # --- what the workers tell ---
 
-    def _help(self, work: Callable[[], None]) -> None:
-        """What a helping thread runs."""
+    def help(self, work: Callable[[], None]) -> None:
+        """What a helping thread runs: when it fails, the run does."""
         try:
             with contextlib.suppress(Closed, Broken):  # the run is over
                 work()
@@ -215,7 +219,7 @@ class LocalCrew:
     def _deliver(self) -> None:
         for event in self._letters:  # an event counts as unread until it is handed on
             if isinstance(event, Began):
-                self._obituaries.began(event.worker)
+                self.obituaries.began(event.worker)
             self._tell(event)
 
     def all_is_heard(self) -> bool:
@@ -224,13 +228,17 @@ class LocalCrew:
 
     # --- channels and ports ---
 
+    def ports(self, id: WorkerId) -> Ports:
+        """The ports of a worker that are in this process."""
+        return self._opened.ports[id]
+
     def port(self, id: WorkerId) -> In[Any]:
         """The end from which a worker that gathers takes its items."""
         return self._opened.ports[id].inputs["items"]
 
     def stop_sources(self) -> None:
-        for link in self._plan.links:
-            if link.writer in self._plan.sources:
+        for link in self.plan.links:
+            if link.writer in self.plan.sources:
                 self.channels[link.name].close()
 
     def end_unwanted(self) -> None:
@@ -261,7 +269,10 @@ class LocalCrew:
         return Broken(f"channel {channel!r} is broken")
 
     def snapshots(self) -> tuple[Snapshot, ...]:
-        return measure(self._plan, self.channels)
+        return measure(self.plan, self.channels)
+
+    def hosts(self) -> tuple[HostStats, ...]:
+        return ()
 
     def glance(self) -> Glance:
         opened = any(not out.channel.closed for out in self.inputs.values())
@@ -292,14 +303,14 @@ class LocalCrew:
 
     def obituary(self, id: WorkerId, used: int) -> Died:
         assert self._apart is not None
-        return self._obituaries.write(self._workers[id], self._apart.death(id, self._opened.ports[id]), used)
+        return self.obituaries.write(self._workers[id], self._apart.death(id, self._opened.ports[id]), used)
 
     def recover(self, id: WorkerId) -> None:
         assert self._apart is not None
-        self._hand_on(id)
+        self.hand_on(id)
         self._apart.forget(id)
 
-    def _hand_on(self, id: WorkerId) -> None:
+    def hand_on(self, id: WorkerId) -> None:
         """Gives what a worker had in hand to new ports in its place."""
         old, new = self._opened.ports[id], open_ports(self._workers[id], self.channels)
         take_up(old, new)
@@ -325,7 +336,7 @@ class LocalCrew:
             self._mail.close()
         if self._apart is not None:
             self._apart.stop_watching()
-            for helper in self._helpers:
+            for helper in self.helpers:
                 helper.join()
             self._apart.close()
 
@@ -337,7 +348,7 @@ class LocalCrew:
             if not self.threads[id].is_alive():
                 continue
             warnings.warn(
-                f"worker {id} of graph {self._plan.graph.name!r} still runs code of yours that "
+                f"worker {id} of graph {self.plan.graph.name!r} still runs code of yours that "
                 "nothing can interrupt "
                 "from outside; its thread ends when that code returns",
                 RuntimeWarning,

@@ -67,12 +67,14 @@ class State:
 class Died:
     """A worker's process is gone without having told how it ended. ``deaths`` counts the workers that have
     died with the item that it had in hand, this one included. ``hopeless``: it dies again and again before it
-    begins to work."""
+    begins to work. ``counts``: as one of the restarts that its stage has, which the death of a host does
+    not."""
 
     worker: WorkerId
     failure: Failure
     deaths: int = 1
     hopeless: bool = False
+    counts: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,10 +205,11 @@ def _failed(state: State, failure: Failure, now: float, expected: bool) -> tuple
 
 def _died(state: State, died: Died, now: float) -> tuple[State, tuple[Action, ...]]:
     stage = died.worker.stage
-    used = state.restarts.get(stage, 0)
-    if state.phase in ("running", "stopping") and used < state.limits.get(stage, 0) and not died.hopeless:
+    used, limit = state.restarts.get(stage, 0), state.limits.get(stage, 0)
+    replaceable = used < limit if died.counts else limit > 0
+    if state.phase in ("running", "stopping") and replaceable and not died.hopeless:
         pause = 0.0 if died.deaths < 2 else min(FIRST_PAUSE * 2 ** min(died.deaths - 2, 30), LONGEST_PAUSE)
-        restarts = {**state.restarts, stage: used + 1}
+        restarts = {**state.restarts, stage: used + died.counts}
         return dataclasses.replace(state, restarts=restarts), (Replace(died.worker, pause),)
     return _failed(state, died.failure, now, expected=state.terminated or state.phase == "finishing")
 

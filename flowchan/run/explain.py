@@ -39,7 +39,8 @@ def _waiting(stage: StageStats, links: tuple[LinkStats, ...]) -> int:
 
 
 def _name(stage: StageStats) -> str:
-    return f"{stage.name!r}" if stage.alive == 1 else f"{stage.name!r} ×{stage.alive}"
+    many = "" if stage.alive == 1 else f" ×{stage.alive}"
+    return f"{stage.name!r}{many}" + (f" on {', '.join(stage.hosts)}" if stage.hosts else "")
 
 
 def _is_unread(stage: StageStats) -> bool:

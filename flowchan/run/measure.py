@@ -15,7 +15,7 @@ from flowchan.run.decisions import State
 from flowchan.run.events import WorkerId
 from flowchan.run.opening import Channels
 from flowchan.run.plan import Plan
-from flowchan.run.stats import LinkStats, RunState, RunStats, StageStats
+from flowchan.run.stats import HostStats, LinkStats, RunState, RunStats, StageStats
 
 IDLE = 0.005
 """A stage that is busy for a smaller part of the run than this holds nobody up."""
@@ -69,7 +69,9 @@ def measure(plan: Plan, channels: Channels) -> tuple[Snapshot, ...]:
     return tuple(Snapshot(link, channels[link.name].stats()) for link in plan.links)
 
 
-def summarise(plan: Plan, account: Account, snapshots: tuple[Snapshot, ...]) -> RunStats:
+def summarise(
+    plan: Plan, account: Account, snapshots: tuple[Snapshot, ...], hosts: tuple[HostStats, ...] = ()
+) -> RunStats:
     """The statistics of a run."""
     state, elapsed = account.state, account.elapsed
     reading: dict[str | None, list[Snapshot]] = {}
@@ -126,6 +128,7 @@ def summarise(plan: Plan, account: Account, snapshots: tuple[Snapshot, ...]) -> 
         _bottleneck(stages),
         plan.seed,
         plan.memory,
+        hosts,
     )
 
 
@@ -165,6 +168,7 @@ def _stage(about: _About, elapsed: float) -> StageStats:
         restarts=about.restarts, unwanted=about.unwanted, in_hand=in_hand,
         rate=(items_in if reads else items_out) / elapsed,
         busy=worked - waiting_in - waiting_out, waiting_input=waiting_in, waiting_output=waiting_out,
+        hosts=stage.place.hosts,
     )  # fmt: skip
 
 

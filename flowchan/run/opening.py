@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from flowchan.channel.channel import Channel, In, Out, most_bytes
 from flowchan.declare.values import Link
@@ -35,6 +35,19 @@ class Ports:
             yield self.errors
 
 
+class PortNames(Protocol):
+    """Which channel each port of a worker belongs to, as a ``PlannedWorker`` says it."""
+
+    @property
+    def inputs(self) -> Mapping[str, str]: ...
+
+    @property
+    def outputs(self) -> Mapping[str, str]: ...
+
+    @property
+    def errors(self) -> str | None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Opened:
     """What was opened: ``ports`` by worker, ``inputs`` by stage name."""
@@ -53,7 +66,7 @@ def open_plan(plan: Plan, workers: Collection[PlannedWorker]) -> Opened:
     return Opened(channels, {worker.id: open_ports(worker, channels) for worker in workers}, inputs)
 
 
-def open_ports(worker: PlannedWorker, channels: Channels) -> Ports:
+def open_ports(worker: PortNames, channels: Channels) -> Ports:
     """The ports of one worker. Those of a successor are opened before its predecessor's are closed: then no
     channel believes that its last writer or reader has gone."""
 

@@ -35,13 +35,16 @@ def deaths_in_hand(ports: Ports) -> int:
 @dataclass(frozen=True, slots=True)
 class Death:
     """How a worker's process ended that told nothing: in words, with its exit code if it had one, after
-    how many seconds, and how many workers have died over the item that it had in hand."""
+    how many seconds, and how many workers have died over the item that it had in hand. ``host``: where,
+    if not on this machine. ``counts``: as one of the restarts that its stage has."""
 
     how: str
     exitcode: int | None
     pid: int
     lived: float
     over_item: int = 0
+    host: str = ""
+    counts: bool = True
 
 
 class Obituaries:
@@ -81,7 +84,7 @@ class Obituaries:
             why = f"{used} of {limit} restarts are used"
         text = f"the process of worker {id} {death.how}; it is not replaced: {why}"
         error = WorkerDied(text, exitcode=death.exitcode, pid=death.pid)
-        return Died(id, Failure(id, error, None, death.pid, host=worker.host), deaths, hopeless)
+        return Died(id, Failure(id, error, None, death.pid, host=death.host), deaths, hopeless, death.counts)
 
     def _count(self, id: WorkerId, death: Death) -> int:
         """The deaths that count for the pause before the next start."""

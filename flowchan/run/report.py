@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from flowchan.declare.verbs import VERBS
 from flowchan.run.explain import amount
-from flowchan.run.stats import LinkStats, RunState, RunStats, StageStats
+from flowchan.run.stats import HostStats, LinkStats, RunState, RunStats, StageStats
 
 
 def render(stats: RunStats) -> str:
@@ -20,6 +20,7 @@ def render(stats: RunStats) -> str:
     tables = [
         _stage_table(stats),
         _link_table(stats.links),
+        _host_table(stats.hosts),
         table(["stage", "account"], accounts, left={0, 1}),
     ]
     return "\n".join(head + [f"\n{text}" for text in tables if text])
@@ -134,6 +135,23 @@ def _link_table(links: Sequence[LinkStats]) -> str:
         for link in links
     ]
     return table(titles, rows, left={0, 1, 2, 3})
+
+
+def _host_table(hosts: Sequence[HostStats]) -> str:
+    titles = ["host", "state", "agents", "breaks", "sent", "received"]
+    rows = [
+        [
+            host.name,
+            host.state,
+            count(host.agents),
+            count(host.breaks),
+            amount(host.sent),
+            amount(host.received),
+        ]
+        for host in hosts
+    ]
+    deaths = [f"host {host.name}: {death}" for host in hosts for death in host.deaths]
+    return "\n".join(text for text in (table(titles, rows, left={0, 1}), *deaths) if text)
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]], left: set[int]) -> str:

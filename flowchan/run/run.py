@@ -20,7 +20,6 @@ from flowchan import _core
 from flowchan.channel.channel import Out
 from flowchan.declare.stream import Stream
 from flowchan.errors import Broken, Deadlock, Interrupted, RunError, StageError
-from flowchan.run.crew import LocalCrew
 from flowchan.run.decisions import AbortAsked, StopAsked
 from flowchan.run.events import Failure
 from flowchan.run.explain import explain
@@ -30,6 +29,7 @@ from flowchan.run.plan import Plan
 from flowchan.run.report import render
 from flowchan.run.results import Gathering, Results
 from flowchan.run.signals import Ears, interrupts_held
+from flowchan.run.spread import crew_of
 from flowchan.run.stats import RunStats
 from flowchan.run.supervisor import Supervisor
 
@@ -45,7 +45,7 @@ class Run:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._crew = LocalCrew(plan)
+        self._crew = crew_of(plan)
         self._supervisor = Supervisor(plan, self._crew)
         self._gathering = Gathering(plan, self._crew, self._supervisor)
         self._ears = Ears()
@@ -229,7 +229,7 @@ def _stage_error(failure: Failure, plan: Plan) -> StageError:
         return _channel_error(failure, plan)
     item = f" on item {failure.item}" if failure.item is not None else ""
     error = StageError(
-        f"stage {failure.worker.stage!r} failed{item} in worker {failure.worker} (pid {failure.pid}): "
+        f"stage {failure.worker.stage!r} failed{item} in worker {failure.worker} ({_where(failure)}): "
         + text_of(failure.error),
         stage=failure.worker.stage, worker=str(failure.worker), item=failure.item,
     )  # fmt: skip
@@ -237,10 +237,15 @@ def _stage_error(failure: Failure, plan: Plan) -> StageError:
     return error
 
 
+def _where(failure: Failure) -> str:
+    on = f" on host {failure.host!r}" if failure.host else ""
+    return f"pid {failure.pid}{on}"
+
+
 def _channel_error(failure: Failure, plan: Plan) -> StageError:
     link = next(link for link in plan.links if link.name == failure.channel)
     worker = f"{failure.worker}" if failure.worker.number else ""
-    by = f" by worker {worker} (pid {failure.pid})" if worker else ""
+    by = f" by worker {worker} ({_where(failure)})" if worker else ""
     error = StageError(
         f"channel {link.name!r} (from {link.writer!r} to {link.reader!r}) was aborted{by}: "
         f"{text_of(failure.error)}",

@@ -16,7 +16,7 @@ class StageStats:
     """One stage. ``busy``, ``waiting_input`` and ``waiting_output`` are shares (0 to 1) of the whole run's
     length, on the average of its workers; what is missing to 1 is the time before they had begun and after
     they had ended. ``rate`` is items finished per second of the run. ``unwanted`` items were in hand
-    when the readers of the stage left (R2)."""
+    when the readers of the stage left (R2). ``hosts`` are those on which its workers may run."""
 
     name: str
     kind: str
@@ -34,6 +34,7 @@ class StageStats:
     busy: float
     waiting_input: float
     waiting_output: float
+    hosts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +69,29 @@ class LinkStats:
 
 
 @dataclass(frozen=True, slots=True)
+class HostStats:
+    """Another host on which workers of the run are. ``state`` is "connected", "waiting" for its agent, or why
+    there is none. ``agents`` have been started so far; ``deaths`` says how those ended that died, and
+    ``breaks`` is how often the connection to one broke and was made again. ``received`` and ``sent`` count
+    bytes here, ``round_trip`` is in seconds."""
+
+    name: str
+    state: str
+    workers: int
+    agents: int
+    deaths: tuple[str, ...]
+    breaks: int
+    sent: int
+    received: int
+    round_trip: float
+
+
+@dataclass(frozen=True, slots=True)
 class RunStats:
     """A whole run: ``elapsed`` seconds since its start (until its end, once it has ended). ``bottleneck`` is
     the name of the stage that holds the others up, ``None`` while nothing can be said. With the same ``seed``
-    another run's workers draw the same random numbers (R9). Its channels share ``memory`` bytes."""
+    another run's workers draw the same random numbers (R9). Its channels share ``memory`` bytes.
+    ``hosts`` are the others on which it has workers."""
 
     graph: str
     state: RunState
@@ -81,3 +101,4 @@ class RunStats:
     bottleneck: str | None
     seed: int = 0
     memory: int = 0
+    hosts: tuple[HostStats, ...] = ()

@@ -155,7 +155,7 @@ class Supervisor:
         elapsed = max(now - self.started_at, 1e-9)
         worked = self._spans.seconds(now)
         account = Account(self.state, elapsed, Counter(self._retried), Counter(self._unwanted), worked)
-        return summarise(self.plan, account, self.crew.snapshots())
+        return summarise(self.plan, account, self.crew.snapshots(), self.crew.hosts())
 
     # --- the supervisor's thread ---
 

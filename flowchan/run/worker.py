@@ -38,7 +38,7 @@ from flowchan.run.failures import ItemFailed, Portable
 from flowchan.run.opening import Ports
 
 
-def _join(ports: Ports, stage: Stage) -> None:
+def join_ports(ports: Ports, stage: Stage) -> None:
     """Lets the outputs belong to the items of the single input: that is what keeps order, and what
     recovery needs to know which outputs of an item exist. All outputs of a restartable source belong to
     one item."""
@@ -106,7 +106,7 @@ def work(
     ended_by: BaseException | None = None
     tell_aborts(worker, ports, tell, sends)
     try:
-        _join(ports, stage)
+        join_ports(ports, stage)
         with built(stage.function) as function:
             job = _job(worker, stage, ports, function, tell)
             job.predecessors = predecessors
@@ -192,7 +192,7 @@ def work_together(
         ended_by: BaseException | None = None
         tell_aborts(worker, ports, tell, sends=False)
         try:
-            _join(ports, stage)
+            join_ports(ports, stage)
             async with built_async(stage.function) as function:
                 job = _job(worker, stage, ports, function, tell)
                 job.on_clean_up = tasks.leave_alone

@@ -400,14 +400,18 @@ def test_each_reader_of_a_stream_has_a_link(graph: Blueprint, stream: Stream) ->
         (
             lambda s: s.map(int, on="gpu"),
             ValueError,
-            'map: on must be "thread" or "process", not \'gpu\' (str)',
+            'map: on must be "thread", "process", "hosts" or a pool of flowchan.hosts, not \'gpu\' (str)',
         ),
         (
             lambda s: s.map(int, on=None),
             TypeError,
-            'map: on must be "thread" or "process", not None (NoneType)',
+            'map: on must be "thread", "process", "hosts" or a pool of flowchan.hosts, not None (NoneType)',
         ),
-        (lambda s: s.map(int, on=[]), TypeError, 'map: on must be "thread" or "process", not [] (list)'),
+        (
+            lambda s: s.map(int, on=[]),
+            TypeError,
+            'map: on must be "thread", "process", "hosts" or a pool of flowchan.hosts, not [] (list)',
+        ),
         (lambda s: s.map(int, capacity=0), ValueError, "map: capacity must be at least 1, not 0"),
         (
             lambda s: s.map(int, capacity="9"),

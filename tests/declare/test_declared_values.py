@@ -57,4 +57,4 @@ def test_two_places_say_what_joins_them(one: Place, other: Place, medium: Any) -
 
 
 def test_only_a_worker_with_a_process_of_its_own_is_apart() -> None:
-    assert [place.name for place in PLACES.values() if place.apart] == ["process"]
+    assert [place.name for place in PLACES.values() if place.apart] == ["process", "hosts"]

@@ -118,6 +118,16 @@ def test_duplicates_finds_those_of_the_standard_library(real_files: Path) -> Non
     assert f"{len(expected):,} groups of equal files" in output
 
 
+def test_hosts_find_the_same_duplicates_and_say_who_did_what(tmp_path: Path) -> None:
+    for number in range(20):
+        (tmp_path / f"{number:02}").write_text(f"{number % 4}")
+    lines = python("duplicates_hosts.py", tmp_path).splitlines()
+    assert "4 groups of equal files, 16 bytes could be saved" in lines
+    hashed = [line.split() for line in lines if " hashed " in line]
+    assert {host for host, *_ in hashed} <= {"local-1", "local-2"}
+    assert sum(int(number) for _, _, number, _ in hashed) == 20
+
+
 @pytest.mark.parametrize("example", ALL)
 def test_every_example_passes_the_check(example: str) -> None:
     output = run(FLOWCHAN, "check", EXAMPLES / example)

@@ -18,6 +18,7 @@ from flowchan.run.decisions import AbortAsked, Died, StopAsked, Tick
 from flowchan.run.events import Aborted, Crashed, Ended, Event, Failure, Gone, Result, Retried, WorkerId
 from flowchan.run.measure import Snapshot
 from flowchan.run.plan import Plan, plan
+from flowchan.run.stats import HostStats
 from flowchan.run.supervisor import Supervisor
 
 SOURCE, WORK, SINK = (WorkerId(name, 1) for name in ("source", "work", "sink"))
@@ -108,6 +109,9 @@ class FakeCrew:
             Snapshot(link, dataclasses.replace(NOTHING, **self.waiting.get(link.name, {})))
             for link in self.plan.links
         )
+
+    def hosts(self) -> tuple[HostStats, ...]:
+        return ()
 
     def clear_up(self, abandoned: frozenset[WorkerId], patience: float | None) -> frozenset[WorkerId]:
         self.asked.append(("clear up", abandoned))

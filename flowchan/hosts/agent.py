@@ -1,0 +1,276 @@
+"""The agent: our presence on a host. ``python -m flowchan.hosts.agent`` gets one line of JSON by its standard
+input, dials the driver, and runs the workers that it is told to, each in a process of its own.
+
+A worker here has rings of its own, one for each port; the link fills and empties them. So it is a worker as
+any other: when it dies, its rings give back what it had in hand, and its successor goes on with them.
+
+Three threads: one does what the driver says, one keeps the link, one watches the processes. An agent that
+does not hear the driver for its patience ends, and its workers end with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn
+
+from flowchan import _core
+from flowchan.channel.channel import Channel, In, Out
+from flowchan.errors import Broken, Closed
+from flowchan.hosts.code import lacking
+from flowchan.hosts.messages import (
+    WINDOW,
+    Command,
+    Echo,
+    Fell,
+    Lacking,
+    Leave,
+    Recover,
+    Release,
+    Start,
+    Terminate,
+    refusal,
+    versions,
+)
+from flowchan.run.events import Failure, Gone, WorkerId
+from flowchan.run.failures import Portable
+from flowchan.run.opening import Ports, open_ports
+from flowchan.run.recovery import take_up
+from flowchan.run.worker_processes import WorkerProcesses
+from flowchan.transport.authentication import meet
+from flowchan.transport.tcp import dial
+
+SHORTEST, LONGEST = 0.02, 1.0
+"""Seconds between two tries to reach the driver."""
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What an agent is started with."""
+
+    secret: bytes
+    address: str
+    number: int
+    epoch: int
+    patience: float
+    graph: str
+    tls: bool
+
+    @classmethod
+    def read(cls, line: str) -> Orders:
+        said = json.loads(line)
+        said["secret"] = bytes.fromhex(said["secret"])
+        return cls(**said)
+
+
+class _Names(NamedTuple):
+    """Of the channels under the ports of a worker."""
+
+    inputs: Mapping[str, str]
+    outputs: Mapping[str, str]
+    errors: str | None
+
+
+@dataclass
+class _Worker:
+    """A worker of this host: the channels under its ports, the ports of its process, and the other ends,
+    which are lent to the link."""
+
+    start: Start
+    channels: dict[str, Channel[Any]]
+    ports: Ports
+    ends: tuple[list[Out[Any]], list[In[Any]]]
+
+
+class Agent:
+    """See above. ``orders``: what it is started with."""
+
+    def __init__(self, orders: Orders) -> None:
+        self._orders = orders
+        commands: Channel[Command] = Channel(1024, across="processes")
+        self._events: Channel[Any] = Channel(1024, across="processes")
+        self._commands = commands.reader()
+        self._said, self._heard = commands.writer(), self._events.reader()  # the link's ends
+        self._workers: dict[WorkerId, _Worker] = {}
+        self._lock = threading.Lock()  # of what follows a worker's end
+        self._processes = WorkerProcesses(orders.graph, self._events, self._gone)
+        self._link = _core.Link(False)
+        self._link.line(0, [self._said], [self._heard])
+
+    def run(self) -> None:
+        """Until the driver says that the run is over."""
+        self._link.attach(self._dial("can't reach the driver").detach())
+        for work in (self._keep_link, self._processes.watch):
+            threading.Thread(target=_or_end, args=(work,), daemon=True).start()
+        for command in self._commands:
+            if isinstance(command, Leave):
+                break
+            self._do(command)
+        self._end(0)
+
+    def _end(self, code: int) -> NoReturn:
+        self._processes.kill()
+        os._exit(code)
+
+    # --- what the driver says ---
+
+    def _do(self, command: Command) -> None:
+        if isinstance(command, Start):
+            missing = lacking(command.modules)
+            if missing:
+                self._events.put(Lacking(command.id, missing))
+            else:
+                self._start(command)
+        elif isinstance(command, Recover):
+            self._recover(self._workers[command.worker])
+        elif isinstance(command, Terminate):
+            self._processes.terminate(command.worker, command.force)
+        elif isinstance(command, Echo):
+            self._events.put(command)
+        elif isinstance(command, Release):
+            self._release(command.worker)
+
+    def _start(self, start: Start) -> None:
+        if start.id not in self._workers:
+            self._workers[start.id] = self._open(start)
+        ports = self._workers[start.id].ports
+        try:
+            self._processes.start(start.here, start.stage, ports, start.predecessors)
+        except OSError as error:
+            self._events.put(Failure(start.id, Portable(error), None, os.getpid()))
+
+    def _open(self, start: Start) -> _Worker:
+        """The rings of a worker, with its ports, and the link's ends of them."""
+        names = {**_named("in", start.inputs), **_named("out", start.outputs)}
+        if start.errors is not None:
+            names["errors"] = start.errors
+        channels = {key: _open_ring(name, start.share) for key, name in names.items()}
+        ports = _open_ports(start, channels)
+        fill = [channels[f"in {port}"].writer() for port in start.inputs]
+        drain = [port.channel.reader() for port in ports.writers()]
+        self._link.line(start.line, fill, drain)
+        return _Worker(start, channels, ports, (fill, drain))
+
+    def _recover(self, worker: _Worker) -> None:
+        old, worker.ports = worker.ports, _open_ports(worker.start, worker.channels)
+        take_up(old, worker.ports)
+        self._processes.forget(worker.start.id)
+
+    def _release(self, id: WorkerId) -> None:
+        """Its rings go; what is left of its process goes with the agent."""
+        worker = self._workers.pop(id, None)
+        if worker is not None:
+            self._link.drop(worker.start.line)
+            for port in (*worker.ports.everything(), *worker.ends[0], *worker.ends[1]):
+                port.close()
+
+    def _gone(self, gone: Gone) -> None:
+        """A process has ended, and all that it told is in the mail already."""
+        worker = self._workers.get(gone.worker)
+        if worker is not None:
+            with contextlib.suppress(Closed, Broken):
+                self._events.put(Fell(gone.worker, self._processes.death(gone.worker, worker.ports)))
+
+    # --- the link ---
+
+    def _keep_link(self) -> None:
+        """Dials again when the connection breaks."""
+        patience = self._orders.patience
+        while (word := self._link.wait(patience / 4)) != "closed":
+            what, _, about = word.partition(": ")
+            if what == "refused":
+                self._refused(*map(int, about.split()))
+            elif what == "broken":
+                self._link.attach(self._dial(f"lost the driver ({about})").detach())
+            elif (silent := self._link.state()["heard_ago"]) > patience:
+                self._give_up(f"has not heard the driver for {silent:.1f} s")
+
+    def _refused(self, line: int, port: int) -> None:
+        for worker in list(self._workers.values()):
+            if worker.start.line == line:
+                channel = worker.ends[1][port].channel
+                channel.abort(refusal(channel._name, f"from host {worker.start.here.host!r}"))
+
+    def _dial(self, why: str) -> socket.socket:
+        """A connection to the driver that both have proved the secret over; ends when there is none within
+        the patience."""
+        orders = self._orders
+        give_up = time.monotonic() + orders.patience
+        hello = {**versions(), "number": orders.number, "epoch": orders.epoch}
+        pause, wait = SHORTEST, threading.Event()
+        while True:
+            left = give_up - time.monotonic()
+            try:
+                if left <= 0:
+                    self._give_up(f"{why} at {orders.address} for {orders.patience:g} s")
+                sock = dial(orders.address, left)
+                sock, theirs = meet(
+                    sock, orders.secret, dialled=True, hello=hello, timeout=left, tls=orders.tls
+                )
+                break
+            except OSError as error:
+                why = f"{why.partition(':')[0]}: {error}"
+                wait.wait(min(pause, max(0.0, left)))
+                pause = min(2 * pause, LONGEST)
+        if theirs.get("epochs", {}).get(str(orders.number), orders.epoch) != orders.epoch:
+            self._give_up("is not wanted any more: another agent has taken its place")
+        return sock
+
+    def _give_up(self, why: str) -> NoReturn:
+        print(f"flowchan agent {self._orders.number + 1}: {why}; it ends", file=sys.stderr, flush=True)
+        self._end(1)
+
+
+def _named(word: str, ports: Mapping[str, str]) -> dict[str, str]:
+    """A stage may have one channel on both sides; here these are two."""
+    return {f"{word} {port}": name for port, name in ports.items()}
+
+
+def _open_ring(name: str, share: int) -> Channel[Any]:
+    """One end of it is a channel of the driver, whose name it has."""
+    channel: Channel[Any] = Channel(WINDOW, across="processes")
+    channel._name, channel._share = name, share
+    return channel
+
+
+def _open_ports(start: Start, channels: Mapping[str, Channel[Any]]) -> Ports:
+    """What the process of a worker reads and writes."""
+    inputs = {port: f"in {port}" for port in start.inputs}
+    outputs = {port: f"out {port}" for port in start.outputs}
+    return open_ports(_Names(inputs, outputs, None if start.errors is None else "errors"), channels)
+
+
+def _or_end(work: Callable[[], None]) -> None:
+    """Runs ``work``; without it the agent is of no use."""
+    try:
+        work()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+
+
+def main() -> None:
+    # What Ctrl-C and a closed terminal mean is for the driver to say.
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    # Nothing of the user's is loaded in this process, so its children may be copies of it.
+    multiprocessing.set_start_method("fork")
+    orders = Orders.read(sys.stdin.readline())
+    sys.stdin.close()
+    Agent(orders).run()
+
+
+if __name__ == "__main__":
+    from flowchan.hosts import agent
+
+    agent.main()  # what it pickles is of that module, and not of __main__

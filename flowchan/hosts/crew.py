@@ -1,0 +1,445 @@
+"""The workers of a run on the hosts of one pool, as its driver has them.
+
+The ports of such a worker are in the driver's process like those of any other. They are lent to the link to
+its host, as a *line*: the link passes on what they get, and puts what comes back. So leases, order and the
+recovery of what a dead worker had in hand stay where they are, in the channels here.
+
+A worker that dies while its agent lives is recovered and replaced there. When an agent dies, or is not heard
+of for too long, its life is fenced, what its workers had in hand is given back here, and they are started
+anew: by another agent on the same host or, when none can be started there, on another host of their pool.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+import secrets
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from flowchan.errors import Closed, HostError
+from flowchan.hosts.code import own_modules, pack_stage
+from flowchan.hosts.life import Heard, Life
+from flowchan.hosts.messages import (
+    Echo,
+    Fell,
+    Lacking,
+    Recover,
+    Release,
+    Start,
+    Terminate,
+    Told,
+    refusal,
+    versions,
+)
+from flowchan.hosts.provider import Provider
+from flowchan.run.chance import Worker
+from flowchan.run.crew import LocalCrew
+from flowchan.run.decisions import GRACE
+from flowchan.run.events import Aborted, Began, Ended, Event, Failure, Gone, WorkerId
+from flowchan.run.plan import PlannedWorker
+from flowchan.run.recovery import Death
+from flowchan.run.stats import HostStats
+from flowchan.run.worker import join_ports
+from flowchan.transport.door import Door
+from flowchan.transport.tcp import joined, listen
+
+COUNTS = ("breaks", "bytes_out", "bytes_in")  # of a link's state
+LIVES = 10
+"""How many agents are started on a host, one after the other's death, before it is given up."""
+
+
+@dataclass
+class _Host:
+    name: str
+    number: int
+    life: Life | None = None
+    lives: int = 0
+    deaths: list[str] = field(default_factory=list)
+    lacking: set[str] = field(default_factory=set)  # modules that are missing there
+    given_up: str = ""  # why
+    before: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))  # of lives that are over
+
+
+@dataclass
+class _Line:
+    """What belongs to one worker on a link. ``gone``: its process has ended without a word, and it has no
+    other yet. ``ended``: it has said that it has ended; its last outputs may still be on their way until the
+    line is ``finished``."""
+
+    number: int
+    life: Life
+    here: Worker
+    gone: bool = False
+    ended: Ended | None = None
+    finished: bool = False
+
+
+class HostCrew:
+    """See above. ``home`` is the crew of the whole run, which has all channels and ports."""
+
+    def __init__(
+        self,
+        home: LocalCrew,
+        provider: Provider,
+        patience: float,
+        tls: bool,
+        workers: Sequence[PlannedWorker],
+    ) -> None:
+        self._home = home
+        self._provider, self._patience = provider, patience
+        self._tls = tls
+        self._workers = {worker.id: worker for worker in workers}
+        self._hosts = {name: _Host(name, number) for number, name in enumerate(provider.hosts)}
+        self._lines: dict[WorkerId, _Line] = {}
+        self._numbers = 0
+        self._deaths: dict[WorkerId, Death] = {}
+        self._packed: dict[tuple[str, tuple[str, ...]], bytes] = {}
+        self._lock = threading.RLock()
+        self._tell: Callable[[Event], None] = lambda _: None
+        self._epochs: dict[str, int] = {}  # by number, as text
+        self._hello = {**versions(), "epochs": self._epochs}
+        self._secret = secrets.token_bytes(32)
+        self._door: Door | None = None
+        self._receiver: threading.Thread | None = None
+        self._wake = -1
+        self._closing = False
+        self._echo, self._all_asked = 0, False  # the last echo that was asked for, and whether we wait for it
+        self._dying: list[Life] = []  # that are being closed
+
+    # --- starting ---
+
+    def start(self, tell: Callable[[Event], None]) -> None:
+        """Starts an agent on every host that gets workers, and these once all have dialled. Raises
+        ``HostError``."""
+        self._tell = tell
+        self._open_door()
+        used = [self._hosts[name] for name in dict.fromkeys(worker.host for worker in self._workers.values())]
+        with self._lock:
+            lives = [self._bring(host) for host in used]
+        for life in lives:
+            life.is_decided.wait()
+            if life.why:
+                raise HostError(f"host {life.host!r} can't be used: {life.why}", life.host)
+        with self._lock:
+            for worker in self._workers.values():
+                self._send(worker.id, self._hosts[worker.host])
+
+    def _open_door(self) -> None:
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._door = Door(
+            listen(joined((self._provider.listen_at(), 0))), self._secret, self._hello, tls=self._tls
+        )
+        name = f"{self._name} door"
+        work, arguments = self._home.help, (functools.partial(self._receive, self._door),)
+        self._receiver = threading.Thread(target=work, args=arguments, name=name, daemon=True)
+        self._receiver.start()
+
+    @property
+    def _name(self) -> str:
+        return f"flowchan {self._home.plan.graph.name}"
+
+    def _bring(self, host: _Host) -> Life:
+        """Starts an agent there."""
+        assert self._door is not None
+        life = Life(
+            self._provider,
+            host.number,
+            host.lives,
+            self._patience,
+            Heard(self._hear, self._finished, self._refused, self._ends, self._over, self._home.help),
+        )
+        host.life = life
+        self._epochs[str(host.number)] = host.lives
+        host.lives += 1
+        said = {
+            "secret": self._secret.hex(),
+            "address": self._door.address,
+            "graph": self._name,
+            "tls": self._tls,
+        }
+        life.begin(self._name, said)
+        return life
+
+    def _receive(self, door: Door) -> None:
+        """Lets agents in."""
+        waiting = select.poll()
+        waiting.register(self._wake, select.POLLIN)
+        waiting.register(door, select.POLLIN)
+        while True:
+            ready = waiting.poll(1000)  # and now and then those are sent away who say nothing
+            if any(fd == self._wake for fd, _ in ready):
+                return
+            with contextlib.suppress(TimeoutError):
+                while True:
+                    self._let_in(*door.accept(0))
+
+    def _let_in(self, sock: socket.socket, hello: dict[str, Any]) -> None:
+        ours, theirs = versions(), {word: hello.get(word) for word in versions()}
+        with self._lock:
+            lives = [host.life for host in self._hosts.values()]
+        asked = (hello.get("number"), hello.get("epoch"))
+        life = next((life for life in lives if life is not None and (life.number, life.epoch) == asked), None)
+        if life is not None and ours != theirs:
+            life.end(f"it has {_said(theirs)}, and this program {_said(ours)}; both must have the same")
+        elif life is not None:
+            life.meet(sock)
+            return
+        sock.close()
+
+    def _send(self, id: WorkerId, host: _Host) -> None:
+        """Starts a worker on a host, on a new line."""
+        life = host.life or self._bring(host)
+        ports = self._home.ports(id)
+        join_ports(ports, self._workers[id].stage)
+        self._numbers += 1
+        life.link.line(self._numbers, list(ports.inputs.values()), list(ports.writers()))
+        self._lines[id] = line = _Line(self._numbers, life, self._begun(id, life))
+        self._say_start(id, line)
+
+    def _begun(self, id: WorkerId, life: Life) -> Worker:
+        return dataclasses.replace(self._home.begun(id), host=life.host)
+
+    def _say_start(self, id: WorkerId, line: _Line) -> None:
+        worker, lacking = self._workers[id], self._hosts[line.life.host].lacking
+        key = id.stage, tuple(sorted(lacking))
+        if key not in self._packed:
+            self._packed[key] = pack_stage(worker.stage, key[1])
+        stage = self._packed[key]
+        line.life.say(
+            Start(
+                line=line.number, here=line.here, stage=stage,
+                modules=tuple(name for name in own_modules(stage) if name not in lacking),
+                predecessors=self._home.obituaries.how_they_died(id),
+                inputs=dict(worker.inputs), outputs=dict(worker.outputs), errors=worker.errors,
+                share=self._home.plan.share,
+            )
+        )  # fmt: skip
+
+    # --- what is heard ---
+
+    def _hear(self, life: Life, told: Told) -> None:
+        """What an agent tells, or one of its workers."""
+        if isinstance(told, Ended | Fell | Lacking):
+            with self._lock:
+                line = self._lines.get(told.worker)
+                if line is None or line.life is not life or line.ended is not None:
+                    return
+                if isinstance(told, Ended):
+                    line.ended = told
+                    return
+                if isinstance(told, Lacking):
+                    self._send_by_value(told, line)
+                    return
+                line.gone = True
+                self._deaths[told.worker] = dataclasses.replace(told.death, host=life.host)
+            told = Gone(told.worker)
+        elif isinstance(told, Echo):
+            life.echoed = told.number
+            return
+        elif isinstance(told, Began):
+            self._home.obituaries.began(told.worker)
+        elif isinstance(told, Failure):
+            told = dataclasses.replace(told, host=life.host)
+        elif isinstance(told, Aborted):  # by our clock
+            told = dataclasses.replace(told, host=life.host, at=time.monotonic_ns())
+        self._tell(told)
+
+    def _send_by_value(self, told: Lacking, line: _Line) -> None:
+        """These modules are not there, so what the stage uses of them goes along with it."""
+        self._hosts[line.life.host].lacking.update(told.modules)
+        self._say_start(told.worker, line)
+
+    def _finished(self, life: Life, number: int) -> None:
+        """The link has put all that came from the worker of a line, and ended its ports here."""
+        with self._lock:
+            for line in self._lines.values():
+                line.finished |= line.life is life and line.number == number
+        self._ends(life)
+
+    def _refused(self, life: Life, number: int, port: int) -> None:
+        with self._lock:
+            found = (id for id, line in self._lines.items() if line.life is life and line.number == number)
+            id = next(found, None)
+        if id is not None:
+            channel = [*self._home.ports(id).inputs.values()][port].channel
+            channel.abort(refusal(channel._name, f"to host {life.host!r}"))
+
+    def _ends(self, life: Life) -> bool:
+        """Tells of those that have ended and whose outputs are all here; whether others are to come."""
+        with self._lock:
+            ending = [(id, line) for id, line in self._lines.items() if line.ended and line.life is life]
+            done = [(id, line) for id, line in ending if self._is_done(id)]
+            for id, _ in done:
+                self._lines.pop(id)
+        for _, line in done:
+            assert line.ended is not None
+            line.life.link.drop(line.number)
+            line.life.say(Release(line.ended.worker))
+            self._tell(line.ended)
+        return len(ending) > len(done)
+
+    def _is_done(self, id: WorkerId) -> bool:
+        """Whether nothing more comes from it, or nothing more is wanted."""
+        broken = any(port.channel.broken for port in self._home.ports(id).everything())
+        return self._lines[id].finished or broken
+
+    def _over(self, life: Life) -> None:
+        """Its agent is no more: what it had is for another."""
+        with self._lock:
+            host = self._hosts[life.host]
+            host.deaths.append(life.why)
+            if host.lives >= LIVES or not life.has_met:
+                host.given_up = life.why
+            lost = [id for id, line in self._lines.items() if line.life is life and not line.gone]
+            for id in lost:
+                self._lines[id].gone = True
+                how = f"was lost with host {life.host!r}: {life.why}"
+                self._deaths[id] = Death(how, None, 0, 0.0, host=life.host, counts=False)
+            host.life = None
+            self._dying.append(life)
+            if self._lines and not host.given_up and not self._closing:
+                self._bring(host)
+        with contextlib.suppress(Closed):  # the run is over
+            for id in lost:
+                self._tell(Gone(id))
+        self._count(host, life)
+        life.close(time.monotonic() + GRACE)
+
+    # --- what the supervisor asks for ---
+
+    def release_ports(self, id: WorkerId) -> None:
+        with self._lock:
+            line = self._lines.pop(id, None)
+        if line is not None:
+            line.life.link.drop(line.number)
+            line.life.say(Release(id))
+
+    def terminate(self, id: WorkerId, force: bool) -> None:
+        with self._lock:
+            line = self._lines.get(id)
+        if line is not None:
+            line.life.say(Terminate(id, force))
+
+    def kill(self) -> None:
+        for life in self._lives():
+            life.kill()
+
+    def death(self, id: WorkerId) -> Death:
+        with self._lock:
+            return self._deaths[id]
+
+    def recover(self, id: WorkerId) -> None:
+        with self._lock:
+            if not self._lost(id) and id in self._lines:
+                self._lines[id].life.say(Recover(id))
+
+    def _lost(self, id: WorkerId) -> bool:
+        """Whether the worker's agent is no more. Then it has no line any more, and what it had in hand is
+        given back."""
+        line = self._lines.get(id)
+        if line is None or not line.life.why:
+            return False
+        del self._lines[id]
+        line.life.link.drop(line.number)
+        self._home.hand_on(id)
+        return True
+
+    def start_again(self, id: WorkerId) -> None:
+        with self._lock:
+            self._lost(id)
+            line = self._lines.get(id)
+            if line is None:
+                self._send(id, self._host_for(id))
+            else:
+                line.gone, line.here = False, self._begun(id, line.life)
+                self._say_start(id, line)
+
+    def _host_for(self, id: WorkerId) -> _Host:
+        """The host on which a worker was planned, or else that of its pool with the fewest workers."""
+        worker = self._workers[id]
+        hosts = [self._hosts[name] for name in (worker.host, *worker.stage.place.hosts)]
+        usable = [host for host in hosts if not host.given_up]
+        if not usable:
+            why = "; ".join(dict.fromkeys(f"{host.name}: {host.given_up}" for host in hosts))
+            raise HostError(f"there is no host left for worker {id}: {why}")
+        if usable[0].name == worker.host:
+            return usable[0]
+        taken = [line.life.host for line in self._lines.values()]
+        return min(usable, key=lambda host: taken.count(host.name))
+
+    def all_is_heard(self) -> bool:
+        """Asks all agents for an echo; it is true, once, when all have answered."""
+        lives = self._lives()
+        if self._all_asked:
+            heard = all(life.echoed == self._echo for life in lives)
+            self._all_asked = not heard
+            return heard
+        self._echo, self._all_asked = self._echo + 1, True
+        for life in lives:
+            life.say(Echo(self._echo))
+        return False
+
+    def _lives(self) -> list[Life]:
+        with self._lock:
+            return [host.life for host in self._hosts.values() if host.life is not None]
+
+    # --- the end ---
+
+    def close(self) -> None:
+        with self._lock:
+            self._closing = True
+            lives = self._lives()
+        for life in lives:
+            life.leave()
+        give_up = time.monotonic() + GRACE
+        for life in lives:
+            self._count(self._hosts[life.host], life)
+            life.close(give_up)
+        for life in self._dying:
+            life.join()
+        if self._receiver is not None:
+            os.eventfd_write(self._wake, 1)
+            self._receiver.join()
+        if self._door is not None:
+            self._door.close()
+        if self._wake >= 0:
+            os.close(self._wake)
+            self._wake = -1
+        with self._lock:
+            for host in self._hosts.values():
+                host.life = None
+
+    # --- what it looks like ---
+
+    def _count(self, host: _Host, life: Life) -> None:
+        state = life.link.state()
+        with self._lock:
+            for word in COUNTS:
+                host.before[word] += state[word]
+
+    def hosts(self) -> tuple[HostStats, ...]:
+        with self._lock:
+            return tuple(self._about(host) for host in self._hosts.values() if host.lives)
+
+    def _about(self, host: _Host) -> HostStats:
+        state = host.life.link.state() if host.life is not None else {}
+        counts = {word: host.before[word] + state.get(word, 0) for word in COUNTS}
+        how = "connected" if state.get("connected") else "waiting" if state else host.given_up or "ended"
+        return HostStats(
+            name=host.name, state=how,
+            workers=sum(line.life.host == host.name for line in self._lines.values()),
+            agents=host.lives, deaths=tuple(host.deaths), breaks=counts["breaks"],
+            sent=counts["bytes_out"], received=counts["bytes_in"], round_trip=state.get("round_trip", 0.0),
+        )  # fmt: skip
+
+
+def _said(versions: dict[str, Any]) -> str:
+    return f"Python {versions['python']} and flowchan {versions['flowchan']}"

@@ -1,0 +1,173 @@
+"""One life of a host's agent, an epoch: what started it, the link to it, and the control line."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from flowchan import _core
+from flowchan.channel.channel import Channel
+from flowchan.errors import Broken, Closed, Empty
+from flowchan.hosts.messages import Command, Leave, Told
+from flowchan.hosts.provider import Launch, Provider, Started
+
+START = 60.0
+"""Seconds within which an agent must have dialled."""
+LOOK = 0.05
+"""Seconds between two looks at an agent that is not connected, and at a channel that may be broken while the
+last outputs of a worker are on their way."""
+
+
+class Heard(NamedTuple):
+    """What becomes of what is heard of a life. ``told`` gets what the agent and its workers tell;
+    ``finished`` the number of a line from which nothing more comes; ``refused``
+    the numbers of a line and of an input port in it where an item can't leave this machine; ``ends``
+    looks whether workers have ended whose outputs are all here now, and says whether there are more to wait
+    for; ``over`` is called once at the end, unless the life was closed before. ``help`` runs all of that."""
+
+    told: Callable[[Life, Told], None]
+    finished: Callable[[Life, int], None]
+    refused: Callable[[Life, int, int], None]
+    ends: Callable[[Life], bool]
+    over: Callable[[Life], None]
+    help: Callable[[Callable[[], None]], None]
+
+
+class Life:
+    """It ends when the agent is known to be dead, or has not been heard of for too long; from then on nothing
+    of it is believed (the fence): the connection is gone, and another one is not accepted.
+
+    Two threads belong to it: one starts the agent and watches over it, one hears what it tells."""
+
+    def __init__(self, provider: Provider, number: int, epoch: int, patience: float, heard: Heard) -> None:
+        self.host = provider.hosts[number]
+        self.number, self.epoch = number, epoch
+        self.why = ""  # it is over
+        self.has_met = False
+        self.echoed = 0  # the number of the last echo
+        self.is_decided = threading.Event()  # it has met us, or is over
+        self._provider, self._patience = provider, patience
+        self._heard = heard
+        self._closed = False
+        self._lock = threading.Lock()
+        self._started: Started | None = None
+        self._threads: list[threading.Thread] = []
+        self._commands: Channel[Command] = Channel(1024, across="processes")
+        self._events: Channel[Told] = Channel(1024, across="processes")
+        self._letters, self._letterbox = self._events.reader(), self._events.writer()
+        self._to_say = self._commands.reader()
+        self.link = _core.Link(True)
+        self.link.line(0, [self._to_say], [self._letterbox])
+
+    def begin(self, name: str, launch: dict[str, Any]) -> None:
+        """Starts the agent, in the background. ``launch``: what it has to know."""
+        said = {**launch, "number": self.number, "epoch": self.epoch, "patience": self._patience}
+        line = json.dumps(said).encode() + b"\n"
+        watch = functools.partial(self._watch, Launch(("-m", "flowchan.hosts.agent"), line))
+        for work, what in ((watch, "watch"), (self._listen, "letters")):
+            title = f"{name} {self.host} {what}"
+            thread = threading.Thread(target=self._heard.help, args=(work,), name=title, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def meet(self, sock: socket.socket) -> None:
+        """The agent has dialled, and proved that it is this one."""
+        with self._lock:
+            if self.why or self._closed:
+                sock.close()
+                return
+            self.link.attach(sock.detach())
+            self.has_met = True
+        self.is_decided.set()
+
+    def say(self, command: Command) -> None:
+        with contextlib.suppress(Closed, Broken):  # it is over
+            self._commands.put(command)
+
+    def end(self, why: str) -> None:
+        """Fences it: whatever becomes of the agent, nothing of it counts any more."""
+        with self._lock:
+            if self.why or self._closed:
+                return
+            self.why = why
+        self.link.close()
+        self.kill()
+        self._commands.close()
+        self._letterbox.close()  # what came before is still heard
+        self.is_decided.set()
+
+    def kill(self) -> None:
+        if self._started is not None:
+            self._started.kill()
+
+    def leave(self) -> None:
+        """The run is over."""
+        self._closed = True
+        self.say(Leave())
+
+    def close(self, give_up: float) -> None:
+        """Once it is over, or after :meth:`leave`: waits for the agent to end, until ``give_up``, and leaves
+        nothing."""
+        pause = threading.Event()
+        while self._started is not None and self._started.ended() is None and time.monotonic() < give_up:
+            pause.wait(0.005)
+        self.link.close()
+        self._commands.close()
+        self._letterbox.close()
+        self.join()
+        if self._started is not None:
+            self._started.close()
+
+    def join(self) -> None:
+        """Waits for its threads."""
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+
+    # --- its threads ---
+
+    def _watch(self, launch: Launch) -> None:
+        try:
+            self._started = self._provider.start(self.number, launch)
+        except Exception as error:
+            self.end(str(error))
+            return
+        since, why = time.monotonic() + START, f"its agent has not dialled within {START:g} s"
+        while not self.why and not self._closed:
+            state = self.link.state()
+            word = self.link.wait(self._patience / 4 if state["connected"] else LOOK)
+            if word == "closed":
+                return
+            what, _, about = word.partition(": ")
+            if what == "finished":
+                self._heard.finished(self, int(about))
+            elif what == "refused":
+                self._heard.refused(self, *map(int, about.split()))
+            elif word:
+                since, why = time.monotonic() + 1.5 * self._patience, about
+            elif state["connected"] and state["heard_ago"] > 1.5 * self._patience:
+                self.end(f"nothing was heard of it for {state['heard_ago']:.1f} s")
+            elif not self.link.state()["connected"]:
+                ended = self._started.ended()
+                if ended is not None or time.monotonic() > since:
+                    self.end(ended or why)
+
+    def _listen(self) -> None:
+        more = False
+        with contextlib.suppress(Closed, Broken):  # the last has been heard, or the run is over
+            while True:
+                told = None
+                with contextlib.suppress(Empty):
+                    told = self._letters.get(timeout=LOOK if more else None)
+                if told is not None:
+                    self._heard.told(self, told)
+                    del told
+                more = self._heard.ends(self)
+        if self.why and not self._closed:
+            self._heard.over(self)

@@ -1,0 +1,110 @@
+"""What the driver and an agent tell each other over the control line of their link (line 0), as values.
+
+Both have proved the secret by then, so the values are pickled as any items are. What a worker on the host
+tells, an ``Event``, goes the same way and is not looked at by the agent."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flowchan.run import chance
+from flowchan.run.events import Event, WorkerId
+from flowchan.run.recovery import Death
+
+WINDOW = 1024
+"""Places of each ring that an agent has for a port of a worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Start this worker, as ``here``. ``stage``: what it does, pickled. ``modules``: those that the pickle
+    refers to and that may be missing there. The other fields name its ports; the rings under them stay from
+    one process of the worker to the next."""
+
+    line: int
+    here: chance.Worker
+    stage: bytes
+    modules: tuple[str, ...]
+    predecessors: tuple[str, ...]
+    inputs: Mapping[str, str]
+    outputs: Mapping[str, str]
+    errors: str | None
+    share: int
+
+    @property
+    def id(self) -> WorkerId:
+        return WorkerId(self.here.stage, self.here.number)
+
+
+@dataclass(frozen=True, slots=True)
+class Recover:
+    """Give back what this worker, whose process has died, had in hand."""
+
+    worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class Terminate:
+    """End this worker's process."""
+
+    worker: WorkerId
+    force: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """This worker is done with: leave nothing of it."""
+
+    worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """To be said back: what workers told before has then been heard."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """The run is over: end, and every worker that is left."""
+
+
+Command = Start | Recover | Terminate | Release | Echo | Leave
+
+
+@dataclass(frozen=True, slots=True)
+class Lacking:
+    """These modules are missing here, so the worker was not started."""
+
+    worker: WorkerId
+    modules: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fell:
+    """The process of this worker has ended, after all that it told."""
+
+    worker: WorkerId
+    death: Death
+
+
+Told = Event | Lacking | Fell | Echo
+
+
+def refusal(channel: str, way: str) -> TypeError:
+    """Why a channel breaks whose next item can't leave its machine."""
+    return TypeError(
+        f"an item of channel {channel!r} can't go {way}: it holds a channel, CUDA memory or something else "
+        "that only processes of one machine can share"
+    )
+
+
+def versions() -> dict[str, Any]:
+    """Of what both sides must have the same."""
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return {"python": python, "flowchan": importlib.metadata.version("flowchan")}

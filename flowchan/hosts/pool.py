@@ -1,0 +1,63 @@
+"""A pool of hosts as a place for the workers of a stage. A value: declaring one contacts nobody."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flowchan.declare.arguments import flag, seconds
+from flowchan.declare.places import Place
+from flowchan.hosts.crew import HostCrew
+from flowchan.hosts.provider import Provider
+from flowchan.items.text import shown
+from flowchan.run.crew import LocalCrew
+from flowchan.run.plan import PlannedWorker
+
+PATIENCE = 10.0
+"""Seconds for which an agent goes on without hearing the driver."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pool(Place):
+    """Hosts, for ``on=``: each worker of the stage runs on that of them which has the fewest.
+    ``pool["gpu1"]`` and ``pool["gpu1", "gpu2"]`` are a part of it. Pools of one provider share its agents
+    within a run.
+
+    ``patience``: for how many seconds an agent waits for a driver that it does not hear, before it ends and
+    its workers with it; the driver gives it up after half as long again. ``tls``: whether the connections are
+    encrypted."""
+
+    provider: Provider
+    patience: float = PATIENCE
+    tls: bool = False
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def __getitem__(self, hosts: str | Sequence[str]) -> Pool:
+        chosen = (hosts,) if isinstance(hosts, str) else tuple(hosts)
+        for host in chosen:
+            if host not in self.hosts:
+                raise KeyError(f"{self.name} has no host {shown(host)}; it has {', '.join(self.hosts)}")
+        if not chosen:
+            raise KeyError(f"{self.name}[…] needs a host; it has {', '.join(self.hosts)}")
+        return dataclasses.replace(self, name=", ".join(chosen), hosts=chosen)
+
+    def is_beside(self, other: Place) -> bool:
+        return isinstance(other, Pool) and other.provider == self.provider
+
+    def open_crew(self, home: LocalCrew, workers: Sequence[PlannedWorker]) -> Any:
+        return HostCrew(home, self.provider, self.patience, self.tls, workers)
+
+
+def pool_of(call: str, provider: Provider, patience: float = PATIENCE, tls: bool = False) -> Pool:
+    """All hosts of a provider. ``call``: the function that was called for it, for messages."""
+    waits = seconds(call, "patience", patience)
+    if waits is None:
+        raise ValueError(f"{call}: patience must be a number of seconds, not None")
+    return Pool(
+        name=repr(provider), apart=True, hosts=tuple(provider.hosts), provider=provider,
+        patience=waits, tls=flag(call, "tls", tls),
+    )  # fmt: skip

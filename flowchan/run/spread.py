@@ -1,0 +1,124 @@
+"""The crew of a run that has workers on other hosts too. The channels are all here; who is asked about one
+worker is the part that has it, and the rest goes to all parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from flowchan.declare.places import Place
+from flowchan.run.crew import LocalCrew
+from flowchan.run.decisions import Died
+from flowchan.run.events import Event, WorkerId
+from flowchan.run.plan import Plan, PlannedWorker
+from flowchan.run.recovery import Death
+from flowchan.run.stats import HostStats
+
+
+class Away(Protocol):
+    """The workers of a run on the hosts of one pool. What ``Crew`` has too means the same here."""
+
+    def start(self, tell: Callable[[Event], None]) -> None: ...
+
+    def release_ports(self, id: WorkerId) -> None: ...
+
+    def terminate(self, id: WorkerId, force: bool) -> None: ...
+
+    def kill(self) -> None: ...
+
+    def death(self, id: WorkerId) -> Death:
+        """How a worker died that is gone without a word."""
+
+    def recover(self, id: WorkerId) -> None: ...
+
+    def start_again(self, id: WorkerId) -> None: ...
+
+    def all_is_heard(self) -> bool: ...
+
+    def hosts(self) -> tuple[HostStats, ...]: ...
+
+    def close(self) -> None:
+        """Leaves nothing on any host, and nothing of them here."""
+
+
+def crew_of(plan: Plan) -> LocalCrew:
+    """The crew that a run needs."""
+    return Spread(plan) if any(worker.host for worker in plan.workers) else LocalCrew(plan)
+
+
+class Spread(LocalCrew):
+    """The workers of one run, here and on hosts."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        self._away: list[Away] = []
+        self._whose: dict[WorkerId, Away] = {}
+        self._at_the_end: tuple[HostStats, ...] = ()
+        for place, workers in _shares(plan):
+            away = place.open_crew(self, workers)
+            self._away.append(away)
+            self._whose.update({worker.id: away for worker in workers})
+
+    def _start_processes(self) -> None:
+        super()._start_processes()
+        for away in self._away:
+            away.start(self._tell)
+
+    def release_ports(self, id: WorkerId) -> None:
+        if id in self._whose:
+            self._whose[id].release_ports(id)
+        super().release_ports(id)
+
+    def terminate(self, id: WorkerId, force: bool) -> None:
+        away = self._whose.get(id)
+        super().terminate(id, force) if away is None else away.terminate(id, force)
+
+    def kill(self) -> None:
+        super().kill()
+        for away in self._away:
+            away.kill()
+
+    def obituary(self, id: WorkerId, used: int) -> Died:
+        away = self._whose.get(id)
+        if away is None:
+            return super().obituary(id, used)
+        return self.obituaries.write(self._workers[id], away.death(id), used)
+
+    def recover(self, id: WorkerId) -> None:
+        away = self._whose.get(id)
+        super().recover(id) if away is None else away.recover(id)
+
+    def start_again(self, id: WorkerId) -> None:
+        away = self._whose.get(id)
+        super().start_again(id) if away is None else away.start_again(id)
+
+    def all_is_heard(self) -> bool:
+        return super().all_is_heard() and all(away.all_is_heard() for away in self._away)
+
+    def may_move(self, alive: Iterable[WorkerId]) -> bool:
+        # What goes on at a host, no channel of ours shows.
+        return not self._whose.keys().isdisjoint(alive) or super().may_move(alive)
+
+    def hosts(self) -> tuple[HostStats, ...]:
+        return tuple(host for away in self._away for host in away.hosts()) or self._at_the_end
+
+    def clear_up(self, abandoned: frozenset[WorkerId], patience: float | None) -> frozenset[WorkerId]:
+        for away in self._away:
+            away.close()
+        self._at_the_end = self.hosts()
+        self._away, self._whose = [], {}
+        return super().clear_up(abandoned, patience)
+
+
+def _shares(plan: Plan) -> list[tuple[Place, list[PlannedWorker]]]:
+    """The workers that run on hosts, by the pool that these are of."""
+    shares: list[tuple[Place, list[PlannedWorker]]] = []
+    for worker in plan.workers:
+        if worker.host:
+            mine = (workers for place, workers in shares if place.is_beside(worker.stage.place))
+            workers = next(mine, None)
+            if workers is None:
+                shares.append((worker.stage.place, [worker]))
+            else:
+                workers.append(worker)
+    return shares

@@ -1,0 +1,81 @@
+"""A connection that breaks is made again, and nothing is lost or repeated over it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hosted import agents
+from waiting import wait_until
+
+from flowchan import Graph, Run
+from flowchan.hosts import local
+
+ITEMS = 3000
+
+
+@pytest.fixture(autouse=True)
+def _no_agent_stays() -> Iterator[None]:
+    yield
+    assert not agents()
+
+
+def cut() -> int:
+    """Shuts down every connection of this process over loopback. How many there were."""
+    found = 0
+    for number in os.listdir("/proc/self/fd"):
+        if not os.path.realpath(f"/proc/self/fd/{number}").rpartition("/")[2].startswith("socket:"):
+            continue
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(number))) as sock:
+            if sock.family == socket.AF_INET and sock.getpeername()[0] == "127.0.0.1":
+                sock.shutdown(socket.SHUT_RDWR)
+                found += 1
+    return found
+
+
+def breaks(run: Run) -> list[int]:
+    return [host.breaks for host in run.stats().hosts]
+
+
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
+def test_items_cross_breaks_exactly_once_and_in_order(tls: bool) -> None:
+    if tls:
+        pytest.importorskip("cryptography")
+
+    def both(item: int) -> tuple[int, bytes]:
+        return item, bytes(item % 500)
+
+    graph = Graph("breaking")
+    numbers = graph.source(range(ITEMS)).map(both, on=local(2, tls=tls), workers=4, name="far")
+    result = numbers.collect()
+    found: list[Any] = []
+    with graph.start() as run:
+        for item in run.iter(result):
+            found.append(item[0])
+            assert len(item[1]) == item[0] % 500
+            if len(found) % 500 == 100 and not tls:
+                cut()
+            if len(found) == 1000:
+                before = sum(breaks(run))
+                if not tls:
+                    assert before >= 1
+    assert found == list(range(ITEMS))
+    assert [host.agents for host in run.stats().hosts] == [1, 1]
+
+
+def test_a_worker_goes_on_when_its_link_breaks_while_it_works() -> None:
+    from gates import Gate
+
+    gate = Gate()
+    graph = Graph("held")
+    result = graph.source(range(5)).map(gate.wait, on=local(1), workers=2).collect()
+    run = graph.start()
+    gate.wait_held(2)
+    assert cut() == 1
+    wait_until(lambda: breaks(run) == [1] and run.stats().hosts[0].state == "connected")
+    gate.open()
+    assert run.wait()[result] == [0, 1, 2, 3, 4]

@@ -1,0 +1,205 @@
+"""Whatever dies on a host, nothing is lost or repeated, and the report says what happened."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gates import Gate
+from hosted import agents, wait_ended, workers_of
+
+from flowchan import Graph, HostError, RunError, RunStats, WorkerDied
+from flowchan.hosts import local
+from flowchan.hosts.local import Local
+from flowchan.hosts.pool import pool_of
+from flowchan.hosts.provider import Launch
+
+ITEMS = 300
+
+
+@pytest.fixture(autouse=True)
+def _no_agent_stays() -> Iterator[None]:
+    yield
+    assert not agents()
+
+
+def once(folder: Path, at: int, deed: Callable[[], Any]) -> Callable[[int], int]:
+    """A function for a map that gives what it gets, and does ``deed`` at the first try of one item."""
+
+    def work(item: int) -> int:
+        done = folder / f"{at}"
+        if item == at and not done.exists():
+            done.touch()
+            deed()
+        return item
+
+    return work
+
+
+def kill_worker() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_agent() -> None:
+    os.kill(os.getppid(), signal.SIGKILL)
+    signal.pause()
+
+
+def both(pool: Any, work: Callable[[int], int], **options: Any) -> tuple[Any, RunStats, str]:
+    """The results of ``work`` over ITEMS, with the statistics and the report of the run."""
+    graph = Graph("deaths")
+    result = graph.source(range(ITEMS)).map(work, on=pool, workers=4, name="work", **options).collect()
+    run = graph.start()
+    return run.wait()[result], run.stats(), run.report()
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_worker_that_is_killed_is_replaced_on_its_host(tmp_path: Path, ordered: bool) -> None:
+    found, stats, _ = both(local(2), once(tmp_path, 50, kill_worker), ordered=ordered)
+    assert (found if ordered else sorted(found)) == list(range(ITEMS))
+    assert next(stage.restarts for stage in stats.stages if stage.name == "work") == 1
+    assert [host.agents for host in stats.hosts] == [1, 1]
+
+
+@pytest.mark.parametrize("ordered", [False])
+def test_an_agent_that_is_killed_is_replaced_with_its_workers(tmp_path: Path, ordered: bool) -> None:
+    found, stats, report = both(local(2), once(tmp_path, 50, kill_agent), ordered=ordered)
+    assert (found if ordered else sorted(found)) == list(range(ITEMS))
+    assert sorted(host.agents for host in stats.hosts) == [1, 2]
+    (killed,) = (host for host in stats.hosts if host.agents == 2)
+    (death,) = killed.deaths
+    assert "SIGKILL" in death
+    assert f"host {killed.name}: " in report
+    assert next(stage.restarts for stage in stats.stages if stage.name == "work") == 0
+
+
+def test_the_workers_of_a_killed_agent_die_with_it() -> None:
+    gate = Gate()
+    graph = Graph("orphans")
+    result = graph.source(range(4)).map(gate.wait, on=local(1), workers=3).collect()
+    run = graph.start()
+    gate.wait_held(3)
+    (agent,) = agents()
+    workers = workers_of(agent)
+    assert len(workers) == 3
+    agent.kill()
+    wait_ended(agent, *workers)
+    gate.wait_held(3)
+    gate.open()
+    assert run.wait()[result] == [0, 1, 2, 3]
+
+
+@dataclass(frozen=True)
+class StartsOnce(Local):
+    """Each host has one agent, and can't get another."""
+
+    folder: Path = Path()
+
+    def start(self, number: int, launch: Launch) -> Any:
+        mark = self.folder / self.hosts[number]
+        if mark.exists():
+            raise HostError("there is no other", self.hosts[number])
+        mark.touch()
+        return super().start(number, launch)
+
+
+def test_workers_move_to_another_host_when_their_own_is_lost(tmp_path: Path) -> None:
+    found, stats, report = both(
+        pool_of("test", StartsOnce(2, tmp_path)), once(tmp_path, 50, kill_agent), ordered=False
+    )
+    assert sorted(found) == list(range(ITEMS))
+    assert [host.state for host in stats.hosts].count("ended") == 1
+    assert "there is no other" in report
+
+
+def test_without_any_host_left_the_run_ends_and_says_why(tmp_path: Path) -> None:
+    def work(item: int) -> int:
+        if item == 5:
+            kill_agent()
+        return item
+
+    with pytest.raises(RunError) as caught:
+        both(pool_of("test", StartsOnce(1, tmp_path)), work)
+    assert "no host left" in str(caught.value.exceptions[0])
+    assert "there is no other" in str(caught.value.exceptions[0])
+
+
+def test_a_stage_that_can_not_be_replaced_fails_with_its_host() -> None:
+    graph = Graph("unique")
+    graph.source(range(9)).map(lambda _: kill_agent(), on=local(1), restarts=0, name="work").sink(abs)
+    with pytest.raises(RunError) as caught:
+        graph.run()
+    error = caught.value.exceptions[0]
+    assert isinstance(error.__cause__, WorkerDied)
+    assert "local-1" in str(error)
+    assert "restarts are used" in str(error)
+
+
+def test_a_worker_that_dies_on_every_try_ends_the_run_and_names_the_host() -> None:
+    graph = Graph("poison")
+    graph.source(range(9)).map(lambda _: kill_worker(), on=local(1), restarts=1, name="work").sink(abs)
+    with pytest.raises(RunError) as caught:
+        graph.run()
+    assert "killed by SIGKILL" in str(caught.value.exceptions[0])
+    assert "local-1" in str(caught.value.exceptions[0])
+
+
+def test_an_item_that_kills_its_workers_is_blamed() -> None:
+    def work(item: int) -> int:
+        if item == 3:
+            kill_worker()
+        return item
+
+    graph = Graph("blamed")
+    done = graph.source(range(9)).map(work, on=local(1), max_deaths=2, name="work")
+    errors, good = done.errors.collect(), done.collect()
+    found = graph.run()
+    assert found[good] == [0, 1, 2, 4, 5, 6, 7, 8]
+    (failed,) = found[errors]
+    assert failed.item == 3
+    assert isinstance(failed.error, WorkerDied)
+
+
+def test_an_agent_that_is_silent_is_fenced_and_replaced(tmp_path: Path) -> None:
+    """It is stopped, so its connection stays as it is."""
+
+    def stop_agent() -> None:
+        os.kill(os.getppid(), signal.SIGSTOP)
+        signal.pause()
+
+    found, stats, _ = both(local(2, patience=1), once(tmp_path, 50, stop_agent), ordered=False)
+    assert sorted(found) == list(range(ITEMS))
+    (death,) = (death for host in stats.hosts for death in host.deaths)
+    assert "nothing was heard of it" in death
+
+
+def test_a_restartable_source_goes_on_behind_what_is_out_already(tmp_path: Path) -> None:
+    def numbers() -> Iterator[int]:
+        for number in range(ITEMS):
+            yield number
+            if number == 200:
+                once(tmp_path, 200, kill_agent)(200)
+
+    graph = Graph("source")
+    result = graph.source(numbers, on=local(1), restartable=True).collect()
+    assert graph.run()[result] == list(range(ITEMS))
+
+
+@pytest.mark.parametrize("deed", [kill_worker, kill_agent], ids=["worker", "agent"])
+def test_outputs_of_an_item_that_are_out_already_are_not_given_again(
+    tmp_path: Path, deed: Callable[[], Any]
+) -> None:
+    def work(item: int) -> Iterator[tuple[int, int]]:
+        for number in range(item % 7):
+            if number == 4:
+                once(tmp_path, 60, deed)(item)
+            yield item, number
+
+    graph = Graph("many")
+    result = graph.source(range(120)).flat_map(work, on=local(2), workers=3).collect()
+    assert graph.run()[result] == [(item, number) for item in range(120) for number in range(item % 7)]

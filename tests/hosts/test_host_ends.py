@@ -1,0 +1,243 @@
+"""However a run over hosts ends, nothing of it is left: no agent, no worker on any host, nothing here."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from gates import Gate
+from hosted import agents, wait_ended, workers_of
+from waiting import wait_until
+
+from flowchan import Graph, HostError, In, Out, RunError
+from flowchan.hosts import crew, local
+from flowchan.hosts.local import Local
+from flowchan.hosts.pool import pool_of
+from flowchan.hosts.provider import Launch
+
+
+@pytest.fixture(autouse=True)
+def all_gone() -> Iterator[list[psutil.Process]]:
+    """Processes that a test has put here must have ended after it."""
+    seen: list[psutil.Process] = []
+    yield seen
+    assert not agents()
+    wait_ended(*seen)
+
+
+def everybody() -> list[psutil.Process]:
+    return [one for agent in agents() for one in (agent, *workers_of(agent))]
+
+
+def test_stop_finishes_what_is_in_flight() -> None:
+    given = []
+
+    def numbers() -> Iterator[int]:
+        for number in itertools.count():
+            given.append(number)
+            yield number
+
+    graph = Graph("stopped")
+    result = graph.source(numbers).map(abs, on=local(2), workers=2, name="far").collect()
+    run = graph.start()
+    wait_until(lambda: run._crew.channels["far"].stats().items_in > 10)
+    run.stop()
+    found = run.wait()[result]
+    assert found == given[: len(found)]
+    assert len(given) - len(found) <= 1  # the one whose put met the end
+    assert run.stats().state == "stopped"
+
+
+def test_abort_ends_workers_that_never_end(all_gone: list[psutil.Process]) -> None:
+    gate = Gate()
+    graph = Graph("aborted")
+    graph.source(itertools.count).map(gate.wait, on=local(2), workers=2).sink(abs)
+    run = graph.start()
+    gate.wait_held(2)
+    all_gone += everybody()
+    assert len(all_gone) == 4
+    run.abort()
+    run.wait()
+    assert run.stats().state == "aborted"
+
+
+def test_an_exception_in_the_block_ends_everybody(all_gone: list[psutil.Process]) -> None:
+    gate = Gate()
+    graph = Graph("left")
+    graph.source(itertools.count).map(gate.wait, on=local(2), workers=2).sink(abs)
+
+    def meanwhile() -> None:
+        gate.wait_held(2)
+        all_gone.extend(everybody())
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"), graph.start():
+        meanwhile()
+
+
+def test_a_failure_here_ends_workers_there(all_gone: list[psutil.Process]) -> None:
+    gate = Gate()
+
+    def fail(_: int) -> None:
+        gate.wait_held(2)
+        all_gone.extend(everybody())
+        raise ValueError("here")
+
+    graph = Graph("failed")
+    first, second = graph.source(range(9)).tee(2)
+    first.map(gate.wait, on=local(2), workers=2).sink(abs)
+    second.sink(fail)
+    with pytest.raises(RunError, match="failed"):
+        graph.run()
+
+
+def test_readers_that_want_no_more_end_a_stage_on_hosts() -> None:
+    graph = Graph("enough")
+    result = graph.source(itertools.count).map(abs, on=local(2), workers=2).take(5).collect()
+    assert graph.run()[result] == [0, 1, 2, 3, 4]
+
+
+def test_a_stage_with_ports_that_ends_by_itself_ends_what_is_before_it() -> None:
+    def three(numbers: In[int], out: Out[int]) -> None:
+        for _ in range(3):
+            out.put(numbers.get())
+
+    graph = Graph("three")
+    numbers = graph.source(itertools.count)
+    result = graph.stage(three, numbers, on=local(1), name="three").collect()
+    assert graph.run()[result] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("whose", ["out", "numbers"])
+def test_a_channel_that_a_worker_aborts_ends_the_run_with_its_cause(whose: str) -> None:
+    def abort(numbers: In[int], out: Out[int]) -> None:
+        for number in numbers:
+            if number == 3:
+                {"out": out, "numbers": numbers}[whose].channel.abort(OSError("the disk is gone"))
+            out.put(number)
+
+    graph = Graph("aborting")
+    graph.stage(abort, graph.source(itertools.count), on=local(1), name="abort").sink(abs)
+    with pytest.raises(RunError) as caught:
+        graph.run()
+    error = caught.value.exceptions[0]
+    assert "the disk is gone" in str(error)
+    assert "local-1" in str(error)
+
+
+def test_ctrl_c_stops_the_run_and_hands_over_what_was_finished(
+    tmp_path: Path, all_gone: list[psutil.Process]
+) -> None:
+    script = tmp_path / "interrupted.py"
+    script.write_text(
+        textwrap.dedent("""
+            import itertools, os, pathlib, sys
+            from flowchan import Graph, Interrupted
+            from flowchan.hosts import local
+
+            folder = pathlib.Path(sys.argv[1])
+
+            def show(item):
+                if item == 100:
+                    (folder / "going").touch()
+                return item
+
+            graph = Graph("interrupted")
+            result = graph.source(itertools.count).map(show, on=local(2), workers=2).collect()
+            try:
+                graph.run()
+            except Interrupted as interrupt:
+                found = interrupt.results[result]
+                print(found == list(range(len(found))) and len(found) > 100)
+        """)
+    )
+    with subprocess.Popen(
+        [sys.executable, script, tmp_path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    ) as process:  # fmt: skip
+        wait_until((tmp_path / "going").exists)
+        all_gone += psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate()
+    assert (out, process.returncode) == ("True\n", 0), err
+    assert err.count("flowchan: stopping") == 1
+
+
+def test_when_the_driver_is_killed_its_agents_end_after_their_patience(
+    tmp_path: Path, all_gone: list[psutil.Process]
+) -> None:
+    script = tmp_path / "killed.py"
+    script.write_text(
+        textwrap.dedent("""
+            import itertools, os, pathlib, sys, threading
+            from flowchan import Graph
+            from flowchan.hosts import local
+
+            folder = pathlib.Path(sys.argv[1])
+
+            def hold(item):
+                (folder / f"held {os.getpid()}").touch()
+                threading.Event().wait()
+
+            graph = Graph("killed")
+            graph.source(itertools.count).map(hold, on=local(2, patience=1), workers=2).sink(abs)
+            graph.run()
+        """)
+    )
+    with subprocess.Popen([sys.executable, script, tmp_path], start_new_session=True) as process:
+        wait_until(lambda: len([*tmp_path.glob("held *")]) == 2)
+        all_gone += psutil.Process(process.pid).children(recursive=True)
+        assert len(all_gone) == 4
+        process.kill()
+
+
+def test_other_versions_are_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crew, "versions", lambda: {"python": "3.99", "flowchan": "0.0.1"})
+    graph = Graph("mismatched")
+    graph.source([1]).map(abs, on=local(1)).sink(abs)
+    with pytest.raises(HostError) as caught:
+        graph.run()
+    assert caught.value.host == "local-1"
+    assert f"Python {sys.version_info.major}.{sys.version_info.minor}" in str(caught.value)
+    assert "Python 3.99 and flowchan 0.0.1" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@dataclass(frozen=True)
+class Faulty(Local):
+    """Its agents end at once."""
+
+    def start(self, number: int, launch: Launch) -> Any:
+        return super().start(number, Launch(("-c", "raise SystemExit(7)"), launch.stdin))
+
+
+def test_a_host_that_can_not_be_used_is_told_at_the_start() -> None:
+    graph = Graph("unusable")
+    graph.source(itertools.count).map(abs, on=pool_of("test", Faulty(2))).sink(abs)
+    with pytest.raises(HostError, match=r"host 'local-1' can't be used: .*code 7") as caught:
+        graph.run()
+    assert caught.value.host == "local-1"
+
+
+@dataclass(frozen=True)
+class Refusing(Local):
+    """It can't even try."""
+
+    def start(self, number: int, launch: Launch) -> Any:
+        raise HostError("the program for it is not installed here", self.hosts[number])
+
+
+def test_a_provider_that_can_not_start_anything_is_told_at_the_start() -> None:
+    graph = Graph("unusable")
+    graph.source(itertools.count).map(abs, on=pool_of("test", Refusing(2))).sink(abs)
+    with pytest.raises(HostError, match="not installed here"):
+        graph.run()

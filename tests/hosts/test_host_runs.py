@@ -1,0 +1,206 @@
+"""A graph over hosts gives what it gives on one machine."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gates import Gate
+from hosted import agents, host_of
+
+from flowchan import Channel, Failed, Graph, In, Out, RunError, StageError, worker
+from flowchan.hosts import local
+
+
+@pytest.fixture(autouse=True)
+def _no_agent_stays() -> Any:
+    yield
+    assert not agents()
+
+
+@dataclass(frozen=True)
+class Point:
+    x: int
+
+
+def results(graph: Graph, stream: Any) -> Any:
+    return graph.run()[stream]
+
+
+def test_a_map_gives_its_results_in_order_spread_evenly_over_the_hosts() -> None:
+    gate = Gate()
+
+    def square(number: int) -> tuple[int, int, int]:
+        if number < 4:
+            gate.wait()
+        return number * number, host_of(), worker().number
+
+    graph = Graph("squares")
+    squares = graph.source(range(1000)).map(square, on=local(2), workers=4).collect()
+    run = graph.start()
+    gate.wait_held(4)  # each of them has one item
+    gate.open()
+    found = run.wait()[squares]
+    assert [square for square, _, _ in found] == [number * number for number in range(1000)]
+    hosts: dict[int, set[int]] = {}
+    for _, host, number in found:
+        hosts.setdefault(host, set()).add(number)
+    assert sorted(map(sorted, hosts.values())) == [[1, 3], [2, 4]]
+
+
+def test_a_stage_runs_on_the_host_that_was_named() -> None:
+    pool = local(2)
+    graph = Graph("named")
+    first = graph.source(range(20)).map(host_of, on=pool["local-1"], workers=2)
+    both = first.map(lambda host: (host, host_of()), on=pool["local-1"]).map(
+        lambda hosts: (*hosts, host_of()), on=pool["local-2"]
+    )
+    found = set(results(graph, both.collect()))
+    assert len(found) == 1
+    ((one, same, other),) = found
+    assert one == same != other
+
+
+def test_items_and_results_may_be_of_classes_that_are_not_there() -> None:
+    graph = Graph("points")
+    points = graph.source([Point(n) for n in range(10)], name="points")
+    found = results(graph, points.map(lambda point: Point(-point.x), on=local(2), workers=2).collect())
+    assert found == [Point(-n) for n in range(10)]
+
+
+def test_the_users_own_module_goes_along_by_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine_only.py").write_text(
+        textwrap.dedent("""
+            FACTOR = 3
+
+            class Number:
+                def __init__(self, value):
+                    self.value = value
+
+            def helper(number):
+                return FACTOR * number
+
+            def triple(number):
+                return Number(helper(number.value))
+        """)
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    import mine_only  # type: ignore[import-not-found]
+
+    graph = Graph("mine")
+    numbers = graph.source([mine_only.Number(n) for n in range(5)])
+    found = results(graph, numbers.map(mine_only.triple, on=local(2), workers=2).collect())
+    assert [number.value for number in found] == [0, 3, 6, 9, 12]
+    assert all(type(number) is mine_only.Number for number in found)
+    del sys.modules["mine_only"]
+
+
+def test_a_module_that_a_host_does_not_have_is_named() -> None:
+    def uses(item: int) -> int:
+        import no_such_module_anywhere  # type: ignore[import-not-found]
+
+        return int(no_such_module_anywhere.f(item))
+
+    graph = Graph("missing")
+    graph.source([1]).map(uses, on=local(1), name="uses").sink(abs)
+    with pytest.raises(RunError) as caught:
+        graph.run()
+    (error,) = caught.value.exceptions
+    assert "no_such_module_anywhere" in str(error)
+    assert "local-1" in str(error)
+
+
+def test_an_error_says_on_which_host_and_has_the_traceback_from_there() -> None:
+    def fail(item: int) -> int:
+        if item == 3:
+            raise ValueError("not this one")
+        return item
+
+    graph = Graph("failing")
+    graph.source(range(10)).map(fail, on=local(2), workers=2, name="fail").sink(abs)
+    with pytest.raises(RunError) as caught:
+        graph.run()
+    error = caught.value.exceptions[0]
+    assert isinstance(error, StageError)
+    assert (error.stage, error.item) == ("fail", "3")
+    assert "on host 'local-" in str(error)
+    assert isinstance(error.__cause__, ValueError)
+    assert 'raise ValueError("not this one")' in "".join(error.__cause__.__notes__)
+
+
+def test_failed_items_go_to_the_stream_of_errors() -> None:
+    def half(item: int) -> float:
+        return 1 / (item % 2)
+
+    graph = Graph("errors")
+    halves = graph.source(range(10)).map(half, on=local(2), workers=2, retries=1, name="half")
+    errors, good = halves.errors.collect(), halves.collect()
+    found = graph.run()
+    assert len(found[good]) == 5
+    failed: list[Failed] = found[errors]
+    assert sorted(one.item for one in failed) == [0, 2, 4, 6, 8]
+    assert all(isinstance(one.error, ZeroDivisionError) and one.attempts == 2 for one in failed)
+
+
+def test_what_runs_in_a_process_runs_on_a_host() -> None:
+    pool = local(2)
+
+    def twice(numbers: In[int], out: Out[int], log: Out[str]) -> None:
+        for number in numbers:
+            out.put(number)
+            out.put(number)
+            log.put(f"{number}")
+
+    graph = Graph("verbs")
+    numbers = graph.source(lambda: iter(range(20)), on=pool, name="numbers")
+    even = numbers.filter(lambda n: n % 2 == 0, on=pool, workers=2)
+    some = even.flat_map(lambda n: [n] * (n % 3), on=pool, workers=2)
+    doubled, log = graph.stage(twice, some, on=pool, name="twice")
+    low, high = doubled.partition(lambda n: int(n > 9), 2, on=pool)
+    ends = low.collect(), high.collect(), log.collect()
+    found = graph.run()
+    expected = [n for n in range(20) if n % 2 == 0 for _ in range(n % 3)]
+    assert found[ends[0]] == [n for n in expected for _ in "ab" if n <= 9]
+    assert found[ends[1]] == [n for n in expected for _ in "ab" if n > 9]
+    assert found[ends[2]] == [f"{n}" for n in expected]
+
+
+def test_a_sink_runs_on_hosts(tmp_path: Path) -> None:
+    def write(number: int) -> None:
+        (tmp_path / f"{number}").touch()
+
+    graph = Graph("sunk")
+    graph.source(range(30)).sink(write, on=local(2), workers=3)
+    graph.run()
+    assert sorted(int(path.name) for path in tmp_path.iterdir()) == list(range(30))
+
+
+def test_two_pools_of_one_provider_share_its_agents() -> None:
+    graph = Graph("shared")
+    numbers = graph.source(range(10)).map(host_of, on=local(1))
+    found = results(graph, numbers.map(lambda host: (host, host_of()), on=local(1)).collect())
+    assert all(one == other for one, other in found)
+
+
+def test_the_report_names_the_hosts() -> None:
+    graph = Graph("told")
+    graph.source(range(10)).map(abs, on=local(2), workers=2, name="far").sink(abs)
+    with graph.start() as run:
+        run.wait()
+    assert [host.name for host in run.stats().hosts] == ["local-1", "local-2"]
+    report = run.report()
+    assert "local(2)" in report
+    assert "local-1" in report
+
+
+def test_an_item_that_only_one_machine_can_have_ends_the_run_and_names_the_channel() -> None:
+    graph = Graph("shared")
+    items = graph.source([Channel(across="processes")], name="items")
+    items.map(abs, on=local(1), name="far").sink(abs)
+    with pytest.raises(RunError) as caught:
+        graph.run()
+    assert "channel 'items' can't go to host 'local-1'" in str(caught.value.exceptions[0])
