@@ -44,10 +44,10 @@
    what it got, and reads on from the former connection), PLANT_no_fence (what was said before a host was given up is
    heard as its successor's), PLANT_done_early (`done` before the outputs), PLANT_put_ahead (outputs of the next item go
    into O while the lease of one before stands), PLANT_by_port (each port's outputs are sent as they come),
-   PLANT_end_ahead (a lease ends while outputs wait for room), PLANT_forget (the counts are forgotten when a host dies),
-   PLANT_no_inherit (who takes an item up does not make the kept count its own), PLANT_no_resend (what was sent before
-   counts as sent), PLANT_state_lost, PLANT_end_lost (over a new connection the state, or the end, is not said again).
-*/
+   PLANT_output_first (outputs are sent over a new connection before it is said which items came), PLANT_end_ahead (a
+   lease ends while outputs wait for room), PLANT_forget (the counts are forgotten when a host dies), PLANT_no_inherit
+   (who takes an item up does not make the kept count its own), PLANT_no_resend (what was sent before counts as sent),
+   PLANT_state_lost, PLANT_end_lost (over a new connection the state, or the end, is not said again). */
 
 #ifndef ITEMS
 #define ITEMS 2
@@ -121,7 +121,11 @@ hidden byte i, n, p, q;
 #else
 #define in_turn(p) have(host[l].sent, host[l].sent[p] / OUTPUTS)
 #endif
+#ifdef PLANT_output_first
+#define may_say_output(p) (host[l].known && host[l].sent[p] < host[l].put[p] && in_turn(p))
+#else
 #define may_say_output(p) (host[l].said && host[l].known && host[l].sent[p] < host[l].put[p] && in_turn(p))
+#endif
 #define waits(p) (home[l].used[p] < home[l].got[p])
 #define key(p) (home[l].used[p] / OUTPUTS)           /* of the first output that waits */
 #ifdef PLANT_put_ahead
@@ -203,7 +207,7 @@ inline hear_at_home(wire) {
      home[l].heard = (n > home[l].heard -> n : home[l].heard);
      settle()
   :: wire?OUT(p, q) ->
-     assert(q == home[l].got[p] / OUTPUTS && q >= home[l].done && q < home[l].taken);
+     assert(q == home[l].got[p] / OUTPUTS && q >= home[l].done && q < home[l].sent);
      home[l].got[p]++;
      home[l].heard = (q > home[l].heard -> q : home[l].heard);
      settle()
@@ -271,7 +275,7 @@ proctype at_home(byte l) {
        drop(to_home[in_use(home)]);
 #endif
        home[l].connection = host[l].connection;
-       home[l].said = false; home[l].known = false;
+       home[l].said = false; home[l].known = false; home[l].sent = home[l].done;
 #ifndef PLANT_end_lost
        home[l].end_said = false
 #endif

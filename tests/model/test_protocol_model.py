@@ -89,6 +89,7 @@ FAULTS = [
     ("line", "ITEMS=2", "PLANT_done_early"),
     ("line", "ITEMS=2 PORTS=2", "PLANT_put_ahead"),
     ("line", "ITEMS=2 PORTS=2", "PLANT_by_port"),
+    ("line", "ITEMS=2", "PLANT_output_first"),
     ("line", "ITEMS=2", "PLANT_end_ahead"),
     ("line", "ITEMS=2", "PLANT_forget"),
     ("line", "ITEMS=2 HOSTS=2", "PLANT_no_inherit"),
