@@ -32,7 +32,7 @@ from flowchan import Broken, Channel, Closed, Drained, Full, Graph, In, Out, Run
 from flowchan.declare.places import PLACES
 from flowchan.pipelines.sequential import passes
 from flowchan.pipelines.sequential.cut import CHUNKS, Cut
-from flowchan.pipelines.sequential.execution import Casting, Passed, may_draw
+from flowchan.pipelines.sequential.execution import Passed, casting_here, may_draw
 from flowchan.pipelines.sequential.parts import Part
 from flowchan.pipelines.sequential.passes import Ahead, Answer, Back, Call, Drop, Failure, Gradients, PartJob
 from flowchan.pipelines.sequential.shared import share
@@ -225,7 +225,7 @@ class Differentiable:
         # As torch's own layers do: a module that draws nothing leaves the program's generator alone.
         draws = any(may_draw(part.module) for part in parts)
         seed = int(torch.randint(2**31, ())) if draws else 0
-        call = Call(through.number, len(pieces), seed, casting_here(parts), torch.is_grad_enabled(), None)
+        call = Call(through.number, len(pieces), seed, casting_here(), torch.is_grad_enabled(), None)
         if not call.graph:
             return through.ahead(call, pieces, ())
         return _applied(through, call, pieces, tensors(value))
@@ -258,17 +258,6 @@ class Differentiable:
     def forget(self) -> None:
         """Ends the workers without waiting, as soon as nobody has an output of theirs."""
         self._line = None
-
-
-def casting_here(parts: Sequence[Part]) -> Casting:
-    """What ``torch.autocast`` is told here, for the devices of the parts."""
-    names = {"cpu", "cuda", *(part.device.type for part in parts if part.device is not None)}
-    keeps = torch.is_autocast_cache_enabled()
-    return tuple(
-        (name, torch.get_autocast_dtype(name), keeps)
-        for name in sorted(names)
-        if torch.is_autocast_enabled(name)
-    )
 
 
 class _Through:

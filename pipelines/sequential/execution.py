@@ -66,6 +66,16 @@ Casting = tuple[tuple[str, torch.dtype, bool], ...]
 it, and whether casts are kept."""
 
 
+def casting_here() -> Casting:
+    """What ``torch.autocast`` is told where this is called."""
+    keeps = torch.is_autocast_cache_enabled()
+    return tuple(
+        (name, torch.get_autocast_dtype(name), keeps)
+        for name in ("cpu", "cuda", "xpu", "mps")
+        if torch.is_autocast_enabled(name)
+    )
+
+
 class _Again(NamedTuple):
     """A forward pass that is to be done again: all it depends on."""
 

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from flowchan import Graph
 from flowchan.declare.places import PLACES
 from flowchan.pipelines.sequential import balance as balancing
-from flowchan.pipelines.sequential.autograd import Differentiable, casting_here
+from flowchan.pipelines.sequential.autograd import Differentiable
 from flowchan.pipelines.sequential.checks import (
     check_choices,
     check_sendable,
@@ -28,6 +28,7 @@ from flowchan.pipelines.sequential.checks import (
     without_gradient,
 )
 from flowchan.pipelines.sequential.cut import CHUNKS, Cut
+from flowchan.pipelines.sequential.execution import casting_here
 from flowchan.pipelines.sequential.inference import Inference
 from flowchan.pipelines.sequential.parts import Part, compute_threads
 from flowchan.pipelines.sequential.schedule import Schedule
@@ -166,7 +167,9 @@ class Sequential(nn.Module):
         raise_for_own_ways(self.module)
         if torch._C._is_tracing():
             raise RuntimeError("a Sequential in parts can't be traced; trace the plain module, pipe.module")
-        if (torch.is_grad_enabled() and self._has_graph(x)) or casting_here(self.parts) or self._counts():
+        if torch.autograd.forward_ad._current_level >= 0:
+            raise RuntimeError("forward derivatives don't go through a Sequential in parts; take pipe.module")
+        if (torch.is_grad_enabled() and self._has_graph(x)) or casting_here() or self._counts():
             return self._graphs.call(x)
         return self._inference.call(x)
 
@@ -189,7 +192,7 @@ class Sequential(nn.Module):
         the parts of a stream, ``ValueError`` for a batch that requires a gradient."""
         self._raise_if_training("use training.evaluate(x), or leave its with block")
         raise_for_own_ways(self.module)
-        if casting_here(self.parts):
+        if casting_here():
             raise RuntimeError("torch.autocast does not reach the parts of a stream: call pipe(x) in it")
         checked = (without_gradient(batch, "call pipe(x)") for batch in batches)
         return self._inference.stream(checked, keep=self)

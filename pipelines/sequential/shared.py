@@ -108,6 +108,13 @@ def is_shared(tensor: Tensor) -> bool:
     return _place(tensor) is not None
 
 
+def place_of(tensor: Tensor) -> tuple[str, int] | None:
+    """The name of the memory in which a shared tensor's storage lies, and where in it. An address may come
+    again; a name does not."""
+    place = _place(tensor)
+    return None if place is None else (_blocks[place[0]][2], place[1])
+
+
 def _place(tensor: Tensor) -> tuple[int, int] | None:
     """The first address of the block in which a tensor lies, and where its storage begins there."""
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
@@ -129,7 +136,28 @@ class Lent:
         """The module itself arrives."""
         out = io.BytesIO()
         _Pickler(out, protocol=5).dump(self.module)
-        return pickle.loads, (out.getvalue(),)
+        return _arrived, (out.getvalue(), settings())
+
+
+def settings() -> tuple[Any, ...]:
+    """What the program has told torch for its whole process, as far as it changes what layers compute."""
+    return (
+        torch.get_default_dtype(),
+        torch.get_float32_matmul_precision(),
+        (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+    )
+
+
+def _arrived(data: bytes, told: tuple[Any, ...]) -> nn.Module:
+    default, precision, (deterministic, warn), anomaly = told
+    torch.set_default_dtype(default)
+    torch.set_float32_matmul_precision(precision)
+    torch.use_deterministic_algorithms(deterministic, warn_only=warn)
+    if anomaly != (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()):
+        torch.autograd.set_detect_anomaly(*anomaly)
+    module: nn.Module = pickle.loads(data)
+    return module
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types

@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from flowchan.items.text import short
 from flowchan.pipelines.sequential.parts import Part
-from flowchan.pipelines.sequential.shared import is_shared
+from flowchan.pipelines.sequential.shared import place_of, settings
 
 _EVERY_MODULES = frozenset({*vars(nn.Module()), "training"})
 _HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
@@ -33,8 +34,8 @@ def state_of(parts: Sequence[Part], copied: bool = False) -> list[Any]:
     """Something that changes when the layers of the parts do, their attributes or their hooks, or parameters
     and buffers that the processes don't see, as those on another device where they are ``copied`` there once:
     torch counts the changes of each tensor, but for those through ``tensor.data``; of inference tensors
-    it keeps no count, so they always count as changed."""
-    found: list[Any] = []
+    it keeps no count, so they always count as changed. ``ValueError`` for hooks of layers."""
+    found: list[Any] = [settings()]
     for part in parts:
         away = copied and part.device is not None and part.device.type != "cpu"
         for module in part.module.modules():
@@ -50,13 +51,22 @@ def _seen(module: nn.Module, away: bool) -> Iterator[Any]:
             yield value if type(value) in _VALUES else _version(value)
     for name in _HOOKS:
         for hook in vars(module)[name].values():
+            if not (getattr(hook, "__module__", None) or "").startswith("torch."):
+                raise ValueError(
+                    f"Sequential: a {type(module).__name__} has the hook {short(hook)}, which would be "
+                    "called in the part's process, where what it keeps is lost to the program: use "
+                    "on='thread', put it into the layer's forward(), or register it on the pipe"
+                )
             yield _Same(hook)
     for tensors in (module._parameters, module._buffers):
         for name, tensor in tensors.items():
             yield name
-            if tensor is not None and not away and is_shared(tensor):
-                yield tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-            elif tensor is not None:
+            if tensor is None:
+                continue
+            place = None if away else place_of(tensor)
+            if place is not None:
+                yield place, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()
+            else:
                 yield tensor.data_ptr()
                 yield _version(tensor)
 

@@ -22,7 +22,7 @@ from flowchan.declare.places import PLACES
 from flowchan.items.text import short
 from flowchan.pipelines.sequential import worker as stages
 from flowchan.pipelines.sequential.checks import without_gradient
-from flowchan.pipelines.sequential.execution import Passed
+from flowchan.pipelines.sequential.execution import Passed, casting_here
 from flowchan.pipelines.sequential.parts import Part
 from flowchan.pipelines.sequential.schedule import Schedule, Step, check, plan, steps, text
 from flowchan.pipelines.sequential.shared import share
@@ -197,7 +197,10 @@ class Training:
     # --- behind it ---
 
     def _raise_if_changed(self) -> None:
-        """The processes compute with the layers as these were at the beginning."""
+        """The processes compute with the layers as these were at the beginning, and all workers with the
+        types of then."""
+        if casting_here():
+            raise RuntimeError("torch.autocast does not reach a training: give pipe.trainer(…, autocast=…)")
         if PLACES[self._on].apart and self.active and self._seen != _seen(self._parts):
             raise RuntimeError(
                 "a layer has changed since this training began (its mode, an attribute, a hook, or where "

@@ -14,6 +14,7 @@ import pytest
 import torch
 from plain import conv, dense, everywhere
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.functional import cross_entropy
 from trained import batches, in_parts, perceptron
 
@@ -157,7 +158,7 @@ def test_replaced_layers_take_part_and_more_of_them_raise(on: Any) -> None:
 
 
 @everywhere
-def test_changed_attributes_and_hooks_of_layers_hold_for_the_next_call(on: Any) -> None:
+def test_changed_attributes_and_settings_hold_for_the_next_call(on: Any) -> None:
     module = nn.Sequential(nn.Linear(6, 6), nn.LeakyReLU(0.1), nn.Linear(6, 6))
     x = torch.randn(8, 6)
     with Sequential(module, 2, on=on, chunks=2) as pipe:
@@ -166,10 +167,69 @@ def test_changed_attributes_and_hooks_of_layers_hold_for_the_next_call(on: Any) 
                 pipe(x)
                 module[1].negative_slope += 0.5
                 torch.testing.assert_close(pipe(x), module(x))
-                handle = module[0].register_forward_hook(lambda m, i, output: output * 3)
-                torch.testing.assert_close(pipe(x), module(x))
-                handle.remove()
-                torch.testing.assert_close(pipe(x), module(x))
+
+
+class Ones(nn.Module):
+    """Makes a tensor of the program's default type."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.ones(1)
+
+
+@everywhere
+def test_the_programs_default_type_is_that_of_the_parts(on: Any) -> None:
+    with Sequential([Ones(), nn.Identity()], 2, on=on, chunks=2) as pipe:
+        assert pipe(torch.ones(4, 2, dtype=torch.float16)).dtype == torch.float32
+        torch.set_default_dtype(torch.float64)
+        try:
+            assert pipe(torch.ones(4, 2, dtype=torch.float16)).dtype == torch.float64
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
+def test_hooks_of_layers_are_called_on_threads_and_raise_on_processes() -> None:
+    x = torch.ones(4, 6)
+    seen: list[int] = []
+    for on in ("thread", "process"):
+        module = dense()
+        with Sequential(module, on=on, chunks=2) as pipe:  # type: ignore[arg-type]
+            pipe(x)
+            with torch.no_grad():
+                pipe(x)
+            module[2].register_forward_hook(lambda m, inputs, output: seen.append(len(output)))
+            if on == "thread":
+                pipe(x)
+                assert seen == [2, 2]
+                continue
+            for use in (lambda: pipe(x), lambda: next(pipe.stream([x])), lambda: torch.no_grad()(pipe)(x)):
+                with pytest.raises(ValueError, match=r"a Linear has the hook .*: use on='thread'"):
+                    use()
+
+
+@everywhere
+def test_torchs_own_hooks_are_no_hooks_of_the_users(on: Any) -> None:
+    module = nn.Sequential(nn.utils.spectral_norm(nn.Linear(6, 6)), nn.Tanh()).eval()
+    x = torch.ones(4, 6)
+    with Sequential(module, on=on, chunks=2) as pipe:
+        y = pipe(x)
+        torch.testing.assert_close(y, module(x))
+        y.sum().backward()
+        assert module[0].weight_orig.grad is not None
+
+
+@everywhere
+def test_functional_call_takes_other_parameters(on: Any) -> None:
+    module = dense()
+    x = torch.randn(8, 6)
+    with Sequential(module, on=on, chunks=2) as pipe:
+        found = []
+        for each in (pipe, module):
+            scale = torch.tensor(2.0, requires_grad=True)
+            scaled = {name: one.detach() * scale for name, one in module.named_parameters()}
+            torch.func.functional_call(each, scaled, x).sum().backward()
+            found.append(scale.grad)
+        torch.testing.assert_close(*found)
+        torch.testing.assert_close(pipe(x), module(x))
 
 
 class Counts(nn.Module):
@@ -348,6 +408,28 @@ def test_a_trace_of_a_pipe_would_be_a_constant_and_raises() -> None:
         pytest.raises(RuntimeError, match=r"trace the plain module, pipe\.module"),
     ):
         torch.jit.trace(pipe, torch.randn(2, 6))
+
+
+@everywhere
+def test_forward_derivatives_raise(on: Any) -> None:
+    with Sequential(dense(), on=on) as pipe, forward_ad.dual_level():
+        x = forward_ad.make_dual(torch.ones(2, 6), torch.ones(2, 6))
+        for gradients in (True, False):
+            with (
+                torch.set_grad_enabled(gradients),
+                pytest.raises(RuntimeError, match=r"forward derivatives don't go .* take pipe\.module"),
+            ):
+                pipe(x)
+
+
+def test_autocast_around_a_training_raises() -> None:
+    ((x, target),) = batches([8])
+    with (
+        in_parts(perceptron(), 2) as training,
+        torch.autocast("cpu"),
+        pytest.raises(RuntimeError, match=r"autocast does not reach a training: .*autocast=…"),
+    ):
+        training.step(x, target)
 
 
 def test_hooks_of_the_plain_container_that_come_later_raise_too() -> None:
