@@ -398,10 +398,10 @@ class HostCrew:
             self._closing = True
             lives = self._lives()
         for life in lives:
+            self._count(self._hosts[life.host], life)
             life.leave()
         give_up = time.monotonic() + GRACE
         for life in lives:
-            self._count(self._hosts[life.host], life)
             life.close(give_up)
         for life in self._dying:
             life.join()

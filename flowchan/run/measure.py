@@ -159,17 +159,27 @@ def _stage(about: _About, elapsed: float) -> StageStats:
     # A tee puts each item into every branch; a stage that nobody reads has finished what it took.
     given = [s.stats.items_in for s in outs]
     items_out = (max if stage.verb.repeats else sum)(given) if given else max(0, items_in - in_hand - failed)
+    unwanted = about.unwanted
+    if stage.place.hosts and stage.verb.owes and _readers_left(about, outs):
+        # Of what was on its way to a host or back then, no worker knows.
+        unwanted = max(unwanted, items_in - items_out - failed - in_hand)
     worked = min(1.0, about.worked / whole)
     waiting_in = min(worked, sum(s.stats.read_wait for s in reads) / whole)
     waiting_out = min(worked - waiting_in, sum(s.stats.write_wait for s in writes) / whole)
     return StageStats(
         name=stage.name, kind=stage.kind, on=stage.place.name, workers=workers,
         alive=about.alive, items_in=items_in, items_out=items_out, failed=failed, retried=about.retried,
-        restarts=about.restarts, unwanted=about.unwanted, in_hand=in_hand,
+        restarts=about.restarts, unwanted=unwanted, in_hand=in_hand,
         rate=(items_in if reads else items_out) / elapsed,
         busy=worked - waiting_in - waiting_out, waiting_input=waiting_in, waiting_output=waiting_out,
         hosts=stage.place.hosts,
     )  # fmt: skip
+
+
+def _readers_left(about: _About, outs: list[Snapshot]) -> bool:
+    """Whether the stage has ended because nobody wanted its items any more."""
+    left = any(s.stats.inside and not s.stats.readers for s in outs)
+    return not about.alive and (about.unwanted > 0 or left)
 
 
 def _state(state: State) -> RunState:

@@ -55,7 +55,9 @@ def both(pool: Any, work: Callable[[int], int], **options: Any) -> tuple[Any, Ru
     graph = Graph("deaths")
     result = graph.source(range(ITEMS)).map(work, on=pool, workers=4, name="work", **options).collect()
     run = graph.start()
-    return run.wait()[result], run.stats(), run.report()
+    found, report = run.wait()[result], run.report()
+    assert f"{ITEMS} = {ITEMS} out" in report
+    return found, run.stats(), report
 
 
 @pytest.mark.parametrize("ordered", [True, False])

@@ -103,7 +103,10 @@ def test_a_failure_here_ends_workers_there(all_gone: list[psutil.Process]) -> No
 def test_readers_that_want_no_more_end_a_stage_on_hosts() -> None:
     graph = Graph("enough")
     result = graph.source(itertools.count).map(abs, on=local(2), workers=2).take(5).collect()
-    assert graph.run()[result] == [0, 1, 2, 3, 4]
+    run = graph.start()
+    assert run.wait()[result] == [0, 1, 2, 3, 4]
+    assert "MISSING" not in run.report()
+    assert [host.breaks for host in run.stats().hosts] == [0, 0]
 
 
 def test_a_stage_with_ports_that_ends_by_itself_ends_what_is_before_it() -> None:
