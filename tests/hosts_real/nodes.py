@@ -87,6 +87,12 @@ class Nodes:
         (self._folder / f"{name}.log").unlink()
         self.start(name)
 
+    def start_again_all(self) -> None:
+        """Starts the nodes anew that have died."""
+        for name in self.names:
+            if not any(one.name() == "raylet" for one in family_of(self._servers.pid(name))):
+                self.start_again(self.address(name))
+
     def run(self, *command: str) -> subprocess.CompletedProcess[str]:
         """Runs a driver on the head."""
         return subprocess.run(

@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import re
 import sys
+import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import psutil
 from driver import SECRET, Driver, end_of
+from pool_walks import deaths, kill_node, not_on_the_head, run_over
 from waiting import wait_until
 
+import flowchan.hosts
 from flowchan.errors import HostError
 from flowchan.hosts.provider import Launch
 from flowchan.hosts.ray import ray
@@ -74,6 +77,15 @@ def node_killed() -> None:
         assert again["number"] == lost
         assert again["peer"] not in (address, told[1 - lost]["peer"])
     say(address)
+
+
+def graph() -> None:
+    """A node dies in the middle of a run; its work is done on the third."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = run_over(flowchan.hosts.ray(2), Path(folder), kill_node, not_on_the_head)
+    say(*deaths(run))
+    say(sorted(host.agents for host in run.stats().hosts))
+    say_what_is_held()
 
 
 def raylet_of(address: str) -> psutil.Process:

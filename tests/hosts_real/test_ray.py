@@ -71,3 +71,10 @@ def test_a_python_without_flowchan_is_named_with_its_host(walk):
 def test_a_node_that_is_killed_is_told_and_its_agent_comes_up_on_another(nodes, walk):
     (killed,) = walk("node_killed")
     nodes.start_again(killed)
+
+
+def test_a_graph_goes_on_when_a_node_is_killed(nodes, walk):
+    death, agents, held = walk("graph")
+    assert re.fullmatch(r"ray-[12]: .*", death)
+    assert (agents, held) == ("[1, 2]", "held:")
+    nodes.start_again_all()

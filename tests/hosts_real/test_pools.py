@@ -1,0 +1,78 @@
+"""Graphs over hosts that ssh and Slurm reach: exact, also when an agent or the way to it is lost."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import psutil
+import pytest
+from pool_walks import cancel_step, cut_ssh, deaths, kill_agent, nothing, run_over
+from waiting import wait_until
+
+from flowchan.hosts import slurm, ssh
+
+SSH = ssh("gpu1", "gpu2", python=sys.executable)
+
+
+@pytest.mark.usefixtures("sshd")
+def test_a_graph_runs_over_ssh(tmp_path):
+    run = run_over(SSH, tmp_path, nothing)
+    assert [(host.name, host.agents) for host in run.stats().hosts] == [("gpu1", 1), ("gpu2", 1)]
+    assert all(host.sent for host in run.stats().hosts)
+
+
+@pytest.mark.usefixtures("sshd")
+def test_an_agent_behind_ssh_that_is_killed_is_replaced(tmp_path):
+    run = run_over(SSH, tmp_path, kill_agent)
+    (death,) = deaths(run)
+    assert "was killed by SIGKILL" in death
+    assert sum(host.agents for host in run.stats().hosts) == 3
+
+
+@pytest.mark.usefixtures("sshd")
+def test_a_graph_goes_on_without_the_ssh_that_has_started_its_agent(tmp_path):
+    run = run_over(SSH, tmp_path, cut_ssh)
+    assert deaths(run) == []
+    assert [host.agents for host in run.stats().hosts] == [1, 1]
+
+
+PROGRAM = """
+import sys, time
+from flowchan import Graph
+from flowchan.hosts import ssh
+
+def work(item):
+    import os, time
+    print("agent", os.getppid(), file=sys.stderr, flush=True)
+    time.sleep(600)
+
+graph = Graph("lost")
+graph.source(range(2)).map(work, on=ssh("gpu1", python=sys.executable, patience=2)).collect()
+graph.run()
+"""
+
+
+@pytest.mark.usefixtures("sshd")
+def test_an_agent_behind_ssh_ends_after_its_patience_when_the_program_is_killed():
+    program = subprocess.Popen((sys.executable, "-c", PROGRAM), stderr=subprocess.PIPE, text=True)
+    with program, program.stderr as said:
+        told = next(line for line in said if line.startswith("[gpu1] agent "))
+        agent = psutil.Process(int(told.split()[-1]))
+        family = [agent, *agent.children(recursive=True)]
+        program.kill()
+    wait_until(lambda: not any(process.is_running() for process in family))
+
+
+@pytest.mark.usefixtures("allocation")
+def test_a_graph_runs_over_slurm(tmp_path):
+    run = run_over(slurm(), tmp_path, nothing)
+    assert [(host.name, host.agents) for host in run.stats().hosts] == [("node1", 1), ("node2", 1)]
+
+
+@pytest.mark.usefixtures("allocation")
+def test_an_agent_whose_job_step_is_cancelled_is_replaced(tmp_path):
+    run = run_over(slurm(), tmp_path, cancel_step)
+    (death,) = deaths(run)
+    assert "was ended by Slurm" in death
+    assert sum(host.agents for host in run.stats().hosts) == 3
