@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from networks import Networks
 from nodes import Nodes
 from servers import Servers, free_ports, need, need_root, program
 from waiting import wait_until
@@ -143,6 +144,14 @@ def allocation(cluster: Servers, monkeypatch: pytest.MonkeyPatch) -> Iterator[st
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-2]")
     yield job
     subprocess.run(("scancel", job), check=True)
+
+
+@pytest.fixture
+def networks() -> Iterator[Networks]:
+    need("ip", package="iproute2")
+    need_root()
+    with contextlib.closing(Networks()) as networks:
+        yield networks
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,5 @@
-"""A Ray cluster of three nodes on this machine. Each is in a network namespace of its own, as Ray takes nodes
-with one address for the same; a bridge in the first one joins them. ``ray stop`` is not used: it ends by
-name."""
+"""A Ray cluster of three nodes on this machine, each in a network namespace of its own, as Ray takes nodes
+with one address for the same. ``ray stop`` is not used: it ends by name."""
 
 from __future__ import annotations
 
@@ -12,10 +11,10 @@ import tempfile
 from pathlib import Path
 
 import psutil
+from networks import HEAD, Networks
 from servers import Servers, family_of
 from waiting import wait_until
 
-HEAD = "10.77.0.1"
 QUICKLY = (
     '{"health_check_initial_delay_ms":1000,"health_check_period_ms":500,"health_check_failure_threshold":3}'
 )
@@ -27,31 +26,11 @@ class Nodes:
     """The nodes by the names of their namespaces; the first is the head, where drivers run."""
 
     def __init__(self) -> None:
-        self.names = tuple(f"flowchan-{os.getpid()}-{number}" for number in (1, 2, 3))
+        self._networks = Networks()
+        self.names = self._networks.names
+        self.address = self._networks.address
         self._folder = Path(tempfile.mkdtemp(prefix="flowchan-"))  # a short path: Ray puts sockets there
         self._servers = Servers(self._folder)
-        try:
-            self._make_networks()
-        except BaseException:
-            self.close()
-            raise
-
-    def _make_networks(self) -> None:
-        head = self.names[0]
-        for name in self.names:
-            ip(f"netns add {name}")
-            ip(f"-n {name} link set lo up")
-        ip(f"-n {head} link add bridge type bridge")
-        ip(f"-n {head} addr add {HEAD}/24 dev bridge")
-        ip(f"-n {head} link set bridge up")
-        for number, name in enumerate(self.names[1:], 2):
-            ip(f"link add cable netns {name} type veth peer name cable{number} netns {head}")
-            ip(f"-n {head} link set cable{number} master bridge up")
-            ip(f"-n {name} addr add {self.address(name)}/24 dev cable")
-            ip(f"-n {name} link set cable up")
-
-    def address(self, name: str) -> str:
-        return f"10.77.0.{self.names.index(name) + 1}"
 
     def start(self, name: str) -> None:
         """Starts Ray on a node, and returns when it has joined."""
@@ -105,10 +84,5 @@ class Nodes:
 
     def close(self) -> None:
         self._servers.close()
-        for name in self.names:
-            subprocess.run(("ip", "netns", "del", name), stderr=subprocess.DEVNULL)
+        self._networks.close()
         shutil.rmtree(self._folder)
-
-
-def ip(command: str) -> None:
-    subprocess.run(("ip", *command.split()), check=True)

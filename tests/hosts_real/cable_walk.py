@@ -1,0 +1,52 @@
+"""A driver of a graph over two other namespaces: ``python cable_walk.py HEAD FIRST SECOND FOLDER``. The first
+worker over there that gets item ``AT`` pulls its own host's cable, and the driver prints its report."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from networks import HEAD
+from pool_walks import run_over
+
+from flowchan import worker
+from flowchan.hosts.child import Child
+from flowchan.hosts.pool import pool_of
+from flowchan.hosts.provider import Launch
+
+
+@dataclass(frozen=True)
+class Apart:
+    """An agent in each of these namespaces."""
+
+    hosts: tuple[str, ...]
+
+    def listen_at(self) -> str:
+        return HEAD
+
+    def start(self, number: int, launch: Launch) -> Child:
+        host = self.hosts[number]
+        command = ("ip", "netns", "exec", host, sys.executable, *launch.arguments)
+        return Child(host, command, launch, lambda code, said: f"{host} ended with code {code}", relay=True)
+
+
+def pull(head: str) -> None:
+    """The frames of this host's cable are dropped from now on, in both directions, and nobody is told."""
+    subprocess.run(("ip", "-n", head, "link", "set", "cable2", "nomaster"), check=True)
+
+
+def main() -> None:
+    head, *hosts, folder = sys.argv[1:]
+    first = hosts[0]
+    pool = pool_of("apart", Apart(tuple(hosts)), patience=2)
+    run = run_over(pool, Path(folder), partial(pull, head), lambda: worker().host == first)
+    print(run.report())
+
+
+if __name__ == "__main__":
+    main()

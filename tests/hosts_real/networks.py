@@ -1,0 +1,48 @@
+"""Three network namespaces on this machine, joined by a bridge in the first; nothing leads out of them."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+
+HEAD = "10.77.0.1"
+_count = itertools.count()
+
+
+class Networks:
+    """The first of ``names`` is where drivers run; a cable leads from it to each of the others."""
+
+    def __init__(self) -> None:
+        once = f"flowchan-{os.getpid()}-{next(_count)}"
+        self.names = tuple(f"{once}-{which}" for which in ("head", "one", "two"))
+        try:
+            self._make()
+        except BaseException:
+            self.close()
+            raise
+
+    def _make(self) -> None:
+        head = self.names[0]
+        for name in self.names:
+            ip(f"netns add {name}")
+            ip(f"-n {name} link set lo up")
+        ip(f"-n {head} link add bridge type bridge")
+        ip(f"-n {head} addr add {HEAD}/24 dev bridge")
+        ip(f"-n {head} link set bridge up")
+        for number, name in enumerate(self.names[1:], 2):
+            ip(f"link add cable netns {name} type veth peer name cable{number} netns {head}")
+            ip(f"-n {head} link set cable{number} master bridge up")
+            ip(f"-n {name} addr add {self.address(name)}/24 dev cable")
+            ip(f"-n {name} link set cable up")
+
+    def address(self, name: str) -> str:
+        return f"10.77.0.{self.names.index(name) + 1}"
+
+    def close(self) -> None:
+        for name in self.names:
+            subprocess.run(("ip", "netns", "del", name), stderr=subprocess.DEVNULL)
+
+
+def ip(command: str) -> None:
+    subprocess.run(("ip", *command.split()), check=True)

@@ -1,0 +1,22 @@
+"""A graph over three network namespaces, one of which loses its cable."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from networks import Networks
+
+
+def test_a_graph_over_three_networks_goes_on_when_one_loses_its_cable(networks: Networks, tmp_path: Path):
+    """The silence is noticed within the patience, and the work is done by the others. The report shows it."""
+    head, first, second = networks.names
+    walk = Path(__file__).with_name("cable_walk.py")
+    command = ("ip", "netns", "exec", head, sys.executable, walk, head, first, second, tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True)
+    print(done.stdout, done.stderr)
+    assert done.returncode == 0
+    assert f"host {first}: nothing was heard of it for " in done.stdout
+    assert f"host {second}: " not in done.stdout
+    assert f"[{first}] flowchan agent 1: has not heard the driver for " in done.stderr
