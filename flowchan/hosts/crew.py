@@ -52,8 +52,9 @@ from flowchan.transport.door import Door
 from flowchan.transport.tcp import joined, listen
 
 COUNTS = ("breaks", "bytes_out", "bytes_in")  # of a link's state
-LIVES = 10
-"""How many agents are started on a host, one after the other's death, before it is given up."""
+LIVES, WITHIN, TRIES = 10, 60.0, 3
+"""A host is given up when so many agents have been started there within so many seconds, or so many in a row
+that never came."""
 
 
 @dataclass
@@ -62,6 +63,8 @@ class _Host:
     number: int
     life: Life | None = None
     lives: int = 0
+    births: list[float] = field(default_factory=list)  # of the last lives
+    stillborn: int = 0  # the last ones that never came
     deaths: list[str] = field(default_factory=list)
     lacking: set[str] = field(default_factory=set)  # modules that are missing there
     given_up: str = ""  # why
@@ -159,6 +162,7 @@ class HostCrew:
         host.life = life
         self._epochs[str(host.number)] = host.lives
         host.lives += 1
+        host.births.append(time.monotonic())
         said = {
             "secret": self._secret.hex(),
             "address": self._door.address,
@@ -296,7 +300,9 @@ class HostCrew:
         with self._lock:
             host = self._hosts[life.host]
             host.deaths.append(life.why)
-            if host.lives >= LIVES or not life.has_met:
+            host.stillborn = 0 if life.has_met else host.stillborn + 1
+            host.births = [birth for birth in host.births if birth > time.monotonic() - WITHIN]
+            if host.stillborn >= TRIES or len(host.births) >= LIVES:
                 host.given_up = life.why
             lost = [id for id, line in self._lines.items() if line.life is life and not line.gone]
             for id in lost:

@@ -71,7 +71,7 @@ class Obituaries:
         its stage has been replaced."""
         id = worker.id
         deaths = self._count(id, death)
-        self._stillborn[id] += 1
+        self._stillborn[id] += death.counts
         if self._stillborn[id] and death.exitcode == UNGUARDED:
             return Died(id, Failure(id, unguarded(self._graph), None, death.pid), deaths, hopeless=True)
         hopeless = self._stillborn[id] >= HOPELESS

@@ -19,6 +19,7 @@ from flowchan.run.decisions import (
     Died,
     Phase,
     ReleasePorts,
+    Replace,
     State,
     StopAsked,
     StopSources,
@@ -106,6 +107,16 @@ def test_a_death_without_restarts_left_is_a_failure(phase: Phase) -> None:
     state, actions = decide(at(phase), died(MAP), 0.0)
     assert (state.phase, len(state.failures)) == ("failing", 1)
     assert actions == (BreakChannels(), ReleasePorts(MAP))
+
+
+def test_the_death_of_a_host_takes_no_restart_of_a_stage() -> None:
+    """But a stage that can't be replaced, ends the run all the same."""
+    lost = dataclasses.replace(died(MAP), counts=False)
+    state, actions = decide(at("running", limits={"map": 2}, restarts={"map": 2}), lost, 0.0)
+    assert (state.phase, state.restarts) == ("running", {"map": 2})
+    assert actions == (Replace(MAP, 0.0),)
+    state, _ = decide(at("running", limits={"map": 0}), lost, 0.0)
+    assert state.phase == "failing"
 
 
 @pytest.mark.parametrize("phase", ["finishing", "failing", "aborting"])

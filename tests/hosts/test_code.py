@@ -1,0 +1,56 @@
+"""How code reaches a host: what is the user's own goes by value where it is missing, the rest by name."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import cloudpickle
+import pytest
+
+from flowchan.hosts.code import lacking, own_modules, pack_stage
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module of the user's, which only this process finds."""
+    (tmp_path / "only_mine.py").write_text(
+        "import json\nclass Number(int): pass\ndef use(item): return json.dumps(Number(item))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    __import__("only_mine")
+    monkeypatch.setitem(sys.modules, "only_mine", sys.modules["only_mine"])
+    return "only_mine"
+
+
+def elsewhere(packed: bytes, folder: Path, call: str) -> str:
+    """What ``call`` of the stage gives in a program that does not have the module."""
+    (folder / "packed").write_bytes(packed)
+    program = f"import cloudpickle, sys\nstage = cloudpickle.load(open('packed', 'rb'))\nprint({call})"
+    done = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_only_the_users_own_modules_are_named(mine: str) -> None:
+    own = sys.modules[mine]
+    assert own_modules(pack_stage((own.use, json.dumps, cloudpickle.dumps), ())) == (mine,)
+
+
+def test_what_is_missing_is_found_without_importing_it(mine: str, tmp_path: Path) -> None:
+    (tmp_path / "explodes.py").write_text("raise AssertionError")
+    assert lacking([mine, "json", "explodes", "no_such_module", "no_such.at_all"]) == (
+        "no_such_module", "no_such.at_all",
+    )  # fmt: skip
+    assert "explodes" not in sys.modules
+
+
+def test_a_module_goes_by_value_with_its_classes(mine: str, tmp_path: Path) -> None:
+    folder = tmp_path / "there"
+    folder.mkdir()
+    packed = pack_stage(sys.modules[mine].use, [mine])
+    assert elsewhere(packed, folder, "stage(3)") == "3"
+    assert elsewhere(packed, folder, "sys.modules['only_mine'].Number(4)") == "4"
+    assert mine not in cloudpickle.list_registry_pickle_by_value()
