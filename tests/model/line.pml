@@ -4,8 +4,8 @@
    A line is one remote worker's part of a link. Its items are 0, 1, 2, … in the order in which home leased them, its
    outputs are counted by port. All that is said is absolute, so a new connection needs no log of the old one:
 
-     home to host   OUTPUT(got of each port)   ITEM(n)   END
-     host to home   INPUT(got, done)           OUT(port, n)   END
+     home to host   OUTPUT(got of each port)   ITEM(n)        RECALL                END
+     host to home   INPUT(got, done)           OUT(port, n)   RECALLED(got, done)   END
 
    Home keeps an item on lease until it knows that the worker has finished it, and all its outputs that came are in O;
    until then what came waits in home's memory, also for room in O. It knows that by `done`, which follows the outputs
@@ -15,6 +15,9 @@
    other end has got, which each end says first, after it has dropped the former connection. A host that home gives up
    is fenced: its connection is dropped, its items are given back, the counts of those at work are kept for who takes
    them up, and its successor begins with nothing. Whether it lives on makes no difference then.
+
+   Home may call items back that a worker has not begun: the host forgets them and says how many are left, home gives
+   the others back, and sends none until it has heard that. It asks again over a new connection.
 
    What a host's own rings do when a worker of its dies is shown by lease.pml; only its result stands here: the
    successor takes the item in hand, and skips the outputs that are in the host's ring. Critical sections are one step.
@@ -47,7 +50,9 @@
    PLANT_output_first (outputs are sent over a new connection before it is said which items came), PLANT_end_ahead (a
    lease ends while outputs wait for room), PLANT_forget (the counts are forgotten when a host dies), PLANT_no_inherit
    (who takes an item up does not make the kept count its own), PLANT_no_resend (what was sent before counts as sent),
-   PLANT_state_lost, PLANT_end_lost (over a new connection the state, or the end, is not said again). */
+   PLANT_state_lost, PLANT_end_lost, PLANT_recall_lost (over a new connection the state, the end, or that items are
+   called back is not said again), PLANT_recall_begun (also the item in hand is called back), PLANT_stale_answer (the
+   answer to what was asked over the former connection), PLANT_send_on (home sends items while it waits for that). */
 
 #ifndef ITEMS
 #define ITEMS 2
@@ -73,13 +78,16 @@
 #ifndef WORKERS
 #define WORKERS 1     /* deaths of workers on a living host */
 #endif
+#ifndef RECALLS
+#define RECALLS 0
+#endif
 #ifndef WIRE
 #define WIRE 2        /* messages under way */
 #endif
 #define OF_PORT (ITEMS * OUTPUTS)
 
 mtype = { QUEUED, LEASED, FINISHED };
-mtype = { OUTPUT, ITEM, INPUT, OUT, END };
+mtype = { OUTPUT, ITEM, RECALL, INPUT, RECALLED, OUT, END };
 
 /* Two connections of each line, one of which is in use. */
 chan to_host[LINES * 2] = [WIRE] of { mtype, byte, byte };
@@ -94,6 +102,7 @@ byte waiting = ITEMS, finished;
 typedef Home {                       /* home's end of a line */
   bit connection;
   bool said, known, end_said, ended;
+  bool recalls, recall_said;         /* waits for what it called back; has said so over this connection */
   byte leased[ITEMS];                /* n -> item */
   byte taken, sent, done, heard;     /* counts of items: leased, sent, no more leased; what the host said is done */
   byte got[PORTS], used[PORTS];      /* counts of outputs: that came; that are in O, or were */
@@ -102,20 +111,25 @@ typedef Home {                       /* home's end of a line */
 };
 typedef Host {                       /* the other end, and the worker */
   bit connection;
-  bool said, known, end_said, end_got;
-  byte got, done, position;          /* items that came; that are finished; outputs of the one in hand */
+  bool said, known, end_said, end_got, answers;
+  byte got, taken, done, position;   /* items that came; begun; finished; outputs of the one in hand */
   byte put[PORTS], sent[PORTS];      /* counts of outputs */
   byte done_said
 };
 Home home[LINES];
 Host host[LINES];
 
-byte breaks, deaths, losses, ended;
+byte breaks, deaths, losses, called, ended;
 hidden byte i, n, p, q;
 
 #define in_use(end) (2 * l + end[l].connection)
 #define other(end) (2 * l + 1 - end[l].connection)
 #define have(counts, n) (counts[0] >= (n) * OUTPUTS && counts[PORTS - 1] >= (n) * OUTPUTS)
+#ifdef PLANT_send_on
+#define may_send() true
+#else
+#define may_send() (!home[l].recalls)
+#endif
 #ifdef PLANT_by_port
 #define in_turn(p) true
 #else
@@ -194,6 +208,10 @@ inline put_next(port) {                   /* what waits goes into O, as an outpu
   settle()
 }
 
+inline give_back() {                 /* the latest lease, to the front of I */
+  home[l].taken--; item[home[l].leased[home[l].taken]] = QUEUED; home[l].leased[home[l].taken] = 0; waiting++
+}
+
 inline hear_at_home(wire) {
   if
   :: wire?INPUT(i, n) ->
@@ -206,6 +224,14 @@ inline hear_at_home(wire) {
 #endif
      home[l].heard = (n > home[l].heard -> n : home[l].heard);
      settle()
+  :: wire?RECALLED(i, n) ->
+     home[l].known = true; home[l].sent = i; home[l].recalls = false;
+     home[l].heard = (n > home[l].heard -> n : home[l].heard);
+     settle();
+     do
+     :: home[l].taken > i -> give_back()
+     :: else -> break
+     od
   :: wire?OUT(p, q) ->
      assert(q == home[l].got[p] / OUTPUTS && q >= home[l].done && q < home[l].sent);
      home[l].got[p]++;
@@ -233,7 +259,7 @@ inline give_up() {
   :: else -> break
   od;
   do
-  :: home[l].taken > home[l].done -> home[l].taken--; item[home[l].leased[home[l].taken]] = QUEUED; waiting++
+  :: home[l].taken > home[l].done -> give_back()
   :: else -> break
   od;
   n = 0;
@@ -247,8 +273,10 @@ inline give_up() {
 #endif
   drop(to_host[2 * l]); drop(to_host[2 * l + 1]);
   home[l].said = false; home[l].known = false; home[l].end_said = false;
+  home[l].recalls = false; home[l].recall_said = false;
   home[l].taken = 0; home[l].sent = 0; home[l].done = 0; home[l].heard = 0;
   host[l].said = false; host[l].known = false; host[l].end_said = false; host[l].end_got = false;
+  host[l].answers = false; host[l].taken = 0;
   host[l].got = 0; host[l].done = 0; host[l].position = 0; host[l].done_said = 0
 }
 
@@ -257,8 +285,13 @@ proctype at_home(byte l) {
   :: atomic { waiting > 0 && home[l].taken - home[l].done < WINDOW -> take() }
   :: atomic { !home[l].said && nfull(to_host[in_use(home)]) ->
        home[l].said = true; to_host[in_use(home)]!OUTPUT(home[l].got[0], home[l].got[PORTS - 1]) }
-  :: atomic { home[l].said && home[l].known && home[l].sent < home[l].taken && nfull(to_host[in_use(home)]) ->
+  :: atomic { home[l].said && home[l].known && may_send() && home[l].sent < home[l].taken &&
+              nfull(to_host[in_use(home)]) ->
        to_host[in_use(home)]!ITEM(home[l].sent, 0); home[l].sent++ }
+  :: atomic { called < RECALLS && home[l].known && home[l].sent > home[l].done && !home[l].recalls ->
+       called++; home[l].recalls = true; home[l].recall_said = false }
+  :: atomic { home[l].recalls && home[l].said && !home[l].recall_said && nfull(to_host[in_use(home)]) ->
+       home[l].recall_said = true; to_host[in_use(home)]!RECALL(0, 0) }
   :: atomic { home[l].known && finished == ITEMS && !home[l].end_said && nfull(to_host[in_use(home)]) ->
        home[l].end_said = true; to_host[in_use(home)]!END(0, 0) }
   :: atomic { nempty(to_home[in_use(home)]) -> hear_at_home(to_home[in_use(home)]) }
@@ -276,6 +309,9 @@ proctype at_home(byte l) {
 #endif
        home[l].connection = host[l].connection;
        home[l].said = false; home[l].known = false; home[l].sent = home[l].done;
+#ifndef PLANT_recall_lost
+       home[l].recall_said = false;
+#endif
 #ifndef PLANT_end_lost
        home[l].end_said = false
 #endif
@@ -297,6 +333,11 @@ inline hear_at_host(wire) {
   :: wire?ITEM(i, _) ->
      assert(i == host[l].got && host[l].got - host[l].done < WINDOW);
      host[l].got++
+  :: wire?RECALL(_, _) ->
+#ifdef PLANT_recall_begun
+     host[l].taken = host[l].done; host[l].position = 0;
+#endif
+     host[l].got = host[l].taken; host[l].answers = true
   :: wire?END(_, _) -> host[l].end_got = true
   fi
 }
@@ -313,7 +354,10 @@ inline say_input() {
   :: may_say_done() -> host[l].done_said++
   :: else -> break
   od;
-  to_home[in_use(host)]!INPUT(host[l].got, host[l].done_said)
+  if
+  :: host[l].answers -> host[l].answers = false; to_home[in_use(host)]!RECALLED(host[l].got, host[l].done_said)
+  :: else -> to_home[in_use(host)]!INPUT(host[l].got, host[l].done_said)
+  fi
 }
 
 inline say_output(port) {
@@ -334,6 +378,9 @@ inline dial_again() {
   host[l].said = false; host[l].done_said = 0;
 #endif
   host[l].known = false; host[l].end_said = false;
+#ifndef PLANT_stale_answer
+  host[l].answers = false;
+#endif
 #ifndef PLANT_no_resend
   host[l].sent[0] = 0; host[l].sent[PORTS - 1] = 0
 #endif
@@ -341,11 +388,12 @@ inline dial_again() {
 
 proctype at_host(byte l) {
   do
-  :: atomic { host[l].done < host[l].got && host[l].position < OUTPUTS * PORTS -> work() }
-  :: atomic { host[l].done < host[l].got && host[l].position == OUTPUTS * PORTS ->
+  :: atomic { host[l].done == host[l].taken && host[l].taken < host[l].got -> host[l].taken++ }
+  :: atomic { host[l].done < host[l].taken && host[l].position < OUTPUTS * PORTS -> work() }
+  :: atomic { host[l].done < host[l].taken && host[l].position == OUTPUTS * PORTS ->
        host[l].position = 0; host[l].done++ }
   :: atomic { host[l].position > 0 && losses < WORKERS -> losses++; host[l].position = 0 }
-  :: atomic { (!host[l].said || may_say_done()) && nfull(to_home[in_use(host)]) -> say_input() }
+  :: atomic { (!host[l].said || may_say_done() || host[l].answers) && nfull(to_home[in_use(host)]) -> say_input() }
   :: atomic { may_say_output(0) && nfull(to_home[in_use(host)]) -> say_output(0) }
 #if PORTS == 2
   :: atomic { may_say_output(1) && nfull(to_home[in_use(host)]) -> say_output(1) }

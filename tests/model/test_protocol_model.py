@@ -34,6 +34,7 @@ WHOLE = [
     ("lease", "ITEMS=1 OUTPUTS=2 DEATHS=2 WORKERS=1"),
     ("gate", "ITEMS=1 SPURIOUS=0 GATHER"),
     ("line", "ITEMS=2 PORTS=2 OUTPUTS=1"),
+    ("line", "ITEMS=2 RECALLS=1"),
 ]
 # The same with more of one thing each: large enough for every planted fault below.
 LONGEST = [
@@ -48,6 +49,8 @@ LONGEST = [
     ("line", "ITEMS=3 BREAKS=1 HOSTS=2 PORTS=2"),
     ("line", "ITEMS=3 BREAKS=2 HOSTS=2 WINDOW=1"),
     ("line", "ITEMS=2 LINES=2 OUTPUTS=1"),
+    ("line", "ITEMS=2 LINES=2 OUTPUTS=1 WORKERS=0 RECALLS=1"),
+    ("line", "ITEMS=3 BREAKS=2 RECALLS=2 OUTPUTS=1"),
 ]
 
 FAULTS = [
@@ -96,6 +99,10 @@ FAULTS = [
     ("line", "ITEMS=2", "PLANT_no_resend"),
     ("line", "ITEMS=2", "PLANT_state_lost"),
     ("line", "ITEMS=2", "PLANT_end_lost"),
+    ("line", "ITEMS=2 RECALLS=1", "PLANT_recall_lost"),
+    ("line", "ITEMS=2 RECALLS=1", "PLANT_recall_begun"),
+    ("line", "ITEMS=2 RECALLS=1", "PLANT_stale_answer"),
+    ("line", "ITEMS=2 RECALLS=1", "PLANT_send_on"),
 ]
 FAR_FAULT = ("gate", f"ITEMS=2 {CALM}", "PLANT_wake_one")  # found only after millions of states
 
