@@ -116,6 +116,7 @@ class Agent:
             if isinstance(command, Leave):
                 break
             self._do(command)
+        self._processes.end()  # they may have something to finish
         self._end(0)
 
     def _end(self, code: int) -> NoReturn:

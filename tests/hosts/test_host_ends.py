@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -244,3 +245,20 @@ def test_a_provider_that_can_not_start_anything_is_told_at_the_start() -> None:
     graph.source(itertools.count).map(abs, on=pool_of("test", Refusing(2))).sink(abs)
     with pytest.raises(HostError, match="not installed here"):
         graph.run()
+
+
+def test_a_worker_may_finish_what_its_threads_do(tmp_path: Path) -> None:
+    """As a worker process here may: it is not killed because its run is over."""
+
+    def at_the_end() -> None:
+        threading.main_thread().join()
+        (tmp_path / "done").write_text(str(sum(range(5_000_000))))
+
+    def work(item: int) -> int:
+        threading.Thread(target=at_the_end).start()
+        return item
+
+    graph = Graph("finishing")
+    result = graph.source([1]).map(work, on=local(1)).collect()
+    assert graph.run()[result] == [1]
+    assert (tmp_path / "done").read_text()

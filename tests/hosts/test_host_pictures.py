@@ -68,6 +68,13 @@ def test_hosts_that_are_none_are_refused_with_what_is_allowed(tmp_path: Path) ->
     assert "local:2, ssh:gpu1,user@gpu2, slurm or ray:4" in result.output
 
 
+def test_a_host_that_can_not_be_used_is_one_line_of_the_command(tmp_path: Path) -> None:
+    result = command(tmp_path, "run", "--hosts", "ssh:no-such-host.invalid")
+    assert result.exit_code == 2
+    assert "flowchan: host 'no-such-host.invalid' can't be used: " in result.output
+    assert "Traceback" not in result.output
+
+
 def test_explain_names_the_hosts_of_a_stage() -> None:
     from gates import Gate
 
