@@ -71,8 +71,8 @@ def test_hosts_that_are_none_are_refused_with_what_is_allowed(tmp_path: Path) ->
 def test_a_host_that_can_not_be_used_is_one_line_of_the_command(tmp_path: Path) -> None:
     result = command(tmp_path, "run", "--hosts", "ssh:no-such-host.invalid")
     assert result.exit_code == 2
-    assert "flowchan: host 'no-such-host.invalid' can't be used: " in result.output
-    assert "Traceback" not in result.output
+    (line,) = result.output.splitlines()
+    assert "no-such-host.invalid" in line
 
 
 def test_explain_names_the_hosts_of_a_stage() -> None:
