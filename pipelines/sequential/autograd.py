@@ -38,7 +38,7 @@ from flowchan.pipelines.sequential.passes import Ahead, Answer, Back, Call, Drop
 from flowchan.pipelines.sequential.shared import share
 from flowchan.pipelines.sequential.state import modes_of, state_of
 from flowchan.pipelines.sequential.timeline import Event
-from flowchan.pipelines.sequential.values import batch_size, join_checked, mapped, tensors
+from flowchan.pipelines.sequential.values import mapped, tensors
 from flowchan.run.latch import Latch
 
 
@@ -216,19 +216,16 @@ class Differentiable:
         """The module's output for a batch, with a graph where the plain module's has one."""
         if self._closed:
             raise Closed(f"the pipe {self._name!r} is closed; make another one")
-        light = mapped(Tensor.detach, value)
-        pieces = self.cut.pieces(light)
-        self.cut.measure(pieces[0])
+        pieces = self.cut.pieces(value)
+        self.cut.measure(mapped(Tensor.detach, pieces[0]))
         parts = self.cut.parts
-        sizes = list(map(batch_size, pieces))
-        through = _Through(self._line_for(parts), next(self._numbers), sizes, self._events)
+        through = _Through(self._line_for(parts), next(self._numbers), self._events)
         # As torch's own layers do: a module that draws nothing leaves the program's generator alone.
         draws = any(may_draw(part.module) for part in parts)
         seed = int(torch.randint(2**31, ())) if draws else 0
         call = Call(through.number, len(pieces), seed, casting_here(), torch.is_grad_enabled(), None)
-        if not call.graph:
-            return through.ahead(call, pieces, ())
-        return _applied(through, call, pieces, tensors(value))
+        outputs = _applied(through, call, pieces) if call.graph else through.ahead(call, pieces, ())
+        return self.cut.joined(outputs, list(map(self.cut.samples, pieces)), f"batch {call.number}")
 
     def _line_for(self, parts: Sequence[Part]) -> _Line:
         """The workers; new ones where there are none, they have ended, or the parts have changed since."""
@@ -263,16 +260,16 @@ class Differentiable:
 class _Through:
     """What a call and its backward passes know of each other."""
 
-    def __init__(self, line: _Line, number: int, sizes: list[int], events: deque[Event]) -> None:
-        self.line, self.number, self.sizes, self.events = line, number, sizes, events
-        self._wants: list[tuple[bool, ...]] = []  # of each micro-batch's outputs
+    def __init__(self, line: _Line, number: int, events: deque[Event]) -> None:
+        self.line, self.number, self.events = line, number, events
+        self.wants: list[tuple[bool, ...]] = []  # of each micro-batch's outputs
         self._asked = [[one for one in part.module.parameters() if one.requires_grad] for part in line.parts]
         self.parameters = list({id(one): one for asked in self._asked for one in asked}.values())
         self._versions: list[tuple[Tensor, int]] = []
         self._dropping: Any = None
 
-    def ahead(self, call: Call, pieces: Sequence[Any], wants: tuple[bool, ...]) -> Any:
-        """The output of the batch. Raises ``StageError`` for the first micro-batch that failed."""
+    def ahead(self, call: Call, pieces: Sequence[Any], wants: tuple[bool, ...]) -> list[Any]:
+        """The outputs of the micro-batches. Raises ``StageError`` for the first that failed."""
         if call.graph:  # the workers hold it as long as anybody has this
             self._dropping = weakref.finalize(self, self.line.dropped.append, self.number)
             self._dropping.atexit = False
@@ -285,22 +282,16 @@ class _Through:
             if isinstance(item.passed, Failure):
                 raise self._told(item.passed, f"micro-batch {item.chunk} of {len(pieces)} of ")
             values.append(item.passed.value)
-            self._wants.append(item.passed.wants)
-        return join_checked(values, self.sizes, f"batch {self.number}")
-
-    def wanted(self) -> list[bool]:
-        """For each tensor of the output whether a gradient may come back from it."""
-        return [any(wants) for wants in zip(*self._wants, strict=True)]
+            self.wants.append(item.passed.wants)
+        return values
 
     def back(self, gradients: Sequence[Tensor | None], keep: bool) -> dict[int, Answer]:
         """What the parts answer to the gradients of the outputs."""
         self._raise_if_changed()
-        rows = [
-            [None] * len(self.sizes) if one is None else torch.split(one, self.sizes) for one in gradients
-        ]
+        every = iter(gradients)
         given = [
-            tuple(row[chunk] for row, want in zip(rows, wants, strict=True) if want)
-            for chunk, wants in enumerate(self._wants)
+            tuple(one for one, want in [(next(every), want) for want in wants] if want)
+            for wants in self.wants
         ]
         if not keep:
             self._dropping.detach()
@@ -346,29 +337,28 @@ class _Through:
         return error
 
 
-def _applied(through: _Through, call: Call, pieces: Sequence[Any], inputs: list[Tensor]) -> Any:
-    """The output with its graph."""
+def _applied(through: _Through, call: Call, pieces: Sequence[Any]) -> list[Any]:
+    """The outputs of the micro-batches with their graph."""
+    inputs = [one for piece in pieces for one in tensors(piece)]
     holder: list[Any] = []
-    flat = _Parts.apply(through, call, pieces, holder, len(inputs), *inputs, *through.parameters)  # type: ignore[no-untyped-call]
-    found = iter(flat)
-    return mapped(lambda _: next(found), holder[0])
+    flat = iter(_Parts.apply(through, call, pieces, holder, len(inputs), *inputs, *through.parameters))  # type: ignore[no-untyped-call]
+    return [mapped(lambda _: next(flat), value) for value in holder]
 
 
 class _Parts(torch.autograd.Function):
-    """All parts together, as autograd sees them."""
+    """All parts together, as autograd sees them: a function of the micro-batches and the parameters."""
 
     @staticmethod
     def forward(
         ctx: Any, through: _Through, call: Call, pieces: Any, holder: list[Any], count: int, *given: Tensor
     ) -> tuple[Tensor, ...]:
-        """The tensors of the output; the output as it is goes into ``holder``."""
-        wants = tuple(one.requires_grad for one in given[:count])
-        output = through.ahead(call, pieces, wants)
-        holder.append(output)
+        """The tensors of the outputs; the outputs as they are go into ``holder``."""
+        wants = tuple(one.requires_grad for one in given[: count // len(pieces)])
+        holder.extend(through.ahead(call, [mapped(Tensor.detach, piece) for piece in pieces], wants))
         # Autograd lets nobody change a function's output in place where it is a view, and ties its node to
         # the tensors, of which the workers may hold the one that they have made.
-        flat = tuple(one.clone() if one._is_view() else one.detach() for one in tensors(output))
-        wanted = through.wanted()
+        flat = tuple(one.clone() if one._is_view() else one.detach() for one in tensors(holder))
+        wanted = [want for each in through.wants for want in each]
         ctx.mark_non_differentiable(*(one for one, want in zip(flat, wanted, strict=True) if not want))
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(torch.empty(0))  # so that torch tells of a second backward pass
@@ -378,7 +368,7 @@ class _Parts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        """The gradients of the inputs and of the parameters."""
+        """The gradients of the micro-batches and of the parameters."""
         _ = ctx.saved_tensors
         if torch.is_grad_enabled():
             raise RuntimeError(
@@ -386,27 +376,10 @@ class _Parts(torch.autograd.Function):
                 "do not go; compute them with the plain module, pipe.module"
             )
         answers = ctx.through.back(gradients, torch._C._autograd._get_current_graph_task_keep_graph())
-        inputs = _of_inputs(answers[0].inputs, ctx.wants, ctx.devices, ctx.through.sizes)
-        return None, None, None, None, None, *inputs, *ctx.through.of_parameters(answers)
-
-
-def _of_inputs(
-    found: list[tuple[Tensor | None, ...]], wants: tuple[bool, ...], devices: list[Any], sizes: list[int]
-) -> list[Tensor | None]:
-    """The gradients of the whole batch from those of its micro-batches."""
-    columns = iter(zip(*found, strict=True))
-    return [
-        _whole(next(columns), device, sizes) if want else None
-        for want, device in zip(wants, devices, strict=True)
-    ]
-
-
-def _whole(pieces: Sequence[Tensor | None], device: Any, sizes: list[int]) -> Tensor | None:
-    some = next((piece for piece in pieces if piece is not None), None)
-    if some is None:
-        return None
-    rows = [
-        some.new_zeros(size, *some.shape[1:]) if piece is None else piece
-        for piece, size in zip(pieces, sizes, strict=True)
-    ]
-    return torch.cat(rows).to(device)
+        inputs: list[Tensor | None] = []
+        for found in map(iter, answers[0].inputs):
+            inputs.extend(next(found) if want else None for want in ctx.wants)
+        there = [
+            one if one is None else one.to(device) for one, device in zip(inputs, ctx.devices, strict=True)
+        ]
+        return None, None, None, None, None, *there, *ctx.through.of_parameters(answers)

@@ -160,8 +160,18 @@ def check_switches(**switches: Any) -> None:
             raise TypeError(f"Sequential: {name} must be True or False, not {shown(value)}")
 
 
+def check_joining(dim: Any, join: Any) -> None:
+    """What says how batches are split and outputs joined."""
+    if isinstance(dim, bool) or not isinstance(dim, int) or dim < 0:
+        raise ValueError(f"Sequential: dim must be the batch's dimension, an int from 0 on, not {shown(dim)}")
+    if join is not None and not callable(join):
+        raise TypeError(
+            f"Sequential: join must be a function of the list of micro-batches' outputs, not {shown(join)}"
+        )
+
+
 def check_choices(
-    on: Any, chunks: Any, balance: Any, sample: Any, param_scale: Any, counts: int | list[int]
+    on: Any, chunks: Any, balance: Any, sample: Any, param_scale: Any, dim: int, counts: int | list[int]
 ) -> None:
     """The arguments that are words and numbers."""
     if not isinstance(on, str) or on not in PLACEMENTS:
@@ -191,7 +201,7 @@ def check_choices(
             'Sequential: sample is for measuring the layers; say balance="time" or "memory" with it'
         )
     if sample is not None:
-        batch_size(sample, "Sequential: sample")
+        batch_size(sample, "Sequential: sample", dim)
 
 
 def checked_devices(devices: Any, parts: int, on: str) -> list[torch.device] | None:
@@ -310,7 +320,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
 
-def check_shapes(module: nn.Sequential, micro: Any) -> float | None:
+def check_shapes(module: nn.Sequential, micro: Any, dim: int = 0) -> float | None:
     """Runs the layers on a micro-batch without numbers (device ``meta``), which costs nothing and changes
     nothing.
 
@@ -318,18 +328,19 @@ def check_shapes(module: nn.Sequential, micro: Any) -> float | None:
     one row for each sample, each with the layer that did it. Layers that can't be run so end the check
     without a word. Gives the operations for each sample, or ``None`` where they are not known.
     """
-    samples = batch_size(micro)
+    samples = batch_size(micro, dim=dim)
     for size in (samples, samples + 1):  # one more sample: the sizes must agree by more than chance
         with _Operations() as operations:
-            through = _check_run(module, mapped(partial(_without_numbers, size), micro), size)
+            through = _check_run(module, mapped(partial(_without_numbers, size, dim), micro), size, dim)
     return operations.count / (samples + 1) if through and operations.count else None
 
 
-def _without_numbers(samples: int, tensor: Tensor) -> Tensor:
-    return torch.empty((samples, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
+def _without_numbers(samples: int, dim: int, tensor: Tensor) -> Tensor:
+    shape = (*tensor.shape[:dim], samples, *tensor.shape[dim + 1 :])
+    return torch.empty(shape, dtype=tensor.dtype, device="meta")
 
 
-def _check_run(module: nn.Sequential, value: Any, samples: int) -> bool:
+def _check_run(module: nn.Sequential, value: Any, samples: int, dim: int) -> bool:
     """Whether all layers could be run."""
     skips: dict[str, Tensor | None] = {}
     culprit: str | None = None
@@ -343,7 +354,7 @@ def _check_run(module: nn.Sequential, value: Any, samples: int) -> bool:
             # not for meta tensors, or not to be copied; or it is wrong, and says so when it runs
             except Exception:
                 return False
-            wrong = _first_wrong(value, samples)
+            wrong = _first_wrong(value, samples, dim)
             culprit = None if wrong is None else culprit or f"layer {name!r} ({type(layer).__name__})"
     if wrong is None:
         return True
@@ -362,10 +373,12 @@ def _check_run(module: nn.Sequential, value: Any, samples: int) -> bool:
     )
 
 
-def _first_wrong(value: Any, samples: int) -> tuple[str, Any] | None:
+def _first_wrong(value: Any, samples: int, dim: int) -> tuple[str, Any] | None:
     """The first leaf that can't be joined with those of other micro-batches."""
     for path, leaf in leaves(value, "the output"):
-        if not isinstance(leaf, Tensor) or leaf.dim() == 0 or leaf.shape[0] != samples:
+        if leaf is None:
+            continue
+        if not isinstance(leaf, Tensor) or leaf.dim() <= dim or leaf.shape[dim] != samples:
             return path, leaf
     return None
 

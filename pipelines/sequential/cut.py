@@ -8,7 +8,7 @@ import operator
 import os
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from flowchan.declare.places import PLACES
 from flowchan.pipelines.sequential import balance as balancing
 from flowchan.pipelines.sequential.checks import check_shapes
 from flowchan.pipelines.sequential.parts import Part, compute_threads, divided
-from flowchan.pipelines.sequential.values import batch_size, evenly, split
+from flowchan.pipelines.sequential.values import batch_size, evenly, join_checked, split
 
 CHUNKS = 8
 """A batch has at most so many micro-batches where their number is left to us."""
@@ -44,8 +44,11 @@ class Cut:
         on: Literal["thread", "process"],
         chunks: int | None,
         devices: Sequence[torch.device] | None,
+        dim: int = 0,
+        join: Callable[[list[Any]], Any] | None = None,
     ) -> None:
         self.module, self.on, self.chunks, self.devices = module, on, chunks, devices
+        self.dim, self.join = dim, join
         self._lock = threading.Lock()
         self._open = isinstance(counts, int) and 1 < counts < len(module) and _on_cpu(module, devices)
         self._seen = self._counted = False
@@ -80,13 +83,22 @@ class Cut:
     def pieces(self, value: Any, whole: bool = False) -> list[Any]:
         """The micro-batches of a batch; one if it shall stay ``whole``. The first batch is checked. Raises as
         ``split`` and ``check_shapes`` do."""
-        samples = batch_size(value)
+        samples = self.samples(value)
         with self._lock:
             if not self._seen:
-                sample = value if whole else split(value, self.chunks or CHUNKS)[0]
-                self._work = check_shapes(self.module, sample)
+                sample = value if whole else split(value, self.chunks or CHUNKS, dim=self.dim)[0]
+                with contextlib.suppress(*([] if self.join is None else [TypeError, ValueError])):
+                    self._work = check_shapes(self.module, sample, self.dim)
                 self._seen = True
-        return split(value, 1 if whole else self._chunks(samples))
+        return split(value, 1 if whole else self._chunks(samples), dim=self.dim)
+
+    def samples(self, value: Any) -> int:
+        """How many samples a batch or micro-batch has."""
+        return batch_size(value, dim=self.dim)
+
+    def joined(self, values: list[Any], sizes: list[int], batch: str) -> Any:
+        """The output of a batch from those of its micro-batches."""
+        return join_checked(values, sizes, batch, self.dim) if self.join is None else self.join(values)
 
     def split(self, value: Any) -> list[Any]:
         """The micro-batches of a batch for a training, whose output need not be one that can be joined."""
@@ -109,7 +121,7 @@ class Cut:
         """Finds the best cut with the first micro-batch of all, and does nothing later. Says by a warning
         that the pipe will not be quicker than the plain module."""
         with self._lock:
-            if not self._open or not batch_size(piece):
+            if not self._open or not self.samples(piece):
                 return
             self._open = False
             number = len(self.parts)
@@ -127,7 +139,7 @@ class Cut:
             busy = sum(costs) * min(threads, cores) + (number + 2) * passing  # seconds of all cores together
             expected = max(slowest + passing, busy / cores)
             if expected >= plain:
-                self._warn(batch_size(piece), plain, expected)
+                self._warn(self.samples(piece), plain, expected)
             if counts != [len(part.module) for part in self.parts]:
                 self._divide(counts)
 

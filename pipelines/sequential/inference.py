@@ -46,12 +46,12 @@ from flowchan import (
 )
 from flowchan.declare.places import PLACES
 from flowchan.pipelines.sequential.cut import CHUNKS, Cut
-from flowchan.pipelines.sequential.parts import Part, is_torchs_own, run_part, take_cores
+from flowchan.pipelines.sequential.parts import Part, called, is_torchs_own, run_part, take_cores
 from flowchan.pipelines.sequential.passing import Sent, closed, expect_reading, only_reads, opened, received
 from flowchan.pipelines.sequential.shared import State, share
 from flowchan.pipelines.sequential.state import modes_of, state_of
 from flowchan.pipelines.sequential.timeline import Event
-from flowchan.pipelines.sequential.values import Micro, batch_size, join_checked, mapped
+from flowchan.pipelines.sequential.values import Micro, mapped
 from flowchan.run.failures import ItemFailed
 from flowchan.run.latch import Latch
 
@@ -83,7 +83,7 @@ class PartWorker:
         if form is not None:
             value = opened(value, form, self.only_reads)
         if self.is_simple:
-            value = self.part.module(value)
+            value = called(self.part.module, value)
         else:
             value, skips = run_part(self.part, value, skips, keep=not self.processes)
             if self.processes:
@@ -315,7 +315,7 @@ class Inference:
         """The output of a batch that is split into micro-batches."""
         number, batch = self._send(value, fresh=True, whole=False)
         try:
-            return _outcome(number, batch)
+            return _outcome(self.cut, number, batch)
         finally:
             self.book.out.pop(number, None)
 
@@ -337,9 +337,9 @@ class Inference:
                     ended_by = error
                     break
                 while len(out) >= self._most:
-                    yield _outcome(*out.popleft())
+                    yield _outcome(self.cut, *out.popleft())
             while out:
-                yield _outcome(*out.popleft())
+                yield _outcome(self.cut, *out.popleft())
             if ended_by is not None:
                 raise ended_by
         finally:
@@ -353,7 +353,7 @@ class Inference:
         self._raise_if_closed()
         pieces = self.cut.pieces(mapped(torch.Tensor.detach, value), whole)
         self.cut.measure(pieces[0])
-        sizes = [batch_size(piece) for piece in pieces]
+        sizes = [self.cut.samples(piece) for piece in pieces]
         with self._lock:
             self._raise_if_closed()
             line = self._started(fresh)
@@ -417,7 +417,7 @@ class Inference:
             line.close()
 
 
-def _outcome(number: int, batch: Batch) -> Any:
+def _outcome(cut: Cut, number: int, batch: Batch) -> Any:
     """The output of a batch when it is there. Raises what ended the batch."""
     found = batch.line.outcome(batch)
     if isinstance(found, BaseException):
@@ -425,4 +425,4 @@ def _outcome(number: int, batch: Batch) -> Any:
             raise found
         finally:
             found = []  # its traceback holds this frame
-    return join_checked(found, batch.sizes, f"batch {number}")
+    return cut.joined(found, batch.sizes, f"batch {number}")

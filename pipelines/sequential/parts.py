@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from flowchan.pipelines.sequential.shared import Lent
 from flowchan.pipelines.sequential.skip import Skips, shelf
-from flowchan.pipelines.sequential.values import mapped
+from flowchan.pipelines.sequential.values import Inputs, mapped
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,18 @@ def run_part(part: Part, value: Any, skips: Skips, keep: bool = True) -> tuple[A
     if keep and may_write(part.module):
         value = mapped(Tensor.clone, value)
     with shelf(skips) as left:
-        return part.module(value), left
+        return called(part.module, value), left
+
+
+def called(module: nn.Sequential, value: Any) -> Any:
+    """What the layers make of a value, of which the first may have several arguments."""
+    if type(value) is not Inputs:
+        return module(value)
+    first, *others = module
+    found = first(*value.args, **value.named)
+    for layer in others:
+        found = layer(found)
+    return found
 
 
 def may_write(module: nn.Module) -> bool:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -19,6 +19,7 @@ from flowchan.pipelines.sequential import balance as balancing
 from flowchan.pipelines.sequential.autograd import Differentiable
 from flowchan.pipelines.sequential.checks import (
     check_choices,
+    check_joining,
     check_sendable,
     check_switches,
     checked_counts,
@@ -34,7 +35,7 @@ from flowchan.pipelines.sequential.parts import Part, compute_threads
 from flowchan.pipelines.sequential.schedule import Schedule
 from flowchan.pipelines.sequential.timeline import REMEMBERED, Event, Timeline
 from flowchan.pipelines.sequential.training import Training
-from flowchan.pipelines.sequential.values import split, tensors
+from flowchan.pipelines.sequential.values import Inputs, split, tensors
 from flowchan.pipelines.sequential.worker import Loss, Optimizers
 
 
@@ -50,7 +51,9 @@ class Sequential(nn.Module):
     micro-batches a call or a training step splits a batch; ``None``: at most 8, as large as pays.
     ``devices``: one for each part; inputs are moved there. ``recompute``: activations are not kept for the
     backward pass but computed again. ``deferred_batch_norm``: running statistics are those of whole batches;
-    ``False``: of each micro-batch. A pipe that won't be quicker than the module warns, once.
+    ``False``: of each micro-batch. ``dim``: which dimension of inputs and outputs is the batch.
+    ``join(outputs)`` makes the output of those of the micro-batches, which are concatenated without it. A
+    pipe that won't be quicker than the module warns, once.
 
     ``pipe(x)`` gives what ``module(x)`` gives, with a graph where that has one: a backward pass goes back
     through the parts. What can be wrong raises ``TypeError`` or ``ValueError`` before anything starts; a part
@@ -75,17 +78,20 @@ class Sequential(nn.Module):
         devices: Sequence[torch.device | str] | None = None,
         recompute: bool = False,
         deferred_batch_norm: bool = True,
+        dim: int = 0,
+        join: Callable[[list[Any]], Any] | None = None,
     ) -> None:
         module = checked_module(module)
         counts = checked_counts(parts, len(module))
-        check_choices(on, chunks, balance, sample, param_scale, counts)
+        check_joining(dim, join)
+        check_choices(on, chunks, balance, sample, param_scale, dim, counts)
         check_switches(recompute=recompute, deferred_batch_norm=deferred_batch_norm)
         number = counts if isinstance(counts, int) else len(counts)
         places = checked_devices(devices, number, on)
         super().__init__()
         if isinstance(counts, int) and balance is not None:
             threads = compute_threads(number) if PLACES[on].apart else torch.get_num_threads()
-            micro = split(sample, chunks or CHUNKS, "sample")[0]
+            micro = split(sample, chunks or CHUNKS, "sample", dim)[0]
             costs = balancing.costs(module, micro, balance, threads, param_scale=param_scale)
             counts = balancing.best_split(costs, number)
         self.on, self.chunks = on, chunks
@@ -94,18 +100,24 @@ class Sequential(nn.Module):
         vars(self)["module"] = module
         for own in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             vars(self)[own] = vars(module)[own]
-        self._begin(counts, places)
+        self._begin(counts, places, dim, join)
         if PLACES[on].apart:
             check_sendable(self.parts)
         else:
             for part in self.parts:
                 part.module.to(part.device)
 
-    def _begin(self, counts: int | Sequence[int], places: Sequence[torch.device] | None) -> None:
+    def _begin(
+        self,
+        counts: int | Sequence[int],
+        places: Sequence[torch.device] | None,
+        dim: int,
+        join: Callable[[list[Any]], Any] | None,
+    ) -> None:
         """What is not copied with a pipe."""
         name, numbers = type(self).__name__, itertools.count()
         self._events: deque[Event] = deque(maxlen=REMEMBERED)
-        self._cut = Cut(self.module, counts, self.on, self.chunks, places)
+        self._cut = Cut(self.module, counts, self.on, self.chunks, places, dim, join)
         self._inference = Inference(self._cut, name, numbers, self._events)
         options = self._recompute, self._deferred
         self._graphs = Differentiable(self._cut, name, *options, numbers, self._events)
@@ -148,7 +160,8 @@ class Sequential(nn.Module):
         state = vars(self).copy()
         for name in ("_cut", "_inference", "_graphs", "_training", "_events"):
             del state[name]
-        return {**state, "_cutting": (self._cut.counts, self._cut.devices)}
+        cut = self._cut
+        return {**state, "_cutting": (cut.counts, cut.devices, cut.dim, cut.join)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = state.copy()
@@ -158,10 +171,11 @@ class Sequential(nn.Module):
 
     # --- batches ---
 
-    def forward(self, x: Any) -> Any:
-        """The module's output for a batch: a tensor, or tuples, lists and dictionaries of tensors that have
-        the batch as their first dimension. It is split along that into micro-batches, and the outputs are
-        joined. It has a graph where the plain module's has one. ``RuntimeError`` while a training of the pipe
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """The module's output for a batch: a tensor, or tuples, lists and dictionaries of tensors and
+        ``None`` that have the batch as their first dimension, or ``dim``; several arguments are the first
+        layer's. They are split along that into micro-batches, and the outputs are joined. The output has a
+        graph where the plain module's has one. ``RuntimeError`` while a training of the pipe
         goes on."""
         self._raise_if_training("use training.evaluate(x), or leave its with block")
         raise_for_own_ways(self.module)
@@ -169,6 +183,7 @@ class Sequential(nn.Module):
             raise RuntimeError("a Sequential in parts can't be traced; trace the plain module, pipe.module")
         if torch.autograd.forward_ad._current_level >= 0:
             raise RuntimeError("forward derivatives don't go through a Sequential in parts; take pipe.module")
+        x = inputs[0] if len(inputs) == 1 and not named else Inputs(inputs, named)
         if (torch.is_grad_enabled() and self._has_graph(x)) or casting_here() or self._counts():
             return self._graphs.call(x)
         return self._inference.call(x)
@@ -223,11 +238,17 @@ class Sequential(nn.Module):
         while another training goes on.
         """
         self._raise_if_training("leave its with block first")
+        if self._cut.dim:
+            raise ValueError(
+                f"Sequential: a training splits along dimension 0, not dim={self._cut.dim}; "
+                "take the loss of pipe(x)"
+            )
         self._training = Training(
             self.parts,
             self.on,
             self.chunks or CHUNKS,
             self._cut.split,
+            self._cut.joined,
             loss=loss,
             optimizer=optimizer,
             schedule=schedule,

@@ -28,7 +28,7 @@ from flowchan.pipelines.sequential.schedule import Schedule, Step, check, plan, 
 from flowchan.pipelines.sequential.shared import share
 from flowchan.pipelines.sequential.state import modes_of, state_of
 from flowchan.pipelines.sequential.timeline import Event, Timeline
-from flowchan.pipelines.sequential.values import batch_size, join_checked, mapped, split
+from flowchan.pipelines.sequential.values import batch_size, mapped, split
 from flowchan.pipelines.sequential.worker import (
     Answer,
     Assignment,
@@ -58,6 +58,7 @@ class Training:
         on: Literal["thread", "process"],
         chunks: int,
         pieces: Callable[[Any], list[Any]],
+        joined: Callable[[list[Any], list[int], str], Any],
         *,
         loss: Loss,
         optimizer: Optimizers | None,
@@ -73,6 +74,7 @@ class Training:
         _check(parts, on, loss, optimizer, recompute, clip, autocast)
         plans = plan(schedule, workers, len(parts), chunks)
         self._parts, self._on, self._pieces, self._clip = parts, on, pieces, clip
+        self._joined = joined
         self._outside = optimizer is None
         self._seen: Any = None  # the state of the layers that the processes have
         self._total, self._last = len(parts), (len(parts) - 1) % workers
@@ -188,7 +190,7 @@ class Training:
                 self._put(0, Item(("F", 0, chunk), Passed(self._light(value), {}, ())))
             outputs = self._answered()[self._last].values
         assert outputs is not None
-        return join_checked(outputs, list(map(batch_size, inputs)), "the evaluation")
+        return self._joined(outputs, list(map(batch_size, inputs)), "the evaluation")
 
     def timeline(self) -> Timeline:
         """What the workers did and when, in the last ten steps."""

@@ -51,8 +51,8 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "a list with a zero": ({"parts": [3, 0]}, ValueError, ["parts=[3, 0]", "at least 1", "not 0"]),
     "a list with a text": ({"parts": [2, "1"]}, ValueError, ["ints of at least 1", "not '1'"]),
     "an empty list": ({"parts": []}, ValueError, ["parts=[] must add up to 3"]),
-    "an unknown place": ({"on": "gpu"}, ValueError, ['on must be "thread", "process"', "'gpu'"]),
-    "a place that is no text": ({"on": None}, ValueError, ['on must be "thread", "process"', "None"]),
+    "an unknown place": ({"on": "gpu"}, ValueError, ['on must be "thread" or "process"', "'gpu'"]),
+    "a place that is no text": ({"on": None}, ValueError, ['on must be "thread" or "process"', "None"]),
     "no chunks": (
         {"chunks": 0},
         ValueError,
