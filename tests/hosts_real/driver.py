@@ -36,6 +36,9 @@ if order == "kill":
 print("a last word without an end of line", end="")
 sys.exit(int(order or 0))
 """
+STAYING = AGENT.replace("sock.makefile().readline().strip()", "__import__('time').sleep(600)")
+"""One that does not notice its driver's end."""
+assert STAYING != AGENT
 
 
 def end_of(one: Started) -> str:
@@ -47,8 +50,9 @@ def end_of(one: Started) -> str:
 class Driver:
     """Listens where the provider says, starts agents, and hears who they are."""
 
-    def __init__(self, provider: Provider) -> None:
+    def __init__(self, provider: Provider, agent: str = AGENT) -> None:
         self.provider = provider
+        self._agent = agent
         self.address = provider.listen_at()
         self._listener = socket.create_server((self.address, 0))
         self._listener.settimeout(60)
@@ -61,7 +65,7 @@ class Driver:
             "number": number,
             "secret": SECRET,
         }
-        return Launch(("-c", AGENT), json.dumps(told).encode() + b"\n")
+        return Launch(("-c", self._agent), json.dumps(told).encode() + b"\n")
 
     def start(self, number: int) -> Started:
         self.started[number] = self.provider.start(number, self.launch(number))

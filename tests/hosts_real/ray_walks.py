@@ -3,7 +3,9 @@ they have to say stands in the file, as Ray writes to both outputs of a driver."
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -11,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import psutil
-from driver import SECRET, Driver, end_of
+from driver import SECRET, STAYING, Driver, end_of
 from pool_walks import deaths, kill_node, not_on_the_head, run_over
 from waiting import wait_until
 
@@ -100,6 +102,14 @@ def no_flowchan() -> None:
         launch = Launch(("-I", "-S", "-m", "flowchan.hosts.agent"), b"{}\n")
         driver.started[0] = driver.provider.start(0, launch)
         say(end_of(driver.started[0]))
+
+
+def killed_driver() -> None:
+    driver = Driver(ray(2), STAYING)
+    for number in range(2):
+        driver.start(number)
+    say(*(driver.hear()["pid"] for _ in range(2)))
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def no_cluster() -> None:

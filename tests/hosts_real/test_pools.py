@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -76,3 +77,24 @@ def test_an_agent_whose_job_step_is_cancelled_is_replaced(tmp_path):
     (death,) = deaths(run)
     assert "was ended by Slurm" in death
     assert sum(host.agents for host in run.stats().hosts) == 3
+
+
+FILE = """
+from flowchan import Graph, worker
+
+graph = Graph("told")
+graph.source(range(20)).sink(lambda item: print("item", item, "on", worker().host), on="hosts", workers=2)
+"""
+
+
+@pytest.mark.usefixtures("sshd")
+def test_a_graph_is_given_hosts_by_the_command(tmp_path):
+    (tmp_path / "told.py").write_text(FILE)
+    flowchan = Path(sys.executable).with_name("flowchan")
+    command = (flowchan, "run", "told.py", "--hosts", f"ssh:gpu1,gpu2,python={sys.executable}")
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    printed = sorted(line for line in done.stderr.splitlines() if "item" in line)
+    assert len(printed) == 20
+    assert {line.split()[0] for line in printed} <= {"[gpu1]", "[gpu2]"}
+    assert all(line.split()[0] == f"[{line.split()[-1]}]" for line in printed)

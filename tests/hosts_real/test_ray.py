@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
-from nodes import HEAD, Nodes
+from networks import HEAD
+from nodes import Nodes
+from waiting import wait_until
 
 WALKS = Path(__file__).with_name("ray_walks.py")
 
@@ -59,6 +63,15 @@ def test_killing_an_agent_ends_it_and_gives_all_back(walk):
         "ray-1 is lost, as Ray says: The actor is dead because it was killed by `ray.kill`.",
         "held:",
     ]
+
+
+def test_agents_end_with_their_driver_without_waiting_for_their_patience(nodes, tmp_path):
+    """Ray ends the actors of a driver that is gone, and they take the agents along. These here don't look."""
+    done = nodes.run(sys.executable, str(WALKS), "killed_driver", str(tmp_path / "said"))
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    pids = [int(word) for word in (tmp_path / "said").read_text().split()]
+    assert len(pids) == 2
+    wait_until(lambda: not any(map(psutil.pid_exists, pids)))
 
 
 def test_a_python_without_flowchan_is_named_with_its_host(walk):

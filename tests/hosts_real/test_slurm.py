@@ -7,7 +7,7 @@ import sys
 
 import psutil
 import pytest
-from driver import SECRET, Driver, end_of
+from driver import SECRET, STAYING, Driver, end_of
 from waiting import wait_until
 
 from flowchan.hosts.provider import Launch
@@ -88,7 +88,7 @@ def test_an_agent_whose_step_was_cancelled_from_outside_has_ended(allocation):
 
 
 def test_closing_leaves_no_job_step(allocation):
-    with Driver(slurm()) as driver:
+    with Driver(slurm(), STAYING) as driver:
         for number in (0, 1):
             driver.start(number)
         agents = [psutil.Process(driver.hear()["pid"]) for _ in range(2)]
