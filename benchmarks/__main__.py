@@ -18,6 +18,7 @@ NAMES = (
     "channels_fresh",
     "arrays",
     "cuda",
+    "links",
     "round_trip",
     "maps",
     "wordcount",

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 TIMES = "\N{MULTIPLICATION SIGN}"
-PEERS = ("faster-fifo", "joblib", "numpy", "pypeln", "torch", "torchgpipe")
+PEERS = ("faster-fifo", "joblib", "numpy", "pypeln", "pyzmq", "torch", "torchgpipe")
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,7 @@ void Link::attach(int fd) {
     lost_ = false;
     connection_ += 1;
     out_.clear();
-    large_ = {};
+    said_ = 0;
     pong_ = false;
     pinged_at_ = 0;
     for (auto& [number, line] : lines_) {

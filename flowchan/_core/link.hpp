@@ -22,6 +22,7 @@
 #include <condition_variable>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -45,6 +46,27 @@ struct LineCounts {
     uint32_t number;
     uint64_t ahead, in_hand, staged;  // on their way or with the worker; begun; outputs that wait for room
     bool starved;                     // the worker waits for an item
+};
+
+// What is to be sent, in its order: small things are copied, large items lie where they are. Nobody but the
+// sender's thread touches it.
+class Outgoing {
+  public:
+    uint64_t size() const { return size_; }
+    void add(const void* at, uint64_t size);
+    void add_in_place(std::shared_ptr<Ring> ring, const char* at, uint64_t size);
+    std::string send(int fd, uint64_t most);  // that much, waiting for the other side; why not, or ""
+    void clear() { *this = {}; }
+
+  private:
+    struct Piece {
+        std::shared_ptr<Ring> ring;  // kept mapped; null: it lies in `copied_`
+        const char* at;
+        uint64_t begin, size;
+    };
+    std::vector<char> copied_;
+    std::deque<Piece> pieces_;
+    uint64_t size_ = 0;
 };
 
 class Link {
@@ -81,6 +103,7 @@ class Link {
 
     // sending (link_send.cpp)
     void send_loop();
+    std::string send_some(int fd);  // why not, or ""
     bool fill();
     bool serve(LinkLine& line);
     bool serve_home(LinkLine& line);
@@ -89,14 +112,13 @@ class Link {
     void say_item(LinkLine& line, Source& source, uint16_t port);
     bool say_outputs(LinkLine& line);
     bool say_end(LinkLine& line, Source& source, uint16_t port);
-    bool is_full() const { return out_.size() >= GATHER || large_.at; }
+    bool is_full() const { return out_.size() >= GATHER; }
     bool move_staged(LinkLine& line);
     bool settle(LinkLine& line);
     void tell_if_finished(LinkLine& line);
     bool collect(std::vector<WaitedWord>& words, std::vector<std::shared_ptr<Ring>>& rings);
     bool collect(LinkLine& line, std::vector<WaitedWord>& words, std::vector<std::shared_ptr<Ring>>& rings);
     bool settle_sink(LinkLine& line, Sink& sink, uint64_t upto, Wakes& wakes);
-    std::string send_out(int fd);  // why not, or ""
     void sleep(uint32_t heard);
     void say(const Head& head, const std::string& payload = {});
 
@@ -104,6 +126,7 @@ class Link {
     void receive_loop();
     std::string receive(int fd, uint64_t connection);  // until the connection ends: why
     bool hear(const Head& head, const char* payload);  // false: the other side can't be right
+    void release_ring();
     bool hear_item(LinkLine& line, Sink& sink, const Received& item);
     bool hear_input(LinkLine& line, const Head& head, const char* payload);
     bool hear_output(LinkLine& line, const Head& head, const char* payload);
@@ -134,12 +157,12 @@ class Link {
     bool lost_ = false;         // the connection is of no use any more, its last user closes it
     uint32_t served_last_ = 0;  // the line after which the next round begins
 
-    std::vector<char> out_;  // frames to be sent
-    struct Large {           // an item to be sent behind them
-        std::shared_ptr<Ring> ring;
-        const char* at = nullptr;
-        uint64_t left = 0;
-    } large_;
+    Outgoing out_;
+    // The receiver's: the ring that items are being put into, locked for some of them at a time.
+    std::optional<Holding> held_;
+    Ring* held_ring_ = nullptr;
+    uint32_t held_for_ = 0;
+    uint64_t said_ = 0;  // items among it
     bool pong_ = false;
     uint64_t pong_n_ = 0;
     int64_t pinged_at_ = 0;

@@ -9,6 +9,9 @@ namespace flowchan {
 
 namespace {
 
+constexpr uint32_t HELD_FOR = 64;
+// After a large item another one is likely: of that only the beginning is received to be copied.
+constexpr uint64_t AFTER_LARGE = 4096;
 const char* const WRONG = "the other side sent what no agent of this version sends";
 
 }  // namespace
@@ -32,9 +35,9 @@ void Link::receive_loop() {
 // Until the connection ends; says why it did.
 std::string Link::receive(int fd, uint64_t connection) {
     std::vector<char> buffer(GATHER + LARGE);
-    uint64_t have = 0;
+    uint64_t have = 0, most = GATHER;
     for (;;) {
-        const ssize_t n = recv(fd, buffer.data() + have, buffer.size() - have, 0);
+        const ssize_t n = recv(fd, buffer.data() + have, std::min(buffer.size() - have, most), 0);
         if (n < 0 && errno == EINTR) continue;
         if (n < 0) return std::string("receiving failed: ") + strerror(errno);
         if (n == 0) return "the other side closed the connection";
@@ -42,24 +45,27 @@ std::string Link::receive(int fd, uint64_t connection) {
         bytes_in.fetch_add(uint64_t(n), std::memory_order_relaxed);
         heard_at_.store(now_ns(), std::memory_order_relaxed);
         uint64_t at = 0;
+        most = GATHER;
         std::unique_lock lock(mutex_);
         while (have - at >= Head::SHORT) {
             Head head{};
             memcpy(static_cast<void*>(&head), buffer.data() + at, Head::SHORT);
             if (have - at < head.length()) break;
             memcpy(static_cast<void*>(&head), buffer.data() + at, head.length());
-            if (!is_right(head)) return WRONG;
+            if (!is_right(head)) return release_ring(), WRONG;
             const char* payload = buffer.data() + at + head.length();
             const uint64_t here = have - at - head.length();
             if (here >= head.size) {
-                if (!hear(head, payload)) return WRONG;
+                if (!hear(head, payload)) return release_ring(), WRONG;
                 at += head.length() + head.size;
             } else if (head.carries_item() && head.size >= LARGE) {
+                release_ring();
                 lock.unlock();
                 if (!hear_large(fd, connection, head, payload, here))
                     return "the connection ended in an item";
                 lock.lock();
                 at = have;
+                most = AFTER_LARGE;
             } else {
                 if (head.length() + head.size > buffer.size()) {
                     std::vector<char> larger(head.length() + head.size + GATHER);
@@ -71,6 +77,7 @@ std::string Link::receive(int fd, uint64_t connection) {
                 break;
             }
         }
+        release_ring();
         lock.unlock();
         ring_bell();
         memmove(buffer.data(), buffer.data() + at, have - at);
@@ -78,7 +85,15 @@ std::string Link::receive(int fd, uint64_t connection) {
     }
 }
 
+// No other lock of a ring is taken while one is held.
+void Link::release_ring() {
+    held_.reset();
+    held_ring_ = nullptr;
+    held_for_ = 0;
+}
+
 bool Link::hear(const Head& head, const char* payload) {
+    if (!head.carries_item()) release_ring();
     if (head.say == Say::PING) {
         pong_ = true;
         pong_n_ = head.n;
@@ -134,6 +149,7 @@ bool Link::is_settled(LinkLine& line, const Sink& sink, uint64_t key) {
     Source* source = key == Slot::KEYLESS ? nullptr : numbering(line, sink);
     if (!source || source->base >= key) return true;
     source->done = std::max(source->done, key);
+    release_ring();
     settle(line);
     return source->base >= key;
 }
@@ -149,13 +165,18 @@ bool Link::hear_item(LinkLine& line, Sink& sink, const Received& item) {
     sink.dirty = true;
     Step step = Step::Wait;
     if (sink.staged.empty() && is_settled(line, sink, item.key)) {
-        Holding holding(*sink.ring);
-        step = sink.put(item, number_for(line, sink, item.key), holding.wakes);
+        if (held_ring_ != sink.ring.get() || ++held_for_ > HELD_FOR) {
+            release_ring();
+            held_.emplace(*sink.ring);
+            held_ring_ = sink.ring.get();
+        }
+        step = sink.put(item, number_for(line, sink, item.key), held_->wakes);
     }
     if (step == Step::Done) {
         sink.used += 1;
         return true;
     }
+    release_ring();
     if (sink.look()) return true;
     return sink.stage(item, {item.at, item.at + item.size});
 }

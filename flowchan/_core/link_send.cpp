@@ -12,6 +12,10 @@ namespace {
 
 constexpr int64_t PING_NS = 500'000'000;
 constexpr int64_t RECALL_NS = 10'000'000;  // so often, whether others wait for what a worker has not begun
+constexpr uint64_t SOME = 8, MANY = 256;   // items of a run
+constexpr std::chrono::microseconds REST{20};
+constexpr size_t MOST_PIECES = 64;
+constexpr uint64_t IN_PLACE = 16 << 10;    // items from here on are sent from where they lie
 constexpr size_t MOST_WORDS = 128;         // that the kernel takes at a time
 constexpr int64_t CROWDED_NS = 2'000'000;  // with more than that, the rest is looked at so often
 
@@ -28,22 +32,31 @@ void Link::send_loop() {
             for (auto& [number, line] : lines_) moved = move_staged(*line) || moved;
             if (fd_ >= 0 && !lost_) {
                 moved = fill() || moved;
-                if (!out_.empty() || large_.at) fd = fd_, users_ += 1;
+                if (out_.size()) fd = fd_, users_ += 1;
             }
         }
         if (fd >= 0)
-            leave_connection(fd, send_out(fd));
+            leave_connection(fd, send_some(fd));
         else if (!moved)
             sleep(heard);
     }
 }
 
+// While items come fast but are sent in small runs, a short rest makes the runs long: a call of the kernel
+// costs as much as a hundred items. A single item never waits.
+std::string Link::send_some(int fd) {
+    const uint64_t before = out_.size(), items = std::exchange(said_, 0);
+    const std::string why = out_.send(fd, GATHER);
+    bytes_out.fetch_add(before - out_.size(), std::memory_order_relaxed);
+    if (items >= SOME && items < MANY && before < GATHER / 4) std::this_thread::sleep_for(REST);
+    return why;
+}
+
 // --- what is to be sent ---
 
 void Link::say(const Head& head, const std::string& payload) {
-    const char* begin = reinterpret_cast<const char*>(&head);
-    out_.insert(out_.end(), begin, begin + head.length());
-    out_.insert(out_.end(), payload.begin(), payload.end());
+    out_.add(&head, head.length());
+    out_.add(payload.data(), payload.size());
 }
 
 // Gathers frames, as much as is sent at a time, beginning each round with another line. Whether there is more
@@ -148,7 +161,6 @@ bool Link::say_outputs(LinkLine& line) {
 
 // How far the worker is. An item is finished when its outputs have been sent before.
 void Link::say_progress(LinkLine& line) {
-    if (large_.at) return;  // nothing may come between its head and itself
     uint64_t first = Slot::KEYLESS;
     for (Source& source : line.sources)
         if (!source.left) first = std::min(first, source.first_key());
@@ -178,17 +190,17 @@ void Link::say_item(LinkLine& line, Source& source, uint16_t port) {
     Head head{.size = entry.size, .n = home_ ? source.sent : entry.key, .line = line.number, .port = port};
     head.say = home_ ? Say::ITEM : Say::OUT;
     head.flags = uint8_t(entry.kind | entry.deaths << 3);
-    const char* begin = reinterpret_cast<const char*>(&head);
-    out_.insert(out_.end(), begin, begin + Head::SHORT);
-    if (entry.size < LARGE)
-        out_.insert(out_.end(), entry.at, entry.at + entry.size);
+    out_.add(&head, Head::SHORT);
+    if (entry.size < IN_PLACE)
+        out_.add(entry.at, entry.size);
     else
-        large_ = {source.ring, entry.at, entry.size};
+        out_.add_in_place(source.ring, entry.at, entry.size);
+    said_ += 1;
     source.sent += 1;
 }
 
 bool Link::say_end(LinkLine& line, Source& source, uint16_t port) {
-    if (source.ending == Ending::Open || source.told || !source.known || large_.at) return false;
+    if (source.ending == Ending::Open || source.told || !source.known) return false;
     const bool broke = source.ending == Ending::Broke;
     if (!broke && source.has_unsent()) return false;
     source.told = true;
@@ -199,34 +211,52 @@ bool Link::say_end(LinkLine& line, Source& source, uint16_t port) {
     return true;
 }
 
-// Sends what was gathered, and of a large item behind it as much. Between two calls what is staged can move.
-std::string Link::send_out(int fd) {
-    iovec pieces[2] = {{out_.data(), out_.size()},
-                       {const_cast<char*>(large_.at), std::min(large_.left, GATHER)}};
-    const uint64_t all = pieces[0].iov_len + pieces[1].iov_len;
-    uint64_t done = 0;
-    while (done < all) {
+// --- what is on its way out ---
+
+void Outgoing::add(const void* at, uint64_t size) {
+    if (!size) return;
+    if (pieces_.empty() || pieces_.back().ring) pieces_.push_back({nullptr, nullptr, copied_.size(), 0});
+    const char* begin = static_cast<const char*>(at);
+    copied_.insert(copied_.end(), begin, begin + size);
+    pieces_.back().size += size;
+    size_ += size;
+}
+
+void Outgoing::add_in_place(std::shared_ptr<Ring> ring, const char* at, uint64_t size) {
+    pieces_.push_back({std::move(ring), at, 0, size});
+    size_ += size;
+}
+
+std::string Outgoing::send(int fd, uint64_t most) {
+    for (most = std::min(most, size_); most;) {
+        iovec pieces[MOST_PIECES];
+        uint64_t count = 0, all = 0;
+        for (const Piece& piece : pieces_) {
+            const char* at = piece.ring ? piece.at : copied_.data() + piece.begin;
+            const uint64_t size = std::min(piece.size, most - all);
+            if (count == MOST_PIECES || !size) break;
+            pieces[count++] = {const_cast<char*>(at), size};
+            all += size;
+        }
         msghdr message{};
         message.msg_iov = pieces;
-        message.msg_iovlen = 2;
+        message.msg_iovlen = count;
         const ssize_t n = sendmsg(fd, &message, MSG_NOSIGNAL);
         if (n < 0 && errno == EINTR) continue;
         if (n < 0) return std::string("sending failed: ") + strerror(errno);
-        done += uint64_t(n);
-        uint64_t passed = uint64_t(n);
-        for (iovec& piece : pieces) {
-            const uint64_t of_it = std::min<uint64_t>(passed, piece.iov_len);
-            piece.iov_base = static_cast<char*>(piece.iov_base) + of_it;
-            piece.iov_len -= of_it;
-            passed -= of_it;
+        most -= uint64_t(n);
+        size_ -= uint64_t(n);
+        for (uint64_t left = uint64_t(n); left;) {
+            Piece& first = pieces_.front();
+            const uint64_t part = std::min(left, first.size);
+            first.at += first.ring ? part : 0;
+            first.begin += part;
+            first.size -= part;
+            left -= part;
+            if (!first.size) pieces_.pop_front();
         }
     }
-    bytes_out.fetch_add(all, std::memory_order_relaxed);
-    const uint64_t of_large = all - out_.size();
-    out_.clear();
-    large_.at = large_.left == of_large ? nullptr : large_.at + of_large;
-    large_.left -= of_large;
-    if (!large_.at) large_.ring.reset();
+    if (!size_) copied_.clear();
     return "";
 }
 

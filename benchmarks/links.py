@@ -1,0 +1,233 @@
+"""Items between two processes that have a TCP connection over loopback and nothing else, as between two
+hosts: flowchan's link, pyzmq, the standard library's connection, and a bare socket."""
+
+from __future__ import annotations
+
+import multiprocessing.connection
+import pickle
+import socket
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import repeat
+from typing import Any
+
+import numpy as np
+import zmq
+
+from benchmarks.harness import Case, Effort, Report, at_least, at_most, calibrate, throughput
+from benchmarks.peers import CONTEXT, across_processes, processes_channel
+from flowchan import Channel, _core
+
+ISOLATES = (
+    "one connection over loopback: this process puts, a forked child on the other end gets; the clock runs "
+    "from the common start until the child has told that it has got the last. flowchan: the channel at home, "
+    "the link, and the ring of a worker elsewhere; encoding and decoding are inside. pyzmq: PUSH and PULL of "
+    "what pickle makes of each item, arrays with copy=False. The bare socket moves nothing but the bytes, "
+    "from and into memory that is there already."
+)
+
+ROOM = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """One way to send: makes the sender's ``put`` and the receiver's ``get`` over a connected socket, and
+    what must be kept and closed."""
+
+    near: Callable[[socket.socket], tuple[Callable[[Any], Any], Callable[[], Any], Callable[[], None]]]
+    far: Callable[[socket.socket], tuple[Callable[[Any], Any], Callable[[], Any], Callable[[], None]]]
+
+
+def _linked_near(sock: socket.socket) -> Any:
+    there, back = (Channel[Any](ROOM, across="processes") for _ in range(2))
+    link = _core.Link(True)
+    reader, writer = there.reader(), back.writer()
+    link.line(1, [reader], [writer])
+    link.attach(sock.detach())
+    feed, drain = there.writer(), back.reader()
+    kept = (reader, writer, drain, feed)
+    return feed.put, back.get, partial(_unlink, link, kept)
+
+
+def _linked_far(sock: socket.socket) -> Any:
+    there, back = (Channel[Any](ROOM, across="processes") for _ in range(2))
+    link = _core.Link(False)
+    ports = there.reader(), back.writer(), there.writer(), back.reader()
+    link.line(1, [ports[2]], [ports[3]])
+    link.attach(sock.detach())
+    return ports[1].put, ports[0].get, partial(_unlink_after, link, ports)
+
+
+def _unlink(link: Any, kept: object) -> None:
+    link.close()
+
+
+def _unlink_after(link: Any, kept: object) -> None:
+    """When the other side has: what was put last has gone out by then."""
+    while not link.wait().startswith("broken"):
+        pass
+    link.close()
+
+
+def _zmq(sock: socket.socket, copies: bool, binds: bool) -> Any:
+    """Two pairs of PUSH and PULL. The ports are agreed upon over the socket."""
+    context = zmq.Context()
+    push, pull = context.socket(zmq.PUSH), context.socket(zmq.PULL)
+    push.set_hwm(ROOM)
+    pull.set_hwm(ROOM)
+    if binds:
+        ports = [one.bind_to_random_port("tcp://127.0.0.1") for one in (pull, push)]
+        sock.sendall(np.array(ports, "i4").tobytes())
+    else:
+        ports = np.frombuffer(sock.recv(8, socket.MSG_WAITALL), "i4").tolist()
+        push.connect(f"tcp://127.0.0.1:{ports[0]}")
+        pull.connect(f"tcp://127.0.0.1:{ports[1]}")
+
+    def put(item: Any) -> None:
+        push.send(item if not copies else pickle.dumps(item, 5), copy=copies)
+
+    def get() -> Any:
+        return pickle.loads(pull.recv()) if copies else np.frombuffer(pull.recv(copy=False), np.uint8)
+
+    return put, get, partial(context.destroy, linger=1000)
+
+
+def _standard(sock: socket.socket) -> Any:
+    connection = multiprocessing.connection.Connection(sock.detach())
+    return connection.send, connection.recv, connection.close
+
+
+def _bare(sock: socket.socket, size: int) -> Any:
+    memory = memoryview(bytearray(size))
+
+    def get() -> memoryview:
+        have = 0
+        while have < size:
+            have += sock.recv_into(memory[have:])
+        return memory
+
+    return sock.sendall, get, sock.close
+
+
+LINK = Wire(_linked_near, _linked_far)
+ZMQ = Wire(partial(_zmq, copies=True, binds=True), partial(_zmq, copies=True, binds=False))
+ZMQ_VIEWS = Wire(partial(_zmq, copies=False, binds=True), partial(_zmq, copies=False, binds=False))
+STANDARD = Wire(_standard, _standard)
+
+
+def measure(effort: Effort) -> Report:
+    report = Report()
+    for name, items, factor in (
+        ("int", range, 3.0),
+        ("(1, 'abc', 2.5)", partial(repeat, (1, "abc", 2.5)), 3.0),
+        ("1 KB bytes", partial(repeat, bytes(1024)), 2.5),
+        ("64 KB bytes", partial(repeat, bytes(64 << 10)), 1.3),
+    ):
+        _small(report, name, items, factor, effort)
+    for size in (1 << 20, 16 << 20):
+        _arrays(report, size, effort)
+    cases = [_round_trips(name, wire, effort) for name, wire in (("flowchan", LINK), ("pyzmq", ZMQ))]
+    mine, peer = report.interleave("round trip over a link", cases, effort.rounds)
+    report.rows.append(at_most(1.3, mine, peer))
+    return report
+
+
+def _small(
+    report: Report, name: str, items: Callable[[int], Iterable[Any]], factor: float, effort: Effort
+) -> None:
+    moves: dict[str, Callable[[int], float]] = {
+        "flowchan": partial(_move, LINK, items),
+        "pyzmq": partial(_move, ZMQ, items),
+        "multiprocessing.connection": partial(_move, STANDARD, items),
+        "own ring": partial(across_processes, processes_channel, items),
+    }
+    cases = [throughput(case, move, effort) for case, move in moves.items()]
+    mine, peer, _, ring = report.interleave(f"link, {name}, 1→1", cases, effort.rounds)
+    report.rows.append(at_least(factor, mine, peer))
+    if name in ("int", "(1, 'abc', 2.5)"):
+        report.rows += [at_least(factor, mine, peer, 0.1), at_least(0.5, mine, ring)]
+
+
+def _arrays(report: Report, size: int, effort: Effort) -> None:
+    items = partial(repeat, np.ones(size, np.uint8))
+    bare = Wire(partial(_bare, size=size), partial(_bare, size=size))
+    moves: dict[str, Callable[[int], float]] = {
+        "flowchan": partial(_move, LINK, items),
+        "pyzmq copy=False": partial(_move, ZMQ_VIEWS, items),
+        "bare socket": partial(_move, bare, items),
+    }
+    cases = [throughput(case, move, effort, scale=size, unit="B/s") for case, move in moves.items()]
+    mine, peer, raw = report.interleave(f"link, array of {size >> 20} MB, 1→1", cases, effort.rounds)
+    report.rows += [at_least(1.0, mine, peer), at_least(0.5, mine, raw)]
+
+
+def _connected() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        near = socket.create_connection(server.getsockname())
+        far, _ = server.accept()
+    for end in (near, far):
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 256 << 10)
+    return near, far
+
+
+def _move(wire: Wire, items: Callable[[int], Iterable[Any]], count: int) -> float:
+    near, far = _connected()
+    start, (told, tell) = CONTEXT.Barrier(2), CONTEXT.Pipe(duplex=False)
+    child = CONTEXT.Process(target=_take, args=(wire, far, count, start, tell))
+    child.start()
+    far.close()
+    put, _, close = wire.near(near)
+    start.wait()
+    began = time.perf_counter()
+    for item in items(count):
+        put(item)
+    told.recv()
+    took = time.perf_counter() - began
+    close()
+    child.join()
+    return took
+
+
+def _take(wire: Wire, sock: socket.socket, count: int, start: Any, tell: Any) -> None:
+    _, get, close = wire.far(sock)
+    start.wait()
+    for _ in repeat(None, count):
+        get()
+    tell.send(None)
+    close()
+
+
+def _round_trips(name: str, wire: Wire, effort: Effort) -> Case:
+    def trips(count: int) -> float:
+        near, far = _connected()
+        child = CONTEXT.Process(target=_echo, args=(wire, far, count + 1))
+        child.start()
+        far.close()
+        put, get, close = wire.near(near)
+        put(0)
+        get()
+        began = time.perf_counter()
+        for _ in repeat(None, count):
+            put(0)
+            get()
+        took = time.perf_counter() - began
+        close()
+        child.join()
+        return took
+
+    count = calibrate(trips, effort.seconds)
+
+    def work() -> tuple[Sequence[float], int]:
+        return [trips(count) / count], count
+
+    return Case(name, "s", work)
+
+
+def _echo(wire: Wire, sock: socket.socket, count: int) -> None:
+    put, get, close = wire.far(sock)
+    for _ in repeat(None, count):
+        put(get())
+    close()
