@@ -114,6 +114,8 @@ void Link::open_line(uint32_t number, const std::vector<Taking>& takes, const st
         if (!home_) put.ring->header().heard = 1;
         line->sinks.emplace_back(put.ring, put.writer, put.follows, put.replays);
     }
+    for (Sink& sink : line->sinks)
+        if (Source* source = numbering(*line, sink)) source->ascending |= sink.writer.ordered;
     lines_[number] = std::move(line);
     ring_bell();
 }

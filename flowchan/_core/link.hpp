@@ -116,6 +116,7 @@ class Link {
     bool move_staged(LinkLine& line);
     bool settle(LinkLine& line);
     void tell_if_finished(LinkLine& line);
+    void tell_if_refused(const LinkLine& line, Source& source, uint16_t port);
     bool collect(std::vector<WaitedWord>& words, std::vector<std::shared_ptr<Ring>>& rings);
     bool collect(LinkLine& line, std::vector<WaitedWord>& words, std::vector<std::shared_ptr<Ring>>& rings);
     bool settle_sink(LinkLine& line, Sink& sink, uint64_t upto, Wakes& wakes);

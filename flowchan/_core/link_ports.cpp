@@ -49,7 +49,7 @@ bool Source::take(uint64_t most) {
         ending = Ending::Broke;
         cause = ring->cause();
     }
-    while (wants(most)) {
+    while (wants(most) && !is_held_back()) {
         Taken taken;
         const Step step = ring->try_take(taken, &reader, reader.session, holding.wakes);
         if (step == Step::Done) {
@@ -143,7 +143,8 @@ bool Source::stand() {
     const Header& h = ring->header();
     // At the end of a channel others may still give back what they have in hand: that calls all who wait.
     const bool ended = h.state == BROKEN || (ring->at_end() && entries.empty());
-    if (h.head || ring->session(reader.session).again_head || ended) return false;
+    const bool any = h.head && !is_held_back();
+    if (any || ring->session(reader.session).again_head || ended) return false;
     gate.enter(false, 0);
     return true;
 }

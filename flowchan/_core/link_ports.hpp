@@ -94,6 +94,14 @@ class Source {
     Source(std::shared_ptr<Ring> ring, uint32_t session);
     ~Source();
 
+    // The outputs for the items have turns. Then none is taken behind one with a higher number: its output
+    // would be awaited while it can't come before the other's, for which there may be no room. Who gave it
+    // back, or its successor, has none that is higher.
+    bool ascending = false;
+    bool is_held_back() const {
+        return ascending && !entries.empty() && ring->is_next_before(entries.back().number);
+    }
+
     // Takes what is inside, as far as so many entries are allowed. Whether anything changed.
     bool take(uint64_t most);
     void free_oldest(uint64_t n);
@@ -125,8 +133,8 @@ class Source {
     Window window;
     bool known = false;  // over this connection the other side has said what it has got
     bool left = false;
-    bool refused = false;  // an item that can't go to another host was found
-    bool told = false;     // the ending, over this connection
+    bool refused = false, refused_told = false;  // an item that can't go to another host was found
+    bool told = false;                           // the ending, over this connection
     Ending ending = Ending::Open;
     std::string cause;
     // Home: what the worker has begun, and whether it waits for more; whether it takes no more.

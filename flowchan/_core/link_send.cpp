@@ -101,11 +101,7 @@ bool Link::serve_home(LinkLine& line) {
         if (!source.known || source.left) continue;
         if (source.has_more() || source.ring->seen_state() != OPEN)
             moved = source.take(source.window.size()) || moved;
-        if (source.refused) {
-            tell("refused: " + std::to_string(line.number) + " " + std::to_string(port));
-            source.ending = Ending::Broke;
-            source.told = true;
-        }
+        tell_if_refused(line, source, port);
         if (source.should_recall(round_trip())) source.recalling = true;
         if (source.recalling && !std::exchange(source.recall_said, true))
             say({.line = line.number, .port = port, .say = Say::RECALL});
@@ -116,14 +112,20 @@ bool Link::serve_home(LinkLine& line) {
 }
 
 bool Link::serve_away(LinkLine& line) {
-    if (!std::exchange(line.announced, true)) say({.line = line.number, .say = Say::OPEN});
     for (Sink& sink : line.sinks) sink.look_at_worker();
+    if (!std::exchange(line.announced, true)) {
+        say({.line = line.number, .say = Say::OPEN});
+        say_progress(
+            line);  // over a new connection home is to know which items have come before it hears of outputs
+    }
     bool moved = false;
     for (Source& source : line.sources) {
         if (!source.known || source.left) continue;
         if (source.has_more() || source.ring->seen_state() != OPEN)
             moved = source.take(Source::MOST) || moved;
     }
+    for (uint16_t port = 0; port < line.sources.size(); ++port)
+        tell_if_refused(line, line.sources[port], port);
     moved = say_outputs(line) || moved;
     say_progress(line);
     // Who ends its outputs has ended its inputs before, and finished what it had in hand: home is to know
@@ -292,6 +294,12 @@ bool Link::move_staged(LinkLine& line) {
     moved = (home_ && settle(line)) || moved;
     tell_if_finished(line);
     return moved;
+}
+
+// An item with descriptors can't go to another host. It stays where it is, until somebody breaks the channel.
+void Link::tell_if_refused(const LinkLine& line, Source& source, uint16_t port) {
+    if (!source.refused || std::exchange(source.refused_told, true)) return;
+    tell("refused: " + std::to_string(line.number) + " " + std::to_string(port));
 }
 
 // Home: nothing more will come from the worker, and nothing is left to be put.

@@ -121,6 +121,11 @@ class Ring {
     void acknowledge(ReaderState& reader, Wakes& wakes);  // all items in hand are finished
     void acknowledge_oldest(uint32_t session, uint64_t n, Wakes& wakes);
     void give_back_newest(uint32_t session, uint64_t n, Wakes& wakes);  // of what a reader has on lease
+    // Whether what would be taken next was given back, and comes before item `number`.
+    bool is_next_before(uint64_t number) const {
+        const Slot* slot = h_->head && slot_exists(h_->head) ? at<Slot>(h_->head) : nullptr;
+        return slot && slot->numbered() && slot->number < number;
+    }
     uint64_t take_back(Wakes& wakes);  // what was put and has never been taken; how many it were
     Step item_done(WriterState& writer, Wakes& wakes);             // no more outputs for writer.number
     void begin_item(WriterState& writer, uint64_t number);         // first output for it is about to come
@@ -239,6 +244,7 @@ class Ring {
     void advance(Wakes& wakes);
     void free_leased(Session& s, uint64_t most, Wakes& wakes);
     void give_back(Session& s, uint64_t n, Wakes& wakes);
+    void give_back_between(Session& s, uint64_t n, Wakes& wakes);
     void give_back_again(Session& s, Wakes& wakes);
     Step take_again(Taken& taken, ReaderState& reader);
     bool reserve_low(uint64_t upto);

@@ -39,6 +39,10 @@ void Ring::acknowledge_oldest(uint32_t index, uint64_t n, Wakes& wakes) {
 // The newest `n` to the front, in their old order, with their old numbers.
 void Ring::give_back(Session& s, uint64_t n, Wakes& wakes) {
     if (h_->damaged || !slot_exists(s.lease_tail)) return void(found_damage());
+    if (h_->head && !slot_exists(h_->head)) return void(found_damage());
+    const Slot* front = h_->head ? at<Slot>(h_->head) : nullptr;
+    if (front && front->numbered() && front->number < at<Slot>(s.lease_tail)->number)
+        return give_back_between(s, n, wakes);
     uint64_t bytes = 0, last = 0, left = s.leased, kept = 0, first = 0;
     for (uint64_t p = s.lease_head; p; last = p, p = at<Slot>(p)->next, left -= 1) {
         Slot* slot = at<Slot>(p);
@@ -65,6 +69,41 @@ void Ring::give_back(Session& s, uint64_t n, Wakes& wakes) {
     change.set(s.leased, s.leased - n);
     change.commit();
     wakes.readers += h_->reader_gate.call(uint32_t(n));
+}
+
+// The same where others have been given back before: each to its place among them, for the front of the FIFO
+// is in the order of the numbers. Whoever gives back the rest after a death does it for what is left.
+void Ring::give_back_between(Session& s, uint64_t n, Wakes& wakes) {
+    uint64_t kept = 0, p = s.lease_head;
+    for (uint64_t left = s.leased; left > n; left -= 1, kept = p, p = at<Slot>(p)->next)
+        if (!slot_exists(p)) return void(found_damage());
+    uint64_t before = 0, after = h_->head, steps = inside();
+    for (; n && !h_->damaged; --n) {
+        Slot* slot = at<Slot>(p);
+        if (!slot_exists(p) || !is_leased(slot)) return void(found_damage());
+        for (; after && at<Slot>(after)->numbered() && at<Slot>(after)->number < slot->number; --steps) {
+            before = after;
+            after = at<Slot>(after)->next;
+            if ((after && !slot_exists(after)) || !steps) return void(found_damage());
+        }
+        const uint64_t here = p;
+        p = slot->next;
+        Change change(record(Side::Writer), windows_);
+        change.set(kept ? at<Slot>(kept)->next : s.lease_head, p);
+        if (!p) change.set(s.lease_tail, kept);
+        change.set(s.leased, s.leased - 1);
+        change.set(h_->leased, h_->leased - 1);
+        change.set(slot->next, after);
+        change.set(slot->state, slot->with_place(SlotState::Inside));
+        change.set(before ? at<Slot>(before)->next : h_->head, here);
+        if (!after) change.set(h_->tail, here);
+        change.set(h_->takes, h_->takes - 1);
+        change.set(h_->bytes_out, h_->bytes_out - slot->size);
+        change.commit();
+        before = here;
+        steps += 1;
+        wakes.readers += h_->reader_gate.call(1);
+    }
 }
 
 void Ring::give_back_newest(uint32_t index, uint64_t n, Wakes& wakes) {

@@ -3,12 +3,13 @@ the channel's promises is the same as with a machine in between."""
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from flowchan import Channel, _core
+from flowchan import Broken, Channel, _core
 
 
 class Linked:
@@ -47,8 +48,10 @@ class FarWorker:
         *results: Channel[Any],
         ordered: bool = False,
         one_output: bool = False,
+        heir_of: FarWorker | None = None,
     ) -> None:
         self.linked, self.number = linked, number
+        self.source, self.results, self.ordered, self.one_output = source, results, ordered, one_output
         self.reader, self.writers = source.reader(), [channel.writer() for channel in results]
         self.into: Channel[Any] = Channel(1024, across="processes", max_bytes=1 << 26)
         self.out = [Channel[Any](1024, across="processes", max_bytes=1 << 26) for _ in results]
@@ -59,16 +62,37 @@ class FarWorker:
             outer._follow(self.inside, False, one_output)
         for port in (self.reader, *self.writers, self.inside, *self.outside):
             port._supervise()
+        if heir_of is not None:
+            _core._take_up([heir_of.reader], heir_of.writers, [self.reader])
         linked.home.line(number, [self.reader], self.writers)
         linked.away.line(number, [self.feed], self.drains)
+
+    def die(self, number: int) -> FarWorker:
+        """Its host is gone: home gives it up, and what it had goes to a successor, whose line has this
+        number."""
+        self.linked.home.drop(self.number)
+        self.linked.away.drop(self.number)
+        successor = FarWorker(
+            self.linked,
+            number,
+            self.source,
+            *self.results,
+            ordered=self.ordered,
+            one_output=self.one_output,
+            heir_of=self,
+        )
+        for channel in (self.into, *self.out):
+            channel.abort(None)
+        return successor
 
     def start(self, function: Callable[[Any], Iterable[tuple[int, Any]]]) -> threading.Thread:
         """Puts what ``function`` gives for each item: (which output, what)."""
 
         def work() -> None:
-            for item in self.inside:
-                for port, output in function(item):
-                    self.outside[port].put(output)
+            with contextlib.suppress(Broken):  # it died
+                for item in self.inside:
+                    for port, output in function(item):
+                        self.outside[port].put(output)
             self.inside.close()
             for port in self.outside:
                 port.close()

@@ -244,6 +244,27 @@ def test_outputs_of_a_host_that_died_are_not_repeated() -> None:
     assert sorted(outputs) == [(item, k) for item in range(3) for k in range(8)]
 
 
+@pytest.mark.parametrize("ordered", [False, True], ids=["", "ordered"])
+def test_deaths_lose_and_repeat_nothing_however_many_items_were_ahead(linked: Linked, ordered: bool) -> None:
+    """R4: also where the outputs have turns, and lower numbers come back to workers that hold higher ones."""
+    source, results = channel(500), channel(32)
+    far = [
+        FarWorker(linked, number, source, results, ordered=ordered, one_output=True) for number in range(3)
+    ]
+    threads = [worker.start(same) for worker in far]
+    threads.append(feeding(source, range(20_000)))
+    outputs = []
+    for number, output in enumerate(results, 1):
+        outputs.append(output)
+        if number % 1_000 == 0:
+            line = 3 + number
+            far[line % 3] = far[line % 3].die(line)
+            threads.append(far[line % 3].start(same))
+    assert (outputs if ordered else sorted(outputs)) == list(range(20_000))
+    for thread in threads:
+        thread.join(PATIENCE)
+
+
 @pytest.mark.parametrize("home", [True, False], ids=["home", "away"])
 def test_rubbish_ends_the_connection_and_nothing_else(home: bool) -> None:
     """Frames that no agent sends, also by one who has proved the secret: the connection ends, loudly."""
