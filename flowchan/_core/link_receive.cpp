@@ -221,7 +221,10 @@ bool Link::hear_large(int fd, uint64_t connection, const Head& head, const char*
             sink->ring->publish(frame_of(item), slot, home_ && sink->writer.keyed ? &sink->writer : nullptr,
                                 holding.wakes);
     }
-    if (!whole) return false;
+    if (!whole) {
+        if (skips) sink->writer.count -= 1;  // it comes again, and is to be skipped again
+        return false;
+    }
     sink->got += 1;
     sink->dirty = true;
     if (slot || skips) {

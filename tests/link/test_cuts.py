@@ -1,0 +1,118 @@
+"""A connection that is cut in the middle of a large item: what was done before is skipped once, and what is
+sent again comes once (R4, C11)."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import socket
+import threading
+from typing import Any
+
+import pytest
+
+from flowchan import Channel, _core
+from tests.link.linked import FarWorker, Linked, feeding
+from tests.waiting import PATIENCE, wait_until
+
+LARGE = bytes(200_000)
+
+
+class Cut(Linked):
+    """Connections that are cut after so many bytes towards home, one after the other; the last one holds."""
+
+    def __init__(self, *cuts: int) -> None:
+        super().__init__()
+        self._relays: list[threading.Thread] = []
+        self._again = threading.Thread(target=self._redial, args=(cuts,))
+
+    def __enter__(self) -> Cut:
+        self._again.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        super().__exit__(*exc)
+        self._again.join(PATIENCE)
+
+    def _redial(self, cuts: tuple[int, ...]) -> None:
+        for cut in cuts:
+            self._connect_through(cut)
+            while not (said := self.home.wait(PATIENCE)).startswith("broken: "):
+                if said == "closed":  # all came before the cut
+                    return
+            for relay in self._relays:
+                relay.join(PATIENCE)
+        self.connect()
+
+    def _connect_through(self, cut: int) -> None:
+        here, his_here = socket.socketpair()
+        his_there, there = socket.socketpair()
+        self._relays = [
+            threading.Thread(target=pass_on, args=(his_here, his_there, None)),
+            threading.Thread(target=pass_on, args=(his_there, his_here, cut)),
+        ]
+        attaching = threading.Thread(target=self.home.attach, args=(here.detach(),))
+        attaching.start()
+        self.away.attach(there.detach())
+        attaching.join()
+        for relay in self._relays:
+            relay.start()
+
+
+def pass_on(source: socket.socket, target: socket.socket, most: int | None) -> None:
+    """Passes so many bytes on, then ends both connections."""
+    left = most
+    with contextlib.suppress(OSError):
+        while left != 0 and (came := source.recv(65536 if left is None else min(left, 65536))):
+            target.sendall(came)
+            left = None if left is None else left - len(came)
+    for sock in (source, target):
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+    source.close()  # the other one closes the target, which is its source
+
+
+def large(item: int) -> list[tuple[int, Any]]:
+    return [(0, (item, k, LARGE)) for k in range(4)]
+
+
+def channel(capacity: int) -> Channel[Any]:
+    return Channel(capacity, across="processes", max_bytes=1 << 26)
+
+
+EVERYTHING = list(itertools.product(range(3), range(4)))
+CUTS = [100_000, 150_000, 300_000, 1_000_000]
+
+
+@pytest.mark.parametrize("times", range(5))
+def test_what_is_cut_in_the_middle_comes_once(times: int) -> None:
+    with Cut(*CUTS) as linked:
+        source, results = channel(4), channel(1000)
+        thread = FarWorker(linked, 1, source, results).start(large)
+        feeding(source, range(3)).join(PATIENCE)
+        assert [output[:2] for output in results] == EVERYTHING
+        thread.join(PATIENCE)
+
+
+@pytest.mark.parametrize("times", range(5))
+def test_what_is_cut_while_it_is_skipped_is_skipped_once(times: int) -> None:
+    source, results = channel(4), channel(1000)
+    with Linked() as first:
+        far = FarWorker(first, 1, source, results)
+        feeder = feeding(source, range(3))
+        assert far.inside.get(timeout=PATIENCE) == 0
+        far.outside[0].put((0, 0, LARGE))
+        wait_until(lambda: results.stats().items_in == 1)
+        first.home.drop(1)
+        first.home.close()
+        successor, writer = source.reader(), results.writer()
+        _core._take_up([far.reader], far.writers, [successor])
+        with Cut(*CUTS) as second:
+            again = FarWorker(second, 1, source, results)
+            successor.close()
+            writer.close()
+            thread = again.start(large)
+            outputs = [output[:2] for output in results]
+            thread.join(PATIENCE)
+            feeder.join(PATIENCE)
+    assert sorted(outputs) == EVERYTHING
