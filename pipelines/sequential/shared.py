@@ -51,7 +51,7 @@ def share(modules: Iterable[nn.Module]) -> None:
     found: dict[int, list[Tensor]] = {}
     for module in modules:
         for tensor in state_tensors(module):
-            if _is_plain(tensor) and not is_shared(tensor):
+            if not is_shared(tensor) and _is_plain(tensor):
                 found.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
     if not found:
         return
@@ -105,24 +105,23 @@ def _forget(start: int) -> None:
 
 def is_shared(tensor: Tensor) -> bool:
     """Whether the processes of parts see the tensor's memory."""
-    return _place(tensor) is not None
+    return place_of(tensor) is not None
 
 
 def place_of(tensor: Tensor) -> tuple[str, int] | None:
-    """The name of the memory in which a shared tensor's storage lies, and where in it. An address may come
-    again; a name does not."""
-    place = _place(tensor)
-    return None if place is None else (_blocks[place[0]][2], place[1])
+    """The name of the memory in which a shared tensor lies, and where in it. An address may come again; a
+    name does not."""
+    start = _block_of(tensor)
+    return None if start is None else (_blocks[start][2], tensor.data_ptr() - start)
 
 
-def _place(tensor: Tensor) -> tuple[int, int] | None:
-    """The first address of the block in which a tensor lies, and where its storage begins there."""
-    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
-        return None
-    address = tensor.untyped_storage().data_ptr()
-    for start, (size, *_) in list(_blocks.items()):
-        if start <= address < start + size:
-            return start, address - start
+def _block_of(tensor: Tensor) -> int | None:
+    """The first address of the block in which a tensor lies."""
+    if tensor.is_cpu and tensor.layout is torch.strided:
+        address = tensor.data_ptr()
+        for start, (size, _, _) in tuple(_blocks.items()):
+            if start <= address < start + size:
+                return start
     return None
 
 
@@ -164,10 +163,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
     """Pickles where a shared tensor is in place of its numbers."""
 
     def reducer_override(self, obj: Any) -> Any:
-        place = _place(obj) if isinstance(obj, Tensor) else None
-        if place is None:
+        start = _block_of(obj) if isinstance(obj, Tensor) else None
+        if start is None:
             return super().reducer_override(obj)
-        (start, begin), storage = place, obj.untyped_storage()
+        storage = obj.untyped_storage()
+        begin = storage.data_ptr() - start
         size, descriptor, name = _blocks[start]
         path = f"/proc/{os.getpid()}/fd/{descriptor}"
         shape = obj.dtype, obj.storage_offset(), tuple(obj.size()), obj.stride()

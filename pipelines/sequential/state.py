@@ -49,8 +49,9 @@ def _seen(module: nn.Module, away: bool) -> Iterator[Any]:
         if name not in _EVERY_MODULES:
             yield name
             yield value if type(value) in _VALUES else _version(value)
-    for name in _HOOKS:
-        for hook in vars(module)[name].values():
+    own = vars(module)
+    for hooks in [own[name] for name in _HOOKS if own[name]]:
+        for hook in hooks.values():
             if not (getattr(hook, "__module__", None) or "").startswith("torch."):
                 raise ValueError(
                     f"Sequential: a {type(module).__name__} has the hook {short(hook)}, which would be "
@@ -65,7 +66,7 @@ def _seen(module: nn.Module, away: bool) -> Iterator[Any]:
                 continue
             place = None if away else place_of(tensor)
             if place is not None:
-                yield place, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()
+                yield place, tensor.dtype, tensor.shape, tensor.stride()
             else:
                 yield tensor.data_ptr()
                 yield _version(tensor)
