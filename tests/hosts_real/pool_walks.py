@@ -79,10 +79,9 @@ def kill_node() -> None:
 def run_over(pool: Any, folder: Path, deed: Callable[[], None], here: Callable[[], bool] = anywhere) -> Run:
     """A run that has ended, and whose results were exact."""
     graph = Graph("harmed")
-    work = graph.source(range(ITEMS)).map(once(folder, deed, here), on=pool, workers=4, ordered=False)
-    result = work.collect()
+    result = graph.source(range(ITEMS)).map(once(folder, deed, here), on=pool, workers=4).collect()
     run = graph.start()
-    assert sorted(run.wait()[result]) == list(range(ITEMS)), run.report()
+    assert run.wait()[result] == list(range(ITEMS)), run.report()
     return run
 
 
