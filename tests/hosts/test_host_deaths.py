@@ -68,7 +68,7 @@ def test_a_worker_that_is_killed_is_replaced_on_its_host(tmp_path: Path, ordered
     assert [host.agents for host in stats.hosts] == [1, 1]
 
 
-@pytest.mark.parametrize("ordered", [False])
+@pytest.mark.parametrize("ordered", [True, False])
 def test_an_agent_that_is_killed_is_replaced_with_its_workers(tmp_path: Path, ordered: bool) -> None:
     found, stats, report = both(local(2), once(tmp_path, 50, kill_agent), ordered=ordered)
     assert (found if ordered else sorted(found)) == list(range(ITEMS))
@@ -111,10 +111,8 @@ class StartsOnce(Local):
 
 
 def test_workers_move_to_another_host_when_their_own_is_lost(tmp_path: Path) -> None:
-    found, stats, report = both(
-        pool_of("test", StartsOnce(2, tmp_path)), once(tmp_path, 50, kill_agent), ordered=False
-    )
-    assert sorted(found) == list(range(ITEMS))
+    found, stats, report = both(pool_of("test", StartsOnce(2, tmp_path)), once(tmp_path, 50, kill_agent))
+    assert found == list(range(ITEMS))
     assert [host.state for host in stats.hosts].count("ended") == 1
     assert "there is no other" in report
 
@@ -174,8 +172,8 @@ def test_an_agent_that_is_silent_is_fenced_and_replaced(tmp_path: Path) -> None:
         os.kill(os.getppid(), signal.SIGSTOP)
         signal.pause()
 
-    found, stats, _ = both(local(2, patience=1), once(tmp_path, 50, stop_agent), ordered=False)
-    assert sorted(found) == list(range(ITEMS))
+    found, stats, _ = both(local(2, patience=1), once(tmp_path, 50, stop_agent))
+    assert found == list(range(ITEMS))
     (death,) = (death for host in stats.hosts for death in host.deaths)
     assert "nothing was heard of it" in death
 

@@ -204,3 +204,12 @@ def test_an_item_that_only_one_machine_can_have_ends_the_run_and_names_the_chann
     with pytest.raises(RunError) as caught:
         graph.run()
     assert "channel 'items' can't go to host 'local-1'" in str(caught.value.exceptions[0])
+
+
+def test_a_result_that_only_one_machine_can_have_ends_the_run_and_names_the_channel() -> None:
+    graph = Graph("shared")
+    made = graph.source([1]).map(lambda _: Channel(across="processes"), on=local(1), name="made")
+    made.sink(abs)
+    with pytest.raises(RunError) as caught:
+        graph.run()
+    assert "channel 'made' can't go from host 'local-1'" in str(caught.value.exceptions[0])
