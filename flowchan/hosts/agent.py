@@ -228,7 +228,8 @@ class Agent:
         return sock
 
     def _give_up(self, why: str) -> NoReturn:
-        print(f"flowchan agent {self._orders.number + 1}: {why}; it ends", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # whoever read our errors may have gone with the driver
+            print(f"flowchan agent {self._orders.number + 1}: {why}; it ends", file=sys.stderr, flush=True)
         self._end(1)
 
 
@@ -256,7 +257,8 @@ def _or_end(work: Callable[[], None]) -> None:
     try:
         work()
     except BaseException:
-        traceback.print_exc()
+        with contextlib.suppress(OSError):
+            traceback.print_exc()
         os._exit(1)
 
 

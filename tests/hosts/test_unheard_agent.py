@@ -1,0 +1,34 @@
+"""An agent that nobody hears any more ends all the same."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import psutil
+from hosted import wait_ended
+
+PROGRAM = """
+import os, sys, time
+from flowchan import Graph
+from flowchan.hosts import local
+
+def tell(item):
+    print(os.getppid(), file=sys.stderr, flush=True)
+    time.sleep(600)
+
+graph = Graph("unheard")
+graph.source(range(1)).map(tell, on=local(1, patience=1)).collect()
+graph.run()
+"""
+
+
+def test_an_agent_whose_errors_nobody_reads_ends_after_its_patience():
+    """Its last words have nowhere to go when the program is killed together with whoever read its output."""
+    with subprocess.Popen((sys.executable, "-c", PROGRAM), stderr=subprocess.PIPE, text=True) as program:
+        assert program.stderr is not None
+        agent = psutil.Process(int(program.stderr.readline()))
+        family = [agent, *agent.children(recursive=True)]
+        program.stderr.close()
+        program.kill()
+    wait_ended(*family)
