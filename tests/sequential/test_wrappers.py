@@ -53,7 +53,7 @@ def work(rank, file, on):
     distributed.destroy_process_group()
 
 if __name__ == "__main__":
-    multiprocessing.spawn(work, sys.argv[1:], 2)
+    multiprocessing.start_processes(work, sys.argv[1:], 2, start_method="fork")  # torch is imported once
     print("the same")
 """
 
