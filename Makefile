@@ -57,6 +57,7 @@ soak: .venv/installed-test
 	$(BIN)/python -m pytest $(TWO) --long tests/model tests/native tests/transport tests/run/test_residue.py tests/channel/test_damage.py \
 	    tests/contract/test_a_new_medium.py
 	$(BIN)/python -m tests.crash.soak --minutes $(MINUTES) --seed $(SEED)
+	$(BIN)/python -m tests.hosts.soak --minutes $(MINUTES) --seed $(SEED)
 
 bench: .venv/installed-bench
 	$(BIN)/python -m benchmarks

@@ -1,0 +1,116 @@
+"""Graphs over hosts under chaos, for some minutes: workers and agents are killed and connections cut, and
+every result is compared exactly: ``python -m tests.hosts.soak --minutes 5 --seed 1``."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import faulthandler
+import os
+import random
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+
+from flowchan import Graph
+from flowchan.hosts import local
+
+HANG = 120.0
+MOST_AGENTS = 8  # killed in one run: a host whose agents die too often is given up
+
+
+def slow(item: int) -> int:
+    if item % 20 == 0:
+        time.sleep(0.004)
+    return item
+
+
+def several(item: int) -> Iterator[tuple[int, int]]:
+    for number in range(item % 4):
+        yield item, number
+
+
+def agents() -> list[psutil.Process]:
+    """Those that have workers."""
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):
+            if "flowchan.hosts.agent" in child.cmdline() and child.children():
+                found.append(child)
+    return found
+
+
+def cut() -> None:
+    """Every connection of this process."""
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(number))) as sock:
+                    if sock.family == socket.AF_INET and sock.getpeername():
+                        sock.shutdown(socket.SHUT_RDWR)
+
+
+def chaos(chance: random.Random, over: threading.Event, deeds: Counter[str]) -> None:
+    most = deeds["agents killed"] + MOST_AGENTS
+    while not over.wait(chance.uniform(0.05, 0.4)):
+        with contextlib.suppress(psutil.Error, IndexError):  # they have ended by themselves
+            deed = chance.choice(["connections cut", "workers killed", "agents killed"])
+            if deed == "connections cut":
+                cut()
+            elif deed == "workers killed":
+                chance.choice(chance.choice(agents()).children()).kill()
+            elif deeds[deed] < most:
+                chance.choice(agents()).kill()
+            else:
+                continue
+            deeds[deed] += 1
+
+
+def one_run(seed: int, items: int, deeds: Counter[str]) -> None:
+    chance = random.Random(seed)
+    ordered, pool = chance.random() < 0.5, local(2)
+    options: dict[str, Any] = {"on": pool, "ordered": ordered, "restarts": 10**6, "max_deaths": 10**6}
+    graph = Graph(f"soak {seed}")
+    stream = graph.source(range(items)).map(slow, workers=chance.choice([1, 2, 4]), **options)
+    expected: list[Any] = list(range(items))
+    if chance.random() < 0.5:
+        stream = stream.flat_map(several, workers=chance.choice([1, 3]), **options)
+        expected = [output for item in range(items) for output in several(item)]
+    result, over = stream.collect(), threading.Event()
+    run = graph.start()
+    thread = threading.Thread(target=chaos, args=(chance, over, deeds))
+    thread.start()
+    try:
+        found = run.wait()[result]
+    finally:
+        over.set()
+        thread.join()
+    if (found if ordered else sorted(found)) != expected:
+        twice = [output for output, count in Counter(found).items() if count > 1]
+        missing = sorted(set(expected) - set(found))
+        raise SystemExit(f"seed {seed}: missing {missing[:9]}, twice {twice[:9]}\n{run.report()}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--minutes", type=float, default=5)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--items", type=int, default=3000)
+    asked = parser.parse_args()
+    deeds: Counter[str] = Counter()
+    until, runs = time.monotonic() + 60 * asked.minutes, 0
+    while time.monotonic() < until:
+        faulthandler.dump_traceback_later(HANG, exit=True)
+        print(f"seed {asked.seed + runs}", end="\r", flush=True)
+        one_run(asked.seed + runs, asked.items, deeds)
+        runs += 1
+    print(f"{runs} runs exact; {', '.join(f'{count} {deed}' for deed, count in sorted(deeds.items()))}")
+
+
+if __name__ == "__main__":
+    main()
