@@ -22,7 +22,7 @@ from flowchan.errors import (
     WorkerDied,
 )
 from flowchan.items.codec import Unreadable, pack, unpack
-from flowchan.run import Failed, Graph, LinkStats, Results, Run, RunStats, StageStats
+from flowchan.run import Failed, Graph, HostStats, LinkStats, Results, Run, RunStats, StageStats
 from flowchan.run.chance import Worker, worker
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
     "GraphError",
     "Holder",
     "HostError",
+    "HostStats",
     "In",
     "Interrupted",
     "LinkStats",

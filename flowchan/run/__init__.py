@@ -4,6 +4,6 @@ from flowchan.run.failures import Failed
 from flowchan.run.graph import Graph
 from flowchan.run.results import Results
 from flowchan.run.run import Run
-from flowchan.run.stats import LinkStats, RunStats, StageStats
+from flowchan.run.stats import HostStats, LinkStats, RunStats, StageStats
 
-__all__ = ["Failed", "Graph", "LinkStats", "Results", "Run", "RunStats", "StageStats"]
+__all__ = ["Failed", "Graph", "HostStats", "LinkStats", "Results", "Run", "RunStats", "StageStats"]
