@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import socket
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hosted import agents
+from hosted import agents, cut
 from waiting import wait_until
 
 from flowchan import Graph, Run
@@ -22,19 +19,6 @@ ITEMS = 3000
 def _no_agent_stays() -> Iterator[None]:
     yield
     assert not agents()
-
-
-def cut() -> int:
-    """Shuts down every connection of this process over loopback. How many there were."""
-    found = 0
-    for number in os.listdir("/proc/self/fd"):
-        if not os.path.realpath(f"/proc/self/fd/{number}").rpartition("/")[2].startswith("socket:"):
-            continue
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(number))) as sock:
-            if sock.family == socket.AF_INET and sock.getpeername()[0] == "127.0.0.1":
-                sock.shutdown(socket.SHUT_RDWR)
-                found += 1
-    return found
 
 
 def breaks(run: Run) -> list[int]:

@@ -1,0 +1,130 @@
+"""C1, R4 over hosts that are shaken: connections that break, workers and agents that are killed, again and
+again, at any moment. Every output comes once, in its order where order is promised."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+from hosted import agents, cut, workers_of
+
+from flowchan import Graph, Run
+from flowchan.hosts import crew, local
+from flowchan.run import recovery
+
+pytestmark = pytest.mark.timeout(1800)
+
+
+@pytest.fixture(autouse=True)
+def _no_agent_stays() -> Iterator[None]:
+    yield
+    assert not agents()
+
+
+def double(item: int) -> int:
+    return 2 * item
+
+
+def pairs(item: int) -> list[tuple[int, int]]:
+    return [(item, k) for k in range(item % 3)]
+
+
+class Shaking:
+    """Breaks connections and kills while a run is under way, so that all of it is spread over its items."""
+
+    def __init__(self, run: Run, items: int, cuts: int, agents: int, workers: int, seed: int) -> None:
+        self.run, self.draw = run, random.Random(seed)
+        deeds = [("cuts", self.cut)] * cuts + [("agents", self.kill_agent)] * agents
+        deeds += [("workers", self.kill_worker)] * workers
+        self.draw.shuffle(deeds)
+        self.due = sorted(
+            ((self.draw.randrange(items * 9 // 10), deed) for deed in deeds), key=lambda pair: -pair[0]
+        )
+        self.done = {"cuts": 0, "agents": 0, "workers": 0}
+        self.pressed, self.over = threading.Event(), threading.Event()
+        self.seen = 0
+        self.thread = threading.Thread(target=self._shake)
+        self.thread.start()
+
+    def saw(self, output: int) -> None:
+        """So many outputs have come."""
+        self.seen = output
+        if self.due and self.due[-1][0] <= output:
+            self.pressed.set()
+
+    def end(self) -> None:
+        self.over.set()
+        self.pressed.set()
+        self.thread.join()
+
+    def _shake(self) -> None:
+        while self.pressed.wait() and not self.over.is_set():
+            self.pressed.clear()
+            while self.due and self.due[-1][0] <= self.seen and not self.over.is_set():
+                name, deed = self.due.pop()[1]
+                while not deed() and not self.over.wait(0.001):
+                    pass  # nobody is there just now
+                self.done[name] += 1
+
+    def cut(self) -> bool:
+        return cut() > 0
+
+    def kill_agent(self) -> bool:
+        return self.kill(agents())
+
+    def kill_worker(self) -> bool:
+        return self.kill([worker for agent in agents() for worker in workers_of(agent)])
+
+    def kill(self, some: list[psutil.Process]) -> bool:
+        with contextlib.suppress(psutil.NoSuchProcess, IndexError):
+            self.draw.choice(some).kill()
+            return True
+        return False
+
+
+def shaken(
+    items: int, function: Any, ordered: bool, cuts: int, killed: int, workers: int
+) -> tuple[list[Any], Shaking]:
+    graph = Graph("shaken")
+    source = graph.source(range(items))
+    options: dict[str, Any] = {"on": local(3), "workers": 4, "restarts": 10_000, "ordered": ordered}
+    far = source.map(function, **options) if function is double else source.flat_map(function, **options)
+    result = far.collect()
+    found: list[Any] = []
+    with graph.start() as run:
+        shaking = Shaking(run, items, cuts, killed, workers, seed=1)
+        try:
+            for output in run.iter(result):
+                found.append(output)
+                shaking.saw(len(found))
+        finally:
+            shaking.end()
+    return found, shaking
+
+
+@pytest.mark.parametrize("ordered", [True, False], ids=["ordered", ""])
+@pytest.mark.parametrize("function", [double, pairs], ids=["map", "flat_map"])
+def test_outputs_come_once_through_breaks_and_deaths(function: Any, ordered: bool) -> None:
+    found, shaking = shaken(8_000, function, ordered, cuts=20, killed=4, workers=10)
+    want = (
+        [double(item) for item in range(8_000)]
+        if function is double
+        else [pair for item in range(8_000) for pair in pairs(item)]
+    )
+    assert (found if ordered else sorted(found)) == want
+    assert all(shaking.done.values()), shaking.done
+
+
+@pytest.mark.long
+def test_300_000_items_over_1_000_breaks_and_200_deaths_of_agents(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crew, "LIVES", 1_000)  # no host is given up
+    monkeypatch.setattr(crew, "TRIES", 1_000)
+    monkeypatch.setattr(recovery, "HOPELESS", 1_000)  # a worker may be killed before it begins
+    found, shaking = shaken(300_000, double, True, cuts=1_000, killed=200, workers=200)
+    assert found == list(range(0, 600_000, 2))
+    assert shaking.done == {"cuts": 1_000, "agents": 200, "workers": 200}
