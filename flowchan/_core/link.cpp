@@ -68,8 +68,10 @@ void Link::attach(int fd) {
     std::unique_lock lock(mutex_);
     // The old connection comes to its end before the new one says what has arrived: what is still received
     // over it would be received twice.
-    if (fd_ >= 0) shutdown(fd_, SHUT_RDWR);
-    lost_ = fd_ >= 0;
+    if (fd_ >= 0 && !std::exchange(lost_, true)) {
+        shutdown(fd_, SHUT_RDWR);
+        breaks.fetch_add(1, std::memory_order_relaxed);
+    }
     changed_.wait(lock, [&] { return fd_ < 0 || users_ == 0 || closed_; });
     if (closed_) return void(::close(fd));
     if (fd_ >= 0) ::close(fd_);
