@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, Never
+from typing import Any, Never
 
 from flowchan import Channel, Empty, Failed, Graph, RunError, StageError
 from flowchan.declare.arguments import known_options
+from flowchan.declare.places import Placement
 from flowchan.pipelines.calls import call, name_of, reason
 
 
 class Workers:
     """The handle of :func:`map`. Workers that nobody joins run on; they are ended when the program ends."""
 
-    def __init__(
-        self, n: int, fn: Callable[..., Any], args: tuple[Any, ...], on: Literal["thread", "process"]
-    ) -> None:
+    def __init__(self, n: int, fn: Callable[..., Any], args: tuple[Any, ...], on: Placement) -> None:
         self._n = n
         self._name = name_of(fn)
         self._results: dict[int, Any] = {}
@@ -90,7 +89,7 @@ def map(  # noqa: A001
     n: int,
     fn: Callable[..., Any],
     *args: Any,
-    on: Literal["thread", "process"] = "thread",
+    on: Placement = "thread",
     **misspelt: Never,
 ) -> Workers:
     """Starts ``n`` workers, each of which runs ``fn(*args, worker)``, where ``worker`` is its number from 1
@@ -98,7 +97,7 @@ def map(  # noqa: A001
 
     ``on="thread"``: all get the same objects. ``on="process"``: a process each, with copies of the function
     and its arguments; what can't be sent raises ``GraphError`` here. A worker process that dies is a failure
-    of that worker.
+    of that worker. On a pool of hosts (``flowchan.hosts``) the processes are spread over them.
     """
     known_options("map", misspelt, ("on",))
     if not callable(fn):

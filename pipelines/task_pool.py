@@ -17,10 +17,11 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import BrokenExecutor, Executor, Future, InvalidStateError
-from typing import Any, Literal, NamedTuple, NoReturn, ParamSpec, TypeVar
+from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar
 
 from flowchan import Broken, ChannelError, Failed, Graph, Run, pack, unpack
 from flowchan.declare.arguments import placed
+from flowchan.declare.places import Placement
 from flowchan.pipelines.calls import call, name_of, reason
 
 P = ParamSpec("P")
@@ -31,7 +32,8 @@ WAITING = 10**12
 
 
 class TaskPool(Executor):
-    """Runs tasks on ``workers`` threads or processes.
+    """Runs tasks on ``workers`` threads or processes, or on processes of hosts (``flowchan.hosts``),
+    where the functions of the tasks must be importable, or those of the main script.
 
     ``submit`` gives a ``concurrent.futures.Future``: its ``result()`` can be asked for any number of times,
     and what the task raised is raised to whoever asks. A task can be cancelled until it has begun; on
@@ -40,9 +42,7 @@ class TaskPool(Executor):
     ``close()``, to wait for the tasks; the end of the program waits for them too.
     """
 
-    def __init__(
-        self, workers: int, on: Literal["thread", "process"] = "thread", name: str = "tasks"
-    ) -> None:
+    def __init__(self, workers: int, on: Placement = "thread", name: str = "tasks") -> None:
         self._place = placed("TaskPool", on)
         self._tasks: dict[int, _Task] = {}
         self._numbers = itertools.count(1)
@@ -141,9 +141,7 @@ class BackgroundTask(Future[T]):
     broken off.
     """
 
-    def __init__(
-        self, fn: Callable[..., T], /, *args: Any, on: Literal["thread", "process"] = "thread", **kwargs: Any
-    ) -> None:
+    def __init__(self, fn: Callable[..., T], /, *args: Any, on: Placement = "thread", **kwargs: Any) -> None:
         super().__init__()
         if not callable(fn):
             raise TypeError(f"BackgroundTask: the first argument must be callable, not {fn!r}")
