@@ -167,12 +167,13 @@ struct Header : Constants {
     uint64_t short_of_memory;
     uint64_t cut_off;  // process that died with a counted writer open, 0: none; the end is no clean one then
     uint64_t resumes;  // sessions with role RESUME
-    uint64_t heard;    // the one writer is to hear of each item that is finished, and of a reader that waits
 
     alignas(64) uint64_t claimed;  // places in the channel claimed by FILLING slots
     uint64_t parked, turn;
     uint64_t writers, readers;   // counted ports open now
     uint64_t cause, cause_size;  // block with the pickled cause of BROKEN
+    // The one writer, a link, is to hear of each item that is finished, and of a reader that waits.
+    uint64_t heard;
 
     alignas(64) uint64_t numbered;  // how many items have got their number
     uint64_t leased;                // items on lease, over all sessions

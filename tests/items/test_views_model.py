@@ -42,13 +42,13 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inside: deque[tuple[int, int]] = deque()  # numbers and sizes, oldest first
+        self.inside: deque[tuple[int, int, int]] = deque()  # numbers, sizes, and the how-many-th put it was
         self.held: list[tuple[Any, int]] = []
         self.lent: list[tuple[Any, int]] = []
         self.put_away: list[Any] = []  # were on loan, and have been put
-        self.readers: list[tuple[Any, list[tuple[int, int]]]] = []  # and what each has in hand
+        self.readers: list[tuple[Any, list[tuple[int, int, int]]]] = []  # and what each has in hand
         self.writers: list[Any] = []
-        self.number = 0
+        self.number = self.puts = 0
 
     @initialize(capacity=st.integers(1, 8))
     def begin(self, capacity: int) -> None:
@@ -68,10 +68,11 @@ class Machine(RuleBasedStateMachine):
         try:
             to.put_nowait(array)
         except Full:
-            room = MAX_BYTES - sum(size + HEADROOM for _, size in self.inside)
+            room = MAX_BYTES - sum(size + HEADROOM for _, size, _ in self.inside)
             assert len(self.inside) >= self.capacity or array.nbytes + HEADROOM > room or self.is_in_use()
             return False
-        self.inside.append((number, array.nbytes))
+        self.puts += 1
+        self.inside.append((number, array.nbytes, self.puts))
         return True
 
     @rule(size=SIZES, through_port=st.booleans())
@@ -84,7 +85,7 @@ class Machine(RuleBasedStateMachine):
     @rule(keep=st.booleans())
     def get(self, keep: bool) -> None:
         array = self.channel.get_nowait()
-        number, size = self.inside.popleft()
+        number, size, _ = self.inside.popleft()
         assert array.nbytes == size
         check(array, number)
         if keep:
@@ -142,13 +143,17 @@ class Machine(RuleBasedStateMachine):
     def lease(self, data: st.DataObject, more: bool, keep: bool) -> None:
         port, hand = self.readers[data.draw(st.integers(0, len(self.readers) - 1))]
         array = port.get_more(timeout=0) if more else port.get_nowait()
-        number, size = self.inside.popleft()
-        check(array, number)
+        taken = self.inside.popleft()
+        check(array, taken[0])
         if not more:
             hand.clear()
-        hand.append((number, size))
+        hand.append(taken)
         if keep:
-            self.held.append((array, number))
+            self.held.append((array, taken[0]))
+
+    def give_back(self, hand: list[tuple[int, int, int]]) -> None:
+        """To the front, and there in the order in which they were put."""
+        self.inside = deque(sorted([*hand, *self.inside], key=lambda item: item[2]))
 
     @precondition(lambda self: self.readers)
     @rule(data=st.data(), finished=st.booleans())
@@ -158,7 +163,7 @@ class Machine(RuleBasedStateMachine):
             port.close()
         else:
             port._give_up()
-            self.inside.extendleft(reversed(hand))
+            self.give_back(hand)
 
     @precondition(lambda self: len(self.writers) < 3)
     @rule()
@@ -186,14 +191,14 @@ class Machine(RuleBasedStateMachine):
             return
         for port, hand in self.readers:
             port._give_up()
-            self.inside.extendleft(reversed(hand))
+            self.give_back(hand)
         for port in self.writers:
             port.close()
         self.held.clear()
         self.lent.clear()
         self.put_away.clear()
         while self.inside:
-            number, _ = self.inside.popleft()
+            number, _, _ = self.inside.popleft()
             check(self.channel.get_nowait(), number)
         assert self.channel.stats().holders == ()
         for number in (1, 2):
