@@ -40,6 +40,8 @@ Link::Link(bool home) : home_(home), pid_(getpid()) {
 Link::~Link() {
     if (pid_ == getpid()) {
         close();
+        delete &changed_;
+        delete &told_;
         return;
     }
     // A forked child has none of the threads: nothing of this is its own.
@@ -49,6 +51,7 @@ Link::~Link() {
 }
 
 void Link::close() {
+    std::lock_guard one(closing_);  // who comes second returns when all is closed, too
     {
         std::lock_guard lock(mutex_);
         closed_ = true;
@@ -126,7 +129,7 @@ void Link::drop_line(uint32_t number) {
     std::unique_lock lock(mutex_);
     LinkLine* line = find(number);
     if (!line) return;
-    changed_.wait(lock, [&] { return line->filling == 0; });
+    changed_.wait(lock, [&] { return !(line = find(number)) || line->filling == 0; });
     lines_.erase(number);
     ring_bell();
 }

@@ -148,8 +148,10 @@ class Link {
 
     const bool home_;
     const int pid_;
-    std::mutex mutex_;
-    std::condition_variable changed_;  // the connection, `filling`
+    std::mutex mutex_, closing_;
+    // The connection, or `filling`, has changed. Not a member, for a forked child must not destroy it: that waits
+    // for threads which the child does not have.
+    std::condition_variable& changed_ = *new std::condition_variable;
     std::map<uint32_t, std::unique_ptr<LinkLine>> lines_;
     int fd_ = -1;
     int users_ = 0;  // threads that send or receive over fd_
@@ -172,7 +174,7 @@ class Link {
     std::atomic<bool> asleep_{false};
     std::atomic<int64_t> heard_at_{0}, round_trip_{200'000};
     std::deque<std::string> events_;
-    std::condition_variable told_;
+    std::condition_variable& told_ = *new std::condition_variable;  // likewise
     std::thread sender_, receiver_;
 };
 

@@ -76,6 +76,9 @@ bool Source::take(uint64_t most) {
         }
         break;
     }
+    // It may have been called for what it does not take: then another one is.
+    if (entries.size() == before && ring->header().head)
+        holding.wakes.readers += ring->header().reader_gate.call(1);
     return entries.size() != before || ending != Ending::Open;
 }
 
@@ -138,8 +141,9 @@ uint64_t Source::first_key() {
 }
 
 bool Source::stand() {
-    if (gate.entered()) return !gate.changed();
+    if (gate.entered() && !gate.changed()) return true;
     Holding holding(*ring);
+    gate.leave();
     const Header& h = ring->header();
     // At the end of a channel others may still give back what they have in hand: that calls all who wait.
     const bool ended = h.state == BROKEN || (ring->at_end() && entries.empty());

@@ -82,6 +82,7 @@ class Window {
 
 class Source {
   public:
+    static constexpr uint64_t MORE = 64;
     static constexpr uint64_t MOST = Window::MOST;   // items under way
     static constexpr uint64_t MOST_BYTES = 4 << 20;  // under way, and one item more
     struct Entry {
@@ -115,9 +116,14 @@ class Source {
     bool has_unsent() const { return known && !recalling && sent < base + entries.size(); }
     Entry& unsent() { return entries[sent - base]; }
     uint64_t first_key();  // of what is not yet sent: no item before it can be done; Slot::KEYLESS: none
+    // Home: so many items at most. A worker that gathers, and has all of them in hand, gets more, however many.
+    uint64_t allowed() const {
+        const bool gathers = starved && in_hand == entries.size();
+        return std::max(window.size(), gathers ? in_hand + MORE : 0);
+    }
     bool wants(uint64_t most) const {
         return ending == Ending::Open && !left && !refused && !recalling && entries.size() < most &&
-               (bytes < MOST_BYTES || entries.empty());
+               (bytes < MOST_BYTES || in_hand >= entries.size());
     }
     bool has_more() const {  // a hint, without the lock
         return std::atomic_ref(ring->header().head).load(std::memory_order_relaxed) != 0 ||

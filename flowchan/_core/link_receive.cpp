@@ -61,6 +61,7 @@ std::string Link::receive(int fd, uint64_t connection) {
             } else if (head.carries_item() && head.size >= LARGE) {
                 release_ring();
                 lock.unlock();
+                ring_bell();
                 if (!hear_large(fd, connection, head, payload, here))
                     return "the connection ended in an item";
                 lock.lock();
@@ -100,14 +101,13 @@ bool Link::hear(const Head& head, const char* payload) {
         return true;
     }
     if (head.say == Say::PONG) {
+        if (int64_t(head.n) < 0 || int64_t(head.n) > now_ns()) return false;
         const int64_t took = now_ns() - int64_t(head.n);
-        if (took < 0 || int64_t(head.n) < 0) return false;
         const int64_t before = round_trip_.load(std::memory_order_relaxed);
         round_trip_.store(std::max<int64_t>((3 * before + took) / 4, 1000), std::memory_order_relaxed);
         return true;
     }
-    if (head.say == Say::OPEN ? !home_ : head.say == Say::OUT || head.say == Say::INPUT ? !home_ : false)
-        return false;
+    if (!home_ && (head.say == Say::OPEN || head.say == Say::OUT || head.say == Say::INPUT)) return false;
     if (home_ && (head.say == Say::ITEM || head.say == Say::OUTPUT || head.say == Say::RECALL)) return false;
     LinkLine* line = find(head.line);
     if (!line) return true;  // it was given up here, or is not open yet
@@ -177,7 +177,9 @@ bool Link::hear_item(LinkLine& line, Sink& sink, const Received& item) {
         return true;
     }
     release_ring();
-    if (sink.look()) return true;
+    if (step == Step::TooLarge)
+        sink.end(Ending::Broke, {});  // there is less memory here than where it was put
+    if (sink.look() || sink.over) return true;
     return sink.stage(item, {item.at, item.at + item.size});
 }
 
@@ -188,7 +190,11 @@ bool Link::hear_large(int fd, uint64_t connection, const Head& head, const char*
     Sink* sink = line && head.port < line->sinks.size() ? &line->sinks[head.port] : nullptr;
     if (head.say == (home_ ? Say::ITEM : Say::OUT)) return false;
     if (sink && sink->left_alone()) sink = nullptr;
-    if (sink && (!key_is_right(*line, *sink, head.n) || !sink->ring->fits(head.size))) return false;
+    if (sink && !key_is_right(*line, *sink, head.n)) return false;
+    if (sink && !sink->ring->fits(head.size)) {  // there is less memory here than where it was put
+        sink->end(Ending::Broke, {});
+        sink = nullptr;
+    }
     const Received item{head.n, head.kind(), head.deaths(), head.size, nullptr};
     Slot* slot = nullptr;
     const bool skips = sink && sink->staged.empty() && !claim(*line, *sink, item, slot);
@@ -199,10 +205,14 @@ bool Link::hear_large(int fd, uint64_t connection, const Head& head, const char*
     char* to = slot ? const_cast<char*>(sink->ring->payload_of(slot)) : nullptr;
     bool whole = true;
     if (!slot && sink && !skips) {
-        apart.resize(head.size);
-        to = apart.data();
+        try {
+            apart.resize(head.size);
+            to = apart.data();
+        } catch (const std::bad_alloc&) {  // it comes again, over another connection
+            whole = false;
+        }
     }
-    whole = read_large(fd, to, begun, size, head.size);
+    whole = whole && read_large(fd, to, begun, size, head.size);
 
     lock.lock();
     if (!sink) {
@@ -277,7 +287,13 @@ bool Link::hear_input(LinkLine& line, const Head& head, const char* payload) {
     if (source.left) return true;
     if (head.b > source.sent) return false;
     if (head.b > source.done) source.progress_at = now_ns();
-    if (head.flags & RECALLED) source.hear_recalled(head.a);
+    if (head.flags & RECALLED) {
+        for (const Sink& sink : line.sinks)
+            for (const Sink::Staged& output : sink.staged)
+                if (output.key != Slot::KEYLESS && output.key >= head.a) return false;
+        if (source.done > head.a) return false;
+        source.hear_recalled(head.a);
+    }
     source.done = std::max(source.done, head.b);  // over a new connection it may know less at first
     source.in_hand = head.n;
     source.starved = head.flags & STARVED && head.a == source.base + source.entries.size();

@@ -100,7 +100,7 @@ bool Link::serve_home(LinkLine& line) {
         Source& source = line.sources[port];
         if (!source.known || source.left) continue;
         if (source.has_more() || source.ring->seen_state() != OPEN)
-            moved = source.take(source.window.size()) || moved;
+            moved = source.take(source.allowed()) || moved;
         tell_if_refused(line, source, port);
         if (source.should_recall(round_trip())) source.recalling = true;
         if (source.recalling && !std::exchange(source.recall_said, true))
@@ -170,6 +170,7 @@ void Link::say_progress(LinkLine& line) {
         Sink& sink = line.sinks[port];
         Sink::Progress now = sink.seen;
         now.done = std::min(now.done, first);
+        if (first != Slot::KEYLESS) now.flags &= uint8_t(~NO_MORE);  // all that it put comes first
         if (now == sink.told && !sink.dirty) continue;
         sink.told = now;
         sink.dirty = false;
@@ -271,9 +272,12 @@ bool Link::move_staged(LinkLine& line) {
         if (sink.over) continue;
         while (!sink.staged.empty()) {
             const Sink::Staged& first = sink.staged.front();
+            if (sink.gate.changed()) {
+                Holding holding(*sink.ring);
+                sink.gate.leave();
+            }
             if (!is_settled(line, sink, first.key)) break;
             Holding holding(*sink.ring);
-            if (sink.gate.changed()) sink.gate.leave();
             const Received item{first.key, first.kind, first.deaths, first.payload.size(),
                                 first.payload.data()};
             const Step step = sink.put(item, number_for(line, sink, first.key), holding.wakes);
@@ -396,7 +400,7 @@ bool Link::collect(LinkLine& line, std::vector<WaitedWord>& words,
         rings.push_back(ring);
     };
     for (Source& source : line.sources) {
-        if (connected && source.known && source.wants(home_ ? source.window.size() : Source::MOST)) {
+        if (connected && source.known && source.wants(home_ ? source.allowed() : Source::MOST)) {
             if (!source.stand()) return false;
             watch(source.gate, source.ring);
         } else if (source.gate.entered()) {
