@@ -116,6 +116,7 @@ bool Source::should_recall(int64_t round_trip) const {
 
 void Source::hear_recalled(uint64_t got) {
     if (!std::exchange(recalling, false)) return;
+    recall_said = false;
     const uint64_t kept = std::clamp(got, base, base + entries.size()) - base, n = entries.size() - kept;
     for (uint64_t i = kept; i < entries.size(); ++i) bytes -= entries[i].size;
     entries.resize(kept);

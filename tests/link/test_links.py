@@ -154,6 +154,32 @@ def test_what_a_worker_has_not_begun_is_called_back_when_others_wait(linked: Lin
     thread.join()
 
 
+def test_items_are_called_back_as_often_as_others_wait(linked: Linked) -> None:
+    source, results = channel(4_000), channel(8_000)
+    gates = [threading.Event() for _ in range(3)]
+
+    def wait_now_and_then(item: int) -> list[tuple[int, Any]]:
+        if item % 1_000 == 999:
+            gates[item // 1_000].wait(PATIENCE)
+        return [(0, item)]
+
+    thread = FarWorker(linked, 1, source, results, one_output=True).start(wait_now_and_then)
+    reader = source.reader()
+    with source.writer() as writer:
+        for number, gate in enumerate(gates):
+            done = results.stats().items_in
+            writer.put_many(range(number * 1_000, number * 1_000 + 1_010))
+            wait_until(lambda done=done: results.stats().items_in == done + 999, what=linked.home.state)
+            assert sorted(reader.get(timeout=PATIENCE) for _ in range(10)) == [
+                number * 1_000 + 1_000 + k for k in range(10)
+            ]
+            gate.set()
+            wait_until(lambda done=done: results.stats().items_in == done + 1_000, what=linked.home.state)
+    reader.close()
+    assert len(list(results)) == 3_000
+    thread.join()
+
+
 def test_a_channel_that_breaks_breaks_with_its_cause_on_the_far_side(linked: Linked) -> None:
     source, results = channel(), channel()
     far = FarWorker(linked, 1, source, results)
