@@ -118,7 +118,7 @@ class Source {
     uint64_t first_key();  // of what is not yet sent: no item before it can be done; Slot::KEYLESS: none
     // Home: so many items at most. A worker that gathers, and has all of them in hand, gets more, however many.
     uint64_t allowed() const {
-        const bool gathers = starved && in_hand == entries.size();
+        const bool gathers = starved && in_hand && in_hand == entries.size();
         return std::max(window.size(), gathers ? in_hand + MORE : 0);
     }
     bool wants(uint64_t most) const {

@@ -237,7 +237,7 @@ def test_bad_input_raises_at_the_call() -> None:
         map(2, 42)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="workers"):
         map(0, print)
-    with pytest.raises(ValueError, match='"thread" or "process"'):
+    with pytest.raises(ValueError, match='"thread", "process"'):
         map(2, print, on="thraed")  # type: ignore[arg-type]
     with pytest.raises(GraphError, match="lock"):
         map(2, print, threading.Lock(), on="process")

@@ -288,7 +288,7 @@ def test_wrong_arguments_raise_at_the_call() -> None:
         BackgroundTask(42)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="workers"):
         TaskPool(0)
-    with pytest.raises(ValueError, match='"thread" or "process"'):
+    with pytest.raises(ValueError, match='"thread", "process"'):
         TaskPool(1, on="processes")  # type: ignore[arg-type]
     with TaskPool(1) as pool, pytest.raises(TypeError, match="callable"):
         pool.submit(42)  # type: ignore[arg-type]

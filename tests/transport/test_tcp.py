@@ -57,7 +57,8 @@ def test_asked_for_loopback_the_system_s_tables_show_loopback_only() -> None:
     before = listening()
     with tcp.listen("127.0.0.1:0") as listener:
         assert listener.address.startswith("127.0.0.1:")
-        assert listening() - before == {"0100007F"}
+        assert "0100007F" in listening()
+        assert listening() - before <= {"0100007F"}
     with tcp.listen("localhost:0"):
         assert listening() - before <= {"0100007F", "00000000000000000000000001000000"}
 
