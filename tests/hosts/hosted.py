@@ -25,8 +25,10 @@ def agents() -> list[psutil.Process]:
 
 
 def workers_of(agent: psutil.Process) -> list[psutil.Process]:
-    """The processes of its workers."""
-    return agent.children()
+    """The processes of its workers; none once it has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return agent.children()
+    return []
 
 
 def host_of(_: object = None) -> int:

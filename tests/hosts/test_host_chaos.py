@@ -13,7 +13,7 @@ import psutil
 import pytest
 from hosted import agents, cut, workers_of
 
-from flowchan import Graph, Run
+from flowchan import Graph
 from flowchan.hosts import crew, local
 from flowchan.run import recovery
 
@@ -35,10 +35,13 @@ def pairs(item: int) -> list[tuple[int, int]]:
 
 
 class Shaking:
-    """Breaks connections and kills while a run is under way, so that all of it is spread over its items."""
+    """Breaks connections and kills while a run is under way, so that all of it is spread over its items: the
+    source stays within ``AHEAD`` items of what is still to be done."""
 
-    def __init__(self, run: Run, items: int, cuts: int, agents: int, workers: int, seed: int) -> None:
-        self.run, self.draw = run, random.Random(seed)
+    AHEAD = 500
+
+    def __init__(self, items: int, cuts: int, agents: int, workers: int, seed: int) -> None:
+        self.items, self.draw = items, random.Random(seed)
         deeds = [("cuts", self.cut)] * cuts + [("agents", self.kill_agent)] * agents
         deeds += [("workers", self.kill_worker)] * workers
         self.draw.shuffle(deeds)
@@ -46,30 +49,46 @@ class Shaking:
             ((self.draw.randrange(items * 9 // 10), deed) for deed in deeds), key=lambda pair: -pair[0]
         )
         self.done = {"cuts": 0, "agents": 0, "workers": 0}
-        self.pressed, self.over = threading.Event(), threading.Event()
-        self.seen = 0
+        self.turn, self.over = threading.Condition(), threading.Event()
+        self.given = 0
         self.thread = threading.Thread(target=self._shake)
+
+    def __enter__(self) -> Shaking:
         self.thread.start()
+        return self
 
-    def saw(self, output: int) -> None:
-        """So many outputs have come."""
-        self.seen = output
-        if self.due and self.due[-1][0] <= output:
-            self.pressed.set()
-
-    def end(self) -> None:
+    def __exit__(self, *_: object) -> None:
         self.over.set()
-        self.pressed.set()
+        with self.turn:
+            self.turn.notify_all()
         self.thread.join()
 
+    def source(self) -> Iterator[int]:
+        for item in range(self.items):
+            with self.turn:
+                self.given = item
+                self.turn.notify_all()
+                self.turn.wait_for(
+                    lambda item=item: self.over.is_set() or not self._is_due(item - self.AHEAD)
+                )
+            yield item
+
+    def _is_due(self, item: int) -> bool:
+        return bool(self.due) and self.due[-1][0] <= item
+
     def _shake(self) -> None:
-        while self.pressed.wait() and not self.over.is_set():
-            self.pressed.clear()
-            while self.due and self.due[-1][0] <= self.seen and not self.over.is_set():
-                name, deed = self.due.pop()[1]
-                while not deed() and not self.over.wait(0.001):
-                    pass  # nobody is there just now
+        while True:
+            with self.turn:
+                self.turn.wait_for(lambda: self.over.is_set() or self._is_due(self.given))
+                if self.over.is_set():
+                    return
+            name, deed = self.due[-1][1]
+            while not deed() and not self.over.wait(0.001):
+                pass  # nobody is there just now
+            with self.turn:
                 self.done[name] += 1
+                self.due.pop()
+                self.turn.notify_all()
 
     def cut(self) -> bool:
         return cut() > 0
@@ -90,20 +109,14 @@ class Shaking:
 def shaken(
     items: int, function: Any, ordered: bool, cuts: int, killed: int, workers: int
 ) -> tuple[list[Any], Shaking]:
+    shaking = Shaking(items, cuts, killed, workers, seed=1)
     graph = Graph("shaken")
-    source = graph.source(range(items))
+    source = graph.source(shaking.source)
     options: dict[str, Any] = {"on": local(3), "workers": 4, "restarts": 10_000, "ordered": ordered}
     far = source.map(function, **options) if function is double else source.flat_map(function, **options)
     result = far.collect()
-    found: list[Any] = []
-    with graph.start() as run:
-        shaking = Shaking(run, items, cuts, killed, workers, seed=1)
-        try:
-            for output in run.iter(result):
-                found.append(output)
-                shaking.saw(len(found))
-        finally:
-            shaking.end()
+    with graph.start() as run, shaking:
+        found = list(run.iter(result))
     return found, shaking
 
 
@@ -117,7 +130,7 @@ def test_outputs_come_once_through_breaks_and_deaths(function: Any, ordered: boo
         else [pair for item in range(8_000) for pair in pairs(item)]
     )
     assert (found if ordered else sorted(found)) == want
-    assert all(shaking.done.values()), shaking.done
+    assert shaking.done == {"cuts": 20, "agents": 4, "workers": 10}
 
 
 @pytest.mark.long
