@@ -54,8 +54,8 @@ coverage: .venv/installed-test
 MINUTES ?= 10
 SEED ?= 1
 soak: .venv/installed-test
-	$(BIN)/python -m pytest $(TWO) --long tests/model tests/native tests/transport tests/run/test_residue.py tests/channel/test_damage.py \
-	    tests/contract/test_a_new_medium.py
+	$(BIN)/python -m pytest $(TWO) --long tests/model tests/native tests/transport tests/run/test_residue.py tests/run/test_blame.py \
+	    tests/channel/test_damage.py tests/contract/test_a_new_medium.py
 	$(BIN)/python -m tests.crash.soak --minutes $(MINUTES) --seed $(SEED)
 	$(BIN)/python -m tests.hosts.soak --minutes $(MINUTES) --seed $(SEED)
 

@@ -308,7 +308,10 @@ Step get_step(Channel& ch, In* in, Deadline deadline, Taking taking, PyObject*& 
         LocalQueue::Item item{};
         std::vector<LocalQueue::Item> before;
         Step step = perform(
-            queue, [in](bool) { return Caller{Side::Reader, in}; },
+            queue,
+            [&](bool) {
+                return Caller{.side = Side::Reader, .port = in, .exchangeable = reader && reader->lazy};
+            },
             [&](Wakes& wakes) {
                 if (in && !in->open) return queue.state == BROKEN ? Step::Broken : Step::PortClosed;
                 if (reader && taking == Taking::Next) {

@@ -29,8 +29,8 @@ struct ReaderState {
     uint64_t number = 0;  // of the first item in hand
     uint32_t in_hand = 0;
     bool lazy =
-        false;  // wakes writers when a quarter of the places is free, not for each place: a stage's reader,
-                // whose next item matters more than the writer's. Their slices bound the delay.
+        false;  // a stage's reader. It wakes writers when a quarter of the places is free, not for each place:
+                // its next item matters more than the writer's, and their slices bound the delay.
 };
 struct WriterState {
     uint32_t session = 0;

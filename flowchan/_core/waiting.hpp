@@ -186,6 +186,7 @@ struct Caller {
     uint64_t size = 0;
     bool ordered = false;
     uint64_t number = 0;
+    bool exchangeable = false;  // whoever waits through another port may as well go on in its place
 };
 
 // How an operation on a channel ended. `Wait` never leaves the core: it becomes NotNow or a sleep.

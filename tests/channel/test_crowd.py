@@ -1,5 +1,6 @@
-"""C8: of many workers of an ordered stage that can't pass their outputs on, a few hold one, and the others
-take none; when there are places again, all go on."""
+"""C8: of many workers of a stage a few do what a few can do, and the others sleep; of those of an ordered
+stage that can't pass their outputs on, a few hold one, and the others take none; when there are places again,
+all go on."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from waiting import wait_blocked, wait_until
 from flowchan import Channel, Drained
 
 WORKERS = 30
-CROWD = 4
+CROWD = 2
 
 
 def work(into: Any, out: Any, go: threading.Event) -> None:
@@ -82,3 +83,30 @@ def test_a_worker_that_waits_for_a_place_hears_of_the_end() -> None:
     for into, out in ports:
         into.close()
         out.close()
+
+
+@pytest.mark.parametrize("stage", [True, False], ids=["stage", "plain"])
+def test_of_the_workers_of_a_stage_the_last_to_come_goes_first(stage: bool) -> None:
+    """Where each item comes when all wait, one worker does everything; plain readers take turns."""
+    channel: Channel[int] = Channel()
+    ports = [channel.reader() for _ in range(WORKERS)]
+    takers: list[Any] = []
+
+    def read(port: Any) -> None:
+        for _ in port:
+            takers.append(port)
+
+    threads = [threading.Thread(target=read, args=(port,)) for port in ports]
+    for port, thread in zip(ports, threads, strict=True):
+        if stage:
+            port._wake_lazily()
+        thread.start()
+    wait_blocked(channel, readers=WORKERS)
+    for item in range(2 * WORKERS):
+        channel.put(item)
+        wait_until(lambda item=item: len(takers) > item)
+        wait_blocked(channel, readers=WORKERS)
+    channel.close()
+    for thread in threads:
+        thread.join()
+    assert len(set(takers)) == (1 if stage else WORKERS)

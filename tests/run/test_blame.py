@@ -3,9 +3,11 @@ them died."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
+import threading
 from typing import Any
 
 import psutil
@@ -13,6 +15,7 @@ import pytest
 from waiting import wait_until
 
 from flowchan import Channel, Failed, Graph, RunError, Unreadable, WorkerDied
+from flowchan.run import decisions, recovery
 
 
 def same(item: Any) -> Any:
@@ -52,6 +55,37 @@ def test_random_kills_of_cheap_maps_blame_no_item() -> None:
     assert sum(stage.restarts for stage in run.stats().stages) > kills / 2
 
 
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_1_000_random_kills_of_cheap_maps_blame_no_item(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all defaults but those that keep who dies all the time from being started again."""
+    kills, ended = 1_000, threading.Event()
+    monkeypatch.setattr(decisions, "LONGEST_PAUSE", 0.01)
+    monkeypatch.setattr(recovery, "HOPELESS", kills)  # a worker may be killed before it begins
+    options: Any = {"workers": 2, "on": "process", "restarts": 10**6}
+    graph = Graph("kills")
+    once = graph.source(lambda: itertools.takewhile(lambda _: not ended.is_set(), itertools.count()))
+    result = once.map(same, **options).flat_map(lambda item: (item, item), **options).collect()
+    chance = random.Random(4)
+
+    def deaths() -> int:
+        return sum(stage.restarts for stage in run.stats().stages)
+
+    def kill() -> None:
+        while deaths() < kills and not run._supervisor.ended.wait(chance.uniform(0.02, 0.15)):
+            if workers := workers_of(run):
+                chance.choice(workers).kill()
+        ended.set()
+
+    with graph.start() as run:
+        killer = threading.Thread(target=kill)
+        killer.start()
+        for number, item in enumerate(run.iter(result)):
+            assert item == number // 2
+        killer.join()
+    assert deaths() >= kills
+
+
 def test_a_killing_item_is_blamed_with_how_each_worker_died() -> None:
     graph = Graph("blame")
     mapped = graph.source(range(10)).map(kill_worker_at(3), on="process", name="work")
@@ -66,7 +100,8 @@ def test_a_killing_item_is_blamed_with_how_each_worker_died() -> None:
     assert "was killed by SIGKILL" in str(failure.error)
 
 
-def test_a_suspect_is_tried_again_by_one_worker_alone_while_the_others_go_on() -> None:
+@pytest.mark.parametrize("ordered", [True, False], ids=["ordered", ""])
+def test_a_suspect_is_tried_again_by_one_worker_alone_while_the_others_go_on(ordered: bool) -> None:
     """All others are done by the second worker before the first one's third successor has died, if need
     be."""
     others: Channel[int] = Channel(100, across="processes")
@@ -82,7 +117,7 @@ def test_a_suspect_is_tried_again_by_one_worker_alone_while_the_others_go_on() -
         others.put(item)
         return item
 
-    mapped = graph.source(range(41)).map(work, workers=2, on="process", ordered=False, name="work")
+    mapped = graph.source(range(41)).map(work, workers=2, on="process", ordered=ordered, name="work")
     failed, result = mapped.errors.collect(), mapped.collect()
     results = graph.run()
     assert sorted(results[result]) == list(range(1, 41))
