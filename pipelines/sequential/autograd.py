@@ -29,13 +29,14 @@ import torch
 from torch import Tensor
 
 from flowchan import Broken, Channel, Closed, Drained, Full, Graph, In, Out, RunError, StageError, Stream
-from flowchan.declare.places import PLACES
+from flowchan.declare.places import Place
 from flowchan.pipelines.sequential import passes
+from flowchan.pipelines.sequential.copies import Copies
 from flowchan.pipelines.sequential.cut import CHUNKS, Cut
 from flowchan.pipelines.sequential.execution import Passed, casting_here, may_draw
 from flowchan.pipelines.sequential.parts import Part
 from flowchan.pipelines.sequential.passes import Ahead, Answer, Back, Call, Drop, Failure, Gradients, PartJob
-from flowchan.pipelines.sequential.shared import share
+from flowchan.pipelines.sequential.shared import share, state_tensors
 from flowchan.pipelines.sequential.state import modes_of, state_of
 from flowchan.pipelines.sequential.timeline import Event
 from flowchan.pipelines.sequential.values import mapped, tensors
@@ -88,10 +89,11 @@ class _Line:
     """One run of workers with the parts of then."""
 
     def __init__(
-        self, parts: Sequence[Part], on: Any, chunks: int, recompute: bool, deferred: bool, name: str
+        self, parts: Sequence[Part], on: Place, chunks: int, recompute: bool, deferred: bool, name: str
     ) -> None:
         self.parts = parts
-        self.apart = PLACES[on].apart
+        self.apart = on.apart
+        self._copies = [Copies(state_tensors(part.module)) for part in parts if part.away]
         self.dropped: deque[int] = deque()  # calls that nobody will go back through
         self.lock = threading.Lock()
         self._modes: Any = None
@@ -106,7 +108,7 @@ class _Line:
         self._run, self._watcher = run, watcher
         weakref.finalize(self, ends.close)
 
-    def _declare(self, on: Any, chunks: int, recompute: bool, deferred: bool) -> tuple[Stream, Stream]:
+    def _declare(self, on: Place, chunks: int, recompute: bool, deferred: bool) -> tuple[Stream, Stream]:
         graph, last, capacity = self._graph, len(self.parts) - 1, 2 * chunks + 8
         stream = forward = graph.input("micro-batches", capacity)
         backward = graph.input("gradients", capacity)
@@ -114,7 +116,7 @@ class _Line:
         after: Any = None
         for part in self.parts:
             gradients = backward if part.number == last else graph.feedback(f"gradients for {part.name}")
-            job = PartJob(part, last + 1, recompute, deferred, self.apart)
+            job = PartJob(part, last + 1, recompute, deferred, self.apart, len(on.hosts))
             function = passes.other if part.number else passes.first
             outs = graph.stage(function, stream, gradients, name=part.name, on=on, capacity=capacity, job=job)
             named = {out.port: out for out in outs}
@@ -139,9 +141,14 @@ class _Line:
                 call = call._replace(modes=modes)
             if self.dropped:
                 self._forward.put(Drop(tuple(self.dropped.popleft() for _ in range(len(self.dropped)))))
+            first = call._replace(changed=tuple(copies.changed() for copies in self._copies))
             for chunk, piece in enumerate(pieces):
-                self._forward.put(Ahead(call, chunk, Passed(self._light(piece), {}, wants), ()))
-            return [self._ends.outputs.get() for _ in pieces]
+                passed = Passed(self._light(piece), {}, wants)
+                self._forward.put(Ahead(call if chunk else first, chunk, passed, ()))
+            found = [self._ends.outputs.get() for _ in pieces]
+            for number, changed in (each for item in found for each in item.changed):
+                self._copies[number].take(changed)
+            return found
 
     def back(
         self, number: int, gradients: Sequence[tuple[Tensor | None, ...]], keep: bool
@@ -233,8 +240,8 @@ class Differentiable:
             line = self._line
             if line is not None and (not line.runs or line.parts is not parts):
                 line = None
-            if PLACES[self.cut.on].apart:
-                share(part.module for part in parts)
+            if self.cut.on.apart:
+                share(part.module for part in parts if not part.away)
                 now = state_of(parts)
                 line = line if now == self._seen else None
                 self._seen = now

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from flowchan.declare.places import PLACES
+from flowchan.declare.places import Place
 from flowchan.items.text import short, shown
 from flowchan.pipelines.sequential.parts import Part, forks, run_part
 from flowchan.pipelines.sequential.skip import Pop, Stash
@@ -174,8 +174,11 @@ def check_choices(
     on: Any, chunks: Any, balance: Any, sample: Any, param_scale: Any, dim: int, counts: int | list[int]
 ) -> None:
     """The arguments that are words and numbers."""
-    if not isinstance(on, str) or on not in PLACEMENTS:
-        raise ValueError(f'Sequential: on must be "thread" or "process", not {shown(on)}')
+    is_word = isinstance(on, str) and on in PLACEMENTS
+    if not is_word and not (isinstance(on, Place) and on.hosts):
+        raise ValueError(
+            f'Sequential: on must be "thread", "process" or a pool of flowchan.hosts, not {shown(on)}'
+        )
     if chunks is not None and (isinstance(chunks, bool) or not isinstance(chunks, int)):
         raise TypeError(f"Sequential: chunks must be an int of at least 1, or None, not {shown(chunks)}")
     if chunks is not None and chunks < 1:
@@ -204,8 +207,8 @@ def check_choices(
         batch_size(sample, "Sequential: sample", dim)
 
 
-def checked_devices(devices: Any, parts: int, on: str) -> list[torch.device] | None:
-    """One device for each part, each of which is there."""
+def checked_devices(devices: Any, parts: int, on: Place) -> list[torch.device] | None:
+    """One device for each part, each of which is there. Which devices another host has is not known here."""
     if devices is None:
         return None
     if isinstance(devices, (str, torch.device)) or not isinstance(devices, Sequence):
@@ -216,8 +219,8 @@ def checked_devices(devices: Any, parts: int, on: str) -> list[torch.device] | N
         raise ValueError(
             f"Sequential: devices must be {parts}, one for each part, not {len(devices)}: {shown(devices)}"
         )
-    found = [_device(name) for name in devices]
-    if PLACES[on].apart and forks() and any(device.type == "cuda" for device in found):
+    found = [torch.device(name) if on.hosts else _device(name) for name in devices]
+    if on.apart and not on.hosts and forks() and any(device.type == "cuda" for device in found):
         # also where CUDA has not begun here: it does with the first output, and workers are forked later
         raise ValueError(
             f"Sequential: devices={short(devices)} can't be used in forked processes: CUDA "

@@ -10,12 +10,12 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
-from flowchan.declare.places import PLACES
+from flowchan.declare.places import Place
 from flowchan.pipelines.sequential import balance as balancing
 from flowchan.pipelines.sequential.checks import check_shapes
 from flowchan.pipelines.sequential.parts import Part, compute_threads, divided
@@ -41,7 +41,7 @@ class Cut:
         self,
         module: nn.Sequential,
         counts: int | Sequence[int],
-        on: Literal["thread", "process"],
+        on: Place,
         chunks: int | None,
         devices: Sequence[torch.device] | None,
         dim: int = 0,
@@ -57,7 +57,7 @@ class Cut:
 
     def _divide(self, counts: Sequence[int]) -> None:
         self._layers = list(self.module._modules.values())
-        self._parts = divided(self.module, counts, self.devices)
+        self._parts = divided(self.module, counts, self.devices, away=bool(self.on.hosts))
 
     @property
     def parts(self) -> list[Part]:
@@ -70,7 +70,7 @@ class Cut:
             )
         if not all(map(operator.is_, layers.values(), self._layers)):  # one was replaced by another
             self._divide([len(part.module) for part in self._parts])
-            if not PLACES[self.on].apart:
+            if not self.on.apart:
                 for part in self._parts:
                     part.module.to(part.device)
         return self._parts
@@ -125,23 +125,25 @@ class Cut:
                 return
             self._open = False
             number = len(self.parts)
-            threads = compute_threads(number) if PLACES[self.on].apart else torch.get_num_threads()
+            threads = compute_threads(number) if self.on.apart else torch.get_num_threads()
             try:
                 costs = balancing.costs(self.module, piece, "time", threads, backward=False)
                 plain = balancing.seconds(self.module, piece)
             except Exception:  # a layer that can't be copied, or fails: it will say so when it runs
                 return
             counts = balancing.best_split(costs, number)
+            if counts != [len(part.module) for part in self.parts]:
+                self._divide(counts)
+            if self.on.hosts:  # what they can do is not known here
+                return
             ends = accumulate(counts, initial=0)
             slowest = max(sum(costs[begin:end]) for begin, end in pairwise(ends))
             cores = len(os.sched_getaffinity(0))
-            passing = PASSING[self.on]
+            passing = PASSING[self.on.name]
             busy = sum(costs) * min(threads, cores) + (number + 2) * passing  # seconds of all cores together
             expected = max(slowest + passing, busy / cores)
             if expected >= plain:
                 self._warn(self.samples(piece), plain, expected)
-            if counts != [len(part.module) for part in self.parts]:
-                self._divide(counts)
 
     def _warn(self, samples: int, plain: float, expected: float) -> None:
         threads = torch.get_num_threads()

@@ -44,7 +44,6 @@ from flowchan import (
     _core,
     select,
 )
-from flowchan.declare.places import PLACES
 from flowchan.pipelines.sequential.cut import CHUNKS, Cut
 from flowchan.pipelines.sequential.parts import Part, called, is_torchs_own, run_part, take_cores
 from flowchan.pipelines.sequential.passing import Sent, closed, expect_reading, only_reads, opened, received
@@ -66,6 +65,8 @@ class PartWorker:
     part: Part
     processes: int
     """How many processes the parts have; 0 where they work on threads."""
+    hosts: int
+    """On how many other hosts these are."""
 
     def __post_init__(self) -> None:
         torch.set_grad_enabled(False)  # of this thread, which is the worker's own
@@ -73,7 +74,7 @@ class PartWorker:
         # Nothing in it needs what run_part does around the call of a module.
         self.is_simple = self.processes and self.part.device is None and is_torchs_own(self.part.module)
         if self.processes:
-            take_cores(self.part.number, self.processes)
+            take_cores(self.part.number, self.processes, self.hosts)
             expect_reading()
             self.state = State(self.part.module, self.part.device)
 
@@ -88,9 +89,18 @@ class PartWorker:
             value, skips = run_part(self.part, value, skips, keep=not self.processes)
             if self.processes:
                 self.state.give()
+        if self.part.away:
+            self._raise_if_changed()
         if self.processes:
             value, form = closed(value)
         return batch, chunk, chunks, value, skips, (*events, (begin, time.monotonic())), form
+
+    def _raise_if_changed(self) -> None:
+        if self.state.changed():
+            raise ValueError(
+                "a layer has changed its buffers on another host, where the program does not see it: "
+                "call eval() on the pipe, or use on='process'"
+            )
 
 
 @dataclass(slots=True)
@@ -289,7 +299,7 @@ class Inference:
     def _declare(self) -> None:
         """The graph and the book, for the parts of now."""
         parts = self._parts = self.cut.parts
-        processes = len(parts) if PLACES[self.cut.on].apart else 0
+        processes, hosts = len(parts) if self.cut.on.apart else 0, len(self.cut.on.hosts)
         self.book, self.graph = Book(parts, self.events), Graph(self.name)
         chunks = self.cut.chunks or CHUNKS
         # for all that one stream or call has out, so that it need not wait for room, nor a part for the
@@ -298,7 +308,7 @@ class Inference:
         stream = self._input = self.graph.input("micro-batches", capacity=room)
         failures = []
         for part in parts:
-            worker = partial(PartWorker, part, processes)
+            worker = partial(PartWorker, part, processes, hosts)
             capacity = chunks if part is not parts[-1] else room
             stream = stream.map(worker, name=part.name, on=self.cut.on, capacity=capacity, restarts=10**9)
             failures.append(stream.errors)
@@ -362,7 +372,7 @@ class Inference:
             self.book.out[number] = batch
             try:
                 for chunk, piece in enumerate(pieces):
-                    value, form = closed(piece) if PLACES[self.cut.on].apart else (piece, None)
+                    value, form = closed(piece) if self.cut.on.apart else (piece, None)
                     line.put((number, chunk, len(pieces), value, {}, (), form))
             except (Closed, Broken):
                 line.failed(number)
@@ -384,8 +394,8 @@ class Inference:
             self._declare()
         if line is not None and not line.runs:
             line = None
-        if PLACES[self.cut.on].apart and (line is None or fresh):
-            share(part.module for part in self._parts)
+        if self.cut.on.apart and (line is None or fresh):
+            share(part.module for part in self._parts if not part.away)
             now = state_of(self._parts, copied=True), [modes for modes, _ in modes_of(self._parts)]
             if line is not None and now != self._seen:
                 line.end()  # it finishes what is out first

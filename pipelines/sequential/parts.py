@@ -23,11 +23,12 @@ from flowchan.pipelines.sequential.values import Inputs, mapped
 @dataclass(frozen=True, slots=True)
 class Part:
     """Some consecutive layers, counted from 0 on. ``device`` is where they compute; ``None``: where they
-    are."""
+    are. ``away``: they compute on another host, with copies of the numbers."""
 
     number: int
     module: nn.Sequential
     device: torch.device | None = None
+    away: bool = False
 
     @property
     def name(self) -> str:
@@ -36,7 +37,7 @@ class Part:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """On its way to a process."""
-        return Part, (self.number, Lent(self.module), self.device)
+        return Part, (self.number, Lent(self.module, self.away), self.device, self.away)
 
     def __str__(self) -> str:
         names = list(self.module._modules)
@@ -88,7 +89,10 @@ def is_torchs_own(module: nn.Module) -> bool:
 
 
 def divided(
-    module: nn.Sequential, counts: Sequence[int], devices: Sequence[torch.device] | None = None
+    module: nn.Sequential,
+    counts: Sequence[int],
+    devices: Sequence[torch.device] | None = None,
+    away: bool = False,
 ) -> list[Part]:
     """The parts of a module, ``counts`` layers each. They hold the module's own layers, no copies."""
     layers = list(module._modules.items())  # named_children() would leave a layer out that is there twice
@@ -97,22 +101,26 @@ def divided(
     for number, (start, end) in enumerate(pairwise(ends)):
         inner = nn.Sequential(OrderedDict(layers[start:end]))
         inner.training = module.training  # the container's own flag; True in a new one
-        parts.append(Part(number, inner, devices[number] if devices is not None else None))
+        parts.append(Part(number, inner, devices[number] if devices is not None else None, away))
     return parts
 
 
-def compute_threads(processes: int) -> int:
+def compute_threads(processes: int, forked: bool | None = None) -> int:
     """How many threads each of some processes computes with, so that together they use every core once.
-    OpenMP's threads do not survive a fork, so a forked process computes with one."""
-    return 1 if forks() else max(1, len(os.sched_getaffinity(0)) // processes)
+    OpenMP's threads do not survive a fork, so a process computes with one that is ``forked`` after torch was
+    loaded."""
+    forked = forks() if forked is None else forked
+    return 1 if forked else max(1, len(os.sched_getaffinity(0)) // processes)
 
 
-def take_cores(number: int, processes: int) -> None:
+def take_cores(number: int, processes: int, hosts: int = 0) -> None:
     """Gives this process, number ``number`` of some that work together, its share of the cores, where there
     is one for each. Parts wake each other for each micro-batch, and the system likes to run who is woken
     beside who woke it: without this two parts were seen to share one core for seconds while another was
-    idle."""
-    torch.set_num_threads(compute_threads(processes))
+    idle. The processes may be on so many ``hosts``, in turn; an agent has not loaded torch."""
+    if hosts:
+        number, processes = number // hosts, len(range(number % hosts, processes, hosts))
+    torch.set_num_threads(compute_threads(processes, forked=False if hosts else None))
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) >= processes:
         # some containers refuse it; the parts are then placed by the system

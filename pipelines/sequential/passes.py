@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from flowchan import Drained, In, Out
+from flowchan.pipelines.sequential.copies import Numbers
 from flowchan.pipelines.sequential.execution import Casting, Execution, Passed
 from flowchan.pipelines.sequential.parts import Part, take_cores
 from flowchan.pipelines.sequential.shared import State
@@ -38,12 +39,14 @@ class PartJob:
     recompute: bool
     deferred: bool
     own_process: bool
+    hosts: int
 
 
 class Call(NamedTuple):
     """What all micro-batches of a call have in common. ``graph``: there will be a backward pass. ``modes``
     are, for each part, whether each of its modules trains and each of its parameters requires a gradient;
-    ``None`` where these are as before."""
+    ``None`` where these are as before. ``changed``: for each part that is on another host, what the program
+    has changed of its numbers."""
 
     number: int
     chunks: int
@@ -51,6 +54,7 @@ class Call(NamedTuple):
     casting: Casting
     graph: bool
     modes: tuple[tuple[list[bool], list[bool]], ...] | None
+    changed: tuple[Numbers, ...] = ()
 
 
 class Failure(NamedTuple):
@@ -61,12 +65,14 @@ class Failure(NamedTuple):
 
 
 class Ahead(NamedTuple):
-    """A micro-batch on its way forward. ``events`` are of the parts that it has passed."""
+    """A micro-batch on its way forward. ``events`` are of the parts that it has passed, ``changed`` is what
+    parts on other hosts have changed of their numbers."""
 
     call: Call
     chunk: int
     passed: Passed | Failure
     events: tuple[Event, ...]
+    changed: tuple[tuple[int, Numbers], ...] = ()
 
 
 class Back(NamedTuple):
@@ -146,7 +152,7 @@ class Passes:
     def run(self) -> None:
         torch.set_grad_enabled(True)  # of this thread, which is the worker's own
         if self.job.own_process:
-            take_cores(self.part.number, self.job.total)
+            take_cores(self.part.number, self.job.total, self.job.hosts)
         self.state = State(self.part.module, self.part.device) if self.job.own_process else None
         self.execution = Execution(
             self.part,
@@ -189,14 +195,18 @@ class Passes:
         if item.chunk == call.chunks - 1 and not self.failed:
             failure = self._tried(self._commit)
             passed = failure if failure is not None else passed
-        self.onward.put(Ahead(call, item.chunk, passed, events))
+        changed = item.changed
+        if item.chunk == call.chunks - 1 and self.state is not None and self.part.away:
+            changed = (*changed, (self.part.number, self.state.changed()))
+        call = call._replace(changed=_without(call.changed, self.part.number))
+        self.onward.put(Ahead(call, item.chunk, passed, events, changed))
 
     def _begin(self, call: Call) -> None:
         self.failed = False
         module = self.part.module
         self.execution.norms.forget()
         if self.state is not None:
-            self.state.take()
+            self.state.take(call.changed[self.part.number] if call.changed else None)
         if call.modes is not None and self.job.own_process:
             trains, requires = call.modes[self.part.number]
             for layer, mode in zip(module.modules(), trains, strict=True):
@@ -282,6 +292,11 @@ class Passes:
     def _light(self, value: Any) -> Any:
         """What is sent: between processes what is in main memory."""
         return value if not self.job.own_process else mapped(Tensor.cpu, value)
+
+
+def _without(changed: tuple[Numbers, ...], number: int) -> tuple[Numbers, ...]:
+    """Without what part ``number`` has taken."""
+    return tuple([] if place == number else numbers for place, numbers in enumerate(changed))
 
 
 def _add(sums: list[Tensor | None], own: set[int], found: tuple[Tensor | None, ...]) -> None:

@@ -14,7 +14,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from flowchan import Graph
-from flowchan.declare.places import PLACES
+from flowchan.declare.arguments import placed
+from flowchan.declare.places import Place
 from flowchan.pipelines.sequential import balance as balancing
 from flowchan.pipelines.sequential.autograd import Differentiable
 from flowchan.pipelines.sequential.checks import (
@@ -47,7 +48,8 @@ class Sequential(nn.Module):
     the first batch, or by ``balance`` with ``sample``, a usual batch: the part that takes longest
     (``"time"``) or needs most bytes (``"memory"``, with parameters ``param_scale`` times, for their gradients
     and what an optimizer remembers) is as small as possible. ``on="process"`` gives each part
-    a process, which computes with the program's own parameters in shared memory. ``chunks``: into how many
+    a process, which computes with the program's own parameters in shared memory; on a pool
+    (``flowchan.hosts``) it has copies, and what either side changes is sent. ``chunks``: into how many
     micro-batches a call or a training step splits a batch; ``None``: at most 8, as large as pays.
     ``devices``: one for each part; inputs are moved there. ``recompute``: activations are not kept for the
     backward pass but computed again. ``deferred_batch_norm``: running statistics are those of whole batches;
@@ -70,7 +72,7 @@ class Sequential(nn.Module):
         module: nn.Sequential | Iterable[nn.Module],
         parts: int | Sequence[int] = 2,
         *,
-        on: Literal["thread", "process"] = "thread",
+        on: Literal["thread", "process"] | Place = "thread",
         chunks: int | None = None,
         balance: Literal["time", "memory"] | None = None,
         sample: Any = None,
@@ -87,10 +89,11 @@ class Sequential(nn.Module):
         check_choices(on, chunks, balance, sample, param_scale, dim, counts)
         check_switches(recompute=recompute, deferred_batch_norm=deferred_batch_norm)
         number = counts if isinstance(counts, int) else len(counts)
-        places = checked_devices(devices, number, on)
+        place = placed("Sequential", on)
+        places = checked_devices(devices, number, place)
         super().__init__()
         if isinstance(counts, int) and balance is not None:
-            threads = compute_threads(number) if PLACES[on].apart else torch.get_num_threads()
+            threads = compute_threads(number) if place.apart else torch.get_num_threads()
             micro = split(sample, chunks or CHUNKS, "sample", dim)[0]
             costs = balancing.costs(module, micro, balance, threads, param_scale=param_scale)
             counts = balancing.best_split(costs, number)
@@ -101,7 +104,7 @@ class Sequential(nn.Module):
         for own in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             vars(self)[own] = vars(module)[own]
         self._begin(counts, places, dim, join)
-        if PLACES[on].apart:
+        if place.apart:
             check_sendable(self.parts)
         else:
             for part in self.parts:
@@ -117,7 +120,8 @@ class Sequential(nn.Module):
         """What is not copied with a pipe."""
         name, numbers = type(self).__name__, itertools.count()
         self._events: deque[Event] = deque(maxlen=REMEMBERED)
-        self._cut = Cut(self.module, counts, self.on, self.chunks, places, dim, join)
+        on = placed(name, self.on)
+        self._cut = Cut(self.module, counts, on, self.chunks, places, dim, join)
         self._inference = Inference(self._cut, name, numbers, self._events)
         options = self._recompute, self._deferred
         self._graphs = Differentiable(self._cut, name, *options, numbers, self._events)
@@ -245,7 +249,7 @@ class Sequential(nn.Module):
             )
         self._training = Training(
             self.parts,
-            self.on,
+            self._cut.on,
             self.chunks or CHUNKS,
             self._cut.split,
             self._cut.joined,
@@ -289,6 +293,7 @@ class Sequential(nn.Module):
         self.close()
 
     def __repr__(self) -> str:
-        where = "processes" if PLACES[self.on].apart else "threads"
+        words = {"thread": "threads", "process": "processes"}
+        where = words.get(self._cut.on.name, self._cut.on.name)
         chunks = f"up to {CHUNKS}" if self.chunks is None else self.chunks
         return f"Sequential: {', '.join(map(str, self.parts))}; on {where}, {chunks} chunks"

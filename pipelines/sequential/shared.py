@@ -26,6 +26,8 @@ import cloudpickle
 import torch
 from torch import Tensor, nn
 
+from flowchan.pipelines.sequential.copies import Copies, Numbers
+
 ALIGNED = 64
 """Tensors begin at multiples of so many bytes, as where torch allocates them."""
 
@@ -127,12 +129,16 @@ def _block_of(tensor: Tensor) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Lent:
-    """A module on its way to another process of the program, where its tensors are mapped."""
+    """A module on its way to another process of the program, where its tensors are mapped. ``away``: on
+    another host, where they are copied."""
 
     module: nn.Module
+    away: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         """The module itself arrives."""
+        if self.away:
+            return _told, (self.module, settings())
         out = io.BytesIO()
         _Pickler(out, protocol=5).dump(self.module)
         return _arrived, (out.getvalue(), settings())
@@ -149,14 +155,24 @@ def settings() -> tuple[Any, ...]:
 
 
 def _arrived(data: bytes, told: tuple[Any, ...]) -> nn.Module:
+    _tell(told)
+    module: nn.Module = pickle.loads(data)
+    return module
+
+
+def _told(module: nn.Module, told: tuple[Any, ...]) -> nn.Module:
+    _tell(told)
+    return module
+
+
+def _tell(told: tuple[Any, ...]) -> None:
+    """Torch of this process."""
     default, precision, (deterministic, warn), anomaly = told
     torch.set_default_dtype(default)
     torch.set_float32_matmul_precision(precision)
     torch.use_deterministic_algorithms(deterministic, warn_only=warn)
     if anomaly != (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()):
         torch.autograd.set_detect_anomaly(*anomaly)
-    module: nn.Module = pickle.loads(data)
-    return module
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
@@ -194,7 +210,7 @@ def _rebuilt(
 class State:
     """Parameters and buffers of a part's module in its process: what the layers compute with there, and what
     the program sees. These are the same memory, but where the part is on another device, or a layer has
-    replaced a buffer instead of writing into it."""
+    replaced a buffer instead of writing into it. On another host the program sees what is sent to it."""
 
     def __init__(self, module: nn.Module, device: torch.device | None) -> None:
         self._module = module
@@ -207,9 +223,15 @@ class State:
         self._apart = any(
             one.device != seen.device for one, seen in zip(state_tensors(module), self._seen, strict=True)
         )
+        self._copies = Copies(self._seen)
 
-    def take(self) -> None:
-        """Has the numbers of now."""
+    def changed(self) -> Numbers:
+        """What a program elsewhere does not have yet."""
+        return self._copies.changed()
+
+    def take(self, numbers: Numbers | None = None) -> None:
+        """Has the numbers of now; a program elsewhere has sent those that it has changed."""
+        self._copies.take(numbers or [])
         if self._apart:
             with torch.no_grad():
                 for own, seen in zip(state_tensors(self._module), self._seen, strict=True):

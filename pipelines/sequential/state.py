@@ -32,18 +32,18 @@ class _Same:
 
 def state_of(parts: Sequence[Part], copied: bool = False) -> list[Any]:
     """Something that changes when the layers of the parts do, their attributes or their hooks, or parameters
-    and buffers that the processes don't see, as those on another device where they are ``copied`` there once:
-    torch counts the changes of each tensor, but for those through ``tensor.data``; of inference tensors
-    it keeps no count, so they always count as changed. ``ValueError`` for hooks of layers."""
+    and buffers that the processes don't see, as those on another device or host where they are ``copied``
+    there once: torch counts the changes of each tensor, but for those through ``tensor.data``; of inference
+    tensors it keeps no count, so they always count as changed. ``ValueError`` for hooks of layers."""
     found: list[Any] = [settings()]
     for part in parts:
-        away = copied and part.device is not None and part.device.type != "cpu"
+        away = part.away or (copied and part.device is not None and part.device.type != "cpu")
         for module in part.module.modules():
-            found.extend(_seen(module, away))
+            found.extend(_seen(module, away, numbers=copied or not part.away))
     return found
 
 
-def _seen(module: nn.Module, away: bool) -> Iterator[Any]:
+def _seen(module: nn.Module, away: bool, numbers: bool) -> Iterator[Any]:
     yield type(module)
     for name, value in vars(module).items():
         if name not in _EVERY_MODULES:
@@ -69,7 +69,7 @@ def _seen(module: nn.Module, away: bool) -> Iterator[Any]:
                 yield place, tensor.dtype, tensor.shape, tensor.stride()
             else:
                 yield tensor.data_ptr()
-                yield _version(tensor)
+                yield _version(tensor) if numbers else _Same(tensor)
 
 
 def _version(value: Any) -> Any:

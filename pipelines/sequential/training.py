@@ -2,7 +2,8 @@
 what they answer.
 
 The parameters stay the program's: on threads the workers train its own layers, on processes copies of them
-whose parameters and buffers are the same memory.
+whose parameters and buffers are the same memory. On hosts these are copies, too, and each step sends what has
+changed: the program's own changes there, and those of the parts' optimizers and buffers back.
 """
 
 from __future__ import annotations
@@ -12,20 +13,21 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flowchan import ChannelError, Feedback, Graph, Run, RunError, StageError, Stream, WorkerDied
-from flowchan.declare.places import PLACES
+from flowchan.declare.places import Place
 from flowchan.items.text import short
 from flowchan.pipelines.sequential import worker as stages
 from flowchan.pipelines.sequential.checks import without_gradient
+from flowchan.pipelines.sequential.copies import Copies, Numbers
 from flowchan.pipelines.sequential.execution import Passed, casting_here
 from flowchan.pipelines.sequential.parts import Part
 from flowchan.pipelines.sequential.schedule import Schedule, Step, check, plan, steps, text
-from flowchan.pipelines.sequential.shared import share
+from flowchan.pipelines.sequential.shared import share, state_tensors
 from flowchan.pipelines.sequential.state import modes_of, state_of
 from flowchan.pipelines.sequential.timeline import Event, Timeline
 from flowchan.pipelines.sequential.values import batch_size, mapped, split
@@ -55,7 +57,7 @@ class Training:
     def __init__(
         self,
         parts: Sequence[Part],
-        on: Literal["thread", "process"],
+        on: Place,
         chunks: int,
         pieces: Callable[[Any], list[Any]],
         joined: Callable[[list[Any], list[int], str], Any],
@@ -71,7 +73,7 @@ class Training:
     ) -> None:
         workers = len(parts) if workers is None else workers
         check("training", schedule, workers, len(parts), chunks)
-        _check(parts, on, loss, optimizer, recompute, clip, autocast)
+        _check(parts, loss, optimizer, recompute, clip, autocast)
         plans = plan(schedule, workers, len(parts), chunks)
         self._parts, self._on, self._pieces, self._clip = parts, on, pieces, clip
         self._joined = joined
@@ -90,7 +92,8 @@ class Training:
                 recompute,
                 clip is not None,
                 autocast,
-                PLACES[on].apart,
+                on.apart,
+                len(on.hosts),
                 deferred,
             )
             for number in range(workers)
@@ -99,6 +102,7 @@ class Training:
         self._commands, self._answered_by = _declare(self._graph, self._jobs, on, 2 * chunks + 8)
         self.schedule = [text(steps) for steps in plans]
         """What each worker does in a step of ``chunks`` micro-batches, or of eight, as text."""
+        self._copies: list[list[Copies]] = []  # of each worker's parts, where these are on other hosts
         self._run: Run | None = None
         self._begun = False
         self._answers: Iterator[Answer] | None = None
@@ -111,9 +115,12 @@ class Training:
     def __enter__(self) -> Training:
         if self._begun:
             raise RuntimeError("this training has begun already; make another one with pipe.trainer(...)")
-        if PLACES[self._on].apart:
-            share(part.module for part in self._parts)
+        if self._on.apart:
+            share(part.module for part in self._parts if not part.away)
             self._seen = _seen(self._parts)
+        self._copies = [
+            [Copies(state_tensors(part.module)) for part in job.parts if part.away] for job in self._jobs
+        ]
         self._run, self._begun = self._graph.start(), True
         self._answers = self._run.iter(self._answered_by)
         return self
@@ -158,7 +165,7 @@ class Training:
         seed = int(torch.randint(2**31, ()))
         with self._commanding(f"step {self._steps}", len(sizes), "FB"):
             for job in self._jobs:
-                self._put(job.worker, Train(self._steps, sizes, seed))
+                self._put(job.worker, Train(self._steps, sizes, seed, self._changed(job)))
             for chunk, (value, wanted) in enumerate(zip(inputs, targets, strict=True)):
                 self._put(0, Item(("F", 0, chunk), Passed(self._light(value), {}, ())))
                 self._put(self._last, Item(("T", self._total - 1, chunk), self._light(wanted)))
@@ -173,6 +180,8 @@ class Training:
         self._steps += 1
         self._count_changes()
         for job, answer in zip(self._jobs, answers, strict=True):
+            for copies, changed in zip(self._copies[job.worker], answer.changed, strict=True):
+                copies.take(changed)
             add_gradients(job.parameters, answer.values)
         loss = answers[self._last].loss
         assert loss is not None
@@ -185,7 +194,7 @@ class Training:
         inputs = self._pieces(without_gradient(x, "call it under torch.no_grad()"))
         with self._commanding("an evaluation", len(inputs), "F"):
             for job in self._jobs:
-                self._put(job.worker, Evaluate(len(inputs)))
+                self._put(job.worker, Evaluate(len(inputs), self._changed(job)))
             for chunk, value in enumerate(inputs):
                 self._put(0, Item(("F", 0, chunk), Passed(self._light(value), {}, ())))
             outputs = self._answered()[self._last].values
@@ -203,7 +212,7 @@ class Training:
         types of then."""
         if casting_here():
             raise RuntimeError("torch.autocast does not reach a training: give pipe.trainer(…, autocast=…)")
-        if PLACES[self._on].apart and self.active and self._seen != _seen(self._parts):
+        if self._on.apart and self.active and self._seen != _seen(self._parts):
             raise RuntimeError(
                 "a layer has changed since this training began (its mode, an attribute, a hook, or where "
                 "its parameters are), and the parts' processes have it as it was: leave the with block "
@@ -213,10 +222,13 @@ class Training:
     def _count_changes(self) -> None:
         """The processes have changed parameters where torch here did not see it: graphs that have saved one
         of them raise in their backward pass."""
-        if PLACES[self._on].apart and not self._outside:
+        if self._on.apart and not self._on.hosts and not self._outside:
             for part in self._parts:
                 for parameter in part.module.parameters():
                     torch.autograd.graph.increment_version(parameter)
+
+    def _changed(self, job: Assignment) -> list[Numbers]:
+        return [copies.changed() for copies in self._copies[job.worker]]
 
     def _split(self, x: Any, target: Any) -> tuple[list[Any], list[Any]]:
         inputs = self._pieces(x)
@@ -228,7 +240,7 @@ class Training:
         return inputs, split(target, len(inputs), "target")
 
     def _light(self, value: Any) -> Any:
-        return value if not PLACES[self._on].apart else mapped(lambda tensor: tensor.detach().cpu(), value)
+        return value if not self._on.apart else mapped(lambda tensor: tensor.detach().cpu(), value)
 
     def _put(self, worker: int, item: Any) -> None:
         assert self._run is not None
@@ -323,7 +335,7 @@ def add_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | Non
 
 
 def _declare(
-    graph: Graph, jobs: Sequence[Assignment], on: Literal["thread", "process"], capacity: int
+    graph: Graph, jobs: Sequence[Assignment], on: Place, capacity: int
 ) -> tuple[list[Stream], Stream]:
     """The graph of a training: its inputs, and the stream of answers. With several parts per worker the last
     worker's activations go on to the first one, and the first one's gradients back to the last: a ring."""
@@ -374,7 +386,6 @@ def _name(job: Assignment) -> str:
 
 def _check(
     parts: Sequence[Part],
-    on: str,
     loss: Any,
     optimizer: Any,
     recompute: Any,

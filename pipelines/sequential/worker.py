@@ -13,7 +13,7 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from flowchan import Drained, In, Out
+from flowchan.pipelines.sequential.copies import Numbers
 from flowchan.pipelines.sequential.execution import GENERATOR, Casting, Execution, Passed, Tail
 from flowchan.pipelines.sequential.parts import Part, take_cores
 from flowchan.pipelines.sequential.schedule import Schedule, Step, steps
@@ -37,7 +38,7 @@ Optimizers = Callable[[list[Tensor]], Optimizer]
 class Assignment:
     """What a worker is told at its start. ``loss`` is for the last part's worker alone. ``optimizer`` is
     ``None`` when the gradients are for one outside. ``own_process``: it does not run on a thread of the
-    parent."""
+    parent, but perhaps on one of so many other ``hosts``."""
 
     worker: int
     workers: int
@@ -50,6 +51,7 @@ class Assignment:
     clips: bool
     autocast: torch.dtype | None
     own_process: bool
+    hosts: int
     deferred: bool
 
     @property
@@ -61,11 +63,13 @@ class Assignment:
 
 
 class Train(NamedTuple):
-    """Do training step ``number`` with micro-batches of ``sizes`` samples."""
+    """Do training step ``number`` with micro-batches of ``sizes`` samples. ``changed``: by part, what has
+    changed here in the meantime."""
 
     number: int
     sizes: tuple[int, ...]
     seed: int
+    changed: list[Numbers]
 
 
 class Scale(NamedTuple):
@@ -78,6 +82,7 @@ class Evaluate(NamedTuple):
     """Let so many micro-batches pass in ``eval`` mode."""
 
     chunks: int
+    changed: list[Numbers]
 
 
 # What is on the way. The key says what it is: "F" what a forward step needs, "B" a backward step, "T" a
@@ -98,13 +103,15 @@ class Item(NamedTuple):
 
 class Answer(NamedTuple):
     """What came of a command. ``loss`` of the step comes from the last part's worker; ``square`` is the sum
-    of the squares of all gradients; ``values`` are gradients or outputs, as the command asks for."""
+    of the squares of all gradients; ``values`` are gradients or outputs, as the command asks for;
+    ``changed`` is what a worker on another host has changed, by part."""
 
     worker: int
     events: tuple[Event, ...] = ()
     loss: Tensor | None = None
     square: float = 0.0
     values: list[Any] | None = None
+    changed: Sequence[Numbers] = ()
 
 
 # Stages. Which ports a worker has depends on where it stands: ``forward`` and ``backward`` bring activations
@@ -165,7 +172,7 @@ class Worker:
 
     def run(self) -> None:
         if self.job.own_process:
-            take_cores(self.job.worker, self.job.workers)
+            take_cores(self.job.worker, self.job.workers, self.job.hosts)
         try:
             self._build()
             with contextlib.suppress(Drained):  # the parent, or the worker before, has ended
@@ -189,8 +196,8 @@ class Worker:
                     self.optimizers.append((part, job.optimizer(parameters)))  # type: ignore[arg-type]
 
     def _do(self, command: Any) -> Answer:
-        for state in self.states:
-            state.take()
+        for number, state in enumerate(self.states):
+            state.take(command.changed[number] if self.job.hosts else None)
         if isinstance(command, Train):
             return self._train(command)
         assert isinstance(command, Evaluate), command
@@ -228,7 +235,8 @@ class Worker:
             self._light([parameter.grad for parameter in job.parameters]) if self._sends_gradients else None
         )
         loss = torch.stack(self.losses).sum() if self.losses else None
-        return Answer(job.worker, tuple(self.events), loss, values=values)
+        changed = [state.changed() for state in self.states] if job.hosts else []
+        return Answer(job.worker, tuple(self.events), loss, values=values, changed=changed)
 
     def _check_mean(self) -> None:
         """After the first step: whether the loss of the whole batch is the mean of those of its

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from flowchan.declare.places import PLACES
 from flowchan.pipelines import Sequential
 from flowchan.pipelines.sequential.checks import checked_devices
 
@@ -51,8 +52,8 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "a list with a zero": ({"parts": [3, 0]}, ValueError, ["parts=[3, 0]", "at least 1", "not 0"]),
     "a list with a text": ({"parts": [2, "1"]}, ValueError, ["ints of at least 1", "not '1'"]),
     "an empty list": ({"parts": []}, ValueError, ["parts=[] must add up to 3"]),
-    "an unknown place": ({"on": "gpu"}, ValueError, ['on must be "thread" or "process"', "'gpu'"]),
-    "a place that is no text": ({"on": None}, ValueError, ['on must be "thread" or "process"', "None"]),
+    "an unknown place": ({"on": "gpu"}, ValueError, ['on must be "thread", "process" or a pool', "'gpu'"]),
+    "a place that is no text": ({"on": None}, ValueError, ['"thread", "process" or a pool', "None"]),
     "no chunks": (
         {"chunks": 0},
         ValueError,
@@ -119,7 +120,10 @@ def test_forked_processes_with_cuda_are_refused_before_anything_uses_it(
             raised, "devices=['cpu', 'cuda:0']", 'multiprocessing.set_start_method("spawn")', 'on="thread"'
         )
     else:
-        assert [device.type for device in checked_devices(["cpu", "cuda:0"], 2, on) or ()] == ["cpu", "cuda"]
+        assert [device.type for device in checked_devices(["cpu", "cuda:0"], 2, PLACES[on]) or ()] == [
+            "cpu",
+            "cuda",
+        ]
 
 
 class Shy:

@@ -1,0 +1,156 @@
+"""A pipe whose parts are on hosts gives what the plain module gives, and changes what that would change. The
+parts have copies of the numbers, and what either side changes reaches the other."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD
+from trained import OPTIMIZERS, assert_same_state, batches, in_parts, perceptron, plainly
+
+from flowchan import RunError, StageError, worker
+from flowchan.hosts import local
+from flowchan.pipelines.sequential import Sequential
+
+POOL = local(2)
+
+
+class Where(nn.Module):
+    """Adds to the input the number of the host that it is on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + POOL.hosts.index(worker().host)
+
+
+@pytest.fixture
+def data() -> list[tuple[Tensor, Tensor]]:
+    return list(batches([8, 8, 5]))
+
+
+def test_each_part_has_a_host_in_turn() -> None:
+    with Sequential([Where(), Where(), Where(), Where()], 4, on=POOL, chunks=2) as pipe:
+        assert torch.equal(pipe(torch.zeros(4, 3)), torch.full((4, 3), 2.0))
+        assert "local(2)" in repr(pipe)
+
+
+def test_outputs_are_those_of_the_plain_module() -> None:
+    module = perceptron().eval()
+    x = [one for one, _ in batches([8, 3, 8])]
+    with torch.no_grad(), Sequential(module, 2, on=POOL, chunks=4) as pipe:
+        for one in x:
+            torch.testing.assert_close(pipe(one), module(one))
+        for one, out in zip(x, pipe.stream(iter(x)), strict=True):
+            torch.testing.assert_close(out, module(one))
+        module[0].weight.mul_(2)
+        torch.testing.assert_close(pipe(x[0]), module(x[0]))
+
+
+def test_statistics_that_a_stream_would_change_where_nobody_sees_it_are_refused() -> None:
+    module = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+    with Sequential(module, 2, on=POOL, chunks=2) as pipe:
+        with pytest.raises(StageError, match=r"changed its buffers on another host.*eval\(\)"):
+            list(pipe.stream([torch.randn(4, 6)]))
+        module.eval()
+        x = torch.randn(4, 6)
+        (out,) = pipe.stream([x])
+        torch.testing.assert_close(out, module(x).detach())
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_training_changes_the_programs_parameters_after_each_step(name: str, data: Any) -> None:
+    module = perceptron()
+    plain = copy.deepcopy(module)
+    own = OPTIMIZERS[name](plain.parameters())
+    with in_parts(module, 2, on=POOL, optimizer=OPTIMIZERS[name]) as training:
+        for x, target in data:
+            loss = training.step(x, target)
+            own.zero_grad()
+            expected = cross_entropy(plain(x), target)
+            expected.backward()  # type: ignore[no-untyped-call]
+            own.step()
+            torch.testing.assert_close(loss, expected.detach())
+            assert_same_state(module, plain, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(training.evaluate(data[0][0]), plain(data[0][0]).detach())
+
+
+def test_an_optimizer_outside_gets_gradients_and_its_changes_reach_the_hosts(data: Any) -> None:
+    module = perceptron()
+    plain, losses = plainly(module, OPTIMIZERS["sgd"], data)
+    outside = OPTIMIZERS["sgd"](module.parameters())
+    with in_parts(module, 2, on=POOL) as training:
+        for (x, target), expected in zip(data, losses, strict=True):
+            outside.zero_grad()
+            assert float(training.step(x, target)) == pytest.approx(expected, rel=1e-4)
+            outside.step()
+    assert_same_state(module, plain, rtol=1e-4, atol=1e-5)
+
+
+def test_a_state_that_is_loaded_in_the_middle_reaches_the_hosts(data: Any) -> None:
+    module, other = perceptron(), perceptron(seed=5)
+    plain, _ = plainly(other, partial(SGD, lr=0.1), data[1:])
+    with in_parts(module, 2, on=POOL, optimizer=partial(SGD, lr=0.1)) as training:
+        training.step(*data[0])
+        module.load_state_dict(other.state_dict())
+        for x, target in data[1:]:
+            training.step(x, target)
+    assert_same_state(module, plain, rtol=1e-4, atol=1e-5)
+
+
+def test_statistics_of_batch_norm_come_back_from_a_training_and_from_calls() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 4), nn.BatchNorm1d(4))
+    here = copy.deepcopy(module)
+    (x, target), (other, _) = batches([8, 8])
+    places: list[tuple[nn.Sequential, Any]] = [(module, POOL), (here, "thread")]
+    for one, on in places:
+        with in_parts(one, 2, on=on, chunks=2) as training:
+            training.step(x, target)
+    assert_same_state(module, here)
+    for one, on in places:
+        with Sequential(one, 2, on=on, chunks=2) as pipe:
+            pipe(other)
+    assert_same_state(module, here)
+
+
+def test_a_loss_behind_the_pipe_trains_it_by_any_optimizer(data: Any) -> None:
+    module = perceptron()
+    plain, losses = plainly(module, OPTIMIZERS["adam"], data)
+    with Sequential(module, 2, on=POOL, chunks=2) as pipe:
+        optimizer = OPTIMIZERS["adam"](pipe.parameters())
+        for (x, target), expected in zip(data, losses, strict=True):
+            optimizer.zero_grad()
+            loss = cross_entropy(pipe(x), target)
+            loss.backward()
+            optimizer.step()
+            assert float(loss.detach()) == pytest.approx(expected, rel=1e-4)
+    assert_same_state(module, plain, rtol=1e-4, atol=1e-5)
+
+
+class Fails(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise ValueError("never")
+
+
+def raised_by(module: nn.Sequential) -> Iterator[BaseException]:
+    x, target = next(batches([4]))
+    with Sequential(module, 2, on=POOL, chunks=2) as pipe:
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad), pytest.raises(StageError) as caught:
+                pipe(x)
+            yield caught.value
+    with pytest.raises(RunError) as failed, in_parts(module, 2, on=POOL, chunks=2) as training:
+        training.step(x, target)
+    yield failed.value
+
+
+def test_a_part_that_fails_on_a_host_is_named() -> None:
+    for error in raised_by(nn.Sequential(nn.Linear(6, 4), Fails())):
+        assert "part 1" in str(error)
+        assert "never" in str(error)
