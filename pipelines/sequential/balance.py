@@ -12,12 +12,13 @@ import copy
 import resource
 import time
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from flowchan.pipelines.sequential.halves import Halves
 from flowchan.pipelines.sequential.parts import Part, run_part
 from flowchan.pipelines.sequential.skip import Skips
 from flowchan.pipelines.sequential.values import mapped, tensors
@@ -75,6 +76,41 @@ def seconds(module: nn.Sequential, value: Any) -> float:
     with torch.random.fork_rng(devices=[]):
         _once(part, value, {}, training=False)
         return _seconds([(part, value, {})], training=False)[0]
+
+
+def step_seconds(module: nn.Sequential, micro: Any, threads: int) -> list[tuple[float, float, float]]:
+    """How long each layer takes for a micro-batch's forward pass, and for both halves of its backward pass.
+    The module is not changed."""
+    with torch.random.fork_rng(devices=[]), _compute_threads(threads):
+        layers = list(_alone(module, micro))
+        found = [(float("inf"),) * 3] * len(layers)
+        begin, rounds = time.perf_counter(), 0
+        while rounds < ROUNDS or time.perf_counter() - begin < SECONDS:
+            found = [min(best, _halves(*layer), key=sum) for best, layer in zip(found, layers, strict=True)]
+            rounds += 1
+        return found
+
+
+def _halves(part: Part, value: Any, skips: Skips) -> tuple[float, float, float]:
+    value, skips = _leaf(value), _leaf(skips)
+    moments = [time.thread_time()]
+    # where the layer works in place it may not have a leaf
+    out, left = run_part(part, mapped(Tensor.clone, value), mapped(Tensor.clone, skips), keep=False)
+    moments.append(time.thread_time())
+    ends = [tensor for tensor in tensors((out, list(left.values()))) if tensor.requires_grad]
+    inputs = [tensor for tensor in tensors((value, list(skips.values()))) if tensor.requires_grad]
+    halves = Halves(ends, [torch.ones_like(end) for end in ends], inputs)
+    halves.first()
+    moments.append(time.thread_time())
+    halves.second()
+    moments.append(time.thread_time())
+    forward, first, second = (end - begin for begin, end in pairwise(moments))
+    return forward, first, second
+
+
+def _leaf(value: Any) -> Any:
+    """The value as one whose gradient is wanted."""
+    return mapped(lambda one: one.detach().requires_grad_(one.is_floating_point()), value)
 
 
 _Layer = tuple[Part, Any, Skips]

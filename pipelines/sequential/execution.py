@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from flowchan.pipelines.sequential.batchnorm import DeferredBatchNorm
+from flowchan.pipelines.sequential.halves import Halves
 from flowchan.pipelines.sequential.parts import Part, run_part
 from flowchan.pipelines.sequential.skip import Skips
 from flowchan.pipelines.sequential.values import mapped, tensors
@@ -111,6 +112,7 @@ class Execution:
         self._shared = shared
         self._may_draw = may_draw(part.module)
         self._held: dict[Key, _Forward | _Again] = {}
+        self._halves: dict[Key, Halves] = {}  # of which the second one is to come
 
     def forward(
         self,
@@ -162,6 +164,22 @@ class Execution:
                 torch.autograd.backward(outputs, given)
         return tuple(leaf.grad for leaf in held.leaves)
 
+    def inputs(self, key: Key, gradients: tuple[Tensor | None, ...] | None) -> tuple[Tensor | None, ...]:
+        """The first half of :meth:`backward`, which gives what that gives."""
+        held = self._held.pop(key)
+        assert isinstance(held, _Forward)
+        if gradients is None:
+            halves = Halves([loss for loss in held.outputs if loss.requires_grad], None, held.leaves)
+        else:
+            halves = Halves(*_roots(held, gradients), held.leaves)
+        halves.first()
+        self._halves[key] = halves
+        return tuple(leaf.grad for leaf in held.leaves)
+
+    def weights(self, key: Key) -> None:
+        """The second half of :meth:`backward`: adds to the ``grad`` of the part's parameters."""
+        self._halves.pop(key).second()
+
     def gradients(
         self, key: Key, gradients: tuple[Tensor | None, ...], parameters: list[Tensor], keep: bool
     ) -> tuple[Tensor | None, ...]:
@@ -199,6 +217,7 @@ class Execution:
     def close(self) -> None:
         """Nothing is held."""
         self._held.clear()
+        self._halves.clear()
 
     def _counting(self) -> contextlib.AbstractContextManager[None]:
         return self.norms.deferring(count=True) if self._deferred else contextlib.nullcontext()

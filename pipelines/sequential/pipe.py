@@ -33,6 +33,7 @@ from flowchan.pipelines.sequential.cut import CHUNKS, Cut
 from flowchan.pipelines.sequential.execution import casting_here
 from flowchan.pipelines.sequential.inference import Inference
 from flowchan.pipelines.sequential.parts import Part, compute_threads
+from flowchan.pipelines.sequential.plans import Function, Written
 from flowchan.pipelines.sequential.schedule import Schedule
 from flowchan.pipelines.sequential.timeline import REMEMBERED, Event, Timeline
 from flowchan.pipelines.sequential.training import Training
@@ -221,7 +222,7 @@ class Sequential(nn.Module):
         *,
         loss: Loss,
         optimizer: Optimizers | None = None,
-        schedule: Schedule = "1f1b",
+        schedule: Schedule | Written | Function = "1f1b",
         workers: int | None = None,
         recompute: bool | None = None,
         clip: float | None = None,
@@ -234,8 +235,10 @@ class Sequential(nn.Module):
 
         ``loss(output, target)`` gives the mean over a batch, as torch's losses do. ``optimizer(parameters)``
         makes an optimizer for a part, where its parameters are; ``None``: yours is outside, and after a step
-        the module's parameters have their ``grad``. ``schedule``: ``"gpipe"``, ``"1f1b"`` or
-        ``"interleaved"``, for which fewer ``workers`` than parts hold several each. ``recompute``:
+        the module's parameters have their ``grad``. ``schedule``: ``"gpipe"``, ``"1f1b"``,
+        ``"zbh1"``, or with several parts per worker ``"interleaved"`` with fewer ``workers``, ``"zbv"`` and
+        ``"dualpipev"`` with two each; or one of your own, as text with a line for each worker, or a function
+        of worker, workers, parts and chunks that gives steps, or such a line. ``recompute``:
         activations are not kept for the backward pass but computed again; ``None``: as the pipe does.
         ``clip``: the largest norm of all gradients together. ``autocast``: the type for ``torch.autocast``,
         as ``torch.bfloat16``. Raises ``TypeError`` or ``ValueError`` for what is wrong, ``RuntimeError``

@@ -2,10 +2,10 @@
 here.
 
 Every worker does its steps in order. Before a step it takes what it needs of another worker; after it, it
-hands on what the next one needs: the output of ``F`` to the worker of the next part, the gradient of ``B`` to
-the worker of the part before. Outputs and gradients go over links of their own, in order and with room for
-``capacity`` messages each. A worker waits for room in a full link. It takes messages only from the link that
-it needs one of, and keeps what came too early.
+hands on what the next one needs: the output of ``F`` to the worker of the next part, the gradient of ``B``
+or ``I`` to the worker of the part before. Outputs and gradients go over links of their own, in order and with
+room for ``capacity`` messages each. A worker waits for room in a full link. It takes messages only from the
+link that it needs one of, and keeps what came too early.
 
 Workers that read blockingly and write blockingly, in an order fixed beforehand, are a Kahn process network:
 whether they deadlock depends on their order and on the capacity, not on how long anything takes. One
@@ -33,6 +33,11 @@ class Simulated:
 
     events: tuple[tuple[Event, ...], ...]
     peaks: tuple[int, ...]
+
+    def held(self, sizes: Sequence[float]) -> tuple[float, ...]:
+        """For each worker how much it held at most, where a micro-batch's pass through a part holds so much
+        of ``sizes``."""
+        return tuple(_peak(events, sizes) for events in self.events)
 
     @property
     def makespan(self) -> float:
@@ -83,24 +88,32 @@ class Simulated:
         )
 
 
+Times = float | Sequence[float]
+"""How long a step takes: for all parts, or by part."""
+
+
 def simulate(
-    plan: Sequence[Iterable[Step]], forward: float = 1.0, backward: float = 2.0, capacity: int | None = None
+    plan: Sequence[Iterable[Step]],
+    forward: Times = 1.0,
+    backward: Times = 2.0,
+    capacity: int | None = None,
+    weights: Times | None = None,
 ) -> Simulated:
     """What happens when each worker does the steps of its list, ``plan[worker]``, in order.
 
-    ``forward`` and ``backward`` are how long one step through one part takes. ``capacity`` is how many
-    messages a link between two workers has room for; ``None``: any number. A list may go forward only.
+    ``forward`` and ``backward`` are how long one step through one part takes, or through each of them;
+    ``weights`` is how much of ``backward`` the gradients of the weights take, half if not told. ``capacity``
+    is how many messages a link between two workers has room for; ``None``: any number. A list may go forward
+    only.
 
     Raises ``ValueError`` for an order that cannot be done: a step twice, a part on two workers, ``B`` before
     ``F``, or a deadlock, and then it names who waits for what; and for times and a capacity that are none.
     """
-    for name, duration in (("forward", forward), ("backward", backward)):
-        if not 0 < duration < math.inf:
-            raise ValueError(f"simulate: {name} must be a time greater than 0, not {duration!r}")
     if capacity is not None and capacity < 1:
         raise ValueError(f"simulate: capacity must be at least 1, or None for any number, not {capacity!r}")
     lists = [list(steps) for steps in plan]
-    network = _Network(lists, {"F": forward, "B": backward}, capacity)
+    parts = max((step.part for steps in lists for step in steps), default=-1) + 1
+    network = _Network(lists, _durations(parts, forward, backward, weights), capacity)
     going = dict(enumerate(network.workers))
     while going:
         before, waits = network.moves, []
@@ -111,7 +124,28 @@ def simulate(
                 del going[number]
         if going and network.moves == before:
             raise ValueError(f"simulate: deadlock: {'; '.join(waits)}")
-    return Simulated(tuple(map(tuple, network.events)), tuple(map(_peak, network.events)))
+    return Simulated(
+        tuple(map(tuple, network.events)), tuple(int(_peak(events)) for events in network.events)
+    )
+
+
+def _durations(parts: int, forward: Times, backward: Times, weights: Times | None) -> dict[Op, list[float]]:
+    """By kind of step and part."""
+    found: dict[str, list[float]] = {}
+    if weights is None:
+        weights = [one / 2 for one in backward] if isinstance(backward, Sequence) else backward / 2
+    for name, given in (("forward", forward), ("backward", backward), ("weights", weights)):
+        times = list(given) if isinstance(given, Sequence) else [given] * max(parts, 1)
+        if len(times) < parts:
+            raise ValueError(f"simulate: {name} must be a time for each of {parts} parts, not {given!r}")
+        for one in times:
+            if not 0 < one < math.inf:
+                raise ValueError(f"simulate: {name} must be a time greater than 0, not {one!r}")
+        found[name] = times
+    rest = [whole - own for whole, own in zip(found["backward"], found["weights"], strict=False)]
+    if not all(one > 0 for one in rest):
+        raise ValueError(f"simulate: weights must take less than backward={backward!r}, not {weights!r}")
+    return {"F": found["forward"], "B": found["backward"], "I": rest, "W": found["weights"]}
 
 
 @dataclass(slots=True)
@@ -149,7 +183,9 @@ class _Network:
     """Workers as coroutines that yield what they wait for, and the links between them. ``moves`` counts what
     happened."""
 
-    def __init__(self, lists: list[list[Step]], durations: dict[Op, float], capacity: int | None) -> None:
+    def __init__(
+        self, lists: list[list[Step]], durations: dict[Op, list[float]], capacity: int | None
+    ) -> None:
         self.moves = 0
         self.events: list[list[Event]] = [[] for _ in lists]
         self.workers = [self._work(worker, steps) for worker, steps in enumerate(lists)]
@@ -163,41 +199,44 @@ class _Network:
         now = 0.0
         done: set[Step] = set()
         for step in steps:
-            if step in done:
+            if not done.isdisjoint(_done_by(step)):
                 raise ValueError(f"simulate: worker {worker} does {step} twice")
             for needed in self._needs(step):
                 now = yield from self._receive(worker, step, needed, done, now)
-            begin, now = now, now + self._durations[step.op]
+            begin, now = now, now + self._durations[step.op][step.part]
             self.events[worker].append(Event(worker, step.part, step.op, 0, step.chunk, begin, now))
-            done.add(step)
+            done.update(_done_by(step))
             self.moves += 1
             now = yield from self._send(worker, step, now)
 
     def _needs(self, step: Step) -> Iterator[Step]:
         if step.op == "F" and step.part > 0:
             yield replace(step, part=step.part - 1)
-        if step.op == "B":
+        if step.op in "BI":
             yield replace(step, op="F")
             if step.part < self._last:
-                yield replace(step, part=step.part + 1)
+                yield replace(step, op="I", part=step.part + 1)
+        if step.op == "W":
+            yield replace(step, op="I")
 
     def _receive(
         self, worker: int, step: Step, needed: Step, done: set[Step], now: float
     ) -> Generator[str, None, float]:
         """When ``worker`` has ``needed`` for ``step``."""
+        name = replace(needed, op="B") if (step.op, needed.op) == ("B", "I") else needed
         owner = self._owners.get(needed.part)
         if owner is None:
             raise ValueError(
-                f"simulate: worker {worker} needs {needed} for {step}, and no worker has part {needed.part}"
+                f"simulate: worker {worker} needs {name} for {step}, and no worker has part {needed.part}"
             )
         if owner == worker:
             if needed not in done:
-                raise ValueError(f"simulate: worker {worker} does {step} and has not done {needed} before")
+                raise ValueError(f"simulate: worker {worker} does {step} and has not done {name} before")
             return now
         link = self._link(owner, worker, needed.op)
         while needed not in link.kept:
             if link.empty():
-                yield f"worker {worker} waits before {step} for {needed} of worker {owner}"
+                yield f"worker {worker} waits before {step} for {name} of worker {owner}"
             else:
                 now = link.take(now)
                 self.moves += 1
@@ -206,16 +245,22 @@ class _Network:
     def _send(self, worker: int, step: Step, now: float) -> Generator[str, None, float]:
         """When what came out of ``step`` is on its way to whoever needs it."""
         receiver = self._owners.get(step.part + 1 if step.op == "F" else step.part - 1, worker)
-        if receiver == worker:
+        if receiver == worker or step.op == "W":
             return now
-        link = self._link(worker, receiver, step.op)
+        message = replace(step, op="I") if step.op == "B" else step  # to the receiver it is the same
+        link = self._link(worker, receiver, message.op)
         while link.full():
             yield f"worker {worker} waits after {step} for room in its link to worker {receiver}"
         self.moves += 1
-        return link.put(step, now)
+        return link.put(message, now)
 
     def _link(self, sender: int, receiver: int, op: Op) -> _Link:
         return self._links.setdefault((sender, receiver, op), _Link(self._capacity))
+
+
+def _done_by(step: Step) -> list[Step]:
+    """A backward pass is both of its halves."""
+    return [replace(step, op="I"), replace(step, op="W")] if step.op == "B" else [step]
 
 
 def _owners(lists: list[list[Step]]) -> dict[int, int]:
@@ -234,10 +279,12 @@ def _busy(events: Iterable[Event]) -> float:
     return sum(event.end - event.begin for event in events)
 
 
-def _peak(events: Iterable[Event]) -> int:
-    """How many forward passes wait for the end of their backward pass, at most."""
-    held = highest = 0
+def _peak(events: Iterable[Event], sizes: Sequence[float] | None = None) -> float:
+    """How much is held at most by forward passes that wait for the end of their backward pass; without sizes
+    how many."""
+    held = highest = 0.0
     for event in events:
-        held += 1 if event.op == "F" else -1
+        size = 1 if sizes is None else sizes[event.part or 0]
+        held += {"F": size, "I": 0.0}.get(event.op, -size)
         highest = max(highest, held)
     return highest

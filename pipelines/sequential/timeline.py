@@ -16,19 +16,23 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 from xml.etree import ElementTree
 
-Op = Literal["F", "B", "recompute", "update"]
+Op = Literal["F", "B", "I", "W", "recompute", "update"]
 
 OPS: tuple[Op, ...] = get_args(Op)
 
 NAMES: dict[Op, str] = {
     "F": "forward (F)",
     "B": "backward (B)",
+    "I": "backward: inputs (I)",
+    "W": "backward: weights (W)",
     "recompute": "forward again",
     "update": "update",
 }
 COLOURS: dict[Op, tuple[int, int, int]] = {
     "F": (46, 108, 184),
     "B": (198, 92, 22),
+    "I": (216, 136, 48),
+    "W": (150, 74, 92),
     "recompute": (70, 160, 150),
     "update": (128, 100, 170),
 }
@@ -50,9 +54,10 @@ class Event(NamedTuple):
     """One thing that a worker did, from ``begin`` to ``end``: seconds of ``time.monotonic()``, one clock for
     all processes of a host.
 
-    ``op`` is ``"F"``, ``"B"``, ``"recompute"`` (the forward pass again, before a backward pass) or
-    ``"update"`` (clipping and the optimiser's step). ``step`` counts batches from 0 on. An update has no
-    ``chunk``, and no ``part`` when it is of all parts of its worker. Events of one worker do not overlap.
+    ``op`` is ``"F"``, ``"B"`` or its halves ``"I"`` and ``"W"``, ``"recompute"`` (the forward pass again,
+    before a backward pass) or ``"update"`` (clipping and the optimiser's step). ``step`` counts batches from
+    0 on. An update has no ``chunk``, and no ``part`` when it is of all parts of its worker. Events of one
+    worker do not overlap.
     """
 
     worker: int

@@ -26,7 +26,8 @@ from flowchan.pipelines.sequential.checks import without_gradient
 from flowchan.pipelines.sequential.copies import Copies, Numbers
 from flowchan.pipelines.sequential.execution import Passed, casting_here
 from flowchan.pipelines.sequential.parts import Part
-from flowchan.pipelines.sequential.schedule import Schedule, Step, check, plan, steps, text
+from flowchan.pipelines.sequential.plans import Function, Plans, Written
+from flowchan.pipelines.sequential.schedule import Schedule, Step, text
 from flowchan.pipelines.sequential.shared import share, state_tensors
 from flowchan.pipelines.sequential.state import modes_of, state_of
 from flowchan.pipelines.sequential.timeline import Event, Timeline
@@ -64,29 +65,26 @@ class Training:
         *,
         loss: Loss,
         optimizer: Optimizers | None,
-        schedule: Schedule,
+        schedule: Schedule | Written | Function,
         workers: int | None,
         recompute: bool,
         clip: float | None,
         autocast: torch.dtype | None,
         deferred: bool,
     ) -> None:
-        workers = len(parts) if workers is None else workers
-        check("training", schedule, workers, len(parts), chunks)
+        self._plans = Plans(schedule, workers, len(parts), chunks)
         _check(parts, loss, optimizer, recompute, clip, autocast)
-        plans = plan(schedule, workers, len(parts), chunks)
         self._parts, self._on, self._pieces, self._clip = parts, on, pieces, clip
         self._joined = joined
         self._outside = optimizer is None
         self._seen: Any = None  # the state of the layers that the processes have
-        self._total, self._last = len(parts), (len(parts) - 1) % workers
+        self._places = places = self._plans.places
+        self._total, self._first, self._last = len(parts), places.of[0], places.of[-1]
         self._jobs = [
             Assignment(
                 number,
-                workers,
-                len(parts),
-                tuple(parts[number::workers]),
-                schedule,
+                places,
+                tuple(parts[part] for part in places.parts(number)),
                 loss if number == self._last else None,
                 optimizer,
                 recompute,
@@ -96,19 +94,19 @@ class Training:
                 len(on.hosts),
                 deferred,
             )
-            for number in range(workers)
+            for number in range(places.workers)
         ]
         self._graph = Graph("Sequential training")
-        self._commands, self._answered_by = _declare(self._graph, self._jobs, on, 2 * chunks + 8)
-        self.schedule = [text(steps) for steps in plans]
+        self._commands, self._answered_by = _declare(self._graph, self._jobs, on, chunks)
+        self.schedule = [text(steps) for steps in self._plans.of(chunks)]
         """What each worker does in a step of ``chunks`` micro-batches, or of eight, as text."""
         self._copies: list[list[Copies]] = []  # of each worker's parts, where these are on other hosts
         self._run: Run | None = None
         self._begun = False
         self._answers: Iterator[Answer] | None = None
         self._steps = 0
-        self._sent = [{"F": 0, "B": 0} for _ in self._jobs]
-        self._events: deque[tuple[Event, ...]] = deque(maxlen=KEPT * workers)
+        self._sent = [{1: 0, -1: 0} for _ in self._jobs]  # to the next worker, and to the one before
+        self._events: deque[tuple[Event, ...]] = deque(maxlen=KEPT * places.workers)
 
     # --- its life ---
 
@@ -163,11 +161,13 @@ class Training:
         inputs, targets = self._split(without_gradient(x, "take the loss of pipe(x)"), target)
         sizes = tuple(map(batch_size, inputs))
         seed = int(torch.randint(2**31, ()))
-        with self._commanding(f"step {self._steps}", len(sizes), "FB"):
+        plan = self._plans.of(len(sizes))
+        with self._commanding(f"step {self._steps}", len(sizes), plan):
             for job in self._jobs:
-                self._put(job.worker, Train(self._steps, sizes, seed, self._changed(job)))
+                order = text(plan[job.worker])
+                self._put(job.worker, Train(self._steps, sizes, seed, order, self._changed(job)))
             for chunk, (value, wanted) in enumerate(zip(inputs, targets, strict=True)):
-                self._put(0, Item(("F", 0, chunk), Passed(self._light(value), {}, ())))
+                self._put(self._first, Item(("F", 0, chunk), Passed(self._light(value), {}, ())))
                 self._put(self._last, Item(("T", self._total - 1, chunk), self._light(wanted)))
             if self._clip is not None:
                 norm = math.sqrt(sum(answer.square for answer in self._answered()))
@@ -192,11 +192,12 @@ class Training:
         gradients."""
         self._raise_if_changed()
         inputs = self._pieces(without_gradient(x, "call it under torch.no_grad()"))
-        with self._commanding("an evaluation", len(inputs), "F"):
+        plan = [[step for step in own if step.op == "F"] for own in self._plans.of(len(inputs))]
+        with self._commanding("an evaluation", len(inputs), plan):
             for job in self._jobs:
-                self._put(job.worker, Evaluate(len(inputs), self._changed(job)))
+                self._put(job.worker, Evaluate(len(inputs), text(plan[job.worker]), self._changed(job)))
             for chunk, value in enumerate(inputs):
-                self._put(0, Item(("F", 0, chunk), Passed(self._light(value), {}, ())))
+                self._put(self._first, Item(("F", 0, chunk), Passed(self._light(value), {}, ())))
             outputs = self._answered()[self._last].values
         assert outputs is not None
         return self._joined(outputs, list(map(batch_size, inputs)), "the evaluation")
@@ -252,7 +253,7 @@ class Training:
         return sorted([next(self._answers) for _ in self._jobs], key=lambda answer: answer.worker)
 
     @contextlib.contextmanager
-    def _commanding(self, doing: str, chunks: int = 0, ops: str = "") -> Iterator[None]:
+    def _commanding(self, doing: str, chunks: int, plan: list[list[Step]]) -> Iterator[None]:
         """Within it workers do something. Whatever breaks it off ends the training; a failure is told by its
         place."""
         if self._answers is None:
@@ -263,25 +264,17 @@ class Training:
         try:
             yield
             for job, sent in zip(self._jobs, self._sent, strict=True):
-                for step in self._plan(job, chunks, ops):
-                    sent[step.op] += self._sends(step)
+                for step in plan[job.worker]:
+                    if side := self._places.sends(job.worker, step):
+                        sent[side] += 1
         except (ChannelError, StopIteration, RunError) as error:
             self._answers = None
-            raise self._told(error, doing, chunks, ops) from None
+            raise self._told(error, doing, chunks, plan) from None
         except BaseException:
             self._answers = None
             raise
 
-    def _plan(self, job: Assignment, chunks: int, ops: str) -> list[Step]:
-        if not chunks:
-            return []
-        ordered = steps(job.schedule, job.worker, job.workers, job.total, chunks)
-        return [step for step in ordered if step.op in ops]
-
-    def _sends(self, step: Step) -> bool:
-        return step.part < self._total - 1 if step.op == "F" else step.part > 0
-
-    def _told(self, error: BaseException, doing: str, chunks: int, ops: str) -> BaseException:
+    def _told(self, error: BaseException, doing: str, chunks: int, plan: list[list[Step]]) -> BaseException:
         """The failure of the run, with the place of the first one in its message."""
         assert self._run is not None
         with contextlib.suppress(RunError):  # it waits for the end, and nobody reads the answers any more
@@ -298,22 +291,23 @@ class Training:
         cause = failure.__cause__ or failure
         if isinstance(cause, WorkerDied):
             job = next(job for job in self._jobs if _name(job) == failure.stage)
-            place = f"{' and '.join(map(str, job.parts))}, {doing}, {self._reached(job, chunks, ops)}"
+            place = f"{' and '.join(map(str, job.parts))}, {doing}, {self._reached(job, chunks, plan)}"
         else:
             notes = [note for note in getattr(cause, "__notes__", ()) if note.startswith("part ")]
             place = notes[0] if notes else f"{failure.stage}, {doing}"
         return RunError(f"{place}: {type(cause).__name__}: {cause}", failures)
 
-    def _reached(self, job: Assignment, chunks: int, ops: str) -> str:
+    def _reached(self, job: Assignment, chunks: int, plan: list[list[Step]]) -> str:
         """How far a worker that died had come for certain, from what the others had taken of what it sent."""
         assert self._run is not None
-        ports = {f"{_name(job)}.onward": "F", f"{_name(job)}.back": "B"}
+        ports = {f"{_name(job)}.onward": 1, f"{_name(job)}.back": -1}
         taken = {ports[link.name]: link.passed for link in self._run.stats().links if link.name in ports}
-        left = {op: taken.get(op, 0) - self._sent[job.worker][op] for op in "FB"}
+        left = {side: taken.get(side, 0) - self._sent[job.worker][side] for side in (1, -1)}
         done = None
-        for step in self._plan(job, chunks, ops):
-            if self._sends(step) and left[step.op] > 0:
-                left[step.op] -= 1
+        for step in plan[job.worker]:
+            side = self._places.sends(job.worker, step)
+            if side and left[side] > 0:
+                left[side] -= 1
                 done = step
         if done is None:
             return "before anything of it was seen"
@@ -334,13 +328,13 @@ def add_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | Non
             parameter.grad += gradient.to(parameter.device)
 
 
-def _declare(
-    graph: Graph, jobs: Sequence[Assignment], on: Place, capacity: int
-) -> tuple[list[Stream], Stream]:
-    """The graph of a training: its inputs, and the stream of answers. With several parts per worker the last
-    worker's activations go on to the first one, and the first one's gradients back to the last: a ring."""
+def _declare(graph: Graph, jobs: Sequence[Assignment], on: Place, chunks: int) -> tuple[list[Stream], Stream]:
+    """The graph of a training: its inputs, and the stream of answers. In a ring the last worker's activations
+    go on to the first one, and the first one's gradients back to the last."""
     size = len(jobs)
-    ring = jobs[0].total > size
+    ring = jobs[0].places.ring
+    # Room for all that a worker sends in a step: nobody waits for room, so no order can lock workers up.
+    capacity = 2 * chunks * max(len(job.parts) for job in jobs) + 8
     commands = [graph.input(f"commands {number}", capacity) for number in range(size)]
     round_about = graph.feedback("activations of the last worker") if ring else None
     onward: Stream | None = round_about

@@ -1,8 +1,9 @@
 """A worker of a training: it holds some parts of the model and follows the steps of the schedule, in order.
 
 The parent sends commands, and with them micro-batches to the worker of the first part and targets to that of
-the last. Activations go to the worker of the next part, gradients go back to that of the part before, each
-over a channel of its own. Before each step the worker takes what it needs; what came too early waits here.
+the last. Activations go to the worker of the next part, gradients go back to that of the part before: workers
+have a channel to each of their neighbours. Before each step the worker takes what it needs; what came too
+early waits here.
 Each command is answered once; a step with clipping twice, for the gradients are scaled only when all workers'
 are known.
 """
@@ -25,7 +26,8 @@ from flowchan import Drained, In, Out
 from flowchan.pipelines.sequential.copies import Numbers
 from flowchan.pipelines.sequential.execution import GENERATOR, Casting, Execution, Passed, Tail
 from flowchan.pipelines.sequential.parts import Part, take_cores
-from flowchan.pipelines.sequential.schedule import Schedule, Step, steps
+from flowchan.pipelines.sequential.plans import Places
+from flowchan.pipelines.sequential.schedule import Step, parse
 from flowchan.pipelines.sequential.shared import State
 from flowchan.pipelines.sequential.timeline import Event, Op
 from flowchan.pipelines.sequential.values import join, mapped, tensors
@@ -41,10 +43,8 @@ class Assignment:
     parent, but perhaps on one of so many other ``hosts``."""
 
     worker: int
-    workers: int
-    total: int
+    places: Places
     parts: tuple[Part, ...]
-    schedule: Schedule
     loss: Loss | None
     optimizer: Optimizers | None
     recompute: bool
@@ -55,6 +55,11 @@ class Assignment:
     deferred: bool
 
     @property
+    def total(self) -> int:
+        """How many parts there are with all workers."""
+        return len(self.places.of)
+
+    @property
     def parameters(self) -> list[Tensor]:
         return [parameter for part in self.parts for parameter in part.module.parameters()]
 
@@ -63,12 +68,13 @@ class Assignment:
 
 
 class Train(NamedTuple):
-    """Do training step ``number`` with micro-batches of ``sizes`` samples. ``changed``: by part, what has
-    changed here in the meantime."""
+    """Do training step ``number`` with micro-batches of ``sizes`` samples, in the order of ``plan``.
+    ``changed``: by part, what has changed here in the meantime."""
 
     number: int
     sizes: tuple[int, ...]
     seed: int
+    plan: str
     changed: list[Numbers]
 
 
@@ -79,9 +85,10 @@ class Scale(NamedTuple):
 
 
 class Evaluate(NamedTuple):
-    """Let so many micro-batches pass in ``eval`` mode."""
+    """Let so many micro-batches pass in ``eval`` mode, in the order of the forward steps of ``plan``."""
 
     chunks: int
+    plan: str
     changed: list[Numbers]
 
 
@@ -114,8 +121,8 @@ class Answer(NamedTuple):
     changed: Sequence[Numbers] = ()
 
 
-# Stages. Which ports a worker has depends on where it stands: ``forward`` and ``backward`` bring activations
-# and gradients, ``onward`` and ``back`` take them to the others.
+# Stages. Which ports a worker has depends on where it stands: ``forward`` and ``backward`` bring what the
+# worker before and the one behind have for it, ``onward`` and ``back`` take to them what it has.
 
 
 def alone(commands: In[Any], answers: Out[Any], job: Assignment) -> None:
@@ -137,7 +144,7 @@ def middle(
     back: Out[Any],
     job: Assignment,
 ) -> None:
-    """A worker between two others; with several parts per worker all stand in a ring."""
+    """A worker between two others, as all are in a ring."""
     Worker(job, commands, answers, forward, backward, onward, back).run()
 
 
@@ -168,11 +175,12 @@ class Worker:
         self.early: dict[Key, Any] = {}
         self.events: list[Event] = []
         self.losses: list[Tensor] = []
+        self.plans: dict[str, list[Step]] = {}  # as they were read
         self.first: dict[int, tuple[Any, Any]] = {}  # outputs and targets of the first step
 
     def run(self) -> None:
         if self.job.own_process:
-            take_cores(self.job.worker, self.job.workers, self.job.hosts)
+            take_cores(self.job.worker, self.job.places.workers, self.job.hosts)
         try:
             self._build()
             with contextlib.suppress(Drained):  # the parent, or the worker before, has ended
@@ -211,7 +219,7 @@ class Worker:
         if job.optimizer is not None or job.own_process:  # else they add up where the user has them
             for parameter in job.parameters:
                 parameter.grad = None
-        plan = list(steps(job.schedule, job.worker, job.workers, job.total, len(train.sizes)))
+        plan = self._steps(train.plan)
         for step, following in zip(plan, [*plan[1:], None], strict=True):
             with at(
                 self.executions[step.part].part, f"step {step.op}{step.chunk}", step.chunk, len(train.sizes)
@@ -219,9 +227,11 @@ class Worker:
                 if step.op == "F":
                     # elsewhere the backward step waits for the parts behind
                     at_end = step.part == self.job.total - 1
-                    self._go_forward(
-                        step, train, soon=at_end and following == Step("B", step.chunk, step.part)
-                    )
+                    back = Step("B", step.chunk, step.part), Step("I", step.chunk, step.part)
+                    self._go_forward(step, train, soon=at_end and following in back)
+                elif step.op == "W":
+                    with self._timed("W", train.number, step):
+                        self.executions[step.part].weights((train.number, step.chunk))
                 else:
                     self._go_backward(step, train)
         self._check_mean()
@@ -237,6 +247,11 @@ class Worker:
         loss = torch.stack(self.losses).sum() if self.losses else None
         changed = [state.changed() for state in self.states] if job.hosts else []
         return Answer(job.worker, tuple(self.events), loss, values=values, changed=changed)
+
+    def _steps(self, plan: str) -> list[Step]:
+        if plan not in self.plans:
+            self.plans[plan] = parse(plan, self.job.parts[0].number)
+        return self.plans[plan]
 
     def _check_mean(self) -> None:
         """After the first step: whether the loss of the whole batch is the mean of those of its
@@ -269,9 +284,7 @@ class Worker:
         return self.job.optimizer is None and self.job.own_process
 
     def _go_forward(self, step: Step, train: Train, soon: bool) -> None:
-        passed: Passed = self._take(
-            self.commands if step.part == 0 else self.forward, ("F", step.part, step.chunk)
-        )
+        passed: Passed = self._take(("F", step.part, step.chunk), step.part - 1)
         tail = self._tail(step, train) if step.part == self.job.total - 1 else None
         seed = train.seed + (step.part << 16) + step.chunk
         with self._timed("F", train.number, step):
@@ -280,12 +293,12 @@ class Worker:
                 (train.number, step.chunk), passed, seed, tail, self._casting(execution), soon
             )
         if tail is None:
-            self._put(self.onward, ("F", step.part + 1, step.chunk), self._packed(output))
+            self._put(("F", step.part + 1, step.chunk), self._packed(output))
         else:
             self.losses.append(output.value)
 
     def _tail(self, step: Step, train: Train) -> Tail:
-        target = self._take(self.commands, ("T", step.part, step.chunk))
+        target = self._take(("T", step.part, step.chunk), None)
         device = self.executions[step.part].part.device
         if device is not None:
             target = mapped(lambda tensor: tensor.to(device), target)
@@ -304,15 +317,15 @@ class Worker:
         execution = self.executions[step.part]
         gradients: tuple[Tensor | None, ...] | None = None
         if step.part < self.job.total - 1:
-            gradients = self._take(self.backward, ("B", step.part, step.chunk))
+            gradients = self._take(("B", step.part, step.chunk), step.part + 1)
         key = train.number, step.chunk
         if execution.is_to_be_done_again(key):
             with self._timed("recompute", train.number, step):
                 execution.again(key)
-        with self._timed("B", train.number, step):
-            found = execution.backward(key, gradients)
+        with self._timed(step.op, train.number, step):
+            found = (execution.backward if step.op == "B" else execution.inputs)(key, gradients)
         if step.part > 0:
-            self._put(self.back, ("B", step.part - 1, step.chunk), self._light(found))
+            self._put(("B", step.part - 1, step.chunk), self._light(found))
 
     def _update(self, train: Train) -> None:
         """Clips, as ``torch.nn.utils.clip_grad_norm_`` does over the gradients of all workers, and
@@ -339,31 +352,38 @@ class Worker:
     def _evaluate(self, command: Evaluate) -> Answer:
         job = self.job
         outputs: list[tuple[int, Any]] = []
-        plan = steps(job.schedule, job.worker, job.workers, job.total, command.chunks)
-        for step in (step for step in plan if step.op == "F"):
+        for step in (step for step in self._steps(command.plan) if step.op == "F"):
             execution = self.executions[step.part]
             with at(execution.part, f"evaluation, step F{step.chunk}", step.chunk, command.chunks):
-                port = self.commands if step.part == 0 else self.forward
-                passed = self._take(port, ("F", step.part, step.chunk))
+                passed = self._take(("F", step.part, step.chunk), step.part - 1)
                 output = execution.evaluate(passed, self._casting(execution))
             if step.part == job.total - 1:
                 outputs.append((step.chunk, self._light(output.value)))
             else:
-                self._put(self.onward, ("F", step.part + 1, step.chunk), self._packed(output))
+                self._put(("F", step.part + 1, step.chunk), self._packed(output))
         return Answer(
             job.worker, values=[value for _, value in sorted(outputs, key=lambda output: output[0])]
         )
 
     # --- ports ---
 
-    def _take(self, port: In[Any] | None, key: Key) -> Any:
-        assert port is not None
+    def _take(self, key: Key, sender: int | None) -> Any:
+        """What a step needs, of part ``sender``, or of the program where there is no such part."""
+        side = None if sender in (None, -1) else self.job.places.towards(self.job.worker, sender or 0)
+        port = self.commands if side is None else self.forward if side < 0 else self.backward
         while key not in self.early:
+            assert port is not None
             item = port.get()
             self.early[item.key] = item.content
         return self.early.pop(key)
 
-    def _put(self, port: Out[Any] | None, key: Key, content: Any) -> None:
+    def _put(self, key: Key, content: Any) -> None:
+        """Hands something to the worker of part ``key[1]``."""
+        side = self.job.places.towards(self.job.worker, key[1])
+        if not side:
+            self.early[key] = content
+            return
+        port = self.onward if side > 0 else self.back
         assert port is not None
         port.put(Item(key, content))
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowchan.pipelines.sequential import schedule as module
-from flowchan.pipelines.sequential.schedule import SCHEDULES, Step, parse, plan, steps, text
+from flowchan.pipelines.sequential.schedule import IN_A_V, SCHEDULES, Step, parse, plan, steps, text
 from flowchan.pipelines.sequential.simulate import simulate
 
 SMALL = st.integers(1, 6)
@@ -21,7 +21,8 @@ SMALL = st.integers(1, 6)
 def arguments(draw: st.DrawFn) -> tuple[Any, int, int, int]:
     """A schedule, workers, parts and chunks that go together."""
     schedule, workers = draw(st.sampled_from(SCHEDULES)), draw(SMALL)
-    parts = draw(st.integers(workers, 4 * workers)) if schedule == "interleaved" else workers
+    most = {"interleaved": 4, "zbv": 2, "dualpipev": 2}.get(schedule, 1)
+    parts = draw(st.integers(workers, most * workers))
     return schedule, workers, parts, draw(st.integers(1, 20))
 
 
@@ -47,6 +48,38 @@ def test_1f1b_with_fewer_micro_batches_than_workers_is_gpipe_where_the_pipeline_
         "F0 F1 B0 B1",
         "F0 B0 F1 B1",
     ]
+
+
+def test_zbh1_is_1f1b_whose_weights_come_later_the_later_the_worker() -> None:
+    assert [text(one) for one in plan("zbh1", 3, 3, 4)] == [
+        "F0 F1 F2 B0 F3 B1 B2 B3",
+        "F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3",
+        "F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3",
+    ]
+
+
+def test_zbv_is_the_order_of_its_paper() -> None:
+    """Figure 6 of Qi et al. 2024, "Pipeline Parallelism with Controllable Memory": 4 workers, 8 parts."""
+    assert text(steps("zbv", 0, 4, 8, 8)).startswith(
+        "0:F0 0:F1 0:F2 0:F3 0:F4 0:F5 0:F6 7:F0 7:I0 7:W0 7:F1 7:I1 7:W1 7:F2 7:I2 7:W2 7:F3 7:I3 7:W3"
+    )
+    assert text(steps("zbv", 3, 4, 8, 8)).startswith(
+        "3:F0 4:F0 3:F1 4:F1 3:F2 4:F2 3:F3 4:F3 4:I0 4:W0 3:F4 3:I0 3:W0 4:F4 4:I1 4:W1"
+    )
+
+
+def test_dualpipev_takes_turns_between_its_two_parts() -> None:
+    assert [text(one) for one in plan("dualpipev", 2, 4, 4)] == [
+        "0:F0 0:F1 0:F2 3:F0 3:I0 3:W0 3:F1 0:F3 3:B1 3:F2 0:B0 3:B2 3:F3 0:B1 3:B3 0:B2 0:B3",
+        "1:F0 2:F0 1:F1 2:F1 1:F2 2:B0 2:F2 1:B0 1:F3 2:B1 2:F3 1:B1 2:B2 1:B2 2:I3 1:I3 2:W3 1:W3",
+    ]
+
+
+@pytest.mark.parametrize("schedule", IN_A_V)
+def test_a_v_with_an_odd_number_of_parts_leaves_out_what_would_be_the_last(schedule: Any) -> None:
+    found = plan(schedule, 2, 3, 4)
+    assert [{step.part for step in steps} for steps in found] == [{0}, {1, 2}]
+    simulate(found)
 
 
 def test_interleaved_sends_groups_of_micro_batches_through_one_part_after_the_other() -> None:
@@ -90,21 +123,34 @@ def test_each_worker_does_every_step_of_its_parts_once_and_backward_after_forwar
 ) -> None:
     schedule, workers, parts, chunks = one
     for worker, found in enumerate(plan(schedule, workers, parts, chunks)):
-        mine = range(worker, parts, workers)
-        expected = {Step(op, chunk, part) for op in ("F", "B") for chunk in range(chunks) for part in mine}
-        assert len(found) == len(expected)
-        assert set(found) == expected
-        place = {step: number for number, step in enumerate(found)}
-        assert all(place[Step("F", step.chunk, step.part)] <= place[step] for step in found)
+        mine: Any = range(worker, parts, workers)
+        if schedule in IN_A_V:
+            mine = [part for part in (worker, 2 * workers - 1 - worker) if part < parts]
+        whole = [half for step in found for half in halves(step)]
+        expected = {
+            Step(op, chunk, part) for op in ("F", "I", "W") for chunk in range(chunks) for part in mine
+        }
+        assert len(whole) == len(expected)
+        assert set(whole) == expected
+        place = {step: number for number, step in enumerate(whole)}
+        assert all(place[Step("F", step.chunk, step.part)] <= place[step] for step in whole)
+        weights = [step for step in whole if step.op == "W"]
+        assert all(place[Step("I", step.chunk, step.part)] < place[step] for step in weights)
+
+
+def halves(step: Step) -> list[Step]:
+    """A backward pass as its two halves."""
+    return [Step(op, step.chunk, step.part) for op in ("I", "W")] if step.op == "B" else [step]  # type: ignore[arg-type]
 
 
 @given(arguments())
 def test_micro_batches_go_through_a_part_in_their_order_both_ways(one: tuple[Any, int, int, int]) -> None:
     schedule, workers, parts, chunks = one
     for found in plan(schedule, workers, parts, chunks):
+        whole = [half for step in found for half in halves(step)]
         for part in {step.part for step in found}:
-            for op in ("F", "B"):
-                assert [step.chunk for step in found if (step.op, step.part) == (op, part)] == list(
+            for op in ("F", "I", "W"):
+                assert [step.chunk for step in whole if (step.op, step.part) == (op, part)] == list(
                     range(chunks)
                 )
 
@@ -115,13 +161,27 @@ def test_a_schedule_is_a_generator_that_can_be_made_again() -> None:
     assert list(once) == list(steps("1f1b", 0, 2, 2, 4))
 
 
-@pytest.mark.parametrize(("name", "parts"), [("gpipe", 3), ("1f1b", 3), ("interleaved", 4)])
-def test_the_drawings_in_the_module_are_what_the_schedules_do(name: Any, parts: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "workers", "parts", "chunks"),
+    [
+        ("gpipe", 3, 3, 4),
+        ("1f1b", 3, 3, 4),
+        ("interleaved", 2, 4, 4),
+        ("zbh1", 3, 3, 4),
+        ("zbv", 2, 4, 3),
+        ("dualpipev", 2, 4, 3),
+    ],
+)
+def test_the_drawings_in_the_module_are_what_the_schedules_do(
+    name: Any, workers: int, parts: int, chunks: int
+) -> None:
     described = inspect.cleandoc(module.__doc__ or "").split(f"*{name}*: ")[1]
     drawn = re.search(r"::\n\n((?: +\d  .*\n)+)", described)
     assert drawn
-    workers = 2 if name == "interleaved" else 3
-    assert inspect.cleandoc(drawn[1]) == simulate(plan(name, workers, parts, 4), 1, 1).staircase()
+    backward = (
+        2 if any(step.op in "IW" for steps in plan(name, workers, parts, chunks) for step in steps) else 1
+    )
+    assert inspect.cleandoc(drawn[1]) == simulate(plan(name, workers, parts, chunks), 1, backward).staircase()
 
 
 # The text
@@ -142,7 +202,7 @@ def test_steps_are_written_with_their_part_where_there_are_several(found: list[S
 
 @given(
     st.lists(
-        st.builds(Step, st.sampled_from(["F", "B"]), st.integers(0, 10**4), st.integers(0, 10**4)),
+        st.builds(Step, st.sampled_from(["F", "B", "I", "W"]), st.integers(0, 10**4), st.integers(0, 10**4)),
         max_size=50,
     )
 )
@@ -173,8 +233,16 @@ def test_a_word_that_is_no_step_is_named(word: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("zigzag", 0, 2, 2, 4), "steps: schedule must be 'gpipe' or '1f1b' or 'interleaved', not 'zigzag'"),
-        ((None, 0, 2, 2, 4), "steps: schedule must be 'gpipe' or '1f1b' or 'interleaved', not None"),
+        (
+            ("zigzag", 0, 2, 2, 4),
+            "steps: schedule must be "
+            "'gpipe' or '1f1b' or 'interleaved' or 'zbh1' or 'zbv' or 'dualpipev', not 'zigzag'",
+        ),
+        (
+            (None, 0, 2, 2, 4),
+            "steps: schedule must be "
+            "'gpipe' or '1f1b' or 'interleaved' or 'zbh1' or 'zbv' or 'dualpipev', not None",
+        ),
         (("gpipe", 0, 0, 2, 4), "steps: workers must be at least 1, not 0"),
         (("gpipe", -1, 2, 2, 4), "steps: worker must be at least 0, not -1"),
         (("gpipe", 2, 2, 2, 4), "steps: worker must be from 0 to 1 where workers=2, not 2"),
@@ -189,6 +257,11 @@ def test_a_word_that_is_no_step_is_named(word: str) -> None:
             ("1f1b", 0, 2, 4, 4),
             "steps: schedule='1f1b' gives each worker one part, but there are parts=4 for workers=2: "
             "take schedule='interleaved', or as many workers as parts",
+        ),
+        (
+            ("zbv", 0, 2, 6, 4),
+            "steps: schedule='zbv' gives each worker two parts, but there are parts=6 for workers=2: "
+            "take workers=3",
         ),
     ],
 )

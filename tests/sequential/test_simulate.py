@@ -27,7 +27,8 @@ timed = pytest.mark.parametrize(("forward", "backward"), TIMES)
 def plans(draw: st.DrawFn) -> list[list[Step]]:
     schedule: Any = draw(st.sampled_from(SCHEDULES))
     workers = draw(st.integers(1, 7))
-    parts = draw(st.integers(workers, 4 * workers)) if schedule == "interleaved" else workers
+    most = {"interleaved": 4, "zbv": 2, "dualpipev": 2}.get(schedule, 1)
+    parts = draw(st.integers(workers, most * workers))
     return plan(schedule, workers, parts, draw(st.integers(1, 24)))
 
 
@@ -76,6 +77,42 @@ def test_interleaved_holds_the_steps_it_is_ahead_by_and_one(workers: int, chunks
         min(2 * (workers - 1 - worker) + (each - 1) * workers + 1, each * chunks) for worker in range(workers)
     )
     assert simulate(plan("interleaved", workers, each * workers, chunks)).peaks == expected
+
+
+@sized
+def test_zbh1_waits_a_third_as_long_as_1f1b_and_holds_no_more_than_its_first_worker(
+    workers: int, chunks: int
+) -> None:
+    """(W - 1) (F + I - W) where there are at least as many micro-batches as workers."""
+    found = simulate(plan("zbh1", workers, workers, chunks), 1, 2)
+    if chunks >= workers:
+        assert found.makespan == 3 * chunks + workers - 1
+    assert max(found.peaks) == min(chunks, workers)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("more", [0, 1, 5])
+def test_zbv_waits_only_until_the_first_micro_batch_has_come(workers: int, more: int) -> None:
+    """Its parts are half as large as those of 1f1b, and two of them are held at once."""
+    chunks = max(2 * workers - 1, 1) + more
+    found = simulate(plan("zbv", workers, 2 * workers, chunks), 1, 2)
+    assert found.makespan == 6 * chunks + workers - 1
+    assert max(found.peaks) <= 2 * workers
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("more", [0, 1, 5])
+def test_dualpipev_waits_no_longer_than_zbv_and_holds_one_part_more(workers: int, more: int) -> None:
+    chunks = 2 * workers + more
+    found = simulate(plan("dualpipev", workers, 2 * workers, chunks), 1, 2)
+    assert found.makespan == 6 * chunks + workers - 1
+    assert max(found.peaks) <= 2 * workers + 1
+
+
+def test_weights_may_take_another_share_of_the_backward_pass_and_parts_another_time() -> None:
+    found = simulate([parse("F0 I0 W0"), parse("F0 I0 W0", part=1)], [1, 2], [4, 3], weights=[3, 1])
+    ends = [[(event.begin, event.end) for event in events] for events in found.events]
+    assert ends == [[(0, 1), (5, 6), (6, 9)], [(1, 3), (3, 5), (5, 6)]]
 
 
 def test_interleaved_with_a_remainder_still_beats_1f1b_of_the_same_model() -> None:
@@ -156,8 +193,10 @@ def check_times(found: Simulated) -> None:
         assert all(one.end <= other.begin for one, other in pairwise(events))
     for (op, chunk, part), when in begin.items():
         needed: list[tuple[Any, ...]] = [("F", chunk, part - 1)]
-        if op == "B":
-            needed = [("F", chunk, part), ("B", chunk, part + 1)]
+        if op in "BI":
+            needed = [("F", chunk, part), ("B", chunk, part + 1), ("I", chunk, part + 1)]
+        if op == "W":
+            needed = [("I", chunk, part)]
         assert all(end[one] <= when for one in needed if one in end)
 
 
@@ -195,6 +234,8 @@ def test_the_sender_waits_for_room_in_a_full_link() -> None:
         (["B0"], "worker 0 does 0:B0 and has not done 0:F0 before"),
         (["1:F0 0:F0"], "worker 0 does 1:F0 and has not done 0:F0 before"),
         (["F0 F1", "F2"], "part 0 is on worker 0 and on worker 1"),
+        (["F0 I0 B0"], "worker 0 does 0:B0 twice"),
+        (["F0 W0 I0"], "worker 0 does 0:W0 and has not done 0:I0 before"),
         (["0:F0", "2:F0"], "worker 1 needs 1:F0 for 2:F0, and no worker has part 1"),
         (["0:F0", "1:F1"], "deadlock: worker 1 waits before 1:F1 for 0:F1 of worker 0"),
         (
@@ -225,11 +266,11 @@ def test_a_deadlock_for_want_of_room_is_found_and_more_room_ends_it() -> None:
 
 @given(plans(), st.data())
 def test_a_step_left_out_is_missed(lists: list[list[Step]], data: st.DataObject) -> None:
-    """Unless nobody needs it: of one micro-batch, the backward pass through the first part."""
+    """Unless nobody needs it: of one micro-batch, the backward pass through the first part, or weights."""
     worker = data.draw(st.integers(0, len(lists) - 1))
     missing = data.draw(st.sampled_from(lists[worker]))
     lists[worker] = [step for step in lists[worker] if step != missing]
-    if missing.op == "B" and missing.part == 0:
+    if missing.op == "W" or (missing.op == "B" and missing.part == 0):
         simulate(lists)
     else:
         with pytest.raises(ValueError, match=r"^simulate: "):
@@ -243,6 +284,8 @@ def test_a_step_left_out_is_missed(lists: list[list[Step]], data: st.DataObject)
         ({"forward": 0}, "simulate: forward must be a time greater than 0, not 0"),
         ({"backward": -1.0}, "simulate: backward must be a time greater than 0, not -1.0"),
         ({"forward": float("nan")}, "simulate: forward must be a time greater than 0, not nan"),
+        ({"weights": 2.0}, "simulate: weights must take less than backward=2.0, not 2.0"),
+        ({"backward": []}, "simulate: backward must be a time for each of 1 parts, not []"),
     ],
 )
 def test_a_wrong_argument_is_named(arguments: dict[str, Any], message: str) -> None:

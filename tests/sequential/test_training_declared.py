@@ -39,7 +39,7 @@ from flowchan.viz import to_dot
         (
             {"schedule": "zigzag"},
             ValueError,
-            "^training: schedule must be 'gpipe' or .* or 'interleaved', not 'zigzag'",
+            "^training: schedule must be 'gpipe' or .* or 'dualpipev', not 'zigzag'",
         ),
         ({"workers": 2}, ValueError, "^training: .*take schedule='interleaved'"),
         ({"workers": 5, "schedule": "interleaved"}, ValueError, "^training: .*take fewer workers"),

@@ -12,6 +12,7 @@ from torch import nn
 from trained import OPTIMIZERS, assert_same_state, batches, in_parts, plainly
 
 from flowchan.pipelines import Pop, Stash
+from flowchan.pipelines.sequential.schedule import SCHEDULES
 
 WIDTH = 6
 LAYERS = ["linear", "linear", "tanh", "relu", "norm", "stash", "pop"]
@@ -52,8 +53,8 @@ def modules(draw: st.DrawFn) -> nn.Sequential:
 def cuts(draw: st.DrawFn, layers: int) -> dict[str, Any]:
     """How a module of so many layers is trained."""
     parts = draw(st.integers(1, min(5, layers)))
-    schedule = draw(st.sampled_from(["gpipe", "1f1b", "interleaved"]))
-    workers = draw(st.integers(1, parts)) if schedule == "interleaved" else parts
+    schedule = draw(st.sampled_from(SCHEDULES))
+    workers = draw(st.integers(1, parts)) if schedule == "interleaved" else None
     return {
         "parts": parts,
         "schedule": schedule,

@@ -33,6 +33,9 @@ schedules = pytest.mark.parametrize(
         ("interleaved", 4, 2),
         ("interleaved", 5, 2),
         ("interleaved", 3, 1),
+        ("zbh1", 3, 3),
+        ("zbv", 4, 2),
+        ("dualpipev", 4, 2),
         ("1f1b", 1, 1),
     ],
 )

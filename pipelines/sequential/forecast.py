@@ -1,0 +1,102 @@
+"""Which schedule suits a model, and what it would give: layers are measured, and every schedule is simulated
+with what they take."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from flowchan.declare.places import PLACES
+from flowchan.pipelines.sequential.balance import best_split, costs, step_seconds
+from flowchan.pipelines.sequential.checks import checked_module
+from flowchan.pipelines.sequential.cut import CHUNKS, PASSING
+from flowchan.pipelines.sequential.parts import compute_threads
+from flowchan.pipelines.sequential.schedule import IN_A_V, SCHEDULES, Schedule, plan
+from flowchan.pipelines.sequential.simulate import simulate
+from flowchan.pipelines.sequential.values import split
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What a schedule would give: ``Sequential(module, parts, chunks=chunks)`` and its
+    ``trainer(schedule=schedule, workers=workers)``.
+
+    ``seconds`` is how long a step takes, ``alone`` how long one worker would need for the same, ``bubble``
+    the share of their time that workers wait, and ``held`` how many bytes of activations a worker holds at
+    most."""
+
+    schedule: Schedule
+    parts: list[int]
+    workers: int
+    chunks: int
+    seconds: float
+    alone: float
+    bubble: float
+    held: float
+
+    def __str__(self) -> str:
+        """A line of a table."""
+        return (
+            f"{self.schedule:11} parts={self.parts}: {self.seconds * 1e3:.3g} ms a step, "
+            f"{self.alone / self.seconds:.2f} times as fast as one worker, which waits {self.bubble:.0%} and "
+            f"holds {self.held / 1e6:.3g} MB"
+        )
+
+
+def forecasts(
+    module: nn.Sequential | Iterable[nn.Module],
+    sample: Any,
+    workers: int = 2,
+    *,
+    on: Literal["thread", "process"] = "thread",
+    chunks: int = CHUNKS,
+) -> list[Forecast]:
+    """What each schedule would give that a module has enough layers for, the best one first.
+
+    ``sample`` is a usual batch. Measures copies of the layers, forward and backward, which takes as long as a
+    few training steps. Raises as ``Sequential`` and its ``trainer`` do, and what a layer raises."""
+    module = copy.deepcopy(checked_module(module)).train()
+    if isinstance(workers, bool) or not isinstance(workers, int) or not 1 <= workers <= len(module):
+        raise ValueError(f"forecasts: workers must be from 1 to {len(module)}, the layers, not {workers!r}")
+    pieces = split(sample, chunks, "sample")
+    threads = compute_threads(workers) if PLACES[on].apart else torch.get_num_threads()
+    times = step_seconds(module, pieces[0], threads)
+    kept = costs(module, pieces[0], "memory", threads, param_scale=0.0)
+    found = []
+    for schedule in SCHEDULES:
+        several = schedule == "interleaved" or schedule in IN_A_V
+        parts = 2 * workers if several else workers
+        if parts <= len(module):
+            counts = best_split([sum(one) for one in times], parts)
+            found.append(_forecast(schedule, counts, workers, len(pieces), times, kept, PASSING[on]))
+    return sorted(found, key=lambda one: one.seconds)
+
+
+def _forecast(
+    schedule: Any,
+    counts: list[int],
+    workers: int,
+    chunks: int,
+    times: Sequence[tuple[float, float, float]],
+    kept: Sequence[float],
+    passing: float,
+) -> Forecast:
+    ends = list(pairwise(accumulate(counts, initial=0)))
+    forward, inputs, weights = (
+        [sum(column[begin:end]) for begin, end in ends] for column in zip(*times, strict=True)
+    )
+    sizes = [sum(kept[begin:end]) for begin, end in ends]
+    run = simulate(
+        plan(schedule, workers, len(counts), chunks),
+        [one + passing for one in forward],
+        [one + other + passing for one, other in zip(inputs, weights, strict=True)],
+        weights=weights,
+    )
+    alone = chunks * sum(map(sum, times))
+    return Forecast(schedule, counts, workers, chunks, run.makespan, alone, run.bubble, max(run.held(sizes)))

@@ -1,0 +1,164 @@
+"""What each worker does in a training step: by a schedule's name, or as the user wrote it down. No torch
+here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from flowchan.items.text import short, shown
+from flowchan.pipelines.sequential.schedule import (
+    SCHEDULES,
+    STEP,
+    Schedule,
+    Step,
+    check,
+    parse,
+    plan,
+    usual_workers,
+)
+from flowchan.pipelines.sequential.simulate import simulate
+
+Written = str | Sequence[str]
+"""A schedule as text: a line for each worker."""
+Function = Callable[[int, int, int, int], str | Iterable[Step]]
+"""A schedule as a function of worker, workers, parts and chunks."""
+
+
+@dataclass(frozen=True)
+class Places:
+    """Which worker has each part. Workers stand in a row, and in a ring where a part's next one is not with a
+    neighbour."""
+
+    workers: int
+    of: tuple[int, ...]
+
+    def parts(self, worker: int) -> list[int]:
+        """Those of a worker."""
+        return [part for part, owner in enumerate(self.of) if owner == worker]
+
+    def towards(self, worker: int, part: int) -> int:
+        """Where a part is, seen from a worker: 0 with itself, 1 with the next one, -1 with the one before."""
+        away = self.of[part] - worker
+        if abs(away) > 1:  # round the ring
+            return -1 if away > 0 else 1
+        return away
+
+    def sends(self, worker: int, step: Step) -> int:
+        """Where what comes out of a step goes, as :meth:`towards` says; 0 also where nobody waits for it."""
+        part = step.part + (1 if step.op == "F" else -1)
+        if step.op == "W" or part not in range(len(self.of)):
+            return 0
+        return self.towards(worker, part)
+
+    @property
+    def ring(self) -> bool:
+        """Whether the last worker's next one is the first."""
+        return any(abs(one - other) > 1 for one, other in zip(self.of, self.of[1:], strict=False))
+
+
+class Plans:
+    """The steps of all workers for any number of micro-batches up to ``chunks``. Raises ``TypeError`` or
+    ``ValueError`` for a schedule that can't be done."""
+
+    def __init__(
+        self, schedule: Schedule | Written | Function, workers: int | None, parts: int, chunks: int
+    ) -> None:
+        self._schedule, self._total = schedule, parts
+        self._lines = _lines(schedule)
+        if self._lines is not None:
+            if workers not in (None, len(self._lines)):
+                raise ValueError(
+                    f"training: the schedule has {len(self._lines)} lines, one for each worker, "
+                    f"not workers={short(workers)}"
+                )
+            workers = len(self._lines)
+        elif workers is None:
+            workers = usual_workers(schedule, parts)
+        named = "gpipe" if callable(schedule) or self._lines is not None else schedule
+        if named is schedule or not isinstance(workers, int) or workers < 1:
+            check("training", named, workers, parts, chunks)
+        self.workers = workers
+        self.of = lru_cache(8)(self._of)
+        self.places = Places(workers, _owners(self.of(chunks), parts))
+        if named is not schedule:
+            _check_neighbours(self.places)
+
+    def _of(self, chunks: int) -> list[list[Step]]:
+        schedule: Any = self._schedule
+        if self._lines is not None:
+            found = [parse(line, worker) for worker, line in enumerate(self._lines)]
+            if not hasattr(self, "places"):  # the whole one, which those for fewer micro-batches are cut from
+                _check_whole(found, self._total, chunks)
+            return [[step for step in steps if step.chunk < chunks] for steps in found]
+        if callable(schedule):
+            found = []
+            for worker in range(self.workers):
+                given = schedule(worker, self.workers, self._total, chunks)
+                found.append(parse(given, worker) if isinstance(given, str) else _steps(given))
+            _check_whole(found, self._total, chunks)
+            return found
+        return plan(schedule, self.workers, self._total, chunks)
+
+
+def _lines(schedule: Any) -> list[str] | None:
+    """The lines of a schedule that is written down; ``None`` for a name or a function."""
+    if isinstance(schedule, str):
+        words = schedule.split()
+        if schedule in SCHEDULES or not any(map(STEP.fullmatch, words)):
+            return None
+        return [line for line in schedule.splitlines() if line.strip()]
+    if isinstance(schedule, Sequence) and schedule and all(isinstance(line, str) for line in schedule):
+        return list(schedule)
+    return None
+
+
+def _steps(given: Any) -> list[Step]:
+    steps = list(given) if isinstance(given, Iterable) else [given]
+    for step in steps:
+        if not isinstance(step, Step):
+            raise TypeError(
+                f"training: the schedule's function must give steps, or them as text, not {shown(step)}"
+            )
+    return steps
+
+
+def _check_whole(plan: list[list[Step]], parts: int, chunks: int) -> None:
+    """Raises ``ValueError`` unless each micro-batch goes once forward and once back through each part, in an
+    order that can be done."""
+    given = {step for steps in plan for step in steps}
+    for step in sorted(given, key=str):
+        if step.part >= parts or step.chunk >= chunks:
+            raise ValueError(
+                f"training: the schedule has {step}, but there are {parts} parts, and {chunks} micro-batches "
+                "for which it must be: say chunks= of the pipe"
+            )
+    for part in range(parts):
+        for chunk in range(chunks):
+            forward, back, inputs, weights = (Step(op, chunk, part) for op in ("F", "B", "I", "W"))
+            halves = (inputs in given) + (weights in given)
+            if forward not in given or halves == 1 or (back in given) == (halves == 2):
+                raise ValueError(
+                    f"training: the schedule must have {forward} once, and either {back} or both {inputs} "
+                    f"and {weights}"
+                )
+    try:
+        simulate(plan)
+    except ValueError as error:
+        raise ValueError(f"training: the schedule can't be done: {error}") from None
+
+
+def _owners(plan: list[list[Step]], parts: int) -> tuple[int, ...]:
+    owners = {step.part: worker for worker, steps in enumerate(plan) for step in steps}
+    return tuple(owners[part] for part in range(parts))
+
+
+def _check_neighbours(places: Places) -> None:
+    for part, (one, other) in enumerate(zip(places.of, places.of[1:], strict=False)):
+        if (other - one) % places.workers not in (0, 1, places.workers - 1):
+            raise ValueError(
+                f"training: the schedule has part {part} with worker {one} and part {part + 1} with worker "
+                f"{other}: give them to one worker, or to two that stand side by side"
+            )

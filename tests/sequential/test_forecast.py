@@ -1,0 +1,105 @@
+"""Which schedule suits a model: what is measured of its layers is simulated with every schedule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from flowchan.pipelines import Pop, Sequential, Stash
+from flowchan.pipelines.sequential import forecast
+from flowchan.pipelines.sequential.forecast import forecasts
+from flowchan.pipelines.sequential.schedule import SCHEDULES, plan
+from flowchan.pipelines.sequential.simulate import simulate
+
+
+def layers(number: int = 8) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(number)))
+
+
+def with_times(monkeypatch: pytest.MonkeyPatch, times: list[tuple[float, float, float]], kept: float) -> None:
+    """Layers take so long, and passing nothing."""
+    monkeypatch.setattr(forecast, "step_seconds", lambda *_: times)
+    monkeypatch.setattr(forecast, "costs", lambda *_, **__: [kept] * len(times))
+    monkeypatch.setattr(forecast, "PASSING", {"thread": 0.0, "process": 0.0})
+
+
+def test_the_best_schedule_comes_first_with_what_the_simulator_says_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with_times(monkeypatch, [(1.0, 1.0, 1.0)] * 8, 100.0)
+    found = {one.schedule: one for one in forecasts(layers(), torch.randn(16, 8), workers=4)}
+    assert list(found)[:2] in (["zbv", "dualpipev"], ["dualpipev", "zbv"])
+    assert set(found) == set(SCHEDULES)
+    for schedule, one in found.items():
+        parts = len(one.parts)
+        run = simulate(plan(schedule, 4, parts, 8), 8 / parts, 16 / parts)
+        assert (one.workers, one.chunks, one.alone) == (4, 8, 8 * 24)
+        assert (one.seconds, one.bubble) == pytest.approx((run.makespan, run.bubble))
+        assert one.held == pytest.approx(max(run.peaks) * 100 * 8 / parts)
+    assert str(found["zbv"]) == (
+        "zbv         parts=[1, 1, 1, 1, 1, 1, 1, 1]: 5.1e+04 ms a step, 3.76 times as fast as one worker, "
+        "which waits 6% and holds 0.0008 MB"
+    )
+
+
+def test_parts_are_cut_where_they_take_equally_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_times(monkeypatch, [(3.0, 3.0, 3.0), *[(1.0, 1.0, 1.0)] * 3], 1.0)
+    found = {one.schedule: one.parts for one in forecasts(layers(4), torch.randn(4, 8), workers=2)}
+    assert found["1f1b"] == [1, 3]
+    assert found["zbv"] == [1, 1, 1, 1]
+
+
+def test_schedules_for_which_there_are_not_enough_layers_are_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with_times(monkeypatch, [(1.0, 1.0, 1.0)] * 3, 1.0)
+    found = {one.schedule for one in forecasts(layers(3), torch.randn(4, 8), workers=2)}
+    assert found == {"gpipe", "1f1b", "zbh1"}
+
+
+class Heavy(nn.Module):
+    """As quick as nothing, but for a backward pass towards its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(300, 300))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+@pytest.mark.parametrize("on", ["thread", "process"])
+def test_a_model_is_measured_and_left_as_it_is(on: Any) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(
+        nn.Linear(16, 300), nn.BatchNorm1d(300), Stash("x"), nn.ReLU(inplace=True), Heavy(), Pop("x"), Heavy()
+    ).eval()
+    state = {name: value.clone() for name, value in module.state_dict().items()}
+    found = forecasts(module, torch.randn(64, 16), workers=2, on=on, chunks=4)
+    assert {one.schedule for one in found} == set(SCHEDULES)
+    assert all(one.seconds > 0 and one.held > 0 and 0 < one.bubble < 1 for one in found)
+    assert [one.seconds for one in found] == sorted(one.seconds for one in found)
+    assert not module.training
+    assert all(torch.equal(value, module.state_dict()[name]) for name, value in state.items())
+    assert all(one.grad is None for one in module.parameters())
+
+
+def test_what_is_forecast_can_be_trained() -> None:
+    module = layers()
+    x = torch.randn(16, 8)
+    best = forecasts(module, x, workers=2)[0]
+    pipe = Sequential(module, best.parts, chunks=best.chunks)
+    with pipe.trainer(loss=mse_loss, schedule=best.schedule, workers=best.workers) as training:
+        torch.testing.assert_close(training.step(x, x), mse_loss(module(x), x).detach())
+
+
+@pytest.mark.parametrize("workers", [0, 9, True, 2.0])
+def test_a_wrong_number_of_workers_is_named(workers: Any) -> None:
+    with pytest.raises(
+        ValueError, match=f"^forecasts: workers must be from 1 to 8, the layers, not {workers!r}$"
+    ):
+        forecasts(layers(), torch.randn(4, 8), workers)

@@ -1,0 +1,221 @@
+"""A backward pass in two halves: the gradients of the inputs first, those of the weights later, and together
+those of the plain backward pass, whatever is in the layer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from flowchan.pipelines.sequential.halves import Halves
+
+WIDTH = 4
+
+
+class Residual(nn.Module):
+    """Two ways to the input, one of them through weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
+
+
+class Bare(nn.Module):
+    """Parameters that stand beside the input, one of them the output's only source in a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.randn(WIDTH)), nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x * self.scale, (self.shift * self.shift).expand_as(x)], 1)[:, ::2]
+
+
+class Tied(nn.Module):
+    """One weight, used twice in a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.linear(x).tanh())
+
+
+class Doubled(torch.autograd.Function):
+    """``x * weight``, in Python."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        Doubled.calls += 1
+        x, weight = ctx.saved_tensors
+        return gradient * weight, (gradient * x).sum(0)
+
+
+class InPython(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Doubled.apply(x, self.weight)  # type: ignore[no-any-return]
+
+
+class Hooked(nn.Module):
+    """The gradient of what a linear layer gives is halved by a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        y.register_hook(lambda gradient: gradient / 2)
+        return y.exp()
+
+
+class Again(nn.Module):
+    """Forgets its activations, and makes them again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+class Split(nn.Module):
+    """A node with several outputs, one of which nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other, _ = self.linear(x).chunk(3, 1)
+        return one * other
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(WIDTH, WIDTH),
+    "no weights": nn.Tanh,
+    "identity": nn.Identity,
+    "normalised": lambda: nn.LayerNorm(WIDTH),
+    "batch norm": lambda: nn.BatchNorm1d(WIDTH),
+    "residual": Residual,
+    "bare": Bare,
+    "tied": Tied,
+    "python": InPython,
+    "hooked": Hooked,
+    "again": Again,
+    "split": Split,
+    "frozen": lambda: nn.Linear(WIDTH, WIDTH).requires_grad_(False),
+    "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)),
+    "attention": lambda: nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.0),
+    "gru": lambda: Gru(),
+}
+
+
+class Gru(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.GRU(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)[0]  # type: ignore[no-any-return]
+
+
+def both(module: nn.Module, x: Tensor, given: Tensor) -> tuple[Halves, list[Tensor | None]]:
+    """The first half done, and the gradients that the plain module's parameters get."""
+    plain = copy.deepcopy(module)
+    plain(x.detach()).backward(given) if not x.requires_grad else plain(x).backward(given)
+    halves = Halves([module(x)], [given], [x] if x.requires_grad else [])
+    return halves, [one.grad for one in plain.parameters()]
+
+
+@pytest.mark.parametrize("wants", [True, False])
+@pytest.mark.parametrize("name", LAYERS)
+def test_two_halves_give_the_gradients_of_a_whole_backward_pass(name: str, wants: bool) -> None:
+    torch.manual_seed(1)
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), LAYERS[name](), nn.Linear(WIDTH, WIDTH)).double()
+    x = torch.randn(5, WIDTH, dtype=torch.float64, requires_grad=wants)
+    given = torch.randn(5, WIDTH, dtype=torch.float64)
+    halves, expected = both(module, x, given)
+    wanted, x.grad = x.grad, None
+    halves.first()
+    torch.testing.assert_close(x.grad, wanted, rtol=1e-13, atol=1e-15)
+    halves.second()
+    for one, other in zip(module.parameters(), expected, strict=True):
+        torch.testing.assert_close(one.grad, other, rtol=1e-13, atol=1e-15)
+    torch.testing.assert_close(x.grad, wanted)  # the second half has left it as it was
+
+
+@pytest.mark.parametrize("name", ["linear", "normalised", "residual", "split", "weight norm"])
+def test_the_first_half_makes_no_gradient_of_a_weight_where_the_layer_allows_it(name: str) -> None:
+    module = LAYERS[name]()
+    x = torch.randn(5, WIDTH, requires_grad=True)
+    halves = Halves([module(x)], [torch.ones(5, WIDTH)], [x])
+    halves.first()
+    assert x.grad is not None
+    assert all(one.grad is None for one in module.parameters())
+    halves.second()
+    assert all(one.grad is not None for one in module.parameters())
+
+
+@pytest.mark.parametrize("name", ["python", "tied"])
+def test_a_layer_that_does_not_allow_it_does_both_at_once(name: str) -> None:
+    module = LAYERS[name]()
+    x = torch.randn(5, WIDTH, requires_grad=True)
+    Doubled.calls = 0
+    halves = Halves([module(x)], [torch.ones(5, WIDTH)], [x])
+    halves.first()
+    assert all(one.grad is not None for one in module.parameters())
+    halves.second()
+    assert Doubled.calls == (name == "python")
+
+
+def test_a_loss_is_a_root_without_a_gradient() -> None:
+    module = nn.Linear(WIDTH, 1)
+    x = torch.randn(5, WIDTH, requires_grad=True)
+    halves = Halves([module(x).mean()], None, [x])
+    halves.first()
+    halves.second()
+    torch.testing.assert_close(module.weight.grad, x.detach().mean(0, keepdim=True))
+
+
+def test_an_output_may_be_the_input_or_a_weight_itself() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    x = torch.ones(3, requires_grad=True)
+    halves = Halves([x, weight], [torch.full((3,), 2.0), torch.full((3,), 3.0)], [x])
+    halves.first()
+    assert (x.grad is not None and x.grad.tolist(), weight.grad) == ([2, 2, 2], None)
+    halves.second()
+    assert (x.grad.tolist(), weight.grad is not None and weight.grad.tolist()) == ([2, 2, 2], [3, 3, 3])
+
+
+def test_what_an_output_needs_is_freed_with_the_second_half() -> None:
+    x = torch.randn(5, WIDTH, requires_grad=True)
+    weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+    y = functional.linear(x, weight)
+    halves = Halves([y], [torch.ones_like(y)], [x])
+    halves.first()
+    halves.second()
+    with pytest.raises(RuntimeError, match="second time"):
+        y.backward(torch.ones_like(y))
