@@ -160,6 +160,21 @@ struct Traits<Ring> {
     static int64_t slice(Deadline deadline) { return deadline.slice(); }
 };
 
+// Says that an item has no more outputs. Wait: as for a put, its turn is too far ahead. With the lock held.
+template <class M>
+Step finish_item(M& m, WriterState& writer, uint64_t number, Wakes& wakes) {
+    if (!writer.ordered) {  // without an output, what a dead predecessor put for it is forgotten
+        if (!writer.keyed && Traits<M>::resumes(m)) m.begin_item(writer, number);
+        writer.keyed = false;
+        return Step::Done;
+    }
+    // `single` has passed its turn with its output; an item without any output must still pass it.
+    if (writer.has_passed(number)) return Step::Done;
+    if (!writer.keyed) m.begin_item(writer, number);
+    writer.keyed = true;
+    return m.item_done(writer, wakes);
+}
+
 // Gets the lock; when that means waiting, without the GIL. Returns whether the GIL is released now.
 template <class M>
 struct Locked {

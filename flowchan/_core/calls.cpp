@@ -26,13 +26,6 @@ void begin(M& m, Out& out) {
     out.state.keyed = true;
 }
 
-// The put of one output when a predecessor that died has put it already: counted, not put.
-bool skip(WriterState& writer) {
-    if (!writer.keyed || writer.count >= writer.skip) return false;
-    writer.count += 1;
-    return true;
-}
-
 Step put_local(Channel& ch, Out* out, PyObject* item, Deadline deadline, uint64_t& size) {
     if (ch.queue->counts_bytes()) size = size_of(item);
     LocalQueue::Item entry{Py_NewRef(item), size};
@@ -53,7 +46,7 @@ Step before_put(Ring& ring, Out* out) {
     if (!out) return Step::Wait;
     if (!out->open) return left(ring.header().state);
     begin(ring, *out);
-    return skip(out->state) ? Step::Done : Step::Wait;
+    return out->state.skips() ? Step::Done : Step::Wait;
 }
 
 // A large item is copied outside the lock, in two steps, so that nobody waits for the copy.

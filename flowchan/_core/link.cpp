@@ -1,10 +1,12 @@
 // The connection of a link, and which lines it serves. link_send.cpp and link_receive.cpp are its two threads.
 #include "link.hpp"
 
+#include <pthread.h>
 #include <signal.h>
 #include <sys/socket.h>
 #include <unistd.h>
 #include <cstring>
+#include <unordered_set>
 
 namespace flowchan {
 
@@ -24,7 +26,33 @@ class NoSignals {
     sigset_t before_;
 };
 
+std::mutex live_mutex;
+std::unordered_set<Link*> live;
+
 }  // namespace
+
+// A forked child has a copy of the socket, but none of the threads. It closes the copy: or else the other side
+// would not learn that this process has ended before the child has, too. A fork holds all locks, so that the
+// child gets every link whole, and with no ring held.
+const int Link::fork_hook = pthread_atfork(before_fork, after_fork, in_child);
+
+void Link::before_fork() {
+    live_mutex.lock();
+    for (Link* link : live) link->mutex_.lock();
+}
+
+void Link::after_fork() {
+    for (Link* link : live) link->mutex_.unlock();
+    live_mutex.unlock();
+}
+
+void Link::in_child() {
+    for (Link* link : live) {
+        if (link->fd_ >= 0) ::close(std::exchange(link->fd_, -1));
+        link->closed_ = true;
+    }
+    after_fork();
+}
 
 Link::Link(bool home) : home_(home), pid_(getpid()) {
     NoSignals none;
@@ -35,22 +63,29 @@ Link::Link(bool home) : home_(home), pid_(getpid()) {
         close();
         throw;
     }
+    std::lock_guard lock(live_mutex);
+    live.insert(this);
 }
 
 Link::~Link() {
+    {
+        std::lock_guard lock(live_mutex);
+        live.erase(this);
+    }
     if (pid_ == getpid()) {
         close();
         delete &changed_;
         delete &told_;
         return;
     }
-    // A forked child has none of the threads: nothing of this is its own.
+    // In a forked child nothing of this is its own.
     sender_.detach();
     receiver_.detach();
     for (auto& [number, line] : lines_) line.release();
 }
 
 void Link::close() {
+    if (pid_ != getpid()) return;
     std::lock_guard one(closing_);  // who comes second returns when all is closed, too
     {
         std::lock_guard lock(mutex_);

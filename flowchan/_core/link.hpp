@@ -105,7 +105,6 @@ class Link {
     void send_loop();
     std::string send_some(int fd);  // why not, or ""
     bool fill();
-    bool serve(LinkLine& line);
     bool serve_home(LinkLine& line);
     bool serve_away(LinkLine& line);
     void say_progress(LinkLine& line);
@@ -117,7 +116,6 @@ class Link {
     bool settle(LinkLine& line);
     void tell_if_finished(LinkLine& line);
     void tell_if_refused(const LinkLine& line, Source& source, uint16_t port);
-    bool collect(std::vector<WaitedWord>& words, std::vector<std::shared_ptr<Ring>>& rings);
     bool collect(LinkLine& line, std::vector<WaitedWord>& words, std::vector<std::shared_ptr<Ring>>& rings);
     bool settle_sink(LinkLine& line, Sink& sink, uint64_t upto, Wakes& wakes);
     void sleep(uint32_t heard);
@@ -133,6 +131,7 @@ class Link {
     bool hear_output(LinkLine& line, const Head& head, const char* payload);
     bool hear_end(LinkLine& line, Sink& sink, const Head& head, const char* payload);
     bool claim(LinkLine& line, Sink& sink, const Received& item, Slot*& slot);
+    void refuse(const LinkLine& line, Sink& sink, uint64_t size);
     bool hear_large(int fd, uint64_t connection, const Head& head, const char* begun, uint64_t size);
     bool read_large(int fd, char* to, const char* begun, uint64_t size_begun, uint64_t size);
     bool is_settled(LinkLine& line, const Sink& sink, uint64_t key);
@@ -145,6 +144,11 @@ class Link {
     void ring_bell();
     void leave_connection(int fd, const std::string& why);
     void tell(std::string event);
+
+    static void before_fork();
+    static void after_fork();
+    static void in_child();
+    static const int fork_hook;
 
     const bool home_;
     const int pid_;
@@ -161,11 +165,11 @@ class Link {
     uint32_t served_last_ = 0;  // the line after which the next round begins
 
     Outgoing out_;
+    uint64_t said_ = 0;  // items among it
     // The receiver's: the ring that items are being put into, locked for some of them at a time.
     std::optional<Holding> held_;
     Ring* held_ring_ = nullptr;
     uint32_t held_for_ = 0;
-    uint64_t said_ = 0;  // items among it
     bool pong_ = false;
     uint64_t pong_n_ = 0;
     int64_t pinged_at_ = 0;

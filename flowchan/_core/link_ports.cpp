@@ -13,7 +13,7 @@ void Window::hear(bool starved, bool gathers, uint64_t ahead, uint64_t done, int
     if (starved) {
         const bool quick = finished && passed / int64_t(finished) < worth;
         if (gathers || quick) size_ = std::max(quick ? 2 * size_ : size_, double(ahead + 1));
-        size_ = std::min(size_, double(MOST));
+        size_ = std::min(size_, double(MOST_AHEAD));
         starved_ = true;
     }
     if (at_ && !starved && passed < worth) return;
@@ -61,8 +61,8 @@ bool Source::take(uint64_t most) {
             }
             if (taken.viewed) ring->unview(taken.slot, holding.wakes);
             if (entries.empty()) progress_at = now_ns();
-            entries.push_back({taken.slot, taken.at, taken.size, taken.number, taken.made_for,
-                               uint8_t(taken.kind), uint8_t(std::min(taken.deaths, Head::MOST_DEATHS))});
+            entries.push_back({taken.at, taken.size, taken.number, taken.made_for, uint8_t(taken.kind),
+                               uint8_t(std::min(taken.deaths, Head::MOST_DEATHS))});
             bytes += taken.size;
             continue;
         }
@@ -179,7 +179,7 @@ Sink::~Sink() {
 }
 
 bool Sink::stage(const Received& item, std::vector<char> payload) {
-    if (staged.size() >= Source::MOST || staged_bytes > Source::MOST_BYTES) return false;
+    if (staged.size() >= MOST_AHEAD || staged_bytes > Source::MOST_BYTES) return false;
     staged_bytes += item.size;
     staged.push_back({item.key, item.kind, item.deaths, std::move(payload)});
     return true;
@@ -200,9 +200,7 @@ Step Sink::begin(uint64_t number) {
         ring->begin_item(writer, number);
         writer.keyed = true;
     }
-    const bool skips = number != Slot::KEYLESS && writer.count < writer.skip;
-    if (skips) writer.count += 1;
-    return skips ? Step::Done : Step::Wait;
+    return number != Slot::KEYLESS && writer.skips() ? Step::Done : Step::Wait;
 }
 
 Step Sink::put(const Received& item, uint64_t number, Wakes& wakes) {
@@ -213,17 +211,9 @@ Step Sink::put(const Received& item, uint64_t number, Wakes& wakes) {
 }
 
 Step Sink::done_with(uint64_t number, Wakes& wakes) {
-    if (!writer.ordered) {
-        if (!writer.keyed && ring->header().resumes) ring->begin_item(writer, number);
-        writer.keyed = false;
-    } else if (writer.keyed || writer.count == 0 || writer.number != number) {
-        if (!writer.keyed) ring->begin_item(writer, number);
-        writer.keyed = true;
-        const Step step = ring->item_done(writer, wakes);
-        if (step != Step::Done) return step;
-    }
-    writer.count = 0;
-    return Step::Done;
+    const Step step = finish_item(*ring, writer, number, wakes);
+    if (step == Step::Done) writer.count = 0;
+    return step;
 }
 
 void Sink::recall() {

@@ -61,12 +61,13 @@ class Stand {
 
 enum class Ending : uint8_t { Open, Drained, Broke };
 
+constexpr uint64_t MOST_AHEAD = 1024;  // items under way to a worker, or waiting for room here
+
 // How many items a worker elsewhere may have ahead, besides what it waits for. One, unless it would wait for
 // the next item longer than it takes for one: then as many as it finishes in a few round trips. So nobody
 // holds many items that others could begin with, however fast or far the worker is.
 class Window {
   public:
-    static constexpr uint64_t MOST = 1024;
     uint64_t size() const { return uint64_t(size_); }
     void hear(bool starved, bool gathers, uint64_t ahead, uint64_t done, int64_t round_trip);
     void shrink() { size_ = 1; }
@@ -83,10 +84,8 @@ class Window {
 class Source {
   public:
     static constexpr uint64_t MORE = 64;
-    static constexpr uint64_t MOST = Window::MOST;   // items under way
     static constexpr uint64_t MOST_BYTES = 4 << 20;  // under way, and one item more
     struct Entry {
-        Slot* slot;
         const char* at;
         uint64_t size, number, key;
         uint8_t kind, deaths;
@@ -170,11 +169,11 @@ class Sink {
     Sink(std::shared_ptr<Ring> ring, const WriterState& writer, bool follows, bool replays);
     ~Sink();
 
-    bool left_alone() const { return over; }  // what still comes goes nowhere
+    bool left_alone() const { return over || refuses; }  // what still comes goes nowhere
     // Puts as the output for item number `number` of the ring that the worker reads (Slot::KEYLESS: none).
     Step put(const Received& item, uint64_t number, Wakes& wakes);
-    Step begin(uint64_t number);                    // Done: it is to be skipped
-    Step done_with(uint64_t number, Wakes& wakes);  // no more outputs for it
+    Step begin(uint64_t number);  // Done: it is to be skipped
+    Step done_with(uint64_t number, Wakes& wakes);
     void end(Ending ending, const std::string& cause);
     bool look();   // without the lock: whether the channel has ended under it
     void stand();  // where it waits for room, or for its turn
@@ -191,6 +190,7 @@ class Sink {
     void forget_staged();
     uint64_t got = 0, used = 0, settled = 0;
     bool over = false;      // its session has ended, or its channel
+    bool refuses = false;   // an item came that the ring can't take; its channel is about to be broken
     bool recalled = false;  // away: to be said
     void recall();
     bool dirty = true;             // the other side does not know this yet

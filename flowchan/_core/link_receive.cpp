@@ -3,6 +3,7 @@
 #include "link.hpp"
 
 #include <sys/socket.h>
+#include <algorithm>
 #include <cstddef>
 
 namespace flowchan {
@@ -177,10 +178,18 @@ bool Link::hear_item(LinkLine& line, Sink& sink, const Received& item) {
         return true;
     }
     release_ring();
-    if (step == Step::TooLarge)
-        sink.end(Ending::Broke, {});  // there is less memory here than where it was put
-    if (sink.look() || sink.over) return true;
+    if (step == Step::TooLarge) refuse(line, sink, item.size);
+    if (sink.look() || sink.left_alone()) return true;
     return sink.stage(item, {item.at, item.at + item.size});
+}
+
+// There is less memory here than where it was put. Nothing that comes after it is put.
+void Link::refuse(const LinkLine& line, Sink& sink, uint64_t size) {
+    sink.refuses = true;
+    sink.forget_staged();
+    const auto port = std::ranges::find(line.sinks, &sink, [](const Sink& one) { return &one; });
+    tell("too large: " + std::to_string(line.number) + " " + std::to_string(port - line.sinks.begin()) + " " +
+         std::to_string(size));
 }
 
 // A large item, of which `size` bytes have come: into the ring without a copy in between, if there is room.
@@ -191,8 +200,8 @@ bool Link::hear_large(int fd, uint64_t connection, const Head& head, const char*
     if (head.say == (home_ ? Say::ITEM : Say::OUT)) return false;
     if (sink && sink->left_alone()) sink = nullptr;
     if (sink && !key_is_right(*line, *sink, head.n)) return false;
-    if (sink && !sink->ring->fits(head.size)) {  // there is less memory here than where it was put
-        sink->end(Ending::Broke, {});
+    if (sink && !sink->ring->fits(head.size)) {
+        refuse(*line, *sink, head.size);
         sink = nullptr;
     }
     const Received item{head.n, head.kind(), head.deaths(), head.size, nullptr};

@@ -115,14 +115,12 @@ bool Link::serve_away(LinkLine& line) {
     for (Sink& sink : line.sinks) sink.look_at_worker();
     if (!std::exchange(line.announced, true)) {
         say({.line = line.number, .say = Say::OPEN});
-        say_progress(
-            line);  // over a new connection home is to know which items have come before it hears of outputs
+        say_progress(line);  // home is to know which items have come before it hears of their outputs
     }
     bool moved = false;
     for (Source& source : line.sources) {
         if (!source.known || source.left) continue;
-        if (source.has_more() || source.ring->seen_state() != OPEN)
-            moved = source.take(Source::MOST) || moved;
+        if (source.has_more() || source.ring->seen_state() != OPEN) moved = source.take(MOST_AHEAD) || moved;
     }
     for (uint16_t port = 0; port < line.sources.size(); ++port)
         tell_if_refused(line, line.sources[port], port);
@@ -400,7 +398,7 @@ bool Link::collect(LinkLine& line, std::vector<WaitedWord>& words,
         rings.push_back(ring);
     };
     for (Source& source : line.sources) {
-        if (connected && source.known && source.wants(home_ ? source.allowed() : Source::MOST)) {
+        if (connected && source.known && source.wants(home_ ? source.allowed() : MOST_AHEAD)) {
             if (!source.stand()) return false;
             watch(source.gate, source.ring);
         } else if (source.gate.entered()) {

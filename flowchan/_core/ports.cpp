@@ -14,25 +14,19 @@ namespace {
 template <class M>
 bool done_with(M& m, Out& out, uint64_t number) {
     if (!out.state.ordered) {
-        if (!out.state.keyed &&
-            Traits<M>::resumes(m)) {  // the item ends without an output: forget what a dead one put
-            Locked<M> locked(m);
-            m.begin_item(out.state, number);
-            locked.unlock({});
+        Wakes wakes;
+        if (out.state.keyed || !Traits<M>::resumes(m)) {  // nobody needs to know
+            out.state.keyed = false;
+            return true;
         }
-        out.state.keyed = false;
+        Locked<M> locked(m);
+        finish_item(m, out.state, number, wakes);
+        locked.unlock(wakes);
         return true;
     }
-    // `single` has passed its turn with its output; an item without any output must still pass it.
-    if (!out.state.keyed && out.state.count > 0 && out.state.number == number) return true;
     Step step = perform(
         m, [&](bool) { return Caller{Side::Writer, &out, out.state.session, 0, true, number}; },
-        [&](Wakes& wakes) {
-            if (!out.open) return Step::Done;
-            if (!out.state.keyed) m.begin_item(out.state, number);
-            out.state.keyed = true;
-            return m.item_done(out.state, wakes);
-        },
+        [&](Wakes& wakes) { return out.open ? finish_item(m, out.state, number, wakes) : Step::Done; },
         Deadline{});
     return step != Step::Interrupted;
 }

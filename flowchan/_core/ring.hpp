@@ -40,6 +40,15 @@ struct WriterState {
     uint64_t number = 0;
     uint64_t count = 0;  // outputs made for it so far, those skipped included
     uint64_t skip = 0;   // of them a dead predecessor has put already
+
+    // Counts one more output, and says whether it is one of those, which are not put again.
+    bool skips() {
+        if (!keyed || count >= skip) return false;
+        count += 1;
+        return true;
+    }
+    // Whether its output has completed the item already (`single`).
+    bool has_passed(uint64_t item) const { return !keyed && count > 0 && number == item; }
 };
 
 // An item that was taken: either copied to `local`, or still in shared memory and to be given back by

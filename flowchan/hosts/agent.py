@@ -20,12 +20,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 from flowchan import _core
-from flowchan.channel.channel import Channel, In, Out
+from flowchan.channel.channel import Channel, In, Out, most_bytes
 from flowchan.errors import Broken, Closed
 from flowchan.hosts.code import lacking
 from flowchan.hosts.messages import (
@@ -38,10 +38,11 @@ from flowchan.hosts.messages import (
     Recover,
     Release,
     Start,
-    Terminate,
     refusal,
+    too_large,
     versions,
 )
+from flowchan.run.decisions import Terminate
 from flowchan.run.events import Failure, Gone, WorkerId
 from flowchan.run.failures import Portable
 from flowchan.run.opening import Ports, open_ports
@@ -102,7 +103,6 @@ class Agent:
         self._commands = commands.reader()
         self._said, self._heard = commands.writer(), self._events.reader()  # the link's ends
         self._workers: dict[WorkerId, _Worker] = {}
-        self._lock = threading.Lock()  # of what follows a worker's end
         self._processes = WorkerProcesses(orders.graph, self._events, self._gone)
         self._link = _core.Link(False)
         self._link.line(0, [self._said], [self._heard])
@@ -155,7 +155,7 @@ class Agent:
         names = {**_named("in", start.inputs), **_named("out", start.outputs)}
         if start.errors is not None:
             names["errors"] = start.errors
-        channels = {key: _open_ring(name, start.share) for key, name in names.items()}
+        channels = {key: _open_ring(name, start) for key, name in names.items()}
         ports = _open_ports(start, channels)
         fill = [channels[f"in {port}"].writer() for port in start.inputs]
         drain = [port.channel.reader() for port in ports.writers()]
@@ -191,22 +191,33 @@ class Agent:
             what, _, about = word.partition(": ")
             if what == "refused":
                 self._refused(*map(int, about.split()))
+            elif what == "too large":
+                self._too_large(*map(int, about.split()))
             elif what == "broken":
-                self._link.attach(self._dial(f"lost the driver ({about})").detach())
+                silent = self._link.state()["heard_ago"]
+                self._link.attach(self._dial(f"lost the driver ({about})", silent).detach())
             elif (silent := self._link.state()["heard_ago"]) > patience:
                 self._give_up(f"has not heard the driver for {silent:.1f} s")
 
-    def _refused(self, line: int, port: int) -> None:
-        for worker in list(self._workers.values()):
-            if worker.start.line == line:
-                channel = worker.ends[1][port].channel
-                channel.abort(refusal(channel._name, f"from host {worker.start.here.host!r}"))
+    def _on_line(self, number: int) -> Iterator[_Worker]:
+        return (worker for worker in list(self._workers.values()) if worker.start.line == number)
 
-    def _dial(self, why: str) -> socket.socket:
+    def _refused(self, line: int, port: int) -> None:
+        for worker in self._on_line(line):
+            channel = worker.ends[1][port].channel
+            channel.abort(refusal(channel._name, f"from host {worker.start.here.host!r}"))
+
+    def _too_large(self, line: int, port: int, size: int) -> None:
+        for worker in self._on_line(line):
+            channel = worker.ends[0][port].channel
+            assert channel.max_bytes is not None
+            channel.abort(too_large(channel._name, worker.start.here.host, size, channel.max_bytes))
+
+    def _dial(self, why: str, silent: float = 0.0) -> socket.socket:
         """A connection to the driver that both have proved the secret over; ends when there is none within
-        the patience."""
+        the patience. ``silent``: since when it has not been heard, in seconds."""
         orders = self._orders
-        give_up = time.monotonic() + orders.patience
+        give_up = time.monotonic() + orders.patience - silent
         hello = {**versions(), "number": orders.number, "epoch": orders.epoch}
         pause, wait = SHORTEST, threading.Event()
         while True:
@@ -215,6 +226,7 @@ class Agent:
                 if left <= 0:
                     self._give_up(f"{why} at {orders.address} for {orders.patience:g} s")
                 sock = dial(orders.address, left)
+                left = give_up - time.monotonic()
                 sock, theirs = meet(
                     sock, orders.secret, dialled=True, hello=hello, timeout=left, tls=orders.tls
                 )
@@ -238,10 +250,11 @@ def _named(word: str, ports: Mapping[str, str]) -> dict[str, str]:
     return {f"{word} {port}": name for port, name in ports.items()}
 
 
-def _open_ring(name: str, share: int) -> Channel[Any]:
+def _open_ring(name: str, start: Start) -> Channel[Any]:
     """One end of it is a channel of the driver, whose name it has."""
-    channel: Channel[Any] = Channel(WINDOW, across="processes")
-    channel._name, channel._share = name, share
+    most = min(start.most, most_bytes())
+    channel: Channel[Any] = Channel(WINDOW, across="processes", max_bytes=most)
+    channel._name, channel._share = name, start.share
     return channel
 
 

@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from flowchan.channel.channel import most_bytes
 from flowchan.errors import Closed, HostError
 from flowchan.hosts.code import own_modules, pack_stage
 from flowchan.hosts.life import Heard, Life
@@ -34,7 +35,6 @@ from flowchan.hosts.messages import (
     Recover,
     Release,
     Start,
-    Terminate,
     Told,
     refusal,
     versions,
@@ -42,7 +42,7 @@ from flowchan.hosts.messages import (
 from flowchan.hosts.provider import Provider
 from flowchan.run.chance import Worker
 from flowchan.run.crew import LocalCrew
-from flowchan.run.decisions import GRACE
+from flowchan.run.decisions import GRACE, Terminate
 from flowchan.run.events import Aborted, Began, Ended, Event, Failure, Gone, WorkerId
 from flowchan.run.plan import PlannedWorker
 from flowchan.run.recovery import Death
@@ -114,7 +114,8 @@ class HostCrew:
         self._receiver: threading.Thread | None = None
         self._wake = -1
         self._closing = False
-        self._echo, self._all_asked = 0, False  # the last echo that was asked for, and whether we wait for it
+        self._echo = 0  # the last echo that was asked for
+        self._asked: list[Life] | None = None  # of whom; None: it is not awaited
         self._dying: list[Life] = []  # that are being closed
 
     # --- starting ---
@@ -223,7 +224,7 @@ class HostCrew:
                 modules=tuple(name for name in own_modules(stage) if name not in lacking),
                 predecessors=self._home.obituaries.how_they_died(id),
                 inputs=dict(worker.inputs), outputs=dict(worker.outputs), errors=worker.errors,
-                share=self._home.plan.share,
+                most=min(self._home.plan.memory, most_bytes()), share=self._home.plan.share,
             )
         )  # fmt: skip
 
@@ -383,13 +384,13 @@ class HostCrew:
 
     def all_is_heard(self) -> bool:
         """Asks all agents for an echo; it is true, once, when all have answered."""
-        lives = self._lives()
-        if self._all_asked:
-            heard = all(life.echoed == self._echo for life in lives)
-            self._all_asked = not heard
+        if self._asked is not None:
+            heard = all(life.echoed == self._echo or life.why for life in self._asked)
+            if heard:
+                self._asked = None
             return heard
-        self._echo, self._all_asked = self._echo + 1, True
-        for life in lives:
+        self._echo, self._asked = self._echo + 1, self._lives()
+        for life in self._asked:
             life.say(Echo(self._echo))
         return False
 

@@ -108,7 +108,8 @@ class Life:
 
     def leave(self) -> None:
         """The run is over."""
-        self._closed = True
+        with self._lock:
+            self._closed = True
         self.say(Leave())
 
     def close(self, give_up: float) -> None:
@@ -149,6 +150,8 @@ class Life:
                 self._heard.finished(self, int(about))
             elif what == "refused":
                 self._heard.refused(self, *map(int, about.split()))
+            elif what == "too large":
+                self.end("it sent a larger item than the channel takes")
             elif word:
                 since, why = time.monotonic() + 1.5 * self._patience, about
             elif state["connected"] and state["heard_ago"] > 1.5 * self._patience:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowchan.run import chance
+from flowchan.run.decisions import Terminate
 from flowchan.run.events import Event, WorkerId
 from flowchan.run.recovery import Death
 
@@ -22,8 +23,9 @@ WINDOW = 1024
 @dataclass(frozen=True, slots=True)
 class Start:
     """Start this worker, as ``here``. ``stage``: what it does, pickled. ``modules``: those that the pickle
-    refers to and that may be missing there. The other fields name its ports; the rings under them stay from
-    one process of the worker to the next."""
+    refers to and that may be missing there. ``inputs``, ``outputs``, ``errors`` name its ports; the rings
+    under them stay from one process of the worker to the next. ``most``: how many bytes the channels at home
+    take, ``share``: how many of these may be inside when there is more than one item."""
 
     line: int
     here: chance.Worker
@@ -33,6 +35,7 @@ class Start:
     inputs: Mapping[str, str]
     outputs: Mapping[str, str]
     errors: str | None
+    most: int
     share: int
 
     @property
@@ -45,14 +48,6 @@ class Recover:
     """Give back what this worker, whose process has died, had in hand."""
 
     worker: WorkerId
-
-
-@dataclass(frozen=True, slots=True)
-class Terminate:
-    """End this worker's process."""
-
-    worker: WorkerId
-    force: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +96,14 @@ def refusal(channel: str, way: str) -> TypeError:
     return TypeError(
         f"an item of channel {channel!r} can't go {way}: it holds a channel, CUDA memory or something else "
         "that only processes of one machine can share"
+    )
+
+
+def too_large(channel: str, host: str, size: int, most: int) -> MemoryError:
+    """Why a channel breaks whose next item has no place on a host with less memory."""
+    return MemoryError(
+        f"host {host!r} has no place for an item of channel {channel!r}: it has {size} bytes, and a channel "
+        f"there takes {most}, half of its memory; send smaller items, or name hosts with more memory"
     )
 
 

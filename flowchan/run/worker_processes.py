@@ -72,7 +72,7 @@ class WorkerProcesses:
             process.kill() if force else process.terminate()
 
     def kill(self) -> None:
-        for process in self.known.values():
+        for process in list(self.known.values()):  # another thread may be starting one
             process.kill()
 
     def end(self) -> None:

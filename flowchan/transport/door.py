@@ -113,9 +113,12 @@ class Door:
         except BaseException as error:
             self._guests.remove(guest)
             guest.close()
-            if not isinstance(error, Refused):
+            if isinstance(error, OSError) and error.errno in SHORT_OF:  # TLS needs descriptors of its own
+                self._note(f"{guest.peer} was refused: {error.strerror}")
+            elif isinstance(error, Refused):
+                self._note(str(error))
+            else:
                 raise
-            self._note(str(error))
             return None
         if guest.hello is not None:
             self._guests.remove(guest)

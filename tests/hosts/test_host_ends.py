@@ -262,3 +262,28 @@ def test_a_worker_may_finish_what_its_threads_do(tmp_path: Path) -> None:
     result = graph.source([1]).map(work, on=local(1)).collect()
     assert graph.run()[result] == [1]
     assert (tmp_path / "done").read_text()
+
+
+def filled(size: int) -> bytes:
+    return bytes(size)
+
+
+def test_an_output_that_has_no_place_at_home_fails_where_it_is_put() -> None:
+    graph = Graph("large")
+    graph.source([5_000_000]).map(filled, on=local(1), name="far").sink(len)
+    with pytest.raises(RunError) as caught:
+        graph.run(memory=4_000_000)
+    told = str(caught.value.exceptions[0].__cause__ or caught.value.exceptions[0])
+    assert "'far'" in told
+    assert "takes items of at most max_bytes=4000000" in told
+
+
+def test_an_item_that_has_no_place_on_a_host_ends_the_run_and_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(crew, "most_bytes", lambda: 1_000_000)  # what hosts hear of this machine's memory
+    graph = Graph("large")
+    graph.source([b"", bytes(2_000_000)]).map(len, on=local(1)).sink(abs)
+    with pytest.raises(RunError) as caught:
+        graph.run()
+    assert "host 'local-1' has no place for an item of channel" in str(caught.value.exceptions[0])

@@ -1,0 +1,133 @@
+"""What a link costs while nothing happens, and how it ends, also in a forked child."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from typing import Any
+
+import pytest
+
+from flowchan import Broken, Channel
+from tests.link.linked import FarWorker, Linked
+from tests.waiting import PATIENCE, wait_until
+
+
+def channel(max_bytes: int = 1 << 26) -> Channel[Any]:
+    return Channel(100, across="processes", max_bytes=max_bytes)
+
+
+def threads() -> set[str]:
+    return set(os.listdir("/proc/self/task"))
+
+
+def seconds(*numbers: str) -> float:
+    """Of CPU time, by these threads."""
+    ticks = 0
+    for number in numbers:
+        with open(f"/proc/self/task/{number}/stat") as file:
+            ticks += sum(map(int, file.read().rpartition(")")[2].split()[11:13]))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def test_an_idle_link_costs_no_cpu() -> None:
+    """Also where two of its lines wait for the items of one channel."""
+    before = threads()
+    with Linked() as linked:
+        own = threads() - before
+        source, results = channel(), channel()
+        far = [FarWorker(linked, number, source, results) for number in (1, 2)]
+        wait_until(lambda: source.stats().waiting_readers > 0)
+        spent = seconds(*own)
+        pings = linked.away.state()["bytes_in"] + 40 * 10
+        passed = -os.times().elapsed
+        wait_until(lambda: linked.away.state()["bytes_in"] > pings)
+        passed += os.times().elapsed
+        assert seconds(*own) - spent < 0.1 * passed
+        del far
+
+
+def test_two_may_close_a_link_at_once() -> None:
+    """Both return when it is closed."""
+    for _ in range(50):
+        with Linked() as linked:
+            both = threading.Barrier(2)
+
+            def close(linked: Linked = linked, both: threading.Barrier = both) -> None:
+                both.wait()
+                linked.home.close()
+
+            closing = threading.Thread(target=close)
+            closing.start()
+            both.wait()
+            linked.home.close()
+            assert linked.home.wait(PATIENCE) in {"closed", "broken: the other side closed the connection"}
+            closing.join()
+
+
+def test_a_forked_child_has_no_copy_of_the_connection() -> None:
+    """With one, the other side would not learn of this process's end. The child may drop the link, or close
+    it, in the middle of traffic, and the parent's goes on."""
+    before = _sockets()
+    with Linked() as linked:
+        sockets = _sockets() - before
+        assert len(sockets) == 2
+        source, results = channel(), channel()
+        far = FarWorker(linked, 1, source, results)
+        working = far.start(lambda item: [(0, item)])
+        writer = source.writer()
+        for number in range(20):
+            for item in range(100):
+                writer.put(item)
+            child = os.fork()
+            if not child:
+                has = sockets & _sockets()
+                if number % 2:
+                    linked.home.close()
+                else:
+                    linked.__dict__.clear()
+                os._exit(len(has))
+            assert [results.get(timeout=PATIENCE) for _ in range(100)] == list(range(100))
+            assert os.waitpid(child, 0)[1] == 0
+        writer.close()
+        working.join(PATIENCE)
+
+
+def _sockets() -> set[str]:
+    """Those that this process has open."""
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            found.add(os.readlink(f"/proc/self/fd/{fd}"))
+    return {name for name in found if name.startswith("socket:")}
+
+
+@pytest.mark.parametrize("size", [10_000, 1_000_000], ids=["in a frame", "into the ring"])
+def test_an_item_that_has_no_place_on_the_other_side_is_told_and_nothing_after_it_is_put(size: int) -> None:
+    with Linked() as linked:
+        source, into = channel(), channel(max_bytes=5_000)
+        reader, feed, worker = source.reader(), into.writer(), into.reader()
+        linked.home.line(1, [reader], [])
+        linked.away.line(1, [feed], [])
+        got: list[bytes] = []
+
+        def work() -> None:
+            with contextlib.suppress(Broken):
+                got.extend(worker)
+
+        working = threading.Thread(target=work)
+        working.start()
+        for item in (b"fits", bytes(size), b"fits, too"):
+            source.put(item)
+        word = linked.away.wait(PATIENCE)
+        what, _, about = word.partition(": ")
+        line, port, told = map(int, about.split())
+        assert (what, line, port) == ("too large", 1, 0)
+        assert told >= size
+        heard = linked.away.state()["bytes_in"]
+        wait_until(lambda: linked.away.state()["bytes_in"] > heard)
+        into.abort(None)
+        working.join(PATIENCE)
+        assert got == [b"fits"]
+        del reader, feed
