@@ -4,7 +4,8 @@
 // Algorithm. A gate is one futex word `seq` and a few counts that only the holder of the channel's lock
 // touches. Who finds nothing to do registers (waiting += 1), remembers `seq`, drops the lock and sleeps while
 // `seq` is unchanged. Who makes k operations possible wakes min(k, waiting - woken) sleepers: it adds that to
-// `woken`, changes `seq` and calls FUTEX_WAKE after dropping the lock. A sleeper that returns, for whatever
+// `woken`, changes `seq` and calls FUTEX_WAKE after dropping the lock. Of readers no more are on their way
+// than there are cores: of 50 that wait for cheap items, two take them all before a third has got up. A sleeper that returns, for whatever
 // reason, takes the lock, leaves (waiting -= 1, and one off `woken` if there is any) and tries its operation
 // again before it reports anything.
 //
@@ -12,7 +13,7 @@
 //  - Nobody sleeps beside an available item: an operation that makes one available changes `seq` under the
 //  lock, so a
 //    waiter that registered before is woken or finds `seq` changed, and one that registers later sees the
-//    item first.
+//    item first. Where it leaves that to readers on their way, the last of them that takes an item does it.
 //  - `woken` never exceeds the number of waiters that are on their way back, while all live. A process killed
 //  on its
 //    way back leaves it too high; the slices below repair that.
@@ -127,6 +128,12 @@ struct Gate {
         return k && k == asleep ? INT_MAX / 8 : k;
     }
     uint32_t call_all() { return call(UINT32_MAX); }
+    // The same, for readers: no more of them than can run are on their way, since whoever takes an item and
+    // leaves one calls the next (Ring::try_take). While somebody starves that one may have to stand back.
+    uint32_t call_in_turn(uint32_t k) {
+        static const uint32_t cores = uint32_t(std::max(sysconf(_SC_NPROCESSORS_ONLN), 1l));
+        return call(starving ? k : std::min(k, woken < cores ? cores - woken : 0));
+    }
 
     // `again`: after a slice, of the same wait.
     uint32_t enter(bool again = false) {

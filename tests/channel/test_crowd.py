@@ -4,6 +4,8 @@ all go on."""
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from typing import Any
 
@@ -110,3 +112,27 @@ def test_of_the_workers_of_a_stage_the_last_to_come_goes_first(stage: bool) -> N
     for thread in threads:
         thread.join()
     assert len(set(takers)) == (1 if stage else WORKERS)
+
+
+def test_no_more_readers_are_on_their_way_than_there_are_cores() -> None:
+    """Each of them that takes an item and leaves one calls the next. (While this thread has the GIL, none
+    arrives.)"""
+    cores = os.sysconf("SC_NPROCESSORS_ONLN")
+    channel: Channel[int] = Channel(across="processes")
+    taken: list[int] = []
+    threads = [threading.Thread(target=lambda: taken.append(channel.get())) for _ in range(3 * cores)]
+    for thread in threads:
+        thread.start()
+    wait_blocked(channel, readers=len(threads))
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1000)
+    try:
+        for item in range(len(threads)):
+            channel.put(item)
+        woken = channel.stats().woken
+    finally:
+        sys.setswitchinterval(usual)
+    for thread in threads:
+        thread.join()
+    assert woken == cores
+    assert sorted(taken) == list(range(len(threads)))

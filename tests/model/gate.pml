@@ -12,7 +12,7 @@
 
    step of the model                        source
    --------------------------------------   ---------------------------------------------------------------
-   call()                                   waiting.hpp: Gate::call, Gate::call_all
+   call(), call_in_turn()                   waiting.hpp: Gate::call, Gate::call_all, Gate::call_in_turn
    call_writers()                           ring.hpp: Ring::call_writers
    enter(), leave()                         waiting.hpp: Gate::enter, Gate::leave; blocking.hpp: Traits<Ring>::enter, leave
    fresh[p]                                 waiting.hpp: Gate::seq == the `seq` that p remembers
@@ -26,6 +26,8 @@
    sweep()                                  ring_sessions.cpp: Ring::sweep; ring_leases.cpp: Ring::give_back
    take_lock()                              ring.cpp: Ring::lock, Ring::recover
 
+   -D CORES=n: how many readers are on their way at once, by call_in_turn(); and
+   nobody_beside() says what C8 then means: beside an item and a waiting reader one is on its way.
    -D LAZY=n: readers wake writers when n places are free (ring.hpp: Ring::call_writers, ReaderState::lazy).
    -D GATHER: readers gather two items with `get_more`, which keeps what is in hand (verbs.py: batch).
    Left out: spinning, deadlines, ordered outputs (`turn`), large items, shortage of memory.
@@ -39,7 +41,7 @@
    Planted faults: PLANT_no_wake (a put wakes nobody), PLANT_old_seq (the wake-up does not change seq, so who is about to
    sleep sleeps), PLANT_no_tell_end (the last acknowledgement tells nobody), PLANT_close_wakes_one,
    PLANT_wake_one (while somebody starves one is woken, perhaps one that may not go on), PLANT_no_pass_on (who is
-   interrupted keeps the wake-up), PLANT_no_slices, PLANT_end_leased (the end comes although an item is on lease). */
+   interrupted keeps the wake-up), PLANT_no_next (who takes an item and leaves one calls nobody), PLANT_no_slices, PLANT_end_leased (the end comes although an item is on lease). */
 
 #ifndef READERS
 #define READERS 2
@@ -58,6 +60,9 @@
 #endif
 #ifndef QUITS
 #define QUITS 1         /* calls that a signal ends while they wait */
+#endif
+#ifndef CORES
+#define CORES 1
 #endif
 #ifndef SLICES
 #define SLICES 3
@@ -120,6 +125,14 @@ inline call(side, k, count) {        /* adds to `count` how many to wake */
   count = count + n
 }
 
+inline call_in_turn(k, count) {
+  q = (woken[R] < CORES -> CORES - woken[R] : 0);
+  q = (starving[R] > 0 || q > k -> k : q);
+  call(R, q, count)
+}
+#define comes(p) (at_gate[p] && !fresh[p])
+#define nobody_beside() assert(inside == 0 || waiting[R] == 0 || woken[R] > 0 || comes(0) || comes(1))
+
 inline call_writers() {
 #ifdef LAZY
   if
@@ -165,6 +178,9 @@ inline operation(p) {
      :: inside > 0 ->
         assert(!drained);
         inside--; leased++; in_hand[p]++; step = DONE;
+#ifndef PLANT_no_next
+        if :: inside > 0 -> call_in_turn(1, wake_r) :: else fi;
+#endif
         call_writers(); tell_end()
      :: inside == 0 && closed && AT_END(p) -> step = DRAINED; drained = drained || in_hand[p] == 0
      :: else -> step = WAIT
@@ -175,7 +191,7 @@ inline operation(p) {
      :: !closed && inside < CAP ->
         inside++; put++; step = DONE;
 #ifndef PLANT_no_wake
-        call(R, 1, wake_r)
+        call_in_turn(1, wake_r)
 #endif
      :: else -> step = WAIT
      fi
@@ -298,7 +314,7 @@ proctype participant(byte me) {
        d_step {
          take_lock();
          if :: may_pass(me) -> operation(me) :: else -> step = WAIT fi;
-         crash_here(me)
+         nobody_beside(); crash_here(me)
        }
      };
      wake(me);
@@ -313,7 +329,7 @@ proctype participant(byte me) {
             :: else -> step = WAIT
             fi;
             if :: step == WAIT -> enter(side_of(me), me) :: else fi;
-            crash_here(me)
+            nobody_beside(); crash_here(me)
           }
         };
         wake(me);
@@ -363,7 +379,7 @@ proctype participant(byte me) {
                   :: else
                   fi
                fi;
-               error = false; slice = false; crash_here(me)
+               error = false; slice = false; nobody_beside(); crash_here(me)
              }
            };
            wake(me)

@@ -82,6 +82,7 @@ FAULTS = [
     ("gate", "ITEMS=1", "PLANT_no_tell_end"),
     ("gate", "ITEMS=1", "PLANT_close_wakes_one"),
     ("gate", "ITEMS=1", "PLANT_no_pass_on"),
+    ("gate", f"ITEMS=2 CAP=2 {CALM}", "PLANT_no_next"),
     ("gate", f"ITEMS=1 {CALM} DEATHS=1", "PLANT_no_slices"),
     ("gate", "ITEMS=1", "SOURCE_QUEUE_CLOSED"),
     ("gate", "ITEMS=1 GATHER", "SOURCE_END_OWN"),
