@@ -30,6 +30,7 @@ from flowchan.errors import Broken, Closed
 from flowchan.hosts.code import lacking
 from flowchan.hosts.messages import (
     WINDOW,
+    Ask,
     Command,
     Echo,
     Fell,
@@ -38,6 +39,8 @@ from flowchan.hosts.messages import (
     Recover,
     Release,
     Start,
+    Waiting,
+    Waits,
     refusal,
     too_large,
     versions,
@@ -138,6 +141,9 @@ class Agent:
             self._processes.terminate(command.worker, command.force)
         elif isinstance(command, Echo):
             self._events.put(command)
+        elif isinstance(command, Ask):
+            waits = {id: self._waits(worker) for id, worker in self._workers.items()}
+            self._events.put(Waiting(command.number, waits))
         elif isinstance(command, Release):
             self._release(command.worker)
 
@@ -166,6 +172,21 @@ class Agent:
         old, worker.ports = worker.ports, _open_ports(worker.start, worker.channels)
         take_up(old, worker.ports)
         self._processes.forget(worker.start.id)
+
+    def _waits(self, worker: _Worker) -> Waits:
+        """At the reading end of an input and the writing end of an output nobody waits but the worker."""
+        counts: list[int] = []
+        reading: dict[str, int] = {}
+        writing: dict[str, int] = {}
+        moves = self._processes.ended(worker.start.id)
+        for key, channel in worker.channels.items():
+            stats = channel.stats()
+            counts += [stats.items_in, stats.items_out]
+            moves = moves or stats.selecting > 0 or stats.woken > 0
+            waiting = stats.waiting_readers if key.startswith("in ") else stats.waiting_writers
+            if waiting:
+                (reading if key.startswith("in ") else writing)[channel._name] = waiting
+        return Waits(reading, writing, tuple(counts), moves)
 
     def _release(self, id: WorkerId) -> None:
         """Its rings go; what is left of its process goes with the agent."""

@@ -20,7 +20,8 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,7 @@ from flowchan.errors import Closed, HostError
 from flowchan.hosts.code import own_modules, pack_stage
 from flowchan.hosts.life import Heard, Life
 from flowchan.hosts.messages import (
+    Ask,
     Echo,
     Fell,
     Lacking,
@@ -36,12 +38,14 @@ from flowchan.hosts.messages import (
     Release,
     Start,
     Told,
+    Waiting,
     refusal,
     versions,
 )
 from flowchan.hosts.provider import Provider
 from flowchan.run.chance import Worker
 from flowchan.run.crew import LocalCrew
+from flowchan.run.deadlock import Elsewhere
 from flowchan.run.decisions import GRACE, Terminate
 from flowchan.run.events import Aborted, Began, Ended, Event, Failure, Gone, WorkerId
 from flowchan.run.plan import PlannedWorker
@@ -116,6 +120,8 @@ class HostCrew:
         self._closing = False
         self._echo = 0  # the last echo that was asked for
         self._asked: list[Life] | None = None  # of whom; None: it is not awaited
+        self._question = 0  # the last about what workers wait for
+        self._questioned: list[Life] = []
         self._dying: list[Life] = []  # that are being closed
 
     # --- starting ---
@@ -248,6 +254,9 @@ class HostCrew:
             told = Gone(told.worker)
         elif isinstance(told, Echo):
             life.echoed = told.number
+            return
+        elif isinstance(told, Waiting):
+            life.waiting = told
             return
         elif isinstance(told, Began):
             self._home.obituaries.began(told.worker)
@@ -394,6 +403,20 @@ class HostCrew:
             life.say(Echo(self._echo))
         return False
 
+    def elsewhere(self, alive: frozenset[WorkerId]) -> Elsewhere | None:
+        """Asks all agents what their workers wait for, and gives it, once, when all have answered."""
+        lives = self._lives()
+        if not lives or lives != self._questioned:
+            self._question, self._questioned = self._question + 1, lives
+            for life in lives:
+                life.say(Ask(self._question))
+        if any(life.waiting.number != self._question for life in lives):
+            return None
+        self._questioned = []
+        with self._lock:
+            lines = {id: self._lines.get(id) for id in sorted(alive & self._workers.keys(), key=str)}
+        return _together(lives, lines)
+
     def _lives(self) -> list[Life]:
         with self._lock:
             return [host.life for host in self._hosts.values() if host.life is not None]
@@ -446,6 +469,27 @@ class HostCrew:
             agents=host.lives, deaths=tuple(host.deaths), breaks=counts["breaks"],
             sent=counts["bytes_out"], received=counts["bytes_in"], round_trip=state.get("round_trip", 0.0),
         )  # fmt: skip
+
+
+def _together(lives: Sequence[Life], lines: Mapping[WorkerId, _Line | None]) -> Elsewhere:
+    """What agents have told of the workers of these lines."""
+    reading: Counter[str] = Counter()
+    writing: Counter[str] = Counter()
+    states = {life.number: life.link.state() for life in lives}
+    counts = [n for life in lives for n in (life.number, life.epoch, states[life.number]["breaks"])]
+    moves = not all(state["connected"] for state in states.values())
+    for id, line in lines.items():
+        waits = line and line.life in lives and line.life.waiting.workers.get(id)
+        if line is None or not waits or line.gone or line.ended is not None:
+            moves = True  # it is being started, replaced or ended
+            continue
+        about = states[line.life.number]["lines"].get(line.number, {})
+        if not about.get("staged"):  # else it waits for room here, whatever it asks for there
+            reading.update(waits.reading)
+        writing.update(waits.writing)
+        counts += [line.number, *waits.counts]
+        moves = moves or waits.moves or not (waits.reading or waits.writing)
+    return Elsewhere(reading, writing, tuple(counts), moves)
 
 
 def _said(versions: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from flowchan import _core
 from flowchan.channel.channel import Channel
 from flowchan.errors import Broken, Closed, Empty
-from flowchan.hosts.messages import Command, Leave, Told
+from flowchan.hosts.messages import Command, Leave, Told, Waiting
 from flowchan.hosts.provider import Launch, Provider, Started
 
 START = 60.0
@@ -51,6 +51,7 @@ class Life:
         self.why = ""  # it is over
         self.has_met = False
         self.echoed = 0  # the number of the last echo
+        self.waiting = Waiting(0, {})  # the last that was heard of its workers' waits
         self.is_decided = threading.Event()  # it has met us, or is over
         self._provider, self._patience = provider, patience
         self._heard = heard

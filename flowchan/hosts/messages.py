@@ -65,11 +65,18 @@ class Echo:
 
 
 @dataclass(frozen=True, slots=True)
+class Ask:
+    """Say what all workers wait for."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class Leave:
     """The run is over: end, and every worker that is left."""
 
 
-Command = Start | Recover | Terminate | Release | Echo | Leave
+Command = Start | Recover | Terminate | Release | Echo | Ask | Leave
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +95,27 @@ class Fell:
     death: Death
 
 
-Told = Event | Lacking | Fell | Echo
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """What a worker does: how many of its threads wait for an item of which channels, or to put one.
+    ``counts``: of the items it has got and taken, put and sent, by port. ``moves``: it may go on by itself,
+    or its process has ended."""
+
+    reading: Mapping[str, int]
+    writing: Mapping[str, int]
+    counts: tuple[int, ...]
+    moves: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """The answer to ``Ask``."""
+
+    number: int
+    workers: Mapping[WorkerId, Waits]
+
+
+Told = Event | Lacking | Fell | Echo | Waiting
 
 
 def refusal(channel: str, way: str) -> TypeError:

@@ -18,7 +18,7 @@ from flowchan.declare.callables import is_async
 from flowchan.declare.values import Stage
 from flowchan.errors import Broken, ChannelError, Closed
 from flowchan.run import chance
-from flowchan.run.deadlock import Glance
+from flowchan.run.deadlock import Elsewhere, Glance
 from flowchan.run.decisions import GRACE, Died
 from flowchan.run.events import Began, Crashed, Event, WorkerId
 from flowchan.run.guard import server_was_unguarded, unguarded
@@ -83,6 +83,10 @@ class Crew(Protocol):
     def may_move(self, alive: Iterable[WorkerId]) -> bool:
         """Whether something goes on that no channel shows: a worker has died and is not yet replaced, or an
         event loop has other work than its channels."""
+
+    def elsewhere(self, alive: frozenset[WorkerId]) -> Elsewhere | None:
+        """What those workers do that are alive on other hosts; ``None``: these are being asked, and have to
+        be asked for again."""
 
     def snapshots(self) -> tuple[Snapshot, ...]:
         """The counts of all channels."""
@@ -285,6 +289,9 @@ class LocalCrew:
         # A worker that died while it waited counts as waiting until it is replaced.
         dying = self._apart is not None and any(map(self._apart.ended, alive))
         return dying or not only_wait_for(list(self.channels.values()))
+
+    def elsewhere(self, alive: frozenset[WorkerId]) -> Elsewhere | None:
+        return Elsewhere()
 
     # --- ending and recovering ---
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from flowchan.errors import Deadlock
 from flowchan.run.decisions import Stuck
@@ -40,16 +41,47 @@ class Glance:
 
 
 @dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """What the workers on other hosts do: how many wait for an item of each channel, and how many to put one
+    into it. ``counts`` change when one of them has taken or put an item, or a connection has broken.
+    ``moves``: not all of them wait.
+
+    Each host has been asked over the connection that carries the items, and answers over it. So what was on
+    its way when one look was made has arrived before the next one, however slow the connection is, and
+    shows in the counts."""
+
+    reading: Mapping[str, int] = field(default_factory=dict)
+    writing: Mapping[str, int] = field(default_factory=dict)
+    counts: tuple[int, ...] = ()
+    moves: bool = False
+
+    def put_into(self, stats: RunStats) -> RunStats:
+        """The statistics of a run with the waits of these workers instead of those of the links that have
+        their ports here: a link asks for items ahead, and waits for room for what is done already."""
+        away = {stage.name for stage in stats.stages if stage.hosts}
+        links = []
+        for link in stats.links:
+            if link.reader in away:
+                link = dataclasses.replace(link, waiting_readers=self.reading.get(link.name, 0))
+            if link.writer in away:
+                writers = max(link.waiting_writers, self.writing.get(link.name, 0))
+                link = dataclasses.replace(link, waiting_writers=writers)
+            links.append(link)
+        return dataclasses.replace(stats, links=tuple(links))
+
+
+@dataclass(frozen=True, slots=True)
 class Look:
     """A run at one moment, as far as it matters for whether anybody can move. ``unread`` results are those
     that the program has not begun to take, ``inputs`` the stages that it fills. ``outside``: something that
-    no channel shows may go on, such as an event loop with other work, or a worker that has died and is not
-    yet replaced."""
+    no channel shows may go on, such as an event loop with other work, a worker that has died and is not
+    yet replaced, or one on another host. ``counts`` change when something moves there."""
 
     stats: RunStats
     unread: frozenset[WorkerId] = frozenset()
     inputs: frozenset[str] = frozenset()
     outside: bool = False
+    counts: tuple[int, ...] = ()
 
 
 def judge(before: Look | None, now: Look) -> Stuck | frozenset[WorkerId] | None:
@@ -66,7 +98,7 @@ def judge(before: Look | None, now: Look) -> Stuck | frozenset[WorkerId] | None:
 def _progress(look: Look) -> tuple[int, ...]:
     """What changes when a run moves."""
     passed = [number for link in look.stats.links for number in (link.passed, link.inside)]
-    return *passed, *(stage.restarts for stage in look.stats.stages)
+    return *passed, *(stage.restarts for stage in look.stats.stages), *look.counts
 
 
 def _nobody_moves(look: Look) -> bool:
@@ -93,6 +125,7 @@ class Deadlocks:
         self.next_at = now + STILL
         """When the next look is due."""
         self._moved = -1  # at the last glance
+        self._unread: frozenset[WorkerId] | None = None  # a look at these has begun
         self._before: Look | None = None  # the last look at which it had not moved
 
     def look(
@@ -100,18 +133,31 @@ class Deadlocks:
         now: float,
         alive: frozenset[WorkerId],
         glance: Callable[[], Glance],
-        look: Callable[[frozenset[WorkerId]], Look],
+        look: Callable[[frozenset[WorkerId]], Look | None],
     ) -> Stuck | frozenset[WorkerId] | None:
-        """What is found now. ``look`` takes the unread results of the workers that are ``alive``."""
+        """What is found now. ``look`` takes the unread results of the workers that are ``alive``; while it
+        gives ``None``, other hosts are being asked."""
         if now < self.next_at:
             return None
-        self.next_at = now + STILL
-        seen = glance()
+        if self._unread is None and not self._is_worth_it(glance(), alive):
+            self._before, self.next_at = None, now + STILL
+            return None
+        assert self._unread is not None
+        found = look(self._unread)
+        if found is None:
+            return None
+        self._unread, self.next_at = None, now + STILL
+        before, self._before = self._before, found
+        return judge(before, found)
+
+    def _is_worth_it(self, seen: Glance, alive: frozenset[WorkerId]) -> bool:
+        """Whether a closer look may find something, which begins then."""
         moved, self._moved = seen.moved != self._moved, seen.moved
         waiting, unread = seen.reading + seen.writing, seen.unread & alive
-        worth_it = bool(seen.writing) if unread else waiting >= len(alive) and not seen.opened
-        before, self._before = self._before, None if moved or not worth_it else look(unread)
-        return None if self._before is None else judge(before, self._before)
+        if moved or not (bool(seen.writing) if unread else waiting >= len(alive) and not seen.opened):
+            return False
+        self._unread = unread
+        return True
 
 
 def _told(stats: RunStats) -> Failure:

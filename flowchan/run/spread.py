@@ -3,11 +3,14 @@ worker is the part that has it, and the rest goes to all parts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
 from typing import Protocol
 
 from flowchan.declare.places import Place
 from flowchan.run.crew import LocalCrew
+from flowchan.run.deadlock import Elsewhere, Glance
 from flowchan.run.decisions import Died
 from flowchan.run.events import Event, WorkerId
 from flowchan.run.plan import Plan, PlannedWorker
@@ -35,6 +38,8 @@ class Away(Protocol):
 
     def all_is_heard(self) -> bool: ...
 
+    def elsewhere(self, alive: frozenset[WorkerId]) -> Elsewhere | None: ...
+
     def hosts(self) -> tuple[HostStats, ...]: ...
 
     def close(self) -> None:
@@ -54,6 +59,7 @@ class Spread(LocalCrew):
         self._away: list[Away] = []
         self._whose: dict[WorkerId, Away] = {}
         self._at_the_end: tuple[HostStats, ...] = ()
+        self._answers: dict[int, Elsewhere] = {}  # of those who have answered what their workers do
         for place, workers in _shares(plan):
             away = place.open_crew(self, workers)
             self._away.append(away)
@@ -95,9 +101,25 @@ class Spread(LocalCrew):
     def all_is_heard(self) -> bool:
         return super().all_is_heard() and all(away.all_is_heard() for away in self._away)
 
-    def may_move(self, alive: Iterable[WorkerId]) -> bool:
-        # What goes on at a host, no channel of ours shows.
-        return not self._whose.keys().isdisjoint(alive) or super().may_move(alive)
+    def glance(self) -> Glance:
+        # Whether workers on hosts wait, no channel of ours shows; that is for a closer look.
+        here = super().glance()
+        return dataclasses.replace(here, reading=here.reading + len(self._whose))
+
+    def elsewhere(self, alive: frozenset[WorkerId]) -> Elsewhere | None:
+        for number, away in enumerate(self._away):
+            if number not in self._answers and (told := away.elsewhere(alive)) is not None:
+                self._answers[number] = told
+        if len(self._answers) < len(self._away):
+            return None
+        answers, self._answers = [*self._answers.values()], {}
+        reading: Counter[str] = Counter()
+        writing: Counter[str] = Counter()
+        for one in answers:
+            reading.update(one.reading)
+            writing.update(one.writing)
+        counts = tuple(count for one in answers for count in one.counts)
+        return Elsewhere(reading, writing, counts, any(one.moves for one in answers))
 
     def hosts(self) -> tuple[HostStats, ...]:
         return tuple(host for away in self._away for host in away.hosts()) or self._at_the_end

@@ -288,9 +288,13 @@ class Supervisor:
         elif found is not None:
             self.take_in(found)
 
-    def _look(self, unread: frozenset[WorkerId]) -> Look:
-        inputs = frozenset(self.plan.inputs)
-        return Look(self.stats(), unread, inputs, self.crew.may_move(self.state.alive))
+    def _look(self, unread: frozenset[WorkerId]) -> Look | None:
+        elsewhere = self.crew.elsewhere(self.state.alive)
+        if elsewhere is None:
+            return None
+        inputs, stats = frozenset(self.plan.inputs), elsewhere.put_into(self.stats())
+        moves = elsewhere.moves or self.crew.may_move(self.state.alive)
+        return Look(stats, unread, inputs, moves, elsewhere.counts)
 
     def _start_due(self) -> None:
         now = time.monotonic()

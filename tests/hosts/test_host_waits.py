@@ -1,36 +1,213 @@
-"""Who waits for whom, over hosts: nobody is taken to be stuck who only works elsewhere."""
+"""Who waits for whom, over hosts: a run in which nobody can ever move again ends, and says so as on one
+machine; nobody is taken to be stuck who only works elsewhere, or waits for what is on a slow wire."""
 
 from __future__ import annotations
 
+import itertools
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
 import pytest
 from gates import Gate
+from hosted import agents, cut, workers_of
 from waiting import wait_until
+from wires import Wire, wired
 
-from flowchan import Graph
+from flowchan import Deadlock, Graph, In, Out, Run, RunError, StageError
 from flowchan.hosts import local
+from flowchan.hosts.crew import HostCrew
 from flowchan.run import deadlock, supervisor
-from flowchan.run.supervisor import Supervisor
+from flowchan.run.deadlock import Elsewhere
+
+POOL = local(2)
 
 
-def test_a_worker_that_works_for_long_elsewhere_is_no_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All others wait meanwhile, for it or for room."""
-    looks = []
-    real = Supervisor._look_for_deadlock
+@pytest.fixture(autouse=True)
+def _no_agent_stays() -> Iterator[None]:
+    yield
+    assert not agents()
 
-    def look(self: Supervisor) -> None:
-        real(self)
-        looks.append(1)
 
-    monkeypatch.setattr(Supervisor, "_look_for_deadlock", look)
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[Elsewhere]:
+    """What the hosts have said so far of their workers' waits. Supervisors look without a pause here."""
+    found: list[Elsewhere] = []
+    real = HostCrew.elsewhere
+
+    def ask(self: HostCrew, alive: Any) -> Elsewhere | None:
+        told = real(self, alive)
+        if told is not None:
+            found.append(told)
+        return told
+
+    monkeypatch.setattr(HostCrew, "elsewhere", ask)
     monkeypatch.setattr(supervisor, "LOOK", 0.001)
     monkeypatch.setattr(deadlock, "STILL", 0.001)
+    return found
+
+
+def same(item: Any) -> Any:
+    return item
+
+
+def deadlock_of(run: Run) -> tuple[StageError, str]:
+    with pytest.raises(RunError) as caught:
+        run.wait()
+    (error,) = caught.value.exceptions
+    assert isinstance(error, StageError)
+    assert isinstance(error.__cause__, Deadlock)
+    return error, str(error.__cause__)
+
+
+def goes_on(run: Run, looks: list[Elsewhere]) -> bool:
+    """Whether the run is still running after the hosts have been asked often enough to call it stuck."""
+    so_far = len(looks)
+    wait_until(lambda: len(looks) > so_far + 10 or run._supervisor.ended.is_set())
+    return run.stats().state == "running"
+
+
+# nobody can move
+
+
+def test_branches_over_two_hosts_that_wait_for_each_other_are_recognised() -> None:
+    graph = Graph("stuck")
+    left, right = graph.source(range(20_000), on=POOL).tee(2, name="tee", capacity=1)
+    left = left.map(same, on=POOL["local-1"], name="left", capacity=1)
+    right = right.map(same, on=POOL["local-2"], name="right", capacity=1)
+    left.batch(20_000, name="all").zip(right, name="pairs").sink(same, on=POOL)
+    error, text = deadlock_of(graph.start())
+    assert "nobody can ever move again" in str(error)
+    assert "every worker waits and nothing is in flight" in text
+    assert "stream.buffer(n)" in text
+    assert "'tee' waits to put into 'tee.1' (1 of 1)" in text
+    assert "'right' on local-2 waits to put into 'right' (1 of 1)" in text
+    assert "'pairs' waits for an item from 'all' (0 of 64)" in text
+
+
+def give_left_only(left: Out[int], right: Out[int]) -> None:
+    for number in itertools.count():
+        left.put(number)
+
+
+def ask_right_only(left: In[int], right: In[int], out: Out[int]) -> None:
+    for number in right:
+        out.put(number)
+
+
+@pytest.mark.parametrize("asker", ["local-1", "local-2"])
+def test_stages_that_wait_for_each_other_are_recognised(asker: str) -> None:
+    graph = Graph("stuck")
+    left, right = graph.stage(give_left_only, name="giver", on=POOL["local-1"])
+    graph.stage(ask_right_only, left, right, name="asker", on=POOL[asker]).sink(same)
+    _, text = deadlock_of(graph.start())
+    assert f"'asker' on {asker} waits for an item from 'giver.right' (0 of 64)" in text
+    assert "'giver' on local-1 waits to put into 'giver.left' (64 of 64)" in text
+
+
+def test_when_everybody_waits_to_get_the_remedy_is_to_put() -> None:
+    graph = Graph("loop")
+    back = graph.feedback()
+    out = graph.stage(pass_on, back, on=POOL["local-1"], name="first")
+    back.feed(graph.stage(pass_on, out, on=POOL["local-2"], name="second"))
+    _, text = deadlock_of(graph.start())
+    assert "nobody puts: let one stage of the loop put before it gets, or end by returning" in text
+    assert "stream.buffer" not in text
+
+
+def pass_on(numbers: In[int], out: Out[int]) -> None:
+    for number in numbers:
+        out.put(number)
+
+
+# somebody can
+
+
+def test_a_worker_that_works_for_long_elsewhere_is_no_deadlock(looks: list[Elsewhere]) -> None:
+    """All others wait meanwhile, for it or for room."""
     gate = Gate()
     graph = Graph("working")
-    result = graph.source(range(500)).map(gate.wait, on=local(2), workers=2).collect()
+    result = graph.source(range(500)).map(gate.wait, on=POOL, workers=2).collect()
     run = graph.start()
     gate.wait_held(2)
-    so_far = len(looks)
-    wait_until(lambda: len(looks) > so_far + 100)
-    assert run.stats().state == "running"
+    assert goes_on(run, looks)
     gate.open()
     assert run.wait()[result] == list(range(500))
+
+
+def test_one_of_two_workers_that_works_is_no_deadlock(looks: list[Elsewhere]) -> None:
+    """The other one waits, and with it its link and everybody here."""
+    gate = Gate()
+    graph = Graph("working")
+    found: list[int] = []
+    far = graph.source([0]).map(gate.wait, on=POOL, workers=2)
+    far.map(same, on=POOL, workers=2).sink(found.append)
+    run = graph.start()
+    gate.wait_held(1)
+    assert goes_on(run, looks)
+    gate.open()
+    run.wait()
+    assert found == [0]
+
+
+def test_a_stopped_worker_that_has_an_item_is_no_deadlock(looks: list[Elsewhere]) -> None:
+    """It has been woken and can't look: the others wait for it, and it goes on when it is continued."""
+    graph = Graph("stopped")
+    numbers = graph.input(capacity=1)
+    found: list[int] = []
+    numbers.map(same, on=POOL["local-1"], restarts=0).sink(found.append)
+    with graph.start() as run:
+        run[numbers].put(0)
+        wait_until(lambda: found == [0])
+        ((worker,),) = map(workers_of, agents())
+        os.kill(worker.pid, signal.SIGSTOP)
+        wait_until(lambda: worker.status() == psutil.STATUS_STOPPED)
+        run[numbers].put(1)
+        run[numbers].close()
+        assert goes_on(run, looks)
+        os.kill(worker.pid, signal.SIGCONT)
+    assert found == [0, 1]
+
+
+def begin(fresh: In[int], back: In[int], out: Out[int], done: Out[int]) -> None:
+    """Lets each number go round until it is 0."""
+    for number in fresh:
+        while number:
+            out.put(number)
+            number = back.get()
+        done.put(number)
+
+
+def test_an_item_on_a_slow_wire_is_no_deadlock(looks: list[Elsewhere]) -> None:
+    """It is on its way most of the time, and meanwhile all workers wait. The hosts are asked all the time."""
+    assert round_and_round(Wire(delay=0.02), 20) == [0]
+    assert len(looks) > 10
+    assert not all(one.moves for one in looks)
+
+
+def test_a_broken_connection_is_no_deadlock(looks: list[Elsewhere]) -> None:
+    def then(run: Run) -> None:
+        cut()
+
+    assert round_and_round(Wire(delay=0.005), 60, then) == [0]
+    assert not all(one.moves for one in looks)
+
+
+def round_and_round(wire: Wire, times: int, then: Any = lambda run: None) -> Any:
+    """One item goes over the wire again and again. Each time around ``then`` is called."""
+    with wired(2, wire) as pool:
+        graph = Graph("round")
+        back = graph.feedback()
+        out, done = graph.stage(begin, graph.source([times]), back, on=pool["local-1"], name="begin")
+        far = out.map(lambda number: number - 1, on=pool["local-2"], name="far")
+
+        def pass_by(number: int) -> int:
+            then(run)
+            return number
+
+        back.feed(far.map(pass_by, name="here"))
+        result = done.collect()
+        run = graph.start()
+        return run.wait()[result]

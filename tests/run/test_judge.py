@@ -7,7 +7,17 @@ from typing import Any
 
 import pytest
 
-from flowchan.run.deadlock import MORE_MEMORY, NOBODY_PUTS, REMEDY, STILL, Deadlocks, Glance, Look, judge
+from flowchan.run.deadlock import (
+    MORE_MEMORY,
+    NOBODY_PUTS,
+    REMEDY,
+    STILL,
+    Deadlocks,
+    Elsewhere,
+    Glance,
+    Look,
+    judge,
+)
 from flowchan.run.decisions import Stuck
 from flowchan.run.events import WorkerId
 from flowchan.run.stats import LinkStats, RunStats, StageStats
@@ -61,8 +71,9 @@ def test_one_look_proves_nothing() -> None:
         look(link("first", "second", readers=1, passed=1), link("second", "first", readers=1)),
         look(link("first", "second", readers=1, inside=0), link("second", "first", readers=1)),
         look(*LOOP.stats.links, stages=(stage("first", restarts=1), stage("second"))),
+        look(*LOOP.stats.links, counts=(1,)),
     ],
-    ids=["an item was taken", "an item was put", "a worker was replaced"],
+    ids=["an item was taken", "an item was put", "a worker was replaced", "something on another host"],
 )
 def test_what_has_moved_between_two_looks_is_no_deadlock(moved: Look) -> None:
     assert isinstance(judge(moved, moved), Stuck)
@@ -155,6 +166,25 @@ def test_a_run_that_stands_still_is_looked_at_twice() -> None:
 def test_a_move_between_two_looks_begins_anew() -> None:
     count, found = looked([Glance(7, 2, 0)] * 2 + [Glance(8, 2, 0)] * 2)
     assert (count, found) == (2, [None] * 4)
+
+
+def test_other_hosts_are_asked_until_they_have_answered() -> None:
+    answers = iter([None, None, LOOP, None, LOOP])
+    deadlocks, found = Deadlocks(0.0), []
+    for now in (1, 2, 2.01, 2.02, 3, 3.01):
+        found.append(deadlocks.look(now, TWO, lambda: Glance(7, 2, 0), lambda _: next(answers)))
+    assert found[:-1] == [None] * 5
+    assert isinstance(found[-1], Stuck)
+    assert next(answers, "all") == "all"
+
+
+def test_workers_elsewhere_wait_for_what_they_say_and_not_what_their_links_ask_for() -> None:
+    away = (stage("first"), dataclasses.replace(stage("second"), hosts=("far",)))
+    stats = look(
+        link("first", "second", readers=5), link("second", "first", readers=1, writers=1), stages=away
+    ).stats
+    into, out = Elsewhere(reading={"first": 1}, writing={"second": 2}).put_into(stats).links
+    assert (into.waiting_readers, out.waiting_readers, out.waiting_writers) == (1, 1, 2)
 
 
 def test_nothing_is_looked_at_before_it_is_due() -> None:

@@ -13,7 +13,7 @@ from waiting import wait_until
 from flowchan import Deadlock, Graph
 from flowchan.channel.channel import ChannelStats
 from flowchan.run import deadlock, decisions
-from flowchan.run.deadlock import Glance
+from flowchan.run.deadlock import Elsewhere, Glance
 from flowchan.run.decisions import AbortAsked, Died, StopAsked, Tick
 from flowchan.run.events import Aborted, Crashed, Ended, Event, Failure, Gone, Result, Retried, WorkerId
 from flowchan.run.measure import Snapshot
@@ -103,6 +103,9 @@ class FakeCrew:
 
     def may_move(self, alive: Iterable[WorkerId]) -> bool:
         return False
+
+    def elsewhere(self, alive: frozenset[WorkerId]) -> Elsewhere | None:
+        return Elsewhere()
 
     def snapshots(self) -> tuple[Snapshot, ...]:
         return tuple(
