@@ -1,5 +1,5 @@
-"""The other party of a test: a function that runs in a thread or in a forked process while the test goes
-on."""
+"""The other party of a test: a function that runs in a thread, in a forked process, or in a program that was
+started apart, while the test goes on."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ import os
 import pickle
 import select
 import signal
+import subprocess
+import sys
 import threading
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
-from typing import Any, Protocol
+from pathlib import Path
+from typing import IO, Any, ClassVar, Protocol
 
+import cloudpickle
 from waiting import PATIENCE
 
 FORK = multiprocessing.get_context("fork")
@@ -113,6 +117,54 @@ class ProcessPeer:
         os.kill(self._process.pid, signal.SIGKILL)
 
 
+class HostPeer:
+    """A peer in a program of its own (apart.py). What the function holds on to is sent there as an item would
+    be."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        mine, answer = os.pipe()
+        self._answer: IO[bytes] = os.fdopen(mine, "rb")
+        gates = [fd for gate in Gate.all for fd in gate.descriptors]
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("apart.py"))],
+            stdin=subprocess.PIPE,
+            pass_fds=[answer, *gates],
+        )
+        os.close(answer)
+        assert self._process.stdin is not None
+        pickle.dump((sys.path, answer), self._process.stdin)
+        with contextlib.suppress(BrokenPipeError):  # it has ended: the answer says so
+            cloudpickle.dump((function, args), self._process.stdin)
+            self._process.stdin.close()
+
+    def result(self) -> Any:
+        assert select.select([self._answer], [], [], PATIENCE)[0], "the peer is still running"
+        data = self._answer.read()
+        code = self.join()
+        if not data:
+            raise AssertionError(f"the peer ended without an answer, exit code {code}")
+        raised, value = pickle.loads(data)
+        if raised:
+            raise value
+        return value
+
+    def join(self) -> int | None:
+        wait_for_the_end_of(self._process.pid)
+        code = self._process.wait(PATIENCE)
+        self._answer.close()
+        return code
+
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    def pid(self) -> int | None:
+        return self._process.pid
+
+    def kill(self) -> None:
+        """Sends SIGKILL."""
+        os.kill(self._process.pid, signal.SIGKILL)
+
+
 def wait_for_the_end_of(pid: int | None) -> None:
     """Waits for the end of this one process. ``multiprocessing`` waits for the end of a pipe, which children
     of the process keep open."""
@@ -141,12 +193,20 @@ def _run_in_child(answer: Connection, function: Callable[..., Any], args: tuple[
 
 class Gate:
     """A barrier for peers of either kind: each peer calls ``arrive()``, the test calls ``open()``, and all go
-    on once all have arrived. Made of two eventfds, which threads and forked processes use alike."""
+    on once all have arrived. Made of two eventfds, which threads and forked processes use alike, and programs
+    apart inherit."""
+
+    all: ClassVar[list[Gate]] = []
 
     def __init__(self, peers: int) -> None:
         self._peers = peers
         self._ready = os.eventfd(0, os.EFD_SEMAPHORE)
         self._go = os.eventfd(0, os.EFD_SEMAPHORE)
+        self.all.append(self)
+
+    @property
+    def descriptors(self) -> tuple[int, int]:
+        return self._ready, self._go
 
     def arrive(self) -> None:
         os.eventfd_write(self._ready, 1)
@@ -158,5 +218,6 @@ class Gate:
         os.eventfd_write(self._go, self._peers)
 
     def close(self) -> None:
+        self.all.remove(self)
         os.close(self._ready)
         os.close(self._go)

@@ -87,6 +87,17 @@ nb::tuple hand_over(Port& port) {
     return nb::make_tuple(port.channel, port.state.session);
 }
 
+// The process `pid` on another host, which this port served, has ended without closing it (C5).
+void fall(Out& out, uint64_t pid) {
+    if (!out.open || !out.ch->ring) return;
+    out.open = false;
+    Wakes wakes;
+    Locked<Ring> lock(*out.ch->ring);
+    out.ch->ring->session(out.state.session).pid = pid;
+    out.ch->ring->end_session(out.state.session, true, wakes, true);
+    lock.unlock(wakes);
+}
+
 // --- what a supervisor does for a worker that died; `port` is the supervisor's own handle of the dead
 // worker's port ---
 
@@ -236,7 +247,11 @@ NB_MODULE(_core, m) {
             },
             "How many bytes may be inside; None: no such limit.")
         .def_prop_ro(
-            "across", [](Channel& ch) { return ch.queue ? "threads" : "processes"; }, "The medium.")
+            "across", [](Channel& ch) { return ch.queue   ? "threads"
+                                               : ch.hosts ? "hosts"
+                                                          : "processes"; },
+            "The medium.")
+        .def_rw("_hosts", &Channel::hosts)
         .def_prop_ro(
             "closed", [](Channel& ch) { return state_of(ch) != OPEN; }, "Whether nobody can put any more.")
         .def_prop_ro("drained", is_drained, "Whether it is closed and empty and no item is out on lease.")
@@ -307,6 +322,7 @@ NB_MODULE(_core, m) {
             },
             "reader"_a, "ordered"_a, "single"_a)
         .def("_replay", [](Out& out) { out.replays = true; })
+        .def("_fall", fall, "pid"_a)
         .def(
             "_loan",
             [](Out& out, uint64_t size, nb::handle timeout) {

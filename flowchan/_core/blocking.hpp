@@ -142,6 +142,8 @@ struct Traits<Ring> {
             r.call_turns(wakes);
         else
             (caller.side == Side::Reader ? wakes.readers : wakes.writers) += gate(r, caller.side).call(1);
+        if (caller.side == Side::Reader && r.header().heard)  // one waits less
+            wakes.writers += r.header().writer_gate.call(1);
     }
     // A hint read without the lock; whoever believes it takes the lock and looks.
     static bool ready(Ring& r, Side side) {

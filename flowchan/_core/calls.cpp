@@ -141,6 +141,7 @@ Step put_ring(Channel& ch, Out* out, PyObject* item, Deadline deadline, uint64_t
     ObjectFrame frame;
     if (!encode(item, frame)) return Step::Interrupted;
     size = frame.size;
+    if (ch.hosts && needs_its_slot(frame.kind)) return raise_stays_here(ch, item), Step::Interrupted;
     In* in = out ? out->follows() : nullptr;
     runs(in, Session::OURS);
     Step step = put_frame(ch, out, frame, deadline);

@@ -42,7 +42,8 @@ Channel::~Channel() {
 
 std::string Channel::describe() const {
     if (!name.empty()) return "channel '" + name + "'";
-    return "Channel(" + std::to_string(capacity) + ", across='" + (queue ? "threads" : "processes") + "')";
+    const char* across = queue ? "threads" : hosts ? "hosts" : "processes";
+    return "Channel(" + std::to_string(capacity) + ", across='" + across + "')";
 }
 
 bool Channel::usable() {

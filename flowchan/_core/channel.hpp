@@ -22,6 +22,7 @@ struct Channel {
     uint64_t capacity = 0;
     uint64_t max_bytes = 0;  // UINT64_MAX: no limit (threads)
     uint64_t forks = fork_count;
+    bool hosts = false;  // ring: others read it whom no descriptor reaches
     uint32_t plain = 0;  // ring: this process's own session, opened when first needed
     std::atomic<uint32_t> awaiting =
         0;  // coroutines of this process that wait here: a count for stats, no partner

@@ -145,14 +145,16 @@ void Link::leave_connection(int fd, const std::string& why) {
     changed_.notify_all();
 }
 
-void Link::open_line(uint32_t number, const std::vector<Taking>& takes, const std::vector<Putting>& puts) {
+void Link::open_line(uint32_t number, const std::vector<Taking>& takes, const std::vector<Putting>& puts,
+                     bool on_demand) {
     std::lock_guard lock(mutex_);
     auto line = std::make_unique<LinkLine>();
     line->number = number;
-    for (const Taking& take : takes) line->sources.emplace_back(take.ring, take.session);
+    for (const Taking& take : takes)
+        line->sources.emplace_back(take.ring, take.session).on_demand = home_ && on_demand;
     for (const Putting& put : puts) {
         if (!home_) put.ring->header().heard = 1;
-        line->sinks.emplace_back(put.ring, put.writer, put.follows, put.replays);
+        line->sinks.emplace_back(put.ring, put.writer, put.follows, put.replays).on_demand = on_demand;
     }
     for (Sink& sink : line->sinks)
         if (Source* source = numbering(*line, sink)) source->ascending |= sink.writer.ordered;

@@ -85,7 +85,9 @@ class Link {
         WriterState writer;
         bool follows, replays;
     };
-    void open_line(uint32_t number, const std::vector<Taking>& takes, const std::vector<Putting>& puts);
+    // `on_demand`: items come for those only who wait for one, or work on one.
+    void open_line(uint32_t number, const std::vector<Taking>& takes, const std::vector<Putting>& puts,
+                   bool on_demand);
     void drop_line(uint32_t number);
     void close();
     std::string next_event(int64_t until);  // "" when there is none by then

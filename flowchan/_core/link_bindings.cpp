@@ -33,7 +33,7 @@ class PyLink : public Link {
     const bool home;
 };
 
-void open_line(PyLink& link, uint32_t number, nb::list inputs, nb::list outputs) {
+void open_line(PyLink& link, uint32_t number, nb::list inputs, nb::list outputs, bool on_demand) {
     nb::list reads = link.home ? inputs : outputs, writes = link.home ? outputs : inputs;
     std::vector<Link::Taking> takes;
     std::vector<Link::Putting> puts;
@@ -49,7 +49,7 @@ void open_line(PyLink& link, uint32_t number, nb::list inputs, nb::list outputs)
             {ring_of(port, *out.ch), out.state, out.reader.is_valid() && !out.reader.is_none(), out.replays});
     }
     nb::gil_scoped_release without;
-    link.open_line(number, takes, puts);
+    link.open_line(number, takes, puts, on_demand);
 }
 
 std::string wait_for_event(PyLink& link, nb::handle timeout) {
@@ -110,8 +110,9 @@ void bind_link(nb::module_& m) {
             "fd"_a,
             "Goes on over this connected socket, which belongs to the link from now on; what was sent over "
             "the former one and has not arrived is sent again.")
-        .def("line", open_line, "number"_a, "inputs"_a, "outputs"_a,
-             "Serves the ports of one worker, under a number that both sides know.")
+        .def("line", open_line, "number"_a, "inputs"_a, "outputs"_a, "on_demand"_a = false,
+             "Serves the ports of one worker, under a number that both sides know. on_demand: items come for "
+             "those only who wait for one, or work on one.")
         .def(
             "drop",
             [](PyLink& link, uint32_t number) {

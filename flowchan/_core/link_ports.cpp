@@ -248,12 +248,12 @@ void Sink::stand() {
 }
 
 // With the ring's lock held.
-static Sink::Progress progress_in(Ring& ring) {
+static Sink::Progress progress_in(Ring& ring, bool on_demand) {
     Sink::Progress now;
     const Header& h = ring.header();
     now.done = h.takes - std::min(h.leased, h.takes);
     now.in_hand = h.leased;
-    const bool waits = h.leased == 0 || h.reader_gate.waiting > 0;
+    const bool waits = (h.leased == 0 && !on_demand) || h.reader_gate.waiting > 0;
     if (ring.inside() == 0 && waits && h.state == OPEN) now.flags |= STARVED;
     if (h.readers == 0) now.flags |= NO_MORE;
     if (h.state == BROKEN) now.flags |= BREAK;
@@ -268,13 +268,13 @@ static Sink::Progress progress_in(Ring& ring) {
 Sink::Progress Sink::look_at_worker() {
     Holding holding(*ring);
     gate.leave();
-    return seen = progress_in(*ring);
+    return seen = progress_in(*ring, on_demand);
 }
 
 bool Sink::stand_for_worker() {
     if (gate.entered()) return !gate.changed();
     Holding holding(*ring);
-    if (progress_in(*ring) != seen) return false;
+    if (progress_in(*ring, on_demand) != seen) return false;
     gate.enter(false, 0);
     return true;
 }

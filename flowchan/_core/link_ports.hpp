@@ -115,8 +115,11 @@ class Source {
     bool has_unsent() const { return known && !recalling && sent < base + entries.size(); }
     Entry& unsent() { return entries[sent - base]; }
     uint64_t first_key();  // of what is not yet sent: no item before it can be done; Slot::KEYLESS: none
+    // Home: who neither waits for an item nor works on one gets none, and what is there goes back for others.
+    bool on_demand = false;
     // Home: so many items at most. A worker that gathers, and has all of them in hand, gets more, however many.
     uint64_t allowed() const {
+        if (on_demand && !starved && !in_hand) return 0;
         const bool gathers = starved && in_hand && in_hand == entries.size();
         return std::max(window.size(), gathers ? in_hand + MORE : 0);
     }
@@ -148,7 +151,9 @@ class Source {
     // Home: items that the worker has not begun while others wait for some are recalled (C8).
     bool recalling = false, recall_said = false;
     int64_t progress_at = 0;  // when the worker last finished one, or got one to begin with
-    bool may_recall() const { return in_hand > 0 && entries.size() > in_hand && !recalling && !left; }
+    bool may_recall() const {
+        return (in_hand > 0 || on_demand) && entries.size() > in_hand && !recalling && !left;
+    }
     bool should_recall(int64_t round_trip) const;
     void hear_recalled(uint64_t got);
 };
@@ -181,6 +186,7 @@ class Sink {
     const std::shared_ptr<Ring> ring;
     WriterState writer;
     const bool follows, replays;
+    bool on_demand = false;  // away: only who waits is in want of an item
     Stand gate;
     // There was no room for them. The other side sends no more than it may (Source::wants).
     std::deque<Staged> staged;

@@ -102,6 +102,13 @@ void raise_refused(Channel& ch, int error) {
     raise("ChannelError", who + " does not take the channels in this item: " + why);
 }
 
+void raise_stays_here(Channel& ch, PyObject* item) {
+    PyErr_Format(PyExc_TypeError,
+                 "%s does not take this %s: it holds a channel, a port or CUDA memory that only processes of "
+                 "one machine can share; channels across='hosts' can be put into it, and tensor.cpu()",
+                 ch.describe().c_str(), Py_TYPE(item)->tp_name);
+}
+
 // The kind, then the payload. Of a cause that can't cross, its text; the break itself must always work.
 std::string pickle_cause(PyObject* cause) {
     ObjectFrame frame, text;

@@ -19,4 +19,7 @@ std::string pickle_cause(PyObject* cause);
 // A put whose descriptors could not be sent, by this errno.
 void raise_refused(Channel& ch, int error);
 
+// A put into a channel across hosts of what only processes of one machine can share.
+void raise_stays_here(Channel& ch, PyObject* item);
+
 }  // namespace flowchan

@@ -7,19 +7,20 @@ arguments, the statistics, and how a channel reaches another process.
 
 from __future__ import annotations
 
+import importlib
 import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import flowchan.items.codec  # tells the core how to serialise  # noqa: F401
 from flowchan import _core
 from flowchan.channel import awaiting
 from flowchan.channel.media import MEDIA, Across, Medium
 from flowchan.channel.ports import In, Out
-from flowchan.errors import Broken
+from flowchan.errors import Broken, ChannelError
 from flowchan.items import arrays
 from flowchan.transport.descriptors import (
     Beside,
@@ -85,6 +86,16 @@ class ChannelStats:
     holders: tuple[Holder, ...] = ()
 
 
+class Reached(Protocol):
+    """Where a channel across hosts is reached, and what stands for it elsewhere."""
+
+    address: str
+    secret: bytes
+
+    def reduced(self) -> tuple[Any, ...]:
+        """What pickle makes of the channel."""
+
+
 def most_bytes() -> int:
     """How many bytes may be inside a channel between processes where nobody has said it."""
     return min(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2, _MOST_BY_DEFAULT)
@@ -95,9 +106,10 @@ class Channel(_core.Channel, Generic[T]):
     broken.
 
     ``capacity``: how many items may be inside before ``put`` waits. ``across``: ``"threads"`` passes
-    references within one process, ``"processes"`` passes copies through shared memory. ``max_bytes``: how
-    many bytes may be inside; the default is none for threads, and half of the machine's memory, at most 16
-    GiB, for processes (memory is taken as it is needed, and used again).
+    references within one process, ``"processes"`` passes copies through shared memory, and ``"hosts"`` does
+    so, too, and lets programs elsewhere open it (docs/hosts.md). ``max_bytes``: how many bytes may be inside;
+    the default is none for threads, and else half of the machine's memory, at most 16 GiB (memory is taken as
+    it is needed, and used again).
 
     Raises ``ValueError`` or ``TypeError`` for wrong arguments, ``OSError`` when there is no memory.
     """
@@ -119,11 +131,30 @@ class Channel(_core.Channel, Generic[T]):
         super().__init__(capacity=capacity, processes=medium.copies, max_bytes=max_bytes, name="")
         if medium.copies:
             _known[os.fstat(self._fd).st_ino] = self
+        if medium.reached_by:
+            self._hosts = True
+            self._reached: Reached = importlib.import_module(medium.reached_by).let_in(self)
 
     @property
     def medium(self) -> Medium:
         """What it is made of, and what follows from that."""
         return MEDIA[self.across]
+
+    @property
+    def address(self) -> str:
+        """Where ``flowchan.hosts.open_channel`` finds a channel across hosts."""
+        return self._where().address
+
+    @property
+    def secret(self) -> bytes:
+        """What has to be proved there. Whoever knows it may run code in this process: keep it out of
+        arguments and environments."""
+        return self._where().secret
+
+    def _where(self) -> Reached:
+        if not self.medium.reached_by:
+            raise ChannelError(f"{self!r} has no address; make it with across='hosts'")
+        return self._reached
 
     def reader(self) -> In[T]:
         """A counted reading end. When the last one is closed, writers get Closed."""
@@ -168,6 +199,8 @@ class Channel(_core.Channel, Generic[T]):
     def __reduce__(self) -> tuple[Any, ...]:
         if not self.medium.copies:
             raise TypeError(f"{self!r} can't be sent to another process; make it with across='processes'")
+        if self.medium.reached_by:
+            return self._reached.reduced()
         return _arrive, (hand_over(self._fd, self._socket, self), self._name)
 
 

@@ -7,16 +7,18 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-Across = Literal["threads", "processes"]
+Across = Literal["threads", "processes", "hosts"]
 
 
 @dataclass(frozen=True, slots=True)
 class Medium:
     """What a channel is made of. ``name`` is the word that ``across=`` takes. ``copies``: an item arrives as
-    a copy of its own, which takes bytes of shared memory while it is inside; else as a reference."""
+    a copy of its own, which takes bytes of shared memory while it is inside; else as a reference.
+    ``reached_by``: the module that lets others reach it whom no descriptor reaches; empty: nobody does."""
 
     name: Across
     copies: bool
+    reached_by: str = ""
 
     def __str__(self) -> str:
         return self.name
@@ -24,6 +26,9 @@ class Medium:
 
 THREADS = Medium("threads", copies=False)
 PROCESSES = Medium("processes", copies=True)
+HOSTS = Medium("hosts", copies=True, reached_by="flowchan.hosts.hosting")
 
-MEDIA: Mapping[str, Medium] = MappingProxyType({medium.name: medium for medium in (THREADS, PROCESSES)})
+MEDIA: Mapping[str, Medium] = MappingProxyType(
+    {medium.name: medium for medium in (THREADS, PROCESSES, HOSTS)}
+)
 """Every medium by its name."""

@@ -41,6 +41,9 @@ def select(
     if isinstance(gets, Channel | In):  # iterating over it would take its items
         raise TypeError(f"select takes a list of channels and ports to get from, here [{gets!r}]")
     reading, writing = list(gets), list(puts)
+    for target in (*reading, *(channel for channel, _ in writing)):
+        if getattr(target, "is_elsewhere", False):
+            raise TypeError(f"select: {target!r} has its home elsewhere; take its ports: reader(), writer()")
     index, item = _core._select(reading, writing, timeout)
     if index == -2:
         raise Drained("select: every channel to get from is drained")

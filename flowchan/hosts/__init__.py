@@ -1,4 +1,5 @@
-"""Other machines: pools of hosts for ``on=``, and what starts our agents there.
+"""Other machines: pools of hosts for ``on=``, and what starts our agents there; and channels between programs
+on different hosts.
 
 ``patience``: for how many seconds an agent waits for a program that it does not hear, before it ends with its
 workers. ``tls``: whether what crosses is encrypted and can't be changed on its way.
@@ -7,6 +8,8 @@ workers. ``tls``: whether what crosses is encrypted and can't be changed on its 
 from collections.abc import Mapping
 
 from flowchan.errors import HostError
+from flowchan.hosts.far import open_channel
+from flowchan.hosts.hosting import serve
 from flowchan.hosts.local import local as _local
 from flowchan.hosts.pool import PATIENCE, Pool, pool_of
 from flowchan.hosts.ray import ray as _ray
@@ -14,7 +17,7 @@ from flowchan.hosts.slurm import slurm as _slurm
 from flowchan.hosts.spec import parse as _parse
 from flowchan.hosts.ssh import ssh as _ssh
 
-__all__ = ["HostError", "Pool", "local", "parse", "ray", "slurm", "ssh"]
+__all__ = ["HostError", "Pool", "local", "open_channel", "parse", "ray", "serve", "slurm", "ssh"]
 
 
 def local(count: int, *, patience: float = PATIENCE, tls: bool = False) -> Pool:

@@ -18,7 +18,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from flowchan import _core
 from flowchan.channel.channel import Channel, In, Out, most_bytes
 from flowchan.errors import Broken, Closed
 from flowchan.hosts.code import lacking
+from flowchan.hosts.dialling import reach
 from flowchan.hosts.messages import (
     WINDOW,
     Ask,
@@ -51,11 +51,6 @@ from flowchan.run.failures import Portable
 from flowchan.run.opening import Ports, open_ports
 from flowchan.run.recovery import take_up
 from flowchan.run.worker_processes import WorkerProcesses
-from flowchan.transport.authentication import meet
-from flowchan.transport.tcp import dial
-
-SHORTEST, LONGEST = 0.02, 1.0
-"""Seconds between two tries to reach the driver."""
 
 
 @dataclass(frozen=True)
@@ -238,24 +233,12 @@ class Agent:
         """A connection to the driver that both have proved the secret over; ends when there is none within
         the patience. ``silent``: since when it has not been heard, in seconds."""
         orders = self._orders
-        give_up = time.monotonic() + orders.patience - silent
         hello = {**versions(), "number": orders.number, "epoch": orders.epoch}
-        pause, wait = SHORTEST, threading.Event()
-        while True:
-            left = give_up - time.monotonic()
-            try:
-                if left <= 0:
-                    self._give_up(f"{why} at {orders.address} for {orders.patience:g} s")
-                sock = dial(orders.address, left)
-                left = give_up - time.monotonic()
-                sock, theirs = meet(
-                    sock, orders.secret, dialled=True, hello=hello, timeout=left, tls=orders.tls
-                )
-                break
-            except OSError as error:
-                why = f"{why.partition(':')[0]}: {error}"
-                wait.wait(min(pause, max(0.0, left)))
-                pause = min(2 * pause, LONGEST)
+        within = orders.patience - silent
+        try:
+            sock, theirs = reach(orders.address, orders.secret, hello, why=why, within=within, tls=orders.tls)
+        except OSError as error:
+            self._give_up(str(error))
         if theirs.get("epochs", {}).get(str(orders.number), orders.epoch) != orders.epoch:
             self._give_up("is not wanted any more: another agent has taken its place")
         return sock

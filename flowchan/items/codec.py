@@ -12,6 +12,7 @@ import functools
 import io
 import pickle
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,9 +136,35 @@ def _by_value_pickler() -> Any:
     return Pickler
 
 
+keeps_sealed: ContextVar[bool] = ContextVar("keeps_sealed", default=False)
+"""Whether what is got in this context and would be unpickled stays as it is: :class:`Sealed`."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Sealed:
+    """An item on its way through the hands of who does not look at it."""
+
+    packed: Packed
+
+    def value(self) -> Any:
+        return unpack(self.packed)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Opening:
+    """Is put in the place of a value that is there as :class:`Sealed`: whoever gets it gets the value."""
+
+    packed: Packed
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return unpack, (self.packed,)
+
+
 def loads(data: Packed | tuple[Any, list[Any], tuple[list[int], int] | None]) -> Any:
     """The object that :func:`dumps` was given. Of a PINNED or PARCEL item comes what keeps it in existence,
     the list, and the descriptors of its parcel with the reason why they are not all."""
+    if keeps_sealed.get() and not isinstance(data, tuple):
+        return Sealed(data)
     if not isinstance(data, tuple):
         return unpack(data)
     keep, packed, parcel = data

@@ -151,6 +151,11 @@ class Door:
         self._ready.close()
         self._listener.close()
 
+    def drop(self) -> None:
+        """In a forked child: lets go of what its parent goes on using."""
+        self._ready.close()
+        self._listener.close()
+
     def __enter__(self) -> Door:
         return self
 

@@ -1,0 +1,123 @@
+"""What a process that has channels of another host open says to their home over the control line of its link
+(line 0), and what home answers. Both have proved the secret by then, so these values are pickled as any items
+are; the users' items among them stay sealed.
+
+Home does what it is asked for, in the channel itself. So a call from elsewhere is what the same call is at
+home, and takes a round trip more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from flowchan.channel.channel import Channel
+from flowchan.errors import ChannelError
+from flowchan.items.codec import Opening, Sealed, pack
+from flowchan.items.text import short
+
+PLAIN = (bool, int, float, str, bytes, type(None))
+"""Of what needs no seal: nobody's code runs when it is unpickled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """``what`` is to be done with the channel of this number; see ``Guest`` for what there is."""
+
+    number: int
+    channel: int
+    what: str
+    arguments: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Who asked waits no more. It is answered all the same, perhaps with an item that came just then."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wrong:
+    """What the call raised at home: the error's type and arguments, and its cause."""
+
+    kind: type[BaseException]
+    arguments: tuple[Any, ...]
+    cause: Sealed | None
+
+    def error(self) -> BaseException:
+        error = self.kind(*self.arguments)
+        if self.cause is not None:
+            error.__cause__ = cause_in(self.cause)
+        return error
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    number: int
+    value: Any = None
+    wrong: Wrong | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Nothing more goes through the port that this line carries, in either direction."""
+
+    line: int
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """Home is no more, and why."""
+
+    why: str
+
+
+def sealed(item: Any) -> Any:
+    """As what an item travels. Raises ``TypeError`` where it can't leave its machine."""
+    if type(item) in PLAIN:
+        return item
+    packed = pack(item)
+    if isinstance(packed, list) and any(isinstance(part, Channel) for part in packed):
+        raise TypeError(
+            f"can't send {short(item)} to another host: it holds a channel that only processes of one "
+            "machine can share; make it with across='hosts'"
+        )
+    return Sealed(packed)
+
+
+def to_put(item: Any) -> Any:
+    """What to put at home for an item that came as :func:`sealed` made it."""
+    return Opening(item.packed) if isinstance(item, Sealed) else item
+
+
+def opened(item: Any) -> Any:
+    """The item itself. Raises what its making raises."""
+    return item.value() if isinstance(item, Sealed) else item
+
+
+def sealed_cause(cause: BaseException | None) -> Sealed | None:
+    """Of one that can't be sent, its text."""
+    if cause is None:
+        return None
+    try:
+        found = sealed(cause)
+    except Exception:
+        found = sealed(RuntimeError(f"{type(cause).__name__}: {cause}"))
+    assert isinstance(found, Sealed)
+    return found
+
+
+def cause_in(cause: Sealed | None) -> BaseException | None:
+    if cause is None:
+        return None
+    try:
+        found = cause.value()
+    except Exception as error:  # its own making may raise anything
+        return ChannelError(f"the cause can't be received here: {error}")
+    return found if isinstance(found, BaseException) else None
+
+
+def wrong(error: BaseException) -> Wrong:
+    arguments = error.args if isinstance(error, ChannelError | ValueError | TypeError) else (str(error),)
+    kind = type(error) if type(error).__module__ in ("flowchan", "builtins") else ChannelError
+    return Wrong(kind, arguments, sealed_cause(error.__cause__))

@@ -1,0 +1,388 @@
+"""The way from this process to the home of channels of another one: a link, the control line on it, and a
+line for each port that is open here.
+
+Two threads belong to it: one keeps the link, one hears what home says. It ends when no channel of that home
+is in use here any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import os
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from flowchan import _core
+from flowchan.channel.channel import Channel, In, Out
+from flowchan.channel.select import select
+from flowchan.errors import Broken, ChannelError, Closed, HostError
+from flowchan.hosts.asking import Answer, Ask, Cancel, Finished, Over
+from flowchan.hosts.dialling import reach
+from flowchan.hosts.messages import WINDOW, versions
+from flowchan.run.latch import Latch
+
+PATIENCE = 10.0
+"""Seconds within which a home that this process did not know yet must answer."""
+LAST_WORD = 2.0
+"""Seconds that the end of this process waits for what is under way."""
+
+
+class Asked:
+    """A call that home does for somebody here. ``late`` gets the answer when nobody waits for it any more."""
+
+    def __init__(self, number: int, late: Callable[[Answer], None]) -> None:
+        self.number, self.late = number, late
+        self.answer: Answer | None = None
+        self.abandoned = False
+        self.done: Callable[[], None]
+        self._lock = threading.Lock()  # as an event that Ctrl-C leaves whole
+        self._lock.acquire()
+        self.done = self._lock.release
+
+    def wait(self) -> None:
+        self._lock.acquire()
+
+    def value(self) -> Any:
+        """What home answered. Raises what the call raised there."""
+        assert self.answer is not None
+        if self.answer.wrong is not None:
+            raise self.answer.wrong.error()
+        return self.answer.value
+
+
+class Line:
+    """A port of home that is open here: a ring, the user's end of it, and the link's."""
+
+    def __init__(self, number: int, name: str, max_bytes: int | None, reads: bool) -> None:
+        self.number, self.reads = number, reads
+        self.ring: Channel[Any] = Channel(WINDOW, across="processes", max_bytes=max_bytes)
+        self.ring._name, self.ring._hosts = name, True
+        self.end: In[Any] | Out[Any] = self.ring.writer() if reads else self.ring.reader()
+        self.finished = Latch()
+        self.port: weakref.ref[Any] | None = None
+
+    def is_open(self) -> bool:
+        """Whether its user may still put or get."""
+        port = None if self.port is None else self.port()
+        return port is not None and port.is_open
+
+
+class Connection:
+    """See above. Raises :class:`HostError` when home can't be reached within ``timeout`` seconds."""
+
+    def __init__(self, address: str, secret: bytes, tls: bool, timeout: float = PATIENCE) -> None:
+        self.address, self.pid = address, os.getpid()
+        self.lost = ""  # why
+        self._secret, self._tls = secret, tls
+        self._hello = {**versions(), "guest": secrets.token_hex(16), "pid": self.pid, "again": False}
+        self._lock = threading.RLock()
+        self._numbers = self._line_numbers = 0
+        self._asked: dict[int, Asked] = {}
+        self._lines: dict[int, Line] = {}
+        self._users: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._left = False
+        sock, theirs = self._dial(timeout, f"can't open a channel of {address}")
+        self.home, self._patience = theirs["home"], float(theirs["patience"])
+        self._hello["again"] = True
+        asks: Channel[Any] = Channel(1024, across="processes")
+        answers: Channel[Any] = Channel(1024, across="processes")
+        self._asks, to_say = asks.writer(), asks.reader()
+        self._answers, letterbox = answers.reader(), answers.writer()
+        self._nudges: Channel[int] = Channel(2**20)
+        self._ends = to_say, letterbox
+        self.link = _core.Link(False)
+        self.link.line(0, [letterbox], [to_say])
+        self.link.attach(sock.detach())
+        for work in (self._keep, self._hear):
+            threading.Thread(target=work, name=f"flowchan to {address}", daemon=True).start()
+
+    def _dial(self, within: float, why: str) -> Any:
+        try:
+            sock, theirs = reach(
+                self.address, self._secret, self._hello,
+                why=why, within=within, tls=self._tls, wanted=lambda: not self._left,
+            )  # fmt: skip
+        except OSError as error:
+            raise HostError(str(error), self.address) from None
+        wrong = ""
+        if any(theirs.get(word) != version for word, version in versions().items()):
+            wrong = f"it has {_said(theirs)}, and this program {_said(versions())}; both must have the same"
+        elif "home" not in theirs:
+            wrong = "no channels are reached there"
+        elif self._hello["again"] and theirs["home"] != self.home:
+            wrong = "another program is there now"
+        elif self._hello["guest"] in theirs.get("given_up", ()):
+            wrong = "it has not heard of this program for too long, and has given it up"
+        if not wrong:
+            return sock, theirs
+        sock.close()
+        raise HostError(f"{why} at {self.address}: {wrong}", self.address)
+
+    # --- asking ---
+
+    def ask(
+        self, channel: int, what: str, *arguments: Any, late: Callable[[Answer], None] = lambda _: None
+    ) -> Any:
+        asked = self.post(channel, what, arguments, late)
+        try:
+            asked.wait()
+        except BaseException:
+            self.abandon(asked)
+            raise
+        return asked.value()
+
+    async def await_answer(
+        self, channel: int, what: str, *arguments: Any, late: Callable[[Answer], None] = lambda _: None
+    ) -> Any:
+        """As :meth:`ask`, for coroutines."""
+        loop = asyncio.get_running_loop()
+        answered = asyncio.Event()
+
+        def done() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed
+                loop.call_soon_threadsafe(answered.set)
+
+        asked = self.post(channel, what, arguments, late, done)
+        try:
+            await answered.wait()
+        except BaseException:
+            self.abandon(asked)
+            raise
+        return asked.value()
+
+    def post(
+        self,
+        channel: int,
+        what: str,
+        arguments: tuple[Any, ...],
+        late: Callable[[Answer], None] = lambda _: None,
+        done: Callable[[], None] | None = None,
+    ) -> Asked:
+        with self._lock:
+            self._numbers += 1
+            asked = Asked(self._numbers, late)
+            asked.done = done or asked.done
+            self._asked[asked.number] = asked
+        try:
+            self._asks.put(Ask(asked.number, channel, what, arguments))
+        except (Closed, ValueError):
+            self._asked.pop(asked.number, None)
+            raise self.broken() from None
+        except BaseException:
+            self._asked.pop(asked.number, None)
+            raise
+        if self.lost:
+            self._lose(self.lost)
+        return asked
+
+    def abandon(self, asked: Asked) -> None:
+        """Nobody waits for it any more."""
+        with self._lock:
+            asked.abandoned = True
+            answer = asked.answer
+        if answer is not None:
+            asked.late(answer)
+        else:
+            with contextlib.suppress(ChannelError, ValueError):
+                self._asks.put_nowait(Cancel(asked.number))
+
+    def broken(self) -> Broken:
+        error = Broken(f"the channels of {self.address} are broken: {self.lost or 'they were left'}")
+        error.__cause__ = HostError(self.lost or "they were left", self.address)
+        return error
+
+    # --- lines ---
+
+    def new_line(self, name: str, max_bytes: int | None, reads: bool) -> Line:
+        with self._lock:
+            self._line_numbers += 1
+            return Line(self._line_numbers, name, max_bytes, reads)
+
+    def open_line(self, line: Line, channel: int) -> None:
+        """Joins it to a port of that channel. Its user has its end already."""
+        self.ask(channel, "reader" if line.reads else "writer", line.number)
+        with self._lock:
+            self._lines[line.number] = line
+            ends = [line.end]
+            self.link.line(line.number, ends if line.reads else [], [] if line.reads else ends, line.reads)
+        if self.lost:
+            self._lose(self.lost)
+
+    def _finish(self, number: int) -> None:
+        line = self._lines.pop(number, None)
+        if line is not None:
+            self.link.drop(number)
+            line.end.close()
+            line.finished.set()
+
+    # --- who uses it ---
+
+    def adopt(self, number: int, user: Any) -> None:
+        """``user`` is the channel of that number here, as long as it exists."""
+        self._users[number] = user
+        weakref.finalize(user, _nudge, self._nudges, number).atexit = False
+
+    def user(self, number: int) -> Any:
+        return self._users.get(number)
+
+    def _look_for_users(self, number: int) -> None:
+        """One is gone: home need not keep the channel, and perhaps nobody is left."""
+        if number and number not in self._users:
+            with contextlib.suppress(Broken):
+                self.post(number, "drop", ())
+        with _registry_lock:
+            if self._left or self._users or any(line.is_open() for line in self._lines.values()):
+                return
+            if self._lines and not self.lost:  # what was put here is still under way
+                return
+            self._left = True
+            forget(self)
+        if self.lost:
+            self._end()
+        else:
+            with contextlib.suppress(Broken):
+                self.post(0, "leave", (), done=self._end)
+
+    # --- its threads ---
+
+    def _keep(self) -> None:
+        """Dials again when the connection breaks."""
+        while (word := self.link.wait(self._patience / 4)) != "closed":
+            what, _, about = word.partition(": ")
+            if what == "broken" and not self._left:
+                try:
+                    sock, _ = self._dial(self._patience, f"lost the channels' home ({about})")
+                except HostError as error:
+                    self._lose(str(error))
+                    break
+                self.link.attach(sock.detach())
+            elif not word and self.link.state()["heard_ago"] > self._patience:
+                self._lose(f"nothing was heard of {self.address} for {self._patience:g} s")
+                break
+
+    def _hear(self) -> None:
+        with contextlib.suppress(Closed, Broken):
+            while not self._left or not self.lost:
+                done = select([self._answers, self._nudges])
+                if done.channel is self._nudges:
+                    self._look_for_users(done.item)
+                else:
+                    self._told(done.item)
+                del done
+
+    def _told(self, said: Answer | Finished | Over) -> None:
+        if isinstance(said, Finished):
+            self._finish(said.line)
+            self._look_for_users(0)
+        elif isinstance(said, Over):
+            self._lose(said.why)
+        else:
+            with self._lock:
+                asked = self._asked.pop(said.number, None)
+                if asked is not None:
+                    asked.answer = said
+                    abandoned = asked.abandoned
+            if asked is not None:
+                asked.late(said) if abandoned else asked.done()
+
+    # --- the end ---
+
+    def _lose(self, why: str) -> None:
+        """Home is out of reach for good: all that is open here is broken."""
+        with self._lock:
+            self.lost = self.lost or why
+            waiting, self._asked = list(self._asked.values()), {}
+            lines, self._lines = list(self._lines.values()), {}
+        with _registry_lock:
+            forget(self)
+        self.link.close()
+        for asked in waiting:
+            asked.answer = Answer(asked.number, wrong=_Lost(self.broken()))  # type: ignore[arg-type]
+            if not asked.abandoned:
+                asked.done()
+        for line in lines:
+            line.ring.abort(HostError(self.lost, self.address))
+            line.finished.set()
+        self._nudges.put_nowait(0)
+
+    def _end(self) -> None:
+        self.lost = self.lost or "they were left"
+        self.link.close()
+        for end in self._ends:
+            end.close()
+        self._asks.close()
+        self._nudges.close()
+
+    def leave(self) -> None:
+        """This process ends: what was put through ports that are closed goes first."""
+        give_up = time.monotonic() + LAST_WORD
+        for line in list(self._lines.values()):
+            if not line.is_open():
+                line.finished.wait(max(0.0, give_up - time.monotonic()))
+        with contextlib.suppress(Broken):
+            left = Latch()
+            self.post(0, "leave", (), done=left.set)
+            left.wait(LAST_WORD)
+        self._left = True
+        self.link.close()
+
+
+class _Lost:
+    """In place of what home would have answered."""
+
+    def __init__(self, error: Broken) -> None:
+        self._error = error
+
+    def error(self) -> Broken:
+        return self._error
+
+
+_registry_lock = threading.RLock()
+_connections: dict[tuple[str, bytes], Connection] = {}
+
+
+def connection_to(address: str, secret: bytes, tls: bool, timeout: float = PATIENCE) -> Connection:
+    """That of this process to a home; one for all its channels."""
+    with _registry_lock:
+        key = (address, secret)
+        if key not in _connections:
+            _connections[key] = Connection(address, secret, tls, timeout)
+        return _connections[key]
+
+
+def forget(connection: Connection) -> None:
+    for key, one in list(_connections.items()):
+        if one is connection:
+            del _connections[key]
+
+
+def _nudge(nudges: Channel[int], number: int) -> None:
+    with contextlib.suppress(ChannelError):
+        nudges.put_nowait(number)
+
+
+def _said(versions: dict[str, Any]) -> str:
+    return f"Python {versions.get('python')} and flowchan {versions.get('flowchan')}"
+
+
+def _leave_all() -> None:
+    for connection in list(_connections.values()):
+        if connection.pid == os.getpid():
+            connection.leave()
+
+
+def _begin_anew() -> None:
+    """A forked child has none of its parent's threads."""
+    global _registry_lock
+    _registry_lock = threading.RLock()
+    _connections.clear()
+
+
+atexit.register(_leave_all)
+os.register_at_fork(after_in_child=_begin_anew)

@@ -1,0 +1,41 @@
+"""Reaching whom we know by address and secret, also when it is not there yet, or is away for a moment."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from flowchan.transport.authentication import Hello, meet
+from flowchan.transport.tcp import dial
+
+SHORTEST, LONGEST = 0.02, 1.0
+"""Seconds between two tries."""
+
+
+def reach(
+    address: str,
+    secret: bytes,
+    hello: Hello,
+    *,
+    why: str,
+    within: float,
+    tls: bool,
+    wanted: Callable[[], bool] = lambda: True,
+) -> tuple[socket.socket, Hello]:
+    """A connection over which both have proved the secret, and the other side's hello. Tries again and again,
+    while it is ``wanted``; raises an ``OSError`` that begins with ``why`` when there is none within so many
+    seconds."""
+    give_up = time.monotonic() + within
+    pause, wait = SHORTEST, threading.Event()
+    while True:
+        left = give_up - time.monotonic()
+        if left <= 0 or not wanted():
+            raise OSError(f"{why} at {address} for {within:g} s")
+        try:
+            return meet(dial(address, left), secret, dialled=True, hello=hello, timeout=left, tls=tls)
+        except OSError as error:
+            why = f"{why.partition(':')[0]}: {error}"
+            wait.wait(min(pause, max(0.0, give_up - time.monotonic())))
+            pause = min(2 * pause, LONGEST)

@@ -1,0 +1,345 @@
+"""Channels across hosts as those have them in whose process they were not made.
+
+Calls on the channel itself are done by its home, one after the other. A port, which ``reader()`` and
+``writer()`` give, has a ring of its own here, which a link fills and empties: many items are under way at a
+time, and no call waits for home. docs/hosts.md says what differs.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import math
+import numbers
+import os
+import time
+import weakref
+from collections.abc import Iterable
+from typing import Any, NoReturn, TypeVar
+
+from flowchan import _core
+from flowchan.channel.channel import Channel, ChannelStats, hears_aborts
+from flowchan.channel.media import HOSTS
+from flowchan.channel.ports import In, Out
+from flowchan.errors import Broken, ChannelError, Drained, Empty, FlowchanError, HostError
+from flowchan.hosts.asking import Answer, opened, sealed, sealed_cause
+from flowchan.hosts.connection import PATIENCE, Connection, Line, connection_to
+from flowchan.hosts.home import home_at, home_of
+
+T = TypeVar("T")
+
+
+class FarIn(In[T]):
+    """A reading end of a channel whose home is elsewhere."""
+
+    def __init__(self, far: FarChannel[T], line: Line) -> None:
+        super().__init__(line.ring)
+        self._far, self._line = far, line
+        self.is_open = True
+
+    @property
+    def channel(self) -> FarChannel[T]:
+        """The channel that it reads."""
+        return self._far
+
+    def get_nowait(self) -> T:
+        """As ``get`` with a timeout of about two round trips: so long an item takes that is at home now."""
+        try:
+            return super().get_nowait()
+        except Empty:
+            return super().get(self._far._two_round_trips())
+
+    def close(self) -> None:
+        """Leave; returns when home knows it."""
+        self.is_open = False
+        super().close()
+        self._line.finished.wait()
+
+    def __exit__(self, *how: Any) -> None:
+        self.close()
+
+
+class FarOut(Out[T]):
+    """A writing end of a channel whose home is elsewhere."""
+
+    def __init__(self, far: FarChannel[T], line: Line) -> None:
+        super().__init__(line.ring)
+        self._far, self._line = far, line
+        self.is_open = True
+
+    @property
+    def channel(self) -> FarChannel[T]:
+        """The channel that it writes."""
+        return self._far
+
+    def close(self) -> None:
+        """Leave; returns when all that was put is in the channel at home."""
+        self.is_open = False
+        super().close()
+        self._line.finished.wait()
+
+    def __exit__(self, *how: Any) -> None:
+        self.close()
+
+
+class FarChannel(Channel[T]):
+    """A channel across hosts that was made in another process. ``flowchan.hosts.open_channel`` and items that
+    hold one give it."""
+
+    across = HOSTS.name
+    is_elsewhere = True
+
+    def __init__(self, at: tuple[str, bytes, bool], connection: Connection) -> None:
+        capacity, max_bytes, name = connection.ask(number_in(at[0]), "open")
+        _core.Channel.__init__(  # it is empty for ever: all calls go to home
+            self, capacity=capacity, processes=False, max_bytes=max_bytes or 2**64 - 1, name=name
+        )
+        self._at, self._link = at, connection  # `at`: address, secret, TLS
+        self._number = number_in(at[0])
+        self._returned: collections.deque[Any] = collections.deque()  # what comes before home's next item
+        connection.adopt(self._number, self)
+
+    @property
+    def _connection(self) -> Connection:
+        if self._link.pid != os.getpid():  # a forked child has one of its own
+            self._link = connection_to(place_in(self._at[0]), *self._at[1:])
+            self._link.ask(self._number, "open")
+            self._link.adopt(self._number, self)
+            self._returned.clear()
+        return self._link
+
+    def _ask(self, what: str, *arguments: Any) -> Any:
+        return self._connection.ask(self._number, what, *arguments)
+
+    def _two_round_trips(self) -> float:
+        return 0.002 + 2 * float(self._connection.link.state()["round_trip"])
+
+    # --- items ---
+
+    def put(self, item: T, timeout: float | None = None) -> None:
+        """As every channel's; home has it when this returns."""
+        self._ask("put", sealed(item), _seconds(timeout))
+
+    def put_nowait(self, item: T, /) -> None:
+        """As every channel's; takes a round trip."""
+        self._ask("put", sealed(item), 0)
+
+    def put_many(self, items: Iterable[T], timeout: float | None = None) -> None:
+        """As every channel's: one after the other."""
+        give_up = math.inf if (wait := _seconds(timeout)) is None else time.monotonic() + wait
+        done = 0
+        try:
+            for item in items:
+                left = None if give_up == math.inf else max(0.0, give_up - time.monotonic())
+                self.put(item, left)
+                done += 1
+        except BaseException as error:
+            error.items_put = done  # type: ignore[attr-defined]
+            raise
+
+    async def aput(self, item: T) -> None:
+        """As ``put``, for coroutines. One that is cancelled may have put it."""
+        await self._connection.await_answer(self._number, "put", sealed(item), None)
+
+    def get(self, timeout: float | None = None) -> T:
+        """As every channel's."""
+        wait = _seconds(timeout)
+        with contextlib.suppress(IndexError):
+            return opened(self._returned.popleft())  # type: ignore[no-any-return]
+        late = self._return_one
+        return opened(self._connection.ask(self._number, "get", wait, late=late))  # type: ignore[no-any-return]
+
+    def get_nowait(self) -> T:
+        """As every channel's; takes a round trip."""
+        return self.get(0)
+
+    def get_many(self, max: int, timeout: float | None = None) -> list[T]:
+        """As every channel's."""
+        if not isinstance(max, int) or isinstance(max, bool) or max < 1:
+            raise ValueError(f"max must be a whole number >= 1, not {max!r}")
+        wait = _seconds(timeout)
+        if self._returned:
+            found = [self._returned.popleft() for _ in range(min(max, len(self._returned)))]
+        else:
+            late = self._return_many
+            found = self._connection.ask(self._number, "get_many", max, wait, late=late)
+        items: list[T] = []
+        for place, item in enumerate(found):
+            try:
+                items.append(opened(item))
+            except Exception:
+                if not place:
+                    self._returned.extendleft(reversed(found[1:]))
+                    raise
+                self._returned.extendleft(reversed(found[place:]))  # the next call raises its error
+                break
+        return items
+
+    async def aget(self) -> T:
+        """As ``get``, for coroutines. A cancelled call has taken nothing."""
+        with contextlib.suppress(IndexError):
+            return opened(self._returned.popleft())  # type: ignore[no-any-return]
+        return opened(  # type: ignore[no-any-return]
+            await self._connection.await_answer(self._number, "get", None, late=self._return_one)
+        )
+
+    def _return_one(self, answer: Answer) -> None:
+        """An item has come for a call that waits no more: it is the next one here."""
+        if answer.wrong is None:
+            self._returned.append(answer.value)
+
+    def _return_many(self, answer: Answer) -> None:
+        if answer.wrong is None:
+            self._returned.extend(answer.value)
+
+    def __next__(self) -> T:
+        try:
+            return self.get()
+        except Drained:
+            raise StopIteration from None
+
+    async def __anext__(self) -> T:
+        try:
+            return await self.aget()
+        except Drained:
+            raise StopAsyncIteration from None
+
+    def loan(self, *_: Any, **__: Any) -> NoReturn:
+        """Memory of home can't be lent."""
+        raise ChannelError(f"{self!r} has its memory on another host: put an array of your own")
+
+    # --- the channel ---
+
+    def close(self) -> None:
+        """As every channel's."""
+        self._ask("close")
+
+    def abort(self, cause: BaseException | None = None) -> None:
+        """As every channel's."""
+        if cause is not None and not isinstance(cause, BaseException):
+            raise TypeError(f"abort: cause must be an exception or None, not {cause!r}")
+        if (hear := hears_aborts.get()) is not None:
+            hear(self, cause)
+        with contextlib.suppress(Broken):  # home is lost
+            self._ask("abort", sealed_cause(cause))
+
+    def reader(self) -> In[T]:
+        """A counted reading end, with many items under way at a time."""
+        return self._port(FarIn, True)  # type: ignore[no-any-return]
+
+    def writer(self) -> Out[T]:
+        """A counted writing end, with many items under way at a time."""
+        return self._port(FarOut, False)  # type: ignore[no-any-return]
+
+    def _port(self, kind: Any, reads: bool) -> Any:
+        name = self._name or f"of {self.address}"
+        line = self._connection.new_line(name, self.max_bytes, reads)
+        port = kind(self, line)
+        line.port = weakref.ref(port)
+        self._connection.open_line(line, self._number)
+        return port
+
+    def _look(self) -> tuple[int, bool, bool, bool, ChannelStats]:
+        looked: tuple[int, bool, bool, bool, ChannelStats] = self._ask("look")
+        return looked
+
+    def __len__(self) -> int:
+        return self._look()[0]
+
+    @property
+    def closed(self) -> bool:
+        """Whether nobody can put any more."""
+        return self._look()[1]
+
+    @property
+    def drained(self) -> bool:
+        """Whether it is closed and nothing more can be got."""
+        return self._look()[2]
+
+    @property
+    def broken(self) -> bool:
+        """Whether it ended by failure."""
+        try:
+            return self._look()[3]
+        except Broken:
+            return True
+
+    def stats(self) -> ChannelStats:
+        """Counts of this moment at home."""
+        return self._look()[4]
+
+    @property
+    def address(self) -> str:
+        """Where it is reached."""
+        return self._at[0]
+
+    @property
+    def secret(self) -> bytes:
+        """What has to be proved there."""
+        return self._at[1]
+
+    def __repr__(self) -> str:
+        return f"<Channel({self.capacity}, across={self.across!r}) of {self.address}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return arrive, (*self._at, self._link.home)
+
+
+def arrive(address: str, secret: bytes, tls: bool, home: str) -> Channel[Any]:
+    """The channel of that address, which has come in an item: the one that was made here, if it was."""
+    here = home_of(home)
+    try:
+        if here is not None:
+            return here.find(number_in(address))
+        return _far(address, secret, tls, PATIENCE)
+    except FlowchanError as error:
+        raise Broken(f"the channel of {address} can't be received: {error}") from error
+
+
+def _far(address: str, secret: bytes, tls: bool, timeout: float) -> Channel[Any]:
+    connection = connection_to(place_in(address), secret, tls, timeout)
+    known: FarChannel[Any] | None = connection.user(number_in(address))
+    return FarChannel((address, secret, tls), connection) if known is None else known
+
+
+def open_channel(
+    address: str, secret: bytes, *, tls: bool = False, timeout: float = PATIENCE
+) -> Channel[Any]:
+    """The channel that another program made by ``Channel(across="hosts")``, by its ``address`` and ``secret``
+    there. ``tls``: as that program has said in ``serve``. Raises :class:`HostError` when it is not reached
+    within ``timeout`` seconds."""
+    place, number = place_in(address), number_in(address)
+    if not isinstance(secret, bytes):
+        kind = type(secret).__name__
+        raise TypeError(f"open_channel: secret must be bytes, as channel.secret is, not {kind}")
+    wait = _seconds(timeout)
+    here = home_at(place, secret)
+    try:
+        if here is not None:
+            return here.find(number)
+        return _far(address, secret, tls, math.inf if wait is None else wait)
+    except ChannelError as error:
+        raise HostError(str(error), address) from None
+
+
+def place_in(address: str) -> str:
+    """Where the home of a channel listens."""
+    place, slash, number = str(address).rpartition("/")
+    if not (slash and place and number.isascii() and number.isdigit()):
+        raise ValueError(
+            f"{address!r} is no address of a channel: it is what channel.address says, as '127.0.0.1:4711/1'"
+        )
+    return place
+
+
+def number_in(address: str) -> int:
+    """Which of its home's channels it is."""
+    return int(address.rpartition("/")[2])
+
+
+def _seconds(timeout: Any) -> float | None:
+    if timeout is None:
+        return None
+    if isinstance(timeout, numbers.Real) and not isinstance(timeout, bool) and float(timeout) >= 0:
+        return float(timeout) if float(timeout) < 1e9 else None
+    raise ValueError(f"timeout must be None (wait for ever) or a number of seconds >= 0, not {timeout!r}")

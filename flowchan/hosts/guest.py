@@ -1,0 +1,216 @@
+"""One process elsewhere that has channels of this one open, as their home has it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+from typing import TYPE_CHECKING, Any, Protocol
+
+from flowchan import _core
+from flowchan.channel.channel import Channel, In, Out
+from flowchan.errors import Broken, ChannelError, Closed, Empty, Full
+from flowchan.hosts.asking import Answer, Ask, Cancel, Finished, Over, cause_in, to_put, wrong
+from flowchan.items.codec import keeps_sealed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LAST_WORD = 1.0
+"""Seconds within which a guest should hear that its home is over."""
+
+
+class Host(Protocol):
+    """Whose guest it is."""
+
+    address: str
+    patience: float
+    asked: dict[str, Callable[..., Any]]
+
+    def find(self, number: int) -> Channel[Any]: ...
+    def forget(self, guest: Guest) -> None: ...
+
+
+class Guest:
+    """See above. ``number`` in what follows is that of a channel of its home. All but the watch runs in the
+    thread of its home's event loop. When its process is gone, or was not heard of for too long, its ports are
+    closed here as those of a process that died."""
+
+    def __init__(self, home: Host, loop: asyncio.AbstractEventLoop, id: str, pid: int) -> None:
+        self.id, self.pid = id, pid
+        self._home, self._loop = home, loop
+        self._over = self._left = False
+        self._open: dict[int, Channel[Any]] = {}  # what it has open is kept for it
+        self._ports: dict[int, In[Any] | Out[Any]] = {}  # by their lines
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._answers: Channel[Any] = Channel(1024, across="processes")
+        letters: Channel[Any] = Channel(1024, across="processes")
+        self._letters, self._letterbox = letters.reader(), letters.writer()
+        self._to_say = self._answers.reader()
+        self.link = _core.Link(True)
+        self.link.line(0, [self._to_say], [self._letterbox])
+        self._listening = loop.create_task(self._listen())
+        name = f"flowchan guest at {home.address}"
+        self._watching = threading.Thread(target=self._watch, name=name, daemon=True)
+        self._watching.start()
+
+    def meet(self, sock: socket.socket) -> None:
+        self.link.attach(sock.detach())
+
+    # --- the link ---
+
+    def _watch(self) -> None:
+        """Tells what happens to the link. Without a connection it is given up after a while."""
+        most = 1.5 * self._home.patience
+        while not self._over:
+            connected = self.link.state()["connected"]
+            word = self.link.wait(self._home.patience / 4 if connected else most)
+            what, _, about = word.partition(": ")
+            if what == "finished":
+                self._soon(self._finish, int(about))
+            elif word == "closed":
+                break
+            elif word and self._left:
+                self._soon(self._give_up)
+            elif not word:
+                state = self.link.state()
+                if (not connected and not state["connected"]) or state["heard_ago"] > most:
+                    self._soon(self._give_up)
+                    break
+
+    def _soon(self, work: Callable[..., Any], *arguments: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(work, *arguments)
+
+    def _finish(self, line: int) -> None:
+        if self._ports.pop(line, None) is not None:
+            self.link.drop(line)
+            self._say(Finished(line))
+
+    def _say(self, said: Finished | Over) -> None:
+        with contextlib.suppress(Closed, Broken, Full):
+            self._answers.put_nowait(said)
+
+    # --- what it asks for ---
+
+    async def _listen(self) -> None:
+        with contextlib.suppress(Closed, Broken):
+            while True:
+                letter = await self._letters.aget()
+                if isinstance(letter, Cancel):
+                    if (task := self._tasks.get(letter.number)) is not None:
+                        task.cancel()
+                else:
+                    task = self._loop.create_task(self._answer(letter))
+                    self._tasks[letter.number] = task
+                del letter
+
+    async def _answer(self, ask: Ask) -> None:
+        try:
+            value = await self._do(ask)
+            answer = Answer(ask.number, value)
+        except asyncio.CancelledError:
+            answer = Answer(ask.number, wrong=wrong(ChannelError("cancelled")))
+        except Exception as error:
+            answer = Answer(ask.number, wrong=wrong(error))
+        if not self._over:
+            self._tasks.pop(ask.number, None)  # from here on it can't be cancelled
+            with contextlib.suppress(Closed, Broken):
+                await self._answers.aput(answer)
+            if ask.what == "leave":
+                self._left = True
+                self._loop.call_later(LAST_WORD, self._give_up)  # unless it closes the connection before
+
+    async def _do(self, ask: Ask) -> Any:
+        if ask.what == "leave":
+            return None
+        if ask.what in self._home.asked:
+            return self._home.asked[ask.what](self, *ask.arguments)
+        if ask.what == "open":
+            return self._opened(ask.channel)
+        if ask.what == "drop":
+            return self._open.pop(ask.channel, None) and None
+        done = getattr(self, f"_do_{ask.what}")(self._open[ask.channel], *ask.arguments)
+        return await done if asyncio.iscoroutine(done) else done
+
+    def _opened(self, number: int) -> tuple[int, int | None, str]:
+        channel = self._home.find(number)
+        self._open[number] = channel
+        return channel.capacity, channel.max_bytes, channel._name
+
+    async def _do_put(self, channel: Channel[Any], item: Any, timeout: float | None) -> None:
+        item = to_put(item)
+        if timeout == 0:
+            return channel.put_nowait(item)
+        try:
+            async with asyncio.timeout(timeout):
+                await channel.aput(item)
+        except TimeoutError:
+            channel.put_nowait(item)
+
+    async def _do_get(self, channel: Channel[Any], timeout: float | None) -> Any:
+        keeps_sealed.set(True)  # in this task
+        if timeout == 0:
+            return channel.get_nowait()
+        try:
+            async with asyncio.timeout(timeout):
+                return await channel.aget()
+        except TimeoutError:
+            return channel.get_nowait()
+
+    async def _do_get_many(self, channel: Channel[Any], most: int, timeout: float | None) -> list[Any]:
+        items = [await self._do_get(channel, timeout)]
+        with contextlib.suppress(Empty, Closed, Broken):  # whatever it is, the next call says it
+            while len(items) < most:
+                items.append(channel.get_nowait())
+        return items
+
+    def _do_close(self, channel: Channel[Any]) -> None:
+        channel.close()
+
+    def _do_abort(self, channel: Channel[Any], cause: Any) -> None:
+        channel.abort(cause_in(cause))
+
+    def _do_look(self, channel: Channel[Any]) -> tuple[Any, ...]:
+        return len(channel), channel.closed, channel.drained, channel.broken, channel.stats()
+
+    def _do_reader(self, channel: Channel[Any], line: int) -> None:
+        self._ports[line] = port = channel.reader()
+        self.link.line(line, [port], [], True)
+
+    def _do_writer(self, channel: Channel[Any], line: int) -> None:
+        self._ports[line] = port = channel.writer()
+        self.link.line(line, [], [port])
+
+    # --- the end ---
+
+    async def leave_alone(self, why: str) -> None:
+        """Home is over."""
+        self._say(Over(why))
+        give_up = self._loop.time() + LAST_WORD
+        while self._loop.time() < give_up:
+            stats = self._answers.stats()
+            if not self.link.state()["connected"] or not stats.inside + stats.leased:
+                break  # who has heard it ends the connection
+            await asyncio.sleep(0.005)
+        self._give_up()
+
+    def _give_up(self) -> None:
+        """Nothing of it counts any more. What it has not closed, it has left."""
+        if self._over:
+            return
+        self._over = True
+        self.link.close()
+        for task in list(self._tasks.values()):
+            task.cancel()
+        self._answers.close()
+        self._letterbox.close()
+        for port in self._ports.values():
+            if isinstance(port, Out):
+                port._fall(self.pid)
+            else:
+                port._give_up()
+        self._ports.clear()
+        self._open.clear()
+        self._home.forget(self)

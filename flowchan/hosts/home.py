@@ -1,0 +1,211 @@
+"""Where the channels across hosts of this process are reached from elsewhere.
+
+Such a channel is an ordinary ring in the process that made it, its home. Home listens at one address for all
+of them, and lets in who proves the secret: a :class:`Guest`, for each process elsewhere that has some of them
+open, with one link to it. What a guest asks for over the control line is done here in the channel itself; a
+port that it opens is an ordinary port here, lent to the link.
+
+One thread does all of that, in an event loop of its own, and one per guest watches over its link. They end
+when the last channel is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import hmac
+import os
+import secrets
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from flowchan.channel import awaiting
+from flowchan.channel.channel import Channel
+from flowchan.errors import ChannelError
+from flowchan.hosts.guest import Guest
+from flowchan.hosts.messages import versions
+from flowchan.transport.authentication import SECRET
+from flowchan.transport.door import Door
+from flowchan.transport.tcp import listen
+
+PATIENCE = 10.0
+"""Seconds for which a process elsewhere goes on without hearing of home."""
+ANYWHERE = "127.0.0.1:0"
+KNOWN = 32  # guests that were given up and would be told so
+
+
+class Home:
+    """Channels under one address, by their numbers there. It ends with the last of them, unless it is
+    ``kept``. Raises ``ValueError`` or ``OSError`` when it can't listen at ``address``."""
+
+    def __init__(
+        self,
+        address: str = ANYWHERE,
+        secret: bytes | None = None,
+        tls: bool = False,
+        patience: float = PATIENCE,
+        kept: bool = False,
+    ) -> None:
+        self.id, self.pid = secrets.token_hex(16), os.getpid()
+        self.tls, self.patience = tls, patience
+        self.secret = secrets.token_bytes(32) if secret is None else secret
+        if len(self.secret) < SECRET:
+            raise ValueError(
+                f"a secret has at least {SECRET} bytes, not {len(self.secret)}: secrets.token_bytes(32)"
+            )
+        self.asked: dict[str, Callable[..., Any]] = {}  # what else guests may ask for
+        self.left: Callable[[Guest], None] = lambda _: None  # hears of each guest that is gone
+        self._stays, self._kept, self._over = kept, True, False
+        self._channels: weakref.WeakValueDictionary[int, Channel[Any]] = weakref.WeakValueDictionary()
+        self._numbers = 0
+        self._guests: dict[str, Guest] = {}
+        self._given_up: list[str] = []
+        self._hello = {**versions(), "home": self.id, "patience": patience, "given_up": self._given_up}
+        self._door = Door(listen(address), self.secret, self._hello, tls=tls)
+        self.address = self._door.address
+        self._loop = asyncio.new_event_loop()
+        self._changed = asyncio.Event()
+        name = f"flowchan home {self.address}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+        _homes[self.id] = self
+
+    def __repr__(self) -> str:
+        return f"<home of {len(self._channels)} channels at {self.address}>"
+
+    # --- channels ---
+
+    def add(self, channel: Channel[Any]) -> int | None:
+        """Its number; none if this home is over already."""
+        with _ending:
+            if self._over:
+                return None
+            self._numbers += 1
+            self._channels[self._numbers] = channel
+        self._kept = self._stays
+        weakref.finalize(channel, self.look_again).atexit = False
+        return self._numbers
+
+    def find(self, number: int) -> Channel[Any]:
+        """Raises :class:`ChannelError` when it is gone, or never was."""
+        try:
+            return self._channels[number]
+        except KeyError:
+            raise ChannelError(
+                f"there is no channel {number} at {self.address}: nobody there has it any more. A channel "
+                "across hosts lasts as long as its home, or somebody who has opened it, holds it"
+            ) from None
+
+    def is_over(self) -> bool:
+        return self._over or (not self._kept and not self._channels)
+
+    def look_again(self) -> None:
+        """Something has changed that may be the end. May be called from anywhere, also by the collector."""
+        with contextlib.suppress(RuntimeError):  # it has ended already
+            self._loop.call_soon_threadsafe(self._changed.set)
+
+    def close(self) -> None:
+        """Ends it now, for all who are connected."""
+        self._over = True
+        self.look_again()
+        if threading.current_thread() is not self._thread and os.getpid() == self.pid:
+            self._thread.join()
+
+    # --- its thread ---
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._serve())
+        finally:
+            self._loop.close()
+
+    async def _serve(self) -> None:
+        self._loop.add_reader(self._door.fileno(), self._open_door)
+        while True:
+            with contextlib.suppress(asyncio.TimeoutError):  # now and then it sends away who says nothing
+                await asyncio.wait_for(self._changed.wait(), 1.0)
+            self._changed.clear()
+            self._open_door()
+            with _ending:
+                if self.is_over():
+                    self._over = True
+                    _homes.pop(self.id, None)
+                    break
+        self._loop.remove_reader(self._door.fileno())
+        self._door.close()
+        for guest in list(self._guests.values()):
+            await guest.leave_alone(f"the program at {self.address} has ended it")
+        rest = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in rest:
+            task.cancel()
+        await asyncio.gather(*rest, return_exceptions=True)
+        awaiting.end_waits()
+
+    def _open_door(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            while True:
+                sock, hello = self._door.accept(0)
+                guest = self._guest(hello)
+                if guest is None:
+                    sock.close()
+                else:
+                    guest.meet(sock)
+
+    def _guest(self, hello: dict[str, Any]) -> Guest | None:
+        """Who has come; nobody, if it is not wanted any more, or is of another version."""
+        id, pid = hello.get("guest"), hello.get("pid")
+        if not isinstance(id, str) or not isinstance(pid, int) or id in self._given_up:
+            return None
+        if any(hello.get(word) != version for word, version in versions().items()):
+            return None  # both know what the other has: it says so over there
+        if id not in self._guests:
+            if hello.get("again"):
+                return None
+            self._guests[id] = Guest(self, self._loop, id, pid)
+        return self._guests[id]
+
+    def forget(self, guest: Guest) -> None:
+        """It has left, or was given up."""
+        if self._guests.pop(guest.id, None) is not None:
+            self._given_up.append(guest.id)
+            del self._given_up[:-KNOWN]
+            self.left(guest)
+        self.look_again()
+
+
+_homes: dict[str, Home] = {}
+"""Those of this process and, in a forked child, those of its parents, by their ids."""
+_ending = threading.Lock()
+"""Held where a home makes up its mind whether it is over."""
+
+
+def home_of(id: str) -> Home | None:
+    return _homes.get(id)
+
+
+def home_at(address: str, secret: bytes) -> Home | None:
+    """That of this process, if it is ours."""
+    found = [home for home in _homes.values() if home.address == address]
+    return found[0] if found and hmac.compare_digest(found[0].secret, secret) else None
+
+
+def _close_all() -> None:
+    for home in list(_homes.values()):
+        if home.pid == os.getpid():
+            home.close()
+
+
+def _begin_anew() -> None:
+    """A forked child reaches the channels of its parents' homes directly, and serves nobody there."""
+    global _ending
+    _ending = threading.Lock()
+    for home in _homes.values():
+        home._door.drop()
+
+
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_begin_anew)

@@ -1,0 +1,75 @@
+"""Which home the channels across hosts of this process have: one for all, at the address that was said."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+from flowchan.channel.channel import Channel
+from flowchan.hosts.far import arrive
+from flowchan.hosts.home import ANYWHERE, PATIENCE, Home
+from flowchan.transport.tcp import split
+
+
+@dataclass(frozen=True, slots=True)
+class Hosted:
+    """Where a channel of this process is reached. ``number``: which of its home's it is."""
+
+    home: Home
+    number: int
+
+    @property
+    def address(self) -> str:
+        return f"{self.home.address}/{self.number}"
+
+    @property
+    def secret(self) -> bytes:
+        return self.home.secret
+
+    def reduced(self) -> tuple[Any, ...]:
+        return arrive, (self.address, self.secret, self.home.tls, self.home.id)
+
+
+_lock = threading.Lock()
+_settings: dict[str, Any] = {}
+_homes: list[Home] = []  # at most one
+
+
+def serve(
+    address: str = ANYWHERE,
+    *,
+    secret: bytes | None = None,
+    tls: bool = False,
+    patience: float = PATIENCE,
+) -> None:
+    """Says where the channels across hosts that this process makes from now on are reached: at any free port
+    of this machine alone, unless told otherwise. ``secret`` (32 random bytes, unless told otherwise): what
+    has to be proved there. ``tls``: whether what crosses is encrypted. ``patience``: for how many seconds who
+    has a channel open elsewhere goes on without hearing of this program."""
+    split(address)
+    with _lock:
+        _settings.update(address=address, secret=secret, tls=tls, patience=patience)
+        _homes.clear()
+
+
+def let_in(channel: Channel[Any]) -> Hosted:
+    """Lets others reach a new channel."""
+    with _lock:
+        number = _homes[0].add(channel) if _homes else None
+        if number is None:
+            _homes[:] = [Home(**_settings)]
+            number = _homes[0].add(channel)
+            assert number is not None
+        return Hosted(_homes[0], number)
+
+
+def _begin_anew() -> None:
+    """A forked child has none of its parent's threads, so a home of its own."""
+    global _lock
+    _lock = threading.Lock()
+    _homes.clear()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
