@@ -82,6 +82,33 @@ class Refused(FlowchanError, ConnectionError):
     silent, or spoke otherwise. The message names its address."""
 
 
+class GroupError(FlowchanError):
+    """Base of all that an operation of a group can end by on its own account."""
+
+
+class MemberDied(GroupError):
+    """A member of a group ended, or gave up in the middle of an operation, and without it the operation can
+    never be done. All surviving members raise it, or none. ``ranks`` names those that are gone,
+    ``operation`` what was called here."""
+
+    def __init__(self, message: str, ranks: Sequence[int] = (), operation: str = "") -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+        self.operation = operation
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.ranks, self.operation)
+
+
+class MemberLeft(MemberDied):
+    """A member closed its group while others still call operations."""
+
+
+class Mismatch(GroupError, ValueError):
+    """The members of a group called different operations, or the same one with arguments that do not fit
+    together. All raise it, the message names every call, and the group can be used further."""
+
+
 class Deadlock(FlowchanError):
     """Every worker of a run waited for a channel, and nothing was in flight: nobody could ever move again.
     The message says who waited for whom."""

@@ -12,6 +12,7 @@
 #include <thread>
 
 #include "channel.hpp"
+#include "group_bindings.hpp"
 #include "link_bindings.hpp"
 #include "process.hpp"
 #include "sizes.hpp"
@@ -363,6 +364,7 @@ NB_MODULE(_core, m) {
         "dumps"_a, "loads"_a, "unreadable"_a);
     m.def("_look_at", look_at, "channels"_a);
     bind_link(m);
+    bind_group(m);
     m.def("_deaths_over", deaths_over, "inputs"_a);
     m.def("_take_up", take_up, "inputs"_a, "outputs"_a, "successors"_a);
     m.def("_size_of", [](nb::handle item) { return size_of(item.ptr()); }, "item"_a);

@@ -18,19 +18,13 @@
 // one is valid, and who finds the owner dead looks at them all.
 #pragma once
 
+#include "faults.hpp"
+
 #include <atomic>
 #include <cassert>
 #include <cstdint>
 
 namespace flowchan {
-
-// A place where a process may be killed. The crash tests build the core with FLOWCHAN_FAULTS and give a
-// function that kills at the n-th such place; otherwise it is nothing.
-#ifdef FLOWCHAN_FAULTS
-void fault_point();
-#else
-inline void fault_point() {}
-#endif
 
 inline void keep_order() { std::atomic_signal_fence(std::memory_order_seq_cst); }
 

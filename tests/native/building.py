@@ -16,6 +16,7 @@ RING = (
     *sorted(CORE.glob("ring*.cpp")),
     *(CORE / f"{name}.cpp" for name in ("lock", "memory", "process", "windows")),
 )
+GROUP = tuple(CORE / f"{name}.cpp" for name in ("group", "group_ops", "kernels", "memory", "process"))
 WARNINGS = ("-Wall", "-Wextra", "-Wno-missing-field-initializers")
 FLAGS = ("-std=c++20", "-g1", *WARNINGS, f"-I{CORE}", f"-I{HERE / 'stub'}")
 OPTIMISE = {CORE: "-O1", HERE: "-O0"}
@@ -33,11 +34,13 @@ class Builder:
         version = subprocess.run([CXX, "--version"], capture_output=True, text=True, check=True).stdout
         self.common = digest(version, *FLAGS, *(header.read_text() for header in headers))
 
-    def program(self, *sources: str, flags: Sequence[str] = (), planted: str = "") -> Path:
-        """The program made of these files of this folder and the ring. ``planted`` is defined for plants.cpp
-        alone."""
+    def program(
+        self, *sources: str, flags: Sequence[str] = (), planted: str = "", core: Sequence[Path] = RING
+    ) -> Path:
+        """The program made of these files of this folder and of the core. ``planted`` is defined for
+        plants.cpp alone."""
         objects, running = [], []
-        for source in [*RING, *(HERE / source for source in sources)]:
+        for source in [*core, *(HERE / source for source in sources)]:
             special = [f"-D{planted}"] if planted and source.name == "plants.cpp" else []
             how = [OPTIMISE[source.parent], *flags, *special]
             objects.append(self.folder / f"{source.stem}-{digest(self.common, *how, source.read_text())}.o")

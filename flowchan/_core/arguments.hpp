@@ -1,0 +1,58 @@
+// Methods as plain C functions: their arguments, and errors on their way to Python.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace flowchan {
+
+namespace nb = nanobind;
+
+template <class F>
+PyObject* guarded(F&& f) {
+    try {
+        return f();
+    } catch (nb::python_error& e) {
+        e.restore();
+    } catch (const std::exception& e) {
+        PyErr_SetString(PyExc_RuntimeError, e.what());
+    }
+    return nullptr;
+}
+
+// Parses at most `want` required arguments and an optional `timeout`, by position or by name.
+template <size_t N>
+bool parse(const char* function, const char* const (&names)[N], size_t required, PyObject* const* args,
+           Py_ssize_t n, PyObject* keywords, PyObject* (&values)[N]) {
+    if (n > Py_ssize_t(N)) {
+        PyErr_Format(PyExc_TypeError, "%s() takes at most %zu arguments (%zd given)", function, N, n);
+        return false;
+    }
+    for (size_t i = 0; i < N; ++i) values[i] = Py_ssize_t(i) < n ? args[i] : nullptr;
+    Py_ssize_t more = keywords ? PyTuple_GET_SIZE(keywords) : 0;
+    for (Py_ssize_t k = 0; k < more; ++k) {
+        PyObject* name = PyTuple_GET_ITEM(keywords, k);
+        size_t i = 0;
+        while (i < N && PyUnicode_CompareWithASCIIString(name, names[i]) != 0) ++i;
+        if (i == N || values[i]) {
+            PyErr_Format(PyExc_TypeError,
+                         i == N ? "%s() has no argument %R" : "%s() got two values for argument %R", function,
+                         name);
+            return false;
+        }
+        values[i] = args[n + k];
+    }
+    for (size_t i = 0; i < required; ++i) {
+        if (values[i]) continue;
+        PyErr_Format(PyExc_TypeError, "%s() needs the argument '%s'", function, names[i]);
+        return false;
+    }
+    return true;
+}
+
+template <class F>
+PyCFunction fast(F f) {
+    return reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(f));
+}
+constexpr int FASTCALL = METH_FASTCALL | METH_KEYWORDS;
+
+}  // namespace flowchan

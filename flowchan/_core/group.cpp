@@ -1,0 +1,247 @@
+// A member: joining, rounds, waiting, and the ends of others.
+#include "group.hpp"
+
+#include "faults.hpp"
+#include "memory.hpp"
+#include "process.hpp"
+#include "system.hpp"
+
+#include <linux/membarrier.h>
+#include <sched.h>
+#include <sys/mman.h>
+#include <unistd.h>
+#include <cstring>
+#include <new>
+#include <stdexcept>
+#include <thread>
+
+namespace flowchan {
+
+namespace {
+
+constexpr size_t PAGE = 4096;
+constexpr int64_t LOOK_NS = 20'000'000;  // a death is noticed within it
+constexpr uint32_t LOOKED_AT = 8;        // how many members are looked at each time
+constexpr int YIELDS = 8;
+constexpr uint32_t INSIDE = 1u << 31;
+
+size_t rounded(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
+size_t seats_length(uint32_t size) { return rounded(sizeof(Seat) * size, PAGE); }
+size_t control_length(uint32_t size) { return PAGE + seats_length(size) + SMALL * 2 * size; }
+size_t result_length(uint32_t size) { return rounded(BIG / size + LINE, PAGE); }
+size_t big_length(uint32_t size) { return (BIG + result_length(size)) * 2 * size; }
+
+// Whether whoever calls it sees, after that, what others stored before they looked at what it stored.
+bool fence_everybody() { return syscall(SYS_membarrier, MEMBARRIER_CMD_GLOBAL_EXPEDITED, 0) == 0; }
+
+}  // namespace
+
+uint64_t Member::process_number_now() { return process_number(); }
+
+int Member::make(uint32_t size) {
+    need_proc();
+    const int fd = make_memory(control_length(size) + big_length(size));
+    const size_t length = control_length(size);
+    void* at = reserve_memory(fd, 0, length) ? mmap(nullptr, PAGE, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0)
+                                             : MAP_FAILED;
+    if (at == MAP_FAILED) {
+        const int error = errno;
+        ::close(fd);
+        fail(error, "memory for a group");
+    }
+    auto* header = new (at) GroupHeader;
+    header->size = size;
+    munmap(at, PAGE);
+    return fd;
+}
+
+namespace {
+
+uint32_t size_of_group(int fd) {
+    GroupHeader header;
+    if (pread(fd, static_cast<void*>(&header), sizeof header, 0) != ssize_t(sizeof header) ||
+        header.magic != GroupHeader::MAGIC || header.size < 1 || header.size > MOST_MEMBERS)
+        throw std::invalid_argument("this descriptor is not that of a group's memory");
+    return header.size;
+}
+
+}  // namespace
+
+Member::Member(int fd, uint32_t rank) : rank(rank), size(size_of_group(fd)), fd_(fd) {
+    if (rank >= size) ::close(fd), throw std::invalid_argument("rank must be less than the group's size");
+    control_ = control_length(size);
+    big_length_ = big_length(size);
+    result_size_ = result_length(size);
+    void* at = mmap(nullptr, control_ + big_length_, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (at == MAP_FAILED) {
+        const int error = errno;
+        ::close(fd);
+        fail(error, "memory for a group");
+    }
+    header_ = static_cast<GroupHeader*>(at);
+    seats_ = reinterpret_cast<Seat*>(static_cast<unsigned char*>(at) + PAGE);
+    small_ = reinterpret_cast<unsigned char*>(seats_) + seats_length(size);
+    big_ = static_cast<unsigned char*>(at) + control_;
+    // With more members than cores the one that is awaited can't run while others spin.
+    pauses_ = size <= std::thread::hardware_concurrency() ? 1000 : 20;
+}
+
+Member::~Member() {
+    leave();
+    munmap(header_, control_ + big_length_);
+    ::close(fd_);
+}
+
+End Member::join() {
+    if (joined()) return End::Done;
+    if (joined_) return End::Taken;  // by the process that this one was forked from
+    uint64_t nobody = 0;
+    if (!seat(rank).owner.compare_exchange_strong(nobody, process_number())) return End::Taken;
+    joined_ = process_number();
+    seat(rank).started.store(process_start(process_number()), std::memory_order_release);
+    if (syscall(SYS_membarrier, MEMBARRIER_CMD_REGISTER_GLOBAL_EXPEDITED, 0) != 0 || !fence_everybody())
+        header_->fenced.store(1);
+    return End::Done;
+}
+
+void Member::leave() {
+    if (!joined()) return;
+    leaving_ = true;
+    uint32_t here = HERE;
+    seat(rank).gone.compare_exchange_strong(here, LEFT);
+    for (Cell& one : seat(rank).cell) futex_wake(one.round, UINT32_MAX, true);
+}
+
+void Member::give_up() {
+    uint32_t here = HERE;
+    seat(rank).gone.compare_exchange_strong(here, GAVE_UP);
+    broken_ = true;
+    for (Cell& one : seat(rank).cell) futex_wake(one.round, UINT32_MAX, true);
+}
+
+void Member::count_out(uint32_t member) {
+    uint64_t nobody = 0;
+    if (seat(member).owner.compare_exchange_strong(nobody, process_number()))
+        seat(member).gone.store(GAVE_UP);
+}
+
+Sight Member::see(uint32_t member) const {
+    const Seat& s = seat(member);
+    const uint64_t pid = s.owner.load();
+    return {pid,
+            s.gone.load(),
+            s.operation.load(std::memory_order_relaxed),
+            s.doing.load(std::memory_order_relaxed),
+            !pid || process_alive(pid, s.started.load()),
+            member == rank || is_here(member)};
+}
+
+End Member::begin(Call call) {
+    if (leaving_) return End::Closed;
+    if (broken_) return End::Gone;
+    if (const End end = join(); end != End::Done) return end;
+    Seat& mine = seat(rank);
+    mine.operation.store(mine.operation.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+    mine.doing.store(call.doing | INSIDE, std::memory_order_relaxed);
+    fenced_ = header_->fenced.load(std::memory_order_relaxed);
+    round_ += 1;
+    fault_point();
+    return End::Done;
+}
+
+// After a mismatch all go on with the next operation; what else went wrong is for ever.
+End Member::finish(End end) {
+    Seat& mine = seat(rank);
+    if (end == End::Done || end == End::Mismatch || end == End::NoMemory)
+        mine.doing.store(mine.doing.load(std::memory_order_relaxed) & ~INSIDE, std::memory_order_relaxed);
+    else if (joined())
+        give_up();
+    return end;
+}
+
+void Member::publish(uint32_t flags, uint64_t key, uint64_t bytes) {
+    Cell& mine = cell(rank);
+    mine.flags = flags;
+    mine.key = key;
+    mine.bytes = bytes;
+    fault_point();
+    mine.round.store(round_, std::memory_order_release);  // partner: is_here
+    fault_point();
+    if (fenced_)
+        std::atomic_thread_fence(std::memory_order_seq_cst);
+    else
+        std::atomic_signal_fence(std::memory_order_seq_cst);  // partner: fence_everybody in await
+    if (seat(rank).sleepers.load(std::memory_order_relaxed)) futex_wake(mine.round, UINT32_MAX, true);
+}
+
+bool Member::is_here(uint32_t member) const {
+    return cell(member).round.load(std::memory_order_acquire) == round_;
+}
+
+End Member::await_all(Patience& patience) {
+    for (uint32_t i = 1; i < size; ++i) {
+        fault_point();
+        const uint32_t member = (rank + i) % size;
+        if (is_here(member)) continue;
+        if (const End end = await(member, patience); end != End::Done) return end;
+    }
+    fault_point();
+    return End::Done;
+}
+
+End Member::await(uint32_t member, Patience& patience) {
+    for (uint32_t i = 0; i < pauses_; ++i) {
+        cpu_relax();
+        if (is_here(member)) return End::Done;
+    }
+    for (int i = 0; i < YIELDS; ++i) {
+        sched_yield();
+        if (is_here(member)) return End::Done;
+    }
+    std::atomic<uint32_t>& word = cell(member).round;
+    std::atomic<uint32_t>& sleepers = seat(member).sleepers;
+    const int64_t since = now_ns();
+    for (uint32_t looked = member;; looked += LOOKED_AT) {
+        const uint32_t seen = word.load(std::memory_order_acquire);
+        if (seen == round_) return End::Done;
+        sleepers.fetch_add(1);
+        fence_everybody();
+        fault_point();
+        futex_wait(word, seen, std::min(LOOK_NS, patience.deadline.left()), true);
+        sleepers.fetch_sub(1);
+        if (is_here(member)) return End::Done;
+        if (leaving_) return End::Closed;
+        if (patience.interrupted(now_ns() - since)) return End::Interrupted;
+        if (any_is_lost(member) || any_is_lost(looked % size)) return End::Gone;
+        if (patience.deadline.passed()) return End::TimedOut;
+    }
+}
+
+// Whether the number can never come from one of the members at `from`. Who is gone published before that.
+bool Member::any_is_lost(uint32_t from) const {
+    for (uint32_t i = 0; i < std::min(size, LOOKED_AT); ++i) {
+        const uint32_t member = (from + i) % size;
+        if (member == rank || is_here(member)) continue;
+        const Sight sight = see(member);
+        if ((sight.gone != HERE || !sight.alive) && !is_here(member)) return true;
+    }
+    return false;
+}
+
+// What all find alike in the first round of an operation.
+End Member::judge(uint64_t key) const {
+    End end = End::Done;
+    for (uint32_t member = 0; member < size; ++member) {
+        if (cell(member).flags) end = End::NoMemory;
+        if (cell(member).key != key) return End::Mismatch;
+    }
+    return end;
+}
+
+bool Member::reserve_big() {
+    const size_t mine = (BIG + result_size_) * 2;
+    if (!reserved_) reserved_ = reserve_memory(fd_, control_ + rank * mine, control_ + (rank + 1) * mine);
+    return reserved_;
+}
+
+}  // namespace flowchan

@@ -1,0 +1,182 @@
+// A group: members that take part in collectives over memory that they share.
+//
+// Algorithm. Every operation is a sequence of rounds, the same for all members. In a round each member writes
+// what it has to show into memory of its own, then *publishes*: it stores the round's number into its cell.
+// Then it waits until the cells of all the others have that number, and reads what they show. Cells and slots
+// exist twice, for odd and even rounds. Nobody says that he has read: who publishes round r + 2, and so writes
+// over what he showed in round r, has seen everybody publish r + 1, which each did after reading round r.
+//
+// Invariants.
+//  - Only its owner writes a seat, a cell, a slot. What was published stays, whatever becomes of its owner.
+//  - All decide alike. A round is complete for everybody once everybody has published it. A member gives up
+//    only when a cell that it waits for can never have the number: its owner is gone, and the number is not
+//    there afterwards. So all survivors complete an operation, or none does. What is decided besides (that
+//    calls do not match, that there is no memory) follows from what the first round shows to all.
+//  - Who gives up in the middle of an operation publishes nothing any more: it is as good as dead.
+//
+// Waking. Who sleeps counts itself in `sleepers` of the seat whose cell it waits for; who publishes looks
+// there, after the store and without a fence in between: the sleeper fences for both (membarrier), and looks
+// again before it sleeps. Where membarrier is refused, publishers fence (`fenced`). A lost wake-up would cost
+// a slice, not a hang.
+#pragma once
+
+#include "kernels.hpp"
+#include "waiting.hpp"
+
+#include <memory>
+#include <mutex>
+#include <vector>
+
+namespace flowchan {
+
+constexpr size_t LINE = 64;
+constexpr size_t INLINE = 40;        // bytes that fit beside the round's number
+constexpr size_t SMALL = 16 * 1024;  // bytes of a small slot
+constexpr size_t BIG = 512 * 1024;   // bytes of a big slot: of a chunk of what is larger
+constexpr uint32_t MOST_MEMBERS = 1024;
+
+struct alignas(LINE) Cell {
+    std::atomic<uint32_t> round{0};  // partner: Member::await
+    uint32_t flags = 0;
+    uint64_t key = 0;  // what the call is; those of one operation are equal
+    uint64_t bytes = 0;
+    unsigned char data[INLINE] = {};
+};
+static_assert(sizeof(Cell) == LINE);
+
+enum Gone : uint32_t { HERE, LEFT, GAVE_UP };
+
+struct Seat {
+    Cell cell[2];
+    alignas(LINE) std::atomic<uint32_t> sleepers{0};  // others that sleep until one of the cells changes
+    alignas(LINE) std::atomic<uint64_t> owner{0};     // the process that joined as this member
+    std::atomic<uint64_t> started{0};
+    std::atomic<uint32_t> gone{HERE};
+    std::atomic<uint32_t> operation{0};  // how many it has begun; for messages only, as is the next
+    std::atomic<uint32_t> doing{0};      // which one was the last; the top bit: it is inside
+};
+
+struct GroupHeader {
+    static constexpr uint64_t MAGIC = 0x31707567'776f6c66;  // "flowgrup"1
+    uint64_t magic = MAGIC;
+    uint32_t size = 0;
+    std::atomic<uint32_t> fenced{0};
+};
+
+// How an operation ended.
+enum class End { Done, Gone, Mismatch, NoMemory, TimedOut, Interrupted, Closed, Taken };
+
+// Until when a call waits, and what it does meanwhile.
+class Patience {
+  public:
+    explicit Patience(Deadline deadline) : deadline(deadline) {}
+    virtual ~Patience() = default;
+    // Called every 20 ms while it waits: whether it is to be given up.
+    virtual bool interrupted(int64_t) { return false; }
+    const Deadline deadline;
+};
+
+// What of a member the others can see.
+struct Sight {
+    uint64_t pid;
+    uint32_t gone, operation, doing;
+    bool alive, arrived;
+};
+
+class Member {
+  public:
+    static int make(uint32_t size);  // the descriptor of a new group's memory; throws std::system_error
+
+    Member(int fd, uint32_t rank);  // owns `fd`; throws system_error, invalid_argument
+    ~Member();
+    Member(const Member&) = delete;
+
+    const uint32_t rank, size;
+    int fd() const { return fd_; }
+    End join();  // this process is the member from now on; Taken: another one is
+    bool joined() const { return joined_ == process_number_now(); }
+    void leave();  // any number of times
+    void give_up();
+    void count_out(uint32_t member);  // it ended before it joined
+    Sight see(uint32_t member) const;
+    bool broken() const { return broken_; }
+
+    // One operation at a time, by whoever has this.
+    std::mutex& in_use() { return in_use_; }
+
+    // --- operations; `key` says what the call is, for the comparison with those of the others ---
+    struct Call {
+        uint32_t doing;
+        uint64_t key;
+    };
+    End barrier(Call call, Patience& patience);
+    // `in` may be `out`. root < 0: everybody gets the result.
+    End allreduce(Call call, const void* in, void* out, size_t count, Element element, Op op, int root,
+                  Patience& patience);
+    // `in` has `count` elements for each member; `out` gets those for this one.
+    End reduce_scatter(Call call, const void* in, void* out, size_t count, Element element, Op op,
+                       Patience& patience);
+    End broadcast(Call call, void* data, size_t bytes, uint32_t root, Patience& patience);
+    // What each member has, of any size. `place` is called once, with the sizes, and says where each goes;
+    // null entries are left out; false: it is given up.
+    struct Place {
+        virtual ~Place() = default;
+        virtual bool operator()(const std::vector<uint64_t>& sizes, std::vector<void*>& to) = 0;
+    };
+    End allgather(Call call, const void* in, size_t bytes, Place& place, Patience& patience);
+    // in[j] of in_sizes[j] bytes goes to member j; out[i] of out_sizes[i] bytes comes from member i.
+    using Sizes = std::vector<uint64_t>;
+    End alltoall(Call call, const std::vector<const void*>& in, const Sizes& in_sizes,
+                 const std::vector<void*>& out, const Sizes& out_sizes, Patience& patience);
+
+  private:
+    static uint64_t process_number_now();
+    Seat& seat(uint32_t member) const { return seats_[member]; }
+    Cell& cell(uint32_t member) const { return seats_[member].cell[round_ & 1]; }
+    unsigned char* small(uint32_t member) const {
+        return small_ + (size_t(member) * 2 + (round_ & 1)) * SMALL;
+    }
+    unsigned char* big(uint32_t member) const {
+        return big_ + (size_t(member) * 2 + (round_ & 1)) * (BIG + result_size_);
+    }
+    unsigned char* result(uint32_t member, uint32_t of_round) const {
+        return big_ + (size_t(member) * 2 + (of_round & 1)) * (BIG + result_size_) + BIG;
+    }
+    // Where a payload of a single round lies.
+    unsigned char* payload(uint32_t member, size_t bytes) const {
+        return bytes <= INLINE ? cell(member).data : bytes <= SMALL ? small(member) : big(member);
+    }
+    End begin(Call call);
+    End finish(End end);
+    void publish(uint32_t flags, uint64_t key, uint64_t bytes);
+    // One more round of an operation that has been judged.
+    End next(Call call, Patience& patience);
+    // The first round, with `payload` bytes to show, which `fill` writes where it is told to.
+    template <class Fill>
+    End show(Call call, uint64_t bytes, size_t payload, Fill fill, Patience& patience);
+    End await_all(Patience& patience);
+    End await(uint32_t member, Patience& patience);
+    End judge(uint64_t key) const;
+    bool is_here(uint32_t member) const;
+    bool any_is_lost(uint32_t from) const;
+    bool reserve_big();  // this member's big slots
+    End exchange(Call call, const void* in, void* out, size_t count, Element element, Op op, int root,
+                 Patience&);
+    End slices(Call call, const void* in, void* out, size_t count, Element element, Op op, int root,
+               Patience&);
+
+    int fd_ = -1;
+    uint64_t joined_ = 0;
+    GroupHeader* header_ = nullptr;
+    Seat* seats_ = nullptr;
+    unsigned char* small_ = nullptr;
+    unsigned char* big_ = nullptr;
+    size_t control_ = 0, big_length_ = 0, result_size_ = 0;
+    uint32_t round_ = 0;
+    uint32_t pauses_ = 0;
+    std::atomic<bool> leaving_ = false;  // what still waits gives up
+    bool broken_ = false, fenced_ = false, reserved_ = false;
+    std::mutex in_use_;
+};
+
+}  // namespace flowchan

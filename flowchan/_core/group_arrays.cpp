@@ -1,0 +1,184 @@
+#include "group_arrays.hpp"
+
+#include <cstring>
+
+namespace flowchan {
+
+namespace {
+
+// A class of a module, if that is imported; borrowed for ever.
+PyObject* class_of(const char* module, const char* name, PyObject*& known) {
+    if (known) return known;
+    PyObject* imported = PyDict_GetItemString(PyImport_GetModuleDict(), module);
+    if (!imported) return nullptr;
+    known = PyObject_GetAttrString(imported, name);
+    if (!known) PyErr_Clear();  // it is being imported
+    return known;
+}
+
+PyObject *ndarray = nullptr, *tensor_class = nullptr;
+
+bool is_instance(PyObject* object, PyObject* cls) {
+    return cls && PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(cls));
+}
+
+Element integer(bool is_signed, size_t width) {
+    switch (width) {
+        case 1:
+            return is_signed ? Element::I8 : Element::U8;
+        case 2:
+            return is_signed ? Element::I16 : Element::U16;
+        case 4:
+            return is_signed ? Element::I32 : Element::U32;
+        default:
+            return is_signed ? Element::I64 : Element::U64;
+    }
+}
+
+// What one element of a buffer is, by its format in the language of the module struct.
+Element element_of(const char* format, size_t width) {
+    if (!format) return Element::U8;
+    if (*format == 'Z')
+        return strcmp(format, "Zf") == 0   ? Element::C64
+               : strcmp(format, "Zd") == 0 ? Element::C128
+                                           : Element::Raw;
+    if (format[1]) return Element::Raw;
+    if (strchr("bhilq", *format)) return integer(true, width);
+    if (strchr("BHILQ", *format)) return integer(false, width);
+    switch (*format) {
+        case '?':
+            return Element::Bool;
+        case 'e':
+            return Element::F16;
+        case 'f':
+            return Element::F32;
+        case 'd':
+            return Element::F64;
+        default:
+            return Element::Raw;
+    }
+}
+
+// torch's dtypes by their names, and what they are here; the others can be moved only.
+struct Named {
+    const char* name;
+    Element element;
+};
+constexpr Named DTYPES[] = {
+    {"float32", Element::F32},   {"float64", Element::F64},   {"float16", Element::F16},
+    {"bfloat16", Element::BF16}, {"int64", Element::I64},     {"int32", Element::I32},
+    {"int16", Element::I16},     {"int8", Element::I8},       {"uint8", Element::U8},
+    {"uint16", Element::U16},    {"uint32", Element::U32},    {"uint64", Element::U64},
+    {"bool", Element::Bool},     {"complex64", Element::C64}, {"complex128", Element::C128}};
+
+PyObject* dtypes() {
+    static PyObject* known = nullptr;
+    if (known) return known;
+    PyObject* torch = PyImport_ImportModule("torch");
+    known = torch ? PyDict_New() : nullptr;
+    for (const Named& one : DTYPES) {
+        PyObject* dtype = known ? PyObject_GetAttrString(torch, one.name) : nullptr;
+        PyObject* number = dtype ? PyLong_FromLong(long(one.element)) : nullptr;
+        if (number) PyDict_SetItem(known, dtype, number);
+        Py_XDECREF(number);
+        Py_XDECREF(dtype);
+        PyErr_Clear();  // an old torch lacks some
+    }
+    Py_XDECREF(torch);
+    return known;
+}
+
+// A word of Python that is looked up often.
+struct Word {
+    PyObject* text;
+    explicit Word(const char* word) : text(PyUnicode_InternFromString(word)) {}
+};
+
+uint64_t hash_of(PyObject* object) {
+    PyObject* text = PyObject_Str(object);
+    Py_ssize_t n = 0;
+    const char* at = text ? PyUnicode_AsUTF8AndSize(text, &n) : nullptr;
+    uint64_t hash = 1;
+    for (Py_ssize_t i = 0; at && i < n; ++i) hash = mixed(hash, uint64_t(at[i]));
+    Py_XDECREF(text);
+    return hash;
+}
+
+// An owned object's value; -1 with an error.
+long long number(PyObject* object) {
+    if (!object) return -1;
+    const long long value = PyLong_AsLongLong(object);
+    Py_DECREF(object);
+    return value;
+}
+
+bool truth(PyObject* object) {
+    const bool is = object == Py_True;
+    Py_XDECREF(object);
+    return is;
+}
+
+}  // namespace
+
+bool Array::read(PyObject* object) {
+    if (is_instance(object, class_of("torch", "Tensor", tensor_class))) return read_tensor(object);
+    if (is_instance(object, class_of("numpy", "ndarray", ndarray))) return read_numpy(object);
+    return false;
+}
+
+void Array::add_shape(uint64_t extent) {
+    what = mixed(what, extent);
+    count *= extent;
+}
+
+bool Array::read_numpy(PyObject* array) {
+    if (PyObject_GetBuffer(array, &view_, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) != 0) {
+        PyErr_Clear();
+        return false;
+    }
+    if (view_.format && strchr(view_.format, 'O')) return false;  // references are no memory of others
+    data = view_.buf;
+    bytes = size_t(view_.len);
+    writable = !view_.readonly;
+    element = element_of(view_.format, size_t(view_.itemsize));
+    what = mixed(uint64_t(element), uint64_t(view_.itemsize));
+    count = 1;
+    for (int i = 0; i < view_.ndim; ++i) add_shape(uint64_t(view_.shape[i]));
+    return true;
+}
+
+bool Array::read_bytes(PyObject* object) {
+    if (!PyBytes_Check(object) && !PyByteArray_Check(object)) return false;
+    if (PyObject_GetBuffer(object, &view_, PyBUF_SIMPLE) != 0) return false;
+    data = view_.buf;
+    count = bytes = size_t(view_.len);
+    writable = !view_.readonly;
+    return true;
+}
+
+bool Array::read_tensor(PyObject* tensor) {
+    static const Word contiguous("is_contiguous"), cpu("is_cpu"), pointer("data_ptr"), dtype("dtype"),
+        shape("shape"), width("itemsize"), conjugate("is_conj");
+    if (!truth(PyObject_GetAttr(tensor, cpu.text)) ||
+        !truth(PyObject_CallMethodNoArgs(tensor, contiguous.text)))
+        return false;
+    PyObject* type = PyObject_GetAttr(tensor, dtype.text);
+    if (!type) return false;
+    PyObject* known = PyDict_GetItemWithError(dtypes(), type);
+    element = known ? Element(PyLong_AsLong(known)) : Element::Raw;
+    const size_t size = known ? size_of_element(element) : size_t(number(PyObject_GetAttr(type, width.text)));
+    what = known ? mixed(uint64_t(element), size) : mixed(hash_of(type), size);
+    Py_DECREF(type);
+    if (element >= Element::C64 && truth(PyObject_CallMethodNoArgs(tensor, conjugate.text))) return false;
+    PyObject* extents = PyObject_GetAttr(tensor, shape.text);
+    if (!extents) return false;
+    count = 1;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(extents); ++i)
+        add_shape(uint64_t(PyLong_AsLongLong(PyTuple_GET_ITEM(extents, i))));
+    Py_DECREF(extents);
+    bytes = count * size;
+    data = reinterpret_cast<void*>(number(PyObject_CallMethodNoArgs(tensor, pointer.text)));
+    return !PyErr_Occurred();
+}
+
+}  // namespace flowchan

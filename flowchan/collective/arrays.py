@@ -1,0 +1,121 @@
+"""What the group has to know of NumPy arrays and torch tensors, without importing either."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+NOTHING: Any = None
+
+
+def is_tensor(x: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(x, torch.Tensor)
+
+
+def is_numpy(x: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(x, numpy.ndarray) and not x.dtype.hasobject
+
+
+def is_array(x: Any) -> bool:
+    """Whether its contents are moved as they lie in memory."""
+    return is_tensor(x) or is_numpy(x)
+
+
+def size_of(x: Any) -> int | None:
+    """Bytes of an array."""
+    return int(x.nbytes) if is_array(x) else None
+
+
+def described(x: Any) -> str:
+    """As ``float32[2, 3]``; values by their types."""
+    if not is_array(x):
+        return type(x).__name__
+    dtype = str(x.dtype).removeprefix("torch.")
+    place = f" on {x.device}" if is_tensor(x) and x.device.type != "cpu" else ""
+    return f"{dtype}[{', '.join(map(str, x.shape))}]{place}"
+
+
+def contiguous(x: Any) -> Any:
+    """The same in one piece, to be read."""
+    if is_tensor(x):
+        return x.detach().contiguous().resolve_conj().resolve_neg()
+    numpy = sys.modules["numpy"]
+    flat = x if x.flags.c_contiguous else numpy.ascontiguousarray(x)
+    return _plain(flat)
+
+
+def writable_twin(x: Any) -> Any:
+    """``x`` itself if it lies in one piece, else a copy that does: :func:`give_back` copies it back."""
+    return contiguous(x)
+
+
+def give_back(flat: Any, x: Any) -> Any:
+    """Copies what was written into the twin of ``x``, if it is another piece of memory; returns ``x``."""
+    if is_tensor(x):
+        torch = sys.modules["torch"]
+        if flat.data_ptr() != x.data_ptr():
+            with torch.no_grad():
+                x.copy_(flat)
+    elif not sys.modules["numpy"].shares_memory(flat, x):
+        x[...] = flat.view(x.dtype).reshape(x.shape)
+    return x
+
+
+def fill(x: Any, value: Any) -> Any:
+    """Writes ``value`` into ``x``, and returns ``x``."""
+    if is_tensor(x):
+        with sys.modules["torch"].no_grad():
+            x.copy_(value)
+    else:
+        x[...] = value
+    return x
+
+
+def like(x: Any) -> tuple[str, Any, tuple[int, ...]]:
+    """What the others need to make one like it."""
+    if is_tensor(x):
+        return "torch", x.dtype, tuple(x.shape)
+    return "numpy", x.dtype, tuple(x.shape)
+
+
+def make(made: tuple[str, Any, tuple[int, ...]], mine: Any) -> Any:
+    """An empty one, from what :func:`like` said of it."""
+    library, dtype, shape = made
+    if library == "torch":
+        import torch  # another member has a tensor
+
+        return torch.empty(shape, dtype=dtype)
+    import numpy
+
+    return numpy.empty(shape, dtype)
+
+
+def part_like(x: Any, parts: int) -> Any:
+    """An empty one for one of equal parts of ``x`` along its first dimension."""
+    if not x.shape or x.shape[0] % parts:
+        raise ValueError(
+            f"the first dimension must have as many entries for each of the {parts} members; it is "
+            f"{described(x)}"
+        )
+    library, dtype, shape = like(x)
+    return make((library, dtype, (shape[0] // parts, *shape[1:])), x)
+
+
+def parts_of(x: Any, parts: int) -> list[Any]:
+    """Equal parts of ``x`` in the order in which they lie."""
+    count = math.prod(x.shape)
+    if count % parts:
+        raise ValueError(
+            f"out must have as many elements for each of the {parts} members; it is {described(x)}"
+        )
+    flat = x.reshape(-1) if is_numpy(x) else x.view(-1)
+    each = count // parts
+    return [flat[i * each : (i + 1) * each] for i in range(parts)]
+
+
+def _plain(x: Any) -> Any:
+    """Without a type that no buffer can have, as dates: their bytes are moved all the same."""
+    return x.view("i8") if x.dtype.kind in "Mm" else x

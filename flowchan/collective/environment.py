@@ -1,0 +1,69 @@
+"""Which member of how many this process is, by the environment of what started it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from flowchan.errors import GroupError
+
+
+class Place(NamedTuple):
+    """``job`` is the same text for all members, and another one for other jobs of this host."""
+
+    rank: int
+    size: int
+    job: str
+
+
+class Launcher(NamedTuple):
+    """The variables of one: the member's number, how many there are, how many of them on this host, and those
+    that together name the job. ``ppid``: its processes on a host have one parent."""
+
+    name: str
+    rank: str
+    size: str
+    local: tuple[str, ...]
+    job: tuple[str, ...]
+    ppid: bool
+
+
+LAUNCHERS = (
+    Launcher("torchrun", "RANK", "WORLD_SIZE", ("LOCAL_WORLD_SIZE",),
+             ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"), False),
+    Launcher("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+             ("PMIX_NAMESPACE",), True),
+    Launcher("PMI", "PMI_RANK", "PMI_SIZE", ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+             ("PMI_JOBID", "PMI_ID_JOB"), True),
+    Launcher("Slurm", "SLURM_PROCID", "SLURM_NTASKS", (), ("SLURM_JOB_ID", "SLURM_STEP_ID"), False),
+)  # fmt: skip
+
+
+def place(environ: Mapping[str, str] = os.environ) -> Place:
+    """Without any launcher this process is the only member. Raises :class:`GroupError`."""
+    for launcher in LAUNCHERS:
+        if launcher.rank in environ and launcher.size in environ:
+            return _place_by(launcher, environ)
+    return Place(0, 1, f"alone {os.getpid()}")
+
+
+def _place_by(launcher: Launcher, environ: Mapping[str, str]) -> Place:
+    try:
+        rank, size = int(environ[launcher.rank]), int(environ[launcher.size])
+    except ValueError:
+        rank, size = -1, 0
+    if not 0 <= rank < size:
+        raise GroupError(
+            f"{launcher.rank} and {launcher.size} must be a member's number and how many members there are, "
+            f"not {environ[launcher.rank]!r} and {environ[launcher.size]!r}"
+        )
+    here = next((int(environ[name]) for name in launcher.local if environ.get(name, "").isdigit()), size)
+    if here != size:
+        raise GroupError(
+            f"{launcher.name} has started {size} members, {here} of them on this host; a group joins members "
+            "of one host. For several hosts use torch.distributed with gloo or NCCL, or MPI"
+        )
+    named = [environ.get(name, "") for name in launcher.job]
+    parent = [str(os.getppid())] if launcher.ppid else []
+    return Place(rank, size, "\n".join([launcher.name, *named, *parent]))

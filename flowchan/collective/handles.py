@@ -1,0 +1,51 @@
+"""Operations that go on while their caller does something else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from flowchan import _core
+
+
+class Handle:
+    """An operation that was started with ``wait=False``. ``wait()`` returns its result, or raises what it
+    ended by, any number of times."""
+
+    def __init__(self, future: Future[Any]) -> None:
+        self._future = future
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """The result, once it is there. A ``TimeoutError`` after ``timeout`` seconds ends the waiting, not
+        the operation."""
+        return self._future.result(timeout)
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._future.done()
+
+
+class Later:
+    """The thread of a member that does started operations, one after the other."""
+
+    def __init__(self, member: _core.Group) -> None:
+        self._queue = member._queue
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="flowchan-collective")
+        self._last: Future[Any] | None = None
+
+    def start(self, call: Callable[[], Any]) -> Handle:
+        self._queue(1)
+        future = self._thread.submit(call)
+        future.add_done_callback(lambda _: self._queue(-1))
+        self._last = future
+        return Handle(future)
+
+    def settle(self) -> None:
+        """Returns when all that was started has ended; how it ended is for who waits for it."""
+        if self._last is not None:
+            self._last.exception()
+            self._last = None
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True)

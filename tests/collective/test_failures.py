@@ -1,0 +1,251 @@
+"""What a group says when a member dies, leaves, is late, or calls something else. That all survivors find the
+same, wherever a member dies, is walked through in tests/native/test_group_walk.py."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from collective_members import Processes, in_threads
+from waiting import wait_until
+
+from flowchan import collective
+from flowchan.collective import GroupError, MemberDied, MemberLeft, Mismatch
+
+
+def test_a_member_killed_anywhere_is_named_by_all_survivors() -> None:
+    """While the others work with it, in the middle of a large operation, too."""
+
+    def body(g: Any) -> Any:
+        x = np.ones(500_000, np.float32)
+        for number in range(10**9):
+            if g.rank == 1 and number == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            try:
+                g.allreduce(x)
+            except MemberDied as died:
+                return number, died.ranks, died.operation, str(died)
+        return None
+
+    found = Processes(3, body).results(2)
+    assert found[0][:3] == found[2][:3] == (3, (1,), "allreduce")
+    assert "rank 1" in found[0][3]
+    assert "died; the last it did was allreduce, its operation 3" in found[0][3]
+
+
+def test_after_a_death_every_call_says_so() -> None:
+    def body(g: Any) -> Any:
+        if g.rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        errors = []
+        for call in (g.barrier, lambda: g.allgather(1), lambda: g.allreduce(np.ones(3)), lambda: g.split(0)):
+            with pytest.raises(MemberDied) as info:
+                call()
+            errors.append(info.value.ranks)
+        return errors
+
+    assert Processes(2, body).results(1) == {1: [(0,)] * 4}
+
+
+def test_who_has_left_is_named_and_what_was_done_before_stays_done() -> None:
+    def body(g: Any) -> Any:
+        total = g.allreduce(1)
+        if g.rank == 1:
+            g.close()
+            g.close()
+            with pytest.raises(GroupError, match="was closed"):
+                g.barrier()
+            return total
+        with pytest.raises(MemberLeft, match=r"rank 1 .*has left"):
+            g.barrier()
+        return total
+
+    assert in_threads(2, body) == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        (lambda g: g.allreduce(np.ones(3)), lambda g: g.allreduce(np.ones(4)), "allreduce(float64[3])"),
+        (lambda g: g.reduce(np.ones(4)), lambda g: g.reduce(np.ones((2, 2))), "reduce(float64[2, 2], 'sum')"),
+        (lambda g: g.allreduce(np.ones(3)), lambda g: g.allreduce(np.ones(3, "f")), "allreduce(float32[3])"),
+        (lambda g: g.allreduce(np.ones(3)), lambda g: g.allreduce(np.ones(3), "max"), "'max'"),
+        (lambda g: g.allreduce(np.ones(10**6)), lambda g: g.barrier(), "barrier()"),
+        (lambda g: g.broadcast(np.ones(3)), lambda g: g.allgather(np.ones(3)), "broadcast(float64[3])"),
+        (lambda g: g.allgather(1), lambda g: g.allgather(np.ones(3)), "allgather(int)"),
+        (lambda g: g.allreduce(1), lambda g: g.allgather(1), "allgather(int)"),
+    ],
+)  # fmt: skip
+def test_calls_that_do_not_match_raise_on_all_sides_and_name_them_all(
+    first: Any, second: Any, said: str
+) -> None:
+    """And the group goes on."""
+
+    def body(g: Any) -> Any:
+        with pytest.raises(Mismatch) as info:
+            (first if g.rank == 0 else second)(g)
+        return str(info.value), g.allreduce(g.rank)
+
+    found = in_threads(3, body)
+    assert found[0] == found[1] == found[2]
+    assert said in found[0][0]
+    assert "rank 0 called" in found[0][0]
+    assert "rank 2 called" in found[0][0]
+    assert found[0][1] == 3
+
+
+def test_parts_of_other_sizes_than_expected_raise_on_all_sides() -> None:
+    def body(g: Any) -> Any:
+        out = [np.empty(3 + (g.rank == 1)), np.empty(3)]
+        with pytest.raises(Mismatch, match="alltoall"):
+            g.alltoall([np.ones(3), np.ones(3)], out=out)
+        return g.allreduce(1)
+
+    assert in_threads(2, body) == [2, 2]
+
+
+def test_a_timeout_names_who_is_absent_and_what_it_did_last() -> None:
+    arrived = threading.Event()
+
+    def body(g: Any) -> Any:
+        g.allreduce(np.ones(3))
+        if g.rank == 1:
+            arrived.wait()
+            g.barrier()  # rank 0 had come to it
+            with pytest.raises(MemberDied, match=r"rank 0 .*gave up in barrier, its operation 2"):
+                g.barrier()
+            return None
+        with pytest.raises(TimeoutError, match=r"rank 1 .* the last it did was allreduce, its operation 1"):
+            g.barrier(timeout=0.05)
+        arrived.set()
+        with pytest.raises(TimeoutError, match="has failed before"):
+            g.barrier()
+        return None
+
+    assert in_threads(2, body) == [None, None]
+
+
+def test_a_stall_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """By the log: without ``timeout`` nothing ends for being slow."""
+    first, second = collective.members(2)
+    with first, second, caplog.at_level(logging.WARNING, "flowchan.collective"):
+        handle = first.barrier(wait=False)
+        wait_until(lambda: first._see(0)[4])
+        first._stalled(1, 10.0)
+        second.barrier()
+        handle.wait()
+    said = f"barrier of a group of 2 has waited for 10 s: rank 1 (process {os.getpid()})"
+    assert said in caplog.text
+
+
+WAITS = """
+import os, signal, sys, threading
+from flowchan import collective
+import numpy as np
+first, second = collective.members(2)
+calls = {
+    "barrier": lambda: first.barrier(),
+    "allreduce": lambda: first.allreduce(np.ones(10**6)),
+    "handle": lambda: first.allreduce(np.ones(10), wait=False).wait(),
+    "value": lambda: first.allgather({}),
+    "order": lambda: (first.barrier(wait=False), first.allreduce(np.ones(3))),
+}
+threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+try:
+    with first:
+        calls[sys.argv[1]]()
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+@pytest.mark.parametrize("call", ["barrier", "allreduce", "handle", "value", "order"])
+def test_every_waiting_call_can_be_interrupted(call: str) -> None:
+    done = subprocess.run([sys.executable, "-c", WAITS, call], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.returncode) == ("interrupted\n", 0), done.stderr
+
+
+def test_a_member_belongs_to_one_process() -> None:
+    first, second = collective.members(2)
+    first._take_seat()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            first.barrier()
+        except GroupError as error:
+            os._exit(0 if "used by another process" in str(error) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    with pytest.raises(TypeError, match="before its first use"):
+        first.__reduce__()
+    first.close()
+    second.close()
+
+
+def test_a_wrong_argument_raises_at_once_and_alone() -> None:
+    (g,) = collective.members(1)
+    with g:
+        for call in (
+            lambda: g.allreduce(np.ones(3), op="median"),
+            lambda: g.broadcast(np.ones(3), root=1),
+            lambda: g.reduce(np.ones(3), root=-1),
+            lambda: g.scatter([1, 2]),
+            lambda: g.alltoall([]),
+            lambda: g.allreduce(np.ones(3), out=np.ones(4)),
+            lambda: g.allreduce(np.ones(3), timeout=-1),
+        ):
+            with pytest.raises(ValueError, match=r"must|takes"):
+                call()
+        with pytest.raises(TypeError, match="no mean of elements of type int64"):
+            g.allreduce(np.ones(3, int), op="mean")
+        frozen = np.ones(3)
+        frozen.flags.writeable = False
+        with pytest.raises(ValueError, match="read-only"):
+            g.allreduce(frozen)
+
+
+def test_many_groups_leave_nothing_whatever_the_order_of_their_ends() -> None:
+    """The fixture looks for descriptors, mappings and threads."""
+    groups = [collective.members(3) for _ in range(20)]
+    for number, made in enumerate(groups):
+        for member in made if number % 2 else reversed(made):
+            member._take_seat()
+            if number % 3:
+                member.close()
+    del groups, made, member
+
+
+def test_a_death_is_noticed_while_another_member_is_just_slow() -> None:
+    """Who waits need not wait for the slow one first."""
+    told = threading.Event()
+    first, second, third = collective.members(3)
+    pid = os.fork()
+    if pid == 0:
+        third._take_seat()
+        os._exit(0)
+    second._take_seat()
+    found: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            with first:
+                first.barrier()
+        except MemberDied as died:
+            found.append(died)
+        told.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    os.waitpid(pid, 0)
+    wait_until(told.is_set)
+    thread.join()
+    second.close()
+    third.close()
+    assert [died.ranks for died in found] == [(2,)]  # type: ignore[attr-defined]

@@ -1,0 +1,130 @@
+"""Processes that know their numbers find each other: by a launcher's environment, or by a text."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from flowchan import GroupError, collective
+from flowchan.collective.environment import place
+from flowchan.collective.meeting import meet
+
+PROGRAM = """
+from flowchan import collective
+with collective.group() as first, collective.group() as second:
+    assert first.rank == second.rank
+    print(first.rank, first.size, first.allreduce(first.rank + 1), second.allgather(first.rank))
+"""
+
+LAUNCHERS = {
+    "torchrun": lambda r, n: {
+        "RANK": r, "WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511",
+    },
+    "Open MPI": lambda r, n: {
+        "OMPI_COMM_WORLD_RANK": r, "OMPI_COMM_WORLD_SIZE": n, "OMPI_COMM_WORLD_LOCAL_SIZE": n,
+    },
+    "PMI": lambda r, n: {"PMI_RANK": r, "PMI_SIZE": n},
+    "Slurm": lambda r, n: {"SLURM_PROCID": r, "SLURM_NTASKS": n, "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"},
+}  # fmt: skip
+
+
+def launched(size: int, variables: Callable[[str, str], dict[str, str]]) -> list[subprocess.Popen[str]]:
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM],
+            env=os.environ | variables(str(rank), str(size)),
+            text=True,
+            stdout=subprocess.PIPE,
+        )
+        for rank in range(size)
+    ]
+
+
+def ended(processes: list[subprocess.Popen[str]]) -> list[str]:
+    return [process.communicate(timeout=100)[0].strip() for process in processes]
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_environment_of_each_launcher_makes_a_group(launcher: str) -> None:
+    assert ended(launched(3, LAUNCHERS[launcher])) == [f"{rank} 3 6 [0, 1, 2]" for rank in range(3)]
+
+
+def test_two_jobs_at_once_do_not_mix() -> None:
+    """Nor does one that is started again with the same address at once."""
+
+    def variables(port: str) -> Callable[[str, str], dict[str, str]]:
+        return lambda r, n: LAUNCHERS["torchrun"](r, n) | {"MASTER_PORT": port}
+
+    jobs = [launched(2, variables(port)) for port in ("29601", "29602")]
+    for job in jobs:
+        assert ended(job) == ["0 2 3 [0, 1]", "1 2 3 [0, 1]"]
+    assert ended(launched(2, variables("29601"))) == ["0 2 3 [0, 1]", "1 2 3 [0, 1]"]
+
+
+def test_without_a_launcher_a_process_is_alone() -> None:
+    assert place({})[:2] == (0, 1)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "0 1 1 [0]\n"
+
+
+def test_members_on_other_hosts_are_refused_with_what_to_use_instead() -> None:
+    with pytest.raises(GroupError, match=r"4 members, 2 of them on this host.*torch.distributed"):
+        place({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"})
+    with pytest.raises(GroupError, match="RANK and WORLD_SIZE must be"):
+        place({"RANK": "4", "WORLD_SIZE": "4"})
+
+
+def start(found: list[Any], at: str, rank: int, size: int, timeout: float = 60) -> threading.Thread:
+    def run() -> None:
+        try:
+            with meet(at, rank, size, timeout) as g:
+                found.append(g.allgather(rank))
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def test_who_agrees_on_a_text_meets_in_any_order() -> None:
+    found: list[Any] = []
+    for thread in [start(found, "any order", rank, 3) for rank in (2, 0, 1)]:
+        thread.join()
+    assert found == [[0, 1, 2]] * 3
+
+
+def test_two_of_one_rank_and_sizes_that_differ_are_refused_on_all_sides() -> None:
+    twice, other = ((0, 3), (1, 3), (1, 3)), ((0, 3), (1, 2))
+    for come, said in ((twice, "two processes have come as rank 1"), (other, "one of 3 members")):
+        found: list[Any] = []
+        threads = [start(found, f"refused {said}", *one) for one in come]
+        for thread in threads:
+            thread.join()
+        assert [str(error) for error in found if said not in str(error)] == []
+
+
+def test_who_has_not_come_in_time_is_named() -> None:
+    found: list[Any] = []
+    start(found, "late", 0, 3, timeout=0.2).join()
+    start(found, "late too", 1, 3, timeout=0.2).join()
+    assert [type(error) for error in found] == [TimeoutError, TimeoutError]
+    assert "[1, 2]" in str(found[0])
+    assert "rank 1 of 3" in str(found[1])
+
+
+def test_wrong_arguments_say_what_is_allowed() -> None:
+    with pytest.raises(ValueError, match="together"):
+        collective.group(rank=0)
+    with pytest.raises(ValueError, match="from 0 to 1"):
+        collective.group(rank=2, size=2, at="x")
+    with pytest.raises(ValueError, match="from 1 to 1024"):
+        collective.members(0)

@@ -1,0 +1,283 @@
+"""Every operation gives what its definition says, on threads and on processes, for every size at which the
+way of doing it changes, and everybody gets the same bits."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytestmark = [
+    pytest.mark.usefixtures("one_compute_thread"),
+    pytest.mark.filterwarnings("ignore:ComplexHalf", "ignore:invalid value"),
+]
+
+LENGTHS = [0, 1, 2, 5, 11, 1000, 4096, 9000, 70_000, 300_001]
+SIZES = [1, 2, 3, 4]
+
+
+def given(rank: int, length: int, dtype: Any = np.float32) -> Any:
+    return np.random.default_rng((rank, length)).integers(0, 100, length).astype(dtype)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_allreduce_gives_everybody_the_same_sum(run: Any, size: int) -> None:
+    def body(g: Any) -> list[bytes]:
+        found = []
+        for length in LENGTHS:
+            x = given(g.rank, length) / np.float32(7)
+            assert g.allreduce(x) is x
+            found.append(x.tobytes())
+        return found
+
+    answers = run(size, body)
+    assert all(answer == answers[0] for answer in answers)
+    for length, found in zip(LENGTHS, answers[0], strict=True):
+        right = sum(
+            (given(rank, length) / np.float32(7) for rank in range(size)), np.zeros(length, np.float32)
+        )
+        np.testing.assert_allclose(np.frombuffer(found, np.float32), right, rtol=1e-5)
+
+
+@pytest.mark.parametrize("length", [3, 200_000])
+@pytest.mark.parametrize("dtype", ["?", "b", "B", "h", "H", "i", "I", "q", "Q", "e", "f", "d", "F", "D"])
+def test_each_type_and_each_op(run: Any, dtype: str, length: int) -> None:
+    by_name = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
+    if np.dtype(dtype).kind in "biu":
+        by_name |= {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
+    if np.dtype(dtype).kind == "c":
+        del by_name["min"], by_name["max"]
+
+    def body(g: Any) -> dict[str, Any]:
+        return {
+            op: g.allreduce(given(g.rank, length).astype(dtype), op=op, out=np.empty(length, dtype))
+            for op in by_name
+        }
+
+    for found in run(3, body):
+        for op, function in by_name.items():
+            wide = np.float32 if dtype == "e" else np.dtype(dtype)
+            parts = [given(rank, length).astype(dtype).astype(wide) for rank in range(3)]
+            with np.errstate(over="ignore"):
+                right = function(function(parts[0], parts[1]), parts[2]).astype(dtype)
+            np.testing.assert_array_equal(found[op], right, err_msg=op)
+
+
+def test_halves_are_added_up_in_float32_and_rounded_once(run: Any) -> None:
+    torch = pytest.importorskip("torch")
+
+    def normal(rank: int, length: int, dtype: Any) -> Any:
+        return torch.randn(length, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+    def body(g: Any) -> dict[str, Any]:
+        found = {}
+        for dtype in (torch.float16, torch.bfloat16):
+            for length in (7, 300_000):
+                found[f"{dtype} {length}"] = g.allreduce(normal(g.rank, length, dtype)).float().numpy()
+        return found
+
+    for found in run(4, body):
+        for dtype in (torch.float16, torch.bfloat16):
+            for length in (7, 300_000):
+                total = torch.zeros(length)
+                for rank in range(4):
+                    total += normal(rank, length, dtype).float()
+                assert (found[f"{dtype} {length}"] == total.to(dtype).float().numpy()).all()
+
+
+def test_every_half_is_converted_as_numpy_converts_it(run: Any) -> None:
+    """All of them, infinities and subnormal ones included; NaN stays NaN."""
+    every = np.arange(65536, dtype=np.uint16).view(np.float16)
+
+    def body(g: Any) -> Any:
+        return g.allreduce(every.copy() if g.rank == 0 else np.zeros(65536, np.float16))
+
+    for found in run(2, body):
+        np.testing.assert_array_equal(found, every)
+
+
+def test_mean_of_floats_divides_by_the_number_of_members(run: Any) -> None:
+    for size, right in ((2, 0.5), (4, 1.5)):
+        found = run(size, lambda g: g.allreduce(np.full(5, float(g.rank)), op="mean")[0])
+        assert found == [right] * size
+
+
+def test_out_leaves_the_input_as_it_is(run: Any) -> None:
+    def body(g: Any, length: int) -> Any:
+        x, out = given(g.rank, length), np.empty(length, np.float32)
+        assert g.allreduce(x, out=out) is out
+        return (x == given(g.rank, length)).all() and (out == given(0, length) + given(1, length)).all()
+
+    for length in LENGTHS:
+        assert all(run(2, body, length))
+
+
+def test_what_does_not_lie_in_one_piece_is_reduced_in_place_all_the_same(run: Any) -> None:
+    torch = pytest.importorskip("torch")
+
+    def body(g: Any) -> Any:
+        x = np.arange(20.0).reshape(4, 5)
+        t = torch.arange(20.0).reshape(4, 5)
+        g.allreduce(x[:, 1])
+        g.allreduce(t.T)
+        g.broadcast(x[:, 2] if g.rank == 0 else x[:, 2].copy())
+        return x[:, 1].tolist(), t.tolist(), x[0].tolist()
+
+    for x, t, row in run(2, body):
+        assert x == [2.0, 12.0, 22.0, 32.0]
+        assert t == (2 * np.arange(20.0).reshape(4, 5)).tolist()
+        assert row == [0.0, 2.0, 2.0, 3.0, 4.0]
+
+
+def test_values_are_combined_by_pythons_operators_in_the_order_of_the_ranks(run: Any) -> None:
+    def body(g: Any) -> Any:
+        return (
+            g.allreduce(g.rank + 1),
+            g.allreduce(Fraction(1, g.rank + 1)),
+            g.allreduce(str(g.rank), op=lambda a, b: f"({a}{b})"),
+            g.allreduce({g.rank}, op="or"),
+            g.allreduce(float(g.rank), op="mean"),
+            g.reduce(g.rank, root=1, op="max"),
+        )
+
+    for rank, found in enumerate(run(3, body)):
+        assert found == (6, Fraction(11, 6), "((01)2)", {0, 1, 2}, 1.0, 2 if rank == 1 else None)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_reduce_gives_the_result_to_the_root_and_leaves_the_others_alone(run: Any, size: int) -> None:
+    def body(g: Any) -> bool:
+        for length in LENGTHS:
+            for root in range(size):
+                x = given(g.rank, length)
+                total = g.reduce(x, root=root)
+                right = sum((given(rank, length) for rank in range(size)), np.zeros(length, np.float32))
+                expected = right if g.rank == root else given(g.rank, length)
+                assert (total is x) == (g.rank == root)
+                assert (x == expected).all()
+        return True
+
+    assert all(run(size, body))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_broadcast_gives_everybody_what_the_root_has(run: Any, size: int) -> None:
+    def body(g: Any) -> bool:
+        for length in LENGTHS:
+            for root in range(size):
+                assert (g.broadcast(given(g.rank, length), root=root) == given(root, length)).all()
+        assert g.broadcast({"n": [1, 2]} if g.rank == 0 else None) == {"n": [1, 2]}
+        return True
+
+    assert all(run(size, body))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_allgather_gives_everybody_a_list_of_arrays_of_any_shape_or_of_values(run: Any, size: int) -> None:
+    def body(g: Any) -> bool:
+        for length in LENGTHS:
+            found = g.allgather(given(g.rank, length + g.rank).reshape(-1, 1))
+            assert [f.shape for f in found] == [(length + rank, 1) for rank in range(size)]
+            assert all((f[:, 0] == given(rank, length + rank)).all() for rank, f in enumerate(found))
+            table = np.empty((size, length), np.float32)
+            assert g.allgather(given(g.rank, length), out=table) is table
+            assert all((table[rank] == given(rank, length)).all() for rank in range(size))
+        values = g.allgather({"rank": g.rank, "much": "x" * 10_000 * g.rank})
+        assert values == [{"rank": rank, "much": "x" * 10_000 * rank} for rank in range(size)]
+        return True
+
+    assert all(run(size, body))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_gather_scatter_and_alltoall_take_arrays_and_values_of_any_size(run: Any, size: int) -> None:
+    def body(g: Any) -> bool:
+        for length in (0, 3, 70_000):
+            for root in range(size):
+                found = g.gather(given(g.rank, length + g.rank), root=root)
+                if g.rank == root:
+                    assert all((f == given(r, length + r)).all() for r, f in enumerate(found))
+                else:
+                    assert found is None
+                parts = [given(r, length + r) for r in range(size)] if g.rank == root else None
+                assert (g.scatter(parts, root=root) == given(g.rank, length + g.rank)).all()
+            found = g.alltoall([given(10 * g.rank + r, length + g.rank + r) for r in range(size)])
+            assert all((f == given(10 * r + g.rank, length + g.rank + r)).all() for r, f in enumerate(found))
+            out = [np.empty(length + r, np.float32) for r in range(size)]
+            g.alltoall([given(10 * g.rank + r, length + g.rank) for r in range(size)], out=out)
+            assert all((f == given(10 * r + g.rank, length + r)).all() for r, f in enumerate(out))
+        assert g.gather(g.rank) == (list(range(size)) if g.rank == 0 else None)
+        assert g.alltoall([(g.rank, r) for r in range(size)]) == [(r, g.rank) for r in range(size)]
+        return True
+
+    assert all(run(size, body))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_reduce_scatter_gives_each_its_part_of_the_sum(run: Any, size: int) -> None:
+    def body(g: Any) -> bool:
+        for length in LENGTHS:
+            part = g.reduce_scatter(given(g.rank, size * length).reshape(size * length))
+            right = sum((given(r, size * length) for r in range(size)), np.zeros(size * length, np.float32))
+            assert (part == right[g.rank * length : (g.rank + 1) * length]).all()
+        return True
+
+    assert all(run(size, body))
+
+
+def test_tensors_of_every_type_can_be_moved(run: Any) -> None:
+    torch = pytest.importorskip("torch")
+    dtypes = [
+        dtype
+        for dtype in vars(torch).values()
+        if isinstance(dtype, torch.dtype)
+        and not str(dtype).startswith(("torch.q", "torch.bits", "torch.int", "torch.uint"))
+    ] + [torch.int8, torch.int64, torch.uint8, torch.uint32]
+
+    def body(g: Any) -> bool:
+        for dtype in dtypes:
+            try:
+                x = torch.arange(16, dtype=torch.uint8).add(16 * g.rank).view(dtype)
+            except RuntimeError:
+                continue  # not even torch has a way to make one
+            shown = g.allgather(x)
+            assert [part.dtype for part in shown] == [dtype, dtype]
+            assert shown[1].view(torch.uint8).tolist() == list(range(16, 32))
+            assert g.broadcast(x, root=1).view(torch.uint8).tolist() == list(range(16, 32))
+        return True
+
+    assert all(run(2, body))
+
+
+def test_started_operations_keep_their_order_and_carry_their_errors(run: Any) -> None:
+    def body(g: Any) -> Any:
+        many = [np.full(50_000, float(i)) for i in range(10)]
+        handles = [g.allreduce(x, wait=False) for x in many]
+        total = g.allreduce(np.ones(3))  # after all of them
+        assert all(handle.done() for handle in handles)
+        found = [handle.wait()[0] for handle in handles]
+        wrong = g.allreduce("no number", op="min", wait=False), g.allreduce(1, op="and", wait=False)
+        with pytest.raises(TypeError):
+            g.allreduce(object(), wait=False).wait()
+        return found, total[0], [handle.wait() for handle in wrong]
+
+    for found, total, more in run(2, body):
+        assert found == [2.0 * i for i in range(10)]
+        assert (total, more) == (2.0, ["no number", 1])
+
+
+def test_groups_within_a_group(run: Any) -> None:
+    """Of any size, made by any key; also within each other."""
+
+    def body(g: Any) -> Any:
+        third = g.split(g.rank % 3)
+        pair = third.split("pair" if third.rank < 2 else None)
+        sums = third.allreduce(g.rank), None if pair is None else pair.allgather(g.rank)
+        if pair is not None:
+            pair.close()
+        third.close()
+        return sums
+
+    assert run(5, body) == [(3, [0, 3]), (5, [1, 4]), (2, [2]), (3, [0, 3]), (5, [1, 4])]

@@ -1,0 +1,203 @@
+// A member of a group dies at the n-th fault point of two operations, n = 1, 2, 3, … until it survives them. Each
+// time all survivors have done the same number of operations, with the right result, and found the same end.
+// Arguments: the operation's number, members, who dies (their number: two die), every how manieth point.
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <vector>
+
+#include "faults.hpp"
+#include "group.hpp"
+
+namespace {
+
+using namespace flowchan;
+
+constexpr size_t LARGE = 150'000;  // elements: several chunks
+constexpr int TIMES = 2;
+
+uint32_t points_left = 0;
+
+struct Outcome {
+    int done = 0;
+    int end = -1;
+    bool right = true;
+};
+
+struct Shared {
+    Outcome of[8];
+    uint32_t survived_points;
+};
+
+[[noreturn]] void stop(const char* what) {
+    fprintf(stderr, "%s\n", what);
+    exit(1);
+}
+
+void must(bool holds, const char* what) {
+    if (!holds) stop(what);
+}
+
+// In the way of the operation: what a member has, and whether what it has afterwards is right.
+struct Walk {
+    Member& member;
+    Patience patience{Deadline{}};
+    float value() const { return float(member.rank + 1); }
+    float sum() const { return float(member.size * (member.size + 1)) / 2; }
+
+    struct Into : Member::Place {
+        std::vector<std::vector<float>> parts;
+        bool operator()(const std::vector<uint64_t>& sizes, std::vector<void*>& to) override {
+            parts.resize(sizes.size());
+            for (size_t r = 0; r < sizes.size(); ++r) {
+                parts[r].resize(sizes[r] / 4);
+                to[r] = parts[r].data();
+            }
+            return true;
+        }
+    };
+
+    static bool all(const std::vector<float>& x, float value) {
+        for (float one : x)
+            if (one != value) return false;
+        return true;
+    }
+
+    End reduce(size_t count, bool& right) {
+        std::vector<float> x(count, value());
+        const End end =
+            member.allreduce({4, 1}, x.data(), x.data(), count, Element::F32, Op::Sum, -1, patience);
+        right = all(x, sum());
+        return end;
+    }
+    End scatter(bool& right) {
+        std::vector<float> x(LARGE * member.size, value()), part(LARGE);
+        const End end =
+            member.reduce_scatter({5, 1}, x.data(), part.data(), LARGE, Element::F32, Op::Sum, patience);
+        right = all(part, sum());
+        return end;
+    }
+    End broadcast(bool& right) {
+        std::vector<float> x(LARGE, value());
+        const End end = member.broadcast({2, 1}, x.data(), LARGE * 4, 0, patience);
+        right = all(x, 1);
+        return end;
+    }
+    End allgather(bool& right) {
+        std::vector<float> x(LARGE * member.rank, value());
+        Into into;
+        const End end = member.allgather({6, 1}, x.data(), x.size() * 4, into, patience);
+        for (size_t r = 0; r < into.parts.size(); ++r)
+            right = right && into.parts[r].size() == LARGE * r && all(into.parts[r], float(r + 1));
+        return end;
+    }
+    End alltoall(bool& right) {
+        std::vector<float> x(LARGE, value());
+        std::vector<std::vector<float>> got(member.size, std::vector<float>(LARGE));
+        const Member::Sizes sizes(member.size, LARGE * 4);
+        std::vector<const void*> in(member.size, x.data());
+        std::vector<void*> out;
+        for (auto& one : got) out.push_back(one.data());
+        const End end = member.alltoall({9, 1}, in, sizes, out, sizes, patience);
+        for (size_t r = 0; r < got.size(); ++r) right = right && all(got[r], float(r + 1));
+        return end;
+    }
+    End run(int operation, bool& right) {
+        switch (operation) {
+            case 0:
+                return member.barrier({1, 1}, patience);
+            case 1:
+                return reduce(3, right);
+            case 2:
+                return reduce(5000, right);
+            case 3:
+                return reduce(LARGE, right);
+            case 4:
+                return scatter(right);
+            case 5:
+                return broadcast(right);
+            case 6:
+                return allgather(right);
+            case 7:
+                return alltoall(right);
+            default:
+                stop("no such operation");
+        }
+    }
+};
+
+void live(int fd, uint32_t rank, uint32_t slow, int operation, Shared& shared) {
+    Member member(dup(fd), rank);
+    must(member.join() == End::Done, "join");
+    Walk walk{member};
+    Outcome& mine = shared.of[rank];
+    for (int i = 0; i < TIMES; ++i) {
+        if (i && rank == slow) usleep(50'000);  // others wait for it beside one that died after its part
+        bool right = true;
+        const End end = walk.run(operation, right);
+        mine.end = int(end);
+        if (end != End::Done) break;
+        mine.right = mine.right && right;
+        mine.done += 1;
+    }
+}
+
+// One life of a group in which the members in `dying` are killed at their n-th points. Whether they survived.
+bool group_survives(int operation, uint32_t size, std::vector<uint32_t> dying, uint32_t n, Shared& shared) {
+    shared = Shared{};
+    const int fd = Member::make(size);
+    std::vector<pid_t> children;
+    for (uint32_t rank = 0; rank < size; ++rank) {
+        const pid_t child = fork();
+        if (child == 0) {
+            for (uint32_t i = 0; i < dying.size(); ++i)
+                if (dying[i] == rank) points_left = n + 3 * i;
+            live(fd, rank, (dying[0] + 1) % size, operation, shared);
+            _exit(0);
+        }
+        children.push_back(child);
+    }
+    close(fd);
+    const Outcome* first = nullptr;
+    bool anybody_died = false;
+    for (uint32_t rank = 0; rank < size; ++rank) {
+        int status = 0;
+        waitpid(children[rank], &status, 0);
+        if (WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL) {
+            anybody_died = true;
+            continue;
+        }
+        must(WIFEXITED(status) && WEXITSTATUS(status) == 0, "a survivor has crashed");
+        const Outcome& one = shared.of[rank];
+        must(one.right, "a result is wrong");
+        must(one.end == int(End::Done) || one.end == int(End::Gone), "a survivor ended in another way");
+        if (!first) first = &one;
+        must(one.done == first->done && one.end == first->end, "the survivors do not agree");
+    }
+    if (!anybody_died) must(first && first->done == TIMES, "without a death all is done");
+    return !anybody_died;
+}
+
+}  // namespace
+
+void flowchan::fault_point() {
+    if (points_left && --points_left == 0) raise(SIGKILL);
+}
+
+int main(int argc, char** argv) {
+    must(argc == 5, "arguments: operation, members, who dies, every how manieth point");
+    const int operation = atoi(argv[1]);
+    const uint32_t size = uint32_t(atoi(argv[2])), who = uint32_t(atoi(argv[3])),
+                   every = uint32_t(atoi(argv[4]));
+    auto* shared = static_cast<Shared*>(
+        mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
+    const std::vector<uint32_t> dying =
+        who == size ? std::vector<uint32_t>{0, size - 1} : std::vector<uint32_t>{who};
+    uint32_t n = 1, deaths = 0;
+    for (; !group_survives(operation, size, dying, n, *shared); n += every) deaths += 1;
+    must(deaths > 0, "nobody died");
+    printf("%u deaths\n", deaths);
+}

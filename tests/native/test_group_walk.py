@@ -1,0 +1,35 @@
+"""A member of a group that is killed at any point of any operation leaves all survivors with the same: they
+have all done the operation, rightly, or all found that it can't be done. So do two that die at once.
+
+``group_walk.cpp`` kills at every fault point with ``--long``, else at one of five.
+"""
+
+from __future__ import annotations
+
+import pytest
+from building import GROUP, Builder, run
+
+pytestmark = pytest.mark.timeout(600)  # the first test compiles what all of them need
+
+OPERATIONS = (
+    "barrier",
+    "allreduce in one line",
+    "allreduce by exchange",
+    "allreduce by slices",
+    "reduce_scatter",
+    "broadcast",
+    "allgather, uneven",
+    "alltoall",
+)
+
+
+@pytest.mark.parametrize("who", ["the first", "the last", "two"])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_death_at_any_point_has_the_same_outcome_for_all(
+    builder: Builder, request: pytest.FixtureRequest, operation: str, who: str
+) -> None:
+    program = builder.program("group_walk.cpp", flags=("-DFLOWCHAN_FAULTS",), core=GROUP)
+    dies = {"the first": "0", "the last": "2", "two": "3"}[who]
+    every = "1" if request.config.getoption("--long") else "5"
+    done = run(program, str(OPERATIONS.index(operation)), "3", dies, every)
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}"
