@@ -28,6 +28,7 @@ from flowchan.channel.channel import Channel, In, Out, most_bytes
 from flowchan.errors import Broken, Closed
 from flowchan.hosts.code import lacking
 from flowchan.hosts.dialling import reach
+from flowchan.hosts.logs import send_logs
 from flowchan.hosts.messages import (
     WINDOW,
     Ask,
@@ -64,6 +65,7 @@ class Orders:
     patience: float
     graph: str
     tls: bool
+    level: int  # of what is logged
 
     @classmethod
     def read(cls, line: str) -> Orders:
@@ -102,6 +104,7 @@ class Agent:
         self._said, self._heard = commands.writer(), self._events.reader()  # the link's ends
         self._workers: dict[WorkerId, _Worker] = {}
         self._processes = WorkerProcesses(orders.graph, self._events, self._gone)
+        send_logs(orders.level, self._events.put)
         self._link = _core.Link(False)
         self._link.line(0, [self._said], [self._heard])
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 import os
 import secrets
 import select
@@ -29,11 +30,13 @@ from flowchan.channel.channel import most_bytes
 from flowchan.errors import Closed, HostError
 from flowchan.hosts.code import own_modules, pack_stage
 from flowchan.hosts.life import Heard, Life
+from flowchan.hosts.logs import log_here
 from flowchan.hosts.messages import (
     Ask,
     Echo,
     Fell,
     Lacking,
+    Logged,
     Recover,
     Release,
     Start,
@@ -175,6 +178,7 @@ class HostCrew:
             "address": self._door.address,
             "graph": self._name,
             "tls": self._tls,
+            "level": logging.getLogger().getEffectiveLevel(),
         }
         life.begin(self._name, said)
         return life
@@ -257,6 +261,9 @@ class HostCrew:
             return
         elif isinstance(told, Waiting):
             life.waiting = told
+            return
+        elif isinstance(told, Logged):
+            log_here(told, life.host)
             return
         elif isinstance(told, Began):
             self._home.obituaries.began(told.worker)

@@ -115,7 +115,14 @@ class Waiting:
     workers: Mapping[WorkerId, Waits]
 
 
-Told = Event | Lacking | Fell | Echo | Waiting
+@dataclass(frozen=True, slots=True)
+class Logged:
+    """A worker has logged something: the attributes of the record."""
+
+    attributes: Mapping[str, Any]
+
+
+Told = Event | Lacking | Fell | Echo | Waiting | Logged
 
 
 def refusal(channel: str, way: str) -> TypeError:

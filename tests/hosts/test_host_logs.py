@@ -1,0 +1,60 @@
+"""What workers on hosts log is handled by the program's loggers, and says who logged it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+from hosted import agents
+
+from flowchan import Graph, worker
+from flowchan.hosts import local
+
+
+@pytest.fixture(autouse=True)
+def _no_agent_stays() -> Iterator[None]:
+    yield
+    assert not agents()
+
+
+def work(number: int) -> int:
+    log = logging.getLogger("mine.parts")
+    log.debug("not asked for")
+    log.info("item %d", number, extra={"size": 3, "odd": object()})
+    try:
+        1 / (number - 1)
+    except ZeroDivisionError:
+        log.exception("at %s", worker().host)
+    return number
+
+
+def test_records_of_workers_on_hosts_are_the_programs(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    graph = Graph("logged")
+    graph.source(range(4)).map(work, on=local(2), workers=2, name="far").sink(abs)
+    graph.run()
+    records = [record for record in caplog.records if record.name == "mine.parts"]
+    infos = [record for record in records if record.levelno == logging.INFO]
+    assert sorted(record.getMessage() for record in infos) == [f"item {n}" for n in range(4)]
+    assert all(record.funcName == "work" and vars(record)["size"] == 3 for record in infos)
+    places = {("local-1", "far 1"), ("local-2", "far 2")}
+    for record in records:
+        host = vars(record)["host"]
+        (who,) = (who for where, who in places if where == host)
+        assert record.processName is not None
+        assert record.processName.endswith(f"logged/{who} on {host}")
+    (failed,) = (record for record in records if record.levelno == logging.ERROR)
+    assert failed.getMessage() == f"at {vars(failed)['host']}"
+    assert failed.exc_text is not None
+    assert "ZeroDivisionError" in failed.exc_text
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_levels_are_those_of_the_program(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.ERROR, logger="mine")
+    graph = Graph("logged")
+    graph.source(range(4)).map(work, on=local(1), name="far").sink(abs)
+    graph.run()
+    assert [record.levelname for record in caplog.records if record.name == "mine.parts"] == ["ERROR"]
