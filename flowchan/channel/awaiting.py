@@ -9,12 +9,9 @@ the loop, in one step, with nothing between taking and returning it: a cancelled
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures.thread
-import sys
 import threading
 import time
 import weakref
-from collections.abc import Collection
 from typing import Any, TypeVar
 
 from flowchan._core import Await, Watch
@@ -201,53 +198,10 @@ def aiter_items(self: T) -> T:
     return self
 
 
-# --- whether anything but a channel can move an event loop ---
-
-
-def only_wait_for(channels: Collection[Any]) -> bool:
-    """Whether every event loop in which somebody waits for one of ``channels`` waits for them and nothing
-    else: all its tasks do, and it has no timer, no socket and no helping thread at work. What can't be seen
-    counts as work."""
-    try:
-        wanted = {id(channel) for channel in channels}
-        for loop, watchers in list(_watchers.items()):
-            waits = {
-                future: channel for watcher in watchers for future, channel in watcher.channels().items()
-            }
-            stuck = {future for future, channel in waits.items() if id(channel) in wanted}
-            if stuck and (
-                _has_work(loop) or not all(_is_stuck(task, stuck) for task in asyncio.all_tasks(loop))
-            ):
-                return False
-    except (AttributeError, RuntimeError):  # a loop of another kind; or it has just changed, so it works
-        return False
-    return True
-
-
-def _has_work(loop: Any) -> bool:
-    timers = any(not timer.cancelled() for timer in list(loop._scheduled))
-    sockets = len(loop._selector.get_map()) > 1  # one is the loop's own
-    return bool(loop._ready) or timers or sockets or _helps(loop._default_executor)
-
-
-def _helps(executor: Any) -> bool:
-    """Whether a thread of the executor does anything but wait for work."""
-    if executor is None:
-        return False
-    frames = sys._current_frames()
-    idle = concurrent.futures.thread._worker.__code__
-    threads = [frames.get(thread.ident) for thread in list(executor._threads)]
-    return executor._work_queue.qsize() > 0 or any(
-        frame is not None and frame.f_code is not idle for frame in threads
-    )
-
-
-def _is_stuck(future: Any, stuck: set[asyncio.Future[None]]) -> bool:
-    """Whether ``future`` waits for nothing but the ``stuck`` ones: directly, as a task or as a ``gather`` of
-    such."""
-    if future in stuck:
-        return not future.done()
-    if isinstance(future, asyncio.Task):
-        return future._fut_waiter is not None and _is_stuck(future._fut_waiter, stuck)  # type: ignore[attr-defined]
-    children = [child for child in getattr(future, "_children", []) if not child.done()]
-    return bool(children) and all(_is_stuck(child, stuck) for child in children)
+def waits_of_loops() -> list[tuple[asyncio.AbstractEventLoop, dict[asyncio.Future[None], Any]]]:
+    """Every event loop of this process in which somebody may wait for a channel, with the futures of those
+    who do, and the channels."""
+    return [
+        (loop, {future: channel for watcher in watchers for future, channel in watcher.channels().items()})
+        for loop, watchers in list(_watchers.items())
+    ]

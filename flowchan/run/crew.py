@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from flowchan import _core
-from flowchan.channel.awaiting import only_wait_for
 from flowchan.channel.channel import Channel, In
+from flowchan.channel.loops import only_wait_for
 from flowchan.declare.callables import is_async
 from flowchan.declare.values import Stage
 from flowchan.errors import Broken, ChannelError, Closed

@@ -3,11 +3,12 @@ them."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,3 +73,41 @@ def feedback(first: Callable[..., Any]) -> Graph:
     forward = graph.stage(first, back, name="first")
     back.feed(graph.stage(second, forward, name="second"))
     return graph
+
+
+# --- what asyncio makes of several that are awaited ---
+
+
+async def one_after_the_other(*waits: Awaitable[Any]) -> None:
+    for wait in waits:
+        await asyncio.wait_for(wait, None)
+
+
+async def as_a_group(*waits: Awaitable[Any]) -> None:
+    async with asyncio.TaskGroup() as group:
+        for wait in waits:
+            group.create_task(one_after_the_other(wait))
+
+
+async def all_of_them(*waits: Awaitable[Any]) -> None:
+    await asyncio.wait(map(asyncio.ensure_future, waits))
+
+
+async def the_first_of_them(*waits: Awaitable[Any]) -> None:
+    await asyncio.wait(map(asyncio.ensure_future, waits), return_when=asyncio.FIRST_COMPLETED)
+
+
+async def shielded(*waits: Awaitable[Any]) -> None:
+    await asyncio.gather(*map(asyncio.shield, waits))
+
+
+async def as_they_come(*waits: Awaitable[Any]) -> None:
+    for wait in asyncio.as_completed(waits):
+        await wait
+
+
+together = pytest.mark.parametrize(
+    "together",
+    [one_after_the_other, as_a_group, all_of_them, the_first_of_them, shielded, as_they_come, asyncio.gather],
+)
+"""For tests of what holds however a coroutine awaits several."""

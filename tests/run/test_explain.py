@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import Gate, everywhere, feedback, script, start, waits
+from runs import Gate, everywhere, feedback, script, start, together, waits
 from waiting import wait_until
 
 from flowchan import Deadlock, Graph, In, Out, Run, RunError, StageError
@@ -234,6 +234,15 @@ def test_a_deadlock_of_helping_tasks_is_recognised() -> None:
     graph.stage(both, left, right, name="asker").sink(same)
     _, cause = deadlock_of(graph.start())
     assert "'asker' waits for an item from 'giver.right'" in str(cause)
+
+
+@together
+def test_a_deadlock_is_recognised_however_coroutines_are_awaited(together: Callable[..., Any]) -> None:
+    async def first(back: In[int], out: Out[int]) -> None:
+        await together(*[asyncio.ensure_future(back.aget()) for _ in range(2)])
+
+    _, cause = deadlock_of(feedback(first).start())
+    assert "'first' waits for an item from 'second'" in str(cause)
 
 
 def test_when_everybody_waits_to_get_the_remedy_is_to_put() -> None:

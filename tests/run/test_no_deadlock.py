@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -12,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from runs import Gate, feedback, waits
+from runs import Gate, feedback, together, waits
 from waiting import wait_until
 
 from flowchan import Channel, Graph, In, Out, Run, _core, select
@@ -151,6 +152,31 @@ def test_a_loop_that_has_other_work_is_no_deadlock(works: Any, looks: Callable[[
     wait_until(lambda: run.stats().links[0].waiting_readers + run.stats().links[1].waiting_readers == 2)
     assert goes_on(run, looks)
     over[0].set()
+    run.wait()
+
+
+@together
+def test_a_loop_that_waits_for_a_future_from_outside_is_no_deadlock(
+    together: Callable[..., Any], looks: Callable[[], int]
+) -> None:
+    """However it does: among others that wait for the channel."""
+    over = threading.Event()
+
+    async def first(back: In[int], out: Out[int]) -> None:
+        loop = asyncio.get_running_loop()
+        outside, item = loop.create_future(), asyncio.ensure_future(back.aget())
+        outside.add_done_callback(lambda _: item.cancel())
+        threading.Thread(
+            target=lambda: (over.wait(), loop.call_soon_threadsafe(outside.set_result, None))
+        ).start()
+        with contextlib.suppress(asyncio.CancelledError):
+            await together(outside, item)
+
+    run = feedback(first).start()
+    waits(run, "first", readers=1)
+    wait_until(lambda: run.stats().links[0].waiting_readers + run.stats().links[1].waiting_readers == 2)
+    assert goes_on(run, looks)
+    over.set()
     run.wait()
 
 
