@@ -7,6 +7,7 @@ import copy
 import io
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import cloudpickle
@@ -27,16 +28,8 @@ PLACEMENTS = ("thread", "process")
 
 def checked_module(module: Any) -> nn.Sequential:
     """The module, or one made of a list of layers."""
-    if isinstance(module, nn.Module) and not isinstance(module, (nn.Sequential, nn.ModuleList)):
-        raise TypeError(
-            "Sequential: module must be an nn.Sequential or a list of layers, not a "
-            f"{type(module).__name__}: "
-            "only of those it is known which layer follows which; give nn.Sequential(…) of its layers"
-        )
     if not isinstance(module, (nn.Module, Iterable)):
-        raise TypeError(
-            f"Sequential: module must be an nn.Sequential or a list of layers, not {shown(module)}"
-        )
+        raise TypeError(f"Sequential: module must be an nn.Module or a list of layers, not {shown(module)}")
     layers: Any = module if isinstance(module, nn.Sequential) else list(module)  # type: ignore[arg-type]
     for place, layer in enumerate(layers):
         if not isinstance(layer, nn.Module):
@@ -46,13 +39,43 @@ def checked_module(module: Any) -> nn.Sequential:
     if isinstance(layers, nn.Sequential):
         raise_for_own_ways(layers)
     whole = layers if isinstance(layers, nn.Sequential) else nn.Sequential(*layers)
-    for name, tensor in whole.named_parameters():
+    raise_if_lazy(whole)
+    _check_skips(whole)
+    return whole
+
+
+def has_own_way(module: Any) -> bool:
+    """Whether a module says by a forward of its own which layer follows which."""
+    if not isinstance(module, nn.Module) or isinstance(module, nn.ModuleList):
+        return False
+    return not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward
+
+
+def raise_if_lazy(module: nn.Module) -> None:
+    """``ValueError`` for parameters that come with the first batch."""
+    for name, tensor in module.named_parameters():
         if nn.parameter.is_lazy(tensor):
             raise ValueError(
                 f"Sequential: parameter {name!r} of module has no shape yet; call module(x) once before"
             )
-    _check_skips(whole)
-    return whole
+
+
+def counts_by_name(parts: Sequence[str], names: Sequence[str]) -> list[int]:
+    """The number of layers in each part, where each but the first begins with the layer of that name."""
+    for name in parts:
+        if name not in names:
+            raise ValueError(
+                f"Sequential: {name!r} of parts is no layer of this module; layers are "
+                f"{', '.join(map(repr, names))}"
+            )
+    ends = [0, *map(list(names).index, parts), len(names)]
+    counts = [end - begin for begin, end in pairwise(ends)]
+    if min(counts) < 1:
+        raise ValueError(
+            f"Sequential: parts={short(list(parts))} must name layers in their order, each once, and not the "
+            "first one, with which part 0 begins"
+        )
+    return counts
 
 
 def raise_for_own_ways(module: nn.Sequential) -> None:
@@ -137,7 +160,8 @@ def checked_counts(parts: Any, layers: int) -> int | list[int]:
         return parts
     if isinstance(parts, (str, bool)) or not isinstance(parts, Iterable):
         raise TypeError(
-            f"Sequential: parts must be an int, or a list with the layers of each part, not {shown(parts)}"
+            "Sequential: parts must be an int, or a list with the layers of each part or the names of those "
+            f"that parts begin with, not {shown(parts)}"
         )
     counts = list(parts)
     for count in counts:

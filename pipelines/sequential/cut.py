@@ -46,10 +46,12 @@ class Cut:
         devices: Sequence[torch.device] | None,
         dim: int = 0,
         join: Callable[[list[Any]], Any] | None = None,
+        verify: Callable[[Any], None] | None = None,
     ) -> None:
         self.module, self.on, self.chunks, self.devices = module, on, chunks, devices
         self.dim, self.join = dim, join
         self._lock = threading.Lock()
+        self._verify = verify  # with the first micro-batch
         self._open = isinstance(counts, int) and 1 < counts < len(module) and _on_cpu(module, devices)
         self._seen = self._counted = False
         self._work: float | None = None  # operations for one sample, where they are known
@@ -87,6 +89,7 @@ class Cut:
         with self._lock:
             if not self._seen:
                 sample = value if whole else split(value, self.chunks or CHUNKS, dim=self.dim)[0]
+                self._verified(sample)
                 with contextlib.suppress(*([] if self.join is None else [TypeError, ValueError])):
                     self._work = check_shapes(self.module, sample, self.dim)
                 self._seen = True
@@ -104,11 +107,18 @@ class Cut:
         """The micro-batches of a batch for a training, whose output need not be one that can be joined."""
         samples = batch_size(value)
         with self._lock:
+            if self._verify is not None:
+                self._verified(split(value, self.chunks or CHUNKS)[0])
             if self.chunks is None and not self._seen and not self._counted:
                 self._counted = True
                 with contextlib.suppress(TypeError, ValueError):
                     self._work = check_shapes(self.module, split(value, CHUNKS)[0])
         return split(value, self._chunks(samples))
+
+    def _verified(self, sample: Any) -> None:
+        if self._verify is not None and self.samples(sample):
+            self._verify(sample)
+            self._verify = None
 
     def _chunks(self, samples: int) -> int:
         if self.chunks is not None:

@@ -29,6 +29,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from flowchan.pipelines.sequential.batchnorm import DeferredBatchNorm
 from flowchan.pipelines.sequential.halves import Halves
 from flowchan.pipelines.sequential.parts import Part, run_part
+from flowchan.pipelines.sequential.segments import Owned, Segment
 from flowchan.pipelines.sequential.skip import Skips
 from flowchan.pipelines.sequential.values import mapped, tensors
 
@@ -261,10 +262,12 @@ class Execution:
 
 
 def may_draw(module: nn.Module) -> bool:
-    """Whether the module may draw random numbers: not if it consists of torch's own layers only, none of them
-    one that draws, and without hooks, which could."""
+    """Whether the module may draw random numbers: not if it consists of torch's own layers and functions
+    only, none of them one that draws, and without hooks, which could."""
     return any(
-        not type(layer).__module__.startswith("torch.nn.modules.")
+        layer.draws
+        if isinstance(layer, (Owned, Segment))
+        else not type(layer).__module__.startswith("torch.nn.modules.")
         or isinstance(layer, DRAWS)
         or layer._forward_hooks
         or layer._forward_pre_hooks

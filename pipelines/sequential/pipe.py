@@ -1,4 +1,4 @@
-"""``Sequential``: an ``nn.Sequential`` whose parts work at the same time, each on a thread or in a process of
+"""``Sequential``: a module whose parts work at the same time, each on a thread or in a process of
 its own."""
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -26,7 +26,10 @@ from flowchan.pipelines.sequential.checks import (
     checked_counts,
     checked_devices,
     checked_module,
+    counts_by_name,
+    has_own_way,
     raise_for_own_ways,
+    raise_if_lazy,
     without_gradient,
 )
 from flowchan.pipelines.sequential.cut import CHUNKS, Cut
@@ -36,16 +39,19 @@ from flowchan.pipelines.sequential.parts import Part, compute_threads
 from flowchan.pipelines.sequential.plans import Function, Written
 from flowchan.pipelines.sequential.schedule import Schedule
 from flowchan.pipelines.sequential.timeline import REMEMBERED, Event, Timeline
+from flowchan.pipelines.sequential.tracing import Traced
 from flowchan.pipelines.sequential.training import Training
 from flowchan.pipelines.sequential.values import Inputs, split, tensors
 from flowchan.pipelines.sequential.worker import Loss, Optimizers
 
 
 class Sequential(nn.Module):
-    """An ``nn.Sequential``, or a list of layers, in parts through which batches or micro-batches follow each
-    other: a module with the plain module's layers, parameters and ``state_dict``, used as that is.
+    """A module in parts through which batches or micro-batches follow each other: a module with the plain
+    module's layers, parameters and ``state_dict``, used as that is. ``module`` is an ``nn.Sequential``, a
+    list of layers, or any module whose forward ``torch.fx`` can trace, which is cut into segments of it.
 
-    ``parts``: how many, or a list with the number of layers in each. Which layers they have is measured with
+    ``parts``: how many, a list with the number of layers in each, or the names of the layers that all parts
+    but the first begin with. Which layers they have is measured with
     the first batch, or by ``balance`` with ``sample``, a usual batch: the part that takes longest
     (``"time"``) or needs most bytes (``"memory"``, with parameters ``param_scale`` times, for their gradients
     and what an optimizer remembers) is as small as possible. ``on="process"`` gives each part
@@ -65,13 +71,15 @@ class Sequential(nn.Module):
     time.
     """
 
-    module: nn.Sequential
+    module: nn.Module
     """The plain module. Its layers are the pipe's."""
+    _line: nn.Sequential
+    _traced: Traced | None
 
     def __init__(
         self,
-        module: nn.Sequential | Iterable[nn.Module],
-        parts: int | Sequence[int] = 2,
+        module: nn.Module | Iterable[nn.Module],
+        parts: int | Sequence[int] | Sequence[str] = 2,
         *,
         on: Literal["thread", "process"] | Place = "thread",
         chunks: int | None = None,
@@ -84,8 +92,14 @@ class Sequential(nn.Module):
         dim: int = 0,
         join: Callable[[list[Any]], Any] | None = None,
     ) -> None:
-        module = checked_module(module)
-        counts = checked_counts(parts, len(module))
+        traced, names = None, _names(parts)
+        if has_own_way(module):
+            raise_if_lazy(cast("nn.Module", module))
+            traced = Traced(cast("nn.Module", module), names)
+        line = checked_module(module) if traced is None else traced.line
+        if names:
+            parts = counts_by_name(names, list(line._modules)) if traced is None else [1] * len(line)
+        counts = checked_counts(parts, len(line))
         check_joining(dim, join)
         check_choices(on, chunks, balance, sample, param_scale, dim, counts)
         check_switches(recompute=recompute, deferred_batch_norm=deferred_batch_norm)
@@ -96,12 +110,13 @@ class Sequential(nn.Module):
         if isinstance(counts, int) and balance is not None:
             threads = compute_threads(number) if place.apart else torch.get_num_threads()
             micro = split(sample, chunks or CHUNKS, "sample", dim)[0]
-            costs = balancing.costs(module, micro, balance, threads, param_scale=param_scale)
+            costs = balancing.costs(line, micro, balance, threads, param_scale=param_scale)
             counts = balancing.best_split(costs, number)
         self.on, self.chunks = on, chunks
         self._recompute, self._deferred = recompute, deferred_batch_norm
-        # Not registered as a layer of the pipe: the pipe has the module's own layers, under their names.
-        vars(self)["module"] = module
+        # Not registered as layers of the pipe: the pipe has the module's own layers, under their names.
+        module = line if traced is None else traced.module
+        vars(self).update(module=module, _line=line, _traced=traced)
         for own in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             vars(self)[own] = vars(module)[own]
         self._begin(counts, places, dim, join)
@@ -122,7 +137,8 @@ class Sequential(nn.Module):
         name, numbers = type(self).__name__, itertools.count()
         self._events: deque[Event] = deque(maxlen=REMEMBERED)
         on = placed(name, self.on)
-        self._cut = Cut(self.module, counts, on, self.chunks, places, dim, join)
+        verify = None if self._traced is None else self._traced.verify
+        self._cut = Cut(self._line, counts, on, self.chunks, places, dim, join, verify)
         self._inference = Inference(self._cut, name, numbers, self._events)
         options = self._recompute, self._deferred
         self._graphs = Differentiable(self._cut, name, *options, numbers, self._events)
@@ -148,17 +164,21 @@ class Sequential(nn.Module):
             self.module.training = mode
 
     def __len__(self) -> int:
-        return len(self.module)
+        return len(self._line)
 
     def __iter__(self) -> Iterator[nn.Module]:
-        return iter(self.module)
+        return iter(self._line)
 
     def __getitem__(self, index: int | slice) -> Any:
         """A layer, or some of them as a plain ``nn.Sequential``."""
-        return self.module[index]
+        return self._line[index]
 
     def __setitem__(self, index: int, layer: nn.Module) -> None:
-        self.module[index] = layer
+        if self._traced is not None:
+            raise TypeError(
+                "Sequential: the segments of a traced module can't be replaced; make another pipe"
+            )
+        self._line[index] = layer
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy: all but what runs."""
@@ -183,7 +203,7 @@ class Sequential(nn.Module):
         graph where the plain module's has one. ``RuntimeError`` while a training of the pipe
         goes on."""
         self._raise_if_training("use training.evaluate(x), or leave its with block")
-        raise_for_own_ways(self.module)
+        self._raise_for_changes()
         if torch._C._is_tracing():
             raise RuntimeError("a Sequential in parts can't be traced; trace the plain module, pipe.module")
         if torch.autograd.forward_ad._current_level >= 0:
@@ -192,6 +212,12 @@ class Sequential(nn.Module):
         if (torch.is_grad_enabled() and self._has_graph(x)) or casting_here() or self._counts():
             return self._graphs.call(x)
         return self._inference.call(x)
+
+    def _raise_for_changes(self) -> None:
+        if self._traced is not None:
+            self._traced.check()
+        else:
+            raise_for_own_ways(self._line)
 
     def _has_graph(self, x: Any) -> bool:
         return any(one.requires_grad for one in self.module.parameters()) or any(
@@ -211,7 +237,7 @@ class Sequential(nn.Module):
         ``RuntimeError`` while a training of the pipe goes on or in ``torch.autocast``, which does not reach
         the parts of a stream, ``ValueError`` for a batch that requires a gradient."""
         self._raise_if_training("use training.evaluate(x), or leave its with block")
-        raise_for_own_ways(self.module)
+        self._raise_for_changes()
         if casting_here():
             raise RuntimeError("torch.autocast does not reach the parts of a stream: call pipe(x) in it")
         checked = (without_gradient(batch, "call pipe(x)") for batch in batches)
@@ -245,6 +271,7 @@ class Sequential(nn.Module):
         while another training goes on.
         """
         self._raise_if_training("leave its with block first")
+        self._raise_for_changes()
         if self._cut.dim:
             raise ValueError(
                 f"Sequential: a training splits along dimension 0, not dim={self._cut.dim}; "
@@ -300,3 +327,9 @@ class Sequential(nn.Module):
         where = words.get(self._cut.on.name, self._cut.on.name)
         chunks = f"up to {CHUNKS}" if self.chunks is None else self.chunks
         return f"Sequential: {', '.join(map(str, self.parts))}; on {where}, {chunks} chunks"
+
+
+def _names(parts: Any) -> list[str]:
+    """The layers that parts begin with, if these are said by their names."""
+    named = isinstance(parts, (list, tuple)) and parts and all(isinstance(name, str) for name in parts)
+    return list(parts) if named else []

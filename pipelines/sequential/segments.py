@@ -1,0 +1,137 @@
+"""What a traced module is made of: segments, each of them some operations of its ``forward`` in a row, with
+the module's own layers, parameters and buffers.
+
+Between two segments goes what is still needed behind the border: one value, or several as a tuple. So a
+residual connection may cross any number of borders. A segment is data, not generated code: it can be copied
+and pickled as any layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+
+RANDOM = (
+    "dropout", "rand", "bernoulli", "multinomial", "normal", "uniform", "poisson", "rrelu", "gumbel",
+    "exponential", "cauchy", "geometric", "fractional_max_pool", "scaled_dot_product_attention",
+    "multi_head_attention",
+)  # fmt: skip
+"""What is in the names of torch's functions that draw random numbers, or may."""
+
+
+class Name(str):
+    """A value that was made before, within arguments."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One of a segment: ``name`` is what it makes, ``over`` the values that nobody needs any more. ``target``
+    is a function, the name of a method, a layer's place in the segment, or the place of an attribute's owner
+    and the attribute."""
+
+    kind: Literal["call_function", "call_method", "call_module", "get_attr"]
+    name: str
+    target: Any
+    args: Any
+    named: Any
+    over: tuple[str, ...] = ()
+
+
+class Owned(nn.Module):
+    """Parameters and buffers that operations of a segment take directly from ``owner``."""
+
+    draws = False
+
+    def __init__(self, owner: nn.Module, names: Iterable[str]) -> None:
+        super().__init__()
+        for name in names:
+            if name in owner._parameters:
+                self._parameters[name] = owner._parameters[name]
+            else:  # one that the owner replaces, as in owner.double(), is replaced here too
+                self._buffers = owner._buffers
+
+
+class Segment(nn.Module):
+    """Takes the values named ``takes`` and gives what ``gives`` says, names within any structure. The first
+    one has the arguments of the module."""
+
+    def __init__(
+        self,
+        operations: Sequence[Operation],
+        takes: Sequence[str],
+        gives: Any,
+        first: bool,
+        layers: dict[str, Any],
+    ) -> None:
+        super().__init__()
+        self.operations, self.takes, self.gives, self.first = tuple(operations), tuple(takes), gives, first
+        self._modules.update(layers)
+        self.draws = any(map(_draws, operations))
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        """The operations, one after the other."""
+        values = self._given(args, named)
+        for one in self.operations:
+            values[one.name] = self._done(one, values)
+            for name in one.over:
+                del values[name]
+        return filled(self.gives, values)
+
+    def _given(self, args: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+        if not self.first:
+            (came,) = args
+            return dict(zip(self.takes, (came,) if len(self.takes) == 1 else came, strict=True))
+        unknown = [name for name in named if name not in self.takes[len(args) :]]
+        if unknown or len(args) + len(named) != len(self.takes):
+            raise TypeError(
+                f"this module was cut by tracing with the arguments {', '.join(self.takes)}, and all others "
+                "at their defaults: call it with these, or give a module whose forward has no other"
+            )
+        return {**dict(zip(self.takes, args, strict=False)), **named}
+
+    def _done(self, one: Operation, values: dict[str, Any]) -> Any:
+        if one.kind == "get_attr":
+            owner, name = one.target
+            return getattr(self._modules[owner], name)
+        args, named = filled(one.args, values), filled(one.named, values)
+        if one.kind == "call_module":
+            layer = self._modules[one.target]
+            assert layer is not None
+            return layer(*args, **named)
+        if one.kind == "call_method":
+            return getattr(args[0], one.target)(*args[1:], **named)
+        return one.target(*args, **named)
+
+    def extra_repr(self) -> str:
+        """How many operations."""
+        return f"{len(self.operations)} operations"
+
+
+def filled(value: Any, values: dict[str, Any]) -> Any:
+    """With values in place of their names."""
+    kind = type(value)
+    if kind is Name:
+        return values[value]
+    if kind is tuple or kind is list:
+        return kind(filled(one, values) for one in value)
+    if kind is dict:
+        return {key: filled(one, values) for key, one in value.items()}
+    if kind is slice:
+        return slice(*(filled(one, values) for one in (value.start, value.stop, value.step)))
+    return value
+
+
+def _draws(one: Operation) -> bool:
+    """Whether an operation may draw random numbers; of a function that is not torch's nobody knows."""
+    if one.kind in ("get_attr", "call_module"):  # layers are asked themselves
+        return False
+    name = one.target if isinstance(one.target, str) else getattr(one.target, "__name__", "")
+    module = "torch" if isinstance(one.target, str) else getattr(one.target, "__module__", None) or "torch"
+    return module.partition(".")[0] not in ("torch", "_operator", "builtins", "math") or any(
+        word in name for word in RANDOM
+    )

@@ -1,0 +1,425 @@
+"""How a module with a ``forward`` of its own is cut: that is called once with stand-ins for its inputs, by
+``torch.fx``, and what happens to them is written down as a list of operations, which any two parts of can be
+run one after the other.
+
+torch's own layers are kept as they are, and so are their modes, hooks and numbers: ``eval()``, ``to()``, an
+optimizer and ``load_state_dict`` of the plain module hold. A module within that a stand-in can't pass,
+because it decides by values or does something else by its mode, is kept whole, too. It is found by tracing
+again without it, in both modes.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx, nn
+
+from flowchan.items.text import short
+from flowchan.pipelines.sequential.parts import called
+from flowchan.pipelines.sequential.segments import Name, Operation, Owned, Segment
+from flowchan.pipelines.sequential.skip import Pop, Stash
+from flowchan.pipelines.sequential.values import mapped, tensors
+
+MAKERS = "arange", "zeros", "ones", "full", "empty", "eye", "linspace"
+"""Functions that make a tensor of numbers, which fx does not see when these are stand-ins."""
+
+HOOKS = "_forward_hooks", "_forward_pre_hooks"
+
+
+class Traced:
+    """A module as ``line``, an ``nn.Sequential`` of segments. Each begins with an operation that
+    has parameters, or, where ``names`` are given, with the first operation of the layer of that name. Raises
+    ``TypeError`` for a module that can't be traced, ``ValueError`` for a name of no layer."""
+
+    def __init__(self, module: nn.Module, names: Sequence[str] = ()) -> None:
+        self.module = module
+        graph, constants = _traced(module)
+        nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output", "get_attr")]
+        if not nodes:
+            raise ValueError("Sequential: module has no layers; give it at least one")
+        self._leaves = {str(node.target) for node in nodes if node.op == "call_module"}
+        self._check_hooks()
+        self._seen = self._state()
+        begins = [_begin(nodes, name) for name in names] or _heavy(nodes, module)[1:]
+        if sorted(set(begins)) != begins or 0 in begins:
+            raise ValueError(
+                f"Sequential: parts={short(list(names))} must name layers in the order in which they begin "
+                "to work, each once, and not the first one, with which part 0 begins"
+            )
+        self.line = nn.Sequential()
+        self.line.training = module.training
+        cutting = _Cutting(module, graph, nodes, _Own(module, constants))
+        for begin, end in pairwise([0, *begins, len(nodes)]):
+            self.line._modules[_label(nodes[begin], self.line)] = cutting.segment(begin, end)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy, which has other modules."""
+        return {name: value for name, value in vars(self).items() if name != "_seen"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._seen = self._state()
+
+    def check(self) -> None:
+        """``RuntimeError`` when the module is no longer what was traced."""
+        if self._state() != self._seen:
+            raise RuntimeError(
+                "Sequential: a layer, a parameter or a hook of the module has come, gone or been replaced "
+                "since it was cut by tracing; make another pipe of it"
+            )
+
+    def verify(self, value: Any) -> None:
+        """Whether the segments give what the module gives for a micro-batch, on copies of both and in
+        ``eval`` mode. ``ValueError`` if they don't. What fails by itself says so when it runs."""
+        plain, line = copy.deepcopy(self.module).eval(), copy.deepcopy(self.line).eval()
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            try:
+                outputs = [
+                    tensors(called(nn.Sequential(one), _cloned(value))) for one in (plain, line, plain)
+                ]
+            except Exception:
+                return
+        one, other, again = outputs
+        if not _near(one, other) and _near(one, again):
+            raise ValueError(
+                f"Sequential: module, a {type(self.module).__name__}, was cut by tracing, and its segments "
+                "do not give what it gives by itself: its forward does something that stand-ins for tensors "
+                "don't show, such as isinstance(x, Tensor); put that into a layer of its own, or give a list "
+                "of layers"
+            )
+
+    def _through(self) -> Iterator[nn.Module]:
+        """The modules that were traced through."""
+        for path, one in self.module.named_modules(remove_duplicate=False):
+            if not any(path == leaf or path.startswith(f"{leaf}.") for leaf in self._leaves):
+                yield one
+
+    def _check_hooks(self) -> None:
+        for one in self._through():
+            if any(vars(one)[hooks] for hooks in HOOKS):
+                raise ValueError(
+                    f"Sequential: a {type(one).__name__} of module has forward hooks, which its parts would "
+                    "not call; register them on the layers within"
+                )
+
+    def _state(self) -> list[Any]:
+        """What must stay: which modules there are, and of those that were traced through, hooks and
+        parameters."""
+        found: list[Any] = [id(one) for one in self.module.modules()]
+        for one in self._through():
+            found += map(id, one._parameters.values())
+            found += [key for hooks in HOOKS for key in vars(one)[hooks]]
+        return found
+
+
+class _Cutting:
+    """A graph's operations, ``nodes``, in segments."""
+
+    def __init__(self, module: nn.Module, graph: fx.Graph, nodes: list[fx.Node], own: _Own) -> None:
+        self.module, self.nodes, self.own = module, nodes, own
+        self.order = {node: place for place, node in enumerate(graph.nodes)}
+        self.inputs = [node for node in graph.nodes if node.op == "placeholder"]
+        (self.result,) = (node for node in graph.nodes if node.op == "output")
+
+    def segment(self, begin: int, end: int) -> Segment:
+        """The operations from number ``begin`` up to ``end``."""
+        inside, last = self.nodes[begin:end], end == len(self.nodes)
+        takes = self._needed(begin) if begin else self.inputs
+        gives = _plain(self.result.args[0]) if last else _several(self._needed(end))
+        used = {one for node in inside for one in node.all_input_nodes}
+        used |= {*self.result.all_input_nodes} if last else set()
+        attributes = self._in_order(one for one in used if one.op == "get_attr")
+        paths = {str(node.target) for node in inside if node.op == "call_module"}
+        layers: dict[str, Any] = {path: self.module.get_submodule(path) for path in sorted(paths)}
+        return Segment(
+            [*map(self.own.operation, attributes), *self._operations(inside, gives)],
+            [one.name for one in takes],
+            gives,
+            not begin,
+            {**layers, **self.own.owned(attributes)},
+        )
+
+    def _needed(self, place: int) -> list[fx.Node]:
+        """What was made before an operation and is used from there on."""
+        later = {*self.nodes[place:], self.result}
+        before = [*self.inputs, *self.nodes[:place]]
+        return self._in_order(one for one in before if not later.isdisjoint(one.users))
+
+    def _operations(self, inside: list[fx.Node], gives: Any) -> Iterator[Operation]:
+        stay = set(_names(gives))
+        last = {one: node for node in inside for one in node.all_input_nodes}
+        for node in inside:
+            over = [one for one in dict.fromkeys(node.all_input_nodes) if last[one] is node]
+            over += [] if node.users else [node]
+            args, named = _plain(tuple(node.args)), {key: _plain(one) for key, one in node.kwargs.items()}
+            freed = tuple(one.name for one in over if one.name not in stay)
+            yield Operation(cast("Any", node.op), node.name, node.target, args, named, freed)
+
+    def _in_order(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+        return sorted(nodes, key=self.order.__getitem__)
+
+
+class _Own:
+    """Who owns the attributes that operations take directly."""
+
+    def __init__(self, module: nn.Module, constants: dict[str, Tensor]) -> None:
+        self.module, self.constants = module, nn.Module()
+        for name, tensor in constants.items():
+            self.constants.register_buffer(name, tensor, persistent=False)
+
+    def operation(self, node: fx.Node) -> Operation:
+        """That takes one."""
+        path, name = self._place(node)
+        return Operation("get_attr", node.name, (f"{path}'s own", name), (), {})
+
+    def owned(self, nodes: list[fx.Node]) -> dict[str, Owned]:
+        """The owners of some."""
+        names: dict[str, list[str]] = {}
+        for node in nodes:
+            path, name = self._place(node)
+            names.setdefault(path, []).append(name)
+        return {
+            f"{path}'s own": Owned(
+                self.constants if path == "trace" else self.module.get_submodule(path), found
+            )
+            for path, found in names.items()
+        }
+
+    def _place(self, node: fx.Node) -> tuple[str, str]:
+        path, _, name = str(node.target).rpartition(".")
+        return ("trace", name) if name in self.constants._buffers else (path, name)
+
+
+# --- tracing ---
+
+
+class _Tracer(fx.Tracer):
+    """``whole``: kinds of modules that are not looked into, and some by their id. ``inside`` are the modules
+    around the place where it is, or where it failed."""
+
+    proxy_buffer_attributes = True
+
+    def __init__(self, whole: set[Any]) -> None:
+        super().__init__()
+        self._whole, self.inside = whole, list[nn.Module]()
+        self._thread = threading.get_ident()
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Whether a module is kept whole."""
+        kept = type(m) in self._whole or id(m) in self._whole or isinstance(m, (Stash, Pop))
+        return kept or super().is_leaf_module(m, module_qualified_name)
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A call of a module. fx sees those of all threads."""
+        if threading.get_ident() != self._thread:
+            return forward(*args, **kwargs)
+        self.inside.append(m)
+        found = super().call_module(m, forward, args, kwargs)
+        self.inside.pop()
+        return found
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        """An attribute of a module."""
+        if threading.get_ident() != self._thread:
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
+        """Stand-ins for the arguments that must be given; all others have their defaults."""
+        args: list[Any] = [self.root]
+        for parameter in list(inspect.signature(root_fn).parameters.values())[1:]:
+            if parameter.kind is parameter.VAR_KEYWORD or parameter.default is not parameter.empty:
+                continue
+            if parameter.kind not in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+                raise TypeError(f"its forward takes {parameter}, of which it is not known what is given")
+            args.append(self.create_proxy("placeholder", parameter.name, (), {}))
+        return root_fn, args
+
+
+def _traced(module: nn.Module) -> tuple[fx.Graph, dict[str, Tensor]]:
+    """The graph, with tensors that the forward pass makes itself, by name."""
+    whole: set[Any] = set()
+    while True:
+        graphs = []
+        for training in (True, False):
+            tracer = _Tracer(whole)
+            try:
+                graphs.append(_once(tracer, module, training))
+            except Exception as error:
+                if not _also_whole(tracer.inside, whole):
+                    raise TypeError(
+                        f"Sequential: module, a {type(module).__name__}, can't be cut by tracing its "
+                        f"forward ({type(error).__name__}: {(str(error).splitlines() or [''])[0]}): put what "
+                        "decides by values into a layer of its own, or give an nn.Sequential, or a list of "
+                        "layers that hand on what the next one needs"
+                    ) from error
+                break
+        if len(graphs) == 2:
+            differs = _difference(*graphs)
+            if differs is None:
+                return graphs[0][:2]
+            if not _also_whole(differs, whole):
+                raise TypeError(
+                    f"Sequential: module, a {type(module).__name__}, can't be cut by tracing its forward, "
+                    "which is not the same each time, or in both modes: give it layers such as nn.Dropout "
+                    "for what depends on self.training or draws random numbers"
+                )
+
+
+def _once(
+    tracer: _Tracer, module: nn.Module, training: bool
+) -> tuple[fx.Graph, dict[str, Tensor], nn.Module]:
+    modes = [(one, one.training) for one in module.modules()]
+    before = set(vars(module))
+    try:
+        for one, _ in modes:
+            one.training = training
+        with _makers():
+            graph = tracer.trace(module)
+        # fx keeps tensors that were made meanwhile as attributes of the module
+        constants = {name: value for name, value in vars(module).items() if name not in before}
+        return graph, {name: value for name, value in constants.items() if isinstance(value, Tensor)}, module
+    finally:
+        for name in set(vars(module)) - before:
+            delattr(module, name)
+        for one, mode in modes:
+            one.training = mode
+
+
+@contextmanager
+def _makers() -> Iterator[None]:
+    """Within it functions that make tensors take stand-ins for numbers."""
+
+    def taking(function: Callable[..., Any]) -> Callable[..., Any]:
+        def make(*args: Any, **named: Any) -> Any:
+            found = [one for one in (*args, *named.values()) if isinstance(one, fx.Proxy)]
+            nested = [one for each in args if isinstance(each, (tuple, list)) for one in each]
+            found += [one for one in nested if isinstance(one, fx.Proxy)]
+            if not found:
+                return function(*args, **named)
+            return found[0].tracer.create_proxy("call_function", function, args, named)
+
+        return make
+
+    before = {name: getattr(torch, name) for name in MAKERS}
+    try:
+        for name, function in before.items():
+            setattr(torch, name, taking(function))
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(torch, name, function)
+
+
+def _also_whole(inside: Sequence[nn.Module], whole: set[Any]) -> bool:
+    """Keeps the innermost module whole that is not yet."""
+    for one in reversed(inside):
+        key = id(one) if type(one) is nn.Sequential else type(one)
+        if key not in whole:
+            whole.add(key)
+            return True
+    return False
+
+
+def _difference(one: Any, other: Any) -> list[nn.Module] | None:
+    """The modules around the first operation that is not the same; ``None`` if all are."""
+    (graph, made, module), (second, made_second, _) = one, other
+    nodes, others = list(graph.nodes), list(second.nodes)
+    for node, twin in zip(nodes, others, strict=False):
+        same = (node.op, node.target, str(node.args), str(node.kwargs)) == (
+            twin.op, twin.target, str(twin.args), str(twin.kwargs)
+        )  # fmt: skip
+        if same and node.op == "get_attr" and node.target in made:
+            same = torch.equal(made[node.target], made_second[node.target])
+        if not same:
+            return [module.get_submodule(path) for path in _around(node) if path]
+    return None if len(nodes) == len(others) else []
+
+
+def _around(node: fx.Node) -> list[str]:
+    """The paths of the modules around an operation, from outside."""
+    return [key.partition("@")[0] for key in node.meta.get("nn_module_stack", {})]
+
+
+# --- where to cut ---
+
+
+def _heavy(nodes: list[fx.Node], module: nn.Module) -> list[int]:
+    """Which operations have parameters; the first one of all stands for the first of them."""
+    found = [
+        place
+        for place, node in enumerate(nodes)
+        if any(one.op == "get_attr" for one in node.all_input_nodes)
+        or (
+            node.op == "call_module"
+            and any(True for _ in module.get_submodule(str(node.target)).parameters())
+        )
+    ]
+    return [0, *found[1:]]
+
+
+def _begin(nodes: list[fx.Node], name: Any) -> int:
+    """With which operation a layer begins."""
+    for place, node in enumerate(nodes):
+        paths = [str(node.target), *_around(node)] if node.op == "call_module" else _around(node)
+        if any(path == name or path.startswith(f"{name}.") for path in paths):
+            return place
+    there = dict.fromkeys(path for node in nodes for path in _around(node) if path)
+    raise ValueError(
+        f"Sequential: {short(name)} of parts is no layer that works in this module; layers are "
+        f"{', '.join(map(repr, list(there)[:20]))}"
+    )
+
+
+def _label(node: fx.Node, line: nn.Sequential) -> str:
+    """A name for a segment: of the layer that it begins with, if it has one. Layers may have no dots."""
+    path = str(node.target) if node.op == "call_module" else next(reversed(_around(node)), "") or node.name
+    name = label = path.replace(".", "/")
+    while label in line._modules:
+        label = f"{name} {len(line)}"
+    return label
+
+
+def _several(nodes: list[fx.Node]) -> Any:
+    names = [Name(node.name) for node in nodes]
+    return names[0] if len(names) == 1 else tuple(names)
+
+
+def _names(value: Any) -> list[str]:
+    if isinstance(value, Name):
+        return [value]
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    return [name for one in inner for name in _names(one)]
+
+
+def _plain(value: Any) -> Any:
+    """An argument with the names of operations in their places, and none of fx's kinds of lists."""
+    if isinstance(value, fx.Node):
+        return Name(value.name)
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value)) if type(value) is tuple else type(value)(*map(_plain, value))
+    if isinstance(value, list):
+        return list(map(_plain, value))
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, slice):
+        return slice(*map(_plain, (value.start, value.stop, value.step)))
+    return value
+
+
+def _cloned(value: Any) -> Any:
+    return mapped(Tensor.clone, value)
+
+
+def _near(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(
+        left.shape == right.shape and torch.allclose(left, right, 1e-3, 1e-5, equal_nan=True)
+        for left, right in zip(one, other, strict=True)
+    )
