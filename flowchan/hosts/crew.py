@@ -52,7 +52,7 @@ from flowchan.run.deadlock import Elsewhere
 from flowchan.run.decisions import GRACE, Terminate
 from flowchan.run.events import Aborted, Began, Ended, Event, Failure, Gone, WorkerId
 from flowchan.run.plan import PlannedWorker
-from flowchan.run.recovery import Death
+from flowchan.run.recovery import Death, deaths_in_hand
 from flowchan.run.stats import HostStats
 from flowchan.run.worker import join_ports
 from flowchan.transport.door import Door
@@ -325,7 +325,8 @@ class HostCrew:
             for id in lost:
                 self._lines[id].gone = True
                 how = f"was lost with host {life.host!r}: {life.why}"
-                self._deaths[id] = Death(how, None, 0, 0.0, host=life.host, counts=False)
+                over_item = deaths_in_hand(self._home.ports(id))
+                self._deaths[id] = Death(how, None, 0, 0.0, over_item, life.host, counts=False)
             host.life = None
             self._dying.append(life)
             if self._lines and not host.given_up and not self._closing:

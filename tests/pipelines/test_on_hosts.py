@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
 
+import psutil
 import pytest
+from waiting import PATIENCE, wait_until
 
 from flowchan import RunError, WorkerDied, pipelines, worker
 from flowchan.hosts import local
+from flowchan.hosts.crew import HostCrew
+from flowchan.run.recovery import deaths_in_hand
 
 
 def where(number: int) -> tuple[int, str | None]:
@@ -48,3 +58,90 @@ def test_a_worker_that_dies_on_a_host_fails_its_task_and_the_others_go_on() -> N
         with pytest.raises(WorkerDied):
             dead.result()
         assert [future.result() for future in after] == [1, 1, 2, 6, 24]
+
+
+HOLD = """
+import os, pathlib, threading
+folder = pathlib.Path({0!r})
+(folder / f"held {{os.getpid()}}").touch()
+while not (folder / "go").exists():
+    threading.Event().wait(0.01)
+"""
+"""Says which process it is, and goes on when it is told to."""
+
+
+def hold_one(text: str, number: int) -> int:
+    if number == 1:
+        exec(text)
+    return number
+
+
+@pytest.mark.parametrize("kind", ["map", "TaskPool"])
+def test_a_call_whose_host_is_lost_fails_and_is_not_made_again(tmp_path: Path, kind: str) -> None:
+    """It may have done already what it does; the others go on, on the agent's successor."""
+    text, error = HOLD.format(str(tmp_path)), None
+    if kind == "map":
+        workers = pipelines.map(2, hold_one, text, on=local(2))
+        lose_host(tmp_path)
+        with pytest.raises(RunError) as caught:
+            workers.join()
+        error = caught.value.exceptions[0].__cause__
+        assert workers.join() == [2]
+    else:
+        with pipelines.TaskPool(2, on=local(2)) as pool:
+            lost = pool.submit(exec, text)
+            lose_host(tmp_path)
+            error = lost.exception()
+            assert [pool.submit(math.factorial, number).result() for number in (2, 3)] == [2, 6]
+    assert isinstance(error, WorkerDied)
+    assert "was lost with host 'local-" in str(error)
+    assert len([*tmp_path.glob("held *")]) == 1
+
+
+def lose_host(folder: Path) -> None:
+    """Kills the agent on which a call has begun, once that is known here."""
+    wait_until(lambda: [*folder.glob("held *")] != [])
+    wait_until(lambda: any(map(has_begun, gc.get_objects())))
+    (held,) = folder.glob("held *")
+    psutil.Process(int(held.name.split()[1])).parent().kill()
+    (folder / "go").touch()
+
+
+def has_begun(crew: object) -> bool:
+    """Whether it is known that a worker elsewhere is in the user's code (R10)."""
+    return isinstance(crew, HostCrew) and any(deaths_in_hand(crew._home.ports(id)) for id in [*crew._lines])
+
+
+def test_ctrl_c_ends_a_program_that_waits_for_calls_on_hosts(tmp_path: Path) -> None:
+    """The second one, as what holds them up does not end."""
+    script = tmp_path / "interrupted.py"
+    script.write_text(
+        textwrap.dedent("""
+            import pathlib, sys, threading
+            from flowchan import pipelines
+            from flowchan.hosts import local
+
+            folder = pathlib.Path(sys.argv[1])
+
+            def hold(number):
+                (folder / f"held {number}").touch()
+                threading.Event().wait()
+
+            pipelines.map(2, hold, on=local(2)).join()
+        """)
+    )
+    with subprocess.Popen(
+        [sys.executable, script, tmp_path], stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        assert process.stderr is not None
+        wait_until(lambda: len([*tmp_path.glob("held *")]) == 2)
+        others = psutil.Process(process.pid).children(recursive=True)
+        assert len(others) == 4
+        for line in ("flowchan: stopping", "flowchan: broken off"):
+            process.send_signal(signal.SIGINT)
+            while line not in (said := process.stderr.readline()):
+                assert said, line
+        process.communicate()
+    assert process.returncode == -signal.SIGINT
+    _, left = psutil.wait_procs(others, timeout=PATIENCE)
+    assert not left
