@@ -18,6 +18,8 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -129,6 +131,33 @@ def throughput(
         return [scale * count / move(count)], count
 
     return Case(name, unit, work)
+
+
+def round_trips(name: str, trips: Callable[[int], float], effort: Effort) -> Case:
+    """A case around ``trips(n)``, which makes n round trips and returns the seconds they took."""
+    count = calibrate(trips, effort.seconds)
+
+    def work() -> tuple[Sequence[float], int]:
+        return [trips(count) / count], count
+
+    return Case(name, "s", work)
+
+
+def timed_trips(put: Callable[[Any], Any], get: Callable[[], Any], count: int) -> float:
+    """The seconds of so many round trips, after one to warm up. The other side puts back what it gets."""
+    put(0)
+    get()
+    began = time.perf_counter()
+    for _ in repeat(None, count):
+        put(0)
+        get()
+    return time.perf_counter() - began
+
+
+def echo(put: Callable[[Any], Any], get: Callable[[], Any], count: int) -> None:
+    """The other side of :func:`timed_trips`."""
+    for _ in repeat(None, count + 1):
+        put(get())
 
 
 def calibrate(move: Callable[[int], float], seconds: float) -> int:

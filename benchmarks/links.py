@@ -3,12 +3,13 @@ hosts: flowchan's link, pyzmq, the standard library's connection, and a bare soc
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing.connection
 import pickle
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -16,9 +17,12 @@ from typing import Any
 import numpy as np
 import zmq
 
-from benchmarks.harness import Case, Effort, Report, at_least, at_most, calibrate, throughput
+from benchmarks.far import delay_between
+from benchmarks.harness import Effort, Report, at_least, at_most, echo, round_trips, throughput, timed_trips
 from benchmarks.peers import CONTEXT, across_processes, processes_channel
 from flowchan import Channel, _core
+from flowchan.hosts.messages import AHEAD, BEHIND
+from flowchan.transport.authentication import meet
 
 ISOLATES = (
     "one connection over loopback: this process puts, a forked child on the other end gets; the clock runs "
@@ -52,12 +56,16 @@ def _linked_near(sock: socket.socket) -> Any:
 
 
 def _linked_far(sock: socket.socket) -> Any:
-    there, back = (Channel[Any](ROOM, across="processes") for _ in range(2))
+    there, back = (Channel[Any](places, across="processes") for places in (AHEAD, BEHIND))
     link = _core.Link(False)
     ports = there.reader(), back.writer(), there.writer(), back.reader()
     link.line(1, [ports[2]], [ports[3]])
     link.attach(sock.detach())
     return ports[1].put, ports[0].get, partial(_unlink_after, link, ports)
+
+
+def _over_tls(linked: Callable[[socket.socket], Any], dials: bool, sock: socket.socket) -> Any:
+    return linked(meet(sock, bytes(32), dialled=dials, hello={}, timeout=60, tls=True)[0])
 
 
 def _unlink(link: Any, kept: object) -> None:
@@ -115,6 +123,7 @@ LINK = Wire(_linked_near, _linked_far)
 ZMQ = Wire(partial(_zmq, copies=True, binds=True), partial(_zmq, copies=True, binds=False))
 ZMQ_VIEWS = Wire(partial(_zmq, copies=False, binds=True), partial(_zmq, copies=False, binds=False))
 STANDARD = Wire(_standard, _standard)
+TLS_LINK = Wire(partial(_over_tls, _linked_near, False), partial(_over_tls, _linked_far, True))
 
 
 def measure(effort: Effort) -> Report:
@@ -128,10 +137,37 @@ def measure(effort: Effort) -> Report:
         _small(report, name, items, factor, effort)
     for size in (1 << 20, 16 << 20):
         _arrays(report, size, effort)
-    cases = [_round_trips(name, wire, effort) for name, wire in (("flowchan", LINK), ("pyzmq", ZMQ))]
+    wires = (("flowchan", LINK), ("pyzmq", ZMQ))
+    cases = [round_trips(name, partial(_trips, wire), effort) for name, wire in wires]
     mine, peer = report.interleave("round trip over a link", cases, effort.rounds)
     report.rows.append(at_most(1.3, mine, peer))
+    _far(report, effort)
+    _encrypted(report, effort)
     return report
+
+
+def _far(report: Report, effort: Effort) -> None:
+    """A relay holds back every byte for half of the round-trip time, on each way."""
+    times = (0.0, 0.001, 0.010)
+    long = replace(effort, seconds=4 * effort.seconds)  # for the window to grow in
+    moves = {f"a relay with {1000 * time:g} ms": partial(_move, LINK, range, far=time) for time in times}
+    cases = [throughput(name, move, long) for name, move in moves.items()]
+    near, *others = report.interleave("link, int, 1→1, through a relay that delays", cases, effort.rounds)
+    report.rows += [at_least(0.8, other, near) for other in others]
+
+
+def _encrypted(report: Report, effort: Effort) -> None:
+    for name, items, scale, unit in (
+        ("int", range, 1, "items/s"),
+        ("array of 1 MB", partial(repeat, np.ones(1 << 20, np.uint8)), 1 << 20, "B/s"),
+    ):
+        moves: dict[str, Callable[[int], float]] = {
+            "TLS": partial(_move, TLS_LINK, items),
+            "plain": partial(_move, LINK, items),
+        }
+        cases = [throughput(case, move, effort, scale=scale, unit=unit) for case, move in moves.items()]
+        encrypted, plain = report.interleave(f"link, {name}, 1→1, TLS", cases, effort.rounds)
+        report.rows.append(at_least(0.2, encrypted, plain))
 
 
 def _small(
@@ -173,8 +209,37 @@ def _connected() -> tuple[socket.socket, socket.socket]:
     return near, far
 
 
-def _move(wire: Wire, items: Callable[[int], Iterable[Any]], count: int) -> float:
-    near, far = _connected()
+@contextlib.contextmanager
+def _relayed(seconds: float | None) -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Two ends with a process in between that passes on what it gets, half of ``seconds`` later; connected
+    directly with None."""
+    if seconds is None:
+        yield _connected()
+        return
+    (near, before), (behind, far) = _connected(), _connected()
+    relay = CONTEXT.Process(target=_relay, args=(before, behind, seconds / 2, near, far))
+    relay.start()
+    before.close()
+    behind.close()
+    yield near, far
+    relay.join()
+
+
+def _relay(one: socket.socket, other: socket.socket, delay: float, *foreign: socket.socket) -> None:
+    for sock in foreign:
+        sock.close()
+    for way in delay_between(one, other, delay):
+        way.join()
+
+
+def _move(wire: Wire, items: Callable[[int], Iterable[Any]], count: int, far: float | None = None) -> float:
+    with _relayed(far) as (near, there):
+        return _move_over(wire, items, count, near, there)
+
+
+def _move_over(
+    wire: Wire, items: Callable[[int], Iterable[Any]], count: int, near: socket.socket, far: socket.socket
+) -> float:
     start, (told, tell) = CONTEXT.Barrier(2), CONTEXT.Pipe(duplex=False)
     child = CONTEXT.Process(target=_take, args=(wire, far, count, start, tell))
     child.start()
@@ -200,34 +265,19 @@ def _take(wire: Wire, sock: socket.socket, count: int, start: Any, tell: Any) ->
     close()
 
 
-def _round_trips(name: str, wire: Wire, effort: Effort) -> Case:
-    def trips(count: int) -> float:
-        near, far = _connected()
-        child = CONTEXT.Process(target=_echo, args=(wire, far, count + 1))
-        child.start()
-        far.close()
-        put, get, close = wire.near(near)
-        put(0)
-        get()
-        began = time.perf_counter()
-        for _ in repeat(None, count):
-            put(0)
-            get()
-        took = time.perf_counter() - began
-        close()
-        child.join()
-        return took
-
-    count = calibrate(trips, effort.seconds)
-
-    def work() -> tuple[Sequence[float], int]:
-        return [trips(count) / count], count
-
-    return Case(name, "s", work)
+def _trips(wire: Wire, count: int) -> float:
+    near, far = _connected()
+    child = CONTEXT.Process(target=_echo, args=(wire, far, count))
+    child.start()
+    far.close()
+    put, get, close = wire.near(near)
+    took = timed_trips(put, get, count)
+    close()
+    child.join()
+    return took
 
 
 def _echo(wire: Wire, sock: socket.socket, count: int) -> None:
     put, get, close = wire.far(sock)
-    for _ in repeat(None, count):
-        put(get())
+    echo(put, get, count)
     close()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from itertools import repeat
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from benchmarks.harness import Case, Effort, Report, Row, at_most, calibrate, in_words
+from benchmarks.harness import Effort, Report, Row, at_most, echo, in_words, round_trips, timed_trips
 from benchmarks.peers import CONTEXT, Ends, fast_fifo, multiprocessing_queue, os_pipe, processes_channel
 
 ISOLATES = (
@@ -30,41 +30,20 @@ NOT_MEASURABLE = 1e-3
 
 def measure(effort: Effort) -> Report:
     report = Report()
-    cases = [_round_trips(name, make, effort) for name, make in MAKERS.items()]
+    cases = [round_trips(name, partial(_trips, make), effort) for name, make in MAKERS.items()]
     mine, queue, *_ = report.interleave("round trip between two processes", cases, effort.rounds)
     report.rows.append(at_most(1 / 20, mine, queue))
     report.rows.append(_blocked(10 if effort.full else 1))
     return report
 
 
-def _round_trips(name: str, make: Callable[[], Ends], effort: Effort) -> Case:
-    def trips(count: int) -> float:
-        there, back = make(), make()
-        child = CONTEXT.Process(target=_echo, args=(there, back, count + 1))
-        child.start()
-        put, get = there.put, back.get
-        put(0)
-        get()
-        began = time.perf_counter()
-        for _ in repeat(None, count):
-            put(0)
-            get()
-        took = time.perf_counter() - began
-        child.join()
-        return took
-
-    count = calibrate(trips, effort.seconds)
-
-    def work() -> tuple[Sequence[float], int]:
-        return [trips(count) / count], count
-
-    return Case(name, "s", work)
-
-
-def _echo(there: Ends, back: Ends, count: int) -> None:
-    get, put = there.get, back.put
-    for _ in repeat(None, count):
-        put(get())
+def _trips(make: Callable[[], Ends], count: int) -> float:
+    there, back = make(), make()
+    child = CONTEXT.Process(target=echo, args=(back.put, there.get, count))
+    child.start()
+    took = timed_trips(there.put, back.get, count)
+    child.join()
+    return took
 
 
 def _blocked(seconds: float) -> Row:

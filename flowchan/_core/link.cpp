@@ -120,6 +120,7 @@ void Link::attach(int fd) {
     said_ = 0;
     pong_ = false;
     pinged_at_ = 0;
+    timed_ = false;
     for (auto& [number, line] : lines_) {
         line->announced = false;
         for (Source& source : line->sources) source.connect();

@@ -113,6 +113,9 @@ class Link {
     void say_item(LinkLine& line, Source& source, uint16_t port);
     bool say_outputs(LinkLine& line);
     bool say_end(LinkLine& line, Source& source, uint16_t port);
+    uint64_t allowed(const Source& source) const {
+        return home_ ? source.allowed_ahead() : source.allowance.most();
+    }
     bool is_full() const { return out_.size() >= GATHER; }
     bool move_staged(LinkLine& line);
     bool settle(LinkLine& line);
@@ -175,6 +178,7 @@ class Link {
     bool pong_ = false;
     uint64_t pong_n_ = 0;
     int64_t pinged_at_ = 0;
+    bool timed_ = false;  // over this connection
 
     std::atomic<uint32_t> bell_{0};
     std::atomic<bool> asleep_{false};

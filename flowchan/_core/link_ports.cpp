@@ -6,10 +6,15 @@ namespace flowchan {
 
 // --- how far ahead ---
 
-void Window::hear(bool starved, bool gathers, uint64_t ahead, uint64_t done, int64_t round_trip) {
+void Window::hear(bool starved, bool waits, bool gathers, uint64_t ahead, uint64_t done, int64_t round_trip) {
     const int64_t now = now_ns();
     const int64_t passed = now - at_, worth = slow(round_trip);
     const uint64_t finished = done - done_;
+    // From far away items come all the time, and still the worker waits for some, or gets them as fast as the
+    // window lets them go: it finishes as many as are under way in the time that it takes to replace them.
+    // That counts once in a round trip, for so long it takes until more can come.
+    const bool hurries = double(finished) * double(2 * round_trip) > size_ * double(passed);
+    starved = starved || ((waits || hurries) && ahead >= size() && passed >= round_trip);
     if (starved) {
         const bool quick = finished && passed / int64_t(finished) < worth;
         if (gathers || quick) size_ = std::max(quick ? 2 * size_ : size_, double(ahead + 1));
@@ -24,6 +29,15 @@ void Window::hear(bool starved, bool gathers, uint64_t ahead, uint64_t done, int
     at_ = now;
     done_ = done;
     if (!starved) starved_ = false;
+}
+
+void Allowance::hear(uint64_t used, int64_t round_trip) {
+    const int64_t now = now_ns(), passed = now - at_;
+    if (passed < round_trip + 1'000'000) return;
+    const double rate = double(used - used_) / double(passed);
+    most_ = std::clamp(uint64_t(rate * double(4 * round_trip)), LEAST, MOST_AHEAD);
+    at_ = now;
+    used_ = used;
 }
 
 // --- Source ---

@@ -61,7 +61,7 @@ class Stand {
 
 enum class Ending : uint8_t { Open, Drained, Broke };
 
-constexpr uint64_t MOST_AHEAD = 1024;  // items under way to a worker, or waiting for room here
+constexpr uint64_t MOST_AHEAD = 1 << 16;  // items under way to a worker, or waiting for room here
 
 // How many items a worker elsewhere may have ahead, besides what it waits for. One, unless it would wait for
 // the next item longer than it takes for one: then as many as it finishes in a few round trips. So nobody
@@ -69,7 +69,9 @@ constexpr uint64_t MOST_AHEAD = 1024;  // items under way to a worker, or waitin
 class Window {
   public:
     uint64_t size() const { return uint64_t(size_); }
-    void hear(bool starved, bool gathers, uint64_t ahead, uint64_t done, int64_t round_trip);
+    // What home hears of the worker: it waits for an item; none is under way either (`starved`); it has some
+    // in hand meanwhile (`gathers`).
+    void hear(bool starved, bool waits, bool gathers, uint64_t ahead, uint64_t done, int64_t round_trip);
     void shrink() { size_ = 1; }
     // From how long on a worker is slow with an item: then waiting for the next one costs it little.
     static int64_t slow(int64_t round_trip) { return 16 * round_trip + 4'000'000; }
@@ -79,6 +81,18 @@ class Window {
     uint64_t done_ = 0;  // at the last look
     int64_t at_ = 0;
     bool starved_ = false;  // since then
+};
+
+// How many outputs may be under way: as many as the other side finds room for in a few round trips.
+class Allowance {
+  public:
+    static constexpr uint64_t LEAST = 1024;
+    uint64_t most() const { return most_; }
+    void hear(uint64_t used, int64_t round_trip);
+
+  private:
+    uint64_t most_ = LEAST, used_ = 0;  // at the last look
+    int64_t at_ = 0;
 };
 
 class Source {
@@ -118,7 +132,7 @@ class Source {
     // Home: who neither waits for an item nor works on one gets none, and what is there goes back for others.
     bool on_demand = false;
     // Home: so many items at most. A worker that gathers, and has all of them in hand, gets more, however many.
-    uint64_t allowed() const {
+    uint64_t allowed_ahead() const {
         if (on_demand && !starved && !in_hand) return 0;
         const bool gathers = starved && in_hand && in_hand == entries.size();
         return std::max(window.size(), gathers ? in_hand + MORE : 0);
@@ -138,8 +152,9 @@ class Source {
     Stand gate;
     std::deque<Entry> entries;  // on lease here: from item `base` on, those before `sent` are under way
     uint64_t base = 0, sent = 0, bytes = 0, done = 0;
-    Window window;
-    bool known = false;  // over this connection the other side has said what it has got
+    Window window;        // home
+    Allowance allowance;  // away
+    bool known = false;   // over this connection the other side has said what it has got
     bool left = false;
     bool refused = false, refused_told = false;  // an item that can't go to another host was found
     bool told = false;                           // the ending, over this connection

@@ -100,7 +100,7 @@ bool Link::serve_home(LinkLine& line) {
         Source& source = line.sources[port];
         if (!source.known || source.left) continue;
         if (source.has_more() || source.ring->seen_state() != OPEN)
-            moved = source.take(source.allowed()) || moved;
+            moved = source.take(allowed(source)) || moved;
         tell_if_refused(line, source, port);
         if (source.should_recall(round_trip())) source.recalling = true;
         if (source.recalling && !std::exchange(source.recall_said, true))
@@ -120,7 +120,8 @@ bool Link::serve_away(LinkLine& line) {
     bool moved = false;
     for (Source& source : line.sources) {
         if (!source.known || source.left) continue;
-        if (source.has_more() || source.ring->seen_state() != OPEN) moved = source.take(MOST_AHEAD) || moved;
+        if (source.has_more() || source.ring->seen_state() != OPEN)
+            moved = source.take(allowed(source)) || moved;
     }
     for (uint16_t port = 0; port < line.sources.size(); ++port)
         tell_if_refused(line, line.sources[port], port);
@@ -398,7 +399,7 @@ bool Link::collect(LinkLine& line, std::vector<WaitedWord>& words,
         rings.push_back(ring);
     };
     for (Source& source : line.sources) {
-        if (connected && source.known && source.wants(home_ ? source.allowed() : MOST_AHEAD)) {
+        if (connected && source.known && source.wants(allowed(source))) {
             if (!source.stand()) return false;
             watch(source.gate, source.ring);
         } else if (source.gate.entered()) {

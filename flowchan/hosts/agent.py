@@ -30,7 +30,8 @@ from flowchan.hosts.code import lacking
 from flowchan.hosts.dialling import reach
 from flowchan.hosts.logs import send_logs
 from flowchan.hosts.messages import (
-    WINDOW,
+    AHEAD,
+    BEHIND,
     Ask,
     Command,
     Echo,
@@ -156,10 +157,11 @@ class Agent:
 
     def _open(self, start: Start) -> _Worker:
         """The rings of a worker, with its ports, and the link's ends of them."""
-        names = {**_named("in", start.inputs), **_named("out", start.outputs)}
+        outputs = _named("out", start.outputs)
         if start.errors is not None:
-            names["errors"] = start.errors
-        channels = {key: _open_ring(name, start) for key, name in names.items()}
+            outputs["errors"] = start.errors
+        channels = {key: _open_ring(AHEAD, name, start) for key, name in _named("in", start.inputs).items()}
+        channels |= {key: _open_ring(BEHIND, name, start) for key, name in outputs.items()}
         ports = _open_ports(start, channels)
         fill = [channels[f"in {port}"].writer() for port in start.inputs]
         drain = [port.channel.reader() for port in ports.writers()]
@@ -257,10 +259,10 @@ def _named(word: str, ports: Mapping[str, str]) -> dict[str, str]:
     return {f"{word} {port}": name for port, name in ports.items()}
 
 
-def _open_ring(name: str, start: Start) -> Channel[Any]:
+def _open_ring(places: int, name: str, start: Start) -> Channel[Any]:
     """One end of it is a channel of the driver, whose name it has."""
     most = min(start.most, most_bytes())
-    channel: Channel[Any] = Channel(WINDOW, across="processes", max_bytes=most)
+    channel: Channel[Any] = Channel(places, across="processes", max_bytes=most)
     channel._name, channel._share = name, start.share
     return channel
 

@@ -16,8 +16,9 @@ from flowchan.run.decisions import Terminate
 from flowchan.run.events import Event, WorkerId
 from flowchan.run.recovery import Death
 
-WINDOW = 1024
-"""Places of each ring that an agent has for a port of a worker."""
+AHEAD, BEHIND = 1 << 16, 1024
+"""Places of the rings that an agent has for a worker's inputs, which hold what the link has sent ahead, and
+for its outputs."""
 
 
 @dataclass(frozen=True, slots=True)

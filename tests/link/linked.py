@@ -9,19 +9,28 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from benchmarks.far import delay_between
 from flowchan import Broken, Channel, _core
 
 
 class Linked:
-    """Two linked ends, and the connection between them, which can be broken at any time."""
+    """Two linked ends, and the connection between them, which can be broken at any time. ``delay``: seconds
+    that everything takes on its way."""
 
-    def __init__(self) -> None:
+    def __init__(self, delay: float = 0.0) -> None:
         self.home, self.away = _core.Link(True), _core.Link(False)
         self.breaks = 0
+        self.delay = delay
+        self.wires: list[threading.Thread] = []
+        self.ends: list[socket.socket] = []  # of the wires
 
     def connect(self) -> None:
         """Connects them anew. What is under way over the old connection is lost with it."""
         here, there = socket.socketpair()
+        if self.delay:
+            (here, near), (far, there) = (here, there), socket.socketpair()
+            self.wires += delay_between(near, far, self.delay)
+            self.ends += [near, far]
         attaching = threading.Thread(target=self.home.attach, args=(here.detach(),))
         attaching.start()
         self.away.attach(there.detach())
@@ -35,6 +44,10 @@ class Linked:
     def __exit__(self, *exc: object) -> None:
         self.home.close()
         self.away.close()
+        for wire in self.wires:
+            wire.join()
+        for end in self.ends:
+            end.close()
 
 
 class FarWorker:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import socket
 import struct
@@ -324,3 +325,33 @@ def test_rubbish_ends_the_connection_and_nothing_else(home: bool) -> None:
                 pass  # what it says may be right
     finally:
         link.close()
+
+
+@pytest.mark.parametrize("one_output", [True, False], ids=["back", "there"])
+def test_over_a_long_wire_more_is_under_way_the_quicker_the_worker_is(one_output: bool) -> None:
+    """What is under way follows the rate and the round-trip time, for items and for outputs."""
+    enough = 8_000
+    with Linked(delay=0.02) as linked:
+        source, results = channel(1 << 16), channel(1 << 16)
+        far = FarWorker(linked, 1, source, results)
+        working = far.start(same if one_output else lambda _: [])
+        seen = threading.Event()
+
+        def items() -> Iterator[int]:
+            yield from itertools.takewhile(lambda _: not seen.is_set(), itertools.count())
+
+        feeder = feeding(source, items())
+        reading = threading.Thread(target=lambda: outputs.extend(results))
+        outputs: list[int] = []
+        reading.start()
+        side = linked.away if one_output else linked.home
+        try:
+            wait_until(
+                lambda: side.state()["lines"].get(1, {}).get("ahead", 0) > enough,
+                what=lambda: side.state(),
+            )
+        finally:
+            seen.set()
+            for thread in (feeder, working, reading):
+                thread.join(PATIENCE)
+        assert outputs == (list(range(len(outputs))) if one_output else [])
