@@ -15,17 +15,17 @@ void Window::hear(bool starved, bool waits, bool gathers, uint64_t ahead, uint64
     // That counts once in a round trip, for so long it takes until more can come.
     const bool hurries = double(finished) * double(2 * round_trip) > size_ * double(passed);
     starved = starved || ((waits || hurries) && ahead >= size() && passed >= round_trip);
+    // What it finishes in a few round trips. 1 ms: for the threads on the way, which may have to be woken.
+    const double few = passed ? double(finished) / double(passed) * double(4 * round_trip + 1'000'000) : 0;
     if (starved) {
         const bool quick = finished && passed / int64_t(finished) < worth;
-        if (gathers || quick) size_ = std::max(quick ? 2 * size_ : size_, double(ahead + 1));
+        if (quick) size_ = std::max(size_, std::min(2 * size_, 1 + 2 * few));
+        if (gathers || quick) size_ = std::max(size_, double(ahead + 1));
         size_ = std::min(size_, double(MOST_AHEAD));
         starved_ = true;
     }
     if (at_ && !starved && passed < worth) return;
-    if (at_ && finished && !starved_ && !gathers) {
-        const double rate = double(finished) / double(passed);
-        size_ = std::min(size_, std::max(1 + rate * double(4 * round_trip + 1'000'000), size_ / 2));
-    }
+    if (at_ && finished && !starved_ && !gathers) size_ = std::min(size_, std::max(1 + few, size_ / 2));
     at_ = now;
     done_ = done;
     if (!starved) starved_ = false;

@@ -24,7 +24,7 @@ from flowchan.channel.select import select
 from flowchan.errors import Broken, ChannelError, Closed, HostError
 from flowchan.hosts.asking import Answer, Ask, Cancel, Finished, Over
 from flowchan.hosts.dialling import reach
-from flowchan.hosts.messages import WINDOW, versions
+from flowchan.hosts.messages import AHEAD, BEHIND, versions
 from flowchan.run.latch import Latch
 
 PATIENCE = 10.0
@@ -61,7 +61,8 @@ class Line:
 
     def __init__(self, number: int, name: str, max_bytes: int | None, reads: bool) -> None:
         self.number, self.reads = number, reads
-        self.ring: Channel[Any] = Channel(WINDOW, across="processes", max_bytes=max_bytes)
+        places = AHEAD if reads else BEHIND
+        self.ring: Channel[Any] = Channel(places, across="processes", max_bytes=max_bytes)
         self.ring._name, self.ring._hosts = name, True
         self.end: In[Any] | Out[Any] = self.ring.writer() if reads else self.ring.reader()
         self.finished = Latch()

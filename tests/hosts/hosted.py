@@ -57,10 +57,11 @@ def cut() -> int:
     """Shuts down every connection of this process over loopback. How many there were."""
     found = 0
     for number in os.listdir("/proc/self/fd"):
-        if not os.path.realpath(f"/proc/self/fd/{number}").rpartition("/")[2].startswith("socket:"):
-            continue
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(number))) as sock:
-            if sock.family == socket.AF_INET and sock.getpeername()[0] == "127.0.0.1":
-                sock.shutdown(socket.SHUT_RDWR)
-                found += 1
+        with contextlib.suppress(OSError):  # it was closed meanwhile
+            if not os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(number))) as sock:
+                if sock.family == socket.AF_INET and sock.getpeername()[0] == "127.0.0.1":
+                    sock.shutdown(socket.SHUT_RDWR)
+                    found += 1
     return found
