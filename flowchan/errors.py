@@ -10,7 +10,7 @@ that keeps what was finished.
 from __future__ import annotations
 
 import queue
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -183,10 +183,17 @@ class Interrupted(KeyboardInterrupt):
     ``run.wait()`` gives it, and the items that ``run.iter()`` had not given yet; ``report`` is the run's
     report as text. ``__cause__`` is the :class:`RunError` of a stage that failed meanwhile."""
 
-    def __init__(self, message: str, results: Mapping[Any, Any], report: str) -> None:
+    def __init__(self, message: str, tell: Callable[[Interrupted], tuple[Mapping[Any, Any], str]]) -> None:
         super().__init__(message)
-        self.results = results
-        self.report = report
+        self._tell = tell  # the results and the report; waits for the end of a run that still goes on
+
+    @property
+    def results(self) -> Mapping[Any, Any]:
+        return self._tell(self)[0]
+
+    @property
+    def report(self) -> str:
+        return self._tell(self)[1]
 
 
 class RunError(ExceptionGroup[StageError], FlowchanError):

@@ -48,7 +48,8 @@ class Run:
         self._crew = crew_of(plan)
         self._supervisor = Supervisor(plan, self._crew)
         self._gathering = Gathering(plan, self._crew, self._supervisor)
-        self._ears = Ears()
+        self._ears = Ears(self._interrupted)
+        self._in_block = False
         self._told: Results | None = None  # by Interrupted
         take_in = weakref.WeakMethod(self._gathering.take_in)
         self._supervisor.take_in = lambda ids: method(ids) if (method := take_in()) is not None else None
@@ -78,6 +79,7 @@ class Run:
 
     def _items(self, stage: str) -> Iterator[Any]:
         gathering = self._gathering
+        self._ears.open()
         try:
             for item in gathering.items(stage):
                 yield item
@@ -91,10 +93,15 @@ class Run:
         except KeyboardInterrupt:
             self._end_interrupted()
         except GeneratorExit:
-            if self._ears.heard:
-                gathering.keep(stage)
+            if self._in_block:
+                if self._ears.heard:
+                    gathering.keep(stage)
+            elif error := self._ears.still_raised():  # it is on its way out of the loop
+                self._finish()
+                error.__cause__ = self._failure()
             raise
         finally:
+            self._ears.close()
             gathering.leave(stage)
 
     def _owns(self, stream: Stream) -> bool:
@@ -146,8 +153,30 @@ class Run:
         self._supervisor.ask(AbortAsked())
 
     def _end_interrupted(self) -> NoReturn:
-        """After a Ctrl-C: stops the run and waits until everything in flight is finished; a second one breaks
-        it off, a third one does not wait even for that. Says so in a line each."""
+        """After a Ctrl-C: finishes the run, and says what it gave."""
+        self._finish()
+        raise self._interruption() from self._failure()
+
+    def _interrupted(self) -> Interrupted | None:
+        """What a Ctrl-C raises in the body of a loop over items, outside a block: it finishes the run when
+        the loop is left, or when it is asked."""
+        return None if self._in_block or self._supervisor.ended.is_set() else self._interruption()
+
+    def _interruption(self) -> Interrupted:
+        name = self._plan.graph.name
+        message = f"the run of graph {name!r} was interrupted; .results and .report hold what was finished"
+        return Interrupted(message, self._tell)
+
+    def _tell(self, error: Interrupted) -> tuple[Results, str]:
+        if self._told is None:
+            self._finish()
+            error.__cause__ = self._failure()
+        assert self._told is not None
+        return self._told, self.report()
+
+    def _finish(self) -> None:
+        """Stops the run and waits until everything in flight is finished; a Ctrl-C meanwhile breaks it off,
+        another one does not wait even for that. Says so in a line each."""
         try:
             with interrupts_held():
                 if self._supervisor.state.phase == "running":
@@ -163,19 +192,19 @@ class Run:
                 self.abort()
                 _say("broken off, what was in flight is discarded")
                 self._supervisor.ended.wait()
-        name = self._plan.graph.name
-        message = f"the run of graph {name!r} was interrupted; .results and .report hold what was finished"
-        self._told = self._gathering.results() if self._supervisor.ended.is_set() else Results(name, {})
-        raise Interrupted(message, self._told, self.report()) from self._failure()
+        ended = self._supervisor.ended.is_set()
+        self._told = self._gathering.results() if ended else Results(self._plan.graph.name, {})
 
     def __enter__(self) -> Run:
         self._ears.open()
+        self._in_block = True
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         self._ears.close()
+        self._in_block = False
         if isinstance(error, KeyboardInterrupt):
             if self._told is None or not isinstance(error, Interrupted) or error.results is not self._told:
                 self._end_interrupted()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -54,28 +55,51 @@ def interrupts_held() -> Iterator[None]:
 
 class Ears:
     """Between ``open`` and ``close`` they note in ``heard`` that a Ctrl-C has raised ``KeyboardInterrupt``. A
-    generator that is closed because its reader's loop is interrupted can't see that otherwise."""
+    generator that is closed because its reader's loop is interrupted can't see that otherwise. ``instead``:
+    what is raised in its place, if anything."""
 
-    def __init__(self) -> None:
+    def __init__(self, instead: Callable[[], KeyboardInterrupt | None]) -> None:
         self.heard = False
+        self._instead = instead
+        self._raised: Callable[[], KeyboardInterrupt | None] = lambda: None
         self._usual: Callable[[int, Any], object] | None = None
+        self._opened = 0
 
     def open(self) -> None:
+        self._opened += 1
         usual = signal.getsignal(signal.SIGINT)
-        if callable(usual) and threading.current_thread() is threading.main_thread():
+        main = threading.current_thread() is threading.main_thread()
+        if self._opened == 1 and callable(usual) and main:
             self._usual = usual
             signal.signal(signal.SIGINT, self._note)
 
     def close(self) -> None:
         """Does nothing when the program has set a handler of its own meanwhile."""
+        self._opened -= 1
         main = threading.current_thread() is threading.main_thread()
-        if self._usual is not None and main and signal.getsignal(signal.SIGINT) == self._note:
+        ours = main and signal.getsignal(signal.SIGINT) == self._note
+        if self._opened == 0 and self._usual is not None and ours:
             signal.signal(signal.SIGINT, self._usual)
+
+    def still_raised(self) -> KeyboardInterrupt | None:
+        """What was raised instead, unless somebody has caught it and done with it."""
+        return self._raised()
 
     def _note(self, number: int, frame: Any) -> None:
         assert self._usual is not None
         try:
             self._usual(number, frame)
-        except KeyboardInterrupt:
+            return
+        except KeyboardInterrupt as error:
             self.heard = True
-            raise
+            if type(error) is not KeyboardInterrupt:  # of another run
+                self._raised = weakref.ref(error)
+                raise
+            instead = self._instead() if self._opened else None
+            if instead is None:
+                raise
+            self._raised = weakref.ref(instead)
+        try:
+            raise instead
+        finally:
+            del instead  # or its traceback would keep it, and it would count as still raised

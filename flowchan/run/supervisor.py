@@ -14,9 +14,9 @@ The run contract. If the code disagrees with it, that is a bug; each clause name
   (test_death.py)
 - R5 Stop. First Ctrl-C, SIGTERM or ``run.stop()``: sources stop, everything in flight is finished. Second, or
   ``run.abort()``: break at once. Both end within a bounded time, and what was finished is in the user's
-  hands: Ctrl-C in ``graph.run()``, ``wait()``, ``iter()`` and the ``with`` block raises ``Interrupted`` with
-  results and report. The command prints one line and its report, and exits with 130. (test_stop.py,
-  test_interrupted.py)
+  hands: Ctrl-C in ``graph.run()``, ``wait()``, ``iter()``, a loop over it and the ``with`` block raises
+  ``Interrupted`` with results and report. The command prints one line and its report, and exits with 130.
+  (test_stop.py, test_interrupted.py)
 - R6 No residue. After any ending no process, thread, segment or descriptor of the run is left.
   (test_residue.py)
 - R7 Same everywhere. Under fork, forkserver and spawn, with lambdas and closures. (test_start_methods.py)

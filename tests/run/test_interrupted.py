@@ -3,6 +3,7 @@ the results and the report."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -93,6 +94,9 @@ WAYS = [
     "block(loop_that_waits)",
     "block(loop_that_works)",
     "block(loop_in_a_function_that_keeps_the_iterator)",
+    "loop_that_waits(graph.start())",
+    "loop_that_works(graph.start())",
+    "loop_in_a_function_that_keeps_the_iterator(graph.start())",
 ]
 
 
@@ -213,6 +217,57 @@ def test_who_catches_the_ctrl_c_in_the_block_goes_on() -> None:
                 os.kill(os.getpid(), signal.SIGINT)
         assert caught.type is KeyboardInterrupt
     assert run.stats().state == "done"
+
+
+def test_who_catches_the_ctrl_c_in_the_body_of_a_loop_without_a_block_goes_on() -> None:
+    graph = Graph("r5")
+    numbers = graph.source(range(100)).collect()
+    run = graph.start()
+    seen = []
+    for number in run.iter(numbers):
+        seen.append(number)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert seen == list(range(100))
+    run.wait()
+    assert run.stats().state == "done"
+
+
+def test_who_breaks_out_of_a_loop_after_a_ctrl_c_wants_no_more() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    graph = Graph("r5")
+    numbers = graph.source(iter(int, 1)).collect()
+    run = graph.start()
+    for _ in run.iter(numbers):
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        except KeyboardInterrupt:
+            break
+    assert numbers not in run.wait()
+    assert run.stats().state == "done"
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_ctrl_c_in_two_loops_ends_both_runs() -> None:
+    graph = Graph("r5")
+    numbers = graph.source(itertools.count).collect()
+    outer, inner = graph.start(), graph.start()
+    with pytest.raises(Interrupted) as caught:  # noqa: PT012
+        for _ in outer.iter(numbers):
+            for _ in inner.iter(numbers):
+                os.kill(os.getpid(), signal.SIGINT)
+    assert caught.value.results[numbers] == outer.wait()[numbers]
+    assert [run.stats().state for run in (outer, inner)] == ["stopped", "stopped"]
+
+
+def test_ctrl_c_is_what_it_was_once_a_loop_has_ended() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    graph = Graph("r5")
+    numbers = graph.source(range(3)).collect()
+    run = graph.start()
+    assert list(run.iter(numbers)) == [0, 1, 2]
+    assert signal.getsignal(signal.SIGINT) is before
+    run.wait()
 
 
 def test_breaking_out_of_a_loop_stops_the_stages_before_it_as_ever() -> None:
