@@ -12,6 +12,7 @@ import time
 from types import TracebackType
 
 from flowchan import Channel, ChannelError, Empty, In
+from flowchan.items.whole import whole
 from flowchan.pipelines.sharing import Shared, give_back
 
 
@@ -97,11 +98,7 @@ class Barrier:
     """
 
     def __init__(self, parties: int) -> None:
-        if isinstance(parties, bool) or not isinstance(parties, int):
-            raise TypeError(f"Barrier: parties must be an int of at least 1, not {parties!r}")
-        if parties < 1:
-            raise ValueError(f"Barrier: parties must be at least 1, not {parties}")
-        self.parties = parties
+        self.parties = whole("Barrier", "parties", parties, 1)
         self._lock = Lock()
         self._arrivals: Channel[None] = Channel(1, across="processes")
         # Two gates by turns: who comes to the next meeting early must not leave by the gate of this one.

@@ -19,36 +19,35 @@ bool changed(const Await& wait) {
 }  // namespace
 
 void Place::enter(bool again) {
-    auto enter = [&](auto& m, auto& waiting) {
-        using M = std::remove_reference_t<decltype(m)>;
-        Locked<M> locked(m);
+    ch->with([&]<class M>(M& m) {
+        auto& waiting = std::get<typename Traits<M>::Waiting>(waiting_);
+        Locked locked(m);
         Traits<M>::enter(m, caller, waiting, true, again);
         word_ = &Traits<M>::word(m, caller, waiting);
         seen_ = waiting.seen;
         locked.unlock({});
-    };
-    if (ch->queue)
-        enter(*ch->queue, node_);
-    else
-        enter(*ch->ring, waiting_);
+    });
 }
 
 void Place::leave(bool unused) {
-    auto leave = [&](auto& m, auto& waiting) {
-        using M = std::remove_reference_t<decltype(m)>;
+    ch->with([&]<class M>(M& m) {
+        auto& waiting = std::get<typename Traits<M>::Waiting>(waiting_);
         Wakes wakes;
-        Locked<M> locked(m);
+        Locked locked(m);
         const bool called = Traits<M>::leave(m, caller, waiting, true);
         Traits<M>::look_for_dead(m, wakes);
         // In a line nobody else is woken while this one is on its way, so the next must be, whatever came of
         // it.
         if (called ? unused || !Traits<M>::processes : unused) Traits<M>::pass_on(m, caller, wakes);
         locked.unlock(wakes);
-    };
-    if (ch->queue)
-        leave(*ch->queue, node_);
-    else
-        leave(*ch->ring, waiting_);
+    });
+}
+
+void Place::pass_on() {
+    locked(*ch, [&]<class M>(M& m, Wakes& wakes) {
+        Traits<M>::pass_on(m, caller, wakes);
+        return 0;
+    });
 }
 
 Await::Await(nb::object target_, bool reading, bool again) : target(std::move(target_)) {
@@ -61,7 +60,7 @@ Await::Await(nb::object target_, bool reading, bool again) : target(std::move(ta
     if (!ch.usable()) throw nb::python_error();
     Caller caller =
         reading ? Caller{Side::Reader, in, in ? in->state.session : 0} : writing(ch, out, 0, true);
-    if (ch.ring && !caller.session) caller.session = ch.plain_session();
+    if (!caller.session) caller.session = ch.plain_session();
     place.emplace(&ch, caller);
     place->enter(again);
     ch.awaiting += 1;
@@ -81,17 +80,7 @@ void Await::leave(bool unused) {
         place->leave(unused);
         place->ch->awaiting -= place->ch->awaiting > 0;
     } else {
-        auto pass_on = [&](auto& m) {
-            using M = std::remove_reference_t<decltype(m)>;
-            Wakes wakes;
-            Locked<M> locked(m);
-            Traits<M>::pass_on(m, place->caller, wakes);
-            locked.unlock(wakes);
-        };
-        if (place->ch->queue)
-            pass_on(*place->ch->queue);
-        else
-            pass_on(*place->ch->ring);
+        place->pass_on();
     }
 }
 
@@ -123,14 +112,8 @@ nb::list Watch::sleep(uint32_t heard, nb::list waits, double seconds) {
     }
     nb::list found;
     for (size_t i = 0; i < all.size(); ++i) {
-        if (all[i]->place->ch->ring &&
-            all[i]->place->ch->ring->is_sweep_due()) {  // who would have woken it may be dead
-            Ring& ring = *all[i]->place->ch->ring;
-            Wakes wakes;
-            Locked<Ring> locked(ring);
-            ring.sweep(wakes);
-            locked.unlock(wakes);
-        }
+        // who would have woken it may be dead
+        all[i]->place->ch->with([](auto& medium) { look_for_dead(medium); });
         if (!changed(*all[i])) continue;
         all[i]->leave(false);
         found.append(i);

@@ -36,16 +36,11 @@ PyType_Slot out_slots[] = {{Py_tp_methods, out_methods},
                            {Py_tp_clear, (void*)out_clear},
                            {0, nullptr}};
 
-// Looks for dead processes when it is time to, so that who polls learns of their ends.
+// Who polls learns of dead processes, too.
 uint64_t state_of(Channel& ch) {
     if (!ch.usable()) throw nb::python_error();
     return ch.with([](auto& medium) {
-        if (medium.is_sweep_due()) {
-            Wakes wakes;
-            Locked lock(medium);
-            medium.sweep(wakes);
-            lock.unlock(wakes);
-        }
+        look_for_dead(medium);
         return medium.seen_state();
     });
 }
@@ -73,12 +68,12 @@ void close_channel(Channel& ch) {
 // A supervised session is ended by its supervisor alone, never by whoever notices that its process is gone.
 template <class Port>
 void supervise(Port& port) {
-    if (port.ch->ring) port.ch->ring->session(port.state.session).supervised = 1;
+    locked_ring(*port.ch, [&](Ring& ring, Wakes&) { ring.session(port.state.session).supervised = 1; });
 }
 
 template <class Port>
 nb::tuple hand_over(Port& port) {
-    if (!port.ch->ring) {
+    if (!port.ch->reaches_processes()) {
         PyErr_SetString(PyExc_TypeError,
                         (port.ch->describe() + " can't be sent to another process, and so can't its "
                                                "ports; make it with across='processes'")
@@ -90,23 +85,20 @@ nb::tuple hand_over(Port& port) {
 
 // The process `pid` on another host, which this port served, has ended without closing it (C5).
 void fall(Out& out, uint64_t pid) {
-    if (!out.open || !out.ch->ring) return;
+    if (!out.open) return;
     out.open = false;
-    Wakes wakes;
-    Locked<Ring> lock(*out.ch->ring);
-    out.ch->ring->session(out.state.session).pid = pid;
-    out.ch->ring->end_session(out.state.session, true, wakes, true);
-    lock.unlock(wakes);
+    locked_ring(*out.ch, [&](Ring& ring, Wakes& wakes) {
+        ring.session(out.state.session).pid = pid;
+        ring.end_session(out.state.session, true, wakes, true);
+    });
 }
 
 // --- what a supervisor does for a worker that died; `port` is the supervisor's own handle of the dead
 // worker's port ---
 
 std::vector<Slot*> in_hand(In& in) {
-    if (!in.ch->ring) return {};
-    Locked<Ring> lock(*in.ch->ring);
-    auto slots = in.ch->ring->in_hand(in.state.session);
-    lock.unlock({});
+    std::vector<Slot*> slots;
+    locked_ring(*in.ch, [&](Ring& ring, Wakes&) { slots = ring.in_hand(in.state.session); });
     return slots;
 }
 
@@ -115,24 +107,22 @@ std::vector<Slot*> in_hand(In& in) {
 uint64_t deaths_over(const std::vector<In*>& inputs) {
     bool working = false;
     uint64_t most = 0;
-    for (In* in : inputs) {
-        if (!in->ch->ring) continue;
-        const Session& s = in->ch->ring->session(in->state.session);
-        working = working || (s.lease_head && s.at != Session::OURS);
-        const std::vector<Slot*> slots = in_hand(*in);
-        for (size_t n = 0; n < std::min<size_t>(slots.size(), s.suspects()); ++n)
-            most = std::max(most, slots[n]->deaths());
-    }
+    for (In* in : inputs)
+        locked_ring(*in->ch, [&](Ring& ring, Wakes&) {
+            const Session& s = ring.session(in->state.session);
+            working = working || (s.lease_head && s.at != Session::OURS);
+            const std::vector<Slot*> slots = ring.in_hand(in->state.session);
+            for (size_t n = 0; n < std::min<size_t>(slots.size(), s.suspects()); ++n)
+                most = std::max(most, slots[n]->deaths());
+        });
     return working ? 1 + most : 0;
 }
 
 void retire(Out& out, const std::vector<uint64_t>& items) {
-    if (!out.ch->ring) return;
-    out.open = false;
-    Wakes wakes;
-    Locked<Ring> lock(*out.ch->ring);
-    out.ch->ring->retire_writer(out.state.session, items, wakes);
-    lock.unlock(wakes);
+    locked_ring(*out.ch, [&](Ring& ring, Wakes& wakes) {
+        out.open = false;
+        ring.retire_writer(out.state.session, items, wakes);
+    });
 }
 
 // What a dead worker leaves is taken up: outputs that are out already stay remembered in their channel, so
@@ -148,11 +138,9 @@ void take_up(const std::vector<In*>& inputs, const std::vector<Out*>& outputs,
     for (Out* out : outputs) retire(*out, items);
     for (size_t i = 0; i < inputs.size(); ++i) {
         In& in = *inputs[i];
-        if (in.ch->ring) {
-            Locked<Ring> lock(*in.ch->ring);
-            in.ch->ring->hand_on(in.state.session, successors[i]->state.session);
-            lock.unlock({});
-        }
+        locked_ring(*in.ch, [&](Ring& ring, Wakes&) {
+            ring.hand_on(in.state.session, successors[i]->state.session);
+        });
         in.close(false);
     }
 }
@@ -248,10 +236,7 @@ NB_MODULE(_core, m) {
             },
             "How many bytes may be inside; None: no such limit.")
         .def_prop_ro(
-            "across", [](Channel& ch) { return ch.queue   ? "threads"
-                                               : ch.hosts ? "hosts"
-                                                          : "processes"; },
-            "The medium.")
+            "across", [](Channel& ch) { return ch.across(); }, "The medium.")
         .def_rw("_hosts", &Channel::hosts)
         .def_prop_ro(
             "closed", [](Channel& ch) { return state_of(ch) != OPEN; }, "Whether nobody can put any more.")
@@ -259,22 +244,22 @@ NB_MODULE(_core, m) {
         .def_prop_ro("broken", is_broken,
                      "Whether it was aborted, or has come to an end that is no clean one.")
         .def_rw("_name", &Channel::name)
-        .def_prop_ro("_fd", [](Channel& ch) { return ch.ring ? ch.ring->fd() : -1; })
+        .def_prop_ro("_fd", [](Channel& ch) { return ch.with([](auto& medium) { return medium.fd(); }); })
         .def_prop_rw(
             "_share", [](Channel& ch) { return ch.with([](auto& medium) { return medium.share(); }); },
             [](Channel& ch, uint64_t bytes) { ch.with([&](auto& medium) { medium.share() = bytes; }); })
-        .def_prop_ro("_socket", [](Channel& ch) { return ch.ring ? ch.ring->socket() : -1; })
+        .def_prop_ro("_socket",
+                     [](Channel& ch) { return ch.with([](auto& medium) { return medium.socket(); }); })
         .def("_stats", channel_stats)
         .def("_pinned",
              [](Channel& ch) {
-                 Wakes wakes;
-                 Locked<Ring> lock(*ch.ring);
-                 auto ids = ch.ring->pinned();
-                 if (!ids.empty()) {
-                     ch.ring->sweep(wakes);  // the dead look at nothing
-                     ids = ch.ring->pinned();
-                 }
-                 lock.unlock(wakes);
+                 std::vector<uint64_t> ids;
+                 locked_ring(ch, [&](Ring& ring, Wakes& wakes) {
+                     ids = ring.pinned();
+                     if (ids.empty()) return;
+                     ring.sweep(wakes);  // the dead look at nothing
+                     ids = ring.pinned();
+                 });
                  return ids;
              })
         .def(

@@ -21,6 +21,7 @@ struct Traits;
 
 template <>
 struct Traits<LocalQueue> {
+    static constexpr const char* across = "threads";
     static constexpr bool processes = false;
     using Waiting = Node;
     static std::atomic<uint32_t>& word(LocalQueue&, const Caller&, Node& node) { return node.word; }
@@ -70,6 +71,7 @@ struct Traits<LocalQueue> {
 
 template <>
 struct Traits<Ring> {
+    static constexpr const char* across = "processes";
     static constexpr bool processes = true;
     struct Waiting {
         uint32_t seen = 0;

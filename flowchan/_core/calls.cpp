@@ -26,15 +26,15 @@ void begin(M& m, Out& out) {
     out.state.keyed = true;
 }
 
-Step put_local(Channel& ch, Out* out, PyObject* item, Deadline deadline, uint64_t& size) {
-    if (ch.queue->counts_bytes()) size = size_of(item);
+Step put(LocalQueue& queue, Channel& ch, Out* out, PyObject* item, Deadline deadline, uint64_t& size) {
+    if (queue.counts_bytes()) size = size_of(item);
     LocalQueue::Item entry{Py_NewRef(item), size};
     Step step = perform(
-        *ch.queue, [&](bool waits) { return writing(ch, out, size, waits); },
+        queue, [&](bool waits) { return writing(ch, out, size, waits); },
         [&](Wakes& wakes) {
-            if (out && !out->open) return left(ch.queue->state);
-            if (out) begin(*ch.queue, *out);
-            return ch.queue->try_put(entry, out ? &out->state : nullptr, wakes);
+            if (out && !out->open) return left(queue.state);
+            if (out) begin(queue, *out);
+            return queue.try_put(entry, out ? &out->state : nullptr, wakes);
         },
         deadline);
     if (step != Step::Done) Py_DECREF(item);
@@ -50,8 +50,7 @@ Step before_put(Ring& ring, Out* out) {
 }
 
 // A large item is copied outside the lock, in two steps, so that nobody waits for the copy.
-Step put_large(Channel& ch, Out* out, const ObjectFrame& frame, Deadline deadline) {
-    Ring& ring = *ch.ring;
+Step put_large(Ring& ring, Channel& ch, Out* out, const ObjectFrame& frame, Deadline deadline) {
     WriterState* writer = out ? &out->state : nullptr;
     uint32_t session = out ? out->state.session : ch.plain_session();
     Slot* slot = nullptr;
@@ -81,14 +80,14 @@ Step put_large(Channel& ch, Out* out, const ObjectFrame& frame, Deadline deadlin
 // it is with memory that a forked child has inherited, which is on loan to its parent, and with what has come
 // to where something was filled and put before. `put` is set first, so that two threads can't put the same
 // memory twice.
-Step put_loaned(Channel& ch, Out* out, ObjectFrame& frame, Deadline deadline) {
+Step put_loaned(Ring& ring, Channel& ch, Out* out, ObjectFrame& frame, Deadline deadline) {
     std::shared_ptr<Block> loan;  // of the pieces, 0 is the table and 1 the pickle
     const void* at = nullptr;
     for (size_t i = 2; !loan && i < frame.pieces.size(); ++i)
         loan = loan_with(ch.loans, at = frame.pieces[i].at);
     if (!loan || loan->forks != fork_count || (out && (out->follows() || out->replays))) return Step::Wait;
     if (loan->put.exchange(true)) {
-        if (is_in_view(*ch.ring, at)) return Step::Wait;
+        if (is_in_view(ring, at)) return Step::Wait;
         raise("ChannelError", "this array was on loan from " + ch.describe() +
                                   " and has been put: it belongs to the channel now; loan another one");
         return Step::Interrupted;
@@ -97,7 +96,6 @@ Step put_loaned(Channel& ch, Out* out, ObjectFrame& frame, Deadline deadline) {
         loan->put = false;
         return Step::Wait;
     }
-    Ring& ring = *ch.ring;
     Step step = perform(
         ring, [&](bool waits) { return writing(ch, out, frame.size, waits); },
         [&](Wakes& wakes) {
@@ -114,14 +112,13 @@ Step put_loaned(Channel& ch, Out* out, ObjectFrame& frame, Deadline deadline) {
     return step;
 }
 
-Step put_frame(Channel& ch, Out* out, ObjectFrame& frame, Deadline deadline) {
+Step put_frame(Ring& ring, Channel& ch, Out* out, ObjectFrame& frame, Deadline deadline) {
     const uint64_t size = frame.size;
     if (!ch.loans.empty() && frame.kind == BUFFERS) {
-        Step step = put_loaned(ch, out, frame, deadline);
+        Step step = put_loaned(ring, ch, out, frame, deadline);
         if (step != Step::Wait) return step;
     }
-    if (size > Taken::LOCAL && size <= ch.max_bytes) return put_large(ch, out, frame, deadline);
-    Ring& ring = *ch.ring;
+    if (size > Taken::LOCAL && size <= ch.max_bytes) return put_large(ring, ch, out, frame, deadline);
     WriterState* writer = out ? &out->state : nullptr;
     return perform(
         ring, [&](bool waits) { return writing(ch, out, frame.size, waits); },
@@ -134,17 +131,18 @@ Step put_frame(Channel& ch, Out* out, ObjectFrame& frame, Deadline deadline) {
 
 // Whose code runs now for the item that `in` has in hand (R10).
 void runs(In* in, Session::At at) {
-    if (in && in->ch->ring) in->ch->ring->session(in->state.session).at = at;
+    if (!in) return;
+    in->ch->with(Each{[](LocalQueue&) {}, [&](Ring& ring) { ring.session(in->state.session).at = at; }});
 }
 
-Step put_ring(Channel& ch, Out* out, PyObject* item, Deadline deadline, uint64_t& size) {
+Step put(Ring& ring, Channel& ch, Out* out, PyObject* item, Deadline deadline, uint64_t& size) {
     ObjectFrame frame;
     if (!encode(item, frame)) return Step::Interrupted;
     size = frame.size;
     if (ch.hosts && needs_its_slot(frame.kind)) return raise_stays_here(ch, item), Step::Interrupted;
     In* in = out ? out->follows() : nullptr;
     runs(in, Session::OURS);
-    Step step = put_frame(ch, out, frame, deadline);
+    Step step = put_frame(ring, ch, out, frame, deadline);
     runs(in, Session::USERS);
     if (step == Step::Refused) return raise_refused(ch, frame.refused), Step::Interrupted;
     if (frame.kind == PINNED && step == Step::Done) tell_put(frame, nb::find(ch).ptr());
@@ -152,7 +150,7 @@ Step put_ring(Channel& ch, Out* out, PyObject* item, Deadline deadline, uint64_t
 }
 
 Step put_step(Channel& ch, Out* out, PyObject* item, Deadline deadline, uint64_t& size) {
-    return ch.queue ? put_local(ch, out, item, deadline, size) : put_ring(ch, out, item, deadline, size);
+    return ch.with([&](auto& medium) { return put(medium, ch, out, item, deadline, size); });
 }
 
 // What a get does about the items taken before it, and about its own when that can't be received. Next: those
@@ -198,16 +196,16 @@ bool may_be_received_later() {
 }
 
 // After an item could not be unpickled, with the error set.
-Step not_received(Channel& ch, In* in, Taking taking, Taken& taken) {
+Step not_received(Ring& ring, In* in, Taking taking, Taken& taken) {
     const bool ordinary = PyErr_ExceptionMatches(PyExc_Exception);
     const bool leave = (taking == Taking::Rest && ordinary) || may_be_received_later();
     const bool handled = !leave && in && in->on_poison.is_valid() && !in->on_poison.is_none();
     nb::object error = leave || handled ? nb::steal(take_error()) : nb::object();
     nb::object item = handled ? nb::steal(unreadable(taken.kind, taken.at, taken.size)) : nb::object();
     Wakes wakes;
-    Locked<Ring> locked(*ch.ring);
-    if (leave && (!in || in->open)) ch.ring->put_back(taken, in ? &in->state : nullptr, wakes);
-    if (taken.held) ch.ring->release(taken.held, wakes);
+    Locked locked(ring);
+    if (leave && (!in || in->open)) ring.put_back(taken, in ? &in->state : nullptr, wakes);
+    if (taken.held) ring.release(taken.held, wakes);
     locked.unlock(wakes);
     if (handled) return give_up(*in, item.release().ptr(), taken.deaths, error.release().ptr());
     if (taking == Taking::Rest && ordinary) return Step::NotNow;
@@ -229,10 +227,9 @@ nb::object opened_parcel(Ring& ring, const Taken& taken) {
     return nb::make_tuple(list, error);
 }
 
-// The same over a ring. What lies there is not freed before it is decoded: see In::copying.
-Step get_ring(Channel& ch, In* in, Deadline deadline, Taking taking, PyObject*& result) {
+// What lies in a ring is not freed before it is decoded: see In::copying.
+Step get_decoded(Ring& ring, Channel& ch, In* in, Deadline deadline, Taking taking, PyObject*& result) {
     ReaderState* reader = in ? &in->state : nullptr;
-    Ring& ring = *ch.ring;
     Taken taken;
     uint32_t session = reader ? reader->session : ch.plain_session();
     runs(in, Session::OURS);
@@ -250,7 +247,8 @@ Step get_ring(Channel& ch, In* in, Deadline deadline, Taking taking, PyObject*& 
         if (in && in->state.in_hand) runs(in, Session::USERS);
         return step;
     }
-    std::shared_ptr<Block> block = taken.viewed ? std::make_shared<Block>(ch.ring, taken.slot) : nullptr;
+    std::shared_ptr<Block> block =
+        taken.viewed ? std::make_shared<Block>(ring.shared_from_this(), taken.slot) : nullptr;
     const bool killer = in && in->max_deaths && taken.deaths >= in->max_deaths;
     if (killer && taken.kills_who_unpickles)
         return give_up(*in, unreadable(taken.kind, taken.at, taken.size), taken.deaths, nullptr);
@@ -258,7 +256,7 @@ Step get_ring(Channel& ch, In* in, Deadline deadline, Taking taking, PyObject*& 
     runs(in, Session::UNPICKLING);
     result = decode(taken.kind, taken.at, taken.size, block, parcel.ptr());
     runs(in, result ? Session::USERS : Session::OURS);
-    if (!result) return not_received(ch, in, taking, taken);
+    if (!result) return not_received(ring, in, taking, taken);
     if (taken.held) {
         Wakes wakes;
         Locked<Ring> locked(ring);
@@ -271,56 +269,63 @@ Step get_ring(Channel& ch, In* in, Deadline deadline, Taking taking, PyObject*& 
     return give_up(*in, std::exchange(result, nullptr), taken.deaths, nullptr);
 }
 
+// Until there is a place for one more output, or few wait for one.
+Step await_place(LocalQueue& queue, Out& out) {
+    const auto waits = [&] { return out.open && queue.is_crowded(); };
+    Locked lock(queue);
+    const bool now = waits();
+    lock.unlock({});
+    if (!now) return Step::Done;
+    nb::object kept = nb::find(out);  // others may close and drop it meanwhile
+    return perform(
+        queue, [&](bool) { return Caller{Side::Writer, &out, 0, 0, true, ANY_TURN}; },
+        [&](Wakes&) { return waits() ? Step::Wait : Step::Done; }, Deadline{});
+}
+
+// In a ring each waits on a word of its own, so a crowd costs nothing.
+Step await_place(Ring&, Out&) { return Step::Done; }
+
 // A worker of an ordered stage takes no item while many outputs wait for a place (line.hpp).
-Step await_place(In& in) {
+Step await_places(In& in) {
     for (size_t i = 0; i < in.feeds.size(); ++i) {
         Out& out = *in.feeds[i];
-        if (!out.state.ordered || !out.ch->queue) continue;
-        LocalQueue& queue = *out.ch->queue;
-        const auto waits = [&] { return out.open && queue.is_crowded(); };
-        Locked<LocalQueue> lock(queue);
-        const bool now = waits();
-        lock.unlock({});
-        if (!now) continue;
-        nb::object kept = nb::find(out);  // others may close and drop it meanwhile
-        const Step step = perform(
-            queue, [&](bool) { return Caller{Side::Writer, &out, 0, 0, true, ANY_TURN}; },
-            [&](Wakes&) { return waits() ? Step::Wait : Step::Done; }, Deadline{});
+        if (!out.state.ordered) continue;
+        const Step step = out.ch->with([&](auto& medium) { return await_place(medium, out); });
         if (step != Step::Done) return step;
     }
     return Step::Done;
 }
 
-Step get_step(Channel& ch, In* in, Deadline deadline, Taking taking, PyObject*& result) {
+Step get(LocalQueue& queue, Channel&, In* in, Deadline deadline, Taking taking, PyObject*& result) {
     ReaderState* reader = in ? &in->state : nullptr;
-    if (ch.queue) {
-        if (in && !in->feeds.empty() && deadline.at == NEVER) {
-            const Step step = await_place(*in);
-            if (step != Step::Done) return step;
-        }
-        LocalQueue& queue = *ch.queue;
-        LocalQueue::Item item{};
-        std::vector<LocalQueue::Item> before;
-        Step step = perform(
-            queue,
-            [&](bool) {
-                return Caller{.side = Side::Reader, .port = in, .exchangeable = reader && reader->lazy};
-            },
-            [&](Wakes& wakes) {
-                if (in && !in->open) return queue.state == BROKEN ? Step::Broken : Step::PortClosed;
-                if (reader && taking == Taking::Next) {
-                    queue.acknowledge(*reader, wakes);
-                    before.swap(in->hand);
-                }
-                return queue.try_take(item, reader, wakes);
-            },
-            deadline);
-        for (LocalQueue::Item& old : before) Py_DECREF(old.object);
-        result = item.object;
-        if (in && result) in->hand.push_back({Py_NewRef(result), item.size});
-        return step;
+    if (in && !in->feeds.empty() && deadline.at == NEVER) {
+        const Step step = await_places(*in);
+        if (step != Step::Done) return step;
     }
-    if (!in) return get_ring(ch, in, deadline, taking, result);
+    LocalQueue::Item item{};
+    std::vector<LocalQueue::Item> before;
+    Step step = perform(
+        queue,
+        [&](bool) {
+            return Caller{.side = Side::Reader, .port = in, .exchangeable = reader && reader->lazy};
+        },
+        [&](Wakes& wakes) {
+            if (in && !in->open) return queue.state == BROKEN ? Step::Broken : Step::PortClosed;
+            if (reader && taking == Taking::Next) {
+                queue.acknowledge(*reader, wakes);
+                before.swap(in->hand);
+            }
+            return queue.try_take(item, reader, wakes);
+        },
+        deadline);
+    for (LocalQueue::Item& old : before) Py_DECREF(old.object);
+    result = item.object;
+    if (in && result) in->hand.push_back({Py_NewRef(result), item.size});
+    return step;
+}
+
+Step get(Ring& ring, Channel& ch, In* in, Deadline deadline, Taking taking, PyObject*& result) {
+    if (!in) return get_decoded(ring, ch, in, deadline, taking, result);
     const Step turn = in->turn.enter(deadline);
     if (turn != Step::Done) return turn;
     struct End {
@@ -331,14 +336,18 @@ Step get_step(Channel& ch, In* in, Deadline deadline, Taking taking, PyObject*& 
             in.turn.leave();
         }
     } end{*in, in->copying};
-    return get_ring(ch, in, deadline, taking, result);
+    return get_decoded(ring, ch, in, deadline, taking, result);
+}
+
+Step get_step(Channel& ch, In* in, Deadline deadline, Taking taking, PyObject*& result) {
+    return ch.with([&](auto& medium) { return get(medium, ch, in, deadline, taking, result); });
 }
 
 }  // namespace
 
 Caller writing(Channel& ch, const Out* out, uint64_t size, bool waits) {
     Caller caller{Side::Writer, out, 0, size};
-    if (ch.ring && waits) caller.session = out ? out->state.session : ch.plain_session();
+    if (waits) caller.session = out ? out->state.session : ch.plain_session();
     if (out && out->state.ordered && out->state.keyed) {
         caller.ordered = true;
         caller.number = out->state.number;
@@ -346,13 +355,13 @@ Caller writing(Channel& ch, const Out* out, uint64_t size, bool waits) {
     return caller;
 }
 
-// Memory of the channel for `size` bytes that the caller fills and then puts, waiting until there is some.
-nb::object loan(Channel& ch, Out* out, uint64_t size, nb::handle timeout) {
-    Deadline deadline;
-    if (!ch.usable() || !parse_deadline(timeout.ptr(), deadline)) throw nb::python_error();
+static nb::object lend(LocalQueue&, Channel& ch, Out*, uint64_t, Deadline) {
+    throw nb::type_error((ch.describe() + " has no memory of its own to lend").c_str());
+}
+
+static nb::object lend(Ring& ring, Channel& ch, Out* out, uint64_t size, Deadline deadline) {
     size += LOAN_HEAD;
     Slot* slot = nullptr;
-    Ring& ring = *ch.ring;
     const uint32_t session = out ? out->state.session : ch.plain_session();
     Step step = perform(
         ring, [&](bool waits) { return writing(ch, out, size, waits); },
@@ -364,11 +373,18 @@ nb::object loan(Channel& ch, Out* out, uint64_t size, nb::handle timeout) {
         raise_step(ch, step, Side::Writer, size, deadline);
         throw nb::python_error();
     }
-    auto block = std::make_shared<Block>(ch.ring, slot);
+    auto block = std::make_shared<Block>(ring.shared_from_this(), slot);
     ch.loans.push_back(block);
     nb::object view = View::over(block, block->begin + LOAN_HEAD, size - LOAN_HEAD);
     nb::inst_ptr<View>(view)->writable = true;
     return view;
+}
+
+// Memory of the channel for `size` bytes that the caller fills and then puts, waiting until there is some.
+nb::object loan(Channel& ch, Out* out, uint64_t size, nb::handle timeout) {
+    Deadline deadline;
+    if (!ch.usable() || !parse_deadline(timeout.ptr(), deadline)) throw nb::python_error();
+    return ch.with([&](auto& medium) { return lend(medium, ch, out, size, deadline); });
 }
 
 PyObject* put_item(Channel& ch, Out* out, PyObject* item, Deadline deadline) {

@@ -20,35 +20,40 @@ Channel::Channel(uint64_t capacity, bool processes, uint64_t max_bytes, std::str
     : name(std::move(name)), capacity(capacity), max_bytes(max_bytes) {
     if (processes) need_proc();
     if (processes)
-        ring = std::make_shared<Ring>(capacity, max_bytes);
+        ring_ = std::make_shared<Ring>(capacity, max_bytes);
     else
-        queue = std::make_unique<LocalQueue>(capacity, max_bytes);
+        queue_ = std::make_unique<LocalQueue>(capacity, max_bytes);
 }
 
 Channel::Channel(int fd, int socket, std::string name) : name(std::move(name)) {
     need_proc();
-    ring = std::make_shared<Ring>(RingHandle{fd, socket});
-    capacity = ring->header().capacity;
-    max_bytes = ring->header().max_bytes;
+    ring_ = std::make_shared<Ring>(RingHandle{fd, socket});
+    capacity = ring_->header().capacity;
+    max_bytes = ring_->header().max_bytes;
 }
 
 Channel::~Channel() {
-    if (!ring || !plain || forks != fork_count) return;
-    Wakes wakes;
-    Locked<Ring> locked(*ring);
-    ring->end_session(plain, false, wakes);
-    locked.unlock(wakes);
+    if (!plain || forks != fork_count) return;
+    locked_ring(*this, [&](Ring& ring, Wakes& wakes) { ring.end_session(plain, false, wakes); });
 }
 
 std::string Channel::describe() const {
     if (!name.empty()) return "channel '" + name + "'";
-    const char* across = queue ? "threads" : hosts ? "hosts" : "processes";
-    return "Channel(" + std::to_string(capacity) + ", across='" + across + "')";
+    return "Channel(" + std::to_string(capacity) + ", across='" + across() + "')";
+}
+
+const char* Channel::across() const {
+    if (hosts) return "hosts";
+    return with([]<class M>(M&) { return Traits<M>::across; });
+}
+
+bool Channel::reaches_processes() const {
+    return with([]<class M>(M&) { return Traits<M>::processes; });
 }
 
 bool Channel::usable() {
     if (forks == fork_count) return true;
-    if (ring) {  // the child is another user of the same ring
+    if (reaches_processes()) {  // the child is another user of the same memory
         plain = 0;
         awaiting = 0;
         forks = fork_count;
@@ -62,17 +67,14 @@ bool Channel::usable() {
 
 uint32_t Channel::plain_session() {
     if (plain) return plain;
-    Wakes wakes;
     std::string failure;
-    {
-        Locked<Ring> locked(*ring);
+    locked_ring(*this, [&](Ring& ring, Wakes& wakes) {
         if (!plain) try {  // another thread may have been quicker
-                plain = ring->open_session(Session::PLAIN, wakes);
+                plain = ring.open_session(Session::PLAIN, wakes);
             } catch (const std::exception& e) {
                 failure = e.what();
             }
-        locked.unlock(wakes);
-    }
+    });
     if (!failure.empty()) {
         raise("ChannelError", describe() + ": " + failure);
         throw nb::python_error();
@@ -80,25 +82,27 @@ uint32_t Channel::plain_session() {
     return plain;
 }
 
+static void abort_medium(LocalQueue& queue, PyObject* cause) {
+    Wakes wakes;
+    std::vector<PyObject*> dropped;
+    Locked locked(queue);
+    if (queue.state != BROKEN && cause != Py_None) queue.cause = Py_NewRef(cause);
+    queue.break_(dropped, wakes);
+    locked.unlock(wakes);
+    for (PyObject* o : dropped) Py_DECREF(o);
+}
+
+static void abort_medium(Ring& ring, PyObject* cause) {
+    Wakes wakes;
+    const std::string pickled = cause == Py_None ? "" : pickle_cause(cause);
+    Locked locked(ring);
+    ring.break_(pickled, wakes);
+    locked.unlock(wakes);
+}
+
 void abort_channel(Channel& ch, PyObject* cause) {
     if (!ch.usable()) throw nb::python_error();
-    Wakes wakes;
-    if (ch.queue) {
-        std::vector<PyObject*> dropped;
-        Locked<LocalQueue> locked(*ch.queue);
-        if (ch.queue->state != BROKEN && cause != Py_None) ch.queue->cause = Py_NewRef(cause);
-        ch.queue->break_(dropped, wakes);
-        locked.unlock(wakes);
-        for (PyObject* o : dropped) Py_DECREF(o);
-        return;
-    }
-    std::string pickled;
-    if (cause != Py_None) {
-        pickled = pickle_cause(cause);
-    }
-    Locked<Ring> locked(*ch.ring);
-    ch.ring->break_(pickled, wakes);
-    locked.unlock(wakes);
+    ch.with([&](auto& medium) { abort_medium(medium, cause); });
 }
 
 // (pid, blocks, bytes) of each process that looks at blocks of the channel.

@@ -1,4 +1,4 @@
-// The Python objects: Channel over either medium, and its ports In and Out.
+// The Python objects: Channel over its medium, and its ports In and Out.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "blocking.hpp"
@@ -14,9 +15,17 @@
 
 namespace flowchan {
 
-struct Channel {
-    std::unique_ptr<LocalQueue> queue;  // one of the two
-    std::shared_ptr<Ring> ring;
+// Functions for the media where these differ, one each: `ch.with(Each{[](LocalQueue&) {}, [](Ring&) {}})`.
+template <class... F>
+struct Each : F... {
+    using F::operator()...;
+};
+
+class Channel {
+    std::unique_ptr<LocalQueue> queue_;  // one of the two
+    std::shared_ptr<Ring> ring_;
+
+  public:
     std::vector<std::weak_ptr<Block>> loans;  // memory of the ring that writers here fill, or have put
     std::string name;
     uint64_t capacity = 0;
@@ -31,13 +40,15 @@ struct Channel {
     Channel(int fd, int socket, std::string name);
     ~Channel();
 
-    // Does `f` with its medium.
+    // Does `f` with its medium. Nobody else asks which it is.
     template <class F>
-    auto with(F&& f) {
-        return queue ? f(*queue) : f(*ring);
+    auto with(F&& f) const {
+        return queue_ ? f(*queue_) : f(*ring_);
     }
+    const char* across() const;
+    bool reaches_processes() const;
     std::string describe() const;  // "channel 'name'" or "Channel(64, across='threads')"
-    uint32_t plain_session();      // throws nb::python_error
+    uint32_t plain_session();      // 0 for threads; throws nb::python_error
     bool usable();                 // false with a Python error set: a `threads` channel in a forked child
 };
 
@@ -52,6 +63,28 @@ auto locked(Channel& ch, F&& f) {
         lock.unlock(wakes);
         return result;
     });
+}
+
+// The same where processes may die and leave something behind: not for threads, which end with their process.
+template <class F>
+void locked_ring(Channel& ch, F&& f) {
+    ch.with(Each{[](LocalQueue&) {},
+                 [&](Ring& ring) {
+                     Wakes wakes;
+                     Locked lock(ring);
+                     f(ring, wakes);
+                     lock.unlock(wakes);
+                 }});
+}
+
+// Looks for dead processes when it is time to.
+template <class M>
+void look_for_dead(M& medium) {
+    if (!Traits<M>::time_to_look(medium)) return;
+    Wakes wakes;
+    Locked lock(medium);
+    Traits<M>::look_for_dead(medium, wakes);
+    lock.unlock(wakes);
 }
 
 struct Out;
@@ -100,6 +133,10 @@ struct In {
     In(nb::object channel, int session);
     ~In();
     void close(bool finished);
+
+  private:
+    void leave(LocalQueue& queue, bool finished);
+    void leave(Ring& ring, bool finished);
 };
 
 struct Out {
@@ -119,6 +156,10 @@ struct Out {
     ~Out();
     In* follows() const { return reader.is_valid() ? nb::inst_ptr<In>(reader) : nullptr; }
     void close();
+
+  private:
+    void leave(LocalQueue& queue);
+    void leave(Ring& ring);
 };
 
 // Each gives a new reference, or null with a Python error set. `in`/`out` is the port used, or null for a
@@ -157,18 +198,18 @@ class Place {
 
     void enter(bool again);
     void leave(bool unused);  // `unused`: somebody else may have the chance that was meant for it
+    void pass_on();           // to somebody else, the chance that was meant for it
     bool changed() const { return word_->load(std::memory_order_relaxed) != seen_; }
     WaitedWord waited() const {
         return {seen_, reinterpret_cast<uint64_t>(word_),
-                FUTEX_WORD_32 | (ch->queue ? FUTEX_PRIVATE_FLAG : 0), 0};
+                FUTEX_WORD_32 | (ch->reaches_processes() ? 0 : FUTEX_PRIVATE_FLAG), 0};
     }
 
     Channel* const ch;
     const Caller caller;
 
   private:
-    Node node_{};
-    Traits<Ring>::Waiting waiting_{};
+    std::tuple<Traits<LocalQueue>::Waiting, Traits<Ring>::Waiting> waiting_;  // that of its medium is used
     std::atomic<uint32_t>* word_ = nullptr;
     uint32_t seen_ = 0;
 };

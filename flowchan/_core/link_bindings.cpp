@@ -11,11 +11,14 @@ using namespace nb::literals;
 
 namespace {
 
-const std::shared_ptr<Ring>& ring_of(nb::handle port, Channel& ch) {
-    if (ch.ring) return ch.ring;
-    PyErr_Format(PyExc_TypeError, "a link couples ports of channels between processes; %R is none",
-                 port.ptr());
-    throw nb::python_error();
+std::shared_ptr<Ring> ring_of(nb::handle port, Channel& ch) {
+    return ch.with(Each{[&](LocalQueue&) -> std::shared_ptr<Ring> {
+                            PyErr_Format(PyExc_TypeError,
+                                         "a link couples ports of channels between processes; %R is none",
+                                         port.ptr());
+                            throw nb::python_error();
+                        },
+                        [](Ring& ring) { return ring.shared_from_this(); }});
 }
 
 template <class Port>

@@ -37,6 +37,8 @@ concept Medium = requires(M& m, const M& seen, Wakes& wakes) {
     // without the lock
     { seen.seen_state() } -> std::same_as<uint64_t>;
     { seen.is_sweep_due() } -> std::same_as<bool>;
+    { seen.fd() } -> std::same_as<int>;  // what another process needs to share it; -1 for threads
+    { seen.socket() } -> std::same_as<int>;
     // under it
     { seen.counts() } -> std::same_as<Counts>;
     { seen.held() } -> std::same_as<std::vector<Held>>;

@@ -199,13 +199,14 @@ int channel_traverse(PyObject* self, visitproc visit, void* arg) {
     Py_VISIT(Py_TYPE(self));
     if (!nb::inst_ready(self)) return 0;
     Channel& ch = channel_of(self);
-    return ch.queue ? ch.queue->traverse(visit, arg) : 0;
+    return ch.with(
+        Each{[&](LocalQueue& queue) { return queue.traverse(visit, arg); }, [](Ring&) { return 0; }});
 }
 int channel_clear(PyObject* self) {
-    if (!nb::inst_ready(self) || !channel_of(self).queue) return 0;
+    if (!nb::inst_ready(self)) return 0;
     std::vector<PyObject*> dropped;
     Wakes wakes;
-    channel_of(self).queue->break_(dropped, wakes);
+    channel_of(self).with(Each{[&](LocalQueue& queue) { queue.break_(dropped, wakes); }, [](Ring&) {}});
     for (PyObject* o : dropped) Py_DECREF(o);
     return 0;
 }

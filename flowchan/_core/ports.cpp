@@ -31,32 +31,35 @@ bool done_with(M& m, Out& out, uint64_t number) {
     return step != Step::Interrupted;
 }
 
-// Opens a session for a port, or adopts one that another process opened for it.
-template <class State>
-uint64_t open_port(Channel& ch, int session, bool writer, State& state) {
-    if (!ch.usable()) throw nb::python_error();
-    if (ch.queue) {
-        Wakes wakes;
-        Locked<LocalQueue> locked(*ch.queue);
-        (writer ? ch.queue->writers : ch.queue->readers) += 1;
-        locked.unlock(wakes);
-        return 0;
-    }
+// Opens a session for a port, or adopts one that another process opened for it; gives its generation.
+uint64_t open_session(LocalQueue& queue, Channel&, int, bool writer, uint32_t&) {
+    Locked locked(queue);
+    (writer ? queue.writers : queue.readers) += 1;
+    locked.unlock({});
+    return 0;
+}
+
+uint64_t open_session(Ring& ring, Channel& ch, int given, bool writer, uint32_t& session) {
     Wakes wakes;
     std::string failure;
-    Locked<Ring> locked(*ch.ring);
+    Locked locked(ring);
     try {
-        if (session) ch.ring->adopt(uint32_t(session));
-        state.session = session ? uint32_t(session)
-                                : ch.ring->open_session(writer ? Session::WRITER : Session::READER, wakes);
+        if (given) ring.adopt(uint32_t(given));
+        session =
+            given ? uint32_t(given) : ring.open_session(writer ? Session::WRITER : Session::READER, wakes);
     } catch (const std::exception& e) {
         failure = e.what();
     }
-    uint64_t generation = ch.ring->session(state.session).generation;
+    uint64_t generation = ring.session(session).generation;
     locked.unlock(wakes);
     if (failure.empty()) return generation;
     raise("ChannelError", ch.describe() + ": " + failure);
     throw nb::python_error();
+}
+
+uint64_t open_port(Channel& ch, int given, bool writer, uint32_t& session) {
+    if (!ch.usable()) throw nb::python_error();
+    return ch.with([&](auto& medium) { return open_session(medium, ch, given, writer, session); });
 }
 
 // Whether the port's session is still this port's and, unless `anyway`, still this process's (it may have
@@ -119,10 +122,7 @@ bool ready(Port& port) {
     if (port.forks == fork_count) return true;
     if (!port.ch->usable()) return false;
     forget_threads(port);
-    Wakes wakes;
-    Locked<Ring> locked(*port.ch->ring);
-    port.ch->ring->adopt(port.state.session);
-    locked.unlock(wakes);
+    locked_ring(*port.ch, [&](Ring& ring, Wakes&) { ring.adopt(port.state.session); });
     port.forks = fork_count;
     return true;
 }
@@ -141,51 +141,62 @@ bool tell_followers(In& in) {
     return true;
 }
 
+// Whether the port is open, and has not been sent to another process.
+template <class Port>
+static bool is_mine(Port& port) {
+    if (!port.open || port.forks != fork_count) return false;
+    return port.ch->with(Each{
+        [](LocalQueue&) { return true; },
+        [&](Ring& ring) { return ring.session(port.state.session).pid == uint64_t(getpid()); },
+    });
+}
+
 In::In(nb::object channel_, int session) : channel(std::move(channel_)), ch(nb::inst_ptr<Channel>(channel)) {
-    generation = open_port(*ch, session, false, state);
+    generation = open_port(*ch, session, false, state.session);
 }
 
 Out::Out(nb::object channel_, int session)
     : channel(std::move(channel_)), ch(nb::inst_ptr<Channel>(channel)) {
-    generation = open_port(*ch, session, true, state);
+    generation = open_port(*ch, session, true, state.session);
 }
 
 In::~In() {
     for (Out* out : feeds) out->reader.reset();
-    bool mine = open && forks == fork_count;
-    if (mine && ch->ring) mine = ch->ring->session(state.session).pid == uint64_t(getpid());
-    if (mine) close(false);
+    if (is_mine(*this)) close(false);
 }
 
 Out::~Out() {
     if (In* in = follows()) std::erase(in->feeds, this);
-    bool mine = open && forks == fork_count;
-    if (mine && ch->ring) mine = ch->ring->session(state.session).pid == uint64_t(getpid());
-    if (mine) close();
+    if (is_mine(*this)) close();
 }
 
 void In::close(bool finished) {
     if (!open) return;
     open = false;
     if (finished && !tell_followers(*this)) PyErr_Clear();  // interrupted; leaving goes on all the same
+    ch->with([&](auto& medium) { leave(medium, finished); });
+}
+
+void In::leave(LocalQueue& queue, bool finished) {
     Wakes wakes;
-    if (ch->queue) {
-        Locked<LocalQueue> locked(*ch->queue);
-        if (finished || ch->queue->state == BROKEN) {
-            ch->queue->acknowledge(state, wakes);
-        } else {
-            ch->queue->give_back(hand, state, wakes);
-            hand.clear();
-        }
-        ch->queue->end_port(Side::Reader, this, wakes);
-        locked.unlock(wakes);
-        for (LocalQueue::Item& item : hand) Py_DECREF(item.object);
+    Locked locked(queue);
+    if (finished || queue.state == BROKEN) {
+        queue.acknowledge(state, wakes);
+    } else {
+        queue.give_back(hand, state, wakes);
         hand.clear();
-        return;
     }
+    queue.end_port(Side::Reader, this, wakes);
+    locked.unlock(wakes);
+    for (LocalQueue::Item& item : hand) Py_DECREF(item.object);
+    hand.clear();
+}
+
+void In::leave(Ring& ring, bool finished) {
+    Wakes wakes;
     std::optional<Locked<Ring>> locked;
-    lock_when_idle(*ch->ring, [&] { return copying && !turn.is_mine(); }, locked);
-    if (owns(*ch->ring, state.session, generation)) ch->ring->end_session(state.session, finished, wakes);
+    lock_when_idle(ring, [&] { return copying && !turn.is_mine(); }, locked);
+    if (owns(ring, state.session, generation)) ring.end_session(state.session, finished, wakes);
     locked->unlock(wakes);
     state.in_hand = 0;
 }
@@ -193,16 +204,21 @@ void In::close(bool finished) {
 void Out::close() {
     if (!open) return;
     open = false;
+    ch->with([&](auto& medium) { leave(medium); });
+}
+
+void Out::leave(LocalQueue& queue) {
     Wakes wakes;
-    if (ch->queue) {
-        Locked<LocalQueue> locked(*ch->queue);
-        ch->queue->end_port(Side::Writer, this, wakes);
-        locked.unlock(wakes);
-        return;
-    }
+    Locked locked(queue);
+    queue.end_port(Side::Writer, this, wakes);
+    locked.unlock(wakes);
+}
+
+void Out::leave(Ring& ring) {
+    Wakes wakes;
     std::optional<Locked<Ring>> locked;
-    lock_when_idle(*ch->ring, [&] { return copying > 0; }, locked);
-    if (owns(*ch->ring, state.session, generation)) ch->ring->end_session(state.session, true, wakes);
+    lock_when_idle(ring, [&] { return copying > 0; }, locked);
+    if (owns(ring, state.session, generation)) ring.end_session(state.session, true, wakes);
     locked->unlock(wakes);
 }
 

@@ -91,6 +91,8 @@ class LocalQueue {
     Counts counts() const;
     std::vector<Held> held() const { return {}; }  // nobody dies here, and nobody looks at what is inside
     bool is_sweep_due() const { return false; }
+    int fd() const { return -1; }
+    int socket() const { return -1; }
     void sweep(Wakes&) {}
 
     int traverse(visitproc visit, void* arg);

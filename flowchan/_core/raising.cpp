@@ -63,16 +63,32 @@ std::string fill(Channel& ch) {
 std::string seconds(Deadline deadline) { return deadline.now_only() ? "now" : "within the timeout"; }
 
 // The cause of Broken: for `threads` the exception itself, for `processes` what codec.dumps made of it.
-PyObject* stored_cause(Channel& ch) {
-    if (ch.queue) return Py_XNewRef(ch.queue->cause);
+PyObject* stored_cause(LocalQueue& queue) { return Py_XNewRef(queue.cause); }
+
+PyObject* stored_cause(Ring& ring) {
     Wakes wakes;
-    Locked<Ring> locked(*ch.ring);
-    std::string pickled = ch.ring->cause();
+    Locked locked(ring);
+    std::string pickled = ring.cause();
     locked.unlock(wakes);
     if (pickled.empty()) return nullptr;
     PyObject* cause = decode(uint64_t(pickled[0]), pickled.data() + 1, pickled.size() - 1);
     if (!cause) PyErr_Clear();
     return cause;
+}
+
+// What is wrong with a channel beyond what its state says; nothing of this comes to threads.
+struct Fault {
+    uint64_t cut_off = 0;  // the process whose death ended it
+    bool damaged = false;
+    bool blind = false;  // this process does not see all of it
+};
+
+Fault fault(Channel& ch) {
+    return ch.with(Each{[](LocalQueue&) { return Fault{}; },
+                        [](Ring& ring) {
+                            const Header& h = ring.header();
+                            return Fault{h.state == CLOSED ? h.cut_off : 0, h.damaged != 0, ring.is_blind()};
+                        }});
 }
 
 }  // namespace
@@ -143,10 +159,9 @@ PyObject* raise_step(Channel& ch, Step step, Side side, uint64_t size, Deadline 
             raise("Drained", who + " is drained: it is closed and everything in it has been read");
             break;
         case Step::Broken: {
-            const uint64_t cut_off =
-                ch.ring && ch.ring->header().state == CLOSED ? ch.ring->header().cut_off : 0;
-            PyObject* cause = cut_off ? writer_died(who, cut_off) : stored_cause(ch);
-            const bool damaged = ch.ring && ch.ring->header().damaged;
+            const auto [cut_off, damaged, _] = fault(ch);
+            PyObject* cause = cut_off ? writer_died(who, cut_off)
+                                      : ch.with([](auto& medium) { return stored_cause(medium); });
             raise_broken(who + (damaged   ? " is broken: its shared memory is damaged"
                                 : cut_off ? " is broken: a writer died, what it had put has been read"
                                           : " is broken"),
@@ -161,7 +176,7 @@ PyObject* raise_step(Channel& ch, Step step, Side side, uint64_t size, Deadline 
                                 .c_str());
             break;
         case Step::NoMemory:
-            if (ch.ring && ch.ring->is_blind()) {
+            if (fault(ch).blind) {
                 PyErr_SetString(PyExc_MemoryError,
                                 (who + " has grown, and this process has no address space left to see "
                                        "all of it; raise its limit (ulimit -v)")

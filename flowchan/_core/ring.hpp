@@ -9,6 +9,7 @@
 #pragma once
 
 #include <algorithm>
+#include <memory>
 #include <string>
 #include <system_error>
 
@@ -75,7 +76,7 @@ struct RingHandle {
     int socket = -1;
 };
 
-class Ring {
+class Ring : public std::enable_shared_from_this<Ring> {
   public:
     Ring(uint64_t capacity, uint64_t max_bytes);  // creates; throws std::system_error, std::bad_alloc
     explicit Ring(RingHandle handle);  // maps what another process created; takes over the descriptors

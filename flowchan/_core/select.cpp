@@ -101,7 +101,7 @@ Operation parse(nb::handle target, Side side, PyObject* item) {
         throw nb::python_error();
     }
     if (!op.ch->usable()) throw nb::python_error();
-    if (op.ch->ring && !op.session) op.session = op.ch->plain_session();
+    if (!op.session) op.session = op.ch->plain_session();
     return op;
 }
 
@@ -143,17 +143,9 @@ static nb::object try_each(const std::vector<Operation>& ops) {
 // possible.
 static std::vector<uint64_t> moves(const std::vector<Operation>& ops) {
     std::vector<uint64_t> found;
-    auto note = [&](auto& m, auto& counts) {
-        Locked locked(m);
-        found.push_back(counts.puts);
-        found.push_back(counts.takes);
-        locked.unlock({});
-    };
     for (const Operation& op : ops) {
-        if (op.ch->queue)
-            note(*op.ch->queue, *op.ch->queue);
-        else
-            note(*op.ch->ring, op.ch->ring->header());
+        const Counts now = locked(*op.ch, [](auto& medium, Wakes&) { return medium.counts(); });
+        found.insert(found.end(), {now.items_in, now.items_out});
     }
     return found;
 }

@@ -22,6 +22,7 @@ from flowchan.channel.media import MEDIA, Across, Medium
 from flowchan.channel.ports import In, Out
 from flowchan.errors import Broken, ChannelError
 from flowchan.items import arrays
+from flowchan.items.whole import whole
 from flowchan.transport.descriptors import (
     Beside,
     Handle,
@@ -42,6 +43,7 @@ hears_aborts: ContextVar[Callable[[Channel[Any], BaseException | None], None] | 
 hears_aborts = ContextVar("hears_aborts", default=None)
 
 _NO_LIMIT = 2**64 - 1
+_LARGEST = 10**15
 _MOST_BY_DEFAULT = 16 << 30
 
 
@@ -123,9 +125,9 @@ class Channel(_core.Channel, Generic[T]):
         medium = MEDIA.get(across)
         if medium is None:
             raise ValueError(f"across must be {' or '.join(map(repr, MEDIA))}, not {across!r}")
-        _whole("capacity", capacity, "items")
+        whole("Channel", "capacity", capacity, 1, _LARGEST)
         if max_bytes is not None:
-            _whole("max_bytes", max_bytes, "bytes, or None")
+            whole("Channel", "max_bytes", max_bytes, 1, _LARGEST)
         else:
             max_bytes = most_bytes() if medium.copies else _NO_LIMIT
         super().__init__(capacity=capacity, processes=medium.copies, max_bytes=max_bytes, name="")
@@ -247,10 +249,3 @@ def _close(*descriptors: int) -> None:
     for fd in descriptors:
         if fd >= 0:
             os.close(fd)
-
-
-def _whole(argument: str, value: object, unit: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{argument} must be a whole number of {unit} >= 1, not {value!r}")
-    if not 1 <= value <= 10**15:
-        raise ValueError(f"{argument} must be a whole number of {unit} from 1 to 10**15, not {value!r}")

@@ -41,6 +41,7 @@ from flowchan.declare.callables import is_async
 from flowchan.declare.values import Link, Origin, Stage
 from flowchan.declare.verbs import VERBS
 from flowchan.errors import GraphError, Problem
+from flowchan.items.whole import is_whole
 
 _BYTES_PER_ITEM = 64
 _REFUSED = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.ENOENT)
@@ -342,7 +343,7 @@ def _bytes_of(link: Link) -> int:
 
 
 def _is_capacity(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return is_whole(value) and value >= 1
 
 
 _RULES = (

@@ -12,6 +12,7 @@ from flowchan.collective.group import Group
 from flowchan.collective.handles import Handle
 from flowchan.collective.meeting import meet
 from flowchan.errors import GroupError, MemberDied, MemberLeft, Mismatch
+from flowchan.items.whole import is_whole
 
 __all__ = ["Group", "GroupError", "Handle", "MemberDied", "MemberLeft", "Mismatch", "group", "members"]
 
@@ -56,6 +57,6 @@ def members(size: int, *, name: str = "") -> list[Group]:
 
 
 def _whole(size: int) -> int:
-    if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= 1024:
+    if not is_whole(size) or not 1 <= size <= 1024:
         raise ValueError(f"size must be a whole number of members from 1 to 1024, not {size!r}")
     return size

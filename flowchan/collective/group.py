@@ -20,6 +20,7 @@ from flowchan.collective import arrays
 from flowchan.collective.handles import Handle, Later
 from flowchan.collective.values import dumps, loads
 from flowchan.errors import GroupError, MemberDied, MemberLeft, Mismatch
+from flowchan.items.whole import is_whole
 from flowchan.transport.descriptors import Borrowed, Inherited, Sent, hand_over, take_over
 
 NAMES = (
@@ -342,7 +343,7 @@ class Group(_core.Group):
         return [bytes(room) for room in rooms]
 
     def _check_root(self, root: int) -> None:
-        if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < self.size:
+        if not is_whole(root) or not 0 <= root < self.size:
             raise ValueError(f"root must be a rank of the group, from 0 to {self.size - 1}, not {root!r}")
 
     def _take_seat(self) -> None:

@@ -20,15 +20,6 @@ from flowchan.declare.places import PLACES, Place
 from flowchan.items.text import shown
 
 
-def whole(call: str, argument: str, value: Any, least: int) -> int:
-    """An int of at least ``least``; a bool is not one."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{call}: {argument} must be an int of at least {least}, not {shown(value)}")
-    if value < least:
-        raise ValueError(f"{call}: {argument} must be at least {least}, not {value}")
-    return value
-
-
 def seconds(call: str, argument: str, value: Any) -> float | None:
     """A number of seconds greater than zero, or ``None`` for no limit."""
     if value is None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from flowchan.declare.arguments import flag, placed, text, whole
+from flowchan.declare.arguments import flag, placed, text
 from flowchan.declare.callables import name_of
 from flowchan.declare.places import Place, Placement
 from flowchan.declare.values import (
@@ -29,6 +29,7 @@ from flowchan.declare.values import (
 )
 from flowchan.declare.verbs import VERBS
 from flowchan.errors import Where
+from flowchan.items.whole import whole
 
 _PACKAGE = __name__.partition(".")[0]
 

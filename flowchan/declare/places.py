@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Literal
 
 from flowchan.channel.media import PROCESSES, THREADS, Medium
 
@@ -36,10 +36,6 @@ class Place:
     def is_beside(self, other: Place) -> bool:
         """Whether both have the same hosts behind them, so that one crew serves both."""
         return not self.hosts and not other.hosts
-
-    def open_crew(self, home: Any, workers: Any) -> Any:
-        """What runs ``workers`` on these hosts in a run: an ``Away`` (see ``flowchan/run/spread.py``)."""
-        raise NotImplementedError(f"{self} has no hosts")
 
 
 THREAD = Place("thread", apart=False)

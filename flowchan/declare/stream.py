@@ -13,11 +13,12 @@ from types import GenericAlias
 from typing import Any, TypedDict, Unpack
 
 from flowchan.declare.annotations import element_type, returned_type, type_name
-from flowchan.declare.arguments import callable_argument, known_options, seconds, whole
+from flowchan.declare.arguments import callable_argument, known_options, seconds
 from flowchan.declare.builder import Builder
 from flowchan.declare.places import Placement
 from flowchan.declare.values import Origin, Stage
 from flowchan.items.text import shown
+from flowchan.items.whole import whole
 
 _MISSING: Any = object()
 

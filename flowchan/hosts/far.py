@@ -25,6 +25,7 @@ from flowchan.errors import Broken, ChannelError, Drained, Empty, FlowchanError,
 from flowchan.hosts.asking import Answer, opened, sealed, sealed_cause
 from flowchan.hosts.connection import PATIENCE, Connection, Line, connection_to
 from flowchan.hosts.home import home_at, home_of
+from flowchan.items.whole import is_whole
 
 T = TypeVar("T")
 
@@ -155,7 +156,7 @@ class FarChannel(Channel[T]):
 
     def get_many(self, max: int, timeout: float | None = None) -> list[T]:
         """As every channel's."""
-        if not isinstance(max, int) or isinstance(max, bool) or max < 1:
+        if not is_whole(max) or max < 1:
             raise ValueError(f"max must be a whole number >= 1, not {max!r}")
         wait = _seconds(timeout)
         if self._returned:

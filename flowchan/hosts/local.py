@@ -6,10 +6,10 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 
-from flowchan.declare.arguments import whole
 from flowchan.hosts.child import Child
 from flowchan.hosts.provider import Launch
 from flowchan.hosts.relay import Said
+from flowchan.items.whole import whole
 from flowchan.run.processes import exit_text
 
 

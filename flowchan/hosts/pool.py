@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from flowchan.declare.arguments import flag, seconds
 from flowchan.declare.places import Place
@@ -48,7 +47,7 @@ class Pool(Place):
     def is_beside(self, other: Place) -> bool:
         return isinstance(other, Pool) and other.provider == self.provider
 
-    def open_crew(self, home: LocalCrew, workers: Sequence[PlannedWorker]) -> Any:
+    def open_crew(self, home: LocalCrew, workers: Sequence[PlannedWorker]) -> HostCrew:
         return HostCrew(home, self.provider, self.patience, self.tls, workers)
 
 

@@ -14,13 +14,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from flowchan.declare.arguments import text, whole
+from flowchan.declare.arguments import text
 from flowchan.errors import HostError
 from flowchan.hosts.addresses import address_towards
 from flowchan.hosts.provider import Launch
 from flowchan.hosts.relay import LAST, Said
 from flowchan.hosts.remote import how_it_ended
 from flowchan.items.text import shown
+from flowchan.items.whole import whole
 
 REMEDY = "the environment of Ray's workers must bring it"
 

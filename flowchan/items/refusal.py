@@ -6,19 +6,20 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
 _DEEPEST = 20
 
 
-def refusal(value: Any) -> str | None:
-    """Why cloudpickle refuses the value, in one line; ``None`` if it does not."""
+def refusal(value: Any, pickler: Any = None) -> str | None:
+    """Why a pickler, cloudpickle's where none is given, refuses the value, in one line; ``None`` if it does
+    not."""
     import cloudpickle
 
     try:
-        cloudpickle.Pickler(_Nowhere(), protocol=5).dump(value)
+        (pickler or cloudpickle.Pickler)(_Nowhere(), protocol=5).dump(value)
     except Exception as error:  # a user's __reduce__ or __getstate__ may raise anything
         lines = str(error).splitlines()
         return lines[0] if lines else type(error).__name__
@@ -32,33 +33,7 @@ class _Nowhere:
         return memoryview(data).nbytes  # large buffers come as they are
 
 
-def smallest(value: Any, error: str) -> tuple[list[str], Any, str]:
-    """The path to the smallest part of ``value`` that is refused by itself, that part, and the reason."""
-    path: list[str] = []
-    seen = {id(value)}
-    while len(path) < _DEEPEST:
-        for name, child in _listed_children(value):
-            reason = None if id(child) in seen else refusal(child)
-            if reason is not None:
-                seen.add(id(child))
-                path.append(name)
-                value, error = child, reason
-                break
-        else:
-            break
-    return path, value, error
-
-
-def _listed_children(value: Any) -> list[tuple[str, Any]]:
-    """The children, or none where the object's own code fails while it lists them: then it is the
-    smallest."""
-    try:
-        return list(_children(value))
-    except Exception:
-        return []
-
-
-def _children(value: Any) -> Iterator[tuple[str, Any]]:
+def children(value: Any) -> Iterator[tuple[str, Any]]:
     """What cloudpickle visits when it pickles ``value``, with the word for each."""
     if isinstance(value, FunctionType):
         yield from _captured(value)
@@ -80,6 +55,38 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"element {place}", child) for place, child in enumerate(value))
     else:
         yield from _state(value)
+
+
+def smallest(
+    value: Any,
+    error: str,
+    refusal: Callable[[Any], str | None] = refusal,
+    children: Callable[[Any], Iterator[tuple[str, Any]]] = children,
+) -> tuple[list[str], Any, str]:
+    """The path to the smallest part of ``value`` that is refused by itself, that part, and the reason.
+    ``error`` is why ``value`` is refused; ``children`` names the parts of a part."""
+    path: list[str] = []
+    seen = {id(value)}
+    while len(path) < _DEEPEST:
+        for name, child in _listed(children, value):
+            reason = None if id(child) in seen else refusal(child)
+            if reason is not None:
+                seen.add(id(child))
+                path.append(name)
+                value, error = child, reason
+                break
+        else:
+            break
+    return path, value, error
+
+
+def _listed(children: Callable[[Any], Iterator[tuple[str, Any]]], value: Any) -> list[tuple[str, Any]]:
+    """The children, or none where the object's own code fails while it lists them: then it is the
+    smallest."""
+    try:
+        return list(children(value))
+    except Exception:
+        return []
 
 
 def _captured(function: FunctionType) -> Iterator[tuple[str, Any]]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 
 from flowchan.check.rules import check, raise_for
-from flowchan.declare.arguments import whole
 from flowchan.declare.blueprint import Blueprint
 from flowchan.errors import Interrupted, Problem
+from flowchan.items.whole import whole
 from flowchan.run.guard import leave_if_unguarded
 from flowchan.run.memory import budget
 from flowchan.run.plan import plan

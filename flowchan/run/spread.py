@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, cast
 
 from flowchan.declare.places import Place
 from flowchan.run.crew import LocalCrew
@@ -46,6 +46,12 @@ class Away(Protocol):
         """Leaves nothing on any host, and nothing of them here."""
 
 
+class Hosting(Protocol):
+    """A place with hosts: it has what runs workers there."""
+
+    def open_crew(self, home: LocalCrew, workers: Sequence[PlannedWorker]) -> Away: ...
+
+
 def crew_of(plan: Plan) -> LocalCrew:
     """The crew that a run needs."""
     return Spread(plan) if any(worker.host for worker in plan.workers) else LocalCrew(plan)
@@ -61,7 +67,7 @@ class Spread(LocalCrew):
         self._at_the_end: tuple[HostStats, ...] = ()
         self._answers: dict[int, Elsewhere] = {}  # of those who have answered what their workers do
         for place, workers in _shares(plan):
-            away = place.open_crew(self, workers)
+            away = cast(Hosting, place).open_crew(self, workers)
             self._away.append(away)
             self._whose.update({worker.id: away for worker in workers})
 

@@ -4,7 +4,6 @@ is allowed, and the remedy."""
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
@@ -17,7 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from flowchan.declare.places import Place
+from flowchan.items.refusal import refusal, smallest
 from flowchan.items.text import short, shown
+from flowchan.items.whole import is_whole
 from flowchan.pipelines.sequential.parts import Part, forks, run_part
 from flowchan.pipelines.sequential.skip import Pop, Stash
 from flowchan.pipelines.sequential.values import batch_size, leaves, mapped
@@ -151,7 +152,7 @@ def _in_a_row(module: nn.Sequential, path: str = "") -> Iterator[tuple[str, nn.M
 
 def checked_counts(parts: Any, layers: int) -> int | list[int]:
     """``parts`` as a number, or as the number of layers in each."""
-    if isinstance(parts, int) and not isinstance(parts, bool):
+    if is_whole(parts):
         if not 1 <= parts <= layers:
             raise ValueError(
                 f"Sequential: parts must be from 1 to {layers}, the number of layers, not {parts}; "
@@ -165,7 +166,7 @@ def checked_counts(parts: Any, layers: int) -> int | list[int]:
         )
     counts = list(parts)
     for count in counts:
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        if not is_whole(count) or count < 1:
             raise ValueError(
                 f"Sequential: parts={short(counts)} must hold ints of at least 1, the layers of each part, "
                 f"not {short(count)}"
@@ -186,7 +187,7 @@ def check_switches(**switches: Any) -> None:
 
 def check_joining(dim: Any, join: Any) -> None:
     """What says how batches are split and outputs joined."""
-    if isinstance(dim, bool) or not isinstance(dim, int) or dim < 0:
+    if not is_whole(dim) or dim < 0:
         raise ValueError(f"Sequential: dim must be the batch's dimension, an int from 0 on, not {shown(dim)}")
     if join is not None and not callable(join):
         raise TypeError(
@@ -203,7 +204,7 @@ def check_choices(
         raise ValueError(
             f'Sequential: on must be "thread", "process" or a pool of flowchan.hosts, not {shown(on)}'
         )
-    if chunks is not None and (isinstance(chunks, bool) or not isinstance(chunks, int)):
+    if chunks is not None and not is_whole(chunks):
         raise TypeError(f"Sequential: chunks must be an int of at least 1, or None, not {shown(chunks)}")
     if chunks is not None and chunks < 1:
         raise ValueError(
@@ -283,13 +284,11 @@ def check_sendable(parts: Sequence[Part]) -> None:
     for part in parts:
         for name, layer in part.module._modules.items():
             if layer is not None and (reason := _refusal(layer)) is not None:
-                path, culprit, reason = _smallest(layer, name, reason)
+                path, culprit, reason = smallest(layer, reason, _refusal, _children)
                 raise TypeError(
-                    f"Sequential: layer {name!r} ({type(layer).__name__}) of {part.name} can't be "
-                    "sent to a process: "
-                    f"{path} is of type {type(culprit).__name__} ({reason}); make it inside "
-                    "forward(), leave it out in "
-                    'its __getstate__(), or use on="thread"'
+                    f"Sequential: layer {name!r} ({type(layer).__name__}) of {part.name} can't be sent to a "
+                    f"process: {''.join([name, *path])} is of type {type(culprit).__name__} ({reason}); make "
+                    'it inside forward(), leave it out in its __getstate__(), or use on="thread"'
                 )
 
 
@@ -301,31 +300,18 @@ class _Weightless(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
 
 
 def _refusal(value: Any) -> str | None:
-    """Why a value can't be pickled, in one line; ``None`` if it can."""
-    try:
-        _Weightless(io.BytesIO(), protocol=5).dump(value)
-    except Exception as error:  # a user's __reduce__ or __getstate__ may raise anything
-        return (str(error).splitlines() or [type(error).__name__])[0]
-    return None
+    return refusal(value, _Weightless)
 
 
-def _smallest(value: Any, path: str, reason: str) -> tuple[str, Any, str]:
-    """The path to the smallest part that is refused by itself, that part, and why."""
-    for name, child in _children(value, path):
-        if (inner := _refusal(child)) is not None:
-            return _smallest(child, name, inner)
-    return path, value, reason
-
-
-def _children(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """The submodules and attributes of a module, the elements of a container."""
+def _children(value: Any) -> Iterator[tuple[str, Any]]:
+    """The submodules and attributes of a module, the elements of a container, as one would write them."""
     if isinstance(value, nn.Module):
-        yield from ((f"{path}.{name}", child) for name, child in value.named_children())
-        yield from ((f"{path}.{name}", child) for name, child in vars(value).items() if name != "_modules")
+        yield from ((f".{name}", child) for name, child in value.named_children())
+        yield from ((f".{name}", child) for name, child in vars(value).items() if name != "_modules")
     elif isinstance(value, dict):
-        yield from ((f"{path}[{short(key)}]", child) for key, child in value.items())
+        yield from ((f"[{short(key)}]", child) for key, child in value.items())
     elif isinstance(value, (list, tuple)):
-        yield from ((f"{path}[{place}]", child) for place, child in enumerate(value))
+        yield from ((f"[{place}]", child) for place, child in enumerate(value))
 
 
 # --- what becomes of the batch dimension ---

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from flowchan.declare.places import PLACES
+from flowchan.items.whole import is_whole
 from flowchan.pipelines.sequential.balance import best_split, costs, step_seconds
 from flowchan.pipelines.sequential.checks import checked_module
 from flowchan.pipelines.sequential.cut import CHUNKS, PASSING
@@ -62,7 +63,7 @@ def forecasts(
     ``sample`` is a usual batch. Measures copies of the layers, forward and backward, which takes as long as a
     few training steps. Raises as ``Sequential`` and its ``trainer`` do, and what a layer raises."""
     module = copy.deepcopy(checked_module(module)).train()
-    if isinstance(workers, bool) or not isinstance(workers, int) or not 1 <= workers <= len(module):
+    if not is_whole(workers) or not 1 <= workers <= len(module):
         raise ValueError(f"forecasts: workers must be from 1 to {len(module)}, the layers, not {workers!r}")
     pieces = split(sample, chunks, "sample")
     threads = compute_threads(workers) if PLACES[on].apart else torch.get_num_threads()

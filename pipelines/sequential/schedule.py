@@ -78,6 +78,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
 from flowchan.items.text import short
+from flowchan.items.whole import whole
 
 Op = Literal["F", "B", "I", "W"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zbh1", "zbv", "dualpipev"]
@@ -111,7 +112,7 @@ def steps(schedule: Schedule, worker: int, workers: int, parts: int, chunks: int
     and more parts per worker than the schedule has.
     """
     check("steps", schedule, workers, parts, chunks)
-    _whole("steps", "worker", worker, 0)
+    whole("steps", "worker", worker, 0)
     if worker >= workers:
         raise ValueError(
             f"steps: worker must be from 0 to {workers - 1} where workers={workers}, not {worker}"
@@ -144,9 +145,9 @@ def check(caller: str, schedule: Any, workers: Any, parts: Any, chunks: Any) -> 
     if not isinstance(schedule, str) or schedule not in SCHEDULES:
         known = " or ".join(map(repr, SCHEDULES))
         raise ValueError(f"{caller}: schedule must be {known}, not {short(schedule)}")
-    _whole(caller, "workers", workers, 1)
-    _whole(caller, "parts", parts, 1)
-    _whole(caller, "chunks", chunks, 1)
+    whole(caller, "workers", workers, 1)
+    whole(caller, "parts", parts, 1)
+    whole(caller, "chunks", chunks, 1)
     if parts < workers:
         raise ValueError(
             f"{caller}: parts={parts} leaves some of workers={workers} without a part: take fewer workers"
@@ -341,10 +342,3 @@ def parse(text: str, part: int = 0) -> list[Step]:
         where = part if match["part"] is None else int(match["part"])
         found.append(Step(cast("Op", match["op"]), int(match["chunk"]), where))
     return found
-
-
-def _whole(caller: str, argument: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{caller}: {argument} must be an int of at least {least}, not {short(value)}")
-    if value < least:
-        raise ValueError(f"{caller}: {argument} must be at least {least}, not {value}")

@@ -110,7 +110,7 @@ struct User {
         return {Side::Writer, this, session, 0, is_writer && writer.ordered && writer.keyed, writer.number};
     }
 
-    // As put_ring and put_large of calls.cpp. `item`: the number of the input item that the output belongs to.
+    // As put_frame and put_large of calls.cpp. `item`: the number of the input item that the output belongs to.
     Step put(const Message& message, Deadline deadline = {}, const uint64_t* item = nullptr) {
         Frame frame;
         message.fill(frame);

@@ -31,14 +31,16 @@ def test_every_public_name_and_method_has_a_docstring(name: str) -> None:
         assert not bare
 
 
-# What patterns may use besides the public names: what placement, argument
-# checks and failures are for everybody.
+# What patterns may use besides the public names: what placement, argument checks, refusals and failures are
+# for everybody.
 SHARED = {
     "flowchan.channel.media",
     "flowchan.declare.arguments",
     "flowchan.declare.callables",
     "flowchan.declare.places",
+    "flowchan.items.refusal",
     "flowchan.items.text",
+    "flowchan.items.whole",
     "flowchan.run.failures",
     "flowchan.run.latch",
 }

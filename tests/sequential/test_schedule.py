@@ -276,9 +276,8 @@ def test_a_number_that_is_no_int_is_named(place: int, value: Any) -> None:
     arguments: list[Any] = ["gpipe", 0, 2, 2, 4]
     arguments[place] = value
     name = ["schedule", "worker", "workers", "parts", "chunks"][place]
-    with pytest.raises(
-        TypeError, match=f"^steps: {name} must be an int of at least [01], not {re.escape(repr(value))}$"
-    ):
+    shown = re.escape(f"{value!r} ({type(value).__name__})")
+    with pytest.raises(TypeError, match=f"^steps: {name} must be an int of at least [01], not {shown}$"):
         steps(*arguments)
 
 
