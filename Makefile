@@ -21,11 +21,12 @@ demo: .venv/installed
 	mkdir -p out
 	$(BIN)/flowchan viz examples/wordcount.py -o out/wordcount.svg || $(BIN)/flowchan viz examples/wordcount.py -o out/wordcount.mmd
 
-# Two processes share the test files; each looks at what its own tests leave, and a hang ends it.
-TWO := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+# Three processes share the test files, one more than two cores need, for tests wait as often as they compute. Each looks
+# at what its own tests leave, and a hang ends it.
+SIDE_BY_SIDE := -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 test: .venv/installed-test
-	$(BIN)/python -m pytest $(TWO)
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE)
 
 # Agents on hosts for real: an sshd, a Slurm cluster and a Ray cluster on this machine, started and ended by the tests.
 # It installs what is missing (Debian's packages as root); what can't be had is skipped, with the reason in the last lines.
@@ -54,8 +55,8 @@ coverage: .venv/installed-test
 MINUTES ?= 10
 SEED ?= 1
 soak: .venv/installed-test
-	$(BIN)/python -m pytest $(TWO) --long tests/model tests/native tests/transport tests/run/test_residue.py tests/run/test_blame.py \
-	    tests/channel/test_damage.py tests/contract/test_a_new_medium.py
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) --long tests/model tests/native tests/transport tests/run/test_residue.py \
+	    tests/run/test_blame.py tests/run/test_own_ends.py tests/channel/test_damage.py tests/contract/test_a_new_medium.py
 	$(BIN)/python -m tests.crash.soak --minutes $(MINUTES) --seed $(SEED)
 	$(BIN)/python -m tests.hosts.soak --minutes $(MINUTES) --seed $(SEED)
 

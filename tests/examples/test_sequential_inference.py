@@ -4,27 +4,15 @@ here."""
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "sequential_inference.py"
-
-PLAIN = """
-import sys
-import torch
-sys.path.insert(0, sys.argv[1])
-from sequential_inference import digits, learn, network
-torch.manual_seed(0)
-torch.set_num_threads(1)
-images, labels = digits()
-module = network()
-learn(module, images[::2], labels[::2])
-right = (module(images[1::2]).argmax(1) == labels[1::2]).double()
-print(f"{torch.cat([right, right[:512]]).mean():.2%}")
-"""
 
 
 def python(*arguments: object) -> str:
@@ -34,9 +22,16 @@ def python(*arguments: object) -> str:
 
 
 @pytest.fixture(scope="module")
-def plain_share() -> str:
+def plain_share(one_compute_thread: None) -> str:
     """How many of the answers are right without a pipeline."""
-    return python("-c", PLAIN, EXAMPLE.parent).strip()
+    example = runpy.run_path(str(EXAMPLE))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        images, labels = example["digits"]()
+        module = example["network"]()
+        example["learn"](module, images[::2], labels[::2])
+    right = (module(images[1::2]).argmax(1) == labels[1::2]).double()
+    return f"{torch.cat([right, right[:512]]).mean():.2%}"
 
 
 @pytest.mark.parametrize(("on", "parts"), [("process", 2), ("thread", 3)])

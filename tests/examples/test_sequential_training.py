@@ -9,8 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 EXAMPLE = Path(__file__).parents[2] / "examples" / "sequential_training.py"
 
 
@@ -22,26 +20,25 @@ def lines_of(*arguments: object) -> list[str]:
 
 
 def test_both_trainings_learn_along_one_curve_and_know_the_held_out_digits(tmp_path: Path) -> None:
-    head, *epochs, plain, in_parts, same, picture = lines_of("--picture", tmp_path / "steps.json")
+    head, *epochs, plain, in_parts, same, picture = lines_of(
+        "--epochs", 8, "--picture", tmp_path / "steps.json"
+    )
     assert head == "epoch  plain loss  in parts"
     rows = [line.split() for line in epochs]
-    assert [int(epoch) for epoch, _, _ in rows] == list(range(1, 13))
+    assert [int(epoch) for epoch, _, _ in rows] == list(range(1, 9))
     assert all(one == other for _, one, other in rows)
     assert float(rows[-1][1]) < 0.1 < float(rows[0][1])
     for name, line in (("plain", plain), ("in parts", in_parts)):
         found = re.fullmatch(rf"{name}: (\d+\.\d)% of the held-out digits, \d+\.\d s", line)
         assert found, line
-        assert float(found[1]) >= 97
+        assert float(found[1]) >= 95
     assert same.startswith("the same curve from Sequential: part 0 (layers '0' to ")
     assert picture == f"{tmp_path / 'steps.json'} shows the last steps"
     names = {event["name"] for event in json.loads((tmp_path / "steps.json").read_text())["traceEvents"]}
     assert {"F 0", "B 3", "update"} <= names
 
 
-@pytest.mark.parametrize(
-    "arguments", [("--on", "thread", "--parts", 3), ("--schedule", "gpipe", "--parts", 1)]
-)
-def test_other_pipes_learn_along_the_same_curve(arguments: tuple[object, ...]) -> None:
-    _, *rows, _, _, same = lines_of("--epochs", 1, *arguments)
+def test_another_pipe_learns_along_the_same_curve() -> None:
+    _, *rows, _, _, same = lines_of("--epochs", 1, "--on", "thread", "--parts", 3, "--schedule", "gpipe")
     assert [one == other for _, one, other in map(str.split, rows)] == [True]
-    assert same.count("part ") == arguments[-1]
+    assert same.count("part ") == 3

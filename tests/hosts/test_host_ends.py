@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import signal
-import subprocess
 import sys
-import textwrap
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +15,7 @@ import psutil
 import pytest
 from gates import Gate
 from hosted import agents, wait_ended, workers_of
+from scripts import script, start
 from waiting import wait_until
 
 from flowchan import Graph, HostError, In, Out, RunError
@@ -141,33 +140,27 @@ def test_a_channel_that_a_worker_aborts_ends_the_run_with_its_cause(whose: str) 
 def test_ctrl_c_stops_the_run_and_hands_over_what_was_finished(
     tmp_path: Path, all_gone: list[psutil.Process]
 ) -> None:
-    script = tmp_path / "interrupted.py"
-    script.write_text(
-        textwrap.dedent("""
-            import itertools, os, pathlib, sys
-            from flowchan import Graph, Interrupted
-            from flowchan.hosts import local
+    text = """
+        import itertools, os, pathlib, sys
+        from flowchan import Graph, Interrupted
+        from flowchan.hosts import local
 
-            folder = pathlib.Path(sys.argv[1])
+        folder = pathlib.Path(sys.argv[1])
 
-            def show(item):
-                if item == 100:
-                    (folder / "going").touch()
-                return item
+        def show(item):
+            if item == 100:
+                (folder / "going").touch()
+            return item
 
-            graph = Graph("interrupted")
-            result = graph.source(itertools.count).map(show, on=local(2), workers=2).collect()
-            try:
-                graph.run()
-            except Interrupted as interrupt:
-                found = interrupt.results[result]
-                print(found == list(range(len(found))) and len(found) > 100)
-        """)
-    )
-    with subprocess.Popen(
-        [sys.executable, script, tmp_path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
-    ) as process:  # fmt: skip
+        graph = Graph("interrupted")
+        result = graph.source(itertools.count).map(show, on=local(2), workers=2).collect()
+        try:
+            graph.run()
+        except Interrupted as interrupt:
+            found = interrupt.results[result]
+            print(found == list(range(len(found))) and len(found) > 100)
+    """
+    with start(script(tmp_path, text), tmp_path) as process:
         wait_until((tmp_path / "going").exists)
         all_gone += psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGINT)
@@ -179,25 +172,22 @@ def test_ctrl_c_stops_the_run_and_hands_over_what_was_finished(
 def test_when_the_driver_is_killed_its_agents_end_after_their_patience(
     tmp_path: Path, all_gone: list[psutil.Process]
 ) -> None:
-    script = tmp_path / "killed.py"
-    script.write_text(
-        textwrap.dedent("""
-            import itertools, os, pathlib, sys, threading
-            from flowchan import Graph
-            from flowchan.hosts import local
+    text = """
+        import itertools, os, pathlib, sys, threading
+        from flowchan import Graph
+        from flowchan.hosts import local
 
-            folder = pathlib.Path(sys.argv[1])
+        folder = pathlib.Path(sys.argv[1])
 
-            def hold(item):
-                (folder / f"held {os.getpid()}").touch()
-                threading.Event().wait()
+        def hold(item):
+            (folder / f"held {os.getpid()}").touch()
+            threading.Event().wait()
 
-            graph = Graph("killed")
-            graph.source(itertools.count).map(hold, on=local(2, patience=1), workers=2).sink(abs)
-            graph.run()
-        """)
-    )
-    with subprocess.Popen([sys.executable, script, tmp_path], start_new_session=True) as process:
+        graph = Graph("killed")
+        graph.source(itertools.count).map(hold, on=local(2, patience=1), workers=2).sink(abs)
+        graph.run()
+    """
+    with start(script(tmp_path, text), tmp_path) as process:
         wait_until(lambda: len([*tmp_path.glob("held *")]) == 2)
         all_gone += psutil.Process(process.pid).children(recursive=True)
         assert len(all_gone) == 4

@@ -7,6 +7,7 @@ import json
 import socket
 from typing import Any
 
+import psutil
 from waiting import wait_until
 
 from flowchan.hosts.provider import Launch, Provider, Started
@@ -45,6 +46,36 @@ def end_of(one: Started) -> str:
     """Why it ended, once that is known."""
     wait_until(lambda: one.ended() is not None)
     return one.ended() or ""
+
+
+def assert_agents_run_and_tell_their_ends(driver: Driver, python: str) -> dict[int, dict[str, Any]]:
+    """Starts the agents of two hosts, and lets one exit and one be killed. What each told about itself."""
+    for number in (0, 1):
+        driver.start(number)
+    told = {one["number"]: one for one in (driver.hear(), driver.hear())}
+    assert sorted(told) == [0, 1]
+    assert {one["python"] for one in told.values()} == {python}
+    assert {one["secret"] for one in told.values()} == {SECRET}
+    assert {one["rest"] for one in told.values()} == {""}
+    assert [driver.started[number].ended() for number in (0, 1)] == [None, None]
+    first, second = driver.provider.hosts
+    driver.order(0, "3")
+    assert end_of(driver.started[0]) == f"the agent {first} exited with code 3 without finishing"
+    driver.order(1, "kill")
+    assert end_of(driver.started[1]) == f"the agent {second} was killed by SIGKILL"
+    return told
+
+
+def assert_the_secret_is_hidden(driver: Driver) -> None:
+    """In command lines and environments of an agent and of its parent, and in every command line here."""
+    driver.start(0)
+    told = driver.hear()
+    assert SECRET not in told["arguments"] + told["environment"]
+    for process in psutil.process_iter():
+        try:
+            assert SECRET not in " ".join(process.cmdline())
+        except psutil.Error:
+            continue
 
 
 class Driver:

@@ -7,7 +7,13 @@ import sys
 
 import psutil
 import pytest
-from driver import SECRET, STAYING, Driver, end_of
+from driver import (
+    STAYING,
+    Driver,
+    assert_agents_run_and_tell_their_ends,
+    assert_the_secret_is_hidden,
+    end_of,
+)
 from waiting import wait_until
 
 from flowchan.hosts.provider import Launch
@@ -25,34 +31,17 @@ def test_each_node_of_the_allocation_runs_its_agent_and_the_end_of_each_is_told(
     with Driver(slurm()) as driver:
         assert driver.provider.hosts == ("node1", "node2")
         assert driver.address == "127.0.0.1"
-        driver.start(0)
-        driver.start(1)
-        told = {one["number"]: one for one in (driver.hear(), driver.hear())}
+        told = assert_agents_run_and_tell_their_ends(driver, sys.executable)
         nodes = [
             told[number]["environment"].partition("SLURMD_NODENAME=")[2].split("\0")[0] for number in (0, 1)
         ]
         assert nodes == ["node1", "node2"]
-        assert {one["python"] for one in told.values()} == {sys.executable}
-        assert {one["secret"] for one in told.values()} == {SECRET}
-        assert {one["rest"] for one in told.values()} == {""}
-        assert [driver.started[number].ended() for number in (0, 1)] == [None, None]
-        driver.order(0, "3")
-        assert end_of(driver.started[0]) == "the agent node1 exited with code 3 without finishing"
-        driver.order(1, "kill")
-        assert end_of(driver.started[1]) == "the agent node2 was killed by SIGKILL"
 
 
 @pytest.mark.usefixtures("allocation")
 def test_the_secret_is_in_no_command_line_and_no_environment():
     with Driver(slurm()) as driver:
-        driver.start(0)
-        told = driver.hear()
-        assert SECRET not in told["arguments"] + told["environment"]
-        for process in psutil.process_iter():
-            try:
-                assert SECRET not in " ".join(process.cmdline())
-            except psutil.Error:
-                continue
+        assert_the_secret_is_hidden(driver)
 
 
 @pytest.mark.usefixtures("allocation")

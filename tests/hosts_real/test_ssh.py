@@ -10,7 +10,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from driver import SECRET, Driver, end_of
+from driver import (
+    Driver,
+    assert_agents_run_and_tell_their_ends,
+    assert_the_secret_is_hidden,
+    end_of,
+)
 from waiting import wait_until
 
 from flowchan.hosts.provider import Launch
@@ -22,29 +27,12 @@ pytestmark = pytest.mark.usefixtures("sshd")
 def test_each_host_runs_its_agent_and_the_end_of_each_is_told():
     with Driver(ssh("gpu1", "root@gpu2", python=sys.executable)) as driver:
         assert driver.address == "127.0.0.1"
-        driver.start(0)
-        driver.start(1)
-        told = {one["number"]: one for one in (driver.hear(), driver.hear())}
-        assert sorted(told) == [0, 1]
-        assert {one["secret"] for one in told.values()} == {SECRET}
-        assert {one["rest"] for one in told.values()} == {""}
-        assert [driver.started[number].ended() for number in (0, 1)] == [None, None]
-        driver.order(0, "3")
-        assert end_of(driver.started[0]) == "the agent gpu1 exited with code 3 without finishing"
-        driver.order(1, "kill")
-        assert end_of(driver.started[1]) == "the agent root@gpu2 was killed by SIGKILL"
+        assert_agents_run_and_tell_their_ends(driver, sys.executable)
 
 
 def test_the_secret_is_in_no_command_line_and_no_environment():
     with Driver(ssh("gpu1", python=sys.executable)) as driver:
-        driver.start(0)
-        told = driver.hear()
-        assert SECRET not in told["arguments"] + told["environment"]
-        for process in psutil.process_iter():
-            try:
-                assert SECRET not in " ".join(process.cmdline())
-            except psutil.Error:
-                continue
+        assert_the_secret_is_hidden(driver)
 
 
 def test_a_python_in_the_home_folder_may_be_named_by_a_tilde(tmp_path):

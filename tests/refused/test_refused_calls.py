@@ -90,6 +90,6 @@ def test_channels_between_processes_say_that_they_need_proc_where_it_is_not_moun
     assert said("threads", "proc") == "9900 item"
 
 
-@both_errors
-def test_parts_in_processes_work_without_sched_setaffinity(error: int) -> None:
-    assert said("parts", "sched_setaffinity", error) == "(4, 3)"
+def test_parts_in_processes_work_without_sched_setaffinity() -> None:
+    """With one of the errors, for nobody asks which it is, and torch takes long to import."""
+    assert said("parts", "sched_setaffinity", errno.EPERM) == "(4, 3)"

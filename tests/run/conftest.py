@@ -9,7 +9,7 @@ from multiprocessing import forkserver, resource_tracker
 
 import pytest
 
-from flowchan.run import deadlock, supervisor
+from flowchan.run import deadlock, decisions, supervisor
 from flowchan.run.supervisor import Supervisor
 
 
@@ -40,3 +40,9 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     monkeypatch.setattr(supervisor, "LOOK", 0.001)
     monkeypatch.setattr(deadlock, "STILL", 0.001)
     return lambda: seen[0]
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who does not end by itself is ended soon, where a test is bound to come to that."""
+    monkeypatch.setattr(decisions, "GRACE", 0.2)

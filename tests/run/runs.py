@@ -1,19 +1,17 @@
-"""What the tests of runs share: gates that hold workers up wherever they run, and scripts as users start
-them."""
+"""What the tests of runs share: gates that hold workers up wherever they run, scripts as users start them,
+and looks at what a run does."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
-import sys
-import textwrap
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from gates import Gate as Gate
+from scripts import run_python as run_python
+from scripts import script as script
+from scripts import start as start
 from waiting import wait_until
 
 from flowchan import Graph, In, Out, Run, StageStats
@@ -25,30 +23,6 @@ everywhere = pytest.mark.parametrize("on", ["thread", "process"])
 def stage_of(run: Run, name: str) -> StageStats:
     """The statistics of one stage now."""
     return next(stage for stage in run.stats().stages if stage.name == name)
-
-
-def script(folder: Path, text: str, name: str = "script.py") -> Path:
-    """Writes a program."""
-    path = folder / name
-    path.write_text(textwrap.dedent(text))
-    return path
-
-
-def start(*command: str | Path, **options: Any) -> subprocess.Popen[str]:
-    """Starts ``python *command`` in a session of its own, as a terminal does, with its output in pipes."""
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    return subprocess.Popen(
-        [sys.executable, *map(str, command)], text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, env=environment, start_new_session=True, **options,
-    )  # fmt: skip
-
-
-def run_python(*command: str | Path, **options: Any) -> str:
-    """What ``python *command`` prints; it must end with exit code 0."""
-    with start(*command, **options) as process:
-        out, err = process.communicate()
-    assert process.returncode == 0, err
-    return out
 
 
 def waits(run: Run, channel: str, readers: int = 0, writers: int = 0) -> None:

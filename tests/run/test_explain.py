@@ -141,6 +141,7 @@ def deadlock_of(run: Run) -> tuple[StageError, Deadlock]:
     return error, cause
 
 
+@pytest.mark.usefixtures("looks")
 @everywhere
 def test_a_tee_whose_branches_wait_for_each_other_is_recognised(on: Any) -> None:
     error, cause = deadlock_of(stuck_graph(1, on).start())
@@ -157,6 +158,7 @@ def test_more_places_make_the_same_graph_run() -> None:
     stuck_graph(12).run()
 
 
+@pytest.mark.usefixtures("looks")
 def test_general_stages_that_wait_for_each_other_are_recognised() -> None:
     def give_left_only(left: Out[int], right: Out[int]) -> None:
         for number in itertools.count():
@@ -173,6 +175,7 @@ def test_general_stages_that_wait_for_each_other_are_recognised() -> None:
     assert "'asker' waits for an item from 'giver.right'" in str(cause)
 
 
+@pytest.mark.usefixtures("looks")
 def test_a_result_that_is_waited_for_does_not_hide_a_deadlock() -> None:
     graph = Graph("stuck")
     left, right = graph.source(range(12)).tee(2, capacity=1)
@@ -201,6 +204,7 @@ async def async_same(item: Any) -> Any:
     return item
 
 
+@pytest.mark.usefixtures("looks")
 @pytest.mark.parametrize("where", ["before", "left", "right", "behind"])
 def test_a_deadlock_is_recognised_beside_async_stages(where: str) -> None:
     graph = Graph("stuck")
@@ -218,6 +222,7 @@ def test_a_deadlock_is_recognised_beside_async_stages(where: str) -> None:
     assert "raise the capacity of a channel with a blocked writer (`stream.buffer(n)`)" in str(cause)
 
 
+@pytest.mark.usefixtures("looks")
 def test_a_deadlock_of_helping_tasks_is_recognised() -> None:
     """A worker's task waits for two others, and they for the channels."""
 
@@ -236,6 +241,7 @@ def test_a_deadlock_of_helping_tasks_is_recognised() -> None:
     assert "'asker' waits for an item from 'giver.right'" in str(cause)
 
 
+@pytest.mark.usefixtures("looks")
 @together
 def test_a_deadlock_is_recognised_however_coroutines_are_awaited(together: Callable[..., Any]) -> None:
     async def first(back: In[int], out: Out[int]) -> None:
@@ -245,6 +251,7 @@ def test_a_deadlock_is_recognised_however_coroutines_are_awaited(together: Calla
     assert "'first' waits for an item from 'second'" in str(cause)
 
 
+@pytest.mark.usefixtures("looks")
 def test_when_everybody_waits_to_get_the_remedy_is_to_put() -> None:
     def first(back: In[int], out: Out[int]) -> None:
         for number in back:

@@ -422,6 +422,7 @@ def service() -> tuple[Graph, Stream, Stream]:
     return graph, questions, questions.map(str).collect()
 
 
+@pytest.mark.usefixtures("looks")
 def test_more_can_be_put_than_the_channels_hold_before_anybody_reads() -> None:
     """The program waits in its put, so a result that nobody reads yet is taken in."""
     graph, questions, answers = service()
@@ -431,6 +432,7 @@ def test_more_can_be_put_than_the_channels_hold_before_anybody_reads() -> None:
     assert run.wait()[answers] == [str(number) for number in range(1000)]
 
 
+@pytest.mark.usefixtures("looks")
 def test_what_was_taken_in_can_still_be_iterated_over() -> None:
     graph, questions, answers = service()
     with graph.start() as run:
@@ -444,6 +446,7 @@ def test_what_was_taken_in_can_still_be_iterated_over() -> None:
     assert answers not in run.wait()
 
 
+@pytest.mark.usefixtures("looks")
 def test_a_loop_over_one_branch_waits_for_no_reader_of_the_other() -> None:
     graph = Graph("branches")
     left, right = (branch.collect() for branch in graph.source(range(500)).tee(2))
@@ -452,6 +455,7 @@ def test_a_loop_over_one_branch_waits_for_no_reader_of_the_other() -> None:
     assert run.wait()[right] == list(range(500))
 
 
+@pytest.mark.usefixtures("looks")
 def test_leaving_what_was_taken_in_early_stops_the_stages_before() -> None:
     graph, questions, answers = service()
     with graph.start() as run:

@@ -156,6 +156,7 @@ def test_nothing_is_lost_when_a_worker_in_the_loop_is_killed(tmp_path: Path) -> 
     assert len(list(tmp_path.iterdir())) == 3
 
 
+@pytest.mark.usefixtures("looks")
 @everywhere
 def test_a_loop_in_which_everybody_waits_is_a_deadlock(on: Any) -> None:
     """It asks for what comes back before it has sent anything."""

@@ -85,6 +85,7 @@ def test_small_items_fill_all_places(on: Any) -> None:
     run.wait()
 
 
+@pytest.mark.usefixtures("looks")
 def test_a_deadlock_for_lack_of_bytes_says_so() -> None:
     """The zip wants a batch of 20 from one branch; the other branch may not hold 20 of such items."""
     graph = Graph("stuck")

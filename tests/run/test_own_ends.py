@@ -16,8 +16,9 @@ from waiting import wait_blocked
 
 from flowchan import Broken, Channel, ChannelError, Closed, Graph, In, Out, RunError, Stream
 
-TIMES = 20
-"""How often a run is broken off: which worker meets the break first is a matter of chance."""
+TIMES = 5, 50
+"""How often a run is broken off, here and in the longest walks: which worker meets the break first is a
+matter of chance."""
 
 
 def same(item: Any) -> Any:
@@ -87,13 +88,13 @@ def test_an_abort_is_no_failure_of_a_stage_that_waits_to_put(verb: str) -> None:
 
 
 @busy
-def test_only_the_guilty_stage_is_named_however_often(verb: str) -> None:
+def test_only_the_guilty_stage_is_named_however_often(verb: str, request: pytest.FixtureRequest) -> None:
     def fail_at_three(item: Any) -> None:
         seen.append(item)
         if len(seen) == 3:
             raise ValueError("guilty")
 
-    for _ in range(TIMES):
+    for _ in range(TIMES[request.config.getoption("--long")]):
         seen: list[Any] = []
         graph = Graph("r3")
         VERBS[verb](graph, graph.source(itertools.count(1))).sink(fail_at_three)

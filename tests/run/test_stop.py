@@ -171,6 +171,7 @@ def test_abort_discards_what_is_in_flight(on: Any) -> None:
     assert run.stats().state == "aborted"
 
 
+@pytest.mark.usefixtures("impatient")
 def test_abort_ends_workers_that_ignore_it() -> None:
     gate = Gate()
     graph = Graph("r5")
@@ -182,6 +183,7 @@ def test_abort_ends_workers_that_ignore_it() -> None:
     assert not any(stage.alive for stage in run.stats().stages)
 
 
+@pytest.mark.usefixtures("impatient")
 def test_abort_ends_workers_that_ignore_sigterm() -> None:
     gate = Gate()
 
@@ -198,6 +200,7 @@ def test_abort_ends_workers_that_ignore_sigterm() -> None:
     assert run.stats().state == "aborted"
 
 
+@pytest.mark.usefixtures("impatient")
 def test_abort_gives_threads_up_that_nothing_can_interrupt() -> None:
     held = threading.Event()
     entered = threading.Event()
@@ -245,6 +248,7 @@ def test_a_thread_that_is_given_up_ends_the_run_where_warnings_are_errors_too(tm
     assert "still runs code of yours" in err
 
 
+@pytest.mark.usefixtures("impatient")
 @everywhere
 def test_stop_does_not_wait_for_a_source_that_is_blocked_in_its_own_iterator(on: Any) -> None:
     device = Gate()
@@ -281,6 +285,7 @@ def test_stopping_a_run_that_has_ended_does_nothing() -> None:
     assert run.stats().state == "done"
 
 
+@pytest.mark.usefixtures("impatient")
 def test_an_abort_after_a_stop_breaks_at_once() -> None:
     gate = Gate()
     graph = Graph("r5")

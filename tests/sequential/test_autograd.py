@@ -19,7 +19,6 @@ from trained import perceptron
 from flowchan import Closed, StageError
 from flowchan.pipelines import Pop, Sequential, Stash
 
-pytestmark = pytest.mark.filterwarnings("ignore:Sequential. in")
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
 
 

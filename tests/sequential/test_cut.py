@@ -15,6 +15,11 @@ from torch.nn.functional import mse_loss
 from flowchan.pipelines import Sequential
 
 
+@pytest.fixture(autouse=True)
+def _equal_layers() -> None:
+    """Here layers are measured."""
+
+
 class Costs(nn.Module):
     """Computes ``times`` equal products of matrices."""
 

@@ -15,8 +15,6 @@ from torch.nn.functional import cross_entropy
 
 from flowchan.pipelines import Sequential
 
-pytestmark = pytest.mark.filterwarnings("ignore:Sequential. in")
-
 
 class Attends(nn.Module):
     """Takes several arguments, and hands some on."""

@@ -21,8 +21,6 @@ from trained import batches, in_parts, perceptron
 from flowchan import RunError, StageError, WorkerDied
 from flowchan.pipelines import Sequential
 
-pytestmark = pytest.mark.filterwarnings("ignore:Sequential. in")
-
 
 class Larger(nn.Module):
     """A model with a pipe in it."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import socket
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 from peers import ThreadPeer
 
 from flowchan.transport import authentication, tcp
@@ -44,3 +46,23 @@ def receive(sock: socket.socket, size: int) -> bytes:
         while len(came) < size and (more := sock.recv(size - len(came))):
             came += more
     return came
+
+
+@contextlib.contextmanager
+def ctrl_c() -> Iterator[None]:
+    """A signal's handler raises soon, and the block must end with that."""
+
+    class Stop(Exception):
+        pass
+
+    def handler(*_: object) -> None:
+        raise Stop
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(Stop):
+            yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import select
-import signal
 import socket
 import struct
 from typing import Any
 
 import pytest
-from ends import OTHER, SECRET, met, receive
+from ends import OTHER, SECRET, ctrl_c, met, receive
 from peers import ThreadPeer
 from waiting import wait_until
 
@@ -168,17 +167,5 @@ def test_closing_sends_away_who_is_still_proving() -> None:
 
 
 def test_ctrl_c_ends_the_wait_at_a_door() -> None:
-    class Stop(Exception):
-        pass
-
-    def handler(*_: object) -> None:
-        raise Stop
-
-    before = signal.signal(signal.SIGALRM, handler)
-    try:
-        with opened() as door:
-            signal.setitimer(signal.ITIMER_REAL, 0.1)
-            with pytest.raises(Stop):
-                door.accept(None)
-    finally:
-        signal.signal(signal.SIGALRM, before)
+    with opened() as door, ctrl_c():
+        door.accept(None)

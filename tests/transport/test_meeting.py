@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hmac
 import pickle
-import signal
 import socket
 import struct
 import threading
@@ -13,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from ends import OTHER, SECRET, beside, connected, met, receive
+from ends import OTHER, SECRET, beside, connected, ctrl_c, met, receive
 from peers import ThreadPeer
 
 import flowchan
@@ -294,18 +293,7 @@ def test_a_booby_trapped_pickle_is_never_loaded(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_ctrl_c_ends_the_wait() -> None:
-    class Stop(Exception):
-        pass
-
-    def handler(*_: object) -> None:
-        raise Stop
-
-    before = signal.signal(signal.SIGALRM, handler)
-    try:
-        with connected() as (_, listens):
-            signal.setitimer(signal.ITIMER_REAL, 0.1)
-            with pytest.raises(Stop):
-                met(listens, dialled=False, timeout=600)
-            assert listens.fileno() == -1
-    finally:
-        signal.signal(signal.SIGALRM, before)
+    with connected() as (_, listens):
+        with ctrl_c():
+            met(listens, dialled=False, timeout=600)
+        assert listens.fileno() == -1
