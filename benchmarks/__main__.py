@@ -19,6 +19,7 @@ NAMES = (
     "arrays",
     "cuda",
     "links",
+    "hosts",
     "round_trip",
     "maps",
     "wordcount",

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 TIMES = "\N{MULTIPLICATION SIGN}"
-PEERS = ("faster-fifo", "joblib", "numpy", "pypeln", "pyzmq", "torch", "torchgpipe")
+PEERS = ("faster-fifo", "joblib", "numpy", "pypeln", "pyzmq", "ray", "torch", "torchgpipe")
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,7 +150,7 @@ def _far(report: Report, effort: Effort) -> None:
     """A relay holds back every byte for half of the round-trip time, on each way."""
     times = (0.0, 0.001, 0.010)
     long = replace(effort, seconds=4 * effort.seconds)  # for the window to grow in
-    moves = {f"a relay with {1000 * time:g} ms": partial(_move, LINK, range, far=time) for time in times}
+    moves = {f"a relay with {1000 * time:g} ms": partial(move, LINK, range, far=time) for time in times}
     cases = [throughput(name, move, long) for name, move in moves.items()]
     near, *others = report.interleave("link, int, 1→1, through a relay that delays", cases, effort.rounds)
     report.rows += [at_least(0.8, other, near) for other in others]
@@ -162,8 +162,8 @@ def _encrypted(report: Report, effort: Effort) -> None:
         ("array of 1 MB", partial(repeat, np.ones(1 << 20, np.uint8)), 1 << 20, "B/s"),
     ):
         moves: dict[str, Callable[[int], float]] = {
-            "TLS": partial(_move, TLS_LINK, items),
-            "plain": partial(_move, LINK, items),
+            "TLS": partial(move, TLS_LINK, items),
+            "plain": partial(move, LINK, items),
         }
         cases = [throughput(case, move, effort, scale=scale, unit=unit) for case, move in moves.items()]
         encrypted, plain = report.interleave(f"link, {name}, 1→1, TLS", cases, effort.rounds)
@@ -174,9 +174,9 @@ def _small(
     report: Report, name: str, items: Callable[[int], Iterable[Any]], factor: float, effort: Effort
 ) -> None:
     moves: dict[str, Callable[[int], float]] = {
-        "flowchan": partial(_move, LINK, items),
-        "pyzmq": partial(_move, ZMQ, items),
-        "multiprocessing.connection": partial(_move, STANDARD, items),
+        "flowchan": partial(move, LINK, items),
+        "pyzmq": partial(move, ZMQ, items),
+        "multiprocessing.connection": partial(move, STANDARD, items),
         "own ring": partial(across_processes, processes_channel, items),
     }
     cases = [throughput(case, move, effort) for case, move in moves.items()]
@@ -190,9 +190,9 @@ def _arrays(report: Report, size: int, effort: Effort) -> None:
     items = partial(repeat, np.ones(size, np.uint8))
     bare = Wire(partial(_bare, size=size), partial(_bare, size=size))
     moves: dict[str, Callable[[int], float]] = {
-        "flowchan": partial(_move, LINK, items),
-        "pyzmq copy=False": partial(_move, ZMQ_VIEWS, items),
-        "bare socket": partial(_move, bare, items),
+        "flowchan": partial(move, LINK, items),
+        "pyzmq copy=False": partial(move, ZMQ_VIEWS, items),
+        "bare socket": partial(move, bare, items),
     }
     cases = [throughput(case, move, effort, scale=size, unit="B/s") for case, move in moves.items()]
     mine, peer, raw = report.interleave(f"link, array of {size >> 20} MB, 1→1", cases, effort.rounds)
@@ -232,7 +232,7 @@ def _relay(one: socket.socket, other: socket.socket, delay: float, *foreign: soc
         way.join()
 
 
-def _move(wire: Wire, items: Callable[[int], Iterable[Any]], count: int, far: float | None = None) -> float:
+def move(wire: Wire, items: Callable[[int], Iterable[Any]], count: int, far: float | None = None) -> float:
     with _relayed(far) as (near, there):
         return _move_over(wire, items, count, near, there)
 

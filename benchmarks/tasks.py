@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from itertools import repeat
+from typing import Any
+
+import numpy as np
 
 
 def identity(item: int) -> int:
@@ -15,3 +18,7 @@ def spin(turns: int) -> int:
     for number in repeat(1, turns):
         total += number
     return total
+
+
+def megabyte(_: int) -> Any:
+    return np.ones(1 << 20, np.uint8)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 
 import psutil
 from waiting import wait_until
@@ -51,17 +50,3 @@ def wait_ended(*processes: psutil.Process) -> None:
             return True
 
     wait_until(lambda: all(map(ended, processes)), what=lambda: processes)
-
-
-def cut() -> int:
-    """Shuts down every connection of this process over loopback. How many there were."""
-    found = 0
-    for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # it was closed meanwhile
-            if not os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
-                continue
-            with socket.socket(fileno=os.dup(int(number))) as sock:
-                if sock.family == socket.AF_INET and sock.getpeername()[0] == "127.0.0.1":
-                    sock.shutdown(socket.SHUT_RDWR)
-                    found += 1
-    return found

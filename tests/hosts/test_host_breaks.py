@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hosted import agents, cut
+from hosted import agents
 from waiting import wait_until
 
+from benchmarks.far import cut
 from flowchan import Graph, Run
 from flowchan.hosts import local
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import psutil
 import pytest
-from hosted import agents, cut, workers_of
+from hosted import agents, workers_of
 
+from benchmarks.far import cut
 from flowchan import Graph
 from flowchan.hosts import crew, local
 from flowchan.run import recovery

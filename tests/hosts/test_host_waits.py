@@ -12,10 +12,11 @@ from typing import Any
 import psutil
 import pytest
 from gates import Gate
-from hosted import agents, cut, workers_of
+from hosted import agents, workers_of
 from waiting import wait_until
 from wires import Wire, wired
 
+from benchmarks.far import cut
 from flowchan import Deadlock, Graph, In, Out, Run, RunError, StageError
 from flowchan.hosts import local
 from flowchan.hosts.crew import HostCrew
