@@ -30,6 +30,7 @@ size_t seats_length(uint32_t size) { return rounded(sizeof(Seat) * size, PAGE); 
 size_t control_length(uint32_t size) { return PAGE + seats_length(size) + SMALL * 2 * size; }
 size_t result_length(uint32_t size) { return rounded(BIG / size + LINE, PAGE); }
 size_t big_length(uint32_t size) { return (BIG + result_length(size)) * 2 * size; }
+size_t lanes_length(uint32_t size) { return rounded(sizeof(Lane) * size * size, PAGE); }
 
 // Whether whoever calls it sees, after that, what others stored before they looked at what it stored.
 bool fence_everybody() { return syscall(SYS_membarrier, MEMBARRIER_CMD_GLOBAL_EXPEDITED, 0) == 0; }
@@ -40,7 +41,7 @@ uint64_t Member::process_number_now() { return process_number(); }
 
 int Member::make(uint32_t size) {
     need_proc();
-    const int fd = make_memory(control_length(size) + big_length(size));
+    const int fd = make_memory(control_length(size) + big_length(size) + lanes_length(size));
     const size_t length = control_length(size);
     void* at = reserve_memory(fd, 0, length) ? mmap(nullptr, PAGE, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0)
                                              : MAP_FAILED;
@@ -72,7 +73,8 @@ Member::Member(int fd, uint32_t rank) : rank(rank), size(size_of_group(fd)), fd_
     control_ = control_length(size);
     big_length_ = big_length(size);
     result_size_ = result_length(size);
-    void* at = mmap(nullptr, control_ + big_length_, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    length_ = control_ + big_length_ + lanes_length(size);
+    void* at = mmap(nullptr, length_, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (at == MAP_FAILED) {
         const int error = errno;
         ::close(fd);
@@ -82,13 +84,14 @@ Member::Member(int fd, uint32_t rank) : rank(rank), size(size_of_group(fd)), fd_
     seats_ = reinterpret_cast<Seat*>(static_cast<unsigned char*>(at) + PAGE);
     small_ = reinterpret_cast<unsigned char*>(seats_) + seats_length(size);
     big_ = static_cast<unsigned char*>(at) + control_;
+    lanes_ = reinterpret_cast<Lane*>(big_ + big_length_);
     // With more members than cores the one that is awaited can't run while others spin.
     pauses_ = size <= std::thread::hardware_concurrency() ? 1000 : 20;
 }
 
 Member::~Member() {
     leave();
-    munmap(header_, control_ + big_length_);
+    munmap(header_, length_);
     ::close(fd_);
 }
 
@@ -236,6 +239,16 @@ End Member::judge(uint64_t key) const {
         if (cell(member).key != key) return End::Mismatch;
     }
     return end;
+}
+
+bool Member::show_lane(uint32_t member, uint64_t fd, uint64_t inode) {
+    const uint64_t from = control_ + big_length_ + (uint64_t(rank) * size + member) * sizeof(Lane);
+    if (!reserve_memory(fd_, from, from + sizeof(Lane))) return false;
+    Lane& lane = lanes_[size_t(rank) * size + member];
+    lane.pid = process_number();
+    lane.fd = fd;
+    lane.inode.store(inode, std::memory_order_release);
+    return true;
 }
 
 bool Member::reserve_big() {

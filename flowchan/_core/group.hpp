@@ -63,6 +63,12 @@ struct GroupHeader {
     std::atomic<uint32_t> fenced{0};
 };
 
+// Where a member's channel to another one is to be had: a descriptor of its process.
+struct Lane {
+    uint64_t pid = 0, fd = 0;
+    std::atomic<uint64_t> inode{0};  // 0: there is none yet; partner: Member::lane_from
+};
+
 // How an operation ended.
 enum class End { Done, Gone, Mismatch, NoMemory, TimedOut, Interrupted, Closed, Taken };
 
@@ -99,6 +105,9 @@ class Member {
     void give_up();
     void count_out(uint32_t member);  // it ended before it joined
     Sight see(uint32_t member) const;
+    // Shows `member` where this one's channel to it is. False, with errno: there is no memory.
+    bool show_lane(uint32_t member, uint64_t fd, uint64_t inode);
+    const Lane& lane_from(uint32_t member) const { return lanes_[size_t(member) * size + rank]; }
     bool broken() const { return broken_; }
 
     // One operation at a time, by whoever has this.
@@ -171,7 +180,8 @@ class Member {
     Seat* seats_ = nullptr;
     unsigned char* small_ = nullptr;
     unsigned char* big_ = nullptr;
-    size_t control_ = 0, big_length_ = 0, result_size_ = 0;
+    Lane* lanes_ = nullptr;
+    size_t control_ = 0, big_length_ = 0, length_ = 0, result_size_ = 0;
     uint32_t round_ = 0;
     uint32_t pauses_ = 0;
     std::atomic<bool> leaving_ = false;  // what still waits gives up

@@ -417,6 +417,18 @@ nb::tuple see(PyGroup& group, uint32_t member) {
                           s.arrived);
 }
 
+void show_lane(PyGroup& group, uint32_t member, uint64_t fd, uint64_t inode) {
+    if (group.show_lane(member, fd, inode)) return;
+    PyErr_SetFromErrno(PyExc_OSError);
+    throw nb::python_error();
+}
+
+nb::object lane_from(PyGroup& group, uint32_t member) {
+    const Lane& lane = group.lane_from(member);
+    const uint64_t inode = lane.inode.load(std::memory_order_acquire);
+    return inode ? nb::object(nb::make_tuple(lane.pid, lane.fd, inode)) : nb::none();
+}
+
 }  // namespace
 
 void bind_group(nb::module_& m) {
@@ -434,6 +446,8 @@ void bind_group(nb::module_& m) {
         .def(
             "_queue", [](PyGroup& group, int change) { group.queued += uint32_t(change); }, "change"_a)
         .def("_count_out", &PyGroup::count_out, "member"_a)
+        .def("_show_lane", show_lane, "member"_a, "fd"_a, "inode"_a)
+        .def("_lane_from", lane_from, "member"_a)
         .def("_see", see, "member"_a)
         .def("_exchange", exchange, "doing"_a, "key"_a, "data"_a, "only"_a, "timeout"_a.none(), "x"_a.none(),
              "more"_a.none())

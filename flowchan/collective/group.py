@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from flowchan import _core
 from flowchan.collective import arrays
 from flowchan.collective.handles import Handle, Later
+from flowchan.collective.lanes import Lanes
 from flowchan.collective.values import dumps, loads
 from flowchan.errors import GroupError, MemberDied, MemberLeft, Mismatch
 from flowchan.items.whole import is_whole
@@ -71,6 +72,7 @@ class Group(_core.Group):
         self.name = name
         self._failure: BaseException | None = None
         self._later: Later | None = None
+        self._lanes = Lanes(self)
 
     # --- arrays, tensors and values ---
 
@@ -129,7 +131,7 @@ class Group(_core.Group):
             raise ValueError(f"alltoall takes a part for each of the {self.size} members, not {len(xs)}")
         if out is None:
             return [loads(part) for part in self._swap(ALLTOALL, [dumps(x) for x in xs], timeout)]
-        self._alltoall(ALLTOALL, KNOWN, [arrays.contiguous(x) for x in xs], list(out), timeout)
+        self._swap_arrays(ALLTOALL, xs, out, timeout)
         return list(out)
 
     def reduce_scatter(
@@ -140,14 +142,7 @@ class Group(_core.Group):
         self._settle()
         if not arrays.is_array(x):
             raise TypeError(f"reduce_scatter takes an array or a tensor, not {type(x).__name__}")
-        target = arrays.part_like(x, self.size) if out is None else out
-        flat = arrays.writable_twin(target)
-        done = self._reduce_scatter(arrays.contiguous(x), flat, op, timeout)
-        if done is NotImplemented:
-            raise TypeError(
-                f"reduce_scatter takes arrays in this machine's memory, not {arrays.described(x)}"
-            )
-        return arrays.give_back(flat, target)
+        return self._part_reduced(x, arrays.part_like(x, self.size) if out is None else out, op, timeout)
 
     def split(self, key: Any, *, name: str = "", timeout: float | None = None) -> Group | None:
         """New groups within this one: of all members that give an equal ``key``, in the order of their
@@ -176,6 +171,38 @@ class Group(_core.Group):
             mine._take_seat()
         return mine
 
+    # --- between two members ---
+
+    def send(self, x: Any, to: int, *, timeout: float | None = None) -> None:
+        """Send any value to one member. Returns when it is on its way: up to 64 of them, and half of the
+        machine's memory, wait for their receiver."""
+        self._check_other("to", to)
+        self._take_seat()
+        self._lanes.send(x, to, timeout)
+
+    def receive(self, source: int, *, out: Any = None, timeout: float | None = None) -> Any:
+        """The next value that the member ``source`` has sent to this one. ``out``: an array of the same type
+        and number of elements to be filled and returned. Raises :class:`MemberDied` when all that it sent is
+        received, and it is gone."""
+        self._check_other("source", source)
+        self._take_seat()
+        x = self._lanes.receive(source, timeout)
+        if out is None:
+            return x
+        if not arrays.is_array(x) or arrays.like(x)[1] != arrays.like(out)[1] or x.nbytes != out.nbytes:
+            raise Mismatch(
+                f"rank {source} sent {arrays.described(x)}; rank {self.rank} has room for "
+                f"{arrays.described(out)}"
+            )
+        return arrays.fill(out, x.reshape(out.shape))
+
+    def sendreceive(self, x: Any, *, to: int, source: int, timeout: float | None = None) -> Any:
+        """Send ``x`` to one member, and return what another one, or the same, sends to this one."""
+        if to == self.rank == source:
+            return x
+        self.send(x, to, timeout=timeout)
+        return self.receive(source, timeout=timeout)
+
     # --- the life of a member ---
 
     def close(self) -> None:
@@ -185,6 +212,7 @@ class Group(_core.Group):
         if self._later is not None:
             self._later.close()
             self._later = None
+        self._lanes.close()
 
     def __enter__(self) -> Group:
         self._take_seat()
@@ -334,6 +362,18 @@ class Group(_core.Group):
             arrays.give_back(flat, part)
         return out
 
+    def _part_reduced(self, x: Any, target: Any, op: str, timeout: float | None) -> Any:
+        flat = arrays.writable_twin(target)
+        if self._reduce_scatter(arrays.contiguous(x), flat, op, timeout) is NotImplemented:
+            raise TypeError(_elsewhere("reduce_scatter", x))
+        return arrays.give_back(flat, target)
+
+    def _swap_arrays(self, doing: int, xs: Sequence[Any], out: Sequence[Any], timeout: float | None) -> None:
+        flats = [arrays.writable_twin(x) for x in out]
+        self._alltoall(doing, KNOWN, [arrays.contiguous(x) for x in xs], flats, timeout)
+        for flat, x in zip(flats, out, strict=True):
+            arrays.give_back(flat, x)
+
     def _swap(self, doing: int, parts: list[bytes], timeout: float | None, root: int = 0) -> list[bytes]:
         """Bytes for each member against those that each has for this one."""
         lengths = dumps([len(part) for part in parts])
@@ -345,6 +385,17 @@ class Group(_core.Group):
     def _check_root(self, root: int) -> None:
         if not is_whole(root) or not 0 <= root < self.size:
             raise ValueError(f"root must be a rank of the group, from 0 to {self.size - 1}, not {root!r}")
+
+    def _check_other(self, argument: str, rank: int) -> None:
+        if (
+            isinstance(rank, bool)
+            or not isinstance(rank, int)
+            or not 0 <= rank < self.size
+            or rank == self.rank
+        ):
+            raise ValueError(
+                f"{argument} must be the rank of another member, below {self.size}, not {rank!r}"
+            )
 
     def _take_seat(self) -> None:
         if self._join():

@@ -1,0 +1,318 @@
+"""The backend ``"flowchan"`` of ``torch.distributed``: importing this module registers it.
+
+    import flowchan.collective.torch_backend
+    torch.distributed.init_process_group("flowchan")
+
+For CPU tensors of processes on one host. Errors are those of groups: a death raises
+:class:`flowchan.MemberDied` on all survivors, calls that do not match raise :class:`flowchan.Mismatch`.
+torch's own time-out, which is always set, ends nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flowchan.collective.arrays import described
+from flowchan.collective.group import ALLGATHER, ALLREDUCE, ALLTOALL, GATHER, REDUCE, SCATTER, Group
+from flowchan.collective.meeting import meet
+from flowchan.errors import GroupError, Mismatch
+
+_LATER = 64 * 1024
+"""From this many bytes on an operation is done by a thread, while its caller goes on."""
+
+# Their types are not the same in all versions of torch.
+_Work: Any = dist.Work
+_ProcessGroup: Any = dist.ProcessGroup
+_Reduce: Any = dist.ReduceOp.RedOpType
+_OPS = {
+    _Reduce.SUM: "sum",
+    _Reduce.AVG: "mean",
+    _Reduce.PRODUCT: "prod",
+    _Reduce.MIN: "min",
+    _Reduce.MAX: "max",
+    _Reduce.BAND: "and",
+    _Reduce.BOR: "or",
+    _Reduce.BXOR: "xor",
+}
+
+Tensors = Sequence[torch.Tensor]
+
+
+class Work(_Work):  # type: ignore[misc]
+    """What torch waits for: an operation that is done, or goes on in the group's thread."""
+
+    def __init__(self, result: Any, going_on: Future[Any] | None = None) -> None:
+        super().__init__()
+        self._result = result
+        self._going_on = going_on
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        if self._going_on is not None:
+            self._going_on.result(timeout.total_seconds() or None)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._going_on is None or self._going_on.done()
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> Any:
+        return None if self._going_on is None else self._going_on.exception()
+
+    def result(self) -> Any:
+        self.wait()
+        return self._result
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        promise: torch.futures.Future[Any] = torch.futures.Future()
+        if self._going_on is None:
+            promise.set_result(self._result)
+            return promise
+        self._going_on.add_done_callback(lambda _: promise.set_result(None))
+        # DDP waits in C++, which understands an error of a callback only, and not of ``set_exception``.
+        return promise.then(lambda _: self.result())
+
+
+class Receives:
+    """Receives that go on while their caller sends: one after the other from each source."""
+
+    def __init__(self, member: Group) -> None:
+        self._member = member
+        self._threads: dict[int, ThreadPoolExecutor] = {}
+        self._other: defaultdict[tuple[int, int], deque[torch.Tensor]] = defaultdict(deque)
+
+    def start(self, tensors: Tensors, source: int, tag: int) -> Work:
+        if source not in self._threads:
+            self._threads[source] = ThreadPoolExecutor(1, thread_name_prefix=f"flowchan-receive-{source}")
+        return Work(list(tensors), self._threads[source].submit(self._receive, tensors, source, tag))
+
+    def _receive(self, tensors: Tensors, source: int, tag: int) -> None:
+        for x in tensors:
+            while not self._other[source, tag]:
+                its_tag, found = self._member.receive(source)
+                self._other[source, its_tag].append(found)
+            found = self._other[source, tag].popleft()
+            if found.dtype != x.dtype or found.numel() != x.numel():
+                raise Mismatch(f"rank {source} sent {described(found)}; there is room for {described(x)}")
+            with torch.no_grad():
+                x.copy_(found.reshape(x.shape))
+
+    def close(self) -> None:
+        for thread in self._threads.values():
+            thread.shutdown(wait=True, cancel_futures=True)
+
+
+class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
+    """A group as torch sees it. Every collective has the same shape: lists of tensors, and options."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        self._group = _meet(store, rank, size, timeout)
+        self._receives = Receives(self._group)
+        self._name = self._description = ""
+
+    # --- names, which functional collectives ask for ---
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return "flowchan"
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self._name = name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._name
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802
+        self._description = description
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        return self._description
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    @property
+    def pg_name(self) -> str:
+        return self._name
+
+    def shutdown(self) -> None:
+        self._group.close()
+        self._receives.close()
+
+    abort = shutdown
+
+    # --- collectives ---
+
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:
+        op = _op(opts)
+        return self._do(
+            tensors, lambda: [self._group._reduced(ALLREDUCE, x, op, None, -1, None) for x in tensors]
+        )
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
+        return self.allreduce(tensors, opts)
+
+    def broadcast(self, tensors: Tensors, opts: Any) -> Work:
+        return self._do(tensors, lambda: [self._group._spread_any(x, opts.rootRank, None) for x in tensors])
+
+    def reduce(self, tensors: Tensors, opts: Any) -> Work:
+        op, root = _op(opts), opts.rootRank
+        return self._do(
+            tensors, lambda: [self._group._reduced(REDUCE, x, op, None, root, None) for x in tensors]
+        )
+
+    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
+        def run() -> None:
+            for out, x in zip(outputs, inputs, strict=True):
+                self._gather_into(x, list(out))
+
+        return self._do(inputs, run, outputs)
+
+    allgather_coalesced = allgather
+
+    def all_gather_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Work:
+        return self._do([x], lambda: self._gather_into(x, output), [output])
+
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
+        def run() -> None:
+            for out, x in zip(outputs, inputs, strict=True):
+                self._gather_into(x, out)
+
+        return self._do(inputs, run, outputs)
+
+    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> Work:
+        op = _op(opts)
+
+        def run() -> None:
+            for out, parts in zip(outputs, inputs, strict=True):
+                for root, part in enumerate(parts):
+                    self._group._reduced(REDUCE, part, op, out, root, None)
+
+        return self._do(outputs, run)
+
+    def reduce_scatter_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Work:
+        op = _op(opts)
+        return self._do([x], lambda: self._group._part_reduced(x, output, op, None), [output])
+
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
+        op = _op(opts)
+
+        def run() -> None:
+            for out, x in zip(outputs, inputs, strict=True):
+                self._group._part_reduced(x, out, op, None)
+
+        return self._do(inputs, run, outputs)
+
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> Work:
+        (x,), root = inputs, opts.rootRank
+        nothing = x.new_empty(0)
+        ins = [x if rank == root else nothing for rank in range(self._group.size)]
+        outs = list(outputs[0]) if self._group.rank == root else [nothing] * self._group.size
+        return self._do(inputs, lambda: self._group._swap_arrays(GATHER, ins, outs, None), outputs)
+
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> Work:
+        (out,), root = outputs, opts.rootRank
+        nothing = out.new_empty(0)
+        ins = list(inputs[0]) if self._group.rank == root else [nothing] * self._group.size
+        outs = [out if rank == root else nothing for rank in range(self._group.size)]
+        return self._do(outputs, lambda: self._group._swap_arrays(SCATTER, ins, outs, None))
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
+        return self._do(inputs, lambda: self._group._swap_arrays(ALLTOALL, inputs, outputs, None), outputs)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        x: torch.Tensor,
+        output_splits: Sequence[int] = (),
+        input_splits: Sequence[int] = (),
+        opts: Any = None,
+    ) -> Work:
+        size = self._group.size
+        ins = list(torch.split(x, list(input_splits) or x.shape[0] // size))
+        outs = list(torch.split(output, list(output_splits) or output.shape[0] // size))
+        if not x.shape[0]:
+            ins = [x] * size
+        if not output.shape[0]:
+            outs = [output] * size
+        return self._do([x], lambda: self._group._swap_arrays(ALLTOALL, ins, outs, None), [output])
+
+    def barrier(self, opts: Any = None) -> Work:
+        self._group.barrier()
+        return Work([])
+
+    # --- messages, which go beside the collectives ---
+
+    def send(self, tensors: Tensors, to: int, tag: int = 0) -> Work:
+        for x in tensors:
+            self._group.send((tag, x.detach().contiguous()), to)
+        return Work(tensors)
+
+    def recv(self, tensors: Tensors, source: int, tag: int = 0) -> Work:
+        return self._receives.start(tensors, source, tag)
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
+        raise NotImplementedError("the backend flowchan receives from a source that is given: recv(x, src=…)")
+
+    # torch's names before 2.13
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    def _gather_into(self, x: torch.Tensor, out: Any) -> None:
+        self._group._gather_into(ALLGATHER, x, out, range(self._group.size), None)
+
+    def _do(self, tensors: Tensors, run: Callable[[], Any], result: Any = None) -> Work:
+        """Now, or by the thread where that pays: torch's autograd goes on meanwhile."""
+        result = list(tensors) if result is None else result
+        if sum(x.nbytes for x in tensors) < _LATER:
+            self._group._settle()
+            run()
+            return Work(result)
+        return Work(result, self._group._start(run)._future)
+
+
+def _op(opts: Any) -> str:
+    op = _Reduce.SUM if opts is None else getattr(opts.reduceOp, "op", opts.reduceOp)
+    if op not in _OPS:
+        raise ValueError(f"the backend flowchan has no reduction {op}; it has {', '.join(_OPS.values())}")
+    return _OPS[op]
+
+
+def _meet(store: Any, rank: int, size: int, timeout: timedelta) -> Group:
+    """The store names the job, and says whether all are on one host."""
+    here = _host()
+    if rank == 0:
+        store.set("flowchan", f"{secrets.token_hex(16)} {here}")
+    job, there = store.get("flowchan").decode().split()
+    if there != here:
+        raise GroupError(
+            "the backend flowchan joins processes of one host, and this one is not on the host of rank 0; "
+            "use gloo or nccl"
+        )
+    return meet(job, rank, size, timeout.total_seconds())
+
+
+def _host() -> str:
+    """Which boot of which machine, and which network namespace: a Unix socket leads no farther."""
+    with open("/proc/sys/kernel/random/boot_id") as boot:
+        return f"{boot.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
+
+
+dist.Backend.register_backend("flowchan", ProcessGroup, devices=["cpu"])

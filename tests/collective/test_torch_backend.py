@@ -1,0 +1,79 @@
+"""Programs on torch.distributed give bit for bit with the backend ``flowchan`` what they give with gloo."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+from torch_cases import CASES
+
+PROGRAM = Path(__file__).with_name("torch_cases.py")
+
+pytestmark = pytest.mark.timeout(600)  # the first test runs all cases of both backends
+
+
+def answers(backend: str, store: Path) -> list[Any]:
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, PROGRAM, backend, str(rank), "2", str(store)],
+            env=os.environ | {"GLOO_SOCKET_IFNAME": "lo"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    found = [rank.communicate(timeout=500) for rank in ranks]
+    for rank, (_, errors) in zip(ranks, found, strict=True):
+        assert rank.returncode == 0, errors
+    return [json.loads(output) for output, _ in found]
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], list[Any]]:
+    folder = tmp_path_factory.mktemp("stores")
+    return answers("flowchan", folder / "flowchan"), answers("gloo", folder / "gloo")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_results_are_those_of_gloo(both: tuple[list[Any], list[Any]], name: str) -> None:
+    ours, theirs = both
+    for rank in range(2):
+        assert ours[rank][name] == theirs[rank][name]
+
+
+DEATH = """
+import os, signal, sys
+import torch, torch.distributed as dist
+import flowchan.collective.torch_backend
+from torch import nn
+dist.init_process_group("flowchan", init_method="file://" + sys.argv[2], rank=int(sys.argv[1]), world_size=2)
+net = nn.parallel.DistributedDataParallel(nn.Linear(100, 1000))
+try:
+    for step in range(10**9):
+        if dist.get_rank() == 1 and step == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        net(torch.ones(4, 100)).sum().backward()
+except Exception as error:
+    print(step, "rank 1" in str(error) and "died" in str(error), flush=True)
+"""
+
+
+def test_a_rank_that_dies_in_ddp_raises_on_the_other_one(tmp_path: Path) -> None:
+    """Where other backends hang."""
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", DEATH, str(rank), tmp_path / "store"], stdout=subprocess.PIPE)
+        for rank in range(2)
+    ]
+    assert ranks[0].communicate(timeout=100)[0] == b"3 True\n"
+    assert ranks[1].wait(timeout=100) == -signal.SIGKILL
+    assert ranks[1].stdout is not None
+    ranks[1].stdout.close()
