@@ -58,13 +58,15 @@ def costs(
     threads: int,
     backward: bool | None = None,
     param_scale: float = 1.0,
+    skips: Skips | None = None,
 ) -> list[float]:
     """What each layer costs with a micro-batch: seconds with ``threads`` compute threads, of the ``backward``
     pass too, by default where the module is in training mode; or bytes of its parameters, ``param_scale``
     times, its buffers and what it keeps, which is what autograd saves for the backward pass for a module in
-    training mode, else what it puts out. The module is not changed."""
+    training mode, else what it puts out. ``skips`` come in beside the micro-batch. The module is not
+    changed."""
     with torch.random.fork_rng(devices=[]), _compute_threads(threads):
-        layers = list(_alone(module, micro))
+        layers = list(_alone(module, micro, skips))
         if balance == "memory":
             return _bytes(layers, module.training, param_scale)
         return _seconds(layers, module.training if backward is None else backward)
@@ -117,9 +119,9 @@ _Layer = tuple[Part, Any, Skips]
 """A copy of a layer as a part of its own, and what goes into it."""
 
 
-def _alone(module: nn.Sequential, value: Any) -> Iterator[_Layer]:
+def _alone(module: nn.Sequential, value: Any, skips: Skips | None = None) -> Iterator[_Layer]:
     """Each layer by itself."""
-    skips: Skips = {}
+    skips = {} if skips is None else skips
     for number, (name, layer) in enumerate(module._modules.items()):
         alone = nn.Sequential()
         alone.add_module(name, copy.deepcopy(layer))

@@ -11,6 +11,7 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from flowchan import Graph
@@ -202,6 +203,11 @@ class Sequential(nn.Module):
         layer's. They are split along that into micro-batches, and the outputs are joined. The output has a
         graph where the plain module's has one. ``RuntimeError`` while a training of the pipe
         goes on."""
+        if torch.compiler.is_compiling():  # what threads and processes do is not for the compiler to see
+            return _uncompiled(self, *inputs, **named)
+        return self._called(*inputs, **named)
+
+    def _called(self, *inputs: Any, **named: Any) -> Any:
         self._raise_if_training("use training.evaluate(x), or leave its with block")
         self._raise_for_changes()
         if torch._C._is_tracing():
@@ -327,6 +333,10 @@ class Sequential(nn.Module):
         where = words.get(self._cut.on.name, self._cut.on.name)
         chunks = f"up to {CHUNKS}" if self.chunks is None else self.chunks
         return f"Sequential: {', '.join(map(str, self.parts))}; on {where}, {chunks} chunks"
+
+
+_uncompiled = _disable_dynamo(Sequential._called)
+"""``torch.compile`` of a pipe, or of what it is in, leaves it as it is."""
 
 
 def _names(parts: Any) -> list[str]:

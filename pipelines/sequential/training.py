@@ -27,6 +27,7 @@ from flowchan.pipelines.sequential.copies import Copies, Numbers
 from flowchan.pipelines.sequential.execution import Passed, casting_here
 from flowchan.pipelines.sequential.parts import Part
 from flowchan.pipelines.sequential.plans import Function, Plans, Written
+from flowchan.pipelines.sequential.report import Kept, TrainingReport, measured, report
 from flowchan.pipelines.sequential.schedule import Schedule, Step, text
 from flowchan.pipelines.sequential.shared import share, state_tensors
 from flowchan.pipelines.sequential.state import modes_of, state_of
@@ -106,7 +107,9 @@ class Training:
         self._answers: Iterator[Answer] | None = None
         self._steps = 0
         self._sent = [{1: 0, -1: 0} for _ in self._jobs]  # to the next worker, and to the one before
-        self._events: deque[tuple[Event, ...]] = deque(maxlen=KEPT * places.workers)
+        self._done: deque[list[tuple[tuple[Event, ...], float]]] = deque(maxlen=KEPT)
+        self._first_micro: Any = None
+        self._kept: list[Kept] | None = None
 
     # --- its life ---
 
@@ -160,6 +163,8 @@ class Training:
         self._raise_if_changed()
         inputs, targets = self._split(without_gradient(x, "take the loss of pipe(x)"), target)
         sizes = tuple(map(batch_size, inputs))
+        if not self._steps:
+            self._first_micro = mapped(lambda one: one.detach().cpu().clone(), inputs[0])
         seed = int(torch.randint(2**31, ()))
         plan = self._plans.of(len(sizes))
         with self._commanding(f"step {self._steps}", len(sizes), plan):
@@ -176,7 +181,7 @@ class Training:
                 for job in self._jobs:
                     self._put(job.worker, Scale(1.0 if factor >= 1.0 else factor))
             answers = self._answered()
-        self._events.extend(answer.events for answer in answers)
+        self._done.append([(answer.events, answer.communication) for answer in answers])
         self._steps += 1
         self._count_changes()
         for job, answer in zip(self._jobs, answers, strict=True):
@@ -204,7 +209,17 @@ class Training:
 
     def timeline(self) -> Timeline:
         """What the workers did and when, in the last ten steps."""
-        return Timeline((event for events in self._events for event in events), self._graph.name)
+        found = (event for step in self._done for events, _ in step for event in events)
+        return Timeline(found, self._graph.name)
+
+    def report(self) -> TrainingReport:
+        """What the last ten steps cost: how long workers waited, the share of communication, and how many
+        bytes each part held at most. For the last it runs copies of the layers once, with a micro-batch of
+        the first step."""
+        if self._kept is None and self._first_micro is not None:
+            self._kept = measured(self._parts, self._first_micro)
+            self._first_micro = None
+        return report(list(self._done), self._parts, self._kept or [Kept(0.0, 0.0)] * self._total)
 
     # --- behind it ---
 

@@ -111,13 +111,15 @@ class Item(NamedTuple):
 class Answer(NamedTuple):
     """What came of a command. ``loss`` of the step comes from the last part's worker; ``square`` is the sum
     of the squares of all gradients; ``values`` are gradients or outputs, as the command asks for;
-    ``changed`` is what a worker on another host has changed, by part."""
+    ``communication`` is how many seconds of a core went into handing things on, and ``changed`` what a worker
+    on another host has changed, by part."""
 
     worker: int
     events: tuple[Event, ...] = ()
     loss: Tensor | None = None
     square: float = 0.0
     values: list[Any] | None = None
+    communication: float = 0.0
     changed: Sequence[Numbers] = ()
 
 
@@ -175,6 +177,7 @@ class Worker:
         self.early: dict[Key, Any] = {}
         self.events: list[Event] = []
         self.losses: list[Tensor] = []
+        self.communication = 0.0
         self.plans: dict[str, list[Step]] = {}  # as they were read
         self.first: dict[int, tuple[Any, Any]] = {}  # outputs and targets of the first step
 
@@ -215,7 +218,7 @@ class Worker:
 
     def _train(self, train: Train) -> Answer:
         job = self.job
-        self.events, self.losses = [], []
+        self.events, self.losses, self.communication = [], [], 0.0
         if job.optimizer is not None or job.own_process:  # else they add up where the user has them
             for parameter in job.parameters:
                 parameter.grad = None
@@ -246,7 +249,7 @@ class Worker:
         )
         loss = torch.stack(self.losses).sum() if self.losses else None
         changed = [state.changed() for state in self.states] if job.hosts else []
-        return Answer(job.worker, tuple(self.events), loss, values=values, changed=changed)
+        return Answer(job.worker, tuple(self.events), loss, 0.0, values, self.communication, changed)
 
     def _steps(self, plan: str) -> list[Step]:
         if plan not in self.plans:
@@ -371,10 +374,12 @@ class Worker:
         """What a step needs, of part ``sender``, or of the program where there is no such part."""
         side = None if sender in (None, -1) else self.job.places.towards(self.job.worker, sender or 0)
         port = self.commands if side is None else self.forward if side < 0 else self.backward
+        begin = time.thread_time()  # which stands still while it waits
         while key not in self.early:
             assert port is not None
             item = port.get()
             self.early[item.key] = item.content
+        self.communication += time.thread_time() - begin
         return self.early.pop(key)
 
     def _put(self, key: Key, content: Any) -> None:
@@ -385,7 +390,9 @@ class Worker:
             return
         port = self.onward if side > 0 else self.back
         assert port is not None
+        begin = time.thread_time()
         port.put(Item(key, content))
+        self.communication += time.thread_time() - begin
 
     def _packed(self, passed: Passed) -> Passed:
         return Passed(self._light(passed.value), self._light(passed.skips), passed.wants)

@@ -436,3 +436,18 @@ def test_hooks_of_the_plain_container_that_come_later_raise_too() -> None:
         for use in (lambda: pipe(torch.ones(2, 6)), lambda: pipe.stream([torch.ones(2, 6)])):
             with pytest.raises(ValueError, match="module has forward hooks"):
                 use()
+
+
+@everywhere
+def test_a_compiled_pipe_is_left_as_it_is_also_within_a_model(on: Any) -> None:
+    module, x = dense(), torch.randn(8, 6)
+    with Sequential(module, 2, on=on) as pipe:
+        head = nn.Linear(3, 2)
+        for compiled, plain in (
+            (torch.compile(pipe, backend="eager"), module),
+            (torch.compile(nn.Sequential(pipe, head), backend="eager"), nn.Sequential(module, head)),
+        ):
+            torch.testing.assert_close(compiled(x), plain(x))
+            compiled(x).sum().backward()
+    assert all(one.grad is not None for one in module.parameters())
+    torch._dynamo.reset()
