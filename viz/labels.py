@@ -89,6 +89,8 @@ def _hosts_text(place: Place) -> str:
     """Which hosts a place has; of many the first and the last."""
     if place.nowhere:
         return "hosts still to be given"
+    if place.missing:
+        return f"hosts of {place.name}"
     if not place.hosts:
         return ""
     hosts = ", ".join(place.hosts)
@@ -99,7 +101,7 @@ def _hosts_text(place: Place) -> str:
 
 def looks(place: Place) -> str:
     """Which of the three looks of boxes a place has: threads, processes, or processes on hosts."""
-    return "hosts" if place.hosts or place.nowhere else "processes" if place.apart else "threads"
+    return "hosts" if place.is_far else "processes" if place.apart else "threads"
 
 
 def end_role(stage: Stage) -> Role:

@@ -13,7 +13,7 @@ started.
 | ports | streams and arguments do not fit the function's parameters |
 | type | the items are not what the reader's annotation asks for |
 | pickle | something cannot be sent to a stage's process |
-| hosts | the hosts of a stage are still to be given |
+| hosts | the hosts of a stage are still to be given, or can't be known here |
 | daemon | worker processes are asked for in a daemonic process, which may start none |
 | spent | a source has an iterator that is at its end, or that an earlier run has read |
 | capacity | a capacity is not an int of at least 1 |
@@ -330,7 +330,9 @@ def _daemonic(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
 
 def _hosts(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     for place, stage in enumerate(stages):
-        if stage.place.nowhere:
+        if stage.place.missing:
+            yield place, Problem("hosts", stage.name, stage.where, stage.place.missing)
+        elif stage.place.nowhere:
             message = (
                 "nobody has said which hosts it runs on; give them with `flowchan run FILE --hosts local:2`, "
                 "or declare it with on=pool"

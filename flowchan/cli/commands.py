@@ -282,7 +282,7 @@ def _tell_problems(graph: str, problems: Sequence[Problem], err: bool) -> None:
 
 def _counts(graph: Blueprint) -> str:
     workers = sum(stage.workers for stage in graph.stages)
-    far = [stage for stage in graph.stages if stage.place.hosts or stage.place.nowhere]
+    far = [stage for stage in graph.stages if stage.place.is_far]
     there = sum(stage.workers for stage in far)
     apart = sum(stage.workers for stage in graph.stages if stage.place.apart) - there
     return (

@@ -18,7 +18,7 @@ from flowchan.declare.stream import Feedback, PlainOptions, Stream, origins, str
 from flowchan.declare.values import DEFAULT_CAPACITY, DEFAULT_RESTARTS
 from flowchan.items.text import shown
 
-_SOURCE_OPTIONS = ("name", "on", "capacity", "restarts", "restartable")
+_SOURCE_OPTIONS = ("name", "on", "capacity", "restarts", "restartable", "gpus")
 _STAGE_OPTIONS = (*_SOURCE_OPTIONS, "workers")
 
 
@@ -43,13 +43,14 @@ class Blueprint(Builder):
         capacity: int = DEFAULT_CAPACITY,
         restarts: int = DEFAULT_RESTARTS,
         restartable: bool = False,
+        gpus: int = 0,
         **kwargs: Any,
     ) -> Stream:
         """A stream of the elements of ``items``: an iterable, or a callable that gives one when it is called
         with ``args`` and ``kwargs`` inside the run. An async generator function is cancelled where it awaits
         as soon as nobody wants its elements any more. ``restartable``: iterating again gives the same
         elements, so a worker process that died may be replaced, up to ``restarts`` times, by one that goes on
-        behind what is out already."""
+        behind what is out already. ``gpus``: that its worker has for itself."""
         function: Callable[..., Any] | None = None
         options: dict[str, Any] = {}
         if callable(items) and (args or kwargs or not isinstance(items, Iterable)):
@@ -83,6 +84,7 @@ class Blueprint(Builder):
             on=on,
             restarts=restarts,
             restartable=restartable,
+            gpus=gpus,
         )
         return streams_of(self, stage)[0]
 
@@ -126,13 +128,14 @@ class Blueprint(Builder):
         capacity: int = DEFAULT_CAPACITY,
         restarts: int = DEFAULT_RESTARTS,
         restartable: bool = False,
+        gpus: int = 0,
         **kwargs: Any,
     ) -> Any:
         """The general stage: ``function`` is called once per worker with its ports, the parameters annotated
         ``In[T]`` and ``Out[T]``. The streams go to the ``In`` parameters in order, ``kwargs`` to the
         parameters that are no ports. Returns ``None``, one stream or a tuple of streams, as there are ``Out``
         parameters. ``restartable``: the function keeps no state between items, so a worker process that died
-        may be replaced, up to ``restarts`` times."""
+        may be replaced, up to ``restarts`` times. ``gpus``: that each worker has for itself."""
         ports = ports_of(callable_argument("stage", "function", function))
         no_misspelt_option("stage", function, kwargs, _STAGE_OPTIONS)
         if restartable and not streams and workers != 1:
@@ -154,6 +157,7 @@ class Blueprint(Builder):
             workers=workers,
             restarts=restarts,
             restartable=restartable,
+            gpus=gpus,
         )
         outs = streams_of(self, stage)
         return None if not outs else outs[0] if len(outs) == 1 else outs

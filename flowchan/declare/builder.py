@@ -110,6 +110,7 @@ class Builder:
         restarts: int = DEFAULT_RESTARTS,
         max_deaths: int = DEFAULT_MAX_DEATHS,
         restartable: bool = False,
+        gpus: int = 0,
     ) -> Stage:
         """Adds one stage, after the checks that all verbs share."""
         whole(kind, "capacity", capacity, 1)
@@ -120,6 +121,11 @@ class Builder:
         flag(kind, "ordered", ordered)
         flag(kind, "restartable", restartable)
         place = placed(kind, on)
+        if whole(kind, "gpus", gpus, 0) and not place.apart:
+            raise ValueError(
+                f"{kind}: gpus={gpus} needs on='process' or a pool of flowchan.hosts: threads share the "
+                "program's devices"
+            )
         called = self._free_name(_name_from(function, kind)) if name is None else text(kind, "name", name)
         single = len(outputs) == 1
         stage = Stage(
@@ -146,6 +152,7 @@ class Builder:
             restarts=restarts,
             max_deaths=max_deaths,
             restartable=restartable,
+            gpus=gpus,
         )
         self._add(stage)
         return stage

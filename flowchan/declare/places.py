@@ -18,16 +18,23 @@ class Place:
     Else the workers run on threads of the program's own process, and end with it.
 
     ``hosts``: the names of the hosts on which the workers run in turn; without any they run on this machine.
-    ``nowhere``: the hosts are still to be given.
+    ``nowhere``: the hosts are still to be given. ``missing``: why they can't be known here, which matters
+    once the graph is to run.
     """
 
     name: str
     apart: bool
     hosts: tuple[str, ...] = ()
     nowhere: bool = False
+    missing: str = ""
 
     def __str__(self) -> str:
         return self.name
+
+    @property
+    def is_far(self) -> bool:
+        """Whether the workers run on hosts, known or not."""
+        return bool(self.hosts or self.nowhere or self.missing)
 
     def medium_to(self, other: Place) -> Medium:
         """What a channel from here to ``other`` is made of."""

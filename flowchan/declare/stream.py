@@ -50,6 +50,9 @@ class WorkOptions(NameOption, total=False):
     """How many worker processes that died are replaced, over the whole run; 10 if left out."""
     max_deaths: int
     """With how many workers an item may die before it counts as failed itself; 3 if left out."""
+    gpus: int
+    """That each worker, in a process of its own, has for itself; 0 if left out: it sees what the program, or
+    its host, sees."""
 
 
 class ItemOptions(WorkOptions, total=False):

@@ -94,6 +94,8 @@ class Stage:
     restarts: int = DEFAULT_RESTARTS
     max_deaths: int = DEFAULT_MAX_DEATHS
     restartable: bool = False
+    gpus: int = 0
+    """That each worker has for itself."""
     feedback: frozenset[str] = frozenset()
     """The input ports that read what a stage further on puts."""
 

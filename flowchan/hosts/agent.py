@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from flowchan import _core
 from flowchan.channel.channel import Channel, In, Out, most_bytes
-from flowchan.errors import Broken, Closed
+from flowchan.errors import Broken, Closed, HostError
 from flowchan.hosts.code import lacking
 from flowchan.hosts.dialling import reach
 from flowchan.hosts.logs import send_logs
@@ -151,8 +151,8 @@ class Agent:
             self._workers[start.id] = self._open(start)
         ports = self._workers[start.id].ports
         try:
-            self._processes.start(start.here, start.stage, ports, start.predecessors)
-        except OSError as error:
+            self._processes.start(start.here, start.stage, ports, start.predecessors, start.gpus)
+        except (OSError, HostError) as error:
             self._events.put(Failure(start.id, Portable(error), None, os.getpid()))
 
     def _open(self, start: Start) -> _Worker:
@@ -190,6 +190,7 @@ class Agent:
 
     def _release(self, id: WorkerId) -> None:
         """Its rings go; what is left of its process goes with the agent."""
+        self._processes.give_back_gpus(id)
         worker = self._workers.pop(id, None)
         if worker is not None:
             self._link.drop(worker.start.line)

@@ -235,6 +235,7 @@ class HostCrew:
                 predecessors=self._home.obituaries.how_they_died(id),
                 inputs=dict(worker.inputs), outputs=dict(worker.outputs), errors=worker.errors,
                 most=min(self._home.plan.memory, most_bytes()), share=self._home.plan.share,
+                gpus=worker.stage.gpus,
             )
         )  # fmt: skip
 

@@ -38,6 +38,7 @@ class Start:
     errors: str | None
     most: int
     share: int
+    gpus: int
 
     @property
     def id(self) -> WorkerId:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from flowchan.declare.arguments import flag, seconds
 from flowchan.declare.places import Place
+from flowchan.errors import HostError
 from flowchan.hosts.crew import HostCrew
 from flowchan.hosts.provider import Provider
 from flowchan.items.text import shown
@@ -36,6 +37,8 @@ class Pool(Place):
         return self.name
 
     def __getitem__(self, hosts: str | Sequence[str]) -> Pool:
+        if self.missing:
+            return self
         chosen = (hosts,) if isinstance(hosts, str) else tuple(hosts)
         for host in chosen:
             if host not in self.hosts:
@@ -56,7 +59,13 @@ def pool_of(call: str, provider: Provider, patience: float = PATIENCE, tls: bool
     waits = seconds(call, "patience", patience)
     if waits is None:
         raise ValueError(f"{call}: patience must be a number of seconds, not None")
+    names: tuple[str, ...] = ()
+    missing = ""
+    try:
+        names = tuple(provider.hosts)
+    except HostError as error:
+        missing = str(error)
     return Pool(
-        name=repr(provider), apart=True, hosts=tuple(provider.hosts), provider=provider,
+        name=repr(provider), apart=True, hosts=names, missing=missing, provider=provider,
         patience=waits, tls=flag(call, "tls", tls),
     )  # fmt: skip

@@ -191,9 +191,10 @@ class LocalCrew:
 
     def _start_process(self, id: WorkerId) -> None:
         assert self._apart is not None
-        stage, ports = pack(self._workers[id].stage), self._opened.ports[id]
+        stage, ports = self._workers[id].stage, self._opened.ports[id]
+        how = self.obituaries.how_they_died(id)
         try:
-            self._apart.start(self.begun(id), stage, ports, self.obituaries.how_they_died(id))
+            self._apart.start(self.begun(id), pack(stage), ports, how, stage.gpus)
         except (EOFError, OSError):
             if server_was_unguarded():
                 raise unguarded(self.plan.graph) from None

@@ -35,6 +35,7 @@ from flowchan.run.bodies import Job
 from flowchan.run.chance import Worker
 from flowchan.run.events import Aborted, Began, Ended, Event, Failure, Result, Retried, WorkerId
 from flowchan.run.failures import ItemFailed, Portable
+from flowchan.run.gpus import see_only
 from flowchan.run.opening import Ports
 
 
@@ -295,10 +296,18 @@ def _clean_end(error: BaseException, ports: Ports) -> bool:
 
 
 def process_main(
-    here: Worker, stage: bytes, ports: Ports, events: Any, parent: int, predecessors: tuple[str, ...]
+    here: Worker,
+    stage: bytes,
+    ports: Ports,
+    events: Any,
+    parent: int,
+    predecessors: tuple[str, ...],
+    devices: str | None,
 ) -> None:
-    """What a worker's own process runs. ``predecessors``: how those died with whose item it begins."""
+    """What a worker's own process runs. ``predecessors``: how those died with whose item it begins.
+    ``devices``: the GPUs that it is to see, if these were given to it."""
     _core._die_with(parent)
+    see_only(devices)
     # The terminal sends Ctrl-C to the whole group; what it means is the supervisor's decision.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

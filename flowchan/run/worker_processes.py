@@ -13,6 +13,7 @@ from flowchan.channel.channel import Channel
 from flowchan.run import chance, memory
 from flowchan.run.decisions import GRACE
 from flowchan.run.events import Event, Gone, WorkerId
+from flowchan.run.gpus import Gpus
 from flowchan.run.guard import NAME
 from flowchan.run.opening import Ports
 from flowchan.run.processes import WorkerProcess
@@ -28,15 +29,20 @@ class WorkerProcesses:
     def __init__(self, graph: str, mail: Channel[Event], gone: Callable[[Gone], None]) -> None:
         self._graph = graph
         self._mail = mail
+        self._gpus = Gpus()
         self.known: dict[WorkerId, WorkerProcess] = {}
         self._watch = Watch(gone)
         # Those whom the kernel killed for lack of memory before the run, and those of the run so far.
         self._oom_kills = memory.oom_kills()
 
-    def start(self, here: chance.Worker, stage: bytes, ports: Ports, predecessors: tuple[str, ...]) -> None:
-        """Starts a worker's process. ``predecessors``: how those died with whose item it begins."""
+    def start(
+        self, here: chance.Worker, stage: bytes, ports: Ports, predecessors: tuple[str, ...], gpus: int
+    ) -> None:
+        """Starts a worker's process. ``predecessors``: how those died with whose item it begins. ``gpus``:
+        how many of its own it has; raises :class:`flowchan.HostError` when there are too few."""
         id = WorkerId(here.stage, here.number)
-        arguments: tuple[Any, ...] = (here, stage, ports, self._mail, os.getpid(), predecessors)
+        devices = self._gpus.take(id, gpus)
+        arguments: tuple[Any, ...] = (here, stage, ports, self._mail, os.getpid(), predecessors, devices)
         process = WorkerProcess(f"{NAME}{self._graph}/{id}", process_main, arguments)
         self.known[id] = process
         self._watch.add(id, process)
@@ -61,6 +67,10 @@ class WorkerProcesses:
     def ended(self, id: WorkerId) -> bool:
         """Whether the worker has a process here, and that has ended."""
         return id in self.known and self.known[id].ended()
+
+    def give_back_gpus(self, id: WorkerId) -> None:
+        """The worker has ended, or runs elsewhere from now on."""
+        self._gpus.give_back(id)
 
     def forget(self, id: WorkerId) -> None:
         """Leaves nothing of a process that has ended."""

@@ -199,6 +199,8 @@ def check_choices(
     on: Any, chunks: Any, balance: Any, sample: Any, param_scale: Any, dim: int, counts: int | list[int]
 ) -> None:
     """The arguments that are words and numbers."""
+    if isinstance(on, Place) and on.missing:
+        raise ValueError(f"Sequential: {on.missing}")
     is_word = isinstance(on, str) and on in PLACEMENTS
     if not is_word and not (isinstance(on, Place) and on.hosts):
         raise ValueError(

@@ -6,8 +6,12 @@ import pickle
 
 import pytest
 
+import flowchan.hosts
+from flowchan import Graph, GraphError
+from flowchan.check.rules import check
 from flowchan.errors import HostError
 from flowchan.hosts.slurm import slurm
+from flowchan.viz import to_mermaid
 
 
 @pytest.fixture(autouse=True)
@@ -42,3 +46,17 @@ def test_without_the_commands_of_slurm_that_is_said(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(HostError, match="scontrol can't be started here: No such file or directory"):
         slurm().hosts  # noqa: B018
+
+
+def test_a_graph_is_declared_and_drawn_outside_an_allocation_and_the_remedy_is_named_when_it_shall_run():
+    graph = Graph("declared")
+    pool = flowchan.hosts.slurm()
+    assert repr(pool) == "slurm()"
+    graph.source(range(3)).map(abs, on=pool, name="far").sink(abs, on=pool["node1"])
+    assert "hosts of slurm()" in to_mermaid(graph)
+    far, _ = check(graph)
+    assert (far.rule, far.stage) == ("hosts", "far")
+    with pytest.raises(
+        GraphError, match=r"no allocation of Slurm .*start it with 'sbatch' or within 'salloc'"
+    ):
+        graph.run()

@@ -16,7 +16,7 @@ from torch.optim import SGD
 from trained import OPTIMIZERS, assert_same_state, batches, in_parts, perceptron, plainly
 
 from flowchan import RunError, StageError, worker
-from flowchan.hosts import local
+from flowchan.hosts import local, slurm
 from flowchan.pipelines.sequential import Sequential
 
 POOL = local(2)
@@ -131,6 +131,12 @@ def test_a_loss_behind_the_pipe_trains_it_by_any_optimizer(data: Any) -> None:
             optimizer.step()
             assert float(loss.detach()) == pytest.approx(expected, rel=1e-4)
     assert_same_state(module, plain, rtol=1e-4, atol=1e-5)
+
+
+def test_a_pipe_needs_to_know_its_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    with pytest.raises(ValueError, match="Sequential: slurm: this program runs in no allocation"):
+        Sequential(perceptron(), on=slurm())
 
 
 class Fails(nn.Module):

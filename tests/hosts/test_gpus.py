@@ -1,0 +1,122 @@
+"""Each worker of a stage with ``gpus=n`` has n of its machine's for itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gates import Gate
+from hosted import agents
+
+from flowchan import Graph, HostError, RunError, worker
+from flowchan.hosts import local
+from flowchan.run.gpus import present
+
+
+@pytest.fixture(autouse=True)
+def _no_agent_stays() -> Iterator[None]:
+    yield
+    assert not agents()
+
+
+@pytest.fixture(autouse=True)
+def _three(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this program, and so what it starts, may use."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, 5,7")
+
+
+def seen(_: Any = None) -> tuple[str, int, str]:
+    here = worker()
+    return here.host, here.number, os.environ["CUDA_VISIBLE_DEVICES"]
+
+
+everywhere = pytest.mark.parametrize("on", ["process", local(1)], ids=str)
+
+
+@everywhere
+def test_each_worker_sees_devices_of_its_own(on: Any) -> None:
+    gate = Gate()
+
+    def held(_: int) -> tuple[str, int, str]:
+        gate.wait()
+        return seen()
+
+    graph = Graph("gpus")
+    first = graph.source(range(2)).map(held, on=on, workers=2, gpus=1)
+    other = graph.source(range(2), name="others").map(seen, on=on, gpus=1, name="second")
+    none = graph.source(range(2), name="rest").map(seen, on=on, name="none")
+    results = first.collect(), other.collect(), none.collect()
+    run = graph.start()
+    gate.wait_held(2)
+    gate.open()
+    found = run.wait()
+    devices = sorted(device for _, _, device in (*found[results[0]], found[results[1]][0]))
+    assert devices == ["4", "5", "7"]
+    assert {device for _, _, device in found[results[2]]} == {"4, 5,7"}
+
+
+def test_a_worker_may_have_several_and_each_host_counts_its_own() -> None:
+    graph = Graph("gpus")
+    found = graph.source(range(100)).map(seen, on=local(2), workers=2, gpus=2).collect()
+    assert set(graph.run()[found]) <= {("local-1", 1, "4,5"), ("local-2", 2, "4,5")}
+
+
+@everywhere
+def test_a_successor_has_the_devices_of_the_one_that_died(on: Any, tmp_path: Path) -> None:
+    def once(item: int) -> tuple[str, int, str]:
+        if item == 3 and not (tmp_path / "died").exists():
+            (tmp_path / "died").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return seen()
+
+    graph = Graph("gpus")
+    found = graph.source(range(8)).map(once, on=on, gpus=3).collect()
+    assert {device for _, _, device in graph.run()[found]} == {"4,5,7"}
+
+
+def test_a_machine_that_has_too_few_is_one_clear_line() -> None:
+    graph = Graph("gpus")
+    graph.source(range(8)).map(seen, on="process", workers=2, gpus=2, name="far").sink(print)
+    with pytest.raises(HostError, match=r"worker far 2 needs 2 GPUs of its own, but of the 3 here 1 is free"):
+        graph.run()
+
+
+def test_a_host_that_has_too_few_is_named() -> None:
+    graph = Graph("gpus")
+    graph.source(range(8)).map(seen, on=local(2), workers=7, gpus=1, name="far").sink(print)
+    with pytest.raises(RunError) as caught:
+        graph.run()
+    (error,) = caught.value.exceptions
+    assert "host 'local-1'" in str(error)
+    assert "worker far 7 needs 1 GPU of its own, but of the 3 here 0 are free" in str(error)
+
+
+def test_threads_share_the_devices_of_the_program() -> None:
+    graph = Graph("gpus")
+    with pytest.raises(ValueError, match="map: gpus=1 needs on='process' or a pool"):
+        graph.source(range(8)).map(seen, gpus=1)
+    with pytest.raises(ValueError, match="gpus must be at least 0, not -1"):
+        graph.source(range(8)).map(seen, on="process", gpus=-1)
+
+
+@pytest.mark.parametrize(
+    ("told", "those"), [("", []), ("-1", []), ("0,-1,2", ["0"]), ("GPU-1a,GPU-b", ["GPU-1a", "GPU-b"])]
+)
+def test_those_that_the_environment_names_are_there(
+    monkeypatch: pytest.MonkeyPatch, told: str, those: list[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", told)
+    assert present() == those
+
+
+def test_else_those_that_the_driver_knows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert present() == []
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho GPU-one\necho GPU-two\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    assert present() == ["GPU-one", "GPU-two"]
