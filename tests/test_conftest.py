@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import threading
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -107,3 +108,9 @@ def test_a_hang_ends_in_stacks(tmp_path: Path, workers: int) -> None:
     said = run_tests(tmp_path, HANGS, "--timeout=1", f"-n{workers}", "--max-worker-restart=0")
     assert "hang in test_small.py::test_hangs" in said
     assert re.search(r'test_small.py", line \d+ in test_hangs', said)
+
+
+def test_no_two_test_files_have_one_name() -> None:
+    """Their folders are no packages, so pytest could not collect the second."""
+    names = Counter(path.name for path in HERE.rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
