@@ -38,6 +38,18 @@ def unguarded(graph: Blueprint) -> Unguarded:
     return Unguarded(graph.name, [Problem("main-guard", "", graph.where, message)])
 
 
+def hint_at_import(exitcode: int | None) -> str:
+    """What to say of a process that ended before it began to work, if it may have failed in the main
+    script."""
+    method = multiprocessing.get_start_method()
+    if exitcode != 1 or method == "fork":
+        return ""
+    return (
+        f", perhaps while it imports the main script, as each does with the start method {method!r}; put "
+        'what only the program shall run, `set_start_method` too, under `if __name__ == "__main__":`'
+    )
+
+
 def leave_if_unguarded(graph: Blueprint) -> None:
     """Ends this process when it is one that still imports the main script. Says why unless our parent
     will."""

@@ -11,7 +11,7 @@ from flowchan.declare.blueprint import Blueprint
 from flowchan.errors import WorkerDied
 from flowchan.run.decisions import Died
 from flowchan.run.events import Failure, WorkerId
-from flowchan.run.guard import UNGUARDED, unguarded
+from flowchan.run.guard import UNGUARDED, hint_at_import, unguarded
 from flowchan.run.opening import Ports
 from flowchan.run.plan import Plan, PlannedWorker
 
@@ -79,7 +79,7 @@ class Obituaries:
         if id.stage not in self._limits or (limit == 0 and worker.stage.restarts):
             why = f"a {worker.stage.kind} stage keeps state of its own and is not declared restartable"
         elif hopeless:
-            why = "it dies before it begins to work"
+            why = "it dies before it begins to work" + hint_at_import(None if death.host else death.exitcode)
         else:
             why = f"{used} of {limit} restarts are used"
         text = f"the process of worker {id} {death.how}; it is not replaced: {why}"

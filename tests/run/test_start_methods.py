@@ -157,6 +157,26 @@ def test_a_script_without_a_main_guard_ends(method: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_script_that_sets_the_start_method_without_a_main_guard_is_told_where_to(
+    method: str, tmp_path: Path
+) -> None:
+    """Python forbids to set it a second time, so the worker ends before it comes to anything of ours."""
+    text = f"""
+        import multiprocessing
+        multiprocessing.set_start_method("{method}")
+        from flowchan import Graph
+        graph = Graph("unguarded")
+        graph.source(range(3)).sink(abs, on="process")
+        graph.run()
+    """
+    with start(script(tmp_path, text)) as process:
+        _, err = process.communicate()
+    assert process.returncode == 1
+    assert f"as each does with the start method '{method}'" in err
+    assert '`set_start_method` too, under `if __name__ == "__main__":`' in err
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_a_process_of_the_program_that_runs_the_graph_on_import_says_why_it_ends(
     method: str, tmp_path: Path
 ) -> None:
