@@ -56,7 +56,8 @@ MINUTES ?= 10
 SEED ?= 1
 soak: .venv/installed-test
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) --long tests/model tests/native tests/transport tests/run/test_residue.py \
-	    tests/run/test_blame.py tests/run/test_own_ends.py tests/channel/test_damage.py tests/contract/test_a_new_medium.py
+	    tests/run/test_blame.py tests/run/test_own_ends.py tests/hosts/test_host_chaos.py tests/channel/test_damage.py \
+	    tests/contract/test_a_new_medium.py
 	$(BIN)/python -m tests.crash.soak --minutes $(MINUTES) --seed $(SEED)
 	$(BIN)/python -m tests.hosts.soak --minutes $(MINUTES) --seed $(SEED)
 

@@ -54,9 +54,10 @@ def unreadable(failed: Any) -> None:
 def show(groups: list[list[Path]]) -> None:
     """The groups that waste most come first; the files of a group are in order."""
     wasted = {min(files): min(files).stat().st_size * (len(files) - 1) for files in groups}
-    print(f"{len(groups):,} groups of equal files, {sum(wasted.values()):,} bytes could be saved")
+    lines = [f"{len(groups):,} groups of equal files, {sum(wasted.values()):,} bytes could be saved\n"]
     for files in sorted(map(sorted, groups), key=lambda files: (-wasted[files[0]], files[0])):
-        print(f"{wasted[files[0]]:>12,}  {'  '.join(map(str, files))}")
+        lines.append(f"{wasted[files[0]]:>12,}  {'  '.join(map(str, files))}\n")
+    print("".join(lines), end="")
 
 
 def duplicates(directory: str = str(STANDARD_LIBRARY)) -> Graph:

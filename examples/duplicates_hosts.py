@@ -26,8 +26,8 @@ def with_digest_and_host(file: Path) -> tuple[tuple[bytes, Path], str]:
 
 
 def tell(hosts: list[str]) -> None:
-    for host, number in sorted(Counter(hosts).items()):
-        print(f"{host} hashed {number:,} files")
+    lines = [f"{host} hashed {number:,} files\n" for host, number in sorted(Counter(hosts).items())]
+    print("".join(lines), end="")  # at once, for the other sink prints beside this one
 
 
 def duplicates_on_hosts(directory: str = str(STANDARD_LIBRARY), pool: str = "local:2") -> Graph:

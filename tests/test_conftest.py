@@ -114,3 +114,18 @@ def test_no_two_test_files_have_one_name() -> None:
     """Their folders are no packages, so pytest could not collect the second."""
     names = Counter(path.name for path in HERE.rglob("test_*.py"))
     assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_the_soak_runs_each_file_that_has_longer_walks() -> None:
+    """Those that are marked, and those that look at the option."""
+    longer = re.compile(r"pytest\.mark\.long|getoption\(.--long")
+    files = [path for path in HERE.rglob("test_*.py") if longer.search(path.read_text())]
+    soak = (HERE.parent / "Makefile").read_text().partition("\nsoak:")[2].partition("\n\n")[0]
+    assert len(files) > 5
+    assert [path for path in files if not any(f" {part}" in soak for part in parts_of(path))] == []
+
+
+def parts_of(path: Path) -> list[str]:
+    """The file and the folders that it is in, from the top of the repository."""
+    inner = path.relative_to(HERE.parent)
+    return [str(part) for part in (inner, *inner.parents[:-2])]

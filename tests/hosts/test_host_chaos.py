@@ -135,6 +135,7 @@ def test_outputs_come_once_through_breaks_and_deaths(function: Any, ordered: boo
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1200)
 def test_300_000_items_over_1_000_breaks_and_200_deaths_of_agents(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(crew, "LIVES", 1_000)  # no host is given up
     monkeypatch.setattr(crew, "TRIES", 1_000)

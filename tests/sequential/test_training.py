@@ -4,9 +4,6 @@ some steps."""
 from __future__ import annotations
 
 import copy
-import multiprocessing
-from collections.abc import Iterator
-from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
 import pytest
@@ -84,27 +81,6 @@ def test_outputs_are_those_of_the_plain_module(on: Any, schedule: Any, workers: 
         for size in (8, 3, 1, 13):
             ((x, _),) = batches([size], seed=size)
             torch.testing.assert_close(training.evaluate(x), plain(x).detach())
-
-
-@pytest.fixture(params=["forkserver", "spawn"])
-def _method(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = multiprocessing.get_start_method(allow_none=True)
-    multiprocessing.set_start_method(request.param, force=True)
-    yield
-    multiprocessing.set_start_method(before, force=True)
-    # Python's own helpers would stay until the end of pytest.
-    forkserver._forkserver._stop()  # type: ignore[attr-defined]
-    resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
-
-
-@pytest.mark.usefixtures("_method")
-def test_the_same_under_other_start_methods() -> None:
-    module = perceptron()
-    plain, _ = plainly(module, OPTIMIZERS["sgd"], batches([8, 5]))
-    with in_parts(module, 2, "process", optimizer=OPTIMIZERS["sgd"]) as training:
-        for x, target in batches([8, 5]):
-            training.step(x, target)
-    assert_same_state(module, plain)
 
 
 # what goes in
