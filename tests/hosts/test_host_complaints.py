@@ -1,0 +1,178 @@
+"""What users of other systems complain about when their work spans machines, and the tests that show how it
+is here. Each complaint is mapped to tests by ``file::name``, which are checked to exist. The tests at the end
+show what no other test does."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from hosted import agents, workers_of
+from wires import Wire, wired
+
+from flowchan import Graph, Run
+from flowchan.hosts import local
+
+TESTS = Path(__file__).parents[1]
+
+COMPLAINTS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "gloo#223, sglang#3226": (
+        "the hostname resolves to 127.0.1.1, or there are two interfaces, and the wrong address is taken",
+        (
+            "transport/test_tcp.py::test_the_address_is_that_of_the_route_whatever_the_hostname_says",
+            "hosts/test_ssh_values.py::test_the_driver_listens_where_all_hosts_reach_it",
+        ),
+    ),
+    "ray#22732, ray#33554": (
+        "a given address is not honoured by every socket",
+        (
+            "transport/test_tcp.py::test_a_given_address_is_honoured",
+            "hosts/test_ssh_values.py::test_an_address_that_was_given_is_taken",
+        ),
+    ),
+    "pytorch#173909": (
+        "asked for loopback, it listens everywhere",
+        ("transport/test_tcp.py::test_asked_for_loopback_the_system_s_tables_show_loopback_only",),
+    ),
+    "vllm#17197, LightLLM#1413": (
+        "a port unpickles what anybody sends",
+        (
+            "transport/test_meeting.py::test_a_booby_trapped_pickle_is_never_loaded",
+            "transport/test_door.py::test_thousands_of_hostile_connections_are_survived",
+        ),
+    ),
+    "libzmq#2037": (
+        "a slow reader loses items, or fills the memory",
+        ("hosts/test_host_complaints.py::test_a_slow_reader_gets_all_and_memory_stays_bounded",),
+    ),
+    "grpc#32435, grpc-go#7542": (
+        "a silent cut is noticed after a quarter of an hour",
+        (
+            "hosts_real/test_cable.py::test_a_graph_over_three_networks_goes_on_when_one_loses_its_cable",
+            "hosts/test_host_deaths.py::test_an_agent_that_is_silent_is_fenced_and_replaced",
+        ),
+    ),
+    "dask#3204": (
+        "a worker that holds the GIL is taken for dead",
+        ("hosts/test_host_complaints.py::test_who_holds_the_gil_is_not_taken_for_dead",),
+    ),
+    "dask#6391": (
+        "reconnections lose or repeat work",
+        (
+            "hosts/test_host_breaks.py::test_items_cross_breaks_exactly_once_and_in_order",
+            "hosts/test_host_chaos.py::test_outputs_come_once_through_breaks_and_deaths",
+        ),
+    ),
+    "nats-server#4716, #4112": (
+        "a killed reader's items come again late; lost acknowledgements stall the others",
+        (
+            "hosts/test_host_deaths.py::test_an_agent_that_is_killed_is_replaced_with_its_workers",
+            "link/test_cuts.py::test_what_is_cut_in_the_middle_comes_once",
+        ),
+    ),
+    "akka-core#24576, sparkrun#240": (
+        "a large message on a slow wire ends the connection; a killed launcher leaves processes",
+        (
+            "hosts/test_host_complaints.py::test_a_large_item_on_a_slow_wire_takes_nobody_for_dead",
+            "hosts/test_host_ends.py::test_when_the_driver_is_killed_its_agents_end_after_their_patience",
+        ),
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_agent_stays() -> Iterator[None]:
+    yield
+    assert not agents()
+
+
+@pytest.mark.parametrize("source", COMPLAINTS)
+def test_each_complaint_has_its_tests(source: str) -> None:
+    for name in COMPLAINTS[source][1]:
+        file, _, test = name.partition("::")
+        assert re.search(rf"^def {test}\(", (TESTS / file).read_text(), re.MULTILINE), name
+
+
+def lives_of(run: Run) -> list[tuple[int, int, tuple[str, ...]]]:
+    """Of each host its agents, how often the connection broke, and the deaths."""
+    return [(host.agents, host.breaks, host.deaths) for host in run.stats().hosts]
+
+
+SIZE, ITEMS = 64 << 10, 8000
+
+
+def blocks() -> Iterator[bytes]:
+    for number in range(ITEMS):
+        yield number.to_bytes(4, "little") * (SIZE // 4)
+
+
+def test_a_slow_reader_gets_all_and_memory_stays_bounded() -> None:
+    """What is under way is bounded by places and bytes, however much more there is: with the agent and its
+    worker that is less than half of all items."""
+    graph = Graph("slow")
+    result = graph.source(blocks, on=local(1)).collect()
+    before, most, numbers = memory_of(psutil.Process()), 0, []
+    with graph.start() as run:
+        for block in run.iter(result):
+            numbers.append(int.from_bytes(block[:4], "little"))
+            assert len(block) == SIZE
+            del block
+            if len(numbers) % 100 == 1:  # which takes longer than those items
+                there = [agent, *workers_of(agent)] if (agent := next(iter(agents()), None)) else []
+                most = max(most, sum(map(memory_of, (psutil.Process(), *there))))
+    assert numbers == list(range(ITEMS))
+    assert most - before < SIZE * ITEMS // 2, f"{most - before:,} bytes"
+
+
+def memory_of(process: psutil.Process) -> int:
+    """What it has in memory, in bytes: of shared pages its share."""
+    with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError):
+        return int(process.memory_full_info().pss)
+    return 0  # it has ended
+
+
+def hold_the_gil(seconds: float) -> None:
+    """A library's function that is called without releasing it."""
+    ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+
+
+@pytest.mark.parametrize("who", ["worker", "program"])
+def test_who_holds_the_gil_is_not_taken_for_dead(who: str) -> None:
+    """For three times the patience."""
+
+    def work(number: int) -> int:
+        if number == 5 and who == "worker":
+            hold_the_gil(3)
+        return number
+
+    def take(number: int) -> None:
+        if number == 5 and who == "program":
+            hold_the_gil(3)
+        found.append(number)
+
+    found: list[int] = []
+    graph = Graph("held")
+    graph.source(range(10)).map(work, on=local(1, patience=1)).sink(take)
+    with graph.start() as run:
+        run.wait()
+    assert found == list(range(10))
+    assert lives_of(run) == [(1, 0, ())]
+
+
+@pytest.mark.parametrize("function", [len, bytes], ids=["there", "there and back"])
+def test_a_large_item_on_a_slow_wire_takes_nobody_for_dead(function: Callable[[Any], Any]) -> None:
+    """It is on its way for several times the patience."""
+    item = bytes(48 << 20)
+    with wired(1, Wire(rate=16 << 20), patience=1) as pool:
+        graph = Graph("large")
+        result = graph.source([item, item[:7]]).map(function, on=pool).collect()
+        with graph.start() as run:
+            found = run.wait()[result]
+    assert found == [function(item), function(item[:7])]
+    assert lives_of(run) == [(1, 0, ())]
