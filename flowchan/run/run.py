@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -48,7 +48,8 @@ class Run:
         self._crew = crew_of(plan)
         self._supervisor = Supervisor(plan, self._crew)
         self._gathering = Gathering(plan, self._crew, self._supervisor)
-        self._ears = Ears(self._interrupted)
+        interrupted = weakref.WeakMethod(self._interrupted)  # a run needs no garbage collector to go
+        self._ears = Ears(lambda: method() if (method := interrupted()) is not None else None)
         self._in_block = False
         self._told: Results | None = None  # by Interrupted
         take_in = weakref.WeakMethod(self._gathering.take_in)
@@ -155,17 +156,19 @@ class Run:
     def _end_interrupted(self) -> NoReturn:
         """After a Ctrl-C: finishes the run, and says what it gave."""
         self._finish()
-        raise self._interruption() from self._failure()
+        assert self._told is not None
+        told = self._told, self.report()
+        raise self._interruption(lambda _: told) from self._failure()
 
     def _interrupted(self) -> Interrupted | None:
         """What a Ctrl-C raises in the body of a loop over items, outside a block: it finishes the run when
         the loop is left, or when it is asked."""
-        return None if self._in_block or self._supervisor.ended.is_set() else self._interruption()
+        return None if self._in_block or self._supervisor.ended.is_set() else self._interruption(self._tell)
 
-    def _interruption(self) -> Interrupted:
+    def _interruption(self, tell: Callable[[Interrupted], tuple[Mapping[Stream, Any], str]]) -> Interrupted:
         name = self._plan.graph.name
         message = f"the run of graph {name!r} was interrupted; .results and .report hold what was finished"
-        return Interrupted(message, self._tell)
+        return Interrupted(message, tell)
 
     def _tell(self, error: Interrupted) -> tuple[Results, str]:
         if self._told is None:
