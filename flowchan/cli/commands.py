@@ -1,4 +1,5 @@
-"""The ``flowchan`` command: run, check and draw the graph that a Python file declares.
+"""The ``flowchan`` command: run, check and draw the graph that a Python file declares, and start the members
+of a group.
 
 Exit codes: 0 done, 1 the run failed, 2 the graph or the call is wrong, 130 interrupted.
 """
@@ -172,6 +173,25 @@ def viz(file: str, args: tuple[str, ...], debug: bool, output: str | None, show:
     if show and click.launch(str(path)):
         click.echo("flowchan: found no viewer to open it with", err=True)
     return DONE
+
+
+@main.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option("-n", "count", type=click.IntRange(1, 1024), required=True, help="How many processes.")
+@click.argument("script", type=click.Path(exists=True, dir_okay=False))
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def launch(count: int, script: str, args: tuple[str, ...]) -> None:
+    """Run N processes of SCRIPT on this host, as members of a group.
+
+    Each has torchrun's variables in its environment, so flowchan.collective.group() and torch.distributed
+    find the others. Their lines are shown with the rank before them. When one fails the others are ended,
+    and the last line says who failed first and why.
+    """
+    from flowchan.cli.launch import launch
+
+    failure, interrupted = launch(count, script, args)
+    if failure and not interrupted:
+        click.echo(f"flowchan: {failure}", err=True)
+    raise SystemExit(INTERRUPTED if interrupted else FAILED if failure else DONE)
 
 
 @main.group()

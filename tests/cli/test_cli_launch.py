@@ -1,0 +1,89 @@
+"""``flowchan launch``: ranks find each other, their lines have their number, and none is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from waiting import wait_until
+
+COMMAND = [sys.executable, "-c", "from flowchan.cli.commands import main; main()", "launch"]
+
+SUMS = """
+import sys
+from flowchan import collective
+with collective.group() as g:
+    print("sum", g.allreduce(g.rank), *sys.argv[1:])
+"""
+FAILS = """
+import os, signal, sys
+from flowchan import collective
+with collective.group() as g:
+    g.barrier()
+    if g.rank == 1:
+        HOW
+    g.barrier()
+"""
+WAITS = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+print("pid", child.pid, flush=True)
+time.sleep(1000)
+"""
+
+
+def started(tmp_path: Path, text: str, *args: str) -> subprocess.Popen[str]:
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    return subprocess.Popen(
+        [*COMMAND, *args, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_ranks_form_a_group_and_their_lines_have_their_number(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SUMS)
+    done = subprocess.run(
+        [*COMMAND, "-n", "3", str(script), "--lr", "0.1"], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"[{rank}] sum 3 --lr 0.1" for rank in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("raise ValueError('no such file')", "ended with exit code 1: ValueError: no such file"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "was killed by SIGKILL"),
+        ("sys.exit(7)", "ended with exit code 7"),
+    ],
+)
+def test_the_last_line_says_who_failed_first_and_why(tmp_path: Path, how: str, said: str) -> None:
+    """Not those that failed because of it."""
+    with started(tmp_path, FAILS.replace("HOW", how), "-n", "3") as launcher:
+        _, errors = launcher.communicate(timeout=100)
+    last = errors.splitlines()[-1]
+    assert last.startswith("flowchan: rank 1 (process "), errors
+    assert said in last
+    assert launcher.returncode == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_is_left_when_the_launcher_ends(tmp_path: Path, number: int) -> None:
+    """By Ctrl-C, or killed: then the ranks themselves."""
+    with started(tmp_path, WAITS, "-n", "2") as launcher:
+        assert launcher.stdout is not None
+        grandchildren = [int(launcher.stdout.readline().split()[-1]) for _ in range(2)]
+        ranks = [child.pid for child in psutil.Process(launcher.pid).children()]
+        launcher.send_signal(number)
+        assert launcher.wait(timeout=100) == (130 if number == signal.SIGINT else -number)
+        wait_until(lambda: not any(map(psutil.pid_exists, ranks)))
+        for pid in grandchildren:
+            if number == signal.SIGKILL and psutil.pid_exists(pid):
+                os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: not any(map(psutil.pid_exists, grandchildren)))
