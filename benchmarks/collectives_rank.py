@@ -1,0 +1,107 @@
+"""One rank of benchmarks/collectives.py: does the operations that it is told, and answers how long they took.
+Arguments: of which kind, and where to listen."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+Operation = Callable[[], Any]
+
+
+class Flowchan:
+    def __init__(self) -> None:
+        from flowchan import collective
+
+        self.group = collective.group()
+        self.size, self.barrier = self.group.size, self.group.barrier
+
+    def prepare(self, operation: str, x: Any, whole: Any) -> Operation:
+        g = self.group
+        parts, room = np.split(whole, self.size), np.split(np.empty_like(whole), self.size)
+        return {
+            "allreduce": lambda: g.allreduce(x),
+            "broadcast": lambda: g.broadcast(x),
+            "allgather": lambda: g.allgather(parts[g.rank], out=room),
+            "reduce_scatter": lambda: g.reduce_scatter(whole, out=room[0]),
+            "alltoall": lambda: g.alltoall(parts, out=room),
+            "objects": lambda: g.allgather({"content": x.tobytes(), "number": 1}),
+            "barrier": lambda: g.barrier(),
+        }[operation]
+
+
+class Mpi:
+    def __init__(self) -> None:
+        from mpi4py import MPI
+
+        self.mpi, self.world = MPI, MPI.COMM_WORLD
+        self.size, self.barrier = self.world.size, self.world.Barrier
+
+    def prepare(self, operation: str, x: Any, whole: Any) -> Operation:
+        c, part, room = self.world, np.split(whole, self.size)[0], np.empty_like(whole)
+        return {
+            "allreduce": lambda: c.Allreduce(self.mpi.IN_PLACE, x),
+            "broadcast": lambda: c.Bcast(x),
+            "allgather": lambda: c.Allgather(part, room),
+            "reduce_scatter": lambda: c.Reduce_scatter_block(whole, part.copy()),
+            "alltoall": lambda: c.Alltoall(whole, room),
+            "objects": lambda: c.allgather({"content": x.tobytes(), "number": 1}),
+            "barrier": lambda: c.Barrier(),
+        }[operation]
+
+
+class Gloo:
+    def __init__(self) -> None:
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+        self.torch, self.dist = torch, dist
+        self.size, self.barrier = dist.get_world_size(), dist.barrier
+
+    def prepare(self, operation: str, x: Any, whole: Any) -> Operation:
+        d, torch = self.dist, self.torch
+        t, w = torch.from_numpy(x), torch.from_numpy(whole)
+        part, room = w[: len(whole) // self.size].clone(), torch.empty_like(w)
+        found: list[Any] = [None] * self.size
+        return {
+            "allreduce": lambda: d.all_reduce(t),
+            "broadcast": lambda: d.broadcast(t, 0),
+            "allgather": lambda: d.all_gather_into_tensor(room, part),
+            "reduce_scatter": lambda: d.reduce_scatter_tensor(part, w),
+            "alltoall": lambda: d.all_to_all_single(room, w),
+            "objects": lambda: d.all_gather_object(found, {"content": x.tobytes(), "number": 1}),
+            "barrier": lambda: d.barrier(),
+        }[operation]
+
+
+def main(kind: str, address: str) -> None:
+    warnings.simplefilter("ignore", FutureWarning)  # torch renames its functions
+    side = {"flowchan": Flowchan, "gloo": Gloo}.get(kind, Mpi)()
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(f"\0{address}")
+        with sock.makefile("rw") as file:
+            for line in file:
+                operation, size, count = json.loads(line)
+                x = np.ones(max(1, size // 4), np.float32)
+                whole = np.ones(max(1, len(x) // side.size) * side.size, np.float32)
+                do = side.prepare(operation, x, whole)
+                do()
+                side.barrier()
+                began = time.perf_counter()
+                for _ in range(count):
+                    do()
+                file.write(f"{time.perf_counter() - began}\n")
+                file.flush()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
