@@ -11,12 +11,13 @@ import functools
 import logging
 import operator
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, NoReturn
 
 from flowchan import _core
 from flowchan.collective import arrays
+from flowchan.collective.combining import combined
 from flowchan.collective.handles import Handle, Later
 from flowchan.collective.lanes import Lanes
 from flowchan.collective.values import dumps, loads
@@ -26,10 +27,10 @@ from flowchan.transport.descriptors import Borrowed, Inherited, Sent, hand_over,
 
 NAMES = (
     "nothing", "barrier", "broadcast", "reduce", "allreduce", "reduce_scatter", "allgather", "gather",
-    "scatter", "alltoall", "split", "comparing the calls",
+    "scatter", "alltoall", "split", "comparing the calls", "combine",
 )  # fmt: skip
 """The operations by their numbers, as the core knows them."""
-ALLREDUCE, REDUCE, ALLGATHER, GATHER, SCATTER, ALLTOALL, SPLIT, TELL = 4, 3, 6, 7, 8, 9, 10, 11
+ALLREDUCE, REDUCE, ALLGATHER, GATHER, SCATTER, ALLTOALL, SPLIT, TELL, COMBINE = 4, 3, 6, 7, 8, 9, 10, 11, 12
 
 COMBINING = (NAMES[ALLREDUCE], NAMES[REDUCE])
 
@@ -171,6 +172,24 @@ class Group(_core.Group):
             mine._take_seat()
         return mine
 
+    # --- values from members that may run out of them ---
+
+    def combine(
+        self, value: Any, function: Callable[[Any, Any], Any], *, timeout: float | None = None
+    ) -> tuple[Any, int]:
+        """Combine ``value`` with those of all who contribute, by a function of two: leaf by leaf through
+        dictionaries, lists and tuples, in the order of the ranks. Returns the result and how many have
+        contributed. The function may change its first argument."""
+        return self._combine((True, value), function, timeout)
+
+    def rest(
+        self, function: Callable[[Any, Any], Any], *, timeout: float | None = None
+    ) -> Iterator[tuple[Any, int]]:
+        """For a member that has run out: takes part in ``combine`` without contributing until all have run
+        out, and gives what ``combine`` gives the others."""
+        while (found := self._combine((False, None), function, timeout))[1]:
+            yield found
+
     # --- between two members ---
 
     def send(self, x: Any, to: int, *, timeout: float | None = None) -> None:
@@ -227,8 +246,9 @@ class Group(_core.Group):
 
     def explain(self, operation: str, x: Any = None) -> str:
         """How an operation would be done, in a sentence."""
-        if operation not in NAMES[1:-1]:
-            raise ValueError(f"operation must be one of {', '.join(NAMES[1:-1])}, not {operation!r}")
+        known = [name for number, name in enumerate(NAMES) if number not in (0, TELL)]
+        if operation not in known:
+            raise ValueError(f"operation must be one of {', '.join(known)}, not {operation!r}")
         size = arrays.size_of(x)
         if size is None:
             how = "values are pickled, and everybody reads those of the others"
@@ -337,6 +357,11 @@ class Group(_core.Group):
         mine = dumps(x) if self.rank == root else b""
         (found,) = self._exchange(2, VALUES + 4 * root, mine, root, timeout, x, root)
         return x if self.rank == root else loads(found)
+
+    def _combine(self, mine: tuple[bool, Any], function: Any, timeout: float | None) -> tuple[Any, int]:
+        self._settle()
+        found = self._exchange(COMBINE, VALUES, dumps(mine), -1, timeout, mine[1], None)
+        return combined(map(loads, found), function)
 
     def _gathered(self, value: Any, timeout: float | None) -> list[Any]:
         return [loads(part) for part in self._exchange(SPLIT, VALUES, dumps(value), -1, timeout, None, None)]
