@@ -15,17 +15,17 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.util import Finalize
-from typing import Any, Literal
+from typing import Any
 
 from flowchan import Channel, Drained, Empty, In
-from flowchan.channel.media import MEDIA
+from flowchan.channel.media import MEDIA, Across
 from flowchan.pipelines.names import claim, find, naming
 from flowchan.pipelines.sharing import Shared
 
 LOOK = 0.1
 """Seconds between two looks of an owner that waits for the last answers."""
 
-ANSWERS = {"threads": 10**12, "processes": 10**7}
+ANSWERS = {"threads": 10**12, "processes": 10**7, "hosts": 10**7}
 """Answers that may wait for the owner: more than memory holds. Between processes each place costs 256 bytes
 of address space, hence the smaller number."""
 
@@ -135,7 +135,7 @@ class _Sides(Shared):
     give_up_name: Callable[[], object] = staticmethod(lambda: None)
     _owner: tuple[int, threading.Thread] | None = None
 
-    def make(self, name: str | None, capacity: int, across: Literal["threads", "processes"]) -> None:
+    def make(self, name: str | None, capacity: int, across: Across) -> None:
         self.name = name
         self._owner = os.getpid(), threading.current_thread()
         self._open((Channel(capacity, across=across), Channel(ANSWERS[across], across=across)))
@@ -241,16 +241,15 @@ def _arrive(sides: _Sides, name: str | None) -> WorkQueue:
     return WorkQueue(sides, creator=False)
 
 
-def workqueue(
-    name: str | None = None, capacity: int = 64, across: Literal["threads", "processes"] = "threads"
-) -> WorkQueue:
+def workqueue(name: str | None = None, capacity: int = 64, across: Across = "threads") -> WorkQueue:
     """A work queue. With a ``name``, whoever asks for the name first makes the queue and owns it; every other
     call with it opens that queue as a worker's. The options count for the maker. ``capacity``: how many
     questions may wait for a worker. Answers may wait without number.
 
     ``across="threads"``: the name holds in this process. ``across="processes"``: it holds in all processes of
     the program, however multiprocessing started them and whichever of them made the queue, and the queue can
-    also be sent to them.
+    also be sent to them. ``across="hosts"``: it can be sent to other hosts, too, where its name does not
+    hold.
 
     The name belongs to the queue until the process that made it has no handle of it any more, so that a
     worker that comes late finds it closed. Its owner, when it has closed the queue, makes a new one with the

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -145,3 +146,39 @@ def test_ctrl_c_ends_a_program_that_waits_for_calls_on_hosts(tmp_path: Path) -> 
     assert process.returncode == -signal.SIGINT
     _, left = psutil.wait_procs(others, timeout=PATIENCE)
     assert not left
+
+
+def test_a_work_queue_across_hosts_is_served_by_workers_on_them() -> None:
+    queue = pipelines.workqueue(capacity=4, across="hosts")
+
+    def serve(number: int) -> int:
+        return sum(queue.put((question, question**2)) is None for question in queue)
+
+    workers = pipelines.map(2, serve, on=local(2))
+    queue.put_many(range(100))
+    queue.close()
+    assert sorted(queue) == [(number, number**2) for number in range(100)]
+    assert sum(workers.join()) == 100
+
+
+def test_a_question_of_a_worker_that_is_killed_on_a_host_goes_to_another() -> None:
+    queue = pipelines.workqueue(across="hosts")
+
+    def serve(number: int) -> None:
+        for question in queue:
+            if number == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            queue.put(question)
+
+    first = pipelines.map(1, serve, on=local(1))
+    queue.put_many(range(10))
+    with pytest.raises(RunError, match="1 of 1 workers"):
+        first.join()
+    queue.close()
+    second = pipelines.map(2, serve_none_as_first, serve, on=local(1))
+    assert sorted(queue) == list(range(10))
+    second.join()
+
+
+def serve_none_as_first(serve: Any, number: int) -> None:
+    serve(number + 1)
