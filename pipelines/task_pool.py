@@ -17,15 +17,19 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import BrokenExecutor, Executor, Future, InvalidStateError
+from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar
 
 from flowchan import Broken, ChannelError, Failed, Graph, Run, pack, unpack
 from flowchan.declare.arguments import placed
-from flowchan.declare.places import Placement
+from flowchan.declare.places import Place, Placement
 from flowchan.pipelines.calls import call, name_of, reason
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+MOST_THREADS = 32
+"""As many threads as a pool has at most where their number is not said, as with Python's executors."""
 
 WAITING = 10**12
 """Tasks that may wait for a worker: ``submit`` never waits, as with every executor."""
@@ -33,7 +37,11 @@ WAITING = 10**12
 
 class TaskPool(Executor):
     """Runs tasks on ``workers`` threads or processes, or on processes of hosts (``flowchan.hosts``),
-    where the functions of the tasks must be importable, or those of the main script.
+    where the functions of the tasks must be importable, or those of the main script. Without a number there
+    are as many processes as cores, or four threads more, but at most 32.
+
+    ``initializer(*initargs)`` is called by each worker before its first task, by a replacement too. If it
+    raises, the pool has failed as a whole: all tasks fail with ``BrokenExecutor``.
 
     ``submit`` gives a ``concurrent.futures.Future``: its ``result()`` can be asked for any number of times,
     and what the task raised is raised to whoever asks. A task can be cancelled until it has begun; on
@@ -42,12 +50,23 @@ class TaskPool(Executor):
     ``close()``, to wait for the tasks; the end of the program waits for them too.
     """
 
-    def __init__(self, workers: int, on: Placement = "thread", name: str = "tasks") -> None:
+    def __init__(
+        self,
+        workers: int | None = None,
+        on: Placement = "thread",
+        name: str = "tasks",
+        initializer: Callable[..., object] | None = None,
+        initargs: tuple[Any, ...] = (),
+    ) -> None:
         self._place = placed("TaskPool", on)
+        workers = _usual_workers(self._place) if workers is None else workers
+        if initializer is not None and not callable(initializer):
+            raise TypeError(f"TaskPool: initializer must be callable, or None, not {initializer!r}")
+        ready = _Ready(initializer, tuple(initargs))
         self._tasks: dict[int, _Task] = {}
         self._numbers = itertools.count(1)
         self._is_shut = False
-        book = _Book(self._tasks)
+        self._book = book = _Book(self._tasks, ready)
         graph = Graph(name)
         numbers = graph.input("submitted", capacity=WAITING)
         if not self._place.apart:
@@ -55,8 +74,9 @@ class TaskPool(Executor):
         else:
             begun = numbers.flat_map(book.begin, name="begin", capacity=1)
             done = begun.map(
-                _called, name="call", on=on, workers=workers, ordered=False, max_deaths=1, restarts=10**9
-            )
+                _Called(ready), name="call", on=on, workers=workers,
+                ordered=False, max_deaths=1, restarts=10**9,
+            )  # fmt: skip
             begun.errors.sink(book.fail, name="not sent")
             done.errors.sink(book.fail, name="failures")
             done.sink(book.finish, name="results")
@@ -85,6 +105,8 @@ class TaskPool(Executor):
     ) -> None:
         if not callable(fn):
             raise TypeError(f"submit: the first argument must be callable, not {fn!r}")
+        if self._book.broken is not None:
+            raise _broken(self._book.broken)
         number = next(self._numbers)
         self._tasks[number] = _Task(future, fn, args, kwargs)
         try:
@@ -168,8 +190,22 @@ class _Book:
     taken out when it begins.
     """
 
-    def __init__(self, tasks: dict[int, _Task]) -> None:
+    def __init__(self, tasks: dict[int, _Task], ready: _Ready) -> None:
         self._tasks = tasks
+        self._ready, self._threads = ready, threading.local()
+        self.broken: BaseException | None = None
+        """What the initializer raised."""
+
+    def _prepared(self) -> bool:
+        """On a thread: whether its initializer has been called, if need be now."""
+        if not hasattr(self._threads, "ready"):
+            try:
+                self._ready.call()
+            except BaseException as error:
+                self.broken = self.broken or error
+                return False
+            self._threads.ready = True
+        return True
 
     def work(self, number: int) -> None:
         """On a thread: the call, and its end."""
@@ -177,6 +213,10 @@ class _Book:
         if task is None:
             return
         future = task.future
+        if self.broken is not None or not self._prepared():
+            assert self.broken is not None
+            self._end(number, future.set_exception, _broken(self.broken))
+            return
         try:
             value = task.fn(*task.args, **task.kwargs)
         except BaseException as error:
@@ -193,6 +233,9 @@ class _Book:
         """On the way to a process: the item to send, or none if the task was cancelled or can't be sent."""
         task = self._begun(number)
         if task is None:
+            return []
+        if self.broken is not None:
+            self._end(number, task.future.set_exception, _broken(self.broken))
             return []
         try:
             return [(number, pack((task.fn, task.args, task.kwargs)))]
@@ -228,7 +271,11 @@ class _Book:
         """Takes a failure: of a call, of a worker, or of a task that was too large to be sent, which is a
         number yet."""
         number = failed.item if isinstance(failed.item, int) else failed.item[0]
-        self._end(number, self._tasks[number].future.set_exception, reason(failed.error))
+        error = reason(failed.error)
+        if isinstance(error, _NotReady):
+            self.broken = self.broken or error.args[0]
+            error = _broken(error.args[0])
+        self._end(number, self._tasks[number].future.set_exception, error)
 
     def _end(self, number: int, end: Callable[[Any], None], value: Any) -> None:
         del self._tasks[number]
@@ -236,6 +283,14 @@ class _Book:
 
 
 def _nothing() -> None: ...
+
+
+def _usual_workers(place: Place) -> int:
+    """How many a pool has where it is not said."""
+    if place.hosts:
+        raise TypeError("TaskPool: say by workers= how many workers there shall be on the hosts together")
+    cores = len(os.sched_getaffinity(0))
+    return cores if place.apart else min(MOST_THREADS, cores + 4)
 
 
 def _end(end: Callable[[Any], None], value: Any) -> None:
@@ -250,9 +305,46 @@ def _end(end: Callable[[Any], None], value: Any) -> None:
         )
 
 
-def _called(item: tuple[int, Any]) -> tuple[int, Any]:
-    number, packed = item
-    return number, call(_answer, packed)
+class _NotReady(Exception):
+    """The initializer of a worker raised ``args[0]``."""
+
+
+def _broken(error: BaseException) -> BrokenExecutor:
+    broken = BrokenExecutor(
+        f"the initializer of the pool raised {type(error).__name__}: {error}; its tasks are not done"
+    )
+    broken.__cause__ = error
+    return broken
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """What a worker does before its first task."""
+
+    initializer: Callable[..., object] | None
+    arguments: tuple[Any, ...]
+
+    def call(self) -> None:
+        """Once in each worker."""
+        if self.initializer is not None:
+            self.initializer(*self.arguments)
+
+
+class _Called:
+    """In a process: the calls."""
+
+    def __init__(self, ready: _Ready) -> None:
+        self._ready: _Ready | None = ready
+
+    def __call__(self, item: tuple[int, Any]) -> tuple[int, Any]:
+        number, packed = item
+        if self._ready is not None:
+            try:
+                self._ready.call()
+            except BaseException as error:
+                raise _NotReady(error) from error
+            self._ready = None
+        return number, call(_answer, packed)
 
 
 def _answer(packed: Any) -> Any:

@@ -5,9 +5,8 @@ Each test has the name it has there, and none of its code. What we answer differ
 asked about:
 
 ====================================================
-================================================================== test_initializer (also a failing one)
-there is no ``initializer=``; a task can prepare what it needs test_default_workers,
-test_max_workers_too_large      ``workers`` is always said; the second is about Windows
+==================================================================
+test_max_workers_too_large                            is about Windows
 test_threads_terminate, test_processes_terminate      they count private threads and processes; here every
 test ends with
                                                       a look for threads, processes and descriptors that are
@@ -185,6 +184,64 @@ def test_shutdown_no_wait(on: Any) -> None:
     with pytest.raises(RuntimeError):
         pool.submit(abs, 1)
     assert list(results) == [5, 4, 3, 2, 1, 0, 1, 2, 3, 4]
+
+
+def initialised(channel: Channel[Any], *words: str) -> None:
+    channel.put(words)
+
+
+@everywhere
+def test_initializer(on: Any) -> None:
+    """Once in each worker, before its first task."""
+    calls: Channel[Any] = Channel(9, across="processes")
+    with TaskPool(2, on=on, initializer=initialised, initargs=(calls, "a", "b")) as pool:
+        assert list(pool.map(abs, range(-20, 0))) == list(range(20, 0, -1))
+    found = calls.get_many(9, timeout=0)
+    assert 1 <= len(found) <= 2
+    assert set(found) == {("a", "b")}
+
+
+def failing() -> None:
+    raise ArithmeticError("not today")
+
+
+@everywhere
+def test_failing_initializer(on: Any) -> None:
+    with TaskPool(1, on=on, initializer=failing) as pool:
+        first, second = pool.submit(abs, -1), pool.submit(abs, -2)
+        for future in (first, second):
+            with pytest.raises(futures.BrokenExecutor, match="raised ArithmeticError: not today") as raised:
+                future.result()
+            assert isinstance(raised.value.__cause__, ArithmeticError)
+        with pytest.raises(futures.BrokenExecutor, match="not today"):
+            pool.submit(abs, -3)
+
+
+def test_initializer_is_called_by_a_workers_replacement_too() -> None:
+    calls: Channel[Any] = Channel(9, across="processes")
+    with TaskPool(1, on="process", initializer=initialised, initargs=(calls,)) as pool:
+        dead = pool.submit(os.kill, pool.submit(os.getpid).result(), signal.SIGKILL)
+        with pytest.raises(WorkerDied):
+            dead.result()
+        assert pool.submit(abs, -1).result() == 1
+    assert calls.get_many(9, timeout=0) == [(), ()]
+
+
+def test_default_workers() -> None:
+    """All of them meet, and one more would not find a worker."""
+    workers = min(32, len(os.sched_getaffinity(0)) + 4)
+    meeting = threading.Barrier(workers)
+    with TaskPool() as pool:
+        assert sorted(pool.map(lambda _: meeting.wait(), range(workers))) == list(range(workers))
+        assert sum("tasks/call" in thread.name for thread in threading.enumerate()) == workers
+    with TaskPool(on="process") as pool:
+        assert pool.submit(abs, -1).result() == 1
+
+
+@pytest.mark.parametrize("initializer", [7, "word"])
+def test_initializer_that_cant_be_called(initializer: Any) -> None:
+    with pytest.raises(TypeError, match="initializer must be callable, or None, not"):
+        TaskPool(1, initializer=initializer)
 
 
 def test_thread_names_assigned() -> None:
