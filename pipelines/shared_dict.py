@@ -92,6 +92,18 @@ class SharedDict(Shared, MutableMapping[K, V]):
         packed = {key: _packed(value) for key, value in dict(*args, **kwargs).items()}
         self._change(lambda items: items.update(packed))
 
+    def increment(self, key: K, by: Any = 1) -> Any:
+        """Adds to a number, which is 0 if the key is new, in one step that no other process comes between.
+        Gives the new value."""
+        found: list[Any] = []
+
+        def add(items: dict[K, Any]) -> None:
+            found.append((unpack(items[key]) if key in items else 0) + by)
+            items[key] = _packed(found[0])
+
+        self._change(add)
+        return found[0]
+
     def clear(self) -> None:
         """Takes everything out."""
         self._change(lambda items: items.clear())

@@ -93,6 +93,27 @@ def test_locks_arrays_and_other_mappings_can_be_inside(on: Any) -> None:
     assert dict(inner) == dict.fromkeys((1, 2, 3), 199_990_000)
 
 
+@everywhere
+def test_an_increment_is_one_step_between_all_processes(on: Any) -> None:
+    def count(table: SharedDict[str, float], worker: int) -> None:
+        for _ in range(25):
+            table.increment("n")
+
+    table: SharedDict[str, float] = SharedDict()
+    map(3, count, table, on=on).join()
+    assert table["n"] == 75
+    assert table.increment("n", by=-0.5) == 74.5
+    table.increment("new", 2)
+    assert table.copy() == {"n": 74.5, "new": 2}
+
+
+def test_what_cant_be_added_changes_nothing() -> None:
+    table = SharedDict({"word": "a"})
+    with pytest.raises(TypeError):
+        table.increment("word")
+    assert table.copy() == {"word": "a"}
+
+
 def test_a_change_that_raises_changes_nothing() -> None:
     shared = SharedDict({"a": 1})
     with pytest.raises(KeyError):
