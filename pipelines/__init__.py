@@ -4,6 +4,7 @@ flowchan only.
 - :func:`map`: n workers run one function each.
 - :func:`workqueue`: one owner puts questions, many workers put answers.
 - :class:`TaskPool` and :class:`BackgroundTask`: tasks as ``concurrent.futures`` knows them.
+- :class:`Server` and :class:`Client`: one program that many others talk to, from any host.
 - :func:`marshal`: an object that is serialised once and read many times.
 - :class:`Lock`, :class:`Barrier` and :class:`SharedDict`: what several processes share.
 - :class:`Sequential`: an ``nn.Sequential`` whose parts work at the same time; :class:`Stash` and :class:`Pop`
@@ -16,6 +17,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from flowchan.pipelines.client_server import Client, ServedClient, Server, Traffic
 from flowchan.pipelines.locks import Barrier, Lock
 from flowchan.pipelines.map_workers import Workers, map  # noqa: A004
 from flowchan.pipelines.marshalled import Marshalled, marshal
@@ -29,13 +31,17 @@ if TYPE_CHECKING:
 __all__ = [
     "BackgroundTask",
     "Barrier",
+    "Client",
     "Lock",
     "Marshalled",
     "Pop",
     "Sequential",
+    "ServedClient",
+    "Server",
     "SharedDict",
     "Stash",
     "TaskPool",
+    "Traffic",
     "Training",
     "WorkQueue",
     "Workers",

@@ -10,10 +10,13 @@ import pickle
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 
 import cloudpickle
 
 PR_SET_PDEATHSIG = 1
+kept: list[tuple[Callable[..., object], tuple[object, ...]]] = []
+"""What the function holds on to is not let go of before the program ends."""
 
 
 def main() -> None:
@@ -22,9 +25,9 @@ def main() -> None:
     sys.path[:] = path
     said: tuple[bool, object]
     try:
-        function, args = pickle.load(sys.stdin.buffer)
+        kept.append(pickle.load(sys.stdin.buffer))
+        function, args = kept[0]
         said = False, function(*args)
-        del function, args
     except BaseException as error:
         error.add_note(f"in the program apart: {traceback.format_exc()}")
         said = True, error

@@ -117,6 +117,15 @@ class ProcessPeer:
         os.kill(self._process.pid, signal.SIGKILL)
 
 
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Sends methods of native objects, too."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj).__name__ == "nb_bound_method":
+            return getattr, (obj.__self__, obj.__name__)
+        return super().reducer_override(obj)
+
+
 class HostPeer:
     """A peer in a program of its own (apart.py). What the function holds on to is sent there as an item would
     be."""
@@ -134,7 +143,7 @@ class HostPeer:
         assert self._process.stdin is not None
         pickle.dump((sys.path, answer), self._process.stdin)
         with contextlib.suppress(BrokenPipeError):  # it has ended: the answer says so
-            cloudpickle.dump((function, args), self._process.stdin)
+            _Pickler(self._process.stdin, protocol=5).dump((function, args))
             self._process.stdin.close()
 
     def result(self) -> Any:

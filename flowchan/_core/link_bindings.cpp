@@ -51,7 +51,7 @@ void open_line(PyLink& link, uint32_t number, nb::list inputs, nb::list outputs,
         puts.push_back(
             {ring_of(port, *out.ch), out.state, out.reader.is_valid() && !out.reader.is_none(), out.replays});
     }
-    nb::gil_scoped_release without;
+    WithoutGil without;
     link.open_line(number, takes, puts, on_demand);
 }
 
@@ -73,7 +73,7 @@ nb::dict state_of(PyLink& link) {
     std::vector<LineCounts> counts;
     bool connected;
     {
-        nb::gil_scoped_release without;
+        WithoutGil without;
         counts = link.counts();
         connected = link.connected();
     }
@@ -107,7 +107,7 @@ void bind_link(nb::module_& m) {
         .def(
             "attach",
             [](PyLink& link, int fd) {
-                nb::gil_scoped_release without;
+                WithoutGil without;
                 link.attach(fd);
             },
             "fd"_a,
@@ -119,7 +119,7 @@ void bind_link(nb::module_& m) {
         .def(
             "drop",
             [](PyLink& link, uint32_t number) {
-                nb::gil_scoped_release without;
+                WithoutGil without;
                 link.drop_line(number);
             },
             "number"_a,
@@ -132,7 +132,7 @@ void bind_link(nb::module_& m) {
         .def(
             "close",
             [](PyLink& link) {
-                nb::gil_scoped_release without;
+                WithoutGil without;
                 link.close();
             },
             "Ends the connection and both threads.");

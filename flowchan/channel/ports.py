@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copyreg
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from flowchan import _core
 from flowchan.channel import awaiting
@@ -29,6 +29,16 @@ class Out(_core.Out[T]):
     loan = arrays.loan
 
 
-# Ports cross to another process with their session: the port moves, it is not copied.
-copyreg.pickle(In, lambda port: (In, port._hand_over()))
-copyreg.pickle(Out, lambda port: (Out, port._hand_over()))
+def moved(port: In[Any] | Out[Any]) -> tuple[Any, ...]:
+    """Ports cross to another process with their session: the port moves, it is not copied. Raises
+    ``TypeError`` where it can't."""
+    if port.channel.medium.reached_by:
+        raise TypeError(
+            f"a port of {port.channel!r} can't be sent to another process; send the channel, and open a port "
+            "there: channel.reader(), channel.writer()"
+        )
+    return type(port), port._hand_over()
+
+
+copyreg.pickle(In, moved)
+copyreg.pickle(Out, moved)

@@ -67,9 +67,10 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """Home is no more, and why."""
+    """Home is no more, and why. ``ended``: the lines whose channel has come to its clean end."""
 
     why: str
+    ended: tuple[int, ...] = ()
 
 
 def sealed(item: Any) -> Any:
@@ -95,10 +96,10 @@ def opened(item: Any) -> Any:
     return item.value() if isinstance(item, Sealed) else item
 
 
-def sealed_cause(cause: BaseException | None) -> Sealed | None:
+def sealed_cause(cause: BaseException | Sealed | None) -> Sealed | None:
     """Of one that can't be sent, its text."""
-    if cause is None:
-        return None
+    if cause is None or isinstance(cause, Sealed):  # in a call whose items stay sealed, this does, too
+        return cause
     try:
         found = sealed(cause)
     except Exception:

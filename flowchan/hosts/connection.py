@@ -15,7 +15,7 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from flowchan import _core
@@ -100,8 +100,12 @@ class Connection:
         self.link = _core.Link(False)
         self.link.line(0, [letterbox], [to_say])
         self.link.attach(sock.detach())
-        for work in (self._keep, self._hear):
-            threading.Thread(target=work, name=f"flowchan to {address}", daemon=True).start()
+        name = f"flowchan to {address}"
+        self._threads = [
+            threading.Thread(target=work, name=name, daemon=True) for work in (self._keep, self._hear)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def _dial(self, within: float, why: str) -> Any:
         try:
@@ -282,7 +286,7 @@ class Connection:
             self._finish(said.line)
             self._look_for_users(0)
         elif isinstance(said, Over):
-            self._lose(said.why)
+            self._lose(said.why, said.ended)
         else:
             with self._lock:
                 asked = self._asked.pop(said.number, None)
@@ -294,8 +298,8 @@ class Connection:
 
     # --- the end ---
 
-    def _lose(self, why: str) -> None:
-        """Home is out of reach for good: all that is open here is broken."""
+    def _lose(self, why: str, ended: Collection[int] = ()) -> None:
+        """Home is out of reach for good: all that is open here is broken, but for what has ended before."""
         with self._lock:
             self.lost = self.lost or why
             waiting, self._asked = list(self._asked.values()), {}
@@ -308,7 +312,10 @@ class Connection:
             if not asked.abandoned:
                 asked.done()
         for line in lines:
-            line.ring.abort(HostError(self.lost, self.address))
+            if line.number in ended:
+                line.ring.close()
+            else:
+                line.ring.abort(HostError(self.lost, self.address))
             line.finished.set()
         self._nudges.put_nowait(0)
 
@@ -331,7 +338,9 @@ class Connection:
             self.post(0, "leave", (), done=left.set)
             left.wait(LAST_WORD)
         self._left = True
-        self.link.close()
+        self._end()
+        for thread in self._threads:
+            thread.join(LAST_WORD)
 
 
 class _Lost:

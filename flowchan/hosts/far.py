@@ -20,12 +20,13 @@ from typing import Any, NoReturn, TypeVar
 from flowchan import _core
 from flowchan.channel.channel import Channel, ChannelStats, hears_aborts
 from flowchan.channel.media import HOSTS
-from flowchan.channel.ports import In, Out
+from flowchan.channel.ports import In, Out, moved
 from flowchan.errors import Broken, ChannelError, Drained, Empty, FlowchanError, HostError
 from flowchan.hosts.asking import Answer, opened, sealed, sealed_cause
 from flowchan.hosts.connection import PATIENCE, Connection, Line, connection_to
 from flowchan.hosts.home import home_at, home_of
 from flowchan.items.whole import is_whole
+from flowchan.transport import descriptors
 
 T = TypeVar("T")
 
@@ -59,6 +60,9 @@ class FarIn(In[T]):
     def __exit__(self, *how: Any) -> None:
         self.close()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return moved(self)
+
 
 class FarOut(Out[T]):
     """A writing end of a channel whose home is elsewhere."""
@@ -81,6 +85,9 @@ class FarOut(Out[T]):
 
     def __exit__(self, *how: Any) -> None:
         self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return moved(self)
 
 
 class FarChannel(Channel[T]):
@@ -283,6 +290,9 @@ class FarChannel(Channel[T]):
         return f"<Channel({self.capacity}, across={self.across!r}) of {self.address}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
+        if descriptors.now.packing is not None:
+            with contextlib.suppress(Broken):
+                self._connection.post(self._number, "send", ())
         return arrive, (*self._at, self._link.home)
 
 
@@ -290,14 +300,17 @@ def arrive(address: str, secret: bytes, tls: bool, home: str) -> Channel[Any]:
     """The channel of that address, which has come in an item: the one that was made here, if it was."""
     here = home_of(home)
     try:
-        if here is not None:
-            return here.find(number_in(address))
-        return _far(address, secret, tls, PATIENCE)
+        if here is not None and here.is_here(number_in(address)):
+            found = here.find(number_in(address))
+            here.come(number_in(address))
+            return found
+        return far_channel(address, secret, tls, PATIENCE)
     except FlowchanError as error:
         raise Broken(f"the channel of {address} can't be received: {error}") from error
 
 
-def _far(address: str, secret: bytes, tls: bool, timeout: float) -> Channel[Any]:
+def far_channel(address: str, secret: bytes, tls: bool, timeout: float) -> Channel[Any]:
+    """That of this process for a channel whose home is elsewhere."""
     connection = connection_to(place_in(address), secret, tls, timeout)
     known: FarChannel[Any] | None = connection.user(number_in(address))
     return FarChannel((address, secret, tls), connection) if known is None else known
@@ -318,7 +331,7 @@ def open_channel(
     try:
         if here is not None:
             return here.find(number)
-        return _far(address, secret, tls, math.inf if wait is None else wait)
+        return far_channel(address, secret, tls, math.inf if wait is None else wait)
     except ChannelError as error:
         raise HostError(str(error), address) from None
 

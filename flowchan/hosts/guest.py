@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 import threading
+import weakref
 from typing import TYPE_CHECKING, Any, Protocol
 
 from flowchan import _core
@@ -29,6 +30,8 @@ class Host(Protocol):
     asked: dict[str, Callable[..., Any]]
 
     def find(self, number: int) -> Channel[Any]: ...
+    def come(self, number: int) -> None: ...
+    def send(self, number: int) -> None: ...
     def forget(self, guest: Guest) -> None: ...
 
 
@@ -42,6 +45,7 @@ class Guest:
         self._home, self._loop = home, loop
         self._over = self._left = False
         self._open: dict[int, Channel[Any]] = {}  # what it has open is kept for it
+        self._read: weakref.WeakSet[Channel[Any]] = weakref.WeakSet()  # it has had a port of these
         self._ports: dict[int, In[Any] | Out[Any]] = {}  # by their lines
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._answers: Channel[Any] = Channel(1024, across="processes")
@@ -129,8 +133,12 @@ class Guest:
             return self._home.asked[ask.what](self, *ask.arguments)
         if ask.what == "open":
             return self._opened(ask.channel)
+        if ask.what == "send":
+            return self._home.send(ask.channel)
         if ask.what == "drop":
-            return self._open.pop(ask.channel, None) and None
+            self._open.pop(ask.channel, None)
+            self._home.come(ask.channel)
+            return None
         done = getattr(self, f"_do_{ask.what}")(self._open[ask.channel], *ask.arguments)
         return await done if asyncio.iscoroutine(done) else done
 
@@ -138,6 +146,11 @@ class Guest:
         channel = self._home.find(number)
         self._open[number] = channel
         return channel.capacity, channel.max_bytes, channel._name
+
+    def open(self, *channels: Channel[Any]) -> None:
+        """These are kept for it, as if it had asked."""
+        for channel in channels:
+            self._open[int(channel.address.rpartition("/")[2])] = channel
 
     async def _do_put(self, channel: Channel[Any], item: Any, timeout: float | None) -> None:
         item = to_put(item)
@@ -177,6 +190,7 @@ class Guest:
 
     def _do_reader(self, channel: Channel[Any], line: int) -> None:
         self._ports[line] = port = channel.reader()
+        self._read.add(channel)
         self.link.line(line, [port], [], True)
 
     def _do_writer(self, channel: Channel[Any], line: int) -> None:
@@ -185,9 +199,33 @@ class Guest:
 
     # --- the end ---
 
+    def has_read(self, channel: Channel[Any]) -> bool:
+        """Whether a port of it has read all that is there, but perhaps for what it has just begun with."""
+        if self._over:
+            return True
+        lines = self.link.state()["lines"]
+        ports = {line: port for line, port in list(self._ports.items()) if port.channel is channel}
+        return channel in self._read and all(
+            self._has_read(port, lines.get(line)) for line, port in ports.items() if isinstance(port, In)
+        )
+
+    def _has_read(self, port: In[Any], line: dict[str, int] | None) -> bool:
+        return line is None or (not len(port.channel) and line["ahead"] <= line["in_hand"])
+
+    def _ended(self) -> tuple[int, ...]:
+        """Its lines for which the clean end has come."""
+        lines = self.link.state()["lines"]
+        return tuple(
+            line
+            for line, port in self._ports.items()
+            if port.channel.closed
+            and not port.channel.broken
+            and (isinstance(port, Out) or self._has_read(port, lines.get(line)))
+        )
+
     async def leave_alone(self, why: str) -> None:
         """Home is over."""
-        self._say(Over(why))
+        self._say(Over(why, self._ended()))
         give_up = self._loop.time() + LAST_WORD
         while self._loop.time() < give_up:
             stats = self._answers.stats()
@@ -195,6 +233,7 @@ class Guest:
                 break  # who has heard it ends the connection
             await asyncio.sleep(0.005)
         self._give_up()
+        self._watching.join()
 
     def _give_up(self) -> None:
         """Nothing of it counts any more. What it has not closed, it has left."""

@@ -19,9 +19,11 @@ import os
 import secrets
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from flowchan import _core
 from flowchan.channel import awaiting
 from flowchan.channel.channel import Channel
 from flowchan.errors import ChannelError
@@ -60,6 +62,8 @@ class Home:
         self.left: Callable[[Guest], None] = lambda _: None  # hears of each guest that is gone
         self._stays, self._kept, self._over = kept, True, False
         self._channels: weakref.WeakValueDictionary[int, Channel[Any]] = weakref.WeakValueDictionary()
+        self._sent: dict[int, Channel[Any]] = {}
+        self._under_way: Counter[int] = Counter()  # in so many items
         self._numbers = 0
         self._guests: dict[str, Guest] = {}
         self._given_up: list[str] = []
@@ -86,18 +90,47 @@ class Home:
             self._numbers += 1
             self._channels[self._numbers] = channel
         self._kept = self._stays
-        weakref.finalize(channel, self.look_again).atexit = False
+        self._hear_of_the_end_of(channel)
         return self._numbers
+
+    def send(self, number: int) -> None:
+        """The channel is put into an item: it lasts, whoever drops it, until it has come somewhere."""
+        channel = self._channels.get(number)
+        if channel is None or os.getpid() != self.pid:
+            return
+        self._under_way[number] += 1
+        if number not in self._sent:
+            again = self._sent[number] = Channel.__new__(Channel)
+            socket = os.dup(channel._socket) if channel._socket >= 0 else -1
+            _core.Channel.__init__(again, fd=os.dup(channel._fd), socket=socket, name=channel._name)
+            again._hosts, again._reached = True, channel._reached
+
+    def come(self, number: int) -> None:
+        """Who has got it has it, or has had it."""
+        self._under_way[number] -= 1
+        if self._under_way[number] <= 0:
+            del self._under_way[number]
+            self._sent.pop(number, None)
+
+    def is_here(self, number: int) -> bool:
+        """Whether this process has it: a forked child those that were made before."""
+        return self.pid == os.getpid() or number in self._channels or number in self._sent
 
     def find(self, number: int) -> Channel[Any]:
         """Raises :class:`ChannelError` when it is gone, or never was."""
-        try:
-            return self._channels[number]
-        except KeyError:
-            raise ChannelError(
-                f"there is no channel {number} at {self.address}: nobody there has it any more. A channel "
-                "across hosts lasts as long as its home, or somebody who has opened it, holds it"
-            ) from None
+        found = self._channels.get(number)
+        if found is None and (found := self._sent.get(number)) is not None:
+            self._channels[number] = found
+            self._hear_of_the_end_of(found)
+        if found is not None:
+            return found
+        raise ChannelError(
+            f"there is no channel {number} at {self.address}: nobody there has it any more. A channel "
+            "across hosts lasts as long as its home, or somebody who has opened it, holds it"
+        )
+
+    def _hear_of_the_end_of(self, channel: Channel[Any]) -> None:
+        weakref.finalize(channel, _look_again, weakref.ref(self)).atexit = False
 
     def is_over(self) -> bool:
         return self._over or (not self._kept and not self._channels)
@@ -106,6 +139,9 @@ class Home:
         """Something has changed that may be the end. May be called from anywhere, also by the collector."""
         with contextlib.suppress(RuntimeError):  # it has ended already
             self._loop.call_soon_threadsafe(self._changed.set)
+
+    def guests(self) -> list[Guest]:
+        return list(self._guests.values())
 
     def close(self) -> None:
         """Ends it now, for all who are connected."""
@@ -139,6 +175,7 @@ class Home:
         self._door.close()
         for guest in list(self._guests.values()):
             await guest.leave_alone(f"the program at {self.address} has ended it")
+        self._sent.clear()
         rest = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in rest:
             task.cancel()
@@ -181,6 +218,11 @@ _homes: dict[str, Home] = {}
 """Those of this process and, in a forked child, those of its parents, by their ids."""
 _ending = threading.Lock()
 """Held where a home makes up its mind whether it is over."""
+
+
+def _look_again(home: weakref.ref[Home]) -> None:
+    if (one := home()) is not None:
+        one.look_again()
 
 
 def home_of(id: str) -> Home | None:

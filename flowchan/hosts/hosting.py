@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import threading
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 from flowchan.channel.channel import Channel
+from flowchan.channel.media import HOSTS
 from flowchan.hosts.far import arrive
 from flowchan.hosts.home import ANYWHERE, PATIENCE, Home
+from flowchan.transport import descriptors
 from flowchan.transport.tcp import split
 
 
@@ -29,12 +32,15 @@ class Hosted:
         return self.home.secret
 
     def reduced(self) -> tuple[Any, ...]:
+        if descriptors.now.packing is not None:
+            self.home.send(self.number)
         return arrive, (self.address, self.secret, self.home.tls, self.home.id)
 
 
 _lock = threading.Lock()
 _settings: dict[str, Any] = {}
 _homes: list[Home] = []  # at most one
+_chosen: ContextVar[Home | None] = ContextVar("chosen", default=None)
 
 
 def serve(
@@ -54,8 +60,21 @@ def serve(
         _homes.clear()
 
 
+def made_at(home: Home, capacity: int) -> Channel[Any]:
+    """A new channel that is reached there."""
+    before = _chosen.set(home)
+    try:
+        return Channel(capacity, across=HOSTS.name)
+    finally:
+        _chosen.reset(before)
+
+
 def let_in(channel: Channel[Any]) -> Hosted:
     """Lets others reach a new channel."""
+    if (home := _chosen.get()) is not None:
+        number = home.add(channel)
+        assert number is not None
+        return Hosted(home, number)
     with _lock:
         number = _homes[0].add(channel) if _homes else None
         if number is None:

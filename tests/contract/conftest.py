@@ -2,7 +2,8 @@
 
 A test that takes ``make`` runs once per medium. A test that also takes ``spawn_peer`` runs once per medium
 and place of its peers. ``@pytest.mark.copying`` limits a test to media that copy items;
-``@pytest.mark.other_process`` limits it to peers in another process.
+``@pytest.mark.other_process`` limits it to peers in another process; ``@pytest.mark.one_machine(why)`` to
+peers on the machine where the channels are; ``@pytest.mark.not_hosts(why)`` to the other media.
 """
 
 from __future__ import annotations
@@ -12,27 +13,37 @@ from typing import Any
 
 import pytest
 from media import MEDIA, Medium
-from peers import Gate, Peer, ProcessPeer, ThreadPeer
+from peers import Gate, HostPeer, Peer, ProcessPeer, ThreadPeer
 from waiting import wait_until
 
 from flowchan import Channel
+from flowchan.hosts import serve
 
-KINDS = {"thread": ThreadPeer, "process": ProcessPeer}
+KINDS = {"thread": ThreadPeer, "process": ProcessPeer, "host": HostPeer}
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "copying: only over media that copy items")
     config.addinivalue_line("markers", "other_process: only with peers in another process")
+    config.addinivalue_line("markers", "one_machine(why): not with peers on another host")
+    config.addinivalue_line("markers", "not_hosts(why): not over channels across hosts")
+    serve(patience=2)  # who dies there counts as dead after one and a half times that
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     copying = metafunc.definition.get_closest_marker("copying") is not None
-    elsewhere = metafunc.definition.get_closest_marker("other_process") is not None
+    unwanted = set()
+    if metafunc.definition.get_closest_marker("other_process") is not None:
+        unwanted.add("thread")
+    if metafunc.definition.get_closest_marker("one_machine") is not None:
+        unwanted.add("host")
+    not_hosts = metafunc.definition.get_closest_marker("not_hosts") is not None
+    on_device = "fake_device" in metafunc.fixturenames
     media = [medium for medium in MEDIA if medium.copies or not copying]
+    media = [medium for medium in media if medium.devices or not on_device]
+    media = [medium for medium in media if not (not_hosts and "host" in medium.peers)]
     if "peer_kind" in metafunc.fixturenames:
-        pairs = [
-            (medium, kind) for medium in media for kind in medium.peers if kind == "process" or not elsewhere
-        ]
+        pairs = [(medium, kind) for medium in media for kind in medium.peers if kind not in unwanted]
         names = [f"{medium.name}-{kind}" for medium, kind in pairs]
         metafunc.parametrize(("medium", "peer_kind"), pairs, ids=names)
     elif "medium" in metafunc.fixturenames:
@@ -82,7 +93,7 @@ def spawn_peer(make: Factory, peer_kind: str) -> Iterator[Callable[..., Peer]]:
     if any(peer.running() for peer in peers):
         make.abort_all()
     for peer in peers:
-        if isinstance(peer, ProcessPeer) and peer.running():
+        if isinstance(peer, ProcessPeer | HostPeer) and peer.running():
             peer.kill()
         peer.join()
 

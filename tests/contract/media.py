@@ -12,13 +12,14 @@ from flowchan import Channel
 @dataclass(frozen=True)
 class Medium:
     """One medium under test. ``make(capacity=64, **options)`` makes a channel of it, as ``across`` does in a
-    program of its own; ``peers`` says where the other party of a test may run ("thread", "process");
-    ``copies`` tells whether items arrive as copies."""
+    program of its own; ``peers`` says where the other party of a test may run ("thread", "process", "host");
+    ``copies`` tells whether items arrive as copies, and ``devices`` whether memory on a device does."""
 
     name: str
     across: str
     peers: tuple[str, ...]
     copies: bool
+    devices: bool = False
 
     @property
     def make(self) -> Callable[..., Channel]:
@@ -27,5 +28,6 @@ class Medium:
 
 MEDIA = [
     Medium("threads", "threads", peers=("thread",), copies=False),
-    Medium("processes", "processes", peers=("thread", "process"), copies=True),
+    Medium("processes", "processes", peers=("thread", "process"), copies=True, devices=True),
+    Medium("hosts", "hosts", peers=("thread", "process", "host"), copies=True),
 ]

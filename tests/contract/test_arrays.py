@@ -309,6 +309,7 @@ def test_pressure_names_who_holds_how_much(make):
 
 @pytest.mark.other_process
 @pytest.mark.parametrize("port", [False, True])
+@pytest.mark.one_machine("blocks elsewhere are of rings there")
 def test_c11_blocks_of_a_killed_process_return(make, spawn_peer, port):
     ch, taken = make(4), make(4)
     ch.put_many([np.zeros(LARGE)] * 3)

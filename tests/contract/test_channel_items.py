@@ -46,6 +46,7 @@ def test_a_peer_answers_through_the_channel_it_was_sent(make, spawn_peer):
     server.result()
 
 
+@pytest.mark.not_hosts("its home ends as soon as it has what was put")
 def test_a_peer_makes_a_channel_and_sends_it_here(make, spawn_peer, medium):
     """C14: a channel that was made elsewhere works here, in both directions."""
     carrier = make(1)

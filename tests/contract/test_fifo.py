@@ -147,6 +147,7 @@ def test_put_many_of_more_than_fits_waits_for_room_in_the_middle(make, spawn_pee
     peer.result()
 
 
+@pytest.mark.one_machine("a program apart counts in a copy")
 def test_put_many_takes_no_more_from_its_iterable_than_fits(make, spawn_peer):
     """C2: an endless iterable is no danger; only the item that waits to be put has been drawn besides."""
     ch = make(3)

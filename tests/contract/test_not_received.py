@@ -185,6 +185,7 @@ def open_all():
 
 
 @pytest.mark.other_process
+@pytest.mark.not_hosts("it takes a connection there, which is tried again for a while")
 def test_a_channel_is_received_once_there_are_descriptors_again(make, spawn_peer, medium):
     """C14: the error says what is short and what helps, and the item waits."""
     carrier = make()

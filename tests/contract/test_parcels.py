@@ -41,6 +41,7 @@ def test_a_channel_that_its_sender_has_dropped_is_received(make, medium):
 
 @pytest.mark.parametrize("size", [0, 50_000])
 @pytest.mark.other_process
+@pytest.mark.not_hosts("a channel ends with the process that made it, its home")
 def test_a_channel_is_received_after_its_sender_was_killed(make, spawn_peer, medium, size):
     """C14: beside contents small and large."""
     carrier = make()
@@ -142,6 +143,7 @@ def parcels(channel):
 
 
 @pytest.mark.parametrize("port", [False, True])
+@pytest.mark.not_hosts("no descriptors travel")
 def test_what_was_received_is_kept_by_nobody_else(make, medium, port):
     """C12: the kernel's copies of its descriptors go with the item; of a port's last one, with the next that
     comes."""
@@ -214,6 +216,7 @@ def test_channels_in_what_was_packed_cross_while_they_are_held(make, medium):
 
 
 @pytest.mark.other_process
+@pytest.mark.not_hosts("its address is sent, and no descriptor")
 def test_a_channel_without_its_socket_says_what_it_needs(make, spawn_peer):
     """C14: where the system makes no such sockets, all else works."""
     carrier = make()

@@ -75,6 +75,7 @@ def test_a_process_that_ends_without_closing_its_writer_makes_no_clean_end(make,
 
 
 @pytest.mark.other_process
+@pytest.mark.one_machine("what a port has put and is under way is lost with its process")
 def test_a_process_that_ends_at_once_makes_no_clean_end(make, spawn_peer):
     """C5: ``os._exit``, which runs nothing on the way out."""
     ch = make()
@@ -156,6 +157,7 @@ def test_the_others_go_on_after_the_death_of_a_writer(make, spawn_peer):
 
 
 @pytest.mark.other_process
+@pytest.mark.one_machine("before the patience is over nobody knows of the death")
 def test_a_close_after_the_death_of_a_writer_does_not_make_it_clean(make, spawn_peer):
     """C5: though nobody had looked for the dead in between."""
     ch = make()
@@ -198,6 +200,7 @@ def test_an_abort_after_such_an_end_does_not_change_its_cause(make, spawn_peer):
 
 
 @pytest.mark.other_process
+@pytest.mark.one_machine("a port is handed to processes of its machine only")
 def test_a_port_used_in_a_forked_child_belongs_to_the_child(make, spawn_peer):
     """C5: it is one port and not two, and the child's to close."""
     ch = make()
@@ -283,6 +286,7 @@ def test_a_wait_for_several_channels_of_which_one_is_busy_learns_of_a_writers_de
 
 
 @pytest.mark.other_process
+@pytest.mark.one_machine("it polls for as long as the patience")
 def test_a_put_that_never_waits_learns_of_the_last_readers_death(make, spawn_peer):
     """C5: nobody would read what it puts."""
     ch = make(10**6)
@@ -321,6 +325,7 @@ def test_the_last_reader_killed_wakes_waiting_writers(make, spawn_peer):
 
 
 @pytest.mark.other_process
+@pytest.mark.one_machine("elsewhere one item is in hand at first")
 def test_the_items_in_the_hand_of_a_killed_reader_come_back(make, spawn_peer):
     """C4, C5: to the front, in their order, so that the channel is as if the reader had never been there."""
     ch = make()

@@ -27,7 +27,7 @@ def write(ch, gate, number, count, how):
                 out.put((number, i))
 
 
-def read(ch, gate, how):
+def read(ch, gate, how, in_order=True):
     """Takes what it gets until the end. Returns a count per writer, and a sum, after checking each writer's
     order."""
     last: Counter[int] = Counter()
@@ -38,7 +38,9 @@ def read(ch, gate, how):
         batches = into_batches(into) if how == "many" else ([item] for item in into)
         for batch in batches:
             for number, i in batch:
-                assert i >= last[number], f"item {i} of writer {number} came after {last[number]}"
+                assert i >= last[number] or not in_order, (
+                    f"item {i} of writer {number} came after {last[number]}"
+                )
                 last[number] = i
                 counts[number] += 1
                 total += i
@@ -56,14 +58,18 @@ def into_batches(into):
 @pytest.mark.parametrize("how", ["single", "many"])
 @pytest.mark.parametrize("capacity", [1, 3, 1_000])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_item_is_got_once_and_in_its_writers_order(make, spawn_peer, make_gate, shape, capacity, how):
-    """C1, C4, C5, C8: single-capacity channels wake for each item; large ones run free."""
+def test_every_item_is_got_once_and_in_its_writers_order(
+    make, spawn_peer, make_gate, peer_kind, shape, capacity, how
+):
+    """C1, C4, C5, C8: single-capacity channels wake for each item; large ones run free. What was called back
+    from one of several readers elsewhere may come after later items."""
     writers, readers = SHAPES[shape]
     each = ITEMS // writers // (4 if capacity == 1 else 1)
     each -= each % 50
     ch = make(capacity)
     gate = make_gate(writers + readers)
-    reading = [spawn_peer(read, ch, gate, how) for _ in range(readers)]
+    in_order = readers == 1 or peer_kind != "host"
+    reading = [spawn_peer(read, ch, gate, how, in_order) for _ in range(readers)]
     writing = [spawn_peer(write, ch, gate, number, each, how) for number in range(writers)]
     gate.open()
     for peer in writing:

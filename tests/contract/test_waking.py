@@ -176,6 +176,7 @@ def test_linearizable(make, spawn_peer, make_gate):
     assert len(ch) == 0
 
 
+@pytest.mark.one_machine("it would start forty programs")
 def test_a_waiting_reader_uses_what_many_putters_leave(make, spawn_peer, make_gate):
     """C8: nobody sleeps beside an available item, whoever put it and however the wake-ups cross."""
     ch = make(1)

@@ -3,4 +3,4 @@ goes through the codec, as between hosts. ``pytest -p toy -k toy tests/contract`
 
 import media
 
-media.MEDIA.append(media.Medium("toy", "processes", peers=("thread",), copies=True))
+media.MEDIA.append(media.Medium("toy", "processes", peers=("thread",), copies=True, devices=True))

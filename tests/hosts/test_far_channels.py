@@ -6,10 +6,13 @@ import asyncio
 import builtins
 import os
 import secrets
+import signal
+import threading
 
 import numpy as np
 import pytest
 from peers import HostPeer, ProcessPeer, ThreadPeer
+from soak import cut
 from waiting import wait_blocked, wait_stats, wait_until
 
 from flowchan import (
@@ -155,6 +158,22 @@ def test_what_can_not_leave_the_machine_raises_where_it_is_put(local):
     assert channel.stats().items_in == 0
 
 
+def test_ports_do_not_move_to_other_hosts():
+    """The channel does, and ports are opened there."""
+    channel = make()
+
+    def put_ports():
+        for port in (channel.reader(), channel.writer(), Channel(across="processes").writer()):
+            with pytest.raises(TypeError, match="channel"):
+                channel.put(port)
+
+    put_ports()
+    assert channel.stats().items_in == 0
+    spare = make()
+    channel = spare
+    HostPeer(put_ports).result()
+
+
 def test_a_wrong_secret_opens_nothing():
     channel = make()
     with pytest.raises(HostError, match="secret"):
@@ -263,6 +282,68 @@ def test_select_takes_ports_of_channels_elsewhere():
     one.put("one")
     two.put("two")
     assert peer.result() == ["one", "two"]
+
+
+def test_ctrl_c_ends_a_get_that_waits_elsewhere():
+    """C9: and what comes then is not lost."""
+    channel, ready = make(), make()
+
+    def wait():
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            channel.get()
+        ready.put("interrupted")
+        return channel.get()
+
+    peer = HostPeer(wait)
+    ready.get()
+    channel.put("there")
+    assert peer.result() == "there"
+
+
+def test_tls_goes_along_with_the_channel():
+    pytest.importorskip("cryptography")
+    serve(patience=2, tls=True)
+    channel = make()
+    HostPeer(channel.put, "encrypted").result()
+    assert channel.get() == "encrypted"
+    with pytest.raises(HostError, match="TLS"):
+        HostPeer(open_channel, channel.address, channel.secret).result()
+
+
+def wait_for_guests(channel):
+    """Those who have it open elsewhere."""
+    wait_stats(channel, readers=1)
+    return channel._reached.home.guests()
+
+
+def test_nothing_is_lost_or_repeated_when_the_connection_breaks():
+    """Through ports, and by calls."""
+    there, back, calls = make(), make(), make(100_000)
+
+    def work():
+        with there.reader() as numbers, back.writer() as doubles:
+            for number in numbers:
+                doubles.put(2 * number)
+                if number % 50 == 0:
+                    calls.put(number)
+
+    def feed():
+        with there.writer() as writer:
+            writer.put_many(range(5_000))
+
+    peer, feeding = HostPeer(work), ThreadPeer(feed)
+    (guest,), found = wait_for_guests(there), []
+    for number in back:
+        found.append(number)
+        if len(found) % 500 == 0:
+            cut()
+    breaks = guest.link.state()["breaks"]
+    peer.result()
+    feeding.result()
+    assert breaks > 0
+    assert found == [2 * number for number in range(5_000)]
+    assert calls.get_many(1_000) == list(range(0, 5_000, 50))
 
 
 # --- deaths ---
@@ -386,8 +467,6 @@ def test_nothing_is_left_when_the_last_handle_goes():
     channel = make()
 
     def come_and_go():
-        import threading
-
         address, secret = channel.address, channel.secret
         count = len(os.listdir("/proc/self/fd"))
         with channel.writer() as writer:

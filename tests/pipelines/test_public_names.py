@@ -39,6 +39,7 @@ SHARED = {
     "flowchan.declare.callables",
     "flowchan.declare.places",
     "flowchan.items.refusal",
+    "flowchan.hosts.joining",
     "flowchan.items.text",
     "flowchan.items.whole",
     "flowchan.run.failures",

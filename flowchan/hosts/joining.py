@@ -1,0 +1,97 @@
+"""Clients of a server: each gets a pair of channels at the server's home, one for each direction."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from flowchan.channel.channel import Channel, In, Out
+from flowchan.errors import Closed, HostError
+from flowchan.hosts.asking import sealed, to_put
+from flowchan.hosts.connection import connection_to
+from flowchan.hosts.far import far_channel
+from flowchan.hosts.guest import Guest
+from flowchan.hosts.home import Home
+from flowchan.hosts.hosting import made_at
+from flowchan.transport.tcp import split
+
+LOOK = 0.005
+"""Seconds between two looks at who has read all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A client as its server has it. ``id``: its number, from 1 on."""
+
+    id: int
+    tag: str
+    inbox: In[Any]
+    outbox: Out[Any]
+    link: Any
+
+
+class Clients:
+    """Lets clients join at an address. ``came`` hears of each. Raises ``ValueError`` or ``OSError``."""
+
+    def __init__(
+        self, address: str, secret: bytes | None, tls: bool, capacity: int, came: Callable[[Member], None]
+    ) -> None:
+        split(address)
+        self._capacity, self._came = capacity, came
+        self._closed = False
+        self._joined: list[tuple[Guest, Channel[Any], Channel[Any]]] = []
+        self._home = Home(address, secret, tls, kept=True)
+        self._home.asked["join"] = self._join
+        self._home.left = self._left
+        self.address, self.secret = self._home.address, self._home.secret
+        self._number = 0
+
+    def _join(self, guest: Guest, tag: str) -> tuple[int, str, str]:
+        """In the thread of the home."""
+        if self._closed:
+            raise Closed(f"the server at {self.address} was closed")
+        up: Channel[Any] = made_at(self._home, self._capacity)
+        down: Channel[Any] = made_at(self._home, self._capacity)
+        self._number += 1
+        self._joined.append((guest, up, down))
+        up._name = f"from client {self._number}"
+        down._name = f"to client {self._number}"
+        guest.open(up, down)
+        self._came(Member(self._number, tag, up.reader(), down.writer(), guest.link))
+        return self._number, up.address, down.address
+
+    def _left(self, guest: Guest) -> None:
+        """A client that goes before it has opened its end leaves nothing that tells of it."""
+        for one, up, _ in self._joined:
+            if one is guest and not up.closed:
+                up.abort(HostError(f"a client of the server at {self.address} has gone", self.address))
+        self._joined = [joined for joined in self._joined if joined[0] is not guest]
+
+    def close(self, timeout: float) -> None:
+        """Lets nobody join any more. Returns when all have read what was sent to them or are gone, or after
+        ``timeout`` seconds."""
+        self._closed = True
+        give_up, pause = time.monotonic() + timeout, threading.Event()
+        while time.monotonic() < give_up and not all(guest.has_read(down) for guest, _, down in self._joined):
+            pause.wait(LOOK)
+        self._home.close()
+        self._joined.clear()
+
+
+def join(
+    address: str, secret: bytes, tls: bool, timeout: float, tag: str
+) -> tuple[int, In[Any], Out[Any], Any]:
+    """As a client: its number, what it reads, what it writes, and the link."""
+    split(address)
+    connection = connection_to(address, secret, tls, timeout)
+    id, up, down = connection.ask(0, "join", tag)
+    to_read, to_write = (far_channel(one, secret, tls, timeout) for one in (down, up))
+    return id, to_read.reader(), to_write.writer(), connection.link
+
+
+def sealed_once(message: Any) -> Any:
+    """To be put into many channels, encoded once."""
+    return to_put(sealed(message))

@@ -1,0 +1,334 @@
+"""Servers and clients: what torch-ipc's client and server promise, each of its tests by its counterpart; and
+what becomes of those that die. Clients are threads here, and programs apart where they die."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+
+import numpy as np
+import pytest
+import torch
+from peers import HostPeer, ThreadPeer
+from waiting import wait_until
+
+from flowchan import Broken, Closed, Drained, Empty, HostError
+from flowchan.pipelines import Client, Server
+
+SECRET = secrets.token_bytes(32)
+
+
+@pytest.fixture
+def server():
+    with Server() as server:
+        yield server
+
+
+def beside(server, function, tag=""):
+    """A client in a thread, for as long as the function takes."""
+
+    def work():
+        with Client(server.address, server.secret, tag=tag) as client:
+            return function(client)
+
+    return ThreadPeer(work)
+
+
+def free_address():
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return f"127.0.0.1:{listening.getsockname()[1]}"
+
+
+# --- as torch-ipc ---
+
+
+def test_listen_and_connect(server):
+    """testListenAndConnect: tags and numbers are told, and tags may be set anew."""
+    peer = beside(server, lambda client: (client.id, client.recv()), tag="first")
+    (client,) = server.clients(1)
+    assert (client.tag, client.id) == ("first", 1)
+    client.tag = "renamed"
+    assert server.clients(tag="renamed") == [client]
+    assert server.clients(tag="first") == []
+    client.send("bye")
+    assert peer.result() == (1, "bye")
+
+
+def test_slow_start():
+    """testSlowStart: the client comes before its server."""
+    address = free_address()
+
+    def early():
+        with Client(address, SECRET) as client:
+            return client.recv()
+
+    peer = ThreadPeer(early)
+    with socket.create_server(("127.0.0.1", int(address.rpartition(":")[2]))) as wrong:
+        wrong.accept()[0].close()  # it has dialled in vain
+    with Server(address, secret=SECRET) as server:
+        server.clients(1)[0].send("late")
+        assert peer.result() == "late"
+
+
+def test_ping_pong(server):
+    """testPingPong."""
+
+    def ping(client):
+        client.send("ping")
+        return client.recv()
+
+    peer = beside(server, ping)
+    (client,) = server.clients(1)
+    assert client.recv() == "ping"
+    client.send("pong")
+    assert peer.result() == "pong"
+
+
+def test_ping_pong_without_waiting(server):
+    """testPingPongAsync: there is nothing at first."""
+
+    def ping(client):
+        with pytest.raises(Empty):
+            client.recv_nowait()
+        client.send("ping")
+        found = []
+
+        def came():
+            try:
+                found.append(client.recv_nowait())
+            except Empty:
+                return False
+            return True
+
+        wait_until(came)
+        return found
+
+    peer = beside(server, ping)
+    (client,) = server.clients(1)
+    assert client.recv() == "ping"
+    client.send("pong")
+    assert peer.result() == ["pong"]
+
+
+def test_broadcast(server):
+    """testBroadcast: to those with a tag, then to all."""
+    peers = [
+        beside(server, lambda client: [client.recv() for _ in range(1 + (client.tag == "odd"))], tag)
+        for tag in ["even", "odd"] * 5
+    ]
+    server.clients(10)
+    assert server.broadcast({"to": "odd"}, tag="odd") == 5
+    assert server.broadcast("all") == 10
+    found = [peer.result() for peer in peers]
+    assert found == [["all"], [{"to": "odd"}, "all"]] * 5
+
+
+def test_broadcast_encodes_once(server):
+    """And arrays in it arrive whole."""
+    counted = []
+
+    class Counts:
+        def __reduce__(self):
+            counted.append(self)
+            return int, (7,)
+
+    peers = [beside(server, lambda client: client.recv()) for _ in range(3)]
+    server.clients(3)
+    server.broadcast((Counts(), np.arange(100_000)))
+    assert [(seven, int(array.sum())) for seven, array in (peer.result() for peer in peers)] == [
+        (7, sum(range(100_000)))
+    ] * 3
+    assert len(counted) == 1
+
+
+def test_recv_any(server):
+    """testRecvAny: one message of each client."""
+    peers = [beside(server, lambda client: client.send(client.id)) for _ in range(10)]
+    found = [server.recv_any() for _ in range(10)]
+    assert all(message == client.id for message, client in found)
+    assert sorted(message for message, _ in found) == list(range(1, 11))
+    for peer in peers:
+        peer.result()
+
+
+def test_recv_any_of_a_tag(server):
+    def work(client):
+        client.send(client.tag)
+        client.recv()
+
+    peers = [beside(server, work, tag) for tag in ("a", "b")]
+    server.clients(2)
+    assert server.recv_any(tag="b")[0] == "b"
+    with pytest.raises(Empty):
+        server.recv_any(tag="b", timeout=0.01)
+    assert server.recv_any()[0] == "a"
+    server.broadcast("done")
+    for peer in peers:
+        peer.result()
+
+
+def test_bytes_go_both_ways(server):
+    """testStoragePingPong."""
+
+    def echo(client):
+        client.send(client.recv(into=torch.zeros(100, dtype=torch.uint8)) + 1)
+
+    peer = beside(server, echo)
+    (client,) = server.clients(1)
+    client.send(torch.arange(100, dtype=torch.uint8))
+    mine = torch.zeros(100, dtype=torch.uint8)
+    assert client.recv(into=mine) is mine
+    assert torch.equal(mine, torch.arange(1, 101, dtype=torch.uint8))
+    peer.result()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [torch.zeros(4), torch.zeros(3, 2), torch.zeros(2, 3, 1), torch.ones(2, 3).double(), np.zeros(6)],
+    ids=["size", "dimensions", "number of dimensions", "type", "array"],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_and_stays_the_next_message(server, wrong):
+    """testStorageSizeMismatch, testTensorNumDimensionsMismatch, testTensorDimensionSizeMismatch."""
+    peer = beside(server, lambda client: client.send(torch.ones(2, 3)))
+    (client,) = server.clients(1)
+    with pytest.raises(ValueError, match="does not go into"):
+        client.recv(into=wrong)
+    assert torch.equal(client.recv(into=torch.zeros(2, 3)), torch.ones(2, 3))
+    peer.result()
+
+
+VIEWS = {
+    "whole": lambda: torch.arange(12.0).reshape(3, 4),
+    "easy": lambda: torch.arange(24.0).reshape(4, 6)[:, 1:4],
+    "medium": lambda: torch.arange(60.0).reshape(3, 4, 5)[:, 1:3, 1:4],
+    "hard": lambda: torch.arange(360.0).reshape(3, 4, 5, 6)[1:, ::2, 1:4, 2:5],
+    "transposed": lambda: torch.arange(12.0).reshape(3, 4).T,
+    "no elements": lambda: torch.zeros(0, 3),
+    "no dimensions": lambda: torch.tensor(7.0),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_tensors(server, view):
+    """testTensor, testNoncontiguousTensorEasy, Medium and Hard, testTensorZeroSized: also into views."""
+    peer = beside(server, lambda client: client.send(VIEWS[view]()))
+    (client,) = server.clients(1)
+    into = torch.full_like(VIEWS[view](), -1)
+    assert torch.equal(client.recv(into=into), VIEWS[view]())
+    peer.result()
+
+
+def test_a_client_moves_from_thread_to_thread(server):
+    """testSerialize."""
+    client = ThreadPeer(lambda: Client(server.address, server.secret)).result()
+    with client:
+        client.send("hi")
+        assert server.recv_any()[0] == "hi"
+
+
+def test_net_stats(server):
+    """testNetStats."""
+
+    def work(client):
+        client.send(bytes(100_000))
+        client.recv()
+        return client.stats()
+
+    peer = beside(server, work)
+    (client,) = server.clients(1)
+    client.recv()
+    there = client.stats()
+    assert there.received > 100_000
+    assert server.stats().received >= there.received
+    client.send("done")
+    assert peer.result().sent > 100_000
+
+
+# --- and what it lacks ---
+
+
+def test_a_clients_farewell_is_the_clean_end(server):
+    peer = beside(server, lambda client: client.send("last"))
+    (client,) = server.clients(1)
+    peer.join()
+    assert client.recv() == "last"
+    with pytest.raises(Drained):
+        client.recv()
+    with pytest.raises(Closed):
+        client.send("nobody is there")
+    assert server.clients() == []
+
+
+def test_a_servers_farewell_is_the_clean_end():
+    server = Server()
+
+    def read(client):
+        found = client.recv(), client.recv()
+        with pytest.raises(Drained):
+            client.recv()
+        with pytest.raises(Closed):  # noqa: PT012 - what is on its way already meets nobody
+            while True:
+                client.send("nobody is there")
+        return found
+
+    peer = beside(server, read)
+    server.clients(1)
+    server.broadcast("one")
+    server.broadcast("two")
+    server.close()
+    assert peer.result() == ("one", "two")
+
+
+def test_nobody_comes_any_more_once_the_server_was_closed():
+    server = Server()
+    server.close()
+    with pytest.raises(HostError, match=server.address):
+        Client(server.address, server.secret, timeout=0.2)
+
+
+def test_a_client_that_dies_is_told_apart_from_one_that_goes(server):
+    """All that it had sent is received first."""
+
+    def work(address, secret):
+        client = Client(address, secret, tag="dies")
+        client.send("alive")
+        client.recv()
+
+    peer = HostPeer(work, server.address, server.secret)
+    message, client = server.recv_any()
+    assert (message, client.tag) == ("alive", "dies")
+    peer.kill()
+    peer.join()
+    with pytest.raises(Broken, match="dies"):
+        server.recv_any()
+    assert server.clients() == []
+    with pytest.raises(Empty):
+        server.recv_any(timeout=0.01)
+
+
+def test_a_server_that_dies_is_told_apart_from_one_that_goes():
+    address = free_address()
+
+    def serve():
+        server = Server(address, secret=SECRET)
+        server.clients(1)[0].send("alive")
+        server.recv_any()
+
+    peer = HostPeer(serve)
+    with Client(address, SECRET) as client:
+        assert client.recv() == "alive"
+        peer.kill()
+        peer.join()
+        with pytest.raises(Broken):
+            client.recv()
+
+
+def test_a_wrong_secret_lets_nobody_in(server):
+    with pytest.raises(HostError, match="secret"):
+        Client(server.address, SECRET, timeout=0.5)
+    assert server.clients() == []
+
+
+def test_too_few_clients_are_an_error_that_counts_them(server):
+    with pytest.raises(Empty, match="0 of 2 clients 'x'"):
+        server.clients(2, tag="x", timeout=0.01)
