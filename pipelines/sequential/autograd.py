@@ -255,8 +255,9 @@ class Differentiable:
         """Ends the workers; backward passes of what is out raise ``Closed``."""
         with self._lock:
             self._closed = True
+            lines = list(self._lines)  # the last one too, which may go with its name here
             self._line = None
-            for line in list(self._lines):
+            for line in lines:
                 line.end()
 
     def forget(self) -> None:
