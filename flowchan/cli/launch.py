@@ -25,7 +25,7 @@ PATIENCE = 5.0  # seconds from the request to end until the kill
 _OWN_END = 1.0  # seconds in which the others may end by themselves when one has failed
 _LOOK = 0.05
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
-_FOLLOWED = "MemberDied"  # what a rank says that failed because another one had
+_FOLLOWED = ("MemberDied", "MemberLeft")  # what a rank says that failed because another one had
 _libc = ctypes.CDLL(None)
 
 
@@ -75,8 +75,8 @@ class Job:
 
     def __init__(self, count: int, command: Sequence[str]) -> None:
         environ = variables(count)
-        self.first_failure = ""
         self.interrupts = 0
+        self._failed: list[Rank] = []  # by themselves, in the order in which it was noticed
         self._end_by = float("inf")
         self._kill_by = float("inf")
         self._selector = selectors.DefaultSelector()
@@ -85,6 +85,13 @@ class Job:
             for pipe, is_error in ((rank.process.stdout, False), (rank.process.stderr, True)):
                 assert pipe is not None
                 self._selector.register(pipe, selectors.EVENT_READ, (rank, is_error))
+
+    @property
+    def first_failure(self) -> str:
+        """Who failed first, and why; empty if nobody did. Who fails because another one left may end sooner
+        than that one."""
+        texts = [rank.failure() for rank in self._failed]
+        return next((text for text in texts if not any(word in text for word in _FOLLOWED)), (*texts, "")[0])
 
     def run(self) -> None:
         """Returns when all have ended and all that they said is passed on."""
@@ -115,9 +122,11 @@ class Job:
             if not data:
                 self._selector.unregister(pipe)
         now = time.monotonic()
-        if not self.first_failure and (failures := [f for rank in self.ranks if (f := rank.failure())]):
-            self.first_failure = min(failures, key=lambda text: _FOLLOWED in text)
-            self._end_by = now + _OWN_END
+        if self._kill_by == float("inf"):  # nobody was told to end
+            new = [rank for rank in self.ranks if rank.failure() and rank not in self._failed]
+            if new and not self._failed:
+                self._end_by = now + _OWN_END
+            self._failed += new
         if now > self._end_by:
             self._end(signal.SIGTERM, now)
         if now > self._kill_by:

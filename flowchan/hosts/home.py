@@ -100,10 +100,7 @@ class Home:
             return
         self._under_way[number] += 1
         if number not in self._sent:
-            again = self._sent[number] = Channel.__new__(Channel)
-            socket = os.dup(channel._socket) if channel._socket >= 0 else -1
-            _core.Channel.__init__(again, fd=os.dup(channel._fd), socket=socket, name=channel._name)
-            again._hosts, again._reached = True, channel._reached
+            self._sent[number] = _twin(channel)
 
     def come(self, number: int) -> None:
         """Who has got it has it, or has had it."""
@@ -119,8 +116,9 @@ class Home:
     def find(self, number: int) -> Channel[Any]:
         """Raises :class:`ChannelError` when it is gone, or never was."""
         found = self._channels.get(number)
-        if found is None and (found := self._sent.get(number)) is not None:
-            self._channels[number] = found
+        if found is None and number in self._sent:
+            # What is under way keeps no home alive, so it is none of those that somebody has.
+            found = self._channels[number] = _twin(self._sent[number])
             self._hear_of_the_end_of(found)
         if found is not None:
             return found
@@ -218,6 +216,15 @@ _homes: dict[str, Home] = {}
 """Those of this process and, in a forked child, those of its parents, by their ids."""
 _ending = threading.Lock()
 """Held where a home makes up its mind whether it is over."""
+
+
+def _twin(channel: Channel[Any]) -> Channel[Any]:
+    """The same channel as another object, which lasts by itself."""
+    twin: Channel[Any] = Channel.__new__(Channel)
+    socket = os.dup(channel._socket) if channel._socket >= 0 else -1
+    _core.Channel.__init__(twin, fd=os.dup(channel._fd), socket=socket, name=channel._name)
+    twin._hosts, twin._reached = True, channel._reached
+    return twin
 
 
 def _look_again(home: weakref.ref[Home]) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 
 # registers its own exit function, which waits for all processes, before ours
-import multiprocessing.util  # noqa: F401
+import multiprocessing.util
 import os
 import signal
 import sys
@@ -56,6 +57,7 @@ class Run:
         self._supervisor.take_in = lambda ids: method(ids) if (method := take_in()) is not None else None
         self._supervisor.start()
         _running.add(self._supervisor)
+        _abort_before_exit(os.getpid())
 
     # --- what goes in and comes out ---
 
@@ -291,6 +293,13 @@ def _channel_error(failure: Failure, plan: Plan) -> StageError:
 # Supervisors whose thread still lives, whether or not anybody kept the handle of the run. A forked child
 # inherits the set but not the runs.
 _running: weakref.WeakSet[Supervisor] = weakref.WeakSet()
+
+
+@functools.cache
+def _abort_before_exit(_: int) -> None:
+    """In this process, if it is one that ``multiprocessing`` has started: such a one runs its finalizers, and
+    none of ``atexit``."""
+    multiprocessing.util.Finalize(None, _abort_unfinished, exitpriority=100)
 
 
 @atexit.register

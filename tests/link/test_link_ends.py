@@ -23,10 +23,10 @@ def threads() -> set[str]:
 
 
 def seconds(*numbers: str) -> float:
-    """Of CPU time, by these threads."""
+    """Of CPU time, by these threads, as far as they have not ended."""
     ticks = 0
     for number in numbers:
-        with open(f"/proc/self/task/{number}/stat") as file:
+        with contextlib.suppress(FileNotFoundError), open(f"/proc/self/task/{number}/stat") as file:
             ticks += sum(map(int, file.read().rpartition(")")[2].split()[11:13]))
     return ticks / os.sysconf("SC_CLK_TCK")
 

@@ -330,3 +330,28 @@ def test_a_graph_runs_inside_pytest(method: str, tmp_path: Path) -> None:
     """
     script(tmp_path, text, "test_inner.py")
     assert "1 passed" in run_python("-m", "pytest", "-q", "-p", "no:cacheprovider", tmp_path, cwd=tmp_path)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_a_process_that_returns_with_a_run_under_way_ends_and_takes_it_along(
+    method: str, tmp_path: Path
+) -> None:
+    """A process of multiprocessing waits for its children at its end, and knows nothing of atexit."""
+    program = """
+        import itertools, multiprocessing, sys
+        from flowchan import Graph
+
+        def leave_behind():
+            graph = Graph("left")
+            graph.source(itertools.count).map(abs, on="process", workers=2).sink(abs)
+            run = graph.start()
+            while not all(link.passed for link in run.stats().links):
+                pass
+
+        if __name__ == "__main__":
+            child = multiprocessing.get_context(sys.argv[1]).Process(target=leave_behind)
+            child.start()
+            child.join()
+            sys.exit(child.exitcode)
+    """
+    run_python(script(tmp_path, program), method)
