@@ -104,6 +104,7 @@ def test_channels_in_channels_go_on_through_other_hands(make, spawn_peer, medium
     assert hops[-1].get().get().get_many(4) == ["inside", 2]
 
 
+@pytest.mark.not_hosts("an item carries addresses, and no descriptors")
 def test_many_channels_in_one_item(make, medium):
     """C14: up to what one message of the kernel takes; more are refused with the number, and nothing is
     put."""
@@ -119,6 +120,7 @@ def test_many_channels_in_one_item(make, medium):
     assert len(carrier) == 0
 
 
+@pytest.mark.not_hosts("an item carries addresses, and no descriptors")
 def test_too_many_on_their_way_are_refused_and_then_taken_again(make, medium):
     """C14: what the kernel keeps for a channel is bounded; the put says so, and the channel works on."""
     carrier, sent = make(100_000), medium.make(2)

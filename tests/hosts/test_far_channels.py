@@ -12,9 +12,9 @@ import threading
 import numpy as np
 import pytest
 from peers import HostPeer, ProcessPeer, ThreadPeer
-from soak import cut
 from waiting import wait_blocked, wait_stats, wait_until
 
+from benchmarks.far import cut
 from flowchan import (
     Broken,
     Channel,
