@@ -307,6 +307,11 @@ def arrive(address: str, secret: bytes, tls: bool, home: str) -> Channel[Any]:
         return far_channel(address, secret, tls, PATIENCE)
     except FlowchanError as error:
         raise Broken(f"the channel of {address} can't be received: {error}") from error
+    except OSError as error:
+        lacking = descriptors.shortage(f"the channel of {address}", error)
+        if lacking is None:
+            raise
+        raise lacking from error
 
 
 def far_channel(address: str, secret: bytes, tls: bool, timeout: float) -> Channel[Any]:

@@ -165,6 +165,7 @@ def test_what_was_received_is_kept_by_nobody_else(make, medium, port):
     assert not parcels(carrier)
 
 
+@pytest.mark.not_hosts("an item carries addresses, and no descriptors")
 def test_what_a_killed_sender_left_behind_goes_too(make, medium):
     """C12: a parcel without an item, sent just before a put that was never done."""
     carrier = make()

@@ -193,9 +193,7 @@ def test_writers_that_come_and_go_close_at_the_last_exit(make, spawn_peer, make_
     assert sorted(received) == [(number, i) for number in range(3) for i in range(100)]
 
 
-@pytest.mark.one_machine(
-    "what was on its way to a reader that leaves goes back, and may come after later items"
-)
+@pytest.mark.one_machine("what was on its way to a reader that leaves may come after later items")
 def test_readers_that_want_no_more_stop_the_writer(make, spawn_peer, make_gate):
     """C5: the writer's endless loop ends by Closed once the last reader has left."""
     ch = make(4)
