@@ -27,7 +27,6 @@ from flowchan import _core
 from flowchan.channel.channel import Channel, In, Out, most_bytes
 from flowchan.errors import Broken, Closed, HostError
 from flowchan.hosts.code import lacking
-from flowchan.hosts.dialling import reach
 from flowchan.hosts.logs import send_logs
 from flowchan.hosts.messages import (
     AHEAD,
@@ -53,6 +52,7 @@ from flowchan.run.failures import Portable
 from flowchan.run.opening import Ports, open_ports
 from flowchan.run.recovery import take_up
 from flowchan.run.worker_processes import WorkerProcesses
+from flowchan.transport.dialling import reach
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,10 @@ from flowchan import _core
 from flowchan.channel.channel import Channel, In, Out
 from flowchan.channel.select import select
 from flowchan.errors import Broken, ChannelError, Closed, HostError
-from flowchan.hosts.asking import Answer, Ask, Cancel, Finished, Over
-from flowchan.hosts.dialling import reach
-from flowchan.hosts.messages import AHEAD, BEHIND, versions
+from flowchan.hosts.asking import Answer, Ask, Cancel, Finished, Over, wrong
+from flowchan.hosts.messages import AHEAD, BEHIND, differs, versions
 from flowchan.run.latch import Latch
+from flowchan.transport.dialling import reach
 
 PATIENCE = 10.0
 """Seconds within which a home that this process did not know yet must answer."""
@@ -40,13 +40,11 @@ class Asked:
         self.number, self.late = number, late
         self.answer: Answer | None = None
         self.abandoned = False
-        self.done: Callable[[], None]
-        self._lock = threading.Lock()  # as an event that Ctrl-C leaves whole
-        self._lock.acquire()
-        self.done = self._lock.release
+        self._answered = Latch()
+        self.done: Callable[[], None] = self._answered.set
 
     def wait(self) -> None:
-        self._lock.acquire()
+        self._answered.wait()
 
     def value(self) -> Any:
         """What home answered. Raises what the call raised there."""
@@ -115,19 +113,17 @@ class Connection:
             )  # fmt: skip
         except OSError as error:
             raise HostError(str(error), self.address) from None
-        wrong = ""
-        if any(theirs.get(word) != version for word, version in versions().items()):
-            wrong = f"it has {_said(theirs)}, and this program {_said(versions())}; both must have the same"
-        elif "home" not in theirs:
-            wrong = "no channels are reached there"
+        why_not = differs(theirs)
+        if not why_not and "home" not in theirs:
+            why_not = "no channels are reached there"
         elif self._hello["again"] and theirs["home"] != self.home:
-            wrong = "another program is there now"
+            why_not = "another program is there now"
         elif self._hello["guest"] in theirs.get("given_up", ()):
-            wrong = "it has not heard of this program for too long, and has given it up"
-        if not wrong:
+            why_not = "it has not heard of this program for too long, and has given it up"
+        if not why_not:
             return sock, theirs
         sock.close()
-        raise HostError(f"{why} at {self.address}: {wrong}", self.address)
+        raise HostError(f"{why} at {self.address}: {why_not}", self.address)
 
     # --- asking ---
 
@@ -308,7 +304,7 @@ class Connection:
             forget(self)
         self.link.close()
         for asked in waiting:
-            asked.answer = Answer(asked.number, wrong=_Lost(self.broken()))  # type: ignore[arg-type]
+            asked.answer = Answer(asked.number, wrong=wrong(self.broken()))
             if not asked.abandoned:
                 asked.done()
         for line in lines:
@@ -343,16 +339,6 @@ class Connection:
             thread.join(LAST_WORD)
 
 
-class _Lost:
-    """In place of what home would have answered."""
-
-    def __init__(self, error: Broken) -> None:
-        self._error = error
-
-    def error(self) -> Broken:
-        return self._error
-
-
 _registry_lock = threading.RLock()
 _connections: dict[tuple[str, bytes], Connection] = {}
 
@@ -375,10 +361,6 @@ def forget(connection: Connection) -> None:
 def _nudge(nudges: Channel[int], number: int) -> None:
     with contextlib.suppress(ChannelError):
         nudges.put_nowait(number)
-
-
-def _said(versions: dict[str, Any]) -> str:
-    return f"Python {versions.get('python')} and flowchan {versions.get('flowchan')}"
 
 
 def _leave_all() -> None:

@@ -21,8 +21,7 @@ import select
 import socket
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +29,7 @@ from flowchan.channel.channel import most_bytes
 from flowchan.errors import Closed, HostError
 from flowchan.hosts.code import own_modules, pack_stage
 from flowchan.hosts.life import Heard, Life
+from flowchan.hosts.lines import Line, together
 from flowchan.hosts.logs import log_here
 from flowchan.hosts.messages import (
     Ask,
@@ -42,6 +42,7 @@ from flowchan.hosts.messages import (
     Start,
     Told,
     Waiting,
+    differs,
     refusal,
     versions,
 )
@@ -78,20 +79,6 @@ class _Host:
     before: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))  # of lives that are over
 
 
-@dataclass
-class _Line:
-    """What belongs to one worker on a link. ``gone``: its process has ended without a word, and it has no
-    other yet. ``ended``: it has said that it has ended; its last outputs may still be on their way until the
-    line is ``finished``."""
-
-    number: int
-    life: Life
-    here: Worker
-    gone: bool = False
-    ended: Ended | None = None
-    finished: bool = False
-
-
 class HostCrew:
     """See above. ``home`` is the crew of the whole run, which has all channels and ports."""
 
@@ -108,7 +95,7 @@ class HostCrew:
         self._tls = tls
         self._workers = {worker.id: worker for worker in workers}
         self._hosts = {name: _Host(name, number) for number, name in enumerate(provider.hosts)}
-        self._lines: dict[WorkerId, _Line] = {}
+        self._lines: dict[WorkerId, Line] = {}
         self._numbers = 0
         self._deaths: dict[WorkerId, Death] = {}
         self._packed: dict[tuple[str, tuple[str, ...]], bytes] = {}
@@ -197,13 +184,12 @@ class HostCrew:
                     self._let_in(*door.accept(0))
 
     def _let_in(self, sock: socket.socket, hello: dict[str, Any]) -> None:
-        ours, theirs = versions(), {word: hello.get(word) for word in versions()}
         with self._lock:
             lives = [host.life for host in self._hosts.values()]
         asked = (hello.get("number"), hello.get("epoch"))
         life = next((life for life in lives if life is not None and (life.number, life.epoch) == asked), None)
-        if life is not None and ours != theirs:
-            life.end(f"it has {_said(theirs)}, and this program {_said(ours)}; both must have the same")
+        if life is not None and (why := differs(hello)):
+            life.end(why)
         elif life is not None:
             life.meet(sock)
             return
@@ -216,13 +202,13 @@ class HostCrew:
         join_ports(ports, self._workers[id].stage)
         self._numbers += 1
         life.link.line(self._numbers, list(ports.inputs.values()), list(ports.writers()))
-        self._lines[id] = line = _Line(self._numbers, life, self._begun(id, life))
+        self._lines[id] = line = Line(self._numbers, life, self._begun(id, life))
         self._say_start(id, line)
 
     def _begun(self, id: WorkerId, life: Life) -> Worker:
         return dataclasses.replace(self._home.begun(id), host=life.host)
 
-    def _say_start(self, id: WorkerId, line: _Line) -> None:
+    def _say_start(self, id: WorkerId, line: Line) -> None:
         worker, lacking = self._workers[id], self._hosts[line.life.host].lacking
         key = id.stage, tuple(sorted(lacking))
         if key not in self._packed:
@@ -274,7 +260,7 @@ class HostCrew:
             told = dataclasses.replace(told, host=life.host, at=time.monotonic_ns())
         self._tell(told)
 
-    def _send_by_value(self, told: Lacking, line: _Line) -> None:
+    def _send_by_value(self, told: Lacking, line: Line) -> None:
         """These modules are not there, so what the stage uses of them goes along with it."""
         self._hosts[line.life.host].lacking.update(told.modules)
         self._say_start(told.worker, line)
@@ -424,7 +410,7 @@ class HostCrew:
         self._questioned = []
         with self._lock:
             lines = {id: self._lines.get(id) for id in sorted(alive & self._workers.keys(), key=str)}
-        return _together(lives, lines)
+        return together(lives, lines)
 
     def _lives(self) -> list[Life]:
         with self._lock:
@@ -478,28 +464,3 @@ class HostCrew:
             agents=host.lives, deaths=tuple(host.deaths), breaks=counts["breaks"],
             sent=counts["bytes_out"], received=counts["bytes_in"], round_trip=state.get("round_trip", 0.0),
         )  # fmt: skip
-
-
-def _together(lives: Sequence[Life], lines: Mapping[WorkerId, _Line | None]) -> Elsewhere:
-    """What agents have told of the workers of these lines."""
-    reading: Counter[str] = Counter()
-    writing: Counter[str] = Counter()
-    states = {life.number: life.link.state() for life in lives}
-    counts = [n for life in lives for n in (life.number, life.epoch, states[life.number]["breaks"])]
-    moves = not all(state["connected"] for state in states.values())
-    for id, line in lines.items():
-        waits = line and line.life in lives and line.life.waiting.workers.get(id)
-        if line is None or not waits or line.gone or line.ended is not None:
-            moves = True  # it is being started, replaced or ended
-            continue
-        about = states[line.life.number]["lines"].get(line.number, {})
-        if not about.get("staged"):  # else it waits for room here, whatever it asks for there
-            reading.update(waits.reading)
-        writing.update(waits.writing)
-        counts += [line.number, *waits.counts]
-        moves = moves or waits.moves or not (waits.reading or waits.writing)
-    return Elsewhere(reading, writing, tuple(counts), moves)
-
-
-def _said(versions: dict[str, Any]) -> str:
-    return f"Python {versions['python']} and flowchan {versions['flowchan']}"

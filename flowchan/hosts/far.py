@@ -15,7 +15,7 @@ import os
 import time
 import weakref
 from collections.abc import Iterable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 from flowchan import _core
 from flowchan.channel.channel import Channel, ChannelStats, hears_aborts
@@ -31,18 +31,34 @@ from flowchan.transport import descriptors
 T = TypeVar("T")
 
 
-class FarIn(In[T]):
-    """A reading end of a channel whose home is elsewhere."""
+class _FarPort(Generic[T]):
+    """What both ends of a channel whose home is elsewhere have in common."""
 
     def __init__(self, far: FarChannel[T], line: Line) -> None:
-        super().__init__(line.ring)
+        super().__init__(line.ring)  # type: ignore[call-arg]  # the port that stands beside it
         self._far, self._line = far, line
         self.is_open = True
 
     @property
     def channel(self) -> FarChannel[T]:
-        """The channel that it reads."""
+        """The channel whose port it is."""
         return self._far
+
+    def close(self) -> None:
+        """Leave. Returns when home knows it, and has all that was put."""
+        self.is_open = False
+        super().close()  # type: ignore[misc]
+        self._line.finished.wait()
+
+    def __exit__(self, *how: Any) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return moved(self)  # type: ignore[arg-type]
+
+
+class FarIn(_FarPort[T], In[T]):
+    """A reading end of a channel whose home is elsewhere."""
 
     def get_nowait(self) -> T:
         """As ``get`` with a timeout of about two round trips: so long an item takes that is at home now."""
@@ -51,43 +67,9 @@ class FarIn(In[T]):
         except Empty:
             return super().get(self._far._two_round_trips())
 
-    def close(self) -> None:
-        """Leave; returns when home knows it."""
-        self.is_open = False
-        super().close()
-        self._line.finished.wait()
 
-    def __exit__(self, *how: Any) -> None:
-        self.close()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return moved(self)
-
-
-class FarOut(Out[T]):
+class FarOut(_FarPort[T], Out[T]):
     """A writing end of a channel whose home is elsewhere."""
-
-    def __init__(self, far: FarChannel[T], line: Line) -> None:
-        super().__init__(line.ring)
-        self._far, self._line = far, line
-        self.is_open = True
-
-    @property
-    def channel(self) -> FarChannel[T]:
-        """The channel that it writes."""
-        return self._far
-
-    def close(self) -> None:
-        """Leave; returns when all that was put is in the channel at home."""
-        self.is_open = False
-        super().close()
-        self._line.finished.wait()
-
-    def __exit__(self, *how: Any) -> None:
-        self.close()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return moved(self)
 
 
 class FarChannel(Channel[T]):

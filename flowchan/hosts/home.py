@@ -28,7 +28,7 @@ from flowchan.channel import awaiting
 from flowchan.channel.channel import Channel
 from flowchan.errors import ChannelError
 from flowchan.hosts.guest import Guest
-from flowchan.hosts.messages import versions
+from flowchan.hosts.messages import differs, versions
 from flowchan.transport.authentication import SECRET
 from flowchan.transport.door import Door
 from flowchan.transport.tcp import listen
@@ -195,7 +195,7 @@ class Home:
         id, pid = hello.get("guest"), hello.get("pid")
         if not isinstance(id, str) or not isinstance(pid, int) or id in self._given_up:
             return None
-        if any(hello.get(word) != version for word, version in versions().items()):
+        if differs(hello):
             return None  # both know what the other has: it says so over there
         if id not in self._guests:
             if hello.get("again"):

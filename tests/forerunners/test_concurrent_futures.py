@@ -1,39 +1,28 @@
-"""What CPython 3.11 tests of ``concurrent.futures``, asked of ``TaskPool`` on threads and on processes: all
-but ``wait`` and ``as_completed``, which have a file of their own.
+"""What CPython 3.11 tests of ``concurrent.futures``, asked of ``TaskPool`` on threads and on processes.
+Tasks that crash, exit or can't be pickled, and ``wait`` and ``as_completed``, have files of their own.
 
-Each test has the name it has there, and none of its code. What we answer differently, or have nothing to be
-asked about:
+Each test has the name it has there, and none of its code. What has no counterpart, or another answer:
 
-====================================================
-==================================================================
-test_max_workers_too_large                            is about Windows
-test_threads_terminate, test_processes_terminate      they count private threads and processes; here every
-test ends with
-                                                      a look for threads, processes and descriptors that are
-                                                      left
-test_thread_names_default                             threads have the name of the pool, ``name=``, which has
-a default test_idle_thread_reuse, test_idle_process_reuse_one,  all workers start with the pool, none later
-  test_idle_process_reuse_multiple
-test_max_tasks_per_child (and two more)               there is no ``max_tasks_per_child=``
-test_killed_child, test_crash_*, test_shutdown_       the task whose worker died fails with ``WorkerDied``;
-the pool goes
-  deadlock                                            on, where theirs is broken
-test_exit_at_task_unpickle, test_error_at_task_       the future has what was raised there, and the pool goes
-on, where
-  unpickle, test_*_during_result_unpickle_in_result_  theirs is broken
-  handler
-test_error_at_task_pickle, test_error_during_result_  a ``TypeError`` that names the part and says why
-  pickle_on_worker, test_shutdown_deadlock_pickle
-test_traceback                                        the worker's traceback is a note of the exception, not
-its cause FutureTests                                           are about ``Future``, which is Python's own
-here
-====================================================
-==================================================================
+``test_max_workers_too_large``
+    It is about Windows.
+``test_threads_terminate``, ``test_processes_terminate``
+    They count private threads and processes. Every test here ends with a look for what is left over.
+``test_thread_names_default``
+    Threads have the name of the pool, ``name=``, which has a default.
+``test_idle_thread_reuse``, ``test_idle_process_reuse_*``
+    All workers start with the pool.
+``test_max_tasks_per_child*``
+    There is no ``max_tasks_per_child=``.
+``test_killed_child``
+    The task whose worker died fails with ``WorkerDied``; the pool goes on, where theirs is broken.
+``test_traceback``
+    The worker's traceback is a note of the exception, not its cause.
+``FutureTests``
+    They are about ``Future``, which is Python's own here.
 """
 
 from __future__ import annotations
 
-import faulthandler
 import gc
 import os
 import signal
@@ -42,10 +31,8 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import CancelledError, Future
-from pickle import PicklingError, UnpicklingError
 from typing import Any
 
 import pytest
@@ -408,97 +395,6 @@ def test_ressources_gced_in_workers(processes: TaskPool) -> None:
     told = Channel[int](across="processes")
     processes.submit(id, Told(told)).result()
     assert told.get() != os.getpid()
-
-
-# ExecutorDeadlockTest
-
-
-class Bad:
-    """Calls ``there`` when it is pickled and ``here`` when it is unpickled."""
-
-    def __init__(self, there: Callable[[], object] = int, here: Callable[[], object] = int) -> None:
-        self.there, self.here = there, here
-
-    def __reduce__(self) -> Any:
-        self.there()
-        return self.here, ()
-
-
-def crash() -> None:
-    faulthandler.disable()  # says nothing
-    os.kill(os.getpid(), signal.SIGSEGV)
-
-
-def leave() -> None:
-    sys.exit(1)
-
-
-def not_pickled() -> None:
-    raise PicklingError("not here")
-
-
-def not_unpickled() -> None:
-    raise UnpicklingError("not there")
-
-
-DEADLOCKS: dict[str, tuple[Callable[[TaskPool], Future[Any]], type[BaseException]]] = {
-    "test_error_at_task_pickle": (lambda pool: pool.submit(id, Bad(not_pickled)), TypeError),
-    "test_exit_at_task_unpickle": (lambda pool: pool.submit(id, Bad(here=leave)), SystemExit),
-    "test_error_at_task_unpickle": (lambda pool: pool.submit(id, Bad(here=not_unpickled)), UnpicklingError),
-    "test_crash_at_task_unpickle": (lambda pool: pool.submit(id, Bad(here=crash)), WorkerDied),
-    "test_crash_during_func_exec_on_worker": (lambda pool: pool.submit(crash), WorkerDied),
-    "test_exit_during_func_exec_on_worker": (lambda pool: pool.submit(leave), SystemExit),
-    "test_error_during_func_exec_on_worker": (lambda pool: pool.submit(fails), RuntimeError),
-    "test_crash_during_result_pickle_on_worker": (lambda pool: pool.submit(Bad, crash), WorkerDied),
-    "test_exit_during_result_pickle_on_worker": (lambda pool: pool.submit(Bad, leave), SystemExit),
-    "test_error_during_result_pickle_on_worker": (lambda pool: pool.submit(Bad, not_pickled), TypeError),
-    "test_error_during_result_unpickle_in_result_handler": (
-        lambda pool: pool.submit(Bad, int, not_unpickled),
-        UnpicklingError,
-    ),
-    "test_exit_during_result_unpickle_in_result_handler": (
-        lambda pool: pool.submit(Bad, int, leave),
-        SystemExit,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", DEADLOCKS)
-def test_deadlock(processes: TaskPool, name: str) -> None:
-    """The tests that are named there one by one. Their pools are broken afterwards; ours goes on."""
-    submit, error = DEADLOCKS[name]
-    with pytest.raises(error):
-        submit(processes).result()
-    assert processes.submit(abs, -1).result() == 1
-
-
-def test_shutdown_deadlock(gate: Gate) -> None:
-    with TaskPool(2, on="process") as pool:
-        dying = pool.submit(lambda: (gate.wait(), crash()))
-        gate.wait_held()
-        pool.shutdown(wait=False)
-        gate.open()
-        pool.shutdown(wait=True)
-        with pytest.raises(WorkerDied):
-            dying.result()
-
-
-def test_shutdown_deadlock_pickle() -> None:
-    with TaskPool(2, on="process") as pool:
-        pool.submit(id, 42).result()
-        failing = pool.submit(id, Bad(not_pickled))
-        pool.shutdown(wait=False)
-        with pytest.raises(TypeError, match="not here"):
-            failing.result()
-
-
-def test_crash_big_data(processes: TaskPool) -> None:
-    """The worker dies while tasks larger than any pipe wait for it."""
-    data = "a" * 8_192_000
-    asked = [processes.submit(crash), processes.submit(len, data), processes.submit(len, data)]
-    with pytest.raises(WorkerDied):
-        asked[0].result()
-    assert [future.result() for future in asked[1:]] == [len(data)] * 2
 
 
 # FutureTests

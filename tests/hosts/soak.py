@@ -6,9 +6,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import faulthandler
-import os
 import random
-import socket
 import threading
 import time
 from collections import Counter
@@ -17,6 +15,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks.far import cut
 from flowchan import Graph
 from flowchan.hosts import local
 
@@ -43,16 +42,6 @@ def agents() -> list[psutil.Process]:
             if "flowchan.hosts.agent" in child.cmdline() and child.children():
                 found.append(child)
     return found
-
-
-def cut() -> None:
-    """Every connection of this process."""
-    for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
-                with socket.socket(fileno=os.dup(int(number))) as sock:
-                    if sock.family == socket.AF_INET and sock.getpeername():
-                        sock.shutdown(socket.SHUT_RDWR)
 
 
 def chaos(chance: random.Random, over: threading.Event, deeds: Counter[str]) -> None:

@@ -34,7 +34,9 @@ def reach(
         if left <= 0 or not wanted():
             raise OSError(f"{why} at {address} for {within:g} s")
         try:
-            return meet(dial(address, left), secret, dialled=True, hello=hello, timeout=left, tls=tls)
+            sock = dial(address, left)
+            left = max(0.0, give_up - time.monotonic())
+            return meet(sock, secret, dialled=True, hello=hello, timeout=left, tls=tls)
         except OSError as error:
             why = f"{why.partition(':')[0]}: {error}"
             wait.wait(min(pause, max(0.0, give_up - time.monotonic())))

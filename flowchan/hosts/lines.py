@@ -1,0 +1,47 @@
+"""The lines of a run's workers on its links to hosts, and what those workers wait for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from flowchan.hosts.life import Life
+from flowchan.run.chance import Worker
+from flowchan.run.deadlock import Elsewhere
+from flowchan.run.events import Ended, WorkerId
+
+
+@dataclass
+class Line:
+    """What belongs to one worker on a link. ``gone``: its process has ended without a word, and it has no
+    other yet. ``ended``: it has said that it has ended; its last outputs may still be on their way until the
+    line is ``finished``."""
+
+    number: int
+    life: Life
+    here: Worker
+    gone: bool = False
+    ended: Ended | None = None
+    finished: bool = False
+
+
+def together(lives: Sequence[Life], lines: Mapping[WorkerId, Line | None]) -> Elsewhere:
+    """What agents have told of the workers of these lines."""
+    reading: Counter[str] = Counter()
+    writing: Counter[str] = Counter()
+    states = {life.number: life.link.state() for life in lives}
+    counts = [n for life in lives for n in (life.number, life.epoch, states[life.number]["breaks"])]
+    moves = not all(state["connected"] for state in states.values())
+    for id, line in lines.items():
+        waits = line and line.life in lives and line.life.waiting.workers.get(id)
+        if line is None or not waits or line.gone or line.ended is not None:
+            moves = True  # it is being started, replaced or ended
+            continue
+        about = states[line.life.number]["lines"].get(line.number, {})
+        if not about.get("staged"):  # else it waits for room here, whatever it asks for there
+            reading.update(waits.reading)
+        writing.update(waits.writing)
+        counts += [line.number, *waits.counts]
+        moves = moves or waits.moves or not (waits.reading or waits.writing)
+    return Elsewhere(reading, writing, tuple(counts), moves)
