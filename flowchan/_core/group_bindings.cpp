@@ -393,6 +393,23 @@ nb::object reduce_scatter(nb::handle self, nb::handle x, nb::handle out, nb::han
     return nb::borrow(out);
 }
 
+// Combines arrays that are all here, in their order. Without any it only says whether it could.
+void combine(nb::handle out, nb::list ins, nb::handle op_name) {
+    Op op;
+    Array to;
+    if (!parse_op(op_name.ptr(), op) || (!to.read(out.ptr()) && PyErr_Occurred())) throw nb::python_error();
+    if (!has_kernel(to, op, out.ptr())) throw nb::python_error();
+    const Arrays from(ins);
+    std::vector<const void*> in;
+    for (size_t i = 0; i < from.size(); ++i) {
+        if (!check_out(from[i], to, out.ptr(), from[i].count)) throw nb::python_error();
+        in.push_back(from[i].data);
+    }
+    if (in.empty()) return;
+    nb::gil_scoped_release release;
+    find_kernel(to.element, op)(to.data, in.data(), in.size(), to.count);
+}
+
 template <class F>
 auto with_os_errors(F f) {
     try {
@@ -432,6 +449,7 @@ nb::object lane_from(PyGroup& group, uint32_t member) {
 }  // namespace
 
 void bind_group(nb::module_& m) {
+    m.def("_combine", combine, "out"_a, "ins"_a, "op"_a);
     nb::class_<PyGroup>(m, "Group", nb::type_slots(group_slots), nb::is_weak_referenceable(),
                         "A member of a group. Use flowchan.collective.")
         .def("__init__", construct, "fd"_a, "rank"_a)
@@ -443,6 +461,7 @@ void bind_group(nb::module_& m) {
         .def_prop_ro("_broken", &PyGroup::broken)
         .def("_join", [](PyGroup& group) { return int(group.join()); })
         .def("_leave", &PyGroup::leave)
+        .def("_give_up", &PyGroup::give_up)
         .def(
             "_queue", [](PyGroup& group, int change) { group.queued += uint32_t(change); }, "change"_a)
         .def("_count_out", &PyGroup::count_out, "member"_a)

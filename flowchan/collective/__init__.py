@@ -7,10 +7,12 @@ import os
 from collections import defaultdict
 
 from flowchan import _core
-from flowchan.collective.environment import place
+from flowchan.collective.environment import Place, place
+from flowchan.collective.gathering import meet_at
 from flowchan.collective.group import Group
 from flowchan.collective.handles import Handle
 from flowchan.collective.meeting import meet
+from flowchan.collective.shared import SharedGroup
 from flowchan.errors import GroupError, MemberDied, MemberLeft, Mismatch
 from flowchan.items.whole import is_whole
 
@@ -24,25 +26,50 @@ def group(
     rank: int | None = None,
     size: int | None = None,
     at: str | None = None,
+    secret: bytes | None = None,
     name: str = "",
     timeout: float = 300.0,
 ) -> Group:
-    """This process's member of a group of all processes that one launcher has started on this host: torchrun,
-    Open MPI's or MPICH's mpirun, or Slurm's srun. Without a launcher it is the only member.
+    """This process's member of a group of all processes that one launcher has started: torchrun, Open MPI's
+    or MPICH's mpirun, or Slurm's srun. Without a launcher it is the only member.
 
-    Or of ``size`` processes that agree on the text ``at``; this one is number ``rank``. All members make
-    their groups in the same order. Raises ``TimeoutError`` when not all have come within ``timeout`` seconds.
+    Or of ``size`` processes that agree on ``at``; this one is number ``rank``. With ``secret``, at least 16
+    bytes that all of them know, they may be on several hosts, and ``at`` is where rank 0 listens, as
+    ``"10.0.0.1:4711"``. Without it they are on one host, and ``at`` is any text. All members make their
+    groups in the same order. Raises ``TimeoutError`` when not all have come within ``timeout`` seconds.
     """
-    if at is None and rank is None and size is None:
-        mine, many, job = place()
-    elif at is None or rank is None or size is None:
+    if at is None and rank is None and size is None and secret is None:
+        return _launched(place(), name, timeout)
+    if at is None or rank is None or size is None:
         raise ValueError("group takes rank=, size= and at= together, or none of them")
-    elif not 0 <= rank < _whole(size):
+    if not 0 <= rank < _whole(size):
         raise ValueError(f"rank must be from 0 to {size - 1}, not {rank!r}")
-    else:
-        mine, many, job = rank, size, f"at {at}"
-    number = next(_counts[job, mine])
-    return meet(f"{job}\n{number}", mine, many, timeout, name)
+    if secret is not None:
+        return meet_at(at, secret, rank, size, timeout, name)
+    return meet(f"at {at}\n{_number(at, rank)}", rank, size, timeout, name)
+
+
+def _launched(mine: Place, name: str, timeout: float) -> Group:
+    number = _number(mine.job, mine.rank)
+    if mine.here == mine.size:
+        return meet(f"{mine.job}\n{number}", mine.rank, mine.size, timeout, name)
+    at, secret = os.environ.get("FLOWCHAN_AT"), os.environ.get("FLOWCHAN_SECRET")
+    if at and secret:
+        return meet_at(at, secret.encode(), mine.rank, mine.size, timeout, name)
+    if mine.launcher == "torchrun":
+        from flowchan.collective.torch_store import meet_by_torchrun
+
+        return meet_by_torchrun(number, timeout, name)
+    raise GroupError(
+        f"{mine.launcher} has started {mine.size} members, {mine.here} of them on this host. To become one "
+        "group they need an address of rank 0's host with a free port in FLOWCHAN_AT, as 10.0.0.1:4711, and "
+        "the same secret of 16 letters or more in FLOWCHAN_SECRET"
+    )
+
+
+def _number(job: str, rank: int) -> int:
+    """Of the groups of one job that this process has made."""
+    return next(_counts[job, rank])
 
 
 def members(size: int, *, name: str = "") -> list[Group]:
@@ -51,7 +78,7 @@ def members(size: int, *, name: str = "") -> list[Group]:
     its first operation."""
     made = _core.Group._make(_whole(size))
     try:
-        return [Group(os.dup(made), rank, name) for rank in range(size)]
+        return [SharedGroup(os.dup(made), rank, name) for rank in range(size)]
     finally:
         os.close(made)
 

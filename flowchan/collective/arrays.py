@@ -74,6 +74,58 @@ def fill(x: Any, value: Any) -> Any:
     return x
 
 
+def memory(x: Any) -> memoryview:
+    """The bytes of one that lies in one piece, to be read and written; of bytes themselves."""
+    if is_tensor(x):
+        x = x.detach().reshape(-1).view(sys.modules["torch"].uint8).numpy()
+    elif is_numpy(x):
+        x = x.reshape(-1).view("u1")
+    return memoryview(x)
+
+
+def widened(x: Any) -> Any:
+    """A copy in float32 of halves, as which they are added up; anything else itself."""
+    if is_tensor(x):
+        torch = sys.modules["torch"]
+        return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    return x.astype("f4") if x.dtype == "f2" else x
+
+
+def narrow(x: Any, wide: Any) -> None:
+    """Rounds what was added up in float32 once, into the halves ``x``; too large becomes infinite."""
+    wide = wide.reshape(x.shape)
+    if is_tensor(x):
+        fill(x, wide)
+    else:
+        with sys.modules["numpy"].errstate(over="ignore"):
+            x[...] = wide
+
+
+def in_memory(memory: memoryview, mine: Any) -> Any:
+    """What these bytes are as elements of the type of ``mine``."""
+    if is_tensor(mine):
+        torch = sys.modules["torch"]
+        return torch.frombuffer(memory, dtype=mine.dtype) if len(memory) else mine.new_empty(0)
+    return sys.modules["numpy"].frombuffer(memory, mine.dtype)
+
+
+def is_here(x: Any) -> bool:
+    """Whether it lies in this machine's memory."""
+    return not is_tensor(x) or x.device.type == "cpu"
+
+
+def empty_like(x: Any) -> Any:
+    return make(like(x), x)
+
+
+def divide(x: Any, by: int) -> None:
+    """In place."""
+    if is_tensor(x):
+        x.div_(by)
+    else:
+        x /= by
+
+
 def like(x: Any) -> tuple[str, Any, tuple[int, ...]]:
     """What the others need to make one like it."""
     if is_tensor(x):

@@ -10,11 +10,14 @@ from flowchan.errors import GroupError
 
 
 class Place(NamedTuple):
-    """``job`` is the same text for all members, and another one for other jobs of this host."""
+    """``job`` is the same text for all members, and another one for other jobs of this host. ``here``: how
+    many of them are on this host."""
 
     rank: int
     size: int
     job: str
+    here: int
+    launcher: str
 
 
 class Launcher(NamedTuple):
@@ -45,7 +48,7 @@ def place(environ: Mapping[str, str] = os.environ) -> Place:
     for launcher in LAUNCHERS:
         if launcher.rank in environ and launcher.size in environ:
             return _place_by(launcher, environ)
-    return Place(0, 1, f"alone {os.getpid()}")
+    return Place(0, 1, f"alone {os.getpid()}", 1, "")
 
 
 def _place_by(launcher: Launcher, environ: Mapping[str, str]) -> Place:
@@ -58,12 +61,17 @@ def _place_by(launcher: Launcher, environ: Mapping[str, str]) -> Place:
             f"{launcher.rank} and {launcher.size} must be a member's number and how many members there are, "
             f"not {environ[launcher.rank]!r} and {environ[launcher.size]!r}"
         )
-    here = next((int(environ[name]) for name in launcher.local if environ.get(name, "").isdigit()), size)
-    if here != size:
-        raise GroupError(
-            f"{launcher.name} has started {size} members, {here} of them on this host; a group joins members "
-            "of one host. For several hosts use torch.distributed with gloo or NCCL, or MPI"
-        )
+    said = (int(environ[name]) for name in launcher.local if environ.get(name, "").isdigit())
+    here = next(said, _slurm_here(environ) if launcher.name == "Slurm" else size)
     named = [environ.get(name, "") for name in launcher.job]
     parent = [str(os.getppid())] if launcher.ppid else []
-    return Place(rank, size, "\n".join([launcher.name, *named, *parent]))
+    return Place(rank, size, "\n".join([launcher.name, *named, *parent]), here, launcher.name)
+
+
+def _slurm_here(environ: Mapping[str, str]) -> int:
+    """How many tasks of its step Slurm has started on this node: it says ``2(x3),1`` of all nodes."""
+    counts = []
+    for part in environ.get("SLURM_STEP_TASKS_PER_NODE", environ["SLURM_NTASKS"]).split(","):
+        tasks, _, times = part.rstrip(")").partition("(x")
+        counts += [int(tasks)] * int(times or 1)
+    return counts[int(environ.get("SLURM_NODEID", 0))]

@@ -5,9 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
-
-from flowchan import _core
+from typing import Any, Protocol
 
 
 class Handle:
@@ -27,10 +25,16 @@ class Handle:
         return self._future.done()
 
 
+class Member(Protocol):
+    """Whose operations they are. It is told how many are started and not done yet, by changes of that."""
+
+    def _queue(self, change: int) -> None: ...
+
+
 class Later:
     """The thread of a member that does started operations, one after the other."""
 
-    def __init__(self, member: _core.Group) -> None:
+    def __init__(self, member: Member) -> None:
         self._member = weakref.proxy(member)  # who drops a member leaves at once
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="flowchan-collective")
         self._last: Future[Any] | None = None

@@ -23,14 +23,14 @@ import time
 from typing import Any
 
 from flowchan import _core
-from flowchan.collective.group import Group
+from flowchan.collective.shared import SharedGroup
 from flowchan.errors import GroupError
 
 _PAUSE = 0.02
 _LONGEST = 1024
 
 
-def meet(job: str, rank: int, size: int, timeout: float, name: str = "") -> Group:
+def meet(job: str, rank: int, size: int, timeout: float, name: str = "") -> SharedGroup:
     """This process's member of the group of ``size`` that all processes with the same ``job`` form. Raises
     ``TimeoutError`` naming who has not come, :class:`GroupError` if two come as the same rank."""
     give_up = time.monotonic() + timeout
@@ -38,10 +38,10 @@ def meet(job: str, rank: int, size: int, timeout: float, name: str = "") -> Grou
     return _host(address, size, give_up, name) if rank == 0 else _guest(address, rank, size, give_up, name)
 
 
-def _host(address: str, size: int, give_up: float, name: str) -> Group:
+def _host(address: str, size: int, give_up: float, name: str) -> SharedGroup:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, contextlib.ExitStack() as stack:
         _bind(listener, address, give_up)
-        member = Group(_core.Group._make(size), 0, name)
+        member = SharedGroup(_core.Group._make(size), 0, name)
         came: dict[int, socket.socket] = {}
         while len(came) < size - 1:
             _forget_who_left(came)
@@ -115,7 +115,7 @@ def _admit(guest: socket.socket, came: dict[int, socket.socket], size: int) -> N
     raise GroupError(reason)
 
 
-def _guest(address: str, rank: int, size: int, give_up: float, name: str) -> Group:
+def _guest(address: str, rank: int, size: int, give_up: float, name: str) -> SharedGroup:
     while True:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
             try:
@@ -129,7 +129,7 @@ def _guest(address: str, rank: int, size: int, give_up: float, name: str) -> Gro
             if answer.startswith(b"no: "):
                 raise GroupError(answer[4:].decode())
             if fd >= 0:
-                member = Group(fd, rank, name)
+                member = SharedGroup(fd, rank, name)
                 member._take_seat()
                 sock.send(b"joined")
                 return member

@@ -10,8 +10,6 @@ torch's own time-out, which is always set, ends nothing.
 
 from __future__ import annotations
 
-import os
-import secrets
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,8 +21,8 @@ import torch.distributed as dist
 
 from flowchan.collective.arrays import described
 from flowchan.collective.group import ALLGATHER, ALLREDUCE, ALLTOALL, GATHER, REDUCE, SCATTER, Group
-from flowchan.collective.meeting import meet
-from flowchan.errors import GroupError, Mismatch
+from flowchan.collective.torch_store import meet_by_store
+from flowchan.errors import Mismatch
 
 _LATER = 64 * 1024
 """From this many bytes on an operation is done by a thread, while its caller goes on."""
@@ -120,7 +118,7 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
-        self._group = _meet(store, rank, size, timeout)
+        self._group = meet_by_store(store, rank, size, timeout.total_seconds())
         self._receives = Receives(self._group)
         self._name = self._description = ""
 
@@ -266,7 +264,7 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self._receives.start(tensors, source, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
-        raise NotImplementedError("the backend flowchan receives from a source that is given: recv(x, src=…)")
+        raise RuntimeError("the backend flowchan receives from a source that is named: recv(x, src=…)")
 
     # torch's names before 2.13
     _allgather_base = all_gather_single
@@ -293,26 +291,6 @@ def _op(opts: Any) -> str:
     if op not in _OPS:
         raise ValueError(f"the backend flowchan has no reduction {op}; it has {', '.join(_OPS.values())}")
     return _OPS[op]
-
-
-def _meet(store: Any, rank: int, size: int, timeout: timedelta) -> Group:
-    """The store names the job, and says whether all are on one host."""
-    here = _host()
-    if rank == 0:
-        store.set("flowchan", f"{secrets.token_hex(16)} {here}")
-    job, there = store.get("flowchan").decode().split()
-    if there != here:
-        raise GroupError(
-            "the backend flowchan joins processes of one host, and this one is not on the host of rank 0; "
-            "use gloo or nccl"
-        )
-    return meet(job, rank, size, timeout.total_seconds())
-
-
-def _host() -> str:
-    """Which boot of which machine, and which network namespace: a Unix socket leads no farther."""
-    with open("/proc/sys/kernel/random/boot_id") as boot:
-        return f"{boot.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
 
 
 dist.Backend.register_backend("flowchan", ProcessGroup, devices=["cpu"])

@@ -1,29 +1,56 @@
-"""Members of a group, as threads of this process or as processes."""
+"""Members of a group: threads of this process, processes, or threads that believe to be on two hosts."""
 
 from __future__ import annotations
 
 import multiprocessing
+import socket
 import threading
 from collections.abc import Callable
 from typing import Any
 
 from flowchan import Channel, collective
+from flowchan.collective.gathering import meet_at
 
 Body = Callable[..., Any]
 
 
+SECRET = b"only members know it"
+
+
 def in_threads(size: int, body: Body, *arguments: Any) -> list[Any]:
     """What ``body(member, *arguments)`` returns or raises in each of ``size`` threads."""
+    members = collective.members(size)
+    return _in_threads(members.__getitem__, size, body, arguments)
+
+
+def over_hosts(size: int, body: Body, *arguments: Any) -> list[Any]:
+    """The same with even ranks on one host, and odd ones on another."""
+    at = free_address()
+
+    def member(rank: int) -> collective.Group:
+        return meet_at(at, SECRET, rank, size, 60, host=f"host {rank % 2}")
+
+    return _in_threads(member, size, body, arguments)
+
+
+def free_address() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return f"127.0.0.1:{sock.getsockname()[1]}"
+
+
+def _in_threads(
+    member_of: Callable[[int], collective.Group], size: int, body: Body, arguments: tuple[Any, ...]
+) -> list[Any]:
     found: list[Any] = [None] * size
 
-    def run(member: collective.Group) -> None:
-        with member:
+    def run(rank: int) -> None:
+        with member_of(rank) as member:
             try:
-                found[member.rank] = body(member, *arguments)
+                found[rank] = body(member, *arguments)
             except BaseException as error:
-                found[member.rank] = error
+                found[rank] = error
 
-    threads = [threading.Thread(target=run, args=(one,)) for one in collective.members(size)]
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
     for thread in threads:
         thread.start()
     for thread in threads:

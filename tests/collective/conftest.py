@@ -1,4 +1,4 @@
-"""The media of a group: threads of this process, and processes."""
+"""Where the members of a group are: threads of this process, processes, two hosts."""
 
 from __future__ import annotations
 
@@ -7,15 +7,26 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from collective_members import Body, in_processes, in_threads
+from collective_members import Body, in_processes, in_threads, over_hosts
+
+HERE = {"threads": in_threads, "processes": in_processes}
+ANYWHERE = HERE | {"hosts": over_hosts}
 
 
-@pytest.fixture(params=[in_threads, in_processes], ids=["threads", "processes"])
+@pytest.fixture(params=ANYWHERE.values(), ids=ANYWHERE)
 def run(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
     """Runs a body as every member of a group, and returns their results in the order of the ranks."""
+    return _checked(request.param)
 
+
+@pytest.fixture(params=HERE.values(), ids=HERE)
+def run_on_one_host(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
+    return _checked(request.param)
+
+
+def _checked(runner: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
     def checked(size: int, body: Body, *arguments: Any) -> list[Any]:
-        found = request.param(size, body, *arguments)
+        found = runner(size, body, *arguments)
         for one in found:
             if isinstance(one, BaseException):
                 traceback.print_exception(one)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from collective_members import free_address
 
 from flowchan import GroupError, collective
 from flowchan.collective.environment import place
@@ -75,11 +76,38 @@ def test_without_a_launcher_a_process_is_alone() -> None:
     assert done.stdout == "0 1 1 [0]\n"
 
 
-def test_members_on_other_hosts_are_refused_with_what_to_use_instead() -> None:
-    with pytest.raises(GroupError, match=r"4 members, 2 of them on this host.*torch.distributed"):
-        place({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"})
+def test_numbers_that_do_not_fit_are_refused() -> None:
     with pytest.raises(GroupError, match="RANK and WORLD_SIZE must be"):
         place({"RANK": "4", "WORLD_SIZE": "4"})
+
+
+@pytest.mark.parametrize(("tasks", "node", "here"), [("2(x3),1", "0", 2), ("2(x3),1", "3", 1), ("7", "0", 7)])
+def test_slurm_says_how_many_are_on_this_node(tasks: str, node: str, here: int) -> None:
+    step = {"SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_NODEID": node}
+    assert place(LAUNCHERS["Slurm"]("0", "7") | step).here == here
+
+
+def test_members_on_other_hosts_of_an_mpi_need_an_address_and_a_secret(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PMI_RANK", "0")
+    monkeypatch.setenv("PMI_SIZE", "4")
+    monkeypatch.setenv("MPI_LOCALNRANKS", "2")
+    with pytest.raises(GroupError, match=r"4 members, 2 of them on this host.*FLOWCHAN_AT.*FLOWCHAN_SECRET"):
+        collective.group()
+
+
+def test_members_of_which_some_may_be_on_other_hosts_meet() -> None:
+    """By an address and a secret in the environment, or by torchrun's store."""
+    at = free_address()
+    address, port = at.rsplit(":", 1)
+    ways = {
+        "PMI": {"FLOWCHAN_AT": at, "FLOWCHAN_SECRET": "sixteen letters.", "MPI_LOCALNRANKS": "1"},
+        "torchrun": {"MASTER_ADDR": address, "MASTER_PORT": port, "LOCAL_WORLD_SIZE": "1"},
+    }
+    for name, more in ways.items():
+        job = launched(2, lambda r, n, name=name, more=more: LAUNCHERS[name](r, n) | more)
+        assert ended(job) == ["0 2 3 [0, 1]", "1 2 3 [0, 1]"]
 
 
 def start(found: list[Any], at: str, rank: int, size: int, timeout: float = 60) -> threading.Thread:

@@ -1,0 +1,347 @@
+"""A group over several hosts: on each of them a part that shares memory, and connections between the first
+members of these parts, their leaders.
+
+An operation goes through the parts, then once over the connections, and through the parts again: inputs are
+combined on each host in the order of the ranks, and these results in the order of the hosts, by everybody in
+the same way; so all get the same bits. What goes wrong between the hosts every leader tells its part, and
+what goes wrong in a part its leader tells the others.
+"""
+
+from __future__ import annotations
+
+import pickle
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from flowchan import _core
+from flowchan.collective import arrays
+from flowchan.collective.group import (
+    BARRIER,
+    BROADCAST,
+    COMBINING,
+    NAMES,
+    REDUCE_SCATTER,
+    TELL,
+    Group,
+    Op,
+    called,
+)
+from flowchan.collective.links import Differs, Links
+from flowchan.collective.shared import SharedGroup
+from flowchan.collective.values import dumps, loads
+from flowchan.errors import GroupError, Mismatch
+
+WHOLE = 64 * 1024
+"""Bytes up to which leaders give each other all they have; of more, each combines a slice for all."""
+DONE, FAILED = b"\0", b"\1"
+
+T = TypeVar("T")
+Call = tuple[str, int, int]
+
+
+class LinkedGroup(Group):
+    """See above. ``hosts``: the ranks on each of them, their leaders first; ``host``: which one is ours.
+    ``links``: a leader's connections to the others. ``link_up``: makes the connections of a group within
+    this one."""
+
+    def __init__(
+        self,
+        node: SharedGroup,
+        hosts: Sequence[Sequence[int]],
+        host: int,
+        links: Links | None,
+        link_up: Callable[[LinkedGroup, SharedGroup | None, Any, str, float | None], Group | None],
+        name: str = "",
+    ) -> None:
+        self._begin(name)
+        self._node, self._hosts, self._host, self._links = node, hosts, host, links
+        self._link_up = link_up
+        self._rank, self._size = hosts[host][node.rank], sum(map(len, hosts))
+        node._ranks = hosts[host]
+
+    @property
+    def rank(self) -> int:
+        """Which member this is, from 0."""
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        """How many members there are."""
+        return self._size
+
+    def allreduce(
+        self, x: Any, op: Op = "sum", out: Any = None, timeout: float | None = None, wait: bool = True
+    ) -> Any:
+        """As on one host."""
+        return self._allreduce(x, op, out, timeout, wait)
+
+    def broadcast(self, x: Any = None, root: int = 0, timeout: float | None = None, wait: bool = True) -> Any:
+        """As on one host."""
+        return self._broadcast(x, root, timeout, wait)
+
+    def barrier(self, timeout: float | None = None, wait: bool = True) -> Any:
+        """As on one host."""
+        return self._barrier(timeout, wait)
+
+    def split(self, key: Any, *, name: str = "", timeout: float | None = None) -> Group | None:
+        """As on one host. Members that are all on one host share its memory."""
+        self._settle()
+        return self._link_up(self, self._node.split(key, name=name, timeout=timeout), key, name, timeout)
+
+    def send(self, x: Any, to: int, *, timeout: float | None = None) -> None:
+        """As on one host, to members of this host. To others put it into a ``Channel(across="hosts")``."""
+        self._check_other("to", to)
+        self._node.send(x, self._on_this_host("to", to), timeout=timeout)
+
+    def receive(self, source: int, *, out: Any = None, timeout: float | None = None) -> Any:
+        """As on one host, from members of this host."""
+        self._check_other("source", source)
+        return self._node.receive(self._on_this_host("source", source), out=out, timeout=timeout)
+
+    def close(self) -> None:
+        """As on one host."""
+        if self._later is not None:
+            self._later.close()
+            self._later = None
+        if self._links is not None:
+            self._links.leave()
+        self._node.close()
+
+    def explain(self, operation: str, x: Any = None) -> str:
+        """How an operation would be done, in a sentence."""
+        here = self._node.explain(operation, x)
+        size, hosts = arrays.size_of(x), len(self._hosts)
+        sliced = operation in COMBINING and size is not None and size > WHOLE
+        how = "a slice for each" if sliced else "all that each has"
+        return f"{here}; over connections between the {hosts} hosts' leaders, {how}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError(f"{self!r} is in use; a member of a group over hosts can't be sent")
+
+    # --- the operations on which the others stand ---
+
+    def _take_seat(self) -> None:
+        self._node._take_seat()
+
+    def _queue(self, change: int) -> None:
+        pass
+
+    def _wait_for_all(self, timeout: float | None) -> None:
+        self._exchange(BARRIER, BARRIER, b"", -1, timeout, None, None)
+
+    def _exchange(
+        self, doing: int, key: int, data: Any, only: int, timeout: float | None, x: Any, more: Any
+    ) -> list[bytes]:
+        call, text = (NAMES[doing], doing, key), called(NAMES[doing], x, more)
+        here = self._on_node(call, lambda: self._node._exchange(doing, key, data, -1, timeout, x, more))
+
+        def swap(links: Links) -> bytes:
+            mine = pickle.dumps(here, 5)
+            found = links.swap(call, lambda _: [mine], timeout=timeout)
+            return pickle.dumps({host: bytes(part) for host, part in found.items()}, 5)
+
+        there = pickle.loads(self._over_links(call, swap, text, timeout))
+        parts: list[Any] = [None] * self.size
+        for host, ranks in enumerate(self._hosts):
+            found = here if host == self._host else pickle.loads(there[host])
+            for rank, part in zip(ranks, found, strict=True):
+                parts[rank] = part
+        return parts if only < 0 else [parts[only]]
+
+    def _allgather_into(
+        self, doing: int, key: int, mine: list[Any], outs: list[Any], timeout: float | None
+    ) -> None:
+        parts = self._exchange(doing, key, arrays.memory(mine[0]), -1, timeout, mine[0], None)
+        self._fill(outs, parts)
+
+    def _alltoall(self, doing: int, key: int, ins: list[Any], outs: list[Any], timeout: float | None) -> None:
+        call, text = (NAMES[doing], doing, key), called(NAMES[doing], ins, None)
+        ours = self._hosts[self._host]
+        mine = pickle.dumps([bytes(arrays.memory(x)) for x in ins], 5)
+        only = -1 if self._links is not None else self._node.rank
+        bundles = self._on_node(
+            call, lambda: self._node._exchange(doing, key, mine, only, timeout, ins, None)
+        )
+
+        def swap(links: Links) -> bytes:
+            from_here = dict(zip(ours, map(pickle.loads, bundles), strict=True))
+
+            def out(host: int) -> list[bytes]:
+                to = self._hosts[host]
+                return [
+                    pickle.dumps(
+                        {rank: [parts[other] for other in to] for rank, parts in from_here.items()}, 5
+                    )
+                ]
+
+            found: dict[int, list[bytes]] = {
+                rank: [parts[other] for other in ours] for rank, parts in from_here.items()
+            }
+            for part in links.swap(call, out, timeout=timeout).values():
+                found |= pickle.loads(part)
+            return pickle.dumps(found, 5)
+
+        found = pickle.loads(self._over_links(call, swap, text, timeout))
+        self._fill(outs, [found[rank][self._node.rank] for rank in range(self.size)])
+
+    def _reduce(self, doing: int, x: Any, out: Any, op: str, root: int, timeout: float | None) -> Any:
+        if not arrays.is_here(x):
+            return NotImplemented
+        _core._combine(x, [], op)
+        call = (NAMES[doing], doing, _key(x, op, root))
+        wide = arrays.widened(x)
+        mine = root in (-1, self.rank)
+        total = out if mine and wide is x else arrays.empty_like(wide)
+        of_sum = "sum" if op == "mean" else op
+        self._on_node(call, lambda: self._node._reduce(doing, wide, total, of_sum, 0, timeout))
+
+        def swap(links: Links) -> bytes:
+            self._combine_hosts(links, call, total, of_sum, timeout)
+            if op == "mean":
+                arrays.divide(total, self.size)
+            return b""
+
+        self._over_links(call, swap, called(NAMES[doing], x, op), timeout)
+        if root < 0 or root in self._hosts[self._host]:
+            self._on_node(call, lambda: self._node._spread(total, 0, timeout))
+        if mine and total is not out:
+            arrays.narrow(out, total)
+        return out
+
+    def _reduce_scatter(self, x: Any, out: Any, op: str, timeout: float | None) -> Any:
+        whole = arrays.empty_like(x)
+        if self._reduce(REDUCE_SCATTER, x, whole, op, -1, timeout) is NotImplemented:
+            return NotImplemented
+        part = arrays.parts_of(whole, self.size)[self.rank]
+        return arrays.fill(out, part.reshape(out.shape))
+
+    def _spread(self, x: Any, root: int, timeout: float | None) -> Any:
+        if not arrays.is_here(x):
+            return NotImplemented
+        call = (NAMES[BROADCAST], BROADCAST, _key(x, "", root))
+        (source,) = (host for host, ranks in enumerate(self._hosts) if root in ranks)
+        mine, memory = source == self._host, arrays.memory(x)
+        if mine:
+            local = self._hosts[source].index(root)
+            self._on_node(call, lambda: self._node._spread(x, local, timeout))
+
+        def swap(links: Links) -> bytes:
+            links.swap(
+                call,
+                lambda _: [memory] if mine else [],
+                lambda host: memory if host == source else None,
+                timeout,
+            )
+            return b""
+
+        self._over_links(call, swap, called(NAMES[BROADCAST], x, root), timeout)
+        if not mine:
+            self._on_node(call, lambda: self._node._spread(x, 0, timeout))
+        return x
+
+    # --- parts of these ---
+
+    def _combine_hosts(self, links: Links, call: Call, total: Any, op: str, timeout: float | None) -> None:
+        """Among leaders: ``total``, which holds what this host has, becomes the combination of all hosts'."""
+        flat, hosts = total.reshape(-1), range(len(self._hosts))
+        if arrays.size_of(total) <= WHOLE:  # type: ignore[operator]
+            found = links.swap(call, lambda _: [arrays.memory(flat)], timeout=timeout)
+            self._add(flat, found, op)
+            return
+        count = len(flat)
+        slices = [flat[count * i // len(hosts) : count * (i + 1) // len(hosts)] for i in hosts]
+        mine = slices[self._host]
+        found = links.swap(call, lambda host: [arrays.memory(slices[host])], timeout=timeout)
+        self._add(mine, found, op)
+        links.swap(
+            call, lambda _: [arrays.memory(mine)], lambda host: arrays.memory(slices[host]), timeout=timeout
+        )
+
+    def _add(self, mine: Any, found: dict[int, memoryview], op: str) -> None:
+        """In the order of the hosts."""
+        others = {host: arrays.in_memory(memory, mine) for host, memory in found.items()}
+        _core._combine(mine, [others.get(host, mine) for host in range(len(self._hosts))], op)
+
+    def _fill(self, outs: Sequence[Any], parts: Sequence[bytes]) -> None:
+        for rank, (out, part) in enumerate(zip(outs, parts, strict=True)):
+            if out is None:
+                continue
+            memory = arrays.memory(out)
+            if len(memory) != len(part):
+                raise Mismatch(
+                    f"rank {rank} gives {len(part)} bytes; rank {self.rank} has room for {len(memory)}"
+                )
+            memory[:] = part
+
+    def _on_node(self, call: Call, work: Callable[[], T]) -> T:
+        """Does it in our part. What it fails by, its leader tells the other hosts."""
+        if self._failure is not None:
+            raise type(self._failure)(f"{self!r} has failed before: {self._failure}") from self._failure
+        try:
+            return work()
+        except (GroupError, TimeoutError, MemoryError) as error:
+            goes_on = isinstance(error, Mismatch | MemoryError)
+            if not goes_on:
+                self._failure = error
+            if self._links is not None:
+                self._links.fail(error, call, goes_on)
+            raise
+        except BaseException:
+            if self._node._broken and self._links is not None:
+                self._links.close()
+            raise
+
+    def _over_links(
+        self, call: Call, step: Callable[[Links], bytes], text: str, timeout: float | None
+    ) -> bytes:
+        """What the leader's step gives, on all members of this host. They raise what it raises."""
+        word = b""
+        if self._links is not None:
+            try:
+                word = DONE + self._step(self._links, step, text)
+            except (GroupError, TimeoutError, MemoryError) as error:
+                word = FAILED + dumps(error)
+            except BaseException:  # Ctrl-C in the middle of it
+                self._links.close()
+                self._node._give_up()
+                raise
+        if self._node.size > 1:
+            _, doing, key = call
+            (word,) = self._on_node(
+                call, lambda: self._node._exchange(doing, key, word, 0, timeout, None, None)
+            )
+        if word[:1] == FAILED:
+            told: BaseException = loads(word[1:])
+            if not isinstance(told, Mismatch | MemoryError):
+                self._failure = told
+            raise told
+        return word[1:]
+
+    def _step(self, links: Links, step: Callable[[Links], bytes], text: str) -> bytes:
+        try:
+            return step(links)
+        except Differs:
+            said = text.encode()
+            found = links.swap((NAMES[TELL], TELL, 0), lambda _: [said])
+            texts = {host: bytes(part).decode() for host, part in found.items()} | {self._host: text}
+            calls = "; ".join(f"{_those(self._hosts[host])} called {texts[host]}" for host in sorted(texts))
+            raise Mismatch(f"the members of {self._title()} did not call the same: {calls}") from None
+
+    def _on_this_host(self, argument: str, rank: int) -> int:
+        ours = self._hosts[self._host]
+        if rank not in ours:
+            raise GroupError(
+                f"{argument}={rank} is a member on another host, and messages of a group stay on one: rank "
+                f"{self.rank} reaches {list(ours)}; for others use Channel(across='hosts')"
+            )
+        return ours.index(rank)
+
+
+def _key(x: Any, op: str, root: int) -> int:
+    """The same for calls that fit together."""
+    return zlib.crc32(repr((arrays.described(x), op, root)).encode())
+
+
+def _those(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

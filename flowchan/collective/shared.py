@@ -1,0 +1,211 @@
+"""A group on one host: its members take part over memory that they share.
+
+The core does what takes time (``_core/group*.cpp``): rounds over that memory, and arrays that lie in one
+piece. Here are messages from one member to another, groups within groups, and the words of errors.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from flowchan import _core
+from flowchan.collective import arrays
+from flowchan.collective.group import COMBINING, NAMES, TELL, Group, called
+from flowchan.collective.lanes import Lanes
+from flowchan.collective.values import dumps, loads
+from flowchan.errors import GroupError, MemberDied, MemberLeft, Mismatch
+from flowchan.transport.descriptors import Borrowed, Inherited, Sent, hand_over, take_over
+
+GONE, MISMATCH, NO_MEMORY, TIMED_OUT, _INTERRUPTED, CLOSED, TAKEN = range(1, 8)
+"""How an operation ended, as the core says it."""
+
+HERE, LEFT, _GAVE_UP = range(3)
+
+log = logging.getLogger("flowchan.collective")
+
+
+class SharedGroup(_core.Group, Group):
+    """See above. ``_ranks``: what its messages call the members, which are others than theirs in a part of a
+    group over hosts."""
+
+    def __init__(self, fd: int, rank: int, name: str = "") -> None:
+        super().__init__(fd, rank)
+        self._begin(name)
+        self._lanes = Lanes(self)
+        self._ranks: Sequence[int] = range(self.size)
+
+    # --- between two members ---
+
+    def send(self, x: Any, to: int, *, timeout: float | None = None) -> None:
+        """Send any value to one member. Returns when it is on its way: up to 64 of them, and half of the
+        machine's memory, wait for their receiver."""
+        self._check_other("to", to)
+        self._take_seat()
+        self._lanes.send(x, to, timeout)
+
+    def receive(self, source: int, *, out: Any = None, timeout: float | None = None) -> Any:
+        """The next value that the member ``source`` has sent to this one. ``out``: an array of the same type
+        and number of elements to be filled and returned. Raises :class:`MemberDied` when all that it sent is
+        received, and it is gone."""
+        self._check_other("source", source)
+        self._take_seat()
+        x = self._lanes.receive(source, timeout)
+        if out is None:
+            return x
+        if not arrays.is_array(x) or arrays.like(x)[1] != arrays.like(out)[1] or x.nbytes != out.nbytes:
+            raise Mismatch(
+                f"rank {source} sent {arrays.described(x)}; rank {self.rank} has room for "
+                f"{arrays.described(out)}"
+            )
+        return arrays.fill(out, x.reshape(out.shape))
+
+    # --- groups within it ---
+
+    def split(self, key: Any, *, name: str = "", timeout: float | None = None) -> SharedGroup | None:
+        """New groups within this one: of all members that give an equal ``key``, in the order of their
+        ranks. None for who gives None. All members call it."""
+        self._settle()
+        keys = self._gathered(key, timeout)
+        mates = [rank for rank, other in enumerate(keys) if other == key and key is not None]
+        mine, place, error = None, None, ""
+        try:
+            if mates and self.rank == mates[0]:
+                mine = SharedGroup(_core.Group._make(len(mates)), 0, name)
+                place = Borrowed(os.getpid(), mine._fd, -1, os.fstat(mine._fd).st_ino)
+        except OSError as failed:
+            error = f"rank {self.rank} can't make the memory: {failed}"
+        places = self._gathered(place, timeout)
+        try:
+            if mates and mine is None and places[mates[0]] is not None:
+                opened, _ = take_over(places[mates[0]])
+                mine = SharedGroup(opened, mates.index(self.rank), name)
+        except OSError as failed:
+            error = f"rank {self.rank} can't open the memory of rank {mates[0]}: {failed}"
+        errors = [text for text in self._gathered(error, timeout) if text]
+        if errors:
+            raise GroupError("; ".join(errors))
+        if mine is not None:
+            mine._take_seat()
+        return mine
+
+    # --- the life of a member ---
+
+    def close(self) -> None:
+        """Leave the group: any number of times, in any order. What the others still call raises
+        :class:`MemberLeft`."""
+        self._leave()
+        if self._later is not None:
+            self._later.close()
+            self._later = None
+        self._lanes.close()
+
+    def explain(self, operation: str, x: Any = None) -> str:
+        """How an operation would be done, in a sentence."""
+        known = [name for number, name in enumerate(NAMES) if number not in (0, TELL)]
+        if operation not in known:
+            raise ValueError(f"operation must be one of {', '.join(known)}, not {operation!r}")
+        size = arrays.size_of(x)
+        if size is None:
+            how = "values are pickled, and everybody reads those of the others"
+        elif operation in COMBINING and size > (256 if self.size == 2 else 32) * 1024:
+            how = "slices: everybody combines a part of each chunk and reads the other parts"
+        elif operation in COMBINING:
+            how = "exchange: everybody reads the inputs of the others"
+        else:
+            how = "chunks of up to 512 KB, read where they were written"
+        return f"{operation}: {how}; shared memory, {self.size} members on this host"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._joined or self._broken:
+            raise TypeError(
+                f"{self!r} is in use by process {os.getpid()}; send a member before its first use"
+            )
+        return _arrive, (hand_over(self._fd, -1, self), self.rank, self.name)
+
+    # --- what the core calls ---
+
+    def _failed(self, end: int, doing: int, x: Any, more: Any) -> NoReturn:
+        """Raises what an operation ended by."""
+        call = NAMES[doing]
+        if end == MISMATCH:
+            said = [
+                loads(b) for b in self._exchange(TELL, 0, dumps(called(call, x, more)), -1, None, None, None)
+            ]
+            calls = "; ".join(
+                f"rank {rank} called {text}" for rank, text in zip(self._ranks, said, strict=True)
+            )
+            raise Mismatch(f"the members of {self._title()} did not call the same: {calls}")
+        if end == NO_MEMORY:
+            raise MemoryError(f"there is no shared memory for {call} of {self._title()}")
+        if end == TAKEN:
+            raise GroupError(f"{self!r} is used by another process already; each member is one process's")
+        if end == CLOSED:
+            raise GroupError(f"{self!r} was closed")
+        if self._failure is None:
+            self._failure = self._late(call) if end == TIMED_OUT else self._death(call)
+            raise self._failure
+        again = type(self._failure)(f"{self!r} has failed before: {self._failure}")
+        if isinstance(self._failure, MemberDied) and isinstance(again, MemberDied):
+            again.ranks, again.operation = self._failure.ranks, call
+        raise again from self._failure
+
+    def _stalled(self, doing: int, seconds: float) -> None:
+        """Says once for whom an operation waits."""
+        log.warning(
+            "%s of %s has waited for %.0f s: %s", NAMES[doing], self._title(), seconds, self._absent()
+        )
+
+    def _take_seat(self) -> None:
+        if self._join():
+            raise GroupError(f"{self!r} is used by another process already; each member is one process's")
+
+    def _absent(self) -> str:
+        """The members that have not come to the operation that this one waits in, and what they did last."""
+        return "; ".join(
+            f"rank {self._ranks[rank]} {_state(*self._see(rank)[:6])}"
+            for rank in range(self.size)
+            if rank != self.rank and not self._see(rank)[6]
+        )
+
+    def _late(self, call: str) -> TimeoutError:
+        return TimeoutError(f"{call} of {self._title()} was not done in time: {self._absent()}")
+
+    def _death(self, call: str) -> MemberDied:
+        seen = {rank: self._see(rank) for rank in range(self.size) if rank != self.rank}
+        if self._gave_up_alone(seen):
+            return MemberDied(
+                f"{self!r} has given up in the middle of an operation", (self._ranks[self.rank],), call
+            )
+        gone = {rank: s for rank, s in seen.items() if not s[6] and (s[1] != HERE or not s[5])}
+        kind = MemberLeft if gone and all(s[1] == LEFT for s in gone.values()) else MemberDied
+        who = "; ".join(f"rank {self._ranks[rank]} {_state(*s[:6])}" for rank, s in gone.items())
+        return kind(
+            f"{call} of {self._title()} can't be done: {who}", tuple(self._ranks[rank] for rank in gone), call
+        )
+
+    @staticmethod
+    def _gave_up_alone(seen: dict[int, Any]) -> bool:
+        return all(s[6] or (s[1] == HERE and s[5]) for s in seen.values())
+
+
+def _state(pid: int, gone: int, operation: int, doing: int, inside: bool, alive: bool) -> str:
+    last = f"{NAMES[doing]}, its operation {operation}" if doing < len(NAMES) and operation else "nothing"
+    if not pid:
+        return "has not joined"
+    if gone == LEFT:
+        return f"(process {pid}) has left; the last it did was {last}"
+    if gone != HERE:
+        return f"(process {pid}) gave up in {last}"
+    if not alive:
+        return f"(process {pid}) died; the last it {'was in' if inside else 'did'} was {last}"
+    return f"(process {pid}) {'is in' if inside else 'is elsewhere; the last it did was'} {last}"
+
+
+def _arrive(handle: Inherited | Sent | Borrowed, rank: int, name: str) -> SharedGroup:
+    fd, _ = take_over(handle)
+    member = SharedGroup(fd, rank, name)
+    member._take_seat()
+    return member

@@ -1,0 +1,48 @@
+"""Meeting by what torch's launchers have: a store of keys and values that all members reach."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import os
+import secrets
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from flowchan.collective.gathering import meet_by
+from flowchan.collective.group import Group
+from flowchan.transport.tcp import route_to
+
+
+def meet_by_store(store: Any, rank: int, size: int, timeout: float, name: str = "") -> Group:
+    """The member of the group of all that use this store for it, on whatever hosts. Who can write to the
+    store can join."""
+    numbers = itertools.count()
+
+    def gather(value: Any) -> list[Any]:
+        number = next(numbers)
+        store.set(f"flowchan/{number}/{rank}", json.dumps(value))
+        return [json.loads(store.get(f"flowchan/{number}/{other}")) for other in range(size)]
+
+    (secret, *_) = gather(secrets.token_hex(32))
+    listen_at = route_to(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+    return meet_by(gather, rank, bytes.fromhex(secret), listen_at, timeout, name)
+
+
+def meet_by_torchrun(number: int, timeout: float, name: str) -> Group:
+    """The same by the store of torchrun."""
+    store, rank, size = _torchrun_store(timeout)
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    prefix = PrefixStore(f"flowchan group {number} of start {restart}", store)
+    return meet_by_store(prefix, rank, size, timeout, name)
+
+
+@functools.cache
+def _torchrun_store(timeout: float) -> tuple[Any, int, int]:
+    """It stays until the process ends: where no agent of torchrun has it, rank 0 serves it to all."""
+    store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
+    return store, rank, size

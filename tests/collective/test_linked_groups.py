@@ -1,0 +1,189 @@
+"""Groups over several hosts: how they meet, what they say when something goes wrong, groups within them. That
+their operations are those of groups on one host is tested in the other files of this folder."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from collective_members import SECRET, free_address
+
+from flowchan import Channel, collective
+from flowchan.collective import GroupError, MemberDied, MemberLeft, Mismatch
+from flowchan.collective.gathering import meet_at
+
+
+class OverHosts:
+    """Processes that believe to be on hosts: ``hosts`` names that of each rank. Each runs ``body(member)``,
+    and its answer is what that returns or raises."""
+
+    def __init__(self, hosts: str, body: Callable[[Any], Any]) -> None:
+        self.answers: Channel[Any] = Channel(across="processes")
+        at, context = free_address(), multiprocessing.get_context("fork")
+
+        def child(rank: int) -> None:
+            with meet_at(at, SECRET, rank, len(hosts), 60, host=hosts[rank]) as member:
+                try:
+                    answer = body(member)
+                except BaseException as error:
+                    error.__traceback__ = None
+                    answer = error
+                self.answers.put((rank, answer))
+
+        self.children = [context.Process(target=child, args=(rank,)) for rank in range(len(hosts))]
+        for one in self.children:
+            one.start()
+
+    def results(self, expected: int) -> dict[int, Any]:
+        found = dict(self.answers.get() for _ in range(expected))
+        for one in self.children:
+            one.join()
+            one.close()
+        return found
+
+
+@pytest.mark.parametrize("hosts", ["ab", "aab", "abb", "abcabc", "aaaab"])
+def test_everybody_gets_the_same_bits_however_members_are_spread(hosts: str) -> None:
+    def body(g: Any) -> Any:
+        chance = np.random.default_rng(g.rank)
+        small, large = (chance.standard_normal(n, np.float32) for n in (100, 200_000))
+        g.allreduce(small)
+        g.allreduce(large, op="mean")
+        return small.tobytes(), large.tobytes(), g.allgather(g.rank)
+
+    found = OverHosts(hosts, body).results(len(hosts))
+    assert len({answer[:2] for answer in found.values()}) == 1
+    assert all(answer[2] == list(range(len(hosts))) for answer in found.values())
+
+
+@pytest.mark.parametrize("victim", [1, 2, 3])
+def test_a_death_is_told_on_all_hosts(victim: int) -> None:
+    """Of a leader, and of a member that is none."""
+
+    def body(g: Any) -> Any:
+        x = np.ones(300_000, np.float32)
+        for number in range(10**9):
+            if (g.rank, number) == (victim, 3):
+                os.kill(os.getpid(), signal.SIGKILL)
+            try:
+                g.allreduce(x)
+            except MemberDied as died:
+                with pytest.raises(MemberDied):
+                    g.barrier()
+                return died.ranks
+        return None
+
+    found = OverHosts("aabb", body).results(3)
+    assert set(found.values()) == {(victim,)}
+
+
+def test_who_has_left_is_named_on_all_hosts() -> None:
+    def body(g: Any) -> Any:
+        total = g.allreduce(1)
+        if g.rank == 3:
+            return total
+        with pytest.raises(MemberLeft) as left:
+            g.barrier()
+        return total, left.value.ranks
+
+    found = OverHosts("aabb", body).results(4)
+    assert found.pop(3) == 4
+    assert set(found.values()) == {(4, (3,))}
+
+
+def test_calls_that_differ_between_hosts_raise_on_all_name_both_and_the_group_goes_on() -> None:
+    def body(g: Any) -> Any:
+        with pytest.raises(Mismatch) as info:
+            g.allreduce(np.ones(3 if g.rank < 2 else 4))
+        return str(info.value), g.allreduce(1)
+
+    for text, total in OverHosts("aabb", body).results(4).values():
+        assert "ranks 0, 1 called allreduce(float64[3], 'sum')" in text
+        assert "ranks 2, 3 called allreduce(float64[4], 'sum')" in text
+        assert total == 4
+
+
+def test_calls_that_differ_on_one_host_raise_on_all() -> None:
+    def body(g: Any) -> Any:
+        with pytest.raises(Mismatch) as info:
+            g.barrier() if g.rank == 3 else g.allreduce(np.ones(3))
+        return str(info.value), g.allreduce(1)
+
+    for text, total in OverHosts("aabb", body).results(4).values():
+        assert "rank 2 called allreduce(float64[3], 'sum')" in text
+        assert "rank 3 called barrier()" in text
+        assert total == 4
+
+
+def test_only_a_time_out_that_was_given_ends_a_wait() -> None:
+    def body(g: Any) -> Any:
+        if g.rank == 0:
+            with pytest.raises(MemberDied):
+                g.receive(1)
+            return None
+        if g.rank == 1:
+            return None
+        with pytest.raises(
+            TimeoutError, match=r"barrier was not done in time: rank 0 with its host has not come"
+        ):
+            g.barrier(timeout=0.3)
+        return None
+
+    OverHosts("aab", body).results(3)
+
+
+def test_groups_within_a_group_share_memory_where_all_are_on_one_host() -> None:
+    def body(g: Any) -> Any:
+        with g.split(g.rank % 2) as pair:
+            most = g.split("all" if g.rank else None)
+            found = pair.allgather(g.rank), most and most.allgather(g.rank)
+            if most:
+                most.close()
+            return *found, type(pair).__name__
+
+    found = OverHosts("abab", body).results(4)
+    assert found[0] == ([0, 2], None, "SharedGroup")
+    assert found[3] == ([1, 3], [1, 2, 3], "SharedGroup")
+    assert OverHosts("aabb", body).results(4)[3] == ([1, 3], [1, 2, 3], "LinkedGroup")
+
+
+def test_a_message_to_another_host_is_refused_with_the_remedy() -> None:
+    def body(g: Any) -> Any:
+        with pytest.raises(GroupError, match=r"to=. is a member on another host.*across='hosts'"):
+            g.send("x", 1 - g.rank)
+
+    OverHosts("ab", body).results(2)
+
+
+def test_who_does_not_come_and_who_comes_twice_is_named() -> None:
+    with pytest.raises(TimeoutError, match=r"of 3 members, these have not come in time: \[1, 2\]"):
+        collective.group(rank=0, size=3, at=free_address(), secret=SECRET, timeout=0.1)
+    at, errors = free_address(), []
+
+    def come(rank: int) -> None:
+        try:
+            collective.group(rank=rank, size=3, at=at, secret=SECRET, timeout=30)
+        except GroupError as error:
+            errors.append(str(error))
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in (0, 1, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert "two processes have come as rank 1" in errors
+
+
+def test_how_an_operation_is_done_is_said() -> None:
+    def body(g: Any) -> Any:
+        return g.explain("allreduce", np.ones(10)), g.explain("allreduce", np.ones(10**6))
+
+    small, large = OverHosts("ab", body).results(2)[0]
+    assert small.endswith("over connections between the 2 hosts' leaders, all that each has")
+    assert large.endswith("over connections between the 2 hosts' leaders, a slice for each")
