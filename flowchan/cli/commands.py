@@ -177,18 +177,25 @@ def viz(file: str, args: tuple[str, ...], debug: bool, output: str | None, show:
 
 @main.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option("-n", "count", type=click.IntRange(1, 1024), required=True, help="How many processes.")
+@click.option("--hosts", "spec", metavar="HOSTS", help="On these, evenly: ssh:a,b, slurm, ray:2.")
 @click.argument("script", type=click.Path(exists=True, dir_okay=False))
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
-def launch(count: int, script: str, args: tuple[str, ...]) -> None:
-    """Run N processes of SCRIPT on this host, as members of a group.
+def launch(count: int, spec: str | None, script: str, args: tuple[str, ...]) -> None:
+    """Run N processes of SCRIPT, as members of a group: on this host, or on several, which have SCRIPT at the
+    same path.
 
     Each has torchrun's variables in its environment, so flowchan.collective.group() and torch.distributed
     find the others. Their lines are shown with the rank before them. When one fails the others are ended,
     and the last line says who failed first and why.
     """
-    from flowchan.cli.launch import launch
+    if spec is not None:
+        from flowchan.cli.launch_over import launch_over
 
-    failure, interrupted = launch(count, script, args)
+        failure, interrupted = launch_over(_pool(spec), count, script, args)
+    else:
+        from flowchan.cli.launch import launch
+
+        failure, interrupted = launch(count, script, args)
     if failure and not interrupted:
         click.echo(f"flowchan: {failure}", err=True)
     raise SystemExit(INTERRUPTED if interrupted else FAILED if failure else DONE)

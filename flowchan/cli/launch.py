@@ -12,14 +12,15 @@ import os
 import secrets
 import selectors
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import BinaryIO
 
 import click
+
+from flowchan.transport.tcp import joined, listen
 
 PATIENCE = 5.0  # seconds from the request to end until the kill
 _OWN_END = 1.0  # seconds in which the others may end by themselves when one has failed
@@ -28,15 +29,23 @@ _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _FOLLOWED = ("MemberDied", "MemberLeft")  # what a rank says that failed because another one had
 _libc = ctypes.CDLL(None)
 
+Tell = Callable[[int, str, bool], None]
+"""Gets a line that a rank has said: its number, the line, whether it is of its standard error."""
+
+
+def show(rank: int, line: str, is_error: bool) -> None:
+    click.echo(f"[{rank}] {line}", err=is_error)
+
 
 class Rank:
     """One of the processes, and what it has said last."""
 
-    def __init__(self, number: int, command: Sequence[str], environ: dict[str, str]) -> None:
+    def __init__(self, number: int, command: Sequence[str], environ: dict[str, str], tell: Tell) -> None:
         self.number = number
+        self._tell = tell
         self.process = subprocess.Popen(
             command,
-            env=environ | {"RANK": str(number), "LOCAL_RANK": str(number)},
+            env=environ | {"RANK": str(number)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -54,7 +63,7 @@ class Rank:
         self._unfinished[is_error] = rest
         for line in lines:
             text = line.decode(errors="replace")
-            click.echo(f"[{self.number}] {text}", err=is_error)
+            self._tell(self.number, text, is_error)
             self.last = text if is_error and text.strip() else self.last
 
     def signal(self, number: int) -> None:
@@ -71,16 +80,20 @@ class Rank:
 
 
 class Job:
-    """All ranks of a script, from their start until none is left."""
+    """The ranks of a script on this host, ``first`` and those after it, from their start until none is
+    left."""
 
-    def __init__(self, count: int, command: Sequence[str]) -> None:
-        environ = variables(count)
+    def __init__(
+        self, count: int, command: Sequence[str], environ: dict[str, str], first: int = 0, tell: Tell = show
+    ) -> None:
         self.interrupts = 0
         self._failed: list[Rank] = []  # by themselves, in the order in which it was noticed
         self._end_by = float("inf")
         self._kill_by = float("inf")
         self._selector = selectors.DefaultSelector()
-        self.ranks = [Rank(number, command, environ) for number in range(count)]
+        self.ranks = [
+            Rank(first + local, command, environ | {"LOCAL_RANK": str(local)}, tell) for local in range(count)
+        ]
         for rank in self.ranks:
             for pipe, is_error in ((rank.process.stdout, False), (rank.process.stderr, True)):
                 assert pipe is not None
@@ -88,18 +101,19 @@ class Job:
 
     @property
     def first_failure(self) -> str:
-        """Who failed first, and why; empty if nobody did. Who fails because another one left may end sooner
-        than that one."""
-        texts = [rank.failure() for rank in self._failed]
-        return next((text for text in texts if not any(word in text for word in _FOLLOWED)), (*texts, "")[0])
+        """Who failed first, and why; empty if nobody did."""
+        return first_of([rank.failure() for rank in self._failed])
 
     def run(self) -> None:
         """Returns when all have ended and all that they said is passed on."""
-        while self._selector.get_map() or any(rank.process.poll() is None for rank in self.ranks):
+        while self.goes_on():
             try:
-                self._look()
+                self.look()
             except KeyboardInterrupt:
-                self._interrupt()
+                self.interrupt()
+
+    def goes_on(self) -> bool:
+        return bool(self._selector.get_map()) or any(rank.process.poll() is None for rank in self.ranks)
 
     def close(self) -> None:
         """Leaves nothing, whatever has happened."""
@@ -111,7 +125,8 @@ class Job:
                     pipe.close()
         self._selector.close()
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Passes on what they have said, and ends them when one has failed. Waits a moment for more."""
         if not self._selector.get_map():
             time.sleep(_LOOK)
         for key, _ in self._selector.select(_LOOK):
@@ -132,7 +147,8 @@ class Job:
         if now > self._kill_by:
             self._end(signal.SIGKILL, now)
 
-    def _interrupt(self) -> None:
+    def interrupt(self) -> None:
+        """As Ctrl-C; once more kills them."""
         self.interrupts += 1
         self._end(signal.SIGINT if self.interrupts == 1 else signal.SIGKILL, time.monotonic())
 
@@ -143,27 +159,41 @@ class Job:
                 rank.signal(number)
 
 
-def variables(count: int) -> dict[str, str]:
-    """The environment of all ranks, as torchrun sets it; what says which rank it is comes in addition."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+def variables(count: int, here: int, master: str, job: str, group: int = 0) -> dict[str, str]:
+    """The environment of all ranks on a host, as torchrun sets it; what says which rank it is comes in
+    addition. ``here``: of ``count`` ranks, how many are on this host, which is number ``group``. ``master``:
+    an address of rank 0's host that is free."""
+    address, _, port = master.rpartition(":")
     return {
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
         **os.environ,
         "WORLD_SIZE": str(count),
-        "LOCAL_WORLD_SIZE": str(count),
-        "GROUP_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_RUN_ID": secrets.token_hex(8),
+        "LOCAL_WORLD_SIZE": str(here),
+        "GROUP_RANK": str(group),
+        "MASTER_ADDR": address.strip("[]"),
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RUN_ID": job,
     }
+
+
+def first_of(failures: Sequence[str]) -> str:
+    """Who fails because another one left may end sooner than that one."""
+    own = (text for text in failures if not any(word in text for word in _FOLLOWED))
+    return next(own, (*failures, "")[0])
+
+
+def free_address(host: str) -> str:
+    """With a port that nobody listens at now."""
+    with listen(joined((host, 0))) as listener:
+        return listener.address
 
 
 def launch(count: int, script: str, args: Sequence[str]) -> tuple[str, bool]:
     """Runs all ranks to their end. Who failed first and why, empty if nobody did, and whether it was
     interrupted."""
-    job = Job(count, [sys.executable, script, *args])
+    environ = variables(count, count, free_address("127.0.0.1"), secrets.token_hex(8))
+    job = Job(count, [sys.executable, script, *args], environ)
     try:
         job.run()
     finally:

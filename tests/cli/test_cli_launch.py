@@ -20,6 +20,11 @@ from flowchan import collective
 with collective.group() as g:
     print("sum", g.allreduce(g.rank), *sys.argv[1:])
 """
+NUMBERS = """
+import os
+names = "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"
+print("numbers", *(os.environ[name] for name in names))
+"""
 FAILS = """
 import os, signal, sys
 from flowchan import collective
@@ -80,6 +85,44 @@ def test_nothing_is_left_when_the_launcher_ends(tmp_path: Path, number: int) -> 
         assert launcher.stdout is not None
         grandchildren = [int(launcher.stdout.readline().split()[-1]) for _ in range(2)]
         ranks = [child.pid for child in psutil.Process(launcher.pid).children()]
+        launcher.send_signal(number)
+        assert launcher.wait(timeout=100) == (130 if number == signal.SIGINT else -number)
+        wait_until(lambda: not any(map(psutil.pid_exists, ranks)))
+        for pid in grandchildren:
+            if number == signal.SIGKILL and psutil.pid_exists(pid):
+                os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: not any(map(psutil.pid_exists, grandchildren)))
+
+
+def test_ranks_on_several_hosts_form_a_group(tmp_path: Path) -> None:
+    """With torchrun's numbers: of all, on this host, of the host."""
+    script = tmp_path / "script.py"
+    script.write_text(SUMS + NUMBERS)
+    done = subprocess.run(
+        [*COMMAND, "-n", "3", "--hosts", "local:2", str(script)], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    numbers = {0: "3 0 2 0", 1: "3 1 2 0", 2: "3 0 1 1"}
+    expected = [f"[{rank}] {line}" for rank in range(3) for line in ("sum 3", f"numbers {numbers[rank]}")]
+    assert sorted(done.stdout.splitlines()) == sorted(expected)
+
+
+def test_a_rank_that_fails_on_another_host_ends_the_job(tmp_path: Path) -> None:
+    text = FAILS.replace("HOW", "raise ValueError('no such file')")
+    with started(tmp_path, text, "-n", "2", "--hosts", "local:2") as launcher:
+        _, errors = launcher.communicate(timeout=100)
+    last = errors.splitlines()[-1]
+    assert last.startswith("flowchan: rank 1 (process "), errors
+    assert "ended with exit code 1: ValueError: no such file, on host " in last
+    assert launcher.returncode == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_is_left_on_other_hosts_when_the_launcher_ends(tmp_path: Path, number: int) -> None:
+    with started(tmp_path, WAITS, "-n", "2", "--hosts", "local:2") as launcher:
+        assert launcher.stdout is not None
+        grandchildren = [int(launcher.stdout.readline().split()[-1]) for _ in range(2)]
+        ranks = [psutil.Process(pid).ppid() for pid in grandchildren]
         launcher.send_signal(number)
         assert launcher.wait(timeout=100) == (130 if number == signal.SIGINT else -number)
         wait_until(lambda: not any(map(psutil.pid_exists, ranks)))

@@ -1,0 +1,148 @@
+"""``flowchan launch --hosts``: the ranks of a script on several hosts.
+
+It is a graph: on each host a stage runs the ranks there, tells what they say, and hears what the launcher
+wants of them. So a host that is lost ends the job, and nothing is left anywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from flowchan import ChannelError, Empty, Graph, In, Out
+from flowchan.cli.launch import Job, first_of, free_address, show, variables
+from flowchan.hosts.pool import Pool
+from flowchan.transport.tcp import route_to
+
+LATER = 1.0  # seconds in which the ranks of other hosts may end by themselves when one has failed
+
+
+@dataclass(frozen=True)
+class Begin:
+    """To all hosts: where rank 0 may listen, for torch and for our groups, and what all ranks know."""
+
+    master: str
+    at: str
+    secret: str
+
+
+@dataclass(frozen=True)
+class Line:
+    rank: int
+    text: str
+    is_error: bool
+
+
+@dataclass(frozen=True)
+class Ended:
+    """No rank is left on a host. ``failure``: who failed there first, and why."""
+
+    failure: str
+
+
+@dataclass(frozen=True)
+class Share:
+    """Of ``count`` ranks those ``here``, from the number ``first`` on, on host number ``host``. ``towards``:
+    where the launcher is."""
+
+    host: int
+    first: int
+    here: int
+    count: int
+    towards: str
+
+
+def ranks_here(share: Share, script: Sequence[str], orders: In[Any], said: Out[Any]) -> None:
+    """Those of one host. The first one offers an address at which the others reach it."""
+    if share.host == 0:
+        address = route_to(share.towards)
+        said.put(Begin(free_address(address), free_address(address), secrets.token_hex(16)))
+    begin = orders.get()
+    environ = variables(share.count, share.here, begin.master, begin.secret[:8], share.host)
+    environ |= {"FLOWCHAN_AT": begin.at, "FLOWCHAN_SECRET": begin.secret}
+    command = [sys.executable, *script]
+    job = Job(share.here, command, environ, share.first, lambda *line: said.put(Line(*line)))
+    try:
+        while job.goes_on():
+            job.look()
+            with contextlib.suppress(Empty):
+                orders.get_nowait()
+                job.interrupt()
+    finally:
+        job.close()
+    failure = job.first_failure
+    said.put(Ended(f"{failure}, on host {os.uname().nodename}" if failure else ""))
+
+
+class Launcher:
+    """Of ``count`` ranks, evenly on the hosts of a pool."""
+
+    def __init__(self, pool: Pool, count: int, script: Sequence[str]) -> None:
+        self.interrupts = 0
+        self.failures: list[str] = []
+        self._later = threading.Timer(LATER, self._end)
+        names = pool.hosts[:count]
+        self._left = len(names)
+        graph = Graph("launch")
+        orders = graph.input("orders")
+        each = orders.tee(len(names)) if len(names) > 1 else (orders,)
+        towards, first, said = pool.provider.listen_at(), 0, []
+        for host, (name, order) in enumerate(zip(names, each, strict=True)):
+            here = count // len(names) + (host < count % len(names))
+            run = partial(ranks_here, Share(host, first, here, count, towards), script)
+            said.append(graph.stage(run, order, name=name, on=pool[name]))
+            first += here
+        self._said = graph.merge(*said).collect()
+        self._run = graph.start()
+        self._orders = self._run[orders]
+
+    def run(self) -> None:
+        """Until no rank is left, and all that they said is passed on."""
+        with self._run as run:
+            for word in run.iter(self._said):
+                if isinstance(word, Line):
+                    show(word.rank, word.text, word.is_error)
+                elif isinstance(word, Begin):
+                    self._orders.put(word)
+                else:
+                    self._host_ended(word)
+
+    def _host_ended(self, word: Ended) -> None:
+        self._left -= 1
+        if word.failure:
+            if not self.failures and not self.interrupts:
+                self._later.start()
+            self.failures.append(word.failure)
+        if not self._left:
+            self._later.cancel()
+            self._orders.close()
+
+    def _end(self) -> None:
+        with contextlib.suppress(ChannelError, ValueError):  # all hosts have ended already
+            self._orders.put_nowait("end")
+
+    def interrupt(self, *_: object) -> None:
+        """As Ctrl-C; once more kills the ranks."""
+        self.interrupts += 1
+        self._end()
+
+
+def launch_over(pool: Pool, count: int, script: str, args: Sequence[str]) -> tuple[str, bool]:
+    """As ``launch``, on the hosts of a pool. Raises :class:`flowchan.HostError`, and :class:`RunError` when a
+    host is lost."""
+    launcher = Launcher(pool, count, [script, *args])
+    before = {number: signal.signal(number, launcher.interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        launcher.run()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return first_of(launcher.failures), bool(launcher.interrupts)
