@@ -10,7 +10,7 @@ from collections.abc import Callable
 from flowchan.transport.authentication import Hello, meet
 from flowchan.transport.tcp import dial
 
-SHORTEST, LONGEST = 0.02, 1.0
+SHORTEST, LONGEST = 0.002, 1.0
 """Seconds between two tries."""
 
 
@@ -35,6 +35,7 @@ def reach(
             raise OSError(f"{why} at {address} for {within:g} s")
         try:
             sock = dial(address, left)
+            pause = SHORTEST  # somebody is there
             left = max(0.0, give_up - time.monotonic())
             return meet(sock, secret, dialled=True, hello=hello, timeout=left, tls=tls)
         except OSError as error:
