@@ -6,7 +6,8 @@ flowchan only.
 - :class:`TaskPool` and :class:`BackgroundTask`: tasks as ``concurrent.futures`` knows them.
 - :class:`Server` and :class:`Client`: one program that many others talk to, from any host.
 - :func:`marshal`: an object that is serialised once and read many times.
-- :class:`Lock`, :class:`Barrier` and :class:`SharedDict`: what several processes share.
+- :class:`Lock`, :class:`Semaphore`, :class:`Barrier`, :class:`Event`, :class:`Condition` and
+  :class:`SharedDict`: what several processes share.
 - :class:`Sequential`: an ``nn.Sequential`` whose parts work at the same time; :class:`Stash` and :class:`Pop`
   for skip connections in it; :class:`Training`, which its ``training(...)`` gives. They are loaded when they
   are first asked for, as they need torch, and nothing else here does.
@@ -18,9 +19,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from flowchan.pipelines.client_server import Client, ServedClient, Server, Traffic
-from flowchan.pipelines.locks import Barrier, Lock
+from flowchan.pipelines.locks import Lock, Semaphore
 from flowchan.pipelines.map_workers import Workers, map  # noqa: A004
 from flowchan.pipelines.marshalled import Marshalled, marshal
+from flowchan.pipelines.meetings import Barrier, Condition, Event
 from flowchan.pipelines.shared_dict import SharedDict
 from flowchan.pipelines.task_pool import BackgroundTask, TaskPool
 from flowchan.pipelines.work_queue import WorkQueue, workqueue
@@ -32,9 +34,12 @@ __all__ = [
     "BackgroundTask",
     "Barrier",
     "Client",
+    "Condition",
+    "Event",
     "Lock",
     "Marshalled",
     "Pop",
+    "Semaphore",
     "Sequential",
     "ServedClient",
     "Server",

@@ -1,8 +1,9 @@
-"""A lock and a barrier between the threads of all processes that have them.
+"""A lock and a semaphore between the threads of all processes that have them.
 
 A :class:`Lock` is a channel with one item, the token, that is never really taken out: holding the lock is
 having the token on lease, and releasing it gives the token back. So when the process of the holder dies, the
-token comes back by itself, and there is no step at which the token could be lost or be there twice.
+token comes back by itself, and there is no step at which the token could be lost or be there twice. A
+:class:`Semaphore` has several tokens.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import threading
 import time
 from types import TracebackType
 
-from flowchan import Channel, ChannelError, Empty, In
+from flowchan import Channel, Empty, In
 from flowchan.items.whole import whole
 from flowchan.pipelines.sharing import Shared, give_back
 
@@ -66,7 +67,7 @@ class Lock(Shared):
 
     def release(self) -> None:
         """Raises ``RuntimeError`` if the calling thread does not hold the lock."""
-        if self._holder != threading.get_ident():
+        if not self._is_owned():
             raise RuntimeError("this thread does not hold the lock")
         self._depth -= 1
         if self._depth == 0 and self._token is not None:
@@ -77,6 +78,22 @@ class Lock(Shared):
     def locked(self) -> bool:
         """Whether anybody holds it at this moment, in any process."""
         return len(self.channels[0]) == 0
+
+    # What a condition asks of its lock, by the names that threading.RLock has for it.
+
+    def _is_owned(self) -> bool:
+        return self._holder == threading.get_ident()
+
+    def _release_save(self) -> int:
+        """Releases it as often as the thread has acquired it."""
+        depth = self._depth
+        for _ in range(depth):
+            self.release()
+        return depth
+
+    def _acquire_restore(self, depth: int) -> None:
+        for _ in range(depth):
+            self.acquire()
 
     def __enter__(self) -> bool:
         return self.acquire()
@@ -90,65 +107,54 @@ class Lock(Shared):
         return f"<Lock {'held' if self.locked() else 'free'}>"
 
 
-class Barrier:
-    """A place where ``parties`` threads, of any processes, wait for each other, any number of times.
+class Semaphore(Shared):
+    """Lets ``value`` threads at most, of any processes, be inside at the same time.
 
-    The same participants come each time. One that dies before it arrives keeps the others waiting, as with
-    the barriers of the standard library: give ``wait`` a timeout where that can happen.
+    A process releases what it has acquired, by whichever of its threads, and no more than that: this is
+    ``threading.BoundedSemaphore``. What a process had acquired that dies, in whatever way, is free again. A
+    forked child has acquired nothing.
     """
 
-    def __init__(self, parties: int) -> None:
-        self.parties = whole("Barrier", "parties", parties, 1)
-        self._lock = Lock()
-        self._arrivals: Channel[None] = Channel(1, across="processes")
-        # Two gates by turns: who comes to the next meeting early must not leave by the gate of this one.
-        self._gates: tuple[Channel[None], ...] = tuple(Channel(parties, across="processes") for _ in range(2))
+    def __init__(self, value: int = 1) -> None:
+        whole("Semaphore", "value", value, 1)
+        permits: Channel[None] = Channel(value, across="processes")
+        permits.put_many([None] * value)
+        permits.close()  # nobody can put more of them
+        self._open((permits,))
 
-    def wait(self, timeout: float | None = None) -> int:
-        """Waits until all parties are here. Gives each of them another number, from 0 for the first to
-        ``parties - 1``.
+    def _renew(self) -> None:
+        self._held: list[In[None]] = []  # a port for each, as a port has one item in hand
 
-        Raises ``threading.BrokenBarrierError`` when ``timeout`` seconds are over, and then for everybody, now
-        and later.
-        """
+    def acquire(self, blocking: bool = True, timeout: float | None = None) -> bool:
+        """As ``threading.Semaphore.acquire``: whether it was acquired."""
+        permit = self.channels[0].reader()
         try:
-            with self._lock:
-                meeting, index = divmod(self._arrive(), self.parties)
-                gate = self._gates[meeting % 2]
-                if index == 0:
-                    self._clear(gate)
-                if index == self.parties - 1:
-                    gate.put_many([None] * index)
-            if index < self.parties - 1:
-                gate.get(timeout)
-        except ChannelError as error:
-            self.abort()
-            raise threading.BrokenBarrierError from error
-        return index
+            permit.get(timeout if blocking else 0)
+        except BaseException as error:
+            give_back(permit)  # it may have come together with a Ctrl-C
+            if isinstance(error, Empty):
+                return False
+            raise
+        self._held.append(permit)
+        return True
 
-    def _arrive(self) -> int:
-        """How many have arrived before, in all: what the channel's own count says."""
-        if len(self._arrivals):
-            self._arrivals.get_nowait()
-        self._arrivals.put_nowait(None)
-        return self._arrivals.stats().items_in - 1
+    def release(self) -> None:
+        """Raises ``ValueError`` if this process has released all that it has acquired."""
+        try:
+            permit = self._held.pop()
+        except IndexError:
+            raise ValueError(
+                "this process has released the semaphore as often as it has acquired it"
+            ) from None
+        give_back(permit)
 
-    def _clear(self, gate: Channel[None]) -> None:
-        """All are here since the last meeting, so the one before that is over. What is in its gate was left
-        for a participant that died."""
-        while len(gate):
-            gate.get_nowait()
+    def __enter__(self) -> bool:
+        return self.acquire()
 
-    def abort(self) -> None:
-        """Breaks the barrier: everybody who waits, and everybody who comes, gets
-        ``threading.BrokenBarrierError``."""
-        for channel in (self._arrivals, *self._gates):
-            channel.abort()
-
-    @property
-    def broken(self) -> bool:
-        """Whether it is broken."""
-        return bool(self._arrivals.broken)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self.release()
 
     def __repr__(self) -> str:
-        return f"<Barrier of {self.parties}{', broken' if self.broken else ''}>"
+        return f"<Semaphore, {len(self.channels[0])} of {self.channels[0].capacity} free>"

@@ -1,4 +1,4 @@
-"""``Lock`` and ``Barrier``: between the threads of one process and of several."""
+"""``Lock`` and ``Semaphore``: between the threads of one process and of several."""
 
 from __future__ import annotations
 
@@ -7,18 +7,16 @@ import os
 import pickle
 import signal
 import sys
-import threading
 from collections.abc import Callable
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from waiting import wait_blocked, wait_stats, wait_until
+from waiting import wait_blocked, wait_until
 
 from flowchan import Channel
-from flowchan.pipelines import Barrier, Lock, map  # noqa: A004
+from flowchan.pipelines import Lock, Semaphore, map  # noqa: A004
 
 everywhere = pytest.mark.parametrize("on", ["thread", "process"])
 
@@ -100,17 +98,21 @@ def test_a_lock_that_arrives_twice_is_one_lock() -> None:
         pass
 
 
-@pytest.mark.parametrize(
-    "end",
-    [lambda: os.kill(os.getpid(), signal.SIGKILL), lambda: os._exit(3), lambda: sys.exit(0)],
-    ids=["killed", "exited", "left"],
-)
-def test_when_the_holder_dies_the_next_one_gets_it(end: Callable[[], object]) -> None:
+ENDS: dict[str, Callable[[], object]] = {
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "exited": lambda: os._exit(3),
+    "left": lambda: sys.exit(0),
+}
+"""How a process may end."""
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_when_the_holder_dies_the_next_one_gets_it(end: str) -> None:
     lock = Lock()
 
     def hold() -> None:
         lock.acquire()
-        end()
+        ENDS[end]()
 
     child = fork(hold)
     child.join()
@@ -178,100 +180,82 @@ def test_a_lock_is_an_argument_of_a_spawned_process() -> None:
     resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
 
 
-# Barrier
-
-
-def test_nobody_passes_before_all_are_there_and_writers_do_not_mix() -> None:
-    """As torch-ipc's one test of its mutex: a shared array is seen unchanged before and changed after a
-    meeting."""
-    lock, barrier, shared = Lock(), Barrier(4), np.zeros(10_000)
-
-    def work(worker: int) -> bool:
-        before = shared.any()
-        barrier.wait()
-        with lock:
-            shared.fill(worker)
-        barrier.wait()
-        after = shared.all()
-        with lock:
-            shared.fill(worker)
-        return bool(after and not before)
-
-    workers = map(3, work)
-    assert not shared.any()
-    barrier.wait()
-    barrier.wait()
-    assert shared.all()
-    assert workers.join() == [True] * 3
-    assert len(set(shared.tolist())) == 1
+# Semaphore
 
 
 @everywhere
-def test_a_barrier_is_used_again_and_again(on: Any) -> None:
-    rounds, arrived = 50, Channel[int](1000, across="processes")
+def test_no_more_are_inside_than_a_semaphore_lets_in(on: Any) -> None:
+    inside = Channel[int](2, across="processes")  # a third one would find it full
 
-    def work(barrier: Barrier, worker: int) -> list[int]:
-        places = []
-        for number in range(rounds):
-            arrived.put(number)
-            places.append(barrier.wait())
-            assert arrived.stats().items_in >= 3 * (number + 1)  # nobody has passed too early
-        return places
+    def enter(semaphore: Semaphore, inside: Channel[int], worker: int) -> None:
+        for _ in range(20):
+            with semaphore:
+                inside.put_nowait(worker)
+                inside.get_nowait()
 
-    places = map(3, work, Barrier(3), on=on).join()
-    assert [sorted(together) for together in zip(*places, strict=True)] == [[0, 1, 2]] * rounds
-
-
-def test_threads_and_processes_meet_at_one_barrier() -> None:
-    barrier = Barrier(4)
-    meet: Callable[..., int] = lambda barrier, worker: barrier.wait()  # noqa: E731
-    here, there = map(2, meet, barrier), map(2, meet, barrier, on="process")
-    assert sorted(here.join() + there.join()) == [0, 1, 2, 3]
+    semaphore = Semaphore(2)
+    map(4, enter, semaphore, inside, on=on).join()
+    assert repr(semaphore) == "<Semaphore, 2 of 2 free>"
 
 
-def test_a_barrier_of_one_never_waits() -> None:
-    assert [Barrier(1).wait() for _ in range(3)] == [0, 0, 0]
+def test_a_semaphore_may_be_tried_and_waited_for() -> None:
+    semaphore = Semaphore(2)
+    assert semaphore.acquire()
+    assert semaphore.acquire(timeout=0.01)
+    assert not semaphore.acquire(blocking=False)
+    assert not semaphore.acquire(timeout=0.01)
+    waiting = map(1, lambda worker: semaphore.acquire())
+    wait_blocked(semaphore.channels[0], readers=1)
+    semaphore.release()
+    assert waiting.join() == [True]
 
 
-@everywhere
-def test_a_timeout_breaks_it_for_all(on: Any) -> None:
-    barrier = Barrier(3)
-
-    def meet(barrier: Barrier, worker: int) -> str:
-        try:
-            barrier.wait()
-        except threading.BrokenBarrierError:
-            return "broken"
-        return "met"
-
-    other = map(1, meet, barrier, on=on)
-    wait_until(lambda: sum(gate.stats().waiting_readers for gate in barrier._gates) == 1)
-    with pytest.raises(threading.BrokenBarrierError):
-        barrier.wait(timeout=0.01)
-    assert other.join() == ["broken"]
-    assert barrier.broken
-    with pytest.raises(threading.BrokenBarrierError):
-        barrier.wait()
-
-
-def test_a_place_left_by_a_participant_that_died_lets_nobody_pass_too_early() -> None:
-    barrier = Barrier(2)
-    first = fork(barrier.wait)
-    wait_blocked(barrier._gates[0], readers=1)
-    os.kill(first.pid, signal.SIGSTOP)  # it will not take its leave of the first meeting
-    assert barrier.wait() == 1
-    first.kill()
-    first.join()
-    for _ in range(2):  # its successor takes part in the second meeting and the third
-        other = fork(barrier.wait)
-        assert barrier.wait() in (0, 1)
-        other.join()
-    wait_stats(barrier._arrivals, items_in=6)
-    assert [len(gate) for gate in barrier._gates] == [0, 0]
-
-
-def test_wrong_parties_raise_at_the_call() -> None:
+def test_a_process_releases_no_more_than_it_has_acquired() -> None:
+    """Whichever of its threads do."""
+    semaphore = Semaphore(2)
+    semaphore.acquire()
+    map(1, lambda worker: semaphore.release()).join()
+    with pytest.raises(ValueError, match="as often as it has acquired"):
+        semaphore.release()
     with pytest.raises(ValueError, match="at least 1"):
-        Barrier(0)
-    with pytest.raises(TypeError, match="parties"):
-        Barrier(2.0)  # type: ignore[arg-type]
+        Semaphore(0)
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_what_a_process_had_acquired_that_dies_is_free_again(end: str) -> None:
+    semaphore, others = Semaphore(3), Channel[None](across="processes")
+
+    def hold() -> None:
+        semaphore.acquire()
+        semaphore.acquire()
+        others.put(None)
+        ENDS[end]()
+
+    with semaphore:
+        child = fork(hold)
+        others.get()
+        assert semaphore.acquire()
+        assert semaphore.acquire()
+        assert not semaphore.acquire(blocking=False)  # ours are not free
+        for _ in range(2):
+            semaphore.release()
+        child.join()
+    wait_until(lambda: len(semaphore.channels[0]) == 3)
+
+
+def test_a_forked_child_has_acquired_nothing() -> None:
+    semaphore, told = Semaphore(1), Channel[str](across="processes")
+
+    def release() -> None:
+        try:
+            semaphore.release()
+        except ValueError:
+            told.put("nothing to release")
+        told.put(f"{semaphore.acquire(blocking=False)}")
+
+    with semaphore:
+        child = fork(release)
+        assert [told.get(), told.get()] == ["nothing to release", "False"]
+        child.join()
+    assert semaphore.acquire(blocking=False)
+    semaphore.release()

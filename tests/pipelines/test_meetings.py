@@ -1,0 +1,393 @@
+"""``Barrier``, ``Event`` and ``Condition``: between the threads of one process and of several."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from waiting import wait_blocked, wait_stats, wait_until
+
+from flowchan import Channel
+from flowchan.pipelines import Barrier, Condition, Event, Lock, SharedDict, map  # noqa: A004
+
+everywhere = pytest.mark.parametrize("on", ["thread", "process"])
+
+
+def fork(work: Callable[[], object]) -> Any:
+    child = multiprocessing.get_context("fork").Process(target=work)
+    child.start()
+    return child
+
+
+# Barrier
+
+
+def test_nobody_passes_before_all_are_there_and_writers_do_not_mix() -> None:
+    """As torch-ipc's one test of its mutex: a shared array is seen unchanged before and changed after a
+    meeting."""
+    lock, barrier, shared = Lock(), Barrier(4), np.zeros(10_000)
+
+    def work(worker: int) -> bool:
+        before = shared.any()
+        barrier.wait()
+        with lock:
+            shared.fill(worker)
+        barrier.wait()
+        after = shared.all()
+        with lock:
+            shared.fill(worker)
+        return bool(after and not before)
+
+    workers = map(3, work)
+    assert not shared.any()
+    barrier.wait()
+    barrier.wait()
+    assert shared.all()
+    assert workers.join() == [True] * 3
+    assert len(set(shared.tolist())) == 1
+
+
+@everywhere
+def test_a_barrier_is_used_again_and_again(on: Any) -> None:
+    rounds, arrived = 50, Channel[int](1000, across="processes")
+
+    def work(barrier: Barrier, worker: int) -> list[int]:
+        places = []
+        for number in range(rounds):
+            arrived.put(number)
+            places.append(barrier.wait())
+            assert arrived.stats().items_in >= 3 * (number + 1)  # nobody has passed too early
+        return places
+
+    places = map(3, work, Barrier(3), on=on).join()
+    assert [sorted(together) for together in zip(*places, strict=True)] == [[0, 1, 2]] * rounds
+
+
+def test_threads_and_processes_meet_at_one_barrier() -> None:
+    barrier = Barrier(4)
+    meet: Callable[..., int] = lambda barrier, worker: barrier.wait()  # noqa: E731
+    here, there = map(2, meet, barrier), map(2, meet, barrier, on="process")
+    assert sorted(here.join() + there.join()) == [0, 1, 2, 3]
+
+
+def test_a_barrier_of_one_never_waits() -> None:
+    assert [Barrier(1).wait() for _ in range(3)] == [0, 0, 0]
+
+
+@everywhere
+def test_a_timeout_breaks_it_for_all(on: Any) -> None:
+    barrier = Barrier(3)
+
+    def meet(barrier: Barrier, worker: int) -> str:
+        try:
+            barrier.wait()
+        except threading.BrokenBarrierError:
+            return "broken"
+        return "met"
+
+    other = map(1, meet, barrier, on=on)
+    wait_until(lambda: sum(gate.stats().waiting_readers for gate in barrier._room.gates) == 1)
+    with pytest.raises(threading.BrokenBarrierError):
+        barrier.wait(timeout=0.01)
+    assert other.join() == ["broken"]
+    assert barrier.broken
+    with pytest.raises(threading.BrokenBarrierError):
+        barrier.wait()
+
+
+def test_a_place_left_by_a_participant_that_died_lets_nobody_pass_too_early() -> None:
+    barrier = Barrier(2)
+    first = fork(barrier.wait)
+    wait_blocked(barrier._room.gates[0], readers=1)
+    os.kill(first.pid, signal.SIGSTOP)  # it will not take its leave of the first meeting
+    assert barrier.wait() == 1
+    first.kill()
+    first.join()
+    for _ in range(2):  # its successor takes part in the second meeting and the third
+        other = fork(barrier.wait)
+        assert barrier.wait() in (0, 1)
+        other.join()
+    wait_stats(barrier._room.arrivals, items_in=6)
+    assert [len(gate) for gate in barrier._room.gates] == [0, 0]
+
+
+def test_wrong_parties_raise_at_the_call() -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        Barrier(0)
+    with pytest.raises(TypeError, match="parties"):
+        Barrier(2.0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="action must be callable"):
+        Barrier(2, action=3)  # type: ignore[arg-type]
+
+
+@everywhere
+def test_the_last_one_does_the_action_before_anybody_leaves(on: Any) -> None:
+    done = Channel[int](across="processes")
+
+    def meet(barrier: Barrier, done: Channel[int], worker: int) -> bool:
+        index = barrier.wait()
+        return done.stats().items_in == 1 and index < 3
+
+    assert map(3, meet, Barrier(3, lambda: done.put(1)), done, on=on).join() == [True] * 3
+
+
+def test_an_action_that_raises_breaks_the_barrier() -> None:
+    def fail() -> None:
+        raise LookupError("nothing there")
+
+    barrier = Barrier(2, fail)
+    other = map(1, lambda worker: outcome(barrier.wait))
+    wait_until(lambda: barrier.n_waiting == 1)
+    with pytest.raises(LookupError, match="nothing there"):
+        barrier.wait()
+    assert other.join() == ["broken"]
+    assert barrier.broken
+
+
+def outcome(wait: Callable[[], object]) -> object:
+    try:
+        return wait()
+    except threading.BrokenBarrierError:
+        return "broken"
+
+
+@everywhere
+def test_a_reset_sends_away_who_waits_and_the_next_ones_meet(on: Any) -> None:
+    barrier = Barrier(3)
+
+    def meet(barrier: Barrier, worker: int) -> object:
+        return outcome(barrier.wait), outcome(barrier.wait)
+
+    others = map(2, meet, barrier, on=on)
+    wait_until(lambda: barrier.n_waiting == 2)
+    barrier.reset()
+    assert not barrier.broken
+    index = barrier.wait()
+    told, met = zip(*others.join(), strict=True)
+    assert told == ("broken", "broken")
+    assert sorted([index, *met]) == [0, 1, 2]
+    assert barrier.n_waiting == 0
+
+
+def test_a_reset_is_seen_by_processes_that_had_seen_it_broken() -> None:
+    barrier, states = Barrier(2), Channel[bool](across="processes")
+
+    def look() -> None:
+        states.put(outcome(barrier.wait) == "broken")
+        go.get()
+        states.put(barrier.broken)
+        barrier.wait()
+
+    go = Channel[None](across="processes")
+    barrier.abort()
+    child = fork(look)
+    assert states.get()
+    barrier.reset()
+    go.put(None)
+    barrier.wait()
+    assert not states.get()
+    child.join()
+
+
+# Event
+
+
+@everywhere
+def test_an_event_lets_all_go_who_wait_and_all_who_come(on: Any) -> None:
+    event = Event()
+    assert not event.wait(timeout=0.01)
+    waiting = map(3, lambda event, worker: event.wait(), event, on=on)
+    wait_blocked(event._gates["now"], readers=3)
+    assert repr(event) == "<Event not set>"
+    event.set()
+    event.set()
+    assert waiting.join() == [True] * 3
+    assert event.is_set()
+    assert event.wait()
+
+
+def test_an_event_that_was_cleared_is_waited_for_again() -> None:
+    event = Event()
+    for _ in range(3):
+        waiting = map(1, lambda event, worker: event.wait(), event, on="process")
+        wait_blocked(event._gates["now"], readers=1)
+        event.set()
+        assert waiting.join() == [True]
+        event.clear()
+        event.clear()
+        assert not event.is_set()
+
+
+def test_who_waited_when_an_event_was_set_goes_though_it_is_cleared_at_once() -> None:
+    event = Event()
+    waiting = map(2, lambda event, worker: event.wait(), event, on="process")
+    wait_blocked(event._gates["now"], readers=2)
+    event.set()
+    event.clear()
+    assert waiting.join() == [True, True]
+
+
+def test_an_event_is_not_changed_by_who_dies() -> None:
+    """Neither one that waits, nor one that has set it."""
+    event = Event()
+    waiting = fork(event.wait)
+    wait_blocked(event._gates["now"], readers=1)
+    waiting.kill()
+    waiting.join()
+    assert not event.is_set()
+
+    def set_and_die() -> None:
+        event.clear()
+        event.set()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    fork(set_and_die).join()
+    assert event.wait()
+    event.clear()
+    assert not event.is_set()
+
+
+def test_a_condition_and_an_event_cross_by_pickling_within_a_program() -> None:
+    event, condition = Event(), Condition()
+    pickle.loads(pickle.dumps(event)).set()
+    assert event.is_set()
+    with condition:
+        assert repr(pickle.loads(pickle.dumps(condition))) == "<Condition, 0 waiting>"
+
+
+# Condition
+
+
+def waiters(condition: Condition) -> int:
+    with condition:
+        return len(condition._waiting)
+
+
+@everywhere
+def test_items_of_a_shared_list_are_taken_one_for_one(on: Any) -> None:
+    """As with every condition: who waits has the lock when it looks."""
+    condition, store = Condition(), SharedDict[str, Any]({"items": []})
+
+    def take(condition: Condition, store: SharedDict[str, Any], worker: int) -> list[int]:
+        taken = []
+        for _ in range(5):
+            with condition:
+                condition.wait_for(lambda: store["items"])
+                items = store["items"]
+                taken.append(items.pop())
+                store["items"] = items
+        return taken
+
+    takers = map(3, take, condition, store, on=on)
+    for number in range(15):
+        with condition:
+            store["items"] = [*store["items"], number]
+            condition.notify()
+    assert sorted(item for taken in takers.join() for item in taken) == list(range(15))
+
+
+@everywhere
+def test_notify_wakes_as_many_as_it_says_the_first_first(on: Any) -> None:
+    condition, woken = Condition(), Channel[int](across="processes")
+
+    def wait(condition: Condition, woken: Channel[int], worker: int) -> None:
+        with condition:
+            condition.wait()
+            woken.put(worker)
+
+    workers = []
+    for number in range(4):
+        workers.append(map(1, lambda c, w, n, _: wait(c, w, n), condition, woken, number, on=on))
+        wait_until(lambda number=number: waiters(condition) == number + 1)  # type: ignore[misc]
+    with condition:
+        condition.notify()
+    assert woken.get() == 0
+    with condition:
+        condition.notify(2)
+    assert sorted([woken.get(), woken.get()]) == [1, 2]
+    with condition:
+        condition.notify_all()
+        condition.notify(5)
+    assert woken.get() == 3
+    for worker in workers:
+        worker.join()
+    assert waiters(condition) == 0
+
+
+def test_a_wait_that_is_over_has_the_lock_again_and_leaves_no_trace() -> None:
+    condition = Condition()
+    with condition, condition:  # given up as a whole, however often it was taken
+        assert condition.wait(timeout=0.01) is False
+        assert condition.wait_for(lambda: 0, timeout=0.01) == 0
+        assert map(1, lambda worker: condition.acquire(blocking=False)).join() == [False]
+    assert waiters(condition) == 0
+
+
+def test_a_condition_needs_its_lock() -> None:
+    condition = Condition()
+    for call in (condition.wait, condition.notify, condition.notify_all):
+        with pytest.raises(RuntimeError, match="does not hold the lock"):
+            call()
+    with pytest.raises(TypeError, match=r"flowchan\.pipelines\.Lock"):
+        Condition(threading.Lock())  # type: ignore[arg-type]
+
+
+def test_two_conditions_of_one_lock() -> None:
+    lock = Lock()
+    first, second = Condition(lock), Condition(lock)
+    waiting = map(1, lambda worker: wait_in(first), on="process")
+    wait_until(lambda: waiters(first) == 1)
+    with second:
+        second.notify_all()
+        assert waiters(first) == 1
+        first.notify_all()
+    assert waiting.join() == [True]
+
+
+def wait_in(condition: Condition) -> bool:
+    with condition:
+        return condition.wait()
+
+
+def test_a_waiter_that_was_killed_takes_no_notification_with_it() -> None:
+    """The next one is woken, once the death is seen."""
+    condition = Condition()
+    first = fork(lambda: wait_in(condition))
+    wait_until(lambda: waiters(condition) == 1)
+    second = map(1, lambda worker: wait_in(condition), on="process")
+    wait_until(lambda: waiters(condition) == 2)
+    with condition:
+        gate = condition._waiting[next(iter(condition._waiting))]
+    first.kill()
+    first.join()
+    wait_until(lambda: gate.closed)
+    with condition:
+        condition.notify()
+    assert second.join() == [True]
+    assert waiters(condition) == 0
+
+
+def test_a_notifier_that_is_killed_leaves_the_lock_and_those_it_has_not_woken() -> None:
+    condition, told = Condition(), Channel[None](across="processes")
+    waiting = map(1, lambda worker: wait_in(condition), on="process")
+    wait_until(lambda: waiters(condition) == 1)
+
+    def hold() -> None:
+        with condition:
+            told.put(None)
+            signal.pause()
+
+    child = fork(hold)
+    told.get()
+    child.kill()
+    child.join()
+    with condition:
+        condition.notify()
+    assert waiting.join() == [True]
