@@ -275,6 +275,11 @@ NB_MODULE(_core, m) {
         .def("_give_up", [](In& in) { in.close(false); })
         .def("_supervise", supervise<In>)
         .def("_wake_lazily", [](In& in) { in.state.lazy = true; })
+        .def("_leave_alone",  // what it has in hand: the end of this process is not counted against it (R10)
+             [](In& in) {
+                 locked_ring(*in.ch,
+                             [&](Ring& ring, Wakes&) { ring.session(in.state.session).at = Session::OURS; });
+             })
         .def(
             "_on_poison",
             [](In& in, uint64_t deaths, nb::object handler) {
@@ -354,7 +359,7 @@ NB_MODULE(_core, m) {
     m.def("_take_up", take_up, "inputs"_a, "outputs"_a, "successors"_a);
     m.def("_size_of", [](nb::handle item) { return size_of(item.ptr()); }, "item"_a);
     m.def("_descriptor_of", descriptor_of, "pid"_a, "fd"_a);
-    m.def("_select", select_one, "gets"_a, "puts"_a, "timeout"_a.none());
+    m.def("_select", select_one, "gets"_a, "puts"_a, "timeout"_a.none(), "ready"_a = nb::list());
     m.def("_die_with", die_with, "pid"_a);
     m.def("_die_of", die_of, "number"_a);
 }

@@ -185,7 +185,7 @@ bool parse_deadline(PyObject* timeout, Deadline& deadline);
 template <class Port>
 bool ready(Port& port);
 
-nb::object select_one(nb::list gets, nb::list puts, nb::handle timeout);
+nb::object select_one(nb::list gets, nb::list puts, nb::handle timeout, nb::list ready);
 
 // Without the GIL: until one of the words changes or the time has come. True when it has.
 bool sleep_on_any(std::vector<WaitedWord>& words, int64_t at);

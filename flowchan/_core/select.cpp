@@ -5,6 +5,7 @@
 // before trying, an operation that becomes possible later changes a word that is being watched. Leaving a
 // gate without having used it passes the wake-up on, since this caller may have been the one that was woken.
 #include "channel.hpp"
+#include "raising.hpp"
 #include "system.hpp"
 
 #include <algorithm>
@@ -69,7 +70,8 @@ struct Operation {
     uint32_t session;
     In* in;
     Out* out;
-    PyObject* item;  // of a put, borrowed
+    PyObject* item;      // of a put, borrowed
+    bool looks = false;  // a get that takes nothing: done when it would not wait
 
     Caller caller() const {
         Caller caller = side == Side::Writer ? writing(*ch, out, 0, false) : Caller{Side::Reader, in};
@@ -105,6 +107,22 @@ Operation parse(nb::handle target, Side side, PyObject* item) {
     return op;
 }
 
+// Whether a get would not wait, for an item is inside or the channel is drained.
+Step look(Channel& ch) {
+    ch.with([](auto& medium) { look_for_dead(medium); });
+    const Step step = locked(ch, [](auto& medium, Wakes&) {
+        if (medium.broken()) return Step::Broken;
+        return medium.counts().inside || medium.drained() ? Step::Done : Step::NotNow;
+    });
+    if (step == Step::Broken) raise_step(ch, step, Side::Reader, 0, Deadline{0});
+    return step;
+}
+
+Step try_once(const Operation& op, PyObject*& item) {
+    if (op.looks) return look(*op.ch);
+    return op.side == Side::Reader ? try_get(*op.ch, op.in, item) : try_put(*op.ch, op.out, op.item);
+}
+
 }  // namespace
 
 bool sleep_on_any(std::vector<WaitedWord>& words, int64_t at) {
@@ -127,7 +145,7 @@ static nb::object try_each(const std::vector<Operation>& ops) {
     for (size_t i : order) {
         const Operation& op = ops[i];
         PyObject* item = nullptr;
-        Step step = op.side == Side::Reader ? try_get(*op.ch, op.in, item) : try_put(*op.ch, op.out, op.item);
+        const Step step = try_once(op, item);
         if (step == Step::Done) return nb::make_tuple(i, item ? nb::steal(item) : nb::none());
         if (step == Step::NotNow) continue;
         if (step == Step::Drained) {
@@ -162,12 +180,16 @@ static nb::object try_now(const std::vector<Operation>& ops) {
     }
 }
 
-nb::object select_one(nb::list gets, nb::list puts, nb::handle timeout) {
+nb::object select_one(nb::list gets, nb::list puts, nb::handle timeout, nb::list ready) {
     Deadline deadline;
     if (!parse_deadline(timeout.ptr(), deadline)) throw nb::python_error();
     std::vector<Operation> ops;
     for (nb::handle get : gets) ops.push_back(parse(get, Side::Reader, nullptr));
     for (nb::handle put : puts) ops.push_back(parse(put[0], Side::Writer, nb::borrow(put[1]).ptr()));
+    for (nb::handle channel : ready) {
+        ops.push_back(parse(channel, Side::Reader, nullptr));
+        ops.back().looks = true;
+    }
     if (ops.empty() || ops.size() > MOST) {
         PyErr_Format(PyExc_ValueError, "select takes 1 to %zu operations, not %zu", MOST, ops.size());
         throw nb::python_error();
@@ -192,7 +214,7 @@ nb::object select_one(nb::list gets, nb::list puts, nb::handle timeout) {
             throw;
         }
         int64_t used = nb::cast<int64_t>(done[0]);
-        gates.leave_all(used < 0 ? SIZE_MAX : size_t(used));
+        gates.leave_all(used < 0 || ops[size_t(used)].looks ? SIZE_MAX : size_t(used));
         if (late) break;
         if (used == -1) done = try_each(ops);
     }

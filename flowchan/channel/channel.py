@@ -22,7 +22,7 @@ from flowchan.channel.media import MEDIA, Across, Medium
 from flowchan.channel.ports import In, Out
 from flowchan.errors import Broken, ChannelError
 from flowchan.items import arrays
-from flowchan.items.whole import whole
+from flowchan.items.whole import is_whole, whole
 from flowchan.transport.descriptors import (
     Beside,
     Handle,
@@ -44,6 +44,7 @@ hears_aborts = ContextVar("hears_aborts", default=None)
 
 _NO_LIMIT = 2**64 - 1
 _LARGEST = 10**15
+_UNBOUNDED = 2 * _LARGEST  # more than memory holds; no number that somebody gives
 _MOST_BY_DEFAULT = 16 << 30
 
 
@@ -107,25 +108,25 @@ class Channel(_core.Channel, Generic[T]):
     """A bounded FIFO of items with any number of writers and readers: open, then closed, then drained; or
     broken.
 
-    ``capacity``: how many items may be inside before ``put`` waits. ``across``: ``"threads"`` passes
-    references within one process, ``"processes"`` passes copies through shared memory, and ``"hosts"`` does
-    so, too, and lets programs elsewhere open it (docs/hosts.md). ``max_bytes``: how many bytes may be inside;
-    the default is none for threads, and else half of the machine's memory, at most 16 GiB (memory is taken as
-    it is needed, and used again).
+    ``capacity``: how many items may be inside before ``put`` waits; ``None``, between threads: any number.
+    ``across``: ``"threads"`` passes references within one process, ``"processes"`` passes copies through
+    shared memory, and ``"hosts"`` does so, too, and lets programs elsewhere open it (docs/hosts.md).
+    ``max_bytes``: how many bytes may be inside; the default is none for threads, and else half of the
+    machine's memory, at most 16 GiB (memory is taken as it is needed, and used again).
 
     Raises ``ValueError`` or ``TypeError`` for wrong arguments, ``OSError`` when there is no memory.
     """
 
     def __init__(
         self,
-        capacity: int = 64,
+        capacity: int | None = 64,
         across: Across = "threads",
         max_bytes: int | None = None,
     ) -> None:
         medium = MEDIA.get(across)
         if medium is None:
             raise ValueError(f"across must be {' or '.join(map(repr, MEDIA))}, not {across!r}")
-        whole("Channel", "capacity", capacity, 1, _LARGEST)
+        capacity = _places(capacity, medium)
         if max_bytes is not None:
             whole("Channel", "max_bytes", max_bytes, 1, _LARGEST)
         else:
@@ -192,11 +193,12 @@ class Channel(_core.Channel, Generic[T]):
 
     def __repr__(self) -> str:
         name = f"{self._name!r}, " if self._name else ""
+        capacity = None if self.capacity == _UNBOUNDED else self.capacity
         limit = "" if self.max_bytes is None else f", max_bytes={self.max_bytes}"
         state = (
             "broken" if self.broken else "drained" if self.drained else "closed" if self.closed else "open"
         )
-        return f"<Channel({name}{self.capacity}, across={self.across!r}{limit}) {state}, {len(self)} inside>"
+        return f"<Channel({name}{capacity}, across={self.across!r}{limit}) {state}, {len(self)} inside>"
 
     def __reduce__(self) -> tuple[Any, ...]:
         if not self.medium.copies:
@@ -204,6 +206,23 @@ class Channel(_core.Channel, Generic[T]):
         if self.medium.reached_by:
             return self._reached.reduced()
         return _arrive, (hand_over(self._fd, self._socket, self), self._name)
+
+
+def _places(capacity: int | None, medium: Medium) -> int:
+    """How many items the queue is made for."""
+    if capacity is None:
+        if medium.copies:
+            raise ValueError(
+                "Channel: capacity=None, any number of items, is for across='threads'; between processes "
+                "items take shared memory, which max_bytes bounds: give a number, such as capacity=10**9"
+            )
+        return _UNBOUNDED
+    if is_whole(capacity) and capacity == 0:
+        raise ValueError(
+            "Channel: capacity must be at least 1, not 0: a put does not wait until somebody has the item; "
+            "let the reader answer on another channel, put((item, answers)), where that matters"
+        )
+    return whole("Channel", "capacity", capacity, 1, _LARGEST)
 
 
 # The channels of this process by the inode of their memory: one that arrives here again is the same object.

@@ -13,7 +13,8 @@ from flowchan.errors import Drained, Empty, Full
 
 @dataclass(frozen=True, slots=True)
 class Selected:
-    """What :func:`select` did: ``item`` came out of ``channel``, or went into it if ``put`` is true."""
+    """What :func:`select` did: ``item`` came out of ``channel``, or went into it if ``put`` is true. Of one
+    that is only ``ready``, ``item`` is None."""
 
     channel: Any
     item: Any
@@ -28,30 +29,46 @@ def select(
     gets: Iterable[Channel[Any] | In[Any]] = (),
     puts: Iterable[tuple[Channel[Any] | Out[Any], Any]] = (),
     timeout: float | None = None,
+    ready: Iterable[Channel[Any]] = (),
 ) -> Selected:
     """Does one of the operations and no other: a get from one of ``gets``, or one of ``puts``, pairs of a
     channel and an item. They may be channels or ports of any media. Of several that can be done one is chosen
     at random.
 
-    Channels that are drained are left out; when nothing else is left, ``Drained`` is raised. Otherwise it
+    ``ready`` are channels of which nothing is taken: one is chosen when a get from it would not wait, because
+    an item is inside or because it is drained. So closing an empty channel ends any number of selects that
+    have it there.
+
+    Channels of ``gets`` that are drained are left out; when nothing else is left, ``Drained`` is raised. It
     raises what the operation raises: ``Closed`` for a put into a closed channel, ``Broken`` for an aborted
     one. When ``timeout`` seconds are over it raises :class:`NothingReady`, which is an ``Empty`` and a
     ``Full``.
     """
     if isinstance(gets, Channel | In):  # iterating over it would take its items
         raise TypeError(f"select takes a list of channels and ports to get from, here [{gets!r}]")
-    reading, writing = list(gets), list(puts)
+    reading, writing, looking = list(gets), list(puts), _channels(ready)
     for target in (*reading, *(channel for channel, _ in writing)):
         if getattr(target, "is_elsewhere", False):
             raise TypeError(f"select: {target!r} has its home elsewhere; take its ports: reader(), writer()")
-    index, item = _core._select(reading, writing, timeout)
+    index, item = _core._select(reading, writing, timeout, looking)
     if index == -2:
         raise Drained("select: every channel to get from is drained")
     if index < 0:
         raise NothingReady(
-            f"select: none of {len(reading) + len(writing)} operations could be done within {timeout} s"
+            f"select: none of {len(reading) + len(writing) + len(looking)} operations could be done within "
+            f"{timeout} s"
         )
     if index < len(reading):
         return Selected(reading[index], item, put=False)
-    channel, item = writing[index - len(reading)]
-    return Selected(channel, item, put=True)
+    if index < len(reading) + len(writing):
+        channel, item = writing[index - len(reading)]
+        return Selected(channel, item, put=True)
+    return Selected(looking[index - len(reading) - len(writing)], None, put=False)
+
+
+def _channels(ready: Iterable[Channel[Any]]) -> list[Channel[Any]]:
+    """No ports: what one has in hand, its next get would finish, and looking must not."""
+    looking: list[Channel[Any]] = [] if isinstance(ready, Channel | In) else list(ready)
+    if isinstance(ready, Channel | In) or not all(isinstance(channel, Channel) for channel in looking):
+        raise TypeError(f"select: ready takes a list of channels of this machine, not {ready!r}")
+    return looking

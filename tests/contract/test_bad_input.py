@@ -18,11 +18,29 @@ MISUSE = (TypeError, ValueError)
 UNPICKLABLE = (TypeError, ValueError, AttributeError, pickle.PicklingError)
 
 
-@pytest.mark.parametrize("capacity", [0, -1, 2.0, "8", True, None])
+@pytest.mark.parametrize("capacity", [0, -1, 2.0, "8", True])
 def test_capacity_must_be_an_int_of_at_least_1(make, capacity):
     with pytest.raises(MISUSE, match=rf"capacity.*{re.escape(repr(capacity))}") as caught:
         make(capacity)
     assert "1" in str(caught.value)
+
+
+def test_capacity_0_says_what_to_do_in_its_place(make):
+    with pytest.raises(ValueError, match="does not wait until somebody has the item; let the reader answer"):
+        make(0)
+
+
+def test_any_number_of_items_is_for_threads():
+    """C2: elsewhere they take shared memory."""
+    ch = Channel(None)
+    assert repr(ch) == "<Channel(None, across='threads') open, 0 inside>"
+    for number in range(100_000):
+        ch.put_nowait(number)
+    ch.close()
+    assert list(ch) == list(range(100_000))
+    for across in ("processes", "hosts"):
+        with pytest.raises(ValueError, match=r"capacity=None.*across='threads'.*give a number"):
+            Channel(None, across=across)
 
 
 def test_a_capacity_too_large_for_a_number_of_items_is_refused(make):

@@ -1,0 +1,98 @@
+"""C10: ``select(ready=...)`` chooses a channel of which a get would not wait, and takes nothing."""
+
+from __future__ import annotations
+
+import pytest
+from peers import ProcessPeer, ThreadPeer
+from waiting import wait_blocked
+
+from flowchan import Broken, Channel, NothingReady, Selected, select
+
+
+def moved(channel):
+    """How many items have gone in and come out."""
+    stats = channel.stats()
+    return stats.items_in, stats.items_out
+
+
+def nobody_waits(*channels):
+    return all(ch.stats().waiting_readers == ch.stats().waiting_writers == 0 for ch in channels)
+
+
+def test_a_channel_is_ready_when_an_item_is_inside_and_keeps_it(make):
+    """C10."""
+    a, b = make(1), make(1)
+    with pytest.raises(NothingReady, match="none of 2 operations"):
+        select([a], ready=[b], timeout=0)
+    b.put("item")
+    for _ in range(2):
+        assert select([a], ready=[b]) == Selected(b, None, put=False)
+    assert (b.get(), sum(moved(a))) == ("item", 0)
+
+
+def test_a_drained_channel_is_ready_and_one_whose_last_item_may_come_back_is_not(make):
+    """C4, C10: the item is out on lease."""
+    ch = make(1)
+    keep, reader = ch.reader(), ch.reader()
+    ch.put(1)
+    ch.close()
+    assert reader.get() == 1
+    with pytest.raises(NothingReady):
+        select(ready=[ch], timeout=0)
+    reader.close()
+    assert select(ready=[ch], timeout=0).channel is ch
+    keep.close()
+
+
+@pytest.mark.parametrize("kind", [ThreadPeer, ProcessPeer])
+def test_closing_one_channel_ends_every_select_that_looks_at_it(kind):
+    """C3, C10: some wait for items, some for a place."""
+    across = "threads" if kind is ThreadPeer else "processes"
+    work, full, stop = Channel(across=across), Channel(1, across=across), Channel(1, across=across)
+    full.put("old")
+
+    def wait(gets, puts):
+        return select(gets, puts, ready=[stop]).item
+
+    peers = [kind(wait, [work], []) for _ in range(3)] + [kind(wait, [], [(full, "new")]) for _ in range(2)]
+    wait_blocked(stop, readers=5)
+    stop.close()
+    assert [peer.result() for peer in peers] == [None] * 5
+    assert (moved(work), moved(full)) == ((0, 0), (1, 0))
+    assert nobody_waits(work, full, stop)
+
+
+def test_who_only_looks_passes_an_item_on_to_who_takes_it(make):
+    """C8, C10: a plain reader does not sleep beside an item that others have looked at."""
+    for _ in range(30):
+        ch = make(1)
+        looking = [ThreadPeer(lambda ch=ch: select(ready=[ch])) for _ in range(2)]
+        wait_blocked(ch, readers=2)
+        plain = ThreadPeer(ch.get)
+        wait_blocked(ch, readers=3)
+        ch.put("item")
+        assert plain.result() == "item"
+        ch.close()  # one may not have looked before it was taken
+        for looker in looking:
+            looker.result()
+        assert nobody_waits(ch)
+
+
+def test_looking_raises_what_the_channel_was_broken_with(make):
+    """C6, C10."""
+    ch = make(1)
+    waiting = ThreadPeer(lambda: select(ready=[ch]))
+    wait_blocked(ch, readers=1)
+    ch.abort(LookupError("gone"))
+    with pytest.raises(Broken) as caught:
+        waiting.result()
+    assert isinstance(caught.value.__cause__, LookupError)
+
+
+def test_who_looks_names_channels(make):
+    """C10: a port has an item in hand, which its next get finishes; a channel would be iterated over."""
+    ch = make(1)
+    with ch.reader() as reader:
+        for wrong in (ch, [reader], reader, ["channel"]):
+            with pytest.raises(TypeError, match="ready takes a list of channels"):
+                select(ready=wrong)
