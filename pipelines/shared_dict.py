@@ -9,6 +9,7 @@ made the change, and the next one finishes it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from pickle import PickleBuffer
 from typing import Any, TypeVar
 
 from flowchan import Channel, In, pack, unpack
@@ -24,8 +25,8 @@ class SharedDict(Shared, MutableMapping[K, V]):
     mapping.lock:``.
 
     What is read is a copy: to change a value within, assign it again, or store a ``SharedDict`` in it. Keys
-    and values are whatever can be pickled, by cloudpickle where plain pickle cannot; channels too, and what
-    is made of them.
+    and values are whatever can be pickled, by cloudpickle where plain pickle cannot; channels too, what is
+    made of them, and tensors after ``share_memory_()``, all of which stay shared.
     """
 
     _stay: In[Any] | None  # the last reader's exit would end the channel for those who write
@@ -132,4 +133,4 @@ def _packed(value: Any) -> Any:
     packed = pack(value)
     if isinstance(packed, bytes):
         return packed
-    return [part if isinstance(part, (bytes, Channel)) else bytearray(part) for part in packed]
+    return [bytearray(part) if isinstance(part, PickleBuffer) else part for part in packed]

@@ -23,7 +23,9 @@ from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar
 from flowchan import Broken, ChannelError, Failed, Graph, Run, pack, unpack
 from flowchan.declare.arguments import placed
 from flowchan.declare.places import Place, Placement
+from flowchan.items.whole import whole
 from flowchan.pipelines.calls import call, name_of, reason
+from flowchan.run.failures import Retires
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -41,7 +43,8 @@ class TaskPool(Executor):
     are as many processes as cores, or four threads more, but at most 32.
 
     ``initializer(*initargs)`` is called by each worker before its first task, by a replacement too. If it
-    raises, the pool has failed as a whole: all tasks fail with ``BrokenExecutor``.
+    raises, the pool has failed as a whole: all tasks fail with ``BrokenExecutor``. A worker process that has
+    done ``max_tasks_per_child`` tasks makes room for a new one when the next task comes.
 
     ``submit`` gives a ``concurrent.futures.Future``: its ``result()`` can be asked for any number of times,
     and what the task raised is raised to whoever asks. A task can be cancelled until it has begun; on
@@ -57,11 +60,16 @@ class TaskPool(Executor):
         name: str = "tasks",
         initializer: Callable[..., object] | None = None,
         initargs: tuple[Any, ...] = (),
+        max_tasks_per_child: int | None = None,
     ) -> None:
         self._place = placed("TaskPool", on)
         workers = _usual_workers(self._place) if workers is None else workers
         if initializer is not None and not callable(initializer):
             raise TypeError(f"TaskPool: initializer must be callable, or None, not {initializer!r}")
+        if max_tasks_per_child is not None:
+            whole("TaskPool", "max_tasks_per_child", max_tasks_per_child, 1)
+            if not self._place.apart:
+                raise ValueError("TaskPool: max_tasks_per_child is for processes, not for on='thread'")
         ready = _Ready(initializer, tuple(initargs))
         self._tasks: dict[int, _Task] = {}
         self._numbers = itertools.count(1)
@@ -74,7 +82,7 @@ class TaskPool(Executor):
         else:
             begun = numbers.flat_map(book.begin, name="begin", capacity=1)
             done = begun.map(
-                _Called(ready), name="call", on=on, workers=workers,
+                _Called(ready, max_tasks_per_child), name="call", on=on, workers=workers,
                 ordered=False, max_deaths=1, restarts=10**9,
             )  # fmt: skip
             begun.errors.sink(book.fail, name="not sent")
@@ -331,13 +339,18 @@ class _Ready:
 
 
 class _Called:
-    """In a process: the calls."""
+    """In a process: the calls, as many as there may be."""
 
-    def __init__(self, ready: _Ready) -> None:
+    def __init__(self, ready: _Ready, most: int | None) -> None:
         self._ready: _Ready | None = ready
+        self._left = most
 
     def __call__(self, item: tuple[int, Any]) -> tuple[int, Any]:
         number, packed = item
+        if self._left is not None:
+            if self._left == 0:
+                raise Retires
+            self._left -= 1
         if self._ready is not None:
             try:
                 self._ready.call()

@@ -115,13 +115,14 @@ void raise_refused(Channel& ch, int error) {
             "this user has more descriptors on their way than a process may have open; receive some first, "
             "or allow more "
             "(ulimit -n)";
-    raise("ChannelError", who + " does not take the channels in this item: " + why);
+    raise("ChannelError", who + " does not take the channels and shared tensors in this item: " + why);
 }
 
 void raise_stays_here(Channel& ch, PyObject* item) {
     PyErr_Format(PyExc_TypeError,
-                 "%s does not take this %s: it holds a channel, a port or CUDA memory that only processes of "
-                 "one machine can share; channels across='hosts' can be put into it, and tensor.cpu()",
+                 "%s does not take this %s: it holds a channel, a port, a shared tensor or CUDA memory that "
+                 "only processes of one machine can share; channels across='hosts' can be put into it, and "
+                 "tensor.clone() or tensor.cpu()",
                  ch.describe().c_str(), Py_TYPE(item)->tp_name);
 }
 

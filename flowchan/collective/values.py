@@ -6,14 +6,14 @@ import pickle
 from typing import Any
 
 from flowchan import _core
-from flowchan.items.codec import pack, unpack
+from flowchan.items.codec import pack_away, unpack
 
 _WHOLE, _PARTS = b"\0", b"\1"
 
 
 def dumps(value: Any) -> bytes:
     """Raises ``TypeError`` naming the part that can't be serialised."""
-    packed = pack(value)
+    packed = pack_away(value)
     if isinstance(packed, bytes):
         return packed + _WHOLE
     if any(isinstance(part, _core.Channel) for part in packed):

@@ -14,6 +14,7 @@ from flowchan.channel.channel import Channel
 from flowchan.errors import ChannelError
 from flowchan.items.codec import Opening, Sealed, pack
 from flowchan.items.text import short
+from flowchan.items.together import is_storage
 
 PLAIN = (bool, int, float, str, bytes, type(None))
 """Of what needs no seal: nobody's code runs when it is unpickled."""
@@ -82,6 +83,11 @@ def sealed(item: Any) -> Any:
         raise TypeError(
             f"can't send {short(item)} to another host: it holds a channel that only processes of one "
             "machine can share; make it with across='hosts'"
+        )
+    if isinstance(packed, list) and any(map(is_storage, packed)):
+        raise TypeError(
+            f"can't send {short(item)} to another host: it holds a tensor in memory that only processes of "
+            "one machine can share; send tensor.clone()"
         )
     return Sealed(packed)
 

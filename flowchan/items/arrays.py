@@ -6,6 +6,7 @@ in place.
 | NumPy array | a read-only array; ``array.copy()`` gives one to change |
 | torch tensor on the CPU | a tensor that may be changed: what is written becomes private, page by page |
 | ``memoryview`` | a read-only ``memoryview`` |
+| torch tensor after ``share_memory_()`` | a tensor in the same memory: who writes, writes for all |
 | torch tensor on a CUDA device | a tensor of its own on the same device (``device/crossing.py``) |
 
 Each array or tensor travels by itself: two views of one memory arrive as two of their own, while one object
@@ -26,6 +27,7 @@ from typing import Any, Literal
 
 from flowchan._core import View
 from flowchan.errors import Closed
+from flowchan.items import together
 from flowchan.items.device import crossing
 
 _CODES = "bBcdfhHiIlLnNqQ?"  # what memoryview.cast takes, and so what can arrive
@@ -48,6 +50,8 @@ def reducers() -> _Reducers:
             table[array] = _reduce_array
         if tensor := getattr(sys.modules.get("torch"), "Tensor", None):
             table[tensor] = _reduce_tensor
+        if storage := getattr(sys.modules.get("torch"), "UntypedStorage", None):
+            table[storage] = together.reduce_storage
         _made, _made_from = table, state
     return _made
 
@@ -121,6 +125,8 @@ def _reduce_tensor(tensor: Any) -> Any:
         or tensor.__dict__
     ):
         return tensor.__reduce_ex__(5)
+    if kind == "cpu" and together.is_shared(tensor):
+        return together.reduce_tensor(tensor)
     data = tensor.detach().resolve_conj().resolve_neg()
     if not _is_dense(data):
         data = data.contiguous()

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowchan import _core
+from flowchan.items import together
 from flowchan.items.arrays import reducers
 from flowchan.items.device import crossing
 from flowchan.items.refusal import smallest
@@ -39,7 +40,15 @@ def pack(value: object) -> Packed:
     when the list is put into a channel between processes, and read there where they lie. Raises ``TypeError``
     naming the part that can't be serialised.
     """
-    packed, companions = _pack_with(value, descriptors.Companions())
+    return _beside(*_pack_with(value, descriptors.Companions()))
+
+
+def pack_away(value: object) -> Packed:
+    """The same for a value that leaves the machine: memory that processes share is copied."""
+    return _beside(*_pack_with(value, descriptors.Copies()))
+
+
+def _beside(packed: Packed, companions: descriptors.Parcel) -> Packed:
     if not companions.kept:
         return packed
     return [*([packed] if isinstance(packed, bytes) else packed), *companions.kept]
@@ -77,10 +86,10 @@ def unpack(packed: Packed) -> Any:
 
 
 def _unpack(packed: list[Any]) -> Any:
-    channels = [part for part in packed if isinstance(part, _core.Channel)]
-    outer, descriptors.now.beside = descriptors.now.beside, channels
+    beside = [part for part in packed if isinstance(part, _core.Channel) or together.is_storage(part)]
+    outer, descriptors.now.beside = descriptors.now.beside, beside
     try:
-        return pickle.loads(packed[0], buffers=packed[1:] if not channels else packed[1 : -len(channels)])
+        return pickle.loads(packed[0], buffers=packed[1 : len(packed) - len(beside)])
     finally:
         descriptors.now.beside = outer
 
@@ -132,6 +141,28 @@ def _by_value_pickler() -> Any:
         def reducer_override(self, obj: object) -> Any:
             reduce = reducers().get(type(obj))
             return super().reducer_override(obj) if reduce is None else reduce(obj)
+
+    return Pickler
+
+
+def dumps_for_worker(value: object) -> bytes:
+    """By cloudpickle, for a process of this machine that this one starts: tensors that are shared stay so."""
+    out = io.BytesIO()
+    _sharing_pickler()(out, protocol=5).dump(value)
+    return out.getvalue()
+
+
+@functools.cache
+def _sharing_pickler() -> Any:
+    import cloudpickle
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+        def reducer_override(self, obj: object) -> Any:
+            if together.is_storage(obj):
+                return together.reduce_storage(obj)
+            if together.is_tensor(obj) and together.is_shared(obj):
+                return together.reduce_tensor(obj)
+            return super().reducer_override(obj)
 
     return Pickler
 

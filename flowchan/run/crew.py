@@ -17,6 +17,7 @@ from flowchan.channel.loops import only_wait_for
 from flowchan.declare.callables import is_async
 from flowchan.declare.values import Stage
 from flowchan.errors import Broken, ChannelError, Closed
+from flowchan.items.codec import dumps_for_worker
 from flowchan.run import chance
 from flowchan.run.deadlock import Elsewhere, Glance
 from flowchan.run.decisions import GRACE, Died
@@ -28,7 +29,7 @@ from flowchan.run.plan import Plan
 from flowchan.run.processes import WorkerProcess
 from flowchan.run.recovery import Obituaries, take_up
 from flowchan.run.stats import HostStats
-from flowchan.run.worker import Tasks, pack, work, work_together
+from flowchan.run.worker import Tasks, work, work_together
 from flowchan.run.worker_processes import WorkerProcesses
 
 
@@ -162,7 +163,7 @@ class LocalCrew:
             self.helpers.append(self._started(" mail", self.help, self._deliver))
             self.helpers.append(self._started(" watch", self.help, self._apart.watch))
 
-    def _started(self, name: str, target: Callable[..., None], *arguments: Any) -> threading.Thread:
+    def _started(self, name: str, target: Callable[..., object], *arguments: Any) -> threading.Thread:
         """A thread of the run, once it runs: one that can't be started is remembered nowhere."""
         name = f"flowchan {self.plan.graph.name}{name}"
         thread = threading.Thread(target=target, args=arguments, name=name, daemon=True)
@@ -194,7 +195,7 @@ class LocalCrew:
         stage, ports = self._workers[id].stage, self._opened.ports[id]
         how = self.obituaries.how_they_died(id)
         try:
-            self._apart.start(self.begun(id), pack(stage), ports, how, stage.gpus)
+            self._apart.start(self.begun(id), dumps_for_worker(stage), ports, how, stage.gpus)
         except (EOFError, OSError):
             if server_was_unguarded():
                 raise unguarded(self.plan.graph) from None

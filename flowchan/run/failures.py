@@ -31,6 +31,12 @@ class ItemFailed(FlowchanError):
         self.item = item
 
 
+class Retires(BaseException):
+    """What the function of a stage on processes raises in place of working on an item: its process ends, and
+    the one that takes its place begins with that item. That is no death: it counts neither against the item
+    nor as a restart."""
+
+
 class LostError(FlowchanError):
     """Stands for an exception that can't be sent to another process; its text and traceback are kept."""
 

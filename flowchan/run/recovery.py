@@ -15,6 +15,9 @@ from flowchan.run.guard import UNGUARDED, hint_at_import, unguarded
 from flowchan.run.opening import Ports
 from flowchan.run.plan import Plan, PlannedWorker
 
+RETIRED = 79
+"""The exit code of a worker's process that another is to replace, without having died (Retires)."""
+
 HOPELESS = 4
 """Deaths of a worker in a row, each before it begins to work, that end the run."""
 
@@ -70,7 +73,8 @@ class Obituaries:
         """What is to be said of a worker whose process has ended without a word. ``used``: how often one of
         its stage has been replaced."""
         id = worker.id
-        deaths = self._count(id, death)
+        retired = death.exitcode == RETIRED
+        deaths = 0 if retired else self._count(id, death)
         self._stillborn[id] += death.counts
         if self._stillborn[id] and death.exitcode == UNGUARDED:
             return Died(id, Failure(id, unguarded(self._graph), None, death.pid), deaths, hopeless=True)
@@ -84,7 +88,13 @@ class Obituaries:
             why = f"{used} of {limit} restarts are used"
         text = f"the process of worker {id} {death.how}; it is not replaced: {why}"
         error = WorkerDied(text, exitcode=death.exitcode, pid=death.pid)
-        return Died(id, Failure(id, error, None, death.pid, host=death.host), deaths, hopeless, death.counts)
+        return Died(
+            id,
+            Failure(id, error, None, death.pid, host=death.host),
+            deaths,
+            hopeless,
+            death.counts and not retired,
+        )
 
     def _count(self, id: WorkerId, death: Death) -> int:
         """The deaths that count for the pause before the next start."""

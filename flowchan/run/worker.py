@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import inspect
 import multiprocessing
 import os
@@ -34,9 +33,10 @@ from flowchan.run import chance
 from flowchan.run.bodies import Job
 from flowchan.run.chance import Worker
 from flowchan.run.events import Aborted, Began, Ended, Event, Failure, Result, Retried, WorkerId
-from flowchan.run.failures import ItemFailed, Portable
+from flowchan.run.failures import ItemFailed, Portable, Retires
 from flowchan.run.gpus import see_only
 from flowchan.run.opening import Ports
+from flowchan.run.recovery import RETIRED
 
 
 def join_ports(ports: Ports, stage: Stage) -> None:
@@ -97,10 +97,10 @@ def work(
     tell: Callable[[Event], None],
     sends: bool,
     predecessors: tuple[str, ...] = (),
-) -> None:
+) -> bool:
     """Runs one worker to its end. Never raises: however it ends, ``tell`` hears it before the ports are
     closed. ``sends``: what is told crosses to another process. ``predecessors``: how those died with whose
-    item it begins."""
+    item it begins. True when its process is to end without a word, to be replaced."""
     worker = WorkerId(here.stage, here.number)
     chance.enter(here)
     job = Job(kind=stage.kind, function=_nothing)
@@ -115,11 +115,16 @@ def work(
             stage.verb.run()(job, **ports.inputs, **ports.outputs)
     except BaseException as error:
         ended_by = _let_go(error, ports)
+    if sends and isinstance(ended_by, ItemFailed) and isinstance(ended_by.__cause__, Retires):
+        for reader in ports.inputs.values():
+            reader._leave_alone()
+        return True
     try:
         _end(worker, job, ports, ended_by, tell, sends)
     except BaseException as error:  # no worker may end without a word, or the run waits for it for ever
         with contextlib.suppress(Closed, Broken):  # a run that is over hears nobody any more
             tell(Failure(worker, Portable(error) if sends else error, None, os.getpid()))
+    return False
 
 
 def tell_aborts(worker: WorkerId, ports: Ports, tell: Callable[[Event], None], sends: bool) -> None:
@@ -322,8 +327,7 @@ def process_main(
         with contextlib.suppress(Closed, Broken):
             events.put(Failure(WorkerId(here.stage, here.number), Portable(error), None, os.getpid()))
         return
-    work(here, loaded, ports, events.put, sends=True, predecessors=predecessors)
+    retires = work(here, loaded, ports, events.put, sends=True, predecessors=predecessors)
     crossing.only_ports_read(port.channel for port in ports.everything())
-
-
-pack = functools.partial(cloudpickle.dumps, protocol=5)
+    if retires:
+        sys.exit(RETIRED)

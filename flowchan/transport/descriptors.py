@@ -1,4 +1,4 @@
-"""How a channel's descriptors reach another process.
+"""How the descriptors of channels, and of memory that is shared, reach another process.
 
 By inheritance while a child is being started. In an item of a channel: they travel beside it, in the kernel's
 keeping (ring_parcels.cpp), so neither the sender nor anybody else need live until it is received. In what
@@ -54,7 +54,7 @@ class Sent(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """Among the channels that stand beside a packed value."""
+    """Among what stands beside a packed value."""
 
     place: int
     inode: int
@@ -73,7 +73,10 @@ Handle = Inherited | Sent | Beside | Borrowed
 
 
 class Parcel:
-    """The descriptors of the channels in one item, while it is pickled."""
+    """The descriptors that one item takes along, while it is pickled."""
+
+    shares = True
+    """Whether memory that is shared travels as what it is; else it is copied."""
 
     def __init__(self) -> None:
         self.descriptors: list[int] = []
@@ -89,12 +92,18 @@ class Parcel:
 
 
 class Companions(Parcel):
-    """The channels in one value, while it is packed: they stand beside its pickle, and cross by
-    themselves."""
+    """The channels and shared memory in one value, while it is packed: they stand beside its pickle, and
+    cross by themselves."""
 
     def add(self, memory: int, socket: int, owner: Any) -> Handle:
         self.kept.append(owner)
         return Beside(len(self.kept) - 1, os.fstat(memory).st_ino)
+
+
+class Copies(Companions):
+    """The same for a value that leaves the machine."""
+
+    shares = False
 
 
 class Opened:
@@ -128,7 +137,8 @@ now = _Now()
 
 
 def hand_over(memory: int, socket: int, owner: Any) -> Handle:
-    """What to pickle in place of the descriptors of a channel, which ``owner`` keeps open."""
+    """What to pickle in place of the descriptors that ``owner`` keeps open: of memory, and of a channel's
+    socket or -1."""
     if context.get_spawning_popen() is not None:
         return Inherited(reduction.DupFd(memory), reduction.DupFd(socket) if socket >= 0 else None)
     if now.packing is not None:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import Counter
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Executor, Future, as_completed, wait
 from typing import Any
 
@@ -229,6 +230,18 @@ def test_a_pool_that_nobody_has_any_more_finishes_its_tasks_and_ends(on: Any) ->
     assert [future.result() for future in futures] == [0, 1, 2]
 
 
+def test_a_process_makes_room_for_another_after_as_many_tasks_as_it_may_do() -> None:
+    """No task is lost or done twice by it, none is held up by the pauses after deaths, and the initializer is
+    called in each."""
+    begun = Channel[int](across="processes")
+    with TaskPool(1, on="process", initializer=lambda: begun.put(os.getpid()), max_tasks_per_child=2) as pool:
+        where = [future.result() for future in [pool.submit(os.getpid) for _ in range(7)]]
+    counted = Counter(where)
+    assert list(counted.values()) == [2, 2, 2, 1]
+    begun.close()
+    assert list(begun) == list(counted)
+
+
 def test_a_killed_worker_fails_its_task_and_the_others_go_on() -> None:
     with TaskPool(2, on="process") as pool:
         before = [pool.submit(abs, -number) for number in range(10)]
@@ -290,6 +303,10 @@ def test_wrong_arguments_raise_at_the_call() -> None:
         TaskPool(0)
     with pytest.raises(ValueError, match='"thread", "process"'):
         TaskPool(1, on="processes")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="max_tasks_per_child must be at least 1"):
+        TaskPool(1, on="process", max_tasks_per_child=0)
+    with pytest.raises(ValueError, match="for processes"):
+        TaskPool(1, max_tasks_per_child=1)
     with TaskPool(1) as pool, pytest.raises(TypeError, match="callable"):
         pool.submit(42)  # type: ignore[arg-type]
 

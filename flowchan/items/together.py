@@ -1,0 +1,110 @@
+"""Tensors that processes have together: what ``share_memory_()`` has moved into shared memory crosses as that
+memory, by its descriptor, so that every process sees what any of them writes.
+
+Not so what a child of ours has shared: a data loader's workers deliver every batch in shared memory, which is
+a way to send it, and not meant to be written by two. Such tensors cross by their contents, as others do, and
+hold no descriptors while they are under way.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from typing import Any
+
+from flowchan.errors import Broken
+from flowchan.transport.descriptors import Beside, Handle, hand_over, now, shortage, take_over
+
+_ancestors: dict[int, frozenset[int]] = {}  # by the process that asks, for a fork inherits this
+_arrived: set[int] = set()
+"""The inodes of what came from another process."""
+
+
+def is_shared(tensor: Any) -> bool:
+    """Whether the tensor lies in memory that this program's processes are to have together."""
+    return _descriptor(tensor.untyped_storage()) is not None and not (tensor.is_conj() or tensor.is_neg())
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether it is a plain tensor on the CPU."""
+    torch = sys.modules.get("torch")
+    return (
+        torch is not None and type(value) is torch.Tensor and value.is_cpu and value.layout is torch.strided
+    )
+
+
+def is_storage(value: Any) -> bool:
+    """Whether it is the memory of a tensor, as torch has it."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.UntypedStorage)
+
+
+def _descriptor(storage: Any) -> int | None:
+    """Of the memory, if it is shared and by whom we take it to be; the storage has it open."""
+    if now.packing is not None and not now.packing.shares:
+        return None
+    if storage.device.type != "cpu" or not storage.is_shared():
+        return None
+    import torch.multiprocessing
+
+    if torch.multiprocessing.get_sharing_strategy() != "file_descriptor":  # type: ignore[no-untyped-call]
+        return None  # asking for the descriptor would move it to other memory
+    fd = int(storage._share_fd_cpu_()[0])
+    if fd < 0:  # a file that is mapped
+        return None
+    maker = re.match(r"/dev/shm/torch_(\d+)_", os.readlink(f"/proc/self/fd/{fd}"))
+    ours = maker is not None and int(maker[1]) in _us()
+    return fd if ours or os.fstat(fd).st_ino in _arrived else None
+
+
+def _us() -> frozenset[int]:
+    """This process and those that it comes from."""
+    pid = os.getpid()
+    if pid not in _ancestors:
+        found = [pid]
+        while found[-1] > 1:
+            with open(f"/proc/{found[-1]}/stat") as stat:
+                found.append(int(stat.read().rpartition(")")[2].split()[1]))
+        _ancestors[pid] = frozenset(found)
+    return _ancestors[pid]
+
+
+def reduce_tensor(tensor: Any) -> Any:
+    """For one of which :func:`is_shared` is true."""
+    where = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+    return _rebuild_tensor, (tensor.untyped_storage(), tensor.dtype, where, tensor.requires_grad)
+
+
+def _rebuild_tensor(storage: Any, dtype: Any, where: tuple[Any, ...], requires_grad: bool) -> Any:
+    import torch
+
+    return torch.empty(0, dtype=dtype).set_(storage, *where).requires_grad_(requires_grad)
+
+
+def reduce_storage(storage: Any) -> Any:
+    fd = _descriptor(storage)
+    if fd is None:
+        return storage.__reduce_ex__(5)
+    return _arrive, (hand_over(fd, -1, storage), storage.nbytes())
+
+
+def _arrive(handle: Handle, size: int) -> Any:
+    import torch
+
+    what = "the memory of a shared tensor"
+    if isinstance(handle, Beside):
+        if now.beside is None:
+            raise Broken(f"{what} stands beside what was packed: use unpack, and not pickle")
+        return now.beside[handle.place]
+    try:
+        fd, _ = take_over(handle)
+    except OSError as error:
+        if (short := shortage(what, error)) is not None:
+            raise short from error
+        raise Broken(f"{what} can't be received: its sender has ended before") from error
+    try:
+        _arrived.add(os.fstat(fd).st_ino)
+        return torch.UntypedStorage._new_shared_fd_cpu(fd, size)  # type: ignore[attr-defined]
+    finally:
+        os.close(fd)

@@ -1,0 +1,158 @@
+"""A tensor after ``share_memory_()`` is one tensor in all processes that have it, however it gets there."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from flowchan import Channel, pack, unpack
+from flowchan.pipelines import SharedDict, TaskPool, map, marshal  # noqa: A004
+
+pytestmark = pytest.mark.usefixtures("one_compute_thread")
+
+
+def shared(size: int = 10) -> torch.Tensor:
+    return torch.zeros(size).share_memory_()
+
+
+def fork(work: Callable[[], object]) -> Any:
+    child = multiprocessing.get_context("fork").Process(target=work)
+    child.start()
+    return child
+
+
+def there_and_back(value: Any) -> Any:
+    channel = Channel[Any](across="processes")
+    channel.put(value)
+    return channel.get()
+
+
+def test_what_either_side_writes_the_other_sees() -> None:
+    there, back = Channel[Any](across="processes"), Channel[None](across="processes")
+
+    def write() -> None:
+        arrived = there.get()["weights"]
+        arrived[0] = 1
+        back.put(None)
+        there.get()
+        arrived[1] = arrived[2]
+        back.put(None)
+
+    child, mine = fork(write), shared()
+    there.put({"weights": mine, "name": "w"})
+    back.get()
+    assert mine.tolist()[:3] == [1, 0, 0]
+    mine[2] = 5
+    there.put(None)
+    back.get()
+    assert mine.tolist()[:3] == [1, 5, 5]
+    child.join()
+
+
+def test_views_and_parameters_arrive_as_such_in_the_same_memory() -> None:
+    mine = shared(12)
+    view = mine[2:].view(5, 2).t()
+    arrived, other = there_and_back((view, mine))
+    assert (arrived.shape, arrived.stride()) == (view.shape, view.stride())
+    arrived[1, 0] = 7
+    assert mine[3] == other[3] == 7
+    layer = nn.Linear(2, 1).share_memory()
+    weight = there_and_back(layer.weight)
+    assert isinstance(weight, nn.Parameter)
+    with torch.no_grad():
+        weight.fill_(3)
+    assert layer.weight.tolist() == [[3, 3]]
+    assert there_and_back(mine.clone().share_memory_().requires_grad_()).requires_grad
+
+
+def test_what_was_received_is_handed_on_as_it_is_and_outlives_its_maker() -> None:
+    channel = Channel[Any](across="processes")
+
+    def make() -> None:
+        channel.put(torch.ones(4).share_memory_())
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    child = fork(make)
+    child.join()
+    first = channel.get()
+    second = there_and_back(there_and_back(first))
+    second[0] = 9
+    assert first.tolist() == [9, 1, 1, 1]
+
+
+def fill(tensor: torch.Tensor, worker: int) -> torch.Tensor:
+    tensor[worker] = worker
+    return tensor
+
+
+def test_workers_of_a_map_write_into_one_tensor_and_may_return_it() -> None:
+    mine = shared(3)
+    results = map(2, fill, mine, on="process").join()
+    assert mine.tolist() == [0, 1, 2]
+    results[0][0] = 8
+    assert mine[0] == results[1][0] == 8
+
+
+def test_tasks_of_a_pool_write_into_one_tensor() -> None:
+    mine = shared(3)
+    with TaskPool(2, on="process") as pool:
+        futures = [pool.submit(fill, mine, number) for number in (1, 2)]
+        futures[0].result()[0] = 8
+        futures[1].result()
+    assert mine.tolist() == [8, 1, 2]
+
+
+def test_what_keeps_values_keeps_them_shared() -> None:
+    mine = shared(3)
+    table = SharedDict({"weights": mine, "copied": torch.zeros(3)})
+    for name in ("weights", "copied"):
+        table[name][0] = 4
+    table["other"] = 1
+    handle = marshal([mine])
+    handle.read()[0][1] = 5
+    assert table["weights"].tolist() == mine.tolist() == [4, 5, 0]
+    assert table["copied"].tolist() == [0, 0, 0]
+    handle.close()
+
+
+def test_packed_values_hold_it() -> None:
+    mine = shared(3)
+    packed = there_and_back((1, pack({"weights": mine, "more": torch.ones(20_000)})))[1]
+    found = unpack(packed)
+    found["weights"][0] = 6
+    assert (mine[0].item(), found["more"].sum().item()) == (6, 20_000)
+
+
+def test_a_data_loaders_batches_cross_by_their_contents() -> None:
+    """They lie in shared memory too, but only in order to be sent."""
+    data = torch.utils.data.TensorDataset(torch.arange(4.0))
+    (batch,) = next(iter(torch.utils.data.DataLoader(data, 4, num_workers=1)))
+    assert batch.is_shared()
+    arrived = there_and_back(batch)
+    arrived[0] = 9
+    assert batch.tolist() == [0, 1, 2, 3]
+
+
+def test_a_mapped_file_crosses_by_its_contents(tmp_path: Any) -> None:
+    path = tmp_path / "numbers"
+    mine = torch.from_file(str(path), shared=True, size=4)
+    mine.fill_(2)
+    arrived = there_and_back(mine)
+    arrived[0] = 9
+    assert mine.tolist() == [2, 2, 2, 2]
+
+
+def test_it_does_not_leave_its_machine() -> None:
+    mine = shared(3)
+    with_hosts = Channel[Any](across="hosts")
+    with pytest.raises(TypeError, match=r"tensor\.clone\(\)"):
+        with_hosts.put([mine])
+    with_hosts.put([mine.clone()])
+    assert with_hosts.get()[0].tolist() == [0, 0, 0]
