@@ -73,7 +73,7 @@ def measure(effort: Effort) -> Report:
             "torchgpipe, a thread per part": partial(_threaded, _torchgpipe),
             "torch.distributed.pipelining": partial(_distributed, _rank_forward),
         }
-        _compare(report, "stream of batches, 2 parts", jobs, effort, 1.8)
+        _compare(report, "stream of batches, 2 parts", jobs, effort, 1.8, 40 if effort.full else 2)
         jobs = {
             "flowchan": _training,
             "the plain module": _plain_training,
@@ -81,7 +81,7 @@ def measure(effort: Effort) -> Report:
             "torchgpipe, a thread per part": partial(_threaded, _torchgpipe_training),
             "torch.distributed.pipelining": partial(_distributed, _rank_training),
         }
-        _compare(report, "training steps, 2 parts", jobs, effort, 1)
+        _compare(report, "training steps, 2 parts", jobs, effort, 1, 10 if effort.full else 2)
     finally:
         torch.set_num_threads(threads)
     shapes = product((4, 16), (128, 256, 512)) if effort.full else [(4, 128), (16, 512)]
@@ -114,9 +114,11 @@ def _rate(job: Job, count: int, rows: int) -> tuple[Sequence[float], int]:
     return [count * rows / job(count)], count * rows
 
 
-def _compare(report: Report, work: str, jobs: dict[str, Job], effort: Effort, factor: float) -> None:
-    """Rows of flowchan against each of the others, with ``factor`` for the first of them."""
-    count = 10 if effort.full else 2
+def _compare(
+    report: Report, work: str, jobs: dict[str, Job], effort: Effort, factor: float, count: int
+) -> None:
+    """Rows of flowchan against each of the others, with ``factor`` for the first of them. ``count`` batches:
+    of a stream many, for the first of them goes through all parts before any comes out."""
     mine, plain, *peers = report.interleave(work, [_case(*job, count) for job in jobs.items()], effort.rounds)
     report.rows += [at_least(factor, mine, plain), *(at_least(1, mine, peer) for peer in peers)]
 
