@@ -11,8 +11,8 @@ Each test has the name it has there, and none of its code. What has no counterpa
     Threads have the name of the pool, ``name=``, which has a default.
 ``test_idle_thread_reuse``, ``test_idle_process_reuse_*``
     All workers start with the pool.
-``test_max_tasks_per_child*``
-    There is no ``max_tasks_per_child=``.
+``test_max_tasks_per_child_defaults_to_spawn_context``
+    Worker processes start by the method that multiprocessing has.
 ``test_killed_child``
     The task whose worker died fails with ``WorkerDied``; the pool goes on, where theirs is broken.
 ``test_traceback``
@@ -395,6 +395,23 @@ def test_ressources_gced_in_workers(processes: TaskPool) -> None:
     told = Channel[int](across="processes")
     processes.submit(id, Told(told)).result()
     assert told.get() != os.getpid()
+
+
+def test_max_tasks_per_child() -> None:
+    """Theirs makes room once it has done as many; here it does when the next task comes."""
+    with TaskPool(1, on="process", max_tasks_per_child=3) as pool:
+        first = [pool.submit(os.getpid).result() for _ in range(3)]
+        assert len(set(first)) == 1
+        assert pool.submit(os.getpid).result() not in first
+    for wrong in (0, -1):
+        with pytest.raises(ValueError, match="max_tasks_per_child"):
+            TaskPool(1, on="process", max_tasks_per_child=wrong)
+
+
+def test_max_tasks_early_shutdown() -> None:
+    with TaskPool(3, on="process", max_tasks_per_child=1) as pool:
+        asked = [pool.submit(pow, number, 2) for number in range(6)]
+    assert [future.result() for future in asked] == [number**2 for number in range(6)]
 
 
 # FutureTests
