@@ -26,6 +26,7 @@ from flowchan.errors import (
     WorkerDied,
 )
 from flowchan.items.codec import Unreadable, pack, unpack
+from flowchan.items.combining import Reduced
 from flowchan.run import Failed, Graph, HostStats, LinkStats, Results, Run, RunStats, StageStats
 from flowchan.run.chance import Worker, worker
 
@@ -57,6 +58,7 @@ __all__ = [
     "NothingReady",
     "Out",
     "Problem",
+    "Reduced",
     "Refused",
     "Results",
     "Run",

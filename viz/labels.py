@@ -61,7 +61,7 @@ def picture(blueprint: Blueprint) -> Picture:
     arrows = tuple(
         (number[link.writer], None if link.reader is None else number.get(link.reader), link)
         for link in links
-        if link.writer in number
+        if link.writer in number and link.worker <= 1  # one arrow for the channels of all workers
     )
     error_readers = {reader for _, reader, link in arrows if link.errors and reader is not None}
     roles = tuple(_role(index, stage, error_readers) for index, stage in enumerate(stages))
@@ -116,7 +116,8 @@ def workers_text(stage: Stage) -> str:
 
 def channel_text(link: Link) -> tuple[str, str]:
     """The two lines beside a channel: its item type (may be empty), and its capacity and medium."""
-    return type_text(link.item), f"{link.capacity} · {link.medium}"
+    each = " · each worker" if link.worker else ""
+    return type_text(link.item), f"{link.capacity} · {link.medium}{each}"
 
 
 def type_text(item: Any) -> str:

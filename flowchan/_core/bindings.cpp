@@ -127,9 +127,9 @@ void retire(Out& out, const std::vector<uint64_t>& items) {
 
 // What a dead worker leaves is taken up: outputs that are out already stay remembered in their channel, so
 // that whoever does the item again skips them; what it had in hand goes to its successor, if it may have
-// killed it, else back to all. Of a source all outputs belong to item 0.
+// killed it or nobody else may do it (`all`), else back to all. Of a source all outputs belong to item 0.
 void take_up(const std::vector<In*>& inputs, const std::vector<Out*>& outputs,
-             const std::vector<In*>& successors) {
+             const std::vector<In*>& successors, bool all, bool blame) {
     if (inputs.size() != successors.size()) throw nb::value_error("a successor for each input");
     std::vector<uint64_t> items;
     for (In* in : inputs)
@@ -139,7 +139,7 @@ void take_up(const std::vector<In*>& inputs, const std::vector<Out*>& outputs,
     for (size_t i = 0; i < inputs.size(); ++i) {
         In& in = *inputs[i];
         locked_ring(*in.ch, [&](Ring& ring, Wakes&) {
-            ring.hand_on(in.state.session, successors[i]->state.session);
+            ring.hand_on(in.state.session, successors[i]->state.session, all, blame);
         });
         in.close(false);
     }
@@ -280,6 +280,7 @@ NB_MODULE(_core, m) {
                  locked_ring(*in.ch,
                              [&](Ring& ring, Wakes&) { ring.session(in.state.session).at = Session::OURS; });
              })
+        .def("_read_alone", [](In& in) { in.state.alone = true; })
         .def(
             "_on_poison",
             [](In& in, uint64_t deaths, nb::object handler) {
@@ -356,7 +357,7 @@ NB_MODULE(_core, m) {
     bind_link(m);
     bind_group(m);
     m.def("_deaths_over", deaths_over, "inputs"_a);
-    m.def("_take_up", take_up, "inputs"_a, "outputs"_a, "successors"_a);
+    m.def("_take_up", take_up, "inputs"_a, "outputs"_a, "successors"_a, "whole"_a = false, "blame"_a = true);
     m.def("_size_of", [](nb::handle item) { return size_of(item.ptr()); }, "item"_a);
     m.def("_descriptor_of", descriptor_of, "pid"_a, "fd"_a);
     m.def("_select", select_one, "gets"_a, "puts"_a, "timeout"_a.none(), "ready"_a = nb::list());

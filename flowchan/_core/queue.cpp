@@ -60,7 +60,9 @@ Step LocalQueue::try_put(const Item& item, WriterState* writer, Wakes& wakes) {
 Step LocalQueue::try_take(Item& item, ReaderState* reader, Wakes& wakes) {
     if (state == BROKEN) return Step::Broken;
     if (count_ == 0)
-        return nothing_coming() && (leased == 0 || (reader && reader->in_hand)) ? Step::Drained : Step::Wait;
+        return nothing_coming() && (leased == 0 || (reader && (reader->alone || reader->in_hand)))
+                   ? Step::Drained
+                   : Step::Wait;
     item = buffer_[head_];
     buffer_[head_].object = nullptr;
     head_ = (head_ + 1) & (buffer_.size() - 1);

@@ -32,6 +32,8 @@ struct ReaderState {
     bool lazy =
         false;  // a stage's reader. It wakes writers when a quarter of the places is free, not for each place:
                 // its next item matters more than the writer's, and their slices bound the delay.
+    bool alone =
+        false;  // what others have in hand never comes to it, so it does not wait for that at the end
 };
 struct WriterState {
     uint32_t session = 0;
@@ -176,7 +178,8 @@ class Ring : public std::enable_shared_from_this<Ring> {
         const int64_t ago = coarse_now_ns() - int64_t(h_->swept_ns.load(std::memory_order_relaxed));
         return ago < 0 || ago >= SLICE_NS * 4 / 5;
     }
-    void hand_on(uint32_t from, uint32_t to);            // what a dead reader had in hand, to its successor
+    // What a dead reader had in hand, to its successor.
+    void hand_on(uint32_t from, uint32_t to, bool all = false, bool blame = true);
     std::vector<Slot*> in_hand(uint32_t session) const;  // what a reader has on lease, oldest first
     // Ends the session of a writer that died. If it had put outputs for one of `items`, which will be worked
     // on again, that is remembered, so that they are not put twice.

@@ -258,11 +258,11 @@ void Ring::release(Slot* slot, Wakes& wakes) {
 // --- the end ---
 
 // Whether nothing more can come for this reader now. Others may still give back what they have in hand, so
-// who has nothing in hand waits for that. Who has something does not: two who gather (get_more) would wait
-// for each other.
+// who has nothing in hand waits for that, unless it would not be given to it. Who has something does not: two
+// who gather (get_more) would wait for each other.
 bool Ring::at_end_for(const ReaderState* reader) const {
-    const bool gathers = reader && session(reader->session).leased > 0;
-    return h_->state == CLOSED && nothing_coming() && (gathers || h_->leased == 0);
+    const bool goes = reader && (reader->alone || session(reader->session).leased > 0);
+    return h_->state == CLOSED && nothing_coming() && (goes || h_->leased == 0);
 }
 
 // When the last item may have gone, all who wait must look: for some the end has come.

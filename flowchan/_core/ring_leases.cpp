@@ -133,31 +133,32 @@ uint64_t Ring::take_back(Wakes& wakes) {
 }
 
 // What a dead reader had in hand, and has not been worked on since: to its successor alone where it may have
-// killed it, so that the others go on meanwhile (R10); else nothing, and it goes back to all. All of it stays
-// on lease.
-void Ring::hand_on(uint32_t from, uint32_t to) {
+// killed it, so that the others go on meanwhile (R10), or where nobody else may take it (`all`); else nothing,
+// and it goes back to all. All of it stays on lease. Without `blame` it was us who ended the reader.
+void Ring::hand_on(uint32_t from, uint32_t to, bool all, bool blame) {
     Session &s = session(from), &next = session(to);
-    const bool suspect = s.lease_head && s.at != Session::OURS;
-    if (h_->damaged || (!suspect && !s.again_head) || next.again_head) return;
+    const bool suspect = blame && s.lease_head && s.at != Session::OURS;
+    const uint64_t suspects = suspect ? s.suspects() : 0, most = all ? s.leased : suspects;
+    if (h_->damaged || (!most && !s.again_head) || next.again_head) return;
     if ((s.lease_head && !slot_exists(s.lease_tail)) || (s.again_head && !slot_exists(s.again_tail)))
         return void(found_damage());
-    const uint64_t suspects = suspect ? s.suspects() : 0;
     uint64_t last = 0, rest = s.lease_head;
-    for (uint64_t n = 0; n < suspects; ++n, last = rest, rest = at<Slot>(rest)->next) {
+    for (uint64_t n = 0; n < most; ++n, last = rest, rest = at<Slot>(rest)->next) {
         if (!slot_exists(rest) || !is_leased(at<Slot>(rest))) return void(found_damage());
+        if (n >= suspects) continue;
         // A death between here and the commit counts twice: `deaths` may then be one too high, nothing else.
         at<Slot>(rest)->state += Slot::DEATH;
         fault_point();
     }
     Change change(record(Side::Writer), windows_);
-    if (suspect) change.set(at<Slot>(last)->next, s.again_head);
-    change.set(next.again_head, suspect ? s.lease_head : s.again_head);
+    if (most) change.set(at<Slot>(last)->next, s.again_head);
+    change.set(next.again_head, most ? s.lease_head : s.again_head);
     change.set(next.again_tail, s.again_head ? s.again_tail : last);
-    change.set(next.again, s.again + suspects);
+    change.set(next.again, s.again + most);
     change.set(next.again_at, suspect ? s.at : s.again_at);
-    if (suspect) {
+    if (most) {
         change.set(s.lease_head, rest);
-        change.set(s.leased, s.leased - suspects);
+        change.set(s.leased, s.leased - most);
     }
     change.set(s.again_head, 0);
     change.set(s.again, 0);

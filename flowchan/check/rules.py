@@ -14,6 +14,7 @@ started.
 | type | the items are not what the reader's annotation asks for |
 | pickle | something cannot be sent to a stage's process |
 | hosts | the hosts of a stage are still to be given, or can't be known here |
+| gang | the workers of a stage can't form a group as they are declared |
 | daemon | worker processes are asked for in a daemonic process, which may start none |
 | spent | a source has an iterator that is at its end, or that an earlier run has read |
 | capacity | a capacity is not an int of at least 1 |
@@ -107,11 +108,12 @@ def _duplicates(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
             )
             yield place, Problem("duplicate", stage.name, stage.where, message)
             continue
-        for output in stage.all_outputs:
-            owner = channels.setdefault(output.name, stage)
+        names = [name for output in stage.all_outputs for _, name in stage.channels(output)]
+        for name in names:
+            owner = channels.setdefault(name, stage)
             if owner is not stage:
                 message = (
-                    f"its channel {output.name!r} is named like one of stage {owner.name!r} "
+                    f"its channel {name!r} is named like one of stage {owner.name!r} "
                     f"at {owner.where}; "
                     "give one of the stages another name="
                 )
@@ -254,12 +256,11 @@ def _system(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
 
 
 def _limits(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
-    apart = {stage.name: stage.verb.worker_per_input for stage in stages}
-    writing = {stage.name: len(stage.inputs) if apart[stage.name] else stage.workers for stage in stages}
-    reading = {stage.name: 1 if apart[stage.name] else stage.workers for stage in stages}
+    writing = {stage.name: stage.worker_count for stage in stages}
+    reading = {stage.name: 1 if stage.verb.worker_per_input else stage.workers for stage in stages}
     places = {stage.name: place for place, stage in enumerate(stages)}
     for link in graph.links:
-        ports = writing.get(link.writer, 0) + reading.get(link.reader or "", 0)
+        ports = (1 if link.worker else writing.get(link.writer, 0)) + reading.get(link.reader or "", 0)
         if link.medium.copies and ports > _MOST_PORTS:
             message = (
                 f"its channel {link.name!r} is written and read by {ports:,} workers; between "
@@ -338,6 +339,26 @@ def _hosts(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
                 "or declare it with on=pool"
             )
             yield place, Problem("hosts", stage.name, stage.where, message)
+        if stage.place.is_far and stage.told_apart:
+            message = (
+                "workers on hosts can't be told apart by allreduce; let them run on this one, or pass "
+                "their items through a stage here"
+            )
+            yield place, Problem("hosts", stage.name, stage.where, message)
+
+
+def _gangs(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
+    for place, stage in enumerate(stages):
+        if stage.gang is None:
+            continue
+        if stage.place.is_far:
+            message = (
+                "its workers form a group, which joins threads or processes of one host: let it run on one"
+            )
+            yield place, Problem("gang", stage.name, stage.where, message)
+        if is_async(stage.function):
+            message = "its workers form a group, whose operations wait: an async function can't call them"
+            yield place, Problem("gang", stage.name, stage.where, message)
 
 
 def _bytes_of(link: Link) -> int:
@@ -363,4 +384,5 @@ _RULES = (
     _spent,
     _daemonic,
     _hosts,
+    _gangs,
 )

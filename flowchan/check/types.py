@@ -20,6 +20,7 @@ from flowchan.declare.values import Origin, Output, Stage
 from flowchan.errors import Problem
 
 _ITEMS = {"item": 1, "fold": 2}
+_CALLED_WITH = {**_ITEMS, "leaves": 2}
 _WIDER = {(int, float), (int, complex), (float, complex), (bool, float), (bool, complex)}
 _BYTES = {bytes, bytearray, memoryview}
 _ARGUMENTS = {1: "one argument, the item", 2: "two arguments, the result so far and the item"}
@@ -144,7 +145,7 @@ def _item_signature(function: Any) -> inspect.Signature | None:
 
 def _call_messages(stage: Stage) -> Iterator[str]:
     """A verb that calls the function with the item."""
-    count = _ITEMS.get(stage.verb.calls or "")
+    count = _CALLED_WITH.get(stage.verb.calls or "")
     if count is None:
         return
     signature = _item_signature(stage.function)
@@ -209,8 +210,12 @@ def _port_messages(stage: Stage) -> Iterator[str]:
         listed = f" ({', '.join(readers)})" if readers else ""
         given = "1 stream was" if len(stage.inputs) == 1 else f"{len(stage.inputs)} streams were"
         yield f"{name} has {asked}{listed}, but {given} given; give one stream for each"
+    seat = None if stage.gang is None else stage.gang.parameter
     for parameter in signature.parameters.values():
-        yield from _parameter_messages(stage, name, parameter, parameter.name in ports)
+        if parameter.name != seat:
+            yield from _parameter_messages(stage, name, parameter, parameter.name in ports)
+        elif seat in stage.kwargs:
+            yield f"{seat!r} of {name} is the worker's member of a group, which the run gives; don't give one"
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
     for given in stage.kwargs:
         if given not in signature.parameters and not takes_all:

@@ -6,13 +6,12 @@ import itertools
 import os
 from collections import defaultdict
 
-from flowchan import _core
 from flowchan.collective.environment import Place, place
 from flowchan.collective.gathering import meet_at
 from flowchan.collective.group import Group
 from flowchan.collective.handles import Handle
 from flowchan.collective.meeting import meet
-from flowchan.collective.shared import SharedGroup
+from flowchan.collective.shared import make_all
 from flowchan.errors import GroupError, MemberDied, MemberLeft, Mismatch
 from flowchan.items.whole import is_whole
 
@@ -76,11 +75,7 @@ def members(size: int, *, name: str = "") -> list[Group]:
     """All members of a new group, to be given to the threads or processes that use them: each to one, before
     its first use. A member counts as joined when it arrives in another process, enters ``with``, or calls
     its first operation."""
-    made = _core.Group._make(_whole(size))
-    try:
-        return [SharedGroup(os.dup(made), rank, name) for rank in range(size)]
-    finally:
-        os.close(made)
+    return make_all(_whole(size), name)
 
 
 def _whole(size: int) -> int:

@@ -6,8 +6,6 @@ import math
 import sys
 from typing import Any
 
-NOTHING: Any = None
-
 
 def is_tensor(x: Any) -> bool:
     torch = sys.modules.get("torch")
@@ -39,7 +37,8 @@ def described(x: Any) -> str:
 
 
 def contiguous(x: Any) -> Any:
-    """The same in one piece, to be read."""
+    """``x`` itself if it lies in one piece, else a copy that does: :func:`give_back` copies what was written
+    there."""
     if is_tensor(x):
         return x.detach().contiguous().resolve_conj().resolve_neg()
     numpy = sys.modules["numpy"]
@@ -47,13 +46,9 @@ def contiguous(x: Any) -> Any:
     return _plain(flat)
 
 
-def writable_twin(x: Any) -> Any:
-    """``x`` itself if it lies in one piece, else a copy that does: :func:`give_back` copies it back."""
-    return contiguous(x)
-
-
 def give_back(flat: Any, x: Any) -> Any:
-    """Copies what was written into the twin of ``x``, if it is another piece of memory; returns ``x``."""
+    """Copies what was written into ``flat``, which :func:`contiguous` gave for ``x``, if it is another piece
+    of memory; returns ``x``."""
     if is_tensor(x):
         torch = sys.modules["torch"]
         if flat.data_ptr() != x.data_ptr():
@@ -115,7 +110,7 @@ def is_here(x: Any) -> bool:
 
 
 def empty_like(x: Any) -> Any:
-    return make(like(x), x)
+    return make(like(x))
 
 
 def divide(x: Any, by: int) -> None:
@@ -133,7 +128,7 @@ def like(x: Any) -> tuple[str, Any, tuple[int, ...]]:
     return "numpy", x.dtype, tuple(x.shape)
 
 
-def make(made: tuple[str, Any, tuple[int, ...]], mine: Any) -> Any:
+def make(made: tuple[str, Any, tuple[int, ...]]) -> Any:
     """An empty one, from what :func:`like` said of it."""
     library, dtype, shape = made
     if library == "torch":
@@ -153,7 +148,7 @@ def part_like(x: Any, parts: int) -> Any:
             f"{described(x)}"
         )
     library, dtype, shape = like(x)
-    return make((library, dtype, (shape[0] // parts, *shape[1:])), x)
+    return make((library, dtype, (shape[0] // parts, *shape[1:])))
 
 
 def parts_of(x: Any, parts: int) -> list[Any]:

@@ -7,15 +7,14 @@ They stand on a few operations on bytes and on arrays that lie in one piece, whi
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from flowchan.collective import arrays
-from flowchan.collective.combining import combined
 from flowchan.collective.handles import Handle, Later
 from flowchan.collective.values import dumps, loads
+from flowchan.items.combining import OPERATIONS, combined
 from flowchan.items.whole import is_whole
 
 NAMES = (
@@ -32,17 +31,6 @@ VALUES, ARRAYS, KNOWN = 1, 2, 3
 """What an operation's members give: values of Python, arrays of any size, arrays whose sizes all know."""
 
 Op = str | Callable[[Any, Any], Any]
-
-FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
-    "sum": operator.add,
-    "mean": operator.add,
-    "prod": operator.mul,
-    "min": min,
-    "max": max,
-    "and": operator.and_,
-    "or": operator.or_,
-    "xor": operator.xor,
-}
 
 
 class Group:
@@ -61,6 +49,9 @@ class Group:
         self.name = name
         self._failure: BaseException | None = None
         self._later: Later | None = None
+
+    _make_all: ClassVar[Callable[[int, str], Sequence[Group]]]
+    """Makes all members of a new group of threads or processes, as a graph does for a gang."""
 
     if TYPE_CHECKING:  # what a group on one host and one over several have, each in its own way
 
@@ -116,7 +107,7 @@ class Group:
         if out is not None:
             return self._gather_into(ALLGATHER, x, out, range(self.size), timeout)
         if not arrays.is_array(x):
-            return [loads(part) for part in self._exchange(ALLGATHER, VALUES, dumps(x), -1, timeout, x, None)]
+            return self._values(x, timeout)
         return self._gather_arrays(ALLGATHER, x, range(self.size), timeout)
 
     def gather(self, x: Any, root: int = 0, *, timeout: float | None = None) -> list[Any] | None:
@@ -232,13 +223,15 @@ class Group:
     # --- parts of the above ---
 
     def _reduced(self, doing: int, x: Any, op: Op, out: Any, root: int, timeout: float | None) -> Any:
-        if isinstance(op, str) and op not in FUNCTIONS:
-            raise ValueError(f"op must be one of {', '.join(map(repr, FUNCTIONS))} or a function, not {op!r}")
+        if isinstance(op, str) and op not in OPERATIONS:
+            raise ValueError(
+                f"op must be one of {', '.join(map(repr, OPERATIONS))} or a function, not {op!r}"
+            )
         if arrays.is_array(x) and isinstance(op, str):
             target = x if out is None else out
             if root not in (-1, self.rank):
                 target = arrays.contiguous(x)
-            flat = arrays.writable_twin(target)
+            flat = arrays.contiguous(target)
             source = flat if target is x else arrays.contiguous(x)
             if self._reduce(doing, source, flat, op, root, timeout) is NotImplemented:
                 raise TypeError(not_here(NAMES[doing], x))
@@ -248,7 +241,7 @@ class Group:
         found = self._exchange(doing, key, dumps(x), -1 if mine else self.rank, timeout, x, op)
         if not mine:
             return None
-        function = FUNCTIONS[op] if isinstance(op, str) else op
+        function = OPERATIONS[op] if isinstance(op, str) else op
         total = functools.reduce(function, (loads(part) for part in found))
         if op == "mean":
             total = total / self.size
@@ -258,7 +251,7 @@ class Group:
     def _spread_any(self, x: Any, root: int, timeout: float | None) -> Any:
         self._check_root(root)
         if arrays.is_array(x):
-            flat = arrays.writable_twin(x)
+            flat = arrays.contiguous(x)
             if self._spread(flat, root, timeout) is NotImplemented:
                 raise TypeError(not_here("broadcast", x))
             return arrays.give_back(flat, x)
@@ -269,7 +262,11 @@ class Group:
     def _combine(self, mine: tuple[bool, Any], function: Any, timeout: float | None) -> tuple[Any, int]:
         self._settle()
         found = self._exchange(COMBINE, VALUES, dumps(mine), -1, timeout, mine[1], None)
-        return combined(map(loads, found), function)
+        values = [value for contributes, value in map(loads, found) if contributes]
+        return combined(values, function), len(values)
+
+    def _values(self, x: Any, timeout: float | None) -> list[Any]:
+        return [loads(part) for part in self._exchange(ALLGATHER, VALUES, dumps(x), -1, timeout, x, None)]
 
     def _gathered(self, value: Any, timeout: float | None) -> list[Any]:
         return [loads(part) for part in self._exchange(SPLIT, VALUES, dumps(value), -1, timeout, None, None)]
@@ -278,9 +275,7 @@ class Group:
         self, doing: int, x: Any, wanted: Sequence[int], timeout: float | None, root: int = 0
     ) -> list[Any]:
         likes = self._exchange(doing, ARRAYS + 4 * root, dumps(arrays.like(x)), -1, timeout, x, root)
-        made = [
-            arrays.make(loads(one), x) if rank in wanted else arrays.NOTHING for rank, one in enumerate(likes)
-        ]
+        made = [arrays.make(loads(one)) if rank in wanted else None for rank, one in enumerate(likes)]
         source = arrays.contiguous(x)
         self._allgather_into(doing, KNOWN, [source], made if wanted else [None] * self.size, timeout)
         return made
@@ -289,20 +284,20 @@ class Group:
         parts = list(out) if isinstance(out, list | tuple) else arrays.parts_of(out, self.size)
         if len(parts) != self.size:
             raise ValueError(f"out must have a part for each of the {self.size} members, not {len(parts)}")
-        flats = [arrays.writable_twin(part) for part in parts]
+        flats = [arrays.contiguous(part) for part in parts]
         self._allgather_into(doing, KNOWN, [arrays.contiguous(x)], flats, timeout)
         for flat, part in zip(flats, parts, strict=True):
             arrays.give_back(flat, part)
         return out
 
     def _part_reduced(self, x: Any, target: Any, op: str, timeout: float | None) -> Any:
-        flat = arrays.writable_twin(target)
+        flat = arrays.contiguous(target)
         if self._reduce_scatter(arrays.contiguous(x), flat, op, timeout) is NotImplemented:
             raise TypeError(not_here("reduce_scatter", x))
         return arrays.give_back(flat, target)
 
     def _swap_arrays(self, doing: int, xs: Sequence[Any], out: Sequence[Any], timeout: float | None) -> None:
-        flats = [arrays.writable_twin(x) for x in out]
+        flats = [arrays.contiguous(x) for x in out]
         self._alltoall(doing, KNOWN, [arrays.contiguous(x) for x in xs], flats, timeout)
         for flat, x in zip(flats, out, strict=True):
             arrays.give_back(flat, x)
@@ -320,12 +315,7 @@ class Group:
             raise ValueError(f"root must be a rank of the group, from 0 to {self.size - 1}, not {root!r}")
 
     def _check_other(self, argument: str, rank: int) -> None:
-        if (
-            isinstance(rank, bool)
-            or not isinstance(rank, int)
-            or not 0 <= rank < self.size
-            or rank == self.rank
-        ):
+        if not is_whole(rank) or not 0 <= rank < self.size or rank == self.rank:
             raise ValueError(
                 f"{argument} must be the rank of another member, below {self.size}, not {rank!r}"
             )

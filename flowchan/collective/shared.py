@@ -209,3 +209,15 @@ def _arrive(handle: Inherited | Sent | Borrowed, rank: int, name: str) -> Shared
     member = SharedGroup(fd, rank, name)
     member._take_seat()
     return member
+
+
+def make_all(size: int, name: str) -> list[Group]:
+    """All members of a new group."""
+    made = _core.Group._make(size)
+    try:
+        return [SharedGroup(os.dup(made), rank, name) for rank in range(size)]
+    finally:
+        os.close(made)
+
+
+Group._make_all = staticmethod(make_all)

@@ -11,7 +11,7 @@ import collections.abc
 import inspect
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,6 +118,17 @@ def ports_of(function: Callable[..., Any]) -> tuple[Port, ...]:
             args = typing.get_args(annotation)
             found.append(Port(parameter.name, origin is In, known(args[0]) if args else None))
     return tuple(found)
+
+
+def seat_of(function: Callable[..., Any]) -> tuple[str, Callable[[int, str], Sequence[Any]]] | None:
+    """The parameter that takes a worker's member of a group, and what makes such groups: its annotation is a
+    class that can, as ``flowchan.collective.Group``."""
+    signature = call_signature(function)
+    for parameter in () if signature is None else signature.parameters.values():
+        make = getattr(parameter.annotation, "_make_all", None)
+        if inspect.isclass(parameter.annotation) and make is not None:
+            return parameter.name, make
+    return None
 
 
 def known(annotation: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable
 from typing import Any, Never, Unpack
 
-from flowchan.declare.annotations import element_type, ports_of, returned_type
+from flowchan.declare.annotations import element_type, ports_of, returned_type, seat_of
 from flowchan.declare.arguments import (
     callable_argument,
     known_options,
@@ -15,7 +15,7 @@ from flowchan.declare.arguments import (
 from flowchan.declare.builder import Builder
 from flowchan.declare.places import Placement
 from flowchan.declare.stream import Feedback, PlainOptions, Stream, origins, streams_argument, streams_of
-from flowchan.declare.values import DEFAULT_CAPACITY, DEFAULT_RESTARTS
+from flowchan.declare.values import DEFAULT_CAPACITY, DEFAULT_RESTARTS, Gang
 from flowchan.items.text import shown
 
 _SOURCE_OPTIONS = ("name", "on", "capacity", "restarts", "restartable", "gpus")
@@ -135,9 +135,14 @@ class Blueprint(Builder):
         ``In[T]`` and ``Out[T]``. The streams go to the ``In`` parameters in order, ``kwargs`` to the
         parameters that are no ports. Returns ``None``, one stream or a tuple of streams, as there are ``Out``
         parameters. ``restartable``: the function keeps no state between items, so a worker process that died
-        may be replaced, up to ``restarts`` times. ``gpus``: that each worker has for itself."""
+        may be replaced, up to ``restarts`` times. ``gpus``: that each worker has for itself.
+
+        With a parameter annotated ``flowchan.collective.Group`` its workers are a gang: they start together,
+        each with its member of a group. When one dies and the stage is restartable, all begin again, each
+        with what it had in hand."""
         ports = ports_of(callable_argument("stage", "function", function))
         no_misspelt_option("stage", function, kwargs, _STAGE_OPTIONS)
+        seat = seat_of(function)
         if restartable and not streams and workers != 1:
             raise ValueError(
                 f"stage: a restartable stage without inputs has one worker, not workers={workers!r}"
@@ -158,6 +163,7 @@ class Blueprint(Builder):
             restarts=restarts,
             restartable=restartable,
             gpus=gpus,
+            gang=None if seat is None else Gang(*seat),
         )
         outs = streams_of(self, stage)
         return None if not outs else outs[0] if len(outs) == 1 else outs

@@ -20,6 +20,7 @@ from flowchan.declare.values import (
     DEFAULT_CAPACITY,
     DEFAULT_MAX_DEATHS,
     DEFAULT_RESTARTS,
+    Gang,
     Link,
     Loop,
     Origin,
@@ -72,7 +73,8 @@ class Builder:
     @property
     def links(self) -> tuple[Link, ...]:
         """Every channel: each output of each stage with its reader, and each error stream that somebody
-        reads. A stream with several readers, which ``check`` reports, gives one link per reader."""
+        reads. A stream with several readers, which ``check`` reports, gives one link per reader; one whose
+        reader tells the workers apart gives one per worker."""
         if self._links is None:
             self._links = tuple(self._joined())
         return self._links
@@ -111,6 +113,7 @@ class Builder:
         max_deaths: int = DEFAULT_MAX_DEATHS,
         restartable: bool = False,
         gpus: int = 0,
+        gang: Gang | None = None,
     ) -> Stage:
         """Adds one stage, after the checks that all verbs share."""
         whole(kind, "capacity", capacity, 1)
@@ -153,6 +156,7 @@ class Builder:
             max_deaths=max_deaths,
             restartable=restartable,
             gpus=gpus,
+            gang=gang,
         )
         self._add(stage)
         return stage
@@ -209,17 +213,25 @@ class Builder:
         self._links = None
 
     def _resize(self, origin: Origin, capacity: int) -> None:
-        """Gives an output's channel another capacity, by a new value in the place of its stage."""
+        """Gives an output's channel another capacity."""
+        self._change_output(origin, capacity=capacity)
 
-        def resized(output: Output) -> Output:
-            return dataclasses.replace(output, capacity=capacity) if output.port == origin.port else output
+    def _tell_apart(self, origin: Origin) -> None:
+        """Gives each worker of a stage a channel of its own for this output."""
+        self._change_output(origin, apart=True)
+
+    def _change_output(self, origin: Origin, **changes: Any) -> None:
+        """By a new value in the place of its stage."""
+
+        def changed(output: Output) -> Output:
+            return dataclasses.replace(output, **changes) if output.port == origin.port else output
 
         place = self._by_port[origin]
         stage = self._stages[place]
         self._stages[place] = dataclasses.replace(
             stage,
-            outputs=tuple(resized(output) for output in stage.outputs),
-            errors=None if stage.errors is None else resized(stage.errors),
+            outputs=tuple(changed(output) for output in stage.outputs),
+            errors=None if stage.errors is None else changed(stage.errors),
         )
         self._links = None
 
@@ -240,26 +252,28 @@ class Builder:
         for stage in self._stages:
             for output in stage.outputs:
                 for reader, port in readers.get(Origin(stage.name, output.port), nobody):
-                    yield _link(stage, output, reader, port)
+                    yield from _links(stage, output, reader, port)
             if stage.errors is not None:
                 for reader, port in readers.get(Origin(stage.name, stage.errors.port), ()):
-                    yield _link(stage, stage.errors, reader, port)
+                    yield from _links(stage, stage.errors, reader, port)
 
 
-def _link(stage: Stage, output: Output, reader: Stage | None, port: str | None) -> Link:
-    return Link(
-        name=output.name,
-        writer=stage.name,
-        writer_port=output.port,
-        reader=None if reader is None else reader.name,
-        reader_port=port,
-        item=output.item,
-        capacity=output.capacity,
-        medium=stage.place.medium_to(stage.place if reader is None else reader.place),
-        errors=output is stage.errors,
-        where=stage.where,
-        feedback=reader is not None and port in reader.feedback,
-    )
+def _links(stage: Stage, output: Output, reader: Stage | None, port: str | None) -> Iterator[Link]:
+    for worker, name in stage.channels(output):
+        yield Link(
+            name=name,
+            writer=stage.name,
+            writer_port=output.port,
+            reader=None if reader is None else reader.name,
+            reader_port=port,
+            item=output.item,
+            capacity=output.capacity,
+            medium=stage.place.medium_to(stage.place if reader is None else reader.place),
+            errors=output is stage.errors,
+            where=stage.where,
+            feedback=reader is not None and port in reader.feedback,
+            worker=worker,
+        )
 
 
 def _name_from(function: Any, kind: str) -> str:

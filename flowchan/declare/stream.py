@@ -17,6 +17,7 @@ from flowchan.declare.arguments import callable_argument, known_options, seconds
 from flowchan.declare.builder import Builder
 from flowchan.declare.places import Placement
 from flowchan.declare.values import Origin, Stage
+from flowchan.items.combining import OPERATIONS, Function, Reduced
 from flowchan.items.text import shown
 from flowchan.items.whole import whole
 
@@ -170,6 +171,24 @@ class Stream:
             **options,
         )
         return streams_of(self.graph, stage)[0]
+
+    def allreduce(self, op: str | Function = "sum", **options: Unpack[PlainOptions]) -> Stream:
+        """One :class:`Reduced` for each round: round k combines the k-th item of every worker of this
+        stream's stage that still has one, in the order of the workers, leaf by leaf through dictionaries,
+        lists and tuples. ``op``: "sum", "mean", "prod", "min", "max", "and", "or", "xor", or a function of
+        two. Each worker has a channel of its own, so ``ordered`` does not matter here. Several streams:
+        ``graph.merge(*streams).allreduce(op)``, whose workers have one of them each."""
+        known_options("allreduce", options, ("op", *PlainOptions.__annotations__))
+        named = isinstance(op, str)
+        if named and op not in OPERATIONS:
+            allowed = ", ".join(map(repr, OPERATIONS))
+            raise ValueError(f"allreduce: op must be one of {allowed} or a function of two, not {op!r}")
+        function = None if named else callable_argument("allreduce", "op", op)
+        origin = self._own("allreduce")
+        own = {"op": op} if named else {}
+        (stream,) = self._next("allreduce", [("out", Reduced)], options, function=function, own=own)
+        self.graph._tell_apart(origin)
+        return stream
 
     def buffer(self, capacity: int) -> Stream:
         """This stream, with a channel of ``capacity`` items. It adds no stage."""

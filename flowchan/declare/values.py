@@ -7,7 +7,7 @@ another process as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -59,16 +59,27 @@ class Output:
     ``name`` is the channel's name, unique in the graph: the stage's name when it has one output, else
     ``stage.port``; ``stage.errors`` for the error stream. ``item`` is the annotated item type, ``None`` if
     unknown; it is for checks and pictures, and stays behind where the stage is sent to another process, for
-    it may be nothing that can be sent.
+    it may be nothing that can be sent. ``apart``: its reader tells the workers apart, so each of them has a
+    channel of its own, ``name worker``.
     """
 
     name: str
     port: str
     item: Any = None
     capacity: int = DEFAULT_CAPACITY
+    apart: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Output, (self.name, self.port, None, self.capacity)
+        return Output, (self.name, self.port, None, self.capacity, self.apart)
+
+
+@dataclass(frozen=True, slots=True)
+class Gang:
+    """That the workers of a stage form a group: ``parameter`` of its function takes a worker's member, and
+    ``make(size, name)`` gives those of a new group."""
+
+    parameter: str
+    make: Callable[[int, str], Sequence[Any]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,6 +109,7 @@ class Stage:
     """That each worker has for itself."""
     feedback: frozenset[str] = frozenset()
     """The input ports that read what a stage further on puts."""
+    gang: Gang | None = None
 
     @property
     def kind(self) -> str:
@@ -115,6 +127,28 @@ class Stage:
         return self.outputs if self.errors is None else (*self.outputs, self.errors)
 
     @property
+    def worker_count(self) -> int:
+        """How many workers it has."""
+        return len(self.inputs) if self.verb.worker_per_input else self.workers
+
+    @property
+    def told_apart(self) -> bool:
+        """Whether somebody tells its workers apart by their outputs."""
+        return self.worker_count > 1 and any(output.apart for output in self.all_outputs)
+
+    @property
+    def keeps_its_own(self) -> bool:
+        """Whether what a worker had in hand when it died is its successor's alone: where workers are told
+        apart by outputs, of which some may be out, and where all begin again together."""
+        return self.told_apart or self.gang is not None
+
+    def channels(self, output: Output) -> tuple[tuple[int, str], ...]:
+        """The names of an output's channels, each with the number of the worker that writes it; 0: all do."""
+        if not output.apart or self.worker_count == 1:
+            return ((0, output.name),)
+        return tuple((worker, f"{output.name} {worker}") for worker in range(1, self.worker_count + 1))
+
+    @property
     def read(self) -> tuple[tuple[str, Origin], ...]:
         """Each input port with what it reads."""
         return tuple(zip(self.input_ports, self.inputs, strict=False))
@@ -124,7 +158,8 @@ class Stage:
 class Link:
     """A channel of the graph: which port writes it, which stage's port reads it (``reader`` is ``None`` for a
     result that leaves the graph, or when nobody reads it), and the medium that the places of both ends
-    ask for. ``feedback``: it leads back to a stage that its writer depends on."""
+    ask for. ``feedback``: it leads back to a stage that its writer depends on. ``worker``: the number of the
+    only worker that writes it; 0: all of the stage do."""
 
     name: str
     writer: str
@@ -137,3 +172,10 @@ class Link:
     errors: bool
     where: Where
     feedback: bool = False
+    worker: int = 0
+
+    @property
+    def reading_end(self) -> str:
+        """The name of the port at which it is read."""
+        assert self.reader_port is not None
+        return f"{self.reader_port}.{self.worker}" if self.worker else self.reader_port

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Calls = Literal["item", "fold", "arguments", "ports"]
-"""How the user's function is called: with each item; with the result so far and each item; once with the
-declared arguments; once per worker with its ports."""
+Calls = Literal["item", "fold", "leaves", "arguments", "ports"]
+"""How the user's function is called: with each item; with the result so far and each item; the same for parts
+of them; once with the declared arguments; once per worker with its ports."""
 
 Role = Literal["source", "stage", "sink"]
 
@@ -134,6 +134,7 @@ _ROWS = (
     Verb(name="take", body=f"{_BODIES}:take", lets_go="not taken"),
     Verb(name="tee", body=f"{_BODIES}:tee", repeats=True),
     Verb(name="zip", body=f"{_BODIES}:zip_"),
+    Verb(name="allreduce", body=f"{_BODIES}:allreduce", calls="leaves"),
     Verb(name="merge", body=f"{_BODIES}:merge", worker_per_input=True, owes=True),
     Verb(
         name="stage",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import enum
+import itertools
 import time
 import zlib
 from collections import Counter
@@ -19,6 +20,7 @@ from typing import Any
 
 from flowchan.channel.channel import In, Out
 from flowchan.errors import Broken, Closed, Drained, Empty, WorkerDied
+from flowchan.items.combining import Reduced, reduced
 from flowchan.run.failures import Failed, ItemFailed, Portable, text_of
 
 SKIPPED: Any = object()
@@ -335,6 +337,27 @@ def zip_(job: Job, *, out: Out[tuple[Any, ...]], **inputs: In[Any]) -> None:
         except Drained:
             return
         out.put(together)
+
+
+def allreduce(job: Job, *, out: Out[Reduced], **inputs: In[Any]) -> None:
+    ports = list(inputs.values())
+    op = job.options.get("op", job.function)
+    for number in itertools.count():
+        items = []
+        for port in list(ports):
+            try:
+                items.append(port.get())
+            except Drained:
+                ports.remove(port)
+        if not items:
+            return
+        try:
+            value = reduced(items, op)
+        except BaseException as error:
+            error.add_note(f"in round {number} of allreduce, from {len(items)} workers")
+            raise
+        out.put(Reduced(value, len(items), number))
+        del items, value
 
 
 def merge(job: Job, *, out: Out[Any], **inputs: In[Any]) -> None:

@@ -8,7 +8,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from flowchan import _core
@@ -63,8 +63,12 @@ class Crew(Protocol):
     def obituary(self, id: WorkerId, used: int) -> Died:
         """How a worker died whose process is gone without a word; ``used`` restarts of its stage are used."""
 
-    def recover(self, id: WorkerId) -> None:
-        """Gives back what a dead worker had in hand, to be taken up by its successor or by another."""
+    def recover(self, id: WorkerId, blame: bool = True) -> None:
+        """Gives back what a dead worker had in hand, to be taken up by its successor or by another. Without
+        ``blame`` it was ended by us."""
+
+    def regroup(self, ids: Sequence[WorkerId]) -> None:
+        """Makes a new group for these workers of a gang, which are to be started."""
 
     def start_again(self, id: WorkerId) -> None:
         """Starts the successor of a worker that was recovered."""
@@ -120,6 +124,7 @@ class LocalCrew:
         ]
         self.threads: dict[WorkerId, threading.Thread] = {}
         self._tasks: list[Tasks] = []  # of the async stages
+        self._seats: dict[WorkerId, Any] = {}  # the members of groups, for the workers of gangs
         self.obituaries = Obituaries(plan)
         self._tell: Callable[[Event], None] = _is_over
         # What worker processes tell comes by mail, and a thread of its own hands it on. What the watch sees
@@ -141,6 +146,9 @@ class LocalCrew:
     def start(self, tell: Callable[[Event], None]) -> None:
         """Processes first: a fork copies no thread of ours."""
         self._tell = tell
+        for stage in self.plan.graph.stages:
+            if stage.gang is not None:
+                self.regroup([id for id in self._workers if id.stage == stage.name])
         self._start_processes()
         self._start_threads()
 
@@ -173,7 +181,8 @@ class LocalCrew:
     def start_thread(self, id: WorkerId) -> None:
         """Starts a worker on a thread of this process."""
         stage, ports = self._workers[id].stage, self._opened.ports[id]
-        self.threads[id] = self._started(f"/{id}", work, self.begun(id), stage, ports, self._tell, False)
+        arguments = (self.begun(id), stage, ports, self._tell, False, (), self._seats.pop(id, None))
+        self.threads[id] = self._started(f"/{id}", work, *arguments)
 
     def count_thread(self, id: WorkerId, thread: threading.Thread) -> None:
         """Somebody else's thread does the work of this worker: one more that may wait when nobody can
@@ -195,7 +204,8 @@ class LocalCrew:
         stage, ports = self._workers[id].stage, self._opened.ports[id]
         how = self.obituaries.how_they_died(id)
         try:
-            self._apart.start(self.begun(id), dumps_for_worker(stage), ports, how, stage.gpus)
+            member = self._seats.pop(id, None)
+            self._apart.start(self.begun(id), dumps_for_worker(stage), ports, how, stage.gpus, member)
         except (EOFError, OSError):
             if server_was_unguarded():
                 raise unguarded(self.plan.graph) from None
@@ -314,20 +324,26 @@ class LocalCrew:
         assert self._apart is not None
         return self.obituaries.write(self._workers[id], self._apart.death(id, self._opened.ports[id]), used)
 
-    def recover(self, id: WorkerId) -> None:
+    def recover(self, id: WorkerId, blame: bool = True) -> None:
         assert self._apart is not None
-        self.hand_on(id)
+        self.hand_on(id, blame)
         self._apart.forget(id)
 
-    def hand_on(self, id: WorkerId) -> None:
+    def hand_on(self, id: WorkerId, blame: bool = True) -> None:
         """Gives what a worker had in hand to new ports in its place."""
         old, new = self._opened.ports[id], open_ports(self._workers[id], self.channels)
-        take_up(old, new)
+        take_up(old, new, self._workers[id].stage.keeps_its_own, blame)
         self._opened.ports[id] = new
+
+    def regroup(self, ids: Sequence[WorkerId]) -> None:
+        stage = self._workers[ids[0]].stage
+        assert stage.gang is not None
+        self._seats.update(zip(ids, stage.gang.make(len(ids), stage.name), strict=True))
 
     def clear_up(self, abandoned: frozenset[WorkerId], patience: float | None) -> frozenset[WorkerId]:
         if self._apart is not None:
             self._apart.end()
+        self._seats.clear()
         for id in self._workers.keys() - abandoned:
             self.release_ports(id)
         for out in self.inputs.values():

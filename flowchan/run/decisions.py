@@ -17,6 +17,10 @@ left that nobody needs (a source that waits for its device).
 
 A worker process that dies while the run is *running* or *stopping* is replaced as long as its stage has
 restarts left: at once the first time, later after a pause that doubles with every death over the same item.
+
+The workers of a gang begin again together: when one has died, the others are ended, and once all are gone,
+all are started. Those in whose group's operation a member is missing may say so before its death is heard
+of: they are *bereft*, and their word is not a failure of their own, unless nobody died.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from flowchan.errors import MemberDied, MemberLeft
 from flowchan.run.events import Ended, Failure, WorkerId
 from flowchan.run.failures import text_of
 
@@ -42,10 +47,22 @@ Phase = Literal["running", "stopping", "finishing", "failing", "aborting", "ende
 
 
 @dataclass(frozen=True, slots=True)
+class Replace:
+    """Give back what a dead worker had in hand, and start another in its place after ``pause`` seconds."""
+
+    worker: WorkerId
+    pause: float
+
+
+@dataclass(frozen=True, slots=True)
 class State:
     """All that decisions depend on. ``since`` is when the phase began, in seconds of a clock that only goes
     forward; ``ends`` are the workers of stages whose end is what the user waits for. ``restarts`` says how
-    many workers of a stage have been replaced, ``limits`` how many may be."""
+    many workers of a stage have been replaced, ``limits`` how many may be.
+
+    ``gangs`` are the stages whose workers form a group, and begin again together. ``regrouping``: for which
+    death a gang is being ended; ``fallen``: its workers that are gone, and not yet replaced. ``bereft``: what
+    those said in whose group somebody is missing."""
 
     alive: frozenset[WorkerId]
     processes: frozenset[WorkerId]
@@ -61,6 +78,15 @@ class State:
     terminated: bool = False
     killed: bool = False
     abandoned: frozenset[WorkerId] = frozenset()
+    gangs: frozenset[str] = frozenset()
+    bereft: Mapping[WorkerId, Failure] = field(default_factory=dict)
+    regrouping: Mapping[str, Replace] = field(default_factory=dict)
+    fallen: frozenset[WorkerId] = frozenset()
+
+    def ends_with_mates(self, worker: WorkerId) -> bool:
+        """Whether the end of its process says nothing that is not known: it is bereft, or was ended so that
+        all of its gang begin again."""
+        return worker in self.bereft or worker.stage in self.regrouping
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +101,13 @@ class Died:
     deaths: int = 1
     hopeless: bool = False
     counts: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Fell:
+    """The process of a gang's worker is gone that was ended by us, or is bereft."""
+
+    worker: WorkerId
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +139,7 @@ class Tick:
     """Time has passed."""
 
 
-Happening = Ended | Failure | Died | Stuck | Broke | StopAsked | AbortAsked | Tick
+Happening = Ended | Failure | Died | Fell | Stuck | Broke | StopAsked | AbortAsked | Tick
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,26 +168,36 @@ class Terminate:
 
 
 @dataclass(frozen=True, slots=True)
-class Replace:
-    """Give back what a dead worker had in hand, and start another in its place after ``pause`` seconds."""
+class Regroup:
+    """The same for all workers of a gang, of which one has ``died``."""
 
-    worker: WorkerId
-    pause: float
+    workers: tuple[WorkerId, ...]
+    died: Replace
 
 
-Action = StopSources | BreakChannels | ReleasePorts | Terminate | Replace
+Action = StopSources | BreakChannels | ReleasePorts | Terminate | Replace | Regroup
 
 
 def decide(state: State, happening: Happening, now: float) -> tuple[State, tuple[Action, ...]]:
     """The next state and what to do, after ``happening`` at time ``now``."""
     if state.phase == "ended":
         return state, ()
+    state, actions = _decide(state, happening, now)
+    if not state.fallen:
+        return state, actions
+    state, more = _settle_gangs(state, now)
+    return state, (*actions, *more)
+
+
+def _decide(state: State, happening: Happening, now: float) -> tuple[State, tuple[Action, ...]]:
     if isinstance(happening, Ended):
         return _gone(state, happening.worker, now)
     if isinstance(happening, Died):
         return _died(state, happening, now)
+    if isinstance(happening, Fell):
+        return dataclasses.replace(state, fallen=state.fallen | {happening.worker}), ()
     if isinstance(happening, Failure):
-        return _failed(state, happening, now, expected=False)
+        return _raised(state, happening, now)
     if isinstance(happening, Stuck):
         return _stuck(state, happening, now)
     if isinstance(happening, Broke):
@@ -207,11 +250,60 @@ def _died(state: State, died: Died, now: float) -> tuple[State, tuple[Action, ..
     stage = died.worker.stage
     used, limit = state.restarts.get(stage, 0), state.limits.get(stage, 0)
     replaceable = used < limit if died.counts else limit > 0
-    if state.phase in ("running", "stopping") and replaceable and not died.hopeless:
+    going_on = state.phase in ("running", "stopping")
+    mates = {worker for worker in state.alive if worker.stage == stage} - {died.worker}
+    if going_on and replaceable and not died.hopeless:
         pause = 0.0 if died.deaths < 2 else min(FIRST_PAUSE * 2 ** min(died.deaths - 2, 30), LONGEST_PAUSE)
         restarts = {**state.restarts, stage: used + died.counts}
-        return dataclasses.replace(state, restarts=restarts), (Replace(died.worker, pause),)
+        state, replace = dataclasses.replace(state, restarts=restarts), Replace(died.worker, pause)
+        if stage not in state.gangs:
+            return state, (replace,)
+        regrouping = {**state.regrouping, stage: replace}
+        fallen = state.fallen | {died.worker}
+        state = dataclasses.replace(state, regrouping=regrouping, fallen=fallen)
+        return state, _terminate(frozenset(mates - fallen), force=True)
     return _failed(state, died.failure, now, expected=state.terminated or state.phase == "finishing")
+
+
+def _raised(state: State, failure: Failure, now: float) -> tuple[State, tuple[Action, ...]]:
+    """What a worker raised. Of a gang's it may be that another is missing, which is that one's affair."""
+    missed = failure.worker.stage in state.gangs and isinstance(failure.error, MemberDied)
+    if missed and state.phase not in ("running", "stopping"):
+        return _failed(state, failure, now, expected=bool(state.failures))
+    if not missed or isinstance(failure.error, MemberLeft) or failure.worker not in state.processes:
+        return _failed(state, failure, now, expected=False)
+    return dataclasses.replace(state, bereft={**state.bereft, failure.worker: failure}), ()
+
+
+def _settle_gangs(state: State, now: float) -> tuple[State, tuple[Action, ...]]:
+    """Lets a gang begin again once all that are left of it are gone; where nobody has died, what they raised
+    is a failure after all. A run that does not go on waits for none of them."""
+    actions: tuple[Action, ...] = ()
+    for stage in sorted({worker.stage for worker in state.fallen}):
+        mates = frozenset(worker for worker in state.alive if worker.stage == stage)
+        fallen = sorted(state.fallen & mates, key=lambda worker: worker.number)
+        going_on, died = state.phase in ("running", "stopping"), state.regrouping.get(stage)
+        if going_on and len(fallen) < len(mates):
+            continue
+        bereft = state.bereft
+        state = dataclasses.replace(
+            state,
+            fallen=frozenset(worker for worker in state.fallen if worker.stage != stage),
+            bereft={worker: one for worker, one in bereft.items() if worker not in fallen},
+            regrouping={name: one for name, one in state.regrouping.items() if name != stage},
+        )
+        if going_on and died is not None and fallen:
+            actions = (*actions, Regroup(tuple(fallen), died))
+            continue
+        for worker in fallen:
+            nobody_died = going_on and worker is fallen[0]
+            state, more = (
+                _failed(state, bereft[worker], now, expected=False)
+                if nobody_died
+                else _gone(state, worker, now)
+            )
+            actions = (*actions, *more)
+    return state, actions
 
 
 def _stuck(state: State, stuck: Stuck, now: float) -> tuple[State, tuple[Action, ...]]:

@@ -150,7 +150,7 @@ class _About:
 
 def _stage(about: _About, elapsed: float) -> StageStats:
     stage, reads, writes = about.stage, about.reads, about.writes
-    workers = len(reads) if stage.verb.worker_per_input else stage.workers
+    workers = stage.worker_count
     whole = workers * elapsed
     items_in = sum(s.stats.items_out for s in reads)
     in_hand = sum(s.stats.leased for s in reads)

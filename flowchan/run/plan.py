@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from flowchan.declare.blueprint import Blueprint
@@ -123,17 +123,20 @@ def _hosted(
 
 
 def _workers(stage: Stage, links: tuple[Link, ...]) -> Iterator[PlannedWorker]:
-    reading = {link.reader_port: link.name for link in links if link.reader == stage.name}
-    writing = {link.writer_port: link.name for link in links if link.writer == stage.name}
-    outputs = {output.port: writing[output.port] for output in stage.outputs if output.port in writing}
-    errors = None if stage.errors is None else writing.get(stage.errors.port)
-    for number, ports in enumerate(_input_ports(stage), 1):
-        inputs = {port: reading[port] for port in ports}
+    for number in range(1, stage.worker_count + 1):
+        writing = {
+            link.writer_port: link.name
+            for link in links
+            if link.writer == stage.name and link.worker in (0, number)
+        }
+        outputs = {output.port: writing[output.port] for output in stage.outputs if output.port in writing}
+        errors = None if stage.errors is None else writing.get(stage.errors.port)
+        inputs = _inputs(stage, number, links)
         yield PlannedWorker(WorkerId(stage.name, number), stage, inputs, outputs, errors)
 
 
-def _input_ports(stage: Stage) -> Iterable[tuple[str, ...]]:
-    """The input ports of each worker: all of them, but one each for the workers of a merge."""
-    if stage.verb.worker_per_input:
-        return [(port,) for port in stage.input_ports]
-    return [stage.input_ports] * stage.workers
+def _inputs(stage: Stage, number: int, links: tuple[Link, ...]) -> dict[str, str]:
+    """The channels of a worker's input ports: of all that its stage has, or of one where each has its own."""
+    mine = stage.input_ports[number - 1 : number] if stage.verb.worker_per_input else stage.input_ports
+    read = [link for link in links if link.reader == stage.name]
+    return {link.reading_end: link.name for port in mine for link in read if link.reader_port == port}

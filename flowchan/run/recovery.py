@@ -22,11 +22,12 @@ HOPELESS = 4
 """Deaths of a worker in a row, each before it begins to work, that end the run."""
 
 
-def take_up(old: Ports, new: Ports) -> None:
+def take_up(old: Ports, new: Ports, whole: bool = False, blame: bool = True) -> None:
     """Gives back what a dead worker had in hand, so that every output of it appears once. ``new`` are the
-    open ports of its successor."""
+    open ports of its successor, which may have to do it alone; ``whole``: it gets all that the dead one had
+    in hand. Without ``blame`` no item can have killed the worker, for we did."""
     successors = [new.inputs[port] for port in old.inputs]
-    _core._take_up(list(old.inputs.values()), list(old.writers()), successors)
+    _core._take_up(list(old.inputs.values()), list(old.writers()), successors, whole, blame)
 
 
 def deaths_in_hand(ports: Ports) -> int:

@@ -96,9 +96,9 @@ class Spread(LocalCrew):
             return super().obituary(id, used)
         return self.obituaries.write(self._workers[id], away.death(id), used)
 
-    def recover(self, id: WorkerId) -> None:
+    def recover(self, id: WorkerId, blame: bool = True) -> None:
         away = self._whose.get(id)
-        super().recover(id) if away is None else away.recover(id)
+        super().recover(id, blame) if away is None else away.recover(id)
 
     def start_again(self, id: WorkerId) -> None:
         away = self._whose.get(id)

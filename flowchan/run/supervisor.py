@@ -48,7 +48,9 @@ from flowchan.run.deadlock import Deadlocks, Look
 from flowchan.run.decisions import (
     Action,
     BreakChannels,
+    Fell,
     Happening,
+    Regroup,
     ReleasePorts,
     Replace,
     State,
@@ -98,6 +100,7 @@ class Supervisor:
             sources=frozenset(id for id in ids if id.stage in plan.sources),
             ends=frozenset(id for id in ids if id.stage in plan.ends),
             limits=plan.limits(),
+            gangs=frozenset(stage.name for stage in plan.graph.stages if stage.gang),
             since=self.started_at,
         )
         # Takes in results that nobody reads while somebody outside waits for the run to move.
@@ -229,12 +232,19 @@ class Supervisor:
 
     def _bury(self, id: WorkerId) -> None:
         """A process has ended; unless it has told how, it died."""
-        if id in self.state.alive and id not in self._breaks.ended():
+        if id not in self.state.alive or id in self._breaks.ended():
+            return
+        if self.state.ends_with_mates(id):
+            self._handle(Fell(id))
+        else:
             self._handle(self.crew.obituary(id, self.state.restarts.get(id.stage, 0)))
 
     def _handle(self, happening: Happening) -> None:
         now = time.monotonic()
-        if isinstance(happening, Ended | Failure | decisions.Died) and happening.worker in self.state.alive:
+        if (
+            isinstance(happening, Ended | Failure | Fell | decisions.Died)
+            and happening.worker in self.state.alive
+        ):
             self._spans.end(happening.worker)
             self._unwanted[happening.worker.stage] += (
                 happening.unwanted if isinstance(happening, Ended) else 0
@@ -255,6 +265,18 @@ class Supervisor:
         elif isinstance(action, Replace):
             self.crew.recover(action.worker)
             self._due[action.worker] = time.monotonic() + action.pause
+        elif isinstance(action, Regroup):
+            self._regroup(action)
+
+    def _regroup(self, action: Regroup) -> None:
+        for worker in action.workers:
+            self.crew.recover(worker, blame=worker == action.died.worker)
+            self._due[worker] = time.monotonic() + action.died.pause
+        try:
+            self.crew.regroup(action.workers)
+        except OSError as error:
+            del self._due[action.died.worker]
+            self._handle(Failure(action.died.worker, error, None, self.pid))
 
     def _cancel_tasks(self) -> None:
         """At once when the run is broken off, and sources when nobody wants their elements any more; when

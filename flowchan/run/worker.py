@@ -50,8 +50,9 @@ def join_ports(ports: Ports, stage: Stage) -> None:
         return
     (reader,) = ports.inputs.values()
     ordered = stage.ordered and stage.workers > 1 and stage.verb.ordered
-    for out in ports.outputs.values():
-        out._follow(reader, ordered, stage.verb.one_output)
+    apart = {output.port for output in stage.outputs if output.apart}
+    for port, out in ports.outputs.items():
+        out._follow(reader, ordered and port not in apart, stage.verb.one_output)
     if ports.errors is not None:
         ports.errors._follow(reader, False, False)
 
@@ -97,10 +98,12 @@ def work(
     tell: Callable[[Event], None],
     sends: bool,
     predecessors: tuple[str, ...] = (),
+    member: Any = None,
 ) -> bool:
     """Runs one worker to its end. Never raises: however it ends, ``tell`` hears it before the ports are
     closed. ``sends``: what is told crosses to another process. ``predecessors``: how those died with whose
-    item it begins. True when its process is to end without a word, to be replaced."""
+    item it begins. ``member``: its own of the group that the stage's workers form. True when its process is
+    to end without a word, to be replaced."""
     worker = WorkerId(here.stage, here.number)
     chance.enter(here)
     job = Job(kind=stage.kind, function=_nothing)
@@ -111,6 +114,8 @@ def work(
         with built(stage.function) as function:
             job = _job(worker, stage, ports, function, tell)
             job.predecessors = predecessors
+            if stage.gang is not None:
+                job.kwargs = {**job.kwargs, stage.gang.parameter: member.__enter__()}
             tell(Began(worker))
             stage.verb.run()(job, **ports.inputs, **ports.outputs)
     except BaseException as error:
@@ -124,6 +129,8 @@ def work(
     except BaseException as error:  # no worker may end without a word, or the run waits for it for ever
         with contextlib.suppress(Closed, Broken):  # a run that is over hears nobody any more
             tell(Failure(worker, Portable(error) if sends else error, None, os.getpid()))
+    if member is not None:  # the others hear of it after the supervisor
+        member.close()
     return False
 
 
@@ -234,6 +241,8 @@ def _job(
     )  # fmt: skip
     for reader in ports.inputs.values():
         reader._wake_lazily()
+        if stage.keeps_its_own:
+            reader._read_alone()
         reader._on_poison(stage.max_deaths, job.poisoned)
     return job
 
@@ -308,9 +317,11 @@ def process_main(
     parent: int,
     predecessors: tuple[str, ...],
     devices: str | None,
+    member: Any,
 ) -> None:
     """What a worker's own process runs. ``predecessors``: how those died with whose item it begins.
-    ``devices``: the GPUs that it is to see, if these were given to it."""
+    ``devices``: the GPUs that it is to see, if these were given to it. ``member``: of a group, if its stage
+    is a gang."""
     _core._die_with(parent)
     see_only(devices)
     # The terminal sends Ctrl-C to the whole group; what it means is the supervisor's decision.
@@ -327,7 +338,7 @@ def process_main(
         with contextlib.suppress(Closed, Broken):
             events.put(Failure(WorkerId(here.stage, here.number), Portable(error), None, os.getpid()))
         return
-    retires = work(here, loaded, ports, events.put, sends=True, predecessors=predecessors)
+    retires = work(here, loaded, ports, events.put, sends=True, predecessors=predecessors, member=member)
     crossing.only_ports_read(port.channel for port in ports.everything())
     if retires:
         sys.exit(RETIRED)

@@ -36,13 +36,21 @@ class WorkerProcesses:
         self._oom_kills = memory.oom_kills()
 
     def start(
-        self, here: chance.Worker, stage: bytes, ports: Ports, predecessors: tuple[str, ...], gpus: int
+        self,
+        here: chance.Worker,
+        stage: bytes,
+        ports: Ports,
+        predecessors: tuple[str, ...],
+        gpus: int,
+        member: Any = None,
     ) -> None:
         """Starts a worker's process. ``predecessors``: how those died with whose item it begins. ``gpus``:
-        how many of its own it has; raises :class:`flowchan.HostError` when there are too few."""
+        how many of its own it has; raises :class:`flowchan.HostError` when there are too few. ``member``: its
+        own of the group that its stage's workers form."""
         id = WorkerId(here.stage, here.number)
         devices = self._gpus.take(id, gpus)
-        arguments: tuple[Any, ...] = (here, stage, ports, self._mail, os.getpid(), predecessors, devices)
+        parent = os.getpid()
+        arguments = (here, stage, ports, self._mail, parent, predecessors, devices, member)
         process = WorkerProcess(f"{NAME}{self._graph}/{id}", process_main, arguments)
         self.known[id] = process
         self._watch.add(id, process)

@@ -177,6 +177,46 @@ def test_c11_every_stage_of_a_graph_at_once(workers: int, ordered: bool) -> None
     assert restarts == [deaths.total for deaths in all_deaths]
 
 
+@pytest.mark.parametrize("workers", [2, 3])
+def test_c11_allreduce_has_each_output_in_one_round_whatever_worker_dies(workers: int) -> None:
+    """What a worker had in hand is its successor's alone: another one's channel does not know what is out."""
+    deaths = Deaths((0, 0), (7, 1), (8, 2), (20, 3), (30, 0), (30, 1), (ITEMS - 1, 3))
+
+    def work(item: int) -> Iterator[str]:
+        for number in range(3):
+            deaths.at((item, number))
+            yield f"{item}.{number} "
+        deaths.at((item, 3))
+
+    graph = Graph("c11")
+    numbers = graph.source(range(ITEMS), capacity=4)
+    worked = numbers.flat_map(work, on="process", workers=workers, capacity=4, name="work")
+    out = worked.allreduce("sum", capacity=1).collect()
+    run, results = ended(graph)
+    given = [output for one in results[out] for output in one.value.split()]
+    assert Counter(given) == Counter(f"{item}.{number}" for item in range(ITEMS) for number in range(3))
+    assert [one.round for one in results[out]] == list(range(len(results[out])))
+    assert stage_of(run, "work").restarts == deaths.total
+
+
+def test_c11_allreduce_of_a_worker_killed_between_two_outputs_that_it_puts() -> None:
+    """In our code, so it is no suspect; nobody else takes its item up all the same."""
+    graph = Graph("c11")
+    worked = graph.source(range(20), capacity=1).flat_map(
+        lambda item: [f"{item}.{number} " for number in range(5)],
+        on="process", workers=2, capacity=2, max_deaths=9, name="work",
+    )  # fmt: skip
+    out = worked.allreduce("sum", capacity=1).collect()
+    with graph.start() as run:
+        channels = [run._crew.channels[name] for name in ("work 1", "work 2")]
+        for _ in range(3):
+            wait_until(lambda: all(channel.stats().waiting_writers == 1 for channel in channels))
+            kill_one(run, "work")
+        found = run.wait()[out]
+    given = [output for one in found for output in one.value.split()]
+    assert Counter(given) == Counter(f"{item}.{number}" for item in range(20) for number in range(5))
+
+
 def test_c11_failed_items_reach_the_errors_stream_once() -> None:
     deaths = Deaths(*PLACES)
 

@@ -124,6 +124,14 @@ def merge(graph: Graph) -> Any:
     return sorted(run(graph, far(merged).collect())), list(range(60))
 
 
+def allreduce(graph: Graph) -> Any:
+    """Of workers here, between hosts."""
+    rounds = far(far(begins(graph)).map(same, workers=2).allreduce("sum"))
+    found = run(graph, rounds.collect())
+    contributed = sum(one.contributors for one in found)
+    return (sum(one.value for one in found), contributed), (sum(range(40)), 40)
+
+
 def stage(graph: Graph) -> Any:
     """Reading a feedback: each number goes round until it is small."""
     back: Feedback = graph.feedback()
@@ -156,7 +164,7 @@ def input_(graph: Graph) -> Any:
 
 CASES = [
     source, map_, flat_map, filter_, partition, sink, reduce, collect, batch, unbatch, take, tee, zip_, merge,
-    stage, input_,
+    allreduce, stage, input_,
 ]  # fmt: skip
 
 

@@ -72,6 +72,7 @@ OPERATIONS = (
     "the same unordered",
     "hand a suspect on",
     "take a suspect",
+    "hand all on",
     "a worker of map",
     "a worker of flat_map",
     "a worker of flat_map, large outputs",

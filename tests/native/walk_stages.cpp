@@ -192,10 +192,10 @@ Scenario working(const char* name, Kind kind, Outputs outputs) {
 }
 
 // As a supervisor does for a reader that died; it may itself have died in the middle, so this may come twice.
-void hand_on(User& from, User& to) {
+void hand_on(User& from, User& to, bool all = false) {
     locked(from.ring, [&](Wakes& wakes) {
         if (from.ring.session(from.session).role != Session::READER) return;
-        from.ring.hand_on(from.session, to.session);
+        from.ring.hand_on(from.session, to.session, all);
         from.ring.end_session(from.session, false, wakes);
     });
 }
@@ -203,8 +203,8 @@ void hand_on(User& from, User& to) {
 // A reader has died in the user's code with items 1 and 2 in hand. Its successor alone gets them, in their
 // order, and nobody waits for that. users: 0 the dead one, 1 and 2 its successors, 3 another reader. `tried`:
 // the first successor is at it, and dies too, in our code, so only what it has not begun with is still its
-// successor's alone.
-Scenario handing_on(const char* name, bool tried) {
+// successor's alone. `all`: it died in our code, and all that it had in hand is its successor's.
+Scenario handing_on(const char* name, bool tried, bool all = false) {
     Scenario s{name};
     s.twice = !tried;
     s.prepare = [=](Scene& scene) {
@@ -218,11 +218,11 @@ Scenario handing_on(const char* name, bool tried) {
         uint64_t value = 0;
         for (bool more : {false, true})
             must(scene.users[0].get(value, Deadline{0}, more) == Step::Done, "get");
-        scene.in->session(scene.users[0].session).at = Session::USERS;
+        scene.in->session(scene.users[0].session).at = all ? Session::OURS : Session::USERS;
         if (tried) hand_on(scene.users[0], scene.users[1]);
     };
     s.act = [=](Scene& scene) {
-        if (!tried) return hand_on(scene.users[0], scene.users[1]);
+        if (!tried) return hand_on(scene.users[0], scene.users[1], all);
         adopt(scene.users[1]);
         uint64_t value = 0;
         must(scene.users[1].get(value, Deadline{0}) == Step::Done && value == 1, "the first suspect");
@@ -231,7 +231,7 @@ Scenario handing_on(const char* name, bool tried) {
         if (tried)
             hand_on(scene.users[1], scene.users[2]);
         else
-            hand_on(scene.users[0], scene.users[1]);
+            hand_on(scene.users[0], scene.users[1], all);
     };
     s.finish = [=](Scene& scene) {
         User &successor = scene.users[tried ? 2 : 1], &other = scene.users[3];
@@ -239,6 +239,11 @@ Scenario handing_on(const char* name, bool tried) {
             hand_on(scene.users[1], scene.users[2]);
         Values values;
         uint64_t value = 0;
+        if (all) {
+            must(other.get(value, Deadline{0}) == Step::Done && value == 3,
+                 "another got what is not its own");
+            values.push_back(value);
+        }
         while (successor.get(value, Deadline{0}) == Step::Done) values.push_back(value);
         std::sort(values.begin(), values.end());
         must(values == Values{1, 2, 3}, "the items were" + Walk::text(values));
@@ -271,6 +276,7 @@ std::vector<Scenario> stage_scenarios() {
         resuming("the same unordered", loose),
         handing_on("hand a suspect on", false),
         handing_on("take a suspect", true),
+        handing_on("hand all on", false, true),
         working("a worker of map", map, {{1}, {2}}),
         working("a worker of flat_map", flat, few),
         working("a worker of flat_map, large outputs", large, few),

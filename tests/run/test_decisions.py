@@ -11,13 +11,16 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from flowchan.errors import MemberDied
 from flowchan.run.decisions import (
     GRACE,
     STOP_SECONDS,
     AbortAsked,
     BreakChannels,
     Died,
+    Fell,
     Phase,
+    Regroup,
     ReleasePorts,
     Replace,
     State,
@@ -126,6 +129,63 @@ def test_the_death_of_a_worker_that_we_ended_is_no_failure(phase: Phase) -> None
     assert actions == (ReleasePorts(MAP),)
 
 
+GANG = tuple(WorkerId("gang", number) for number in (1, 2, 3))
+GANG_AT_WORK = State(
+    alive=frozenset(GANG), processes=frozenset(GANG), sources=frozenset(), ends=frozenset(GANG),
+    limits={"gang": 2}, gangs=frozenset({"gang"}),
+)  # fmt: skip
+
+
+def missing(worker: WorkerId) -> Failure:
+    return Failure(worker, MemberDied("another died"), None, 1)
+
+
+def test_a_gang_begins_again_once_all_that_are_left_of_it_are_gone() -> None:
+    first, second, third = GANG
+    state, actions = decide(GANG_AT_WORK, missing(third), 0.0)
+    assert (state.failures, actions) == ((), ())
+    state, actions = decide(state, died(first), 0.0)
+    assert actions == (Terminate(second, force=True), Terminate(third, force=True))
+    assert state.ends_with_mates(second)
+    state, actions = decide(state, Fell(third), 0.0)
+    assert actions == ()
+    state, actions = decide(state, Fell(second), 0.0)
+    assert actions == (Regroup(GANG, Replace(first, 0.0)),)
+    assert state == dataclasses.replace(GANG_AT_WORK, restarts={"gang": 1})
+
+
+def test_of_a_gang_only_those_begin_again_that_have_not_ended() -> None:
+    first, second, third = GANG
+    state, _ = decide(GANG_AT_WORK, died(first), 0.0)
+    state, _ = decide(state, Fell(third), 0.0)
+    state, actions = decide(state, Ended(second), 0.0)
+    assert actions == (ReleasePorts(second), Regroup((first, third), Replace(first, 0.0)))
+
+
+def test_a_gang_in_which_somebody_is_missing_but_nobody_died_fails() -> None:
+    state = GANG_AT_WORK
+    for worker in GANG:
+        state, _ = decide(state, missing(worker), 0.0)
+    for worker in GANG[:2]:
+        state, actions = decide(state, Fell(worker), 0.0)
+        assert actions == ()
+    state, actions = decide(state, Fell(GANG[2]), 0.0)
+    assert (state.phase, [one.worker for one in state.failures]) == ("ended", [GANG[0]])
+    assert BreakChannels() in actions
+
+
+def test_a_run_that_fails_waits_for_no_gang() -> None:
+    first, second, third = GANG
+    state = dataclasses.replace(GANG_AT_WORK, limits={})
+    state, _ = decide(state, missing(third), 0.0)
+    state, _ = decide(state, Fell(third), 0.0)
+    state, actions = decide(state, died(first), 0.0)
+    assert (state.phase, state.alive) == ("failing", frozenset({second}))
+    assert actions == (BreakChannels(), ReleasePorts(first), ReleasePorts(third))
+    state, _ = decide(state, missing(second), 0.0)
+    assert (state.phase, [one.worker for one in state.failures]) == ("ended", [first])
+
+
 def test_a_stop_stops_the_sources() -> None:
     state, actions = decide(START, StopAsked(), 7.0)
     assert (state.phase, state.since, state.stopped) == ("stopping", 7.0, True)
@@ -195,8 +255,11 @@ class Runs(RuleBasedStateMachine):
         processes=st.sets(st.integers(0, 3)),
         ends=st.sets(st.integers(0, 3), min_size=1),
         restarts=st.integers(0, 2),
+        gangs=st.sets(st.integers(0, 3)),
     )
-    def begin(self, stages: list[int], processes: set[int], ends: set[int], restarts: int) -> None:
+    def begin(
+        self, stages: list[int], processes: set[int], ends: set[int], restarts: int, gangs: set[int]
+    ) -> None:
         workers = [WorkerId(str(s), n + 1) for s, count in enumerate(stages) for n in range(count)]
         self.now = 0.0
         self.failed = 0
@@ -212,7 +275,12 @@ class Runs(RuleBasedStateMachine):
                 worker for worker in workers if int(worker.stage) in {min(end, last) for end in ends}
             ),
             limits=dict.fromkeys(map(str, range(len(stages))), restarts),
+            gangs=frozenset(map(str, gangs)),
         )
+
+    @property
+    def living(self) -> frozenset[WorkerId]:
+        return self.state.alive - self.state.fallen
 
     def happens(self, happening: Any) -> None:
         before = self.state
@@ -224,7 +292,7 @@ class Runs(RuleBasedStateMachine):
             elif isinstance(action, ReleasePorts):
                 self.released.add(action.worker)
             elif isinstance(action, Terminate):
-                assert action.worker in before.processes & before.alive
+                assert action.worker in before.processes & before.alive - before.fallen
                 if action.force:
                     self.killed.add(action.worker)
             elif isinstance(action, StopSources):
@@ -233,21 +301,30 @@ class Runs(RuleBasedStateMachine):
     def some(self, data: st.DataObject, workers: frozenset[WorkerId]) -> WorkerId:
         return data.draw(st.sampled_from(sorted(workers, key=str)))
 
-    @precondition(lambda self: self.state.alive)
+    def goes(self, worker: WorkerId) -> None:
+        """A process is gone that has not told how it ended."""
+        self.happens(Fell(worker) if self.state.ends_with_mates(worker) else died(worker))
+
+    @precondition(lambda self: self.living - self.state.bereft.keys())
     @rule(data=st.data())
     def a_worker_ends(self, data: st.DataObject) -> None:
-        self.happens(Ended(self.some(data, self.state.alive)))
+        self.happens(Ended(self.some(data, self.living - self.state.bereft.keys())))
 
-    @precondition(lambda self: self.state.alive)
+    @precondition(lambda self: self.living - self.state.bereft.keys())
     @rule(data=st.data())
     def a_worker_fails(self, data: st.DataObject) -> None:
         self.failed += 1
-        self.happens(failure(self.some(data, self.state.alive)))
+        self.happens(failure(self.some(data, self.living - self.state.bereft.keys())))
 
-    @precondition(lambda self: self.state.alive & self.state.processes)
+    @precondition(lambda self: self.living - self.state.bereft.keys())
+    @rule(data=st.data())
+    def a_worker_misses_another_of_its_group(self, data: st.DataObject) -> None:
+        self.happens(missing(self.some(data, self.living - self.state.bereft.keys())))
+
+    @precondition(lambda self: self.living & self.state.processes)
     @rule(data=st.data())
     def a_process_dies(self, data: st.DataObject) -> None:
-        self.happens(died(self.some(data, self.state.alive & self.state.processes)))
+        self.goes(self.some(data, self.living & self.state.processes))
 
     @rule()
     def somebody_stops_the_run(self) -> None:
@@ -291,8 +368,9 @@ class Runs(RuleBasedStateMachine):
                 return
             self.now += 1.0
             self.happens(Tick())
-            for worker in sorted(self.killed & self.state.alive, key=str):
-                self.happens(died(worker))
+            for worker in sorted((self.killed | self.state.bereft.keys()) & self.living, key=str):
+                if worker in self.living:
+                    self.goes(worker)
         raise AssertionError(f"stuck: {self.state}")
 
 

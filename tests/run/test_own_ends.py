@@ -65,6 +65,7 @@ VERBS: dict[str, Callable[[Graph, Stream], Stream]] = {
     "tee": lambda graph, numbers: graph.merge(*numbers.tee(2, capacity=1), capacity=1),
     "partition": lambda graph, numbers: graph.merge(*numbers.partition(same, 2, capacity=1), capacity=1),
     "zip": lambda _, numbers: numbers.zip(capacity=1),
+    "allreduce": lambda _, numbers: numbers.allreduce(capacity=1),
     "stage of tasks": lambda graph, numbers: graph.stage(together, numbers, capacity=1),
 }
 busy = pytest.mark.parametrize("verb", VERBS)

@@ -1,0 +1,91 @@
+"""How the values of several workers, or of several members of a group, become one: leaf by leaf through
+dictionaries, lists and tuples, and always in their order. So whoever computes it gets the same, and no
+operation needs a neutral element.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+Function = Callable[[Any, Any], Any]
+
+
+class Reduced(NamedTuple):
+    """What the workers of a stage have given in one round, combined. ``contributors`` is how many they were:
+    fewer when others have ended. Rounds are counted from 0."""
+
+    value: Any
+    contributors: int
+    round: int
+
+
+def combined(values: Sequence[Any], function: Function) -> Any:
+    """The combination of the values, or None without any. Raises ``ValueError`` where they differ in their
+    keys or lengths, and what the function raises."""
+    total = values[0] if values else None
+    for value in values[1:]:
+        total = _together(total, value, function, "")
+    return total
+
+
+def reduced(values: Sequence[Any], op: str | Function) -> Any:
+    """The same by one of the :data:`OPERATIONS`, or by any function."""
+    total = combined(values, OPERATIONS[op] if isinstance(op, str) else op)
+    return _divided(total, len(values)) if op == "mean" else total
+
+
+def _together(a: Any, b: Any, function: Function, path: str) -> Any:
+    if isinstance(a, dict) and isinstance(b, dict):
+        if a.keys() != b.keys():
+            raise ValueError(
+                f"only values with the same keys can be combined; only some have "
+                f"{sorted(map(repr, a.keys() ^ b.keys()))}{f' in {path}' if path else ''}"
+            )
+        return {key: _together(a[key], b[key], function, f"{path}[{key!r}]") for key in a}
+    if type(a) is type(b) and type(a) in (list, tuple):
+        if len(a) != len(b):
+            raise ValueError(
+                f"only lists of the same length can be combined, not of {len(a)} and {len(b)}"
+                f"{f' in {path}' if path else ''}"
+            )
+        return type(a)(
+            _together(x, y, function, f"{path}[{i}]") for i, (x, y) in enumerate(zip(a, b, strict=True))
+        )
+    return function(a, b)
+
+
+def _divided(total: Any, by: int) -> Any:
+    if isinstance(total, dict):
+        return {key: _divided(value, by) for key, value in total.items()}
+    if type(total) in (list, tuple):
+        return type(total)(_divided(value, by) for value in total)
+    return total / by
+
+
+def _of_each_element(name: str, plain: Function) -> Function:
+    """``plain``, but for arrays and tensors what their library calls ``name``."""
+
+    def function(a: Any, b: Any) -> Any:
+        for library, kind in (("numpy", "ndarray"), ("torch", "Tensor")):
+            module = sys.modules.get(library)
+            if module is not None and isinstance(a, getattr(module, kind)):
+                return getattr(module, name)(a, b)
+        return plain(a, b)
+
+    return function
+
+
+OPERATIONS: dict[str, Function] = {
+    "sum": operator.add,
+    "mean": operator.add,
+    "prod": operator.mul,
+    "min": _of_each_element("minimum", min),
+    "max": _of_each_element("maximum", max),
+    "and": operator.and_,
+    "or": operator.or_,
+    "xor": operator.xor,
+}
+"""The combinations that have a name. The mean is their sum, divided by how many values there are."""

@@ -1,0 +1,87 @@
+"""A stage whose function has a parameter ``group: Group`` is a gang: its workers start together, each with
+its member of a group."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+from runs import everywhere
+
+from flowchan import Graph, GraphError, In, Out, RunError, WorkerDied, worker
+from flowchan.collective import Group
+from flowchan.hosts import local
+
+
+def add(a: int, b: int) -> int:
+    return a + b
+
+
+def summed(numbers: In[int], group: Group, out: Out[tuple[int, int]]) -> None:
+    """What each gives out is the sum of what all have, until none has anything."""
+    for number in numbers:
+        _, n = group.combine(number, add)
+        out.put((number, n))
+    for _ in group.rest(add):
+        pass
+
+
+@everywhere
+def test_each_worker_has_its_member_of_one_group(on: Any) -> None:
+    def tell(group: Group, out: Out[tuple[Any, ...]]) -> None:
+        out.put((worker().number, group.rank, group.size, group.name, group.allreduce(group.rank)))
+
+    graph = Graph("gang")
+    told = graph.stage(tell, on=on, workers=3, name="tell").collect()
+    assert sorted(graph.run()[told]) == [(rank + 1, rank, 3, "tell", 3) for rank in range(3)]
+
+
+@everywhere
+def test_workers_that_share_a_stream_end_together(on: Any) -> None:
+    graph = Graph("gang")
+    result = graph.stage(summed, graph.source(range(50)), on=on, workers=3).collect()
+    assert sorted(number for number, _ in graph.run()[result]) == list(range(50))
+
+
+@everywhere
+def test_the_failure_of_one_is_the_only_one_that_is_reported(on: Any) -> None:
+    def fail(group: Group, out: Out[int]) -> None:
+        if group.rank == 1:
+            raise ValueError("mine")
+        group.barrier()
+
+    graph = Graph("gang")
+    graph.stage(fail, on=on, workers=3, name="fail").collect()
+    with pytest.raises(RunError) as caught:
+        graph.run()
+    assert [type(error.__cause__) for error in caught.value.exceptions] == [ValueError]
+
+
+def test_a_death_ends_the_run_when_the_stage_keeps_state_of_its_own() -> None:
+    def die(group: Group, out: Out[int]) -> None:
+        if group.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        group.barrier()
+
+    graph = Graph("gang")
+    graph.stage(die, on="process", workers=3, name="die").collect()
+    with pytest.raises(RunError) as caught:
+        graph.run()
+    (error,) = caught.value.exceptions
+    assert isinstance(error.__cause__, WorkerDied)
+    assert "not declared restartable" in str(error)
+
+
+def test_wrong_declarations_say_what_is_allowed() -> None:
+    async def late(numbers: In[int], group: Group) -> None: ...
+
+    graph = Graph("wrong")
+    graph.stage(late, graph.source([1]), name="late")
+    graph.stage(summed, graph.source([1]), on=local(2), name="far").collect()
+    graph.stage(summed, graph.source([1]), group=3, name="given").collect()
+    found = {(problem.stage, problem.rule) for problem in graph.check()}
+    assert found == {("late", "gang"), ("far", "gang"), ("given", "ports")}
+    with pytest.raises(GraphError, match="which the run gives"):
+        graph.run()
