@@ -44,6 +44,9 @@ class Group:
     """
 
     name: str
+    leaders: Group | None = None
+    """Of a group that ``split`` made, on its rank 0: the group of the first members of all that it made then,
+    in the order of their ranks. It is left with this one."""
 
     def _begin(self, name: str) -> None:
         self.name = name
@@ -69,7 +72,7 @@ class Group:
         def close(self) -> None: ...
         def send(self, x: Any, to: int, *, timeout: float | None = None) -> None: ...
         def receive(self, source: int, *, out: Any = None, timeout: float | None = None) -> Any: ...
-        def split(self, key: Any, *, name: str = "", timeout: float | None = None) -> Group | None: ...
+        def _part(self, key: Any, name: str, timeout: float | None) -> Group | None: ...
         def explain(self, operation: str, x: Any = None) -> str: ...
         def _take_seat(self) -> None: ...
         def _queue(self, change: int) -> None: ...
@@ -181,6 +184,20 @@ class Group:
             return x
         self.send(x, to, timeout=timeout)
         return self.receive(source, timeout=timeout)
+
+    # --- groups within it ---
+
+    def split(self, key: Any, *, name: str = "", timeout: float | None = None) -> Group | None:
+        """New groups within this one: of all members that give an equal ``key``, in the order of their
+        ranks. None for who gives None. All members call it. The first member of each gets ``leaders``, too:
+        the group of these first members."""
+        self._settle()
+        part = self._part(key, name, timeout)
+        leads = part is not None and part.rank == 0
+        leaders = self._part(leads or None, f"leaders of {name}" if name else "leaders", timeout)
+        if part is not None:
+            part.leaders = leaders
+        return part
 
     # --- the life of a member ---
 

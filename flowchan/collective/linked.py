@@ -84,11 +84,6 @@ class LinkedGroup(Group):
         """As on one host."""
         return self._barrier(timeout, wait)
 
-    def split(self, key: Any, *, name: str = "", timeout: float | None = None) -> Group | None:
-        """As on one host. Members that are all on one host share its memory."""
-        self._settle()
-        return self._link_up(self, self._node.split(key, name=name, timeout=timeout), key, name, timeout)
-
     def send(self, x: Any, to: int, *, timeout: float | None = None) -> None:
         """As on one host, to members of this host. To others put it into a ``Channel(across="hosts")``."""
         self._check_other("to", to)
@@ -101,6 +96,8 @@ class LinkedGroup(Group):
 
     def close(self) -> None:
         """As on one host."""
+        if self.leaders is not None:
+            self.leaders.close()
         if self._later is not None:
             self._later.close()
             self._later = None
@@ -126,6 +123,10 @@ class LinkedGroup(Group):
 
     def _queue(self, change: int) -> None:
         pass
+
+    def _part(self, key: Any, name: str, timeout: float | None) -> Group | None:
+        """Members that are all on one host share its memory."""
+        return self._link_up(self, self._node._part(key, name, timeout), key, name, timeout)
 
     def _wait_for_all(self, timeout: float | None) -> None:
         self._exchange(BARRIER, BARRIER, b"", -1, timeout, None, None)

@@ -64,10 +64,7 @@ class SharedGroup(_core.Group, Group):
 
     # --- groups within it ---
 
-    def split(self, key: Any, *, name: str = "", timeout: float | None = None) -> SharedGroup | None:
-        """New groups within this one: of all members that give an equal ``key``, in the order of their
-        ranks. None for who gives None. All members call it."""
-        self._settle()
+    def _part(self, key: Any, name: str, timeout: float | None) -> SharedGroup | None:
         keys = self._gathered(key, timeout)
         mates = [rank for rank, other in enumerate(keys) if other == key and key is not None]
         mine, place, error = None, None, ""
@@ -97,6 +94,8 @@ class SharedGroup(_core.Group, Group):
         """Leave the group: any number of times, in any order. What the others still call raises
         :class:`MemberLeft`."""
         self._leave()
+        if self.leaders is not None:
+            self.leaders.close()
         if self._later is not None:
             self._later.close()
             self._later = None

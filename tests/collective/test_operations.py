@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flowchan.collective import GroupError
+
 pytestmark = [
     pytest.mark.usefixtures("one_compute_thread"),
     pytest.mark.filterwarnings("ignore:ComplexHalf", "ignore:invalid value"),
@@ -281,3 +283,20 @@ def test_groups_within_a_group(run: Any) -> None:
         return sums
 
     assert run(5, body) == [(3, [0, 3]), (5, [1, 4]), (2, [2]), (3, [0, 3]), (5, [1, 4])]
+
+
+def test_the_first_of_each_group_within_a_group_form_one_too(run: Any) -> None:
+    """It is left with theirs."""
+
+    def body(g: Any) -> Any:
+        part = g.split(g.rank % 2 if g.rank else None)
+        if part is None or part.leaders is None:
+            return None
+        found = part.leaders.allgather((g.rank, part.leaders.rank))
+        part.close()
+        with pytest.raises(GroupError, match="closed"):
+            part.leaders.barrier()
+        return found
+
+    first = [(1, 0), (2, 1)]
+    assert run(5, body) == [None, first, first, None, None]

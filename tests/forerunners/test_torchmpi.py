@@ -1,0 +1,266 @@
+"""What TorchMPI's scripts ``startstop``, ``hierarchical_communicators``, ``collectives_all`` and
+``mnist_modelparallel`` check, asked of groups. The members are threads, but for one case of each operation.
+
+Each test has the name it has there, and none of its code. What has no counterpart, or another answer:
+
+``customBarrier``
+    It was switched off there, as it hung. ``mpiBarrier`` stands for both.
+``selector``, ``allselector``, and each case once more by ``p2p``, ``nccl``, ``gloo``
+    The way of doing it is chosen by size, type and place; ``explain`` says which, and every size here is on
+    another side of its limits. CUDA tensors belong to torch.distributed with NCCL.
+async ``reduce``, ``sendreceivenext`` and ``allgather``
+    There they were synchronous under another name. Here ``wait=False`` is an argument of ``allreduce``,
+    ``broadcast`` and ``barrier`` alone.
+``parameterserver``
+    There is no parameter server.
+``async``, ``blockSequential``
+    The first only prints times. The second cuts a module's parameters into blocks to overlap their allreduce
+    with the backward pass, as the buckets of torch's DistributedDataParallel do, which runs on a group:
+    tests/collective/test_torch_backend.py.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from collective_members import Body, in_processes, in_threads, over_hosts
+
+TYPES = ["int8", "int32", "int64", "float32", "float64"]
+LENGTHS = [1, 100, 2**13, 2**17]
+MEMBERS = 4
+TOTAL = sum(range(MEMBERS))
+
+Run = Callable[[int, Body], list[Any]]
+
+
+def all_of(run: Callable[..., list[Any]], size: int, body: Body) -> list[Any]:
+    found = run(size, body)
+    for one in found:
+        if isinstance(one, BaseException):
+            traceback.print_exception(one)
+            raise one
+    return found
+
+
+@pytest.fixture(params=[in_threads, in_processes], ids=["threads", "processes"])
+def run(request: pytest.FixtureRequest) -> Run:
+    return lambda size, body: all_of(request.param, size, body)
+
+
+# startstop
+
+
+def test_startstop() -> None:
+    """32 members, and again: unlike there, a group may be made after another one has ended."""
+    for _ in range(2):
+        assert all_of(in_threads, 32, lambda g: (g.barrier(), g.rank, g.size)[1:]) == [
+            (rank, 32) for rank in range(32)
+        ]
+
+
+# hierarchical_communicators
+
+
+def by_levels(x: Any, *groups: Any) -> Any:
+    """The sum over all members: to the first of the innermost group, from there outwards, and back. None
+    stands for groups that this member is not in."""
+    if groups and groups[0] is not None:
+        groups[0].reduce(x)
+        by_levels(x, *groups[1:])
+        groups[0].broadcast(x)
+    return x
+
+
+@pytest.mark.parametrize("size", range(1, 38))
+def test_hierarchical_communicators(size: int) -> None:
+    """Groups by the key rank mod 3, and within each two more, mostly uneven. They have the members and the
+    leaders that they should, and a sum by levels is the flat one."""
+
+    def body(g: Any) -> None:
+        of_third = range(g.rank % 3, g.size, 3)
+        of_half = of_third[g.rank // 3 % 2 :: 2]
+        of_across = range(g.size)[3 * (g.rank // 3) :][:3]
+
+        def mine() -> Any:
+            return np.full(50, float(g.rank))
+
+        with (
+            g.split(f"key {g.rank % 3}") as third,
+            third.split(third.rank % 2) as half,
+            g.split(third.rank) as across,
+        ):
+            assert (third.rank, third.size) == (g.rank // 3, len(of_third))
+            assert half.allgather(g.rank) == list(of_half)
+            assert across.allgather(g.rank) == list(of_across)
+            assert (third.leaders is None, half.leaders is None) == (third.rank > 0, half.rank > 0)
+            if third.leaders is not None:
+                assert third.leaders.allgather(g.rank) == list(range(g.size)[:3])
+            if half.leaders is not None:
+                assert half.leaders.allgather(g.rank) == list(of_third[:2])
+            flat = g.allreduce(mine())
+            assert (flat == sum(range(g.size))).all()
+            assert (by_levels(mine(), third, third.leaders) == flat).all()
+            assert (by_levels(mine(), half, half.leaders, third.leaders) == flat).all()
+            assert (by_levels(mine(), half, half.leaders) == sum(of_third)).all()
+
+    all_of(in_threads, size, body)
+
+
+def test_hierarchical_communicators_over_hosts() -> None:
+    """Keys that cut across the hosts."""
+
+    def body(g: Any) -> Any:
+        with g.split(g.rank // 3) as third:
+            x = by_levels(np.full(50, float(g.rank)), third, third.leaders)
+            leaders = third.leaders and third.leaders.allgather(g.rank)
+            return x.tolist(), leaders
+
+    assert all_of(over_hosts, 5, body) == [
+        ([10.0] * 50, [0, 3] if rank in (0, 3) else None) for rank in range(5)
+    ]
+
+
+# collectives_all
+
+
+def cases() -> list[tuple[str, int]]:
+    return [(dtype, length) for dtype in TYPES for length in LENGTHS]
+
+
+@pytest.mark.parametrize("starts", [False, True], ids=["sync", "async"])
+def test_broadcast(run: Run, starts: bool) -> None:
+    """From the last one."""
+
+    def body(g: Any) -> None:
+        root = g.size - 1
+        for dtype, length in cases():
+            x = np.full(length, g.rank, dtype)
+            found = g.broadcast(x, root=root, wait=False).wait() if starts else g.broadcast(x, root=root)
+            assert found is x
+            assert (x == root).all()
+
+    run(MEMBERS, body)
+
+
+def test_reduce(run: Run) -> None:
+    def body(g: Any) -> None:
+        for dtype, length in cases():
+            x, out = np.full(length, g.rank, dtype), np.zeros(length, dtype)
+            assert g.reduce(x, out=out) is (out if g.rank == 0 else None)
+            assert (x == g.rank).all()
+            g.reduce(x)
+            assert g.rank or ((x == TOTAL).all() and (out == TOTAL).all())
+
+    run(MEMBERS, body)
+
+
+@pytest.mark.parametrize("starts", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("apart", [False, True], ids=["inplace", "copy"])
+def test_allreduce(run: Run, starts: bool, apart: bool) -> None:
+    def body(g: Any) -> None:
+        for dtype, length in cases():
+            x = np.full(length, g.rank, dtype)
+            out = np.zeros(length, dtype) if apart else x
+            given = {"out": out} if apart else {}
+            found = g.allreduce(x, wait=False, **given).wait() if starts else g.allreduce(x, **given)
+            assert found is out
+            assert (out == TOTAL).all()
+            assert not apart or (x == g.rank).all()
+
+    run(MEMBERS, body)
+
+
+def test_allreduce_of_scalars(run: Run) -> None:
+    """``allreduce_double``, ``broadcast_long`` and their kin, with ``reduce`` and ``sendreceive``, which did
+    not work there."""
+
+    def body(g: Any) -> Any:
+        around = {"to": (g.rank + 1) % g.size, "source": (g.rank - 1) % g.size}
+        return (
+            g.allreduce(g.rank / 2),
+            g.broadcast(g.rank, root=2),
+            g.reduce(g.rank),
+            g.sendreceive(g.rank, **around),
+        )
+
+    assert run(MEMBERS, body) == [
+        (TOTAL / 2, 2, TOTAL if rank == 0 else None, (rank - 1) % MEMBERS) for rank in range(MEMBERS)
+    ]
+
+
+def test_sendreceivenext(run: Run) -> None:
+    """A shift along the ring."""
+
+    def body(g: Any) -> None:
+        for dtype, length in cases():
+            x = np.full(length, g.rank, dtype)
+            x[:] = g.sendreceive(x, to=(g.rank + 1) % g.size, source=(g.rank - 1) % g.size)
+            assert (x == (g.rank - 1) % g.size).all()
+
+    run(MEMBERS, body)
+
+
+def test_allgather(run: Run) -> None:
+    """Of inputs that grow with the rank, into a table that has their size, and without one: there is no
+    output that must grow."""
+
+    def body(g: Any) -> None:
+        for dtype, length in cases():
+            x = np.full(length + g.rank, g.rank, dtype)
+            ends = np.cumsum([length + rank for rank in range(g.size)])
+            table = np.zeros(ends[-1], dtype)
+            parts = np.split(table, ends[:-1])
+            g.allgather(x, out=parts)
+            right = np.concatenate([np.full(length + rank, rank, dtype) for rank in range(g.size)])
+            assert (table == right).all()
+            assert (np.concatenate(g.allgather(x)) == right).all()
+
+    run(MEMBERS, body)
+
+
+def test_mpi_barrier(run: Run) -> None:
+    """Nobody passes before all have come, again and again."""
+
+    def body(g: Any) -> None:
+        for number in range(50):
+            if g.rank == number % g.size:
+                for other in range(g.size):
+                    if other != g.rank:
+                        g.send(number, other)
+            g.barrier()
+            if g.rank != number % g.size:
+                assert g.receive(number % g.size, timeout=0) == number
+
+    run(MEMBERS, body)
+
+
+# mnist_modelparallel
+
+
+def test_mnist_modelparallel() -> None:
+    """Two linear layers, of each of which a member has the weights of its share of the inputs. Outputs and
+    gradients are those of the whole layers, with one bias: there it was added once by each member."""
+    chance = np.random.default_rng(0)
+    x, weights = chance.integers(-9, 9, (5, 12)).astype(float), []
+    for rows, columns in ((12, 8), (8, 4)):
+        weights.append(chance.integers(-9, 9, (rows, columns)).astype(float))
+    bias = [np.arange(8.0), np.arange(4.0)]
+
+    def body(g: Any) -> None:
+        def share(a: Any, axis: int) -> Any:
+            return np.split(a, g.size, axis)[g.rank]
+
+        y = x
+        for w, b in zip(weights, bias, strict=True):
+            y = g.allreduce(share(y, 1) @ share(w, 0)) + b
+        assert (y == (x @ weights[0] + bias[0]) @ weights[1] + bias[1]).all()
+        gradient = np.ones_like(y)
+        for w in reversed(weights):
+            gradient = np.concatenate(g.allgather(gradient @ share(w, 0).T), 1)
+        assert (gradient == np.ones_like(y) @ weights[1].T @ weights[0].T).all()
+
+    all_of(in_threads, 4, body)
