@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import socket
 import threading
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,15 @@ def over_hosts(size: int, body: Body, *arguments: Any) -> list[Any]:
         return meet_at(at, SECRET, rank, size, 60, host=f"host {rank % 2}")
 
     return _in_threads(member, size, body, arguments)
+
+
+def raised(found: list[Any]) -> list[Any]:
+    """The same, if nothing in it was raised."""
+    for one in found:
+        if isinstance(one, BaseException):
+            traceback.print_exception(one)
+            raise one
+    return found
 
 
 def free_address() -> str:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from collective_members import Body, in_processes, in_threads, over_hosts
+from collective_members import in_processes, in_threads, over_hosts, raised
 
 HERE = {"threads": in_threads, "processes": in_processes}
 ANYWHERE = HERE | {"hosts": over_hosts}
@@ -25,12 +24,4 @@ def run_on_one_host(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
 
 
 def _checked(runner: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    def checked(size: int, body: Body, *arguments: Any) -> list[Any]:
-        found = runner(size, body, *arguments)
-        for one in found:
-            if isinstance(one, BaseException):
-                traceback.print_exception(one)
-                raise one
-        return found
-
-    return checked
+    return lambda size, body, *arguments: raised(runner(size, body, *arguments))

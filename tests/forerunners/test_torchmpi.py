@@ -21,13 +21,12 @@ async ``reduce``, ``sendreceivenext`` and ``allgather``
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from collective_members import Body, in_processes, in_threads, over_hosts
+from collective_members import Body, in_processes, in_threads, over_hosts, raised
 
 TYPES = ["int8", "int32", "int64", "float32", "float64"]
 LENGTHS = [1, 100, 2**13, 2**17]
@@ -37,18 +36,9 @@ TOTAL = sum(range(MEMBERS))
 Run = Callable[[int, Body], list[Any]]
 
 
-def all_of(run: Callable[..., list[Any]], size: int, body: Body) -> list[Any]:
-    found = run(size, body)
-    for one in found:
-        if isinstance(one, BaseException):
-            traceback.print_exception(one)
-            raise one
-    return found
-
-
 @pytest.fixture(params=[in_threads, in_processes], ids=["threads", "processes"])
 def run(request: pytest.FixtureRequest) -> Run:
-    return lambda size, body: all_of(request.param, size, body)
+    return lambda size, body: raised(request.param(size, body))
 
 
 # startstop
@@ -57,9 +47,8 @@ def run(request: pytest.FixtureRequest) -> Run:
 def test_startstop() -> None:
     """32 members, and again: unlike there, a group may be made after another one has ended."""
     for _ in range(2):
-        assert all_of(in_threads, 32, lambda g: (g.barrier(), g.rank, g.size)[1:]) == [
-            (rank, 32) for rank in range(32)
-        ]
+        found = raised(in_threads(32, lambda g: (g.barrier(), g.rank, g.size)[1:]))
+        assert found == [(rank, 32) for rank in range(32)]
 
 
 # hierarchical_communicators
@@ -107,7 +96,7 @@ def test_hierarchical_communicators(size: int) -> None:
             assert (by_levels(mine(), half, half.leaders, third.leaders) == flat).all()
             assert (by_levels(mine(), half, half.leaders) == sum(of_third)).all()
 
-    all_of(in_threads, size, body)
+    raised(in_threads(size, body))
 
 
 def test_hierarchical_communicators_over_hosts() -> None:
@@ -119,7 +108,7 @@ def test_hierarchical_communicators_over_hosts() -> None:
             leaders = third.leaders and third.leaders.allgather(g.rank)
             return x.tolist(), leaders
 
-    assert all_of(over_hosts, 5, body) == [
+    assert raised(over_hosts(5, body)) == [
         ([10.0] * 50, [0, 3] if rank in (0, 3) else None) for rank in range(5)
     ]
 
@@ -263,4 +252,4 @@ def test_mnist_modelparallel() -> None:
             gradient = np.concatenate(g.allgather(gradient @ share(w, 0).T), 1)
         assert (gradient == np.ones_like(y) @ weights[1].T @ weights[0].T).all()
 
-    all_of(in_threads, 4, body)
+    raised(in_threads(4, body))

@@ -1,0 +1,173 @@
+"""What torch-ipc tests of its ``Tree``, and torch-distlearn of its two algorithms upon it, asked of groups:
+``combine``, ``rest`` and ``scatter``. The members are threads, as there.
+
+Each test has the name it has there, and none of its code. What has no counterpart, or another answer:
+
+``base``, ``buildTree``
+    There is no tree to shape: on one host members read each other's values in shared memory, between hosts
+    one member of each does. So the sizes here go beyond those at which a base of 4 and of 8 lost nodes there.
+results in place
+    ``combine`` leaves what it is given as it is, and returns the result.
+``zero``
+    The function gets contributed values only. Who has run out gets the results, which it did not there.
+``tree.netStats``
+    It prints what connections have carried, and has no test there.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from collective_members import SECRET, Body, free_address, in_threads, over_hosts, raised
+
+from flowchan import collective
+
+Run = Callable[[int, Body], list[Any]]
+
+
+def add(a: Any, b: Any) -> Any:
+    a += b
+    return a
+
+
+@pytest.fixture(params=[in_threads, over_hosts], ids=["one host", "two hosts"])
+def run(request: pytest.FixtureRequest) -> Run:
+    return lambda size, body: raised(request.param(size, body))
+
+
+# torch-ipc
+
+
+@pytest.mark.parametrize("size", [1, 2, 8, 9, 17])
+def test_tree_numbers_base2(run: Run, size: int) -> None:
+    found = run(size, lambda g: g.combine(g.rank + 1, add))
+    assert found == [(sum(range(size + 1)), size)] * size
+
+
+def test_tree_numbers_array_base2(run: Run) -> None:
+    found = run(4, lambda g: g.combine([g.rank + 1, 2 * (g.rank + 1)], add))
+    assert found == [([10, 20], 4)] * 4
+
+
+@pytest.mark.parametrize("size", [2, 8])
+@pytest.mark.parametrize("function", [add, lambda a, b: a + b], ids=["in place", "not in place"])
+def test_tree_tensors_base2_base4_base8(run: Run, size: int, function: Any) -> None:
+    def body(g: Any) -> Any:
+        mine = np.full(10, g.rank + 1)
+        total, n = g.combine(mine, function)
+        assert (mine == g.rank + 1).all()
+        return total.sum(), n
+
+    assert run(size, body) == [({2: 30, 8: 360}[size], size)] * size
+
+
+def test_tree_multiple_tensors(run: Run) -> None:
+    def body(g: Any) -> Any:
+        total, _ = g.combine({"a": np.full(10, g.rank + 1), "b": np.full(10, g.rank)}, add)
+        return total["a"].sum(), total["b"].sum()
+
+    assert run(8, body) == [(360, 280)] * 8
+
+
+def test_uneven_number_of_steps(run: Run) -> None:
+    """The k-th of them has k steps, and then follows the others."""
+    size = 6
+
+    def body(g: Any) -> Any:
+        found = [g.combine(g.rank + 1, add) for _ in range(g.rank + 1)]
+        return found + list(g.rest(add)), g.combine(0, add)[1]
+
+    steps = [(sum(range(step, size + 1)), size + 1 - step) for step in range(1, size + 1)]
+    assert run(size, body) == [(steps, size)] * size
+
+
+def test_scatter(run: Run) -> None:
+    """Everybody gets the root's. Here that is ``broadcast``; ``scatter`` gives each a part of its own."""
+
+    def body(g: Any) -> Any:
+        x = np.full(10, g.rank + 1)
+        table = {"a": [g.rank + 1, (g.rank + 1, "text")]}
+        return g.broadcast(x).tolist(), g.broadcast(table), g.scatter("abcdefgh" if g.rank == 0 else None)
+
+    assert run(8, body) == [([1] * 10, {"a": [1, (1, "text")]}, "abcdefgh"[rank]) for rank in range(8)]
+
+
+def test_walk_table(run: Run) -> None:
+    """It has no test there, and what it was for holds: leaves are paired by their place in nested tables,
+    whatever the order of the keys."""
+
+    def body(g: Any) -> Any:
+        items = [("w", [g.rank, (g.rank, {"deep": g.rank})]), ("b", str(g.rank)), (3, {})]
+        return g.combine(dict(items if g.rank % 2 else reversed(items)), add)[0]
+
+    right = {"w": [3, (3, {"deep": 3})], "b": "012", 3: {}}
+    assert run(3, body) == [right] * 3
+
+
+def test_the_constructors() -> None:
+    """``NullTree``, ``LocalhostTree`` and ``StaticTree``; ``DiscoveredTree`` when an address is found in any
+    other way. That of Slurm is in tests/collective/test_group_meeting.py."""
+    with collective.group() as alone:
+        assert (alone.combine("x", add), alone.broadcast("x"), alone.rank) == (("x", 1), "x", 0)
+
+    def body(_: Any, rank: int, **given: Any) -> Any:
+        with collective.group(rank=rank, size=3, **given) as g:
+            return g.combine(1, add)
+
+    for given in ({"at": "the trees of a test"}, {"at": free_address(), "secret": SECRET}):
+        found = in_threads(3, lambda g, given=given: body(g, g.rank, **given))
+        assert raised(found) == [(3, 3)] * 3
+
+
+# torch-distlearn
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_all_reduce_sgd(size: int) -> None:
+    """In each epoch members make any number of steps; after it all have the same parameters, bit by bit."""
+
+    def body(g: Any) -> Any:
+        chance, parameters, after = random.Random(g.rank), np.zeros(7), []
+        g.broadcast(parameters)
+        for _ in range(5):
+            for _ in range(chance.randint(4, 13)):
+                gradient = np.array([chance.gauss(0, 1) for _ in range(7)])
+                total, n = g.combine(gradient, add)
+                parameters -= 0.1 * total / n
+            for total, n in g.rest(add):
+                parameters -= 0.1 * total / n
+            after.append(parameters.tobytes())
+        return after
+
+    found = raised(in_threads(size, body))
+    assert all(one == found[0] for one in found)
+    assert len(set(found[0])) == 5
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_all_reduce_ea(size: int) -> None:
+    """Each walks by itself, and every third step comes nearer to a centre that all have. There the centres
+    drifted apart by a millionth and were made equal now and then; here they are equal, bit by bit."""
+
+    def body(g: Any) -> Any:
+        chance, alpha = random.Random(g.rank), 0.4
+        parameters, centre, apart = np.full(7, float(g.rank)), np.zeros(7), []
+        for epoch in range(5):
+            for step in range(chance.randint(45, 53)):
+                parameters += [chance.gauss(0, 1) / 2**epoch / 2**step for _ in range(7)]
+                if step % 3 == 2:
+                    pull = alpha * (parameters - centre)
+                    parameters -= pull
+                    centre += g.combine(pull, add)[0] / size
+            for total, _ in g.rest(add):
+                centre += total / size
+            apart.append(float(abs(parameters - centre).max()))
+        return centre.tobytes(), apart
+
+    found = raised(in_threads(size, body))
+    assert len({centre for centre, _ in found}) == 1
+    assert all(apart[-1] < 1e-3 for _, apart in found)
