@@ -1,0 +1,76 @@
+"""What gradients become on their way between members, so that less has to be moved.
+
+A code is made once for each buffer that it is used for, and so may remember what it has left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from flowchan.collective.group import ALLREDUCE, Group
+from flowchan.items.text import shown
+
+
+class Code(Protocol):
+    """What a code of your own has. The values that ``encode`` gives are pickled, and may differ in size."""
+
+    def encode(self, x: Tensor) -> Any:
+        """What the others get of ``x``, which has one dimension."""
+
+    def decode(self, values: list[Any], out: Tensor) -> None:
+        """Writes the mean of what all members have encoded, in the order of their ranks."""
+
+
+class TopK:
+    """The ``fraction`` of the elements that is largest, at least one. What is left out is added to what comes
+    next (error feedback), so nothing is lost, only late."""
+
+    def __init__(self, fraction: float = 0.01) -> None:
+        self._fraction = fraction
+        self._left: Tensor | None = None
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        whole = x.clone() if self._left is None else x + self._left
+        chosen = whole.abs().topk(max(1, int(self._fraction * whole.numel()))).indices
+        values = whole[chosen]
+        whole[chosen] = 0
+        self._left = whole
+        return chosen, values
+
+    def decode(self, values: list[tuple[Tensor, Tensor]], out: Tensor) -> None:
+        out.zero_()
+        for chosen, found in values:
+            out.index_add_(0, chosen, found)
+        out.div_(len(values))
+
+
+Mean = Callable[[Group, Tensor], Any]
+"""Replaces a tensor by the mean over all members."""
+
+_TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+_CODES: dict[str, Callable[[], Code]] = {"topk": TopK}
+
+
+def mean_by(compress: str | Callable[[], Code] | None) -> Mean:
+    """How one buffer is averaged. It may run in the member's own thread, while others wait for it."""
+    if compress is None:
+        return lambda group, x: group._reduced(ALLREDUCE, x, "mean", None, -1, None)
+    if isinstance(compress, str) and compress in _TYPES:
+        return lambda group, x: _rounded(group, x, _TYPES[compress])
+    made = _CODES.get(compress) if isinstance(compress, str) else compress
+    if not callable(made):
+        names = ", ".join(map(repr, [*_TYPES, *_CODES]))
+        raise ValueError(
+            f"compress must be {names} or what makes an object with encode and decode, not {shown(compress)}"
+        )
+    code = made()
+    return lambda group, x: code.decode(group._values(code.encode(x), None), x)
+
+
+def _rounded(group: Group, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Added up in float32, and rounded once."""
+    return x.copy_(group._reduced(ALLREDUCE, x.to(dtype), "mean", None, -1, None))

@@ -1,0 +1,317 @@
+"""Replicas that are trained by the members of a group stay equal, and reach what one module reaches alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from collective_members import in_processes, in_threads
+
+from flowchan import Mismatch
+
+torch = pytest.importorskip("torch")
+
+from torch import Tensor, nn  # noqa: E402
+
+from flowchan.collective.parallel import (  # noqa: E402
+    AllReduceSGD,
+    ElasticAverage,
+    Gradients,
+    TopK,
+    check_equal,
+    synchronize,
+)
+
+pytestmark = pytest.mark.usefixtures("one_compute_thread")
+
+
+def ok(found: list[Any]) -> list[Any]:
+    for one in found:
+        if isinstance(one, BaseException):
+            raise one
+    return found
+
+
+@pytest.fixture(scope="module")
+def digits() -> tuple[Tensor, Tensor]:
+    from sklearn.datasets import load_digits
+
+    found = load_digits()
+    return torch.tensor(found.data / 16), torch.tensor(found.target)
+
+
+def model(seed: int = 0, width: int = 32) -> Any:
+    made = nn.Sequential(nn.Linear(64, width), nn.Tanh(), nn.Linear(width, 10)).double()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in made.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator, dtype=p.dtype) / 8)
+    return made
+
+
+def sgd(net: Any) -> Any:
+    return torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9)
+
+
+def loss_of(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(net(x), y)
+
+
+def batches(digits: tuple[Tensor, Tensor], steps: int) -> Any:
+    x, y = digits
+    return [(x[64 * i : 64 * (i + 1)], y[64 * i : 64 * (i + 1)]) for i in range(steps)]
+
+
+def alone(digits: Any, steps: int) -> tuple[list[float], Any]:
+    net = model()
+    optimizer = sgd(net)
+    curve = []
+    for x, y in batches(digits, steps):
+        optimizer.zero_grad()
+        loss = loss_of(net, x, y)
+        loss.backward()
+        optimizer.step()
+        curve.append(loss.item())
+    return curve, net
+
+
+def accuracy(net: Any, digits: Any) -> float:
+    x, y = digits
+    return float((net(x).argmax(1) == y).double().mean())
+
+
+@pytest.mark.parametrize("run", [in_threads, in_processes], ids=["threads", "processes"])
+def test_two_replicas_have_the_curve_of_one_module_on_the_digits(run: Any, digits: Any) -> None:
+    """In float64, where the mean of two halves differs from the mean of the whole by rounding only."""
+
+    def train(g: Any) -> tuple[list[float], float]:
+        net = model(seed=g.rank)
+        synchronize(net, g)
+        gradients, optimizer = Gradients(net, g), sgd(net)
+        curve = []
+        for x, y in batches(digits, 25):
+            optimizer.zero_grad()
+            loss = loss_of(net, x[g.rank :: 2], y[g.rank :: 2])
+            loss.backward()
+            gradients.wait()
+            optimizer.step()
+            curve.append(g.allreduce(loss.item(), op="mean"))
+        check_equal(net, g)
+        return curve, accuracy(net, digits)
+
+    expected, net = alone(digits, 25)
+    for curve, reached in ok(run(2, train)):
+        torch.testing.assert_close(curve, expected, rtol=1e-9, atol=1e-12)
+        assert reached == accuracy(net, digits) > 0.85
+
+
+def test_gradients_that_are_accumulated_are_averaged_once(digits: Any) -> None:
+    def train(g: Any, in_parts: bool) -> list[Tensor]:
+        net = model()
+        gradients = Gradients(net, g)
+        ((x, y),) = batches(digits, 1)
+        mine = slice(32 * g.rank, 32 * (g.rank + 1))
+        x, y = x[mine], y[mine]
+        if in_parts:
+            with gradients.accumulate():
+                (loss_of(net, x[:16], y[:16]) / 2).backward()
+            (loss_of(net, x[16:], y[16:]) / 2).backward()
+        else:
+            loss_of(net, x, y).backward()
+        gradients.wait()
+        return [p.grad for p in net.parameters()]
+
+    whole, parts = (ok(in_threads(2, train, in_parts)) for in_parts in (False, True))
+    torch.testing.assert_close(parts, whole)
+    torch.testing.assert_close(parts[0], parts[1], rtol=0, atol=0)
+
+
+def test_gradients_in_many_buffers_start_in_one_order_whatever_the_losses_depend_on() -> None:
+    """A parameter without a gradient counts as zero."""
+
+    def train(g: Any) -> tuple[int, list[float]]:
+        net = nn.ModuleList([nn.Linear(512, 512) for _ in range(4)])
+        gradients = Gradients(net, g)
+        used = net[:3] if g.rank == 0 else net[1:]
+        sum(layer.bias.sum() for layer in used).backward()  # type: ignore[union-attr]
+        gradients.wait()
+        return len(gradients._buffers), [float(layer.bias.grad[0]) for layer in net]  # type: ignore[index]
+
+    assert ok(in_threads(2, train)) == [(4, [0.5, 1.0, 1.0, 0.5])] * 2
+
+
+def test_backward_twice_without_a_wait_says_what_is_missing() -> None:
+    def train(g: Any) -> None:
+        net = nn.Linear(2, 1)
+        gradients = Gradients(net, g)
+        net(torch.ones(2)).backward()
+        with pytest.raises(RuntimeError, match=r"without Gradients.wait\(\)"):
+            net(torch.ones(2)).backward()
+        gradients.close()
+        net(torch.ones(2)).backward()
+
+    ok(in_threads(2, train))
+
+
+@pytest.mark.parametrize("compress", ["fp16", "bf16", "topk", lambda: TopK(0.2)])
+def test_compressed_gradients_reach_the_same_and_keep_replicas_equal(compress: Any, digits: Any) -> None:
+    def train(g: Any) -> float:
+        net = model()
+        gradients, optimizer = Gradients(net, g, compress=compress), torch.optim.SGD(net.parameters(), lr=0.5)
+        for _ in range(4):
+            for x, y in batches(digits, 25):
+                optimizer.zero_grad()
+                loss_of(net, x[g.rank :: 2], y[g.rank :: 2]).backward()
+                gradients.wait()
+                optimizer.step()
+        check_equal(net, g)
+        return accuracy(net, digits)
+
+    assert min(ok(in_threads(2, train))) > 0.9
+
+
+def test_a_code_of_ones_own_sees_what_all_have_encoded() -> None:
+    class Signs:
+        def encode(self, x: Tensor) -> bytes:
+            return bytes((x > 0).tolist())
+
+        def decode(self, values: list[bytes], out: Tensor) -> None:
+            out.copy_(sum(2.0 * torch.tensor(list(value)) - 1 for value in values) / len(values))
+
+    def train(g: Any) -> list[float]:
+        net = nn.Linear(2, 1, bias=False)
+        gradients = Gradients(net, g, compress=Signs)
+        net(torch.tensor([3.0, 5.0 - 10 * g.rank])).backward()
+        gradients.wait()
+        return net.weight.grad.tolist()[0]  # type: ignore[union-attr]
+
+    assert ok(in_threads(2, train)) == [[1.0, 0.0]] * 2
+    with pytest.raises(ValueError, match="compress must be 'fp16', 'bf16', 'topk' or what makes"):
+        Gradients(nn.Linear(2, 1), None, compress="zip")  # type: ignore[arg-type]
+
+
+def test_topk_loses_nothing_it_only_comes_late() -> None:
+    code, total = TopK(0.25), torch.zeros(8)
+    x, out = torch.arange(8.0), torch.zeros(8)
+    for _ in range(8):
+        code.decode([code.encode(x)], out)
+        total += out
+        assert int((out != 0).sum()) <= 2
+    left = code._left
+    assert left is not None
+    torch.testing.assert_close(total + left, 8 * x)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_members_with_more_batches_go_on_and_all_stay_equal(size: int, digits: Any) -> None:
+    """Bit for bit, and they do what one does with the mean gradients of those that still have a batch."""
+
+    def train(g: Any) -> tuple[list[int], list[Tensor]]:
+        net = model()
+        optimizer = sgd(net)
+        training, counts = AllReduceSGD(net, optimizer, g), []
+        for x, y in batches(digits, 2 + 3 * g.rank):
+            optimizer.zero_grad()
+            loss_of(net, x[g.rank :: size], y[g.rank :: size]).backward()
+            counts.append(training.step())
+        training.rest()
+        check_equal(net, g)
+        return counts, [p.detach() for p in net.parameters()]
+
+    def sequential() -> list[Tensor]:
+        net = model()
+        optimizer = sgd(net)
+        for step, (x, y) in enumerate(batches(digits, 2 + 3 * (size - 1))):
+            optimizer.zero_grad()
+            active = [rank for rank in range(size) if step < 2 + 3 * rank]
+            losses = [loss_of(net, x[rank::size], y[rank::size]) for rank in active]
+            (sum(losses) / len(active)).backward()  # type: ignore[union-attr]
+            optimizer.step()
+        return [p.detach() for p in net.parameters()]
+
+    found = ok(in_threads(size, train))
+    for rank, (counts, parameters) in enumerate(found):
+        assert counts == [sum(step < 2 + 3 * other for other in range(size)) for step in range(2 + 3 * rank)]
+        torch.testing.assert_close(parameters, sequential())
+
+
+def test_elastic_averaging_keeps_one_centre_that_learns(digits: Any) -> None:
+    """As one averaging of all members after the other would; with uneven ends."""
+
+    def train(g: Any) -> tuple[float, list[Tensor]]:
+        net = model(seed=g.rank)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+        average = ElasticAverage(net, g, every=3, strength=0.4)
+        for _ in range(3 + g.rank):
+            for x, y in batches(digits, 27):
+                optimizer.zero_grad()
+                loss_of(net, x[g.rank :: 2], y[g.rank :: 2]).backward()
+                optimizer.step()
+                average.step()
+        average.rest()
+        with pytest.raises(Mismatch, match="has other values at rank 1"):
+            check_equal(net, g)
+        average.to_centre()
+        check_equal(net, g)
+        return accuracy(net, digits), [p.detach() for p in net.parameters()]
+
+    for reached, _ in ok(in_threads(2, train)):
+        assert reached > 0.85
+
+
+def test_elastic_averaging_does_what_its_formula_says() -> None:
+    def train(g: Any) -> list[float]:
+        net = nn.Linear(1, 1, bias=False)
+        with torch.no_grad():
+            net.weight.fill_(1.0)
+            average = ElasticAverage(net, g, every=1, strength=0.25)
+            net.weight.fill_(5.0 if g.rank == 0 else 9.0)
+        average.step()
+        mine = net.weight.item()
+        average.to_centre()
+        return [mine, net.weight.item()]
+
+    assert ok(in_threads(2, train)) == [[4.0, 4.0], [7.0, 4.0]]  # pulls of 1 and 2 on a centre of 1
+    with pytest.raises(ValueError, match="strength must be between 0 and 1"):
+        ElasticAverage(nn.Linear(1, 1), None, every=1, strength=1.5)  # type: ignore[arg-type]
+
+
+def other_values(net: Any, rank: int) -> None:
+    if rank == 2:
+        with torch.no_grad():
+            net[2].bias[3] += 1e-9
+
+
+CHANGES: dict[str, tuple[Callable[[Any, int], Any], str]] = {
+    "values": (other_values, r"'2.bias', float64\[10\], of rank 0 has other values at rank 2"),
+    "shape": (
+        lambda net, rank: rank == 1 and net.__setitem__(2, nn.Linear(32, 9).double()),
+        r"'2.weight', float64\[10, 32\], of rank 0 is '2.weight', float64\[9, 32\], at rank 1",
+    ),
+    "more": (
+        lambda net, rank: rank == 1 and net.append(nn.Linear(10, 2).double()),
+        "rank 0 has 4 parameters and buffers, and that of rank 1 has 6",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_differs_first_is_named_with_its_rank_on_all_members(change: str) -> None:
+    """And modules that can't be made equal are refused before anything is written."""
+    function, said = CHANGES[change]
+
+    def look(g: Any) -> None:
+        net = model()
+        check_equal(net, g)
+        function(net, g.rank)
+        with pytest.raises(Mismatch, match=said):
+            check_equal(net, g)
+        if change == "values":
+            synchronize(net, g, root=2)
+            check_equal(net, g)
+            return
+        with pytest.raises(Mismatch, match=said):
+            synchronize(net, g)
+
+    ok(in_threads(3, look))
