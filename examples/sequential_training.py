@@ -1,8 +1,9 @@
 """A convolutional network learns handwritten digits: as everybody trains it, then in two parts that work at
 the same time.
 
-    python examples/sequential_training.py [--parts N] [--on thread|process] [--schedule gpipe|1f1b] [--epochs
-    N] flowchan viz examples/sequential_training.py -o training.svg
+    python examples/sequential_training.py [--parts N] [--on thread|process]
+        [--schedule gpipe|1f1b] [--epochs N]
+    flowchan viz examples/sequential_training.py -o training.svg
 
 Both begin with the same weights and see the same batches of scikit-learn's digits, so both learn along the
 same curve. They compute with double precision: the parts add up gradients in another order, and training lets

@@ -12,6 +12,7 @@ started.
 | read-twice | several stages read one stream |
 | ports | streams and arguments do not fit the function's parameters |
 | type | the items are not what the reader's annotation asks for |
+| async | an ``async def`` function in a stage that takes none, or in one whose workers are processes |
 | pickle | something cannot be sent to a stage's process |
 | hosts | the hosts of a stage are still to be given, or can't be known here |
 | gang | the workers of a stage can't form a group as they are declared |
@@ -20,8 +21,7 @@ started.
 | capacity | a capacity is not an int of at least 1 |
 | memory | the channels between processes need more memory than is free |
 | system | this system refuses what channels between processes are made of |
-| limit | more workers share a channel than it has ports, or a stage with more ports than ``select`` takes
-calls it |
+| limit | more workers share a channel than it has ports, or selects among more than ``select`` takes |
 """
 
 from __future__ import annotations

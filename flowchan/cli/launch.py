@@ -20,6 +20,7 @@ from typing import BinaryIO
 
 import click
 
+from flowchan.run.processes import signal_name
 from flowchan.transport.tcp import joined, listen
 
 PATIENCE = 5.0  # seconds from the request to end until the kill
@@ -75,7 +76,7 @@ class Rank:
         code = self.process.poll()
         if not code:
             return ""
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
         return f"rank {self.number} (process {self.process.pid}) {how}{f': {self.last}' if self.last else ''}"
 
 

@@ -49,7 +49,7 @@ def plain_function(function: Any) -> Any:
     function = inspect.unwrap(function)
     if inspect.ismethod(function):
         return function.__func__
-    # not asking whether
+    # wanted is the method, not whether there is one
     if not inspect.isroutine(function) and hasattr(type(function), "__call__"):  # noqa: B004
         return inspect.unwrap(type(function).__call__)
     return function

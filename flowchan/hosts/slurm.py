@@ -18,6 +18,7 @@ from flowchan.hosts.child import Child
 from flowchan.hosts.provider import Launch
 from flowchan.hosts.relay import Said
 from flowchan.hosts.remote import around, explainer
+from flowchan.run.processes import signal_name
 
 OPTIONS = (
     "--overlap",  # the agent may use what other steps of the allocation use, such as the one of this program
@@ -85,7 +86,7 @@ def _scontrol(*arguments: str) -> str:
 
 
 def _unstarted(host: str, code: int, said: Said) -> str:
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with code {code}"
     return f"{host} could not start the agent: srun {how} before it ({said.last()})"
 
 

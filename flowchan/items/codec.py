@@ -1,6 +1,6 @@
 """Serialising what the core's direct encoding does not cover: pickle protocol 5, by value where plain pickle
 can't or where the other process could not find the name. The contents of arrays and tensors go beside the
-pickle, as buffers (transport/arrays.py), so that they are written once and read where they lie.
+pickle, as buffers (``arrays.py``), so that they are written once and read where they lie.
 
 Functions and classes of ``__main__`` (and of a file that ``flowchan run`` loaded) go by value through
 cloudpickle, because another process has another ``__main__``; everything importable goes by reference.

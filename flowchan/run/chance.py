@@ -66,7 +66,7 @@ def begin(here: Worker) -> None:
     """From now on this process is the worker's. Comes before any code of the user's is loaded."""
     global _of_process
     _of_process = here
-    # a parent's
+    # a fork has copied its parent's
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _SeedOnImport)]
     sys.meta_path.insert(0, _SeedOnImport(here.seed))
     for name in SEEDED:

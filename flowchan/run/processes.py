@@ -164,10 +164,15 @@ def exit_text(code: int, lack_of_memory: bool = False) -> str:
     """What an exit code of a process means, in words."""
     if code >= 0:
         return f"exited with code {code} without finishing"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
+    name = signal_name(-code)
     if -code == signal.SIGKILL and lack_of_memory:
         return f"was killed by {name}, likely for lack of memory: the kernel has killed for that just now"
     return f"was killed by {name}"
+
+
+def signal_name(number: int) -> str:
+    """Most real-time signals have none but their number."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

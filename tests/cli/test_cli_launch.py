@@ -65,6 +65,7 @@ def test_ranks_form_a_group_and_their_lines_have_their_number(tmp_path: Path) ->
     [
         ("raise ValueError('no such file')", "ended with exit code 1: ValueError: no such file"),
         ("os.kill(os.getpid(), signal.SIGKILL)", "was killed by SIGKILL"),
+        ("os.kill(os.getpid(), signal.SIGRTMIN + 6)", "was killed by signal 40"),
         ("sys.exit(7)", "ended with exit code 7"),
     ],
 )
