@@ -31,6 +31,7 @@ from typing import Any
 import psutil
 import pytest
 import pytest_timeout
+from peers import Apart
 from waiting import wait_until
 
 GRACE = 20.0  # seconds by which faulthandler's last word comes after pytest-timeout's
@@ -114,6 +115,21 @@ def catches(pid: int, signum: int) -> bool:
         return False
     caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
     return bool(int(caught, 16) >> (signum - 1) & 1)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """The program apart whose children are a test's peers is there before the test looks at what there is."""
+    fixtures, module = getattr(item, "fixturenames", ()), getattr(item, "module", None)
+    if "spawn_peer" in fixtures or hasattr(module, "HostPeer"):
+        Apart.begin()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """And goes when the tests of another file follow, which may look at all processes that there are."""
+    if nextitem is None or nextitem.path != item.path:
+        Apart.end()
 
 
 @pytest.fixture(scope="module")

@@ -1,15 +1,17 @@
-"""The other party of a test: a function that runs in a thread, in a forked process, or in a program that was
-started apart, while the test goes on."""
+"""The other party of a test: a function that runs in a thread, in a forked process, or in a program apart,
+while the test goes on."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import io
 import multiprocessing
 import os
 import pickle
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -126,25 +128,74 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return super().reducer_override(obj)
 
 
+class Apart:
+    """The program apart that peers on another host are children of (apart.py), there is one for each file
+    of tests that has some. It is there before the first of them looks at what there is."""
+
+    running: ClassVar[Apart | None] = None
+
+    def __init__(self) -> None:
+        mine, theirs = socket.socketpair()
+        self._lock = threading.Lock()
+        self._program = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("apart.py")), str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},  # libraries start no threads when they are imported
+        )
+        theirs.close()
+        self._orders = Connection(mine.detach())
+
+    def start(self, function: Callable[..., Any], args: tuple[Any, ...], descriptors: list[int]) -> int:
+        """Has a child run the function, and gives its process id. It has the descriptors by the numbers that
+        they have here."""
+        task = io.BytesIO()
+        _Pickler(task, protocol=5).dump((function, args))
+        with self._lock, socket.socket(fileno=os.dup(self._orders.fileno())) as beside:
+            modules = [name for name in sys.modules if name.startswith("flowchan.hosts")]
+            modules.append(getattr(function, "__module__", None) or "builtins")
+            self._orders.send((sys.path, modules, descriptors))
+            socket.send_fds(beside, [b"+"], descriptors)
+            self._orders.send_bytes(task.getvalue())
+            child: int = self._orders.recv()
+            return child
+
+    def reap(self, child: int) -> int:
+        """The exit code of a child that has ended."""
+        with self._lock:
+            self._orders.send(child)
+            code: int = self._orders.recv()
+            return code
+
+    @classmethod
+    def begin(cls) -> None:
+        if cls.running is None:
+            cls.running = cls()
+
+    @classmethod
+    def end(cls) -> None:
+        if cls.running is not None:
+            cls.running._orders.send(None)
+            cls.running._program.wait(PATIENCE)
+            cls.running._orders.close()
+            cls.running = None
+
+
 class HostPeer:
-    """A peer in a program of its own (apart.py). What the function holds on to is sent there as an item would
+    """A peer in a child of the program apart. What the function holds on to is sent there as an item would
     be."""
 
     def __init__(self, function: Callable[..., Any], *args: Any) -> None:
         mine, answer = os.pipe()
         self._answer: IO[bytes] = os.fdopen(mine, "rb")
+        self._code: int | None = None
+        assert Apart.running is not None
+        self._apart = Apart.running
         gates = [fd for gate in Gate.all for fd in gate.descriptors]
-        self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("apart.py"))],
-            stdin=subprocess.PIPE,
-            pass_fds=[answer, *gates],
-        )
-        os.close(answer)
-        assert self._process.stdin is not None
-        pickle.dump((sys.path, answer), self._process.stdin)
-        with contextlib.suppress(BrokenPipeError):  # it has ended: the answer says so
-            _Pickler(self._process.stdin, protocol=5).dump((function, args))
-            self._process.stdin.close()
+        try:
+            self._pid = self._apart.start(function, args, [answer, *gates])
+        finally:
+            os.close(answer)
 
     def result(self) -> Any:
         assert select.select([self._answer], [], [], PATIENCE)[0], "the peer is still running"
@@ -158,20 +209,29 @@ class HostPeer:
         return value
 
     def join(self) -> int | None:
-        wait_for_the_end_of(self._process.pid)
-        code = self._process.wait(PATIENCE)
-        self._answer.close()
-        return code
+        if self._code is None:
+            assert self._has_ended(PATIENCE), "the peer is still running"
+            self._code = self._apart.reap(self._pid)
+            self._answer.close()
+        return self._code
 
     def running(self) -> bool:
-        return self._process.poll() is None
+        return self._code is None and not self._has_ended(0)
 
-    def pid(self) -> int | None:
-        return self._process.pid
+    def pid(self) -> int:
+        return self._pid
 
     def kill(self) -> None:
         """Sends SIGKILL."""
-        os.kill(self._process.pid, signal.SIGKILL)
+        os.kill(self._pid, signal.SIGKILL)
+
+    def _has_ended(self, timeout: float) -> bool:
+        """Whether it ends within so many seconds. Nobody has reaped it, so its number is its own."""
+        process = os.pidfd_open(self._pid)
+        try:
+            return bool(select.select([process], [], [], timeout)[0])
+        finally:
+            os.close(process)
 
 
 def wait_for_the_end_of(pid: int | None) -> None:

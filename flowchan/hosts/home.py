@@ -131,7 +131,8 @@ class Home:
         weakref.finalize(channel, _look_again, weakref.ref(self)).atexit = False
 
     def is_over(self) -> bool:
-        return self._over or (not self._kept and not self._channels)
+        # By those that live: who hears of an end may hear of it before the dictionary does.
+        return self._over or (not self._kept and not any(True for _ in self._channels.values()))
 
     def look_again(self) -> None:
         """Something has changed that may be the end. May be called from anywhere, also by the collector."""

@@ -27,7 +27,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "other_process: only with peers in another process")
     config.addinivalue_line("markers", "one_machine(why): not with peers on another host")
     config.addinivalue_line("markers", "not_hosts(why): not over channels across hosts")
-    serve(patience=2)  # who dies there counts as dead after one and a half times that
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _impatient() -> Iterator[None]:
+    """Who dies elsewhere counts as dead after one and a half times that."""
+    serve(patience=2)
+    yield
+    serve()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -345,6 +345,7 @@ def _fork_and_end(ch: Channel, asked: Channel, answers: Channel) -> None:
 @pytest.mark.other_process
 def test_a_forked_child_sees_what_its_parent_had_when_that_has_ended(make, spawn_peer):
     ch, asked, answers = make(1), make(1), make(1)
+    before = psutil.Process().children(recursive=True)
     ch.put(np.full(LARGE, 5))
     parent = spawn_peer(_fork_and_end, ch, asked, answers)
     assert answers.get() == 5 * LARGE
@@ -355,7 +356,7 @@ def test_a_forked_child_sees_what_its_parent_had_when_that_has_ended(make, spawn
         assert ch.get()[0] == 6
     asked.put(None)
     assert answers.get() == 5 * LARGE
-    wait_until(lambda: len(psutil.Process().children(recursive=True)) == 0)
+    wait_until(lambda: psutil.Process().children(recursive=True) == before)
 
 
 @pytest.mark.other_process

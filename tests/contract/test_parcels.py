@@ -64,11 +64,25 @@ def test_a_channel_is_received_after_its_sender_was_killed(make, spawn_peer, med
 @pytest.mark.other_process
 def test_any_later_receiver_gets_it(make, spawn_peer, medium):
     """C14: one that was there before, and one that dies with it in hand first."""
+    dies_with_it_in_hand(make, spawn_peer, medium, keeps=True)
+
+
+@pytest.mark.other_process
+@pytest.mark.not_hosts("home hears that a channel has come, and not that its item is finished")
+def test_any_later_receiver_gets_what_the_first_has_dropped(make, spawn_peer, medium):
+    """C14: its item was not finished."""
+    dies_with_it_in_hand(make, spawn_peer, medium, keeps=False)
+
+
+def dies_with_it_in_hand(make, spawn_peer, medium, keeps):
     carrier, answers = make(), make()
 
     def take_and_stay():
         port = carrier.reader()
-        assert port.get().capacity == 4
+        kept = port.get()
+        assert kept.capacity == 4
+        if not keeps:
+            del kept
         signal.pause()
         port.close()
 

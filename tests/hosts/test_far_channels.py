@@ -8,6 +8,7 @@ import os
 import secrets
 import signal
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ from flowchan import (
     WorkerDied,
     select,
 )
-from flowchan.hosts import open_channel, serve
+from flowchan.hosts import hosting, open_channel, serve
 
 
 @pytest.fixture(autouse=True)
@@ -475,6 +476,15 @@ def test_nothing_is_left_when_the_last_handle_goes():
 
     HostPeer(come_and_go).result()
     assert channel.closed
+
+
+def test_a_home_is_over_as_soon_as_its_last_channel_goes():
+    """Its thread hears of that, and may look before anything else does."""
+    channel, found = make(), []
+    (home,) = hosting._homes
+    weakref.finalize(channel, lambda: found.append(home.is_over()))
+    del channel
+    assert found == [True]
 
 
 def test_a_waiting_get_elsewhere_counts_as_one_reader_that_waits():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import secrets
 import socket
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from peers import HostPeer, ThreadPeer
 from waiting import wait_until
 
 from flowchan import Broken, Closed, Drained, Empty, HostError
+from flowchan.hosts import joining
+from flowchan.hosts.home import Home
 from flowchan.pipelines import Client, Server
 
 SECRET = secrets.token_bytes(32)
@@ -286,30 +289,36 @@ def test_nobody_comes_any_more_once_the_server_was_closed():
         Client(server.address, server.secret, timeout=0.2)
 
 
-def test_a_client_that_dies_is_told_apart_from_one_that_goes(server):
+ImpatientHome = partial(Home, patience=2)
+
+
+def test_a_client_that_dies_is_told_apart_from_one_that_goes(monkeypatch):
     """All that it had sent is received first."""
+    monkeypatch.setattr(joining, "Home", ImpatientHome)
 
     def work(address, secret):
         client = Client(address, secret, tag="dies")
         client.send("alive")
         client.recv()
 
-    peer = HostPeer(work, server.address, server.secret)
-    message, client = server.recv_any()
-    assert (message, client.tag) == ("alive", "dies")
-    peer.kill()
-    peer.join()
-    with pytest.raises(Broken, match="dies"):
-        server.recv_any()
-    assert server.clients() == []
-    with pytest.raises(Empty):
-        server.recv_any(timeout=0.01)
+    with Server() as server:
+        peer = HostPeer(work, server.address, server.secret)
+        message, client = server.recv_any()
+        assert (message, client.tag) == ("alive", "dies")
+        peer.kill()
+        peer.join()
+        with pytest.raises(Broken, match="dies"):
+            server.recv_any()
+        assert server.clients() == []
+        with pytest.raises(Empty):
+            server.recv_any(timeout=0.01)
 
 
 def test_a_server_that_dies_is_told_apart_from_one_that_goes():
     address = free_address()
 
     def serve():
+        joining.Home = ImpatientHome
         server = Server(address, secret=SECRET)
         server.clients(1)[0].send("alive")
         server.recv_any()
