@@ -1,6 +1,7 @@
 """A script without a main guard. Under spawn and forkserver a new process imports the program's main script;
-where that runs the graph at once, every worker would run it again. Python forbids it with a traceback in each
-of them; here the new process says it by its exit code, and the program by one error."""
+where that runs the graph at once, or sets the start method, every worker would do so again. Python forbids it
+with a traceback in each of them; here the new process says it by its exit code, and the program by one
+error."""
 
 from __future__ import annotations
 
@@ -21,8 +22,34 @@ NAME = "flowchan "
 """How the names of our processes begin."""
 
 
+_AT_ERRORS = f"""
+import os, sys
+def leave_if_unguarded(kind, error, trace, usual=sys.excepthook):
+    modules, step = [], trace
+    while step is not None:
+        modules.append(step.tb_frame.f_globals.get("__name__", ""))
+        step = step.tb_next
+    if kind is RuntimeError and "__mp_main__" in modules and modules[-1].startswith("multiprocessing."):
+        os._exit({UNGUARDED})
+    usual(kind, error, trace)
+sys.excepthook = leave_if_unguarded
+"""
+"""What a new process runs before it imports the main script. Before that it may not find our modules."""
+
+
+class ProcessName(str):
+    """The name of a worker's process. Python tells it to the new process before that imports the main script,
+    and so what to do when Python forbids what the script does."""
+
+    def __new__(cls, name: str) -> ProcessName:
+        return super().__new__(cls, f"{NAME}{name}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return eval, (f"exec({_AT_ERRORS!r}, {{}}) or {str(self)!r}",)
+
+
 class Unguarded(GraphError):
-    """The main script runs the graph whenever it is imported."""
+    """The main script does what only the program shall do whenever it is imported."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return GraphError, (self.graph, self.problems)
@@ -31,9 +58,8 @@ class Unguarded(GraphError):
 def unguarded(graph: Blueprint) -> Unguarded:
     method = multiprocessing.get_start_method()
     message = (
-        f"with the start method {method!r} a worker process imports the main script, which then "
-        "runs the graph again; put "
-        'what runs it under `if __name__ == "__main__":`'
+        f"with the start method {method!r} a worker process imports the main script, which then runs the "
+        'graph, or sets the start method, once more; put that under `if __name__ == "__main__":`'
     )
     return Unguarded(graph.name, [Problem("main-guard", "", graph.where, message)])
 

@@ -14,7 +14,7 @@ from flowchan.run import chance, memory
 from flowchan.run.decisions import GRACE
 from flowchan.run.events import Event, Gone, WorkerId
 from flowchan.run.gpus import Gpus
-from flowchan.run.guard import NAME
+from flowchan.run.guard import ProcessName
 from flowchan.run.opening import Ports
 from flowchan.run.processes import WorkerProcess
 from flowchan.run.recovery import Death, deaths_in_hand
@@ -51,7 +51,7 @@ class WorkerProcesses:
         devices = self._gpus.take(id, gpus)
         parent = os.getpid()
         arguments = (here, stage, ports, self._mail, parent, predecessors, devices, member)
-        process = WorkerProcess(f"{NAME}{self._graph}/{id}", process_main, arguments)
+        process = WorkerProcess(ProcessName(f"{self._graph}/{id}"), process_main, arguments)
         self.known[id] = process
         self._watch.add(id, process)
 

@@ -153,7 +153,7 @@ def test_a_script_without_a_main_guard_ends(method: str, tmp_path: Path) -> None
         assert process.returncode == 1
         assert err.count("Traceback") == 1, err
         assert "flowchan.GraphError" in err or "Unguarded" in err
-        assert 'put what runs it under `if __name__ == "__main__":`' in err.splitlines()[-1]
+        assert 'put that under `if __name__ == "__main__":`' in err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
@@ -172,6 +172,28 @@ def test_a_script_that_sets_the_start_method_without_a_main_guard_is_told_where_
     with start(script(tmp_path, text)) as process:
         _, err = process.communicate()
     assert process.returncode == 1
+    assert err.count("Traceback") == 1, err
+    assert 'put that under `if __name__ == "__main__":`' in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_script_that_fails_when_a_worker_imports_it_shows_where_and_the_remedy(
+    method: str, tmp_path: Path
+) -> None:
+    text = f"""
+        import multiprocessing
+        from flowchan import Graph
+        graph = Graph("fails")
+        graph.source(range(3)).sink(abs, on="process")
+        if __name__ != "__main__":
+            raise LookupError("only the program may import this")
+        multiprocessing.set_start_method("{method}")
+        graph.run()
+    """
+    with start(script(tmp_path, text)) as process:
+        _, err = process.communicate()
+    assert process.returncode == 1
+    assert "LookupError: only the program may import this" in err
     assert f"as each does with the start method '{method}'" in err
     assert '`set_start_method` too, under `if __name__ == "__main__":`' in err
 
@@ -199,7 +221,30 @@ def test_a_process_of_the_program_that_runs_the_graph_on_import_says_why_it_ends
     with start(script(tmp_path, text)) as process:
         _, err = process.communicate()
     assert "Traceback" not in err
-    assert 'put what runs it under `if __name__ == "__main__":`' in err
+    assert 'put that under `if __name__ == "__main__":`' in err
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_the_forkserver_imports_what_workers_need_unless_the_program_says_what(
+    own: bool, tmp_path: Path
+) -> None:
+    text = f"""
+        import multiprocessing, os
+        from pathlib import Path
+        from flowchan import Graph
+
+        def has_core_in_server(_):
+            return "/_core" in Path(f"/proc/{{os.getppid()}}/maps").read_text()
+
+        if __name__ == "__main__":
+            multiprocessing.set_start_method("forkserver")
+            if {own}:
+                multiprocessing.set_forkserver_preload(["json"])
+            graph = Graph("imports")
+            result = graph.source([1]).map(has_core_in_server, on="process").collect()
+            print(graph.run()[result])
+    """
+    assert run_python(script(tmp_path, text)) == f"[{not own}]\n"
 
 
 @METHODS
