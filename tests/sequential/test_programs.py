@@ -38,13 +38,14 @@ def main():
         assert torch.allclose(pipe(x), module(x), atol=1e-4)
         assert all(torch.allclose(y, module(x), atol=1e-4) for y in pipe.stream([x] * 5))
     print("fine")
+    return pipe
 
 if __name__ == "__main__":
     multiprocessing.set_start_method(sys.argv[1])
-    main()
-    forgotten = Sequential([Double(), Double()], on="process")
-    assert forgotten(torch.ones(2, 1)).sum() == 8
-    left = forgotten.stream(torch.ones(2, 1) for _ in range(10 ** 9))
+    if sys.argv[1] == "forkserver":  # importing torch takes longer than all else here
+        multiprocessing.set_forkserver_preload(["torch", "flowchan.pipelines"])
+    forgotten = main()
+    left = forgotten.stream(torch.ones(64, 300) for _ in range(10 ** 9))
     next(left)
 """
 
