@@ -1,250 +1,13 @@
 // Group as Python sees it. What needs no speed, and the words of errors, are in flowchan/collective/group.py.
 #include "group_bindings.hpp"
-#include "arguments.hpp"
-#include "channel.hpp"
-#include "group.hpp"
-#include "group_arrays.hpp"
+#include "group_calls.hpp"
 
 #include <cstring>
 #include <system_error>
 
 namespace flowchan {
 
-using namespace nb::literals;
-
 namespace {
-
-// The numbers of the operations; flowchan/collective/group.py has their names.
-enum Doing : uint32_t { BARRIER = 1, BROADCAST, REDUCE, ALLREDUCE, REDUCE_SCATTER };
-
-constexpr const char* OPS[] = {"sum", "mean", "prod", "min", "max", "and", "or", "xor"};
-constexpr int64_t STALLED_NS = 10'000'000'000;
-
-class PyGroup : public Member {
-  public:
-    using Member::Member;
-    std::atomic<uint32_t> queued{0};  // operations that a thread of this process still has to do first
-};
-
-PyGroup& group_of(PyObject* self) { return *nb::inst_ptr<PyGroup>(self); }
-
-// A call: without the GIL, but for a look at signals and a word about stalls while it waits.
-class Calling : public Patience {
-  public:
-    Calling(PyObject* self, uint32_t doing, Deadline deadline)
-        : Patience(deadline), self_(self), doing_(doing) {}
-
-    template <class F>
-    End run(F operation) {
-        state_ = PyEval_SaveThread();
-        End end;
-        {
-            std::lock_guard lock(group_of(self_).in_use());
-            end = operation(*this);
-        }
-        take_gil(state_);
-        return end;
-    }
-    // In the middle of it, with the GIL.
-    template <class F>
-    bool with_gil(F f) {
-        take_gil(state_);
-        const bool done = f();
-        state_ = PyEval_SaveThread();
-        return done;
-    }
-    bool interrupted(int64_t waited) override {
-        return with_gil([&] {
-            if (PyErr_CheckSignals()) return true;
-            if (waited < STALLED_NS || told_) return false;
-            told_ = true;
-            PyObject* done = PyObject_CallMethod(self_, "_stalled", "Id", doing_, double(waited) / 1e9);
-            Py_XDECREF(done);
-            return !done;
-        });
-    }
-
-  private:
-    PyObject* self_;
-    const uint32_t doing_;
-    PyThreadState* state_ = nullptr;
-    bool told_ = false;
-};
-
-// Raises what an operation has ended by; null.
-PyObject* raise_end(PyObject* self, End end, uint32_t doing, PyObject* x, PyObject* more) {
-    if (end == End::Interrupted) return nullptr;
-    PyObject* none =
-        PyObject_CallMethod(self, "_failed", "iIOO", int(end), doing, x ? x : Py_None, more ? more : Py_None);
-    Py_XDECREF(none);
-    if (none) PyErr_SetString(PyExc_SystemError, "an operation failed, and nothing said so");
-    return nullptr;
-}
-
-bool parse_op(PyObject* name, Op& op) {
-    op = Op::Sum;
-    if (!name) return true;
-    for (size_t i = 0; PyUnicode_Check(name) && i < std::size(OPS); ++i)
-        if (PyUnicode_CompareWithASCIIString(name, OPS[i]) == 0) return op = Op(i), true;
-    PyErr_Format(PyExc_ValueError,
-                 "op must be 'sum', 'mean', 'prod', 'min', 'max', 'and', 'or' or 'xor', not %R", name);
-    return false;
-}
-
-bool parse_root(PyObject* value, const Member& group, uint32_t& root) {
-    const long long number = value ? PyLong_AsLongLong(value) : 0;
-    if (number == -1 && PyErr_Occurred()) return false;
-    if (number < 0 || number >= group.size) {
-        PyErr_Format(PyExc_ValueError, "root must be a rank of the group, from 0 to %u, not %R",
-                     group.size - 1, value);
-        return false;
-    }
-    root = uint32_t(number);
-    return true;
-}
-
-bool is_default(PyObject* value) { return !value || value == Py_None; }
-
-// Where a result goes; false with an error.
-bool check_out(const Array& in, const Array& out, PyObject* given, size_t count) {
-    if (out.element != in.element || out.count != count) {
-        PyErr_Format(PyExc_ValueError, "out must have the type of the input, and %zu elements, not %zu",
-                     count, out.count);
-        return false;
-    }
-    if (!out.writable)
-        PyErr_Format(PyExc_ValueError, "the result can't be written into a read-only array: %R", given);
-    return out.writable;
-}
-
-bool has_kernel(const Array& array, Op op, PyObject* x) {
-    if (find_kernel(array.element, op)) return true;
-    PyObject* type = PyObject_GetAttrString(x, "dtype");
-    PyErr_Format(PyExc_TypeError, "there is no %s of elements of type %S%s", OPS[size_t(op)],
-                 type ? type : Py_None,
-                 op == Op::Mean ? "; take the sum, or convert them to a floating-point type" : "");
-    Py_XDECREF(type);
-    return false;
-}
-
-PyObject* call_general(PyObject* self, const char* method, PyObject* const* values, size_t n) {
-    PyObject* arguments[8] = {self};
-    for (size_t i = 0; i < n; ++i) arguments[i + 1] = values[i] ? values[i] : Py_None;
-    PyObject* name = PyUnicode_InternFromString(method);
-    PyObject* result = PyObject_VectorcallMethod(name, arguments, n + 1, nullptr);
-    Py_DECREF(name);
-    return result;
-}
-
-// Combines arrays of all members. root < 0: for everybody. NotImplemented: `x` is no such array.
-PyObject* reduce_arrays(PyObject* self, uint32_t doing, PyObject* x, PyObject* out, PyObject* op_name,
-                        int root, PyObject* timeout) {
-    PyGroup& group = group_of(self);
-    Op op;
-    Deadline deadline;
-    if (!parse_op(op_name, op) || !parse_deadline(timeout, deadline)) return nullptr;
-    Array in, to;
-    if (!in.read(x) || (!is_default(out) && !to.read(out)))
-        return PyErr_Occurred() ? nullptr : Py_NewRef(Py_NotImplemented);
-    const Array& result = is_default(out) ? in : to;
-    const bool gets = root < 0 || uint32_t(root) == group.rank;
-    if (!has_kernel(in, op, x) || (gets && !check_out(in, result, is_default(out) ? x : out, in.count)))
-        return nullptr;
-    const uint64_t key = mixed(mixed(mixed(in.what, doing), uint64_t(op)), uint64_t(root + 1));
-    Calling calling(self, doing, deadline);
-    const End end = calling.run([&](Patience& patience) {
-        return group.allreduce({doing, key}, in.data, result.data, in.count, in.element, op, root, patience);
-    });
-    if (end != End::Done) return raise_end(self, end, doing, x, op_name);
-    return Py_NewRef(is_default(out) ? x : out);
-}
-
-constexpr const char* ALLREDUCE_NAMES[] = {"x", "op", "out", "timeout", "wait"};
-constexpr const char* BROADCAST_NAMES[] = {"x", "root", "timeout", "wait"};
-constexpr const char* BARRIER_NAMES[] = {"timeout", "wait"};
-
-bool goes_later(PyObject* self, PyObject* wait) {
-    return (wait && wait != Py_True) || group_of(self).queued.load(std::memory_order_relaxed);
-}
-
-PyObject* allreduce(PyObject* self, PyObject* const* args, Py_ssize_t n, PyObject* keywords) {
-    return guarded([&]() -> PyObject* {
-        PyObject* v[5];
-        if (!parse("allreduce", ALLREDUCE_NAMES, 1, args, n, keywords, v)) return nullptr;
-        const bool is_function = v[1] && !PyUnicode_Check(v[1]);
-        if (!is_function && !goes_later(self, v[4])) {
-            PyObject* result = reduce_arrays(self, ALLREDUCE, v[0], v[2], v[1], -1, v[3]);
-            if (result != Py_NotImplemented) return result;
-            Py_DECREF(result);
-        }
-        return call_general(self, "_allreduce", v, 5);
-    });
-}
-
-PyObject* broadcast_array(PyObject* self, PyObject* x, uint32_t root, PyObject* timeout) {
-    PyGroup& group = group_of(self);
-    Deadline deadline;
-    Array array;
-    if (!parse_deadline(timeout, deadline)) return nullptr;
-    if (!array.read(x)) return PyErr_Occurred() ? nullptr : Py_NewRef(Py_NotImplemented);
-    if (group.rank != root && !check_out(array, array, x, array.count)) return nullptr;
-    const uint64_t key = mixed(mixed(array.what, BROADCAST), root);
-    Calling calling(self, BROADCAST, deadline);
-    const End end = calling.run([&](Patience& patience) {
-        return group.broadcast({BROADCAST, key}, array.data, array.bytes, root, patience);
-    });
-    return end == End::Done ? Py_NewRef(x) : raise_end(self, end, BROADCAST, x, nullptr);
-}
-
-PyObject* broadcast(PyObject* self, PyObject* const* args, Py_ssize_t n, PyObject* keywords) {
-    return guarded([&]() -> PyObject* {
-        PyObject* v[4];
-        uint32_t root;
-        if (!parse("broadcast", BROADCAST_NAMES, 1, args, n, keywords, v) ||
-            !parse_root(v[1], group_of(self), root))
-            return nullptr;
-        if (!goes_later(self, v[3])) {
-            PyObject* result = broadcast_array(self, v[0], root, v[2]);
-            if (result != Py_NotImplemented) return result;
-            Py_DECREF(result);
-        }
-        return call_general(self, "_broadcast", v, 4);
-    });
-}
-
-PyObject* barrier(PyObject* self, PyObject* const* args, Py_ssize_t n, PyObject* keywords) {
-    return guarded([&]() -> PyObject* {
-        PyObject* v[2];
-        Deadline deadline;
-        if (!parse("barrier", BARRIER_NAMES, 0, args, n, keywords, v)) return nullptr;
-        if (goes_later(self, v[1])) return call_general(self, "_barrier", v, 2);
-        if (!parse_deadline(v[0], deadline)) return nullptr;
-        Calling calling(self, BARRIER, deadline);
-        const End end = calling.run(
-            [&](Patience& patience) { return group_of(self).barrier({BARRIER, BARRIER}, patience); });
-        return end == End::Done ? Py_NewRef(Py_None) : raise_end(self, end, BARRIER, nullptr, nullptr);
-    });
-}
-
-PyMethodDef group_methods[] = {
-    {"allreduce", fast(allreduce), FASTCALL,
-     "allreduce($self, /, x, op='sum', out=None, timeout=None, wait=True)\n--\n\n"
-     "Combine what all members give, element by element, in the order of their ranks: all get the same "
-     "bits.\n\n"
-     "An array or tensor is overwritten with the result and returned; with ``out`` it stays, and that one is "
-     "returned. Any other value is combined by Python's operators, and the result returned. ``op``: 'sum', "
-     "'mean', 'prod', 'min', 'max', 'and', 'or', 'xor', for values also a function of two. ``wait=False`` "
-     "gives "
-     "a handle."},
-    {"broadcast", fast(broadcast), FASTCALL,
-     "broadcast($self, /, x=None, root=0, timeout=None, wait=True)\n--\n\n"
-     "Give all members what ``root`` has: an array or tensor of the same shape and type is overwritten and "
-     "returned; any other value is returned."},
-    {"barrier", fast(barrier), FASTCALL,
-     "barrier($self, /, timeout=None, wait=True)\n--\n\nReturn when all members have called it."},
-    {nullptr, nullptr, 0, nullptr}};
-
-PyType_Slot group_slots[] = {{Py_tp_methods, group_methods}, {0, nullptr}};
 
 // A value as bytes that lie in one piece.
 struct Bytes {
@@ -305,33 +68,6 @@ nb::list exchange(nb::handle self, uint32_t doing, uint64_t key, nb::handle data
     return place.found;
 }
 
-// Memory that is there already: of arrays or bytes, one for each member; None: it is not wanted.
-class Arrays : public Member::Place {
-  public:
-    explicit Arrays(nb::list objects) : many_(objects.size()) {
-        for (size_t i = 0; i < many_.size(); ++i) {
-            PyObject* one = nb::handle(objects[i]).ptr();
-            if (one == Py_None || many_[i].read_bytes(one) || many_[i].read(one)) continue;
-            if (!PyErr_Occurred())
-                PyErr_Format(PyExc_TypeError, "%R does not lie in one piece in this machine's memory", one);
-            throw nb::python_error();
-        }
-    }
-    bool operator()(const std::vector<uint64_t>&, std::vector<void*>& to) override {
-        for (size_t r = 0; r < to.size(); ++r) to[r] = many_[r].data;
-        return true;
-    }
-    template <class P>
-    void tell(std::vector<P>& at, Member::Sizes& sizes) const {
-        for (const Array& one : many_) at.push_back(one.data), sizes.push_back(one.bytes);
-    }
-    const Array& operator[](size_t i) const { return many_[i]; }
-    size_t size() const { return many_.size(); }
-
-  private:
-    std::vector<Array> many_;
-};
-
 void need_each(const Arrays& arrays, const Member& group, const char* what) {
     if (arrays.size() != group.size)
         throw nb::value_error((std::string(what) + " takes one array for each of the " +
@@ -343,19 +79,20 @@ void need_each(const Arrays& arrays, const Member& group, const char* what) {
 void allgather_into(nb::handle self, uint32_t doing, uint64_t key, nb::list mine, nb::list outs,
                     nb::handle timeout) {
     PyGroup& group = group_of(self.ptr());
-    Arrays in(mine), out(outs);
+    Arrays in(mine.ptr()), out(outs.ptr());
     need_each(out, group, "allgather");
     Calling calling(self.ptr(), doing, deadline_of(timeout));
     const End end = calling.run([&](Patience& patience) {
         return group.allgather({doing, mixed(key, doing)}, in[0].data, in[0].bytes, out, patience);
     });
     raise_unless_done(self, end, doing, mine[0], nb::none());
+    if (!out.check()) throw nb::python_error();
 }
 
 void alltoall(nb::handle self, uint32_t doing, uint64_t key, nb::list ins, nb::list outs,
               nb::handle timeout) {
     PyGroup& group = group_of(self.ptr());
-    Arrays in(ins), out(outs);
+    Arrays in(ins.ptr()), out(outs.ptr());
     need_each(in, group, "alltoall");
     need_each(out, group, "alltoall");
     std::vector<const void*> from;
@@ -370,36 +107,13 @@ void alltoall(nb::handle self, uint32_t doing, uint64_t key, nb::list ins, nb::l
     raise_unless_done(self, end, doing, ins, nb::none());
 }
 
-nb::object reduce_scatter(nb::handle self, nb::handle x, nb::handle out, nb::handle op_name,
-                          nb::handle timeout) {
-    PyGroup& group = group_of(self.ptr());
-    Op op;
-    Array in, to;
-    if (!parse_op(op_name.ptr(), op)) throw nb::python_error();
-    if (!in.read(x.ptr()) || !to.read(out.ptr())) {
-        if (PyErr_Occurred()) throw nb::python_error();
-        return nb::borrow(Py_NotImplemented);
-    }
-    if (!has_kernel(in, op, x.ptr()) || !check_out(in, to, out.ptr(), in.count / group.size))
-        throw nb::python_error();
-    if (in.count % group.size) throw nb::value_error("reduce_scatter takes as many elements for each member");
-    const uint64_t key = mixed(mixed(in.what, REDUCE_SCATTER), uint64_t(op));
-    Calling calling(self.ptr(), REDUCE_SCATTER, deadline_of(timeout));
-    const End end = calling.run([&](Patience& patience) {
-        return group.reduce_scatter({REDUCE_SCATTER, key}, in.data, to.data, to.count, in.element, op,
-                                    patience);
-    });
-    raise_unless_done(self, end, REDUCE_SCATTER, x, op_name);
-    return nb::borrow(out);
-}
-
 // Combines arrays that are all here, in their order. Without any it only says whether it could.
 void combine(nb::handle out, nb::list ins, nb::handle op_name) {
     Op op;
     Array to;
     if (!parse_op(op_name.ptr(), op) || (!to.read(out.ptr()) && PyErr_Occurred())) throw nb::python_error();
     if (!has_kernel(to, op, out.ptr())) throw nb::python_error();
-    const Arrays from(ins);
+    const Arrays from(ins.ptr());
     std::vector<const void*> in;
     for (size_t i = 0; i < from.size(); ++i) {
         if (!check_out(from[i], to, out.ptr(), from[i].count)) throw nb::python_error();
@@ -500,7 +214,15 @@ void bind_group(nb::module_& m) {
                 raise_unless_done(self, end, BARRIER, nb::none(), nb::none());
             },
             "timeout"_a.none())
-        .def("_reduce_scatter", reduce_scatter, "x"_a, "out"_a, "op"_a, "timeout"_a.none());
+        .def(
+            "_reduce_scatter",
+            [](nb::handle self, nb::handle x, nb::handle out, nb::handle op, nb::handle timeout) {
+                PyObject* done =
+                    reduce_scatter_array(self.ptr(), x.ptr(), out.ptr(), op.ptr(), timeout.ptr());
+                if (!done) throw nb::python_error();
+                return nb::steal(done);
+            },
+            "x"_a, "out"_a, "op"_a, "timeout"_a.none());
 }
 
 }  // namespace flowchan

@@ -62,13 +62,6 @@ class Group:
         def rank(self) -> int: ...
         @property
         def size(self) -> int: ...
-        def allreduce(
-            self, x: Any, op: Op = "sum", out: Any = None, timeout: float | None = None, wait: bool = True
-        ) -> Any: ...
-        def broadcast(
-            self, x: Any = None, root: int = 0, timeout: float | None = None, wait: bool = True
-        ) -> Any: ...
-        def barrier(self, timeout: float | None = None, wait: bool = True) -> Any: ...
         def close(self) -> None: ...
         def send(self, x: Any, to: int, *, timeout: float | None = None) -> None: ...
         def receive(self, source: int, *, out: Any = None, timeout: float | None = None) -> Any: ...
@@ -90,7 +83,44 @@ class Group:
         def _wait_for_all(self, timeout: float | None) -> None: ...
         def _reduce_scatter(self, x: Any, out: Any, op: str, timeout: float | None) -> Any: ...
 
-    # --- arrays, tensors and values ---
+    # --- arrays, tensors and values; those of these that the core has as well are quicker there ---
+
+    def allreduce(
+        self, x: Any, op: Op = "sum", out: Any = None, timeout: float | None = None, wait: bool = True
+    ) -> Any:
+        """Combine what all members give, element by element, in the order of their ranks: all get the same
+        bits. An array or tensor is overwritten with the result and returned; with ``out`` it stays, and that
+        one is returned. Any other value is combined by Python's operators. ``op``: ``sum``, ``mean``,
+        ``prod``, ``min``, ``max``, ``and``, ``or``, ``xor``, for values also a function of two.
+        ``wait=False`` gives a handle."""
+        return self._allreduce(x, op, out, timeout, wait)
+
+    def broadcast(self, x: Any = None, root: int = 0, timeout: float | None = None, wait: bool = True) -> Any:
+        """Give all members what ``root`` has: an array or tensor of the same shape and type is overwritten
+        and returned; any other value is returned."""
+        return self._broadcast(x, root, timeout, wait)
+
+    def barrier(self, timeout: float | None = None, wait: bool = True) -> Any:
+        """Return when all members have called it."""
+        return self._barrier(timeout, wait)
+
+    def allgather(self, x: Any, out: Any = None, timeout: float | None = None) -> Any:
+        """What every member gives, as a list in the order of the ranks. Arrays and tensors may differ in
+        shape. ``out``: an array of ``size`` times as many elements, or a list of arrays, to be filled instead
+        and returned; raises ``ValueError`` where what a member gave does not fit."""
+        return self._allgather(x, out, timeout)
+
+    def alltoall(
+        self, xs: Sequence[Any], out: Sequence[Any] | None = None, timeout: float | None = None
+    ) -> list[Any]:
+        """What each member has for this one: a list in the order of the ranks. ``xs[i]`` goes to member i.
+        ``out``: arrays to be filled instead, then all of ``xs`` are arrays, too."""
+        return self._alltoall_any(xs, out, timeout)
+
+    def reduce_scatter(self, x: Any, op: str = "sum", out: Any = None, timeout: float | None = None) -> Any:
+        """Combine arrays as ``allreduce`` does, and give each member its part of the result: the first of
+        ``size`` equal parts along the first dimension to rank 0, and so on."""
+        return self._reduce_scatter_any(x, op, out, timeout)
 
     def reduce(
         self, x: Any, root: int = 0, op: Op = "sum", *, out: Any = None, timeout: float | None = None
@@ -101,17 +131,6 @@ class Group:
         self._settle()
         result = self._reduced(REDUCE, x, op, out, root, timeout)
         return result if self.rank == root else None
-
-    def allgather(self, x: Any, *, out: Any = None, timeout: float | None = None) -> Any:
-        """What every member gives, as a list in the order of the ranks. Arrays and tensors may differ in
-        shape. ``out``: an array of ``size`` times as many elements, or a list of arrays, to be filled instead
-        and returned."""
-        self._settle()
-        if out is not None:
-            return self._gather_into(ALLGATHER, x, out, range(self.size), timeout)
-        if not arrays.is_array(x):
-            return self._values(x, timeout)
-        return self._gather_arrays(ALLGATHER, x, range(self.size), timeout)
 
     def gather(self, x: Any, root: int = 0, *, timeout: float | None = None) -> list[Any] | None:
         """As ``allgather``, but only ``root`` gets the list; the others get None."""
@@ -136,29 +155,6 @@ class Group:
                 raise ValueError(f"scatter takes a part for each of the {self.size} members, not {given}")
             parts = [dumps(x) for x in xs]
         return loads(self._swap(SCATTER, parts, timeout, root)[root])
-
-    def alltoall(
-        self, xs: Sequence[Any], *, out: Sequence[Any] | None = None, timeout: float | None = None
-    ) -> list[Any]:
-        """What each member has for this one: a list in the order of the ranks. ``xs[i]`` goes to member i.
-        ``out``: arrays to be filled instead, then all of ``xs`` are arrays, too."""
-        self._settle()
-        if len(xs) != self.size:
-            raise ValueError(f"alltoall takes a part for each of the {self.size} members, not {len(xs)}")
-        if out is None:
-            return [loads(part) for part in self._swap(ALLTOALL, [dumps(x) for x in xs], timeout)]
-        self._swap_arrays(ALLTOALL, xs, out, timeout)
-        return list(out)
-
-    def reduce_scatter(
-        self, x: Any, op: str = "sum", *, out: Any = None, timeout: float | None = None
-    ) -> Any:
-        """Combine arrays as ``allreduce`` does, and give each member its part of the result: the first of
-        ``size`` equal parts along the first dimension to rank 0, and so on."""
-        self._settle()
-        if not arrays.is_array(x):
-            raise TypeError(f"reduce_scatter takes an array or a tensor, not {type(x).__name__}")
-        return self._part_reduced(x, arrays.part_like(x, self.size) if out is None else out, op, timeout)
 
     # --- values from members that may run out of them ---
 
@@ -236,6 +232,30 @@ class Group:
             return self._start(lambda: self._wait_for_all(timeout))
         self._settle()
         return self._wait_for_all(timeout)
+
+    def _allgather(self, x: Any, out: Any, timeout: float | None) -> Any:
+        self._settle()
+        if out is not None:
+            return self._gather_into(ALLGATHER, x, out, range(self.size), timeout)
+        if not arrays.is_array(x):
+            return self._values(x, timeout)
+        return self._gather_arrays(ALLGATHER, x, range(self.size), timeout)
+
+    def _alltoall_any(self, xs: Sequence[Any], out: Sequence[Any] | None, timeout: float | None) -> list[Any]:
+        self._settle()
+        if len(xs) != self.size:
+            raise ValueError(f"alltoall takes a part for each of the {self.size} members, not {len(xs)}")
+        if out is None:
+            return [loads(part) for part in self._swap(ALLTOALL, [dumps(x) for x in xs], timeout)]
+        self._swap_arrays(ALLTOALL, xs, out, timeout)
+        return list(out)
+
+    def _reduce_scatter_any(self, x: Any, op: str | None, out: Any, timeout: float | None) -> Any:
+        self._settle()
+        if not arrays.is_array(x):
+            raise TypeError(f"reduce_scatter takes an array or a tensor, not {type(x).__name__}")
+        target = arrays.part_like(x, self.size) if out is None else out
+        return self._part_reduced(x, target, "sum" if op is None else op, timeout)
 
     # --- parts of the above ---
 

@@ -24,7 +24,6 @@ from flowchan.collective.group import (
     REDUCE_SCATTER,
     TELL,
     Group,
-    Op,
     called,
 )
 from flowchan.collective.links import Differs, Links
@@ -69,20 +68,6 @@ class LinkedGroup(Group):
     def size(self) -> int:
         """How many members there are."""
         return self._size
-
-    def allreduce(
-        self, x: Any, op: Op = "sum", out: Any = None, timeout: float | None = None, wait: bool = True
-    ) -> Any:
-        """As on one host."""
-        return self._allreduce(x, op, out, timeout, wait)
-
-    def broadcast(self, x: Any = None, root: int = 0, timeout: float | None = None, wait: bool = True) -> Any:
-        """As on one host."""
-        return self._broadcast(x, root, timeout, wait)
-
-    def barrier(self, timeout: float | None = None, wait: bool = True) -> Any:
-        """As on one host."""
-        return self._barrier(timeout, wait)
 
     def send(self, x: Any, to: int, *, timeout: float | None = None) -> None:
         """As on one host, to members of this host. To others put it into a ``Channel(across="hosts")``."""
@@ -270,8 +255,8 @@ class LinkedGroup(Group):
                 continue
             memory = arrays.memory(out)
             if len(memory) != len(part):
-                raise Mismatch(
-                    f"rank {rank} gives {len(part)} bytes; rank {self.rank} has room for {len(memory)}"
+                raise ValueError(
+                    f"rank {rank} gives {len(part)} bytes, and out has room for {len(memory)} from it"
                 )
             memory[:] = part
 

@@ -116,7 +116,13 @@ def dumps(item: object) -> Packed | Kept:
     )
 
 
+_NAMES_SOMETHING = pickle.STACK_GLOBAL
+"""Protocol 5 has it wherever it refers to a function or a class. To look for one byte is quick."""
+
+
 def _names_what_is_only_here(data: bytes) -> bool:
+    if _NAMES_SOMETHING not in data:
+        return False
     for name in by_value_modules:  # noqa: SIM110  # quicker than any(), and done for each item
         if name.encode() in data:
             return True

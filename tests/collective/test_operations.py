@@ -193,6 +193,27 @@ def test_allgather_gives_everybody_a_list_of_arrays_of_any_shape_or_of_values(ru
     assert all(run(size, body))
 
 
+def test_what_does_not_fit_into_out_is_refused_where_it_is_and_nothing_is_written(run: Any) -> None:
+    """Only who gave too little room raises; for the others it is done."""
+
+    def body(g: Any) -> str:
+        room = [np.zeros(3 if g.rank else 2, np.float32), np.zeros(4, np.float32)]
+        before = np.copy(room[0])
+        try:
+            g.allgather(np.ones(3 + g.rank, np.float32), out=room)
+        except ValueError as error:
+            assert (room[0] == before).all()
+            return str(error)
+        assert g.rank == 1
+        return f"{g.allreduce(1)}"
+
+    def both(g: Any) -> str:
+        found = body(g)
+        return found if g.rank else f"{found} {g.allreduce(1)}"
+
+    assert run(2, both) == ["rank 0 gives 12 bytes, and out has room for 8 from it 2", "2"]
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_gather_scatter_and_alltoall_take_arrays_and_values_of_any_size(run: Any, size: int) -> None:
     def body(g: Any) -> bool:

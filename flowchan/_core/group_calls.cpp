@@ -1,0 +1,239 @@
+// The calls of a group that have to be quick: for arrays that lie in one piece. Any others go to the methods
+// of flowchan/collective/group.py whose names are theirs with a line before them.
+#include "group_calls.hpp"
+
+namespace flowchan {
+
+// Each member's part of the combination into `out`. NotImplemented: `x` or `out` is no such array.
+PyObject* reduce_scatter_array(PyObject* self, PyObject* x, PyObject* out, PyObject* op_name,
+                               PyObject* timeout) {
+    PyGroup& group = group_of(self);
+    Op op;
+    Deadline deadline;
+    Array in, to;
+    if (!parse_op(op_name, op) || !parse_deadline(timeout, deadline)) return nullptr;
+    if (!in.read(x) || !to.read(out)) return PyErr_Occurred() ? nullptr : Py_NewRef(Py_NotImplemented);
+    if (!has_kernel(in, op, x) || !check_out(in, to, out, in.count / group.size)) return nullptr;
+    if (in.count % group.size) {
+        PyErr_SetString(PyExc_ValueError, "reduce_scatter takes as many elements for each member");
+        return nullptr;
+    }
+    const uint64_t key = mixed(mixed(in.what, REDUCE_SCATTER), uint64_t(op));
+    Calling calling(self, REDUCE_SCATTER, deadline);
+    const End end = calling.run([&](Patience& patience) {
+        return group.reduce_scatter({REDUCE_SCATTER, key}, in.data, to.data, to.count, in.element, op,
+                                    patience);
+    });
+    return end == End::Done ? Py_NewRef(out) : raise_end(self, end, REDUCE_SCATTER, x, op_name);
+}
+
+// Combines arrays of all members. root < 0: for everybody. NotImplemented: `x` is no such array.
+PyObject* reduce_arrays(PyObject* self, uint32_t doing, PyObject* x, PyObject* out, PyObject* op_name,
+                        int root, PyObject* timeout) {
+    PyGroup& group = group_of(self);
+    Op op;
+    Deadline deadline;
+    if (!parse_op(op_name, op) || !parse_deadline(timeout, deadline)) return nullptr;
+    Array in, to;
+    if (!in.read(x) || (!is_default(out) && !to.read(out)))
+        return PyErr_Occurred() ? nullptr : Py_NewRef(Py_NotImplemented);
+    const Array& result = is_default(out) ? in : to;
+    const bool gets = root < 0 || uint32_t(root) == group.rank;
+    if (!has_kernel(in, op, x) || (gets && !check_out(in, result, is_default(out) ? x : out, in.count)))
+        return nullptr;
+    const uint64_t key = mixed(mixed(mixed(in.what, doing), uint64_t(op)), uint64_t(root + 1));
+    Calling calling(self, doing, deadline);
+    const End end = calling.run([&](Patience& patience) {
+        return group.allreduce({doing, key}, in.data, result.data, in.count, in.element, op, root, patience);
+    });
+    if (end != End::Done) return raise_end(self, end, doing, x, op_name);
+    return Py_NewRef(is_default(out) ? x : out);
+}
+
+PyObject* broadcast_array(PyObject* self, PyObject* x, uint32_t root, PyObject* timeout) {
+    PyGroup& group = group_of(self);
+    Deadline deadline;
+    Array array;
+    if (!parse_deadline(timeout, deadline)) return nullptr;
+    if (!array.read(x)) return PyErr_Occurred() ? nullptr : Py_NewRef(Py_NotImplemented);
+    if (group.rank != root && !check_out(array, array, x, array.count)) return nullptr;
+    const uint64_t key = mixed(mixed(array.what, BROADCAST), root);
+    Calling calling(self, BROADCAST, deadline);
+    const End end = calling.run([&](Patience& patience) {
+        return group.broadcast({BROADCAST, key}, array.data, array.bytes, root, patience);
+    });
+    return end == End::Done ? Py_NewRef(x) : raise_end(self, end, BROADCAST, x, nullptr);
+}
+
+namespace {
+
+constexpr const char* ALLGATHER_NAMES[] = {"x", "out", "timeout"};
+constexpr const char* ALLTOALL_NAMES[] = {"xs", "out", "timeout"};
+constexpr const char* REDUCE_SCATTER_NAMES[] = {"x", "op", "out", "timeout"};
+constexpr const char* ALLREDUCE_NAMES[] = {"x", "op", "out", "timeout", "wait"};
+constexpr const char* BROADCAST_NAMES[] = {"x", "root", "timeout", "wait"};
+constexpr const char* BARRIER_NAMES[] = {"timeout", "wait"};
+
+bool goes_later(PyObject* self, PyObject* wait) {
+    return (wait && wait != Py_True) || group_of(self).queued.load(std::memory_order_relaxed);
+}
+
+PyObject* allreduce(PyObject* self, PyObject* const* args, Py_ssize_t n, PyObject* keywords) {
+    return guarded([&]() -> PyObject* {
+        PyObject* v[5];
+        if (!parse("allreduce", ALLREDUCE_NAMES, 1, args, n, keywords, v)) return nullptr;
+        const bool is_function = v[1] && !PyUnicode_Check(v[1]);
+        if (!is_function && !goes_later(self, v[4])) {
+            PyObject* result = reduce_arrays(self, ALLREDUCE, v[0], v[2], v[1], -1, v[3]);
+            if (result != Py_NotImplemented) return result;
+            Py_DECREF(result);
+        }
+        return call_general(self, "_allreduce", v, 5);
+    });
+}
+
+PyObject* broadcast(PyObject* self, PyObject* const* args, Py_ssize_t n, PyObject* keywords) {
+    return guarded([&]() -> PyObject* {
+        PyObject* v[4];
+        uint32_t root;
+        if (!parse("broadcast", BROADCAST_NAMES, 1, args, n, keywords, v) ||
+            !parse_root(v[1], group_of(self), root))
+            return nullptr;
+        if (!goes_later(self, v[3])) {
+            PyObject* result = broadcast_array(self, v[0], root, v[2]);
+            if (result != Py_NotImplemented) return result;
+            Py_DECREF(result);
+        }
+        return call_general(self, "_broadcast", v, 4);
+    });
+}
+
+PyObject* barrier(PyObject* self, PyObject* const* args, Py_ssize_t n, PyObject* keywords) {
+    return guarded([&]() -> PyObject* {
+        PyObject* v[2];
+        Deadline deadline;
+        if (!parse("barrier", BARRIER_NAMES, 0, args, n, keywords, v)) return nullptr;
+        if (goes_later(self, v[1])) return call_general(self, "_barrier", v, 2);
+        if (!parse_deadline(v[0], deadline)) return nullptr;
+        Calling calling(self, BARRIER, deadline);
+        const End end = calling.run(
+            [&](Patience& patience) { return group_of(self).barrier({BARRIER, BARRIER}, patience); });
+        return end == End::Done ? Py_NewRef(Py_None) : raise_end(self, end, BARRIER, nullptr, nullptr);
+    });
+}
+
+// Into `out`, a list of arrays. NotImplemented: not all are arrays that lie in one piece.
+PyObject* allgather_arrays(PyObject* self, PyObject* x, PyObject* out, PyObject* timeout) {
+    PyGroup& group = group_of(self);
+    Deadline deadline;
+    Array in;
+    Arrays room;
+    if (!parse_deadline(timeout, deadline)) return nullptr;
+    if (!in.read(x) || !room.read(out) || room.size() != group.size)
+        return PyErr_Occurred() ? nullptr : Py_NewRef(Py_NotImplemented);
+    if (!room.are_writable(out)) return nullptr;
+    Calling calling(self, ALLGATHER, deadline);
+    const End end = calling.run([&](Patience& patience) {
+        return group.allgather({ALLGATHER, mixed(KNOWN, ALLGATHER)}, in.data, in.bytes, room, patience);
+    });
+    if (end != End::Done) return raise_end(self, end, ALLGATHER, x, nullptr);
+    return room.check() ? Py_NewRef(out) : nullptr;
+}
+
+PyObject* allgather(PyObject* self, PyObject* const* args, Py_ssize_t n, PyObject* keywords) {
+    return guarded([&]() -> PyObject* {
+        PyObject* v[3];
+        if (!parse("allgather", ALLGATHER_NAMES, 1, args, n, keywords, v)) return nullptr;
+        if (!is_default(v[1]) && !goes_later(self, nullptr)) {
+            PyObject* result = allgather_arrays(self, v[0], v[1], v[2]);
+            if (result != Py_NotImplemented) return result;
+            Py_DECREF(result);
+        }
+        return call_general(self, "_allgather", v, 3);
+    });
+}
+
+// Both are lists of arrays. NotImplemented: not all lie in one piece.
+PyObject* alltoall_arrays(PyObject* self, PyObject* xs, PyObject* out, PyObject* timeout) {
+    PyGroup& group = group_of(self);
+    Deadline deadline;
+    Arrays in, room;
+    if (!parse_deadline(timeout, deadline)) return nullptr;
+    if (!in.read(xs) || !room.read(out) || in.size() != group.size || room.size() != group.size)
+        return PyErr_Occurred() ? nullptr : Py_NewRef(Py_NotImplemented);
+    if (!room.are_writable(out)) return nullptr;
+    std::vector<const void*> from;
+    std::vector<void*> to;
+    Member::Sizes in_sizes, out_sizes;
+    in.tell(from, in_sizes);
+    room.tell(to, out_sizes);
+    Calling calling(self, ALLTOALL, deadline);
+    const End end = calling.run([&](Patience& patience) {
+        return group.alltoall({ALLTOALL, mixed(KNOWN, ALLTOALL)}, from, in_sizes, to, out_sizes, patience);
+    });
+    if (end != End::Done) return raise_end(self, end, ALLTOALL, xs, nullptr);
+    return PySequence_List(out);
+}
+
+PyObject* alltoall(PyObject* self, PyObject* const* args, Py_ssize_t n, PyObject* keywords) {
+    return guarded([&]() -> PyObject* {
+        PyObject* v[3];
+        if (!parse("alltoall", ALLTOALL_NAMES, 1, args, n, keywords, v)) return nullptr;
+        if (!is_default(v[1]) && !goes_later(self, nullptr)) {
+            PyObject* result = alltoall_arrays(self, v[0], v[1], v[2]);
+            if (result != Py_NotImplemented) return result;
+            Py_DECREF(result);
+        }
+        return call_general(self, "_alltoall_any", v, 3);
+    });
+}
+
+PyObject* reduce_scatter(PyObject* self, PyObject* const* args, Py_ssize_t n, PyObject* keywords) {
+    return guarded([&]() -> PyObject* {
+        PyObject* v[4];
+        if (!parse("reduce_scatter", REDUCE_SCATTER_NAMES, 1, args, n, keywords, v)) return nullptr;
+        if (!is_default(v[2]) && !goes_later(self, nullptr)) {
+            PyObject* result = reduce_scatter_array(self, v[0], v[2], v[1], v[3]);
+            if (result != Py_NotImplemented) return result;
+            Py_DECREF(result);
+        }
+        return call_general(self, "_reduce_scatter_any", v, 4);
+    });
+}
+
+PyMethodDef group_methods[] = {
+    {"allreduce", fast(allreduce), FASTCALL,
+     "allreduce($self, /, x, op='sum', out=None, timeout=None, wait=True)\n--\n\n"
+     "Combine what all members give, element by element, in the order of their ranks: all get the same "
+     "bits.\n\n"
+     "An array or tensor is overwritten with the result and returned; with ``out`` it stays, and that one is "
+     "returned. Any other value is combined by Python's operators, and the result returned. ``op``: 'sum', "
+     "'mean', 'prod', 'min', 'max', 'and', 'or', 'xor', for values also a function of two. ``wait=False`` "
+     "gives "
+     "a handle."},
+    {"broadcast", fast(broadcast), FASTCALL,
+     "broadcast($self, /, x=None, root=0, timeout=None, wait=True)\n--\n\n"
+     "Give all members what ``root`` has: an array or tensor of the same shape and type is overwritten and "
+     "returned; any other value is returned."},
+    {"barrier", fast(barrier), FASTCALL,
+     "barrier($self, /, timeout=None, wait=True)\n--\n\nReturn when all members have called it."},
+    {"allgather", fast(allgather), FASTCALL,
+     "allgather($self, /, x, out=None, timeout=None)\n--\n\n"
+     "What every member gives, as a list in the order of the ranks. Arrays and tensors may differ in shape. "
+     "``out``: an array of ``size`` times as many elements, or a list of arrays, to be filled instead and "
+     "returned; raises ValueError where what a member gave does not fit."},
+    {"alltoall", fast(alltoall), FASTCALL,
+     "alltoall($self, /, xs, out=None, timeout=None)\n--\n\n"
+     "What each member has for this one: a list in the order of the ranks. ``xs[i]`` goes to member i. "
+     "``out``: arrays to be filled instead, then all of ``xs`` are arrays, too."},
+    {"reduce_scatter", fast(reduce_scatter), FASTCALL,
+     "reduce_scatter($self, /, x, op='sum', out=None, timeout=None)\n--\n\n"
+     "Combine arrays as ``allreduce`` does, and give each member its part of the result: the first of "
+     "``size`` equal parts along the first dimension to rank 0, and so on."},
+    {nullptr, nullptr, 0, nullptr}};
+
+}  // namespace
+
+PyType_Slot group_slots[] = {{Py_tp_methods, group_methods}, {0, nullptr}};
+
+}  // namespace flowchan

@@ -1,0 +1,206 @@
+// What the calls of a group have in common: its arguments, its waits, and what it raises.
+#pragma once
+
+#include "arguments.hpp"
+#include "channel.hpp"
+#include "group.hpp"
+#include "group_arrays.hpp"
+
+namespace flowchan {
+
+using namespace nb::literals;
+
+// The numbers of the operations; flowchan/collective/group.py has their names.
+enum Doing : uint32_t { BARRIER = 1, BROADCAST, REDUCE, ALLREDUCE, REDUCE_SCATTER, ALLGATHER, ALLTOALL = 9 };
+constexpr uint64_t KNOWN = 3;  // what the members of an operation give: arrays whose sizes all know
+
+constexpr const char* OPS[] = {"sum", "mean", "prod", "min", "max", "and", "or", "xor"};
+constexpr int64_t STALLED_NS = 10'000'000'000;
+
+class PyGroup : public Member {
+  public:
+    using Member::Member;
+    std::atomic<uint32_t> queued{0};  // operations that a thread of this process still has to do first
+};
+
+inline PyGroup& group_of(PyObject* self) { return *nb::inst_ptr<PyGroup>(self); }
+
+// A call: without the GIL, but for a look at signals and a word about stalls while it waits.
+class Calling : public Patience {
+  public:
+    Calling(PyObject* self, uint32_t doing, Deadline deadline)
+        : Patience(deadline), self_(self), doing_(doing) {}
+
+    template <class F>
+    End run(F operation) {
+        state_ = PyEval_SaveThread();
+        End end;
+        {
+            std::lock_guard lock(group_of(self_).in_use());
+            end = operation(*this);
+        }
+        take_gil(state_);
+        return end;
+    }
+    // In the middle of it, with the GIL.
+    template <class F>
+    bool with_gil(F f) {
+        take_gil(state_);
+        const bool done = f();
+        state_ = PyEval_SaveThread();
+        return done;
+    }
+    bool interrupted(int64_t waited) override {
+        return with_gil([&] {
+            if (PyErr_CheckSignals()) return true;
+            if (waited < STALLED_NS || told_) return false;
+            told_ = true;
+            PyObject* done = PyObject_CallMethod(self_, "_stalled", "Id", doing_, double(waited) / 1e9);
+            Py_XDECREF(done);
+            return !done;
+        });
+    }
+
+  private:
+    PyObject* self_;
+    const uint32_t doing_;
+    PyThreadState* state_ = nullptr;
+    bool told_ = false;
+};
+
+// Raises what an operation has ended by; null.
+inline PyObject* raise_end(PyObject* self, End end, uint32_t doing, PyObject* x, PyObject* more) {
+    if (end == End::Interrupted) return nullptr;
+    PyObject* none =
+        PyObject_CallMethod(self, "_failed", "iIOO", int(end), doing, x ? x : Py_None, more ? more : Py_None);
+    Py_XDECREF(none);
+    if (none) PyErr_SetString(PyExc_SystemError, "an operation failed, and nothing said so");
+    return nullptr;
+}
+
+inline bool parse_op(PyObject* name, Op& op) {
+    op = Op::Sum;
+    if (!name) return true;
+    for (size_t i = 0; PyUnicode_Check(name) && i < std::size(OPS); ++i)
+        if (PyUnicode_CompareWithASCIIString(name, OPS[i]) == 0) return op = Op(i), true;
+    PyErr_Format(PyExc_ValueError,
+                 "op must be 'sum', 'mean', 'prod', 'min', 'max', 'and', 'or' or 'xor', not %R", name);
+    return false;
+}
+
+inline bool parse_root(PyObject* value, const Member& group, uint32_t& root) {
+    const long long number = value ? PyLong_AsLongLong(value) : 0;
+    if (number == -1 && PyErr_Occurred()) return false;
+    if (number < 0 || number >= group.size) {
+        PyErr_Format(PyExc_ValueError, "root must be a rank of the group, from 0 to %u, not %R",
+                     group.size - 1, value);
+        return false;
+    }
+    root = uint32_t(number);
+    return true;
+}
+
+inline bool is_default(PyObject* value) { return !value || value == Py_None; }
+
+// Where a result goes; false with an error.
+inline bool check_out(const Array& in, const Array& out, PyObject* given, size_t count) {
+    if (out.element != in.element || out.count != count) {
+        PyErr_Format(PyExc_ValueError, "out must have the type of the input, and %zu elements, not %zu",
+                     count, out.count);
+        return false;
+    }
+    if (!out.writable)
+        PyErr_Format(PyExc_ValueError, "the result can't be written into a read-only array: %R", given);
+    return out.writable;
+}
+
+inline bool has_kernel(const Array& array, Op op, PyObject* x) {
+    if (find_kernel(array.element, op)) return true;
+    PyObject* type = PyObject_GetAttrString(x, "dtype");
+    PyErr_Format(PyExc_TypeError, "there is no %s of elements of type %S%s", OPS[size_t(op)],
+                 type ? type : Py_None,
+                 op == Op::Mean ? "; take the sum, or convert them to a floating-point type" : "");
+    Py_XDECREF(type);
+    return false;
+}
+
+inline PyObject* call_general(PyObject* self, const char* method, PyObject* const* values, size_t n) {
+    PyObject* arguments[8] = {self};
+    for (size_t i = 0; i < n; ++i) arguments[i + 1] = values[i] ? values[i] : Py_None;
+    PyObject* name = PyUnicode_InternFromString(method);
+    PyObject* result = PyObject_VectorcallMethod(name, arguments, n + 1, nullptr);
+    Py_DECREF(name);
+    return result;
+}
+
+// Memory that is there already: arrays or bytes, one for each member. None: that one is not wanted.
+class Arrays : public Member::Place {
+  public:
+    Arrays() = default;
+    explicit Arrays(PyObject* objects) {
+        if (!read(objects) && !PyErr_Occurred())
+            PyErr_Format(PyExc_TypeError, "%R: they must lie in one piece in this machine's memory", objects);
+        if (PyErr_Occurred()) throw nb::python_error();
+    }
+    // Of a list or tuple. False, perhaps with an error: not all lie in one piece in this machine's memory.
+    bool read(PyObject* objects) {
+        if (!PyList_Check(objects) && !PyTuple_Check(objects)) return false;
+        many_ = std::vector<Array>(size_t(PySequence_Fast_GET_SIZE(objects)));
+        for (size_t i = 0; i < many_.size(); ++i) {
+            PyObject* one = PySequence_Fast_GET_ITEM(objects, Py_ssize_t(i));
+            wanted_.push_back(one != Py_None);
+            if (wanted_[i] && !many_[i].read_bytes(one) && !many_[i].read(one)) return false;
+        }
+        return true;
+    }
+    // What does not fit is left as it is: the others go on all the same.
+    bool operator()(const std::vector<uint64_t>& sizes, std::vector<void*>& to) override {
+        for (size_t r = 0; r < to.size(); ++r) {
+            if (!wanted_[r]) continue;
+            if (many_[r].bytes == sizes[r])
+                to[r] = many_[r].data;
+            else if (misfit_ < 0)
+                misfit_ = int(r), has_ = sizes[r];
+        }
+        return true;
+    }
+    // False, with an error: what one member gave has not fitted.
+    bool check() const {
+        if (misfit_ >= 0)
+            PyErr_Format(PyExc_ValueError, "rank %d gives %llu bytes, and out has room for %zu from it",
+                         misfit_, static_cast<unsigned long long>(has_), many_[size_t(misfit_)].bytes);
+        return misfit_ < 0;
+    }
+    bool are_writable(PyObject* given) const {
+        for (const Array& one : many_)
+            if (!one.writable) {
+                PyErr_Format(PyExc_ValueError, "the result can't be written into a read-only array: %R",
+                             given);
+                return false;
+            }
+        return true;
+    }
+    template <class P>
+    void tell(std::vector<P>& at, Member::Sizes& sizes) const {
+        for (const Array& one : many_) at.push_back(one.data), sizes.push_back(one.bytes);
+    }
+    const Array& operator[](size_t i) const { return many_[i]; }
+    size_t size() const { return many_.size(); }
+
+  private:
+    std::vector<Array> many_;
+    std::vector<bool> wanted_;
+    int misfit_ = -1;
+    uint64_t has_ = 0;
+};
+
+// For arrays that lie in one piece; NotImplemented for what is none.
+PyObject* reduce_arrays(PyObject* self, uint32_t doing, PyObject* x, PyObject* out, PyObject* op_name,
+                        int root, PyObject* timeout);
+PyObject* broadcast_array(PyObject* self, PyObject* x, uint32_t root, PyObject* timeout);
+PyObject* reduce_scatter_array(PyObject* self, PyObject* x, PyObject* out, PyObject* op_name,
+                               PyObject* timeout);
+
+extern PyType_Slot group_slots[];  // the calls of group_calls.cpp
+
+}  // namespace flowchan
