@@ -39,6 +39,7 @@ from flowchan.pipelines.sequential.inference import Inference
 from flowchan.pipelines.sequential.parts import Part, compute_threads
 from flowchan.pipelines.sequential.plans import Function, Written
 from flowchan.pipelines.sequential.schedule import Schedule
+from flowchan.pipelines.sequential.sharded import refuse_sharded, refuse_sharded_layers
 from flowchan.pipelines.sequential.timeline import REMEMBERED, Event, Timeline
 from flowchan.pipelines.sequential.tracing import Traced
 from flowchan.pipelines.sequential.training import Training
@@ -93,6 +94,8 @@ class Sequential(nn.Module):
         dim: int = 0,
         join: Callable[[list[Any]], Any] | None = None,
     ) -> None:
+        if isinstance(module, nn.Module):
+            refuse_sharded_layers(module)
         traced, names = None, _names(parts)
         if has_own_way(module):
             raise_if_lazy(cast("nn.Module", module))
@@ -220,6 +223,11 @@ class Sequential(nn.Module):
         return self._inference.call(x)
 
     def _raise_for_changes(self) -> None:
+        refuse_sharded_layers(self.module)
+        if self._cut.on.apart:
+            refuse_sharded(self.module, "a part's process", 'use on="thread"')
+        elif self._traced is not None:
+            refuse_sharded(self.module, "a pipe that was cut by tracing", "give an nn.Sequential")
         if self._traced is not None:
             self._traced.check()
         else:
@@ -278,6 +286,7 @@ class Sequential(nn.Module):
         """
         self._raise_if_training("leave its with block first")
         self._raise_for_changes()
+        refuse_sharded(self.module, "a training by steps", "take the loss of pipe(x)")
         if self._cut.dim:
             raise ValueError(
                 f"Sequential: a training splits along dimension 0, not dim={self._cut.dim}; "

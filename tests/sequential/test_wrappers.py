@@ -1,4 +1,5 @@
-"""A pipe inside of torch's ``DistributedDataParallel`` is trained as the plain module is inside of it."""
+"""A pipe inside of torch's ``DistributedDataParallel``, or inside of what its FSDP shards, is trained as the
+plain module is inside of it; what can't be sharded says so."""
 
 from __future__ import annotations
 
@@ -63,5 +64,99 @@ def test_two_ranks_learn_what_they_learn_with_the_plain_module(on: str, tmp_path
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     command = [sys.executable, "-W", "ignore", program, tmp_path / "meeting", on]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (0, "the same\n"), done.stderr
+
+
+SHARDED = """
+import copy
+import sys
+import torch
+from torch import distributed, multiprocessing, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from flowchan.pipelines import Sequential
+
+def trained(rank, model, state):
+    generator = torch.Generator().manual_seed(10 + rank)  # every rank has its own batches
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    for _ in range(3):
+        x, target = torch.randn(8, 6, generator=generator), torch.randint(5, (8,), generator=generator)
+        optimizer.zero_grad()
+        cross_entropy(model(x), target).backward()
+        optimizer.step()
+    return state(model)
+
+def whole(model):
+    return [one.full_tensor() for one in model.parameters()]
+
+def summoned(model):
+    with FullyShardedDataParallel.summon_full_params(model):
+        return [one.detach().clone() for one in model.parameters()]
+
+def refused(call, *words):
+    try:
+        call()
+    except TypeError as error:
+        assert all(word in str(error) for word in words), error
+    else:
+        raise AssertionError(words)
+
+def piped(module, on="thread"):
+    return Sequential(nn.Sequential(*module[:3]), [2, 1], on=on, chunks=2)
+
+def works(rank, made, mesh):
+    expected = trained(rank, DistributedDataParallel(made()), lambda model: list(model.parameters()))
+    module = made()
+    with piped(module) as pipe:
+        model = nn.Sequential(fully_shard(pipe, mesh=mesh), module[3])
+        torch.testing.assert_close(trained(rank, fully_shard(model, mesh=mesh), whole), expected)
+    module, cpu = made(), torch.device("cpu")
+    with piped(module) as pipe:
+        model = FullyShardedDataParallel(nn.Sequential(pipe, module[3]), device_id=cpu, use_orig_params=True)
+        torch.testing.assert_close(trained(rank, model, summoned), expected)
+
+def says_so(made, mesh):
+    module, x, cpu = made(), torch.zeros(4, 6), torch.device("cpu")
+    fully_shard(module[0], mesh=mesh)
+    refused(lambda: piped(module), "layer '0' is sharded by FSDP", "fully_shard(pipe)")
+    refused(lambda: Sequential(fully_shard(made(), mesh=mesh)), "module is sharded by FSDP")
+    with piped(made()) as pipe:
+        fully_shard(pipe, mesh=mesh)
+        refused(lambda: pipe.trainer(loss=cross_entropy), "a training by steps", "loss of pipe(x)")
+    with piped(made()) as pipe:
+        fully_shard(pipe[0], mesh=mesh)
+        refused(lambda: pipe(x), "layer '0' is sharded by FSDP")
+    with piped(made(), "process") as pipe:
+        refused(lambda: fully_shard(pipe, mesh=mesh)(x), "a part's process", "thread")
+    with piped(made(), "process") as pipe:
+        wrapped = FullyShardedDataParallel(pipe, device_id=cpu, use_orig_params=True)
+        refused(lambda: wrapped(x), "a part's process", "thread")
+    with piped(made()) as pipe:
+        refused(lambda: FullyShardedDataParallel(pipe, device_id=cpu)(x), "use_orig_params=True")
+
+def work(rank, file):
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 5))
+    mesh = init_device_mesh("cpu", (2,))
+    works(rank, lambda: copy.deepcopy(module), mesh)
+    says_so(lambda: copy.deepcopy(module), mesh)
+    distributed.destroy_process_group()
+
+if __name__ == "__main__":
+    multiprocessing.start_processes(work, sys.argv[1:], 2, start_method="fork")  # torch is imported once
+    print("the same")
+"""
+
+
+def test_what_is_sharded_around_a_pipe_learns_the_same_and_what_cant_be_says_so(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(SHARDED)
+    command = [sys.executable, "-W", "ignore", program, tmp_path / "meeting"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stdout) == (0, "the same\n"), done.stderr
