@@ -11,6 +11,7 @@
 
 #include "blocking.hpp"
 #include "codec.hpp"
+#include "sleeping.hpp"
 #include "system.hpp"
 
 namespace flowchan {
@@ -186,9 +187,6 @@ template <class Port>
 bool ready(Port& port);
 
 nb::object select_one(nb::list gets, nb::list puts, nb::handle timeout, nb::list ready);
-
-// Without the GIL: until one of the words changes or the time has come. True when it has.
-bool sleep_on_any(std::vector<WaitedWord>& words, int64_t at);
 
 // Where somebody waits who waits at several places: in the line of a LocalQueue, or at the gate of a Ring.
 class Place {

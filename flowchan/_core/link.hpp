@@ -137,8 +137,13 @@ class Link {
     bool hear_end(LinkLine& line, Sink& sink, const Head& head, const char* payload);
     bool claim(LinkLine& line, Sink& sink, const Received& item, Slot*& slot);
     void refuse(const LinkLine& line, Sink& sink, uint64_t size);
-    bool hear_large(int fd, uint64_t connection, const Head& head, const char* begun, uint64_t size);
-    bool read_large(int fd, char* to, const char* begun, uint64_t size_begun, uint64_t size);
+    struct Behind {  // a large item
+        char* at;
+        uint64_t room, have = 0;
+    };
+    bool hear_large(int fd, uint64_t connection, const Head& head, const char* begun, uint64_t size,
+                    Behind& behind);
+    bool read_large(int fd, char* to, const char* begun, uint64_t have, uint64_t size, Behind& behind);
     bool is_settled(LinkLine& line, const Sink& sink, uint64_t key);
     Source* numbering(LinkLine& line, const Sink& sink) {
         return home_ && sink.follows && line.sources.size() == 1 ? &line.sources[0] : nullptr;

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "blocking.hpp"
-#include "system.hpp"
+#include "sleeping.hpp"
 #include "wire.hpp"
 
 namespace flowchan {

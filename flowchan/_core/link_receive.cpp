@@ -11,7 +11,8 @@ namespace flowchan {
 namespace {
 
 constexpr uint32_t HELD_FOR = 64;
-// After a large item another one is likely: of that only the beginning is received to be copied.
+// What follows a large item is received together with its end. Another one is likely: of that only the
+// beginning is to be copied.
 constexpr uint64_t AFTER_LARGE = 4096;
 const char* const WRONG = "the other side sent what no agent of this version sends";
 
@@ -36,9 +37,9 @@ void Link::receive_loop() {
 // Until the connection ends; says why it did.
 std::string Link::receive(int fd, uint64_t connection) {
     std::vector<char> buffer(GATHER + LARGE);
-    uint64_t have = 0, most = GATHER;
+    uint64_t have = 0;
     for (;;) {
-        const ssize_t n = recv(fd, buffer.data() + have, std::min(buffer.size() - have, most), 0);
+        const ssize_t n = recv(fd, buffer.data() + have, std::min(buffer.size() - have, GATHER), 0);
         if (n < 0 && errno == EINTR) continue;
         if (n < 0) return std::string("receiving failed: ") + strerror(errno);
         if (n == 0) return "the other side closed the connection";
@@ -46,7 +47,6 @@ std::string Link::receive(int fd, uint64_t connection) {
         bytes_in.fetch_add(uint64_t(n), std::memory_order_relaxed);
         heard_at_.store(now_ns(), std::memory_order_relaxed);
         uint64_t at = 0;
-        most = GATHER;
         std::unique_lock lock(mutex_);
         while (have - at >= Head::SHORT) {
             Head head{};
@@ -63,11 +63,12 @@ std::string Link::receive(int fd, uint64_t connection) {
                 release_ring();
                 lock.unlock();
                 ring_bell();
-                if (!hear_large(fd, connection, head, payload, here))
+                Behind behind{buffer.data(), AFTER_LARGE};
+                if (!hear_large(fd, connection, head, payload, here, behind))
                     return "the connection ended in an item";
                 lock.lock();
-                at = have;
-                most = AFTER_LARGE;
+                at = 0;
+                have = behind.have;
             } else {
                 if (head.length() + head.size > buffer.size()) {
                     std::vector<char> larger(head.length() + head.size + GATHER);
@@ -193,10 +194,12 @@ void Link::refuse(const LinkLine& line, Sink& sink, uint64_t size) {
 }
 
 // A large item, of which `size` bytes have come: into the ring without a copy in between, if there is room.
-bool Link::hear_large(int fd, uint64_t connection, const Head& head, const char* begun, uint64_t size) {
+bool Link::hear_large(int fd, uint64_t connection, const Head& head, const char* begun, uint64_t size,
+                      Behind& behind) {
     std::unique_lock lock(mutex_);
     LinkLine* line = find(head.line);
-    Sink* sink = line && head.port < line->sinks.size() ? &line->sinks[head.port] : nullptr;
+    if (line && head.port >= line->sinks.size()) return false;
+    Sink* sink = line ? &line->sinks[head.port] : nullptr;
     if (head.say == (home_ ? Say::ITEM : Say::OUT)) return false;
     if (sink && sink->left_alone()) sink = nullptr;
     if (sink && !key_is_right(*line, *sink, head.n)) return false;
@@ -221,11 +224,11 @@ bool Link::hear_large(int fd, uint64_t connection, const Head& head, const char*
             whole = false;
         }
     }
-    whole = whole && read_large(fd, to, begun, size, head.size);
+    whole = whole && read_large(fd, to, begun, size, head.size, behind);
 
     lock.lock();
     if (!sink) {
-        if (line && (line = find(head.line)) && head.port < line->sinks.size())
+        if (whole && line && (line = find(head.line)) && head.port < line->sinks.size())
             line->sinks[head.port].got += 1, line->sinks[head.port].used += 1;
         return whole;
     }
@@ -271,16 +274,22 @@ bool Link::claim(LinkLine& line, Sink& sink, const Received& item, Slot*& slot) 
 }
 
 // Null `to`: nobody wants it.
-bool Link::read_large(int fd, char* to, const char* begun, uint64_t have, uint64_t size) {
+bool Link::read_large(int fd, char* to, const char* begun, uint64_t have, uint64_t size, Behind& behind) {
     std::vector<char> nowhere(to ? 0 : GATHER);
     if (to) memcpy(to, begun, have);
     while (have < size) {
-        char* at = to ? to + have : nowhere.data();
-        const uint64_t most = std::min(size - have, to ? 4 * GATHER : GATHER);
-        const ssize_t n = recv(fd, at, most, 0);
+        const uint64_t left = size - have, most = std::min(left, to ? 4 * GATHER : GATHER);
+        iovec pieces[] = {{to ? to + have : nowhere.data(), most},
+                          {behind.at, most == left ? behind.room : 0}};
+        msghdr message{};
+        message.msg_iov = pieces;
+        message.msg_iovlen = 2;
+        const ssize_t n = recvmsg(fd, &message, 0);
         if (n < 0 && errno == EINTR) continue;
         if (n <= 0) return false;
-        have += uint64_t(n);
+        const uint64_t part = std::min(uint64_t(n), most);
+        have += part;
+        behind.have = uint64_t(n) - part;
         bytes_in.fetch_add(uint64_t(n), std::memory_order_relaxed);
         heard_at_.store(now_ns(), std::memory_order_relaxed);
     }

@@ -1,6 +1,5 @@
 // The sending thread of a link: takes items, says states, moves what is staged, and sleeps when there is
 // nothing to do, at the gates of all rings that it waits for.
-#include "channel.hpp"
 #include "link.hpp"
 
 #include <sys/socket.h>

@@ -1,12 +1,11 @@
 // Waiting at several gates at once: what select is made of.
 //
-// Algorithm. Register at every gate first, then try the operations, then sleep in futex_waitv on all the
-// gates' words (Linux 5.16; where it is missing or refused, see `sleep_by_turns`). Because registering comes
-// before trying, an operation that becomes possible later changes a word that is being watched. Leaving a
-// gate without having used it passes the wake-up on, since this caller may have been the one that was woken.
+// Algorithm. Register at every gate first, then try the operations, then sleep on all the gates' words
+// (sleeping.hpp). Because registering comes before trying, an operation that becomes possible later changes a
+// word that is being watched. Leaving a gate without having used it passes the wake-up on, since this caller
+// may have been the one that was woken.
 #include "channel.hpp"
 #include "raising.hpp"
-#include "system.hpp"
 
 #include <algorithm>
 #include <deque>
@@ -18,27 +17,6 @@ namespace flowchan {
 namespace {
 
 constexpr size_t MOST = 128;  // FUTEX_WAITV_MAX
-
-std::atomic<bool> waitv_refused{
-    false};  // by this kernel or a filter of system calls, so for good; no partner
-
-std::atomic<uint32_t>& word(const WaitedWord& w) {
-    return *reinterpret_cast<std::atomic<uint32_t>*>(w.uaddr);
-}
-bool is_changed(const WaitedWord& w) { return word(w).load(std::memory_order_relaxed) != uint32_t(w.val); }
-
-// Without futex_waitv: asleep on one of the words, looking at the others now and then, ever less often. A
-// single word needs no looking. Costs at most 4 ms of delay, and 250 looks a second.
-bool sleep_by_turns(const std::vector<WaitedWord>& words, int64_t at) {
-    for (int64_t nap = 125'000;; nap = std::min<int64_t>(2 * nap, 4'000'000)) {
-        if (std::any_of(words.begin(), words.end(), is_changed)) return false;
-        const int64_t left = at - now_ns();
-        if (left <= 0) return true;
-        const int64_t ns = words.size() == 1 ? left : std::min(nap, left);
-        const bool shared = !(words[0].flags & FUTEX_PRIVATE_FLAG);
-        if (futex_wait(word(words[0]), uint32_t(words[0].val), ns, shared) == EINTR) return false;
-    }
-}
 
 // All the places of one wait; leaves them at its end.
 class Gates {
@@ -124,15 +102,6 @@ Step try_once(const Operation& op, PyObject*& item) {
 }
 
 }  // namespace
-
-bool sleep_on_any(std::vector<WaitedWord>& words, int64_t at) {
-    if (waitv_refused.load(std::memory_order_relaxed)) return sleep_by_turns(words, at);
-    timespec until{time_t(at / 1'000'000'000), long(at % 1'000'000'000)};
-    const int error = wait_for_any(words.data(), words.size(), until);
-    if (error == 0 || error == EAGAIN || error == EINTR || error == ETIMEDOUT) return error == ETIMEDOUT;
-    if (error != ENOMEM) waitv_refused.store(true, std::memory_order_relaxed);
-    return sleep_by_turns(words, at);
-}
 
 // Tries each operation once, in a random order, and answers (index, item) of the one that was done; index -1
 // when all must wait, -2 when nothing is left that could ever be done. Raises what the operation raises.

@@ -18,21 +18,6 @@
 
 namespace flowchan {
 
-constexpr uint32_t FUTEX_WORD_32 = 2;  // FUTEX_32
-
-// The kernel's struct futex_waitv: a word of 32 bits and what it must still hold for a sleep.
-struct WaitedWord {
-    uint64_t val;
-    uint64_t uaddr;
-    uint32_t flags;
-    uint32_t reserved;
-};
-
-// Sleeps until one of the words changes or is woken; an error number, 0 for none.
-inline int wait_for_any(WaitedWord* words, size_t count, const timespec& until) {
-    return syscall(SYS_futex_waitv, words, count, 0, &until, CLOCK_MONOTONIC) < 0 ? errno : 0;
-}
-
 inline int open_pidfd(int pid) { return int(syscall(SYS_pidfd_open, pid, 0)); }
 
 // A system call without which there is no channel between processes has failed.

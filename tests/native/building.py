@@ -16,6 +16,10 @@ RING = (
     *sorted(CORE.glob("ring*.cpp")),
     *(CORE / f"{name}.cpp" for name in ("lock", "memory", "process", "windows")),
 )
+LINK = (
+    *RING,
+    *(CORE / f"{name}.cpp" for name in ("link", "link_ports", "link_receive", "link_send", "sleeping")),
+)
 GROUP = tuple(CORE / f"{name}.cpp" for name in ("group", "group_ops", "kernels", "memory", "process"))
 WARNINGS = ("-Wall", "-Wextra", "-Wno-missing-field-initializers")
 FLAGS = ("-std=c++20", "-g1", *WARNINGS, f"-I{CORE}", f"-I{HERE / 'stub'}")

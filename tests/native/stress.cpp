@@ -14,21 +14,8 @@
 
 #include "check.hpp"
 #include "plants.hpp"
+#include "tsan.hpp"
 #include "users.hpp"
-
-#if defined(__SANITIZE_THREAD__)
-// GCC's thread sanitizer does not know this one of pthread's ways to lock; it knows
-// `pthread_mutex_timedlock`.
-extern "C" int pthread_mutex_clocklock(pthread_mutex_t* mutex, clockid_t clock, const timespec* until) {
-    timespec now, real;
-    clock_gettime(clock, &now);
-    clock_gettime(CLOCK_REALTIME, &real);
-    const int64_t at = (real.tv_sec + until->tv_sec - now.tv_sec) * 1'000'000'000 + real.tv_nsec +
-                       until->tv_nsec - now.tv_nsec;
-    const timespec converted{time_t(at / 1'000'000'000), long(at % 1'000'000'000)};
-    return pthread_mutex_timedlock(mutex, &converted);
-}
-#endif
 
 namespace testing {
 

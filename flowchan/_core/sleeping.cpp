@@ -1,0 +1,50 @@
+// Linux 5.16 sleeps on many words by futex_waitv; where it is missing or refused, see `sleep_by_turns`.
+#include "sleeping.hpp"
+
+#include "system.hpp"
+
+#include <algorithm>
+#include <atomic>
+
+namespace flowchan {
+
+namespace {
+
+std::atomic<bool> waitv_refused{
+    false};  // by this kernel or a filter of system calls, so for good; no partner
+
+std::atomic<uint32_t>& word(const WaitedWord& w) {
+    return *reinterpret_cast<std::atomic<uint32_t>*>(w.uaddr);
+}
+bool is_changed(const WaitedWord& w) { return word(w).load(std::memory_order_relaxed) != uint32_t(w.val); }
+
+// Without futex_waitv: asleep on one of the words, looking at the others now and then, ever less often. A
+// single word needs no looking. Costs at most 4 ms of delay, and 250 looks a second.
+bool sleep_by_turns(const std::vector<WaitedWord>& words, int64_t at) {
+    for (int64_t nap = 125'000;; nap = std::min<int64_t>(2 * nap, 4'000'000)) {
+        if (std::any_of(words.begin(), words.end(), is_changed)) return false;
+        const int64_t left = at - now_ns();
+        if (left <= 0) return true;
+        const int64_t ns = words.size() == 1 ? left : std::min(nap, left);
+        const bool shared = !(words[0].flags & FUTEX_PRIVATE_FLAG);
+        if (futex_wait(word(words[0]), uint32_t(words[0].val), ns, shared) == EINTR) return false;
+    }
+}
+
+// An error number, 0 for none.
+int wait_for_any(WaitedWord* words, size_t count, const timespec& until) {
+    return syscall(SYS_futex_waitv, words, count, 0, &until, CLOCK_MONOTONIC) < 0 ? errno : 0;
+}
+
+}  // namespace
+
+bool sleep_on_any(std::vector<WaitedWord>& words, int64_t at) {
+    if (waitv_refused.load(std::memory_order_relaxed)) return sleep_by_turns(words, at);
+    timespec until{time_t(at / 1'000'000'000), long(at % 1'000'000'000)};
+    const int error = wait_for_any(words.data(), words.size(), until);
+    if (error == 0 || error == EAGAIN || error == EINTR || error == ETIMEDOUT) return error == ETIMEDOUT;
+    if (error != ENOMEM) waitv_refused.store(true, std::memory_order_relaxed);
+    return sleep_by_turns(words, at);
+}
+
+}  // namespace flowchan

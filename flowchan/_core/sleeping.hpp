@@ -1,0 +1,22 @@
+// Asleep on several futex words at once.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace flowchan {
+
+constexpr uint32_t FUTEX_WORD_32 = 2;  // FUTEX_32
+
+// The kernel's struct futex_waitv: a word of 32 bits and what it must still hold for a sleep.
+struct WaitedWord {
+    uint64_t val;
+    uint64_t uaddr;
+    uint32_t flags;
+    uint32_t reserved;
+};
+
+// Until one of the words changes or the time has come. True when it has.
+bool sleep_on_any(std::vector<WaitedWord>& words, int64_t at);
+
+}  // namespace flowchan

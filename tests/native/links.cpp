@@ -1,0 +1,155 @@
+// The native stress of links: workers on the far end of a link, whose connection is broken again and again,
+// end in exact totals (R4). Arguments: the number of items, how many workers, `ordered` or `unordered`, and
+// the breaks a second (0: none). It runs as it is, and under the sanitizers.
+#include <sys/socket.h>
+
+#include <random>
+#include <thread>
+
+#include "check.hpp"
+#include "link.hpp"
+#include "plants.hpp"
+#include "tsan.hpp"
+#include "users.hpp"
+
+namespace testing {
+
+namespace {
+
+// Those that are copied on their way, those that are sent from where they lie, and those that are received
+// to where they will lie.
+constexpr uint64_t SIZES[] = {8, 40, 300, 3000, 8, 20'000, 8, 70'000, 150'000};
+uint64_t size_for(uint64_t value) { return SIZES[value * 7 % 9]; }
+constexpr uint64_t MOST_OUTPUTS = 4;
+uint64_t outputs_for(uint64_t item) { return item % MOST_OUTPUTS; }
+
+constexpr uint64_t BYTES_INSIDE = 4 << 20;
+
+// A worker on the far end: the rings under its ports there, and the ends of them that are the link's.
+struct Far {
+    std::shared_ptr<Ring> into = std::make_shared<Ring>(1 << 12, BYTES_INSIDE);
+    std::shared_ptr<Ring> out = std::make_shared<Ring>(64, BYTES_INSIDE);
+    const uint32_t feed = open_session(*into, Session::WRITER), drain = open_session(*out, Session::READER);
+    User reads = open(*into, Session::READER), writes = open(*out, Session::WRITER);
+
+    // `shared` with the other workers: where faults are planted.
+    void work(Ring& shared) {
+        uint64_t item = 0;
+        while (next(item)) {
+            plant(shared);
+            for (uint64_t k = 0; k < outputs_for(item); ++k) {
+                const uint64_t output = item * MOST_OUTPUTS + k;
+                must(writes.put(Message(output, size_for(output)), {}, &reads.reader.number) == Step::Done,
+                     "an output");
+            }
+        }
+        reads.leave(true);
+        writes.leave(true);
+    }
+
+  private:
+    bool next(uint64_t& item) {
+        if (reads.reader.in_hand) must(writes.done_with(reads.reader.number) == Step::Done, "done");
+        return reads.get(item) == Step::Done;
+    }
+};
+
+// Both ends of a link, and the connection between them.
+struct Linked {
+    Link home{true}, away{false};
+
+    void connect() {
+        int ends[2];
+        must(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0, "socketpair");
+        home.attach(ends[0]);
+        away.attach(ends[1]);
+    }
+};
+
+void break_often(Linked& linked, uint64_t often, const std::atomic<bool>& over) {
+    std::minstd_rand random{uint32_t(often)};
+    while (!over) {
+        usleep(useconds_t(random() % (2'000'000 / often)));
+        linked.connect();
+        while (!linked.home.next_event(0).empty()) {}
+        while (!linked.away.next_event(0).empty()) {}
+    }
+}
+
+struct Totals {
+    uint64_t count = 0, sum = 0, xored = 0;
+    void add(uint64_t value) {
+        count += 1;
+        sum += value;
+        xored ^= value;
+    }
+    bool operator==(const Totals&) const = default;
+};
+
+void run(uint64_t items, uint64_t workers, bool ordered, uint64_t often) {
+    auto source = std::make_shared<Ring>(100, BYTES_INSIDE),
+         results = std::make_shared<Ring>(100, BYTES_INSIDE);
+    Linked linked;
+    std::vector<std::unique_ptr<Far>> far;
+    User feeder = open(*source, Session::WRITER), sink = open(*results, Session::PLAIN);
+    for (uint32_t number = 1; number <= workers; ++number) {
+        far.push_back(std::make_unique<Far>());
+        WriterState writer, feed;
+        writer.session = open_session(*results, Session::WRITER);
+        writer.ordered = ordered;
+        feed.session = far.back()->feed;
+        linked.home.open_line(number, {{source, open_session(*source, Session::READER)}},
+                              {{results, writer, true, false}}, false);
+        linked.away.open_line(number, {{far.back()->out, far.back()->drain}},
+                              {{far.back()->into, feed, false, false}}, false);
+    }
+    linked.connect();
+
+    std::atomic<bool> over = false;
+    std::vector<std::thread> threads;
+    for (auto& one : far) threads.emplace_back([&] { one->work(*source); });
+    threads.emplace_back([&] {
+        for (uint64_t item = 0; item < items; ++item)
+            must(feeder.put(Message(item, size_for(item))) == Step::Done, "an item");
+        feeder.leave(true);
+    });
+    if (often) threads.emplace_back([&] { break_often(linked, often, over); });
+
+    Totals right, found;
+    for (uint64_t item = 0; item < items; ++item) {
+        for (uint64_t k = 0; k < outputs_for(item); ++k) {
+            uint64_t value = 0;
+            must(sink.get(value) == Step::Done, "an output is missing");
+            right.add(item * MOST_OUTPUTS + k);
+            found.add(value);
+            must(!ordered || value == item * MOST_OUTPUTS + k,
+                 "the outputs are not in the order of the items");
+        }
+    }
+    uint64_t more = 0;
+    must(sink.get(more) == Step::Drained, "more came than there was");
+    must(right == found, "the totals of the outputs");
+    over = true;
+    for (std::thread& thread : threads) thread.join();
+    const uint64_t breaks = linked.home.breaks;
+    linked.home.close();
+    linked.away.close();
+    sink.leave(true);
+    for (Ring* ring : {source.get(), results.get()}) {
+        const std::string wrong = locked(*ring, [&](Wakes&) { return check(*ring); });
+        must(wrong.empty(), wrong);
+    }
+    printf("all totals are exact: %lu outputs over %lu breaks\n", static_cast<unsigned long>(found.count),
+           static_cast<unsigned long>(breaks));
+}
+
+}  // namespace
+
+}  // namespace testing
+
+int main(int argc, char** argv) {
+    using namespace testing;
+    must(argc == 5, "arguments: items, workers, 'ordered' or 'unordered', breaks a second");
+    run(strtoull(argv[1], nullptr, 10), strtoull(argv[2], nullptr, 10), std::string(argv[3]) == "ordered",
+        strtoull(argv[4], nullptr, 10));
+}

@@ -1,0 +1,64 @@
+"""Links without Python: under load and breaks, under each sanitizer, and under whatever a peer may send."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from building import LINK, Builder, run
+from test_native_stress import OPTIONS, REPORTS, flags
+
+pytestmark = pytest.mark.timeout(600)  # the first test compiles what all of them need
+
+SOURCES = ("links.cpp", "plants.cpp")
+# The thread sanitizer notes what was sent when the call is over. By then it may have arrived, so that its
+# memory is used again.
+ENVIRONMENTS = OPTIONS | {"thread": {"TSAN_OPTIONS": OPTIONS["thread"]["TSAN_OPTIONS"] + ":intercept_send=0"}}
+WALKS = [("2", "unordered", "100"), ("3", "ordered", "100"), ("3", "ordered", "0")]
+
+
+@pytest.mark.parametrize("walk", WALKS, ids=" ".join)
+def test_r4_workers_over_a_link_that_breaks_end_in_exact_totals(
+    builder: Builder, walk: tuple[str, ...]
+) -> None:
+    ended = run(builder.program(*SOURCES, core=LINK), "3000", *walk)
+    assert ended.returncode == 0, ended.stderr
+    found = re.fullmatch(r"all totals are exact: 4500 outputs over (\d+) breaks\n", ended.stdout)
+    assert found is not None, ended.stdout
+    assert (found[1] == "0") == (walk[-1] == "0")
+
+
+@pytest.mark.parametrize("sanitizer", OPTIONS)
+def test_a_link_is_clean_under_each_sanitizer(builder: Builder, sanitizer: str) -> None:
+    program = builder.program(*SOURCES, flags=flags(sanitizer), core=LINK)
+    for walk in WALKS[:2]:
+        ended = run(program, "400", *walk, **ENVIRONMENTS[sanitizer])
+        assert ended.returncode == 0, ended.stderr
+        assert "all totals are exact" in ended.stdout
+
+
+@pytest.mark.parametrize("sanitizer", OPTIONS)
+def test_each_sanitizer_finds_a_fault_that_is_planted_beside_a_link(builder: Builder, sanitizer: str) -> None:
+    plant, report = REPORTS[sanitizer]
+    program = builder.program(*SOURCES, flags=flags(sanitizer), planted=plant, core=LINK)
+    # the planted race needs two threads at one moment, which a busy machine may not give at once
+    for _ in range(10):
+        ended = run(program, "200", "2", "unordered", "0", **ENVIRONMENTS[sanitizer])
+        if ended.returncode != 0:
+            break
+    assert ended.returncode != 0
+    assert report in ended.stderr
+
+
+@pytest.mark.parametrize("world", ["model", "home", "away"])
+@pytest.mark.parametrize("sanitizer", ["address", "undefined"])
+def test_whatever_a_peer_sends_is_put_if_it_is_right_and_else_ends_the_connection(
+    builder: Builder, pytestconfig: pytest.Config, sanitizer: str, world: str
+) -> None:
+    """C1, C4: nothing wrong is put, nothing right is lost, nothing crashes or hangs."""
+    program = builder.program("frames.cpp", flags=flags(sanitizer), core=LINK)
+    long = pytestconfig.getoption("--long")
+    for seed in range(100 if long else 2):
+        ended = run(program, world, str(seed), "2000" if long else "200", **OPTIONS[sanitizer])
+        assert ended.returncode == 0, f"seed {seed}: {ended.stderr}"
+        assert ended.stdout == "all connections have ended\n"
