@@ -1,5 +1,5 @@
-"""What torch-ipc tests of its ``Tree``, and torch-distlearn of its two algorithms upon it, asked of groups:
-``combine``, ``rest`` and ``scatter``. The members are threads, as there.
+"""What torch-ipc tests of its ``Tree``, asked of groups: ``combine``, ``rest`` and ``broadcast``. The members
+are threads, as there.
 
 Each test has the name it has there, and none of its code. What has no counterpart, or another answer:
 
@@ -16,7 +16,6 @@ results in place
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -37,9 +36,6 @@ def add(a: Any, b: Any) -> Any:
 @pytest.fixture(params=[in_threads, over_hosts], ids=["one host", "two hosts"])
 def run(request: pytest.FixtureRequest) -> Run:
     return lambda size, body: raised(request.param(size, body))
-
-
-# torch-ipc
 
 
 @pytest.mark.parametrize("size", [1, 2, 8, 9, 17])
@@ -121,53 +117,3 @@ def test_the_constructors() -> None:
     for given in ({"at": "the trees of a test"}, {"at": free_address(), "secret": SECRET}):
         found = in_threads(3, lambda g, given=given: body(g, g.rank, **given))
         assert raised(found) == [(3, 3)] * 3
-
-
-# torch-distlearn
-
-
-@pytest.mark.parametrize("size", [2, 4, 8])
-def test_all_reduce_sgd(size: int) -> None:
-    """In each epoch members make any number of steps; after it all have the same parameters, bit by bit."""
-
-    def body(g: Any) -> Any:
-        chance, parameters, after = random.Random(g.rank), np.zeros(7), []
-        g.broadcast(parameters)
-        for _ in range(5):
-            for _ in range(chance.randint(4, 13)):
-                gradient = np.array([chance.gauss(0, 1) for _ in range(7)])
-                total, n = g.combine(gradient, add)
-                parameters -= 0.1 * total / n
-            for total, n in g.rest(add):
-                parameters -= 0.1 * total / n
-            after.append(parameters.tobytes())
-        return after
-
-    found = raised(in_threads(size, body))
-    assert all(one == found[0] for one in found)
-    assert len(set(found[0])) == 5
-
-
-@pytest.mark.parametrize("size", [2, 4, 8])
-def test_all_reduce_ea(size: int) -> None:
-    """Each walks by itself, and every third step comes nearer to a centre that all have. There the centres
-    drifted apart by a millionth and were made equal now and then; here they are equal, bit by bit."""
-
-    def body(g: Any) -> Any:
-        chance, alpha = random.Random(g.rank), 0.4
-        parameters, centre, apart = np.full(7, float(g.rank)), np.zeros(7), []
-        for epoch in range(5):
-            for step in range(chance.randint(45, 53)):
-                parameters += [chance.gauss(0, 1) / 2**epoch / 2**step for _ in range(7)]
-                if step % 3 == 2:
-                    pull = alpha * (parameters - centre)
-                    parameters -= pull
-                    centre += g.combine(pull, add)[0] / size
-            for total, _ in g.rest(add):
-                centre += total / size
-            apart.append(float(abs(parameters - centre).max()))
-        return centre.tobytes(), apart
-
-    found = raised(in_threads(size, body))
-    assert len({centre for centre, _ in found}) == 1
-    assert all(apart[-1] < 1e-3 for _, apart in found)
