@@ -6,6 +6,7 @@
 #include "process.hpp"
 #include "system.hpp"
 
+#include <fcntl.h>
 #include <linux/membarrier.h>
 #include <sched.h>
 #include <sys/mman.h>
@@ -101,6 +102,28 @@ Member::~Member() {
     ::close(fd_);
 }
 
+namespace {
+
+struct flock lock_on(uint32_t member) {
+    struct flock lock{};
+    lock.l_type = F_WRLCK;
+    lock.l_start = member;
+    lock.l_len = 1;
+    return lock;
+}
+
+}  // namespace
+
+void Member::hold() {
+    struct flock lock = lock_on(rank);
+    if (fcntl(fd_, F_OFD_SETLK, &lock) == 0) seat(rank).held = 1;
+}
+
+bool Member::may_join(uint32_t member) const {
+    struct flock lock = lock_on(member);
+    return !seat(member).held || fcntl(fd_, F_OFD_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;
+}
+
 End Member::join() {
     if (joined()) return End::Done;
     if (joined_) return End::Taken;  // by the process that this one was forked from
@@ -136,12 +159,14 @@ void Member::count_out(uint32_t member) {
 
 Sight Member::see(uint32_t member) const {
     const Seat& s = seat(member);
-    const uint64_t pid = s.owner.load();
+    uint64_t pid = s.owner.load();
+    const bool coming = pid || may_join(member);
+    if (!coming) pid = s.owner.load();  // it may just have joined, and ended
     return {pid,
             s.gone.load(),
             s.operation.load(std::memory_order_relaxed),
             s.doing.load(std::memory_order_relaxed),
-            !pid || process_alive(pid, s.started.load()),
+            pid ? process_alive(pid, s.started.load()) : coming,
             member == rank || is_here(member)};
 }
 

@@ -52,6 +52,7 @@ struct Seat {
     alignas(LINE) std::atomic<uint64_t> owner{0};     // the process that joined as this member
     std::atomic<uint64_t> started{0};
     std::atomic<uint32_t> gone{HERE};
+    std::atomic<uint32_t> held{0};       // until somebody has joined: Member::hold
     std::atomic<uint32_t> operation{0};  // how many it has begun; for messages only, as is the next
     std::atomic<uint32_t> doing{0};      // which one was the last; the top bit: it is inside
 };
@@ -99,6 +100,9 @@ class Member {
 
     const uint32_t rank, size;
     int fd() const { return fd_; }
+    // Whoever may still join as this member has its descriptor, whose open file description holds a lock from
+    // now on: once nobody has it any more, the lock is gone, and the others know.
+    void hold();
     End join();  // this process is the member from now on; Taken: another one is
     bool joined() const { return joined_ == process_number_now(); }
     void leave();  // any number of times
@@ -167,6 +171,7 @@ class Member {
     End await(uint32_t member, Patience& patience);
     End judge(uint64_t key) const;
     bool is_here(uint32_t member) const;
+    bool may_join(uint32_t member) const;
     bool any_is_lost(uint32_t from) const;
     bool reserve_big();  // this member's big slots
     End exchange(Call call, const void* in, void* out, size_t count, Element element, Op op, int root,

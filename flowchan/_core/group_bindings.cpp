@@ -175,6 +175,7 @@ void bind_group(nb::module_& m) {
         .def_prop_ro("_broken", &PyGroup::broken)
         .def("_join", [](PyGroup& group) { return int(group.join()); })
         .def("_leave", &PyGroup::leave)
+        .def("_hold", &PyGroup::hold)
         .def("_give_up", &PyGroup::give_up)
         .def(
             "_queue", [](PyGroup& group, int change) { group.queued += uint32_t(change); }, "change"_a)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -27,6 +28,10 @@ HERE, LEFT, _GAVE_UP = range(3)
 log = logging.getLogger("flowchan.collective")
 
 
+_unused: weakref.WeakSet[SharedGroup] = weakref.WeakSet()
+"""Members that were made here, for threads or processes."""
+
+
 class SharedGroup(_core.Group, Group):
     """See above. ``_ranks``: what its messages call the members, which are others than theirs in a part of a
     group over hosts."""
@@ -35,6 +40,8 @@ class SharedGroup(_core.Group, Group):
         super().__init__(fd, rank)
         self._begin(name)
         self._lanes = Lanes(self)
+        self._maker: int | None = None
+        self._family = 0
         self._ranks: Sequence[int] = range(self.size)
 
     # --- between two members ---
@@ -92,7 +99,9 @@ class SharedGroup(_core.Group, Group):
 
     def close(self) -> None:
         """Leave the group: any number of times, in any order. What the others still call raises
-        :class:`MemberLeft`."""
+        :class:`MemberLeft`. A member that was given to another process is only forgotten here."""
+        if not self._joined:
+            self._let_go()
         self._leave()
         if self.leaders is not None:
             self.leaders.close()
@@ -158,8 +167,33 @@ class SharedGroup(_core.Group, Group):
         )
 
     def _take_seat(self) -> None:
+        if self._joined:
+            return
         if self._join():
             raise GroupError(f"{self!r} is used by another process already; each member is one process's")
+        if self._maker not in (None, os.getpid()):  # a fork has the others' as well
+            for other in list(_unused):
+                if other is not self and other._family == self._family and not other._joined:
+                    os.dup2(self._fd, other._fd, inheritable=False)
+
+    def _hold_seat(self) -> None:
+        """Until somebody has joined as this member, the others know from its descriptor whether anybody
+        still can."""
+        self._maker, self._family = os.getpid(), os.fstat(self._fd).st_ino
+        _unused.add(self)
+        if self._let_go():
+            self._hold()
+
+    def _let_go(self) -> bool:
+        """Has a descriptor of its own from now on, with no lock that others see. False: the system does not
+        let us. (A mapping keeps the lock of the descriptor that it was made with; this one is not mapped.)"""
+        try:
+            other = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR)
+        except OSError:
+            return False
+        os.dup2(other, self._fd, inheritable=False)
+        os.close(other)
+        return True
 
     def _absent(self) -> str:
         """The members that have not come to the operation that this one waits in, and what they did last."""
@@ -193,7 +227,7 @@ class SharedGroup(_core.Group, Group):
 def _state(pid: int, gone: int, operation: int, doing: int, inside: bool, alive: bool) -> str:
     last = f"{NAMES[doing]}, its operation {operation}" if doing < len(NAMES) and operation else "nothing"
     if not pid:
-        return "has not joined"
+        return "has not joined" if alive else "ended before it joined"
     if gone == LEFT:
         return f"(process {pid}) has left; the last it did was {last}"
     if gone != HERE:
@@ -214,9 +248,12 @@ def make_all(size: int, name: str) -> list[Group]:
     """All members of a new group."""
     made = _core.Group._make(size)
     try:
-        return [SharedGroup(os.dup(made), rank, name) for rank in range(size)]
+        members = [SharedGroup(os.dup(made), rank, name) for rank in range(size)]
     finally:
         os.close(made)
+    for member in members:
+        member._hold_seat()
+    return [*members]
 
 
 Group._make_all = staticmethod(make_all)

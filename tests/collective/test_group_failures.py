@@ -4,6 +4,7 @@ same, wherever a member dies, is walked through in tests/native/test_group_walk.
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 from collective_members import Processes, in_threads
 from waiting import wait_until
 
-from flowchan import collective
+from flowchan import Channel, collective
 from flowchan.collective import GroupError, MemberDied, MemberLeft, Mismatch
 
 
@@ -159,7 +160,7 @@ def test_a_stall_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
 
 WAITS = """
 import os, signal, sys, threading
-from flowchan import collective
+from flowchan import Channel, collective
 import numpy as np
 first, second = collective.members(2)
 calls = {
@@ -261,3 +262,49 @@ def test_a_death_is_noticed_while_another_member_is_just_slow() -> None:
     second.close()
     third.close()
     assert [died.ranks for died in found] == [(2,)]  # type: ignore[attr-defined]
+
+
+def test_a_member_killed_before_it_joins_is_missed_by_all_others() -> None:
+    """Also where forks of the same parent had its member, too."""
+
+    def enter(member: Any, answers: Channel[Any]) -> None:
+        if member.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with member as g:
+            try:
+                g.barrier()
+            except MemberDied as died:
+                answers.put((died.ranks, str(died).partition("rank 1 ")[2]))
+
+    answers: Channel[Any] = Channel(across="processes")
+    context = multiprocessing.get_context("fork")
+    children = [context.Process(target=enter, args=(one, answers)) for one in collective.members(3)]
+    for child in children:
+        child.start()
+    assert [answers.get() for _ in "02"] == [((1,), "ended before it joined")] * 2
+    for child in children:
+        child.join()
+        child.close()
+
+
+def test_a_member_that_nobody_has_any_more_is_missed() -> None:
+    first, second = collective.members(2)
+    with first:
+        del second
+        with pytest.raises(MemberDied, match="rank 1 ended before it joined"):
+            first.barrier()
+
+
+def test_who_keeps_a_member_that_it_has_given_to_a_process_closes_it() -> None:
+    first, second = collective.members(2)
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    with first, pytest.raises(TimeoutError, match="has not joined"):
+        first.barrier(timeout=0.05)  # it may still be used here
+    first, second = collective.members(2)
+    with first:
+        second.close()
+        with pytest.raises(MemberDied, match="rank 1 ended before it joined"):
+            first.barrier()
