@@ -4,6 +4,7 @@ true."""
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import inspect
 import json
 import subprocess
@@ -17,7 +18,8 @@ import flowchan
 import flowchan._core as native
 
 HEAVY = ("torch", "numpy", "networkx", "graphviz", "pygraphviz", "rich")
-STUB = Path(__file__).parents[1] / "flowchan" / "_core.pyi"
+ROOT = Path(__file__).parents[1]
+STUB = ROOT / "flowchan" / "_core.pyi"
 ACCEPT = "to accept a change of the native module, write it into flowchan/_core.pyi and commit that"
 
 PUBLIC = [name for name in flowchan.__all__ if not name.startswith("__")]
@@ -215,3 +217,11 @@ def test_the_stubs_signatures_are_the_native_ones(name):
     node, function = functions()[name]
     assert function is not None, ACCEPT
     assert stub_signature(node) == native_signature(function), ACCEPT
+
+
+def test_the_package_carries_the_licences_of_what_is_inside_it() -> None:
+    named = importlib.metadata.metadata("flowchan").get_all("License-File") or []
+    texts = {Path(name).stem: (ROOT / name).read_text() for name in named}
+    assert "Wenzel Jakob" in texts["nanobind"]
+    assert "Goetghebuer-Planchon" in texts["robin-map"]
+    assert "Apache License" in texts["LICENSE"]
