@@ -1,0 +1,165 @@
+/* The rounds of a group (flowchan/_core/group.hpp): all survivors complete an operation, or none does, and nobody reads
+   what was written over. Model of what members publish and how they wait, whatever they compute in between.
+
+   An operation is ROUNDS rounds. In each a member writes what it shows, in the exchange its input, in slices also its
+   part of the result of the round before; publishes the round's number; waits until all others have published it; and
+   reads what they show. Cells and what they show exist twice, for odd and even rounds. A member may die before any step,
+   and may stop waiting for its own reasons (a time-out, Ctrl-C). A sleep may end at any time, and looks again: a lost
+   wake-up costs a slice, so sleeping is no step here.
+
+   step of the model                     source
+   -----------------------------------   ------------------------------------------------------------------
+   write()                               group_ops.cpp: Member::show, Member::exchange, Member::slices
+   publish()                             group.cpp: Member::publish
+   is_here()                             group.cpp: Member::is_here, Member::await_all, Member::await
+   is_lost()                             group.cpp: Member::any_is_lost, Member::see
+   another round                         group_ops.cpp: Member::next
+   giving up                             group.cpp: Member::finish, Member::give_up
+
+   Planted faults: PLANT_one_cell (one cell for all rounds), PLANT_early (published before it is written),
+   PLANT_no_second_look (who is gone is not looked at again for the number), PLANT_any_number (a later number counts, too,
+   and an earlier one of the same cell), PLANT_goes_on (who has given up takes part in the next operation),
+   PLANT_silent (who gives up does not say so). */
+
+#ifndef MEMBERS
+#define MEMBERS 3
+#endif
+#ifndef OPERATIONS
+#define OPERATIONS 2
+#endif
+#ifndef ROUNDS
+#define ROUNDS 2
+#endif
+#ifndef DEATHS
+#define DEATHS 1
+#endif
+#ifndef STOPS
+#define STOPS 0
+#endif
+
+#define LAST (OPERATIONS * ROUNDS)
+#ifdef PLANT_one_cell
+#define CELL(r) 0
+#else
+#define CELL(r) ((r) & 1)
+#endif
+#define AT(member, r) ((member) * 2 + CELL(r))
+
+byte number[MEMBERS * 2]; /* the round published in each cell */
+byte shows[MEMBERS * 2];  /* which round's words lie beside it */
+bool gone[MEMBERS];       /* it has said that it gave up */
+bool dead[MEMBERS];
+bool stopped[MEMBERS];    /* of its own will */
+byte done[MEMBERS];       /* operations that it has completed */
+byte deaths, stops, ended;
+
+#ifdef PLANT_any_number
+#define is_here(other, r) (number[AT(other, r)] >= (r) || ((r) > 2 && number[AT(other, r)] == (r) - 2))
+#else
+#define is_here(other, r) (number[AT(other, r)] == (r))
+#endif
+
+#define is_lost(other) (gone[other] || dead[other])
+
+#define may_die if :: atomic { deaths < DEATHS -> deaths++; dead[me] = true; goto end } :: true fi
+
+inline write(r) { shows[AT(me, r)] = r }
+inline publish(r) { number[AT(me, r)] = r }
+
+proctype member(byte me) {
+    byte r = 1, i, other;
+    bool failed = false;
+    do
+    :: r > LAST -> break
+    :: r <= LAST ->
+        may_die;
+#ifdef PLANT_early
+        publish(r);
+        may_die;
+        write(r);
+#else
+        write(r);
+        may_die;
+        publish(r);
+#endif
+        may_die;
+        i = 1;
+        do
+        :: i == MEMBERS -> break
+        :: i < MEMBERS ->
+            other = (me + i) % MEMBERS;
+            do
+            :: is_here(other, r) -> break
+            :: !is_here(other, r) ->
+                if
+                :: is_here(other, r) -> break
+                :: is_lost(other) ->
+#ifndef PLANT_no_second_look
+                    if
+                    :: is_here(other, r) -> skip
+                    :: else -> failed = true; break
+                    fi
+#else
+                    failed = true; break
+#endif
+                fi
+            :: atomic { stops < STOPS && !is_here(other, r) -> stops++; stopped[me] = true; failed = true }; break
+            od;
+            if
+            :: failed -> break
+            :: else -> may_die; i++
+            fi
+        od;
+        if
+        :: failed ->
+#ifndef PLANT_silent
+            gone[me] = true;
+#endif
+#ifdef PLANT_goes_on
+            r = ((r - 1) / ROUNDS + 1) * ROUNDS + 1; failed = false; goto next
+#else
+            goto end
+#endif
+        :: else
+        fi;
+        i = 0;
+        do /* reads what the others show */
+        :: i == MEMBERS -> break
+        :: i < MEMBERS ->
+            assert(shows[AT(i, r)] == r);
+            i++
+        od;
+        if
+        :: r % ROUNDS == 0 -> done[me] = r / ROUNDS
+        :: else
+        fi;
+        r++;
+next:   skip
+    od;
+end:
+    ended++
+}
+
+init {
+    byte i = 0, j;
+    atomic {
+        do
+        :: i < MEMBERS -> run member(i); i++
+        :: else -> break
+        od
+    };
+    ended == MEMBERS; /* else: somebody waits for ever */
+    i = 0;
+    do
+    :: i < MEMBERS ->
+        j = 0;
+        do
+        :: j < MEMBERS ->
+            assert(dead[i] || dead[j] || stopped[i] || stopped[j] || done[i] == done[j]);
+            j++
+        :: else -> break
+        od;
+        i++
+    :: else -> break
+    od
+}
