@@ -10,12 +10,23 @@ from flowchan.collective.environment import Place, place
 from flowchan.collective.gathering import meet_at
 from flowchan.collective.group import Group
 from flowchan.collective.handles import Handle
+from flowchan.collective.links import Edge
 from flowchan.collective.meeting import meet
 from flowchan.collective.shared import make_all
 from flowchan.errors import GroupError, MemberDied, MemberLeft, Mismatch
 from flowchan.items.whole import is_whole
 
-__all__ = ["Group", "GroupError", "Handle", "MemberDied", "MemberLeft", "Mismatch", "group", "members"]
+__all__ = [
+    "Edge",
+    "Group",
+    "GroupError",
+    "Handle",
+    "MemberDied",
+    "MemberLeft",
+    "Mismatch",
+    "group",
+    "members",
+]
 
 _counts: defaultdict[tuple[str, int], itertools.count[int]] = defaultdict(itertools.count)
 

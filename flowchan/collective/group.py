@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from flowchan.collective import arrays
 from flowchan.collective.handles import Handle, Later
+from flowchan.collective.links import Edge
 from flowchan.collective.values import dumps, loads
 from flowchan.items.combining import OPERATIONS, combined
 from flowchan.items.whole import is_whole
@@ -207,6 +208,11 @@ class Group:
         if error is None:
             self._settle()
         self.close()
+
+    def stats(self) -> dict[int, Edge]:
+        """What the connections between hosts have carried, by the rank at their other end. Only the first
+        member of each host has such."""
+        return {}
 
     def __repr__(self) -> str:
         return f"<Group{f' {self.name!r}' if self.name else ''} rank {self.rank} of {self.size}>"

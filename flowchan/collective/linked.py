@@ -26,7 +26,7 @@ from flowchan.collective.group import (
     Group,
     called,
 )
-from flowchan.collective.links import Differs, Links
+from flowchan.collective.links import Differs, Edge, Links
 from flowchan.collective.shared import SharedGroup
 from flowchan.collective.values import dumps, loads
 from flowchan.errors import GroupError, Mismatch
@@ -97,6 +97,10 @@ class LinkedGroup(Group):
         sliced = operation in COMBINING and size is not None and size > WHOLE
         how = "a slice for each" if sliced else "all that each has"
         return f"{here}; over connections between the {hosts} hosts' leaders, {how}"
+
+    def stats(self) -> dict[int, Edge]:
+        """See :meth:`Group.stats`."""
+        return {} if self._links is None else self._links.edges
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError(f"{self!r} is in use; a member of a group over hosts can't be sent")

@@ -14,6 +14,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flowchan.collective.values import dumps, loads
@@ -30,6 +31,17 @@ log = logging.getLogger("flowchan.collective")
 
 class Differs(Exception):
     """The leaders' calls are not the same."""
+
+
+@dataclass(slots=True)
+class Edge:
+    """What has crossed between two hosts' leaders: bytes sent and received, in how many steps of operations,
+    and the seconds that these took from their beginning on this side. An operation has one step or two."""
+
+    sent: int = 0
+    received: int = 0
+    steps: int = 0
+    seconds: float = 0.0
 
 
 class _Peer:
@@ -59,12 +71,18 @@ class Links:
         self._sockets = dict(sockets)
         self._ranks = ranks
         self._closed = False
+        self._edges = {host: Edge() for host in self._sockets}
         for sock in self._sockets.values():
             sock.setblocking(False)
 
     @property
     def hosts(self) -> list[int]:
         return list(self._sockets)
+
+    @property
+    def edges(self) -> dict[int, Edge]:
+        """By the ranks of the leaders."""
+        return {self._ranks[host]: replace(edge) for host, edge in self._edges.items()}
 
     def swap(
         self,
@@ -142,6 +160,8 @@ class Links:
                     self._send(host, peer, call)
                 if peer.is_done:
                     waiting.discard(host)
+                    self._edges[host].steps += 1
+                    self._edges[host].seconds += time.monotonic() - begun
             passed = time.monotonic() - begun
             if timeout is not None and passed > timeout:
                 self.close()
@@ -175,6 +195,7 @@ class Links:
                 if peer.kind != FAILED or not peer.has_come:
                     raise self._gone(host, call, error.strerror or "") from error
                 peer.out.clear()
+            self._edges[host].sent += sent
             while sent:
                 taken = min(sent, len(peer.out[0]))
                 peer.out[0], sent = peer.out[0][taken:], sent - taken
@@ -206,6 +227,7 @@ class Links:
         if not count:
             raise self._gone(host, call, "it ended the connection")
         peer.got += count
+        self._edges[host].received += count
 
     def _begin(
         self,

@@ -187,3 +187,27 @@ def test_how_an_operation_is_done_is_said() -> None:
     small, large = OverHosts("ab", body).results(2)[0]
     assert small.endswith("over connections between the 2 hosts' leaders, all that each has")
     assert large.endswith("over connections between the 2 hosts' leaders, a slice for each")
+
+
+def test_stats_say_what_each_connection_has_carried() -> None:
+    """One side has sent what the other has received; only leaders have connections, and each has one to each
+    other host."""
+
+    def body(g: Any) -> Any:
+        g.allreduce(np.ones(100_000))
+        g.barrier()
+        before = g.stats()
+        g.allreduce(np.ones(100_000))
+        return before, g.stats()
+
+    found = OverHosts("aabc", body).results(4)
+    assert found[1] == ({}, {})
+    stats = {rank: now for rank, (_, now) in found.items() if rank != 1}
+    assert {rank: set(edges) for rank, edges in stats.items()} == {0: {2, 3}, 2: {0, 3}, 3: {0, 2}}
+    for rank, edges in stats.items():
+        for other, edge in edges.items():
+            assert (edge.sent, edge.steps) == (stats[other][rank].received, stats[other][rank].steps)
+            before = found[rank][0][other]
+            assert edge.sent - before.sent > 100_000 * 8 * 2 / 3 - 1000
+            assert edge.steps - before.steps == 2
+            assert edge.seconds > before.seconds

@@ -11,7 +11,7 @@ results in place
 ``zero``
     The function gets contributed values only. Who has run out gets the results, which it did not there.
 ``tree.netStats``
-    It prints what connections have carried, and has no test there.
+    ``stats`` says what the connections between hosts have carried: tests/collective/test_linked_groups.py.
 """
 
 from __future__ import annotations
