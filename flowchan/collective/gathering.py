@@ -13,7 +13,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from flowchan.collective.group import Group
 from flowchan.collective.linked import LinkedGroup
@@ -69,14 +69,20 @@ class Rendezvous:
                 ):
                     self._keep(rank, sock)
                     continue
-                sock.close()
-                reason = (
+                self._keep(self._size, sock)
+                self._refuse(
                     f"rank 0 is one of {self._size} members, rank {rank} one of {size}"
                     if size != self._size
                     else f"two processes have come as rank {rank}"
                 )
-                self._say({"error": reason})
-                raise GroupError(reason)
+
+    def _refuse(self, reason: str) -> NoReturn:
+        """Tells all that have come. Closing a connection with words unread would drop this one, too."""
+        self._say({"error": reason})
+        for file in self._files.values():
+            with contextlib.suppress(OSError):
+                file.readline()
+        raise GroupError(reason)
 
     def _keep(self, rank: int, sock: Any) -> None:
         sock.settimeout(max(0.001, self._give_up - time.monotonic()))
@@ -104,8 +110,10 @@ class Rendezvous:
     def _hear(self, rank: int) -> Any:
         try:
             line = self._files[rank].readline()
-        except OSError as error:
-            raise TimeoutError(f"rank {rank} has said nothing while the members met ({error})") from error
+        except TimeoutError as error:
+            raise TimeoutError(f"rank {rank} has said nothing while the members met") from error
+        except OSError:
+            line = ""
         if not line:
             raise GroupError(f"rank {rank} ended while the members met")
         return json.loads(line)
