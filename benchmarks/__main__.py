@@ -27,6 +27,7 @@ NAMES = (
     "wakeup",
     "imports",
     "sequential",
+    "schedules",
 )
 
 

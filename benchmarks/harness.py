@@ -216,6 +216,8 @@ def in_words(value: float, unit: str) -> str:
     counted = unit in ("items/s", "words/s")
     if counted:
         steps = steps[1:4]
+    if unit == "%":
+        steps = [(1.0, "")]
     factor, prefix = next((step for step in steps if abs(value) >= step[0]), steps[-1])
     number = f"{value / factor:.3g}" if value else "0"
     if "e" in number:

@@ -25,13 +25,13 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.nn import functional
 from torchgpipe import GPipe
 
-from benchmarks.harness import Case, Effort, Report, at_least
+from benchmarks.harness import Case, Effort, Report, Result, at_least
 from benchmarks.peers import CONTEXT
 from flowchan.pipelines import Sequential
 
 ISOLATES = (
     "one model of 16 Linear layers of 512 and their ReLUs, cut in the middle; batches of 4096 "
-    "samples in 8 micro-batches "
+    "samples in 8 micro-batches, or of a quarter of them, "
     "for all but the plain module and flowchan's stream, which take them whole; one compute "
     "thread for the plain module "
     "and for each part; the same batch again and again, and items are samples. All are warm "
@@ -46,7 +46,8 @@ ISOLATES = (
     "overlap; its backward passes "
     "do not, for autograd has one thread for all that is on the CPU. Training: cross entropy, "
     "the GPipe schedule for all "
-    "pipelines, SGD, no recomputation. 'Defaults': 4 or 16 pairs of Linear(512), Tanh and a last "
+    "pipelines, SGD, no recomputation. 'A loss of pipe(x)' is the same step by autograd through the pipe, "
+    "with an optimizer in the program. 'Defaults': 4 or 16 pairs of Linear(512), Tanh and a last "
     "Linear(512, 10), nothing "
     "said but parts=2 and on='process'; each round is a fresh start, with the cut measured again; "
     "the plain module once with one compute thread, once with torch's own number, which on two cores "
@@ -59,6 +60,8 @@ SAMPLES = 512 * CHUNKS
 
 Job = Callable[[int], float]
 """Does its work that many times and returns the seconds it took."""
+SizedJob = Callable[[int, int], float]
+"""The same with batches of so many samples, which come first."""
 
 
 def measure(effort: Effort) -> Report:
@@ -66,22 +69,25 @@ def measure(effort: Effort) -> Report:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # of threads that are yet to come, and of forked processes, too
     try:
-        jobs: dict[str, Job] = {
-            "flowchan": _stream,
-            "the plain module": _plain,
-            "torchgpipe": _torchgpipe,
-            "torchgpipe, a thread per part": partial(_threaded, _torchgpipe),
-            "torch.distributed.pipelining": partial(_distributed, _rank_forward),
-        }
-        _compare(report, "stream of batches, 2 parts", jobs, effort, 1.8, 40 if effort.full else 2)
-        jobs = {
-            "flowchan": _training,
-            "the plain module": _plain_training,
-            "torchgpipe": _torchgpipe_training,
-            "torchgpipe, a thread per part": partial(_threaded, _torchgpipe_training),
-            "torch.distributed.pipelining": partial(_distributed, _rank_training),
-        }
-        _compare(report, "training steps, 2 parts", jobs, effort, 1, 10 if effort.full else 2)
+        for rows, what, factor in ((SAMPLES, "", 1.85), (SAMPLES // 4, " of a quarter", 1.6)):
+            many, few = (40 * SAMPLES // rows, 10 * SAMPLES // rows) if effort.full else (2, 2)
+            jobs: dict[str, SizedJob] = {
+                "flowchan": _stream,
+                "the plain module": _plain,
+                "torch.distributed.pipelining": partial(_distributed, _rank_forward),
+                "torchgpipe": _torchgpipe,
+                "torchgpipe, a thread per part": partial(_threaded, _torchgpipe),
+            }
+            _compare(report, f"stream of batches{what}, 2 parts", jobs, effort, rows, many, factor)
+            jobs = {
+                "flowchan": _training,
+                "the plain module": _plain_training,
+                "torch.distributed.pipelining": partial(_distributed, _rank_training),
+                "torchgpipe": _torchgpipe_training,
+                "torchgpipe, a thread per part": partial(_threaded, _torchgpipe_training),
+            }
+            _compare(report, f"training steps{what}, 2 parts", jobs, effort, rows, few, factor)
+        _compare_autograd(report, effort)
     finally:
         torch.set_num_threads(threads)
     shapes = product((4, 16), (128, 256, 512)) if effort.full else [(4, 128), (16, 512)]
@@ -115,19 +121,36 @@ def _rate(job: Job, count: int, rows: int) -> tuple[Sequence[float], int]:
 
 
 def _compare(
-    report: Report, work: str, jobs: dict[str, Job], effort: Effort, factor: float, count: int
+    report: Report,
+    work: str,
+    jobs: dict[str, SizedJob],
+    effort: Effort,
+    rows: int,
+    count: int,
+    factor: float,
 ) -> None:
     """Rows of flowchan against each of the others, with ``factor`` for the first of them. ``count`` batches:
     of a stream many, for the first of them goes through all parts before any comes out."""
-    mine, plain, *peers = report.interleave(work, [_case(*job, count) for job in jobs.items()], effort.rounds)
-    report.rows += [at_least(factor, mine, plain), *(at_least(1, mine, peer) for peer in peers)]
+    mine, plain, pipelining, *peers = _interleaved(report, work, jobs, effort, rows, count)
+    report.rows += [at_least(factor, mine, plain), at_least(1.05, mine, pipelining)]
+    report.rows += [at_least(1, mine, peer) for peer in peers]
 
 
-def _case(name: str, job: Job, count: int) -> Case:
-    def work() -> tuple[Sequence[float], int]:
-        return [count * SAMPLES / job(count)], count * SAMPLES
+def _compare_autograd(report: Report, effort: Effort) -> None:
+    """A row of a loss of ``pipe(x)`` with an optimizer in the program, against whole steps in the parts."""
+    jobs: dict[str, SizedJob] = {"flowchan": _autograd, "training.step": _training}
+    count = 10 if effort.full else 2
+    mine, step = _interleaved(report, "a loss of pipe(x), 2 parts", jobs, effort, SAMPLES, count)
+    report.rows.append(at_least(0.9, mine, step))
 
-    return Case(name, "items/s", work)
+
+def _interleaved(
+    report: Report, work: str, jobs: dict[str, SizedJob], effort: Effort, rows: int, count: int
+) -> list[Result]:
+    cases = [
+        Case(name, "items/s", partial(_rate, partial(job, rows), count, rows)) for name, job in jobs.items()
+    ]
+    return report.interleave(work, cases, effort.rounds)
 
 
 def model() -> nn.Sequential:
@@ -136,10 +159,10 @@ def model() -> nn.Sequential:
     return nn.Sequential(*(layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())))
 
 
-def batch() -> tuple[Tensor, Tensor]:
+def batch(rows: int) -> tuple[Tensor, Tensor]:
     """Samples and their classes."""
     chance = torch.Generator().manual_seed(1)
-    return torch.randn(SAMPLES, WIDTH, generator=chance), torch.randint(WIDTH, (SAMPLES,), generator=chance)
+    return torch.randn(rows, WIDTH, generator=chance), torch.randint(WIDTH, (rows,), generator=chance)
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -157,34 +180,34 @@ def timed(work: Callable[[], object], count: int) -> float:
 
 
 @torch.no_grad()
-def _plain(count: int) -> float:
-    plain, (x, _) = model(), batch()
+def _plain(rows: int, count: int) -> float:
+    plain, (x, _) = model(), batch(rows)
     plain(x)
     return timed(lambda: plain(x), count)
 
 
-def _stream(count: int) -> float:
-    x, _ = batch()
+def _stream(rows: int, count: int) -> float:
+    x, _ = batch(rows)
     with Sequential(model(), parts=2, on="process", chunks=CHUNKS) as pipe:
         _check_output(pipe(x))
         began = time.perf_counter()
         came = sum(len(y) for y in pipe.stream(repeat(x, count)))
         took = time.perf_counter() - began
-    if came != count * SAMPLES:
-        raise AssertionError(f"{count * SAMPLES} samples went in, {came} came out")
+    if came != count * rows:
+        raise AssertionError(f"{count * rows} samples went in, {came} came out")
     return took
 
 
 @torch.no_grad()
-def _torchgpipe(count: int) -> float:
-    x, _ = batch()
+def _torchgpipe(rows: int, count: int) -> float:
+    x, _ = batch(rows)
     pipe = _gpipe(model())
     _check_output(pipe(x))
     return timed(lambda: pipe(x), count)
 
 
-def _rank_forward(rank: int, stage: PipelineStage, count: int) -> float:
-    x, _ = batch()
+def _rank_forward(rank: int, stage: PipelineStage, rows: int, count: int) -> float:
+    x, _ = batch(rows)
     schedule = ScheduleGPipe(stage, CHUNKS)
     with torch.no_grad():
         if rank == 0:
@@ -201,7 +224,7 @@ def _default_model(pairs: int) -> nn.Sequential:
 
 
 def _default_stream(pairs: int, rows: int, count: int) -> float:
-    x = batch()[0][:rows].clone()
+    x = batch(rows)[0]
     module = _default_model(pairs)
     with Sequential(module, parts=2, on="process") as pipe:
         outputs = pipe.stream(repeat(x))
@@ -212,7 +235,7 @@ def _default_stream(pairs: int, rows: int, count: int) -> float:
 
 @torch.no_grad()
 def _default_plain(pairs: int, rows: int, threads: int, count: int) -> float:
-    x, module = batch()[0][:rows].clone(), _default_model(pairs)
+    x, module = batch(rows)[0], _default_model(pairs)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -230,7 +253,7 @@ def _default_twice(pairs: int, rows: int, count: int) -> float:
 
     def work() -> None:
         torch.set_num_threads(1)
-        x, module = batch()[0][:rows].clone(), _default_model(pairs)
+        x, module = batch(rows)[0], _default_model(pairs)
         with torch.no_grad():
             for _ in range(5):
                 module(x)
@@ -248,8 +271,8 @@ def _default_twice(pairs: int, rows: int, count: int) -> float:
 # Training
 
 
-def _plain_training(count: int) -> float:
-    plain, (x, target) = model(), batch()
+def _plain_training(rows: int, count: int) -> float:
+    plain, (x, target) = model(), batch(rows)
     optimizer = sgd(plain.parameters())
     step = partial(_plain_step, plain, optimizer, x, target)
     step()
@@ -264,26 +287,34 @@ def _plain_step(module: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, 
     return loss.item()
 
 
-def _training(count: int) -> float:
-    x, target = batch()
+def _autograd(rows: int, count: int) -> float:
+    x, target = batch(rows)
+    with Sequential(model(), parts=2, on="process", chunks=CHUNKS) as pipe:
+        step = partial(_plain_step, pipe, sgd(pipe.parameters()), x, target)
+        _check_loss(rows, step())
+        return timed(step, count)
+
+
+def _training(rows: int, count: int) -> float:
+    x, target = batch(rows)
     with (
         Sequential(model(), parts=2, on="process", chunks=CHUNKS) as pipe,
         pipe.trainer(loss=functional.cross_entropy, optimizer=sgd, schedule="gpipe") as training,
     ):
-        _check_loss(float(training.step(x, target)))
+        _check_loss(rows, float(training.step(x, target)))
         return timed(lambda: training.step(x, target), count)
 
 
-def _torchgpipe_training(count: int) -> float:
-    x, target = batch()
+def _torchgpipe_training(rows: int, count: int) -> float:
+    x, target = batch(rows)
     pipe = _gpipe(model())
     step = partial(_plain_step, pipe, sgd(pipe.parameters()), x, target)
-    _check_loss(step())
+    _check_loss(rows, step())
     return timed(step, count)
 
 
-def _rank_training(rank: int, stage: PipelineStage, count: int) -> float:
-    x, target = batch()
+def _rank_training(rank: int, stage: PipelineStage, rows: int, count: int) -> float:
+    x, target = batch(rows)
     schedule = ScheduleGPipe(stage, CHUNKS, loss_fn=functional.cross_entropy)
     optimizer = sgd(stage.submod.parameters())
     losses: list[Tensor] = []
@@ -299,7 +330,7 @@ def _rank_training(rank: int, stage: PipelineStage, count: int) -> float:
 
     step()
     if rank == 1:
-        _check_loss(torch.stack(losses).mean().item())
+        _check_loss(rows, torch.stack(losses).mean().item())
     return _together(step, count)
 
 
@@ -311,12 +342,12 @@ def _gpipe(module: nn.Sequential) -> GPipe:
     return GPipe(module, balance=[half, half], devices=["cpu", "cpu"], chunks=CHUNKS, checkpoint="never")
 
 
-def _threaded(job: Job, count: int) -> float:
+def _threaded(job: SizedJob, rows: int, count: int) -> float:
     """``job`` with a torchgpipe that has a worker thread for each part, not for each device."""
     original = torchgpipe.pipeline.spawn_workers
     torchgpipe.pipeline.spawn_workers = _spawn_workers
     try:
-        return job(count)
+        return job(rows, count)
     finally:
         torchgpipe.pipeline.spawn_workers = original
 
@@ -341,13 +372,17 @@ def _spawn_workers(devices: Sequence[torch.device]) -> Iterator[tuple[list[Queue
             thread.join()
 
 
-def _distributed(work: Callable[[int, PipelineStage, int], float], count: int) -> float:
-    """Seconds that ``work(rank, stage, count)`` took in two processes."""
+RankJob = Callable[[int, PipelineStage, int, int], float]
+
+
+def _distributed(work: RankJob, rows: int, count: int) -> float:
+    """Seconds that ``work(rank, stage, rows, count)`` took in two processes."""
     answers = CONTEXT.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         meeting = str(Path(folder) / "meeting")
         processes = [
-            CONTEXT.Process(target=_rank, args=(rank, meeting, work, count, answers)) for rank in range(2)
+            CONTEXT.Process(target=_rank, args=(rank, meeting, work, rows, count, answers))
+            for rank in range(2)
         ]
         for process in processes:
             process.start()
@@ -358,14 +393,12 @@ def _distributed(work: Callable[[int, PipelineStage, int], float], count: int) -
     return max(answers.get() for _ in processes)
 
 
-def _rank(
-    rank: int, meeting: str, work: Callable[[int, PipelineStage, int], float], count: int, answers: Any
-) -> None:
+def _rank(rank: int, meeting: str, work: RankJob, rows: int, count: int, answers: Any) -> None:
     with _group(rank, meeting):
         module = model()
         half = len(module) // 2
         part = module[half * rank : half * (rank + 1)]
-        answers.put(work(rank, PipelineStage(part, rank, 2, torch.device("cpu")), count))
+        answers.put(work(rank, PipelineStage(part, rank, 2, torch.device("cpu")), rows, count))
 
 
 @contextmanager
@@ -392,12 +425,12 @@ def _together(work: Callable[[], object], count: int) -> float:
 
 @torch.no_grad()
 def _check_output(output: Tensor) -> None:
-    torch.testing.assert_close(output, model()(batch()[0]))
+    torch.testing.assert_close(output, model()(batch(len(output))[0]))
 
 
 @torch.no_grad()
-def _check_loss(loss: float) -> None:
-    x, target = batch()
+def _check_loss(rows: int, loss: float) -> None:
+    x, target = batch(rows)
     expected = functional.cross_entropy(model()(x), target).item()
     if abs(loss - expected) > 1e-4:
         raise AssertionError(f"the loss of the first step is {loss}, not {expected}")

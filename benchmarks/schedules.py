@@ -1,0 +1,143 @@
+"""What a pipe costs and how long its workers wait: a micro-batch through a part that does nothing, beside the
+call of the layer; and the bubble of each schedule on two workers, beside what the simulator says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from benchmarks.harness import Case, Effort, Report, Result, Row, in_words
+from benchmarks.sequential import CHUNKS, SAMPLES, batch, model, sgd, timed
+from flowchan.pipelines import Sequential
+from flowchan.pipelines.sequential.balance import step_seconds
+from flowchan.pipelines.sequential.schedule import plan
+from flowchan.pipelines.sequential.simulate import simulate
+
+ISOLATES = (
+    "'through a part': a batch of one micro-batch through parts of one nn.Identity each, without a graph; "
+    "what a call takes longer for each part more, by a pipe of five parts and one of one. 'bubble': the "
+    "model of the benchmark 'sequential' in equal parts on two processes with one compute thread each, cross "
+    "entropy, SGD, 8 micro-batches of 512 samples; the share of its last ten steps in which a worker neither "
+    "computes nor hands anything on. Forecast: the schedule simulated with what the layers take alone, where "
+    "handing on is free and no core is shared."
+)
+
+SIZES = {"1 KB": 256, "1 MB": 1 << 18}
+"""Numbers of 4 bytes."""
+MORE, TURNS = 4, 11
+"""Parts by which the longer pipe is longer, and how often both take turns; the first is no sample."""
+PLANS = (
+    ("gpipe", 2),
+    ("1f1b", 2),
+    ("zbh1", 2),
+    ("interleaved", 4),
+    ("zbv", 4),
+    ("dualpipev", 4),
+    ("interleaved", 8),
+)
+"""Schedules with the number of their parts."""
+WORKERS, NEAR = 2, 5.0
+
+
+def measure(effort: Effort) -> Report:
+    report = Report()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for size in SIZES:
+            _compare_parts(report, size, effort)
+        for schedule, parts in PLANS:
+            _compare_bubbles(report, schedule, parts, effort)
+    finally:
+        torch.set_num_threads(threads)
+    return report
+
+
+# A micro-batch through a part
+
+
+def _compare_parts(report: Report, size: str, effort: Effort) -> None:
+    count = 100 if effort.full else 10
+    x = torch.zeros(1, SIZES[size])
+    cases = [
+        Case("in a process", "s", partial(_through, "process", x, count)),
+        Case("on a thread", "s", partial(_through, "thread", x, count)),
+        Case("a plain call", "s", partial(_plainly, x, count)),
+    ]
+    apart, thread, plain = report.interleave(f"{size} through a part", cases, effort.rounds)
+    report.rows += [_published(apart, plain), _published(thread, plain)]
+
+
+@torch.no_grad()
+def _through(on: Any, x: Tensor, count: int) -> tuple[Sequence[float], int]:
+    few, many = (
+        Sequential([nn.Identity() for _ in range(parts)], [1] * parts, on=on, chunks=1)
+        for parts in (1, 1 + MORE)
+    )
+    with few, many:
+        for pipe in (few, many):
+            torch.testing.assert_close(pipe(x), x)
+        took = [[timed(partial(pipe, x), count) / count for pipe in (few, many)] for _ in range(TURNS)]
+    return [(longer - shorter) / MORE for shorter, longer in took[1:]], 2 * TURNS * count
+
+
+@torch.no_grad()
+def _plainly(x: Tensor, count: int) -> tuple[Sequence[float], int]:
+    layer = nn.Identity()
+    return [timed(partial(layer, x), 100 * count) / count / 100], 100 * count
+
+
+def _published(mine: Result, plain: Result) -> Row:
+    own, other = (in_words(result.figure(), result.unit) for result in (mine, plain))
+    ratio = f"{mine.figure() / plain.figure():.3g}"
+    return Row(f"{mine.work}, {mine.name}", f"published beside {plain.name}", own, other, ratio, True)
+
+
+# Bubbles
+
+
+def _compare_bubbles(report: Report, schedule: str, parts: int, effort: Effort) -> None:
+    cases = [
+        Case("measured", "%", partial(_measured, schedule, parts, 20 if effort.full else 2)),
+        Case("forecast", "%", partial(_forecast, schedule, parts)),
+    ]
+    work = f"bubble of {schedule}, {parts} parts on 2 workers"
+    mine, forecast = report.interleave(work, cases, effort.rounds)
+    own, other = (in_words(result.figure(), result.unit) for result in (mine, forecast))
+    reached = mine.figure() <= forecast.figure() + NEAR
+    ratio = f"{mine.figure() / forecast.figure():.3g}"
+    report.rows.append(Row(work, f"≤ forecast + {NEAR:g} %", own, other, ratio, reached))
+
+
+def _cut(parts: int) -> list[int]:
+    return [len(model()) // parts] * parts
+
+
+def _measured(schedule: Any, parts: int, steps: int) -> tuple[Sequence[float], int]:
+    x, target = batch(SAMPLES)
+    options: dict[str, Any] = {"loss": functional.cross_entropy, "optimizer": sgd, "workers": WORKERS}
+    with (
+        Sequential(model(), _cut(parts), on="process", chunks=CHUNKS) as pipe,
+        pipe.trainer(schedule=schedule, **options) as training,
+    ):
+        for _ in range(steps):
+            training.step(x, target)
+    return [100 * training.report().bubble], steps * SAMPLES
+
+
+def _forecast(schedule: Any, parts: int) -> tuple[Sequence[float], int]:
+    x, _ = batch(SAMPLES // CHUNKS)
+    times = step_seconds(model(), x, 1)
+    ends = list(pairwise(accumulate(_cut(parts), initial=0)))
+    forward, inputs, weights = (
+        [sum(column[begin:end]) for begin, end in ends] for column in zip(*times, strict=True)
+    )
+    backward = [one + other for one, other in zip(inputs, weights, strict=True)]
+    found = simulate(plan(schedule, WORKERS, parts, CHUNKS), forward, backward, weights=weights)
+    return [100 * found.bubble], SAMPLES
