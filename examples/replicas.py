@@ -1,0 +1,116 @@
+"""Two replicas of a network learn handwritten digits together, each of them in two parts: a data pipeline, a
+Sequential in each replica and an allreduce over the replicas are one graph, which ends as one.
+
+    python examples/replicas.py [--replicas N] [--epochs N]
+    flowchan run examples/replicas.py [-- REPLICAS EPOCHS]
+    flowchan viz examples/replicas.py -o replicas.svg
+
+Batches of scikit-learn's digits get some noise on two processes, and go to whichever replica is free.
+The replicas are a gang: each is a process with its member of a group, by which they average their gradients
+and stay equal, bit for bit, though one may get a batch more than the other. What they tell of each step is
+combined by a node of the graph. When the source ends, or with Ctrl-C, the whole graph drains and ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from flowchan import Graph, In, Out, Reduced
+from flowchan.collective import Group
+from flowchan.collective.parallel import AllReduceSGD, check_equal, synchronize
+from flowchan.pipelines import Sequential
+
+BATCH, HELD_OUT = 32, 400
+Batch = tuple[Tensor, Tensor]
+State = dict[str, Tensor]
+
+
+def digits() -> Batch:
+    """1,797 images of 8 × 8 pixels from 0 to 1, and which digit each one shows; mixed up."""
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    order = torch.randperm(len(data.images), generator=torch.Generator().manual_seed(0))
+    return torch.tensor(data.images, dtype=torch.float32)[order, None] / 16, torch.tensor(data.target)[order]
+
+
+def batches(epochs: int) -> Iterator[Batch]:
+    images, labels = digits()
+    for _ in range(epochs):
+        order = torch.randperm(len(images) - HELD_OUT) + HELD_OUT
+        for places in order.split(BATCH):
+            yield images[places], labels[places]
+
+
+def noisy(batch: Batch) -> Batch:
+    """No image comes twice as the same."""
+    images, labels = batch
+    return images + 0.1 * torch.randn(images.shape), labels
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(
+        *(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10)),
+    )
+
+
+def train(batches: In[Batch], group: Group, losses: Out[float], trained: Out[State]) -> None:
+    """One replica, in two parts that work at the same time."""
+    torch.set_num_threads(1)
+    with Sequential(network(), parts=[3, 7], chunks=2) as replica:
+        synchronize(replica, group)
+        optimizer = torch.optim.Adam(replica.parameters(), lr=5e-3)
+        together = AllReduceSGD(replica, optimizer, group)
+        for images, labels in batches:
+            optimizer.zero_grad()
+            loss = cross_entropy(replica(images), labels)
+            loss.backward()
+            together.step()
+            losses.put(loss.item())
+        together.rest()
+        check_equal(replica, group)
+        if group.rank == 0:
+            trained.put(replica.state_dict())
+
+
+def show(step: Reduced) -> None:
+    if step.round % 20 == 0:
+        print(f"step {step.round}: loss {step.value:.3f}, the mean of {step.contributors} replicas")
+
+
+def score(state: State) -> None:
+    model = network()
+    model.load_state_dict(state)
+    images, labels = digits()
+    with torch.no_grad():
+        right = (model(images[:HELD_OUT]).argmax(1) == labels[:HELD_OUT]).double().mean().item()
+    print(f"{right:.1%} of the digits that were held out")
+
+
+def replicas(count: int = 2, epochs: int = 6) -> Graph:
+    graph = Graph("replicas")
+    read = graph.source(batches, int(epochs), capacity=8)
+    prepared = read.map(noisy, on="process", workers=2, capacity=8)
+    losses, trained = graph.stage(train, prepared, on="process", workers=int(count))
+    losses.allreduce("mean").sink(show)
+    trained.sink(score)
+    return graph
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train replicas of a network on digits, in one graph.")
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--epochs", type=int, default=6)
+    arguments = parser.parse_args()
+    replicas(arguments.replicas, arguments.epochs).run(seed=0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""The example is run as a user runs it: replicas learn together in one graph, which has one end."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "replicas.py"
+FLOWCHAN = Path(sys.executable).parent / "flowchan"
+BATCHES = 44  # of an epoch
+
+
+def test_replicas_learn_together_until_the_data_ends() -> None:
+    """Each batch is one replica's: the steps are those of two at a time, and at the end of those left."""
+    command = [sys.executable, str(EXAMPLE), "--epochs", "6"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    steps = [
+        re.fullmatch(r"step (\d+): loss (\d\.\d+), the mean of (\d) replicas", one) for one in lines[:-1]
+    ]
+    assert all(steps)
+    numbers, losses, counts = zip(*(step.groups() for step in steps if step), strict=True)
+    assert [int(number) for number in numbers[:5]] == [0, 20, 40, 60, 80]
+    assert int(numbers[-1]) + 20 >= 6 * BATCHES / 2
+    assert counts[:4] == ("2",) * 4
+    assert float(losses[4]) < 1 < float(losses[0])
+    found = re.fullmatch(r"(\d+\.\d)% of the digits that were held out", lines[-1])
+    assert found
+    assert float(found[1]) >= 80
+
+
+def test_ctrl_c_lets_the_whole_graph_finish_what_it_has_begun() -> None:
+    """What was learned until then is there."""
+    command = [FLOWCHAN, "run", EXAMPLE, "--", "2", "1000000"]
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as run:
+        assert run.stdout is not None
+        assert run.stdout.readline().startswith("step 0: ")
+        run.send_signal(signal.SIGINT)
+        rest, errors = run.communicate(timeout=100)
+    assert run.returncode == 130, errors
+    assert "of the digits that were held out" in rest
+    assert "Traceback" not in errors
