@@ -1,6 +1,9 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
 
 import pytest
 from executors import WORKERS
@@ -28,3 +31,30 @@ def gate() -> Iterator[Gate]:
     yield made
     made.open()
     del made.channel  # pytest keeps the gate until after the look for what is left
+
+
+@pytest.fixture
+def go() -> Iterator[Callable[..., Future[Any]]]:
+    """``go(function, *args)`` calls it on a thread; all have ended well at the end."""
+    started: list[tuple[threading.Thread, Future[Any]]] = []
+
+    def begin(function: Callable[..., Any], *args: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        thread = threading.Thread(target=_ends, args=(future, function, args), daemon=True)
+        thread.start()
+        started.append((thread, future))
+        return future
+
+    yield begin
+    while started:
+        thread, future = started.pop()
+        future.result()
+        thread.join()
+        del thread, future  # pytest keeps this frame until after the look for what is left
+
+
+def _ends(future: Future[Any], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    try:
+        future.set_result(function(*args))
+    except BaseException as error:
+        future.set_exception(error)

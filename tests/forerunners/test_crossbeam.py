@@ -1,0 +1,550 @@
+"""What crossbeam-channel tests of its channels, asked of ``Channel`` and ``select``: the last sender that is
+dropped is the last ``writer()`` that is closed. Each test has the name it has there, and none of its code.
+Files: ``array.rs``, ``list.rs``, ``iter.rs``, ``select.rs``, ``ready.rs``.
+
+Spelled differently, as the test says:
+
+``list.rs``
+    An unbounded channel is ``capacity=None``, between threads.
+``send_after_disconnect``, ``recv_after_disconnect``, ``disconnected``
+    ``Closed`` and ``Drained``.
+``ready.rs``
+    ``select(ready=…)`` says when a get would not wait; whether a put would, ``put_nowait`` says and does.
+``default``, ``timeout``
+    ``timeout=0`` and ``timeout=`` raise ``NothingReady``.
+``recv_in_send``, ``drop_unreceived``
+    What is in a channel goes with it; no put runs code of the items between threads.
+
+Left out:
+
+``zero.rs``, and what begins with ``zero`` elsewhere
+    There is no rendezvous: ``docs/channels.md`` says why.
+``after.rs``, ``tick.rs``, ``never.rs``
+    ``timeout=`` takes the place of a channel that gives after a while; one that gives nothing is a channel.
+``same_channel.rs``
+    Python's ``is`` says it.
+``select_macro.rs``, ``mpsc.rs``, ``golang.rs``
+    The same with a macro, by the names of the standard library, and by Go's, which have a file of their own.
+``panic_on_drop``, ``stack_overflow``, ``forget_select_*``, ``uncompleted_select_zero``
+    Are about Rust.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import Counter
+from typing import Any
+
+import pytest
+from executors import Thing
+from waiting import wait_blocked
+
+from flowchan import Channel, Closed, Drained, Empty, Full, NothingReady, Selected, select
+
+across = pytest.mark.parametrize("across", ["threads", "processes"])
+kinds = pytest.mark.parametrize("kind", ["array", "list"])
+
+
+def made(kind: str, capacity: int = 64) -> Channel[Any]:
+    return Channel(capacity if kind == "array" else None)
+
+
+# array.rs, list.rs
+
+
+@kinds
+def test_smoke(kind: str) -> None:
+    ch = made(kind, 1)
+    ch.put(7)
+    assert ch.get_nowait() == 7
+    ch.put(8)
+    assert ch.get() == 8
+    for wait in (ch.get_nowait, lambda: ch.get(timeout=0.01)):
+        with pytest.raises(Empty):
+            wait()
+
+
+def test_capacity() -> None:
+    for capacity in range(1, 10):
+        assert Channel(capacity).capacity == capacity
+    assert "None" in repr(Channel(None))
+
+
+@kinds
+def test_len_empty_full_and_len(kind: str, go: Any) -> None:
+    ch = made(kind, 2)
+    assert len(ch) == 0
+    ch.put(0)
+    assert len(ch) == 1
+    ch.put(1)
+    assert len(ch) == 2
+    if kind == "array":
+        with pytest.raises(Full):
+            ch.put_nowait(2)
+    ch.get()
+    assert len(ch) == 1
+    ch.close()
+    reader = go(lambda: list(ch))
+    assert reader.result() == [1]
+    assert len(ch) == 0
+
+
+@kinds
+def test_try_recv_and_recv(kind: str, go: Any) -> None:
+    ch = made(kind)
+    with pytest.raises(Empty):
+        ch.get_nowait()
+    reader = go(lambda: [ch.get(), ch.get()])
+    wait_blocked(ch, readers=1)
+    ch.put_many([7, 8])
+    assert reader.result() == [7, 8]
+    ch.close()
+    for get in (ch.get, ch.get_nowait):
+        with pytest.raises(Drained):
+            get()
+
+
+@kinds
+def test_recv_timeout(kind: str, go: Any) -> None:
+    ch = made(kind)
+    with pytest.raises(Empty):
+        ch.get(timeout=0.01)
+    reader = go(lambda: ch.get(timeout=60))
+    wait_blocked(ch, readers=1)
+    ch.put(7)
+    assert reader.result() == 7
+    ch.close()
+    with pytest.raises(Drained):
+        ch.get(timeout=60)
+
+
+@across
+def test_try_send_send_and_send_timeout(across: Any, go: Any) -> None:
+    ch = Channel[int](1, across=across)
+    ch.put_nowait(1)
+    with pytest.raises(Full):
+        ch.put_nowait(2)
+    with pytest.raises(Full):
+        ch.put(3, timeout=0.01)
+    writer = go(lambda: ch.put(4, timeout=60))
+    wait_blocked(ch, writers=1)
+    assert [ch.get(), ch.get()] == [1, 4]
+    writer.result()
+    ch.close()
+    for put in (ch.put, ch.put_nowait):
+        with pytest.raises(Closed):
+            put(5)
+
+
+@across
+def test_send_after_disconnect(across: Any) -> None:
+    """When the last receiver is gone."""
+    ch = Channel[int](across=across)
+    first, second = ch.reader(), ch.reader()
+    ch.put(1)
+    first.close()
+    ch.put(2)
+    second.close()
+    for put in (ch.put, ch.put_nowait, lambda item: ch.put(item, timeout=60)):
+        with pytest.raises(Closed):
+            put(3)
+
+
+@across
+def test_recv_after_disconnect(across: Any) -> None:
+    ch = Channel[int](across=across)
+    with ch.writer() as writer:
+        writer.put_many([1, 2, 3])
+    assert [ch.get(), ch.get(), ch.get()] == [1, 2, 3]
+    with pytest.raises(Drained):
+        ch.get()
+
+
+@across
+def test_disconnect_wakes_sender_and_receiver(across: Any, go: Any) -> None:
+    full, empty = Channel[int](1, across=across), Channel[int](1, across=across)
+    full.put(0)
+
+    def put() -> str:
+        try:
+            full.put(1)
+        except Closed:
+            return "closed"
+        return "put"
+
+    reader, writer = full.reader(), empty.writer()
+    peers = go(put), go(lambda: list(empty))
+    wait_blocked(full, writers=1)
+    wait_blocked(empty, readers=1)
+    reader.close()
+    writer.close()
+    assert [peer.result() for peer in peers] == ["closed", []]
+
+
+@across
+@pytest.mark.parametrize("parties", [1, 4], ids=["spsc", "mpmc"])
+def test_spsc_and_mpmc(across: Any, parties: int, go: Any) -> None:
+    ch = Channel[int](3, across=across)
+    readers = [go(lambda: Counter(ch)) for _ in range(parties)]
+    writers = [go(ch.put_many, range(400)) for _ in range(parties)]
+    for writer in writers:
+        writer.result()
+    ch.close()
+    got = sum((reader.result() for reader in readers), Counter())
+    assert got == dict.fromkeys(range(400), parties)
+
+
+def test_stress_oneshot(go: Any) -> None:
+    for _ in range(100):
+        ch = Channel[int](1)
+        reader = go(ch.get)
+        ch.put(0)
+        assert reader.result() == 0
+
+
+@kinds
+def test_stress_iter(kind: str, go: Any) -> None:
+    """Requests and answers: what is there is taken without waiting."""
+    requests, answers = made(kind, 100), made(kind, 100)
+
+    def serve() -> None:
+        for _ in requests:
+            answers.put(1)
+        answers.close()
+
+    go(serve)
+    for _ in range(50):
+        requests.put(None)
+    requests.close()
+    assert sum(answers) == 50
+
+
+def test_stress_timeout_two_threads(go: Any) -> None:
+    ch = Channel[int](2)
+
+    def put() -> None:
+        for number in range(200):
+            while True:
+                try:
+                    ch.put(number, timeout=0.001)
+                    break
+                except Full:
+                    continue
+
+    def get() -> list[int]:
+        found: list[int] = []
+        while len(found) < 200:
+            try:
+                found.append(ch.get(timeout=0.001))
+            except Empty:
+                continue
+        return found
+
+    go(put)
+    assert go(get).result() == list(range(200))
+
+
+@kinds
+def test_drops(kind: str) -> None:
+    """``drop_unreceived`` too."""
+    ch, things = made(kind), [Thing() for _ in range(20)]
+    ch.put_many(things)
+    gone = [weakref.ref(thing) for thing in things]
+    del things
+    for _ in range(5):
+        ch.get()
+    assert [ref() is None for ref in gone] == [True] * 5 + [False] * 15
+    del ch
+    gc.collect()
+    assert all(ref() is None for ref in gone)
+
+
+@kinds
+def test_linearizable(kind: str, go: Any) -> None:
+    """Who has put one finds one."""
+    ch = made(kind, 4)
+
+    def both() -> None:
+        for _ in range(300):
+            ch.put(0)
+            ch.get_nowait()
+
+    for peer in [go(both) for _ in range(4)]:
+        peer.result()
+    assert len(ch) == 0
+
+
+@across
+def test_fairness(across: Any) -> None:
+    """Within eight standard deviations."""
+    first, second = Channel[int](1_000, across=across), Channel[int](1_000, across=across)
+    for ch in (first, second):
+        ch.put_many(range(600))
+    chosen = sum(select([first, second]).channel is first for _ in range(600))
+    assert 200 < chosen < 400
+
+
+def test_fairness_duplicates() -> None:
+    ch = Channel[int](1_000)
+    ch.put_many(range(500))
+    assert [select([ch, ch, ch]).item for _ in range(500)] == list(range(500))
+
+
+@across
+def test_channel_through_channel(across: Any, go: Any) -> None:
+    ch = Channel[Any](1, across=across)
+
+    def put() -> None:
+        last = ch
+        for _ in range(20):
+            following = Channel[Any](1, across=across)
+            last.put(following)
+            last = following
+        last.close()
+
+    go(put)
+    last, links = ch, 0
+    for _ in range(20):
+        last = last.get()
+        links += 1
+    assert (links, list(last)) == (20, [])
+
+
+# iter.rs
+
+
+def test_nested_recv_iter_and_recv_iter_break(go: Any) -> None:
+    ch, total = Channel[int](), Channel[int]()
+
+    def add() -> None:
+        found = 0
+        for number in ch:
+            if found > 5:
+                break
+            found += number
+        total.put(found)
+
+    go(add)
+    ch.put_many([3, 1, 2])
+    ch.close()
+    assert total.get() == 6
+
+
+def test_recv_try_iter(go: Any) -> None:
+    ch = Channel[int]()
+    ch.put_many([1, 2, 3])
+    assert ch.get_many(100) == [1, 2, 3]
+    with pytest.raises(Empty):
+        ch.get_nowait()
+
+
+def test_recv_into_iter() -> None:
+    """Owned and borrowed are the same."""
+    ch = Channel[int]()
+    iterator = iter(ch)
+    ch.put_many([1, 2])
+    ch.close()
+    assert [next(iterator), next(iterator)] == [1, 2]
+    with pytest.raises(StopIteration):
+        next(iterator)
+
+
+# select.rs
+
+
+@across
+def test_smoke1_and_smoke2(across: Any) -> None:
+    first, second, *others = (Channel[int](across=across) for _ in range(5))
+    first.put(1)
+    assert select([first, second]) == Selected(first, 1, put=False)
+    second.put(2)
+    assert select([first, second, *others]) == Selected(second, 2, put=False)
+
+
+@across
+def test_disconnected(across: Any, go: Any) -> None:
+    """A channel that was closed is told by ``ready=``, and else left out."""
+    first, second = Channel[int](across=across), Channel[int](across=across)
+    first.close()
+    second.put(2)
+    assert select([first, second]).item == 2
+    assert select([second], ready=[first]) == Selected(first, None, put=False)
+    waiting = go(lambda: select([], ready=[second]).channel is second)
+    wait_blocked(second, readers=1)
+    second.close()
+    assert waiting.result()
+
+
+@across
+@pytest.mark.parametrize("timeout", [0, 0.01], ids=["default", "timeout"])
+def test_default_and_timeout(across: Any, timeout: float) -> None:
+    first, second = Channel[int](1, across=across), Channel[int](1, across=across)
+    second.put(0)
+    with pytest.raises(NothingReady):
+        select([first], [(second, 1)], timeout=timeout)
+    first.put(3)
+    assert select([first], [(second, 1)], timeout=timeout).item == 3
+
+
+@across
+def test_default_when_disconnected(across: Any) -> None:
+    ch = Channel[int](across=across)
+    ch.close()
+    with pytest.raises(Drained):
+        select([ch], timeout=0)
+    with pytest.raises(Closed):
+        select(puts=[(ch, 1)], timeout=0)
+    assert select(ready=[ch], timeout=0).channel is ch
+
+
+@across
+def test_unblocks_and_both_ready(across: Any, go: Any) -> None:
+    first, second = Channel[int](1, across=across), Channel[int](1, across=across)
+    waiting = go(lambda: select([first, second]).item)
+    wait_blocked(first, readers=1)
+    second.put(2)
+    assert waiting.result() == 2
+    second.put(1)
+    waiting = go(lambda: select([first], [(second, 3)], timeout=60))
+    wait_blocked(first, readers=1)
+    assert second.get() == 1
+    assert waiting.result() == Selected(second, 3, put=True)
+    first.put(4)
+    done = select([first, second])
+    left = select([first, second])
+    assert {done.item, left.item} == {3, 4}
+
+
+def test_loop_try(go: Any) -> None:
+    for _ in range(20):
+        first, second, stop = Channel[int](1), Channel[int](1), Channel[int](1)
+        first.put(1)
+
+        def turns(gets: Any, puts: Any, stop: Channel[int] = stop) -> Selected | None:
+            while not stop.closed:
+                try:
+                    return select(gets, puts, timeout=0)
+                except NothingReady:
+                    continue
+            return None
+
+        peers = go(turns, [first], []), go(turns, [], [(second, 2)])
+        assert peers[0].result().item == 1  # type: ignore[union-attr]
+        assert peers[1].result().put
+        stop.close()
+
+
+def test_cloning_and_preflight(go: Any) -> None:
+    """A port more or less changes nothing for those who wait; what was put before is there."""
+    ch, done = Channel[int](1), Channel[int](1)
+    with ch.writer() as writer:
+        waiting = go(lambda: select([ch, done]).item)
+        wait_blocked(ch, readers=1)
+        for _ in range(5):
+            ch.writer().close()
+        writer.put(1)
+        assert waiting.result() == 1
+        writer.put(2)
+    assert select([ch, done]).item == 2
+
+
+@across
+def test_duplicate_operations_and_nesting(across: Any) -> None:
+    ch = Channel[int](1, across=across)
+    assert select([ch, ch], [(ch, 0), (ch, 0)]).put
+    assert select([ch, ch], [(ch, 1)], timeout=0).item == 0
+    while select([ch], [(ch, 2)]).put:
+        assert select([ch, ch]).item == 2
+        break
+    assert len(ch) == 0
+
+
+@across
+def test_stress_recv_send_and_mixed(across: Any, go: Any) -> None:
+    first, second, answers = (Channel[int](2, across=across) for _ in range(3))
+
+    def put() -> None:
+        for number in range(200):
+            first.put(number)
+            select(puts=[(second, number)])
+            answers.get()
+
+    go(put)
+    for number in range(200):
+        assert {select([first, second]).item, select([first, second]).item} == {number}
+        select(puts=[(answers, number)])
+
+
+@across
+def test_send_recv_same_channel_and_matching(across: Any, go: Any) -> None:
+    ch = Channel[int](1, across=across)
+    done = [go(lambda n=n: select([ch], [(ch, n)]).put) for n in range(20)]
+    assert sum(1 if one.result() else -1 for one in done) == len(ch)
+
+
+@pytest.mark.parametrize("timeout", [0, 0.01], ids=["try", "timeout"])
+def test_linearizable_try_and_linearizable_timeout(timeout: float, go: Any) -> None:
+    """A select finds what its own thread has put, whatever others take."""
+    ch = Channel[int](4)
+
+    def both() -> None:
+        for _ in range(200):
+            ch.put(0)
+            assert select([ch], timeout=timeout).item == 0
+
+    for peer in [go(both) for _ in range(4)]:
+        peer.result()
+
+
+# ready.rs
+
+
+@across
+def test_ready_smoke_and_duplicate_operations(across: Any) -> None:
+    first, second = Channel[int](across=across), Channel[int](across=across)
+    first.put(1)
+    for _ in range(3):
+        assert select(ready=[first, second, first]).channel is first
+    assert first.get_nowait() == 1
+
+
+@across
+def test_ready_default_when_disconnected_and_disconnected(across: Any) -> None:
+    ch = Channel[int](across=across)
+    with pytest.raises(NothingReady):
+        select(ready=[ch], timeout=0)
+    ch.close()
+    assert select(ready=[ch], timeout=0).channel is ch
+
+
+@across
+def test_ready_unblocks_and_stress_recv(across: Any, go: Any) -> None:
+    """Those who wait until it is ready take what is there as long as it lasts, and lose nothing."""
+    ch = Channel[int](3, across=across)
+
+    def take() -> Counter[int]:
+        found = Counter[int]()
+        while True:
+            select(ready=[ch])
+            try:
+                found[ch.get_nowait()] += 1
+            except Drained:
+                return found
+            except Empty:
+                continue  # another was quicker
+
+    takers = [go(take) for _ in range(3)]
+    wait_blocked(ch, readers=3)
+    ch.put_many(range(300))
+    ch.close()
+    assert sum((taker.result() for taker in takers), Counter()) == dict.fromkeys(range(300), 1)
+
+
+@across
+def test_ready_fairness1(across: Any) -> None:
+    """Within eight standard deviations."""
+    first, second = Channel[int](1, across=across), Channel[int](1, across=across)
+    first.put(1)
+    second.put(2)
+    assert 200 < sum(select(ready=[first, second]).channel is first for _ in range(600)) < 400
