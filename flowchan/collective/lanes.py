@@ -6,26 +6,45 @@ needs no receiver that waits: a channel's worth of them is on its way at most.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import time
 import weakref
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
-from flowchan import _core
 from flowchan.channel.channel import Channel, In, Out
 from flowchan.channel.channel import _arrive as arrive
-from flowchan.errors import Broken, Closed, Drained, MemberDied, MemberLeft
+from flowchan.channel.select import NothingReady, select
+from flowchan.errors import Broken, Closed, Drained, Empty, MemberDied, MemberLeft
 from flowchan.transport.descriptors import Borrowed
 
 _PAUSE = 0.001
+_chance = random.Random()  # the program's own numbers stay as they are
 _PACKED = 1 << 32
+_AT_ONCE = 128  # channels of one select
 _LEFT = 1  # as the core says it
+
+
+class Member(Protocol):
+    """Whose messages they are. ``_ranks``: what errors call the members."""
+
+    _ranks: Sequence[int]
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    def _see(self, member: int) -> tuple[int, int, int, int, bool, bool, bool]: ...
+    def _lane_from(self, member: int) -> tuple[int, int, int] | None: ...
+    def _show_lane(self, to: int, at: int, inode: int) -> None: ...
 
 
 class Lanes:
     """Those of one member."""
 
-    def __init__(self, member: _core.Group) -> None:
+    def __init__(self, member: Member) -> None:
         self._member = weakref.proxy(member)  # who drops a member leaves at once
         self._out: dict[int, Out[Any]] = {}
         self._in: dict[int, In[Any]] = {}
@@ -49,13 +68,48 @@ class Lanes:
             if self._is_gone(source) and not self._open(source):
                 raise self._gone(source, "receive")
             if give_up is not None and time.monotonic() > give_up:
-                raise TimeoutError(f"rank {source} has sent nothing to rank {self._member.rank} in time")
+                raise self._late(source)
             time.sleep(_PAUSE)
         left = None if give_up is None else max(0.0, give_up - time.monotonic())
         try:
             return self._in[source].get(left)
+        except Empty:
+            raise self._late(source) from None
         except (Broken, Drained) as error:
             raise self._gone(source, "receive") from error
+
+    def receive_any(self, timeout: float | None) -> tuple[Any, int]:
+        give_up = None if timeout is None else time.monotonic() + timeout
+        others = set(range(self._member.size)) - {self._member.rank}
+        while True:
+            gone = {source for source in others if self._is_gone(source)}  # it has sent all that it will
+            may_open = {source for source in others - set(self._in) if not self._try(source)} - gone
+            died = {source for source in gone if not self._has_left(source)}
+            left = None if give_up is None else max(0.0, give_up - time.monotonic())
+            if died or gone == others:
+                left = 0.0
+            found = self._from_one(min(_PAUSE, _PAUSE if left is None else left) if may_open else left)
+            if found is not None:
+                return found
+            if died or gone == others:
+                raise self._gone(min(died or gone), "receive_any")
+            if give_up is not None and time.monotonic() > give_up:
+                raise TimeoutError(f"nobody has sent anything to {self._named(self._member.rank)} in time")
+
+    def _from_one(self, wait: float | None) -> tuple[Any, int] | None:
+        """What one of the open channels has within so many seconds; of several any."""
+        sources = {port: source for source, port in self._in.items()}
+        ports = _chance.sample(list(sources), len(sources))
+        for port in ports:
+            with contextlib.suppress(Empty, Drained, Broken):
+                return port.get_nowait(), sources[port]
+        if ports:
+            with contextlib.suppress(NothingReady, Drained, Broken):
+                done = select(ports[:_AT_ONCE], timeout=_PAUSE if len(ports) > _AT_ONCE else wait)
+                return done.item, sources[done.channel]
+        if wait != 0:
+            time.sleep(_PAUSE)  # until it is seen who is gone, or has sent for the first time
+        return None
 
     def close(self) -> None:
         """Waits for receivers that have not opened what was sent to them, as long as they are there."""
@@ -80,6 +134,11 @@ class Lanes:
             raise self._gone(source, "receive") from error
         return True
 
+    def _try(self, source: int) -> bool:
+        with contextlib.suppress(MemberDied):
+            return self._open(source)
+        return False
+
     @staticmethod
     def _is_open(port: Out[Any]) -> bool:
         stats = port.channel.stats()
@@ -89,7 +148,17 @@ class Lanes:
         _, gone, _, _, _, alive, _ = self._member._see(member)
         return bool(gone) or not alive
 
+    def _has_left(self, member: int) -> bool:
+        return bool(self._member._see(member)[1] == _LEFT)
+
     def _gone(self, member: int, call: str) -> MemberDied:
-        left = self._member._see(member)[1] == _LEFT
-        kind, how = (MemberLeft, "has left") if left else (MemberDied, "died")
-        return kind(f"{call} can't be done: rank {member} {how}", (member,), call)
+        kind, how = (MemberLeft, "has left") if self._has_left(member) else (MemberDied, "died")
+        rank = self._member._ranks[member]
+        return kind(f"{call} can't be done: {self._named(member)} {how}", (rank,), call)
+
+    def _late(self, source: int) -> TimeoutError:
+        mine = self._named(self._member.rank)
+        return TimeoutError(f"{self._named(source)} has sent nothing to {mine} in time")
+
+    def _named(self, member: int) -> str:
+        return f"rank {self._member._ranks[member]}"

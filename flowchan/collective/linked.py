@@ -79,6 +79,11 @@ class LinkedGroup(Group):
         self._check_other("source", source)
         return self._node.receive(self._on_this_host("source", source), out=out, timeout=timeout)
 
+    def receive_any(self, *, timeout: float | None = None) -> tuple[Any, int]:
+        """As on one host, from members of this host."""
+        x, source = self._node.receive_any(timeout=timeout)
+        return x, self._hosts[self._host][source]
+
     def close(self) -> None:
         """As on one host."""
         if self.leaders is not None:

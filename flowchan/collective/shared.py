@@ -69,6 +69,14 @@ class SharedGroup(_core.Group, Group):
             )
         return arrays.fill(out, x.reshape(out.shape))
 
+    def receive_any(self, *, timeout: float | None = None) -> tuple[Any, int]:
+        """The next value that any other member has sent to this one, and the rank of that. Raises
+        :class:`MemberDied` when all that has come is received, and one of them died, or all are gone."""
+        self._take_seat()
+        if self.size == 1:
+            raise ValueError("receive_any takes what other members have sent, and here is no other one")
+        return self._lanes.receive_any(timeout)
+
     # --- groups within it ---
 
     def _part(self, key: Any, name: str, timeout: float | None) -> SharedGroup | None:

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from collective_members import Processes, in_threads
+from collective_members import Processes, in_threads, over_hosts, raised
 
 from flowchan import MemberDied, MemberLeft, Mismatch
+from flowchan.collective import lanes
 
 
 def test_messages_of_any_kind_arrive_in_order(run_on_one_host: Any) -> None:
@@ -99,3 +100,83 @@ def test_wrong_ranks_and_times_are_refused() -> None:
         g.barrier()
 
     assert in_threads(2, body) == [None, None]
+
+
+@pytest.mark.parametrize("at_once", [128, 2])
+def test_messages_of_anybody_arrive_with_their_sender_and_each_senders_in_order(
+    run_on_one_host: Any, monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    """Also from more members than one select takes."""
+    monkeypatch.setattr(lanes, "_AT_ONCE", at_once)
+
+    def body(g: Any) -> Any:
+        if g.rank:
+            for number in range(20):
+                g.send(number, 0)
+            return None
+        found: dict[int, list[int]] = {rank: [] for rank in range(1, g.size)}
+        for _ in range(20 * (g.size - 1)):
+            number, source = g.receive_any()
+            found[source].append(number)
+        with pytest.raises(MemberLeft, match="has left"):
+            g.receive_any()
+        return found
+
+    assert run_on_one_host(4, body)[0] == {rank: list(range(20)) for rank in (1, 2, 3)}
+
+
+def test_of_what_anybody_has_sent_nothing_is_lost_by_a_death() -> None:
+    """All is received, then the death is raised: the dead might have been who was waited for."""
+
+    def body(g: Any) -> Any:
+        if g.rank == 1:
+            g.send("last word", 0)
+            g.receive(0)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if g.rank == 2:
+            for number in range(5):
+                g.send(number, 0)
+            with pytest.raises(MemberDied, match="rank 1 died"):
+                g.receive(1)
+            g.send("after it", 0)
+            return g.receive(0)
+        found = [g.receive_any() for _ in range(6)]
+        g.send("go", 1)
+        found.append(("after it", 2) if g.receive(2) == "after it" else None)
+        with pytest.raises(MemberDied, match="rank 1 died") as info:
+            g.receive_any()
+        g.send("done", 2)
+        return sorted(map(str, found)), info.value.ranks
+
+    found = Processes(3, body).results(2)
+    expected = [("after it", 2), ("last word", 1), *((number, 2) for number in range(5))]
+    assert found == {0: (sorted(map(str, expected)), (1,)), 2: "done"}
+
+
+def test_nobody_has_sent_anything_in_time() -> None:
+    def body(g: Any) -> None:
+        with pytest.raises(TimeoutError, match=f"nobody has sent anything to rank {g.rank}"):
+            g.receive_any(timeout=0.01)
+        g.barrier()
+
+    in_threads(3, body)
+
+
+def test_errors_of_messages_over_hosts_name_members_as_the_group_does() -> None:
+    def body(g: Any) -> Any:
+        if g.rank == 2:
+            g.send("word", 0)
+            g.barrier()
+            return None
+        if g.rank == 0:
+            assert g.receive_any() == ("word", 2)
+            with pytest.raises(TimeoutError, match="rank 2 has sent nothing to rank 0"):
+                g.receive(2, timeout=0)
+        g.barrier()
+        if g.rank == 0:
+            with pytest.raises(MemberLeft, match="rank 2 has left") as info:
+                g.receive(2)
+            return info.value.ranks
+        return None
+
+    assert raised(over_hosts(3, body)) == [(2,), None, None]
