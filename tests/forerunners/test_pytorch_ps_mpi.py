@@ -1,0 +1,90 @@
+"""What pytorch_ps_mpi tests, asked of groups and of ``Gradients``. Each test has the name it has there, and
+none of its code. The members are threads; there they were two processes.
+
+What has no counterpart, or another answer:
+
+``Igatherv`` with oversized slots, padding, ``trim_msg``
+    They are about buffers that have to be as large as the largest message will be. Here sizes may differ by
+    any factor: one member gives thousands of times as much as another one.
+``async_send_bytearray``
+    Sending to one member: tests/collective/test_messages.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from collective_members import in_threads, raised
+
+SIZE = 3
+
+
+def thing(rank: int) -> dict[str, Any]:
+    return {
+        "rank": rank,
+        "list": [1.5] * 10**rank,
+        "array": np.arange(10 ** (2 * rank + 1)),
+        "text": "x\x29" * 32,
+    }
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return bool((one["array"] == other["array"]).all()) and {**one, "array": 0} == {**other, "array": 0}
+
+
+def test_gather() -> None:
+    def body(g: Any) -> None:
+        for root in range(g.size):
+            found = g.gather(thing(g.rank), root)
+            assert (found is None) == (g.rank != root)
+            assert all(same(one, thing(rank)) for rank, one in enumerate(found or ()))
+
+    raised(in_threads(SIZE, body))
+
+
+def test_bcast() -> None:
+    """Nobody else has to give anything of the same size."""
+
+    def body(g: Any) -> None:
+        for root in range(g.size):
+            handle = g.broadcast(thing(root) if g.rank == root else None, root, wait=False)
+            assert same(handle.wait(), thing(root))
+
+    raised(in_threads(SIZE, body))
+
+
+def test_iallgather_and_async_diff_sizes_and_sync_same_size() -> None:
+    def body(g: Any) -> None:
+        assert all(same(one, thing(rank)) for rank, one in enumerate(g.allgather(thing(g.rank))))
+        assert all(same(one, thing(1)) for one in g.allgather(thing(1)))
+
+    raised(in_threads(SIZE, body))
+
+
+def test_a_code_decodes_what_all_have_encoded() -> None:
+    """``MPI_PS(…, code=…)`` has no test there. Codes of any size, and the mean in place of the sum."""
+    torch = pytest.importorskip("torch")
+    from flowchan.collective.parallel import Gradients
+
+    class NotZero:
+        def encode(self, x: Any) -> Any:
+            where = x.nonzero()[:, 0]
+            return where, x[where]
+
+        def decode(self, values: list[Any], out: Any) -> None:
+            out.zero_()
+            for where, what in values:
+                out[where] += what
+            out /= len(values)
+
+    def body(g: Any) -> Any:
+        net = torch.nn.Linear(4, 1, bias=False)
+        gradients = Gradients(net, g, compress=NotZero)
+        net(torch.eye(4)[: g.rank]).sum().backward()
+        gradients.wait()
+        gradients.close()
+        return net.weight.grad[0].tolist()
+
+    assert raised(in_threads(4, body)) == [[3 / 4, 2 / 4, 1 / 4, 0.0]] * 4
