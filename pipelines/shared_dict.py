@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from pickle import PickleBuffer
 from typing import Any, TypeVar
 
-from flowchan import Channel, In, pack, unpack
+from flowchan import Channel, pack, unpack
 from flowchan.pipelines.locks import Lock
 from flowchan.pipelines.sharing import Shared, arrive, give_back
 
@@ -29,24 +29,19 @@ class SharedDict(Shared, MutableMapping[K, V]):
     made of them, and tensors after ``share_memory_()``, all of which stay shared.
     """
 
-    _stay: In[Any] | None  # the last reader's exit would end the channel for those who write
-
     def __init__(self, items: Mapping[K, V] | Iterable[tuple[K, V]] = ()) -> None:
         cell: Channel[Any] = Channel(2, across="processes")
         cell.put({key: _packed(value) for key, value in dict(items).items()})
         self.lock = Lock()
         self._open((cell, *self.lock.channels))
-        self._stay = cell.reader()
+        cell.reader()._remain()  # the last reader's exit would end the channel for those who write
 
     def _renew(self) -> None:
         self._cell, token = self.channels
         self.lock = arrive(Lock, (token,))
-        self._stay = None
 
     def _read(self) -> dict[K, Any]:
         with self.lock:
-            if self._stay is None:
-                self._stay = self._cell.reader()
             if len(self._cell) == 2:
                 self._cell.get_nowait()  # somebody died after the change
             port = self._cell.reader()

@@ -275,6 +275,15 @@ NB_MODULE(_core, m) {
         .def("_give_up", [](In& in) { in.close(false); })
         .def("_supervise", supervise<In>)
         .def("_wake_lazily", [](In& in) { in.state.lazy = true; })
+        .def("_remain",  // the session belongs to no process from now on, and ends with the channel
+             [](In& in) {
+                 locked_ring(*in.ch, [&](Ring& ring, Wakes&) {
+                     Session& s = ring.session(in.state.session);
+                     s.supervised = 1;
+                     s.pid = 0;
+                 });
+                 in.open = false;
+             })
         .def("_leave_alone",  // what it has in hand: the end of this process is not counted against it (R10)
              [](In& in) {
                  locked_ring(*in.ch,

@@ -155,6 +155,20 @@ def test_it_outlives_the_processes_that_come_and_go() -> None:
     assert dict(shared) == {0: 1, 1: 1, 2: 1}
 
 
+@everywhere
+def test_a_mapping_that_only_another_one_holds_can_be_changed(on: Any) -> None:
+    """Nobody has an object of it between two accesses."""
+    outer = SharedDict({"inner": SharedDict[int, int]()})
+
+    def change(outer: SharedDict[str, SharedDict[int, int]], worker: int) -> None:
+        outer["inner"][worker] = worker
+        outer["inner"].increment(0)
+
+    map(3, change, outer, on=on).join()
+    outer["inner"][4] = 4
+    assert sorted(outer["inner"].items()) == [(0, 3), (1, 1), (2, 2), (3, 3), (4, 4)]
+
+
 def test_channels_in_it_outlive_whoever_put_them_there() -> None:
     """C14: the process that assigned them was killed, and others have changed the mapping since."""
     shared: SharedDict[str, Any] = SharedDict()
