@@ -13,20 +13,22 @@ import time
 from types import TracebackType
 
 from flowchan import Channel, Empty, In
+from flowchan.channel.media import Across
 from flowchan.items.whole import whole
 from flowchan.pipelines.sharing import Shared, give_back
 
 
 class Lock(Shared):
-    """A lock that a thread may take several times, as ``threading.RLock``, and that holds between processes.
+    """A lock that a thread may take several times, as ``threading.RLock``, and that holds between processes;
+    with ``across="hosts"`` between those of several machines, as long as the process lives that made it.
 
     Give it to another process as an argument, through a channel, or by fork. If the process that holds it
     dies, in whatever way, the next one gets it; what the lock guards may then be half done. A forked child
     does not hold what its parent's thread holds.
     """
 
-    def __init__(self) -> None:
-        channel: Channel[None] = Channel(1, across="processes")
+    def __init__(self, *, across: Across = "processes") -> None:
+        channel: Channel[None] = Channel(1, across=across)
         channel.put_nowait(None)
         channel.close()  # nobody can put a second token
         self._open((channel,))
@@ -108,16 +110,17 @@ class Lock(Shared):
 
 
 class Semaphore(Shared):
-    """Lets ``value`` threads at most, of any processes, be inside at the same time.
+    """Lets ``value`` threads at most, of any processes, be inside at the same time; with ``across="hosts"``
+    of processes on several machines.
 
     A process releases what it has acquired, by whichever of its threads, and no more than that: this is
     ``threading.BoundedSemaphore``. What a process had acquired that dies, in whatever way, is free again. A
     forked child has acquired nothing.
     """
 
-    def __init__(self, value: int = 1) -> None:
+    def __init__(self, value: int = 1, *, across: Across = "processes") -> None:
         whole("Semaphore", "value", value, 1)
-        permits: Channel[None] = Channel(value, across="processes")
+        permits: Channel[None] = Channel(value, across=across)
         permits.put_many([None] * value)
         permits.close()  # nobody can put more of them
         self._open((permits,))

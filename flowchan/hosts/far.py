@@ -46,12 +46,13 @@ class _FarPort(Generic[T]):
 
     def close(self) -> None:
         """Leave. Returns when home knows it, and has all that was put."""
-        self.is_open = False
-        super().close()  # type: ignore[misc]
-        self._line.finished.wait()
+        self.__exit__(None, None, None)
 
     def __exit__(self, *how: Any) -> None:
-        self.close()
+        """As ``close``; of a reading end that is left by an exception, home has the items in hand again."""
+        self.is_open = False
+        super().__exit__(*how)  # type: ignore[misc]
+        self._line.finished.wait()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return moved(self)  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import contextlib
 import os
 import secrets
 import signal
@@ -495,3 +496,21 @@ def test_a_waiting_get_elsewhere_counts_as_one_reader_that_waits():
     channel.put("here")
     assert peer.result() == "here"
     wait_until(lambda: channel.stats().waiting_readers == 0)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_port_that_is_left_by_an_exception_gives_back_what_it_has_in_hand(fails):
+    """C6: as at home."""
+    channel = make()
+    channel.put_many(range(3))
+
+    def leave():
+        with contextlib.suppress(KeyError), channel.reader() as reader:
+            assert reader.get() == 0
+            if fails:
+                raise KeyError
+
+    spare = channel.reader()
+    HostPeer(leave).result()
+    channel.close()
+    assert list(spare) == list(range(0 if fails else 1, 3))
