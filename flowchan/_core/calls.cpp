@@ -49,11 +49,29 @@ Step before_put(Ring& ring, Out* out) {
     return out->state.skips() ? Step::Done : Step::Wait;
 }
 
+// Who puts faster than others read would use ever more memory for the first time, up to the channel's bound.
+// Waiting for what they give back costs less, for about as long as new memory would cost, and as long as they
+// do give some back.
+Step await_warm_memory(Ring& ring, Channel& ch, Out* out, uint64_t size, Deadline deadline) {
+    constexpr uint64_t WORTH_IT = 64 << 10, BYTES_A_NS = 4;
+    if (size < WORTH_IT || deadline.now_only()) return Step::Done;
+    const Deadline soon{std::min(deadline.at, now_ns() + int64_t(size / BYTES_A_NS))};
+    const uint32_t session = out ? out->state.session : ch.plain_session();
+    return perform(
+        ring, [&](bool) { return Caller{Side::Writer, out, session, size}; },
+        [&](Wakes&) {
+            const bool waits = (!out || out->open) && ring.lacks_warm_memory(size, soon.passed());
+            return waits ? Step::Wait : Step::Done;
+        },
+        soon);
+}
+
 // A large item is copied outside the lock, in two steps, so that nobody waits for the copy.
 Step put_large(Ring& ring, Channel& ch, Out* out, const ObjectFrame& frame, Deadline deadline) {
     WriterState* writer = out ? &out->state : nullptr;
     uint32_t session = out ? out->state.session : ch.plain_session();
     Slot* slot = nullptr;
+    if (await_warm_memory(ring, ch, out, frame.size, deadline) == Step::Interrupted) return Step::Interrupted;
     Step step = perform(
         ring, [&](bool waits) { return writing(ch, out, frame.size, waits); },
         [&](Wakes&) {

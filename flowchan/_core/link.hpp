@@ -136,6 +136,7 @@ class Link {
     bool hear_output(LinkLine& line, const Head& head, const char* payload);
     bool hear_end(LinkLine& line, Sink& sink, const Head& head, const char* payload);
     bool claim(LinkLine& line, Sink& sink, const Received& item, Slot*& slot);
+    void take_note(Sink& sink, bool stirs);
     void refuse(const LinkLine& line, Sink& sink, uint64_t size);
     struct Behind {  // a large item
         char* at;
@@ -152,6 +153,9 @@ class Link {
     uint64_t number_for(LinkLine& line, const Sink& sink, uint64_t key);
     LinkLine* find(uint32_t number);
     void ring_bell();
+    void ring_bell_if_stirred() {
+        if (std::exchange(stirred_, false)) ring_bell();
+    }
     void leave_connection(int fd, const std::string& why);
     void tell(std::string event);
 
@@ -175,7 +179,8 @@ class Link {
     uint32_t served_last_ = 0;  // the line after which the next round begins
 
     Outgoing out_;
-    uint64_t said_ = 0;  // items among it
+    uint64_t said_ = 0;     // items among it
+    bool stirred_ = false;  // the receiver has heard what the sender has to know
     // The receiver's: the ring that items are being put into, locked for some of them at a time.
     std::optional<Holding> held_;
     Ring* held_ring_ = nullptr;

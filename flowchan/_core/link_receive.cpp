@@ -61,8 +61,8 @@ std::string Link::receive(int fd, uint64_t connection) {
                 at += head.length() + head.size;
             } else if (head.carries_item() && head.size >= LARGE) {
                 release_ring();
+                ring_bell_if_stirred();
                 lock.unlock();
-                ring_bell();
                 Behind behind{buffer.data(), AFTER_LARGE};
                 if (!hear_large(fd, connection, head, payload, here, behind))
                     return "the connection ended in an item";
@@ -81,8 +81,8 @@ std::string Link::receive(int fd, uint64_t connection) {
             }
         }
         release_ring();
+        ring_bell_if_stirred();
         lock.unlock();
-        ring_bell();
         memmove(buffer.data(), buffer.data() + at, have - at);
         have -= at;
     }
@@ -96,7 +96,10 @@ void Link::release_ring() {
 }
 
 bool Link::hear(const Head& head, const char* payload) {
-    if (!head.carries_item()) release_ring();
+    if (!head.carries_item()) {
+        release_ring();
+        stirred_ = true;
+    }
     if (head.say == Say::PING) {
         pong_ = true;
         pong_n_ = head.n;
@@ -163,8 +166,7 @@ bool Link::hear_item(LinkLine& line, Sink& sink, const Received& item) {
         return true;
     }
     if (!key_is_right(line, sink, item.key)) return false;
-    sink.got += 1;
-    sink.dirty = true;
+    take_note(sink, home_);
     Step step = Step::Wait;
     if (sink.staged.empty() && is_settled(line, sink, item.key)) {
         if (held_ring_ != sink.ring.get() || ++held_for_ > HELD_FOR) {
@@ -179,9 +181,18 @@ bool Link::hear_item(LinkLine& line, Sink& sink, const Received& item) {
         return true;
     }
     release_ring();
+    stirred_ = true;
     if (step == Step::TooLarge) refuse(line, sink, item.size);
     if (sink.look() || sink.left_alone()) return true;
     return sink.stage(item, {item.at, item.at + item.size});
+}
+
+// One more has come. Home tells so, because an output stays on lease until then. An item is on lease until it
+// is done with, so of that its worker is told of when it gets on.
+void Link::take_note(Sink& sink, bool stirs) {
+    sink.got += 1;
+    sink.dirty = sink.dirty || stirs;
+    stirred_ = stirred_ || stirs;
 }
 
 // There is less memory here than where it was put. Nothing that comes after it is put.
@@ -247,8 +258,7 @@ bool Link::hear_large(int fd, uint64_t connection, const Head& head, const char*
         if (skips) sink->writer.count -= 1;  // it comes again, and is to be skipped again
         return false;
     }
-    sink->got += 1;
-    sink->dirty = true;
+    take_note(*sink, home_ || !slot);
     if (slot || skips) {
         sink->used += 1;
         sink->look();

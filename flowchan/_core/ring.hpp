@@ -152,6 +152,9 @@ class Ring : public std::enable_shared_from_this<Ring> {
         return h_->share ? std::min(h_->share, max_bytes_) : max_bytes_;
     }  // a larger item: alone
     bool fits(uint64_t size) const { return size <= max_bytes_; }
+    // Whether an item of this size would be the first in some memory, while others give memory back. `late`: it
+    // has waited for that as long as it is worth.
+    bool lacks_warm_memory(uint64_t size, bool late);
     bool at_end() const { return h_->state == CLOSED && h_->leased == 0 && nothing_coming(); }
     uint64_t inside() const { return h_->state == BROKEN ? 0 : h_->puts - h_->takes; }
     uint64_t& share() { return h_->share; }
@@ -208,6 +211,8 @@ class Ring : public std::enable_shared_from_this<Ring> {
     Group& group(uint64_t number) {
         return reinterpret_cast<Group*>(windows_.header() + groups_at_)[number % groups_];
     }
+    uint64_t finished() const { return h_->takes - std::min(h_->leased, h_->takes); }
+    uint64_t finished_by_then_ = 0;  // when a put waited in vain for memory
     bool nothing_coming() const { return h_->head == 0 && h_->parked == 0 && h_->claimed == 0; }
     bool at_end_for(const ReaderState* reader) const;
     Step end() const { return h_->cut_off ? Step::Broken : Step::Drained; }

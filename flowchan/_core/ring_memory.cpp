@@ -104,6 +104,17 @@ Slot* Ring::take_slot(uint64_t size, Change& change) {
     return slot;
 }
 
+// New memory the kernel has to find and to clear, which takes longer than to copy the item, and it is in no
+// cache. Nobody who has waited in vain waits again before others have finished more.
+bool Ring::lacks_warm_memory(uint64_t size, bool late) {
+    const uint32_t cls = class_of(size);
+    for (uint32_t c = cls; c < std::min(cls + 5, CLASSES); ++c)
+        if (h_->free_slots[c]) return false;
+    if (h_->state != OPEN || !h_->slots_used || finished_by_then_ == finished()) return false;
+    (late ? finished_by_then_ : h_->short_of_memory) = late ? finished() : 1;
+    return !late;
+}
+
 // A slot with a block that has never been one, cut where blocks end.
 Slot* Ring::new_slot(uint32_t cls, Change& change) {
     const uint64_t block = block_start(h_->blocks_top, cls), upto = block + class_size(cls);
