@@ -26,6 +26,9 @@ The run contract. If the code disagrees with it, that is a bug; each clause name
   and what its process draws begins there. (test_chance.py)
 - R10 Blame. An item is blamed only for deaths inside the user's code (or inside its own unpickling), by one
   worker at a time while the others go on, and with how each of them died. (test_blame.py)
+- R11 Gangs. The workers of a stage with a group start together. When one dies and the stage is restartable,
+  all begin again, each with what it had in hand, and no item is blamed for the ends of the others. A
+  survivor's MemberDied is no failure of its own. (test_gangs.py, tests/crash/test_gang_deaths.py)
 """
 
 from __future__ import annotations

@@ -308,3 +308,16 @@ def test_who_keeps_a_member_that_it_has_given_to_a_process_closes_it() -> None:
         second.close()
         with pytest.raises(MemberDied, match="rank 1 ended before it joined"):
             first.barrier()
+
+
+def test_what_would_be_done_is_said_in_a_sentence() -> None:
+    first, second = collective.members(2)
+    small, large = np.ones(10), np.ones(10**6)
+    assert first.explain("allreduce", small) == (
+        "allreduce: exchange: everybody reads the inputs of the others; shared memory, 2 members on this host"
+    )
+    assert "slices" in second.explain("reduce", large)
+    assert "chunks" in second.explain("broadcast", large)
+    assert "pickled" in second.explain("allgather", {})
+    with pytest.raises(ValueError, match=r"operation must be one of barrier, .* not 'sum'"):
+        first.explain("sum")

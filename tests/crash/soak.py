@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import faulthandler
+import operator
 import random
 import sys
 import time
@@ -22,7 +24,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
-from flowchan import Graph, Run, RunError, Stream
+from flowchan import Graph, In, Out, Reduced, Run, RunError, Stream
+from flowchan.collective import Group
 from flowchan.declare.values import DEFAULT_CAPACITY
 from flowchan.run import decisions, recovery
 
@@ -70,6 +73,35 @@ def kept(item: Item) -> bool:
 
 def key(item: Item) -> int:
     return item[0]
+
+
+@dataclass(frozen=True)
+class Together:
+    """Items that one round of an allreduce has combined."""
+
+    items: tuple[Item, ...]
+
+
+def alone(item: Item) -> Together:
+    return Together((item,))
+
+
+def joined(one: Together, other: Together) -> Together:
+    return Together(one.items + other.items)
+
+
+def parted(rounds: Reduced) -> tuple[Item, ...]:
+    items: tuple[Item, ...] = rounds.value.items
+    return items
+
+
+def in_step(items: In[Item], group: Group, out: Out[Item]) -> None:
+    """A gang: its workers wait for each other after every item."""
+    for item in items:
+        group.combine(1, operator.add)
+        out.put(item)
+    for _ in group.rest(operator.add):
+        pass
 
 
 def slow(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -121,7 +153,7 @@ def case(seed: int, number: int) -> Case:
     )
     items = list(numbers(count))
     for _ in range(chance.randint(1, 4)):
-        verb = chance.choice(["map", "map", "flat_map", "filter", "partition"])
+        verb = chance.choice(["map", "map", "flat_map", "filter", "partition", "allreduce", "gang"])
         workers, keeps = chance.randint(1, 4), chance.random() < 0.6
         on = "process" if chance.random() < 0.8 else "thread"
         options: dict[str, Any] = {
@@ -132,6 +164,18 @@ def case(seed: int, number: int) -> Case:
         if verb == "partition":
             branches = stream.partition(busy(key), 2, **options)
             stream = graph.merge(*branches, capacity=capacity())
+            ordered = False
+            continue
+        if verb == "allreduce":
+            rounds = stream.map(busy(alone), **options).allreduce(joined, capacity=capacity())
+            stream = rounds.map(parted).unbatch(capacity=capacity())
+            ordered = False
+            continue
+        if verb == "gang":
+            options = {"on": on, "workers": workers, "capacity": capacity(), "restarts": ENDLESS}
+            stream = graph.stage(in_step, stream, restartable=True, **options)
+            # A stage with ports takes no max_deaths.
+            graph._stages[-1] = dataclasses.replace(graph._stages[-1], max_deaths=ENDLESS)
             ordered = False
             continue
         ordered = ordered and (keeps or workers == 1)

@@ -1,4 +1,4 @@
-"""R4: when a worker of a gang dies, all begin again together, with what they had in hand."""
+"""R11: when a worker of a gang dies, all begin again together, with what they had in hand."""
 
 from __future__ import annotations
 

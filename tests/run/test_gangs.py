@@ -1,5 +1,5 @@
-"""A stage whose function has a parameter ``group: Group`` is a gang: its workers start together, each with
-its member of a group."""
+"""R11: a stage whose function has a parameter ``group: Group`` is a gang: its workers start together, each
+with its member of a group."""
 
 from __future__ import annotations
 
@@ -36,6 +36,13 @@ def test_each_worker_has_its_member_of_one_group(on: Any) -> None:
     graph = Graph("gang")
     told = graph.stage(tell, on=on, workers=3, name="tell").collect()
     assert sorted(graph.run()[told]) == [(rank + 1, rank, 3, "tell", 3) for rank in range(3)]
+
+
+@pytest.mark.usefixtures("_method")
+def test_a_gang_starts_under_every_start_method() -> None:
+    graph = Graph("gang")
+    result = graph.stage(summed, graph.source(range(5)), on="process", workers=2).collect()
+    assert sorted(number for number, _ in graph.run()[result]) == list(range(5))
 
 
 @everywhere
