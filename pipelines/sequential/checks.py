@@ -84,9 +84,8 @@ def raise_for_own_ways(module: nn.Sequential) -> None:
     ``TypeError`` or ``ValueError`` for what they would leave out."""
     if type(module).forward is not nn.Sequential.forward:
         raise TypeError(
-            f"Sequential: module is a {type(module).__name__} with a forward of its own, which its "
-            "parts would not call; "
-            "give an nn.Sequential whose layers do it all"
+            f"Sequential: module is a {type(module).__name__} with a forward of its own, which its parts "
+            "would not call; give an nn.Sequential whose layers do it all"
         )
     if module._forward_hooks or module._forward_pre_hooks:
         raise ValueError(

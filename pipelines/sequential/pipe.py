@@ -53,13 +53,13 @@ class Sequential(nn.Module):
     list of layers, or any module whose forward ``torch.fx`` can trace, which is cut into segments of it.
 
     ``parts``: how many, a list with the number of layers in each, or the names of the layers that all parts
-    but the first begin with. Which layers they have is measured with
-    the first batch, or by ``balance`` with ``sample``, a usual batch: the part that takes longest
-    (``"time"``) or needs most bytes (``"memory"``, with parameters ``param_scale`` times, for their gradients
-    and what an optimizer remembers) is as small as possible. ``on="process"`` gives each part
-    a process, which computes with the program's own parameters in shared memory; on a pool
-    (``flowchan.hosts``) it has copies, and what either side changes is sent. ``chunks``: into how many
-    micro-batches a call or a training step splits a batch; ``None``: at most 8, as large as pays.
+    but the first begin with. Which layers they have is measured with the first batch, or by ``balance`` with
+    ``sample``, a usual batch: the part that takes longest (``"time"``) or needs most bytes (``"memory"``,
+    with parameters ``param_scale`` times, for their gradients and what an optimizer remembers) is as small as
+    possible. ``on="process"`` gives each part a process, which computes with the program's own parameters in
+    shared memory; on a pool (``flowchan.hosts``) it has copies, and what either side changes is sent.
+    ``chunks``: into how many micro-batches a call or a training step splits a batch; ``None``: at most 8, as
+    large as pays.
     ``devices``: one for each part; inputs are moved there. ``recompute``: activations are not kept for the
     backward pass but computed again. ``deferred_batch_norm``: running statistics are those of whole batches;
     ``False``: of each micro-batch. ``dim``: which dimension of inputs and outputs is the batch.

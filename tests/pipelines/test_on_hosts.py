@@ -52,6 +52,12 @@ def test_a_task_pool_on_a_pool_of_hosts_is_an_executor() -> None:
             pool.submit(math.factorial, -1).result()
 
 
+def test_a_process_on_a_host_makes_room_for_another_after_as_many_tasks_as_it_may_do() -> None:
+    with pipelines.TaskPool(2, on=local(2), max_tasks_per_child=2) as pool:
+        where = [future.result() for future in [pool.submit(os.getpid) for _ in range(7)]]
+    assert max(map(where.count, where)) <= 2
+
+
 def test_a_worker_that_dies_on_a_host_fails_its_task_and_the_others_go_on() -> None:
     with pipelines.TaskPool(2, on=local(2)) as pool:
         dead = pool.submit(os._exit, 9)
