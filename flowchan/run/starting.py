@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import sys
 import traceback
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
@@ -32,9 +33,11 @@ def start_process(process: BaseProcess) -> None:
 
 def _share_imports() -> None:
     """Python's forkserver, if it is yet to be started, imports what each worker needs, so that none of them
-    has to; unless the program has said what it is to import."""
+    has to: our modules, and those of the large libraries that the program has imported. Unless the program
+    has said what it is to import."""
     if forkserver._forkserver._preload_modules == ["__main__"]:  # type: ignore[attr-defined]
-        multiprocessing.set_forkserver_preload(["__main__", "flowchan.run.worker"])
+        loaded = [name for name in ("numpy", "torch") if name in sys.modules]
+        multiprocessing.set_forkserver_preload(["__main__", "flowchan.run.worker", *loaded])
 
 
 def _undo_launch(error: BaseException) -> None:

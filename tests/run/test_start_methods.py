@@ -224,27 +224,34 @@ def test_a_process_of_the_program_that_runs_the_graph_on_import_says_why_it_ends
     assert 'put that under `if __name__ == "__main__":`' in err
 
 
-@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize(
+    ("before", "found"),
+    [
+        ("pass", "True False"),
+        ("import numpy", "True True"),
+        ("import numpy; multiprocessing.set_forkserver_preload(['json'])", "False False"),
+    ],
+)
 def test_the_forkserver_imports_what_workers_need_unless_the_program_says_what(
-    own: bool, tmp_path: Path
+    before: str, found: str, tmp_path: Path
 ) -> None:
+    """Our native module, and NumPy's where the program has it."""
     text = f"""
         import multiprocessing, os
         from pathlib import Path
         from flowchan import Graph
 
-        def has_core_in_server(_):
-            return "/_core" in Path(f"/proc/{{os.getppid()}}/maps").read_text()
+        def is_in_server(name):
+            return name in Path(f"/proc/{{os.getppid()}}/maps").read_text()
 
         if __name__ == "__main__":
+            {before}
             multiprocessing.set_start_method("forkserver")
-            if {own}:
-                multiprocessing.set_forkserver_preload(["json"])
             graph = Graph("imports")
-            result = graph.source([1]).map(has_core_in_server, on="process").collect()
-            print(graph.run()[result])
+            result = graph.source(["/_core.", "/numpy/"]).map(is_in_server, on="process").collect()
+            print(*graph.run()[result])
     """
-    assert run_python(script(tmp_path, text)) == f"[{not own}]\n"
+    assert run_python(script(tmp_path, text)) == f"{found}\n"
 
 
 @METHODS

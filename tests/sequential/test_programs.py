@@ -42,8 +42,6 @@ def main():
 
 if __name__ == "__main__":
     multiprocessing.set_start_method(sys.argv[1])
-    if sys.argv[1] == "forkserver":  # importing torch takes longer than all else here
-        multiprocessing.set_forkserver_preload(["torch", "flowchan.pipelines"])
     forgotten = main()
     left = forgotten.stream(torch.ones(64, 300) for _ in range(10 ** 9))
     next(left)
