@@ -67,6 +67,9 @@ struct Traits<LocalQueue> {
     static int64_t slice(Deadline deadline) {
         return gettid() == getpid() ? deadline.slice() : deadline.left();
     }
+    static int sleep(LocalQueue&, const Caller&, Node& node, int64_t ns) {
+        return futex_wait(node.word, node.seen, ns, false);
+    }
 };
 
 template <>
@@ -75,6 +78,7 @@ struct Traits<Ring> {
     static constexpr bool processes = true;
     struct Waiting {
         uint32_t seen = 0;
+        uint32_t rank = FUTEX_BITSET_MATCH_ANY;  // a bit; or all of them, of those who have none
         bool selecting = false;
         bool ordered = false;
     };
@@ -93,6 +97,7 @@ struct Traits<Ring> {
             return;
         }
         waiting.seen = gate(r, caller.side).enter(again);
+        if (caller.exchangeable) gate(r, caller.side).idle |= waiting.rank = 1u << caller.session % 32;
         if (waiting.selecting) gate(r, caller.side).ends_by_itself(+1);
         (caller.side == Side::Reader ? s.at_reader_gate : s.at_writer_gate) += 1;
         if (caller.side == Side::Reader && r.header().heard)
@@ -110,6 +115,7 @@ struct Traits<Ring> {
         uint32_t& n = caller.side == Side::Reader ? s.at_reader_gate : s.at_writer_gate;
         const bool counted = n > 0;
         if (counted) n -= 1;
+        if (caller.exchangeable) gate(r, caller.side).idle &= ~waiting.rank;
         // as in Ring::drop_copies: dead in between, it counts as waiting once too often, never too seldom
         keep_order();
         if (counted) gate(r, caller.side).leave();
@@ -162,6 +168,9 @@ struct Traits<Ring> {
     static void look_for_dead(Ring& r, Wakes& wakes) { r.sweep(wakes); }
     static bool time_to_look(Ring& r) { return r.is_sweep_due(); }
     static int64_t slice(Deadline deadline) { return deadline.slice(); }
+    static int sleep(Ring& r, const Caller& caller, Waiting& waiting, int64_t ns) {
+        return futex_wait_as(waiting.rank, word(r, caller, waiting), waiting.seen, ns);
+    }
 };
 
 // Says that an item has no more outputs. Wait: as for a put, its turn is too far ahead. With the lock held.
@@ -224,7 +233,7 @@ Step wait(M& m, const Caller& caller, Op&& op, Deadline deadline) {
         int error = 0;
         if (!interrupted && !late) {
             PyThreadState* state = PyEval_SaveThread();
-            error = futex_wait(T::word(m, caller, waiting), waiting.seen, T::slice(deadline), T::processes);
+            error = T::sleep(m, caller, waiting, T::slice(deadline));
             take_gil(state);
         }
         const bool slice_over = error == ETIMEDOUT;

@@ -252,7 +252,11 @@ Step get_decoded(Ring& ring, Channel& ch, In* in, Deadline deadline, Taking taki
     uint32_t session = reader ? reader->session : ch.plain_session();
     runs(in, Session::OURS);
     Step step = perform(
-        ring, [&](bool) { return Caller{Side::Reader, in, session}; },
+        ring,
+        [&](bool) {
+            return Caller{
+                .side = Side::Reader, .port = in, .session = session, .exchangeable = reader && reader->lazy};
+        },
         [&](Wakes& wakes) {
             if (in && !in->open) return ring.header().state == BROKEN ? Step::Broken : Step::PortClosed;
             if (reader && taking == Taking::Next) ring.acknowledge(*reader, wakes);

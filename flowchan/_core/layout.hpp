@@ -34,7 +34,7 @@
 namespace flowchan {
 
 constexpr uint64_t MAGIC = 0x6e616863776f6c66;  // "flowchan"
-constexpr uint64_t VERSION = 5;
+constexpr uint64_t VERSION = 6;
 // Ports, and plain users and HOLDERs beside them; number 0 is nobody's.
 constexpr uint32_t SESSIONS = 4096 + 256;
 constexpr uint32_t RECORDS = 16;  // of redo

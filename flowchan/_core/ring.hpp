@@ -102,7 +102,10 @@ class Ring : public std::enable_shared_from_this<Ring> {
     }
     void wake(const Wakes& w) {
         fault_point();
-        if (w.readers) futex_wake(h_->reader_gate.seq, w.readers, true);
+        if (w.readers && w.ranks)
+            futex_wake_first(w.ranks, h_->reader_gate.seq, w.readers);
+        else if (w.readers)
+            futex_wake(h_->reader_gate.seq, w.readers, true);
         if (w.writers) futex_wake(h_->writer_gate.seq, w.writers, true);
         w.wake_words(true);
     }

@@ -58,7 +58,7 @@ void Ring::link(Slot* slot, WriterState* writer, Change& change) {
 }
 
 void Ring::finish_put(WriterState* writer, Wakes& wakes, bool parked) {
-    if (!parked) wakes.readers += h_->reader_gate.call_in_turn(1);
+    if (!parked) h_->reader_gate.call_in_turn(1, wakes);
     if (!writer || !writer->keyed) return;
     writer->count += 1;
     if (writer->single && writer->ordered) item_done(*writer, wakes);
@@ -189,7 +189,7 @@ Step Ring::try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& 
         taken.held = taken.viewed ? nullptr : slot;
     }
     memory_freed(wakes);
-    if (h_->head) wakes.readers += h_->reader_gate.call_in_turn(1);
+    if (h_->head) h_->reader_gate.call_in_turn(1, wakes);
     call_writers(wakes, reader);
     tell_end(wakes);
     return Step::Done;

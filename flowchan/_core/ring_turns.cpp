@@ -68,8 +68,7 @@ void Ring::advance(Wakes& wakes) {
         change.set(h_->turn, h_->turn + 1);
         change.commit();
     }
-    if (linked)
-        wakes.readers += h_->reader_gate.call_in_turn(uint32_t(std::min<uint64_t>(linked, UINT32_MAX - 1)));
+    if (linked) h_->reader_gate.call_in_turn(uint32_t(std::min<uint64_t>(linked, UINT32_MAX - 1)), wakes);
     if (h_->turn != before) {
         call_turns(wakes);
         tell_end(wakes);

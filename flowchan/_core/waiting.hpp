@@ -5,7 +5,10 @@
 // touches. Who finds nothing to do registers (waiting += 1), remembers `seq`, drops the lock and sleeps while
 // `seq` is unchanged. Who makes k operations possible wakes min(k, waiting - woken) sleepers: it adds that to
 // `woken`, changes `seq` and calls FUTEX_WAKE after dropping the lock. Of readers no more are on their way
-// than there are cores: of 50 that wait for cheap items, two take them all before a third has got up. A sleeper that returns, for whatever
+// than there are cores: of 50 that wait for cheap items, two take them all before a third has got up. And the
+// workers of a stage are woken by rank, not in turn, so that it is the same two, whose caches are warm: each
+// sleeps as one of 32 ranks (FUTEX_WAIT_BITSET), and `idle` says which of these wait, without being trusted:
+// where nobody of a rank sleeps any more, somebody else is woken. A sleeper that returns, for whatever
 // reason, takes the lock, leaves (waiting -= 1, and one off `woken` if there is any) and tries its operation
 // again before it reports anything.
 //
@@ -82,6 +85,22 @@ inline void futex_wake(std::atomic<uint32_t>& word, uint32_t count, bool shared)
             nullptr, 0);
 }
 
+// In memory that several processes map, for no longer than a slice, as one of these ranks, a bit each.
+inline int futex_wait_as(uint32_t ranks, std::atomic<uint32_t>& word, uint32_t seen, int64_t ns) {
+    const int64_t at = now_ns() + ns;
+    timespec t{time_t(at / 1'000'000'000), long(at % 1'000'000'000)};
+    uint32_t* raw = reinterpret_cast<uint32_t*>(&word);
+    return syscall(SYS_futex, raw, FUTEX_WAIT_BITSET, seen, &t, nullptr, ranks) == 0 ? 0 : errno;
+}
+
+// Those of these ranks first, and as many others as are wanting then.
+inline void futex_wake_first(uint32_t ranks, std::atomic<uint32_t>& word, uint32_t count) {
+    uint32_t* raw = reinterpret_cast<uint32_t*>(&word);
+    const long woken = syscall(SYS_futex, raw, FUTEX_WAKE_BITSET, count, nullptr, nullptr, ranks);
+    const uint32_t those = woken > 0 ? uint32_t(woken) : 0;
+    if (those < count) futex_wake(word, count - those, true);
+}
+
 inline void cpu_relax() {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
@@ -99,6 +118,8 @@ inline void prefetch(const void* at) {
 #endif
 }
 
+struct Wakes;
+
 struct Gate {
     std::atomic<uint32_t> seq{0};  // the futex word; its partner is the sleeper's compare in the kernel
     uint32_t waiting = 0;
@@ -108,6 +129,7 @@ struct Gate {
             // or until a deadline
     uint32_t starving = 0;       // thread id of the waiter that newcomers must not overtake, 0 for none
     uint32_t ordered = 0;        // how many more wait for their turn, each on a word of its own
+    uint32_t idle = 0;           // ranks of a stage's workers, a bit each, of which one waits here: a hint
     uint64_t starving_size = 0;  // of the item that the starving one wants to put
     int64_t waited_ns = 0;       // total time waited: minus the start of each wait, plus its end
     int64_t since_ns = 0;        // when somebody began to wait here, with somebody waiting ever since
@@ -130,10 +152,8 @@ struct Gate {
     uint32_t call_all() { return call(UINT32_MAX); }
     // The same, for readers: no more of them than can run are on their way, since whoever takes an item and
     // leaves one calls the next (Ring::try_take). While somebody starves that one may have to stand back.
-    uint32_t call_in_turn(uint32_t k) {
-        static const uint32_t cores = uint32_t(std::max(sysconf(_SC_NPROCESSORS_ONLN), 1l));
-        return call(starving ? k : std::min(k, woken < cores ? cores - woken : 0));
-    }
+    // Of a stage's workers those of the lowest ranks go first.
+    void call_in_turn(uint32_t k, Wakes& wakes);
 
     // `again`: after a slice, of the same wait.
     uint32_t enter(bool again = false) {
@@ -169,9 +189,10 @@ struct Wakes {
     uint32_t readers = 0;
     uint32_t writers = 0;
     uint32_t words = 0;
+    uint32_t ranks = 0;  // of the readers that go first
     std::atomic<uint32_t>* word[MOST];
 
-    void clear() { readers = writers = words = 0; }
+    void clear() { readers = writers = words = ranks = 0; }
     void add(std::atomic<uint32_t>& one, bool shared) {
         if (words == MOST)
             futex_wake(one, 1, shared);  // more than one operation usually wakes: now, under the lock
@@ -182,6 +203,16 @@ struct Wakes {
         for (uint32_t i = 0; i < words; ++i) futex_wake(*word[i], 1, shared);
     }
 };
+
+inline void Gate::call_in_turn(uint32_t k, Wakes& wakes) {
+    static const uint32_t cores = uint32_t(std::max(sysconf(_SC_NPROCESSORS_ONLN), 1l));
+    const uint32_t called = call(starving ? k : std::min(k, woken < cores ? cores - woken : 0));
+    wakes.readers += called;
+    for (uint32_t i = 0; i < called && idle; ++i) {
+        wakes.ranks |= idle & -idle;
+        idle &= idle - 1;
+    }
+}
 
 // As whom a call waits: on which side, through which port (null: none), by which session of a ring, and for a
 // put the size of its item and, where outputs have turns, the number of the item that they belong to.

@@ -87,10 +87,12 @@ def test_a_worker_that_waits_for_a_place_hears_of_the_end() -> None:
         out.close()
 
 
+@pytest.mark.parametrize("across", ["threads", "processes"])
 @pytest.mark.parametrize("stage", [True, False], ids=["stage", "plain"])
-def test_of_the_workers_of_a_stage_the_last_to_come_goes_first(stage: bool) -> None:
-    """Where each item comes when all wait, one worker does everything; plain readers take turns."""
-    channel: Channel[int] = Channel()
+def test_of_the_workers_of_a_stage_the_same_few_go_first(stage: bool, across: Any) -> None:
+    """Where each item comes when all wait, one worker does everything, in a ring one of the lowest rank;
+    plain readers take turns."""
+    channel: Channel[int] = Channel(across=across)
     ports = [channel.reader() for _ in range(WORKERS)]
     takers: list[Any] = []
 
@@ -111,7 +113,10 @@ def test_of_the_workers_of_a_stage_the_last_to_come_goes_first(stage: bool) -> N
     channel.close()
     for thread in threads:
         thread.join()
-    assert len(set(takers)) == (1 if stage else WORKERS)
+    if across == "threads":
+        assert len(set(takers)) == (1 if stage else WORKERS)
+    else:  # who has just begun to wait may not sleep yet, and then another one is woken too
+        assert (len(set(takers)) < WORKERS // 3) == stage
 
 
 def test_no_more_readers_are_on_their_way_than_there_are_cores() -> None:

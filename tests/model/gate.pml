@@ -16,7 +16,8 @@
    call_writers()                           ring.hpp: Ring::call_writers
    enter(), leave()                         waiting.hpp: Gate::enter, Gate::leave; blocking.hpp: Traits<Ring>::enter, leave
    fresh[p]                                 waiting.hpp: Gate::seq == the `seq` that p remembers
-   asleep[p], get_up(), futex_wake()        waiting.hpp: futex_wait, futex_wake; ring.hpp: Ring::wake
+   asleep[p], get_up(), futex_wake()        waiting.hpp: futex_wait, futex_wait_as, futex_wake, futex_wake_first;
+                                            ring.hpp: Ring::wake
    operation() of a writer                  ring_items.cpp: Ring::room, Ring::try_put, Ring::finish_put
    operation() of a reader                  calls.cpp: get_step; ring_leases.cpp: Ring::acknowledge, Ring::free_leased;
                                             ring_items.cpp: Ring::try_take, Ring::at_end_for, Ring::tell_end
@@ -29,7 +30,8 @@
    -D CORES=n: how many readers are on their way at once, by call_in_turn(); and
    nobody_beside() says what C8 then means: beside an item and a waiting reader one is on its way.
    -D LAZY=n: readers wake writers when n places are free (ring.hpp: Ring::call_writers, ReaderState::lazy).
-   -D GATHER: readers gather two items with `get_more`, which keeps what is in hand (verbs.py: batch).
+   -D RANKS: FUTEX_WAKE wakes any of the readers: the workers of a stage have ranks.
+   -D GATHER: readers gather two items with `get_more`, which keeps what is in hand (bodies.py: batch).
    Left out: spinning, deadlines, ordered outputs (`turn`), large items, shortage of memory.
 
    Two places where the source does worse than the model; each can be put back by a define, and is found:
@@ -87,7 +89,7 @@ mtype = { DONE, WAIT, CLOSED, DRAINED, INTERRUPTED };
 
 byte inside, leased, writers = WRITERS, readers = READERS, put, acknowledged;
 bool closed, drained, owner_died;
-hidden byte n, q, z;                 /* scratch within one step */
+hidden byte n, m, q, z;                 /* scratch within one step */
 byte waiting[2], woken[2];
 byte starving[2];                    /* participant + 1, 0 for none */
 bool fresh[ALL], asleep[ALL], at_gate[ALL], dead[ALL], here[ALL];
@@ -105,6 +107,7 @@ byte spurious = SPURIOUS, quits = QUITS, deaths, slices[ALL];
 
 inline call(side, k, count) {        /* adds to `count` how many to wake */
   n = (waiting[side] > woken[side] -> waiting[side] - woken[side] : 0);
+  m = n;                             /* to wake all means all that sleep by then */
 #ifndef PLANT_wake_one
   n = (n > k && !(k > 0 && starving[side] > 0) -> k : n);
 #else
@@ -122,7 +125,7 @@ inline call(side, k, count) {        /* adds to `count` how many to wake */
 #endif
   :: else
   fi;
-  count = count + n
+  count = (n > 0 && n == m || count == ALL -> ALL : count + n)
 }
 
 inline call_in_turn(k, count) {
@@ -294,7 +297,13 @@ inline wake(p) {                     /* the lock is dropped; two system calls */
   MAY_DIE(p);
 #endif
   do
-  :: d_step { wake_r > 0 -> futex_wake(R, wake_r); wake_r = 0 };
+  :: atomic {
+       wake_r > 0 ->
+#ifdef RANKS
+       if :: true :: d_step { len(line[R]) > 1 -> line[R]?q; line[R]!q } fi;
+#endif
+       d_step { futex_wake(R, wake_r); wake_r = 0 }
+     };
      MAY_DIE(p)
   :: d_step { wake_r == 0 && wake_w > 0 -> futex_wake(W, wake_w); wake_w = 0 };
      MAY_DIE(p)
