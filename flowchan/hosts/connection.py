@@ -24,6 +24,7 @@ from flowchan.channel.select import select
 from flowchan.errors import Broken, ChannelError, Closed, HostError
 from flowchan.hosts.asking import Answer, Ask, Cancel, Finished, Over, wrong
 from flowchan.hosts.messages import AHEAD, BEHIND, differs, versions
+from flowchan.hosts.neighbours import card
 from flowchan.run.latch import Latch
 from flowchan.transport.dialling import reach
 
@@ -79,7 +80,7 @@ class Connection:
         self.address, self.pid = address, os.getpid()
         self.lost = ""  # why
         self._secret, self._tls = secret, tls
-        self._hello = {**versions(), "guest": secrets.token_hex(16), "pid": self.pid, "again": False}
+        self._hello = {**versions(), **card(), "guest": secrets.token_hex(16), "again": False}
         self._lock = threading.RLock()
         self._numbers = self._line_numbers = 0
         self._asked: dict[int, Asked] = {}

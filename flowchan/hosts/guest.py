@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 import threading
+import time
 import weakref
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,6 +14,7 @@ from flowchan import _core
 from flowchan.channel.channel import Channel, In, Out
 from flowchan.errors import Broken, ChannelError, Closed, Empty, Full
 from flowchan.hosts.asking import Answer, Ask, Cancel, Finished, Over, cause_in, to_put, wrong
+from flowchan.hosts.neighbours import Neighbour
 from flowchan.items.codec import keeps_sealed
 
 if TYPE_CHECKING:
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 
 LAST_WORD = 1.0
 """Seconds within which a guest should hear that its home is over."""
+LOOK = 0.05
+"""Seconds between two looks whether a process of this machine, whose connection has ended, has ended, too."""
 
 
 class Host(Protocol):
@@ -38,10 +42,12 @@ class Host(Protocol):
 class Guest:
     """See above. ``number`` in what follows is that of a channel of its home. All but the watch runs in the
     thread of its home's event loop. When its process is gone, or was not heard of for too long, its ports are
-    closed here as those of a process that died."""
+    closed here as those of a process that died. ``process``: itself, where it is one of this machine."""
 
-    def __init__(self, home: Host, loop: asyncio.AbstractEventLoop, id: str, pid: int) -> None:
-        self.id, self.pid = id, pid
+    def __init__(
+        self, home: Host, loop: asyncio.AbstractEventLoop, id: str, pid: int, process: Neighbour | None
+    ) -> None:
+        self.id, self.pid, self._process = id, pid, process
         self._home, self._loop = home, loop
         self._over = self._left = False
         self._open: dict[int, Channel[Any]] = {}  # what it has open is kept for it
@@ -65,11 +71,15 @@ class Guest:
     # --- the link ---
 
     def _watch(self) -> None:
-        """Tells what happens to the link. Without a connection it is given up after a while."""
+        """Tells what happens to the link. Without a connection it is given up after a while, or as soon as
+        its process is known to have ended."""
         most = 1.5 * self._home.patience
+        connected_at = time.monotonic()
         while not self._over:
-            connected = self.link.state()["connected"]
-            word = self.link.wait(self._home.patience / 4 if connected else most)
+            wait = most if self._process is None else LOOK
+            if self.link.state()["connected"]:
+                connected_at, wait = time.monotonic(), self._home.patience / 4
+            word = self.link.wait(wait)
             what, _, about = word.partition(": ")
             if what == "finished":
                 self._soon(self._finish, int(about))
@@ -79,9 +89,16 @@ class Guest:
                 self._soon(self._give_up)
             elif not word:
                 state = self.link.state()
-                if (not connected and not state["connected"]) or state["heard_ago"] > most:
+                late = time.monotonic() > connected_at + most
+                lost = not state["connected"] and (late or self._has_ended())
+                if lost or state["heard_ago"] > most:
                     self._soon(self._give_up)
                     break
+        if self._process is not None:
+            self._process.close()
+
+    def _has_ended(self) -> bool:
+        return self._process is not None and self._process.has_ended()
 
     def _soon(self, work: Callable[..., Any], *arguments: Any) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended

@@ -29,6 +29,7 @@ from flowchan.channel.channel import Channel
 from flowchan.errors import ChannelError
 from flowchan.hosts.guest import Guest
 from flowchan.hosts.messages import differs, versions
+from flowchan.hosts.neighbours import neighbour
 from flowchan.transport.authentication import SECRET
 from flowchan.transport.door import Door
 from flowchan.transport.tcp import listen
@@ -201,7 +202,7 @@ class Home:
         if id not in self._guests:
             if hello.get("again"):
                 return None
-            self._guests[id] = Guest(self, self._loop, id, pid)
+            self._guests[id] = Guest(self, self._loop, id, pid, neighbour(hello))
         return self._guests[id]
 
     def forget(self, guest: Guest) -> None:

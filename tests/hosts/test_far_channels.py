@@ -406,6 +406,27 @@ def test_what_a_killed_reader_elsewhere_had_in_hand_comes_back():
     spare.close()
 
 
+def test_a_process_of_this_machine_that_is_killed_is_known_to_have_ended():
+    """C11: whatever the patience is."""
+    serve(patience=3600)
+    channel, ready = make(), make()
+
+    def read():
+        reader = channel.reader()
+        ready.put(reader.get())
+        ready.reader().get()
+
+    spare = channel.reader()
+    channel.put_many(range(3))
+    peer = HostPeer(read)
+    assert ready.get() == 0
+    peer.kill()
+    peer.join()
+    wait_stats(channel, readers=1)
+    assert [spare.get(), spare.get(), spare.get()] == [0, 1, 2]
+    spare.close()
+
+
 def test_waiting_calls_elsewhere_are_broken_when_home_is_killed():
     told, answers = make(), make()
 
