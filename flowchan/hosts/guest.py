@@ -122,7 +122,7 @@ class Guest:
                 if isinstance(letter, Cancel):
                     if (task := self._tasks.get(letter.number)) is not None:
                         task.cancel()
-                else:
+                elif isinstance(letter, Ask):
                     task = self._loop.create_task(self._answer(letter))
                     self._tasks[letter.number] = task
                 del letter

@@ -1,0 +1,53 @@
+"""Whatever a program that knows the secret asks for, home answers, and goes on with the others."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from peers import HostPeer
+
+from flowchan import Channel
+from flowchan.hosts import connection, serve
+from flowchan.hosts.asking import Ask, Cancel, Finished, Over
+
+WORDS = "open put get get_many look reader writer send drop close abort join".split()
+
+
+@pytest.fixture(autouse=True)
+def impatient():
+    serve(patience=2)
+    yield
+    serve()
+
+
+def anything(draw: random.Random) -> object:
+    return draw.choice([None, 0, 1, -1, 2**70, 0.0, "", "1", b"", (), {}, [1], Ask, object])
+
+
+def ask_anything(address: str, secret: bytes, seed: int) -> int:
+    """How many of the calls were answered by an error. At last it puts 1."""
+    draw = random.Random(seed)
+    place, _, number = address.rpartition("/")
+    home = connection.connection_to(place, secret, False)
+    wrong = 0
+    for _ in range(300):
+        what = draw.choice(WORDS) if draw.random() < 0.8 else anything(draw)
+        channel = draw.choice([1000, -1, None, "1"])  # none that there is
+        home._asks.put(draw.choice([Cancel(draw.randrange(400)), Finished(1), Over("over"), anything(draw)]))
+        try:
+            home.ask(channel, what, *(anything(draw) for _ in range(draw.randrange(3))))
+        except Exception:
+            wrong += 1
+    home.ask(int(number), "open")
+    home.ask(int(number), "put", 1, None)
+    return wrong
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_whatever_is_asked_is_answered_and_harms_nobody(seed: int) -> None:
+    channel = Channel(across="hosts")
+    other = HostPeer(lambda: [channel.get(), channel.get()])
+    channel.put(0)
+    assert HostPeer(ask_anything, channel.address, channel.secret, seed).result() > 100
+    assert other.result() == [0, 1]
