@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from flowchan.collective.far_lanes import FarLanes
 from flowchan.collective.group import Group
 from flowchan.collective.linked import LinkedGroup
 from flowchan.collective.links import Links
@@ -170,27 +171,27 @@ def linked(
     name: str,
 ) -> Group:
     """A group of these parts; of one, that part."""
-    links = None
-    if node.rank == 0 and len(hosts) > 1:
-        with Door(listen(joined((listen_at, 0))), secret, {"host": host}) as door:
-            addresses = gather(door.address)
-            links = connect(door, addresses, hosts, host, secret, timeout)
-    else:
-        gather(None)
     if len(hosts) == 1:
+        gather(None)
         return node
+    rank = hosts[host][node.rank]
+    door = Door(listen(joined((listen_at, 0))), secret, {"rank": rank})
+    try:
+        lanes = FarLanes(rank, door, gather(door.address), secret)
+        links = connect(lanes, hosts, host, secret, timeout) if node.rank == 0 else None
+    except BaseException:
+        door.close()
+        raise
 
     def link_up(
         whole: LinkedGroup, part: SharedGroup | None, key: Any, name: str, timeout: float | None
     ) -> Group | None:
         return within(whole, part, key, secret, listen_at, name, 60.0 if timeout is None else timeout)
 
-    return LinkedGroup(node, hosts, host, links, link_up, name)
+    return LinkedGroup(node, hosts, host, links, lanes, link_up, name)
 
 
-def connect(
-    door: Door, addresses: list[str | None], hosts: list[list[int]], host: int, secret: bytes, timeout: float
-) -> Links:
+def connect(lanes: FarLanes, hosts: list[list[int]], host: int, secret: bytes, timeout: float) -> Links:
     """A leader dials those of the hosts before its own, and lets in those of the hosts behind."""
     give_up = time.monotonic() + timeout
     with contextlib.ExitStack() as stack:
@@ -198,14 +199,15 @@ def connect(
         for other in range(host):
             leader = hosts[other][0]
             why = f"the connection to rank {leader} can't be made"
-            address = addresses[leader]
-            assert address is not None
             left = max(0.001, give_up - time.monotonic())
-            sock, _ = reach(address, secret, {"host": host}, why=why, within=left, tls=False)
+            sock, _ = reach(lanes.addresses[leader], secret, {"host": host}, why=why, within=left, tls=False)
             sockets[other] = stack.enter_context(sock)
         while len(sockets) < len(hosts) - 1:
-            sock, hello = door.accept(max(0.0, give_up - time.monotonic()))
-            sockets[hello["host"]] = stack.enter_context(sock)
+            sock, hello = lanes.door.accept(max(0.0, give_up - time.monotonic()))
+            if "host" in hello:
+                sockets[hello["host"]] = stack.enter_context(sock)
+            else:
+                lanes.adopt(sock, hello)  # it is quick, and has sent us something already
         stack.pop_all()
     return Links(dict(sorted(sockets.items())), {other: hosts[other][0] for other in sockets})
 

@@ -15,6 +15,7 @@ from flowchan.collective import arrays
 from flowchan.collective.handles import Handle, Later
 from flowchan.collective.links import Edge
 from flowchan.collective.values import dumps, loads
+from flowchan.errors import Mismatch
 from flowchan.items.combining import OPERATIONS, combined
 from flowchan.items.whole import is_whole
 
@@ -353,6 +354,16 @@ class Group:
         rooms = [bytearray(loads(one)[self.rank]) for one in said]
         self._alltoall(doing, KNOWN, list(parts), list(rooms), timeout)
         return [bytes(room) for room in rooms]
+
+    def _received(self, x: Any, source: int, out: Any) -> Any:
+        if out is None:
+            return x
+        if not arrays.is_array(x) or arrays.like(x)[1] != arrays.like(out)[1] or x.nbytes != out.nbytes:
+            raise Mismatch(
+                f"rank {source} sent {arrays.described(x)}; rank {self.rank} has room for "
+                f"{arrays.described(out)}"
+            )
+        return arrays.fill(out, x.reshape(out.shape))
 
     def _check_root(self, root: int) -> None:
         if not is_whole(root) or not 0 <= root < self.size:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from flowchan import _core
 from flowchan.collective import arrays
+from flowchan.collective.far_lanes import FarLanes
 from flowchan.collective.group import (
     BARRIER,
     BROADCAST,
@@ -50,12 +51,13 @@ class LinkedGroup(Group):
         hosts: Sequence[Sequence[int]],
         host: int,
         links: Links | None,
+        lanes: FarLanes,
         link_up: Callable[[LinkedGroup, SharedGroup | None, Any, str, float | None], Group | None],
         name: str = "",
     ) -> None:
         self._begin(name)
         self._node, self._hosts, self._host, self._links = node, hosts, host, links
-        self._link_up = link_up
+        self._lanes, self._link_up = lanes, link_up
         self._rank, self._size = hosts[host][node.rank], sum(map(len, hosts))
         node._ranks = hosts[host]
 
@@ -70,14 +72,21 @@ class LinkedGroup(Group):
         return self._size
 
     def send(self, x: Any, to: int, *, timeout: float | None = None) -> None:
-        """As on one host, to members of this host. To others put it into a ``Channel(across="hosts")``."""
+        """As on one host."""
         self._check_other("to", to)
-        self._node.send(x, self._on_this_host("to", to), timeout=timeout)
+        ours = self._hosts[self._host]
+        if to in ours:
+            self._node.send(x, ours.index(to), timeout=timeout)
+        else:
+            self._lanes.send(x, to, timeout)
 
     def receive(self, source: int, *, out: Any = None, timeout: float | None = None) -> Any:
-        """As on one host, from members of this host."""
+        """As on one host."""
         self._check_other("source", source)
-        return self._node.receive(self._on_this_host("source", source), out=out, timeout=timeout)
+        ours = self._hosts[self._host]
+        if source in ours:
+            return self._node.receive(ours.index(source), out=out, timeout=timeout)
+        return self._received(self._lanes.receive(source, timeout), source, out)
 
     def receive_any(self, *, timeout: float | None = None) -> tuple[Any, int]:
         """As on one host, from members of this host."""
@@ -94,6 +103,7 @@ class LinkedGroup(Group):
         if self._links is not None:
             self._links.leave()
         self._node.close()
+        self._lanes.close()
 
     def explain(self, operation: str, x: Any = None) -> str:
         """How an operation would be done, in a sentence."""
@@ -322,15 +332,6 @@ class LinkedGroup(Group):
             texts = {host: bytes(part).decode() for host, part in found.items()} | {self._host: text}
             calls = "; ".join(f"{_those(self._hosts[host])} called {texts[host]}" for host in sorted(texts))
             raise Mismatch(f"the members of {self._title()} did not call the same: {calls}") from None
-
-    def _on_this_host(self, argument: str, rank: int) -> int:
-        ours = self._hosts[self._host]
-        if rank not in ours:
-            raise GroupError(
-                f"{argument}={rank} is a member on another host, and messages of a group stay on one: rank "
-                f"{self.rank} reaches {list(ours)}; for others use Channel(across='hosts')"
-            )
-        return ours.index(rank)
 
 
 def _key(x: Any, op: str, root: int) -> int:

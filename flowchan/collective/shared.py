@@ -59,15 +59,7 @@ class SharedGroup(_core.Group, Group):
         received, and it is gone."""
         self._check_other("source", source)
         self._take_seat()
-        x = self._lanes.receive(source, timeout)
-        if out is None:
-            return x
-        if not arrays.is_array(x) or arrays.like(x)[1] != arrays.like(out)[1] or x.nbytes != out.nbytes:
-            raise Mismatch(
-                f"rank {source} sent {arrays.described(x)}; rank {self.rank} has room for "
-                f"{arrays.described(out)}"
-            )
-        return arrays.fill(out, x.reshape(out.shape))
+        return self._received(self._lanes.receive(source, timeout), source, out)
 
     def receive_any(self, *, timeout: float | None = None) -> tuple[Any, int]:
         """The next value that any other member has sent to this one, and the rank of that. Raises

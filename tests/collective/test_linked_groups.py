@@ -153,12 +153,53 @@ def test_groups_within_a_group_share_memory_where_all_are_on_one_host() -> None:
     assert OverHosts("aabb", body).results(4)[3] == ([1, 3], [1, 2, 3], "LinkedGroup")
 
 
-def test_a_message_to_another_host_is_refused_with_the_remedy() -> None:
-    def body(g: Any) -> Any:
-        with pytest.raises(GroupError, match=r"to=. is a member on another host.*across='hosts'"):
-            g.send("x", 1 - g.rank)
+def send_for_ever(g: Any, to: int) -> None:
+    while True:
+        g.send("nobody hears", to)
 
-    OverHosts("ab", body).results(2)
+
+def test_who_waits_for_a_message_from_another_host_learns_of_a_death() -> None:
+    """Of one that has sent something, and of one that has not; what came before is received."""
+
+    def body(g: Any) -> Any:
+        if g.rank:
+            if g.rank == 1:
+                g.send("last words", 0)
+                g.receive(0)
+            g.barrier()
+            os.kill(os.getpid(), signal.SIGKILL)
+        words, errors = g.receive(1), []
+        g.send("heard", 1)
+        g.barrier()
+        for source in (1, 2):
+            with pytest.raises(MemberDied, match=f"rank {source}, on another host") as died:
+                g.receive(source)
+            errors.append(died.value.ranks)
+        with pytest.raises(MemberDied):
+            send_for_ever(g, 1)
+        return words, errors
+
+    assert OverHosts("abb", body).results(1) == {0: ("last words", [(1,), (2,)])}
+
+
+def test_a_message_waits_for_its_receiver_and_a_late_one_can_be_given_up() -> None:
+    def body(g: Any) -> Any:
+        if g.rank:
+            x = np.arange(1_000_000)
+            for _ in range(3):
+                g.send(x, 0)  # nobody receives yet
+            g.barrier()
+            return g.receive(0)
+        g.barrier()
+        found = [g.receive(1).sum() for _ in range(3)]
+        with pytest.raises(TimeoutError, match="rank 1 has sent nothing to rank 0 in time"):
+            g.receive(1, timeout=0.05)
+        g.send("enough", 1)
+        with pytest.raises(MemberLeft):
+            g.receive(1)
+        return found
+
+    assert OverHosts("ab", body).results(2)[0] == [499_999_500_000] * 3
 
 
 def test_who_does_not_come_and_who_comes_twice_is_named() -> None:

@@ -14,7 +14,7 @@ from flowchan import MemberDied, MemberLeft, Mismatch
 from flowchan.collective import lanes
 
 
-def test_messages_of_any_kind_arrive_in_order(run_on_one_host: Any) -> None:
+def test_messages_of_any_kind_arrive_in_order(run: Any) -> None:
     values = [1, "text", {"a": [1.5]}, np.arange(3), np.arange(200_000.0), b"bytes"]
 
     def body(g: Any) -> list[str]:
@@ -30,17 +30,17 @@ def test_messages_of_any_kind_arrive_in_order(run_on_one_host: Any) -> None:
             for _ in range(len(values))
         ]
 
-    assert run_on_one_host(3, body) == [[*map(repr, values)] * 2] * 3
+    assert run(3, body) == [[*map(repr, values)] * 2] * 3
 
 
-def test_a_ring_shift_replaces_what_each_has(run_on_one_host: Any) -> None:
+def test_a_ring_shift_replaces_what_each_has(run: Any) -> None:
     def body(g: Any) -> Any:
         x = g.rank
         for _ in range(g.size + 1):
             x = g.sendreceive(x, to=(g.rank + 1) % g.size, source=(g.rank - 1) % g.size)
         return x
 
-    assert run_on_one_host(4, body) == [3, 0, 1, 2]
+    assert run(4, body) == [3, 0, 1, 2]
 
 
 def test_out_is_filled_and_has_to_fit() -> None:
@@ -58,18 +58,17 @@ def test_out_is_filled_and_has_to_fit() -> None:
     assert in_threads(2, body)[1] == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
 
 
-def test_what_was_sent_before_a_clean_end_is_received_after_it(run_on_one_host: Any) -> None:
+def test_what_was_sent_before_a_clean_end_is_received_after_it(run: Any) -> None:
     def body(g: Any) -> Any:
         if g.rank == 0:
             g.send("farewell", 1)
             return None
-        g._see(0)
         found = g.receive(0)
-        with pytest.raises(MemberLeft, match="rank 0 has left"):
+        with pytest.raises(MemberLeft, match="rank 0.* has left"):
             g.receive(0)
         return found
 
-    assert run_on_one_host(2, body)[1] == "farewell"
+    assert run(2, body)[1] == "farewell"
 
 
 def test_who_waits_for_a_message_of_a_dead_member_learns_of_its_death() -> None:
