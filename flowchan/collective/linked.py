@@ -89,9 +89,11 @@ class LinkedGroup(Group):
         return self._received(self._lanes.receive(source, timeout), source, out)
 
     def receive_any(self, *, timeout: float | None = None) -> tuple[Any, int]:
-        """As on one host, from members of this host."""
-        x, source = self._node.receive_any(timeout=timeout)
-        return x, self._hosts[self._host][source]
+        """Raises ``GroupError``: it would not hear those on other hosts."""
+        raise GroupError(
+            "receive_any hears members of one host only, and this group has several: use receive(source), or "
+            "give all members a Channel(across='hosts')"
+        )
 
     def close(self) -> None:
         """As on one host."""

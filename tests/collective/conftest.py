@@ -18,5 +18,10 @@ def run(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
     return _checked(request.param)
 
 
+@pytest.fixture(params=HERE.values(), ids=HERE)
+def run_on_one_host(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
+    return _checked(request.param)
+
+
 def _checked(runner: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
     return lambda size, body, *arguments: raised(runner(size, body, *arguments))

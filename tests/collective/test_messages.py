@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from collective_members import Processes, in_threads, over_hosts, raised
 
-from flowchan import MemberDied, MemberLeft, Mismatch
+from flowchan import GroupError, MemberDied, MemberLeft, Mismatch
 from flowchan.collective import lanes
 
 
@@ -64,7 +64,7 @@ def test_what_was_sent_before_a_clean_end_is_received_after_it(run: Any) -> None
             g.send("farewell", 1)
             return None
         found = g.receive(0)
-        with pytest.raises(MemberLeft, match="rank 0.* has left"):
+        with pytest.raises(MemberLeft, match=r"rank 0.* has left"):
             g.receive(0)
         return found
 
@@ -168,7 +168,9 @@ def test_errors_of_messages_over_hosts_name_members_as_the_group_does() -> None:
             g.barrier()
             return None
         if g.rank == 0:
-            assert g.receive_any() == ("word", 2)
+            assert g.receive(2) == "word"
+            with pytest.raises(GroupError, match="receive_any hears members of one host only"):
+                g.receive_any()
             with pytest.raises(TimeoutError, match="rank 2 has sent nothing to rank 0"):
                 g.receive(2, timeout=0)
         g.barrier()
