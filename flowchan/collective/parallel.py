@@ -222,10 +222,11 @@ class AllReduceSGD:
 
 
 class ElasticAverage:
-    """Members that train for themselves and meet every so many steps: each is drawn towards a centre by
-    ``strength``, and the centre towards all of them (elastic averaging SGD).
+    """Members that train for themselves and meet every so many steps: the centre is drawn towards the mean of
+    them by ``strength``, and each of them towards the centre by ``strength / group.size`` (elastic averaging
+    SGD by Zhang, Choromanska and LeCun, whose beta and alpha these are: so it is stable for any size).
 
-        average = ElasticAverage(module, group, every=10, strength=0.4)
+        average = ElasticAverage(module, group, every=10)
         for batch in batches:
             ...
             optimizer.step()
@@ -236,11 +237,11 @@ class ElasticAverage:
     It begins with the parameters of rank 0, and the centre is the same on all members, bit for bit.
     """
 
-    def __init__(self, module: nn.Module, group: Group, *, every: int, strength: float) -> None:
+    def __init__(self, module: nn.Module, group: Group, *, every: int, strength: float = 0.9) -> None:
         self._every = whole("ElasticAverage", "every", every, 1)
         if not 0 < strength < 1:
             raise ValueError(f"ElasticAverage: strength must be between 0 and 1, not {strength!r}")
-        self._strength = strength
+        self._strength = strength / group.size
         self._group = group
         self._steps = 0
         synchronize(module, group)

@@ -242,7 +242,7 @@ def test_elastic_averaging_keeps_one_centre_that_learns(digits: Any) -> None:
     def train(g: Any) -> tuple[float, list[Tensor]]:
         net = model(seed=g.rank)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
-        average = ElasticAverage(net, g, every=3, strength=0.4)
+        average = ElasticAverage(net, g, every=3)
         for _ in range(3 + g.rank):
             for x, y in batches(digits, 27):
                 optimizer.zero_grad()
@@ -265,7 +265,7 @@ def test_elastic_averaging_does_what_its_formula_says() -> None:
         net = nn.Linear(1, 1, bias=False)
         with torch.no_grad():
             net.weight.fill_(1.0)
-            average = ElasticAverage(net, g, every=1, strength=0.25)
+            average = ElasticAverage(net, g, every=1, strength=0.5)
             net.weight.fill_(5.0 if g.rank == 0 else 9.0)
         average.step()
         mine = net.weight.item()

@@ -59,7 +59,7 @@ def test_all_reduce_ea(size: int) -> None:
 
     def body(g: Any) -> Any:
         chance, (module, _) = random.Random(g.rank), replica()
-        average = ElasticAverage(module, g, every=3, strength=0.9 / size)
+        average = ElasticAverage(module, g, every=3)
         apart = []
         for epoch in range(5):
             for step in range(chance.randint(45, 53)):

@@ -179,7 +179,7 @@ def test_ports_do_not_move_to_other_hosts():
 def test_a_wrong_secret_opens_nothing():
     channel = make()
     with pytest.raises(HostError, match="secret"):
-        open_channel(channel.address, secrets.token_bytes(32), timeout=0.5)
+        open_channel(channel.address, secrets.token_bytes(32), timeout=1.5)
 
 
 def test_wrong_addresses_say_what_is_right():
