@@ -19,7 +19,7 @@ from scripts import script, start
 from waiting import wait_until
 
 from flowchan import Graph, HostError, In, Out, RunError
-from flowchan.hosts import crew, local
+from flowchan.hosts import crew, local, messages
 from flowchan.hosts.local import Local
 from flowchan.hosts.pool import pool_of
 from flowchan.hosts.provider import Launch
@@ -195,7 +195,7 @@ def test_when_the_driver_is_killed_its_agents_end_after_their_patience(
 
 
 def test_other_versions_are_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crew, "versions", lambda: {"python": "3.99", "flowchan": "0.0.1"})
+    monkeypatch.setattr(messages, "versions", lambda: {"python": "3.99", "flowchan": "0.0.1"})
     graph = Graph("mismatched")
     graph.source([1]).map(abs, on=local(1)).sink(abs)
     with pytest.raises(HostError) as caught:

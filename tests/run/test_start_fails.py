@@ -74,7 +74,7 @@ REFUSALS: dict[str, tuple[Any, str, BaseException]] = {
     "pipe": (os, "pipe", no_more(errno.EMFILE)),
     "channel": (_core.Channel, "__init__", no_more(errno.ENOMEM)),
     "reader": (Channel, "reader", MemoryError("no port")),
-    "pickle": (crew, "pack", ValueError("not to be sent")),
+    "pickle": (crew, "dumps_for_worker", ValueError("not to be sent")),
     "pidfd": (os, "pidfd_open", no_more(errno.EMFILE)),
     "epoll": (select, "epoll", no_more(errno.EMFILE)),
     "eventfd": (os, "eventfd", no_more(errno.EMFILE)),
