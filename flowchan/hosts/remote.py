@@ -43,10 +43,11 @@ def explainer(
     python: str,
     remedy: str,
     unreached: Explain,
-    cut_off: Callable[[Said], str | None] = lambda _: None,
+    cut_off: Callable[[Said, bool], str | None] = lambda *_: None,
 ) -> Explain:
     """Says why the agent of ``host`` ended. ``unreached`` says it where not even the script has run, and
-    ``cut_off`` where the script could not finish, if anything certain is known then. ``remedy`` is for a
+    ``cut_off`` if it is known for certain that something else has ended it; its second argument is whether
+    the script has said how it ended. ``remedy`` is for a
     Python that is missing or lacks flowchan."""
     return partial(_explain, host, python, remedy, unreached, cut_off)
 
@@ -56,14 +57,16 @@ def _explain(
     python: str,
     remedy: str,
     unreached: Explain,
-    cut_off: Callable[[Said], str | None],
+    cut_off: Callable[[Said, bool], str | None],
     code: int,
     said: Said,
 ) -> str | None:
     if not said.marks:
         return unreached(code, said)
-    if not (ended := ENDED.fullmatch(said.marks[-1])):
-        return cut_off(said)  # the connection is gone; the agent need not be
+    ended = ENDED.fullmatch(said.marks[-1])
+    certain = cut_off(said, ended is not None)
+    if certain or not ended:  # without both the connection is gone; the agent need not be
+        return certain
     return how_it_ended(host, python, int(ended[1]), said, remedy)
 
 

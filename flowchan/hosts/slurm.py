@@ -29,7 +29,8 @@ OPTIONS = (
 )
 REMEDY = "the nodes must share the environment of this program, or have it at the same place"
 NODE = re.compile(r"NodeName=(\S+).*? NodeAddr=(\S+)")
-OVER = re.compile(r"\*\*\* (?:JOB|STEP) .* CANCELLED |: task 0: ")
+CANCELLED = re.compile(r"\*\*\* (?:JOB|STEP) .* CANCELLED ")
+OVER = re.compile(rf"{CANCELLED.pattern}|: task 0: ")
 """What the node has told ``srun`` of the step's end, in a line of its own or as the end of its only task."""
 
 
@@ -90,9 +91,11 @@ def _unstarted(host: str, code: int, said: Said) -> str:
     return f"{host} could not start the agent: srun {how} before it ({said.last()})"
 
 
-def _ended_by_slurm(host: str, said: Said) -> str | None:
-    """That Slurm has ended the step, and with it the agent."""
-    told = next((line.strip(" *") for line in said.lines if OVER.search(line)), None)
+def _ended_by_slurm(host: str, said: Said, has_ended: bool) -> str | None:
+    """That Slurm has ended the step, and with it the agent. Where that ended by itself, its end is the
+    task's."""
+    over = CANCELLED if has_ended else OVER
+    told = next((line.strip(" *") for line in said.lines if over.search(line)), None)
     return told and f"the agent {host} was ended by Slurm ({told})"
 
 
