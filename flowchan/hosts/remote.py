@@ -47,8 +47,7 @@ def explainer(
 ) -> Explain:
     """Says why the agent of ``host`` ended. ``unreached`` says it where not even the script has run, and
     ``cut_off`` if it is known for certain that something else has ended it; its second argument is whether
-    the script has said how it ended. ``remedy`` is for a
-    Python that is missing or lacks flowchan."""
+    the script has said how it ended. ``remedy`` is for a Python that is missing or lacks flowchan."""
     return partial(_explain, host, python, remedy, unreached, cut_off)
 
 
