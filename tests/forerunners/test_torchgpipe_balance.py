@@ -93,10 +93,11 @@ class Works(nn.Module):
 
 
 def test_balance_by_time() -> None:
-    """The processor's time counts, so a layer that sleeps is quick."""
-    module = nn.Sequential(*[Works(times) for times in (1, 1, 1, 1, 4)])
+    """The processor's time counts, so a layer that sleeps is quick. Any other cut takes nearly twice as long,
+    for what is measured on a busy machine is not exact."""
+    module = nn.Sequential(*[Works(times) for times in (6, 5, 1)])
     pipe = Sequential(module, 2, balance="time", sample=torch.rand(64, 64), chunks=1)
-    assert cut(pipe) == [4, 1]
+    assert cut(pipe) == [1, 2]
 
 
 def test_balance_by_time_loop_resets_input() -> None:
