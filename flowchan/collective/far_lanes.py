@@ -17,7 +17,7 @@ from typing import Any
 
 from flowchan.channel.channel import Channel
 from flowchan.collective.values import dumps, loads
-from flowchan.errors import Broken, Closed, Empty, MemberDied, MemberLeft
+from flowchan.errors import Broken, Closed, MemberDied, MemberLeft
 from flowchan.transport.authentication import Hello, meet
 from flowchan.transport.door import Door
 from flowchan.transport.tcp import dial
@@ -45,13 +45,13 @@ class FarLanes:
         try:
             self._out[to].messages.put(dumps(x), timeout)
         except (Broken, Closed) as error:
-            raise _gone(to, "send", LEFT) from error
+            raise _gone(to, "send") from error
 
     def receive(self, source: int, timeout: float | None) -> Any:
         give_up = time.monotonic() + (LONG if timeout is None else timeout)
         try:
             return loads(self._from(source, give_up).receive(source, give_up))
-        except (TimeoutError, Empty):
+        except TimeoutError:
             raise TimeoutError(f"rank {source} has sent nothing to rank {self._rank} in time") from None
 
     def _from(self, source: int, give_up: float) -> _Incoming:
@@ -61,7 +61,7 @@ class FarLanes:
             left = max(0.0, give_up - time.monotonic())
             self._let_in(0.0 if gone else min(wait, left), source)
             if source not in self._in and gone:
-                raise _gone(source, "receive", LEFT)
+                raise _gone(source, "receive")
             if source not in self._in and not left:
                 raise TimeoutError
             wait = min(2 * wait, 5.0)
@@ -145,7 +145,7 @@ class _Incoming:
     def receive(self, source: int, give_up: float) -> bytes:
         (size,) = SIZE.unpack(self._read(SIZE.size, source, give_up))
         if size == LEFT:
-            raise _gone(source, "receive", LEFT)
+            raise _gone(source, "receive", left=True)
         message = bytes(self._read(SIZE.size + size, source, give_up)[SIZE.size :])
         self._has.clear()
         return message
@@ -168,6 +168,7 @@ class _Incoming:
         self._sock.close()
 
 
-def _gone(member: int, call: str, how: int = 0) -> MemberDied:
-    kind, word = (MemberLeft, "has left") if how == LEFT else (MemberDied, "died, or is out of reach")
+def _gone(member: int, call: str, left: bool = False) -> MemberDied:
+    """``left``: it has said so itself."""
+    kind, word = (MemberLeft, "has left") if left else (MemberDied, "died, has left, or is out of reach")
     return kind(f"{call} can't be done: rank {member}, on another host, {word}", (member,), call)

@@ -15,7 +15,7 @@ from flowchan.collective import arrays
 from flowchan.collective.handles import Handle, Later
 from flowchan.collective.links import Edge
 from flowchan.collective.values import dumps, loads
-from flowchan.errors import Mismatch
+from flowchan.errors import MemberDied, Mismatch
 from flowchan.items.combining import OPERATIONS, combined
 from flowchan.items.whole import is_whole
 
@@ -384,6 +384,14 @@ class Group:
         """Returns when what was started before is done: operations keep their order."""
         if self._later is not None:
             self._later.settle()
+
+    def _failed_before(self, call: str) -> BaseException:
+        """What a call of a group that can't be used any more raises."""
+        assert self._failure is not None
+        again = type(self._failure)(f"{self!r} has failed before: {self._failure}")
+        if isinstance(self._failure, MemberDied) and isinstance(again, MemberDied):
+            again.ranks, again.operation = self._failure.ranks, call
+        return again
 
     def _title(self) -> str:
         return f"group {self.name!r}" if self.name else f"a group of {self.size}"

@@ -141,7 +141,9 @@ class LinkedGroup(Group):
         self, doing: int, key: int, data: Any, only: int, timeout: float | None, x: Any, more: Any
     ) -> list[bytes]:
         call, text = (NAMES[doing], doing, key), called(NAMES[doing], x, more)
-        here = self._on_node(call, lambda: self._node._exchange(doing, key, data, -1, timeout, x, more))
+        here = self._on_node(
+            call, lambda: self._node._exchange(doing, key, data, -1, timeout, x, more), first=True
+        )
 
         def swap(links: Links) -> bytes:
             mine = pickle.dumps(here, 5)
@@ -168,7 +170,7 @@ class LinkedGroup(Group):
         mine = pickle.dumps([bytes(arrays.memory(x)) for x in ins], 5)
         only = -1 if self._links is not None else self._node.rank
         bundles = self._on_node(
-            call, lambda: self._node._exchange(doing, key, mine, only, timeout, ins, None)
+            call, lambda: self._node._exchange(doing, key, mine, only, timeout, ins, None), first=True
         )
 
         def swap(links: Links) -> bytes:
@@ -201,7 +203,7 @@ class LinkedGroup(Group):
         mine = root in (-1, self.rank)
         total = out if mine and wide is x else arrays.empty_like(wide)
         of_sum = "sum" if op == "mean" else op
-        self._on_node(call, lambda: self._node._reduce(doing, wide, total, of_sum, 0, timeout))
+        self._on_node(call, lambda: self._node._reduce(doing, wide, total, of_sum, 0, timeout), first=True)
 
         def swap(links: Links) -> bytes:
             self._combine_hosts(links, call, total, of_sum, timeout)
@@ -231,7 +233,7 @@ class LinkedGroup(Group):
         mine, memory = source == self._host, arrays.memory(x)
         if mine:
             local = self._hosts[source].index(root)
-            self._on_node(call, lambda: self._node._spread(x, local, timeout))
+            self._on_node(call, lambda: self._node._spread(x, local, timeout), first=True)
 
         def swap(links: Links) -> bytes:
             links.swap(
@@ -281,14 +283,16 @@ class LinkedGroup(Group):
                 )
             memory[:] = part
 
-    def _on_node(self, call: Call, work: Callable[[], T]) -> T:
-        """Does it in our part. What it fails by, its leader tells the other hosts."""
+    def _on_node(self, call: Call, work: Callable[[], T], first: bool = False) -> T:
+        """Does it in our part. What it fails by, its leader tells the other hosts. After calls that did not
+        match the group goes on; but if that is seen late (not in the ``first`` part of an operation), other
+        hosts have done it already, and nobody could say any more which messages belong together."""
         if self._failure is not None:
-            raise type(self._failure)(f"{self!r} has failed before: {self._failure}") from self._failure
+            raise self._failed_before(call[0]) from self._failure
         try:
             return work()
         except (GroupError, TimeoutError, MemoryError) as error:
-            goes_on = isinstance(error, Mismatch | MemoryError)
+            goes_on = first and isinstance(error, Mismatch)
             if not goes_on:
                 self._failure = error
             if self._links is not None:
@@ -310,7 +314,6 @@ class LinkedGroup(Group):
             except (GroupError, TimeoutError, MemoryError) as error:
                 word = FAILED + dumps(error)
             except BaseException:  # Ctrl-C in the middle of it
-                self._links.close()
                 self._node._give_up()
                 raise
         if self._node.size > 1:
@@ -320,7 +323,7 @@ class LinkedGroup(Group):
             )
         if word[:1] == FAILED:
             told: BaseException = loads(word[1:])
-            if not isinstance(told, Mismatch | MemoryError):
+            if not isinstance(told, Mismatch):
                 self._failure = told
             raise told
         return word[1:]

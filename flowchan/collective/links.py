@@ -76,10 +76,6 @@ class Links:
             sock.setblocking(False)
 
     @property
-    def hosts(self) -> list[int]:
-        return list(self._sockets)
-
-    @property
     def edges(self) -> dict[int, Edge]:
         """By the ranks of the leaders."""
         return {self._ranks[host]: replace(edge) for host, edge in self._edges.items()}
@@ -143,8 +139,22 @@ class Links:
         into: Callable[[int], memoryview | None],
         timeout: float | None,
     ) -> None:
+        """Whatever it raises, the connections are closed: nobody would know where in a message they are."""
         if self._closed:
             raise GroupError(f"{call[0]} can't be done: the connections to the other hosts are closed")
+        try:
+            self._move_all(peers, call, into, timeout)
+        except BaseException:
+            self.close()
+            raise
+
+    def _move_all(
+        self,
+        peers: dict[int, _Peer],
+        call: tuple[str, int, int],
+        into: Callable[[int], memoryview | None],
+        timeout: float | None,
+    ) -> None:
         begun = time.monotonic()
         said = False
         for host, peer in peers.items():
@@ -164,7 +174,6 @@ class Links:
                     self._edges[host].seconds += time.monotonic() - begun
             passed = time.monotonic() - begun
             if timeout is not None and passed > timeout:
-                self.close()
                 raise TimeoutError(f"{call[0]} was not done in time: {self._named(waiting)} has not come")
             if passed > STALLED and not ready and not said:
                 said = True
@@ -195,6 +204,7 @@ class Links:
                 if peer.kind != FAILED or not peer.has_come:
                     raise self._gone(host, call, error.strerror or "") from error
                 peer.out.clear()
+                return
             self._edges[host].sent += sent
             while sent:
                 taken = min(sent, len(peer.out[0]))
@@ -258,7 +268,6 @@ class Links:
 
     def _gone(self, host: int, call: tuple[str, int, int], why: str) -> MemberDied:
         rank = self._ranks[host]
-        self.close()
         return MemberDied(
             f"{call[0]} can't be done: rank {rank}, which connects its host to the others, died, gave up, "
             f"or is out of reach ({why})",

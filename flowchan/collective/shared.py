@@ -155,10 +155,7 @@ class SharedGroup(_core.Group, Group):
         if self._failure is None:
             self._failure = self._late(call) if end == TIMED_OUT else self._death(call)
             raise self._failure
-        again = type(self._failure)(f"{self!r} has failed before: {self._failure}")
-        if isinstance(self._failure, MemberDied) and isinstance(again, MemberDied):
-            again.ranks, again.operation = self._failure.ranks, call
-        raise again from self._failure
+        raise self._failed_before(call) from self._failure
 
     def _stalled(self, doing: int, seconds: float) -> None:
         """Says once for whom an operation waits."""

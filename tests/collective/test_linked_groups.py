@@ -6,6 +6,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from collective_members import SECRET, free_address
 from flowchan import Channel, collective
 from flowchan.collective import GroupError, MemberDied, MemberLeft, Mismatch
 from flowchan.collective.gathering import meet_at
+from flowchan.collective.links import Links
 
 
 class OverHosts:
@@ -74,13 +76,23 @@ def test_a_death_is_told_on_all_hosts(victim: int) -> None:
             try:
                 g.allreduce(x)
             except MemberDied as died:
-                with pytest.raises(MemberDied):
+                with pytest.raises(MemberDied) as again:
                     g.barrier()
-                return died.ranks
+                return died.ranks, again.value.ranks, again.value.operation
         return None
 
     found = OverHosts("aabb", body).results(3)
-    assert set(found.values()) == {(victim,)}
+    assert set(found.values()) == {((victim,), (victim,), "barrier")}
+
+
+def test_what_another_host_failed_by_is_heard_also_when_it_takes_nothing_any_more() -> None:
+    here, there = socket.socketpair()
+    ours, theirs = Links({1: here}, {1: 1}), Links({0: there}, {0: 0})
+    call = ("allreduce", 4, 0)
+    theirs.fail(MemberDied("rank 2 died", (2,), "allreduce"), call, goes_on=False)
+    with pytest.raises(MemberDied, match="rank 2 died"):
+        ours.swap(call, lambda _: [bytes(10_000_000)])
+    ours.close()
 
 
 def test_who_has_left_is_named_on_all_hosts() -> None:
@@ -107,6 +119,23 @@ def test_calls_that_differ_between_hosts_raise_on_all_name_both_and_the_group_go
         assert "ranks 0, 1 called allreduce(float64[3], 'sum')" in text
         assert "ranks 2, 3 called allreduce(float64[4], 'sum')" in text
         assert total == 4
+
+
+def test_calls_whose_difference_is_seen_late_end_the_group() -> None:
+    """On one host a sum and a mean look alike until the result is there. Another host has it by then: it
+    hears of it in its next call, and gets nothing wrong."""
+
+    def body(g: Any) -> Any:
+        x, found = np.ones(3), []
+        for _ in range(2):
+            try:
+                found.append(g.allreduce(x.copy(), op="mean" if g.rank == 1 else "sum").tolist())
+            except GroupError as error:
+                found.append(type(error).__name__)
+        return found
+
+    found = OverHosts("aab", body).results(3)
+    assert found == {0: ["Mismatch"] * 2, 1: ["Mismatch"] * 2, 2: [[3.0] * 3, "Mismatch"]}
 
 
 def test_calls_that_differ_on_one_host_raise_on_all() -> None:
@@ -172,8 +201,9 @@ def test_who_waits_for_a_message_from_another_host_learns_of_a_death() -> None:
         g.send("heard", 1)
         g.barrier()
         for source in (1, 2):
-            with pytest.raises(MemberDied, match=f"rank {source}, on another host") as died:
+            with pytest.raises(MemberDied, match=f"rank {source}, on another host, died") as died:
                 g.receive(source)
+            assert type(died.value) is MemberDied
             errors.append(died.value.ranks)
         with pytest.raises(MemberDied):
             send_for_ever(g, 1)
