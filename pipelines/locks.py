@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import threading
 import time
-from types import TracebackType
 
 from flowchan import Channel, Empty, In
 from flowchan.channel.media import Across
 from flowchan.items.whole import whole
-from flowchan.pipelines.sharing import Shared, give_back
+from flowchan.pipelines.sharing import Held, Shared, give_back
 
 
-class Lock(Shared):
+class Lock(Held, Shared):
     """A lock that a thread may take several times, as ``threading.RLock``, and that holds between processes;
     with ``across="hosts"`` between those of several machines, as long as the process lives that made it.
 
@@ -97,19 +96,11 @@ class Lock(Shared):
         for _ in range(depth):
             self.acquire()
 
-    def __enter__(self) -> bool:
-        return self.acquire()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
-        self.release()
-
     def __repr__(self) -> str:
         return f"<Lock {'held' if self.locked() else 'free'}>"
 
 
-class Semaphore(Shared):
+class Semaphore(Held, Shared):
     """Lets ``value`` threads at most, of any processes, be inside at the same time; with ``across="hosts"``
     of processes on several machines.
 
@@ -150,14 +141,6 @@ class Semaphore(Shared):
                 "this process has released the semaphore as often as it has acquired it"
             ) from None
         give_back(permit)
-
-    def __enter__(self) -> bool:
-        return self.acquire()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
-        self.release()
 
     def __repr__(self) -> str:
         return f"<Semaphore, {len(self.channels[0])} of {self.channels[0].capacity} free>"

@@ -12,12 +12,12 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 
 from flowchan import Channel, ChannelError, Closed, Drained, Empty, Full
 from flowchan.items.whole import whole
 from flowchan.pipelines.locks import Lock
 from flowchan.pipelines.shared_dict import SharedDict
+from flowchan.pipelines.sharing import Held
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ def _gate() -> Channel[None]:
     return Channel(1, across="processes")
 
 
-class Condition:
+class Condition(Held):
     """Where threads of several processes wait until something holds that another thread or process makes so,
     as ``threading.Condition``: who waits has the lock, gives it up for as long as it waits, and looks again.
 
@@ -257,14 +257,6 @@ class Condition:
     def _check(self, call: str) -> None:
         if not self._lock._is_owned():
             raise RuntimeError(f"Condition.{call}: this thread does not hold the lock; use `with condition:`")
-
-    def __enter__(self) -> bool:
-        return self.acquire()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
-        self.release()
 
     def __repr__(self) -> str:
         return f"<Condition, {len(self._waiting)} waiting>"

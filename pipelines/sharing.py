@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import os
 import weakref
+from types import TracebackType
 from typing import Any, TypeVar
 
 from flowchan import Channel, In
@@ -32,6 +33,23 @@ class Shared(abc.ABC):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return arrive, (type(self), self.channels)
+
+
+class Held(abc.ABC):
+    """What is acquired and released, and may be used in a ``with``."""
+
+    @abc.abstractmethod
+    def acquire(self) -> bool: ...
+    @abc.abstractmethod
+    def release(self) -> None: ...
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self.release()
 
 
 S = TypeVar("S", bound=Shared)

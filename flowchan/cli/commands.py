@@ -188,6 +188,10 @@ def launch(count: int, spec: str | None, script: str, args: tuple[str, ...]) -> 
     find the others. Their lines are shown with the rank before them. When one fails the others are ended,
     and the last line says who failed first and why.
     """
+    raise SystemExit(_exit_code(lambda: _launch(count, spec, script, args), debug=False))
+
+
+def _launch(count: int, spec: str | None, script: str, args: tuple[str, ...]) -> int:
     if spec is not None:
         from flowchan.cli.launch_over import launch_over
 
@@ -198,7 +202,7 @@ def launch(count: int, spec: str | None, script: str, args: tuple[str, ...]) -> 
         failure, interrupted = launch(count, script, args)
     if failure and not interrupted:
         click.echo(f"flowchan: {failure}", err=True)
-    raise SystemExit(INTERRUPTED if interrupted else FAILED if failure else DONE)
+    return INTERRUPTED if interrupted else FAILED if failure else DONE
 
 
 @main.group()

@@ -7,7 +7,6 @@ wants of them. So a host that is lost ends the job, and nothing is left anywhere
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import signal
 import sys
@@ -50,9 +49,10 @@ class Ended:
 
 @dataclass(frozen=True)
 class Share:
-    """Of ``count`` ranks those ``here``, from the number ``first`` on, on host number ``host``. ``towards``:
-    where the launcher is."""
+    """Of ``count`` ranks those ``here``, from the number ``first`` on, on host number ``host``, which is
+    called ``name``. ``towards``: where the launcher is."""
 
+    name: str
     host: int
     first: int
     here: int
@@ -79,7 +79,7 @@ def ranks_here(share: Share, script: Sequence[str], orders: In[Any], said: Out[A
     finally:
         job.close()
     failure = job.first_failure
-    said.put(Ended(f"{failure}, on host {os.uname().nodename}" if failure else ""))
+    said.put(Ended(f"{failure}, on host {share.name!r}" if failure else ""))
 
 
 class Launcher:
@@ -97,7 +97,7 @@ class Launcher:
         towards, first, said = pool.provider.listen_at(), 0, []
         for host, (name, order) in enumerate(zip(names, each, strict=True)):
             here = count // len(names) + (host < count % len(names))
-            run = partial(ranks_here, Share(host, first, here, count, towards), script)
+            run = partial(ranks_here, Share(name, host, first, here, count, towards), script)
             said.append(graph.stage(run, order, name=name, on=pool[name]))
             first += here
         self._said = graph.merge(*said).collect()
