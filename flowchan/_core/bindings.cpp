@@ -362,6 +362,10 @@ NB_MODULE(_core, m) {
             set_codec(dumps.ptr(), loads.ptr(), unreadable.ptr());
         },
         "dumps"_a, "loads"_a, "unreadable"_a);
+    m.def("_when_finished", Receiving::when_finished, "call"_a,
+          "``call`` is called when the item that is being unpickled in this thread is finished; at once, if "
+          "none "
+          "is.");
     m.def("_look_at", look_at, "channels"_a);
     bind_link(m);
     bind_group(m);

@@ -250,6 +250,7 @@ Step get_decoded(Ring& ring, Channel& ch, In* in, Deadline deadline, Taking taki
     ReaderState* reader = in ? &in->state : nullptr;
     Taken taken;
     uint32_t session = reader ? reader->session : ch.plain_session();
+    bool finished = false;
     runs(in, Session::OURS);
     Step step = perform(
         ring,
@@ -259,12 +260,16 @@ Step get_decoded(Ring& ring, Channel& ch, In* in, Deadline deadline, Taking taki
         },
         [&](Wakes& wakes) {
             if (in && !in->open) return ring.header().state == BROKEN ? Step::Broken : Step::PortClosed;
-            if (reader && taking == Taking::Next) ring.acknowledge(*reader, wakes);
+            if (reader && taking == Taking::Next) {
+                finished = true;
+                ring.acknowledge(*reader, wakes);
+            }
             const Step tried = ring.try_take(taken, reader, session, wakes);
             if (in && tried == Step::Done) in->copying = true;
             return tried;
         },
         deadline);
+    if (finished) in->call_due();
     if (step != Step::Done) {
         if (in && in->state.in_hand) runs(in, Session::USERS);
         return step;
@@ -276,7 +281,11 @@ Step get_decoded(Ring& ring, Channel& ch, In* in, Deadline deadline, Taking taki
         return give_up(*in, unreadable(taken.kind, taken.at, taken.size), taken.deaths, nullptr);
     nb::object parcel = needs_its_slot(taken.kind) ? opened_parcel(ring, taken) : nb::object();
     runs(in, Session::UNPICKLING);
-    result = decode(taken.kind, taken.at, taken.size, block, parcel.ptr());
+    {
+        Receiving receiving;
+        result = decode(taken.kind, taken.at, taken.size, block, parcel.ptr());
+        if (result) receiving.received(in);
+    }
     runs(in, result ? Session::USERS : Session::OURS);
     if (!result) return not_received(ring, in, taking, taken);
     if (taken.held) {

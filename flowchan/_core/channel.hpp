@@ -7,6 +7,7 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "blocking.hpp"
@@ -130,14 +131,32 @@ struct In {
     // limit).
     uint64_t max_deaths = 0;
     nb::object on_poison;
+    std::vector<nb::object> due;  // what is to be called when the items in hand are finished
 
     In(nb::object channel, int session);
     ~In();
     void close(bool finished);
+    void call_due();
 
   private:
     void leave(LocalQueue& queue, bool finished);
     void leave(Ring& ring, bool finished);
+};
+
+// An item that this thread is receiving just now. What is in it may want to hear when it is finished, and
+// nobody gets it again: of one that a port has in hand, when that goes on to the next.
+class Receiving {
+  public:
+    Receiving() : outer_(std::exchange(current_, this)) {}
+    ~Receiving() { current_ = outer_; }
+    Receiving(const Receiving&) = delete;
+    void received(In* in);
+    static void when_finished(nb::object call);  // at once, where no item is being received
+
+  private:
+    static thread_local Receiving* current_;
+    Receiving* const outer_;
+    std::vector<nb::object> calls_;
 };
 
 struct Out {

@@ -215,11 +215,14 @@ int in_traverse(PyObject* self, visitproc visit, void* arg) {
     if (!nb::inst_ready(self)) return 0;
     Py_VISIT(in_of(self).channel.ptr());
     Py_VISIT(in_of(self).on_poison.ptr());
+    for (nb::object& call : in_of(self).due) Py_VISIT(call.ptr());
     for (LocalQueue::Item& item : in_of(self).hand) Py_VISIT(item.object);
     return 0;
 }
 int in_clear(PyObject* self) {
-    if (nb::inst_ready(self)) in_of(self).on_poison.reset();
+    if (!nb::inst_ready(self)) return 0;
+    in_of(self).on_poison.reset();
+    in_of(self).due.clear();
     return 0;
 }
 int out_traverse(PyObject* self, visitproc visit, void* arg) {

@@ -151,6 +151,37 @@ static bool is_mine(Port& port) {
     });
 }
 
+// Errors of what is called are nobody's business here.
+static void call_all(std::vector<nb::object> calls) {
+    if (calls.empty()) return;
+    nb::error_scope kept;
+    for (nb::object& call : calls) {
+        PyObject* none = PyObject_CallNoArgs(call.ptr());
+        if (!none) PyErr_WriteUnraisable(call.ptr());
+        Py_XDECREF(none);
+    }
+}
+
+thread_local Receiving* Receiving::current_ = nullptr;
+
+void Receiving::when_finished(nb::object call) {
+    std::vector<nb::object> one{std::move(call)};
+    if (current_)
+        current_->calls_.push_back(std::move(one[0]));
+    else
+        call_all(std::move(one));
+}
+
+void Receiving::received(In* in) {
+    if (calls_.empty()) return;
+    if (!in) return call_all(std::move(calls_));
+    for (nb::object& call : calls_) in->due.push_back(std::move(call));
+}
+
+void In::call_due() {
+    if (!due.empty()) call_all(std::exchange(due, {}));
+}
+
 In::In(nb::object channel_, int session) : channel(std::move(channel_)), ch(nb::inst_ptr<Channel>(channel)) {
     generation = open_port(*ch, session, false, state.session);
 }
@@ -175,6 +206,7 @@ void In::close(bool finished) {
     open = false;
     if (finished && !tell_followers(*this)) PyErr_Clear();  // interrupted; leaving goes on all the same
     ch->with([&](auto& medium) { leave(medium, finished); });
+    finished ? call_due() : due.clear();
 }
 
 void In::leave(LocalQueue& queue, bool finished) {

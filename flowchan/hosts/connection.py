@@ -94,7 +94,7 @@ class Connection:
         answers: Channel[Any] = Channel(1024, across="processes")
         self._asks, to_say = asks.writer(), asks.reader()
         self._answers, letterbox = answers.reader(), answers.writer()
-        self._nudges: Channel[int] = Channel(2**20)
+        self._nudges: Channel[tuple[str, int]] = Channel(2**20)
         self._ends = to_say, letterbox
         self.link = _core.Link(False)
         self.link.line(0, [letterbox], [to_say])
@@ -228,16 +228,24 @@ class Connection:
     def adopt(self, number: int, user: Any) -> None:
         """``user`` is the channel of that number here, as long as it exists."""
         self._users[number] = user
-        weakref.finalize(user, _nudge, self._nudges, number).atexit = False
+        weakref.finalize(user, _nudge, self._nudges, "drop", number).atexit = False
+
+    def tell_come(self, number: int) -> None:
+        """An item that this channel was in is finished here. Never waits."""
+        _nudge(self._nudges, "come", number)
 
     def user(self, number: int) -> Any:
         return self._users.get(number)
 
-    def _look_for_users(self, number: int) -> None:
-        """One is gone: home need not keep the channel, and perhaps nobody is left."""
-        if number and number not in self._users:
+    def _nudged(self, what: str, number: int) -> None:
+        """By who can't wait for home to hear it."""
+        if what == "come" or (what == "drop" and number not in self._users):
             with contextlib.suppress(Broken):
-                self.post(number, "drop", ())
+                self.post(number, what, ())
+        self._look_for_users()
+
+    def _look_for_users(self) -> None:
+        """Perhaps nobody is left."""
         with _registry_lock:
             if self._left or self._users or any(line.is_open() for line in self._lines.values()):
                 return
@@ -273,7 +281,7 @@ class Connection:
             while not self._left or not self.lost:
                 done = select([self._answers, self._nudges])
                 if done.channel is self._nudges:
-                    self._look_for_users(done.item)
+                    self._nudged(*done.item)
                 else:
                     self._told(done.item)
                 del done
@@ -281,7 +289,7 @@ class Connection:
     def _told(self, said: Answer | Finished | Over) -> None:
         if isinstance(said, Finished):
             self._finish(said.line)
-            self._look_for_users(0)
+            self._look_for_users()
         elif isinstance(said, Over):
             self._lose(said.why, said.ended)
         else:
@@ -314,7 +322,7 @@ class Connection:
             else:
                 line.ring.abort(HostError(self.lost, self.address))
             line.finished.set()
-        self._nudges.put_nowait(0)
+        self._nudges.put_nowait(("lost", 0))
 
     def _end(self) -> None:
         self.lost = self.lost or "they were left"
@@ -359,9 +367,9 @@ def forget(connection: Connection) -> None:
             del _connections[key]
 
 
-def _nudge(nudges: Channel[int], number: int) -> None:
+def _nudge(nudges: Channel[tuple[str, int]], what: str, number: int) -> None:
     with contextlib.suppress(ChannelError):
-        nudges.put_nowait(number)
+        nudges.put_nowait((what, number))
 
 
 def _leave_all() -> None:

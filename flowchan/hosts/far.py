@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import math
 import numbers
 import os
@@ -272,22 +273,33 @@ class FarChannel(Channel[T]):
     def __repr__(self) -> str:
         return f"<Channel({self.capacity}, across={self.across!r}) of {self.address}>"
 
+    def came(self) -> None:
+        """An item that it was in is finished here. Home keeps it for that item until then."""
+        self._connection.tell_come(self._number)
+
     def __reduce__(self) -> tuple[Any, ...]:
+        sent = False
         if descriptors.now.packing is not None:
             with contextlib.suppress(Broken):
                 self._connection.post(self._number, "send", ())
-        return arrive, (*self._at, self._link.home)
+                sent = True
+        return arrive, (*self._at, self._link.home, sent)
 
 
-def arrive(address: str, secret: bytes, tls: bool, home: str) -> Channel[Any]:
-    """The channel of that address, which has come in an item: the one that was made here, if it was."""
+def arrive(address: str, secret: bytes, tls: bool, home: str, sent: bool) -> Channel[Any]:
+    """The channel of that address: the one that was made here, if it was. ``sent``: it has come in an item,
+    for which its home keeps it until that is finished."""
     here = home_of(home)
     try:
         if here is not None and here.is_here(number_in(address)):
             found = here.find(number_in(address))
-            here.come(number_in(address))
+            if sent:
+                _core._when_finished(functools.partial(here.come, number_in(address)))
             return found
-        return far_channel(address, secret, tls, PATIENCE)
+        far = far_channel(address, secret, tls, PATIENCE)
+        if sent:
+            _core._when_finished(far.came)
+        return far
     except FlowchanError as error:
         raise Broken(f"the channel of {address} can't be received: {error}") from error
     except OSError as error:
@@ -297,7 +309,7 @@ def arrive(address: str, secret: bytes, tls: bool, home: str) -> Channel[Any]:
         raise lacking from error
 
 
-def far_channel(address: str, secret: bytes, tls: bool, timeout: float) -> Channel[Any]:
+def far_channel(address: str, secret: bytes, tls: bool, timeout: float) -> FarChannel[Any]:
     """That of this process for a channel whose home is elsewhere."""
     connection = connection_to(place_in(address), secret, tls, timeout)
     known: FarChannel[Any] | None = connection.user(number_in(address))

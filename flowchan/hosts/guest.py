@@ -35,7 +35,7 @@ class Host(Protocol):
 
     def find(self, number: int) -> Channel[Any]: ...
     def come(self, number: int) -> None: ...
-    def send(self, number: int) -> None: ...
+    def send(self, number: int) -> bool: ...
     def forget(self, guest: Guest) -> None: ...
 
 
@@ -154,8 +154,9 @@ class Guest:
             return self._home.send(ask.channel)
         if ask.what == "drop":
             self._open.pop(ask.channel, None)
-            self._home.come(ask.channel)
             return None
+        if ask.what == "come":
+            return self._home.come(ask.channel)
         done = getattr(self, f"_do_{ask.what}")(self._open[ask.channel], *ask.arguments)
         return await done if asyncio.iscoroutine(done) else done
 

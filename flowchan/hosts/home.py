@@ -65,6 +65,7 @@ class Home:
         self._channels: weakref.WeakValueDictionary[int, Channel[Any]] = weakref.WeakValueDictionary()
         self._sent: dict[int, Channel[Any]] = {}
         self._under_way: Counter[int] = Counter()  # in so many items
+        self._counting = threading.Lock()
         self._numbers = 0
         self._guests: dict[str, Guest] = {}
         self._given_up: list[str] = []
@@ -94,21 +95,29 @@ class Home:
         self._hear_of_the_end_of(channel)
         return self._numbers
 
-    def send(self, number: int) -> None:
-        """The channel is put into an item: it lasts, whoever drops it, until it has come somewhere."""
+    def send(self, number: int) -> bool:
+        """The channel is put into an item: it lasts, whoever drops it, until that is finished, and whoever
+        finishes it says that it has :meth:`come`. False: a forked child can't see to that."""
         channel = self._channels.get(number)
         if channel is None or os.getpid() != self.pid:
-            return
-        self._under_way[number] += 1
-        if number not in self._sent:
-            self._sent[number] = _twin(channel)
+            return False
+        with self._counting:
+            self._under_way[number] += 1
+            if number not in self._sent:
+                self._sent[number] = _twin(channel)
+        return True
 
     def come(self, number: int) -> None:
-        """Who has got it has it, or has had it."""
-        self._under_way[number] -= 1
-        if self._under_way[number] <= 0:
+        """An item that it was put into is finished: nobody else gets that."""
+        if os.getpid() != self.pid:
+            return
+        with self._counting:
+            self._under_way[number] -= 1
+            if self._under_way[number] > 0:
+                return
             del self._under_way[number]
-            self._sent.pop(number, None)
+            last = self._sent.pop(number, None)
+        del last  # not under the lock: it may be the end of the channel
 
     def is_here(self, number: int) -> bool:
         """Whether this process has it: a forked child those that were made before."""

@@ -32,9 +32,8 @@ class Hosted:
         return self.home.secret
 
     def reduced(self) -> tuple[Any, ...]:
-        if descriptors.now.packing is not None:
-            self.home.send(self.number)
-        return arrive, (self.address, self.secret, self.home.tls, self.home.id)
+        sent = descriptors.now.packing is not None and self.home.send(self.number)
+        return arrive, (self.address, self.secret, self.home.tls, self.home.id, sent)
 
 
 _lock = threading.Lock()

@@ -9,15 +9,9 @@ from peers import HostPeer
 from waiting import wait_blocked
 
 from flowchan import Channel
-from flowchan.hosts import serve
 from flowchan.pipelines import Lock, Semaphore
 
-
-@pytest.fixture(autouse=True)
-def impatient():
-    serve(patience=2)
-    yield
-    serve()
+pytestmark = pytest.mark.usefixtures("impatient")
 
 
 def test_one_at_a_time_is_inside_on_all_hosts(tmp_path: Path) -> None:

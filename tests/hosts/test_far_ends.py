@@ -1,0 +1,214 @@
+"""Channels across hosts whose connection breaks, or whose users or home end or are killed."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import os
+import threading
+import weakref
+
+import pytest
+from peers import HostPeer, ProcessPeer, ThreadPeer
+from waiting import wait_stats
+
+from benchmarks.far import cut
+from flowchan import Broken, Channel, HostError, WorkerDied
+from flowchan.hosts import hosting, serve
+
+pytestmark = pytest.mark.usefixtures("impatient")
+
+
+def make(capacity=64, **options):
+    return Channel(capacity, across="hosts", **options)
+
+
+def wait_for_guests(channel):
+    """Those who have it open elsewhere."""
+    wait_stats(channel, readers=1)
+    return channel._reached.home.guests()
+
+
+def test_nothing_is_lost_or_repeated_when_the_connection_breaks():
+    """Through ports, and by calls."""
+    there, back, calls = make(), make(), make(100_000)
+
+    def work():
+        with there.reader() as numbers, back.writer() as doubles:
+            for number in numbers:
+                doubles.put(2 * number)
+                if number % 50 == 0:
+                    calls.put(number)
+
+    def feed():
+        with there.writer() as writer:
+            writer.put_many(range(5_000))
+
+    peer, feeding = HostPeer(work), ThreadPeer(feed)
+    (guest,), found = wait_for_guests(there), []
+    for number in back:
+        found.append(number)
+        if len(found) % 500 == 0:
+            cut()
+    breaks = guest.link.state()["breaks"]
+    peer.result()
+    feeding.result()
+    assert breaks > 0
+    assert found == [2 * number for number in range(5_000)]
+    assert calls.get_many(1_000) == list(range(0, 5_000, 50))
+
+
+def test_a_counted_writer_that_is_killed_elsewhere_makes_no_clean_end():
+    """C5."""
+    channel, ready = make(), make()
+
+    def write():
+        writer = channel.writer()
+        writer.put(1)
+        ready.put(os.getpid())
+        ready.reader().get()
+
+    peer = HostPeer(write)
+    pid = ready.get()
+    wait_stats(channel, items_in=1)
+    peer.kill()
+    peer.join()
+    assert channel.get() == 1
+    with pytest.raises(Broken) as caught:
+        channel.get()
+    assert isinstance(caught.value.__cause__, WorkerDied)
+    assert caught.value.__cause__.pid == pid
+
+
+def test_a_program_that_ends_without_closing_its_writer_makes_no_clean_end():
+    """C5."""
+    channel = make()
+
+    def write():
+        builtins.kept = channel.writer()  # the collector does not find it
+        builtins.kept.put(1)
+
+    HostPeer(write).result()
+    with pytest.raises(Broken):
+        list(channel)
+
+
+def test_a_process_of_this_machine_that_is_killed_is_known_to_have_ended():
+    """C11: whatever the patience is. What it had in hand comes back."""
+    serve(patience=3600)
+    channel, ready = make(), make()
+
+    def read():
+        reader = channel.reader()
+        ready.put(reader.get())
+        ready.reader().get()
+
+    spare = channel.reader()
+    channel.put_many(range(3))
+    peer = HostPeer(read)
+    assert ready.get() == 0
+    peer.kill()
+    peer.join()
+    wait_stats(channel, readers=1)
+    assert [spare.get(), spare.get(), spare.get()] == [0, 1, 2]
+    spare.close()
+
+
+def test_waiting_calls_elsewhere_are_broken_when_home_is_killed():
+    told, answers = make(), make()
+
+    def hold():
+        mine = make()
+        told.put(mine)
+        mine.reader().get()
+
+    def wait():
+        channel = told.get()
+        answers.put("waiting")
+        with pytest.raises(Broken) as caught:
+            channel.get()
+        assert isinstance(caught.value.__cause__, HostError)
+        with pytest.raises(Broken):
+            channel.put(1)
+        assert channel.broken
+
+    home = HostPeer(hold)
+    peer = HostPeer(wait)
+    answers.get()
+    home.kill()
+    home.join()
+    peer.result()
+
+
+def test_who_waits_here_is_told_when_home_ends():
+    told = make()
+
+    def hold():
+        mine = make()
+        told.put(mine)
+        mine.get()
+
+    home = HostPeer(hold)
+    channel = told.get()
+    writer = channel.writer()
+    channel.put("end")
+    home.result()
+    with pytest.raises(Broken):
+        channel.get()
+    with pytest.raises(Broken):
+        writer.put(1)
+
+
+def test_a_forked_child_uses_what_its_parent_has_open():
+    """It has a connection of its own, and may drop it."""
+    channel = make()
+
+    def fork():
+        channel.put("parent")
+        ProcessPeer(channel.put, "child").result()
+        channel.put("parent again")
+
+    HostPeer(fork).result()
+    assert channel.get_many(5) == ["parent", "child", "parent again"]
+
+
+def test_nothing_is_left_when_the_last_handle_goes():
+    """C12: the fixture of all tests looks for threads, descriptors and memory here; and there."""
+    channel = make()
+
+    def come_and_go():
+        address, secret = channel.address, channel.secret
+        count = len(os.listdir("/proc/self/fd"))
+        with channel.writer() as writer:
+            writer.put(1)
+        return address, secret, count, threading.active_count()
+
+    HostPeer(come_and_go).result()
+    assert channel.closed
+
+
+def test_a_home_is_over_as_soon_as_its_last_channel_goes():
+    """Its thread hears of that, and may look before anything else does."""
+    channel, found = make(), []
+    (home,) = hosting._homes
+    weakref.finalize(channel, lambda: found.append(home.is_over()))
+    del channel
+    assert found == [True]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_port_that_is_left_by_an_exception_gives_back_what_it_has_in_hand(fails):
+    """C6: as at home."""
+    channel = make()
+    channel.put_many(range(3))
+
+    def leave():
+        with contextlib.suppress(KeyError), channel.reader() as reader:
+            assert reader.get() == 0
+            if fails:
+                raise KeyError
+
+    spare = channel.reader()
+    HostPeer(leave).result()
+    channel.close()
+    assert list(spare) == list(range(0 if fails else 1, 3))
