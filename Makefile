@@ -1,4 +1,4 @@
-# make demo | test | test-hosts | lint | coverage | soak | bench | fresh | clean. Each installs what it needs into .venv first, once.
+# make demo | test | test-hosts | lint | docs | coverage | soak | bench | fresh | clean. Each installs what it needs into .venv first, once.
 PYTHON ?= python3
 BIN := .venv/bin
 
@@ -11,7 +11,7 @@ export PIP_CONSTRAINT := constraints.txt
 export PIP_BUILD_CONSTRAINT := constraints.txt
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test test-hosts lint coverage soak bench fresh clean
+.PHONY: help demo test test-hosts lint docs coverage soak bench fresh clean
 
 help:
 	@sed -n 1p Makefile
@@ -42,6 +42,10 @@ lint: .venv/installed-test
 	rm -rf build/types && mkdir -p build/types && cp -a flowchan build/types/flowchan
 	cp -a pipelines viz build/types/flowchan/
 	cd build/types && ../../$(BIN)/mypy --strict --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p flowchan
+
+# The site, in build/site. A warning is an error, a link that leads nowhere among them.
+docs: .venv/installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # Which lines of the Python package its quicker tests run in this process; what worker processes run is not counted.
 coverage: .venv/installed-test
@@ -94,6 +98,11 @@ always:
 .venv/installed-test: $(BUILD_INPUTS) | $(BIN)/python
 	$(NEEDS) $(BIN)/python
 	$(PIP_INSTALL) -e ".[test,lint]"
+	touch $@ .venv/installed
+
+.venv/installed-docs: $(BUILD_INPUTS) | $(BIN)/python
+	$(NEEDS) $(BIN)/python
+	$(PIP_INSTALL) -e ".[docs]"
 	touch $@ .venv/installed
 
 .venv/installed-hosts: $(BUILD_INPUTS) | $(BIN)/python

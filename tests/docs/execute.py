@@ -1,7 +1,7 @@
-"""Executes the code blocks of one Markdown file, in order, and compares what they print: ``python execute.py
-FILE.md``.
+"""Executes the code blocks of Markdown files, in order, and compares what they print: ``python execute.py
+FILE.md …``.
 
-- A ``python`` block runs in the namespace of the file, as part of ``__main__``. If ``<!-- file: NAME -->``
+- A ``python`` block runs in the namespace of its file, as part of ``__main__``. If ``<!-- file: NAME -->``
   stands above it, it is also written to that file, for the commands that follow.
 - In an ``sh`` block, the lines that begin with ``flowchan`` are run.
 - ``# → text`` ending a Python line is a line that the block prints; with such comments, they are all its
@@ -11,6 +11,7 @@ FILE.md``.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import subprocess
@@ -19,6 +20,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from types import ModuleType
 
@@ -41,7 +43,7 @@ class Block:
 
 def blocks(markdown: str) -> Iterator[Block]:
     found = list(FENCE.finditer(markdown))
-    for match, after in zip(found, [*found[1:], None], strict=True):
+    for match, after in zip_longest(found, found[1:]):
         language, text = match.groups()
         expected = None
         if after is not None and after[1] == "text" and not markdown[match.end() : after.start()].strip():
@@ -82,12 +84,10 @@ def printed_by(action: Callable[[], None]) -> str:
         return captured.read()
 
 
-def main() -> None:
-    path = sys.argv[1]
+def run_page(path: str) -> None:
     user = ModuleType("__main__")
     # This module's own names must not be seen by the blocks; it stays alive in the variable.
     ours, sys.modules["__main__"] = sys.modules["__main__"], user
-    del sys.argv[1:]
     for block in blocks(Path(path).read_text()):
         if block.language not in ("python", "sh"):
             continue
@@ -100,6 +100,14 @@ def main() -> None:
                 f"{path}:{block.line}: the block prints\n{printed}\nand the text says\n{block.expected}"
             )
     sys.modules["__main__"] = ours
+    multiprocessing.set_start_method(None, force=True)
+
+
+def main() -> None:
+    pages = sys.argv[1:]
+    del sys.argv[1:]
+    for page in pages:
+        run_page(page)
 
 
 if __name__ == "__main__":
