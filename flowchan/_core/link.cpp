@@ -152,7 +152,7 @@ void Link::open_line(uint32_t number, const std::vector<Taking>& takes, const st
     auto line = std::make_unique<LinkLine>();
     line->number = number;
     for (const Taking& take : takes)
-        line->sources.emplace_back(take.ring, take.session).on_demand = home_ && on_demand;
+        line->sources.emplace_back(take.ring, take.session, take.alone).on_demand = home_ && on_demand;
     for (const Putting& put : puts) {
         if (!home_) put.ring->header().heard = 1;
         line->sinks.emplace_back(put.ring, put.writer, put.follows, put.replays).on_demand = on_demand;

@@ -79,6 +79,7 @@ class Link {
     struct Taking {
         std::shared_ptr<Ring> ring;
         uint32_t session;
+        bool alone;
     };
     struct Putting {
         std::shared_ptr<Ring> ring;

@@ -43,7 +43,7 @@ void open_line(PyLink& link, uint32_t number, nb::list inputs, nb::list outputs,
     for (nb::handle port : reads) {
         In& in = port_of<In>(port, link.home ? "the inputs of a line at home are In ports"
                                              : "the outputs of a line away from home are In ports");
-        takes.push_back({ring_of(port, *in.ch), in.state.session});
+        takes.push_back({ring_of(port, *in.ch), in.state.session, in.state.alone});
     }
     for (nb::handle port : writes) {
         Out& out = port_of<Out>(port, link.home ? "the outputs of a line at home are Out ports"

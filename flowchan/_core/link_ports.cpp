@@ -42,9 +42,10 @@ void Allowance::hear(uint64_t used, int64_t round_trip) {
 
 // --- Source ---
 
-Source::Source(std::shared_ptr<Ring> ring_, uint32_t session)
+Source::Source(std::shared_ptr<Ring> ring_, uint32_t session, bool alone)
     : ring(std::move(ring_)), gate(*ring, Side::Reader, session) {
     reader.session = session;
+    reader.alone = alone;
 }
 
 Source::~Source() {
@@ -161,7 +162,7 @@ bool Source::stand() {
     gate.leave();
     const Header& h = ring->header();
     // At the end of a channel others may still give back what they have in hand: that calls all who wait.
-    const bool ended = h.state == BROKEN || (ring->at_end() && entries.empty());
+    const bool ended = h.state == BROKEN || (ring->at_end_for(&reader) && entries.empty());
     const bool any = h.head && !is_held_back();
     if (any || ring->session(reader.session).again_head || ended) return false;
     gate.enter(false, 0);

@@ -105,7 +105,7 @@ class Source {
         uint8_t kind, deaths;
     };
 
-    Source(std::shared_ptr<Ring> ring, uint32_t session);
+    Source(std::shared_ptr<Ring> ring, uint32_t session, bool alone);
     ~Source();
 
     // The outputs for the items have turns. Then none is taken behind one with a higher number: its output

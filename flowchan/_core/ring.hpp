@@ -159,6 +159,7 @@ class Ring : public std::enable_shared_from_this<Ring> {
     // has waited for that as long as it is worth.
     bool lacks_warm_memory(uint64_t size, bool late);
     bool at_end() const { return h_->state == CLOSED && h_->leased == 0 && nothing_coming(); }
+    bool at_end_for(const ReaderState* reader) const;
     uint64_t inside() const { return h_->state == BROKEN ? 0 : h_->puts - h_->takes; }
     uint64_t& share() { return h_->share; }
     Counts counts() const;
@@ -217,7 +218,6 @@ class Ring : public std::enable_shared_from_this<Ring> {
     uint64_t finished() const { return h_->takes - std::min(h_->leased, h_->takes); }
     uint64_t finished_by_then_ = 0;  // when a put waited in vain for memory
     bool nothing_coming() const { return h_->head == 0 && h_->parked == 0 && h_->claimed == 0; }
-    bool at_end_for(const ReaderState* reader) const;
     Step end() const { return h_->cut_off ? Step::Broken : Step::Drained; }
     void sweep_now(Wakes& wakes);
     void tell_end(Wakes& wakes);

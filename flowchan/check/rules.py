@@ -339,24 +339,11 @@ def _hosts(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
                 "or declare it with on=pool"
             )
             yield place, Problem("hosts", stage.name, stage.where, message)
-        if stage.place.is_far and stage.told_apart:
-            message = (
-                "workers on hosts can't be told apart by allreduce; let them run on this one, or pass "
-                "their items through a stage here"
-            )
-            yield place, Problem("hosts", stage.name, stage.where, message)
 
 
 def _gangs(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     for place, stage in enumerate(stages):
-        if stage.gang is None:
-            continue
-        if stage.place.is_far:
-            message = (
-                "its workers form a group, which joins threads or processes of one host: let it run on one"
-            )
-            yield place, Problem("gang", stage.name, stage.where, message)
-        if is_async(stage.function):
+        if stage.gang is not None and is_async(stage.function):
             message = "its workers form a group, whose operations wait: an async function can't call them"
             yield place, Problem("gang", stage.name, stage.where, message)
 

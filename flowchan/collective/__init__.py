@@ -12,6 +12,7 @@ from flowchan.collective.group import Group
 from flowchan.collective.handles import Handle
 from flowchan.collective.links import Edge
 from flowchan.collective.meeting import meet
+from flowchan.collective.seats import Seat
 from flowchan.collective.shared import make_all
 from flowchan.errors import GroupError, MemberDied, MemberLeft, Mismatch
 from flowchan.items.whole import is_whole
@@ -27,6 +28,8 @@ __all__ = [
     "group",
     "members",
 ]
+
+Group._seat = Seat
 
 _counts: defaultdict[tuple[str, int], itertools.count[int]] = defaultdict(itertools.count)
 

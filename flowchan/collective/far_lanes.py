@@ -13,14 +13,14 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from flowchan.channel.channel import Channel
 from flowchan.collective.values import dumps, loads
 from flowchan.errors import Broken, Closed, MemberDied, MemberLeft
 from flowchan.transport.authentication import Hello, meet
 from flowchan.transport.door import Door
-from flowchan.transport.tcp import dial
+from flowchan.transport.tcp import dial, joined, listen
 
 SIZE = struct.Struct("<q")
 LEFT = -1  # in place of a message's size: its sender has left
@@ -29,19 +29,45 @@ LOOK = 0.2
 LONG = 1e6
 
 
+class Way(NamedTuple):
+    """How the members of a group reach those on other hosts: who knows the secret dials where they listen,
+    each at ``listen_at`` and a port of its own."""
+
+    secret: bytes
+    listen_at: str
+    tls: bool = False
+
+    def door(self, hello: Hello) -> Door:
+        """Where one of them listens."""
+        return Door(listen(joined((self.listen_at, 0))), self.secret, hello, tls=self.tls)
+
+
+def reach(address: str, way: Way, hello: Hello, give_up: float) -> socket.socket:
+    """A connection, made when the other one lets us in. Raises ``ConnectionRefusedError`` when it is gone,
+    another ``OSError`` when time is up."""
+    while True:
+        left = max(0.001, give_up - time.monotonic())
+        sock = dial(address, left)
+        try:
+            return meet(sock, way.secret, dialled=True, hello=hello, timeout=left, tls=way.tls)[0]
+        except OSError:  # it is gone, or the connection was cut
+            if time.monotonic() > give_up:
+                raise
+
+
 class FarLanes:
     """Those of one member, ``rank``, which listens at ``door``; ``addresses``: where the others do."""
 
-    def __init__(self, rank: int, door: Door, addresses: Sequence[str], secret: bytes) -> None:
+    def __init__(self, rank: int, door: Door, addresses: Sequence[str], way: Way) -> None:
         self.door, self.addresses = door, addresses
-        self._rank, self._secret = rank, secret
+        self._rank, self._way = rank, way
         self._lock = threading.Lock()
         self._out: dict[int, _Outgoing] = {}
         self._in: dict[int, _Incoming] = {}
 
     def send(self, x: Any, to: int, timeout: float | None) -> None:
         if to not in self._out:
-            self._out[to] = _Outgoing(self._rank, self.addresses[to], self._secret)
+            self._out[to] = _Outgoing(self._rank, self.addresses[to], self._way)
         try:
             self._out[to].messages.put(dumps(x), timeout)
         except (Broken, Closed) as error:
@@ -55,28 +81,40 @@ class FarLanes:
             raise TimeoutError(f"rank {source} has sent nothing to rank {self._rank} in time") from None
 
     def _from(self, source: int, give_up: float) -> _Incoming:
-        wait = LOOK
         while source not in self._in:
-            gone = wait > LOOK and self._is_gone(source)
-            left = max(0.0, give_up - time.monotonic())
-            self._let_in(0.0 if gone else min(wait, left), source)
-            if source not in self._in and gone:
-                raise _gone(source, "receive")
-            if source not in self._in and not left:
-                raise TimeoutError
-            wait = min(2 * wait, 5.0)
+            if not self._lock.acquire(timeout=min(LOOK, max(0.0, give_up - time.monotonic()))):
+                if time.monotonic() > give_up:
+                    raise TimeoutError
+                continue  # another thread is at it
+            try:
+                if source not in self._in:
+                    self.adopt(*self.let_in([source], give_up, "receive"))
+            finally:
+                self._lock.release()
         return self._in[source]
 
-    def _let_in(self, wait: float, source: int) -> None:
-        """One that has something for us, within so many seconds. Another thread may be at it."""
-        if not self._lock.acquire(timeout=wait or 0.01):
-            return
+    def let_in(self, awaited: Sequence[int], give_up: float, call: str) -> tuple[socket.socket, Hello]:
+        """Who dials next. Raises ``TimeoutError``, and :class:`MemberDied` when one of the ``awaited`` is
+        gone."""
+        wait = LOOK
+        while True:
+            gone = [member for member in awaited if wait > LOOK and self._is_gone(member)]
+            left = max(0.0, give_up - time.monotonic())
+            try:
+                return self.door.accept(0.0 if gone else min(wait, left))
+            except TimeoutError:
+                if gone:
+                    raise _gone(gone[0], call) from None
+                if not left:
+                    raise
+            wait = min(2 * wait, 5.0)
+
+    def reach(self, member: int, hello: Hello, give_up: float) -> socket.socket:
+        """A connection to where it listens. Raises :class:`MemberDied` when it is gone."""
         try:
-            if source not in self._in:
-                with contextlib.suppress(TimeoutError):
-                    self.adopt(*self.door.accept(wait))
-        finally:
-            self._lock.release()
+            return reach(self.addresses[member], self._way, hello, give_up)
+        except ConnectionRefusedError:
+            raise _gone(member, "connecting") from None
 
     def adopt(self, sock: socket.socket, hello: Hello) -> None:
         """One who has something for us is let in."""
@@ -107,28 +145,21 @@ class FarLanes:
 class _Outgoing:
     """What goes to one member, and the thread that sends it."""
 
-    def __init__(self, rank: int, address: str, secret: bytes) -> None:
+    def __init__(self, rank: int, address: str, way: Way) -> None:
         self.messages: Channel[bytes] = Channel()
-        self._address, self._secret, self._hello = address, secret, {"rank": rank}
+        self._address, self._way, self._hello = address, way, {"rank": rank}
         self._thread = threading.Thread(target=self._run, name="flowchan-collective-send", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         try:
-            with self._connection() as sock:
+            with reach(self._address, self._way, self._hello, time.monotonic() + LONG) as sock:
                 for message in self.messages:
                     sock.sendall(SIZE.pack(len(message)))
                     sock.sendall(message)
                 sock.sendall(SIZE.pack(LEFT))
         except OSError as error:
             self.messages.abort(error)
-
-    def _connection(self) -> socket.socket:
-        """Made when the other one receives from us. Raises ``ConnectionRefusedError`` when it is gone."""
-        while True:
-            sock = dial(self._address, LONG)
-            with contextlib.suppress(OSError):  # then it is gone, or the connection was cut
-                return meet(sock, self._secret, dialled=True, hello=self._hello, timeout=LONG, tls=False)[0]
 
     def is_open(self) -> bool:
         """Whether something is left to be sent."""

@@ -11,116 +11,82 @@ import contextlib
 import json
 import os
 import secrets
+import select
 import time
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
-from flowchan.collective.far_lanes import FarLanes
+from flowchan.collective.far_lanes import FarLanes, Way
 from flowchan.collective.group import Group
 from flowchan.collective.linked import LinkedGroup
 from flowchan.collective.links import Links
-from flowchan.collective.meeting import meet
+from flowchan.collective.meeting import always, meet
 from flowchan.collective.shared import SharedGroup
 from flowchan.errors import GroupError
+from flowchan.transport.circle import LATE, Circle, Over, Voice
 from flowchan.transport.dialling import reach
 from flowchan.transport.door import Door
-from flowchan.transport.tcp import joined, listen, route_to, split
+from flowchan.transport.tcp import listen, route_to, split
 
 Gather = Callable[[Any], list[Any]]
 """Tells all members a value that JSON has, and gives what all have told, by rank."""
 
 
 class Rendezvous:
-    """Rank 0 listens at ``at``; the others dial. Raises ``TimeoutError`` naming who has not come,
-    :class:`GroupError` when two come as one."""
+    """Rank 0 listens at ``at``, and passes on what the others and it tell each other. Raises ``TimeoutError``
+    naming who has not come, :class:`GroupError` when two come as one."""
 
-    def __init__(self, at: str, secret: bytes, rank: int, size: int, timeout: float) -> None:
-        self._rank, self._size = rank, size
-        self._give_up = time.monotonic() + timeout
-        self._ends = contextlib.ExitStack()
-        self._files: dict[int, Any] = {}
+    def __init__(self, at: str, secret: bytes, size: int, timeout: float) -> None:
+        self._size, self._give_up = size, time.monotonic() + timeout
+        self._circle = Circle(size)
         try:
-            if rank == 0:
-                self._welcome(at, secret)
-            else:
-                why = f"rank {rank} of {size} has waited in vain for rank 0"
-                hello = {"rank": rank, "size": size}
-                sock, _ = reach(at, secret, hello, why=why, within=timeout, tls=False)
-                self._keep(0, sock)
+            with Door(listen(at), secret, {"rank": 0}) as door:
+                while missing := sorted(set(range(1, size)) - set(self._circle.sockets)):
+                    self._welcome(door, missing)
         except BaseException:
             self.close()
             raise
 
-    def _welcome(self, at: str, secret: bytes) -> None:
-        with Door(listen(at), secret, {"rank": 0}) as door:
-            while len(self._files) < self._size - 1:
-                try:
-                    sock, hello = door.accept(max(0.0, self._give_up - time.monotonic()))
-                except TimeoutError:
-                    missing = sorted(set(range(1, self._size)) - set(self._files))
-                    raise TimeoutError(
-                        f"of {self._size} members, these have not come in time: {missing}"
-                    ) from None
-                rank, size = hello.get("rank"), hello.get("size")
-                if (
-                    size == self._size
-                    and isinstance(rank, int)
-                    and 0 < rank < size
-                    and rank not in self._files
-                ):
-                    self._keep(rank, sock)
-                    continue
-                self._keep(self._size, sock)
-                self._refuse(
-                    f"rank 0 is one of {self._size} members, rank {rank} one of {size}"
-                    if size != self._size
-                    else f"two processes have come as rank {rank}"
-                )
-
-    def _refuse(self, reason: str) -> NoReturn:
-        """Tells all that have come. Closing a connection with words unread would drop this one, too."""
-        self._say({"error": reason})
-        for file in self._files.values():
-            with contextlib.suppress(OSError):
-                file.readline()
-        raise GroupError(reason)
-
-    def _keep(self, rank: int, sock: Any) -> None:
-        sock.settimeout(max(0.001, self._give_up - time.monotonic()))
-        self._ends.callback(sock.close)
-        self._files[rank] = self._ends.enter_context(sock.makefile("rw"))
-
-    def _say(self, word: Any) -> None:
-        for file in self._files.values():
-            with contextlib.suppress(OSError):
-                file.write(json.dumps(word) + "\n")
-                file.flush()
+    def _welcome(self, door: Door, missing: list[int]) -> None:
+        try:
+            sock, hello = door.accept(max(0.0, self._give_up - time.monotonic()))
+        except TimeoutError:
+            raise TimeoutError(f"of {self._size} members, these have not come in time: {missing}") from None
+        rank, size = hello.get("rank"), hello.get("size")
+        if size == self._size and rank in missing:
+            self._circle.come(rank, sock)
+            return
+        self._circle.come(self._size, sock)
+        self._circle.end(
+            f"rank 0 is one of {self._size} members, rank {rank} one of {size}"
+            if size != self._size
+            else f"two processes have come as rank {rank}"
+        )
+        while self._circle.sockets:  # until they have heard it
+            self._look()
+        raise GroupError(self._circle.over)
 
     def gather(self, value: Any) -> list[Any]:
         """See :data:`Gather`."""
-        if self._rank:
-            self._say(value)
-            said = self._hear(0)
-            if isinstance(said, dict):
-                raise GroupError(said["error"])
-            return list(said)
-        found = [value, *(self._hear(rank) for rank in range(1, self._size))]
-        self._say(found)
-        return found
+        told = self._circle.say(0, json.dumps(value).encode() + b"\n")
+        while not told:
+            told = self._look()
+            if self._circle.over:
+                raise GroupError(self._circle.over)
+        return list(json.loads(told))
 
-    def _hear(self, rank: int) -> Any:
-        try:
-            line = self._files[rank].readline()
-        except TimeoutError as error:
-            raise TimeoutError(f"rank {rank} has said nothing while the members met") from error
-        except OSError:
-            line = ""
-        if not line:
-            raise GroupError(f"rank {rank} ended while the members met")
-        return json.loads(line)
+    def _look(self) -> bytes:
+        """What all have said, if that is heard next."""
+        waiting, ranks = select.poll(), {sock.fileno(): rank for rank, sock in self._circle.sockets.items()}
+        for fd in ranks:
+            waiting.register(fd, select.POLLIN)
+        ready = waiting.poll(max(0.0, self._give_up - time.monotonic()) * 1000)
+        if not ready:
+            raise TimeoutError(LATE)
+        return [self._circle.hear(ranks[fd]) for fd, _ in ready][-1]
 
     def close(self) -> None:
-        self._ends.close()
+        self._circle.close()
 
 
 def meet_at(
@@ -129,25 +95,30 @@ def meet_at(
     """This process's member of the group of all that come to the address ``at`` with the secret. ``host``:
     what is told of which one this is."""
     where, _ = split(at)
-    rendezvous = Rendezvous(at, secret, rank, size, timeout)
-    try:
-        listen_at = where if rank == 0 else route_to(where)
-        return meet_by(rendezvous.gather, rank, secret, listen_at, timeout, name, host)
-    finally:
-        rendezvous.close()
+    if rank == 0:
+        with contextlib.closing(Rendezvous(at, secret, size, timeout)) as rendezvous:
+            return meet_by(rendezvous.gather, 0, Way(secret, where), timeout, name, host)
+    give_up = time.monotonic() + timeout
+    why = f"rank {rank} of {size} has waited in vain for rank 0"
+    sock, _ = reach(at, secret, {"rank": rank, "size": size}, why=why, within=timeout, tls=False)
+    sock.settimeout(max(0.001, give_up - time.monotonic()))
+    with contextlib.closing(Voice(sock)) as voice:
+        try:
+            return meet_by(voice.gather, rank, Way(secret, route_to(where)), timeout, name, host)
+        except Over as over:
+            raise GroupError(str(over)) from None
 
 
 def meet_by(
     gather: Gather,
     rank: int,
-    secret: bytes,
-    listen_at: str,
+    way: Way,
     timeout: float,
     name: str = "",
     host: str | None = None,
+    wanted: Callable[[], bool] = always,
 ) -> Group:
-    """The same by any way to tell each other a few words. A leader listens at ``listen_at``, for those that
-    know the secret."""
+    """The same by any way to tell each other a few words, as long as it is ``wanted``."""
     said = gather([host or this_host(), secrets.token_hex(16)])
     by_host: dict[str, list[int]] = {}
     for other, (place, _) in enumerate(said):
@@ -156,8 +127,8 @@ def meet_by(
     (mine,) = (number for number, ranks in enumerate(hosts) if rank in ranks)
     job = f"{said[0][1]} {mine}"
     title = name if len(hosts) == 1 else name or f"of {len(said)} over {len(hosts)} hosts"
-    node = meet(job, hosts[mine].index(rank), len(hosts[mine]), timeout, title)
-    return linked(node, hosts, mine, gather, secret, listen_at, timeout, name)
+    node = meet(job, hosts[mine].index(rank), len(hosts[mine]), timeout, title, wanted)
+    return linked(node, hosts, mine, gather, way, timeout, name)
 
 
 def linked(
@@ -165,8 +136,7 @@ def linked(
     hosts: list[list[int]],
     host: int,
     gather: Gather,
-    secret: bytes,
-    listen_at: str,
+    way: Way,
     timeout: float,
     name: str,
 ) -> Group:
@@ -175,10 +145,10 @@ def linked(
         gather(None)
         return node
     rank = hosts[host][node.rank]
-    door = Door(listen(joined((listen_at, 0))), secret, {"rank": rank})
+    door = way.door({"rank": rank})
     try:
-        lanes = FarLanes(rank, door, gather(door.address), secret)
-        links = connect(lanes, hosts, host, secret, timeout) if node.rank == 0 else None
+        lanes = FarLanes(rank, door, gather(door.address), way)
+        links = connect(lanes, hosts, host, timeout) if node.rank == 0 else None
     except BaseException:
         door.close()
         raise
@@ -186,24 +156,20 @@ def linked(
     def link_up(
         whole: LinkedGroup, part: SharedGroup | None, key: Any, name: str, timeout: float | None
     ) -> Group | None:
-        return within(whole, part, key, secret, listen_at, name, 60.0 if timeout is None else timeout)
+        return within(whole, part, key, way, name, 60.0 if timeout is None else timeout)
 
     return LinkedGroup(node, hosts, host, links, lanes, link_up, name)
 
 
-def connect(lanes: FarLanes, hosts: list[list[int]], host: int, secret: bytes, timeout: float) -> Links:
+def connect(lanes: FarLanes, hosts: list[list[int]], host: int, timeout: float) -> Links:
     """A leader dials those of the hosts before its own, and lets in those of the hosts behind."""
     give_up = time.monotonic() + timeout
     with contextlib.ExitStack() as stack:
         sockets = {}
         for other in range(host):
-            leader = hosts[other][0]
-            why = f"the connection to rank {leader} can't be made"
-            left = max(0.001, give_up - time.monotonic())
-            sock, _ = reach(lanes.addresses[leader], secret, {"host": host}, why=why, within=left, tls=False)
-            sockets[other] = stack.enter_context(sock)
-        while len(sockets) < len(hosts) - 1:
-            sock, hello = lanes.door.accept(max(0.0, give_up - time.monotonic()))
+            sockets[other] = stack.enter_context(lanes.reach(hosts[other][0], {"host": host}, give_up))
+        while missing := set(range(len(hosts))) - {host, *sockets}:
+            sock, hello = lanes.let_in([hosts[other][0] for other in missing], give_up, "connecting")
             if "host" in hello:
                 sockets[hello["host"]] = stack.enter_context(sock)
             else:
@@ -213,31 +179,22 @@ def connect(lanes: FarLanes, hosts: list[list[int]], host: int, secret: bytes, t
 
 
 def within(
-    whole: LinkedGroup,
-    part: SharedGroup | None,
-    key: Any,
-    secret: bytes,
-    listen_at: str,
-    name: str,
-    timeout: float,
+    whole: LinkedGroup, part: SharedGroup | None, key: Any, way: Way, name: str, timeout: float
 ) -> Group | None:
     """The group of all members of ``whole`` that have an equal key. ``part``: those of this host."""
     keys = whole._gathered(key, timeout)
-    ranks = [rank for rank, other in enumerate(keys) if other == key and key is not None]
-    old = [[rank for rank in of_host if rank in ranks] for of_host in whole._hosts]
-    hosts = [[ranks.index(rank) for rank in of_host] for of_host in old if of_host]
+    mates = [rank for rank, other in enumerate(keys) if other == key]
 
     def gather(value: Any) -> list[Any]:
         said = whole._gathered(value, timeout)
-        return [said[rank] for rank in ranks]
+        return [said[rank] for rank in mates]
 
     if part is None:
-        whole._gathered(None, timeout)
+        gather(None)
         return None
-    mine = [of_host for of_host in old if of_host].index(
-        [rank for rank in whole._hosts[whole._host] if rank in ranks]
-    )
-    return linked(part, hosts, mine, gather, secret, listen_at, timeout, name)
+    hosts = [[mates.index(rank) for rank in of_host if rank in mates] for of_host in whole._hosts]
+    host = sum(map(bool, hosts[: whole._host]))
+    return linked(part, [ranks for ranks in hosts if ranks], host, gather, way, timeout, name)
 
 
 def this_host() -> str:

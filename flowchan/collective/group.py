@@ -58,6 +58,9 @@ class Group:
     _make_all: ClassVar[Callable[[int, str], Sequence[Group]]]
     """Makes all members of a new group of threads or processes, as a graph does for a gang."""
 
+    _seat: ClassVar[Callable[..., Any]]
+    """Makes a place in a new group over hosts, likewise."""
+
     if TYPE_CHECKING:  # what a group on one host and one over several have, each in its own way
 
         @property

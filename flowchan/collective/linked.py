@@ -27,7 +27,7 @@ from flowchan.collective.group import (
     Group,
     called,
 )
-from flowchan.collective.links import Differs, Edge, Links
+from flowchan.collective.links import Call, Differs, Edge, Links
 from flowchan.collective.shared import SharedGroup
 from flowchan.collective.values import dumps, loads
 from flowchan.errors import GroupError, Mismatch
@@ -37,7 +37,6 @@ WHOLE = 64 * 1024
 DONE, FAILED = b"\0", b"\1"
 
 T = TypeVar("T")
-Call = tuple[str, int, int]
 
 
 class LinkedGroup(Group):
@@ -99,6 +98,9 @@ class LinkedGroup(Group):
         """As on one host."""
         if self.leaders is not None:
             self.leaders.close()
+        if self._links is not None:
+            self._links.interrupt()
+        self._node._leave()  # what has been started and waits ends
         if self._later is not None:
             self._later.close()
             self._later = None

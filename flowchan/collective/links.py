@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import select
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +29,10 @@ STALLED = 10.0
 PIECE = 1 << 20  # bytes for one call of the system
 
 log = logging.getLogger("flowchan.collective")
+
+
+Call = tuple[str, int, int]
+"""An operation: its name, its number, and what it is called with, as a number."""
 
 
 class Differs(Exception):
@@ -50,7 +56,7 @@ class _Peer:
     def __init__(self, out: Sequence[Any], header: bytes) -> None:
         self.out = [memoryview(header), *(memoryview(part).cast("B") for part in out if len(part))]
         self.header = bytearray(HEADER.size)
-        self.got = 0
+        self.sent = self.got = 0
         self.into: memoryview | None = None
         self.kind = DATA
         self.differs = False
@@ -63,217 +69,251 @@ class _Peer:
     def is_done(self) -> bool:
         return not self.out and self.has_come
 
+    @property
+    def is_torn(self) -> bool:
+        """Whether our message has been sent in part."""
+        return bool(self.sent and self.out)
+
 
 class Links:
     """``sockets`` and ``ranks`` by host: the connection to its leader, and the leader's rank in the group."""
 
     def __init__(self, sockets: Mapping[int, socket.socket], ranks: Mapping[int, int]) -> None:
-        self._sockets = dict(sockets)
-        self._ranks = ranks
-        self._closed = False
-        self._edges = {host: Edge() for host in self._sockets}
-        for sock in self._sockets.values():
+        self.sockets = dict(sockets)
+        self.ranks = ranks
+        self.edges_by_host = {host: Edge() for host in self.sockets}
+        self.leaves = os.fdopen(os.eventfd(0, os.EFD_CLOEXEC), "r+b", 0)
+        """Is readable once this member is about to leave."""
+        self._torn: set[int] = set()  # hosts to which a part of a message was sent
+        self._leaving = self._closed = False
+        self._in_use = threading.RLock()
+        for sock in self.sockets.values():
             sock.setblocking(False)
 
     @property
     def edges(self) -> dict[int, Edge]:
         """By the ranks of the leaders."""
-        return {self._ranks[host]: replace(edge) for host, edge in self._edges.items()}
+        return {self.ranks[host]: replace(edge) for host, edge in self.edges_by_host.items()}
 
     def swap(
         self,
-        call: tuple[str, int, int],
+        call: Call,
         out: Callable[[int], Sequence[Any]],
         into: Callable[[int], memoryview | None] = lambda _: None,
         timeout: float | None = None,
     ) -> dict[int, memoryview]:
-        """One step. ``call``: the operation by name and number, and what it is. ``out(host)`` goes there, one
-        piece after the other; what comes from there is written ``into(host)``, or into new memory. Raises
-        what another leader has failed by, :class:`Differs`, ``TimeoutError``, :class:`MemberDied`."""
+        """One step. ``out(host)`` goes there, one piece after the other; what comes from there is written
+        ``into(host)``, or into new memory. Raises what another leader has failed by, :class:`Differs`,
+        ``TimeoutError``, :class:`MemberDied`."""
         _, doing, key = call
         peers = {}
-        for host in self._sockets:
+        for host in self.sockets:
             parts = list(out(host))
             length = sum(len(memoryview(part).cast("B")) for part in parts if len(part))
             peers[host] = _Peer(parts, HEADER.pack(DATA, doing, key, length))
-        self._move(peers, call, into, timeout)
-        for host, peer in peers.items():
-            if peer.kind != DATA:
-                self._raise_what_it_says(host, peer, call)
+        step = _Step(self, call, peers, into, timeout)
+        self._go(step)
+        step.raise_what_they_say()
         if any(peer.differs for peer in peers.values()):
             raise Differs
         return {host: peer.into for host, peer in peers.items() if peer.into is not None}
 
-    def fail(self, error: BaseException, call: tuple[str, int, int], goes_on: bool) -> None:
+    def fail(self, error: BaseException, call: Call, goes_on: bool) -> None:
         """Tells the others in this step why it can't be done. ``goes_on``: takes what they have sent in it,
         so that the next operation can follow."""
+        if self._leaving:
+            return  # that is what they are to hear
         word = dumps(error)
         _, doing, key = call
-        peers = {host: _Peer([word], HEADER.pack(FAILED, doing, key, len(word))) for host in self._sockets}
+        peers = {host: _Peer([word], HEADER.pack(FAILED, doing, key, len(word))) for host in self.sockets}
         if goes_on:
-            self._move(peers, call, lambda _: None, None)
+            self._go(_Step(self, call, peers, lambda _: None, None))
             return
         for host, peer in peers.items():
             with contextlib.suppress(OSError):  # it is gone, too, or takes nothing: then it hears the end
-                self._sockets[host].sendmsg(peer.out)
+                self.sockets[host].sendmsg(peer.out)
         self.close()
+
+    def _go(self, step: _Step) -> None:
+        """Whatever it raises, nobody knows where in a message the connections are: they are closed, or are
+        about to be."""
+        with self._in_use:
+            if self._closed:
+                raise GroupError(
+                    f"{step.call[0]} can't be done: the connections to the other hosts are closed"
+                )
+            try:
+                step.run()
+            except Leaves:
+                self._torn = {host for host, peer in step.peers.items() if peer.is_torn}
+                raise GroupError(f"{step.call[0]} was not done: this member has left") from None
+            except BaseException:
+                self.close()
+                raise
+
+    def interrupt(self) -> None:
+        """Ends the step that another thread is in, before :meth:`leave`."""
+        self._leaving = True
+        if not self._closed:
+            os.eventfd_write(self.leaves.fileno(), 1)
 
     def leave(self) -> None:
         """Says that this host's members take part no more, and closes."""
-        for sock in self._sockets.values():
-            with contextlib.suppress(OSError):
-                sock.send(HEADER.pack(LEFT, 0, 0, 0))
-        self.close()
+        with self._in_use:
+            for host, sock in self.sockets.items():
+                if host not in self._torn:
+                    with contextlib.suppress(OSError):
+                        sock.send(HEADER.pack(LEFT, 0, 0, 0))
+            self.close()
 
     def close(self) -> None:
-        self._closed = True
-        for sock in self._sockets.values():
-            sock.close()
+        with self._in_use:
+            if not self._closed:
+                self._closed = True
+                self.leaves.close()
+                for sock in self.sockets.values():
+                    sock.close()
 
-    # --- one step ---
 
-    def _move(
+class Leaves(Exception):
+    """This member is about to leave."""
+
+
+class _Step:
+    """One step: to all other leaders, and from them."""
+
+    def __init__(
         self,
+        links: Links,
+        call: Call,
         peers: dict[int, _Peer],
-        call: tuple[str, int, int],
         into: Callable[[int], memoryview | None],
         timeout: float | None,
     ) -> None:
-        """Whatever it raises, the connections are closed: nobody would know where in a message they are."""
-        if self._closed:
-            raise GroupError(f"{call[0]} can't be done: the connections to the other hosts are closed")
-        try:
-            self._move_all(peers, call, into, timeout)
-        except BaseException:
-            self.close()
-            raise
+        self.call, self.peers = call, peers
+        self._links, self._into, self._timeout = links, into, timeout
+        self._waiting: set[int] = set()
+        self._begun = time.monotonic()
 
-    def _move_all(
-        self,
-        peers: dict[int, _Peer],
-        call: tuple[str, int, int],
-        into: Callable[[int], memoryview | None],
-        timeout: float | None,
-    ) -> None:
-        begun = time.monotonic()
+    def run(self) -> None:
+        """Raises ``TimeoutError``, :class:`MemberDied`, :class:`Leaves`."""
         said = False
-        for host, peer in peers.items():
-            self._send(host, peer, call)
-        waiting = {host for host, peer in peers.items() if not peer.is_done}
-        while waiting:
-            ready = self._ready(peers, waiting, begun, timeout)
+        for host in self.peers:
+            self._send(host)
+        self._waiting = {host for host, peer in self.peers.items() if not peer.is_done}
+        while self._waiting:
+            ready = self._ready()
             for host, event in ready:
-                peer = peers[host]
                 if event & ~select.POLLOUT:
-                    self._receive(host, peer, call, into)
-                if event & select.POLLOUT and peer.out:
-                    self._send(host, peer, call)
-                if peer.is_done:
-                    waiting.discard(host)
-                    self._edges[host].steps += 1
-                    self._edges[host].seconds += time.monotonic() - begun
-            passed = time.monotonic() - begun
-            if timeout is not None and passed > timeout:
-                raise TimeoutError(f"{call[0]} was not done in time: {self._named(waiting)} has not come")
+                    self._receive(host)
+                if event & select.POLLOUT and self.peers[host].out:
+                    self._send(host)
+                if self.peers[host].is_done:
+                    self._done(host)
+            passed = time.monotonic() - self._begun
+            if self._timeout is not None and passed > self._timeout:
+                raise TimeoutError(f"{self.call[0]} was not done in time: {self._absent()} has not come")
             if passed > STALLED and not ready and not said:
                 said = True
-                log.warning("%s has waited for %.0f s: for %s", call[0], passed, self._named(waiting))
+                log.warning("%s has waited for %.0f s: for %s", self.call[0], passed, self._absent())
 
-    def _ready(
-        self, peers: dict[int, _Peer], waiting: set[int], begun: float, timeout: float | None
-    ) -> list[tuple[int, int]]:
+    def _done(self, host: int) -> None:
+        self._waiting.discard(host)
+        edge = self._links.edges_by_host[host]
+        edge.steps += 1
+        edge.seconds += time.monotonic() - self._begun
+
+    def _ready(self) -> list[tuple[int, int]]:
         """Hosts whose connection can go on, and how; waits for them a while."""
         poll, host_of = select.poll(), {}
-        for host in waiting:
-            sock, peer = self._sockets[host], peers[host]
+        poll.register(self._links.leaves, select.POLLIN)
+        for host in self._waiting:
+            sock, peer = self._links.sockets[host], self.peers[host]
             poll.register(sock, (0 if peer.has_come else select.POLLIN) | (select.POLLOUT if peer.out else 0))
             host_of[sock.fileno()] = host
-        passed = time.monotonic() - begun
-        longest = STALLED if timeout is None else min(STALLED, max(0.0, timeout - passed))
-        return [(host_of[fd], event) for fd, event in poll.poll(longest * 1000 + 1)]
+        passed = time.monotonic() - self._begun
+        longest = STALLED if self._timeout is None else min(STALLED, max(0.0, self._timeout - passed))
+        found = dict(poll.poll(longest * 1000 + 1))
+        if found.pop(self._links.leaves.fileno(), None):
+            raise Leaves
+        return [(host_of[fd], event) for fd, event in found.items()]
 
-    def _send(self, host: int, peer: _Peer, call: tuple[str, int, int]) -> None:
-        sock = self._sockets[host]
+    def _send(self, host: int) -> None:
+        sock, peer = self._links.sockets[host], self.peers[host]
         while peer.out:
             try:
                 sent = sock.sendmsg([part[:PIECE] for part in peer.out[:2]])
             except BlockingIOError:
                 return
             except OSError as error:
-                self._receive(host, peer, call, lambda _: None)  # its last word may be here
+                self._receive(host, keeps=False)  # its last word may be here
                 if peer.kind != FAILED or not peer.has_come:
-                    raise self._gone(host, call, error.strerror or "") from error
+                    raise self._gone(host, error.strerror or "") from error
                 peer.out.clear()
                 return
-            self._edges[host].sent += sent
+            peer.sent += sent
+            self._links.edges_by_host[host].sent += sent
             while sent:
                 taken = min(sent, len(peer.out[0]))
                 peer.out[0], sent = peer.out[0][taken:], sent - taken
                 if not peer.out[0]:
                     del peer.out[0]
 
-    def _receive(
-        self,
-        host: int,
-        peer: _Peer,
-        call: tuple[str, int, int],
-        into: Callable[[int], memoryview | None],
-    ) -> None:
-        sock = self._sockets[host]
+    def _receive(self, host: int, keeps: bool = True) -> None:
+        """``keeps``: what comes is wanted where it belongs."""
+        sock, peer = self._links.sockets[host], self.peers[host]
         try:
             while peer.into is None:
-                self._take(sock.recv_into(memoryview(peer.header)[peer.got :]), peer, host, call)
+                self._take(host, sock.recv_into(memoryview(peer.header)[peer.got :]))
                 if peer.got == HEADER.size:
-                    self._begin(host, peer, call, into)
+                    self._begin(host, keeps)
             while peer.got < HEADER.size + len(peer.into):
                 start = peer.got - HEADER.size
-                self._take(sock.recv_into(peer.into[start : start + PIECE]), peer, host, call)
+                self._take(host, sock.recv_into(peer.into[start : start + PIECE]))
         except BlockingIOError:
             return
         except OSError as error:
-            raise self._gone(host, call, error.strerror or "") from error
+            raise self._gone(host, error.strerror or "") from error
 
-    def _take(self, count: int, peer: _Peer, host: int, call: tuple[str, int, int]) -> None:
+    def _take(self, host: int, count: int) -> None:
         if not count:
-            raise self._gone(host, call, "it ended the connection")
-        peer.got += count
-        self._edges[host].received += count
+            raise self._gone(host, "it ended the connection")
+        self.peers[host].got += count
+        self._links.edges_by_host[host].received += count
 
-    def _begin(
-        self,
-        host: int,
-        peer: _Peer,
-        call: tuple[str, int, int],
-        into: Callable[[int], memoryview | None],
-    ) -> None:
+    def _begin(self, host: int, keeps: bool) -> None:
         """Its header has come."""
+        peer = self.peers[host]
         peer.kind, doing, key, length = HEADER.unpack(peer.header)
         if peer.kind == LEFT:
-            self._raise_what_it_says(host, peer, call)
-        peer.differs = (doing, key) != call[1:]
-        given = into(host) if peer.kind == DATA and not peer.differs else None
+            raise self._left(host)
+        peer.differs = (doing, key) != self.call[1:]
+        given = self._into(host) if keeps and peer.kind == DATA and not peer.differs else None
         if given is not None and len(given) != length:
             given, peer.differs = None, True
         peer.into = memoryview(bytearray(length)) if given is None else given
 
     # --- words ---
 
-    def _raise_what_it_says(self, host: int, peer: _Peer, call: tuple[str, int, int]) -> None:
-        if peer.kind == LEFT:
-            rank = self._ranks[host]
-            raise MemberLeft(f"{call[0]} can't be done: rank {rank} and its host have left", (rank,), call[0])
-        assert peer.into is not None
-        error: BaseException = loads(bytes(peer.into))
-        raise error
+    def raise_what_they_say(self) -> None:
+        for peer in self.peers.values():
+            if peer.kind != DATA:
+                assert peer.into is not None
+                error: BaseException = loads(bytes(peer.into))
+                raise error
 
-    def _gone(self, host: int, call: tuple[str, int, int], why: str) -> MemberDied:
-        rank = self._ranks[host]
+    def _left(self, host: int) -> MemberLeft:
+        rank, call = self._links.ranks[host], self.call[0]
+        return MemberLeft(f"{call} can't be done: rank {rank} and its host have left", (rank,), call)
+
+    def _gone(self, host: int, why: str) -> MemberDied:
+        rank, call = self._links.ranks[host], self.call[0]
         return MemberDied(
-            f"{call[0]} can't be done: rank {rank}, which connects its host to the others, died, gave up, "
+            f"{call} can't be done: rank {rank}, which connects its host to the others, died, gave up, "
             f"or is out of reach ({why})",
             (rank,),
-            call[0],
+            call,
         )
 
-    def _named(self, hosts: set[int]) -> str:
-        return " and ".join(f"rank {self._ranks[host]} with its host" for host in sorted(hosts))
+    def _absent(self) -> str:
+        return " and ".join(f"rank {self._links.ranks[host]} with its host" for host in sorted(self._waiting))

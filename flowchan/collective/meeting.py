@@ -20,6 +20,7 @@ import select
 import socket
 import struct
 import time
+from collections.abc import Callable
 from typing import Any
 
 from flowchan import _core
@@ -30,22 +31,37 @@ _PAUSE = 0.02
 _LONGEST = 1024
 
 
-def meet(job: str, rank: int, size: int, timeout: float, name: str = "") -> SharedGroup:
+def always() -> bool:
+    return True
+
+
+def meet(
+    job: str, rank: int, size: int, timeout: float, name: str = "", wanted: Callable[[], bool] = always
+) -> SharedGroup:
     """This process's member of the group of ``size`` that all processes with the same ``job`` form. Raises
-    ``TimeoutError`` naming who has not come, :class:`GroupError` if two come as the same rank."""
+    ``TimeoutError`` naming who has not come, also once it is not ``wanted`` any more, :class:`GroupError` if
+    two come as the same rank."""
     give_up = time.monotonic() + timeout
+
+    def left() -> float:
+        """Seconds for which it goes on."""
+        return give_up - time.monotonic() if wanted() else 0.0
+
     address = "\0flowchan-group-" + hashlib.sha256(f"{os.getuid()}\n{job}".encode()).hexdigest()[:32]
-    return _host(address, size, give_up, name) if rank == 0 else _guest(address, rank, size, give_up, name)
+    return _host(address, size, left, name) if rank == 0 else _guest(address, rank, size, left, name)
 
 
-def _host(address: str, size: int, give_up: float, name: str) -> SharedGroup:
+Left = Callable[[], float]
+
+
+def _host(address: str, size: int, left: Left, name: str) -> SharedGroup:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, contextlib.ExitStack() as stack:
-        _bind(listener, address, give_up)
+        _bind(listener, address, left)
         member = SharedGroup(_core.Group._make(size), 0, name)
         came: dict[int, socket.socket] = {}
         while len(came) < size - 1:
             _forget_who_left(came)
-            guest = _accept(listener, give_up)
+            guest = _accept(listener, left)
             if guest is None:
                 missing = sorted(set(range(1, size)) - set(came))
                 raise TimeoutError(f"of {size} members, these have not come in time: {missing}")
@@ -56,19 +72,19 @@ def _host(address: str, size: int, give_up: float, name: str) -> SharedGroup:
                 socket.send_fds(guest, [b"come in"], [member._fd])
         member._take_seat()
         for rank, guest in came.items():
-            if not _receive(guest, give_up):
+            if not _receive(guest, left()):
                 member._count_out(rank)
     return member
 
 
-def _bind(listener: socket.socket, address: str, give_up: float) -> None:
+def _bind(listener: socket.socket, address: str, left: Left) -> None:
     while True:
         try:
             listener.bind(address)
             listener.listen(_LONGEST)
             return
         except OSError as error:
-            if error.errno != errno.EADDRINUSE or time.monotonic() > give_up:
+            if error.errno != errno.EADDRINUSE or left() <= 0:
                 raise GroupError(
                     "another group with the same name of its job is meeting on this host; give this one "
                     "another MASTER_PORT, or at="
@@ -76,10 +92,10 @@ def _bind(listener: socket.socket, address: str, give_up: float) -> None:
         time.sleep(_PAUSE)
 
 
-def _accept(listener: socket.socket, give_up: float) -> socket.socket | None:
+def _accept(listener: socket.socket, left: Left) -> socket.socket | None:
     """Who dials next; looked for in short waits, so that who left is noticed."""
-    while (left := give_up - time.monotonic()) > 0:
-        if select.select([listener], [], [], min(left, 0.1))[0]:
+    while (wait := left()) > 0:
+        if select.select([listener], [], [], min(wait, 0.1))[0]:
             return listener.accept()[0]
     return None
 
@@ -96,7 +112,7 @@ def _admit(guest: socket.socket, came: dict[int, socket.socket], size: int) -> N
     if _user_of(guest) != os.getuid():
         guest.close()
         return
-    said: Any = json.loads(_receive(guest, time.monotonic() + 5) or b"{}")
+    said: Any = json.loads(_receive(guest, 5.0) or b"{}")
     if not said:
         guest.close()
         return
@@ -115,7 +131,7 @@ def _admit(guest: socket.socket, came: dict[int, socket.socket], size: int) -> N
     raise GroupError(reason)
 
 
-def _guest(address: str, rank: int, size: int, give_up: float, name: str) -> SharedGroup:
+def _guest(address: str, rank: int, size: int, left: Left, name: str) -> SharedGroup:
     while True:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
             try:
@@ -123,7 +139,7 @@ def _guest(address: str, rank: int, size: int, give_up: float, name: str) -> Sha
                 if _user_of(sock) != os.getuid():
                     raise GroupError("another user of this host has taken the name of this job's meeting")
                 sock.send(json.dumps({"rank": rank, "size": size}).encode())
-                answer, fd = _receive_memory(sock, give_up)
+                answer, fd = _receive_memory(sock, left)
             except (ConnectionRefusedError, ConnectionResetError, BrokenPipeError):
                 answer, fd = b"", -1
             if answer.startswith(b"no: "):
@@ -133,7 +149,7 @@ def _guest(address: str, rank: int, size: int, give_up: float, name: str) -> Sha
                 member._take_seat()
                 sock.send(b"joined")
                 return member
-        if time.monotonic() > give_up:
+        if left() <= 0:
             raise TimeoutError(
                 f"rank {rank} of {size} waited in vain for rank 0 to listen, or for the others"
             )
@@ -145,17 +161,19 @@ def _user_of(sock: socket.socket) -> int:
     return int(struct.unpack("3i", credentials)[1])
 
 
-def _receive(sock: socket.socket, give_up: float) -> bytes:
+def _receive(sock: socket.socket, wait: float) -> bytes:
     """One message; empty when the other side has ended, or is silent."""
-    sock.settimeout(max(0.001, give_up - time.monotonic()))
+    sock.settimeout(max(0.001, wait))
     try:
         return sock.recv(_LONGEST)
     except OSError:
         return b""
 
 
-def _receive_memory(sock: socket.socket, give_up: float) -> tuple[bytes, int]:
-    sock.settimeout(max(0.001, give_up - time.monotonic()))
+def _receive_memory(sock: socket.socket, left: Left) -> tuple[bytes, int]:
+    while (wait := left()) > 0 and not select.select([sock], [], [], min(wait, 0.1))[0]:
+        pass
+    sock.settimeout(0.001)
     try:
         data, ancillary, _, _ = sock.recvmsg(_LONGEST, socket.CMSG_SPACE(4))
     except TimeoutError:

@@ -88,11 +88,11 @@ class SharedGroup(_core.Group, Group):
                 mine = SharedGroup(opened, mates.index(self.rank), name)
         except OSError as failed:
             error = f"rank {self.rank} can't open the memory of rank {mates[0]}: {failed}"
+        if mine is not None:
+            mine._take_seat()  # before the others rely on it: now they hear of its end
         errors = [text for text in self._gathered(error, timeout) if text]
         if errors:
             raise GroupError("; ".join(errors))
-        if mine is not None:
-            mine._take_seat()
         return mine
 
     # --- the life of a member ---

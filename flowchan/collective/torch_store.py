@@ -13,6 +13,7 @@ from typing import Any
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from flowchan.collective.far_lanes import Way
 from flowchan.collective.gathering import meet_by
 from flowchan.collective.group import Group
 from flowchan.transport.tcp import route_to
@@ -29,8 +30,8 @@ def meet_by_store(store: Any, rank: int, size: int, timeout: float, name: str = 
         return [json.loads(store.get(f"flowchan/{number}/{other}")) for other in range(size)]
 
     (secret, *_) = gather(secrets.token_hex(32))
-    listen_at = route_to(os.environ.get("MASTER_ADDR", "127.0.0.1"))
-    return meet_by(gather, rank, bytes.fromhex(secret), listen_at, timeout, name)
+    way = Way(bytes.fromhex(secret), route_to(os.environ.get("MASTER_ADDR", "127.0.0.1")))
+    return meet_by(gather, rank, way, timeout, name)
 
 
 def meet_by_torchrun(number: int, timeout: float, name: str) -> Group:

@@ -11,7 +11,7 @@ import collections.abc
 import inspect
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,14 +120,13 @@ def ports_of(function: Callable[..., Any]) -> tuple[Port, ...]:
     return tuple(found)
 
 
-def seat_of(function: Callable[..., Any]) -> tuple[str, Callable[[int, str], Sequence[Any]]] | None:
+def seat_of(function: Callable[..., Any]) -> tuple[str, Any] | None:
     """The parameter that takes a worker's member of a group, and what makes such groups: its annotation is a
     class that can, as ``flowchan.collective.Group``."""
     signature = call_signature(function)
     for parameter in () if signature is None else signature.parameters.values():
-        make = getattr(parameter.annotation, "_make_all", None)
-        if inspect.isclass(parameter.annotation) and make is not None:
-            return parameter.name, make
+        if inspect.isclass(parameter.annotation) and hasattr(parameter.annotation, "_make_all"):
+            return parameter.name, parameter.annotation
     return None
 
 

@@ -7,7 +7,7 @@ another process as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -75,11 +75,13 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Gang:
-    """That the workers of a stage form a group: ``parameter`` of its function takes a worker's member, and
-    ``make(size, name)`` gives those of a new group."""
+    """That the workers of a stage form a group: ``parameter`` of its function takes a worker's member.
+    ``group`` is the class that makes such groups, as ``flowchan.collective.Group``: ``_make_all(size, name)``
+    gives the members of one on this machine, ``_seat(…)`` a place in one over hosts, as ``hosts.crew`` calls
+    it."""
 
     parameter: str
-    make: Callable[[int, str], Sequence[Any]]
+    group: Any
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -135,7 +135,7 @@ class Agent:
             else:
                 self._start(command)
         elif isinstance(command, Recover):
-            self._recover(self._workers[command.worker])
+            self._recover(self._workers[command.worker], command.blame)
         elif isinstance(command, Terminate):
             self._processes.terminate(command.worker, command.force)
         elif isinstance(command, Echo):
@@ -149,9 +149,10 @@ class Agent:
     def _start(self, start: Start) -> None:
         if start.id not in self._workers:
             self._workers[start.id] = self._open(start)
-        ports = self._workers[start.id].ports
+        ports, orders = self._workers[start.id].ports, self._orders
+        member = start.seat and start.seat.reached(orders.address, orders.secret, orders.tls)
         try:
-            self._processes.start(start.here, start.stage, ports, start.predecessors, start.gpus)
+            self._processes.start(start.here, start.stage, ports, start.predecessors, start.gpus, member)
         except (OSError, HostError) as error:
             self._events.put(Failure(start.id, Portable(error), None, os.getpid()))
 
@@ -168,9 +169,9 @@ class Agent:
         self._link.line(start.line, fill, drain)
         return _Worker(start, channels, ports, (fill, drain))
 
-    def _recover(self, worker: _Worker) -> None:
+    def _recover(self, worker: _Worker, blame: bool) -> None:
         old, worker.ports = worker.ports, _open_ports(worker.start, worker.channels)
-        take_up(old, worker.ports)
+        take_up(old, worker.ports, blame=blame)
         self._processes.forget(worker.start.id)
 
     def _waits(self, worker: _Worker) -> Waits:

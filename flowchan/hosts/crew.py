@@ -13,11 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import logging
-import os
 import secrets
-import select
 import socket
 import threading
 import time
@@ -47,6 +44,7 @@ from flowchan.hosts.messages import (
     versions,
 )
 from flowchan.hosts.provider import Provider
+from flowchan.hosts.reception import Reception
 from flowchan.run.chance import Worker
 from flowchan.run.crew import LocalCrew
 from flowchan.run.deadlock import Elsewhere
@@ -104,9 +102,8 @@ class HostCrew:
         self._epochs: dict[str, int] = {}  # by number, as text
         self._hello = {**versions(), "epochs": self._epochs}
         self._secret = secrets.token_bytes(32)
-        self._door: Door | None = None
-        self._receiver: threading.Thread | None = None
-        self._wake = -1
+        self._reception: Reception | None = None
+        self._groups: dict[WorkerId, tuple[int, int, int]] = {}  # of gangs: the group's number, rank, size
         self._closing = False
         self._echo = 0  # the last echo that was asked for
         self._asked: list[Life] | None = None  # of whom; None: it is not awaited
@@ -120,7 +117,12 @@ class HostCrew:
         """Starts an agent on every host that gets workers, and these once all have dialled. Raises
         ``HostError``."""
         self._tell = tell
-        self._open_door()
+        listener = listen(joined((self._provider.listen_at(), 0)))
+        door = Door(listener, self._secret, self._hello, tls=self._tls)
+        self._reception = Reception(door, f"{self._name} door", self._home.help, self._let_in)
+        for stage in {worker.stage.name: worker.stage for worker in self._workers.values()}.values():
+            if stage.gang is not None:
+                self.regroup([id for id in self._workers if id.stage == stage.name])
         used = [self._hosts[name] for name in dict.fromkeys(worker.host for worker in self._workers.values())]
         with self._lock:
             lives = [self._bring(host) for host in used]
@@ -132,23 +134,13 @@ class HostCrew:
             for worker in self._workers.values():
                 self._send(worker.id, self._hosts[worker.host])
 
-    def _open_door(self) -> None:
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._door = Door(
-            listen(joined((self._provider.listen_at(), 0))), self._secret, self._hello, tls=self._tls
-        )
-        name = f"{self._name} door"
-        work, arguments = self._home.help, (functools.partial(self._receive, self._door),)
-        self._receiver = threading.Thread(target=work, args=arguments, name=name, daemon=True)
-        self._receiver.start()
-
     @property
     def _name(self) -> str:
         return f"flowchan {self._home.plan.graph.name}"
 
     def _bring(self, host: _Host) -> Life:
         """Starts an agent there."""
-        assert self._door is not None
+        assert self._reception is not None
         life = Life(
             self._provider,
             host.number,
@@ -162,7 +154,7 @@ class HostCrew:
         host.births.append(time.monotonic())
         said = {
             "secret": self._secret.hex(),
-            "address": self._door.address,
+            "address": self._reception.address,
             "graph": self._name,
             "tls": self._tls,
             "level": logging.getLogger().getEffectiveLevel(),
@@ -170,20 +162,8 @@ class HostCrew:
         life.begin(self._name, said)
         return life
 
-    def _receive(self, door: Door) -> None:
-        """Lets agents in."""
-        waiting = select.poll()
-        waiting.register(self._wake, select.POLLIN)
-        waiting.register(door, select.POLLIN)
-        while True:
-            ready = waiting.poll(1000)  # and now and then those are sent away who say nothing
-            if any(fd == self._wake for fd, _ in ready):
-                return
-            with contextlib.suppress(TimeoutError):
-                while True:
-                    self._let_in(*door.accept(0))
-
     def _let_in(self, sock: socket.socket, hello: dict[str, Any]) -> None:
+        """An agent has dialled."""
         with self._lock:
             lives = [host.life for host in self._hosts.values()]
         asked = (hello.get("number"), hello.get("epoch"))
@@ -198,8 +178,10 @@ class HostCrew:
     def _send(self, id: WorkerId, host: _Host) -> None:
         """Starts a worker on a host, on a new line."""
         life = host.life or self._bring(host)
-        ports = self._home.ports(id)
-        join_ports(ports, self._workers[id].stage)
+        ports, stage = self._home.ports(id), self._workers[id].stage
+        join_ports(ports, stage)
+        for reader in ports.inputs.values() if stage.keeps_its_own else ():
+            reader._read_alone()
         self._numbers += 1
         life.link.line(self._numbers, list(ports.inputs.values()), list(ports.writers()))
         self._lines[id] = line = Line(self._numbers, life, self._begun(id, life))
@@ -221,9 +203,14 @@ class HostCrew:
                 predecessors=self._home.obituaries.how_they_died(id),
                 inputs=dict(worker.inputs), outputs=dict(worker.outputs), errors=worker.errors,
                 most=min(self._home.plan.memory, most_bytes()), share=self._home.plan.share,
-                gpus=worker.stage.gpus,
+                gpus=worker.stage.gpus, seat=self._seat(id, line),
             )
         )  # fmt: skip
+
+    def _seat(self, id: WorkerId, line: Line) -> Any:
+        """In the group of its gang."""
+        stage = self._workers[id].stage
+        return stage.gang and stage.gang.group._seat(*self._groups[id], stage.name, line.life.host)
 
     # --- what is heard ---
 
@@ -327,6 +314,8 @@ class HostCrew:
     # --- what the supervisor asks for ---
 
     def release_ports(self, id: WorkerId) -> None:
+        if id in self._groups and self._reception is not None:
+            self._reception.dismiss(self._groups[id][0])
         with self._lock:
             line = self._lines.pop(id, None)
         if line is not None:
@@ -347,10 +336,19 @@ class HostCrew:
         with self._lock:
             return self._deaths[id]
 
-    def recover(self, id: WorkerId) -> None:
+    def recover(self, id: WorkerId, blame: bool) -> None:
         with self._lock:
+            if id in self._lines:
+                self._lines[id].blame = blame
             if not self._lost(id) and id in self._lines:
-                self._lines[id].life.say(Recover(id))
+                self._lines[id].life.say(Recover(id, blame))
+
+    def regroup(self, ids: Sequence[WorkerId]) -> None:
+        assert self._reception is not None
+        for group, *_ in {self._groups.get(id, (0,)) for id in ids} - {(0,)}:
+            self._reception.dismiss(group)
+        group = self._reception.expect(len(ids))
+        self._groups.update({id: (group, rank, len(ids)) for rank, id in enumerate(ids)})
 
     def _lost(self, id: WorkerId) -> bool:
         """Whether the worker's agent is no more. Then it has no line any more, and what it had in hand is
@@ -360,7 +358,7 @@ class HostCrew:
             return False
         del self._lines[id]
         line.life.link.drop(line.number)
-        self._home.hand_on(id)
+        self._home.hand_on(id, line.blame)
         return True
 
     def start_again(self, id: WorkerId) -> None:
@@ -370,7 +368,7 @@ class HostCrew:
             if line is None:
                 self._send(id, self._host_for(id))
             else:
-                line.gone, line.here = False, self._begun(id, line.life)
+                line.gone, line.blame, line.here = False, True, self._begun(id, line.life)
                 self._say_start(id, line)
 
     def _host_for(self, id: WorkerId) -> _Host:
@@ -430,14 +428,9 @@ class HostCrew:
             life.close(give_up)
         for life in self._dying:
             life.join()
-        if self._receiver is not None:
-            os.eventfd_write(self._wake, 1)
-            self._receiver.join()
-        if self._door is not None:
-            self._door.close()
-        if self._wake >= 0:
-            os.close(self._wake)
-            self._wake = -1
+        if self._reception is not None:
+            self._reception.close()
+            self._reception = None
         with self._lock:
             for host in self._hosts.values():
                 host.life = None

@@ -15,13 +15,14 @@ from flowchan.run.events import Ended, WorkerId
 @dataclass
 class Line:
     """What belongs to one worker on a link. ``gone``: its process has ended without a word, and it has no
-    other yet. ``ended``: it has said that it has ended; its last outputs may still be on their way until the
-    line is ``finished``."""
+    other yet; ``blame``: what it had in hand may be why. ``ended``: it has said that it has ended; its last
+    outputs may still be on their way until the line is ``finished``."""
 
     number: int
     life: Life
     here: Worker
     gone: bool = False
+    blame: bool = True
     ended: Ended | None = None
     finished: bool = False
 

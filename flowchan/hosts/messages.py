@@ -26,7 +26,8 @@ class Start:
     """Start this worker, as ``here``. ``stage``: what it does, pickled. ``modules``: those that the pickle
     refers to and that may be missing there. ``inputs``, ``outputs``, ``errors`` name its ports; the rings
     under them stay from one process of the worker to the next. ``most``: how many bytes the channels at home
-    take, ``share``: how many of these may be inside when there is more than one item."""
+    take, ``share``: how many of these may be inside when there is more than one item. ``seat``: in the group
+    of its gang."""
 
     line: int
     here: chance.Worker
@@ -39,6 +40,7 @@ class Start:
     most: int
     share: int
     gpus: int
+    seat: Any = None
 
     @property
     def id(self) -> WorkerId:
@@ -47,9 +49,10 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Recover:
-    """Give back what this worker, whose process has died, had in hand."""
+    """Give back what this worker, whose process has died, had in hand. Without ``blame`` we ended it."""
 
     worker: WorkerId
+    blame: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,7 +147,7 @@ class LocalCrew:
         """Processes first: a fork copies no thread of ours."""
         self._tell = tell
         for stage in self.plan.graph.stages:
-            if stage.gang is not None:
+            if stage.gang is not None and not stage.place.hosts:
                 self.regroup([id for id in self._workers if id.stage == stage.name])
         self._start_processes()
         self._start_threads()
@@ -338,7 +338,7 @@ class LocalCrew:
     def regroup(self, ids: Sequence[WorkerId]) -> None:
         stage = self._workers[ids[0]].stage
         assert stage.gang is not None
-        self._seats.update(zip(ids, stage.gang.make(len(ids), stage.name), strict=True))
+        self._seats.update(zip(ids, stage.gang.group._make_all(len(ids), stage.name), strict=True))
 
     def clear_up(self, abandoned: frozenset[WorkerId], patience: float | None) -> frozenset[WorkerId]:
         if self._apart is not None:

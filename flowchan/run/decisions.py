@@ -20,7 +20,8 @@ restarts left: at once the first time, later after a pause that doubles with eve
 
 The workers of a gang begin again together: when one has died, the others are ended, and once all are gone,
 all are started. Those in whose group's operation a member is missing may say so before its death is heard
-of: they are *bereft*, and their word is not a failure of their own, unless nobody died.
+of: they are *bereft*, and their word is not a failure of their own. When nobody died, connections between
+their hosts broke: they begin again, too, as long as their stage has restarts left.
 """
 
 from __future__ import annotations
@@ -169,10 +170,11 @@ class Terminate:
 
 @dataclass(frozen=True, slots=True)
 class Regroup:
-    """The same for all workers of a gang, of which one has ``died``."""
+    """The same for all workers of a gang, of which one ``died``, or none did."""
 
     workers: tuple[WorkerId, ...]
-    died: Replace
+    pause: float
+    died: WorkerId | None
 
 
 Action = StopSources | BreakChannels | ReleasePorts | Terminate | Replace | Regroup
@@ -267,7 +269,10 @@ def _died(state: State, died: Died, now: float) -> tuple[State, tuple[Action, ..
 
 def _raised(state: State, failure: Failure, now: float) -> tuple[State, tuple[Action, ...]]:
     """What a worker raised. Of a gang's it may be that another is missing, which is that one's affair."""
-    missed = failure.worker.stage in state.gangs and isinstance(failure.error, MemberDied)
+    stage, missed = failure.worker.stage, _missed(state, failure)
+    if stage in state.gangs and not missed:  # those on other hosts may have missed it before it is heard
+        own = tuple(one for one in state.failures if one.worker.stage != stage or not _missed(state, one))
+        state = dataclasses.replace(state, failures=own)
     if missed and state.phase not in ("running", "stopping"):
         return _failed(state, failure, now, expected=bool(state.failures))
     if not missed or isinstance(failure.error, MemberLeft) or failure.worker not in state.processes:
@@ -275,9 +280,13 @@ def _raised(state: State, failure: Failure, now: float) -> tuple[State, tuple[Ac
     return dataclasses.replace(state, bereft={**state.bereft, failure.worker: failure}), ()
 
 
+def _missed(state: State, failure: Failure) -> bool:
+    return failure.worker.stage in state.gangs and isinstance(failure.error, MemberDied)
+
+
 def _settle_gangs(state: State, now: float) -> tuple[State, tuple[Action, ...]]:
-    """Lets a gang begin again once all that are left of it are gone; where nobody has died, what they raised
-    is a failure after all. A run that does not go on waits for none of them."""
+    """Lets a gang begin again once all that are left of it are gone; where nobody has died, and it can't
+    begin again, what they raised is a failure after all. A run that does not go on waits for none of them."""
     actions: tuple[Action, ...] = ()
     for stage in sorted({worker.stage for worker in state.fallen}):
         mates = frozenset(worker for worker in state.alive if worker.stage == stage)
@@ -285,7 +294,7 @@ def _settle_gangs(state: State, now: float) -> tuple[State, tuple[Action, ...]]:
         going_on, died = state.phase in ("running", "stopping"), state.regrouping.get(stage)
         if going_on and len(fallen) < len(mates):
             continue
-        bereft = state.bereft
+        bereft, used = state.bereft, state.restarts.get(stage, 0)
         state = dataclasses.replace(
             state,
             fallen=frozenset(worker for worker in state.fallen if worker.stage != stage),
@@ -293,7 +302,11 @@ def _settle_gangs(state: State, now: float) -> tuple[State, tuple[Action, ...]]:
             regrouping={name: one for name, one in state.regrouping.items() if name != stage},
         )
         if going_on and died is not None and fallen:
-            actions = (*actions, Regroup(tuple(fallen), died))
+            actions = (*actions, Regroup(tuple(fallen), died.pause, died.worker))
+            continue
+        if going_on and fallen and used < state.limits.get(stage, 0):
+            state = dataclasses.replace(state, restarts={**state.restarts, stage: used + 1})
+            actions = (*actions, Regroup(tuple(fallen), 0.0, None))
             continue
         for worker in fallen:
             nobody_died = going_on and worker is fallen[0]

@@ -32,7 +32,9 @@ class Away(Protocol):
     def death(self, id: WorkerId) -> Death:
         """How a worker died that is gone without a word."""
 
-    def recover(self, id: WorkerId) -> None: ...
+    def recover(self, id: WorkerId, blame: bool) -> None: ...
+
+    def regroup(self, ids: Sequence[WorkerId]) -> None: ...
 
     def start_again(self, id: WorkerId) -> None: ...
 
@@ -98,7 +100,11 @@ class Spread(LocalCrew):
 
     def recover(self, id: WorkerId, blame: bool = True) -> None:
         away = self._whose.get(id)
-        super().recover(id, blame) if away is None else away.recover(id)
+        super().recover(id, blame) if away is None else away.recover(id, blame)
+
+    def regroup(self, ids: Sequence[WorkerId]) -> None:
+        away = self._whose.get(ids[0])
+        super().regroup(ids) if away is None else away.regroup(ids)
 
     def start_again(self, id: WorkerId) -> None:
         away = self._whose.get(id)

@@ -28,7 +28,8 @@ The run contract. If the code disagrees with it, that is a bug; each clause name
   worker at a time while the others go on, and with how each of them died. (test_blame.py)
 - R11 Gangs. The workers of a stage with a group start together. When one dies and the stage is restartable,
   all begin again, each with what it had in hand, and no item is blamed for the ends of the others. A
-  survivor's MemberDied is no failure of its own. (test_gangs.py, tests/crash/test_gang_deaths.py)
+  survivor's MemberDied is no failure of its own. So over hosts, too, where connections that break count as a
+  death. (test_gangs.py, tests/crash/test_gang_deaths.py, tests/hosts/test_host_gangs.py)
 """
 
 from __future__ import annotations
@@ -273,13 +274,13 @@ class Supervisor:
 
     def _regroup(self, action: Regroup) -> None:
         for worker in action.workers:
-            self.crew.recover(worker, blame=worker == action.died.worker)
-            self._due[worker] = time.monotonic() + action.died.pause
+            self.crew.recover(worker, blame=worker == action.died)
+            self._due[worker] = time.monotonic() + action.pause
         try:
             self.crew.regroup(action.workers)
         except OSError as error:
-            del self._due[action.died.worker]
-            self._handle(Failure(action.died.worker, error, None, self.pid))
+            del self._due[action.workers[0]]
+            self._handle(Failure(action.workers[0], error, None, self.pid))
 
     def _cancel_tasks(self) -> None:
         """At once when the run is broken off, and sources when nobody wants their elements any more; when

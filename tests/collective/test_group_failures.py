@@ -55,6 +55,21 @@ def test_after_a_death_every_call_says_so() -> None:
     assert Processes(2, body).results(1) == {1: [(0,)] * 4}
 
 
+def test_a_death_before_a_mate_has_its_seat_in_a_part_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def die(_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def body(g: Any) -> Any:
+        g.barrier()
+        if g.rank == 1:
+            monkeypatch.setattr(type(g), "_take_seat", die)
+        with pytest.raises(MemberDied) as died, g.split(0) as part:
+            part.barrier()
+        return died.value.ranks
+
+    assert Processes(3, body).results(2) == {0: (1,), 2: (1,)}
+
+
 def test_who_has_left_is_named_and_what_was_done_before_stays_done() -> None:
     def body(g: Any) -> Any:
         total = g.allreduce(1)

@@ -16,7 +16,7 @@ import pytest
 from collective_members import SECRET, free_address
 
 from flowchan import Channel, collective
-from flowchan.collective import GroupError, MemberDied, MemberLeft, Mismatch
+from flowchan.collective import GroupError, MemberDied, MemberLeft, Mismatch, gathering
 from flowchan.collective.gathering import meet_at
 from flowchan.collective.links import Links
 
@@ -180,6 +180,49 @@ def test_groups_within_a_group_share_memory_where_all_are_on_one_host() -> None:
     assert found[0] == ([0, 2], None, "SharedGroup")
     assert found[3] == ([1, 3], [1, 2, 3], "SharedGroup")
     assert OverHosts("aabb", body).results(4)[3] == ([1, 3], [1, 2, 3], "LinkedGroup")
+
+
+def test_who_leaves_ends_what_it_has_started() -> None:
+    """What waits for another host, on the first member of a host and on others. Who comes later may find it
+    done, for all was there that it needs."""
+
+    def body(g: Any) -> Any:
+        if g.rank == 0:  # it comes when the others have left
+            with pytest.raises(MemberDied):
+                g.receive(2)
+            g.barrier()
+            with pytest.raises(MemberLeft) as left:
+                g.barrier()
+            return left.value.ranks
+        handle = g.barrier(wait=False)
+        with pytest.raises(TimeoutError):
+            handle.wait(0.05)
+        if g.rank == 2:
+            g.send("here", 1)
+        else:
+            g.receive(2)
+        g.close()
+        with pytest.raises(GroupError):
+            handle.wait()
+        return None
+
+    assert OverHosts("abb", body).results(3)[0] == (1,)
+
+
+@pytest.mark.parametrize("victim", [0, 2, 3])
+def test_a_death_while_parts_connect_is_told(victim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a leader, that others wait for or dial, and of a member that is none: nobody waits for it."""
+
+    def body(g: Any) -> Any:
+        def die(*_: Any) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        if g.rank == victim:
+            monkeypatch.setattr(gathering, "FarLanes" if victim == 3 else "connect", die)
+        with pytest.raises(MemberDied), g.split("all") as part:
+            part.barrier()
+
+    assert OverHosts("aabb", body).results(3) == dict.fromkeys({0, 1, 2, 3} - {victim})
 
 
 def send_for_ever(g: Any, to: int) -> None:

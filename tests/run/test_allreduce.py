@@ -12,7 +12,6 @@ import pytest
 from runs import everywhere
 
 from flowchan import Graph, GraphError, In, Out, Reduced, RunError, Stream, worker
-from flowchan.hosts import local
 from flowchan.viz import to_dot, to_mermaid
 
 
@@ -177,13 +176,11 @@ def test_it_is_checked() -> None:
     numbers.allreduce(lambda a: a).collect()
     numbers.collect()
     graph.source([1], name="some 2").collect()
-    graph.source([1]).map(abs, on=local(2), workers=2, name="far").allreduce(name="far sums").collect()
     rules = {(problem.rule, problem.stage) for problem in graph.check()}
     assert rules == {
         ("read-twice", "some"),
         ("ports", "allreduce"),
         ("duplicate", "some 2"),
-        ("hosts", "far"),
     }
     with pytest.raises(GraphError, match="allreduce calls '<lambda>' with two arguments"):
         graph.run()

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from flowchan.errors import MemberDied
+from flowchan.errors import MemberDied, MemberLeft
 from flowchan.run.decisions import (
     GRACE,
     STOP_SECONDS,
@@ -150,7 +150,7 @@ def test_a_gang_begins_again_once_all_that_are_left_of_it_are_gone() -> None:
     state, actions = decide(state, Fell(third), 0.0)
     assert actions == ()
     state, actions = decide(state, Fell(second), 0.0)
-    assert actions == (Regroup(GANG, Replace(first, 0.0)),)
+    assert actions == (Regroup(GANG, 0.0, first),)
     assert state == dataclasses.replace(GANG_AT_WORK, restarts={"gang": 1})
 
 
@@ -159,19 +159,34 @@ def test_of_a_gang_only_those_begin_again_that_have_not_ended() -> None:
     state, _ = decide(GANG_AT_WORK, died(first), 0.0)
     state, _ = decide(state, Fell(third), 0.0)
     state, actions = decide(state, Ended(second), 0.0)
-    assert actions == (ReleasePorts(second), Regroup((first, third), Replace(first, 0.0)))
+    assert actions == (ReleasePorts(second), Regroup((first, third), 0.0, first))
 
 
-def test_a_gang_in_which_somebody_is_missing_but_nobody_died_fails() -> None:
+def test_a_gang_in_which_somebody_is_missing_but_nobody_died_begins_again_as_often_as_it_may() -> None:
     state = GANG_AT_WORK
-    for worker in GANG:
-        state, _ = decide(state, missing(worker), 0.0)
-    for worker in GANG[:2]:
-        state, actions = decide(state, Fell(worker), 0.0)
-        assert actions == ()
-    state, actions = decide(state, Fell(GANG[2]), 0.0)
+    for restart in (1, 2, 3):
+        for worker in GANG:
+            state, _ = decide(state, missing(worker), 0.0)
+        for worker in GANG[:2]:
+            state, actions = decide(state, Fell(worker), 0.0)
+            assert actions == ()
+        state, actions = decide(state, Fell(GANG[2]), 0.0)
+        if restart < 3:
+            assert actions == (Regroup(GANG, 0.0, None),)
+            assert state == dataclasses.replace(GANG_AT_WORK, restarts={"gang": restart})
     assert (state.phase, [one.worker for one in state.failures]) == ("ended", [GANG[0]])
     assert BreakChannels() in actions
+
+
+def test_what_its_mates_missed_is_not_told_when_the_failure_of_one_is_heard_later() -> None:
+    """On other hosts they may have missed it before."""
+    first, second, _ = GANG
+    left = dataclasses.replace(missing(second), error=MemberLeft("rank 0 has left"))
+    state, _ = decide(GANG_AT_WORK, left, 0.0)
+    assert (state.phase, state.failures) == ("failing", (left,))
+    why = failure(first)
+    state, _ = decide(state, why, 0.0)
+    assert state.failures == (why,)
 
 
 def test_a_run_that_fails_waits_for_no_gang() -> None:

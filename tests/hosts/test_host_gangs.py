@@ -1,0 +1,214 @@
+"""R11 over hosts: the workers of a gang meet by the driver, and are members of one group wherever they run.
+And ``allreduce`` tells workers apart there, too."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hosted import agents
+
+from flowchan import Graph, In, Out, Reduced, RunError, worker
+from flowchan.collective import Group
+from flowchan.hosts import local
+from flowchan.viz import to_mermaid
+
+ITEMS = 60
+
+
+@pytest.fixture(autouse=True)
+def _no_agent_stays() -> Iterator[None]:
+    yield
+    assert not agents()
+
+
+def add(a: int, b: int) -> int:
+    return a + b
+
+
+def kill_worker() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_agent() -> None:
+    os.kill(os.getppid(), signal.SIGKILL)
+    signal.pause()
+
+
+def once(folder: Path, point: object, deed: Callable[[], Any]) -> None:
+    """Does it the first time that a worker comes here."""
+    try:
+        (folder / str(point)).touch(exist_ok=False)
+    except FileExistsError:
+        return
+    deed()
+
+
+def test_each_worker_has_its_member_of_one_group() -> None:
+    """Those of one host share memory, and hosts are connected; in a part of the pool likewise."""
+
+    def tell(group: Group, out: Out[tuple[Any, ...]]) -> None:
+        me = worker()
+        out.put((me.number, group.rank, group.size, group.name, group.allreduce(group.rank), me.host))
+
+    for pool, hosts in ((local(2), 2), (local(2)["local-2"], 1)):
+        graph = Graph("gang")
+        told = graph.stage(tell, on=pool, workers=3, name="tell").collect()
+        found = sorted(graph.run()[told])
+        assert [one[:5] for one in found] == [(rank + 1, rank, 3, "tell", 3) for rank in range(3)]
+        assert len({one[5] for one in found}) == hosts
+
+
+def summed(numbers: In[int], group: Group, out: Out[int]) -> None:
+    """They wait for each other after every number, until none has any."""
+    for number in numbers:
+        group.combine(number, add)
+        out.put(number)
+    for _ in group.rest(add):
+        pass
+
+
+@pytest.mark.parametrize("tls", [False, True], ids=["", "tls"])
+def test_workers_that_share_a_stream_end_together(tls: bool) -> None:
+    """None waits at the end for what another one has ahead, on whatever host that is."""
+    if tls:
+        pytest.importorskip("cryptography")
+    graph = Graph("gang")
+    result = graph.stage(summed, graph.source(range(ITEMS)), on=local(2, tls=tls), workers=4).collect()
+    assert sorted(graph.run()[result]) == list(range(ITEMS))
+
+
+def test_the_failure_of_one_is_the_only_one_that_is_reported() -> None:
+    def fail(group: Group, out: Out[int]) -> None:
+        if group.rank == 1:
+            raise ValueError("mine")
+        group.barrier()
+
+    graph = Graph("gang")
+    graph.stage(fail, on=local(2), workers=3, name="fail").collect()
+    with pytest.raises(RunError) as caught:
+        graph.run()
+    assert [type(error.__cause__) for error in caught.value.exceptions] == [ValueError]
+
+
+class Unfinished:
+    """It raises before its worker has met the others."""
+
+    def __init__(self) -> None:
+        if worker().number == 2:
+            raise ValueError("not made")
+
+    def __call__(self, group: Group, out: Out[int]) -> None:
+        out.put(group.allreduce(1))
+
+
+def test_who_fails_before_all_have_met_is_waited_for_by_nobody() -> None:
+    graph = Graph("gang")
+    graph.stage(Unfinished, on=local(2), workers=3).collect()
+    with pytest.raises(RunError) as caught:
+        graph.run()
+    assert [str(error.__cause__) for error in caught.value.exceptions] == ["not made"]
+
+
+@pytest.mark.parametrize("deed", [kill_worker, kill_agent], ids=["worker", "agent"])
+def test_one_death_lets_all_begin_again_with_what_they_had_in_hand(
+    tmp_path: Path, deed: Callable[[], Any]
+) -> None:
+    """So each item has its output, once, also that of a host that is lost."""
+
+    def work(numbers: In[int], group: Group, out: Out[int]) -> None:
+        for number in numbers:
+            if number in (0, 11, 12, 40):
+                once(tmp_path, number, deed)
+            group.combine(number, add)
+            out.put(number)
+        for _ in group.rest(add):
+            pass
+
+    graph = Graph("gang")
+    numbers = graph.source(range(ITEMS), capacity=4)
+    result = graph.stage(work, numbers, on=local(2), workers=4, restartable=True, name="work").collect()
+    run = graph.start()
+    assert Counter(run.wait()[result]) == Counter(range(ITEMS))
+
+
+def cut(group: Any) -> None:
+    """The connections between the hosts."""
+    for sock in group._links.sockets.values():
+        sock.shutdown(socket.SHUT_RDWR)
+
+
+def test_connections_between_hosts_that_break_let_all_begin_again(tmp_path: Path) -> None:
+    """Nobody died, and nobody can go on."""
+
+    def work(numbers: In[int], group: Group, out: Out[int]) -> None:
+        for number in numbers:
+            if number == 20:
+                once(tmp_path, number, lambda: cut(group))
+            group.combine(number, add)
+            out.put(number)
+        for _ in group.rest(add):
+            pass
+
+    graph = Graph("gang")
+    numbers = graph.source(range(ITEMS))
+    result = graph.stage(work, numbers, on=local(2), workers=2, restartable=True, name="work").collect()
+    run = graph.start()
+    assert Counter(run.wait()[result]) == Counter(range(ITEMS))
+    assert next(stage.restarts for stage in run.stats().stages if stage.name == "work") == 1
+
+
+def some(numbers: Out[int]) -> None:
+    """Worker 1 gives one number, worker 2 two, and so on."""
+    me = worker().number
+    for k in range(me):
+        numbers.put(10 * me + k)
+
+
+def rounds(stream: Any) -> list[Reduced]:
+    result = stream.collect()
+    found: list[Reduced] = stream.graph.run()[result]
+    return found
+
+
+def test_each_round_has_an_item_of_every_worker_that_still_has_one() -> None:
+    graph = Graph("rounds")
+    numbers = graph.stage(some, on=local(2), workers=3)
+    reduced = numbers.allreduce("sum")
+    assert "each worker" in to_mermaid(graph)
+    assert rounds(reduced) == [(10 + 20 + 30, 3, 0), (21 + 31, 2, 1), (32, 1, 2)]
+
+
+def test_what_workers_share_is_all_combined_however_few_places_there_are() -> None:
+    """A worker that has an item in hand may wait for room that only the next item of another one makes, so
+    that one must get it, or its end."""
+    graph = Graph("shares")
+    halves = graph.source(range(1, 301)).map(abs, on=local(2), workers=3, capacity=2)
+    found = rounds(halves.allreduce(capacity=1))
+    assert [one.round for one in found] == [*range(len(found))]
+    assert sum(one.value for one in found) == sum(range(1, 301))
+    assert sum(one.contributors for one in found) == 300
+
+
+@pytest.mark.parametrize("deed", [kill_worker, kill_agent], ids=["worker", "agent"])
+def test_each_output_is_in_one_round_whatever_dies(tmp_path: Path, deed: Callable[[], Any]) -> None:
+    """What a worker had in hand is its successor's alone: another one's channel does not know what is out."""
+
+    def work(item: int) -> Iterator[str]:
+        for number in range(3):
+            if (item, number) in ((0, 0), (7, 1), (30, 2)):
+                once(tmp_path, f"{item}.{number}", deed)
+            yield f"{item}.{number} "
+
+    graph = Graph("c11")
+    numbers = graph.source(range(ITEMS), capacity=4)
+    found = rounds(numbers.flat_map(work, on=local(2), workers=3, capacity=4).allreduce("sum", capacity=1))
+    given = [output for one in found for output in one.value.split()]
+    assert Counter(given) == Counter(f"{item}.{number}" for item in range(ITEMS) for number in range(3))
+    assert [one.round for one in found] == list(range(len(found)))
