@@ -3,44 +3,61 @@ values it is given and knows nothing of the run itself."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
 from flowchan.declare.verbs import VERBS
 from flowchan.run.report import count, rate, share
 from flowchan.run.stats import LinkStats, RunStats, StageStats
+from flowchan.viz.captured import Captured
 
 if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
     from rich.live import Live
     from rich.table import Table
 
 PLAIN_EVERY = 5.0
 PLAIN_STAGES = 6
+AROUND = 9
+"""Lines of the terminal that the table's rows leave free: for its head and for what stands below it."""
 
 
 class LiveView:
     """``with LiveView() as view:`` and :meth:`show` a snapshot as often as you like, several times a second.
 
-    Writes to ``stream`` (the standard error stream, so that the program's own output stays clean). Starts no
-    thread. ``clock`` tells the time that spaces the plain lines.
+    Writes to ``stream`` (the standard error stream, so that the program's own output stays clean). On a
+    terminal, what is printed meanwhile by this process and by those that it starts appears above the table.
+    ``clock`` tells the time that spaces the plain lines.
     """
 
     def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = sys.stderr if stream is None else stream
         self._clock = clock
         self._next = clock() + PLAIN_EVERY
+        self._console: Console | None = None
         self._live: Live | None = None
+        self._ends = contextlib.ExitStack()
 
     def __enter__(self) -> LiveView:
         if self._stream.isatty():
             from rich.console import Console
             from rich.live import Live
 
-            self._live = Live(console=Console(file=self._stream), auto_refresh=False, transient=True)
+            captured = None
+            if is_standard_error(self._stream):
+                captured = self._ends.enter_context(Captured(self._printed))
+            self._console = Console(file=self._stream if captured is None else captured.terminal)
+            self._live = Live(
+                console=self._console, auto_refresh=False, transient=True,
+                redirect_stdout=False, redirect_stderr=False,
+            )  # fmt: skip
             self._live.start()
+            if captured is not None:
+                captured.start()
         return self
 
     def __exit__(
@@ -49,21 +66,38 @@ class LiveView:
         if self._live is not None:
             self._live.stop()
             self._live = None
+        self._ends.close()  # what was printed last comes out now
 
     def show(self, stats: RunStats) -> None:
         """Show ``stats``: at once on a terminal, if a line is due elsewhere."""
         if self._live is not None:
-            self._live.update(_table(stats, max(1, self._live.console.height - 7)), refresh=True)
+            width, height = self._live.console.size
+            self._live.update(_view(stats, width, max(1, height - AROUND)), refresh=True)
         elif self._clock() >= self._next:
             self._next = self._clock() + PLAIN_EVERY
             print(plain_line(stats), file=self._stream, flush=True)
 
     def say(self, line: str) -> None:
         """Write one line above the table."""
-        if self._live is not None:
-            self._live.console.print(line, markup=False, highlight=False)
+        if self._console is not None:
+            self._console.print(line, markup=False, highlight=False)
         else:
             print(line, file=self._stream, flush=True)
+
+    def _printed(self, line: str) -> None:
+        """Somebody has printed this line. Heard on another thread."""
+        from rich.text import Text
+
+        assert self._console is not None
+        self._console.print(Text.from_ansi(line), soft_wrap=True)
+
+
+def is_standard_error(stream: TextIO) -> bool:
+    """Whether what is written to it comes out where the standard error stream of this process does."""
+    try:
+        return stream.fileno() == 2
+    except (OSError, ValueError):
+        return False
 
 
 def plain_line(stats: RunStats) -> str:
@@ -82,7 +116,8 @@ def _plain_stage(stage: StageStats, queue: tuple[int, int] | None, bottleneck: b
     words += f" busy {share(stage.busy)}"
     if queue:
         words += f" queue {count(queue[0])}/{count(queue[1])}"
-    return f"{words} failed {count(stage.failed)}" if stage.failed else words
+    words += f" failed {count(stage.failed)}" if stage.failed else ""
+    return words + (f" restarts {count(stage.restarts)}" if stage.restarts else "")
 
 
 def _items(stage: StageStats) -> int:
@@ -112,7 +147,36 @@ def _added(queue: tuple[int, int], link: LinkStats) -> tuple[int, int]:
     return queue[0] + link.inside, queue[1] + link.capacity
 
 
-def _table(stats: RunStats, height: int) -> Table:
+def _view(stats: RunStats, width: int, height: int) -> RenderableType:
+    """The table, and below it what goes wrong, each in a line that a narrow terminal cuts."""
+    from rich.console import Group
+    from rich.text import Text
+
+    lines = [Text(f"▶ the bottleneck: {stats.bottleneck}")] if stats.bottleneck else []
+    lines += [Text(f"! {trouble}", style="red") for trouble in troubles(stats)]
+    if stats.last_error:
+        lines.append(Text(f"! last: {' '.join(stats.last_error.split())}", style="red"))
+    for line in lines:
+        line.no_wrap, line.overflow = True, "ellipsis"
+    return Group(_table(stats, width, height), *lines)
+
+
+def troubles(stats: RunStats) -> Iterator[str]:
+    """How many items have failed and were tried again, and how many workers were replaced, by stage."""
+    for word, number_of in _TROUBLES.items():
+        stages = [f"{count(number_of(stage))} {stage.name}" for stage in stats.stages if number_of(stage)]
+        if stages:
+            yield f"{word} {', '.join(stages)}"
+
+
+_TROUBLES: dict[str, Callable[[StageStats], int]] = {
+    "failed:": lambda stage: stage.failed,
+    "retried:": lambda stage: stage.retried,
+    "restarts:": lambda stage: stage.restarts,
+}
+
+
+def _table(stats: RunStats, width: int, height: int) -> Table:
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -122,32 +186,33 @@ def _table(stats: RunStats, height: int) -> Table:
     title = f"{stats.graph} · {stats.state} · {stats.elapsed:.1f} s" + (
         f" · {hidden} quieter stages" if hidden else ""
     )
-    titles = ("workers", "items", "rate", "busy", "failed", "queue")
+    titles = ("workers", "items", "rate", "busy", "wait in", "wait out", "queue")
     rows = [_cells(stage, queues.get(stage.name)) for stage in chosen]
     table = Table(
-        title=Text(title, style="bold"), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
-    )
-    table.add_column("stage", no_wrap=True)  # the only one that a narrow terminal may shorten
-    for name, *cells in zip(titles, *rows, strict=True):
-        width = max(map(len, [name, *cells]))
-        table.add_column(name, justify="left" if name == "queue" else "right", no_wrap=True, min_width=width)
+        title=Text(title, style="bold yellow" if stats.state == "stopping" else "bold"),
+        title_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False,
+    )  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
+    left = width - sum(widths) - len(widths)
+    table.add_column("stage", no_wrap=True, max_width=max(left, 8))  # the one that may be cut
+    for name, wide in zip(titles, widths, strict=True):
+        table.add_column(name, justify="left" if name == "queue" else "right", no_wrap=True, min_width=wide)
     for stage, cells in zip(chosen, rows, strict=True):
         slow = stage.name == stats.bottleneck
-        style = "bold red" if stage.failed else "bold yellow" if slow else ""
+        style = "red" if stage.failed else "bold yellow" if slow else ""
         table.add_row(Text(f"{'▶' if slow else ' '} {stage.name}"), *map(Text, cells), style=style)
-    table.caption = Text(f"▶ the bottleneck: {stats.bottleneck}") if stats.bottleneck else None
-    table.caption_justify = "left"
     return table
 
 
 def _cells(stage: StageStats, queue: tuple[int, int] | None) -> list[str]:
-    alive = f"{stage.alive}/{stage.workers} {stage.on}"
+    missing = "" if stage.alive == stage.workers else f"{stage.alive}/"
     return [
-        alive,
+        f"{missing}{stage.workers} {stage.on}",
         count(_items(stage)),
         rate(stage.rate),
         share(stage.busy),
-        count(stage.failed),
+        share(stage.waiting_input),
+        share(stage.waiting_output),
         _bar(queue),
     ]
 
@@ -156,5 +221,5 @@ def _bar(queue: tuple[int, int] | None) -> str:
     if queue is None:
         return ""
     inside, capacity = queue
-    full = round(8 * inside / capacity) if capacity else 0
-    return f"{'█' * full}{'░' * (8 - full)} {count(inside)}/{count(capacity)}"
+    full = round(4 * inside / capacity) if capacity else 0
+    return f"{'█' * full}{'░' * (4 - full)} {count(inside)}/{count(capacity)}"

@@ -6,11 +6,12 @@ Exit codes: 0 done, 1 the run failed, 2 the graph or the call is wrong, 130 inte
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import signal
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec
@@ -31,11 +32,13 @@ P = ParamSpec("P")
 
 
 @click.group()
+@click.version_option(package_name="flowchan", prog_name="flowchan", message="%(prog)s %(version)s")
 def main() -> None:
     """Run, check and draw graphs of stages and channels.
 
-    FILE is a Python file that declares a graph: a Graph object, or a function that returns one and gets ARGS.
-    With several of them, say FILE:NAME.
+    FILE is a Python file that declares a graph: a Graph object, or a function that returns one and gets ARGS,
+    as the types that its parameters are annotated with. With several of them, say FILE:NAME. A module does as
+    well, package.module:NAME, and - for standard input.
     """
 
 
@@ -96,9 +99,11 @@ def run(file: str, args: tuple[str, ...], debug: bool, seed: int | None, hosts: 
     (SIGQUIT) shows which stage waits on which channel.
     """
     from flowchan.cli.loading import LoadError, load
+    from flowchan.cli.results import result_lines
     from flowchan.errors import RunError
+    from flowchan.viz.terminal import LiveView
 
-    with _Interrupts() as interrupts:
+    with _Interrupts() as interrupts, _logging():
         graph: Any = load(file, args)
         inputs = [stage.name for stage in graph.stages if stage.verb.outside]
         if inputs:
@@ -111,15 +116,35 @@ def run(file: str, args: tuple[str, ...], debug: bool, seed: int | None, hosts: 
             graph._give_hosts(_pool(hosts))
         interrupts.hold = True
         failure: RunError | None = None
-        with graph.start(seed=seed) as running:
-            try:
-                _follow(running, interrupts)
-            except RunError as error:
-                failure = error
-            click.echo(running.report())
+        results: Any = {}
+        try:
+            with LiveView() as view, graph.start(seed=seed) as running:
+                results = _follow(running, view, interrupts)
+        except RunError as error:
+            failure = error
+        click.echo(running.report())
+        for line in result_lines(results):
+            click.echo(line)
     if failure is not None:
         _tell_failures(failure, debug)
     return INTERRUPTED if interrupts.count else DONE if failure is None else FAILED
+
+
+@contextlib.contextmanager
+def _logging() -> Iterator[None]:
+    """Shows what flowchan logs of deaths and blame, unless the file sets logging up itself."""
+    import logging
+
+    handler = logging.StreamHandler()
+    handler.setLevel(logging.WARNING)
+    handler.setFormatter(logging.Formatter("flowchan: %(message)s"))
+    handler.addFilter(lambda record: not logging.root.handlers)
+    logger = logging.getLogger("flowchan")
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
 
 def _pool(hosts: str) -> Any:
@@ -153,10 +178,10 @@ def check(file: str, args: tuple[str, ...], debug: bool) -> int:
 @click.option("--open", "show", is_flag=True, help="Open the picture in its usual viewer.")
 def viz(file: str, args: tuple[str, ...], debug: bool, output: str | None, show: bool) -> int:
     """Draw the graph in FILE without running any of it. The output's suffix names the format."""
-    from flowchan.cli.loading import load, split_target
+    from flowchan.cli.loading import load, picture_name
     from flowchan.viz import FORMATS, draw
 
-    path = Path(output or f"{split_target(file)[0].stem}.svg")
+    path = Path(output or picture_name(file))
     if path.suffix[1:].lower() not in FORMATS:
         raise click.BadParameter(
             f"{str(path)!r}: the name must end in .{', .'.join(FORMATS)}", param_hint="-o"
@@ -253,24 +278,21 @@ class _Interrupts:
             raise KeyboardInterrupt
 
 
-def _follow(running: Any, interrupts: _Interrupts) -> None:
-    """Show the run until it ends, and pass interrupts on to it. Raises what the run raises."""
-    from flowchan.viz.terminal import LiveView
-
+def _follow(running: Any, view: LiveView, interrupts: _Interrupts) -> Any:
+    """Shows the run until it ends, and passes interrupts on to it. Gives its results; raises what it
+    raises."""
     heard = 0
-    with LiveView() as view:
-        while True:
-            if interrupts.count > heard:
-                heard = interrupts.count
-                _interrupt(running, view, heard)
-            if interrupts.asked:
-                interrupts.asked = False
-                view.say(running.explain())
-            try:
-                running.wait(timeout=REFRESH)
-                return
-            except TimeoutError:
-                view.show(running.stats())
+    while True:
+        if interrupts.count > heard:
+            heard = interrupts.count
+            _interrupt(running, view, heard)
+        if interrupts.asked:
+            interrupts.asked = False
+            view.say(running.explain())
+        try:
+            return running.wait(timeout=REFRESH)
+        except TimeoutError:
+            view.show(running.stats())
 
 
 def _interrupt(running: Any, view: LiveView, times: int) -> None:

@@ -1,23 +1,29 @@
-"""Finding the graph in a user's file, for the command line.
+"""Finding the graph in a user's file or module, for the command line.
 
-The file is imported, not run: its ``if __name__ == "__main__"`` block stays asleep.
+It is imported, not run: its ``if __name__ == "__main__"`` block stays asleep.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.machinery
 import importlib.util
 import inspect
+import linecache
+import os
 import sys
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
+from flowchan.cli.arguments import converted
 from flowchan.declare.blueprint import Blueprint
 from flowchan.errors import FlowchanError, GraphError
+
+STDIN = Path("-")
 
 
 class LoadError(FlowchanError):
@@ -27,21 +33,23 @@ class LoadError(FlowchanError):
 
 
 def load(target: str, args: Sequence[str] = ()) -> Blueprint:
-    """The graph that ``target``, ``FILE`` or ``FILE:NAME``, declares.
+    """The graph that ``target``, ``FILE`` or ``FILE:NAME``, declares. ``FILE`` may also be ``-``, for what
+    comes by standard input, or the name of a module: ``package.module:graph``.
 
     That is the module's only graph, or what its only function annotated ``-> Graph`` returns when it is
-    called with ``args``. An object that has a graph, in a property ``graph`` annotated ``-> Graph``, counts
-    as that graph. ``NAME`` chooses among several, and may name a function without the annotation. Raises
-    :class:`LoadError`.
+    called with ``args``, each converted to what its parameter is annotated with. An object that has a graph,
+    in a property ``graph`` annotated ``-> Graph``, counts as that graph. ``NAME`` chooses among several, and
+    may name a function without the annotation. Raises :class:`LoadError`.
     """
     path, name = split_target(target)
     module = load_module(path)
     found = _named(module, name, path) if name else _only(module, path)
-    return _graph_of(f"{path}:{found}", getattr(module, found), args)
+    return _graph_of(f"{path}:{found}", getattr(module, found), args, Path(module.__file__ or path))
 
 
 def split_target(target: str) -> tuple[Path, str | None]:
-    """``FILE:NAME`` in its two parts. A file whose own name holds a colon is found all the same."""
+    """``FILE:NAME`` in its two parts. A file whose own name holds a colon is found all the same. The first
+    part may also be ``-`` or a module's name."""
     file, colon, name = target.rpartition(":")
     if not colon or Path(target).exists():
         return Path(target), None
@@ -50,19 +58,31 @@ def split_target(target: str) -> tuple[Path, str | None]:
     return Path(file), name
 
 
+def picture_name(target: str) -> str:
+    """What a picture of ``target`` is called if nobody says so."""
+    path, _ = split_target(target)
+    if path == STDIN:
+        return "stdin.svg"
+    return f"{path.name.rpartition('.')[2] if _names_module(path) else path.stem}.svg"
+
+
 def load_module(path: Path) -> ModuleType:
     """Import the file as a module named like it, with its folder on ``sys.path``, as Python does for a
-    script.
+    script; a module by its name, and standard input, with the working directory there.
 
-    The module's functions are pickled by value from then on, because a worker process may not find the file.
+    Of a file and of standard input the functions are pickled by value from then on, because a worker process
+    may not find them.
     """
+    if path == STDIN:
+        return _from_stdin()
+    if _names_module(path):
+        return _import(str(path))
     if not path.exists():
         raise LoadError(f"{path}: no such file")
     if not path.is_file():
         raise LoadError(f"{path}: not a file")
     file = path.resolve()
-    if str(file.parent) not in sys.path:
-        sys.path.insert(0, str(file.parent))
+    _find_in(str(file.parent))
     name = _module_name(file)
     loader = _Loader(name, str(file))
     module = importlib.util.module_from_spec(importlib.machinery.ModuleSpec(name, loader, origin=str(file)))
@@ -74,10 +94,57 @@ def load_module(path: Path) -> ModuleType:
     except BaseException:
         del sys.modules[name]
         raise
+    return _by_value(module)
+
+
+def _find_in(folder: str) -> None:
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+
+
+def _by_value(module: ModuleType) -> ModuleType:
     import cloudpickle
 
     cloudpickle.register_pickle_by_value(module)
     return module
+
+
+def _names_module(path: Path) -> bool:
+    """Whether it is a module's name and not a file's. A package's folder is one."""
+    parts = str(path).split(".")
+    named = all(map(str.isidentifier, parts)) and parts[-1] != "py"
+    return named and (not path.exists() or (path / "__init__.py").is_file())
+
+
+def _import(name: str) -> ModuleType:
+    _find_in(os.getcwd())
+    with _one_line(Path(name)):
+        try:
+            spec = importlib.util.find_spec(name)
+        except ModuleNotFoundError as error:
+            if not f"{name}.".startswith(f"{error.name}."):
+                raise
+            spec = None
+    if spec is None:
+        raise LoadError(f"{name}: no file, and no module that can be imported from here, has that name")
+    with _one_line(Path(spec.origin or name)):
+        return importlib.import_module(name)
+
+
+def _from_stdin() -> ModuleType:
+    _find_in(os.getcwd())
+    text, file = sys.stdin.read(), "<stdin>"
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # for tracebacks
+    module = ModuleType("_stdin")
+    module.__file__ = file
+    sys.modules[module.__name__] = module
+    try:
+        with _one_line(Path(file)):
+            exec(compile(text, file, "exec"), vars(module))
+    except BaseException:
+        del sys.modules[module.__name__]
+        raise
+    return _by_value(module)
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
@@ -134,7 +201,7 @@ def _line_in(path: Path, error: BaseException) -> str:
     lines = []
     trace = error.__traceback__
     while trace is not None:
-        if trace.tb_frame.f_code.co_filename == str(path.resolve()):
+        if trace.tb_frame.f_code.co_filename in (str(path), str(path.resolve())):
             lines.append(trace.tb_lineno)
         trace = trace.tb_next
     return f" (line {lines[-1]})" if lines else ""
@@ -207,7 +274,7 @@ def _named(module: ModuleType, name: str, path: Path) -> str:
     raise LoadError(f"{path}: no {name!r} inside{known}")
 
 
-def _graph_of(label: str, value: Any, args: Sequence[str]) -> Blueprint:
+def _graph_of(label: str, value: Any, args: Sequence[str], file: Path) -> Blueprint:
     graph = _graph_behind(value)
     if graph is not None:
         if args:
@@ -219,21 +286,38 @@ def _graph_of(label: str, value: Any, args: Sequence[str]) -> Blueprint:
         raise LoadError(
             f"{label}: is neither a graph nor a function that returns one, but of type {_type(value)}"
         )
-    try:
-        signature = inspect.signature(value)
-        signature.bind(*args)
-    except TypeError as error:
-        takes = signature.replace(return_annotation=inspect.Signature.empty)
-        raise LoadError(f"{label}: {error}: it takes {takes}, {len(args)} given") from error
-    except ValueError:  # a callable that tells no signature
-        pass
-    path = Path(label.rpartition(":")[0])
-    with _one_line(path):
-        returned = value(*args)
+    converted = _converted(label, value, args)
+    with _one_line(file):
+        returned = value(*converted)
     graph = _graph_behind(returned)
     if graph is None:
         raise LoadError(f"{label}: returned an object of type {_type(returned)}, not a Graph")
     return graph
+
+
+def _converted(label: str, function: Callable[..., Any], args: Sequence[str]) -> Sequence[Any]:
+    """The arguments as the parameters are annotated."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # a callable that tells no signature
+        return args
+    try:
+        bound = signature.bind(*args)
+    except TypeError as error:
+        takes = signature.replace(return_annotation=inspect.Signature.empty)
+        raise LoadError(f"{label}: {error}: it takes {takes}, {len(args)} given") from error
+    hints: dict[str, Any] = {}
+    with contextlib.suppress(Exception):
+        hints = typing.get_type_hints(function)
+    for name, value in bound.arguments.items():
+        try:
+            if signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL:
+                bound.arguments[name] = tuple(converted(text, hints.get(name)) for text in value)
+            else:
+                bound.arguments[name] = converted(value, hints.get(name))
+        except ValueError as error:
+            raise LoadError(f"{label}: {name}: {error}") from error
+    return bound.args
 
 
 def _type(value: Any) -> str:

@@ -27,7 +27,6 @@ from flowchan import _core
 from flowchan.channel.channel import Channel, In, Out, most_bytes
 from flowchan.errors import Broken, Closed, HostError
 from flowchan.hosts.code import lacking
-from flowchan.hosts.logs import send_logs
 from flowchan.hosts.messages import (
     AHEAD,
     BEHIND,
@@ -46,8 +45,9 @@ from flowchan.hosts.messages import (
     too_large,
     versions,
 )
+from flowchan.run import logs
 from flowchan.run.decisions import Terminate
-from flowchan.run.events import Failure, Gone, WorkerId
+from flowchan.run.events import Failure, Gone, Started, WorkerId
 from flowchan.run.failures import Portable
 from flowchan.run.opening import Ports, open_ports
 from flowchan.run.recovery import take_up
@@ -66,7 +66,7 @@ class Orders:
     patience: float
     graph: str
     tls: bool
-    level: int  # of what is logged
+    levels: dict[str, int]  # of the program's loggers
 
     @classmethod
     def read(cls, line: str) -> Orders:
@@ -105,7 +105,7 @@ class Agent:
         self._said, self._heard = commands.writer(), self._events.reader()  # the link's ends
         self._workers: dict[WorkerId, _Worker] = {}
         self._processes = WorkerProcesses(orders.graph, self._events, self._gone)
-        send_logs(orders.level, self._events.put)
+        logs.set_levels(orders.levels)  # for those who are forked from here
         self._link = _core.Link(False)
         self._link.line(0, [self._said], [self._heard])
 
@@ -152,9 +152,13 @@ class Agent:
         ports, orders = self._workers[start.id].ports, self._orders
         member = start.seat and start.seat.reached(orders.address, orders.secret, orders.tls)
         try:
-            self._processes.start(start.here, start.stage, ports, start.predecessors, start.gpus, member)
+            pid = self._processes.start(
+                start.here, start.stage, ports, start.predecessors, start.gpus, member
+            )
         except (OSError, HostError) as error:
             self._events.put(Failure(start.id, Portable(error), None, os.getpid()))
+        else:
+            self._events.put(Started(start.id, pid, start.here.host))
 
     def _open(self, start: Start) -> _Worker:
         """The rings of a worker, with its ports, and the link's ends of them."""

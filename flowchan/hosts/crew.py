@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import secrets
 import socket
 import threading
@@ -27,13 +26,11 @@ from flowchan.errors import Closed, HostError
 from flowchan.hosts.code import own_modules, pack_stage
 from flowchan.hosts.life import Heard, Life
 from flowchan.hosts.lines import Line, together
-from flowchan.hosts.logs import log_here
 from flowchan.hosts.messages import (
     Ask,
     Echo,
     Fell,
     Lacking,
-    Logged,
     Recover,
     Release,
     Start,
@@ -45,6 +42,7 @@ from flowchan.hosts.messages import (
 )
 from flowchan.hosts.provider import Provider
 from flowchan.hosts.reception import Reception
+from flowchan.run import logs
 from flowchan.run.chance import Worker
 from flowchan.run.crew import LocalCrew
 from flowchan.run.deadlock import Elsewhere
@@ -157,7 +155,7 @@ class HostCrew:
             "address": self._reception.address,
             "graph": self._name,
             "tls": self._tls,
-            "level": logging.getLogger().getEffectiveLevel(),
+            "levels": logs.levels(),
         }
         life.begin(self._name, said)
         return life
@@ -236,8 +234,8 @@ class HostCrew:
         elif isinstance(told, Waiting):
             life.waiting = told
             return
-        elif isinstance(told, Logged):
-            log_here(told, life.host)
+        elif isinstance(told, logs.Logged):
+            logs.log_here(told)
             return
         elif isinstance(told, Began):
             self._home.obituaries.began(told.worker)

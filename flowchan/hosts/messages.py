@@ -14,6 +14,7 @@ from typing import Any
 from flowchan.run import chance
 from flowchan.run.decisions import Terminate
 from flowchan.run.events import Event, WorkerId
+from flowchan.run.logs import Logged
 from flowchan.run.recovery import Death
 
 AHEAD, BEHIND = 1 << 16, 1024
@@ -118,13 +119,6 @@ class Waiting:
 
     number: int
     workers: Mapping[WorkerId, Waits]
-
-
-@dataclass(frozen=True, slots=True)
-class Logged:
-    """A worker has logged something: the attributes of the record."""
-
-    attributes: Mapping[str, Any]
 
 
 Told = Event | Lacking | Fell | Echo | Waiting | Logged

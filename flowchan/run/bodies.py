@@ -21,9 +21,13 @@ from typing import Any
 from flowchan.channel.channel import In, Out
 from flowchan.errors import Broken, Closed, Drained, Empty, WorkerDied
 from flowchan.items.combining import Reduced, reduced
+from flowchan.items.text import short
+from flowchan.run import journal
 from flowchan.run.failures import Failed, ItemFailed, Portable, text_of
 
 SKIPPED: Any = object()
+TROUBLE_EVERY = 0.5
+"""Seconds between two items that a worker tells of because they failed."""
 
 
 @dataclass
@@ -40,6 +44,8 @@ class Job:
     errors: Out[Failed] | None = None
     on_retry: Callable[[], None] = lambda: None
     on_result: Callable[[Any], None] = lambda _: None
+    on_trouble: Callable[[str], None] = lambda _: None
+    trouble_told_at: float = -TROUBLE_EVERY
     on_clean_up: Callable[[], None] = lambda: None  # from now on a task only cleans up
     unwanted: int = 0  # items whose reader had left (partition)
     predecessors: tuple[str, ...] = ()  # how the workers died with whose item this one began
@@ -64,6 +70,9 @@ class Job:
             raise ItemFailed(item) from error
         crosses = self.errors.channel.medium.copies
         carried: Any = Portable(error) if crosses else error
+        if time.monotonic() > self.trouble_told_at + TROUBLE_EVERY:
+            self.trouble_told_at = time.monotonic()
+            self.on_trouble(f"item {short(item, 60)}: {text_of(error)}")
         try:
             self.errors.put(Failed(item, carried, attempts))
         except Broken:
@@ -89,6 +98,7 @@ class Job:
             error = WorkerDied(
                 f"{deaths} workers died while they worked on this item, one after the other: {how}"
             )
+            journal.blamed(short(item, 120), str(error))
         self.give_up(item, error, deaths)
 
 

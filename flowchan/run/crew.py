@@ -21,8 +21,9 @@ from flowchan.items.codec import dumps_for_worker
 from flowchan.run import chance
 from flowchan.run.deadlock import Elsewhere, Glance
 from flowchan.run.decisions import GRACE, Died
-from flowchan.run.events import Began, Crashed, Event, WorkerId
+from flowchan.run.events import Began, Crashed, Event, Started, WorkerId
 from flowchan.run.guard import server_was_unguarded, unguarded
+from flowchan.run.logs import Logged, log_here
 from flowchan.run.measure import Snapshot, measure
 from flowchan.run.opening import Ports, open_plan, open_ports
 from flowchan.run.plan import Plan
@@ -129,7 +130,7 @@ class LocalCrew:
         self._tell: Callable[[Event], None] = _is_over
         # What worker processes tell comes by mail, and a thread of its own hands it on. What the watch sees
         # of them goes the same way, and so comes last.
-        self._mail: Channel[Event] | None = None
+        self._mail: Channel[Event | Logged] | None = None
         self._apart: WorkerProcesses | None = None
         self.helpers: list[threading.Thread] = []
         if any(worker.stage.place.apart for worker in self._here):
@@ -205,11 +206,12 @@ class LocalCrew:
         how = self.obituaries.how_they_died(id)
         try:
             member = self._seats.pop(id, None)
-            self._apart.start(self.begun(id), dumps_for_worker(stage), ports, how, stage.gpus, member)
+            pid = self._apart.start(self.begun(id), dumps_for_worker(stage), ports, how, stage.gpus, member)
         except (EOFError, OSError):
             if server_was_unguarded():
                 raise unguarded(self.plan.graph) from None
             raise
+        self._tell(Started(id, pid))
 
     def start_again(self, id: WorkerId) -> None:
         self._start_process(id)
@@ -234,6 +236,9 @@ class LocalCrew:
 
     def _deliver(self) -> None:
         for event in self._letters:  # an event counts as unread until it is handed on
+            if isinstance(event, Logged):
+                log_here(event)
+                continue
             if isinstance(event, Began):
                 self.obituaries.began(event.worker)
             self._tell(event)

@@ -95,13 +95,14 @@ class Died:
     """A worker's process is gone without having told how it ended. ``deaths`` counts the workers that have
     died with the item that it had in hand, this one included. ``hopeless``: it dies again and again before it
     begins to work. ``counts``: as one of the restarts that its stage has, which the death of a host does
-    not."""
+    not. ``how``, in words; empty: nothing to speak of."""
 
     worker: WorkerId
     failure: Failure
     deaths: int = 1
     hopeless: bool = False
     counts: bool = True
+    how: str = ""
 
 
 @dataclass(frozen=True, slots=True)

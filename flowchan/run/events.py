@@ -18,6 +18,15 @@ class WorkerId:
 
 
 @dataclass(frozen=True, slots=True)
+class Started:
+    """The worker's process has been started. ``host``: on which, if not on this machine."""
+
+    worker: WorkerId
+    pid: int
+    host: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Began:
     """The worker has built what the user declared and begins its loop."""
 
@@ -67,6 +76,14 @@ class Retried:
 
 
 @dataclass(frozen=True, slots=True)
+class Troubled:
+    """An item has failed, and went to the errors stream: what happened, in a line. Told now and then."""
+
+    worker: WorkerId
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Result:
     """A stage whose output is a result of the run has it."""
 
@@ -88,4 +105,4 @@ class Crashed:
     error: BaseException
 
 
-Event = Began | Ended | Failure | Aborted | Retried | Result | Gone | Crashed
+Event = Started | Began | Ended | Failure | Aborted | Retried | Troubled | Result | Gone | Crashed

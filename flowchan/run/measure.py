@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from flowchan.channel.channel import ChannelStats
 from flowchan.declare.values import Link, Stage
@@ -55,13 +55,16 @@ class Snapshot:
 @dataclass(frozen=True, slots=True)
 class Account:
     """What is known of a run beside the counts of its channels: its state, its seconds so far, and by stage
-    the items tried again, those that nobody wanted, and the seconds that its workers have worked."""
+    the items tried again, those that nobody wanted, and the seconds that its workers have worked. ``pids``
+    are those of worker processes, by worker; ``last_error`` is that of :class:`RunStats`."""
 
     state: State
     elapsed: float
     retried: Mapping[str, int]
     unwanted: Mapping[str, int]
     worked: Mapping[str, float]
+    pids: Mapping[WorkerId, int] = field(default_factory=dict)
+    last_error: str = ""
 
 
 def measure(plan: Plan, channels: Channels) -> tuple[Snapshot, ...]:
@@ -80,6 +83,9 @@ def summarise(
         reading.setdefault(snapshot.link.reader, []).append(snapshot)
         writing.setdefault(snapshot.link.writer, []).append(snapshot)
     alive = Counter(id.stage for id in state.alive)
+    pids: dict[str, list[int]] = {}
+    for id in sorted(state.alive & account.pids.keys(), key=lambda id: id.number):
+        pids.setdefault(id.stage, []).append(account.pids[id])
     broken = Counter(failure.worker.stage for failure in state.failures if failure.item is not None)
     stages = []
     for stage in plan.graph.stages:
@@ -93,6 +99,7 @@ def summarise(
             restarts=state.restarts.get(stage.name, 0),
             unwanted=account.unwanted.get(stage.name, 0),
             worked=account.worked.get(stage.name, 0.0),
+            pids=tuple(pids.get(stage.name, ())),
         )
         stages.append(_stage(about, elapsed))
     links = tuple(
@@ -129,6 +136,7 @@ def summarise(
         plan.seed,
         plan.memory,
         hosts,
+        account.last_error,
     )
 
 
@@ -146,6 +154,7 @@ class _About:
     restarts: int
     unwanted: int
     worked: float
+    pids: tuple[int, ...]
 
 
 def _stage(about: _About, elapsed: float) -> StageStats:
@@ -172,7 +181,7 @@ def _stage(about: _About, elapsed: float) -> StageStats:
         restarts=about.restarts, unwanted=unwanted, in_hand=in_hand,
         rate=(items_in if reads else items_out) / elapsed,
         busy=worked - waiting_in - waiting_out, waiting_input=waiting_in, waiting_output=waiting_out,
-        hosts=stage.place.hosts,
+        hosts=stage.place.hosts, pids=about.pids,
     )  # fmt: skip
 
 
@@ -183,10 +192,8 @@ def _readers_left(about: _About, outs: list[Snapshot]) -> bool:
 
 
 def _state(state: State) -> RunState:
-    if state.phase in ("running", "finishing"):
-        return "running"
-    if state.phase == "stopping":
-        return "stopping"
+    if state.phase in ("running", "stopping", "finishing"):
+        return "stopping" if state.stopped else "running"
     if state.failures:
         return "failed"
     if state.phase == "aborting" or state.aborted:

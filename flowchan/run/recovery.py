@@ -95,6 +95,7 @@ class Obituaries:
             deaths,
             hopeless,
             death.counts and not retired,
+            "" if retired else _in_words(death),
         )
 
     def _count(self, id: WorkerId, death: Death) -> int:
@@ -104,3 +105,10 @@ class Obituaries:
             return death.over_item
         self._without_item[id] = 1 if death.lived > 1 else self._without_item[id] + 1
         return self._without_item[id]
+
+
+def _in_words(death: Death) -> str:
+    if not death.over_item:
+        return death.how
+    others = "" if death.over_item == 1 else f", as {death.over_item - 1} before it over the same"
+    return f"{death.how}, at work on an item{others}"

@@ -158,8 +158,9 @@ class Gathering:
             if name in self._kept or (name not in self._iterated and taken_in.broken is None):
                 values.setdefault(name, list(taken_in.items))
         graph = self._plan.graph
-        wanted = {stage.name for stage in graph.stages} - (self._iterated.keys() - self._kept)
-        streams = {Stream(graph, name, "out", name): values[name] for name in values if name in wanted}
+        taken = self._iterated.keys() - self._kept
+        names = [stage.name for stage in graph.stages if stage.name in values and stage.name not in taken]
+        streams = {Stream(graph, name, "out", name): values[name] for name in names}
         return Results(graph.name, streams)
 
 

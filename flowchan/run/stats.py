@@ -16,7 +16,8 @@ class StageStats:
     """One stage. ``busy``, ``waiting_input`` and ``waiting_output`` are shares (0 to 1) of the whole run's
     length, on the average of its workers; what is missing to 1 is the time before they had begun and after
     they had ended. ``rate`` is items finished per second of the run. ``unwanted`` items were in hand
-    when the readers of the stage left (R2). ``hosts`` are those on which its workers may run."""
+    when the readers of the stage left (R2). ``hosts`` are those on which its workers may run. ``pids`` are
+    those of its worker processes that are alive, in the order of their numbers."""
 
     name: str
     kind: str
@@ -35,6 +36,7 @@ class StageStats:
     waiting_input: float
     waiting_output: float
     hosts: tuple[str, ...] = ()
+    pids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,8 @@ class RunStats:
     """A whole run: ``elapsed`` seconds since its start (until its end, once it has ended). ``bottleneck`` is
     the name of the stage that holds the others up, ``None`` while nothing can be said. With the same ``seed``
     another run's workers draw the same random numbers (R9). Its channels share ``memory`` bytes.
-    ``hosts`` are the others on which it has workers."""
+    ``hosts`` are the others on which it has workers. ``last_error`` tells in a line of the last item that
+    failed or worker that died."""
 
     graph: str
     state: RunState
@@ -102,3 +105,4 @@ class RunStats:
     seed: int = 0
     memory: int = 0
     hosts: tuple[HostStats, ...] = ()
+    last_error: str = ""

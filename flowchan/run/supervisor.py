@@ -72,9 +72,12 @@ from flowchan.run.events import (
     Gone,
     Result,
     Retried,
+    Started,
+    Troubled,
     WorkerId,
 )
 from flowchan.run.failures import text_of
+from flowchan.run.journal import Journal
 from flowchan.run.latch import Latch
 from flowchan.run.measure import Account, Spans, summarise
 from flowchan.run.plan import Plan
@@ -112,6 +115,9 @@ class Supervisor:
         self._retried: Counter[str] = Counter()
         self._unwanted: Counter[str] = Counter()
         self._spans = Spans()
+        self._pids: dict[WorkerId, int] = {}  # of worker processes, also of some that are gone
+        self._journal = Journal(plan)
+        self._last_error = ""
         self._deadlocks = Deadlocks(self.started_at)
         self._breaks = Breaks(plan, crew.broken, crew.cause_of)
         self._due: dict[WorkerId, float] = {}  # when a replaced worker is to be started
@@ -122,6 +128,7 @@ class Supervisor:
 
     def start(self) -> None:
         """Starts every worker but those that gather results, or undoes all and raises."""
+        self._journal.begins()
         try:
             self.crew.start(self.tell)
             name = f"flowchan {self.plan.graph.name} supervisor"
@@ -148,6 +155,9 @@ class Supervisor:
         """Takes what a worker tells."""
         if isinstance(event, Began):
             self._spans.begin(event.worker)
+        elif isinstance(event, Started):
+            self._pids[event.worker] = event.pid
+            self._journal.started(event)
         else:
             self._events.put(event)
 
@@ -161,7 +171,8 @@ class Supervisor:
         now = time.monotonic() if self.ended_at is None else self.ended_at
         elapsed = max(now - self.started_at, 1e-9)
         worked = self._spans.seconds(now)
-        account = Account(self.state, elapsed, Counter(self._retried), Counter(self._unwanted), worked)
+        retried, unwanted = Counter(self._retried), Counter(self._unwanted)
+        account = Account(self.state, elapsed, retried, unwanted, worked, dict(self._pids), self._last_error)
         return summarise(self.plan, account, self.crew.snapshots(), self.crew.hosts())
 
     # --- the supervisor's thread ---
@@ -179,9 +190,14 @@ class Supervisor:
             self._clear_up()
         finally:
             self.ended_at = time.monotonic()
+            self._journal.ends(*self._how_it_ended())
             self.ended.set()
         # Comes last: it may raise, and the run must have ended for all who wait.
         self.crew.warn_of(self.state.abandoned)
+
+    def _how_it_ended(self) -> tuple[str, float, frozenset[WorkerId]]:
+        stats = self.stats()
+        return stats.state, stats.elapsed, self.state.abandoned
 
     def _next(self) -> Happening | Event:
         event: Happening | Event = decisions.Tick()
@@ -221,8 +237,10 @@ class Supervisor:
             self.results[event.stage] = event.value
         elif isinstance(event, Retried):
             self._retried[event.worker.stage] += 1
-        elif isinstance(event, Began):
-            self._spans.begin(event.worker)
+        elif isinstance(event, Troubled):
+            self._last_error = event.text
+        elif isinstance(event, Began | Started):
+            self.tell(event)
         elif isinstance(event, Aborted):
             self._breaks.hear(event)
         elif isinstance(event, Gone):
@@ -250,11 +268,18 @@ class Supervisor:
             and happening.worker in self.state.alive
         ):
             self._spans.end(happening.worker)
+            self._pids.pop(happening.worker, None)
+            if isinstance(happening, decisions.Died) and happening.how:
+                self._last_error = f"worker {happening.worker} {happening.how}"
             self._unwanted[happening.worker.stage] += (
                 happening.unwanted if isinstance(happening, Ended) else 0
             )
-        self.state, actions = decide(self.state, happening, now)
+        before = self.state
+        self.state, actions = decide(before, happening, now)
+        self._journal.decided(happening, before, self.state)
         for action in actions:
+            if isinstance(action, Terminate) and self.state.phase not in ("running", "stopping"):
+                self._journal.slow(action)
             self._act(action)
 
     def _act(self, action: Action) -> None:

@@ -16,7 +16,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -29,10 +30,10 @@ from flowchan.declare.values import Stage
 from flowchan.errors import Broken, Closed
 from flowchan.items.device import crossing
 from flowchan.items.text import short
-from flowchan.run import chance
+from flowchan.run import chance, logs
 from flowchan.run.bodies import Job
 from flowchan.run.chance import Worker
-from flowchan.run.events import Aborted, Began, Ended, Event, Failure, Result, Retried, WorkerId
+from flowchan.run.events import Aborted, Began, Ended, Event, Failure, Result, Retried, Troubled, WorkerId
 from flowchan.run.failures import ItemFailed, Portable, Retires
 from flowchan.run.gpus import see_only
 from flowchan.run.opening import Ports
@@ -239,6 +240,12 @@ def _job(
         retries=stage.retries, errors=ports.errors,
         on_retry=lambda: tell(Retried(worker)), on_result=lambda value: tell(Result(worker.stage, value)),
     )  # fmt: skip
+
+    def trouble(text: str) -> None:
+        with contextlib.suppress(Closed, Broken):  # a run that is over hears nobody any more
+            tell(Troubled(worker, f"worker {worker}, {text}"))
+
+    job.on_trouble = trouble
     for reader in ports.inputs.values():
         reader._wake_lazily()
         if stage.keeps_its_own:
@@ -318,11 +325,14 @@ def process_main(
     predecessors: tuple[str, ...],
     devices: str | None,
     member: Any,
+    levels: Mapping[str, int],
 ) -> None:
     """What a worker's own process runs. ``predecessors``: how those died with whose item it begins.
     ``devices``: the GPUs that it is to see, if these were given to it. ``member``: of a group, if its stage
-    is a gang."""
+    is a gang. ``levels``: from which on the program's loggers want records."""
     _core._die_with(parent)
+    _show_name(here)
+    logs.send_logs(here, levels, events.put)
     see_only(devices)
     # The terminal sends Ctrl-C to the whole group; what it means is the supervisor's decision.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -342,3 +352,12 @@ def process_main(
     crossing.only_ports_read(port.channel for port in ports.everything())
     if retires:
         sys.exit(RETIRED)
+
+
+def _show_name(here: Worker) -> None:
+    """What ``ps``, ``top`` and debuggers call this process: its stage and number. By the name that the kernel
+    keeps, of 15 bytes: the command line stays the program's, by which people find and end it."""
+    number = f" {here.number}"
+    stage = here.stage.encode()[: 15 - len(number)].decode(errors="ignore")
+    with contextlib.suppress(OSError):  # no /proc here
+        Path("/proc/self/comm").write_text(stage + number)

@@ -10,11 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 from flowchan.channel.channel import Channel
-from flowchan.run import chance, memory
+from flowchan.run import chance, logs, memory
 from flowchan.run.decisions import GRACE
 from flowchan.run.events import Event, Gone, WorkerId
 from flowchan.run.gpus import Gpus
 from flowchan.run.guard import ProcessName
+from flowchan.run.journal import log
+from flowchan.run.logs import Logged
 from flowchan.run.opening import Ports
 from flowchan.run.processes import WorkerProcess
 from flowchan.run.recovery import Death, deaths_in_hand
@@ -26,7 +28,7 @@ class WorkerProcesses:
     """Those of one run; ``graph`` is its name. ``gone`` hears of each process that has ended for certain,
     on the thread that runs :meth:`watch`."""
 
-    def __init__(self, graph: str, mail: Channel[Event], gone: Callable[[Gone], None]) -> None:
+    def __init__(self, graph: str, mail: Channel[Event | Logged], gone: Callable[[Gone], None]) -> None:
         self._graph = graph
         self._mail = mail
         self._gpus = Gpus()
@@ -43,17 +45,19 @@ class WorkerProcesses:
         predecessors: tuple[str, ...],
         gpus: int,
         member: Any = None,
-    ) -> None:
-        """Starts a worker's process. ``predecessors``: how those died with whose item it begins. ``gpus``:
-        how many of its own it has; raises :class:`flowchan.HostError` when there are too few. ``member``: its
-        own of the group that its stage's workers form."""
+    ) -> int:
+        """Starts a worker's process, and gives its pid. ``predecessors``: how those died with whose item it
+        begins. ``gpus``: how many of its own it has; raises :class:`flowchan.HostError` when there are too
+        few. ``member``: its own of the group that its stage's workers form."""
         id = WorkerId(here.stage, here.number)
         devices = self._gpus.take(id, gpus)
         parent = os.getpid()
-        arguments = (here, stage, ports, self._mail, parent, predecessors, devices, member)
+        wanted = logs.levels()
+        arguments = (here, stage, ports, self._mail, parent, predecessors, devices, member, wanted)
         process = WorkerProcess(ProcessName(f"{self._graph}/{id}"), process_main, arguments)
         self.known[id] = process
         self._watch.add(id, process)
+        return process.pid
 
     def watch(self) -> None:
         """Watches until :meth:`stop_watching`."""
@@ -96,8 +100,11 @@ class WorkerProcesses:
     def end(self) -> None:
         """Waits for all of them, and kills those that don't end by themselves."""
         deadline = time.monotonic() + GRACE
-        for process in self.known.values():
+        for id, process in self.known.items():
             if not process.ended(max(0.0, deadline - time.monotonic())):
+                log.warning(
+                    "worker %s has ended, but its process (pid %s) goes on: it is killed", id, process.pid
+                )
                 process.kill()
                 process.ended(GRACE)
 

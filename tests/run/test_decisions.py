@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from flowchan.errors import MemberDied, MemberLeft
+from flowchan.run import measure
 from flowchan.run.decisions import (
     GRACE,
     STOP_SECONDS,
@@ -57,6 +58,12 @@ def test_the_end_of_a_worker_releases_its_ports_in_every_phase(phase: Phase) -> 
     assert MAP not in state.alive
     assert actions == (ReleasePorts(MAP),)
     assert state.phase == phase
+
+
+def test_a_run_that_was_stopped_is_stopping_until_it_has_ended() -> None:
+    assert measure._state(at("running")) == measure._state(at("finishing")) == "running"
+    for phase in ("stopping", "finishing"):
+        assert measure._state(at(phase, stopped=True)) == "stopping"
 
 
 @pytest.mark.parametrize("phase", GOING_ON)

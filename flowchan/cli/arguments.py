@@ -1,0 +1,46 @@
+"""From words of the command line to what a function's parameters are annotated with."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import types
+import typing
+from typing import Any
+
+import click
+
+
+def converted(text: str, annotation: Any) -> Any:
+    """``text`` as a value of that type: numbers, truth values (yes, no, true, false, 1, 0), paths, members of
+    an ``Enum`` by name, a ``Literal``'s values, ``X | None``, and classes that take one text. The text itself
+    where the annotation says nothing of that. Raises ``ValueError`` with what is allowed."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return _any_of(text, [one for one in typing.get_args(annotation) if one is not types.NoneType])
+    if typing.get_origin(annotation) is typing.Literal:
+        return _chosen(text, {str(value): value for value in typing.get_args(annotation)})
+    if not isinstance(annotation, type) or issubclass(annotation, str) or annotation is object:
+        return text
+    if issubclass(annotation, enum.Enum):
+        return _chosen(text, dict(annotation.__members__))
+    try:
+        return click.types.convert_type(annotation).convert(text, None, None)
+    except click.BadParameter as error:
+        raise ValueError(error.message) from error
+    except Exception as error:
+        raise ValueError(f"{text!r} is no {annotation.__name__}: {error}") from error
+
+
+def _any_of(text: str, annotations: list[Any]) -> Any:
+    """The first that fits."""
+    for annotation in annotations[:-1]:
+        with contextlib.suppress(ValueError):
+            return converted(text, annotation)
+    return converted(text, annotations[-1])
+
+
+def _chosen(text: str, allowed: dict[str, Any]) -> Any:
+    try:
+        return allowed[text]
+    except KeyError:
+        raise ValueError(f"{text!r} is none of {', '.join(allowed)}") from None

@@ -1,0 +1,126 @@
+"""What ``flowchan run``, ``check`` and ``viz`` take: files, modules, standard input, and arguments as the
+function's parameters are annotated."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from flowchan.cli.commands import main
+
+NUMBERS = """
+from flowchan import Graph
+
+numbers = Graph("numbers")
+numbers.source(range(100)).sink(lambda item: None, name="last")
+"""
+TYPED = """
+import enum
+from pathlib import Path
+from typing import Literal
+from flowchan import Graph
+
+class Speed(enum.Enum):
+    slow = 1
+    fast = 2
+
+def made(
+    n: int, at: Path, speed: Speed, mode: Literal["a", "b"] = "a", most: int | None = None, *rest: float
+) -> Graph:
+    graph = Graph("made")
+    got = [n, at, speed.value, mode, most, rest]
+    graph.source(got).map(repr).reduce(lambda one, other: f"{one} {other}", name="got")
+    return graph
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The working directory, whose modules are forgotten afterwards."""
+    monkeypatch.chdir(tmp_path)
+    before, path = set(sys.modules), list(sys.path)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if name.partition(".")[0] in ("shop", "typed", "_stdin"):
+            del sys.modules[name]
+    sys.path[:] = path
+
+
+def flowchan(*args: str, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(main, args, input=stdin)
+
+
+@pytest.mark.parametrize("target", ["shop.parts:numbers", "shop.parts", "shop"])
+def test_a_module_is_a_target(folder: Path, target: str) -> None:
+    (folder / "shop").mkdir()
+    (folder / "shop" / "__init__.py").write_text("from shop.parts import numbers")
+    (folder / "shop" / "parts.py").write_text(NUMBERS)
+    result = flowchan("run", target)
+    assert result.exit_code == 0, result.output
+    assert "100 = 100 out" in result.output
+    result = flowchan("check", target)
+    assert result.output == "numbers: all clear: 2 stages, 1 channel, 2 workers\n"
+    result = flowchan("viz", target)
+    assert result.output.startswith(f"{target.partition(':')[0].rpartition('.')[2]}.svg: 2 stages")
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        (
+            "shop.nothing",
+            "shop.nothing: no file, and no module that can be imported from here, has that name",
+        ),
+        ("nothing.py", "nothing.py: no such file"),
+        ("shop.bad", "bad.py: ModuleNotFoundError: No module named 'not_there' (line 1)"),
+    ],
+)
+def test_what_is_wrong_with_a_module_is_one_line(folder: Path, target: str, said: str) -> None:
+    (folder / "shop").mkdir()
+    (folder / "shop" / "__init__.py").touch()
+    (folder / "shop" / "bad.py").write_text("import not_there")
+    result = flowchan("check", target)
+    assert result.exit_code == 2
+    assert said in result.output
+    assert len(result.output.splitlines()) == 1
+
+
+@pytest.mark.usefixtures("folder")
+def test_standard_input_is_a_target() -> None:
+    result = flowchan("run", "-", stdin=NUMBERS)
+    assert result.exit_code == 0, result.output
+    assert "100 = 100 out" in result.output
+    assert flowchan("viz", "-", stdin=NUMBERS).output.startswith("stdin.svg: 2 stages")
+    result = flowchan("check", "-", stdin="1 / 0")
+    assert "<stdin>: ZeroDivisionError: division by zero (line 1)" in result.output
+
+
+def test_arguments_become_what_the_parameters_are_annotated_with(folder: Path) -> None:
+    (folder / "typed.py").write_text(TYPED)
+    result = flowchan("run", "typed.py", "--", "3", "a/b", "fast", "b", "7", "1.5", "2")
+    assert result.exit_code == 0, result.output
+    assert "got: \"3 PosixPath('a/b') 2 'b' 7 (1.5, 2.0)\"" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["x", ".", "slow"], "typed.py:made: n: 'x' is not a valid integer"),
+        (["3", ".", "quick"], "typed.py:made: speed: 'quick' is none of slow, fast"),
+        (["3", ".", "slow", "c"], "typed.py:made: mode: 'c' is none of a, b"),
+    ],
+)
+def test_an_argument_that_does_not_fit_is_named(folder: Path, arguments: list[str], said: str) -> None:
+    (folder / "typed.py").write_text(TYPED)
+    result = flowchan("check", "typed.py", "--", *arguments)
+    assert result.exit_code == 2
+    assert said in result.output
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    assert flowchan("--version").output == f"flowchan {importlib.metadata.version('flowchan')}\n"

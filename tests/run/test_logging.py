@@ -1,0 +1,190 @@
+"""What worker processes log is handled by the program's loggers, and the run itself tells of its workers by
+``logging``."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from gates import Gate
+from runs import script, stage_of, start
+
+from flowchan import Graph
+
+
+def talk(number: int) -> int:
+    log = logging.getLogger("mine.parts")
+    log.debug("not asked for")
+    log.info("item %d", number, extra={"size": 3, "odd": object()})
+    try:
+        1 / (number - 1)
+    except ZeroDivisionError:
+        log.exception("at one")
+    return number
+
+
+def names(caplog: pytest.LogCaptureFixture, logger: str, level: int) -> list[str]:
+    return [one.getMessage() for one in caplog.records if one.name == logger and one.levelno == level]
+
+
+@pytest.mark.usefixtures("_method")
+def test_records_of_worker_processes_are_the_programs(caplog: pytest.LogCaptureFixture) -> None:
+    """Each of them once, under every start method, with its stage and number."""
+    caplog.set_level(logging.INFO)
+    graph = Graph("logged")
+    graph.source(range(4)).map(talk, on="process", workers=2, name="loud").sink(abs)
+    graph.run()
+    records = [record for record in caplog.records if record.name == "mine.parts"]
+    assert sorted(names(caplog, "mine.parts", logging.INFO)) == [f"item {n}" for n in range(4)]
+    for record in records:
+        about = vars(record)
+        assert (about["stage"], about["host"]) == ("loud", "")
+        assert record.processName == f"flowchan logged/loud {about['number']}"
+        assert record.funcName == "talk"
+        assert about["number"] in (1, 2)
+        assert record.process != os.getpid()
+    (failed,) = (record for record in records if record.levelno == logging.ERROR)
+    assert failed.exc_text is not None
+    assert "ZeroDivisionError" in failed.exc_text
+
+
+@pytest.mark.usefixtures("_method")
+def test_levels_and_handlers_are_those_of_the_program(caplog: pytest.LogCaptureFixture) -> None:
+    """Of each logger: one that wants more than the root does, and keeps it to itself."""
+    mine, kept = logging.getLogger("mine.parts"), Kept()
+    before = mine.level, mine.propagate
+    mine.setLevel(logging.DEBUG)
+    mine.propagate = False
+    mine.addHandler(kept)
+    caplog.set_level(logging.ERROR)
+    graph = Graph("logged")
+    graph.source([0]).map(talk, on="process").sink(abs)
+    try:
+        graph.run()
+    finally:
+        mine.removeHandler(kept)
+        mine.setLevel(before[0])
+        mine.propagate = before[1]
+    assert kept.heard == ["not asked for", "item 0"]
+    assert not names(caplog, "mine.parts", logging.INFO)
+
+
+class Kept(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.heard.append(record.getMessage())
+
+
+def test_what_a_filter_of_the_program_raises_does_not_end_the_run(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(record: logging.LogRecord) -> bool:
+        raise LookupError("a filter")
+
+    monkeypatch.setattr(logging, "raiseExceptions", False)  # else it is printed, as what handlers raise
+    monkeypatch.setattr(logging.getLogger("mine.parts"), "filters", [refuse])
+    monkeypatch.setattr(logging.getLogger("flowchan.run"), "filters", [refuse])
+    caplog.set_level(logging.DEBUG)
+    graph = Graph("logged")
+    result = graph.source(range(4)).map(talk, on="process").collect()
+    assert graph.run()[result] == [0, 1, 2, 3]
+
+
+def test_deaths_restarts_and_blame_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    def fragile(number: int) -> int:
+        if number == 2:
+            os._exit(7)
+        return number
+
+    caplog.set_level(logging.DEBUG, logger="flowchan.run")
+    graph = Graph("fragile")
+    numbers = graph.source(range(5)).map(fragile, on="process", name="crack", max_deaths=2)
+    numbers.collect()
+    numbers.errors.sink(lambda failed: None)
+    graph.run()
+    about = [record for record in caplog.records if getattr(record, "stage", None) == "crack"]
+    assert {vars(record)["number"] for record in about} == {1}
+    starts = [one for one in names(caplog, "flowchan.run", logging.DEBUG) if "crack 1 starts as pid" in one]
+    assert len(starts) == 3
+    first, second = names(caplog, "flowchan.run", logging.WARNING)
+    assert (
+        "exited with code 7 without finishing, at work on an item; it is replaced, restart 1 of 10" in first
+    )
+    assert "restart 2 of 10" in second
+    (blame,) = names(caplog, "flowchan.run", logging.ERROR)
+    assert blame.startswith("stage 'crack' gives item 2 up: 2 workers died while they worked on this item")
+
+
+def test_a_run_logs_its_beginning_and_its_end(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="flowchan.run")
+    graph = Graph("quick")
+    graph.source(range(4)).sink(abs)
+    graph.run(seed=3)
+    begins, ends = names(caplog, "flowchan.run", logging.INFO)
+    assert begins == "graph 'quick' begins with 2 workers, seed 3"
+    assert ends.startswith("graph 'quick' is done after ")
+
+
+@pytest.mark.usefixtures("impatient")
+def test_who_does_not_end_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    def stuck(number: int) -> int:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        held.wait()
+        return number
+
+    held = Gate()
+    graph = Graph("stuck")
+    graph.source([1]).map(stuck, on="process", name="slow").sink(abs)
+    run = graph.start()
+    held.wait_held()
+    run.abort()
+    run.wait()
+    told = names(caplog, "flowchan.run", logging.WARNING)
+    assert [text.rpartition(" ")[2] for text in told] == ["terminated", "killed"]
+    assert all(text.startswith("worker slow 1 has not ended ") for text in told)
+
+
+def test_a_program_that_asks_for_nothing_sees_nothing(tmp_path: Path) -> None:
+    program = """
+        import os
+        from flowchan import Graph
+
+        graph = Graph("fragile")
+        good = graph.source([1]).map(lambda _: os._exit(7), on="process", max_deaths=2)
+        good.collect()
+        good.errors.sink(lambda failed: None)
+        graph.run()
+    """
+    with start(script(tmp_path, program)) as process:
+        assert process.communicate() == ("", "")
+
+
+def test_stats_tell_the_pids_of_worker_processes() -> None:
+    gate = Gate()
+    graph = Graph("pids")
+    held = graph.source(range(2)).map(lambda _: gate.wait(os.getpid()), on="process", workers=2, name="held")
+    pids = held.map(str, name="threads").collect()
+    with graph.start() as run:
+        gate.wait_held(2)
+        told = stage_of(run, "held").pids
+        assert stage_of(run, "threads").pids == ()
+        gate.open()
+    assert sorted(map(str, told)) == sorted(run.wait()[pids])
+    assert stage_of(run, "held").pids == ()
+
+
+@pytest.mark.usefixtures("_method")
+def test_ps_shows_stage_and_number() -> None:
+    graph = Graph("ps")
+    called = graph.source([1]).map(own_name, on="process", name="a_stage_with_a_name").collect()
+    assert graph.run()[called] == ["a_stage_with_ 1"]
+
+
+def own_name(_: int) -> str:
+    return Path("/proc/self/comm").read_text().strip()
