@@ -7,7 +7,7 @@ To add one: a row here, a body (see ``flowchan/run/bodies.py``), and a method of
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -62,6 +62,9 @@ class Verb:
     """The word for the items that it takes in and lets go, if it does that."""
     repeats: bool = False
     """Whether each output gives every item, so that outputs count once."""
+    expects: Callable[[Mapping[str, Any], list[int]], int | None] | None = None
+    """How many items come out, given the stage's options and how many go in at each input; ``None`` where
+    nobody can say before it has ended."""
 
     @property
     def begins(self) -> bool:
@@ -82,6 +85,30 @@ class Verb:
         return pkgutil.resolve_name(self.async_body)  # type: ignore[no-any-return]
 
 
+def _length(options: Mapping[str, Any], _: list[int]) -> int | None:
+    """Of what a source iterates over, if that can say."""
+    try:
+        return len(options["iterable"])
+    except Exception:  # it has none, or it is the user's code
+        return None
+
+
+def _batches(options: Mapping[str, Any], into: list[int]) -> int | None:
+    return -(-sum(into) // options["size"]) if options["timeout"] is None else None
+
+
+def _taken(options: Mapping[str, Any], into: list[int]) -> int:
+    return min([*into, int(options["n"])])
+
+
+def _as_the_shortest(_: Mapping[str, Any], into: list[int]) -> int:
+    return min(into)
+
+
+def _as_many(_: Mapping[str, Any], into: list[int]) -> int:
+    return sum(into)
+
+
 _ROWS = (
     Verb(
         name="source",
@@ -90,6 +117,7 @@ _ROWS = (
         calls="arguments",
         iterates=True,
         role="source",
+        expects=_length,
     ),
     Verb(name="input", role="source"),
     Verb(
@@ -100,6 +128,7 @@ _ROWS = (
         per_item=True,
         one_output=True,
         owes=True,
+        expects=_as_many,
     ),
     Verb(
         name="flat_map",
@@ -129,13 +158,13 @@ _ROWS = (
     ),
     Verb(name="reduce", body=f"{_BODIES}:reduce", calls="fold", result=True),
     Verb(name="collect", body=f"{_BODIES}:collect", result=True, gathers=True),
-    Verb(name="batch", body=f"{_BODIES}:batch"),
+    Verb(name="batch", body=f"{_BODIES}:batch", expects=_batches),
     Verb(name="unbatch", body=f"{_BODIES}:unbatch"),
-    Verb(name="take", body=f"{_BODIES}:take", lets_go="not taken"),
-    Verb(name="tee", body=f"{_BODIES}:tee", repeats=True),
-    Verb(name="zip", body=f"{_BODIES}:zip_"),
+    Verb(name="take", body=f"{_BODIES}:take", lets_go="not taken", expects=_taken),
+    Verb(name="tee", body=f"{_BODIES}:tee", repeats=True, expects=_as_many),
+    Verb(name="zip", body=f"{_BODIES}:zip_", expects=_as_the_shortest),
     Verb(name="allreduce", body=f"{_BODIES}:allreduce", calls="leaves"),
-    Verb(name="merge", body=f"{_BODIES}:merge", worker_per_input=True, owes=True),
+    Verb(name="merge", body=f"{_BODIES}:merge", worker_per_input=True, owes=True, expects=_as_many),
     Verb(
         name="stage",
         body=f"{_BODIES}:stage",

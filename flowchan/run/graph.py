@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pkgutil
+from typing import Any
 
 from flowchan.check.rules import check, raise_for
+from flowchan.declare.arguments import flag
 from flowchan.declare.blueprint import Blueprint
 from flowchan.errors import Interrupted, Problem
 from flowchan.items.whole import whole
@@ -47,20 +51,28 @@ class Graph(Blueprint):
             raise
         return run
 
-    def run(self, *, seed: int | None = None, memory: int | None = None) -> Results:
+    def run(self, *, seed: int | None = None, memory: int | None = None, progress: bool = False) -> Results:
         """Runs the graph to its end and gives the results by stream; ``seed`` and ``memory`` as for
-        :meth:`start`. Raises ``GraphError`` before anything starts, and ``RunError`` when a stage failed. The
-        first Ctrl-C or SIGTERM stops the sources and lets what is in flight finish, the second breaks off;
-        then ``Interrupted`` is raised, a ``KeyboardInterrupt`` that holds what was finished."""
-        with terminate_as_interrupt():
+        :meth:`start`. With ``progress`` it shows how far it is: on a terminal, in a notebook or by plain
+        lines, with totals and the remaining time where the source has a length. Raises ``GraphError`` before
+        anything starts, and ``RunError`` when a stage failed. The first Ctrl-C or SIGTERM stops the sources
+        and lets what is in flight finish, the second breaks off; then ``Interrupted`` is raised, a
+        ``KeyboardInterrupt`` that holds what was finished."""
+        flag("run", "progress", progress)
+        with terminate_as_interrupt(), _watching(self) if progress else contextlib.nullcontext() as watching:
             run = None
             try:
                 with interrupts_held():
                     run = self.start(seed=seed, memory=memory)
                     for out in run._crew.inputs.values():
                         out.close()  # nobody has the handle to put anything
-                return run.wait()
+                return run.wait() if watching is None else watching.wait(run)
             except KeyboardInterrupt as interrupt:
                 if run is not None and not isinstance(interrupt, Interrupted):
                     run._end_interrupted()
                 raise
+
+
+def _watching(graph: Graph) -> contextlib.AbstractContextManager[Any]:
+    """What shows how far a run of ``graph`` is. It is built upon runs, so it is found when it is needed."""
+    return pkgutil.resolve_name("flowchan.viz.progress:watching")(graph)  # type: ignore[no-any-return]

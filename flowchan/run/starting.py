@@ -31,6 +31,14 @@ def start_process(process: BaseProcess) -> None:
         raise
 
 
+def start_server() -> None:
+    """Starts Python's forkserver, where new processes come from it, unless it runs already. It keeps the
+    standard streams that it begins with, for itself and for all that come from it."""
+    if multiprocessing.get_start_method(allow_none=True) == "forkserver":
+        _share_imports()
+        forkserver.ensure_running()
+
+
 def _share_imports() -> None:
     """Python's forkserver, if it is yet to be started, imports what each worker needs, so that none of them
     has to: our modules, and those of the large libraries that the program has imported. Unless the program

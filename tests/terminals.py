@@ -1,0 +1,34 @@
+"""What a terminal shows of a program."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import signal
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def on_terminal(command: Sequence[str], folder: Path, until: Sequence[str] = ()) -> tuple[list[str], int]:
+    """The lines that a program writes to a terminal of 80 columns, each as it was written, without what moves
+    the cursor; and its exit code. It gets Ctrl-C once it has written all of ``until``."""
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "30"}
+    shown, wanted = b"", [word.encode() for word in until]
+    with subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, cwd=folder
+    ) as process:
+        os.close(theirs)
+        while True:
+            try:
+                shown += os.read(ours, 65536)
+            except OSError:  # it has ended
+                break
+            if wanted and all(word in shown for word in wanted):
+                wanted = []
+                process.send_signal(signal.SIGINT)
+    os.close(ours)
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode())
+    return re.split("[\r\n]+", plain), process.returncode

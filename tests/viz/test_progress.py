@@ -1,0 +1,162 @@
+"""How far a run is: totals where they can be known, and the bars that show them."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gates import Gate
+from scripts import script, start
+from terminals import on_terminal
+
+from flowchan import Graph, Stream
+from flowchan.viz import progress
+from flowchan.viz.totals import bars
+
+GRAPHS: dict[str, tuple[Callable[[Graph], Any], list[tuple[str, int | None]]]] = {
+    "a map": (lambda graph: numbers(graph).map(abs).sink(held, name="end"), [("end", 100)]),
+    "batches": (lambda graph: numbers(graph).batch(8).sink(held, name="end"), [("end", 13)]),
+    "batches by time": (
+        lambda graph: numbers(graph).batch(8, timeout=1.0, capacity=1).sink(held),
+        [("batch", 100)],
+    ),
+    "a take": (lambda graph: numbers(graph).take(7).sink(held, name="end"), [("end", 7)]),
+    "a zip": (
+        lambda graph: numbers(graph).zip(graph.source([1, 2])).sink(held, name="end"),
+        [("end", 2)],
+    ),
+    "a merge": (
+        lambda graph: graph.merge(numbers(graph), graph.source([1, 2])).sink(held, name="end"),
+        [("end", 102)],
+    ),
+    "a tee": (
+        lambda graph: [one.sink(held, name=f"end {n}") for n, one in enumerate(numbers(graph).tee(2))],
+        [("end 0", 100), ("end 1", 100)],
+    ),
+    "a filter": (
+        lambda graph: numbers(graph).filter(lambda n: True, name="sieve").sink(held),
+        [("sieve", 100)],
+    ),
+    "a callable": (lambda graph: graph.source(itertools.count).sink(held, name="end"), [("end", None)]),
+    "a filled input": (lambda graph: graph.input().sink(held, name="end"), [("end", None)]),
+}
+gate: Any = None
+
+
+def numbers(graph: Graph) -> Stream:
+    return graph.source(range(100))
+
+
+def held(_: Any) -> None:
+    gate.wait()
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_a_total_is_known_at_the_nearest_stage_that_allows_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    declare, expected = GRAPHS[name]
+    monkeypatch.setitem(globals(), "gate", Gate())
+    graph = Graph("far")
+    declare(graph)
+    with graph.start() as run:
+        found = bars(graph, run.stats())
+        gate.open()
+        run.abort()
+    assert [(bar.stage, bar.total) for bar in found] == expected
+
+
+def test_what_has_ended_is_known_exactly() -> None:
+    graph = Graph("far")
+    odd = graph.source(range(100)).filter(lambda number: number % 2 == 1)
+    odd.sink(abs, name="end")
+    with graph.start() as run:
+        run.wait()
+    (bar,) = bars(graph, run.stats())
+    assert (bar.stage, bar.done, bar.total) == ("end", 50, 50)
+
+
+def test_items_that_fail_are_not_expected_behind() -> None:
+    graph = Graph("far")
+    halves = graph.source([4, 0, 2]).map(lambda number: 8 // number)
+    halves.sink(abs, name="end")
+    halves.errors.sink(lambda failed: None, name="bad")
+    with graph.start() as run:
+        run.wait()
+    assert [(bar.stage, bar.done, bar.total) for bar in bars(graph, run.stats())] == [
+        ("end", 2, 2),
+        ("bad", 1, 1),
+    ]
+
+
+PROGRAM = """
+    from flowchan import Graph
+
+    def work(number):
+        if number == 50:
+            print("said by a worker")
+        return number
+
+    graph = Graph("far")
+    result = graph.source(range(100)).map(work, on="process").collect(name="end")
+    print(sum(graph.run(progress=True)[result]))
+"""
+
+
+def test_a_terminal_shows_bars_and_above_them_what_is_printed(tmp_path: Path) -> None:
+    lines, code = on_terminal([sys.executable, str(script(tmp_path, PROGRAM))], tmp_path)
+    assert code == 0, lines
+    assert "said by a worker" in lines
+    assert any(line.startswith("end ") and "100/100" in line for line in lines)
+    assert "4950" in lines
+    assert max(map(len, lines)) <= 80
+
+
+def test_elsewhere_there_is_a_plain_line_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "PLAIN_EVERY", 0.0)
+    graph = Graph("far")
+    graph.source(range(10)).sink(abs, name="end")
+    graph.run(progress=True)
+    assert re.search(r"^\d+ s done: end 10/10 .*/s$", capsys.readouterr().err, re.MULTILINE)
+
+
+def test_progress_is_true_or_false() -> None:
+    with pytest.raises(TypeError, match="run: progress must be True or False, not 'yes'"):
+        Graph("far").run(progress="yes")  # type: ignore[arg-type]
+
+
+CELLS = [
+    "from flowchan import Graph\ngraph = Graph('far')\n"
+    "graph.source(range(100)).map(abs).sink(lambda item: None, name='end')",
+    "graph.run(progress=True)",
+]
+NOTEBOOK = """
+    import json, sys
+    import nbclient, nbformat
+
+    cells = [nbformat.v4.new_code_cell(cell) for cell in json.load(open(sys.argv[1]))]
+    client = nbclient.NotebookClient(nbformat.v4.new_notebook(cells=cells), timeout=60, kernel_name="python3")
+    print(json.dumps([cell.outputs for cell in client.execute().cells]))
+"""
+
+
+def test_a_notebook_shows_bars_in_the_output_of_the_cell(tmp_path: Path) -> None:
+    for needed in ("nbclient", "ipykernel"):
+        if importlib.util.find_spec(needed) is None:
+            pytest.skip(f"{needed} is not installed: pip install {needed}")
+    (tmp_path / "cells.json").write_text(json.dumps(CELLS))
+    with start(script(tmp_path, NOTEBOOK), tmp_path / "cells.json") as process:
+        out, err = process.communicate()
+    assert process.returncode == 0, err
+    (shown, _) = json.loads(out)[1]
+    assert '<progress value="100" max="100">' in shown["data"]["text/html"]
+    assert "end 100/100" in shown["data"]["text/plain"]

@@ -1,0 +1,187 @@
+"""How far a run is, as bars: on a terminal, in a notebook, and as a plain line now and then elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+from html import escape
+from typing import Any, Protocol
+
+from flowchan.declare.blueprint import Blueprint
+from flowchan.run.report import count, rate
+from flowchan.run.starting import start_server
+from flowchan.run.stats import RunStats
+from flowchan.viz.captured import Captured
+from flowchan.viz.terminal import PLAIN_EVERY, is_standard_error, troubles
+from flowchan.viz.totals import Bar, bars
+
+EVERY = 0.1
+"""Seconds between two looks at the run."""
+
+
+class Progress(Protocol):
+    """Where the bars are shown."""
+
+    def show(self, bars: list[Bar], stats: RunStats) -> None: ...
+
+
+class Running(Protocol):
+    """A run, as far as it is watched."""
+
+    def wait(self, timeout: float | None = None) -> Any: ...
+
+    def stats(self) -> RunStats: ...
+
+
+class Watching:
+    """Shows how far one run is. ``graph`` is what runs."""
+
+    def __init__(self, graph: Blueprint, progress: Progress) -> None:
+        self._graph = graph
+        self._progress = progress
+
+    def wait(self, run: Running) -> Any:
+        """``run.wait()``, and meanwhile the bars."""
+        while True:
+            try:
+                results = run.wait(EVERY)
+            except TimeoutError:
+                self._show(run)
+            except BaseException:
+                self._show(run)
+                raise
+            else:
+                self._show(run)
+                return results
+
+    def _show(self, run: Running) -> None:
+        stats = run.stats()
+        self._progress.show(bars(self._graph, stats), stats)
+
+
+@contextlib.contextmanager
+def watching(graph: Blueprint) -> Iterator[Watching]:
+    """From before the run starts until it has ended: what is printed meanwhile appears above the bars."""
+    with contextlib.ExitStack() as ends:
+        if in_notebook():
+            yield Watching(graph, Notebook())
+        elif sys.stderr.isatty():
+            start_server()  # what its workers print goes past us, but it goes on when we have ended
+            yield Watching(graph, Terminal(ends))
+        else:
+            yield Watching(graph, Lines())
+
+
+def in_notebook() -> bool:
+    """Whether this program is the kernel of a notebook."""
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
+
+
+def _headline(bar: Bar) -> str:
+    return f"{count(bar.done)}/{'?' if bar.total is None else count(bar.total)} {rate(bar.rate)}"
+
+
+def _trouble(stats: RunStats) -> str:
+    return ", ".join(troubles(stats))
+
+
+class Lines:
+    """A line every few seconds."""
+
+    def __init__(self) -> None:
+        self._next = time.monotonic() + PLAIN_EVERY
+
+    def show(self, bars: list[Bar], stats: RunStats) -> None:
+        if time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + PLAIN_EVERY
+        words = [f"{bar.stage} {_headline(bar)}" for bar in bars] + [_trouble(stats)]
+        print(
+            f"{stats.elapsed:.0f} s {stats.state}: {' | '.join(filter(None, words))}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+class Terminal:
+    """rich's bars. ``ends``: what comes at the end."""
+
+    def __init__(self, ends: contextlib.ExitStack) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+        from rich.text import Text
+
+        captured = None
+        if is_standard_error(sys.stderr):
+            captured = ends.enter_context(
+                Captured(lambda line: self._bars.console.print(Text.from_ansi(line), soft_wrap=True))
+            )
+        self._bars = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[told]}", markup=False, justify="right"),
+            console=Console(file=sys.stderr if captured is None else captured.terminal),
+            auto_refresh=False, expand=True, redirect_stdout=False, redirect_stderr=False,
+        )  # fmt: skip
+        self._tasks: dict[str, Any] = {}
+        ends.enter_context(self._bars)
+        if captured is not None:
+            captured.start()
+
+    def show(self, bars: list[Bar], stats: RunStats) -> None:
+        trouble = _trouble(stats)
+        for bar in bars:
+            if bar.stage not in self._tasks:
+                self._tasks[bar.stage] = self._bars.add_task(bar.stage, total=None, told="")
+            told = ", ".join(filter(None, [_headline(bar), _times(bar, stats), trouble]))
+            self._bars.update(self._tasks[bar.stage], completed=bar.done, total=bar.total, told=told)
+        gone = self._tasks.keys() - {bar.stage for bar in bars}  # a nearer one is known now
+        for stage in gone:
+            self._bars.remove_task(self._tasks.pop(stage))
+        self._bars.refresh()
+
+
+class Notebook:
+    """The output of a cell, which is changed in place."""
+
+    def __init__(self) -> None:
+        self._shown: Any = None
+        self._last = ""
+
+    def show(self, bars: list[Bar], stats: RunStats) -> None:
+        from IPython.display import display
+
+        html = "".join(self._row(bar, stats) for bar in bars)
+        if trouble := _trouble(stats):
+            html += f"<div>{escape(trouble)}</div>"
+        if html == self._last:
+            return
+        self._last = html
+        plain = ", ".join(f"{bar.stage} {_headline(bar)}" for bar in bars)
+        both = {"text/html": html, "text/plain": plain}
+        if self._shown is None:
+            self._shown = display(both, raw=True, display_id=True)  # type: ignore[no-untyped-call]
+        else:
+            self._shown.update(both, raw=True)
+
+    def _row(self, bar: Bar, stats: RunStats) -> str:
+        full = "" if bar.total is None else f' value="{bar.done}" max="{max(bar.total, 1)}"'
+        words = f"{escape(bar.stage)} <progress{full}></progress> {_headline(bar)}"
+        return f"<div>{words}, {_times(bar, stats)}</div>"
+
+
+def _times(bar: Bar, stats: RunStats) -> str:
+    """How long it has taken, and how long it will take at the rate so far."""
+    spent = _clock(stats.elapsed)
+    if bar.total is None or not bar.done or stats.state not in ("running", "stopping"):
+        return spent
+    return f"{spent}, {_clock((bar.total - bar.done) * stats.elapsed / bar.done)} left"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
