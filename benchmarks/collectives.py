@@ -11,21 +11,31 @@ import secrets
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
+from benchmarks.collectives_rank import LINKED
 from benchmarks.harness import Case, Effort, Report, at_most
+from flowchan import _core
 
 ISOLATES = (
     "one operation after the other on the same arrays, by ranks that were started once and sleep while "
     "others are measured; the figure is the time per operation at the slowest rank, a barrier before the "
     "clock starts. allreduce is in place, of float32, a sum; of allgather, reduce_scatter and alltoall the "
-    "size is that of the whole. Objects are pickled by each."
+    "size is that of the whole. Objects are pickled by each. Over hosts means that each rank believes to be "
+    "on one of its own, and is connected to the others over loopback."
 )
 
 ENVIRONMENT = Path(sys.executable).parent
 KB, MB = 1 << 10, 1 << 20
+PIECE = 16 * KB
+"""Elements that threads combine at a time: so many stay in a cache until they are copied."""
 ALLREDUCES = (8, KB, 16 * KB, 64 * KB, 256 * KB, MB, 4 * MB, 16 * MB, 64 * MB)
 
 
@@ -86,10 +96,10 @@ def kinds() -> list[str]:
 
 
 @contextlib.contextmanager
-def started(size: int) -> Iterator[dict[str, Ranks]]:
+def started(size: int, kinds: Sequence[str]) -> Iterator[dict[str, Ranks]]:
     with contextlib.ExitStack() as stack:
         jobs = {}
-        for kind in kinds():
+        for kind in kinds:
             jobs[kind] = Ranks(kind, size)
             stack.callback(jobs[kind].close)
         yield jobs
@@ -97,7 +107,7 @@ def started(size: int) -> Iterator[dict[str, Ranks]]:
 
 def measure(effort: Effort) -> Report:
     report = Report()
-    with started(2) as jobs:
+    with started(2, kinds()) as jobs:
         for size in ALLREDUCES:
             small = size <= 16 * KB
             compare(report, jobs, "allreduce", size, {"openmpi": 3 if small else 1.3, "mpich": 1.5}, effort)
@@ -106,11 +116,54 @@ def measure(effort: Effort) -> Report:
                 compare(report, jobs, operation, size, {"openmpi": 1.2, "mpich": 1.2}, effort)
         compare(report, jobs, "objects", 10 * KB, {"openmpi": 5, "gloo": 20}, effort)
         compare(report, jobs, "barrier", 0, {"openmpi": 1, "mpich": 1}, effort)
-    with started(4) as jobs:
+        in_place(report, jobs["flowchan"], effort)
+        loaded(report, jobs, effort)
+    with started(4, kinds()) as jobs:
         for size in (8, 16 * KB, MB, 64 * MB):
             compare(report, jobs, "allreduce", size, {"openmpi": 1, "mpich": 1, "gloo": 3}, effort)
         compare(report, jobs, "barrier", 0, {"openmpi": 1, "mpich": 1}, effort)
+    with started(2, [LINKED, "gloo"]) as jobs:
+        for size in (KB, 64 * KB, MB, 16 * MB, 64 * MB):
+            compare(report, jobs, "allreduce", size, {"gloo": 2 if size <= MB else 1}, effort)
     return report
+
+
+def in_place(report: Report, job: Ranks, effort: Effort) -> None:
+    """Beside two threads that have the memory of both, and the same kernel."""
+    size = 64 * MB
+    both = np.ones((2, size // 4), np.float32)
+
+    def half(number: int) -> None:
+        for at in range(number * size // 8, (number + 1) * size // 8, PIECE):
+            mine, other = both[:, at : at + PIECE]
+            _core._combine(mine, [mine, other], "sum")
+            other[:] = mine
+
+    def work() -> tuple[Sequence[float], int]:
+        began = time.perf_counter()
+        list(pool.map(half, range(2)))
+        return [time.perf_counter() - began], 1
+
+    with ThreadPoolExecutor(2) as pool:
+        cases = [timed(job, "allreduce", size, effort), Case("two threads in place", "s", work)]
+        mine, threads = report.interleave("allreduce beside threads, 64 MB, 2 ranks", cases, effort.rounds)
+    report.rows.append(at_most(1.2, mine, threads))
+
+
+def loaded(report: Report, jobs: dict[str, Ranks], effort: Effort) -> None:
+    """How much slower it gets where everything else wants the cores, too; nobody is to collapse."""
+    idle = replace(timed(jobs["flowchan"], "allreduce", KB, effort), name="when idle")
+    (quiet,) = report.interleave("allreduce, 1 KB, 2 ranks, idle", [idle], effort.rounds)
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(8)]
+    try:
+        cases = [timed(job, "allreduce", KB, effort) for job in jobs.values()]
+        work = "allreduce, 1 KB, 2 ranks, beside 8 busy processes"
+        mine, *peers = report.interleave(work, cases, effort.rounds)
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+    report.rows += [at_most(20, mine, quiet), *(at_most(1, mine, peer) for peer in peers)]
 
 
 def compare(

@@ -4,6 +4,7 @@ Arguments: of which kind, and where to listen."""
 from __future__ import annotations
 
 import json
+import os
 import socket
 import sys
 import time
@@ -14,14 +15,18 @@ from typing import Any
 import numpy as np
 
 Operation = Callable[[], Any]
+LINKED = "flowchan over hosts"
 
 
 class Flowchan:
     def __init__(self) -> None:
+        self.group = self.made()
+        self.size, self.barrier = self.group.size, self.group.barrier
+
+    def made(self) -> Any:
         from flowchan import collective
 
-        self.group = collective.group()
-        self.size, self.barrier = self.group.size, self.group.barrier
+        return collective.group()
 
     def prepare(self, operation: str, x: Any, whole: Any) -> Operation:
         g = self.group
@@ -35,6 +40,16 @@ class Flowchan:
             "objects": lambda: g.allgather({"content": x.tobytes(), "number": 1}),
             "barrier": lambda: g.barrier(),
         }[operation]
+
+
+class Linked(Flowchan):
+    """Each rank believes to be on a host of its own, and is connected to the others over loopback."""
+
+    def made(self) -> Any:
+        from flowchan.collective.gathering import meet_at
+
+        at, rank = f"127.0.0.1:{os.environ['MASTER_PORT']}", int(os.environ["RANK"])
+        return meet_at(at, bytes(16), rank, int(os.environ["WORLD_SIZE"]), 60, host=str(rank))
 
 
 class Mpi:
@@ -85,7 +100,7 @@ class Gloo:
 
 def main(kind: str, address: str) -> None:
     warnings.simplefilter("ignore", FutureWarning)  # torch renames its functions
-    side = {"flowchan": Flowchan, "gloo": Gloo}.get(kind, Mpi)()
+    side = {"flowchan": Flowchan, LINKED: Linked, "gloo": Gloo}.get(kind, Mpi)()
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(f"\0{address}")
         with sock.makefile("rw") as file:

@@ -3,6 +3,7 @@
 #include "raising.hpp"
 
 #include <algorithm>
+#include <utility>
 
 namespace flowchan {
 
@@ -12,7 +13,7 @@ PyObject* py_unreadable = nullptr;
 PyObject* py_dumps = nullptr;
 PyObject* py_loads = nullptr;
 
-constexpr int DEEPEST = 4;
+constexpr int DEEPEST = 4, DEEPEST_PLAIN = 32;
 constexpr uint64_t WITHOUT_GIL = 1 << 16;  // copies of at least this release the GIL
 constexpr uint64_t ALIGN = 64;
 constexpr uint64_t COPIED = 4096;  // smaller buffers arrive as copies: cheaper than a view of the block
@@ -30,12 +31,16 @@ enum Tag : unsigned char {
     BYTES_LONG,
     ASCII_SHORT,
     STR_LONG,  // STR_LONG: kind byte (0 ascii, 1, 2, 4 bytes a character), u32 characters
+    LIST,      // of plain values only, as is the next
+    DICT,
 };
 
 // Writes into Frame::small; false when it does not fit or is not one of the direct types.
 struct Writer {
     char* p;
     char* end;
+    bool is_plain = false;   // lists and dictionaries, too
+    bool is_shared = false;  // inside of what others may refer to
 
     bool tag(Tag t, uint64_t more) {
         if (uint64_t(end - p) < 1 + more) return false;
@@ -95,12 +100,45 @@ struct Writer {
         if (o == Py_True) return tag(TRUE_, 0);
         if (o == Py_False) return tag(FALSE_, 0);
         if (PyBytes_CheckExact(o)) return bytes(o);
-        if (!PyTuple_CheckExact(o) || depth == DEEPEST || PyTuple_GET_SIZE(o) > 255 || !tag(TUPLE, 1))
+        if (is_plain && PyDict_CheckExact(o)) return dict(o, depth);
+        if (is_plain && PyList_CheckExact(o)) return list(o, depth);
+        const int deepest = is_plain ? DEEPEST_PLAIN : DEEPEST;
+        if (!PyTuple_CheckExact(o) || depth == deepest || PyTuple_GET_SIZE(o) > 255 || !tag(TUPLE, 1))
             return false;
+        const bool before = std::exchange(is_shared, is_shared || !is_alone(o, depth));
         Py_ssize_t n = PyTuple_GET_SIZE(o);
         raw(uint8_t(n));
         for (Py_ssize_t i = 0; i < n; ++i)
             if (!object(PyTuple_GET_ITEM(o, i), depth + 1)) return false;
+        is_shared = before;
+        return true;
+    }
+    // Whether nobody else refers to what is inside another value: it could be in there twice, or hold itself.
+    static bool is_alone([[maybe_unused]] PyObject* o, [[maybe_unused]] int depth) {
+#ifdef Py_GIL_DISABLED
+        return false;  // it may change meanwhile
+#else
+        return depth == 0 || Py_REFCNT(o) == 1;
+#endif
+    }
+    bool begin(Tag t, Py_ssize_t n, PyObject* o, int depth) {
+        if (depth == DEEPEST_PLAIN || n > UINT32_MAX || is_shared || !is_alone(o, depth) || !tag(t, 4))
+            return false;
+        raw(uint32_t(n));
+        return true;
+    }
+    bool list(PyObject* o, int depth) {
+        const Py_ssize_t n = PyList_GET_SIZE(o);
+        if (!begin(LIST, n, o, depth)) return false;
+        for (Py_ssize_t i = 0; i < n; ++i)
+            if (!object(PyList_GET_ITEM(o, i), depth + 1)) return false;
+        return true;
+    }
+    bool dict(PyObject* o, int depth) {
+        if (!begin(DICT, PyDict_GET_SIZE(o), o, depth)) return false;
+        PyObject *key, *value;
+        for (Py_ssize_t at = 0; PyDict_Next(o, &at, &key, &value);)
+            if (!object(key, depth + 1) || !object(value, depth + 1)) return false;
         return true;
     }
 };
@@ -108,6 +146,7 @@ struct Writer {
 struct Reader {
     const char* p;
     const char* end;
+    int deepest = DEEPEST;
 
     bool has(uint64_t n) const { return uint64_t(end - p) >= n; }
     template <class T>
@@ -118,6 +157,8 @@ struct Reader {
         return value;
     }
     PyObject* object(int depth);
+    PyObject* list(int depth);
+    PyObject* dict(int depth);
     PyObject* bytes(uint64_t n) {
         if (!has(n)) return nullptr;
         PyObject* o = PyBytes_FromStringAndSize(p, Py_ssize_t(n));
@@ -178,7 +219,7 @@ PyObject* Reader::object(int depth) {
         case STR_LONG:
             return text();
         case TUPLE: {
-            if (!has(1) || depth == DEEPEST) return nullptr;
+            if (!has(1) || depth == deepest) return nullptr;
             uint8_t n = raw<uint8_t>();
             PyObject* tuple = PyTuple_New(n);
             for (uint8_t i = 0; tuple && i < n; ++i) {
@@ -190,9 +231,40 @@ PyObject* Reader::object(int depth) {
             }
             return tuple;
         }
+        case LIST:
+            return has(4) && depth < deepest ? list(depth) : nullptr;
+        case DICT:
+            return has(4) && depth < deepest ? dict(depth) : nullptr;
         default:
             return nullptr;
     }
+}
+
+PyObject* Reader::list(int depth) {
+    const uint32_t n = raw<uint32_t>();
+    if (!has(n)) return nullptr;  // each takes a byte at least
+    PyObject* made = PyList_New(n);
+    for (uint32_t i = 0; made && i < n; ++i) {
+        PyObject* o = object(depth + 1);
+        if (!o)
+            Py_CLEAR(made);
+        else
+            PyList_SET_ITEM(made, i, o);
+    }
+    return made;
+}
+
+PyObject* Reader::dict(int depth) {
+    const uint32_t n = raw<uint32_t>();
+    PyObject* made = PyDict_New();
+    for (uint32_t i = 0; made && i < n; ++i) {
+        PyObject* key = object(depth + 1);
+        PyObject* value = key ? object(depth + 1) : nullptr;
+        if (!value || PyDict_SetItem(made, key, value) != 0) Py_CLEAR(made);
+        Py_XDECREF(key);
+        Py_XDECREF(value);
+    }
+    return made;
 }
 
 void copy(char* to, const char* from, uint64_t n) {
@@ -351,6 +423,17 @@ PyObject* decode(uint64_t kind, const char* at, uint64_t size, const std::shared
     }
     return kind == BUFFERS || needs_its_slot(kind) ? decode_with_buffers(kind, at, size, block, parcel)
                                                    : damaged();
+}
+
+char* write_plain(PyObject* object, char* from, char* end) {
+    Writer writer{from, end, true};
+    return writer.object(object, 0) ? writer.p : nullptr;
+}
+
+PyObject* read_plain(const char* from, const char* end) {
+    Reader reader{from, end, DEEPEST_PLAIN};
+    PyObject* o = reader.object(0);
+    return o ? o : damaged();
 }
 
 uint64_t parcel_of(uint64_t kind, const char* at, uint64_t size) {

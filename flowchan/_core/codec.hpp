@@ -33,6 +33,11 @@ bool encode(PyObject* object, ObjectFrame& frame);
 PyObject* decode(uint64_t kind, const char* at, uint64_t size, const std::shared_ptr<Block>& block = nullptr,
                  PyObject* parcel = nullptr);
 
+// Plain values: the built-in ones that have a direct encoding, and tuples, lists and dictionaries of such.
+// Returns where it ends; null, without an error: it does not fit or is not plain.
+char* write_plain(PyObject* object, char* from, char* end);
+PyObject* read_plain(const char* from, const char* end);
+
 // The id of an item's parcel, 0 if it has none.
 uint64_t parcel_of(uint64_t kind, const char* at, uint64_t size);
 

@@ -10,6 +10,7 @@
 #include <linux/membarrier.h>
 #include <sched.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 #include <cstring>
 #include <new>
@@ -23,6 +24,7 @@ namespace {
 constexpr size_t PAGE = 4096;
 constexpr int64_t LOOK_NS = 20'000'000;  // a death is noticed within it
 constexpr uint32_t LOOKED_AT = 8;        // how many members are looked at each time
+constexpr uint32_t GLANCES = 200;        // without a pause: who is on its way is there within them
 constexpr int YIELDS = 8;
 constexpr uint32_t LEAST_PAUSES = 20;  // longer ones only as long as they pay: a busy machine needs the core
 
@@ -32,6 +34,16 @@ uint32_t most_pauses(uint32_t members) {
     return members <= cores ? 1000 : LEAST_PAUSES;
 }
 constexpr uint32_t INSIDE = 1u << 31;
+
+// As measured. With more members than cores a round costs context switches, so there are few of them; with a
+// core for each, chunks are so small that all that is read again lies in its second cache.
+Plan plan_for(uint32_t size) {
+    const bool crowded = size > std::thread::hardware_concurrency();
+    return {.exchange = size == 2 ? 256 * 1024u : 32 * 1024u,
+            .chunk = crowded ? BIG : 128 * 1024,
+            .direct = 256 * 1024,
+            .past = 8 << 20};
+}
 
 size_t rounded(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
 size_t seats_length(uint32_t size) { return rounded(sizeof(Seat) * size, PAGE); }
@@ -60,11 +72,18 @@ int Member::make(uint32_t size) {
     }
     auto* header = new (at) GroupHeader;
     header->size = size;
+    header->plan = plan_for(size);
     munmap(at, PAGE);
     return fd;
 }
 
 namespace {
+
+uint64_t number_of_memory(int fd) {
+    struct stat st{};
+    fstat(fd, &st);
+    return uint64_t(st.st_ino) << 20;
+}
 
 uint32_t size_of_group(int fd) {
     GroupHeader header;
@@ -89,11 +108,13 @@ Member::Member(int fd, uint32_t rank) : rank(rank), size(size_of_group(fd)), fd_
         fail(error, "memory for a group");
     }
     header_ = static_cast<GroupHeader*>(at);
+    plan_ = header_->plan;
     seats_ = reinterpret_cast<Seat*>(static_cast<unsigned char*>(at) + PAGE);
     small_ = reinterpret_cast<unsigned char*>(seats_) + seats_length(size);
     big_ = static_cast<unsigned char*>(at) + control_;
     lanes_ = reinterpret_cast<Lane*>(big_ + big_length_);
     pauses_ = most_pauses(size);
+    identity_ = number_of_memory(fd);
 }
 
 Member::~Member() {
@@ -130,6 +151,8 @@ End Member::join() {
     uint64_t nobody = 0;
     if (!seat(rank).owner.compare_exchange_strong(nobody, process_number())) return End::Taken;
     joined_ = process_number();
+    proof_ = proof_of(rank);
+    seat(rank).proof.store(reinterpret_cast<uint64_t>(&proof_), std::memory_order_relaxed);
     seat(rank).started.store(process_start(process_number()), std::memory_order_release);
     if (syscall(SYS_membarrier, MEMBARRIER_CMD_REGISTER_GLOBAL_EXPEDITED, 0) != 0 || !fence_everybody())
         header_->fenced.store(1);
@@ -193,10 +216,10 @@ End Member::finish(End end) {
     return end;
 }
 
-void Member::publish(uint32_t flags, uint64_t key, uint64_t bytes) {
+void Member::publish(Call call, uint32_t flags, uint64_t bytes) {
     Cell& mine = cell(rank);
     mine.flags = flags;
-    mine.key = key;
+    mine.key = key_of(call);
     mine.bytes = bytes;
     fault_point();
     mine.round.store(round_, std::memory_order_release);  // partner: is_here
@@ -224,6 +247,9 @@ End Member::await_all(Patience& patience) {
 }
 
 End Member::await(uint32_t member, Patience& patience) {
+    for (uint32_t i = 0; i < GLANCES; ++i)
+        if (is_here(member)) return End::Done;
+    patience.waits();
     for (uint32_t i = 0; i < pauses_; ++i) {
         cpu_relax();
         if (!is_here(member)) continue;
@@ -266,11 +292,11 @@ bool Member::any_is_lost(uint32_t from) const {
 }
 
 // What all find alike in the first round of an operation.
-End Member::judge(uint64_t key) const {
+End Member::judge(Call call) const {
     End end = End::Done;
     for (uint32_t member = 0; member < size; ++member) {
-        if (cell(member).flags) end = End::NoMemory;
-        if (cell(member).key != key) return End::Mismatch;
+        if (cell(member).flags & NO_MEMORY) end = End::NoMemory;
+        if (cell(member).key != key_of(call)) return End::Mismatch;
     }
     return end;
 }

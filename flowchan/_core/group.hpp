@@ -14,6 +14,11 @@
 //    calls do not match, that there is no memory) follows from what the first round shows to all.
 //  - Who gives up in the middle of an operation publishes nothing any more: it is as good as dead.
 //
+// Large arrays are read from where they lie, by the system call that debuggers read with. The first round shows
+// where that is; a second one says that it has been read, and nobody returns before it: so what is read is as it
+// was shown, unless its owner has given up meanwhile, which is looked at after reading. Where somebody could not
+// read, all find so in the second round; then the slots are used, now and from then on.
+//
 // Waking. Who sleeps counts itself in `sleepers` of the seat whose cell it waits for; who publishes looks
 // there, after the store and without a fence in between: the sleeper fences for both (membarrier), and looks
 // again before it sleeps. Where membarrier is refused, publishers fence (`fenced`). A lost wake-up would cost
@@ -45,6 +50,8 @@ struct alignas(LINE) Cell {
 static_assert(sizeof(Cell) == LINE);
 
 enum Gone : uint32_t { HERE, LEFT, GAVE_UP };
+// What a cell says besides. IN_PLACE: what is to be read lies in its owner's memory.
+constexpr uint32_t NO_MEMORY = 1, IN_PLACE = 2, COULD_NOT = 4;
 
 struct Seat {
     Cell cell[2];
@@ -55,11 +62,21 @@ struct Seat {
     std::atomic<uint32_t> held{0};       // until somebody has joined: Member::hold
     std::atomic<uint32_t> operation{0};  // how many it has begun; for messages only, as is the next
     std::atomic<uint32_t> doing{0};      // which one was the last; the top bit: it is inside
+    std::atomic<uint64_t> proof{0};      // where in its own memory `proof_of` this seat lies
+};
+
+// Which sizes are done in which way: see plan_for.
+struct Plan {
+    uint64_t exchange = 0;  // up to so many bytes everybody reads all inputs, and combines them for itself
+    uint64_t chunk = 0;     // in pieces of so many bytes larger ones are moved
+    uint64_t direct = 0;    // from so many on, members read each other's own memory
+    uint64_t past = 0;      // from so many on, what is only moved is written past the caches
 };
 
 struct GroupHeader {
-    static constexpr uint64_t MAGIC = 0x31707567'776f6c66;  // "flowgrup"1
+    static constexpr uint64_t MAGIC = 0x32707567'776f6c66;  // "flowgrup"2
     uint64_t magic = MAGIC;
+    Plan plan;  // the same for all, so it is its maker's
     uint32_t size = 0;
     std::atomic<uint32_t> fenced{0};
 };
@@ -70,6 +87,9 @@ struct Lane {
     std::atomic<uint64_t> inode{0};  // 0: there is none yet; partner: Member::lane_from
 };
 
+// How an operation is done: see Member::way.
+enum class Way : uint8_t { Any, Exchange, Slices, Chunks, Direct };
+
 // How an operation ended.
 enum class End { Done, Gone, Mismatch, NoMemory, TimedOut, Interrupted, Closed, Taken };
 
@@ -78,6 +98,8 @@ class Patience {
   public:
     explicit Patience(Deadline deadline) : deadline(deadline) {}
     virtual ~Patience() = default;
+    // Called when what is awaited is not there at a glance, or there is much to move; any number of times.
+    virtual void waits() {}
     // Called every 20 ms while it waits: whether it is to be given up.
     virtual bool interrupted(int64_t) { return false; }
     const Deadline deadline;
@@ -114,6 +136,20 @@ class Member {
     const Lane& lane_from(uint32_t member) const { return lanes_[size_t(member) * size + rank]; }
     bool broken() const { return broken_; }
 
+    // How an operation on so many bytes is done: as chosen, where that can be, else by the plan.
+    Way way_of_combining(uint32_t doing, uint64_t bytes) const {
+        const Way way = chosen_[doing % OPERATIONS];
+        const uint64_t most = way == Way::Exchange ? BIG : way == Way::Slices ? 0 : plan_.exchange;
+        return bytes <= most ? Way::Exchange : Way::Slices;
+    }
+    Way way_of_moving(uint32_t doing, uint64_t bytes) const {
+        const Way way = chosen_[doing % OPERATIONS];
+        const uint64_t least = way == Way::Direct ? 1 : way == Way::Chunks ? NEVER : plan_.direct;
+        return size > 1 && direct_ && bytes >= least ? Way::Direct : Way::Chunks;
+    }
+    // All members choose the same, or their calls do not match.
+    void choose(uint32_t doing, Way way) { chosen_[doing % OPERATIONS] = way; }
+
     // One operation at a time, by whoever has this.
     std::mutex& in_use() { return in_use_; }
 
@@ -131,10 +167,11 @@ class Member {
                        Patience& patience);
     End broadcast(Call call, void* data, size_t bytes, uint32_t root, Patience& patience);
     // What each member has, of any size. `place` is called once, with the sizes, and says where each goes;
-    // null entries are left out; false: it is given up.
+    // null entries are left out; false: it is given up. `shown`: where it lies meanwhile, null if it is large.
     struct Place {
         virtual ~Place() = default;
-        virtual bool operator()(const std::vector<uint64_t>& sizes, std::vector<void*>& to) = 0;
+        virtual bool operator()(const std::vector<uint64_t>& sizes, const std::vector<const void*>& shown,
+                                std::vector<void*>& to) = 0;
     };
     End allgather(Call call, const void* in, size_t bytes, Place& place, Patience& patience);
     // in[j] of in_sizes[j] bytes goes to member j; out[i] of out_sizes[i] bytes comes from member i.
@@ -143,7 +180,16 @@ class Member {
                  const std::vector<void*>& out, const Sizes& out_sizes, Patience& patience);
 
   private:
+    static constexpr uint32_t OPERATIONS = 16;  // kinds of them
     static uint64_t process_number_now();
+    uint64_t key_of(Call call) const {
+        return call.key + uint64_t(chosen_[call.doing % OPERATIONS]) * 0x9e3779b97f4a7c15;
+    }
+    // What lies in the memory of that member and hardly of any other process: a process may have the number of
+    // one that died, or of one that is called otherwise elsewhere.
+    uint64_t proof_of(uint32_t member) const {
+        return seat(member).owner * 0x9e3779b97f4a7c15 ^ identity_ ^ member;
+    }
     Seat& seat(uint32_t member) const { return seats_[member]; }
     Cell& cell(uint32_t member) const { return seats_[member].cell[round_ & 1]; }
     unsigned char* small(uint32_t member) const {
@@ -159,17 +205,23 @@ class Member {
     unsigned char* payload(uint32_t member, size_t bytes) const {
         return bytes <= INLINE ? cell(member).data : bytes <= SMALL ? small(member) : big(member);
     }
+    uint64_t shown_at(uint32_t member) const { return *reinterpret_cast<const uint64_t*>(cell(member).data); }
     End begin(Call call);
     End finish(End end);
-    void publish(uint32_t flags, uint64_t key, uint64_t bytes);
+    void publish(Call call, uint32_t flags, uint64_t bytes);
     // One more round of an operation that has been judged.
     End next(Call call, Patience& patience);
     // The first round, with `payload` bytes to show, which `fill` writes where it is told to.
     template <class Fill>
-    End show(Call call, uint64_t bytes, size_t payload, Fill fill, Patience& patience);
+    End show(Call call, uint64_t bytes, size_t payload, Fill fill, Patience& patience, uint32_t flags = 0);
+    // A round in which this member shows what it has written into its big slot, if there is memory.
+    End show_big(Call call, bool fits, Patience& patience);
+    bool pull(uint32_t member, uint64_t from, void* to, size_t bytes) const;
+    // The round after members have read each other's memory, this one with success or not.
+    End have_read(Call call, bool could, Patience& patience);
     End await_all(Patience& patience);
     End await(uint32_t member, Patience& patience);
-    End judge(uint64_t key) const;
+    End judge(Call call) const;
     bool is_here(uint32_t member) const;
     bool may_join(uint32_t member) const;
     bool any_is_lost(uint32_t from) const;
@@ -182,6 +234,8 @@ class Member {
     int fd_ = -1;
     uint64_t joined_ = 0;
     GroupHeader* header_ = nullptr;
+    Plan plan_;
+    Way chosen_[OPERATIONS] = {};
     Seat* seats_ = nullptr;
     unsigned char* small_ = nullptr;
     unsigned char* big_ = nullptr;
@@ -190,7 +244,9 @@ class Member {
     uint32_t round_ = 0;
     uint32_t pauses_ = 0;
     std::atomic<bool> leaving_ = false;  // what still waits gives up
+    uint64_t proof_ = 0, identity_ = 0;
     bool broken_ = false, fenced_ = false, reserved_ = false;
+    bool direct_ = true;  // until one member could not read another one's memory
     std::mutex in_use_;
 };
 

@@ -1,6 +1,7 @@
 #include "group_arrays.hpp"
 
 #include <cstring>
+#include <iterator>
 
 namespace flowchan {
 
@@ -22,7 +23,7 @@ bool is_instance(PyObject* object, PyObject* cls) {
     return cls && PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(cls));
 }
 
-Element integer(bool is_signed, size_t width) {
+constexpr Element integer(bool is_signed, size_t width) {
     switch (width) {
         case 1:
             return is_signed ? Element::I8 : Element::U8;
@@ -57,6 +58,49 @@ Element element_of(const char* format, size_t width) {
         default:
             return Element::Raw;
     }
+}
+
+// The beginnings of NumPy's PyArray_Descr and PyArrayObject. It keeps them for what was compiled with it: they
+// have been the same since 1.0.
+struct NumpyType {
+    PyObject_HEAD PyTypeObject* scalars;
+    char kind, letter, byte_order, flags;
+    int number;
+};
+struct NumpyArray {
+    static constexpr int IN_ONE_PIECE = 1, WRITABLE = 0x400;
+    PyObject_HEAD void* data;
+    int dimensions;
+    Py_ssize_t* shape;
+    Py_ssize_t* strides;
+    PyObject* base;
+    const NumpyType* type;
+    int flags;
+};
+
+// Raw: any other type, or one with its bytes the other way round.
+Element element_of(const NumpyType& type) {
+    constexpr Element BY_NUMBER[] = {Element::Bool,
+                                     Element::I8,
+                                     Element::U8,
+                                     Element::I16,
+                                     Element::U16,
+                                     Element::I32,
+                                     Element::U32,
+                                     integer(true, sizeof(long)),
+                                     integer(false, sizeof(long)),
+                                     Element::I64,
+                                     Element::U64,
+                                     Element::F32,
+                                     Element::F64,
+                                     Element::Raw,
+                                     Element::C64,
+                                     Element::C128};
+    constexpr int HALF = 23;
+    if (type.byte_order != '=' && type.byte_order != '|') return Element::Raw;
+    if (type.number == HALF) return Element::F16;
+    return type.number >= 0 && type.number < int(std::size(BY_NUMBER)) ? BY_NUMBER[type.number]
+                                                                       : Element::Raw;
 }
 
 // torch's dtypes by their names, and what they are here; the others can be moved only.
@@ -121,9 +165,11 @@ bool truth(PyObject* object) {
 }  // namespace
 
 bool Array::read(PyObject* object) {
-    if (is_instance(object, class_of("torch", "Tensor", tensor_class))) return read_tensor(object);
-    if (is_instance(object, class_of("numpy", "ndarray", ndarray))) return read_numpy(object);
-    return false;
+    const bool is_numpy = is_instance(object, class_of("numpy", "ndarray", ndarray));
+    if (!is_numpy && !is_instance(object, class_of("torch", "Tensor", tensor_class))) return false;
+    if (!(is_numpy ? read_numpy(object) : read_tensor(object))) return false;
+    if (!view_.obj) kept_ = Py_NewRef(object);
+    return true;
 }
 
 void Array::add_shape(uint64_t extent) {
@@ -131,7 +177,23 @@ void Array::add_shape(uint64_t extent) {
     count *= extent;
 }
 
-bool Array::read_numpy(PyObject* array) {
+// By NumPy's own structure, for the types that it has itself: to ask for a buffer takes longer than a small
+// operation.
+bool Array::read_numpy(PyObject* object) {
+    const auto* array = reinterpret_cast<const NumpyArray*>(object);
+    const Element its = element_of(*array->type);
+    if (its == Element::Raw || !(array->flags & NumpyArray::IN_ONE_PIECE)) return read_buffer(object);
+    data = array->data;
+    element = its;
+    writable = array->flags & NumpyArray::WRITABLE;
+    what = mixed(uint64_t(element), size_of_element(element));
+    count = 1;
+    for (int i = 0; i < array->dimensions; ++i) add_shape(uint64_t(array->shape[i]));
+    bytes = count * size_of_element(element);
+    return true;
+}
+
+bool Array::read_buffer(PyObject* array) {
     if (PyObject_GetBuffer(array, &view_, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) != 0) {
         PyErr_Clear();
         return false;

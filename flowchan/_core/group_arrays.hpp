@@ -7,7 +7,8 @@
 
 namespace flowchan {
 
-// Memory of an array that lies in one piece. Holds the GIL's objects: make and destroy it with the GIL.
+// Memory of an array that lies in one piece, which is kept as long as this is. Make and destroy it with the
+// GIL.
 class Array {
   public:
     Array() = default;
@@ -15,6 +16,7 @@ class Array {
     Array& operator=(const Array&) = delete;
     ~Array() {
         if (view_.obj) PyBuffer_Release(&view_);
+        Py_XDECREF(kept_);
     }
     // False, without an error: it is no array, or not one that lies in one piece in this machine's memory.
     // False with one: reading what it is has failed.
@@ -30,8 +32,10 @@ class Array {
   private:
     bool read_tensor(PyObject* tensor);
     bool read_numpy(PyObject* array);
+    bool read_buffer(PyObject* array);
     void add_shape(uint64_t extent);
     Py_buffer view_{};
+    PyObject* kept_ = nullptr;
 };
 
 inline uint64_t mixed(uint64_t hash, uint64_t value) {

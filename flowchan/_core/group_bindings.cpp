@@ -29,12 +29,19 @@ void raise_unless_done(nb::handle self, End end, uint32_t doing, nb::handle x, n
     if (end != End::Done) raise_end(self.ptr(), end, doing, x.ptr(), more.ptr()), throw nb::python_error();
 }
 
+// A new reference, or null with an error.
+nb::object checked(PyObject* made) {
+    if (!made) throw nb::python_error();
+    return nb::steal(made);
+}
+
 // New bytes of Python for what each member shows, or for that of one.
 class PlaceBytes : public Member::Place {
   public:
     PlaceBytes(Calling& calling, int only) : calling_(calling), only_(only) {}
     nb::list found;
-    bool operator()(const std::vector<uint64_t>& sizes, std::vector<void*>& to) override {
+    bool operator()(const std::vector<uint64_t>& sizes, const std::vector<const void*>&,
+                    std::vector<void*>& to) override {
         return calling_.with_gil([&] {
             for (size_t r = 0; r < sizes.size(); ++r) {
                 if (only_ >= 0 && size_t(only_) != r) continue;
@@ -164,6 +171,10 @@ nb::object lane_from(PyGroup& group, uint32_t member) {
 
 void bind_group(nb::module_& m) {
     m.def("_combine", combine, "out"_a, "ins"_a, "op"_a);
+    m.def(
+        "_plain_bytes", [](nb::handle value) { return checked(plain_bytes(value.ptr())); }, "value"_a.none());
+    m.def(
+        "_from_plain_bytes", [](nb::handle data) { return checked(from_plain_bytes(data.ptr())); }, "data"_a);
     nb::class_<PyGroup>(m, "Group", nb::type_slots(group_slots), nb::is_weak_referenceable(),
                         "A member of a group. Use flowchan.collective.")
         .def("__init__", construct, "fd"_a, "rank"_a)
@@ -179,6 +190,16 @@ void bind_group(nb::module_& m) {
         .def("_give_up", &PyGroup::give_up)
         .def(
             "_queue", [](PyGroup& group, int change) { group.queued += uint32_t(change); }, "change"_a)
+        .def(
+            "_choose", [](PyGroup& group, uint32_t doing, int way) { group.choose(doing, Way(way)); },
+            "doing"_a, "way"_a)
+        .def(
+            "_way",
+            [](PyGroup& group, uint32_t doing, uint64_t bytes, bool combining) {
+                return int(combining ? group.way_of_combining(doing, bytes)
+                                     : group.way_of_moving(doing, bytes));
+            },
+            "doing"_a, "size"_a, "combining"_a)
         .def("_count_out", &PyGroup::count_out, "member"_a)
         .def("_show_lane", show_lane, "member"_a, "fd"_a, "inode"_a)
         .def("_lane_from", lane_from, "member"_a)
@@ -191,18 +212,14 @@ void bind_group(nb::module_& m) {
             "_reduce",
             [](nb::handle self, uint32_t doing, nb::handle x, nb::handle out, nb::handle op, int root,
                nb::handle timeout) {
-                PyObject* done =
-                    reduce_arrays(self.ptr(), doing, x.ptr(), out.ptr(), op.ptr(), root, timeout.ptr());
-                if (!done) throw nb::python_error();
-                return nb::steal(done);
+                return checked(
+                    reduce_arrays(self.ptr(), doing, x.ptr(), out.ptr(), op.ptr(), root, timeout.ptr()));
             },
             "doing"_a, "x"_a, "out"_a.none(), "op"_a, "root"_a, "timeout"_a.none())
         .def(
             "_spread",
             [](nb::handle self, nb::handle x, uint32_t root, nb::handle timeout) {
-                PyObject* done = broadcast_array(self.ptr(), x.ptr(), root, timeout.ptr());
-                if (!done) throw nb::python_error();
-                return nb::steal(done);
+                return checked(broadcast_array(self.ptr(), x.ptr(), root, timeout.ptr()));
             },
             "x"_a, "root"_a, "timeout"_a.none())
         .def(
@@ -218,10 +235,7 @@ void bind_group(nb::module_& m) {
         .def(
             "_reduce_scatter",
             [](nb::handle self, nb::handle x, nb::handle out, nb::handle op, nb::handle timeout) {
-                PyObject* done =
-                    reduce_scatter_array(self.ptr(), x.ptr(), out.ptr(), op.ptr(), timeout.ptr());
-                if (!done) throw nb::python_error();
-                return nb::steal(done);
+                return checked(reduce_scatter_array(self.ptr(), x.ptr(), out.ptr(), op.ptr(), timeout.ptr()));
             },
             "x"_a, "out"_a, "op"_a, "timeout"_a.none());
 }

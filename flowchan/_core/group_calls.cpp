@@ -67,7 +67,7 @@ PyObject* broadcast_array(PyObject* self, PyObject* x, uint32_t root, PyObject* 
 
 namespace {
 
-constexpr const char* ALLGATHER_NAMES[] = {"x", "out", "timeout"};
+constexpr const char* ALLGATHER_NAMES[] = {"x", "out", "timeout", "wait"};
 constexpr const char* ALLTOALL_NAMES[] = {"xs", "out", "timeout"};
 constexpr const char* REDUCE_SCATTER_NAMES[] = {"x", "op", "out", "timeout"};
 constexpr const char* ALLREDUCE_NAMES[] = {"x", "op", "out", "timeout", "wait"};
@@ -142,14 +142,15 @@ PyObject* allgather_arrays(PyObject* self, PyObject* x, PyObject* out, PyObject*
 
 PyObject* allgather(PyObject* self, PyObject* const* args, Py_ssize_t n, PyObject* keywords) {
     return guarded([&]() -> PyObject* {
-        PyObject* v[3];
+        PyObject* v[4];
         if (!parse("allgather", ALLGATHER_NAMES, 1, args, n, keywords, v)) return nullptr;
-        if (!is_default(v[1]) && !goes_later(self, nullptr)) {
-            PyObject* result = allgather_arrays(self, v[0], v[1], v[2]);
+        if (!goes_later(self, v[3])) {
+            PyObject* result = is_default(v[1]) ? allgather_values(self, v[0], v[2])
+                                                : allgather_arrays(self, v[0], v[1], v[2]);
             if (result != Py_NotImplemented) return result;
             Py_DECREF(result);
         }
-        return call_general(self, "_allgather", v, 3);
+        return call_general(self, "_allgather", v, 4);
     });
 }
 
@@ -218,10 +219,10 @@ PyMethodDef group_methods[] = {
     {"barrier", fast(barrier), FASTCALL,
      "barrier($self, /, timeout=None, wait=True)\n--\n\nReturn when all members have called it."},
     {"allgather", fast(allgather), FASTCALL,
-     "allgather($self, /, x, out=None, timeout=None)\n--\n\n"
+     "allgather($self, /, x, out=None, timeout=None, wait=True)\n--\n\n"
      "What every member gives, as a list in the order of the ranks. Arrays and tensors may differ in shape. "
      "``out``: an array of ``size`` times as many elements, or a list of arrays, to be filled instead and "
-     "returned; raises ValueError where what a member gave does not fit."},
+     "returned; raises ValueError where what a member gave does not fit. ``wait=False`` gives a handle."},
     {"alltoall", fast(alltoall), FASTCALL,
      "alltoall($self, /, xs, out=None, timeout=None)\n--\n\n"
      "What each member has for this one: a list in the order of the ranks. ``xs[i]`` goes to member i. "

@@ -6,13 +6,16 @@
 #include "group.hpp"
 #include "group_arrays.hpp"
 
+#include <utility>
+
 namespace flowchan {
 
 using namespace nb::literals;
 
 // The numbers of the operations; flowchan/collective/group.py has their names.
 enum Doing : uint32_t { BARRIER = 1, BROADCAST, REDUCE, ALLREDUCE, REDUCE_SCATTER, ALLGATHER, ALLTOALL = 9 };
-constexpr uint64_t KNOWN = 3;  // what the members of an operation give: arrays whose sizes all know
+// What the members of an operation give: values of Python, or arrays whose sizes all know.
+constexpr uint64_t VALUES = 1, KNOWN = 3;
 
 constexpr const char* OPS[] = {"sum", "mean", "prod", "min", "max", "and", "or", "xor"};
 constexpr int64_t STALLED_NS = 10'000'000'000;
@@ -25,7 +28,8 @@ class PyGroup : public Member {
 
 inline PyGroup& group_of(PyObject* self) { return *nb::inst_ptr<PyGroup>(self); }
 
-// A call: without the GIL, but for a look at signals and a word about stalls while it waits.
+// A call. It gives the GIL away when it has to wait, or much to move; while it waits it looks at signals, and
+// says a word about stalls.
 class Calling : public Patience {
   public:
     Calling(PyObject* self, uint32_t doing, Deadline deadline)
@@ -33,22 +37,25 @@ class Calling : public Patience {
 
     template <class F>
     End run(F operation) {
-        state_ = PyEval_SaveThread();
         End end;
         {
-            std::lock_guard lock(group_of(self_).in_use());
+            std::unique_lock lock(group_of(self_).in_use(), std::try_to_lock);
+            if (!lock) waits(), lock.lock();
             end = operation(*this);
         }
-        take_gil(state_);
+        take_back();
         return end;
     }
     // In the middle of it, with the GIL.
     template <class F>
     bool with_gil(F f) {
-        take_gil(state_);
+        const bool was_away = take_back();
         const bool done = f();
-        state_ = PyEval_SaveThread();
+        if (was_away) waits();
         return done;
+    }
+    void waits() override {
+        if (!state_) state_ = PyEval_SaveThread();
     }
     bool interrupted(int64_t waited) override {
         return with_gil([&] {
@@ -62,9 +69,15 @@ class Calling : public Patience {
     }
 
   private:
+    bool take_back() {
+        if (!state_) return false;
+        take_gil(std::exchange(state_, nullptr));
+        return true;
+    }
+
     PyObject* self_;
     const uint32_t doing_;
-    PyThreadState* state_ = nullptr;
+    PyThreadState* state_ = nullptr;  // while others may have the GIL
     bool told_ = false;
 };
 
@@ -154,7 +167,8 @@ class Arrays : public Member::Place {
         return true;
     }
     // What does not fit is left as it is: the others go on all the same.
-    bool operator()(const std::vector<uint64_t>& sizes, std::vector<void*>& to) override {
+    bool operator()(const std::vector<uint64_t>& sizes, const std::vector<const void*>&,
+                    std::vector<void*>& to) override {
         for (size_t r = 0; r < to.size(); ++r) {
             if (!wanted_[r]) continue;
             if (many_[r].bytes == sizes[r])
@@ -200,6 +214,12 @@ PyObject* reduce_arrays(PyObject* self, uint32_t doing, PyObject* x, PyObject* o
 PyObject* broadcast_array(PyObject* self, PyObject* x, uint32_t root, PyObject* timeout);
 PyObject* reduce_scatter_array(PyObject* self, PyObject* x, PyObject* out, PyObject* op_name,
                                PyObject* timeout);
+
+// What every member gives, as a list; NotImplemented: `x` is no plain value.
+PyObject* allgather_values(PyObject* self, PyObject* x, PyObject* timeout);
+// A plain value as bytes, and back; None for any other.
+PyObject* plain_bytes(PyObject* value);
+PyObject* from_plain_bytes(PyObject* bytes);
 
 extern PyType_Slot group_slots[];  // the calls of group_calls.cpp
 

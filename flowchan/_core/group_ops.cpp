@@ -3,21 +3,31 @@
 // of the two slots while others still read the one before.
 #include "group.hpp"
 
+#include <sys/uio.h>
+
 #include <algorithm>
 #include <cstring>
+#include <numeric>
+
+#if defined(__SSE2__)
+#    include <emmintrin.h>
+#endif
 
 namespace flowchan {
 
 namespace {
 
-// Up to this size everybody reads all inputs, and combines them for itself.
-size_t exchange_limit(uint32_t size) { return size == 2 ? 256 * 1024 : 32 * 1024; }
-
-constexpr uint32_t NO_MEMORY = 1;
 constexpr size_t LEAST_CHUNK = 32 * 1024;
 
-// Chunks of at most BIG bytes, so large that there are two of them at least.
-size_t chunk_of(size_t bytes) { return std::clamp((bytes / 2 + LINE - 1) / LINE * LINE, LEAST_CHUNK, BIG); }
+// So large that there are two of them at least.
+size_t chunk_of(size_t bytes, size_t most) {
+    return std::clamp((bytes / 2 + LINE - 1) / LINE * LINE, std::min(LEAST_CHUNK, most), most);
+}
+
+// What a chunk has for each member.
+size_t part_of(size_t chunk, uint32_t size) {
+    return std::min(std::max(chunk / size, LEAST_CHUNK / 2), BIG / size) / LINE * LINE;
+}
 
 size_t chunks(size_t bytes, size_t chunk) { return std::max<size_t>(1, (bytes + chunk - 1) / chunk); }
 
@@ -31,6 +41,26 @@ unsigned char* at(void* memory, size_t offset) { return static_cast<unsigned cha
 
 void copy(void* to, const void* from, size_t bytes) {
     if (bytes && to != from) memcpy(to, from, bytes);
+}
+
+// Past the caches: what is large would drive out what is read again, and each of its lines would be fetched
+// before it is written.
+void copy_past(void* to, const void* from, size_t bytes) {
+#if defined(__SSE2__)
+    const size_t head = std::min(bytes, size_t(-reinterpret_cast<uintptr_t>(to)) % LINE);
+    copy(to, from, head);
+    unsigned char* target = at(to, head);
+    const unsigned char* source = at(from, head);
+    const size_t lines = (bytes - head) / LINE;
+    for (size_t i = 0; i < lines; ++i, target += LINE, source += LINE)
+        for (size_t j = 0; j < LINE; j += sizeof(__m128i))
+            _mm_stream_si128(reinterpret_cast<__m128i*>(target + j),
+                             _mm_loadu_si128(reinterpret_cast<const __m128i*>(source + j)));
+    _mm_sfence();
+    copy(target, source, (bytes - head) % LINE);
+#else
+    copy(to, from, bytes);
+#endif
 }
 
 // The inputs of one kernel call; hardly ever are there so many members that they need the heap.
@@ -49,18 +79,57 @@ class Inputs {
 }  // namespace
 
 template <class Fill>
-End Member::show(Call call, uint64_t bytes, size_t payload_size, Fill fill, Patience& patience) {
+End Member::show(Call call, uint64_t bytes, size_t payload_size, Fill fill, Patience& patience,
+                 uint32_t flags) {
     if (const End end = begin(call); end != End::Done) return end;
+    if (payload_size > SMALL) patience.waits();
     const bool fits = payload_size <= SMALL || reserve_big();
-    if (fits) fill(payload(rank, payload_size));
-    publish(fits ? 0 : NO_MEMORY, call.key, bytes);
+    unsigned char* to = payload(rank, payload_size);
+    for (size_t i = LINE; payload_size <= SMALL && i < payload_size; i += LINE) prefetch(to + i);
+    if (fits) fill(to);
+    publish(call, flags | (fits ? 0 : NO_MEMORY), bytes);
     if (const End end = await_all(patience); end != End::Done) return end;
-    return judge(call.key);
+    return judge(call);
 }
 
 End Member::next(Call call, Patience& patience) {
-    publish(0, call.key, 0);
+    publish(call, 0, 0);
     return await_all(patience);
+}
+
+End Member::show_big(Call call, bool fits, Patience& patience) {
+    publish(call, fits ? 0 : NO_MEMORY, 0);
+    const End end = await_all(patience);
+    return end == End::Done ? judge(call) : end;
+}
+
+// Together with the proof that it is that member's memory.
+bool Member::pull(uint32_t member, uint64_t from, void* to, size_t bytes) const {
+    constexpr size_t PIECE = 16 << 20;
+    if (!bytes) return true;
+    const Seat& its = seat(member);
+    const auto address = [](uint64_t at) { return reinterpret_cast<void*>(at); };
+    for (size_t done = 0; done < bytes;) {
+        const size_t length = std::min(bytes - done, PIECE);
+        uint64_t proof = 0;
+        const iovec here[] = {{&proof, sizeof proof}, {at(to, done), length}};
+        const iovec there[] = {{address(its.proof.load(std::memory_order_relaxed)), sizeof proof},
+                               {address(from + done), length}};
+        const ssize_t got = process_vm_readv(pid_t(its.owner.load()), here, 2, there, 2, 0);
+        if (got != ssize_t(sizeof proof + length) || proof != proof_of(member)) return false;
+        done += length;
+    }
+    std::atomic_thread_fence(std::memory_order_acquire);
+    return its.gone.load() == HERE;  // else it may have been changed before it was read
+}
+
+End Member::have_read(Call call, bool could, Patience& patience) {
+    round_ += 1;
+    publish(call, could ? 0 : COULD_NOT, 0);
+    const End end = await_all(patience);
+    for (uint32_t member = 0; end == End::Done && member < size; ++member)
+        if (cell(member).flags & COULD_NOT) direct_ = false;
+    return end;
 }
 
 End Member::barrier(Call call, Patience& patience) {
@@ -69,9 +138,9 @@ End Member::barrier(Call call, Patience& patience) {
 
 End Member::allreduce(Call call, const void* in, void* out, size_t count, Element element, Op op, int root,
                       Patience& patience) {
-    const bool small = count * size_of_element(element) <= exchange_limit(size);
-    return finish(small ? exchange(call, in, out, count, element, op, root, patience)
-                        : slices(call, in, out, count, element, op, root, patience));
+    const Way way = way_of_combining(call.doing, count * size_of_element(element));
+    return finish(way == Way::Exchange ? exchange(call, in, out, count, element, op, root, patience)
+                                       : slices(call, in, out, count, element, op, root, patience));
 }
 
 End Member::exchange(Call call, const void* in, void* out, size_t count, Element element, Op op, int root,
@@ -88,7 +157,8 @@ End Member::exchange(Call call, const void* in, void* out, size_t count, Element
 // Round t stages chunk t, but for this member's own part, and shows the result of its part of chunk t - 1.
 End Member::slices(Call call, const void* in, void* out, size_t count, Element element, Op op, int root,
                    Patience& patience) {
-    const size_t width = size_of_element(element), bytes = count * width, chunk = chunk_of(bytes);
+    const size_t width = size_of_element(element), bytes = count * width,
+                 chunk = chunk_of(bytes, plan_.chunk);
     const size_t rounds = chunks(bytes, chunk);
     const bool gets = root < 0 || uint32_t(root) == rank;
     const Kernel kernel = find_kernel(element, op);
@@ -113,7 +183,7 @@ End Member::slices(Call call, const void* in, void* out, size_t count, Element e
             copy(at(out, t * chunk + from), result(r, round_), upto - from);
         }
     };
-    End end = show(call, bytes, BIG, [&](void* to) { stage(0, to); }, patience);
+    End end = show(call, bytes, chunk, [&](void*) { stage(0, big(rank)); }, patience);
     for (size_t t = 0; end == End::Done; ++t) {
         if (t) gather(t - 1);
         if (t == rounds) break;
@@ -129,7 +199,7 @@ End Member::slices(Call call, const void* in, void* out, size_t count, Element e
 End Member::reduce_scatter(Call call, const void* in, void* out, size_t count, Element element, Op op,
                            Patience& patience) {
     const size_t width = size_of_element(element), bytes = count * width;
-    const size_t part = std::min(BIG / size / LINE * LINE, (bytes + LINE - 1) / LINE * LINE);
+    const size_t part = std::min(part_of(plan_.chunk, size), (bytes + LINE - 1) / LINE * LINE);
     const size_t rounds = part ? chunks(bytes, part) : 1;
     const auto length = [&](size_t t) { return std::min(part, bytes - t * part); };
     const auto stage = [&](size_t t, void* to) {
@@ -152,85 +222,153 @@ End Member::reduce_scatter(Call call, const void* in, void* out, size_t count, E
 }
 
 End Member::broadcast(Call call, void* data, size_t bytes, uint32_t root, Patience& patience) {
-    const size_t chunk = bytes <= exchange_limit(size) ? std::max<size_t>(bytes, 1) : chunk_of(bytes);
+    const bool direct = way_of_moving(call.doing, bytes) == Way::Direct;
+    const size_t chunk = bytes <= plan_.exchange ? std::max<size_t>(bytes, 1) : chunk_of(bytes, plan_.chunk);
     const size_t rounds = chunks(bytes, chunk);
+    const auto give = bytes < plan_.past ? copy : copy_past;
     const auto length = [&](size_t t) { return std::min(chunk, bytes - t * chunk); };
-    const auto stage = [&](size_t t, void* to) {
-        if (rank == root) copy(to, at(data, t * chunk), length(t));
+    const auto stage = [&](size_t t) {
+        if (rank == root) copy(payload(rank, chunk), at(data, t * chunk), length(t));
     };
-    End end = show(call, bytes, chunk, [&](void* to) { stage(0, to); }, patience);
-    for (size_t t = 0; end == End::Done; ++t) {
-        if (rank != root) copy(at(data, t * chunk), payload(root, chunk), length(t));
-        if (t + 1 == rounds) break;
-        round_ += 1;
-        stage(t + 1, payload(rank, chunk));
-        end = next(call, patience);
-    }
-    return finish(end);
-}
-
-End Member::allgather(Call call, const void* in, size_t bytes, Place& place, Patience& patience) {
-    const size_t first = std::min(bytes, BIG);
-    End end = show(call, bytes, first, [&](void* to) { copy(to, in, first); }, patience);
-    Sizes sizes(size);
-    std::vector<void*> to(size);
-    for (uint32_t r = 0; end == End::Done && r < size; ++r) sizes[r] = cell(r).bytes;
-    if (end == End::Done && !place(sizes, to)) end = End::Interrupted;
-    if (end != End::Done) return finish(end);
-    const size_t rounds = chunks(*std::max_element(sizes.begin(), sizes.end()), BIG);
-    for (size_t t = 0; end == End::Done; ++t) {
-        for (uint32_t i = 0; i < size; ++i) {
-            const uint32_t r = (rank + i) % size;
-            if (!to[r] || sizes[r] <= t * BIG) continue;
-            const size_t length = std::min(BIG, sizes[r] - t * BIG);
-            const void* from = r == rank ? at(in, t * BIG) : t ? big(r) : payload(r, length);
-            copy(at(to[r], t * BIG), from, length);
-        }
-        if (t + 1 == rounds) break;
-        round_ += 1;
-        if (bytes > (t + 1) * BIG)
-            copy(big(rank), at(in, (t + 1) * BIG), std::min(BIG, bytes - (t + 1) * BIG));
-        end = next(call, patience);
-    }
-    return finish(end);
-}
-
-// The first round shows what each sends to and expects from each, so that all find alike whether that fits.
-End Member::alltoall(Call call, const std::vector<const void*>& in, const Sizes& in_sizes,
-                     const std::vector<void*>& out, const Sizes& out_sizes, Patience& patience) {
-    const size_t row = size * sizeof(uint64_t), part = BIG / size / LINE * LINE;
-    const uint64_t mine = *std::max_element(in_sizes.begin(), in_sizes.end());
-    const auto tell = [&](void*) {
-        memcpy(small(rank), in_sizes.data(), row);
-        memcpy(small(rank) + row, out_sizes.data(), row);
-    };
-    End end = show(call, mine, SMALL, tell, patience);
-    if (end != End::Done) return finish(end);
-    std::vector<Sizes> sends(size, Sizes(size)), expects(size, Sizes(size));
-    uint64_t most = 0;
-    for (uint32_t r = 0; r < size; ++r) {
-        memcpy(sends[r].data(), small(r), row);
-        memcpy(expects[r].data(), small(r) + row, row);
-        most = std::max(most, cell(r).bytes);
-    }
-    for (uint32_t r = 0; r < size; ++r)
-        for (uint32_t q = 0; q < size; ++q)
-            if (sends[r][q] != expects[q][r]) return finish(End::Mismatch);
-    for (size_t t = 0; t * part < most; ++t) {
+    const uint64_t from = reinterpret_cast<uint64_t>(data);
+    const auto tell = [&](void* to) { direct ? copy(to, &from, sizeof from) : stage(0); };
+    End end = show(call, bytes, direct ? sizeof from : chunk, tell, patience);
+    if (end == End::Done && direct) {
+        patience.waits();
+        end = have_read(call, rank == root || pull(root, shown_at(root), data, bytes), patience);
+        if (end != End::Done || direct_) return finish(end);
         round_ += 1;
         const bool fits = reserve_big();
-        for (uint32_t r = 0; fits && r < size; ++r)
-            if (r != rank && in_sizes[r] > t * part)
-                copy(big(rank) + r * part, at(in[r], t * part), std::min(part, in_sizes[r] - t * part));
-        publish(fits ? 0 : NO_MEMORY, call.key, 0);
-        end = await_all(patience);
-        if (end == End::Done) end = judge(call.key);
+        if (fits) stage(0);
+        end = show_big(call, fits, patience);
+    }
+    for (size_t t = 0; end == End::Done; ++t) {
+        if (rank != root) give(at(data, t * chunk), payload(root, chunk), length(t));
+        if (t + 1 == rounds) break;
+        round_ += 1;
+        stage(t + 1);
+        end = next(call, patience);
+    }
+    return finish(end);
+}
+
+// What is large is shown where it lies, of what is small all, and of anything else the first chunk.
+End Member::allgather(Call call, const void* in, size_t bytes, Place& place, Patience& patience) {
+    const size_t chunk = plan_.chunk;
+    const bool direct = way_of_moving(call.doing, bytes) == Way::Direct;
+    const uint64_t from = reinterpret_cast<uint64_t>(in), first = std::min(bytes, chunk);
+    const auto tell = [&](void* slot) { direct ? copy(slot, &from, sizeof from) : copy(slot, in, first); };
+    End end = show(call, bytes, direct ? sizeof from : first, tell, patience, direct ? IN_PLACE : 0);
+    Sizes sizes(size), moved(size);
+    std::vector<void*> to(size);
+    std::vector<const void*> shown(size);
+    bool any_direct = false;
+    for (uint32_t r = 0; end == End::Done && r < size; ++r) {
+        sizes[r] = cell(r).bytes;
+        const bool its = cell(r).flags & IN_PLACE;
+        any_direct = any_direct || its;
+        moved[r] = its ? 0 : std::min(sizes[r], chunk);
+        if (!its && sizes[r] <= chunk) shown[r] = payload(r, sizes[r]);
+    }
+    if (end == End::Done && !place(sizes, shown, to)) end = End::Interrupted;
+    if (end != End::Done) return finish(end);
+    const uint64_t most = *std::max_element(sizes.begin(), sizes.end());
+    if (most > SMALL) patience.waits();
+    const auto give = most < plan_.past ? copy : copy_past;
+    if (to[rank] && to[rank] != in) give(to[rank], in, bytes);
+    bool could = true;
+    for (uint32_t i = 1; i < size; ++i) {
+        const uint32_t r = (rank + i) % size;
+        if (!to[r]) continue;
+        if (moved[r]) give(to[r], payload(r, moved[r]), moved[r]);
+        if (cell(r).flags & IN_PLACE) could = could && pull(r, shown_at(r), to[r], sizes[r]);
+    }
+    if (any_direct) {
+        end = have_read(call, could, patience);
         if (end != End::Done) return finish(end);
-        for (uint32_t i = 0; i < size; ++i) {
+    }
+    uint64_t rest = 0;
+    for (uint32_t r = 0; r < size; ++r) {
+        if (!moved[r] && direct_) moved[r] = sizes[r];
+        rest = std::max(rest, sizes[r] - moved[r]);
+    }
+    for (uint64_t t = 0; t * chunk < rest; ++t) {
+        const auto length = [&](uint32_t r) {
+            return sizes[r] > moved[r] + t * chunk ? std::min(chunk, sizes[r] - moved[r] - t * chunk) : 0;
+        };
+        round_ += 1;
+        const bool fits = !length(rank) || reserve_big();
+        if (fits) copy(big(rank), at(in, moved[rank] + t * chunk), length(rank));
+        end = show_big(call, fits, patience);
+        if (end != End::Done) break;
+        for (uint32_t i = 1; i < size; ++i) {
             const uint32_t r = (rank + i) % size;
-            if (out_sizes[r] <= t * part) continue;
-            const void* from = r == rank ? at(in[r], t * part) : big(r) + rank * part;
-            copy(at(out[r], t * part), from, std::min(part, out_sizes[r] - t * part));
+            if (to[r]) give(at(to[r], moved[r] + t * chunk), big(r), length(r));
+        }
+    }
+    return finish(end);
+}
+
+// The first round shows what each sends to and expects from each, so that all find alike whether that fits; and
+// what a member sends, where that is little, or where it lies, where it is large.
+End Member::alltoall(Call call, const std::vector<const void*>& in, const Sizes& in_sizes,
+                     const std::vector<void*>& out, const Sizes& out_sizes, Patience& patience) {
+    const size_t row = size * sizeof(uint64_t), part = part_of(plan_.chunk, size);
+    const auto is_little = [&](const uint64_t* sends) {
+        return 2 * row + std::accumulate(sends, sends + size, uint64_t{}) <= SMALL;
+    };
+    const bool little = is_little(in_sizes.data());
+    const uint64_t most = *std::max_element(in_sizes.begin(), in_sizes.end());
+    const bool direct = !little && 3 * row <= SMALL && way_of_moving(call.doing, most) == Way::Direct;
+    const auto tell = [&](void* slot) {
+        memcpy(slot, in_sizes.data(), row);
+        memcpy(at(slot, row), out_sizes.data(), row);
+        unsigned char* to = at(slot, 2 * row);
+        if (direct) memcpy(to, in.data(), row);
+        for (uint32_t r = 0; little && r < size; to += in_sizes[r++]) copy(to, in[r], in_sizes[r]);
+    };
+    End end = show(call, little ? 0 : most, SMALL, tell, patience, direct ? IN_PLACE : 0);
+    if (end != End::Done) return finish(end);
+    const auto sends = [&](uint32_t r) { return reinterpret_cast<const uint64_t*>(small(r)); };
+    for (uint32_t r = 0; r < size; ++r)
+        for (uint32_t q = 0; q < size; ++q)
+            if (sends(r)[q] != sends(q)[size + r]) return finish(End::Mismatch);
+    Sizes rests(size);  // what each has for anybody at most, and has not shown
+    std::vector<bool> lies(size);
+    for (uint32_t r = 0; r < size; ++r) rests[r] = cell(r).bytes, lies[r] = cell(r).flags & IN_PLACE;
+    const uint64_t large = *std::max_element(rests.begin(), rests.end());
+    if (large) patience.waits();
+    const auto give = large < plan_.past ? copy : copy_past;
+    give(out[rank], in[rank], out_sizes[rank]);
+    bool could = true;
+    for (uint32_t i = 1; i < size; ++i) {
+        const uint32_t r = (rank + i) % size;
+        if (lies[r]) could = could && pull(r, sends(r)[2 * size + rank], out[r], out_sizes[r]);
+        if (!rests[r]) {
+            const uint64_t before = std::accumulate(sends(r), sends(r) + rank, uint64_t{});
+            copy(out[r], at(small(r), 2 * row + before), out_sizes[r]);
+        }
+    }
+    if (std::find(lies.begin(), lies.end(), true) != lies.end()) {
+        end = have_read(call, could, patience);
+        if (end != End::Done) return finish(end);
+        for (uint32_t r = 0; direct_ && r < size; ++r)
+            if (lies[r]) rests[r] = 0;
+    }
+    const uint64_t rest = *std::max_element(rests.begin(), rests.end());
+    for (uint64_t t = 0; t * part < rest; ++t) {
+        const auto length = [&](uint64_t bytes) {
+            return bytes > t * part ? std::min<uint64_t>(part, bytes - t * part) : 0;
+        };
+        round_ += 1;
+        const bool fits = !rests[rank] || reserve_big();
+        for (uint32_t r = 0; fits && rests[rank] && r < size; ++r)
+            if (r != rank) copy(big(rank) + r * part, at(in[r], t * part), length(in_sizes[r]));
+        end = show_big(call, fits, patience);
+        if (end != End::Done) break;
+        for (uint32_t i = 1; i < size; ++i) {
+            const uint32_t r = (rank + i) % size;
+            if (rests[r]) give(at(out[r], t * part), big(r) + rank * part, length(out_sizes[r]));
         }
     }
     return finish(end);

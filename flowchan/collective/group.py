@@ -28,6 +28,7 @@ BARRIER, BROADCAST, REDUCE, ALLREDUCE, REDUCE_SCATTER, ALLGATHER, GATHER, SCATTE
 SPLIT, TELL, COMBINE = 10, 11, 12
 
 COMBINING = (NAMES[ALLREDUCE], NAMES[REDUCE])
+MOVING = (NAMES[BROADCAST], NAMES[ALLGATHER], NAMES[GATHER], NAMES[ALLTOALL])
 
 VALUES, ARRAYS, KNOWN = 1, 2, 3
 """What an operation's members give: values of Python, arrays of any size, arrays whose sizes all know."""
@@ -55,6 +56,8 @@ class Group:
         self._failure: BaseException | None = None
         self._later: Later | None = None
 
+    _loads = staticmethod(loads)
+
     _make_all: ClassVar[Callable[[int, str], Sequence[Group]]]
     """Makes all members of a new group of threads or processes, as a graph does for a gang."""
 
@@ -73,6 +76,7 @@ class Group:
         def _part(self, key: Any, name: str, timeout: float | None) -> Group | None: ...
         def receive_any(self, *, timeout: float | None = None) -> tuple[Any, int]: ...
         def explain(self, operation: str, x: Any = None) -> str: ...
+        def select(self, operation: str, way: str | None) -> None: ...
         def _take_seat(self) -> None: ...
         def _queue(self, change: int) -> None: ...
         def _exchange(
@@ -110,11 +114,12 @@ class Group:
         """Return when all members have called it."""
         return self._barrier(timeout, wait)
 
-    def allgather(self, x: Any, out: Any = None, timeout: float | None = None) -> Any:
+    def allgather(self, x: Any, out: Any = None, timeout: float | None = None, wait: bool = True) -> Any:
         """What every member gives, as a list in the order of the ranks. Arrays and tensors may differ in
         shape. ``out``: an array of ``size`` times as many elements, or a list of arrays, to be filled instead
-        and returned; raises ``ValueError`` where what a member gave does not fit."""
-        return self._allgather(x, out, timeout)
+        and returned; raises ``ValueError`` where what a member gave does not fit. ``wait=False`` gives a
+        handle."""
+        return self._allgather(x, out, timeout, wait)
 
     def alltoall(
         self, xs: Sequence[Any], out: Sequence[Any] | None = None, timeout: float | None = None
@@ -138,17 +143,13 @@ class Group:
         result = self._reduced(REDUCE, x, op, out, root, timeout)
         return result if self.rank == root else None
 
-    def gather(self, x: Any, root: int = 0, *, timeout: float | None = None) -> list[Any] | None:
+    def gather(self, x: Any, root: int = 0, *, timeout: float | None = None, wait: bool = True) -> Any:
         """As ``allgather``, but only ``root`` gets the list; the others get None."""
         self._check_root(root)
+        if not wait:
+            return self._start(lambda: self._gather(x, root, timeout))
         self._settle()
-        mine = self.rank == root
-        if arrays.is_array(x):
-            found = self._gather_arrays(GATHER, x, range(self.size) if mine else (), timeout, root)
-        else:
-            key = VALUES + 4 * root
-            found = self._exchange(GATHER, key, dumps(x), -1 if mine else self.rank, timeout, x, root)
-        return (found if arrays.is_array(x) else [loads(part) for part in found]) if mine else None
+        return self._gather(x, root, timeout)
 
     def scatter(self, xs: Sequence[Any] | None, root: int = 0, *, timeout: float | None = None) -> Any:
         """The part of ``xs`` at ``root`` that stands at this member's rank; the others give None."""
@@ -244,13 +245,27 @@ class Group:
         self._settle()
         return self._wait_for_all(timeout)
 
-    def _allgather(self, x: Any, out: Any, timeout: float | None) -> Any:
+    def _allgather(self, x: Any, out: Any, timeout: float | None, wait: bool | None) -> Any:
+        if wait is False:
+            return self._start(lambda: self._gathered_from_all(x, out, timeout))
         self._settle()
+        return self._gathered_from_all(x, out, timeout)
+
+    def _gathered_from_all(self, x: Any, out: Any, timeout: float | None) -> Any:
         if out is not None:
             return self._gather_into(ALLGATHER, x, out, range(self.size), timeout)
         if not arrays.is_array(x):
             return self._values(x, timeout)
         return self._gather_arrays(ALLGATHER, x, range(self.size), timeout)
+
+    def _gather(self, x: Any, root: int, timeout: float | None) -> list[Any] | None:
+        mine = self.rank == root
+        if arrays.is_array(x):
+            found = self._gather_arrays(GATHER, x, range(self.size) if mine else (), timeout, root)
+        else:
+            key = VALUES + 4 * root
+            found = self._exchange(GATHER, key, dumps(x), -1 if mine else self.rank, timeout, x, root)
+        return (found if arrays.is_array(x) else [loads(part) for part in found]) if mine else None
 
     def _alltoall_any(self, xs: Sequence[Any], out: Sequence[Any] | None, timeout: float | None) -> list[Any]:
         self._settle()

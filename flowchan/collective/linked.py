@@ -117,6 +117,10 @@ class LinkedGroup(Group):
         how = "a slice for each" if sliced else "all that each has"
         return f"{here}; over connections between the {hosts} hosts' leaders, {how}"
 
+    def select(self, operation: str, way: str | None) -> None:
+        """How the parts that share memory do it."""
+        self._node.select(operation, way)
+
     def stats(self) -> dict[int, Edge]:
         """See :meth:`Group.stats`."""
         return {} if self._links is None else self._links.edges

@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -183,6 +183,12 @@ def _in_buckets(module: nn.Module) -> list[list[Tensor]]:
     return buckets
 
 
+class Steps(Protocol):
+    """An optimizer, or what does more in each step."""
+
+    def step(self) -> Any: ...
+
+
 class AllReduceSGD:
     """Steps of an optimizer by the mean gradient of those members that have one, where some may have more
     batches than others.
@@ -197,7 +203,7 @@ class AllReduceSGD:
     All members do the same steps, so parameters that were equal stay so, bit for bit.
     """
 
-    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, group: Group) -> None:
+    def __init__(self, module: nn.Module, optimizer: Steps, group: Group) -> None:
         self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._optimizer = optimizer
         self._group = group

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from flowchan import _core
 from flowchan.collective import arrays
-from flowchan.collective.group import COMBINING, NAMES, TELL, Group, called
+from flowchan.collective.group import COMBINING, MOVING, NAMES, TELL, Group, called, not_here
 from flowchan.collective.lanes import Lanes
 from flowchan.collective.values import dumps, loads
 from flowchan.errors import GroupError, MemberDied, MemberLeft, Mismatch
@@ -24,6 +24,15 @@ GONE, MISMATCH, NO_MEMORY, TIMED_OUT, _INTERRUPTED, CLOSED, TAKEN = range(1, 8)
 """How an operation ended, as the core says it."""
 
 HERE, LEFT, _GAVE_UP = range(3)
+
+_HOW = {
+    "exchange": "everybody reads the inputs of the others",
+    "slices": "everybody combines a part of each chunk and reads the other parts",
+    "chunks": "read where they were written, one after the other",
+    "direct": "everybody reads it where it lies in the memory of the others",
+}
+_WAYS = ("", *_HOW)
+"""In the order of the core."""
 
 log = logging.getLogger("flowchan.collective")
 
@@ -43,6 +52,7 @@ class SharedGroup(_core.Group, Group):
         self._maker: int | None = None
         self._family = 0
         self._ranks: Sequence[int] = range(self.size)
+        self._chosen: dict[int, str | None] = {}
 
     # --- between two members ---
 
@@ -112,19 +122,29 @@ class SharedGroup(_core.Group, Group):
 
     def explain(self, operation: str, x: Any = None) -> str:
         """How an operation would be done, in a sentence."""
-        known = [name for number, name in enumerate(NAMES) if number not in (0, TELL)]
-        if operation not in known:
-            raise ValueError(f"operation must be one of {', '.join(known)}, not {operation!r}")
+        number = _number(operation)
         size = arrays.size_of(x)
         if size is None:
-            how = "values are pickled, and everybody reads those of the others"
-        elif operation in COMBINING and size > (256 if self.size == 2 else 32) * 1024:
-            how = "slices: everybody combines a part of each chunk and reads the other parts"
-        elif operation in COMBINING:
-            how = "exchange: everybody reads the inputs of the others"
+            how = "values are written down as bytes, and everybody reads those of the others"
+        elif not arrays.is_here(x):
+            how = not_here(operation, x)
         else:
-            how = "chunks of up to 512 KB, read where they were written"
+            way = _WAYS[self._way(number, size, operation in COMBINING)]
+            how = f"{way}: {_HOW[way]}"
         return f"{operation}: {how}; shared memory, {self.size} members on this host"
+
+    def select(self, operation: str, way: str | None) -> None:
+        """Has an operation on arrays done in one way from now on, whatever their size; with None as is best
+        for it. ``allreduce`` and ``reduce``: "exchange" (up to 512 KB) or "slices". ``broadcast``,
+        ``allgather``, ``gather`` and ``alltoall``: "chunks", or "direct" where members may read each other's
+        memory. All members choose the same."""
+        number = _number(operation)
+        ways = _WAYS[1:3] if operation in COMBINING else _WAYS[3:] if operation in MOVING else ()
+        if way is not None and way not in ways:
+            those = " or ".join(map(repr, ways)) or "no way but one"
+            raise ValueError(f"{operation} has {those}, not {way!r}")
+        self._choose(number, 0 if way is None else _WAYS.index(way))
+        self._chosen[number] = way
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._joined or self._broken:
@@ -139,9 +159,9 @@ class SharedGroup(_core.Group, Group):
         """Raises what an operation ended by."""
         call = NAMES[doing]
         if end == MISMATCH:
-            said = [
-                loads(b) for b in self._exchange(TELL, 0, dumps(called(call, x, more)), -1, None, None, None)
-            ]
+            chosen = self._chosen.get(doing)
+            mine = dumps(called(call, x, more) + (f" by {chosen}" if chosen else ""))
+            said = [loads(b) for b in self._exchange(TELL, 0, mine, -1, None, None, None)]
             calls = "; ".join(
                 f"rank {rank} called {text}" for rank, text in zip(self._ranks, said, strict=True)
             )
@@ -219,6 +239,13 @@ class SharedGroup(_core.Group, Group):
     @staticmethod
     def _gave_up_alone(seen: dict[int, Any]) -> bool:
         return all(s[6] or (s[1] == HERE and s[5]) for s in seen.values())
+
+
+def _number(operation: str) -> int:
+    known = [name for number, name in enumerate(NAMES) if number not in (0, TELL)]
+    if operation not in known:
+        raise ValueError(f"operation must be one of {', '.join(known)}, not {operation!r}")
+    return NAMES.index(operation)
 
 
 def _state(pid: int, gone: int, operation: int, doing: int, inside: bool, alive: bool) -> str:

@@ -8,11 +8,15 @@ from typing import Any
 from flowchan import _core
 from flowchan.items.codec import pack_away, unpack
 
-_WHOLE, _PARTS = b"\0", b"\1"
+_WHOLE, _PARTS, _PLAIN = b"\0", b"\1", b"\2"
+"""The last byte: a pickle; one of a pickle and its buffers; what the core writes for built-in types."""
 
 
 def dumps(value: Any) -> bytes:
     """Raises ``TypeError`` naming the part that can't be serialised."""
+    plain: bytes | None = _core._plain_bytes(value)
+    if plain is not None:
+        return plain
     packed = pack_away(value)
     if isinstance(packed, bytes):
         return packed + _WHOLE
@@ -24,8 +28,10 @@ def dumps(value: Any) -> bytes:
 
 
 def loads(data: bytes) -> Any:
-    packed = memoryview(data)[:-1]
-    if data[-1:] == _WHOLE:
+    kind, packed = data[-1:], memoryview(data)[:-1]
+    if kind == _PLAIN:
+        return _core._from_plain_bytes(data)
+    if kind == _WHOLE:
         return pickle.loads(packed)
     first, *buffers = pickle.loads(packed)
     return unpack([first, *map(bytearray, buffers)])

@@ -7,6 +7,10 @@
    and may stop waiting for its own reasons (a time-out, Ctrl-C). A sleep may end at any time, and looks again: a lost
    wake-up costs a slice, so sleeping is no step here.
 
+   DIRECT: what is shown in the first round is where something lies in a member's own memory, which is its program's
+   again when the operation has ended for it. Others read it there, and look afterwards whether its owner has given up;
+   the second round says who could. Unless all could, one more round shows it beside the cells.
+
    step of the model                     source
    -----------------------------------   ------------------------------------------------------------------
    write()                               group_ops.cpp: Member::show, Member::exchange, Member::slices
@@ -15,11 +19,14 @@
    is_lost()                             group.cpp: Member::any_is_lost, Member::see
    another round                         group_ops.cpp: Member::next
    giving up                             group.cpp: Member::finish, Member::give_up
+   reading another one's memory          group_ops.cpp: Member::pull
+   saying who could                      group_ops.cpp: Member::have_read
 
    Planted faults: PLANT_one_cell (one cell for all rounds), PLANT_early (published before it is written),
    PLANT_no_second_look (who is gone is not looked at again for the number), PLANT_any_number (a later number counts, too,
    and an earlier one of the same cell), PLANT_goes_on (who has given up takes part in the next operation),
-   PLANT_silent (who gives up does not say so). */
+   PLANT_silent (who gives up does not say so), PLANT_trusts (nobody looks whether the owner has given up), PLANT_returns
+   (who could read does not wait for the others to have read). */
 
 #ifndef MEMBERS
 #define MEMBERS 3
@@ -37,13 +44,17 @@
 #define STOPS 0
 #endif
 
-#define LAST (OPERATIONS * ROUNDS)
 #ifdef PLANT_one_cell
 #define CELL(r) 0
 #else
 #define CELL(r) ((r) & 1)
 #endif
 #define AT(member, r) ((member) * 2 + CELL(r))
+
+#ifdef DIRECT
+byte memory[MEMBERS];         /* of which operation it is */
+bool couldnt[MEMBERS * 2];    /* beside the number */
+#endif
 
 byte number[MEMBERS * 2]; /* the round published in each cell */
 byte shows[MEMBERS * 2];  /* which round's words lie beside it */
@@ -67,11 +78,21 @@ inline write(r) { shows[AT(me, r)] = r }
 inline publish(r) { number[AT(me, r)] = r }
 
 proctype member(byte me) {
-    byte r = 1, i, other;
+    byte r = 1, operation = 1, step = 1, i, other;
     bool failed = false;
+#ifdef DIRECT
+    bool could = true, right = true;
+#endif
     do
-    :: r > LAST -> break
-    :: r <= LAST ->
+    :: operation > OPERATIONS -> break
+    :: operation <= OPERATIONS ->
+#ifdef DIRECT
+        if
+        :: step == 1 -> memory[me] = operation; could = true; right = true
+        :: else
+        fi;
+        couldnt[AT(me, r)] = (step == 2 && !could);
+#endif
         may_die;
 #ifdef PLANT_early
         publish(r);
@@ -83,6 +104,12 @@ proctype member(byte me) {
         publish(r);
 #endif
         may_die;
+#ifdef PLANT_returns
+        if
+        :: step == 2 && could -> memory[me] = 0
+        :: else
+        fi;
+#endif
         i = 1;
         do
         :: i == MEMBERS -> break
@@ -115,8 +142,11 @@ proctype member(byte me) {
 #ifndef PLANT_silent
             gone[me] = true;
 #endif
+#ifdef DIRECT
+            memory[me] = 0;
+#endif
 #ifdef PLANT_goes_on
-            r = ((r - 1) / ROUNDS + 1) * ROUNDS + 1; failed = false; goto next
+            r = r + ROUNDS - step + 1; step = 1; operation++; failed = false; goto next
 #else
             goto end
 #endif
@@ -129,11 +159,38 @@ proctype member(byte me) {
             assert(shows[AT(i, r)] == r);
             i++
         od;
+#ifdef DIRECT
+        i = 0;
+        do /* in the first round their memory, in the second whether all could */
+        :: i == MEMBERS || step > 2 -> break
+        :: i < MEMBERS && step == 2 -> could = could && !couldnt[AT(i, r)]; i++
+        :: i < MEMBERS && step == 1 ->
+            if
+            :: dead[i] -> could = false
+            :: !dead[i] -> right = right && memory[i] == operation
+            fi;
+#ifndef PLANT_trusts
+            could = could && !gone[i];
+#endif
+            i++
+        od;
         if
-        :: r % ROUNDS == 0 -> done[me] = r / ROUNDS
+        :: step == ROUNDS && could -> assert(right); goto complete
+        :: step > ROUNDS -> goto complete
+        :: else -> r++; step++; goto next
+        fi;
+complete:
+        memory[me] = 0;
+#else
+        if
+        :: step < ROUNDS -> r++; step++; goto next
         :: else
         fi;
+#endif
+        done[me] = operation;
         r++;
+        operation++;
+        step = 1;
 next:   skip
     od;
 end:

@@ -37,6 +37,7 @@ WHOLE = [
     ("line", "ITEMS=2 PORTS=2 OUTPUTS=1"),
     ("line", "ITEMS=2 RECALLS=1"),
     ("group", "DEATHS=2 STOPS=1"),
+    ("group", "DIRECT DEATHS=1 STOPS=1 OPERATIONS=1"),
 ]
 # The same with more of one thing each: large enough for every planted fault below.
 LONGEST = [
@@ -55,6 +56,7 @@ LONGEST = [
     ("line", "ITEMS=3 BREAKS=2 RECALLS=2 OUTPUTS=1"),
     ("group", "DEATHS=2 MEMBERS=4 OPERATIONS=1"),
     ("group", "DEATHS=2 ROUNDS=3"),
+    ("group", "DIRECT DEATHS=2 STOPS=1"),
 ]
 
 FAULTS = [
@@ -115,6 +117,8 @@ FAULTS = [
     ("group", "DEATHS=0", "PLANT_any_number"),
     ("group", "DEATHS=1", "PLANT_goes_on"),
     ("group", "DEATHS=0 STOPS=1", "PLANT_silent"),
+    ("group", "DIRECT DEATHS=0 STOPS=1 OPERATIONS=1", "PLANT_trusts"),
+    ("group", "DIRECT DEATHS=0 OPERATIONS=1", "PLANT_returns"),
 ]
 FAR_FAULT = ("gate", f"ITEMS=2 {CALM}", "PLANT_wake_one")  # found only after millions of states
 

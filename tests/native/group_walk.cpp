@@ -50,7 +50,8 @@ struct Walk {
 
     struct Into : Member::Place {
         std::vector<std::vector<float>> parts;
-        bool operator()(const std::vector<uint64_t>& sizes, std::vector<void*>& to) override {
+        bool operator()(const std::vector<uint64_t>& sizes, const std::vector<const void*>&,
+                        std::vector<void*>& to) override {
             parts.resize(sizes.size());
             for (size_t r = 0; r < sizes.size(); ++r) {
                 parts[r].resize(sizes[r] / 4);
@@ -122,6 +123,15 @@ struct Walk {
             case 6:
                 return allgather(right);
             case 7:
+                return alltoall(right);
+            case 8:
+                member.choose(2, Way::Chunks);
+                return broadcast(right);
+            case 9:
+                member.choose(6, Way::Chunks);
+                return allgather(right);
+            case 10:
+                member.choose(9, Way::Chunks);
                 return alltoall(right);
             default:
                 stop("no such operation");

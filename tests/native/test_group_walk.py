@@ -20,6 +20,9 @@ OPERATIONS = (
     "broadcast",
     "allgather, uneven",
     "alltoall",
+    "broadcast by chunks",
+    "allgather by chunks",
+    "alltoall by chunks",
 )
 
 

@@ -1,0 +1,103 @@
+// Values of Python as bytes: plain ones in the direct encoding of codec.cpp, without a pickle. The last byte
+// says how the rest is to be read (flowchan/collective/values.py has the other ways).
+#include "codec.hpp"
+#include "group_calls.hpp"
+
+#include <memory>
+
+namespace flowchan {
+
+namespace {
+
+constexpr char PLAIN = 2;
+constexpr size_t MOST_PLAIN = 64 * 1024;  // bytes; what is larger is pickled as quickly
+
+struct Written {
+    const char* from = nullptr;
+    size_t bytes = 0;
+};
+
+// Until the next one is written by this thread.
+Written write_value(PyObject* value) {
+    static thread_local std::unique_ptr<char[]> room;
+    if (!room) room = std::make_unique<char[]>(MOST_PLAIN);
+    char* end = write_plain(value, room.get(), room.get() + MOST_PLAIN - 1);
+    if (!end) return {};
+    *end++ = PLAIN;
+    return {room.get(), size_t(end - room.get())};
+}
+
+bool is_plain(const void* at, size_t bytes) {
+    return bytes && static_cast<const char*>(at)[bytes - 1] == PLAIN;
+}
+
+PyObject* read_value(const void* at, size_t bytes) {
+    const char* from = static_cast<const char*>(at);
+    return read_plain(from, from + bytes - 1);
+}
+
+// Plain values are made from where they are shown; of others, and of large ones, come the bytes.
+class PlaceValues : public Member::Place {
+  public:
+    PlaceValues(Calling& calling, PyObject* found) : calling_(calling), found_(found) {}
+    std::vector<bool> are_bytes;
+    bool operator()(const std::vector<uint64_t>& sizes, const std::vector<const void*>& shown,
+                    std::vector<void*>& to) override {
+        return calling_.with_gil([&] {
+            for (size_t r = 0; r < sizes.size(); ++r) {
+                const bool here = shown[r] && is_plain(shown[r], sizes[r]);
+                PyObject* one = here ? read_value(shown[r], sizes[r])
+                                     : PyBytes_FromStringAndSize(nullptr, Py_ssize_t(sizes[r]));
+                if (!one) return false;
+                if (!here) to[r] = PyBytes_AS_STRING(one);
+                are_bytes.push_back(!here);
+                PyList_SET_ITEM(found_, Py_ssize_t(r), one);
+            }
+            return true;
+        });
+    }
+
+  private:
+    Calling& calling_;
+    PyObject* found_;
+};
+
+}  // namespace
+
+PyObject* allgather_values(PyObject* self, PyObject* x, PyObject* timeout) {
+    PyGroup& group = group_of(self);
+    Deadline deadline;
+    if (!parse_deadline(timeout, deadline)) return nullptr;
+    const Written mine = write_value(x);
+    if (!mine.from) return Py_NewRef(Py_NotImplemented);
+    nb::object found = nb::steal(PyList_New(group.size));
+    if (!found.is_valid()) return nullptr;
+    Calling calling(self, ALLGATHER, deadline);
+    PlaceValues place(calling, found.ptr());
+    const End end = calling.run([&](Patience& patience) {
+        return group.allgather({ALLGATHER, mixed(VALUES, ALLGATHER)}, mine.from, mine.bytes, place, patience);
+    });
+    if (end != End::Done) return raise_end(self, end, ALLGATHER, x, nullptr);
+    for (uint32_t r = 0; r < group.size; ++r) {
+        if (!place.are_bytes[r]) continue;
+        PyObject* one = PyObject_CallMethod(self, "_loads", "O", PyList_GET_ITEM(found.ptr(), r));
+        if (!one || PyList_SetItem(found.ptr(), r, one) != 0) return nullptr;
+    }
+    return found.release().ptr();
+}
+
+PyObject* plain_bytes(PyObject* value) {
+    const Written written = write_value(value);
+    return written.from ? PyBytes_FromStringAndSize(written.from, Py_ssize_t(written.bytes))
+                        : Py_NewRef(Py_None);
+}
+
+PyObject* from_plain_bytes(PyObject* bytes) {
+    Py_buffer view;
+    if (PyObject_GetBuffer(bytes, &view, PyBUF_SIMPLE) != 0) return nullptr;
+    PyObject* value = read_value(view.buf, size_t(view.len));
+    PyBuffer_Release(&view);
+    return value;
+}
+
+}  // namespace flowchan

@@ -1,0 +1,140 @@
+"""The loop that trains replicas has the curve of one module, calls its hooks in order, and goes on from what
+it has saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from collective_members import in_threads, raised
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("sklearn")
+from torch import nn  # noqa: E402
+
+from flowchan import Graph  # noqa: E402
+from flowchan.collective.engine import HOOKS, Engine, Mean  # noqa: E402
+from flowchan.collective.parallel import check_equal  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_compute_thread")
+
+Batches = list[tuple[Any, Any]]
+
+
+@pytest.fixture(scope="module")
+def batches() -> Batches:
+    """The digits, 64 of them at a time."""
+    from sklearn.datasets import load_digits
+
+    found = load_digits()
+    x, y = torch.tensor(found.data / 16), torch.tensor(found.target)
+    return [(x[i : i + 64], y[i : i + 64]) for i in range(0, 64 * 12, 64)]
+
+
+def engine(group: Any = None, hooks: Any = (), seed: int = 0) -> Engine:
+    net = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10)).double()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in net.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator, dtype=p.dtype) / 8)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9)
+    return Engine(net, nn.functional.cross_entropy, optimizer, group, hooks)
+
+
+class Curve:
+    """The loss of each step, over all replicas."""
+
+    def __init__(self, group: Any = None) -> None:
+        self.group, self.losses = group, []  # type: ignore[var-annotated]
+
+    def on_forward(self, state: Any) -> None:
+        mean = Mean()
+        mean.add(state.loss.item())
+        if state.training:
+            self.losses.append(mean.over(self.group))
+
+
+def test_two_replicas_have_the_curve_of_one_on_the_digits(batches: Batches) -> None:
+    """In float64, where the mean of two halves differs from the mean of the whole by rounding only. Samples
+    are made ahead by a graph."""
+
+    def half(g: Any, epoch: int) -> Any:
+        whole = Graph("samples").source(batches)
+        return whole.map(lambda pair: tuple(part[g.rank :: 2] for part in pair)).collect()
+
+    def train(g: Any) -> tuple[list[float], float]:
+        curve = Curve(g)
+        made = engine(g, [curve], seed=g.rank)  # all get the parameters of rank 0
+        made.train(lambda epoch: half(g, epoch), epochs=2)
+        check_equal(made.module, g)
+        return curve.losses, made.test(batches)
+
+    one = Curve()
+    alone = engine(hooks=[one])
+    alone.train(batches, epochs=2)
+    for losses, loss in raised(in_threads(2, train)):
+        torch.testing.assert_close(losses, one.losses, rtol=1e-9, atol=1e-12)
+        assert loss == pytest.approx(alone.test(batches), rel=1e-9)
+    assert len(one.losses) == 24
+    assert one.losses[-1] < one.losses[0] / 4
+
+
+def test_hooks_are_called_in_order_and_replicas_with_fewer_samples_take_part(batches: Batches) -> None:
+    def train(g: Any) -> list[str]:
+        told: list[str] = []
+        hook = SimpleNamespace(
+            **{name: lambda state, name=name: told.append(f"{name} {state.step}") for name in HOOKS}
+        )
+        clipping = SimpleNamespace(on_backward=lambda state: clip(made.module))
+        made = engine(g, [clipping, hook])
+        made.train(batches[: 1 + g.rank], epochs=1)
+        check_equal(made.module, g)
+        return told
+
+    def clip(module: Any) -> None:
+        nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+
+    first, second = raised(in_threads(2, train))
+    step = ["on_sample 0", "on_forward 0", "on_backward 0", "on_update 1"]
+    assert first == ["on_start 0", *step, "on_backward 1", "on_update 2", "on_end_epoch 2"]
+    again = ["on_sample 1", "on_forward 1", "on_backward 1", "on_update 2"]
+    assert second == ["on_start 0", *step, *again, "on_end_epoch 2"]
+
+
+def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(
+    batches: Batches, tmp_path: Path
+) -> None:
+    path = tmp_path / "kept.pt"
+
+    def train(g: Any) -> Any:
+        straight = engine(g)
+        straight.train(batches, epochs=2)
+        first = engine(g)
+        first.train(batches, epochs=1)
+        first.save(path)
+        g.barrier()
+        again = engine(g, seed=5)
+        again.load(path)
+        assert (again.state.epoch, again.state.step) == (1, len(batches))
+        again.train(batches, epochs=2)
+        for one, other in zip(straight.module.parameters(), again.module.parameters(), strict=True):
+            assert torch.equal(one, other)
+        return again.state.step
+
+    assert raised(in_threads(2, train)) == [2 * len(batches)] * 2
+    assert [one.name for one in tmp_path.iterdir()] == ["kept.pt"]
+
+
+def test_a_hook_with_a_name_that_nobody_calls_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"on_start, on_sample, .*has on_updat"):
+        engine(hooks=[SimpleNamespace(on_updat=print)])
+
+
+def test_a_mean_weighs_what_is_added_and_is_nan_of_nothing() -> None:
+    mean = Mean()
+    assert mean.over() != mean.over()
+    mean.add(2.0, 3)
+    mean.add(6.0)
+    assert mean.over() == 3.0

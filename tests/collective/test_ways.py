@@ -1,0 +1,179 @@
+"""Every way to do an operation gives the same, also where members may not read each other's memory; which way
+is taken is said, and can be chosen. Values of built-in types arrive as they were, without a pickle."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+from collective_members import Processes, in_processes, in_threads, raised
+
+from flowchan import collective
+from flowchan.collective import Mismatch
+from flowchan.collective.values import dumps, loads
+
+LARGE = 400_000
+WAYS = {
+    "allreduce": ["exchange", "slices"],
+    "reduce": ["exchange", "slices"],
+    "broadcast": ["chunks", "direct"],
+    "allgather": ["chunks", "direct"],
+    "alltoall": ["chunks", "direct"],
+}
+
+
+def moved(g: Any, length: int) -> list[Any]:
+    """What operations that move arrays of so many elements give."""
+    mine = np.arange(length) + g.rank
+    first = g.broadcast(mine.copy(), root=1)
+    rooms = [np.empty(length * (rank + 1), int) for rank in range(g.size)]
+    all_of_them = g.allgather(np.resize(mine, length * (g.rank + 1)), out=rooms)
+    outs = [np.empty(length, int) for _ in range(g.size)]
+    swapped = g.alltoall([mine * 10 + to for to in range(g.size)], out=outs)
+    return [first, *all_of_them, *swapped]
+
+
+def right(rank: int, size: int, length: int) -> list[Any]:
+    numbers = np.arange(length)
+    return [
+        numbers + 1,
+        *(np.resize(numbers + other, length * (other + 1)) for other in range(size)),
+        *((numbers + other) * 10 + rank for other in range(size)),
+    ]
+
+
+@pytest.mark.parametrize("run", [in_threads, in_processes], ids=["threads", "processes"])
+@pytest.mark.parametrize("operation", WAYS)
+def test_each_way_gives_the_same(run: Any, operation: str) -> None:
+    def body(g: Any, way: str | None) -> list[bytes]:
+        g.select(operation, way)
+        found = []
+        for length in (0, 1, 3000, 60_000, LARGE):
+            x = (np.arange(length) + g.rank) / np.float32(7)
+            found += [g.allreduce(x.copy()), *moved(g, length)]
+            if g.reduce(x, root=1) is not None:
+                found.append(x)
+        return [one.tobytes() for one in found]
+
+    first, *others = (raised(run(2, body, way)) for way in (None, *WAYS[operation]))
+    assert others == [first] * 2
+
+
+def test_who_may_not_read_the_others_memory_gets_all_the_same() -> None:
+    """As where a sandbox or Yama forbids it. It is tried once."""
+    if os.getuid():
+        pytest.skip("only root can become somebody whose memory others may not read")
+
+    def body(g: Any) -> Any:
+        g.barrier()
+        os.setuid(65534)
+        x = np.arange(LARGE)
+        before = g.explain("broadcast", x)
+        same = [np.array_equal(*pair) for pair in zip(moved(g, LARGE), right(g.rank, 3, LARGE), strict=True)]
+        return before, all(same), g.explain("broadcast", x)
+
+    for before, same, after in raised(list(Processes(3, body).results(3).values())):
+        assert same
+        assert "direct: everybody reads it where it lies" in before
+        assert "chunks" in after
+
+
+def test_large_arrays_of_some_and_small_ones_of_others_go_together() -> None:
+    def body(g: Any) -> Any:
+        sizes = [LARGE, 3, 70_000, 0]
+        rooms = [np.empty(size) for size in sizes]
+        g.allgather(np.full(sizes[g.rank], float(g.rank)), out=rooms)
+        outs = [np.empty(size) for size in sizes]
+        g.alltoall([np.full(sizes[g.rank], float(g.rank)) for _ in sizes], out=outs)
+        return [(len(one), set(one.tolist())) for one in (*rooms, *outs)]
+
+    expected = [(LARGE, {0.0}), (3, {1.0}), (70_000, {2.0}), (0, set())] * 2
+    assert raised(in_processes(4, body)) == [expected] * 4
+
+
+def test_ways_that_differ_do_not_match() -> None:
+    def body(g: Any) -> Any:
+        if g.rank:
+            g.select("allreduce", "slices")
+        with pytest.raises(Mismatch, match=r"rank 0 called allreduce\(.*\); rank 1 called .* by slices"):
+            g.allreduce(np.ones(3))
+        g.select("allreduce", None)
+        return g.allreduce(1)
+
+    assert in_threads(2, body) == [2, 2]
+
+
+def test_what_can_be_chosen_is_said() -> None:
+    (g,) = collective.members(1)
+    with pytest.raises(ValueError, match="allreduce has 'exchange' or 'slices', not 'direct'"):
+        g.select("allreduce", "direct")
+    with pytest.raises(ValueError, match="barrier has no way but one, not 'direct'"):
+        g.select("barrier", "direct")
+    with pytest.raises(ValueError, match="operation must be one of barrier"):
+        g.select("sum", None)
+    g.select("allreduce", "slices")
+    assert "slices" in g.explain("allreduce", np.ones(1))
+    g.close()
+
+
+def test_gathers_go_on_while_their_caller_does_something_else() -> None:
+    """Of sizes that nobody knows before, and of values."""
+
+    def body(g: Any) -> Any:
+        handles = [
+            g.allgather(np.full(3 + g.rank, g.rank), wait=False),
+            g.gather(np.full(2 + g.rank, g.rank), 1, wait=False),
+            g.allgather("x" * g.rank, wait=False),
+        ]
+        arrays, at_one, texts = (handle.wait() for handle in handles)
+        return [one.tolist() for one in arrays], at_one and [one.tolist() for one in at_one], texts
+
+    first, second = in_threads(2, body)
+    assert first == ([[0, 0, 0], [1, 1, 1, 1]], None, ["", "x"])
+    assert second == ([[0, 0, 0], [1, 1, 1, 1]], [[0, 0], [1, 1, 1]], ["", "x"])
+
+
+class Text(str):
+    pass
+
+
+LOOP: list[Any] = []
+LOOP.append(LOOP)
+SHARED = [1]
+VALUES = [
+    *(None, True, 7, -(10**30), 2.5, "é", "x" * 70_000, b"\0\1", (), [], {}),
+    {"a": [1, (2, [3])], 4: {"b": b"y" * 300}, (5, 6): None, "": [[[[[[]]]]]]},
+    {"content": bytes(10_000), "number": 1},
+    [[i, str(i)] for i in range(300)],
+    Text("its own class"),
+    {Text("key"): 1},
+    {1, 2},
+    bytearray(3),
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=range(len(VALUES)))
+def test_values_arrive_as_they_were(value: Any) -> None:
+    for found in (loads(dumps(value)), *in_threads(2, lambda g: g.allgather(value)[1 - g.rank])):
+        assert found == value
+        assert repr(found) == repr(value)
+        assert type(found) is type(value)
+
+
+def test_what_is_in_a_value_twice_stays_one() -> None:
+    twice = loads(dumps([SHARED, {"again": SHARED}, (SHARED,)]))
+    assert twice[0] is twice[1]["again"] is twice[2][0]
+    inside = ([1],)
+    one, other = loads(dumps([inside, inside]))
+    assert one[0] is other[0]
+    loop = loads(dumps(LOOP))
+    assert loop[0] is loop
+
+
+def test_plain_and_other_values_go_together() -> None:
+    def body(g: Any) -> Any:
+        return g.allgather([1, "plain"] if g.rank else {2.5j})
+
+    assert in_threads(2, body) == [[{2.5j}, [1, "plain"]]] * 2
