@@ -26,6 +26,7 @@ NAMES = (
     "wordcount",
     "wakeup",
     "imports",
+    "dataset",
     "sequential",
     "schedules",
 )

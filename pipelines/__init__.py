@@ -9,8 +9,9 @@ flowchan only.
 - :class:`Lock`, :class:`Semaphore`, :class:`Barrier`, :class:`Event`, :class:`Condition` and
   :class:`SharedDict`: what several processes share.
 - :class:`Sequential`: an ``nn.Sequential`` whose parts work at the same time; :class:`Stash` and :class:`Pop`
-  for skip connections in it; :class:`Training`, which its ``training(...)`` gives. They are loaded when they
-  are first asked for, as they need torch, and nothing else here does.
+  for skip connections in it; :class:`Training`, which its ``training(...)`` gives.
+- :func:`dataset`: a graph as the data of a training loop. It and Sequential are loaded when they are first
+  asked for, as they need torch, and nothing else here does.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from flowchan.pipelines.task_pool import BackgroundTask, TaskPool
 from flowchan.pipelines.work_queue import WorkQueue, workqueue
 
 if TYPE_CHECKING:
+    from flowchan.pipelines.dataset import Dataset, dataset
     from flowchan.pipelines.sequential import Pop, Sequential, Stash, Training
 
 __all__ = [
@@ -35,6 +37,7 @@ __all__ = [
     "Barrier",
     "Client",
     "Condition",
+    "Dataset",
     "Event",
     "Lock",
     "Marshalled",
@@ -50,6 +53,7 @@ __all__ = [
     "Training",
     "WorkQueue",
     "Workers",
+    "dataset",
     "map",
     "marshal",
     "workqueue",
@@ -62,12 +66,19 @@ for _name in __all__:
 del _name
 
 
+_NEED_TORCH = {
+    **dict.fromkeys(("Dataset", "dataset"), "dataset"),
+    **dict.fromkeys(("Pop", "Sequential", "Stash", "Training"), "sequential"),
+}
+"""Names, and the modules that they come from."""
+
+
 def __getattr__(name: str) -> Any:
     """Loads what needs torch when it is first asked for."""
-    if name not in ("Pop", "Sequential", "Stash", "Training"):
+    if name not in _NEED_TORCH:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        found = getattr(importlib.import_module("flowchan.pipelines.sequential"), name)
+        found = getattr(importlib.import_module(f"flowchan.pipelines.{_NEED_TORCH[name]}"), name)
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise

@@ -7,6 +7,7 @@ in place.
 | torch tensor on the CPU | a tensor that may be changed: what is written becomes private, page by page |
 | ``memoryview`` | a read-only ``memoryview`` |
 | torch tensor after ``share_memory_()`` | a tensor in the same memory: who writes, writes for all |
+| Polars frame or series, Arrow table, Pillow image | the same, read where it lies (``frames.py``) |
 | torch tensor on a CUDA device | a tensor of its own on the same device (``device/crossing.py``) |
 
 Each array or tensor travels by itself: two views of one memory arrive as two of their own, while one object
@@ -27,21 +28,22 @@ from typing import Any, Literal
 
 from flowchan._core import View
 from flowchan.errors import Closed
-from flowchan.items import together
+from flowchan.items import frames, together
 from flowchan.items.device import crossing
 
 _CODES = "bBcdfhHiIlLnNqQ?"  # what memoryview.cast takes, and so what can arrive
 
 _Reducers = dict[Any, Callable[[Any], Any]]
 _made: _Reducers = {}
-_made_from: tuple[int, bool, bool] = (-1, False, False)
+_made_from: tuple[int, ...] = ()
+_LIBRARIES = ("numpy", "torch", *frames.LIBRARIES)
 
 
 def reducers() -> _Reducers:
     """A pickler's dispatch table: ours, for the libraries that are loaded, and what programs have
     registered."""
     global _made, _made_from
-    state = len(copyreg.dispatch_table), "numpy" in sys.modules, "torch" in sys.modules
+    state = len(copyreg.dispatch_table), *[name in sys.modules for name in _LIBRARIES]
     if state != _made_from:
         table: _Reducers = {**copyreg.dispatch_table, memoryview: _reduce_memoryview, View: _reduce_view}
         # One that is just being imported by another thread may not have its type yet: then nobody has an
@@ -52,6 +54,7 @@ def reducers() -> _Reducers:
             table[tensor] = _reduce_tensor
         if storage := getattr(sys.modules.get("torch"), "UntypedStorage", None):
             table[storage] = together.reduce_storage
+        table.update(frames.reducers())
         _made, _made_from = table, state
     return _made
 

@@ -1,0 +1,116 @@
+"""How data frames and pictures cross to another process: by Arrow's view of their memory, whose buffers go
+beside the pickle, are copied once into the channel, and are read there where they lie.
+
+Arrow's own types do so by themselves; but a slice of a table would bring along all that it is a slice of.
+Polars frames and series, and Pillow's images, would be serialised into the pickle. Without pyarrow,
+and for what Arrow can't say, the libraries' own pickling does it, with its copies.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from pickle import PickleBuffer
+from typing import Any
+
+LIBRARIES = ("polars", "pyarrow", "PIL.Image")
+"""The modules with the types that are known here."""
+_TYPES: tuple[tuple[str, str, Callable[[Any], Any]], ...]
+_RAW = {"L": "L", "RGB": "RGBX", "RGBA": "RGBA", "CMYK": "CMYK"}
+"""Modes of images, and how Pillow calls the form in which it keeps their pixels."""
+
+
+def reducers() -> Iterator[tuple[Any, Callable[[Any], Any]]]:
+    """The types of the libraries that are loaded, each with what reduces it."""
+    if not _has_arrow():
+        return
+    for module, name, reduce in _TYPES:
+        # one that is just being imported may not have its types yet
+        if kind := getattr(sys.modules.get(module), name, None):
+            yield kind, reduce
+
+
+@functools.cache
+def _has_arrow() -> bool:
+    return importlib.util.find_spec("pyarrow") is not None
+
+
+def _reduce_table(table: Any) -> Any:
+    import pyarrow
+
+    if table.nbytes >= 0.5 * table.get_total_buffer_size():
+        return table.__reduce_ex__(5)
+    sink = pyarrow.BufferOutputStream()  # it writes what belongs to the slice, no more
+    with pyarrow.ipc.new_stream(sink, table.schema) as writer:
+        writer.write(table)
+    return _rebuild_table, (PickleBuffer(sink.getvalue()), isinstance(table, pyarrow.RecordBatch))
+
+
+def _rebuild_table(buffer: Any, is_batch: bool) -> Any:
+    import pyarrow
+
+    reader = pyarrow.ipc.open_stream(pyarrow.py_buffer(buffer))
+    return reader.read_next_batch() if is_batch else reader.read_all()
+
+
+def _reduce_frame(frame: Any) -> Any:
+    import polars
+
+    if "Object" in repr(frame.dtypes):  # Arrow would see addresses
+        return frame.__reduce_ex__(5)
+    table = frame.to_arrow(compat_level=polars.CompatLevel.newest())
+    return _rebuild_frame, (table, frame.height)
+
+
+def _rebuild_frame(table: Any, height: int) -> Any:
+    import polars
+
+    if not table.num_columns:
+        return polars.DataFrame(height=height)
+    return polars.from_arrow(table, rechunk=False)
+
+
+def _reduce_series(series: Any) -> Any:
+    return _rebuild_series, (series.to_frame(),)
+
+
+def _rebuild_series(frame: Any) -> Any:
+    return frame.to_series()
+
+
+def _reduce_image(image: Any) -> Any:
+    import pyarrow
+
+    image.load()
+    raw = _RAW.get(image.mode)
+    if raw is None or 0 in image.size:
+        return image.__reduce_ex__(5)
+    try:
+        pixels = pyarrow.array(image)
+    except ValueError:  # a large one lies in several pieces
+        pixels = pyarrow.Array.from_buffers(
+            pyarrow.uint8(),
+            image.width * image.height * len(raw),
+            [None, pyarrow.py_buffer(image.tobytes("raw", raw))],
+        )
+    return _rebuild_image, (pixels, image.mode, image.size, image.info)
+
+
+def _rebuild_image(pixels: Any, mode: str, size: tuple[int, int], info: dict[Any, Any]) -> Any:
+    from PIL import Image
+
+    image = Image.fromarrow(pixels, mode, size)
+    image.readonly = 1  # who changes it gets a copy of its own
+    image.info = info
+    return image
+
+
+_TYPES = (
+    ("pyarrow", "Table", _reduce_table),
+    ("pyarrow", "RecordBatch", _reduce_table),
+    ("polars", "DataFrame", _reduce_frame),
+    ("polars", "Series", _reduce_series),
+    ("PIL.Image", "Image", _reduce_image),
+)

@@ -1,0 +1,66 @@
+"""A graph as the data of a training loop: each epoch is a run of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from flowchan import Graph, Stream
+
+
+class Dataset(IterableDataset[Any]):
+    """What :func:`dataset` gives: an iterable, of which each iteration is an epoch."""
+
+    def __init__(self, stream: Stream, *, seed: int | None = None, pin_memory: bool = False) -> None:
+        if not isinstance(stream, Stream) or not isinstance(stream.graph, Graph):
+            raise TypeError(f"dataset: takes a stream of a graph, not {stream!r}")
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+            raise TypeError(f"dataset: seed must be an int or None, not {seed!r}")
+        self._graph = stream.graph
+        if pin_memory and torch.cuda.is_available():
+            stream = stream.map(_pinned, name="pin memory")
+        self._items = stream.collect(name="dataset")
+        self._seed = seed
+        self.epoch = 0
+        """How many epochs have begun. Set it to go on as from that epoch."""
+
+    def __iter__(self) -> Iterator[Any]:
+        if get_worker_info() is not None:
+            raise RuntimeError(
+                "dataset: each worker of a DataLoader would run the whole graph; leave num_workers at 0, for "
+                "the graph has workers of its own: map(function, on='process', workers=n)"
+            )
+        seed, self.epoch = self._seed_of(self.epoch), self.epoch + 1
+        with self._graph.start(seed=seed) as run:
+            yield from run.iter(self._items)
+
+    def _seed_of(self, epoch: int) -> int:
+        """Without a seed of its own it takes one of torch's generator, as DataLoader does."""
+        if self._seed is None:
+            return int(torch.empty((), dtype=torch.int64).random_())
+        return int.from_bytes(hashlib.blake2b(f"{self._seed} {epoch}".encode(), digest_size=6).digest())
+
+
+def dataset(stream: Stream, *, seed: int | None = None, pin_memory: bool = False) -> Dataset:
+    """The items of ``stream`` as an iterable for training loops and for ``DataLoader(…, batch_size=None)``,
+    which takes it as an ``IterableDataset``. Each iteration is an epoch, a run of the whole graph; leaving
+    the loop early ends it. The graph goes on working while the loop computes, as far ahead as its channels
+    have room.
+
+    ``seed``: with the same one each epoch's workers draw the same random numbers again, others in each epoch;
+    without it ``torch.manual_seed`` decides. ``pin_memory``: tensors in the items, nested as they may be, are
+    copied into page-locked memory on a thread of the graph, where there is a GPU.
+
+    Raises ``RunError`` in the loop when a stage fails.
+    """
+    return Dataset(stream, seed=seed, pin_memory=pin_memory)
+
+
+def _pinned(item: Any) -> Any:
+    from torch.utils.data._utils.pin_memory import pin_memory
+
+    return pin_memory(item)  # type: ignore[no-untyped-call]

@@ -1,0 +1,130 @@
+"""Data frames and images cross by their memory: equal, read where they lie, and no more than theirs."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pytest
+from PIL import Image, ImageDraw
+
+from flowchan import Channel, pack
+from flowchan.items import frames
+
+NUMBERS = pl.DataFrame({"a": np.arange(100_000), "b": np.arange(100_000) / 2})
+KINDS = pl.DataFrame(
+    {
+        "text": ["a", None, "a text that is too long to lie in a view"],
+        "category": pl.Series(["u", "v", "u"], dtype=pl.Categorical),
+        "enum": pl.Series(["u", "v", "u"], dtype=pl.Enum(["u", "v"])),
+        "list": [[1], [2, 3], None],
+        "array": pl.Series([[1, 2]] * 3, dtype=pl.Array(pl.Int8, 2)),
+        "struct": [{"x": 1}] * 3,
+        "flag": [True, False, None],
+        "nothing": [None] * 3,
+        "bytes": [b"x", b"", None],
+        "decimal": pl.Series([1, 2, 3], dtype=pl.Decimal(10, 2)),
+        "date": [datetime.date(2020, 1, 1)] * 3,
+        "when": [datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)] * 3,
+        "how_long": [datetime.timedelta(1)] * 3,
+    }
+)
+
+
+def sent(value: Any) -> tuple[Any, int]:
+    """What arrives, and how many bytes the channel took for it."""
+    channel = Channel(across="processes", max_bytes=1 << 28)
+    channel.put(value)
+    return channel.get(), channel.stats().bytes_in
+
+
+def in_band(value: Any) -> int:
+    """The bytes of the pickle itself, without the buffers beside it."""
+    packed = pack(value)
+    return len(packed if isinstance(packed, bytes) else packed[0])
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        NUMBERS,
+        KINDS,
+        KINDS.slice(1, 1),
+        KINDS.clear(),
+        pl.DataFrame(),
+        pl.concat([KINDS, KINDS], rechunk=False),
+    ],
+)
+def test_a_polars_frame_arrives_equal_with_its_types(frame: pl.DataFrame) -> None:
+    arrived, _ = sent(frame)
+    assert arrived.schema == frame.schema
+    assert arrived.equals(frame)
+
+
+def test_a_polars_series_arrives_equal_and_may_be_changed() -> None:
+    series, _ = sent(NUMBERS["a"])
+    assert series.equals(NUMBERS["a"])
+    series[0] = 7
+    assert (series[0], NUMBERS["a"][0]) == (7, 0)
+
+
+@pytest.mark.parametrize("value", [NUMBERS, NUMBERS["a"], NUMBERS.to_arrow(), Image.new("RGB", (300, 200))])
+def test_the_contents_go_beside_the_pickle(value: Any) -> None:
+    assert in_band({"nested": [value]}) < 5000
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        lambda: NUMBERS.slice(10, 5),
+        lambda: NUMBERS.to_arrow().slice(10, 5),
+        lambda: NUMBERS.to_arrow().to_batches()[0].slice(3, 2),
+    ],
+    ids=["polars", "table", "batch"],
+)
+def test_of_a_slice_only_the_slice_crosses(part: Callable[[], Any]) -> None:
+    arrived, size = sent(part())
+    assert type(arrived) is type(part())
+    assert arrived.equals(part())
+    assert size < 5000
+
+
+def test_a_frame_of_python_objects_is_refused_at_the_caller() -> None:
+    with pytest.raises(TypeError, match="Object"):
+        sent(pl.DataFrame({"o": pl.Series([object()], dtype=pl.Object)}))
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr", "I", "F", "I;16"])
+@pytest.mark.parametrize("size", [(64, 48), (2500, 2000)], ids=["one piece", "pieces"])
+def test_an_image_arrives_equal(mode: str, size: tuple[int, int]) -> None:
+    image = Image.linear_gradient("L").resize(size).convert(mode)
+    image.info["dpi"] = (72, 72)
+    arrived, _ = sent(image)
+    assert (arrived.mode, arrived.size, arrived.info) == (mode, size, image.info)
+    assert arrived.tobytes() == image.tobytes()
+
+
+def test_who_changes_an_image_that_arrived_changes_a_copy() -> None:
+    channel = Channel(across="processes")
+    image = Image.new("RGB", (64, 64), "white")
+    channel.put(image)
+    arrived = channel.get()
+    assert arrived.readonly
+    ImageDraw.Draw(arrived).rectangle((0, 0, 8, 8), fill="red")
+    assert arrived.getpixel((1, 1)) == (255, 0, 0)
+    assert image.getpixel((1, 1)) == (255, 255, 255)
+
+
+def test_without_arrow_the_libraries_own_pickling_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "_has_arrow", lambda: False)
+    assert list(frames.reducers()) == []
+
+
+def test_a_table_in_pieces_arrives_equal() -> None:
+    table = pa.concat_tables([NUMBERS.to_arrow(), NUMBERS.to_arrow()])
+    arrived, _ = sent(table)
+    assert arrived.equals(table)

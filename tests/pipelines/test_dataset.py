@@ -1,0 +1,118 @@
+"""A graph as the data of a training loop: epochs, seeds, leaving early, failures, and torch's DataLoader."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+from waiting import wait_until
+
+from flowchan import Graph, RunError, worker
+from flowchan.pipelines import dataset
+
+
+def shuffled(n: int) -> Iterator[int]:
+    return iter(random.Random(worker().seed).sample(range(n), n))
+
+
+def tensor(number: int) -> torch.Tensor:
+    return torch.full((3,), float(number))
+
+
+def squares(n: int = 6, **options: Any) -> Any:
+    return dataset(Graph("squares").source(range(n)).map(lambda number: number * number), **options)
+
+
+def test_each_iteration_is_an_epoch() -> None:
+    data = squares()
+    assert [list(data) for _ in range(3)] == [[0, 1, 4, 9, 16, 25]] * 3
+    assert data.epoch == 3
+
+
+def test_an_epoch_that_is_left_early_ends_its_run_and_the_next_one_begins_anew() -> None:
+    graph = Graph("endless")
+    ended = []
+
+    def numbers() -> Iterator[int]:
+        try:
+            yield from count()
+        finally:
+            ended.append(True)
+
+    data = dataset(graph.source(numbers))
+    for epoch in range(1, 4):
+        for number in data:
+            if number == 5:
+                break
+        wait_until(lambda epoch=epoch: len(ended) == epoch)
+
+
+def test_a_seed_gives_the_same_epochs_again_and_each_its_own() -> None:
+    first, again, other = (dataset(Graph("g").source(shuffled, 50), seed=seed) for seed in (1, 1, 2))
+    epochs = [list(first), list(first)]
+    assert [list(again), list(again)] == epochs
+    assert epochs[0] != epochs[1]
+    assert list(other) not in epochs
+    resumed = dataset(Graph("g").source(shuffled, 50), seed=1)
+    resumed.epoch = 1
+    assert list(resumed) == epochs[1]
+
+
+def test_without_a_seed_torchs_generator_decides() -> None:
+    data = dataset(Graph("g").source(shuffled, 50))
+    found = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        found.append([list(data), list(data)])
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][1]
+
+
+def test_torchs_dataloader_takes_it() -> None:
+    data = dataset(Graph("tensors").source(range(10)).map(tensor, on="process", workers=2))
+    assert isinstance(data, IterableDataset)
+    whole = list(DataLoader(data, batch_size=None))
+    assert torch.equal(torch.stack(whole), torch.arange(10.0)[:, None].expand(10, 3))
+    assert [len(batch) for batch in DataLoader(data, batch_size=4)] == [4, 4, 2]
+
+
+def test_workers_of_a_dataloader_are_refused_with_the_remedy() -> None:
+    with pytest.raises(RuntimeError, match="leave num_workers at 0"):
+        list(DataLoader(squares(), batch_size=None, num_workers=1))
+
+
+def test_a_failure_is_raised_in_the_loop_and_the_next_epoch_begins_anew() -> None:
+    divisors = [1, 0]
+    graph = Graph("halves")
+    data = dataset(graph.source(lambda: divisors).map(lambda divisor: 8 // divisor))
+    with pytest.raises(RunError):
+        list(data)
+    divisors[1] = 2
+    assert list(data) == [8, 4]
+
+
+def test_tensors_are_pinned_where_there_is_a_gpu_on_a_thread_of_the_graph(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self, *_: self + 100)
+    data = dataset(Graph("pinned").source([{"x": tensor(1)}]), pin_memory=True)
+    assert next(iter(data))["x"].tolist() == [101, 101, 101]
+
+
+def test_without_a_gpu_nothing_is_pinned() -> None:
+    graph = Graph("plain")
+    dataset(graph.source([tensor(1)]), pin_memory=not torch.cuda.is_available())
+    assert [stage.name for stage in graph.stages] == ["source", "dataset"]
+
+
+def test_a_wrong_argument_is_named() -> None:
+    with pytest.raises(TypeError, match=r"takes a stream of a graph, not \[1\]"):
+        dataset([1])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="seed must be an int or None, not 'x'"):
+        squares(seed="x")
