@@ -42,6 +42,7 @@ lint: .venv/installed-test
 	rm -rf build/types && mkdir -p build/types && cp -a flowchan build/types/flowchan
 	cp -a pipelines viz build/types/flowchan/
 	cd build/types && ../../$(BIN)/mypy --strict --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p flowchan
+	cd build/types && ../../$(BIN)/python ../../tools/typed.py
 
 # The site, in build/site. A warning is an error, a link that leads nowhere among them.
 docs: .venv/installed-docs

@@ -2,46 +2,81 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Generic, Literal, TypeVar, overload
+from typing import Any, Generic, Literal, Self, TypeVar, overload
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+T_contra = TypeVar("T_contra", contravariant=True)
 
 class View:
+    """Memory of a channel, or of this process, as a buffer."""
+
     @staticmethod
-    def of(address: int, size: int, owner: Any) -> View: ...
-    def private(self) -> View: ...
-    def lent(self, array: Any) -> None: ...
+    def of(address: int, size: int, owner: Any) -> View:
+        """Read-only memory that ``owner`` keeps where it is."""
+    def private(self) -> View:
+        """The same bytes, writable; pages are copied as they are written."""
+    def lent(self, array: Any) -> None:
+        """``array`` was made of this loan: it becomes read-only when it is put."""
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
-class Channel:
+class Channel(Generic[T]):
+    """A bounded, closable FIFO. Use flowchan.Channel, which checks its arguments."""
+
     @overload
     def __init__(self, capacity: int, processes: bool, max_bytes: int, name: str) -> None: ...
     @overload
     def __init__(self, fd: int, socket: int, name: str) -> None: ...
-    def put(self, item: Any, timeout: float | None = None) -> None: ...
-    def put_nowait(self, item: Any, /) -> None: ...
-    def put_many(self, items: Iterable[Any], timeout: float | None = None) -> None: ...
-    def get(self, timeout: float | None = None) -> Any: ...
-    def get_nowait(self) -> Any: ...
-    def get_many(self, max: int, timeout: float | None = None) -> list[Any]: ...
-    def close(self) -> None: ...
-    def abort(self, cause: BaseException | None = None) -> None: ...
+    def put(self, item: T, timeout: float | None = None) -> None:
+        """Put ``item`` in, waiting up to ``timeout`` seconds for a place (None: for ever).
+
+        Raises Full when the time is over, Closed when somebody closed the channel, Broken when it was
+        aborted; across processes TypeError or another error of pickling if the item can't be serialised.
+        """
+    def put_nowait(self, item: T, /) -> None:
+        """Put ``item`` in if there is a place now, else raise Full."""
+    def put_many(self, items: Iterable[T], timeout: float | None = None) -> None:
+        """Put every item of an iterable in, in order, waiting as needed. If that ends early the error's
+        ``items_put`` tells how many were put."""
+    def get(self, timeout: float | None = None) -> T:
+        """Take the oldest item out, waiting up to ``timeout`` seconds for one (None: for ever).
+
+        Raises Empty when the time is over, Drained at the clean end, Broken when the channel was aborted.
+        """
+    def get_nowait(self) -> T:
+        """Take the oldest item out if there is one now, else raise Empty."""
+    def get_many(self, max: int, timeout: float | None = None) -> list[T]:
+        """Take up to ``max`` items out as a list: waits for the first as ``get`` does, then takes what is
+        there. What can't be unpickled ends the list before it: the next call raises its error. A
+        KeyboardInterrupt meanwhile has those before it as ``items_got``."""
+    def close(self) -> None:
+        """Nobody can put any more; what is inside can still be read. Anybody may close, any number of
+        times."""
+    def abort(self, cause: BaseException | None = None) -> None:
+        """Break the channel: what is inside is discarded, and every waiting or later call raises Broken from
+        ``cause``."""
     def __len__(self) -> int: ...
-    def __iter__(self) -> Iterator[Any]: ...
-    def __next__(self) -> Any: ...
+    def __iter__(self) -> Iterator[T]: ...
+    def __next__(self) -> T: ...
     @property
-    def capacity(self) -> int: ...
+    def capacity(self) -> int:
+        """How many items may be inside."""
     @property
-    def max_bytes(self) -> int | None: ...
+    def max_bytes(self) -> int | None:
+        """How many bytes may be inside; None: no such limit."""
     @property
-    def across(self) -> Literal["threads", "processes", "hosts"]: ...
+    def across(self) -> Literal["threads", "processes", "hosts"]:
+        """The medium."""
     _hosts: bool
     @property
-    def closed(self) -> bool: ...
+    def closed(self) -> bool:
+        """Whether nobody can put any more."""
     @property
-    def drained(self) -> bool: ...
+    def drained(self) -> bool:
+        """Whether it is closed and empty and no item is out on lease."""
     @property
-    def broken(self) -> bool: ...
+    def broken(self) -> bool:
+        """Whether it was aborted, or has come to an end that is no clean one."""
     _name: str
     @property
     def _fd(self) -> int: ...
@@ -52,23 +87,38 @@ class Channel:
     def _pinned(self) -> list[int]: ...
     def _loan(self, size: int, timeout: float | None) -> View: ...
 
-class In(Generic[T]):
-    def __init__(self, channel: Channel, session: int = 0) -> None: ...
-    def get(self, timeout: float | None = None) -> T: ...
-    def get_nowait(self) -> T: ...
-    def get_many(self, max: int, timeout: float | None = None) -> list[T]: ...
-    def get_more(self, timeout: float | None = None) -> T: ...
-    def close(self) -> None: ...
-    def __iter__(self) -> Iterator[T]: ...
-    def __next__(self) -> T: ...
-    def __enter__(self) -> In[T]: ...
+class In(Generic[T_co]):
+    """A reading end of a channel. Use flowchan.In: channel.reader() gives one."""
+
+    def __init__(self, channel: Channel[T_co], session: int = 0) -> None: ...
+    def get(self, timeout: float | None = None) -> T_co:
+        """Take the oldest item out, waiting up to ``timeout`` seconds for one (None: for ever).
+
+        Raises Empty when the time is over, Drained at the clean end, Broken when the channel was aborted.
+        """
+    def get_nowait(self) -> T_co:
+        """Take the oldest item out if there is one now, else raise Empty."""
+    def get_many(self, max: int, timeout: float | None = None) -> list[T_co]:
+        """Take up to ``max`` items out as a list: waits for the first as ``get`` does, then takes what is
+        there. What can't be unpickled ends the list before it: the next call raises its error. A
+        KeyboardInterrupt meanwhile has those before it as ``items_got``."""
+    def get_more(self, timeout: float | None = None) -> T_co:
+        """Like ``get``, but the items taken before stay in hand too: they all count as unfinished until the
+        next ``get``."""
+    def close(self) -> None:
+        """Leave: the items in hand count as finished."""
+    def __iter__(self) -> Iterator[T_co]: ...
+    def __next__(self) -> T_co: ...
+    def __enter__(self) -> Self: ...
     def __exit__(
         self, type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None: ...
     @property
-    def channel(self) -> Any: ...
+    def channel(self) -> Any:
+        """The channel that it reads."""
     @property
-    def closed(self) -> bool: ...
+    def closed(self) -> bool:
+        """Whether nothing more comes: the port was closed, or the channel is drained or broken."""
     def _give_up(self) -> None: ...
     def _supervise(self) -> None: ...
     def _hand_over(self) -> tuple[Any, int]: ...
@@ -80,20 +130,34 @@ class In(Generic[T]):
         self, deaths: int, handler: Callable[[Any, int, Exception | None], None] | None
     ) -> None: ...
 
-class Out(Generic[T]):
-    def __init__(self, channel: Channel, session: int = 0) -> None: ...
-    def put(self, item: T, timeout: float | None = None) -> None: ...
-    def put_nowait(self, item: T, /) -> None: ...
-    def put_many(self, items: Iterable[T], timeout: float | None = None) -> None: ...
-    def close(self) -> None: ...
-    def __enter__(self) -> Out[T]: ...
+class Out(Generic[T_contra]):
+    """A writing end of a channel. Use flowchan.Out: channel.writer() gives one."""
+
+    def __init__(self, channel: Channel[T_contra], session: int = 0) -> None: ...
+    def put(self, item: T_contra, timeout: float | None = None) -> None:
+        """Put ``item`` in, waiting up to ``timeout`` seconds for a place (None: for ever).
+
+        Raises Full when the time is over, Closed when somebody closed the channel, Broken when it was
+        aborted; across processes TypeError or another error of pickling if the item can't be serialised.
+        """
+    def put_nowait(self, item: T_contra, /) -> None:
+        """Put ``item`` in if there is a place now, else raise Full."""
+    def put_many(self, items: Iterable[T_contra], timeout: float | None = None) -> None:
+        """Put every item of an iterable in, in order, waiting as needed. If that ends early the error's
+        ``items_put`` tells how many were put."""
+    def close(self) -> None:
+        """Leave; the last writer to leave closes the channel."""
+    def __enter__(self) -> Self: ...
     def __exit__(
         self, type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None: ...
     @property
-    def channel(self) -> Any: ...
+    def channel(self) -> Any:
+        """The channel that it writes."""
     @property
-    def closed(self) -> bool: ...
+    def closed(self) -> bool:
+        """Whether nothing more can be put: the port was closed, the channel was closed or broken, or its
+        readers left."""
     def _follow(self, reader: In[Any], ordered: bool, single: bool) -> None: ...
     def _replay(self) -> None: ...
     def _fall(self, pid: int) -> None: ...
@@ -102,34 +166,65 @@ class Out(Generic[T]):
     def _hand_over(self) -> tuple[Any, int]: ...
 
 class Link:
+    """The connection between two hosts of a run: carries what goes through the ports of workers that run
+    elsewhere."""
+
     def __init__(self, home: bool) -> None: ...
-    def attach(self, fd: int) -> None: ...
-    def line(self, number: int, inputs: list[Any], outputs: list[Any], on_demand: bool = False) -> None: ...
-    def drop(self, number: int) -> None: ...
-    def wait(self, timeout: float | None = None) -> str: ...
-    def state(self) -> dict[str, Any]: ...
-    def close(self) -> None: ...
+    def attach(self, fd: int) -> None:
+        """Goes on over this connected socket, which belongs to the link from now on; what was sent over the
+        former one and has not arrived is sent again."""
+    def line(self, number: int, inputs: list[Any], outputs: list[Any], on_demand: bool = False) -> None:
+        """Serves the ports of one worker, under a number that both sides know. on_demand: items come for
+        those only who wait for one, or work on one."""
+    def drop(self, number: int) -> None:
+        """Serves them no more; their sessions stay as they are. Does nothing when there is no such line."""
+    def wait(self, timeout: float | None = None) -> str:
+        """What has happened: 'broken: why' once for each connection that ended; at home 'finished: line' when
+        nothing more comes from its worker and all is put, and 'refused: line port' when an item can't go to
+        another host; 'closed'; '' when nothing has by then."""
+    def state(self) -> dict[str, Any]:
+        """Whether it is connected, and its counts."""
+    def close(self) -> None:
+        """Ends the connection and both threads."""
 
 class Group:
+    """A member of a group. Use flowchan.collective."""
+
     def __init__(self, fd: int, rank: int) -> None: ...
     def allreduce(
         self, x: Any, op: Any = "sum", out: Any = None, timeout: float | None = None, wait: bool = True
-    ) -> Any: ...
-    def broadcast(
-        self, x: Any = None, root: int = 0, timeout: float | None = None, wait: bool = True
-    ) -> Any: ...
-    def barrier(self, timeout: float | None = None, wait: bool = True) -> Any: ...
-    def allgather(self, x: Any, out: Any = None, timeout: float | None = None, wait: bool = True) -> Any: ...
+    ) -> Any:
+        """Combine what all members give, element by element, in the order of their ranks: all get the same
+        bits.
+
+        An array or tensor is overwritten with the result and returned; with ``out`` it stays, and that one is
+        returned. Any other value is combined by Python's operators, and the result returned. ``op``: 'sum',
+        'mean', 'prod', 'min', 'max', 'and', 'or', 'xor', for values also a function of two. ``wait=False``
+        gives a handle.
+        """
+    def broadcast(self, x: Any = None, root: int = 0, timeout: float | None = None, wait: bool = True) -> Any:
+        """Give all members what ``root`` has: an array or tensor of the same shape and type is overwritten
+        and returned; any other value is returned."""
+    def barrier(self, timeout: float | None = None, wait: bool = True) -> Any:
+        """Return when all members have called it."""
+    def allgather(self, x: Any, out: Any = None, timeout: float | None = None, wait: bool = True) -> Any:
+        """What every member gives, as a list in the order of the ranks. Arrays and tensors may differ in
+        shape. ``out``: an array of ``size`` times as many elements, or a list of arrays, to be filled instead
+        and returned; raises ValueError where what a member gave does not fit."""
     def _choose(self, doing: int, way: int) -> None: ...
     def _way(self, doing: int, size: int, combining: bool) -> int: ...
-    def alltoall(self, xs: Any, out: Any = None, timeout: float | None = None) -> Any: ...
-    def reduce_scatter(
-        self, x: Any, op: Any = "sum", out: Any = None, timeout: float | None = None
-    ) -> Any: ...
+    def alltoall(self, xs: Any, out: Any = None, timeout: float | None = None) -> Any:
+        """What each member has for this one: a list in the order of the ranks. ``xs[i]`` goes to member i.
+        ``out``: arrays to be filled instead, then all of ``xs`` are arrays, too."""
+    def reduce_scatter(self, x: Any, op: Any = "sum", out: Any = None, timeout: float | None = None) -> Any:
+        """Combine arrays as ``allreduce`` does, and give each member its part of the result: the first of
+        ``size`` equal parts along the first dimension to rank 0, and so on."""
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """Which member this is, from 0."""
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """How many members there are."""
     @staticmethod
     def _make(size: int) -> int: ...
     @property
@@ -162,12 +257,16 @@ class Group:
     def _reduce_scatter(self, x: Any, out: Any, op: str, timeout: float | None) -> Any: ...
 
 class Await:
+    """One coroutine that stands at the gate of a channel or port; see awaiting.py."""
+
     def __init__(self, target: Any, reading: bool, again: bool) -> None: ...
     @property
     def channel(self) -> Any: ...
     def leave(self, unused: bool) -> None: ...
 
 class Watch:
+    """The sleep of the thread that waits for coroutines."""
+
     def __init__(self) -> None: ...
     @property
     def heard(self) -> int: ...

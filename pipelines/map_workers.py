@@ -19,7 +19,9 @@ class Workers:
         self._n = n
         self._name = name_of(fn)
         self._results: dict[int, Any] = {}
-        self._failures: Channel[Failed] = Channel(max(1, n))  # each is taken out by the one who raises it
+        self._failures: Channel[Failed[Any]] = Channel(
+            max(1, n)
+        )  # each is taken out by the one who raises it
         graph = Graph(self._name)
         numbers = graph.source(_numbers, n)
         # A worker that dies takes its call with it: another one would repeat what it may have done already.
@@ -54,7 +56,7 @@ class Workers:
         if errors:
             raise RunError(f"{len(errors)} of {self._n} workers of {self._name!r} failed", errors)
 
-    def _error(self, failed: Failed) -> StageError:
+    def _error(self, failed: Failed[Any]) -> StageError:
         error = reason(failed.error)
         found = StageError(
             f"worker {failed.item} of {self._name!r} failed: {type(error).__name__}: {error}",

@@ -275,7 +275,7 @@ class _Book:
         finally:
             del future
 
-    def fail(self, failed: Failed) -> None:
+    def fail(self, failed: Failed[Any]) -> None:
         """Takes a failure: of a call, of a worker, or of a task that was too large to be sent, which is a
         number yet."""
         number = failed.item if isinstance(failed.item, int) else failed.item[0]

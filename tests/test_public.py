@@ -219,6 +219,34 @@ def test_the_stubs_signatures_are_the_native_ones(name):
     assert stub_signature(node) == native_signature(function), ACCEPT
 
 
+def documented() -> dict[str, tuple[str | None, str | None]]:
+    """What the stub says of each class, function and property, beside what the native module says."""
+    pairs: dict[str, tuple[str | None, str | None]] = {}
+    for name, node in declared(stub_tree().body).items():
+        if not isinstance(node, ast.FunctionDef | ast.ClassDef):
+            continue
+        owner = getattr(native, name)
+        pairs[name] = (ast.get_docstring(node), native_text(owner))
+        for member, inner in declared(getattr(node, "body", [])).items():
+            if isinstance(inner, ast.FunctionDef) and not member.startswith("__"):
+                pairs[f"{name}.{member}"] = (ast.get_docstring(inner), native_text(vars(owner)[member]))
+    return pairs
+
+
+def native_text(value: Any) -> str | None:
+    """Its docstring, without the signature that nanobind puts before it, or in its place."""
+    signatures = getattr(value, "__nb_signature__", None)
+    text = signatures[-1][1] if signatures else value.__doc__
+    return None if text is None or text.startswith("(self)") else text
+
+
+@pytest.mark.parametrize("name", documented())
+def test_the_stub_says_what_the_native_docstrings_say(name):
+    """Line by line they may break elsewhere; editors show the stub's."""
+    stub, module = documented()[name]
+    assert (stub or "").split() == (module or "").split(), ACCEPT
+
+
 def test_the_package_carries_the_licences_of_what_is_inside_it() -> None:
     named = importlib.metadata.metadata("flowchan").get_all("License-File") or []
     texts = {Path(name).stem: (ROOT / name).read_text() for name in named}

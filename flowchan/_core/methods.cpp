@@ -163,6 +163,8 @@ PyMethodDef channel_methods[] = {{"put", fast(channel_put), FASTCALL, PUT_DOC},
                                  {"get", fast(channel_get), FASTCALL, GET_DOC},
                                  {"get_nowait", channel_get_nowait, METH_NOARGS, GET_NOWAIT_DOC},
                                  {"get_many", fast(channel_get_many), FASTCALL, GET_MANY_DOC},
+                                 {"__class_getitem__", Py_GenericAlias, METH_O | METH_CLASS,
+                                  "Channel[T]: the annotation of a channel of item type T."},
                                  {nullptr, nullptr, 0, nullptr}};
 
 PyMethodDef in_methods[] = {{"get", fast(in_get), FASTCALL, GET_DOC},

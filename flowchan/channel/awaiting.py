@@ -15,6 +15,7 @@ import weakref
 from typing import Any, TypeVar
 
 from flowchan._core import Await, Watch
+from flowchan.channel.sides import Readable, Writable
 from flowchan.errors import Drained, Empty, Full
 
 T = TypeVar("T")
@@ -140,7 +141,7 @@ async def _changed(wait: Await) -> None:
         raise
 
 
-async def aput(self: Any, item: Any) -> None:
+async def aput(self: Writable[T], item: T) -> None:
     """As ``put``, for coroutines. A cancelled call has put nothing."""
     try:
         self.put_nowait(item)
@@ -163,7 +164,7 @@ async def aput(self: Any, item: Any) -> None:
             return
 
 
-async def aget(self: Any) -> Any:
+async def aget(self: Readable[T]) -> T:
     """As ``get``, for coroutines. A cancelled call has taken nothing."""
     try:
         return self.get_nowait()
@@ -185,7 +186,7 @@ async def aget(self: Any) -> Any:
             return item
 
 
-async def anext_item(self: Any) -> Any:
+async def anext_item(self: Readable[T]) -> T:
     """The next item of ``async for``."""
     try:
         return await aget(self)

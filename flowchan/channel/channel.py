@@ -10,10 +10,10 @@ from __future__ import annotations
 import importlib
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import flowchan.items.codec  # tells the core how to serialise  # noqa: F401
 from flowchan import _core
@@ -104,7 +104,7 @@ def most_bytes() -> int:
     return min(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2, _MOST_BY_DEFAULT)
 
 
-class Channel(_core.Channel, Generic[T]):
+class Channel(_core.Channel[T]):
     """A bounded FIFO of items with any number of writers and readers: open, then closed, then drained; or
     broken.
 
@@ -166,9 +166,6 @@ class Channel(_core.Channel, Generic[T]):
     def writer(self) -> Out[T]:
         """A counted writing end. When the last one is closed, the channel is closed."""
         return Out(self)
-
-    def __iter__(self) -> Iterator[T]:
-        return self
 
     def abort(self, cause: BaseException | None = None) -> None:
         """Break the channel: what is inside is discarded, and every waiting or later call raises Broken from

@@ -9,10 +9,11 @@ from flowchan import _core
 from flowchan.channel import awaiting
 from flowchan.items import arrays
 
-T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+T_contra = TypeVar("T_contra", contravariant=True)
 
 
-class In(_core.In[T]):
+class In(_core.In[T_co]):
     """A stage's reading end of a channel. Taking the next item finishes the one before."""
 
     __slots__ = ()
@@ -21,7 +22,7 @@ class In(_core.In[T]):
     __anext__ = awaiting.anext_item
 
 
-class Out(_core.Out[T]):
+class Out(_core.Out[T_contra]):
     """A stage's writing end of a channel."""
 
     __slots__ = ()

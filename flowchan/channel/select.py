@@ -4,20 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar, overload
 
 from flowchan import _core
-from flowchan.channel.channel import Channel, In, Out
+from flowchan.channel.channel import Channel, In
+from flowchan.channel.sides import Readable, Writable
 from flowchan.errors import Drained, Empty, Full
+
+T = TypeVar("T")
+U = TypeVar("U")
+T_co = TypeVar("T_co", covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Selected:
+class Selected(Generic[T_co]):
     """What :func:`select` did: ``item`` came out of ``channel``, or went into it if ``put`` is true. Of one
     that is only ``ready``, ``item`` is None."""
 
     channel: Any
-    item: Any
+    item: T_co
     put: bool
 
 
@@ -25,12 +30,27 @@ class NothingReady(Empty, Full):
     """None of the operations could be done *now*, or within ``timeout`` seconds."""
 
 
+@overload
+def select(gets: Iterable[Readable[T]], *, timeout: float | None = None) -> Selected[T]: ...
+@overload
+def select(*, puts: Iterable[tuple[Writable[U], U]], timeout: float | None = None) -> Selected[U]: ...
+@overload
 def select(
-    gets: Iterable[Channel[Any] | In[Any]] = (),
-    puts: Iterable[tuple[Channel[Any] | Out[Any], Any]] = (),
+    gets: Iterable[Readable[T]], puts: Iterable[tuple[Writable[U], U]], timeout: float | None = None
+) -> Selected[T | U]: ...
+@overload
+def select(
+    gets: Iterable[Readable[Any]] = (),
+    puts: Iterable[tuple[Writable[U], U]] = (),
     timeout: float | None = None,
     ready: Iterable[Channel[Any]] = (),
-) -> Selected:
+) -> Selected[Any]: ...
+def select(
+    gets: Iterable[Readable[Any]] = (),
+    puts: Iterable[tuple[Writable[Any], Any]] = (),
+    timeout: float | None = None,
+    ready: Iterable[Channel[Any]] = (),
+) -> Selected[Any]:
     """Does one of the operations and no other: a get from one of ``gets``, or one of ``puts``, pairs of a
     channel and an item. They may be channels or ports of any media. Of several that can be done one is chosen
     at random.

@@ -1,28 +1,24 @@
-"""The declaration of a graph: how its stages begin, and the general stage. Nothing here runs."""
+"""The declaration of a graph: how its stages begin. Nothing here runs."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, Awaitable, Callable, Iterable
-from typing import Any, Never, Unpack
+from collections.abc import AsyncIterable, Callable, Iterable
+from typing import Any, Never, TypeVar, Unpack
 
-from flowchan.declare.annotations import element_type, ports_of, returned_type, seat_of
-from flowchan.declare.arguments import (
-    callable_argument,
-    known_options,
-    no_misspelt_option,
-    text,
-)
-from flowchan.declare.builder import Builder
+from flowchan.declare.annotations import element_type, returned_type
+from flowchan.declare.arguments import known_options, no_misspelt_option, text
+from flowchan.declare.general import General
+from flowchan.declare.options import SOURCE_OPTIONS, PlainOptions, shows
 from flowchan.declare.places import Placement
-from flowchan.declare.stream import Feedback, PlainOptions, Stream, origins, streams_argument, streams_of
-from flowchan.declare.values import DEFAULT_CAPACITY, DEFAULT_RESTARTS, Gang
+from flowchan.declare.shapes import Many, Opened
+from flowchan.declare.stream import Feedback, Stream, origins, streams_argument, streams_of
+from flowchan.declare.values import DEFAULT_CAPACITY, DEFAULT_RESTARTS
 from flowchan.items.text import shown
 
-_SOURCE_OPTIONS = ("name", "on", "capacity", "restarts", "restartable", "gpus")
-_STAGE_OPTIONS = (*_SOURCE_OPTIONS, "workers")
+T = TypeVar("T")
 
 
-class Blueprint(Builder):
+class Blueprint(General):
     """A graph as declared: its ``name``, the stages in the order of declaration, and the channels between
     them.
 
@@ -36,7 +32,7 @@ class Blueprint(Builder):
 
     def source(
         self,
-        items: Iterable[Any] | Callable[..., Iterable[Any] | AsyncIterable[Any] | Awaitable[Iterable[Any]]],
+        items: Iterable[T] | Callable[..., Many[T]] | type[Opened[Many[T]]],
         *args: Any,
         name: str | None = None,
         on: Placement = "thread",
@@ -45,7 +41,7 @@ class Blueprint(Builder):
         restartable: bool = False,
         gpus: int = 0,
         **kwargs: Any,
-    ) -> Stream:
+    ) -> Stream[T]:
         """A stream of the elements of ``items``: an iterable, or a callable that gives one when it is called
         with ``args`` and ``kwargs`` inside the run. An async generator function is cancelled where it awaits
         as soon as nobody wants its elements any more. ``restartable``: iterating again gives the same
@@ -54,7 +50,7 @@ class Blueprint(Builder):
         function: Callable[..., Any] | None = None
         options: dict[str, Any] = {}
         if callable(items) and (args or kwargs or not isinstance(items, Iterable)):
-            no_misspelt_option("source", items, kwargs, _SOURCE_OPTIONS)
+            no_misspelt_option("source", items, kwargs, SOURCE_OPTIONS)
             function, item = items, element_type(returned_type(items))
         elif not isinstance(items, Iterable) and not hasattr(items, "__getitem__"):
             if isinstance(items, AsyncIterable):
@@ -67,7 +63,7 @@ class Blueprint(Builder):
                 f"source: items must be an iterable or a callable that gives one, not {shown(items)}"
             )
         elif args or kwargs:
-            known_options("source", kwargs, _SOURCE_OPTIONS)
+            known_options("source", kwargs, SOURCE_OPTIONS)
             raise TypeError(f"source: items is not callable, so it takes no more arguments: {shown(items)}")
         else:
             options, item = {"iterable": items}, element_type(type(items))
@@ -88,13 +84,16 @@ class Blueprint(Builder):
         )
         return streams_of(self, stage)[0]
 
-    def input(self, name: str | None = None, capacity: int = DEFAULT_CAPACITY, **misspelt: Never) -> Stream:
+    def input(
+        self, name: str | None = None, capacity: int = DEFAULT_CAPACITY, **misspelt: Never
+    ) -> Stream[Any]:
         """A stream of the items that are put from outside while the graph runs."""
         known_options("input", misspelt, ("name", "capacity"))
         stage = self._declare("input", name=name, input_ports=(), outputs=[("out", None)], capacity=capacity)
         return streams_of(self, stage)[0]
 
-    def merge(self, *streams: Stream, **options: Unpack[PlainOptions]) -> Stream:
+    @shows(PlainOptions)
+    def merge(self, *streams: Stream[T], **options: Unpack[PlainOptions]) -> Stream[T]:
         """The items of all streams, as they come; it ends when the last of them ends."""
         known_options("merge", options, PlainOptions.__annotations__)
         if not streams:
@@ -109,7 +108,7 @@ class Blueprint(Builder):
         )
         return streams_of(self, stage)[0]
 
-    def feedback(self, name: str = "feedback") -> Feedback:
+    def feedback(self, name: str = "feedback") -> Feedback[Any]:
         """A stream of the items that a stage declared later puts: how a graph leads back. A :meth:`stage`
         reads it, and ``feedback.feed(stream)`` says what it is once that stage is declared. ``name`` stands
         for it in messages.
@@ -117,53 +116,3 @@ class Blueprint(Builder):
         A loop has no source that ends it. Its stages end it, one of them by returning when its work is done:
         then its outputs close, and the others see the end of their inputs."""
         return Feedback(self, *self._leads_back(text("feedback", "name", name)), name)
-
-    def stage(
-        self,
-        function: Callable[..., Any],
-        *streams: Stream,
-        name: str | None = None,
-        on: Placement = "thread",
-        workers: int = 1,
-        capacity: int = DEFAULT_CAPACITY,
-        restarts: int = DEFAULT_RESTARTS,
-        restartable: bool = False,
-        gpus: int = 0,
-        **kwargs: Any,
-    ) -> Any:
-        """The general stage: ``function`` is called once per worker with its ports, the parameters annotated
-        ``In[T]`` and ``Out[T]``. The streams go to the ``In`` parameters in order, ``kwargs`` to the
-        parameters that are no ports. Returns ``None``, one stream or a tuple of streams, as there are ``Out``
-        parameters. ``restartable``: the function keeps no state between items, so a worker process that died
-        may be replaced, up to ``restarts`` times. ``gpus``: that each worker has for itself.
-
-        With a parameter annotated ``flowchan.collective.Group`` its workers are a gang: they start together,
-        each with its member of a group. When one dies and the stage is restartable, all begin again, each
-        with what it had in hand."""
-        ports = ports_of(callable_argument("stage", "function", function))
-        no_misspelt_option("stage", function, kwargs, _STAGE_OPTIONS)
-        seat = seat_of(function)
-        if restartable and not streams and workers != 1:
-            raise ValueError(
-                f"stage: a restartable stage without inputs has one worker, not workers={workers!r}"
-            )
-        readers = [port.name for port in ports if port.reads][: len(streams)]
-        surplus = [f"surplus{number}" for number in range(1, len(streams) - len(readers) + 1)]
-        stage = self._declare(
-            "stage",
-            name=name,
-            function=function,
-            kwargs=kwargs,
-            inputs=origins(self, *streams_argument("stage", streams)),
-            input_ports=readers + surplus,
-            outputs=[(port.name, port.item) for port in ports if not port.reads],
-            capacity=capacity,
-            on=on,
-            workers=workers,
-            restarts=restarts,
-            restartable=restartable,
-            gpus=gpus,
-            gang=None if seat is None else Gang(*seat),
-        )
-        outs = streams_of(self, stage)
-        return None if not outs else outs[0] if len(outs) == 1 else outs

@@ -8,16 +8,19 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 Function = Callable[[Any, Any], Any]
+Named = Literal["sum", "mean", "prod", "min", "max", "and", "or", "xor"]
 
 
-class Reduced(NamedTuple):
+class Reduced(NamedTuple, Generic[T]):
     """What the workers of a stage have given in one round, combined. ``contributors`` is how many they were:
     fewer when others have ended. Rounds are counted from 0."""
 
-    value: Any
+    value: T
     contributors: int
     round: int
 

@@ -1,6 +1,6 @@
 """Running a declared graph: workers, the supervisor, the statistics and the outcome."""
 
-from flowchan.run.failures import Failed
+from flowchan.items.failed import Failed
 from flowchan.run.graph import Graph
 from flowchan.run.results import Results
 from flowchan.run.run import Run

@@ -21,9 +21,10 @@ from typing import Any
 from flowchan.channel.channel import In, Out
 from flowchan.errors import Broken, Closed, Drained, Empty, WorkerDied
 from flowchan.items.combining import Reduced, reduced
+from flowchan.items.failed import Failed
 from flowchan.items.text import short
 from flowchan.run import journal
-from flowchan.run.failures import Failed, ItemFailed, Portable, text_of
+from flowchan.run.failures import ItemFailed, Portable, text_of
 
 SKIPPED: Any = object()
 TROUBLE_EVERY = 0.5
@@ -41,7 +42,7 @@ class Job:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     retries: int = 0
-    errors: Out[Failed] | None = None
+    errors: Out[Failed[Any]] | None = None
     on_retry: Callable[[], None] = lambda: None
     on_result: Callable[[Any], None] = lambda _: None
     on_trouble: Callable[[str], None] = lambda _: None
@@ -349,7 +350,7 @@ def zip_(job: Job, *, out: Out[tuple[Any, ...]], **inputs: In[Any]) -> None:
         out.put(together)
 
 
-def allreduce(job: Job, *, out: Out[Reduced], **inputs: In[Any]) -> None:
+def allreduce(job: Job, *, out: Out[Reduced[Any]], **inputs: In[Any]) -> None:
     ports = list(inputs.values())
     op = job.options.get("op", job.function)
     for number in itertools.count():

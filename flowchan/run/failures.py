@@ -1,26 +1,14 @@
-"""Failures as values: what an ``errors`` stream carries, and how an exception reaches another process
-whole."""
+"""How an item's failure ends a worker, and how an exception reaches another process whole."""
 
 from __future__ import annotations
 
 import pickle
 import traceback
-from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
 
 from flowchan.errors import FlowchanError
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """An item for which a stage's function raised. ``error`` is the last exception, after ``attempts`` calls;
-    0 calls if the item could not be received at all, and then ``item`` is an :class:`flowchan.Unreadable`."""
-
-    item: Any
-    error: BaseException
-    attempts: int
 
 
 class ItemFailed(FlowchanError):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from flowchan.channel.channel import Channel
 from flowchan.declare.stream import Stream
@@ -17,17 +17,20 @@ from flowchan.run.events import Began, Ended, WorkerId
 from flowchan.run.plan import Plan
 from flowchan.run.supervisor import Supervisor
 
+T = TypeVar("T")
 
-class Results(Mapping[Stream, Any]):
+
+class Results(Mapping[Stream[Any], Any]):
     """What a run gave: the value of a ``reduce`` stream, the list of a ``collect`` stream."""
 
-    def __init__(self, graph: str, values: dict[Stream, Any]) -> None:
+    def __init__(self, graph: str, values: dict[Stream[Any], Any]) -> None:
         self._graph = graph
         self._values = values
 
-    def __getitem__(self, stream: Stream) -> Any:
+    def __getitem__(self, stream: Stream[T]) -> T:
         try:
-            return self._values[stream]
+            value: T = self._values[stream]
+            return value
         except KeyError:
             known = ", ".join(sorted(known.name for known in self._values)) or "none"
             raise KeyError(
@@ -35,7 +38,7 @@ class Results(Mapping[Stream, Any]):
                 f"streams that run.iter() has not taken, here: {known}"
             ) from None
 
-    def __iter__(self) -> Iterator[Stream]:
+    def __iter__(self) -> Iterator[Stream[Any]]:
         return iter(self._values)
 
     def __len__(self) -> int:
@@ -160,7 +163,7 @@ class Gathering:
         graph = self._plan.graph
         taken = self._iterated.keys() - self._kept
         names = [stage.name for stage in graph.stages if stage.name in values and stage.name not in taken]
-        streams = {Stream(graph, name, "out", name): values[name] for name in names}
+        streams: dict[Stream[Any], Any] = {Stream(graph, name, "out", name): values[name] for name in names}
         return Results(graph.name, streams)
 
 

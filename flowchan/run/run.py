@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from flowchan import _core
 from flowchan.channel.channel import Out
@@ -33,6 +33,8 @@ from flowchan.run.signals import Ears, interrupts_held
 from flowchan.run.spread import crew_of
 from flowchan.run.stats import RunStats
 from flowchan.run.supervisor import Supervisor
+
+T = TypeVar("T")
 
 
 class Run:
@@ -61,14 +63,14 @@ class Run:
 
     # --- what goes in and comes out ---
 
-    def __getitem__(self, stream: Stream) -> Out[Any]:
+    def __getitem__(self, stream: Stream[T]) -> Out[T]:
         if not self._owns(stream) or stream.stage not in self._crew.inputs:
             raise KeyError(
                 f"{stream!r} is no input of this run; run[…] takes the stream that graph.input() returned"
             )
         return self._crew.inputs[stream.stage]
 
-    def iter(self, stream: Stream) -> Iterator[Any]:
+    def iter(self, stream: Stream[list[T]]) -> Iterator[T]:
         """The items of a ``collect`` stream, one by one as they come; leaving the loop early stops the stages
         before it. Raises ``RunError`` when the run fails."""
         if not self._owns(stream):
@@ -107,7 +109,7 @@ class Run:
             self._ears.close()
             gathering.leave(stage)
 
-    def _owns(self, stream: Stream) -> bool:
+    def _owns(self, stream: Stream[Any]) -> bool:
         return isinstance(stream, Stream) and stream.graph is self._plan.graph
 
     # --- the end ---
@@ -167,7 +169,9 @@ class Run:
         the loop is left, or when it is asked."""
         return None if self._in_block or self._supervisor.ended.is_set() else self._interruption(self._tell)
 
-    def _interruption(self, tell: Callable[[Interrupted], tuple[Mapping[Stream, Any], str]]) -> Interrupted:
+    def _interruption(
+        self, tell: Callable[[Interrupted], tuple[Mapping[Stream[Any], Any], str]]
+    ) -> Interrupted:
         name = self._plan.graph.name
         message = f"the run of graph {name!r} was interrupted; .results and .report hold what was finished"
         return Interrupted(message, tell)

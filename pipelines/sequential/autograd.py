@@ -108,11 +108,13 @@ class _Line:
         self._run, self._watcher = run, watcher
         weakref.finalize(self, ends.close)
 
-    def _declare(self, on: Place, chunks: int, recompute: bool, deferred: bool) -> tuple[Stream, Stream]:
+    def _declare(
+        self, on: Place, chunks: int, recompute: bool, deferred: bool
+    ) -> tuple[Stream[Any], Stream[Any]]:
         graph, last, capacity = self._graph, len(self.parts) - 1, 2 * chunks + 8
         stream = forward = graph.input("micro-batches", capacity)
         backward = graph.input("gradients", capacity)
-        answers: list[Stream] = []
+        answers: list[Stream[Any]] = []
         after: Any = None
         for part in self.parts:
             gradients = backward if part.number == last else graph.feedback(f"gradients for {part.name}")

@@ -137,7 +137,7 @@ class Book:
         if not batch.missing:
             self._end(micro.batch, batch.values)
 
-    def fail(self, failed: Failed) -> None:
+    def fail(self, failed: Failed[Any]) -> None:
         """A part failed on a micro-batch, or its process died with it again and again."""
         micro = Micro(*failed.item[: len(Micro._fields)])
         self._note(micro)
@@ -179,7 +179,7 @@ class _Line:
         self._opened = Latch()
         self._ending: Channel[None] = Channel(1)
 
-    def start(self, graph: Graph, batches: Stream) -> None:
+    def start(self, graph: Graph, batches: Stream[Any]) -> None:
         run = self._run = graph.start()
         self._port = run[batches]
         watcher = threading.Thread(target=self._watch, name=f"{graph.name} watcher", daemon=True)
@@ -201,7 +201,7 @@ class _Line:
         self.book.end(self.error)
         self._over.set()
 
-    def attend(self, outputs: In[Any], failures: In[Failed]) -> None:
+    def attend(self, outputs: In[Any], failures: In[Failed[Any]]) -> None:
         """The last stage: lends its port to who waits, and hears of failures. What nobody has taken in when
         the line ends is taken in here."""
         self._outputs = outputs
@@ -315,7 +315,7 @@ class Inference:
         failed = self.graph.merge(*failures, name="errors") if len(failures) > 1 else failures[0]
         self.graph.stage(self._attend, stream, failed, name="results")
 
-    def _attend(self, outputs: In[Any], failures: In[Failed]) -> None:
+    def _attend(self, outputs: In[Any], failures: In[Failed[Any]]) -> None:
         assert self._line is not None
         self._line.attend(outputs, failures)
 

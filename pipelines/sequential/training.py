@@ -343,7 +343,9 @@ def add_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | Non
             parameter.grad += gradient.to(parameter.device)
 
 
-def _declare(graph: Graph, jobs: Sequence[Assignment], on: Place, chunks: int) -> tuple[list[Stream], Stream]:
+def _declare(
+    graph: Graph, jobs: Sequence[Assignment], on: Place, chunks: int
+) -> tuple[list[Stream[Any]], Stream[Any]]:
     """The graph of a training: its inputs, and the stream of answers. In a ring the last worker's activations
     go on to the first one, and the first one's gradients back to the last."""
     size = len(jobs)
@@ -352,10 +354,10 @@ def _declare(graph: Graph, jobs: Sequence[Assignment], on: Place, chunks: int) -
     capacity = 2 * chunks * max(len(job.parts) for job in jobs) + 8
     commands = [graph.input(f"commands {number}", capacity) for number in range(size)]
     round_about = graph.feedback("activations of the last worker") if ring else None
-    onward: Stream | None = round_about
-    gradients: list[Feedback] = []
-    backs: list[Stream] = []
-    answers: list[Stream] = []
+    onward: Stream[Any] | None = round_about
+    gradients: list[Feedback[Any]] = []
+    backs: list[Stream[Any]] = []
+    answers: list[Stream[Any]] = []
     for job in jobs:
         inputs = [commands[job.worker], *([onward] if onward is not None else [])]
         if ring or job.worker < size - 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from decimal import Decimal
 from fractions import Fraction
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from flowchan import Channel, Empty, Graph, In, Out, Stream, select
+from flowchan.declare.builder import Builder
 
 
 def count(n: int) -> Iterator[int]:
@@ -52,6 +54,20 @@ def test_a_misspelt_option_names_the_verb_and_what_was_meant(verb: str, meant: s
 def test_an_option_like_no_other_is_told_what_there_is() -> None:
     with pytest.raises(TypeError, match=r"^map: has no option 'threads'; it has .*workers"):
         Graph("g").source([1]).map(abs, threads=2)  # type: ignore[call-arg]
+
+
+VERBS = [verb for verb in vars(Stream).values() if inspect.isfunction(verb) and verb.__name__[0] != "_"]
+SHARED = Builder._declare.__kwdefaults__
+
+
+@pytest.mark.parametrize("verb", [*VERBS, Graph.source, Graph.merge, Graph.stage], ids=lambda v: v.__name__)
+def test_help_lists_every_option_by_name(verb: Callable[..., Any]) -> None:
+    shown = inspect.signature(verb).parameters
+    assert "options" not in shown
+    options = {name: one.default for name, one in shown.items() if one.kind is one.KEYWORD_ONLY}
+    assert options == {name: SHARED[name] for name in options}
+    assert "name" in options or verb is Stream.buffer
+    assert verb.__name__ not in ("map", "flat_map", "filter") or {"on", "workers", "ordered"} < options.keys()
 
 
 def test_arguments_of_the_users_function_are_no_options() -> None:

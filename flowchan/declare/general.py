@@ -1,0 +1,181 @@
+"""The general stage: a function with ports. To type checkers its streams follow from the ports that the
+function writes: up to six of them at its end, or up to three behind at most two other parameters and before
+any more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Concatenate, TypeVar, TypeVarTuple, overload
+
+from flowchan.channel.ports import Out
+from flowchan.declare.annotations import ports_of, seat_of
+from flowchan.declare.arguments import callable_argument, no_misspelt_option
+from flowchan.declare.builder import Builder
+from flowchan.declare.options import SOURCE_OPTIONS
+from flowchan.declare.places import Placement
+from flowchan.declare.shapes import Untold
+from flowchan.declare.stream import Stream, origins, streams_argument, streams_of
+from flowchan.declare.values import DEFAULT_CAPACITY, DEFAULT_RESTARTS, Gang
+
+STAGE_OPTIONS = (*SOURCE_OPTIONS, "workers")
+
+A = TypeVar("A")
+B = TypeVar("B")
+C = TypeVar("C")
+D = TypeVar("D")
+E = TypeVar("E")
+F = TypeVar("F")
+P = TypeVar("P")
+Q = TypeVar("Q")
+Others = TypeVarTuple("Others")
+
+
+class General(Builder):
+    """A graph with :meth:`stage`."""
+
+    @overload
+    def stage(self, function: Untold, *streams: Stream[Any], **options: Any) -> Any: ...
+    @overload
+    def stage(
+        self,
+        function: Callable[[*Others, Out[A], Out[B], Out[C], Out[D], Out[E], Out[F]], object],
+        *streams: Stream[Any],
+        **options: Any,
+    ) -> tuple[Stream[A], Stream[B], Stream[C], Stream[D], Stream[E], Stream[F]]: ...
+    @overload
+    def stage(
+        self,
+        function: Callable[[*Others, Out[A], Out[B], Out[C], Out[D], Out[E]], object],
+        *streams: Stream[Any],
+        **options: Any,
+    ) -> tuple[Stream[A], Stream[B], Stream[C], Stream[D], Stream[E]]: ...
+    @overload
+    def stage(
+        self,
+        function: Callable[[*Others, Out[A], Out[B], Out[C], Out[D]], object],
+        *streams: Stream[Any],
+        **options: Any,
+    ) -> tuple[Stream[A], Stream[B], Stream[C], Stream[D]]: ...
+    @overload
+    def stage(
+        self,
+        function: Callable[[*Others, Out[A], Out[B], Out[C]], object],
+        *streams: Stream[Any],
+        **options: Any,
+    ) -> tuple[Stream[A], Stream[B], Stream[C]]: ...
+    @overload
+    def stage(
+        self, function: Callable[[*Others, Out[A], Out[B]], object], *streams: Stream[Any], **options: Any
+    ) -> tuple[Stream[A], Stream[B]]: ...
+    @overload
+    def stage(
+        self, function: Callable[[*Others, Out[A]], object], *streams: Stream[Any], **options: Any
+    ) -> Stream[A]: ...
+    @overload
+    def stage(
+        self,
+        function: Callable[Concatenate[Out[A], Out[B], Out[C], ...], object],
+        *streams: Stream[Any],
+        **options: Any,
+    ) -> tuple[Stream[A], Stream[B], Stream[C]]: ...
+    @overload
+    def stage(
+        self,
+        function: Callable[Concatenate[P, Out[A], Out[B], Out[C], ...], object],
+        *streams: Stream[Any],
+        **options: Any,
+    ) -> tuple[Stream[A], Stream[B], Stream[C]]: ...
+    @overload
+    def stage(
+        self,
+        function: Callable[Concatenate[P, Q, Out[A], Out[B], Out[C], ...], object],
+        *streams: Stream[Any],
+        **options: Any,
+    ) -> tuple[Stream[A], Stream[B], Stream[C]]: ...
+    @overload
+    def stage(
+        self,
+        function: Callable[Concatenate[Out[A], Out[B], ...], object],
+        *streams: Stream[Any],
+        **options: Any,
+    ) -> tuple[Stream[A], Stream[B]]: ...
+    @overload
+    def stage(
+        self,
+        function: Callable[Concatenate[P, Out[A], Out[B], ...], object],
+        *streams: Stream[Any],
+        **options: Any,
+    ) -> tuple[Stream[A], Stream[B]]: ...
+    @overload
+    def stage(
+        self,
+        function: Callable[Concatenate[P, Q, Out[A], Out[B], ...], object],
+        *streams: Stream[Any],
+        **options: Any,
+    ) -> tuple[Stream[A], Stream[B]]: ...
+    @overload
+    def stage(
+        self, function: Callable[Concatenate[Out[A], ...], object], *streams: Stream[Any], **options: Any
+    ) -> Stream[A]: ...
+    @overload
+    def stage(
+        self, function: Callable[Concatenate[P, Out[A], ...], object], *streams: Stream[Any], **options: Any
+    ) -> Stream[A]: ...
+    @overload
+    def stage(
+        self,
+        function: Callable[Concatenate[P, Q, Out[A], ...], object],
+        *streams: Stream[Any],
+        **options: Any,
+    ) -> Stream[A]: ...
+    @overload
+    def stage(self, function: Callable[..., Any], *streams: Stream[Any], **options: Any) -> Any: ...
+    def stage(
+        self,
+        function: Callable[..., Any],
+        *streams: Stream[Any],
+        name: str | None = None,
+        on: Placement = "thread",
+        workers: int = 1,
+        capacity: int = DEFAULT_CAPACITY,
+        restarts: int = DEFAULT_RESTARTS,
+        restartable: bool = False,
+        gpus: int = 0,
+        **kwargs: Any,
+    ) -> Any:
+        """The general stage: ``function`` is called once per worker with its ports, the parameters annotated
+        ``In[T]`` and ``Out[T]``. The streams go to the ``In`` parameters in order, ``kwargs`` to the
+        parameters that are no ports. Returns ``None``, one stream or a tuple of streams, as there are ``Out``
+        parameters. ``restartable``: the function keeps no state between items, so a worker process that died
+        may be replaced, up to ``restarts`` times. ``gpus``: that each worker has for itself.
+
+        With a parameter annotated ``flowchan.collective.Group`` its workers are a gang: they start together,
+        each with its member of a group. When one dies and the stage is restartable, all begin again, each
+        with what it had in hand."""
+        ports = ports_of(callable_argument("stage", "function", function))
+        no_misspelt_option("stage", function, kwargs, STAGE_OPTIONS)
+        seat = seat_of(function)
+        if restartable and not streams and workers != 1:
+            raise ValueError(
+                f"stage: a restartable stage without inputs has one worker, not workers={workers!r}"
+            )
+        readers = [port.name for port in ports if port.reads][: len(streams)]
+        surplus = [f"surplus{number}" for number in range(1, len(streams) - len(readers) + 1)]
+        stage = self._declare(
+            "stage",
+            name=name,
+            function=function,
+            kwargs=kwargs,
+            inputs=origins(self, *streams_argument("stage", streams)),
+            input_ports=readers + surplus,
+            outputs=[(port.name, port.item) for port in ports if not port.reads],
+            capacity=capacity,
+            on=on,
+            workers=workers,
+            restarts=restarts,
+            restartable=restartable,
+            gpus=gpus,
+            gang=None if seat is None else Gang(*seat),
+        )
+        outs = streams_of(self, stage)
+        return None if not outs else outs[0] if len(outs) == 1 else outs

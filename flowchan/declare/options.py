@@ -1,0 +1,76 @@
+"""The options that verbs share: what type checkers accept, what ``help`` shows, and the defaults, which are
+those of ``Builder._declare``."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, TypedDict, TypeVar
+
+from flowchan.declare.builder import Builder
+from flowchan.declare.places import Placement
+
+Verb = TypeVar("Verb", bound=Callable[..., Any])
+
+
+class NameOption(TypedDict, total=False):
+    """What every verb takes."""
+
+    name: str | None
+    """The stage's name; the function's or the verb's if it is left out."""
+
+
+class PlainOptions(NameOption, total=False):
+    """What a verb takes that has an output and calls no function of the user's."""
+
+    capacity: int
+    """Of the output channel, in items; 64 if left out."""
+
+
+class WorkOptions(NameOption, total=False):
+    """What every verb takes that calls a function of the user's for each item."""
+
+    on: Placement
+    """Its workers run on a ``"thread"`` (default) or in a ``"process"`` each."""
+    workers: int
+    """How many of them; 1 if left out."""
+    retries: int
+    """How many times an item for which the function raised is tried again; 0 if left out."""
+    restarts: int
+    """How many worker processes that died are replaced, over the whole run; 10 if left out."""
+    max_deaths: int
+    """With how many workers an item may die before it counts as failed itself; 3 if left out."""
+    gpus: int
+    """That each worker, in a process of its own, has for itself; 0 if left out: it sees what the program, or
+    its host, sees."""
+
+
+class ItemOptions(WorkOptions, total=False):
+    """The same for a verb with an output."""
+
+    capacity: int
+    """Of the output channel, in items; 64 if left out."""
+
+
+class OrderedOptions(ItemOptions, total=False):
+    """The same for a verb that can keep the order of its input."""
+
+    ordered: bool
+    """Whether several workers together keep it; true if left out."""
+
+
+SOURCE_OPTIONS = ("name", "on", "capacity", "restarts", "restartable", "gpus")
+
+
+def shows(options: type) -> Callable[[Verb], Verb]:
+    """Has ``help`` list the options of a verb by name, with their defaults, instead of its ``**options``."""
+    shared = inspect.signature(Builder._declare).parameters
+    by_name = [shared[name] for name in options.__annotations__]
+
+    def shown(verb: Verb) -> Verb:
+        signature = inspect.signature(verb)
+        own = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
+        verb.__signature__ = signature.replace(parameters=[*own, *by_name])  # type: ignore[attr-defined]
+        return verb
+
+    return shown

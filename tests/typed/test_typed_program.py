@@ -1,0 +1,20 @@
+"""What ``make lint`` has checked by mypy and pyright is a program that runs, too."""
+
+from __future__ import annotations
+
+from tests.typed import program
+
+
+def test_the_typed_program_gives_what_its_types_say():
+    assert program.main() == {
+        "channels": (4, ["B"]),
+        "awaited": [5],
+        "words": 6,
+        "pairs": (4, b"pag"),
+        "good": [1.0, 0.5],
+        "bad": [0],
+        "texts": ["0.0", "0.5", "10", "20", "3", "4", "5"],
+        "total": 1.5,
+        "largest": [1, 2],
+        "letters": ["a", "b"],
+    }

@@ -1,0 +1,74 @@
+"""Checks ``tests/typed`` by mypy and by pyright, against the package in its installed layout: in the program
+neither finds anything, and in the file of mistakes both find what stands behind each of them,
+``# wrong: its code by mypy, its rule by pyright``, and nothing else. Run where that layout is."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FILES = [ROOT / "tests" / "typed" / name for name in ("program.py", "mistakes.py")]
+BIN = Path(sys.executable).parent
+
+Found = set[tuple[str, int, str]]
+"""File, line, and the code or rule."""
+
+
+def mypy() -> Iterator[tuple[str, int, str, str]]:
+    """What it finds: file, line, code and message."""
+    options = ["--strict", "--config-file", ROOT / "pyproject.toml", "--cache-dir", ROOT / ".mypy_cache"]
+    for line in said(BIN / "mypy", *options, "--output", "json", *(file.name for file in FILES)).splitlines():
+        one = json.loads(line)
+        if one["severity"] == "error":
+            yield one["file"], one["line"], one["code"], one["message"]
+
+
+def pyright() -> Iterator[tuple[str, int, str, str]]:
+    """The same."""
+    options = {
+        "typeCheckingMode": "strict",
+        "pythonVersion": "3.11",
+        "include": [file.name for file in FILES],
+    }
+    Path("pyrightconfig.json").write_text(json.dumps(options))
+    for one in json.loads(said(BIN / "basedpyright", "--outputjson", "--pythonpath", sys.executable))[
+        "generalDiagnostics"
+    ]:
+        line = one["range"]["start"]["line"] + 1
+        yield Path(one["file"]).name, line, one.get("rule", "syntax"), one["message"]
+
+
+def said(*command: str | Path) -> str:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode not in (0, 1) or not done.stdout:
+        sys.exit(f"{command[0]} failed:\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def expected() -> Iterator[tuple[str, int, str]]:
+    for file in FILES:
+        for number, line in enumerate(file.read_text().splitlines(), 1):
+            if wrong := re.search(r"# wrong: (.*)", line):
+                yield from ((file.name, number, code) for code in wrong[1].split(", "))
+
+
+def main() -> int:
+    for file in FILES:
+        shutil.copy(file, ".")
+    awaited = set(expected())
+    found = {(file, line, code): message for file, line, code, message in (*mypy(), *pyright())}
+    for file, line, code in sorted(awaited - found.keys()):
+        print(f"tests/typed/{file}:{line}: {code} was not found")
+    for file, line, code in sorted(found.keys() - awaited):
+        print(f"tests/typed/{file}:{line}: {code}: {found[file, line, code]}")
+    return int(awaited != found.keys())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
