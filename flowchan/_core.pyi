@@ -210,7 +210,8 @@ class Group:
     def allgather(self, x: Any, out: Any = None, timeout: float | None = None, wait: bool = True) -> Any:
         """What every member gives, as a list in the order of the ranks. Arrays and tensors may differ in
         shape. ``out``: an array of ``size`` times as many elements, or a list of arrays, to be filled instead
-        and returned; raises ValueError where what a member gave does not fit."""
+        and returned; raises ValueError where what a member gave does not fit. ``wait=False`` gives a
+        handle."""
     def _choose(self, doing: int, way: int) -> None: ...
     def _way(self, doing: int, size: int, combining: bool) -> int: ...
     def alltoall(self, xs: Any, out: Any = None, timeout: float | None = None) -> Any:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from flowchan import Graph, Stream
 
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
-class Dataset(IterableDataset[Any]):
+
+class Dataset(IterableDataset[T_co]):
     """What :func:`dataset` gives: an iterable, of which each iteration is an epoch."""
 
-    def __init__(self, stream: Stream, *, seed: int | None = None, pin_memory: bool = False) -> None:
+    def __init__(self, stream: Stream[T_co], *, seed: int | None = None, pin_memory: bool = False) -> None:
         if not isinstance(stream, Stream) or not isinstance(stream.graph, Graph):
             raise TypeError(f"dataset: takes a stream of a graph, not {stream!r}")
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
@@ -28,7 +31,7 @@ class Dataset(IterableDataset[Any]):
         self.epoch = 0
         """How many epochs have begun. Set it to go on as from that epoch."""
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[T_co]:
         if get_worker_info() is not None:
             raise RuntimeError(
                 "dataset: each worker of a DataLoader would run the whole graph; leave num_workers at 0, for "
@@ -45,7 +48,7 @@ class Dataset(IterableDataset[Any]):
         return int.from_bytes(hashlib.blake2b(f"{self._seed} {epoch}".encode(), digest_size=6).digest())
 
 
-def dataset(stream: Stream, *, seed: int | None = None, pin_memory: bool = False) -> Dataset:
+def dataset(stream: Stream[T], *, seed: int | None = None, pin_memory: bool = False) -> Dataset[T]:
     """The items of ``stream`` as an iterable for training loops and for ``DataLoader(…, batch_size=None)``,
     which takes it as an ``IterableDataset``. Each iteration is an epoch, a run of the whole graph; leaving
     the loop early ends it. The graph goes on working while the loop computes, as far ahead as its channels

@@ -24,7 +24,7 @@ HOOKS = ("on_start", "on_sample", "on_forward", "on_backward", "on_update", "on_
 output and loss; with the gradients, which are the mean over all replicas; after the step; after the last one
 of an epoch."""
 
-Batches = Iterable[Any] | Stream | Callable[[int], Iterable[Any] | Stream]
+Batches = Iterable[Any] | Stream[Any] | Callable[[int], Iterable[Any] | Stream[Any]]
 
 
 @dataclass(slots=True)
