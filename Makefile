@@ -9,6 +9,10 @@ BUILD_INPUTS := pyproject.toml CMakeLists.txt constraints.txt $(wildcard flowcha
 # The tested versions hold for the build's own requirements too; newer pips read the second variable for them.
 export PIP_CONSTRAINT := constraints.txt
 export PIP_BUILD_CONSTRAINT := constraints.txt
+
+# Tests start thousands of processes: what they import is compiled once, also where the environment says otherwise.
+export PYTHONDONTWRITEBYTECODE :=
+
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: help demo test test-hosts lint docs coverage soak bench fresh clean

@@ -17,7 +17,7 @@ import pytest
 import flowchan
 import flowchan._core as native
 
-HEAVY = ("torch", "numpy", "networkx", "graphviz", "pygraphviz", "rich")
+HEAVY = ("torch", "numpy", "networkx", "graphviz", "pygraphviz", "rich", "asyncio", "psutil", "cloudpickle")
 ROOT = Path(__file__).parents[1]
 STUB = ROOT / "flowchan" / "_core.pyi"
 ACCEPT = "to accept a change of the native module, write it into flowchan/_core.pyi and commit that"

@@ -153,7 +153,7 @@ End Member::join() {
     joined_ = process_number();
     proof_ = proof_of(rank);
     seat(rank).proof.store(reinterpret_cast<uint64_t>(&proof_), std::memory_order_relaxed);
-    seat(rank).started.store(process_start(process_number()), std::memory_order_release);
+    seat(rank).started.store(own_start(), std::memory_order_release);
     if (syscall(SYS_membarrier, MEMBARRIER_CMD_REGISTER_GLOBAL_EXPEDITED, 0) != 0 || !fence_everybody())
         header_->fenced.store(1);
     return End::Done;

@@ -1,12 +1,18 @@
 #include "process.hpp"
 
+#include "system.hpp"
+
 #include <fcntl.h>
+#include <poll.h>
 #include <pthread.h>
 #include <signal.h>
 #include <unistd.h>
+#include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <mutex>
 
 namespace flowchan {
 
@@ -14,8 +20,19 @@ uint32_t own_number = uint32_t(getpid());
 
 namespace {
 
-[[maybe_unused]] const int renumbered =
-    pthread_atfork(nullptr, nullptr, [] { own_number = uint32_t(getpid()); });
+std::atomic<uint64_t> own_start_{0};  // 0: not yet asked for; no partner
+
+std::mutex open_mutex;  // a fork holds it: the child gets it unlocked, and what it guards whole
+
+void before_fork() { open_mutex.lock(); }
+void in_parent() { open_mutex.unlock(); }
+void in_child() {
+    open_mutex.unlock();
+    own_number = uint32_t(getpid());
+    own_start_.store(0, std::memory_order_relaxed);
+}
+
+[[maybe_unused]] const int fork_hook = pthread_atfork(before_fork, in_parent, in_child);
 
 // Reads /proc/<pid>/stat: the state letter and the start time; false, with errno, if that can't be done.
 bool read_stat(uint64_t pid, char& state, uint64_t& started) {
@@ -54,6 +71,59 @@ bool process_alive(uint64_t pid, uint64_t started) {
     if (read_stat(pid, state, now)) return state != 'Z' && state != 'X' && (started == 0 || started == now);
     if (errno == ENOENT) return kill(pid_t(pid), 0) == 0 || errno == EPERM;  // hidden from this user, perhaps
     return errno != ESRCH;  // without a free descriptor it can't be told
+}
+
+uint64_t own_start() {
+    uint64_t start = own_start_.load(std::memory_order_relaxed);
+    if (!start) own_start_.store(start = process_start(process_number()), std::memory_order_relaxed);
+    return start;
+}
+
+struct Peers::Pidfd {
+    const uint64_t pid, started;
+    const int fd;
+
+    Pidfd(uint64_t pid, uint64_t started) : pid(pid), started(started), fd(open_pidfd(int(pid))) {}
+    ~Pidfd() {
+        if (fd >= 0) close(fd);
+    }
+    bool may_have_ended() const {
+        pollfd p{fd, POLLIN, 0};
+        return poll(&p, 1, 0) != 0;
+    }
+};
+
+// Null if there can't be one. The number might have gone to another process meanwhile, so the start is compared
+// last.
+std::shared_ptr<const Peers::Pidfd> Peers::open(uint64_t pid, uint64_t started) {
+    static std::vector<std::weak_ptr<const Pidfd>> all;
+    std::lock_guard guard(open_mutex);
+    std::erase_if(all, [](const auto& one) { return one.expired(); });
+    for (const auto& one : all)
+        if (auto open = one.lock(); open && open->pid == pid && open->started == started) return open;
+    auto opened = std::make_shared<const Pidfd>(pid, started);
+    if (opened->fd < 0 || process_start(pid) != started) return nullptr;
+    all.push_back(opened);
+    return opened;
+}
+
+bool Peers::alive(uint64_t pid, uint64_t started) {
+    const auto is = [&](const Peer& one) { return one.pid == pid && one.started == started; };
+    const auto peer = std::ranges::find_if(peers_, is);
+    if (peer == peers_.end()) {
+        peers_.push_back({pid, started, round_, nullptr});
+        return process_alive(pid, started);
+    }
+    if (!peer->pidfd && peer->round != round_) peer->pidfd = open(pid, started);
+    peer->round = round_;
+    if (peer->pidfd && !peer->pidfd->may_have_ended()) return true;
+    peer->pidfd = nullptr;
+    return process_alive(pid, started);  // a program that closes all descriptors has closed ours, too
+}
+
+void Peers::begin_round() {
+    std::erase_if(peers_, [this](const Peer& one) { return one.round != round_; });
+    round_ += 1;
 }
 
 }  // namespace flowchan

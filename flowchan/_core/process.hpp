@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
+#include <vector>
 
 namespace flowchan {
 
@@ -12,8 +14,31 @@ uint64_t process_start(uint64_t pid);
 // time.
 bool process_alive(uint64_t pid, uint64_t started);
 
+// Other processes, of which it is asked again and again whether they still run. From the second time on each has
+// a pidfd that stays open, so that an answer is one system call and no look into /proc; it is shared by all who
+// ask for the same process. Where the system refuses pidfds, and when there is no descriptor left, /proc has the
+// answer. Not for several threads at once.
+class Peers {
+  public:
+    bool alive(uint64_t pid, uint64_t started);
+    // Forgets those for whom nobody has asked since this was called last.
+    void begin_round();
+
+  private:
+    struct Pidfd;
+    struct Peer {
+        uint64_t pid, started, round;
+        std::shared_ptr<const Pidfd> pidfd;
+    };
+    static std::shared_ptr<const Pidfd> open(uint64_t pid, uint64_t started);
+    std::vector<Peer> peers_;
+    uint64_t round_ = 0;
+};
+
 // This process's number, without a system call; a forked child has its own.
 extern uint32_t own_number;
 inline uint32_t process_number() { return own_number; }
+// And when it started.
+uint64_t own_start();
 
 }  // namespace flowchan

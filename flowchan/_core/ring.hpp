@@ -18,6 +18,7 @@
 #include "lock.hpp"
 #include "memory.hpp"
 #include "pace.hpp"
+#include "process.hpp"
 #include "windows.hpp"
 
 namespace flowchan {
@@ -204,6 +205,7 @@ class Ring : public std::enable_shared_from_this<Ring> {
     SharedLock lock_;
     int fd_ = -1, socket_ = -1;
     bool blind_ = false;
+    Peers peers_;
     // What never changes, as it was when this process first saw it: damage to the header does not reach it.
     uint64_t length_ = 0, capacity_ = 0, max_bytes_ = 0, groups_ = 1, groups_at_ = 0, blocks_at_ = 0,
              blocks_end_ = 0;

@@ -17,7 +17,7 @@ uint32_t Ring::free_session(Wakes& wakes) {
             if (!reserve_sessions(i + 1)) break;
             if (s.role != Session::NONE) continue;
             s.pid = uint64_t(getpid());
-            s.started = process_start(s.pid);
+            s.started = own_start();
             s.generation += 1;
             s.supervised = s.lease_head = s.lease_tail = s.leased = s.committed_item = s.committed_count =
                 s.views = s.forked = 0;
@@ -53,7 +53,7 @@ void Ring::adopt(uint32_t index) {
     Session& s = session(index);
     if (s.views && s.pid != uint64_t(getpid())) part(index);
     s.pid = uint64_t(getpid());
-    s.started = process_start(s.pid);
+    s.started = own_start();
 }
 
 // A port moves to another process. What the former one looks at it goes on looking at, so that passes to a
@@ -198,13 +198,14 @@ void Ring::sweep_now(Wakes& wakes) {
     h_->swept_ns.store(uint64_t(coarse_now_ns()), std::memory_order_relaxed);
     uint64_t me = uint64_t(getpid());
     const Session* alive = nullptr;
+    peers_.begin_round();
     for (uint32_t i = 1; i < h_->sessions().size(); ++i) {
         Session& s = session(i);
         if (s.role == Session::NONE || s.role == Session::RESUME || s.supervised || s.pid == me) continue;
         if (s.role == Session::HOLDER && s.forked) continue;  // until the channel's end
         if (alive && s.pid == alive->pid && s.started == alive->started)
             continue;  // many ports of one process
-        if (process_alive(s.pid, s.started))
+        if (peers_.alive(s.pid, s.started))
             alive = &s;
         else
             end_session(i, false, wakes, true);

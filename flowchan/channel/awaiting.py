@@ -8,15 +8,17 @@ the loop, in one step, with nothing between taking and returning it: a cancelled
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 import weakref
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from flowchan._core import Await, Watch
 from flowchan.channel.sides import Readable, Writable
 from flowchan.errors import Drained, Empty, Full
+
+if TYPE_CHECKING:
+    import asyncio  # slow to import, and there where something awaits
 
 T = TypeVar("T")
 
@@ -117,15 +119,21 @@ def _tell(futures: list[asyncio.Future[None]]) -> None:
 _watchers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, list[Watcher]] = weakref.WeakKeyDictionary()
 
 
+def _running_loop() -> asyncio.AbstractEventLoop:
+    from asyncio import get_running_loop
+
+    return get_running_loop()
+
+
 def end_waits() -> None:
     """The running loop is about to end and nothing waits in it any more: leaves no thread behind."""
-    for watcher in _watchers.pop(asyncio.get_running_loop(), []):
+    for watcher in _watchers.pop(_running_loop(), []):
         watcher.end()
 
 
 async def _changed(wait: Await) -> None:
     """Until something happens to the channel that may let ``wait`` go on; it has left the gate then."""
-    loop = asyncio.get_running_loop()
+    loop = _running_loop()
     watchers = _watchers.setdefault(loop, [])
     watcher = next((watcher for watcher in watchers if watcher.has_room()), None)
     if watcher is None:

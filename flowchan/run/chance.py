@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.abc
 import sys
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
@@ -93,8 +92,8 @@ def _seed(module: ModuleType, seed: int) -> None:
         SEEDED[module.__name__](module, seed)
 
 
-class _SeedOnImport(importlib.abc.MetaPathFinder):
-    """Finds nothing by itself: it has the other finders look, and seeds the module once that is executed."""
+class _SeedOnImport:
+    """A finder of modules, which has the other finders look, and seeds the module once that is executed."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed

@@ -9,11 +9,11 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from flowchan import _core
+from flowchan.channel.awaiting import waits_of_loops
 from flowchan.channel.channel import Channel, In
-from flowchan.channel.loops import only_wait_for
 from flowchan.declare.callables import is_async
 from flowchan.declare.values import Stage
 from flowchan.errors import Broken, ChannelError, Closed
@@ -30,8 +30,11 @@ from flowchan.run.plan import Plan
 from flowchan.run.processes import WorkerProcess
 from flowchan.run.recovery import Obituaries, take_up
 from flowchan.run.stats import HostStats
-from flowchan.run.worker import Tasks, work, work_together
+from flowchan.run.worker import work
 from flowchan.run.worker_processes import WorkerProcesses
+
+if TYPE_CHECKING:
+    from flowchan.run.async_worker import Tasks
 
 
 class Crew(Protocol):
@@ -192,6 +195,8 @@ class LocalCrew:
 
     def _start_loop(self, stage: Stage) -> None:
         """Starts the workers of an async stage, as tasks on one thread."""
+        from flowchan.run.async_worker import Tasks, work_together  # asyncio is slow to import
+
         ids = [id for id, worker in self._workers.items() if worker.stage is stage]
         tasks = {self.begun(id): self._opened.ports[id] for id in ids}
         out = self._opened.ports[ids[0]].outputs if stage.verb.begins else {}
@@ -305,7 +310,11 @@ class LocalCrew:
     def may_move(self, alive: Iterable[WorkerId]) -> bool:
         # A worker that died while it waited counts as waiting until it is replaced.
         dying = self._apart is not None and any(map(self._apart.ended, alive))
-        return dying or not only_wait_for(list(self.channels.values()))
+        if dying or not waits_of_loops():
+            return dying
+        from flowchan.channel.loops import only_wait_for  # needs asyncio, which is there now
+
+        return not only_wait_for(list(self.channels.values()))
 
     def elsewhere(self, alive: frozenset[WorkerId]) -> Elsewhere | None:
         return Elsewhere()

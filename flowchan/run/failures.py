@@ -6,8 +6,6 @@ import pickle
 import traceback
 from typing import Any
 
-import cloudpickle
-
 from flowchan.errors import FlowchanError
 
 
@@ -40,6 +38,8 @@ class Portable:
         # Beside the pickle, because an exception's own __reduce__ may leave its notes out (json's does).
         self._notes = [*getattr(error, "__notes__", ()), f"in the worker:\n{whole}"]
         self._data: bytes | None
+        import cloudpickle  # slow to import
+
         try:
             self._data = cloudpickle.dumps(error, protocol=5)
         except BaseException:

@@ -9,11 +9,11 @@ import multiprocessing
 import os
 import sys
 import time
-from multiprocessing import forkserver
 from typing import Any
 
 from flowchan.declare.blueprint import Blueprint
 from flowchan.errors import GraphError, Problem
+from flowchan.run.starting import forkserver_pid
 
 UNGUARDED = 78
 """Exit code of a process that found itself running the graph while it was still importing the main script."""
@@ -89,7 +89,7 @@ def leave_if_unguarded(graph: Blueprint) -> None:
 
 def server_was_unguarded() -> bool:
     """Whether Python's forkserver, which imports the main script too, has ended for that reason."""
-    server = getattr(forkserver._forkserver, "_forkserver_pid", None)
+    server = forkserver_pid()
     if server is None:
         return False
     give_up = time.monotonic() + 1  # its pipes end a moment before it does

@@ -16,12 +16,12 @@ import select
 import signal
 import time
 from collections.abc import Callable
-from multiprocessing import forkserver
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import psutil
+from flowchan.run.starting import forkserver_pid, start_process
 
-from flowchan.run.starting import start_process
+if TYPE_CHECKING:
+    import psutil  # slow to import, and needed only where the system refuses pidfds
 
 UNKNOWN = 255
 """What ``multiprocessing`` gives as the exit code of a child whose forkserver has ended, and we when the
@@ -40,7 +40,7 @@ class WorkerProcess:
         self.born = time.monotonic()
         self.pidfd: int | None = None
         self._is_of_server = self._process._start_method == "forkserver"
-        self._server: int = getattr(forkserver._forkserver, "_forkserver_pid", None) or 0
+        self._server = forkserver_pid() or 0
         self._stranger = False
         self._known: psutil.Process | None = None  # the same as the system knows it, without a pidfd
         self._lost = False
@@ -59,6 +59,8 @@ class WorkerProcess:
         except OSError as error:
             if error.errno not in (errno.EPERM, errno.EACCES, errno.ENOSYS):
                 raise
+            import psutil
+
             with contextlib.suppress(psutil.NoSuchProcess):
                 self._known = psutil.Process(self.pid)
 
@@ -96,12 +98,12 @@ class WorkerProcess:
     def _end_lost(self) -> bool:
         """Kills a process that still runs although Python says that it has ended, for nothing more will be
         known of it. True while it runs."""
+        if self._known is None:
+            return False
+        import psutil
+
         try:
-            if (
-                self._known is None
-                or not self._known.is_running()
-                or self._known.status() == psutil.STATUS_ZOMBIE
-            ):
+            if not self._known.is_running() or self._known.status() == psutil.STATUS_ZOMBIE:
                 return False
             self._known.kill()
         except psutil.NoSuchProcess:

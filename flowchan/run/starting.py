@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import sys
 import traceback
-from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -35,14 +34,24 @@ def start_server() -> None:
     """Starts Python's forkserver, where new processes come from it, unless it runs already. It keeps the
     standard streams that it begins with, for itself and for all that come from it."""
     if multiprocessing.get_start_method(allow_none=True) == "forkserver":
+        from multiprocessing import forkserver
+
         _share_imports()
         forkserver.ensure_running()
+
+
+def forkserver_pid() -> int | None:
+    """Of Python's forkserver, if one runs; its module is slow to import."""
+    module = sys.modules.get("multiprocessing.forkserver")
+    return module._forkserver._forkserver_pid if module else None
 
 
 def _share_imports() -> None:
     """Python's forkserver, if it is yet to be started, imports what each worker needs, so that none of them
     has to: our modules, and those of the large libraries that the program has imported. Unless the program
     has said what it is to import."""
+    from multiprocessing import forkserver
+
     if forkserver._forkserver._preload_modules == ["__main__"]:  # type: ignore[attr-defined]
         loaded = [name for name in ("numpy", "torch") if name in sys.modules]
         multiprocessing.set_forkserver_preload(["__main__", "flowchan.run.worker", *loaded])

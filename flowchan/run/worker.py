@@ -7,23 +7,18 @@ gets there.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import inspect
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
-import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
-
 from flowchan import _core
-from flowchan.channel.awaiting import end_waits
 from flowchan.channel.channel import Channel, hears_aborts
 from flowchan.declare.callables import is_callable_class
 from flowchan.declare.values import Stage
@@ -62,7 +57,7 @@ def join_ports(ports: Ports, stage: Stage) -> None:
 def built(function: Callable[..., Any] | None) -> Iterator[Callable[..., Any]]:
     """The function to call: a callable class is built here, once for this worker, and closed at its end."""
     if function is None or not is_callable_class(function):
-        yield function or _nothing
+        yield function or nothing
         return
     made = function()
     try:
@@ -73,23 +68,7 @@ def built(function: Callable[..., Any] | None) -> Iterator[Callable[..., Any]]:
             close()
 
 
-@contextlib.asynccontextmanager
-async def built_async(function: Callable[..., Any] | None) -> AsyncIterator[Callable[..., Any]]:
-    """The same for an async stage, whose ``close`` may be async too."""
-    if function is None or not is_callable_class(function):
-        yield function or _nothing
-        return
-    made = function()
-    try:
-        yield made
-    finally:
-        close = getattr(made, "close", None)
-        closing = close() if callable(close) else None
-        if inspect.isawaitable(closing):
-            await closing
-
-
-def _nothing() -> None: ...
+def nothing() -> None: ...
 
 
 def work(
@@ -107,26 +86,26 @@ def work(
     to end without a word, to be replaced."""
     worker = WorkerId(here.stage, here.number)
     chance.enter(here)
-    job = Job(kind=stage.kind, function=_nothing)
+    job = Job(kind=stage.kind, function=nothing)
     ended_by: BaseException | None = None
     tell_aborts(worker, ports, tell, sends)
     try:
         join_ports(ports, stage)
         with built(stage.function) as function:
-            job = _job(worker, stage, ports, function, tell)
+            job = job_of(worker, stage, ports, function, tell)
             job.predecessors = predecessors
             if stage.gang is not None:
                 job.kwargs = {**job.kwargs, stage.gang.parameter: member.__enter__()}
             tell(Began(worker))
             stage.verb.run()(job, **ports.inputs, **ports.outputs)
     except BaseException as error:
-        ended_by = _let_go(error, ports)
+        ended_by = let_go(error, ports)
     if sends and isinstance(ended_by, ItemFailed) and isinstance(ended_by.__cause__, Retires):
         for reader in ports.inputs.values():
             reader._leave_alone()
         return True
     try:
-        _end(worker, job, ports, ended_by, tell, sends)
+        end(worker, job, ports, ended_by, tell, sends)
     except BaseException as error:  # no worker may end without a word, or the run waits for it for ever
         with contextlib.suppress(Closed, Broken):  # a run that is over hears nobody any more
             tell(Failure(worker, Portable(error) if sends else error, None, os.getpid()))
@@ -151,84 +130,7 @@ def tell_aborts(worker: WorkerId, ports: Ports, tell: Callable[[Event], None], s
     hears_aborts.set(aborting)
 
 
-class Tasks:
-    """The tasks of one async stage, as another thread sees them. Unlike a thread, a task that awaits can be
-    ended. ``into``: the channel without which they have nothing to do."""
-
-    def __init__(self, into: Channel[Any] | None = None) -> None:
-        self.into = into
-        self._lock = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._tasks: list[asyncio.Task[None]] = []
-        self._cancelled = False
-
-    def cancel(self) -> None:
-        """Cancels them, once: what they do then to clean up is left alone."""
-        with self._lock:
-            loop, again, self._cancelled = self._loop, self._cancelled, True
-        if loop is not None and not again:
-            with contextlib.suppress(RuntimeError):  # the loop was closed: they have ended
-                loop.call_soon_threadsafe(self._cancel)
-
-    def leave_alone(self) -> None:
-        """The current task is not cancelled any more: it is cleaning up."""
-        self._tasks = [task for task in self._tasks if task is not asyncio.current_task()]
-
-    def _cancel(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-
-    async def run(self, workers: Iterable[Coroutine[Any, Any, None]]) -> None:
-        everybody = [asyncio.ensure_future(worker) for worker in workers]
-        self._tasks = everybody
-        with self._lock:
-            self._loop = asyncio.get_running_loop()
-            cancelled = self._cancelled
-        await asyncio.sleep(0)  # a task that is cancelled before it began would never say how it ended
-        if cancelled:
-            self._cancel()
-        await asyncio.gather(*everybody)
-        with self._lock:
-            self._loop = None
-        self._tasks = []
-        end_waits()
-
-
-def work_together(
-    workers: dict[Worker, Ports], stage: Stage, tell: Callable[[Event], None], tasks: Tasks
-) -> None:
-    """Runs the workers of an ``async def`` stage, each as a task of one event loop on this thread."""
-
-    async def one(here: Worker, ports: Ports) -> None:
-        worker = WorkerId(here.stage, here.number)
-        chance.enter(here)
-        job = Job(kind=stage.kind, function=_nothing)
-        ended_by: BaseException | None = None
-        tell_aborts(worker, ports, tell, sends=False)
-        try:
-            join_ports(ports, stage)
-            async with built_async(stage.function) as function:
-                job = _job(worker, stage, ports, function, tell)
-                job.on_clean_up = tasks.leave_alone
-                tell(Began(worker))
-                await stage.verb.run_async()(job, **ports.inputs, **ports.outputs)
-        except BaseException as error:
-            ended_by = _let_go(error, ports)
-        silent.discard(worker)
-        _end(worker, job, ports, ended_by, tell, sends=False)
-
-    silent = {WorkerId(here.stage, here.number) for here in workers}
-    together = tasks.run(one(here, ports) for here, ports in workers.items())
-    try:
-        asyncio.run(together)
-    except BaseException as error:  # no event loop was to be had: all must say so, or the run waits for ever
-        together.close()
-        for worker in sorted(silent, key=str):
-            with contextlib.suppress(Closed):
-                tell(Failure(worker, error, None, os.getpid()))
-
-
-def _job(
+def job_of(
     worker: WorkerId,
     stage: Stage,
     ports: Ports,
@@ -254,7 +156,7 @@ def _job(
     return job
 
 
-def _end(
+def end(
     worker: WorkerId,
     job: Job,
     ports: Ports,
@@ -285,7 +187,7 @@ def _end(
         port.close()
 
 
-def _let_go(error: BaseException, ports: Ports) -> BaseException:
+def let_go(error: BaseException, ports: Ports) -> BaseException:
     """``error``, in a clean end without what its traceback holds: so a source's generator is cleaned up here
     and now."""
     if _clean_end(error, ports):
@@ -301,9 +203,10 @@ def _clean_end(error: BaseException, ports: Ports) -> bool:
     ended is cancelled by us; tasks of the user's tell their ends together."""
     if isinstance(error, BaseExceptionGroup):
         return all(_clean_end(one, ports) for one in error.exceptions)
-    if isinstance(error, ItemFailed) and isinstance(error.__cause__, asyncio.CancelledError):
+    cancelled = getattr(sys.modules.get("asyncio"), "CancelledError", ())  # nothing without asyncio
+    if isinstance(error, ItemFailed) and isinstance(error.__cause__, cancelled):
         error = error.__cause__
-    if isinstance(error, asyncio.CancelledError):
+    if isinstance(error, cancelled):
         return any(port.channel.broken for port in ports.everything()) or any(
             out.channel.closed for out in ports.outputs.values()
         )
@@ -343,7 +246,7 @@ def process_main(
         torch.set_num_threads(1)
     chance.begin(here)
     try:
-        loaded = cloudpickle.loads(stage)
+        loaded = pickle.loads(stage)
     except BaseException as error:
         with contextlib.suppress(Closed, Broken):
             events.put(Failure(WorkerId(here.stage, here.number), Portable(error), None, os.getpid()))

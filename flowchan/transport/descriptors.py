@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 import threading
 from multiprocessing import context, reduction
 from typing import Any, NamedTuple
@@ -84,7 +83,7 @@ class Parcel:
         self.id = 0
 
     def add(self, memory: int, socket: int, owner: Any) -> Handle:
-        self.id = self.id or secrets.randbits(64) or 1
+        self.id = self.id or int.from_bytes(os.urandom(8)) or 1
         self.kept.append(owner)
         mine = [fd for fd in (memory, socket) if fd >= 0]
         self.descriptors += mine

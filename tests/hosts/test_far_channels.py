@@ -6,7 +6,6 @@ import asyncio
 import os
 import secrets
 import signal
-import threading
 
 import pytest
 from peers import HostPeer, ThreadPeer
@@ -181,13 +180,14 @@ def test_ctrl_c_ends_a_get_that_waits_elsewhere():
     channel, ready = make(), make()
 
     def wait():
-        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
             channel.get()
         ready.put("interrupted")
         return channel.get()
 
     peer = HostPeer(wait)
+    wait_blocked(channel, readers=1)
+    os.kill(peer.pid(), signal.SIGINT)
     ready.get()
     channel.put("there")
     assert peer.result() == "there"

@@ -283,7 +283,7 @@ def test_a_worker_that_dies_after_its_forkserver_is_replaced_or_the_run_says_why
 CELLS = (
     """
     import itertools
-    from flowchan import Graph, RunError
+    from flowchan import Graph, Run, RunError
 
     OFFSET = 100
 
@@ -316,8 +316,17 @@ CELLS = (
     print(*[process.pid for process in run._crew.processes.values()])
     """,
     """
-    import _thread, threading
-    threading.Timer(0.3, _thread.interrupt_main).start()  # the button that stops a cell
+    import _thread, sys, threading, traceback
+
+    def press():  # the button that stops a cell
+        while not any(frame.f_code is Run.wait.__code__ for frame, _ in traceback.walk_stack(cell())):
+            pass
+        _thread.interrupt_main()
+
+    def cell():
+        return sys._current_frames()[threading.main_thread().ident]
+
+    threading.Thread(target=press).start()
     try:
         run.wait()
     except KeyboardInterrupt as interrupted:

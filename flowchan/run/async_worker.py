@@ -1,0 +1,116 @@
+"""The workers of an ``async def`` stage: tasks of one event loop on one thread of this process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import os
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from typing import Any
+
+from flowchan.channel.awaiting import end_waits
+from flowchan.channel.channel import Channel
+from flowchan.declare.callables import is_callable_class
+from flowchan.declare.values import Stage
+from flowchan.errors import Closed
+from flowchan.run import chance
+from flowchan.run.bodies import Job
+from flowchan.run.chance import Worker
+from flowchan.run.events import Began, Event, Failure, WorkerId
+from flowchan.run.opening import Ports
+from flowchan.run.worker import end, job_of, join_ports, let_go, nothing, tell_aborts
+
+
+@contextlib.asynccontextmanager
+async def built_async(function: Callable[..., Any] | None) -> AsyncIterator[Callable[..., Any]]:
+    """The function to call, as ``worker.built`` makes it; its ``close`` may be async too."""
+    if function is None or not is_callable_class(function):
+        yield function or nothing
+        return
+    made = function()
+    try:
+        yield made
+    finally:
+        close = getattr(made, "close", None)
+        closing = close() if callable(close) else None
+        if inspect.isawaitable(closing):
+            await closing
+
+
+class Tasks:
+    """The tasks of one async stage, as another thread sees them. Unlike a thread, a task that awaits can be
+    ended. ``into``: the channel without which they have nothing to do."""
+
+    def __init__(self, into: Channel[Any] | None = None) -> None:
+        self.into = into
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._cancelled = False
+
+    def cancel(self) -> None:
+        """Cancels them, once: what they do then to clean up is left alone."""
+        with self._lock:
+            loop, again, self._cancelled = self._loop, self._cancelled, True
+        if loop is not None and not again:
+            with contextlib.suppress(RuntimeError):  # the loop was closed: they have ended
+                loop.call_soon_threadsafe(self._cancel)
+
+    def leave_alone(self) -> None:
+        """The current task is not cancelled any more: it is cleaning up."""
+        self._tasks = [task for task in self._tasks if task is not asyncio.current_task()]
+
+    def _cancel(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    async def run(self, workers: Iterable[Coroutine[Any, Any, None]]) -> None:
+        everybody = [asyncio.ensure_future(worker) for worker in workers]
+        self._tasks = everybody
+        with self._lock:
+            self._loop = asyncio.get_running_loop()
+            cancelled = self._cancelled
+        await asyncio.sleep(0)  # a task that is cancelled before it began would never say how it ended
+        if cancelled:
+            self._cancel()
+        await asyncio.gather(*everybody)
+        with self._lock:
+            self._loop = None
+        self._tasks = []
+        end_waits()
+
+
+def work_together(
+    workers: dict[Worker, Ports], stage: Stage, tell: Callable[[Event], None], tasks: Tasks
+) -> None:
+    """Runs the workers of an ``async def`` stage, each as a task of one event loop on this thread."""
+
+    async def one(here: Worker, ports: Ports) -> None:
+        worker = WorkerId(here.stage, here.number)
+        chance.enter(here)
+        job = Job(kind=stage.kind, function=nothing)
+        ended_by: BaseException | None = None
+        tell_aborts(worker, ports, tell, sends=False)
+        try:
+            join_ports(ports, stage)
+            async with built_async(stage.function) as function:
+                job = job_of(worker, stage, ports, function, tell)
+                job.on_clean_up = tasks.leave_alone
+                tell(Began(worker))
+                await stage.verb.run_async()(job, **ports.inputs, **ports.outputs)
+        except BaseException as error:
+            ended_by = let_go(error, ports)
+        silent.discard(worker)
+        end(worker, job, ports, ended_by, tell, sends=False)
+
+    silent = {WorkerId(here.stage, here.number) for here in workers}
+    together = tasks.run(one(here, ports) for here, ports in workers.items())
+    try:
+        asyncio.run(together)
+    except BaseException as error:  # no event loop was to be had: all must say so, or the run waits for ever
+        together.close()
+        for worker in sorted(silent, key=str):
+            with contextlib.suppress(Closed):
+                tell(Failure(worker, error, None, os.getpid()))

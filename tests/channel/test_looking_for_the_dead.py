@@ -1,0 +1,94 @@
+"""C11: who waits looks ten times a second whether the others live. It reads nothing for that, and keeps one
+descriptor for each process that it looks for, as long as that takes part."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+from peers import ProcessPeer, ThreadPeer
+from waiting import wait_blocked, wait_until
+
+from flowchan import Channel
+
+
+class Waiting:
+    """A thread that waits for an item."""
+
+    def __init__(self, channel: Channel[Any]) -> None:
+        self.ids: list[int] = []
+        self.peer = ThreadPeer(self._get, channel)
+        wait_blocked(channel, readers=1)
+        self._of = Path(f"/proc/self/task/{self.ids[0]}")
+
+    def _get(self, channel: Channel[Any]) -> Any:
+        self.ids.append(threading.get_native_id())
+        return channel.get()
+
+    def looks_again(self, times: int) -> None:
+        """Returns once it has gone to sleep so many times more."""
+        until = self._sleeps() + times
+        wait_until(lambda: self._sleeps() >= until)
+
+    def _sleeps(self) -> int:
+        lines = (self._of / "status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt"))
+
+    def reads(self) -> int:
+        """How many system calls that read it has done."""
+        lines = (self._of / "io").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("syscr"))
+
+
+def take_part(channels: list[Channel[Any]], leave: Channel[Any], end: Channel[Any]) -> None:
+    """Has a writer of each, until it is told to leave, and ends when it is told."""
+    writers = [channel.writer() for channel in channels]
+    list(leave)
+    for writer in writers:
+        writer.close()
+    list(end)
+
+
+def pidfds() -> int:
+    links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+    return sum(os.path.lexists(link) and "pidfd" in os.readlink(link) for link in links)
+
+
+def test_who_waits_reads_nothing_to_know_that_the_others_live() -> None:
+    channel, leave, end = (Channel[Any](across="processes") for _ in range(3))
+    process = ProcessPeer(take_part, [channel], leave, end)
+    wait_until(lambda: channel.stats().writers == 1)
+    waiting = Waiting(channel)
+    waiting.looks_again(3)  # it knows the process now
+    before = waiting.reads()
+    waiting.looks_again(5)
+    assert waiting.reads() == before
+    channel.put("item")
+    assert waiting.peer.result() == "item"
+    leave.close()
+    end.close()
+    process.result()
+
+
+def test_a_process_is_looked_for_by_one_descriptor_and_as_long_as_it_takes_part() -> None:
+    channels = [Channel[Any](across="processes") for _ in range(2)]
+    leave, end = Channel[Any](across="processes"), Channel[Any](across="processes")
+    mine = [channel.writer() for channel in channels]
+    process = ProcessPeer(take_part, channels, leave, end)
+    wait_until(lambda: all(channel.stats().writers == 2 for channel in channels))
+    both = [Waiting(channel) for channel in channels]
+    for waiting in both:
+        waiting.looks_again(3)
+    assert pidfds() == 1
+    leave.close()
+    wait_until(lambda: all(channel.stats().writers == 1 for channel in channels))
+    for waiting in both:
+        waiting.looks_again(4)
+    assert pidfds() == 0
+    for writer, waiting in zip(mine, both, strict=True):
+        writer.put("item")
+        assert waiting.peer.result() == "item"
+    end.close()
+    process.result()
