@@ -4,7 +4,7 @@
 namespace flowchan {
 
 // A place where a process may be killed. The crash tests build the core with FLOWCHAN_FAULTS and give a
-// function that kills at the n-th such place; otherwise it is nothing.
+// function that kills at the n-th such place; in the module it is nothing.
 #ifdef FLOWCHAN_FAULTS
 void fault_point();
 #else

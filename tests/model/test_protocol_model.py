@@ -121,6 +121,8 @@ FAULTS = [
     ("group", "DIRECT DEATHS=0 OPERATIONS=1", "PLANT_returns"),
 ]
 FAR_FAULT = ("gate", f"ITEMS=2 {CALM}", "PLANT_wake_one")  # found only after millions of states
+AT_ONCE = FAULTS[::6]
+"""Some of each model. A model that has not changed finds what it found, so the others are for make soak."""
 
 
 def long(search: tuple[str, ...]) -> Any:
@@ -161,7 +163,10 @@ def test_the_whole_model_holds(model: str, defines: str, tmp_path: Path) -> None
 
 
 @needs_spin
-@pytest.mark.parametrize(("model", "defines", "fault"), [*FAULTS, long(FAR_FAULT)])
+@pytest.mark.parametrize(
+    ("model", "defines", "fault"),
+    [*AT_ONCE, *(long(fault) for fault in [*FAULTS, FAR_FAULT] if fault not in AT_ONCE)],
+)
 def test_a_planted_fault_is_found(model: str, defines: str, fault: str, tmp_path: Path) -> None:
     assert fault in (HERE / f"{model}.pml").read_text(), "no such fault"
     far = fault in ("PLANT_wake_one", "PLANT_no_pass_on")

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -22,14 +24,16 @@ LINK = (
 )
 GROUP = tuple(CORE / f"{name}.cpp" for name in ("group", "group_ops", "kernels", "memory", "process"))
 WARNINGS = ("-Wall", "-Wextra", "-Wno-missing-field-initializers")
-FLAGS = ("-std=c++20", "-g1", *WARNINGS, f"-I{CORE}", f"-I{HERE / 'stub'}")
+FLAGS = ("-std=c++20", "-g1", "-DFLOWCHAN_FAULTS", *WARNINGS, f"-I{CORE}", f"-I{HERE / 'stub'}")
+"""With fault points, also where nobody dies at them: so the core is compiled once for both."""
 OPTIMISE = {CORE: "-O1", HERE: "-O0"}
 """By folder: the programs themselves are compiled more often than it would take to run them faster."""
 
 
 class Builder:
     """Compiles two files at a time, and none a second time: objects and programs stay in ``folder`` under a
-    name that is derived from all that they are made of."""
+    name that is derived from all that they are made of. Of several processes one compiles, and the others
+    wait for what it makes."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -43,21 +47,34 @@ class Builder:
     ) -> Path:
         """The program made of these files of this folder and of the core. ``planted`` is defined for
         plants.cpp alone."""
-        objects, running = [], []
-        for source in [*core, *(HERE / source for source in sources)]:
+        objects = {}
+        for source in [*core, *(HERE / source for source in (*sources, "faults.cpp"))]:
             special = [f"-D{planted}"] if planted and source.name == "plants.cpp" else []
             how = [OPTIMISE[source.parent], *flags, *special]
-            objects.append(self.folder / f"{source.stem}-{digest(self.common, *how, source.read_text())}.o")
-            if not objects[-1].exists():
-                if len(running) == 2:
-                    running.pop(0).finish()
-                running.append(Compiling(objects[-1], *FLAGS, *how, "-c", source))
-        for compiling in running:
-            compiling.finish()
+            name = f"{source.stem}-{digest(self.common, *how, source.read_text())}.o"
+            objects[self.folder / name] = [*FLAGS, *how, "-c", source]
         program = self.folder / f"{Path(sources[0]).stem}-{digest(*flags, *map(str, objects))}"
         if not program.exists():
-            Compiling(program, *flags, *objects, "-pthread").finish()
+            with self._alone():
+                self._compile(objects)
+                Compiling(program, *flags, *objects, "-pthread").finish()
         return program
+
+    def _compile(self, objects: Mapping[Path, Sequence[str | Path]]) -> None:
+        running: list[Compiling] = []
+        for target, arguments in objects.items():
+            if not target.exists():
+                if len(running) == 2:
+                    running.pop(0).finish()
+                running.append(Compiling(target, *arguments))
+        for compiling in running:
+            compiling.finish()
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        with (self.folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
 
 
 def digest(*parts: str) -> str:

@@ -123,7 +123,7 @@ Points = tuple[int, int]
 
 @pytest.fixture(scope="module")
 def walk(builder: Builder) -> Path:
-    return builder.program(*SOURCES, flags=["-DFLOWCHAN_FAULTS"])
+    return builder.program(*SOURCES)
 
 
 class Walked:

@@ -31,7 +31,7 @@ OPERATIONS = (
 def test_a_death_at_any_point_has_the_same_outcome_for_all(
     builder: Builder, request: pytest.FixtureRequest, operation: str, who: str
 ) -> None:
-    program = builder.program("group_walk.cpp", flags=("-DFLOWCHAN_FAULTS",), core=GROUP)
+    program = builder.program("group_walk.cpp", core=GROUP)
     dies = {"the first": "0", "the last": "2", "two": "3"}[who]
     every = "1" if request.config.getoption("--long") else "5"
     done = run(program, str(OPERATIONS.index(operation)), "3", dies, every)

@@ -6,7 +6,7 @@ import re
 
 import pytest
 from building import LINK, Builder, run
-from test_native_stress import OPTIONS, REPORTS, flags
+from test_native_stress import OPTIONS, SANITIZERS, flags, planted
 
 pytestmark = pytest.mark.timeout(600)  # the first test compiles what all of them need
 
@@ -28,7 +28,7 @@ def test_r4_workers_over_a_link_that_breaks_end_in_exact_totals(
     assert (found[1] == "0") == (walk[-1] == "0")
 
 
-@pytest.mark.parametrize("sanitizer", OPTIONS)
+@pytest.mark.parametrize("sanitizer", SANITIZERS)
 def test_a_link_is_clean_under_each_sanitizer(builder: Builder, sanitizer: str) -> None:
     program = builder.program(*SOURCES, flags=flags(sanitizer), core=LINK)
     for walk in WALKS[:2]:
@@ -37,7 +37,7 @@ def test_a_link_is_clean_under_each_sanitizer(builder: Builder, sanitizer: str) 
         assert "all totals are exact" in ended.stdout
 
 
-@pytest.mark.parametrize(("sanitizer", "plant", "report"), REPORTS, ids=[plant for _, plant, _ in REPORTS])
+@planted
 def test_each_sanitizer_finds_a_fault_that_is_planted_beside_a_link(
     builder: Builder, sanitizer: str, plant: str, report: str
 ) -> None:

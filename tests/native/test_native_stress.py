@@ -15,12 +15,15 @@ OPTIONS = {
     "thread": {"TSAN_OPTIONS": "halt_on_error=1"},
 }
 """By sanitizers that go together."""
+SANITIZERS = [pytest.param(name, marks=pytest.mark.long if name == "thread" else ()) for name in OPTIONS]
+"""The core has to be compiled for each anew."""
 REPORTS = [
     ("address,undefined", "PLANT_ASAN", "heap-buffer-overflow"),
     ("address,undefined", "PLANT_UBSAN", "runtime error: shift exponent"),
-    ("thread", "PLANT_TSAN", "ThreadSanitizer: data race"),
+    pytest.param("thread", "PLANT_TSAN", "ThreadSanitizer: data race", marks=pytest.mark.long),
 ]
 """The fault to plant under these sanitizers, and what they must say of it."""
+planted = pytest.mark.parametrize(("sanitizer", "plant", "report"), REPORTS)
 
 
 def flags(sanitizer: str) -> list[str]:
@@ -66,7 +69,7 @@ def test_c2_whatever_was_cut_before_memory_that_is_free_is_found(builder: Builde
     print(ended.stdout)
 
 
-@pytest.mark.parametrize("sanitizer", OPTIONS)
+@pytest.mark.parametrize("sanitizer", SANITIZERS)
 def test_the_stress_is_clean_under_each_sanitizer(builder: Builder, sanitizer: str) -> None:
     program = builder.program(*SOURCES, flags=flags(sanitizer))
     for who in ("threads",) if sanitizer == "thread" else ("threads", "processes"):
@@ -75,7 +78,7 @@ def test_the_stress_is_clean_under_each_sanitizer(builder: Builder, sanitizer: s
         assert "all totals are exact" in ended.stdout
 
 
-@pytest.mark.parametrize(("sanitizer", "plant", "report"), REPORTS, ids=[plant for _, plant, _ in REPORTS])
+@planted
 def test_each_sanitizer_finds_a_planted_fault(
     builder: Builder, sanitizer: str, plant: str, report: str
 ) -> None:
