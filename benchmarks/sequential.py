@@ -45,8 +45,8 @@ ISOLATES = (
     "thread per part' is the same with its spawn_workers replaced, so that its forward passes "
     "overlap; its backward passes "
     "do not, for autograd has one thread for all that is on the CPU. Training: cross entropy, "
-    "the GPipe schedule for all "
-    "pipelines, SGD, no recomputation. 'A loss of pipe(x)' is the same step by autograd through the pipe, "
+    "SGD, no recomputation; the peers have the GPipe schedule, flowchan the one that it takes by itself. "
+    "'A loss of pipe(x)' is the same step by autograd through the pipe, "
     "with an optimizer in the program. 'Defaults': 4 or 16 pairs of Linear(512), Tanh and a last "
     "Linear(512, 10), nothing "
     "said but parts=2 and on='process'; each round is a fresh start, with the cut measured again; "
@@ -298,8 +298,8 @@ def _autograd(rows: int, count: int) -> float:
 def _training(rows: int, count: int) -> float:
     x, target = batch(rows)
     with (
-        Sequential(model(), parts=2, on="process", chunks=CHUNKS) as pipe,
-        pipe.trainer(loss=functional.cross_entropy, optimizer=sgd, schedule="gpipe") as training,
+        Sequential(model(), parts=2, on="process") as pipe,
+        pipe.trainer(loss=functional.cross_entropy, optimizer=sgd) as training,
     ):
         _check_loss(rows, float(training.step(x, target)))
         return timed(lambda: training.step(x, target), count)

@@ -39,9 +39,9 @@ def best_split(costs: Sequence[float], parts: int) -> list[int]:
     for count in range(2, parts + 1):
         row, begins = [float("inf")] * (layers + 1), [0] * (layers + 1)
         for n in range(count, layers + 1):
-            row[n], begins[n] = min(
-                (max(least[cut], upto[n] - upto[cut]), cut) for cut in range(count - 1, n)
-            )
+            # of equal cuts the last one: what costs nothing stays with the layer before it
+            row[n], begin = min((max(least[cut], upto[n] - upto[cut]), -cut) for cut in range(count - 1, n))
+            begins[n] = -begin
         least = row
         last.append(begins)
     counts, end = [], layers

@@ -334,19 +334,18 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
 
-def check_shapes(module: nn.Sequential, micro: Any, dim: int = 0) -> float | None:
+def check_shapes(module: nn.Sequential, micro: Any, dim: int = 0) -> list[float] | None:
     """Runs the layers on a micro-batch without numbers (device ``meta``), which costs nothing and changes
     nothing.
 
     ``TypeError`` when what comes out can't be joined because it is no tensor, ``ValueError`` when it has not
     one row for each sample, each with the layer that did it. Layers that can't be run so end the check
-    without a word. Gives the operations for each sample, or ``None`` where they are not known.
+    without a word. Gives the operations of each layer for each sample, or ``None`` where they are not known.
     """
     samples = batch_size(micro, dim=dim)
     for size in (samples, samples + 1):  # one more sample: the sizes must agree by more than chance
-        with _Operations() as operations:
-            through = _check_run(module, mapped(partial(_without_numbers, size, dim), micro), size, dim)
-    return operations.count / (samples + 1) if through and operations.count else None
+        counts = _check_run(module, mapped(partial(_without_numbers, size, dim), micro), size, dim)
+    return [count / size for count in counts] if any(counts) else None
 
 
 def _without_numbers(samples: int, dim: int, tensor: Tensor) -> Tensor:
@@ -354,8 +353,9 @@ def _without_numbers(samples: int, dim: int, tensor: Tensor) -> Tensor:
     return torch.empty(shape, dtype=tensor.dtype, device="meta")
 
 
-def _check_run(module: nn.Sequential, value: Any, samples: int, dim: int) -> bool:
-    """Whether all layers could be run."""
+def _check_run(module: nn.Sequential, value: Any, samples: int, dim: int) -> list[int]:
+    """The operations of each layer; none where not all layers could be run."""
+    counts: list[int] = []
     skips: dict[str, Tensor | None] = {}
     culprit: str | None = None
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -364,14 +364,16 @@ def _check_run(module: nn.Sequential, value: Any, samples: int, dim: int) -> boo
             part = Part(number, nn.Sequential())
             try:
                 part.module.add_module(name, _shadow(layer))
-                value, skips = run_part(part, value, skips)
+                with _Operations() as operations:
+                    value, skips = run_part(part, value, skips)
             # not for meta tensors, or not to be copied; or it is wrong, and says so when it runs
             except Exception:
-                return False
+                return []
+            counts.append(operations.count)
             wrong = _first_wrong(value, samples, dim)
             culprit = None if wrong is None else culprit or f"layer {name!r} ({type(layer).__name__})"
     if wrong is None:
-        return True
+        return counts
     path, leaf = wrong
     if not isinstance(leaf, Tensor):
         raise TypeError(

@@ -10,7 +10,7 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -28,6 +28,11 @@ PAYS = 50e6
 """Floating point operations for which a part gets a micro-batch of its own: about a millisecond on one core,
 several times what it costs to pass a micro-batch on. They are counted and not timed, so that chunks are the
 same in every run."""
+
+ADDS = 512
+"""Operations of a micro-batch's forward pass for each parameter, in a training: each micro-batch adds once to
+every gradient, which goes through memory, and so should be little beside them. A linear layer has so many
+with 256 samples. Counted, for the same reason."""
 
 PASSING = {"process": 100e-6, "thread": 50e-6}
 """Seconds that a batch costs a part beside its layers; the program, at both ends, it costs twice that."""
@@ -52,9 +57,10 @@ class Cut:
         self.dim, self.join = dim, join
         self._lock = threading.Lock()
         self._verify = verify  # with the first micro-batch
-        self._open = isinstance(counts, int) and 1 < counts < len(module) and _on_cpu(module, devices)
+        self._free = isinstance(counts, int) and _on_cpu(module, devices)
+        self._open = self._free and 1 < cast("int", counts) < len(module)
         self._seen = self._counted = False
-        self._work: float | None = None  # operations for one sample, where they are known
+        self._work: list[float] | None = None  # operations of each layer for one sample, where they are known
         self._divide(evenly(len(module), counts) if isinstance(counts, int) else counts)
 
     def _divide(self, counts: Sequence[int]) -> None:
@@ -105,15 +111,39 @@ class Cut:
 
     def split(self, value: Any) -> list[Any]:
         """The micro-batches of a batch for a training, whose output need not be one that can be joined."""
-        samples = batch_size(value)
         with self._lock:
             if self._verify is not None:
                 self._verified(split(value, self.chunks or CHUNKS)[0])
-            if self.chunks is None and not self._seen and not self._counted:
-                self._counted = True
-                with contextlib.suppress(TypeError, ValueError):
-                    self._work = check_shapes(self.module, split(value, CHUNKS)[0])
-        return split(value, self._chunks(samples))
+            self._count(value)
+        return split(value, self._chunks_of_a_step(batch_size(value)))
+
+    def halvable(self) -> bool:
+        """Whether :meth:`halves` are what a training had better have: not on hosts, for those pass twice as
+        much to each other, and not where layers share a parameter, which only one part may have."""
+        owned = [tensor for layer in self._layers for tensor in {*layer.parameters(), *layer.buffers()}]
+        enough = len(self._layers) >= 2 * len(self.parts) > 2
+        return self._free and enough and not self.on.hosts and len(set(owned)) == len(owned)
+
+    def halves(self, value: Any = None) -> list[Part]:
+        """Twice as many parts, whose work is as even as can be, as counted with the batch ``value``. It is
+        not measured: a training draws the same random numbers in every run, and these depend on the
+        parts."""
+        with self._lock:
+            if value is not None:
+                self._count(value)
+            number = 2 * len(self.parts)
+            layers = len(self.module)
+            counts = (
+                evenly(layers, number) if self._work is None else balancing.best_split(self._work, number)
+            )
+            return divided(self.module, counts)
+
+    def _count(self, value: Any) -> None:
+        if self._seen or self._counted:
+            return
+        self._counted = True
+        with contextlib.suppress(TypeError, ValueError):  # of a training the output need not be joined
+            self._work = check_shapes(self.module, split(value, CHUNKS)[0])
 
     def _verified(self, sample: Any) -> None:
         if self._verify is not None and self.samples(sample):
@@ -125,7 +155,17 @@ class Cut:
             return self.chunks
         if self._work is None:
             return CHUNKS
-        return max(1, min(CHUNKS, int(self._work * samples / (PAYS * len(self.parts)))))
+        return max(1, min(CHUNKS, int(sum(self._work) * samples / (PAYS * len(self.parts)))))
+
+    def _chunks_of_a_step(self, samples: int) -> int:
+        """As in a call; but fewer where adding up gradients would take long, though two for each part, so
+        that few of these wait."""
+        chunks = self._chunks(samples)
+        parameters = sum(one.numel() for one in self.module.parameters() if one.requires_grad)
+        if self.chunks is not None or self._work is None or not parameters:
+            return chunks
+        pays = int(sum(self._work) * samples / (ADDS * parameters))
+        return min(chunks, max(pays, 2 * len(self.parts)))
 
     def measure(self, piece: Any) -> None:
         """Finds the best cut with the first micro-batch of all, and does nothing later. Says by a warning

@@ -9,10 +9,10 @@ those leaves, which the part before starts from. That is the chain rule, done by
 nothing but its input; just before the backward pass it is done again, and from the same random numbers.
 
 *Random numbers*: each micro-batch has a stream of its own in each part, begun from the step's seed, the part
-and the number of the micro-batch. So dropout draws the same masks under every schedule, on threads and
-processes, and when it is done again; not those of the plain module, which draws one mask for the whole batch.
-Threads share torch's generator, so there a part has it for itself while it goes forward, unless it can't
-draw: one such part at a time.
+and the number of the micro-batch. So dropout draws the same masks under every schedule of the same parts, on
+threads and processes, and when it is done again; not those of the plain module, which draws one mask for the
+whole batch. Threads share torch's generator, so there a part has it for itself while it goes forward, unless
+it can't draw: one such part at a time.
 """
 
 from __future__ import annotations

@@ -262,7 +262,7 @@ class Sequential(nn.Module):
         *,
         loss: Loss,
         optimizer: Optimizers | None = None,
-        schedule: Schedule | Written | Function = "1f1b",
+        schedule: Schedule | Written | Function | None = None,
         workers: int | None = None,
         recompute: bool | None = None,
         clip: float | None = None,
@@ -275,7 +275,9 @@ class Sequential(nn.Module):
 
         ``loss(output, target)`` gives the mean over a batch, as torch's losses do. ``optimizer(parameters)``
         makes an optimizer for a part, where its parameters are; ``None``: yours is outside, and after a step
-        the module's parameters have their ``grad``. ``schedule``: ``"gpipe"``, ``"1f1b"``,
+        the module's parameters have their ``grad``. ``schedule=None`` takes ``"dualpipev"``, for which the
+        first batch cuts each part into two, where ``parts`` was a number and there are layers enough, else
+        ``"1f1b"``; or it is ``"gpipe"``, ``"1f1b"``,
         ``"zbh1"``, or with several parts per worker ``"interleaved"`` with fewer ``workers``, ``"zbv"`` and
         ``"dualpipev"`` with two each; or one of your own, as text with a line for each worker, or a function
         of worker, workers, parts and chunks that gives steps, or such a line. ``recompute``:
@@ -293,11 +295,7 @@ class Sequential(nn.Module):
                 "take the loss of pipe(x)"
             )
         self._training = Training(
-            self.parts,
-            self._cut.on,
-            self.chunks or CHUNKS,
-            self._cut.split,
-            self._cut.joined,
+            self._cut,
             loss=loss,
             optimizer=optimizer,
             schedule=schedule,

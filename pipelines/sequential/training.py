@@ -12,6 +12,7 @@ import contextlib
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -24,6 +25,7 @@ from flowchan.items.text import short
 from flowchan.pipelines.sequential import worker as stages
 from flowchan.pipelines.sequential.checks import without_gradient
 from flowchan.pipelines.sequential.copies import Copies, Numbers
+from flowchan.pipelines.sequential.cut import CHUNKS, Cut
 from flowchan.pipelines.sequential.execution import Passed, casting_here
 from flowchan.pipelines.sequential.parts import Part
 from flowchan.pipelines.sequential.plans import Function, Plans, Written
@@ -58,52 +60,48 @@ class Training:
 
     def __init__(
         self,
-        parts: Sequence[Part],
-        on: Place,
-        chunks: int,
-        pieces: Callable[[Any], list[Any]],
-        joined: Callable[[list[Any], list[int], str], Any],
+        cut: Cut,
         *,
         loss: Loss,
         optimizer: Optimizers | None,
-        schedule: Schedule | Written | Function,
+        schedule: Schedule | Written | Function | None,
         workers: int | None,
         recompute: bool,
         clip: float | None,
         autocast: torch.dtype | None,
         deferred: bool,
     ) -> None:
+        self._cut, self._on, self._clip = cut, cut.on, clip
+        # Whether the first batch is yet to say where the parts are.
+        self._open = schedule is None and workers in (None, len(cut.parts)) and cut.halvable()
+        if schedule is None:
+            schedule = "dualpipev" if self._open else "1f1b"
+        parts = cut.halves() if self._open else cut.parts
+        chunks = cut.chunks or CHUNKS
         self._plans = Plans(schedule, workers, len(parts), chunks)
         _check(parts, loss, optimizer, recompute, clip, autocast)
-        self._parts, self._on, self._pieces, self._clip = parts, on, pieces, clip
-        self._joined = joined
         self._outside = optimizer is None
         self._seen: Any = None  # the state of the layers that the processes have
         self._places = places = self._plans.places
         self._total, self._first, self._last = len(parts), places.of[0], places.of[-1]
-        self._jobs = [
-            Assignment(
-                number,
-                places,
-                tuple(parts[part] for part in places.parts(number)),
-                loss if number == self._last else None,
-                optimizer,
-                recompute,
-                clip is not None,
-                autocast,
-                on.apart,
-                len(on.hosts),
-                deferred,
-            )
-            for number in range(places.workers)
-        ]
-        self._graph = Graph("Sequential training")
-        self._commands, self._answered_by = _declare(self._graph, self._jobs, on, chunks)
+        self._assign = partial(
+            Assignment,
+            places=places,
+            optimizer=optimizer,
+            recompute=recompute,
+            clips=clip is not None,
+            autocast=autocast,
+            own_process=cut.on.apart,
+            hosts=len(cut.on.hosts),
+            deferred=deferred,
+        )
+        self._loss, self._chunks = loss, chunks
+        self._declare(parts)
         self.schedule = [text(steps) for steps in self._plans.of(chunks)]
         """What each worker does in a step of ``chunks`` micro-batches, or of eight, as text."""
         self._copies: list[list[Copies]] = []  # of each worker's parts, where these are on other hosts
         self._run: Run | None = None
-        self._begun = False
+        self._begun = self._over = False
         self._answers: Iterator[Answer] | None = None
         self._steps = 0
         self._sent = [{1: 0, -1: 0} for _ in self._jobs]  # to the next worker, and to the one before
@@ -116,15 +114,40 @@ class Training:
     def __enter__(self) -> Training:
         if self._begun:
             raise RuntimeError("this training has begun already; make another one with pipe.trainer(...)")
+        self._begun = True
+        if not self._open:
+            self._start()
+        return self
+
+    def _declare(self, parts: Sequence[Part]) -> None:
+        self._parts, places = parts, self._places
+        self._jobs = [
+            self._assign(
+                worker=number,
+                parts=tuple(parts[part] for part in places.parts(number)),
+                loss=self._loss if number == self._last else None,
+            )
+            for number in range(places.workers)
+        ]
+        self._graph = Graph("Sequential training")
+        self._commands, self._answered_by = _declare(self._graph, self._jobs, self._on, self._chunks)
+
+    def _settle(self, x: Any) -> None:
+        """With the first batch the workers start, where it was left to us which parts they have."""
+        if self._begun and self._open and not self._over:
+            self._open = False
+            self._declare(self._cut.halves(x))
+            self._start()
+
+    def _start(self) -> None:
         if self._on.apart:
             share(part.module for part in self._parts if not part.away)
             self._seen = _seen(self._parts)
         self._copies = [
             [Copies(state_tensors(part.module)) for part in job.parts if part.away] for job in self._jobs
         ]
-        self._run, self._begun = self._graph.start(), True
+        self._run = self._graph.start()
         self._answers = self._run.iter(self._answered_by)
-        return self
 
     @property
     def graph(self) -> Graph:
@@ -134,20 +157,20 @@ class Training:
     @property
     def active(self) -> bool:
         """Whether it has begun and is not over."""
-        return self._answers is not None
+        return self._begun and not self._over
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        run = self._run
-        assert run is not None
-        if error is None and self._answers is None:  # a step failed, and that was raised then
+        run, failed = self._run, self._over
+        self._answers, self._run, self._over = None, None, True
+        if run is None:  # there was no batch
+            return
+        if error is None and failed:  # a step failed, and that was raised then
             run.abort()
             with contextlib.suppress(RunError):
                 run.wait()
-            self._run = None
             return
-        self._answers, self._run = None, None
         run.__exit__(kind, error, trace)
 
     # --- training ---
@@ -162,6 +185,7 @@ class Training:
         """
         self._raise_if_changed()
         inputs, targets = self._split(without_gradient(x, "take the loss of pipe(x)"), target)
+        self._settle(x)
         sizes = tuple(map(batch_size, inputs))
         if not self._steps:
             self._first_micro = mapped(lambda one: one.detach().cpu().clone(), inputs[0])
@@ -196,7 +220,8 @@ class Training:
         """The output for the batch ``x`` with the parameters of now, in ``eval`` mode and without
         gradients."""
         self._raise_if_changed()
-        inputs = self._pieces(without_gradient(x, "call it under torch.no_grad()"))
+        inputs = self._cut.split(without_gradient(x, "call it under torch.no_grad()"))
+        self._settle(x)
         plan = [[step for step in own if step.op == "F"] for own in self._plans.of(len(inputs))]
         with self._commanding("an evaluation", len(inputs), plan):
             for job in self._jobs:
@@ -205,7 +230,7 @@ class Training:
                 self._put(self._first, Item(("F", 0, chunk), Passed(self._light(value), {}, ())))
             outputs = self._answered()[self._last].values
         assert outputs is not None
-        return self._joined(outputs, list(map(batch_size, inputs)), "the evaluation")
+        return self._cut.joined(outputs, list(map(batch_size, inputs)), "the evaluation")
 
     def timeline(self) -> Timeline:
         """What the workers did and when, in the last ten steps."""
@@ -228,7 +253,7 @@ class Training:
         types of then."""
         if casting_here():
             raise RuntimeError("torch.autocast does not reach a training: give pipe.trainer(…, autocast=…)")
-        if self._on.apart and self.active and self._seen != _seen(self._parts):
+        if self._on.apart and self._answers is not None and self._seen != _seen(self._parts):
             raise RuntimeError(
                 "a layer has changed since this training began (its mode, an attribute, a hook, or where "
                 "its parameters are), and the parts' processes have it as it was: leave the with block "
@@ -247,7 +272,7 @@ class Training:
         return [copies.changed() for copies in self._copies[job.worker]]
 
     def _split(self, x: Any, target: Any) -> tuple[list[Any], list[Any]]:
-        inputs = self._pieces(x)
+        inputs = self._cut.split(x)
         samples, wanted = batch_size(x), batch_size(target, "target")
         if samples != wanted:
             raise ValueError(
@@ -271,9 +296,9 @@ class Training:
     def _commanding(self, doing: str, chunks: int, plan: list[list[Step]]) -> Iterator[None]:
         """Within it workers do something. Whatever breaks it off ends the training; a failure is told by its
         place."""
-        if self._answers is None:
-            if self._begun:
-                raise RuntimeError("this training is over; make another one with pipe.trainer(...)")
+        if self._over:
+            raise RuntimeError("this training is over; make another one with pipe.trainer(...)")
+        if not self._begun:
             raise RuntimeError("this training has not begun: begin it, `with pipe.trainer(...) as training:`")
         assert self._run is not None
         try:
@@ -283,10 +308,10 @@ class Training:
                     if side := self._places.sends(job.worker, step):
                         sent[side] += 1
         except (ChannelError, StopIteration, RunError) as error:
-            self._answers = None
+            self._over = True
             raise self._told(error, doing, chunks, plan) from None
         except BaseException:
-            self._answers = None
+            self._over = True
             raise
 
     def _told(self, error: BaseException, doing: str, chunks: int, plan: list[list[Step]]) -> BaseException:

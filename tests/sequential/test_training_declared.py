@@ -75,9 +75,9 @@ def test_a_loss_that_cant_be_sent_is_refused_before_anything_starts() -> None:
         pytest.raises(
             GraphError, match="its attribute 'loss', captured variable 'lock' is a multiprocessing"
         ),
-        in_parts(perceptron(), 2, "process", loss=loss),
+        in_parts(perceptron(), 2, "process", loss=loss) as training,
     ):
-        pass
+        training.step(*next(batches([8])))
 
 
 def test_a_target_of_another_size_is_refused_and_the_training_goes_on() -> None:
@@ -107,7 +107,7 @@ def test_a_training_is_used_in_its_with_block() -> None:
 
 
 def test_a_training_shows_its_graph_and_its_schedule() -> None:
-    training = in_parts(perceptron(), 3, chunks=3)
+    training = in_parts(perceptron(), 3, chunks=3, schedule="1f1b")
     assert [stage.name for stage in training.graph.stages if stage.kind == "stage"] == [
         "part 0",
         "part 1",
@@ -143,7 +143,7 @@ def test_the_graph_of_a_ring_can_run(parts: int, workers: int) -> None:
 
 @everywhere
 def test_the_timeline_shows_every_step_of_the_schedule(on: Any) -> None:
-    with in_parts(perceptron(), 2, on, optimizer=partial(SGD, lr=0.1)) as training:
+    with in_parts(perceptron(), 2, on, optimizer=partial(SGD, lr=0.1), schedule="1f1b") as training:
         for each in batches([8, 8]):
             training.step(*each)
         events = training.timeline().events
@@ -166,7 +166,7 @@ def test_the_timeline_of_the_pipe_has_its_training_too(on: Any) -> None:
     ((x, target),) = batches([8])
     with Sequential(perceptron(), 2, on=on, chunks=4) as pipe:
         pipe(x)
-        with pipe.trainer(loss=cross_entropy) as training:
+        with pipe.trainer(loss=cross_entropy, schedule="gpipe") as training:
             training.step(x, target)
             inside = pipe.timeline().events
         pipe(x)

@@ -57,7 +57,7 @@ def test_a_report_says_what_parts_held_at_most(
 def test_the_shares_of_a_workers_time_make_the_whole(on: Any) -> None:
     x = torch.randn(32, WIDTH)
     with Sequential(module(), 2, on=on, chunks=4).trainer(
-        loss=mse_loss, optimizer=partial(SGD, lr=0.1)
+        loss=mse_loss, optimizer=partial(SGD, lr=0.1), schedule="1f1b"
     ) as training:
         for _ in range(12):
             training.step(x, x)
@@ -78,7 +78,7 @@ def test_the_shares_of_a_workers_time_make_the_whole(on: Any) -> None:
 
 
 def test_before_the_first_step_there_is_nothing_to_report() -> None:
-    found = Sequential(module(), 2).trainer(loss=mse_loss).report()
+    found = Sequential(module(), [2, 2]).trainer(loss=mse_loss).report()
     assert (found.steps, found.seconds, found.workers, found.bubble) == (0, 0.0, (), 0.0)
     assert [part.activations for part in found.parts] == [0, 0]
 

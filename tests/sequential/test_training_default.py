@@ -1,0 +1,111 @@
+"""What a training does when nobody says its schedule: which one it takes, where the parts are, and into how
+many micro-batches it splits."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from plain import everywhere
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, mse_loss
+from trained import OPTIMIZERS, assert_same_state, batches, perceptron, plainly
+
+from flowchan.pipelines import Sequential
+from flowchan.pipelines.sequential.schedule import plan
+
+
+class Sizes(nn.Module):
+    """Notes how many samples come by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(len(x))
+        return x
+
+
+def linear(*sizes: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(*pair, bias=False) for pair in itertools.pairwise(sizes)))
+
+
+@everywhere
+def test_each_worker_has_two_parts_in_a_v_and_learns_what_the_module_would(on: Any) -> None:
+    module = perceptron()
+    plain, _ = plainly(module, OPTIMIZERS["sgd"], batches([8, 8, 5]))
+    pipe = Sequential(module, 2, on=on, chunks=4)
+    with pipe.trainer(loss=cross_entropy, optimizer=OPTIMIZERS["sgd"]) as training:
+        for each in batches([8, 8, 5]):
+            training.step(*each)
+    assert [worker.parts for worker in training.report().workers] == [(0, 3), (1, 2)]
+    assert training.schedule == [" ".join(map(str, steps)) for steps in plan("dualpipev", 2, 4, 4)]
+    assert_same_state(module, plain)
+
+
+@pytest.mark.parametrize("first", ["step", "evaluate"])
+def test_parts_are_cut_where_the_first_batch_has_as_much_work(first: str) -> None:
+    module = linear(64, 8, 8, 8, 8, 64, 64)  # 512, 64, 64, 64, 512, 4096 products a sample
+    x, target = torch.randn(32, 64), torch.randn(32, 64)
+    with Sequential(module, 2, chunks=4).trainer(loss=mse_loss) as training:
+        if first == "evaluate":
+            training.evaluate(x)
+        training.step(x, target)
+        parts = training.report().parts
+    assert parts[-1].state == 4 * 64 * 64  # the last layer alone
+
+
+@pytest.mark.parametrize("case", ["counts", "few layers", "shared", "one part"])
+def test_where_parts_are_not_ours_to_cut_in_two_it_is_1f1b(case: str) -> None:
+    module, parts = perceptron(), 2
+    if case == "counts":
+        pipe = Sequential(module, [3, 6])
+    elif case == "few layers":
+        pipe = Sequential(module[:3], 2)
+    elif case == "shared":
+        shared = nn.Linear(6, 6)
+        pipe = Sequential([shared, shared, nn.Linear(6, 6), nn.Linear(6, 6)], 2)
+    else:
+        pipe, parts = Sequential(module, 1), 1
+    training = pipe.trainer(loss=cross_entropy)
+    assert len(training.schedule) == parts
+    assert training.schedule[-1].startswith("F0 B0 F1 B1")
+
+
+def test_workers_start_with_the_first_batch() -> None:
+    pipe = Sequential(perceptron(), 2)
+    with pipe.trainer(loss=cross_entropy) as training:
+        assert training.active
+    assert not training.active
+    with pytest.raises(RuntimeError, match="this training is over"):
+        training.step(*next(batches([8])))
+
+
+def test_random_numbers_are_the_same_in_every_run_also_when_the_pipe_has_measured_its_layers() -> None:
+    ((x, target),) = batches([16])
+    losses = []
+    for called in (False, True):
+        module = perceptron()
+        module[1] = nn.Dropout(0.5)
+        with Sequential(module, 2) as pipe:
+            if called:
+                pipe(x)
+            torch.manual_seed(1)
+            with pipe.trainer(loss=cross_entropy) as training:
+                losses.append(float(training.step(x, target)))
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(("samples", "chunks"), [(512, 4), (1024, 4), (1536, 6), (4096, 8)])
+def test_micro_batches_are_large_enough_for_gradients_to_be_added_up_beside_them(
+    samples: int, chunks: int
+) -> None:
+    """A linear layer has two operations for each parameter and sample: 512 with 256 samples."""
+    sizes = Sizes()
+    module = nn.Sequential(sizes, *linear(512, 512, 512, 512, 512))
+    with Sequential(module, 2).trainer(loss=mse_loss) as training:
+        training.step(torch.randn(samples, 512), torch.zeros(samples, 512))
+    assert len(sizes.seen) == chunks
