@@ -100,8 +100,9 @@ class Gate:
 def in_parts(
     module: nn.Sequential, parts: int, on: Any = "thread", chunks: int = 4, **options: Any
 ) -> Training:
-    """The training of a module, with cross entropy."""
+    """The training of a module, with cross entropy and one part for each worker."""
     options.setdefault("loss", cross_entropy)
+    options.setdefault("schedule", "1f1b")
     return Sequential(module, parts, on=on, chunks=chunks).trainer(**options)
 
 
