@@ -2,7 +2,9 @@
 are what its annotations ask for.
 
 Annotations are believed only as far as they are certain: classes and the class of a generic type are
-compared, and whatever is unknown, abstract in an unusual way or merely convertible passes.
+compared, and whatever is unknown, abstract in an unusual way or merely convertible passes. (So beartype.door
+is of no help: what it tells for certain is a subtype, not what might fit; it raises for protocols, TypedDicts
+and unresolved names; and loading it takes 77 ms for what are 35 lines here.)
 """
 
 from __future__ import annotations
