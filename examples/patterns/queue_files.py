@@ -15,6 +15,9 @@ import sysconfig
 from collections import Counter
 from pathlib import Path
 
+from rich.console import Console
+from rich.progress import track
+
 from flowchan.pipelines import WorkQueue, map, workqueue  # noqa: A004
 
 
@@ -51,9 +54,11 @@ def main() -> None:
 
     queue = workqueue(across="processes" if args.on == "process" else "threads")
     workers = map(args.workers, work, queue, on=args.on)
-    queue.put_many(args.directory.rglob("*.py"))
+    files = [file for file in args.directory.rglob("*.py") if "site-packages" not in file.parts]
+    queue.put_many(files)
     queue.close()
-    answers = list(queue)
+    terminal = Console(stderr=True)
+    answers = list(track(queue, "files", len(files), console=terminal, disable=not terminal.is_terminal))
     assert sum(workers.join()) == len(answers)
 
     found = [names for names in answers if names is not None]

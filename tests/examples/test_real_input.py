@@ -1,0 +1,72 @@
+"""The examples over real input, run as a user runs them, each on a little of it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def python(example: str, directory: Path, *args: object) -> list[str]:
+    """The lines that an example prints; it must succeed."""
+    command = [sys.executable, str(EXAMPLES / example), *map(str, args)]
+    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def rows_of(file: Path) -> list[dict[str, Any]]:
+    """Read without threads of Arrow's, which would be left behind."""
+    table = pq.ParquetFile(pa.BufferReader(file.read_bytes()), pre_buffer=False).read(use_threads=False)
+    return list(table.to_pylist())
+
+
+def test_thumbnails_of_all_pictures_stand_on_one_sheet(tmp_path: Path) -> None:
+    for place, colour in enumerate(("red", "green", "blue")):
+        Image.new("RGB", (400, 300), colour).save(tmp_path / f"{place}.png")
+    (tmp_path / "none.png").write_text("no picture")
+    assert python("thumbnails.py", tmp_path, tmp_path) == ["3 pictures on thumbnails.png, 1 files are none"]
+    sheet = Image.open(tmp_path / "thumbnails.png")
+    assert sheet.size == (8 * 96, 96)
+    assert {sheet.getpixel((48 + 96 * place, 48)) for place in range(3)} == {
+        (255, 0, 0),
+        (0, 128, 0),
+        (0, 0, 255),
+    }
+
+
+def test_logs_become_rows_of_a_parquet_file(tmp_path: Path) -> None:
+    lines = python("logs_to_parquet.py", tmp_path, "json", "csv")
+    found = rows_of(tmp_path / "imports.parquet")
+    assert lines[0].startswith(f"{len(found):,} imports by 2 programs in imports.parquet")
+    assert {row["program"] for row in found if row["module"] == "json.decoder"} == {"json"}
+    slowest = max(row["self_us"] for row in found)
+    assert lines[1].split()[0] == f"{slowest:,}"
+
+
+def test_the_crawler_asks_for_each_page_once(tmp_path: Path) -> None:
+    lines = python("crawler.py", tmp_path, 8)
+    assert re.fullmatch(r"8 pages, \d links lead nowhere", lines[0])
+    assert all(re.fullmatch(r" +\d+ pages lead to [\w.]+\.html", line) for line in lines[1:])
+    assert len(lines) == 6
+
+
+@pytest.mark.parametrize(
+    ("example", "arguments", "share"),
+    [("web_service.py", [200], 0.9), ("training_loop.py", ["--epochs", 2], 0.5)],
+)
+def test_a_model_knows_most_digits_that_it_has_not_seen(
+    example: str, arguments: list[object], share: float, tmp_path: Path
+) -> None:
+    found = re.search(r"([\d.]+) % (right|of the unseen)", python(example, tmp_path, *arguments)[-1])
+    assert found is not None
+    assert float(found[1]) > 100 * share
