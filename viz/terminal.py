@@ -170,7 +170,7 @@ def troubles(stats: RunStats) -> Iterator[str]:
 
 
 _TROUBLES: dict[str, Callable[[StageStats], int]] = {
-    "failed:": lambda stage: stage.failed,
+    "failed:": lambda stage: stage.failed + stage.members_failed,
     "retried:": lambda stage: stage.retried,
     "restarts:": lambda stage: stage.restarts,
 }

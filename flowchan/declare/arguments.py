@@ -36,6 +36,17 @@ def seconds(call: str, argument: str, value: Any) -> float | None:
     return min(length, threading.TIMEOUT_MAX)
 
 
+def errors_argument(call: str, argument: str, value: Any) -> tuple[type[Exception], ...]:
+    """A class of exceptions, or several in a tuple: as a tuple."""
+    classes = value if isinstance(value, tuple) else (value,)
+    for one in classes:
+        if not isinstance(one, type) or not issubclass(one, Exception):
+            raise TypeError(
+                f"{call}: {argument} must be a subclass of Exception, or a tuple of them, not {shown(one)}"
+            )
+    return classes
+
+
 def placed(call: str, value: Any) -> Place:
     """A place, or the one that a word of ``on=`` names."""
     if isinstance(value, Place):

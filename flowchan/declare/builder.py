@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from flowchan.declare.arguments import flag, placed, text
-from flowchan.declare.callables import name_of
+from flowchan.declare.arguments import errors_argument, flag, placed, seconds, text
+from flowchan.declare.callables import is_async, name_of
 from flowchan.declare.places import Place, Placement
 from flowchan.declare.values import (
     DEFAULT_CAPACITY,
@@ -109,6 +109,9 @@ class Builder:
         workers: int = 1,
         ordered: bool = True,
         retries: int = 0,
+        retry_delay: float | None = None,
+        retry_on: type[Exception] | tuple[type[Exception], ...] = Exception,
+        timeout: float | None = None,
         restarts: int = DEFAULT_RESTARTS,
         max_deaths: int = DEFAULT_MAX_DEATHS,
         restartable: bool = False,
@@ -124,6 +127,12 @@ class Builder:
         flag(kind, "ordered", ordered)
         flag(kind, "restartable", restartable)
         place = placed(kind, on)
+        limit = seconds(kind, "timeout", timeout)
+        if limit is not None and not place.apart and not is_async(function):
+            raise ValueError(
+                f"{kind}: timeout={timeout} needs on='process', a pool of flowchan.hosts or an async def "
+                "function: nothing can end a call on a thread from outside"
+            )
         if whole(kind, "gpus", gpus, 0) and not place.apart:
             raise ValueError(
                 f"{kind}: gpus={gpus} needs on='process' or a pool of flowchan.hosts: threads share the "
@@ -152,6 +161,9 @@ class Builder:
             workers=workers,
             ordered=ordered,
             retries=retries,
+            retry_delay=seconds(kind, "retry_delay", retry_delay),
+            retry_on=errors_argument(kind, "retry_on", retry_on),
+            timeout=limit,
             restarts=restarts,
             max_deaths=max_deaths,
             restartable=restartable,
@@ -170,6 +182,10 @@ class Builder:
         for output in stage.all_outputs:
             self._by_port.setdefault(Origin(stage.name, output.port), place)
         self._links = None
+
+    def _gives_lists(self, origin: Origin) -> bool:
+        """Whether each item there is a list of several."""
+        return origin in self._by_port and self._stage_at(origin).verb.groups
 
     def _stage_at(self, origin: Origin) -> Stage:
         """The stage that has this output."""

@@ -36,6 +36,13 @@ class WorkOptions(NameOption, total=False):
     """How many of them; 1 if left out."""
     retries: int
     """How many times an item for which the function raised is tried again; 0 if left out."""
+    retry_delay: float | None
+    """Seconds before each further try; none if left out."""
+    retry_on: type[Exception] | tuple[type[Exception], ...]
+    """Of which errors an item is tried again; of all if left out."""
+    timeout: float | None
+    """Seconds that the function may take for an item, which then counts as failed by ``TimeoutError``; no
+    limit if left out. For an ``async def`` function, and for workers in processes, which are replaced."""
     restarts: int
     """How many worker processes that died are replaced, over the whole run; 10 if left out."""
     max_deaths: int

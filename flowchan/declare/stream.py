@@ -72,7 +72,8 @@ class Stream(Generic[T_co]):
     def map(self, function: Callable[[T_co], B], **options: Unpack[OrderedOptions]) -> Tried[B, T_co]: ...
     @shows(OrderedOptions)
     def map(self, function: Applicable, **options: Unpack[OrderedOptions]) -> Stream[Any]:
-        """``function(item)`` for each item: one output per item."""
+        """``function(item)`` for each item: one output per item. Of a batch it may return a list of as many,
+        with an exception in the place of each member that failed: only those count as failed."""
         return self._one("map", function, returned_type, options)
 
     @overload
@@ -255,7 +256,8 @@ class Stream(Generic[T_co]):
         """A stage that calls the user's function for each item and has one output."""
         item = item_of(callable_argument(kind, "function", function))
         known_options(kind, options, OrderedOptions.__annotations__)
-        return self._next(kind, [("out", item)], options, function=function, errors=True)[0]
+        own = {"members": True} if self.graph._gives_lists(self._origin) else None
+        return self._next(kind, [("out", item)], options, function=function, own=own, errors=True)[0]
 
     def _next(
         self,

@@ -104,6 +104,10 @@ class Stage:
     workers: int = 1
     ordered: bool = True
     retries: int = 0
+    retry_delay: float | None = None
+    retry_on: tuple[type[Exception], ...] = (Exception,)
+    timeout: float | None = None
+    """Seconds that its function may take for an item."""
     restarts: int = DEFAULT_RESTARTS
     max_deaths: int = DEFAULT_MAX_DEATHS
     restartable: bool = False

@@ -60,6 +60,8 @@ class Verb:
     finished."""
     lets_go: str = ""
     """The word for the items that it takes in and lets go, if it does that."""
+    groups: bool = False
+    """Whether each output is a list of several items."""
     repeats: bool = False
     """Whether each output gives every item, so that outputs count once."""
     expects: Callable[[Mapping[str, Any], list[int]], int | None] | None = None
@@ -158,7 +160,7 @@ _ROWS = (
     ),
     Verb(name="reduce", body=f"{_BODIES}:reduce", calls="fold", result=True),
     Verb(name="collect", body=f"{_BODIES}:collect", result=True, gathers=True),
-    Verb(name="batch", body=f"{_BODIES}:batch", expects=_batches),
+    Verb(name="batch", body=f"{_BODIES}:batch", groups=True, expects=_batches),
     Verb(name="unbatch", body=f"{_BODIES}:unbatch"),
     Verb(name="take", body=f"{_BODIES}:take", lets_go="not taken", expects=_taken),
     Verb(name="tee", body=f"{_BODIES}:tee", repeats=True, expects=_as_many),

@@ -6,8 +6,9 @@ retries and the ends are those of n threads.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterable
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
 from typing import Any
 
 from flowchan.channel.channel import In, Out
@@ -20,12 +21,14 @@ async def _call(job: Job, item: Any) -> Any:
     stream."""
     for attempt in range(1, job.retries + 2):
         try:
-            return await job.function(item)
+            async with asyncio.timeout(job.timeout):
+                return await job.function(item)
         except BaseException as error:
-            if attempt > job.retries or not isinstance(error, Exception):
+            if attempt > job.retries or not isinstance(error, job.retry_on):
                 job.give_up(item, error, attempt)
                 return SKIPPED
             job.on_retry()
+            await asyncio.sleep(job.retry_delay or 0.0)
     raise AssertionError("the loop above returns or raises")
 
 
@@ -50,6 +53,8 @@ async def map_(job: Job, *, items: In[Any], out: Out[Any]) -> None:
     async for item in items:
         result = await _call(job, item)
         if result is not SKIPPED:
+            if "members" in job.options:
+                result = job.without_failed(item, result)
             await _put(job, out, item, result)
         del item, result
 
@@ -67,22 +72,37 @@ async def flat_map(job: Job, *, items: In[Any], out: Out[Any]) -> None:
         given = 0  # a retry does not repeat what is out already
         for attempt in range(1, job.retries + 2):
             try:
-                async with contextlib.aclosing(_elements(job.function(item))) as elements:
+                async with (
+                    asyncio.timeout(job.timeout) as limit,
+                    contextlib.aclosing(_elements(job.function(item))) as elements,
+                ):
                     number = 0
                     async for output in elements:
                         if number == given:
-                            await _put_or_end(out, output)
+                            async with _does_not_count(limit):
+                                await _put_or_end(out, output)
                             given += 1
                         number += 1
                 break
             except OwnEnd as end:
                 raise end.__cause__ or Closed from None
             except BaseException as error:
-                if attempt > job.retries or not isinstance(error, Exception):
+                if attempt > job.retries or not isinstance(error, job.retry_on):
                     job.give_up(item, error, attempt)
                     break
                 job.on_retry()
+                await asyncio.sleep(job.retry_delay or 0.0)
         del item
+
+
+@contextlib.asynccontextmanager
+async def _does_not_count(limit: asyncio.Timeout) -> AsyncIterator[None]:
+    """While a worker waits for room, its time for the item stands still."""
+    until, clock = limit.when(), asyncio.get_running_loop().time
+    left = None if until is None else until - clock()
+    limit.reschedule(None)
+    yield
+    limit.reschedule(None if left is None else clock() + left)
 
 
 async def _put_or_end(out: Out[Any], output: Any) -> None:

@@ -97,6 +97,7 @@ def work_together(
             join_ports(ports, stage)
             async with built_async(stage.function) as function:
                 job = job_of(worker, stage, ports, function, tell)
+                job.timeout = stage.timeout
                 job.on_clean_up = tasks.leave_alone
                 tell(Began(worker))
                 await stage.verb.run_async()(job, **ports.inputs, **ports.outputs)

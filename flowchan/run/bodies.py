@@ -27,6 +27,8 @@ from flowchan.run import journal
 from flowchan.run.failures import ItemFailed, Portable, text_of
 
 SKIPPED: Any = object()
+LOOK = 0.05
+"""Seconds between two looks at whether the run has broken off."""
 TROUBLE_EVERY = 0.5
 """Seconds between two items that a worker tells of because they failed."""
 
@@ -42,6 +44,9 @@ class Job:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     retries: int = 0
+    retry_delay: float | None = None
+    retry_on: tuple[type[Exception], ...] = (Exception,)
+    timeout: float | None = None  # of an async function; that of a process is in the function
     errors: Out[Failed[Any]] | None = None
     on_retry: Callable[[], None] = lambda: None
     on_result: Callable[[Any], None] = lambda _: None
@@ -50,12 +55,15 @@ class Job:
     on_clean_up: Callable[[], None] = lambda: None  # from now on a task only cleans up
     unwanted: int = 0  # items whose reader had left (partition)
     predecessors: tuple[str, ...] = ()  # how the workers died with whose item this one began
+    too_late: bool = False  # they took too long for it
+    is_over: Callable[[], bool] = lambda: False  # the run has broken off
 
     def recover(self, call: Callable[[Any], Any], item: Any, error: BaseException) -> Any:
         """After ``call(item)`` raised: tries again, then gives the item up and answers SKIPPED."""
         attempts = 1
-        while isinstance(error, Exception) and attempts <= self.retries:
+        while isinstance(error, self.retry_on) and attempts <= self.retries:
             self.on_retry()
+            self._pause()
             attempts += 1
             try:
                 return call(item)
@@ -63,6 +71,24 @@ class Job:
                 error = again
         self.give_up(item, error, attempts)
         return SKIPPED
+
+    def _pause(self) -> None:
+        """Before an item is tried again. Raises ``Broken`` when the run breaks off meanwhile."""
+        until = time.monotonic() + (self.retry_delay or 0.0)
+        while (left := until - time.monotonic()) > 0:
+            if self.is_over():
+                raise Broken("the run has broken off while an item waited to be tried again")
+            time.sleep(min(left, LOOK))
+
+    def without_failed(self, items: Any, results: Any) -> Any:
+        """Of what a function gave for a batch, the results: where it has put an exception, that member
+        failed."""
+        if not (isinstance(results, list) and isinstance(items, list) and len(results) == len(items)):
+            return results
+        for item, result in zip(items, results, strict=True):
+            if isinstance(result, Exception):
+                self.give_up(item, result)
+        return [result for result in results if not isinstance(result, Exception)]
 
     def give_up(self, item: Any, error: BaseException, attempts: int = 1) -> None:
         """Sends the failure of ``item`` to the errors stream. Raises :class:`ItemFailed` when that stream
@@ -93,6 +119,8 @@ class Job:
         """Takes an item that can't be used: by ``error`` it can't be unpickled (then an :class:`Unreadable`
         stands for it), or ``deaths`` workers have died with it. It counts as failed, and its neighbours are
         spared."""
+        if error is None and self.too_late:
+            error = TimeoutError(f"the worker {self.predecessors[-1]}")
         if error is None:
             ends = Counter(self.predecessors[-deaths:])
             how = "; ".join(f"{count} × {end}" if count > 1 else end for end, count in ends.items())
@@ -115,13 +143,15 @@ def source(job: Job, *, out: Out[Any]) -> None:
 
 
 def map_(job: Job, *, items: In[Any], out: Out[Any]) -> None:
-    function, put = job.function, out.put
+    function, put, members = job.function, out.put, "members" in job.options
     for item in items:
         try:
             result = function(item)
         except BaseException as error:
             result = job.recover(function, item, error)
         if result is not SKIPPED:
+            if members:
+                result = job.without_failed(item, result)
             try:
                 put(result)
             except Exception as error:

@@ -172,6 +172,10 @@ def _stage(about: _About, elapsed: float) -> StageStats:
     if stage.place.hosts and stage.verb.owes and _readers_left(about, outs):
         # Of what was on its way to a host or back then, no worker knows.
         unwanted = max(unwanted, items_in - items_out - failed - in_hand)
+    members = 0
+    if "members" in stage.options:  # a batch that failed as a whole has no output
+        members = max(0, failed - max(0, items_in - items_out - in_hand))
+        failed -= members
     worked = min(1.0, about.worked / whole)
     waiting_in = min(worked, sum(s.stats.read_wait for s in reads) / whole)
     waiting_out = min(worked - waiting_in, sum(s.stats.write_wait for s in writes) / whole)
@@ -181,7 +185,7 @@ def _stage(about: _About, elapsed: float) -> StageStats:
         restarts=about.restarts, unwanted=unwanted, in_hand=in_hand,
         rate=(items_in if reads else items_out) / elapsed,
         busy=worked - waiting_in - waiting_out, waiting_input=waiting_in, waiting_output=waiting_out,
-        hosts=stage.place.hosts, pids=about.pids,
+        hosts=stage.place.hosts, pids=about.pids, members_failed=members,
     )  # fmt: skip
 
 

@@ -3,12 +3,14 @@ whether there will be another (R4, R10)."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from dataclasses import dataclass
 
 from flowchan import _core
 from flowchan.declare.blueprint import Blueprint
 from flowchan.errors import WorkerDied
+from flowchan.run import limits
 from flowchan.run.decisions import Died
 from flowchan.run.events import Failure, WorkerId
 from flowchan.run.guard import UNGUARDED, hint_at_import, unguarded
@@ -75,6 +77,8 @@ class Obituaries:
         its stage has been replaced."""
         id = worker.id
         retired = death.exitcode == RETIRED
+        if limits.has_exceeded(worker.stage, death.exitcode):
+            death = dataclasses.replace(death, how=limits.exceeded(worker.stage), counts=False)
         deaths = 0 if retired else self._count(id, death)
         self._stillborn[id] += death.counts
         if self._stillborn[id] and death.exitcode == UNGUARDED:

@@ -58,9 +58,14 @@ def _after(stats: RunStats) -> str:
 
 
 def account_text(stage: StageStats, state: RunState) -> str:
-    """What has become of the items that a stage took in. Where items out and failed don't make up for them
-    although the verb owes that, it says what the difference is: still moving, discarded with the run, or
-    missing."""
+    """What has become of the items that a stage took in, and how many members of batches failed."""
+    members = f", {count(stage.members_failed)} members failed" if stage.members_failed else ""
+    return _account(stage, state) + members
+
+
+def _account(stage: StageStats, state: RunState) -> str:
+    """Where items out and failed don't make up for the items in although the verb owes that, it says what the
+    difference is: still moving, discarded with the run, or missing."""
     rest = [("failed", stage.failed), ("in hand", stage.in_hand), ("unwanted", stage.unwanted)]
     missing = stage.items_in - stage.items_out - sum(number for _, number in rest)
     verb = VERBS[stage.kind]

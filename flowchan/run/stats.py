@@ -17,7 +17,8 @@ class StageStats:
     length, on the average of its workers; what is missing to 1 is the time before they had begun and after
     they had ended. ``rate`` is items finished per second of the run. ``unwanted`` items were in hand
     when the readers of the stage left (R2). ``hosts`` are those on which its workers may run. ``pids`` are
-    those of its worker processes that are alive, in the order of their numbers."""
+    those of its worker processes that are alive, in the order of their numbers. ``members_failed`` are those
+    of batches that went on without them."""
 
     name: str
     kind: str
@@ -37,6 +38,7 @@ class StageStats:
     waiting_output: float
     hosts: tuple[str, ...] = ()
     pids: tuple[int, ...] = ()
+    members_failed: int = 0
 
 
 @dataclass(frozen=True, slots=True)

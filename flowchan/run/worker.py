@@ -25,7 +25,7 @@ from flowchan.declare.values import Stage
 from flowchan.errors import Broken, Closed
 from flowchan.items.device import crossing
 from flowchan.items.text import short
-from flowchan.run import chance, logs
+from flowchan.run import chance, limits, logs
 from flowchan.run.bodies import Job
 from flowchan.run.chance import Worker
 from flowchan.run.events import Aborted, Began, Ended, Event, Failure, Result, Retried, Troubled, WorkerId
@@ -92,8 +92,13 @@ def work(
     try:
         join_ports(ports, stage)
         with built(stage.function) as function:
+            if sends and stage.timeout is not None:
+                function = limits.limited(function, stage)
             job = job_of(worker, stage, ports, function, tell)
             job.predecessors = predecessors
+            job.too_late = limits.gives_up(stage, predecessors)
+            if predecessors:
+                _try_again(job, stage, ports)
             if stage.gang is not None:
                 job.kwargs = {**job.kwargs, stage.gang.parameter: member.__enter__()}
             tell(Began(worker))
@@ -139,7 +144,8 @@ def job_of(
 ) -> Job:
     job = Job(
         kind=stage.kind, function=function, args=stage.args, kwargs=stage.kwargs, options=stage.options,
-        retries=stage.retries, errors=ports.errors,
+        retries=stage.retries, retry_delay=stage.retry_delay, retry_on=stage.retry_on, errors=ports.errors,
+        is_over=lambda: any(port.channel.broken for port in ports.everything()),
         on_retry=lambda: tell(Retried(worker)), on_result=lambda value: tell(Result(worker.stage, value)),
     )  # fmt: skip
 
@@ -154,6 +160,16 @@ def job_of(
             reader._read_alone()
         reader._on_poison(stage.max_deaths, job.poisoned)
     return job
+
+
+def _try_again(job: Job, stage: Stage, ports: Ports) -> None:
+    """The item with which the worker begins is given up when it took too long too often; those times do not
+    count as deaths over it."""
+    deaths = len(job.predecessors)
+    died = deaths - job.predecessors.count(limits.exceeded(stage)) if stage.timeout is not None else deaths
+    over = job.too_late or died >= stage.max_deaths
+    for reader in ports.inputs.values():
+        reader._on_poison(deaths if over else max(stage.max_deaths, deaths + 1), job.poisoned)
 
 
 def end(

@@ -1,0 +1,237 @@
+"""What is done for an item that fails: it is tried again, after a while and for some errors only, or given up
+after a time; and single members of a batch fail."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import stage_of
+from waiting import wait_until
+
+from flowchan import Graph, RunError, Stream
+
+
+def failed(stream: Stream) -> Stream:
+    """The failed items with the type and text of their errors, and how often they were tried."""
+    return stream.errors.map(
+        lambda one: (one.item, type(one.error).__name__, str(one.error), one.attempts)
+    ).collect()
+
+
+class Fails:
+    """Raises so often for each item, and notes when."""
+
+    def __init__(self, times: int, error: type[Exception] = ValueError) -> None:
+        self.times, self.error = times, error
+        self.calls: list[float] = []
+
+    def __call__(self, number: int) -> int:
+        self.calls.append(time.monotonic())
+        if len(self.calls) <= self.times:
+            raise self.error(number)
+        return number
+
+    async def later(self, number: int) -> int:
+        return self(number)
+
+
+@pytest.mark.parametrize("how", ["thread", "async"])
+def test_an_item_is_tried_again_after_the_delay(how: str) -> None:
+    fails = Fails(2)
+    graph = Graph("delayed")
+    function: Any = fails if how == "thread" else fails.later
+    result = graph.source([7]).map(function, retries=2, retry_delay=0.05).collect()
+    assert graph.run()[result] == [7]
+    first, second, third = fails.calls
+    assert second - first >= 0.05
+    assert third - second >= 0.05
+
+
+def test_a_run_that_breaks_off_does_not_wait_for_the_next_try() -> None:
+    fails = Fails(10)
+    graph = Graph("delayed")
+    graph.source([7]).map(fails, retries=9, retry_delay=1e6, name="slow").sink(abs)
+    run = graph.start()
+    wait_until(lambda: stage_of(run, "slow").retried == 1)
+    run.abort()
+    run.wait()
+    assert len(fails.calls) == 1
+
+
+@pytest.mark.parametrize("how", ["thread", "async"])
+@pytest.mark.parametrize("retry_on", [KeyError, (OSError, LookupError)])
+def test_only_the_errors_that_are_named_are_tried_again(how: str, retry_on: Any) -> None:
+    tried: list[int] = []
+
+    def call(number: int) -> int:
+        tried.append(number)
+        raise KeyError if number else ValueError
+
+    async def later(number: int) -> int:
+        return call(number)
+
+    graph = Graph("named")
+    function: Any = call if how == "thread" else later
+    numbers = graph.source([0, 1]).map(function, retries=2, retry_on=retry_on)
+    numbers.sink(abs)
+    bad = numbers.errors.map(lambda one: (one.item, one.attempts)).collect()
+    assert graph.run()[bad] == [(0, 1), (1, 3)]
+    assert tried == [0, 1, 1, 1]
+
+
+def slow_at_two(number: int) -> int:
+    if number == 2:
+        re.match("(a*)*b", "a" * 40)  # years, with the GIL held
+    return number
+
+
+@pytest.mark.usefixtures("_method")
+def test_an_item_that_takes_a_process_too_long_fails_and_the_worker_is_replaced() -> None:
+    graph = Graph("late")
+    numbers = graph.source(range(5)).map(slow_at_two, on="process", timeout=0.2, name="slow", max_deaths=1)
+    good, bad = numbers.collect(), failed(numbers)
+    with graph.start() as run:
+        results = run.wait()
+    assert results[good] == [0, 1, 3, 4]
+    assert results[bad] == [(2, "TimeoutError", "the worker took longer than timeout=0.2 s", 1)]
+    stage = stage_of(run, "slow")
+    assert (stage.failed, stage.restarts) == (1, 0)  # it did not die by itself
+
+
+def test_an_item_that_takes_too_long_is_tried_again_as_one_that_raises(tmp_path: Path) -> None:
+    tries = tmp_path / "tries"
+
+    def call(number: int) -> int:
+        with tries.open("a") as file:
+            file.write(f"{number}\n")
+        if number == 1 or len(tries.read_text().split()) < 3:
+            signal.pause()
+        return number
+
+    graph = Graph("late")
+    numbers = graph.source([0, 1]).map(call, on="process", timeout=0.2, retries=2, max_deaths=1)
+    good, bad = numbers.collect(), failed(numbers)
+    results = graph.run()
+    assert results[good] == [0]
+    assert results[bad] == [(1, "TimeoutError", "the worker took longer than timeout=0.2 s", 3)]
+    assert tries.read_text().split() == ["0", "0", "0", "1", "1", "1"]
+
+
+def test_many_items_that_take_too_long_use_up_no_restarts() -> None:
+    graph = Graph("late")
+    numbers = graph.source(range(6)).map(lambda n: signal.pause(), on="process", timeout=0.02, restarts=1)
+    numbers.sink(lambda item: None)
+    bad = failed(numbers)
+    assert [item for item, *_ in graph.run()[bad]] == list(range(6))
+
+
+def test_without_a_reader_of_errors_a_timeout_ends_the_run() -> None:
+    graph = Graph("late")
+    graph.source([1]).sink(lambda number: signal.pause(), on="process", timeout=0.02, name="slow")
+    with pytest.raises(RunError) as caught:
+        graph.run()
+    (error,) = caught.value.exceptions
+    assert (error.stage, error.item) == ("slow", "1")
+    assert isinstance(error.__cause__, TimeoutError)
+
+
+def test_waiting_for_room_is_no_time_for_an_item() -> None:
+    """Nor is the time between two elements of one."""
+
+    def pour(number: int) -> Iterator[int]:
+        yield from range(10)
+
+    graph = Graph("full")
+    poured = graph.source(range(2)).flat_map(pour, on="process", timeout=0.3, capacity=1, name="pour")
+    result = poured.map(abs, capacity=1).collect()
+    with graph.start() as run:
+        wait_until(lambda: stage_of(run, "pour").waiting_output * run.stats().elapsed > 0.4)
+        assert run.wait()[result] == [*range(10), *range(10)]
+    assert stage_of(run, "pour").restarts == 0
+
+
+def test_a_coroutine_that_takes_too_long_is_cancelled() -> None:
+    cancelled = []
+
+    async def call(number: int) -> int:
+        try:
+            await asyncio.sleep(1e6 if number == 2 else 0)
+        except asyncio.CancelledError:
+            cancelled.append(number)
+            raise
+        return number
+
+    async def pour(number: int) -> Any:
+        yield number
+        yield await call(number)
+
+    graph = Graph("late")
+    one, other = graph.source(range(4)).tee(2)
+    numbers = one.map(call, timeout=0.05)
+    twice = other.flat_map(pour, timeout=0.05)
+    good, bad = numbers.collect(), numbers.errors.map(lambda one: (one.item, type(one.error))).collect()
+    poured, late = twice.collect(), twice.errors.map(lambda one: (one.item, type(one.error))).collect()
+    results = graph.run()
+    assert results[good] == [0, 1, 3]
+    assert results[bad] == results[late] == [(2, TimeoutError)]
+    assert results[poured] == [0, 0, 1, 1, 2, 3, 3]
+    assert cancelled == [2, 2]
+
+
+def test_a_timeout_on_a_thread_is_refused_with_the_remedy() -> None:
+    message = (
+        r"map: timeout=3 needs on='process', a pool of flowchan.hosts or an async def function: nothing can"
+    )
+    with pytest.raises(ValueError, match=message):
+        Graph("late").source([1]).map(abs, timeout=3)
+
+
+@pytest.mark.parametrize("retry_on", [3, KeyboardInterrupt, (KeyError, "x"), KeyError("x")])
+def test_what_is_no_error_to_try_again_for_is_refused(retry_on: Any) -> None:
+    with pytest.raises(TypeError, match="map: retry_on must be a subclass of Exception, or a tuple of them"):
+        Graph("named").source([1]).map(abs, retry_on=retry_on)
+
+
+def halve(numbers: list[int]) -> list[Any]:
+    return [8 // number if number else ZeroDivisionError("not 0") for number in numbers]
+
+
+async def halve_later(numbers: list[int]) -> list[Any]:
+    return halve(numbers)
+
+
+@pytest.mark.parametrize(("function", "on"), [(halve, "thread"), (halve, "process"), (halve_later, "thread")])
+def test_single_members_of_a_batch_fail(function: Any, on: Any) -> None:
+    graph = Graph("members")
+    halves = graph.source([1, 0, 2, 0, 0, 4]).batch(2).map(function, on=on, name="halve")
+    good, bad = halves.unbatch().collect(), failed(halves)
+    with graph.start() as run:
+        results = run.wait()
+    assert results[good] == [8, 4, 2]
+    assert results[bad] == [(0, "ZeroDivisionError", "not 0", 1)] * 3
+    stage = stage_of(run, "halve")
+    assert (stage.items_in, stage.items_out, stage.failed, stage.members_failed) == (3, 3, 0, 3)
+    assert "halve      3 = 3 out, 3 members failed" in run.report().splitlines()
+
+
+def test_a_member_that_failed_ends_the_run_when_nobody_reads_the_errors() -> None:
+    graph = Graph("members")
+    graph.source([1, 0]).batch(2).map(halve, name="halve").sink(lambda item: None)
+    with pytest.raises(RunError) as caught:
+        graph.run()
+    (error,) = caught.value.exceptions
+    assert (error.stage, error.item) == ("halve", "0")
+
+
+def test_exceptions_in_lists_that_are_no_batches_are_values() -> None:
+    graph = Graph("values")
+    given = graph.source([[1, 0]]).map(halve).collect()
+    ((first, second),) = graph.run()[given]
+    assert (first, type(second)) == (8, ZeroDivisionError)
