@@ -17,10 +17,15 @@ from flowchan.viz.render import PICTURES, RenderError, render
 if TYPE_CHECKING:
     from flowchan.declare.blueprint import Blueprint
 
-__all__ = ["FORMATS", "RenderError", "draw", "render", "to_dot", "to_mermaid"]
+__all__ = ["FORMATS", "RenderError", "draw", "render", "svg", "to_dot", "to_mermaid"]
 
 FORMATS = (*PICTURES, "dot", "mmd")
 """The suffixes that :func:`draw` knows."""
+
+
+def svg(blueprint: Blueprint) -> str:
+    """The picture of ``blueprint`` as SVG, as notebooks show it. Raises :class:`RenderError`."""
+    return render(to_dot(blueprint), "svg").decode()
 
 
 def draw(blueprint: Blueprint, path: str | os.PathLike[str]) -> Path:

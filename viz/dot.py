@@ -38,9 +38,13 @@ POOLS: dict[str, tuple[str, str, str]] = {
 }
 
 
-def to_dot(blueprint: Blueprint) -> str:
+LIVE = "{:=^36}"
+"""Stands in a live picture where a stage says what it does, by the stage's number."""
+
+
+def to_dot(blueprint: Blueprint, *, live: bool = False) -> str:
     """The graph as DOT text, ready for ``dot`` or for :func:`flowchan.viz.draw`. Starts no stage and no
-    source."""
+    source. ``live``: with room for what each stage does (:mod:`flowchan.viz.live`)."""
     import graphviz
 
     picture = labels.picture(blueprint)
@@ -70,7 +74,7 @@ def to_dot(blueprint: Blueprint) -> str:
         edge_attr={"fontname": FONT, "fontsize": "9", "fontcolor": FAINT, "color": BLUE, "arrowsize": "0.7"},
     )
     for index, pool in enumerate(picture.pools):
-        dot.subgraph(_box(picture, index, pool))
+        dot.subgraph(_box(picture, index, pool, live))
     for index, (writer, reader, link) in enumerate(picture.arrows):
         if reader is None:
             _loose_end(dot, f"end{index}", picture.stages[writer], link)
@@ -78,7 +82,7 @@ def to_dot(blueprint: Blueprint) -> str:
     return str(dot.source)
 
 
-def _box(picture: Picture, index: int, pool: Pool) -> Digraph:
+def _box(picture: Picture, index: int, pool: Pool, live: bool) -> Digraph:
     import graphviz
 
     border, fill, _ = POOLS[labels.looks(pool.place)]
@@ -101,7 +105,7 @@ def _box(picture: Picture, index: int, pool: Pool) -> Digraph:
         file, line = labels.place(stage)
         box.node(
             f"n{number}",
-            label=_stage_label(stage),
+            label=_stage_label(stage, LIVE.format(number) if live else ""),
             tooltip=graphviz.escape(f"{stage.name}: {stage.kind}, {file}:{line}"),
             **_look(picture.roles[number]),
         )
@@ -114,12 +118,13 @@ def _look(role: Role) -> dict[str, str]:
     return look | {"margin": "0.01,0.04"} if shape == "ellipse" else look
 
 
-def _stage_label(stage: Stage) -> str:
+def _stage_label(stage: Stage, does: str) -> str:
     workers = labels.workers_text(stage)
     count = f" <B>{workers}</B>" if workers else ""
     name = f"<B>{escape(stage.name)}</B>{count}"
     detail = f'<FONT POINT-SIZE="9" COLOR="{FAINT}">{escape(labels.detail_text(stage))}</FONT>'
     rows = f"<TR><TD>{name}</TD></TR><TR><TD>{detail}</TD></TR>"
+    rows += f'<TR><TD><FONT POINT-SIZE="9">{does}</FONT></TD></TR>' if does else ""
     return f'<<TABLE BORDER="0" CELLSPACING="0" CELLPADDING="1">{rows}</TABLE>>'
 
 

@@ -14,11 +14,13 @@ from flowchan.run.report import count, rate
 from flowchan.run.starting import start_server
 from flowchan.run.stats import RunStats
 from flowchan.viz.captured import Captured
+from flowchan.viz.live import LivePicture
+from flowchan.viz.render import RenderError
 from flowchan.viz.terminal import PLAIN_EVERY, is_standard_error, troubles
 from flowchan.viz.totals import Bar, bars
 
-EVERY = 0.1
-"""Seconds between two looks at the run."""
+EVERY, PICTURES_EVERY = 0.1, 0.5
+"""Seconds between two looks at the run, and between two pictures of it in a notebook."""
 
 
 class Progress(Protocol):
@@ -66,7 +68,7 @@ def watching(graph: Blueprint) -> Iterator[Watching]:
     """From before the run starts until it has ended: what is printed meanwhile appears above the bars."""
     with contextlib.ExitStack() as ends:
         if in_notebook():
-            yield Watching(graph, Notebook())
+            yield Watching(graph, Notebook(graph))
         elif sys.stderr.isatty():
             start_server()  # what its workers print goes past us, but it goes on when we have ended
             yield Watching(graph, Terminal(ends))
@@ -145,21 +147,26 @@ class Terminal:
 
 
 class Notebook:
-    """The output of a cell, which is changed in place."""
+    """The output of a cell, which is changed in place: the graph with what its stages do, and the bars."""
 
-    def __init__(self) -> None:
+    def __init__(self, graph: Blueprint) -> None:
         self._shown: Any = None
-        self._last = ""
+        self._next = 0.0
+        self._picture: LivePicture | None = None
+        with contextlib.suppress(RenderError):
+            self._picture = LivePicture(graph)
 
     def show(self, bars: list[Bar], stats: RunStats) -> None:
         from IPython.display import display
 
-        html = "".join(self._row(bar, stats) for bar in bars)
+        going_on = stats.state in ("running", "stopping")
+        if going_on and time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + PICTURES_EVERY
+        html = "" if self._picture is None else f"<div>{self._picture.at(stats)}</div>"
+        html += "".join(self._row(bar, stats) for bar in bars)
         if trouble := _trouble(stats):
             html += f"<div>{escape(trouble)}</div>"
-        if html == self._last:
-            return
-        self._last = html
         plain = ", ".join(f"{bar.stage} {_headline(bar)}" for bar in bars)
         both = {"text/html": html, "text/plain": plain}
         if self._shown is None:

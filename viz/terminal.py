@@ -112,7 +112,7 @@ def plain_line(stats: RunStats) -> str:
 
 
 def _plain_stage(stage: StageStats, queue: tuple[int, int] | None, bottleneck: bool) -> str:
-    words = f"{stage.name}{' (bottleneck)' if bottleneck else ''} {count(_items(stage))} {rate(stage.rate)}"
+    words = f"{stage.name}{' (bottleneck)' if bottleneck else ''} {count(items_of(stage))} {rate(stage.rate)}"
     words += f" busy {share(stage.busy)}"
     if queue:
         words += f" queue {count(queue[0])}/{count(queue[1])}"
@@ -120,7 +120,7 @@ def _plain_stage(stage: StageStats, queue: tuple[int, int] | None, bottleneck: b
     return words + (f" restarts {count(stage.restarts)}" if stage.restarts else "")
 
 
-def _items(stage: StageStats) -> int:
+def items_of(stage: StageStats) -> int:
     """What a stage has worked on: what came in, or, at a source, what went out."""
     return stage.items_out if VERBS[stage.kind].begins else stage.items_in
 
@@ -208,7 +208,7 @@ def _cells(stage: StageStats, queue: tuple[int, int] | None) -> list[str]:
     missing = "" if stage.alive == stage.workers else f"{stage.alive}/"
     return [
         f"{missing}{stage.workers} {stage.on}",
-        count(_items(stage)),
+        count(items_of(stage)),
         rate(stage.rate),
         share(stage.busy),
         share(stage.waiting_input),

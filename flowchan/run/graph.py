@@ -10,7 +10,7 @@ from typing import Any
 from flowchan.check.rules import check, raise_for
 from flowchan.declare.arguments import flag
 from flowchan.declare.blueprint import Blueprint
-from flowchan.errors import Interrupted, Problem
+from flowchan.errors import FlowchanError, Interrupted, Problem
 from flowchan.items.whole import whole
 from flowchan.run.guard import leave_if_unguarded
 from flowchan.run.memory import budget
@@ -23,6 +23,13 @@ from flowchan.run.signals import interrupts_held, terminate_as_interrupt
 class Graph(Blueprint):
     """Stages joined by channels. Declare with :meth:`source`, :meth:`input`, :meth:`stage` and the verbs of
     the streams they return; then :meth:`run` it, or :meth:`start` it and take part while it runs."""
+
+    def _repr_svg_(self) -> str | None:
+        """The picture that a notebook shows; nothing where no picture can be drawn."""
+        try:
+            return pkgutil.resolve_name("flowchan.viz:svg")(self)  # type: ignore[no-any-return]
+        except FlowchanError:
+            return None
 
     def check(self) -> tuple[Problem, ...]:
         """Everything that is wrong with the declaration, with the lines it stands on; empty when nothing is.

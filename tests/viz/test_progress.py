@@ -138,6 +138,7 @@ CELLS = [
     "from flowchan import Graph\ngraph = Graph('far')\n"
     "graph.source(range(100)).map(abs).sink(lambda item: None, name='end')",
     "graph.run(progress=True)",
+    "graph",
 ]
 NOTEBOOK = """
     import json, sys
@@ -149,7 +150,7 @@ NOTEBOOK = """
 """
 
 
-def test_a_notebook_shows_bars_in_the_output_of_the_cell(tmp_path: Path) -> None:
+def test_a_notebook_shows_the_picture_with_what_each_stage_does_and_bars(tmp_path: Path) -> None:
     for needed in ("nbclient", "ipykernel"):
         if importlib.util.find_spec(needed) is None:
             pytest.skip(f"{needed} is not installed: pip install {needed}")
@@ -157,6 +158,8 @@ def test_a_notebook_shows_bars_in_the_output_of_the_cell(tmp_path: Path) -> None
     with start(script(tmp_path, NOTEBOOK), tmp_path / "cells.json") as process:
         out, err = process.communicate()
     assert process.returncode == 0, err
-    (shown, _) = json.loads(out)[1]
+    _, (shown, _), (graph,) = json.loads(out)
     assert '<progress value="100" max="100">' in shown["data"]["text/html"]
+    assert re.search(r"<svg .*>100 at [\d,]+/s, busy \d+ %</tspan>", shown["data"]["text/html"], re.DOTALL)
     assert "end 100/100" in shown["data"]["text/plain"]
+    assert "<svg" in graph["data"]["image/svg+xml"]
