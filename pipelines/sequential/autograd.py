@@ -225,7 +225,7 @@ class Differentiable:
         """The module's output for a batch, with a graph where the plain module's has one."""
         if self._closed:
             raise Closed(f"the pipe {self._name!r} is closed; make another one")
-        pieces = self.cut.pieces(value)
+        pieces = self.cut.pieces(value, back=torch.is_grad_enabled())
         self.cut.measure(mapped(Tensor.detach, pieces[0]))
         parts = self.cut.parts
         through = _Through(self._line_for(parts), next(self._numbers), self._events)

@@ -30,9 +30,9 @@ several times what it costs to pass a micro-batch on. They are counted and not t
 same in every run."""
 
 ADDS = 512
-"""Operations of a micro-batch's forward pass for each parameter, in a training: each micro-batch adds once to
-every gradient, which goes through memory, and so should be little beside them. A linear layer has so many
-with 256 samples. Counted, for the same reason."""
+"""Operations of a micro-batch's forward pass for each parameter, where it goes back as well: each micro-batch
+adds once to every gradient, which goes through memory, and so should be little beside them. A linear layer
+has so many with 256 samples. Counted, for the same reason."""
 
 PASSING = {"process": 100e-6, "thread": 50e-6}
 """Seconds that a batch costs a part beside its layers; the program, at both ends, it costs twice that."""
@@ -88,9 +88,9 @@ class Cut:
         """The layers of each part, or the number of parts as long as it is not measured where to cut."""
         return len(self._parts) if self._open else [len(part.module) for part in self._parts]
 
-    def pieces(self, value: Any, whole: bool = False) -> list[Any]:
-        """The micro-batches of a batch; one if it shall stay ``whole``. The first batch is checked. Raises as
-        ``split`` and ``check_shapes`` do."""
+    def pieces(self, value: Any, whole: bool = False, back: bool = False) -> list[Any]:
+        """The micro-batches of a batch, which may go ``back``; one if it shall stay ``whole``. The first
+        batch is checked. Raises as ``split`` and ``check_shapes`` do."""
         samples = self.samples(value)
         with self._lock:
             if not self._seen:
@@ -99,7 +99,8 @@ class Cut:
                 with contextlib.suppress(*([] if self.join is None else [TypeError, ValueError])):
                     self._work = check_shapes(self.module, sample, self.dim)
                 self._seen = True
-        return split(value, 1 if whole else self._chunks(samples), dim=self.dim)
+        chunks = 1 if whole else self._chunks(samples, back)
+        return split(value, chunks, dim=self.dim)
 
     def samples(self, value: Any) -> int:
         """How many samples a batch or micro-batch has."""
@@ -115,7 +116,7 @@ class Cut:
             if self._verify is not None:
                 self._verified(split(value, self.chunks or CHUNKS)[0])
             self._count(value)
-        return split(value, self._chunks_of_a_step(batch_size(value)))
+        return split(value, self._chunks(batch_size(value), back=True))
 
     def halvable(self) -> bool:
         """Whether :meth:`halves` are what a training had better have: not on hosts, for those pass twice as
@@ -150,22 +151,18 @@ class Cut:
             self._verify(sample)
             self._verify = None
 
-    def _chunks(self, samples: int) -> int:
+    def _chunks(self, samples: int, back: bool) -> int:
         if self.chunks is not None:
             return self.chunks
         if self._work is None:
             return CHUNKS
-        return max(1, min(CHUNKS, int(sum(self._work) * samples / (PAYS * len(self.parts)))))
-
-    def _chunks_of_a_step(self, samples: int) -> int:
-        """As in a call; but fewer where adding up gradients would take long, though two for each part, so
-        that few of these wait."""
-        chunks = self._chunks(samples)
+        work = sum(self._work) * samples
+        chunks = max(1, min(CHUNKS, int(work / (PAYS * len(self.parts)))))
         parameters = sum(one.numel() for one in self.module.parameters() if one.requires_grad)
-        if self.chunks is not None or self._work is None or not parameters:
+        if not back or not parameters:
             return chunks
-        pays = int(sum(self._work) * samples / (ADDS * parameters))
-        return min(chunks, max(pays, 2 * len(self.parts)))
+        # Fewer than two for each part would have parts wait longer than the sums of gradients take.
+        return min(chunks, max(int(work / (ADDS * parameters)), 2 * len(self.parts)))
 
     def measure(self, piece: Any) -> None:
         """Finds the best cut with the first micro-batch of all, and does nothing later. Says by a warning

@@ -99,13 +99,20 @@ def test_random_numbers_are_the_same_in_every_run_also_when_the_pipe_has_measure
     assert losses[0] == losses[1]
 
 
+@pytest.mark.parametrize("how", ["a training", "a loss of pipe(x)", "inference"])
 @pytest.mark.parametrize(("samples", "chunks"), [(512, 4), (1024, 4), (1536, 6), (4096, 8)])
 def test_micro_batches_are_large_enough_for_gradients_to_be_added_up_beside_them(
-    samples: int, chunks: int
+    samples: int, chunks: int, how: str
 ) -> None:
     """A linear layer has two operations for each parameter and sample: 512 with 256 samples."""
     sizes = Sizes()
-    module = nn.Sequential(sizes, *linear(512, 512, 512, 512, 512))
-    with Sequential(module, 2).trainer(loss=mse_loss) as training:
-        training.step(torch.randn(samples, 512), torch.zeros(samples, 512))
-    assert len(sizes.seen) == chunks
+    pipe = Sequential(nn.Sequential(*linear(512, 512, 512, 512, 512), sizes), 2)
+    x, target = torch.randn(samples, 512), torch.zeros(samples, 512)
+    with pipe:
+        if how == "a training":
+            with pipe.trainer(loss=mse_loss) as training:
+                training.step(x, target)
+        else:
+            with torch.set_grad_enabled(how != "inference"):
+                pipe(x)
+    assert len(sizes.seen) == (chunks if how != "inference" else 8)
