@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 from building import Builder, run
@@ -30,6 +31,12 @@ def flags(sanitizer: str) -> list[str]:
     return [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
 
 
+def seeds(number: int) -> Any:
+    """All but the first are for ``make soak``."""
+    more = (pytest.param(seed, marks=pytest.mark.long) for seed in range(1, number))
+    return pytest.mark.parametrize("seed", [0, *more])
+
+
 @pytest.mark.parametrize("who", ["threads", "processes"])
 def test_c1_c4_c5_c8_many_parties_over_one_ring_end_in_exact_totals(builder: Builder, who: str) -> None:
     ended = run(builder.program(*SOURCES), who, "20000")
@@ -37,7 +44,7 @@ def test_c1_c4_c5_c8_many_parties_over_one_ring_end_in_exact_totals(builder: Bui
     assert "all totals are exact" in ended.stdout
 
 
-@pytest.mark.parametrize("seed", range(3))
+@seeds(3)
 def test_c11_random_kills_of_sources_and_workers_lose_and_repeat_nothing(builder: Builder, seed: int) -> None:
     ended = run(builder.program("kills.cpp"), str(seed), "2000")
     assert ended.returncode == 0, ended.stderr
@@ -47,7 +54,7 @@ def test_c11_random_kills_of_sources_and_workers_lose_and_repeat_nothing(builder
     print(ended.stdout)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@seeds(4)
 def test_c11_random_kills_of_who_reads_and_fills_in_place_write_over_nothing(
     builder: Builder, seed: int
 ) -> None:
@@ -59,7 +66,7 @@ def test_c11_random_kills_of_who_reads_and_fills_in_place_write_over_nothing(
     print(ended.stdout)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@seeds(5)
 def test_c2_whatever_was_cut_before_memory_that_is_free_is_found(builder: Builder, seed: int) -> None:
     ended = run(builder.program("memory.cpp"), str(seed), "5000")
     assert ended.returncode == 0, ended.stderr

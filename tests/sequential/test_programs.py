@@ -1,8 +1,10 @@
-"""A pipe in a program: under fork, forkserver and spawn, with the program's own classes, at Ctrl-C and at the
-end."""
+"""A pipe in a program, inferring and training: under fork, forkserver and spawn, with the program's own classes,
+at Ctrl-C and at the end."""
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,19 +15,51 @@ PYTHON = [sys.executable, "-W", "ignore:Sequential:RuntimeWarning"]
 """Models so small that a pipe may warn that it can't win."""
 
 PROGRAM = """
+import copy
 import multiprocessing
 import sys
+from functools import partial
 import torch
 from torch import nn
+from torch.optim import SGD
 from flowchan.pipelines import Sequential
 
 class Double(nn.Module):
     def forward(self, x):
         return 2 * x
 
-def main():
-    # torch's threads have begun: none of them is in a forked process
-    torch.ones(300, 300) @ torch.ones(300, 300)
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+
+    def forward(self, x):
+        return x + torch.tanh(self.inner(x))
+
+def train():
+    scale = 0.5
+
+    def loss(output, target):
+        return scale * nn.functional.cross_entropy(output, target)
+
+    module = nn.Sequential(nn.Linear(300, 300), Block(300), Block(300), nn.Linear(300, 10))
+    plain = copy.deepcopy(module)
+    optimizer = SGD(plain.parameters(), lr=0.1)
+    x, target = torch.randn(512, 300), torch.randint(10, (512,))
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        losses.append(loss(plain(x), target))
+        losses[-1].backward()
+        optimizer.step()
+    pipe = Sequential(module, 2, on="process", chunks=4)
+    with pipe.trainer(loss=loss, optimizer=partial(SGD, lr=0.1)) as training:
+        found = [training.step(x, target) for _ in range(3)]
+    assert torch.allclose(torch.stack(found), torch.stack(losses), atol=1e-4)
+    for mine, other in zip(module.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(mine, other, atol=1e-4)
+
+def infer():
     factor = 3
     class Triple(nn.Module):
         def forward(self, x):
@@ -37,19 +71,23 @@ def main():
     with torch.no_grad():
         assert torch.allclose(pipe(x), module(x), atol=1e-4)
         assert all(torch.allclose(y, module(x), atol=1e-4) for y in pipe.stream([x] * 5))
-    print("fine")
     return pipe
 
 if __name__ == "__main__":
     multiprocessing.set_start_method(sys.argv[1])
-    forgotten = main()
+    torch.manual_seed(0)
+    # torch's threads have begun: none of them is in a forked process
+    torch.ones(300, 300) @ torch.ones(300, 300)
+    train()
+    forgotten = infer()
+    print("fine")
     left = forgotten.stream(torch.ones(64, 300) for _ in range(10 ** 9))
     next(left)
 """
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
-def test_a_program_with_a_pipe(method: str, tmp_path: Path) -> None:
+def test_a_program_that_trains_and_infers_with_pipes(method: str, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     done = subprocess.run([*PYTHON, program, method], capture_output=True, text=True, timeout=100)
@@ -83,3 +121,49 @@ with Sequential([nn.Linear(3, 3), nn.Linear(3, 3)], on=sys.argv[1]) as pipe:
 def test_ctrl_c_ends_a_stream_and_the_pipe_goes_on(on: str) -> None:
     done = subprocess.run([*PYTHON, "-c", INTERRUPTED, on], capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted (4, 3)\n", "")
+
+
+TRAINS = """
+import itertools, sys
+from functools import partial
+import torch
+from torch import nn
+from torch.optim import SGD
+from flowchan.pipelines import Sequential
+
+def main():
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4))
+    pipe = Sequential(module, 2, on="process", chunks=4)
+    with pipe.trainer(loss=nn.functional.cross_entropy, optimizer=partial(SGD, lr=0.1)) as training:
+        for number in itertools.count():
+            training.step(torch.randn(16, 8), torch.randint(4, (16,)))
+            if number == 3:
+                print("going", flush=True)
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+        sys.exit(130)
+"""
+
+
+def test_a_program_that_trains_ends_by_ctrl_c(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(TRAINS)
+    process = subprocess.Popen(
+        [sys.executable, str(program)],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "going\n", process.communicate()
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    out, err = process.communicate()
+    assert (process.returncode, out) == (130, "interrupted\n"), err
+    assert err.count("\n") == 1
+    assert err.startswith("flowchan: stopping")
