@@ -1,5 +1,5 @@
-"""A pipe in a program, inferring and training: under fork, forkserver and spawn, with the program's own classes,
-at Ctrl-C and at the end."""
+"""A pipe in a program, inferring and training: under fork, forkserver and spawn, with the program's own
+classes, at Ctrl-C and at the end."""
 
 from __future__ import annotations
 
