@@ -58,7 +58,7 @@ Awaited: TypeAlias = (
 )
 """An ``async def`` function of an item, or a class whose ``__call__`` is one."""
 
-Applicable: TypeAlias = Callable[..., Any] | Bound[Any]
+AnyFunction: TypeAlias = Callable[..., Any] | Bound[Any]
 """Whatever of these a verb takes."""
 
 Many: TypeAlias = Iterable[B] | AsyncIterable[B] | Coroutine[Any, Any, Iterable[B]]

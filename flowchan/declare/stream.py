@@ -23,7 +23,7 @@ from flowchan.declare.options import (
     WorkOptions,
     shows,
 )
-from flowchan.declare.shapes import Applicable, Awaited, Built, Effect, Fold, Many
+from flowchan.declare.shapes import AnyFunction, Awaited, Built, Effect, Fold, Many
 from flowchan.declare.values import Origin, Stage
 from flowchan.items.combining import OPERATIONS, Function, Named, Reduced
 from flowchan.items.failed import Failed
@@ -71,7 +71,7 @@ class Stream(Generic[T_co]):
     @overload
     def map(self, function: Callable[[T_co], B], **options: Unpack[OrderedOptions]) -> Tried[B, T_co]: ...
     @shows(OrderedOptions)
-    def map(self, function: Applicable, **options: Unpack[OrderedOptions]) -> Stream[Any]:
+    def map(self, function: AnyFunction, **options: Unpack[OrderedOptions]) -> Stream[Any]:
         """``function(item)`` for each item: one output per item. Of a batch it may return a list of as many,
         with an exception in the place of each member that failed: only those count as failed."""
         return self._one("map", function, returned_type, options)
@@ -85,7 +85,7 @@ class Stream(Generic[T_co]):
         self, function: Callable[[T_co], Many[B]], **options: Unpack[OrderedOptions]
     ) -> Tried[B, T_co]: ...
     @shows(OrderedOptions)
-    def flat_map(self, function: Applicable, **options: Unpack[OrderedOptions]) -> Stream[Any]:
+    def flat_map(self, function: AnyFunction, **options: Unpack[OrderedOptions]) -> Stream[Any]:
         """Each element of the iterable that ``function(item)`` gives: any number of outputs per item."""
         return self._one("flat_map", function, lambda called: element_type(returned_type(called)), options)
 
