@@ -1,16 +1,20 @@
 """A graph as DOT text. Text only: :mod:`flowchan.viz.render` makes pictures of it.
 
+A long graph is broken into rows. Where an arrow would lead from one to another, it has two ends that name
+each other's stage.
+
 Colours are chosen on a light ground that the picture brings along, so it reads the same in a dark viewer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from html import escape
 from typing import TYPE_CHECKING, Any
 
 from flowchan.declare.values import Link, Stage
 from flowchan.viz import labels
-from flowchan.viz.labels import Picture, Pool, Role
+from flowchan.viz.labels import Ground, Picture, Role
 
 if TYPE_CHECKING:
     from graphviz import Digraph
@@ -21,20 +25,21 @@ FONT = "Helvetica,Arial,DejaVu Sans,sans-serif"
 GROUND, INK, FAINT = "#fbfcfd", "#1f2933", "#52606d"
 BLUE, RED = "#627d98", "#c53030"
 
-# border, fill, shape, style
-LOOKS: dict[Role, tuple[str, str, str, str]] = {
-    "source": ("#2f855a", "#dcf3e4", "ellipse", "filled"),
-    "stage": ("#486581", "#ffffff", "box", "filled,rounded"),
-    "sink": ("#6b46c1", "#e9e3f8", "cylinder", "filled"),
-    "errors": (RED, "#fde4e4", "box", "filled,rounded,dashed"),
-    "result": ("#a17c07", "#fff5c2", "note", "filled"),
-    "unread": (RED, "#ffffff", "note", "filled,dashed"),
+# border, shape, style
+LOOKS: dict[Role, tuple[str, str, str]] = {
+    "source": ("#2f855a", "ellipse", "filled"),
+    "stage": ("#486581", "box", "filled,rounded"),
+    "sink": ("#6b46c1", "cylinder", "filled"),
+    "errors": (RED, "box", "filled,rounded,dashed"),
+    "result": ("#a17c07", "note", "filled"),
+    "unread": (RED, "note", "filled,dashed"),
 }
-# border, fill, and the legend's words
-POOLS: dict[str, tuple[str, str, str]] = {
-    "threads": ("#9fb8d6", "#eef4fb", "threads of one process"),
-    "processes": ("#dba653", "#fdf2df", "a pool of processes"),
-    "hosts": ("#c0627a", "#fbeaee", "processes on other hosts"),
+END = "#fff5c2"
+# fill, and the legend's words
+GROUNDS: dict[Ground, tuple[str, str]] = {
+    "threads": ("#eef4fb", "on threads"),
+    "processes": ("#fbd99b", "in processes"),
+    "hosts": ("#f3bccb", "on other hosts"),
 }
 
 
@@ -52,80 +57,69 @@ def to_dot(blueprint: Blueprint, *, live: bool = False) -> str:
         name="flowchan",
         graph_attr={
             "rankdir": "LR",
-            # rank by the arrows alone, else a box is kept together and arrows run backwards
-            "newrank": "true",
             "bgcolor": GROUND,
             "fontname": FONT,
             "fontcolor": INK,
             "label": _legend(picture),
             "labelloc": "t",
             "labeljust": "l",
-            "nodesep": "0.35",
-            "ranksep": "0.45",
+            "nodesep": "0.3",
+            "ranksep": "0.35",
             "pad": "0.3",
         },
         node_attr={
             "fontname": FONT,
             "fontsize": "12",
             "fontcolor": INK,
-            "margin": "0.16,0.08",
+            "margin": "0.14,0.06",
             "penwidth": "1.3",
         },
         edge_attr={"fontname": FONT, "fontsize": "9", "fontcolor": FAINT, "color": BLUE, "arrowsize": "0.7"},
     )
-    for index, pool in enumerate(picture.pools):
-        dot.subgraph(_box(picture, index, pool, live))
+    for number, stage in enumerate(picture.stages):
+        _node(dot, number, stage, picture, LIVE.format(blueprint.stages.index(stage)) if live else "")
     for index, (writer, reader, link) in enumerate(picture.arrows):
         if reader is None:
             _loose_end(dot, f"end{index}", picture.stages[writer], link)
-        dot.edge(f"n{writer}", f"end{index}" if reader is None else f"n{reader}", **_arrow(link))
+            dot.edge(f"n{writer}", f"end{index}", **_arrow(link, picture.said))
+        elif picture.rows[writer] == picture.rows[reader]:
+            dot.edge(f"n{writer}", f"n{reader}", **_arrow(link, picture.said))
+        else:
+            _broken(dot, index, picture, writer, reader, link)
+    _begin_rows(dot, picture)
     return str(dot.source)
 
 
-def _box(picture: Picture, index: int, pool: Pool, live: bool) -> Digraph:
+def _node(dot: Digraph, number: int, stage: Stage, picture: Picture, does: str) -> None:
     import graphviz
 
-    border, fill, _ = POOLS[labels.looks(pool.place)]
-    box = graphviz.Digraph(
-        name=f"cluster{index}",
-        graph_attr={
-            "label": graphviz.escape(pool.title),
-            "labelloc": "t",
-            "labeljust": "l",
-            "fontsize": "10",
-            "fontcolor": FAINT,
-            "color": border,
-            "bgcolor": fill,
-            "style": "rounded",
-            "margin": "12",
-        },
+    file, line = labels.place(stage)
+    dot.node(
+        f"n{number}",
+        label=_stage_label(stage, picture.said, does),
+        tooltip=graphviz.escape(f"{stage.name}: {stage.kind}, {labels.relative(file)}:{line}"),
+        **_look(picture.roles[number], GROUNDS[labels.ground(stage.place)][0]),
     )
-    for number in pool.stages:
-        stage = picture.stages[number]
-        file, line = labels.place(stage)
-        box.node(
-            f"n{number}",
-            label=_stage_label(stage, LIVE.format(number) if live else ""),
-            tooltip=graphviz.escape(f"{stage.name}: {stage.kind}, {file}:{line}"),
-            **_look(picture.roles[number]),
-        )
-    return box
 
 
-def _look(role: Role) -> dict[str, str]:
-    border, fill, shape, style = LOOKS[role]
+def _look(role: Role, fill: str) -> dict[str, str]:
+    border, shape, style = LOOKS[role]
     look = {"color": border, "fillcolor": fill, "shape": shape, "style": style}
     return look | {"margin": "0.01,0.04"} if shape == "ellipse" else look
 
 
-def _stage_label(stage: Stage, does: str) -> str:
-    workers = labels.workers_text(stage)
+def _stage_label(stage: Stage, said: Mapping[str, str], does: str) -> str:
+    workers, options = labels.workers_text(stage), labels.option_text(stage)
     count = f" <B>{workers}</B>" if workers else ""
-    name = f"<B>{escape(stage.name)}</B>{count}"
-    detail = f'<FONT POINT-SIZE="9" COLOR="{FAINT}">{escape(labels.detail_text(stage))}</FONT>'
-    rows = f"<TR><TD>{name}</TD></TR><TR><TD>{detail}</TD></TR>"
-    rows += f'<TR><TD><FONT POINT-SIZE="9">{does}</FONT></TD></TR>' if does else ""
-    return f'<<TABLE BORDER="0" CELLSPACING="0" CELLPADDING="1">{rows}</TABLE>>'
+    rows = [f"<B>{escape(stage.name)}</B>{count}"]
+    if options:
+        rows.append(f'<FONT POINT-SIZE="10">{escape(options)}</FONT>')
+    detail = escape(labels.detail_text(stage, said)).replace("\n", "<BR/>")
+    rows.append(f'<FONT POINT-SIZE="9" COLOR="{FAINT}">{detail}</FONT>')
+    if does:
+        rows.append(f'<FONT POINT-SIZE="9">{does}</FONT>')
+    cells = "".join(f"<TR><TD>{row}</TD></TR>" for row in rows)
+    return f'<<TABLE BORDER="0" CELLSPACING="0" CELLPADDING="1">{cells}</TABLE>>'
 
 
 def _loose_end(dot: Digraph, node: str, writer: Stage, link: Link) -> None:
@@ -133,24 +127,66 @@ def _loose_end(dot: Digraph, node: str, writer: Stage, link: Link) -> None:
 
     role = labels.end_role(writer)
     words = labels.MEANING[role]
+    if role == "result":
+        words = f"{words} <B>{escape(labels.result_name(writer))}</B>"
     dot.node(
         node,
         label=f'<<FONT POINT-SIZE="10">{words}</FONT>>',
         tooltip=graphviz.escape(link.name),
-        **_look(role),
+        **_look(role, END if role == "result" else "#ffffff"),
     )
 
 
-def _arrow(link: Link) -> dict[str, Any]:
+def _broken(dot: Digraph, index: int, picture: Picture, writer: int, reader: int, link: Link) -> None:
+    """An arrow from one row to another, as two ends that name each other."""
+    for node, other, arrow in ((f"to{index}", reader, "→ {}"), (f"from{index}", writer, "{} →")):
+        words = escape(arrow.format(picture.stages[other].name))
+        dot.node(
+            node,
+            label=f'<<FONT POINT-SIZE="10" COLOR="{FAINT}"><I>{words}</I></FONT>>',
+            shape="plaintext",
+            margin="0.02,0.02",
+        )
+    look = _arrow(link, picture.said) | {"constraint": "true"}
+    dot.edge(f"n{writer}", f"to{index}", **look)
+    dot.edge(f"from{index}", f"n{reader}", **{key: look[key] for key in look if key != "label"})
+
+
+def _begin_rows(dot: Digraph, picture: Picture) -> None:
+    """Puts the rows one below the other: an unseen point at the left of each, with what begins the row behind
+    it."""
+    rows = max(picture.rows, default=0) + 1
+    if rows == 1:
+        return
+    led = {
+        reader
+        for writer, reader, link in picture.arrows
+        if reader is not None and picture.rows[writer] == picture.rows[reader] and not link.feedback
+    }
+    entered: dict[int, list[str]] = {}
+    for index, (writer, reader, _) in enumerate(picture.arrows):
+        if reader is not None and picture.rows[writer] != picture.rows[reader]:
+            entered.setdefault(reader, []).append(f"from{index}")
+    with dot.subgraph() as first:
+        first.attr(rank="same")
+        for row in range(rows):
+            first.node(f"row{row}", label="", shape="point", style="invis", width="0", height="0")
+    for row in range(1, rows):
+        dot.edge(f"row{row - 1}", f"row{row}", style="invis")
+    for number, row in enumerate(picture.rows):
+        for node in entered.get(number, () if number in led else [f"n{number}"]):
+            dot.edge(f"row{row}", node, style="invis")
+
+
+def _arrow(link: Link, said: Mapping[str, str]) -> dict[str, Any]:
     import graphviz
 
-    item, rest = labels.channel_text(link)
-    first = f"<B>{escape(item)}</B><BR/>" if item else ""
-    words = (
-        # for the room around it
-        f'<TABLE BORDER="0" CELLPADDING="3"><TR><TD>{first}{escape(rest)}</TD></TR></TABLE>'
-    )
-    look = {"label": f"<{words}>", "tooltip": graphviz.escape(link.name)}
+    look = {"tooltip": graphviz.escape(labels.channel_tooltip(link))}
+    item, rest = labels.channel_text(link, said)
+    if item or rest:
+        lines = "<BR/>".join(filter(None, (item and f"<B>{escape(item)}</B>", escape(rest))))
+        # a table for the room around it
+        look["label"] = f'<<TABLE BORDER="0" CELLPADDING="3"><TR><TD>{lines}</TD></TR></TABLE>>'
     if link.medium.copies:
         look |= {"penwidth": "2.2"}
     if link.feedback:  # it runs against the order of the stages, which it must not pull apart
@@ -167,23 +203,25 @@ def _legend(picture: Picture) -> str:
         labels.end_role(picture.stages[writer]) for writer, reader, _ in picture.arrows if reader is None
     }
     used = {*picture.roles, *ends}
-    boxes = [_swatch(*LOOKS[role][:2]) + _key(labels.MEANING[role]) for role in LOOKS if role in used]
-    boxes += [
-        _swatch(*POOLS[on][:2]) + _key(POOLS[on][2])
-        for on in POOLS
-        if on in {labels.looks(pool.place) for pool in picture.pools}
+    boxes = [
+        _swatch(LOOKS[role][0], "#ffffff") + _key(labels.MEANING[role]) for role in LOOKS if role in used
     ]
-    media = {link.medium.name for _, _, link in picture.arrows}
+    boxes += [
+        _swatch(FAINT, GROUNDS[kind][0]) + _key(GROUNDS[kind][1])
+        for kind in GROUNDS
+        if kind in picture.grounds
+    ]
     # These characters are in the small fonts that renderers bring along; dashed and heavy arrows are not.
-    arrows = [_line("→", BLUE) + _key("channel between threads")] if "threads" in media else []
-    if "processes" in media:
-        arrows.append(_line("▬►", BLUE) + _key("channel between processes"))
+    arrows = []
+    if {link.medium.copies for _, _, link in picture.arrows} == {True, False}:
+        arrows += [
+            _line("→", BLUE) + _key("within the program"),
+            _line("▬►", BLUE) + _key("between processes"),
+        ]
     if any(link.feedback for _, _, link in picture.arrows):
         arrows.append(_line("← –", BLUE) + _key("feedback"))
     if any(link.errors for _, _, link in picture.arrows):
         arrows.append(_line("– →", RED) + _key("failed items"))
-    if arrows:
-        arrows.append(_key("beside it: <B>item type</B>, capacity · medium"))
     title = (
         f'<TR><TD ALIGN="LEFT"><FONT POINT-SIZE="15"><B>{escape(picture.name) or "?"}</B></FONT></TD></TR>'
     )

@@ -1,23 +1,32 @@
-"""What the pictures say and how they group it, for every picture format: words, places, roles, pools."""
+"""What the pictures say and where they put it, for every picture format: words, roles, places, rows.
+
+Only what is not the default is said: of a channel its item type, and a capacity that is not the usual one;
+of a stage how many items it takes, whether it tries again, keeps the order, and on which hosts it runs.
+"""
 
 from __future__ import annotations
 
+import ast
+import functools
 import inspect
+import sysconfig
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from flowchan.declare.annotations import type_name
-from flowchan.declare.callables import bare
+from flowchan.declare.callables import bare, is_async
 from flowchan.declare.places import Place
-from flowchan.declare.values import Link, Stage
+from flowchan.declare.values import DEFAULT_CAPACITY, Link, Stage
+from flowchan.errors import Where
 
 if TYPE_CHECKING:
     from flowchan.declare.blueprint import Blueprint
 
 Role = Literal["source", "stage", "sink", "errors", "result", "unread"]
+Ground = Literal["threads", "processes", "hosts"]
 
 MEANING: Mapping[Role, str] = {
     "source": "source",
@@ -28,44 +37,48 @@ MEANING: Mapping[Role, str] = {
     "unread": "read by nobody",
 }
 
-
-@dataclass(frozen=True, slots=True)
-class Pool:
-    """Stages that are drawn in one box: all threads of the run's own process, or the processes of one
-    stage."""
-
-    title: str
-    place: Place
-    stages: tuple[int, ...]
+PER_ROW = 6
+"""So many stages one behind the other fit the width of a page."""
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
     """A graph as a picture needs it. Stages are numbered in declaration order, because names need not be
     unique in a graph that is still wrong. ``arrows`` are (writer, reader, link), with the reader ``None``
-    where the channel leaves the graph."""
+    where the channel leaves the graph. ``rows`` has the row of each stage, from the top. ``said`` is what a
+    graph says of a stage itself, in place of its verb and line."""
 
     name: str
     stages: tuple[Stage, ...]
     roles: tuple[Role, ...]
-    pools: tuple[Pool, ...]
     arrows: tuple[tuple[int, int | None, Link], ...]
+    rows: tuple[int, ...]
+    said: Mapping[str, str]
+
+    @property
+    def grounds(self) -> set[Ground]:
+        """Which kinds of places there are."""
+        return {ground(stage.place) for stage in self.stages}
 
 
 def picture(blueprint: Blueprint) -> Picture:
     """Read a graph's frozen values into what is drawn. Runs nothing."""
-    stages, links = tuple(blueprint.stages), tuple(blueprint.links)
+    drawn = blueprint.drawn
+    stages = tuple(stage for stage in blueprint.stages if drawn.get(stage.name, "") is not None)
     number: dict[str, int] = {}
     for index, stage in enumerate(stages):
         number.setdefault(stage.name, index)
     arrows = tuple(
         (number[link.writer], None if link.reader is None else number.get(link.reader), link)
-        for link in links
-        if link.writer in number and link.worker <= 1  # one arrow for the channels of all workers
+        for link in blueprint.links
+        if link.writer in number
+        and link.worker <= 1  # one arrow for the channels of all workers
+        and drawn.get(link.reader or "", "") is not None
     )
     error_readers = {reader for _, reader, link in arrows if link.errors and reader is not None}
     roles = tuple(_role(index, stage, error_readers) for index, stage in enumerate(stages))
-    return Picture(blueprint.name, stages, roles, _pools(stages), arrows)
+    said = {name: text for name, text in drawn.items() if text}
+    return Picture(blueprint.name, stages, roles, arrows, _rows(stages, arrows), said)
 
 
 def _role(index: int, stage: Stage, error_readers: set[int]) -> Role:
@@ -74,18 +87,19 @@ def _role(index: int, stage: Stage, error_readers: set[int]) -> Role:
     return stage.verb.role
 
 
-def _pools(stages: Sequence[Stage]) -> tuple[Pool, ...]:
-    threads = tuple(index for index, stage in enumerate(stages) if not stage.place.apart)
-    pools = [Pool("threads", stages[threads[0]].place, threads)] if threads else []
-    for index, stage in enumerate(stages):
-        if stage.place.apart:
-            count = "1 process" if stage.workers == 1 else f"{stage.workers} processes"
-            where = _hosts_text(stage.place)
-            pools.append(Pool(f"{count} on {where}" if where else count, stage.place, (index,)))
-    return tuple(pools)
+def _rows(stages: Sequence[Stage], arrows: Sequence[tuple[int, int | None, Link]]) -> tuple[int, ...]:
+    """The row of each stage: as a text into lines, a long graph is broken into rows of one length."""
+    depth = [0] * len(stages)
+    for writer, reader, link in sorted(arrows, key=lambda arrow: arrow[0]):
+        if reader is not None and reader > writer and not link.feedback:
+            depth[reader] = max(depth[reader], depth[writer] + 1)
+    length = max(depth, default=0) + 1
+    rows = -(-length // PER_ROW)
+    each = -(-length // rows)
+    return tuple(place // each for place in depth)
 
 
-def _hosts_text(place: Place) -> str:
+def hosts_text(place: Place) -> str:
     """Which hosts a place has; of many the first and the last."""
     if place.nowhere:
         return "hosts still to be given"
@@ -99,8 +113,8 @@ def _hosts_text(place: Place) -> str:
     return f"host {hosts}" if len(place.hosts) == 1 else f"{len(place.hosts)} hosts: {hosts}"
 
 
-def looks(place: Place) -> str:
-    """Which of the three looks of boxes a place has: threads, processes, or processes on hosts."""
+def ground(place: Place) -> Ground:
+    """Which of the three colours a place has: threads, processes, or processes on hosts."""
     return "hosts" if place.is_far else "processes" if place.apart else "threads"
 
 
@@ -114,10 +128,19 @@ def workers_text(stage: Stage) -> str:
     return f"\N{MULTIPLICATION SIGN}{stage.workers}" if stage.workers > 1 else ""
 
 
-def channel_text(link: Link) -> tuple[str, str]:
-    """The two lines beside a channel: its item type (may be empty), and its capacity and medium."""
-    each = " · each worker" if link.worker else ""
-    return type_text(link.item), f"{link.capacity} · {link.medium}{each}"
+def channel_text(link: Link, said: Mapping[str, str]) -> tuple[str, str]:
+    """The two lines beside a channel, each of which may be empty: its item type, and what else is unusual.
+    Where the graph says itself what a stage is, both: what such stages pass on is their own."""
+    if link.writer in said or link.reader in said:
+        return "", ""
+    unusual = [f"capacity {link.capacity:,}"] if link.capacity != DEFAULT_CAPACITY else []
+    unusual += ["one for each worker"] if link.worker else []
+    return type_text(link.item), " · ".join(unusual)
+
+
+def channel_tooltip(link: Link) -> str:
+    """Everything of a channel, for whoever points at it."""
+    return f"{link.name}: capacity {link.capacity:,}, {link.medium}"
 
 
 def type_text(item: Any) -> str:
@@ -125,15 +148,67 @@ def type_text(item: Any) -> str:
     return "" if item is None or item is Any else type_name(item)
 
 
-def detail_text(stage: Stage) -> str:
-    """The verb, unless it is the name too, and the place of the function."""
+def option_text(stage: Stage) -> str:
+    """What its declaration says beyond verb and function, where it is not the default."""
+    return " · ".join(_options(stage))
+
+
+def _options(stage: Stage) -> Iterator[str]:
+    options = stage.options
+    if "size" in options:
+        waits = options.get("timeout")
+        yield f"{options['size']:,} items" + (f" or {waits:g} s" if waits is not None else "")
+    elif "n" in options and stage.kind == "take":
+        yield f"{options['n']:,} items"
+    if stage.function is not None and is_async(stage.function):
+        yield "async"
+    if stage.workers > 1 and stage.verb.ordered and not stage.ordered:
+        yield "unordered"
+    if stage.retries:
+        yield "1 retry" if stage.retries == 1 else f"{stage.retries} retries"
+    if stage.timeout is not None:
+        yield f"{stage.timeout:g} s each"
+    if stage.gpus:
+        yield f"{stage.gpus} GPU{'s' * (stage.gpus > 1)} each"
+    if where := hosts_text(stage.place):
+        yield where
+
+
+def detail_text(stage: Stage, said: Mapping[str, str]) -> str:
+    """The verb, unless it is the name too, and the place of the function; or what the graph says itself."""
+    if stage.name in said:
+        return said[stage.name]
     kind = "" if stage.kind == stage.name else f"{stage.kind} · "
     return kind + place_text(stage)
 
 
+def result_name(stage: Stage) -> str:
+    """What the program calls the result of a stage: the variable that it is assigned to, else the
+    name of the stage."""
+    return _assigned(stage.where) or stage.name
+
+
+@functools.lru_cache
+def _statements(file: str) -> tuple[ast.Assign, ...]:
+    try:
+        tree = ast.parse(Path(file).read_text())
+    except (OSError, SyntaxError, ValueError):
+        return ()
+    return tuple(node for node in ast.walk(tree) if isinstance(node, ast.Assign))
+
+
+def _assigned(where: Where) -> str:
+    for statement in _statements(where.file):
+        if statement.lineno <= where.line <= (statement.end_lineno or statement.lineno):
+            target, value = statement.targets[0], statement.value
+            if isinstance(target, ast.Name) and isinstance(value, ast.Call):
+                return target.id
+    return ""
+
+
 def place_text(stage: Stage) -> str:
-    """Where the stage's function begins, as ``file:line``; where the stage was declared if the function is
-    not written in Python or there is none."""
+    """Where the function begins, as ``file:line``; where the stage was declared if the function is not
+    the user's own."""
     file, line = place(stage)
     return f"{_short(file)}:{line}"
 
@@ -141,9 +216,13 @@ def place_text(stage: Stage) -> str:
 def place(stage: Stage) -> tuple[str, int]:
     """Like :func:`place_text`, with the whole path."""
     code = _code(stage.function)
-    if code is None or code.co_filename.startswith("<"):
+    if code is None or code.co_filename.startswith(_NOT_THE_USERS):
         return stage.where.file, stage.where.line
     return code.co_filename, code.co_firstlineno
+
+
+_NOT_THE_USERS = ("<", *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")))
+"""How the files of functions begin that nobody looks for here."""
 
 
 def _code(function: Any) -> types.CodeType | None:
@@ -163,6 +242,6 @@ def relative(file: str) -> str:
 
 
 def _short(file: str) -> str:
-    """Of a far place only the end, so that a box stays a box."""
+    """Of a place elsewhere only the file's name, so that a box stays a box."""
     path = Path(relative(file))
-    return f"…/{'/'.join(path.parts[-2:])}" if path.is_absolute() and len(path.parts) > 4 else str(path)
+    return path.name if path.is_absolute() else str(path)

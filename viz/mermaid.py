@@ -6,11 +6,12 @@ A limit of theirs, not of the text: most viewers refuse more than 500 arrows. Us
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from flowchan.declare.values import Link, Stage
 from flowchan.viz import labels
-from flowchan.viz.labels import Picture, Pool, Role
+from flowchan.viz.labels import Ground, Role
 
 if TYPE_CHECKING:
     from flowchan.declare.blueprint import Blueprint
@@ -25,65 +26,59 @@ SHAPES: dict[Role, tuple[str, str]] = {
     "result": ("[/", "/]"),
     "unread": ("[/", "/]"),
 }
-CLASSES: dict[str, str] = {
-    "source": "fill:#dcf3e4,stroke:#2f855a,color:#1f2933",
-    "stage": "fill:#ffffff,stroke:#486581,color:#1f2933",
-    "sink": "fill:#e9e3f8,stroke:#6b46c1,color:#1f2933",
-    "errors": "fill:#fde4e4,stroke:#c53030,color:#1f2933",
-    "result": "fill:#fff5c2,stroke:#a17c07,color:#1f2933",
-    "unread": "fill:#ffffff,stroke:#c53030,color:#1f2933,stroke-dasharray:4",
-    "threads": "fill:#eef4fb,stroke:#9fb8d6,color:#52606d",
-    "processes": "fill:#fdf2df,stroke:#dba653,color:#52606d",
-    "hosts": "fill:#fbeaee,stroke:#c0627a,color:#52606d",
+STROKES: dict[Role, str] = {
+    "source": "stroke:#2f855a",
+    "stage": "stroke:#486581",
+    "sink": "stroke:#6b46c1",
+    "errors": "stroke:#c53030",
+    "result": "stroke:#a17c07",
+    "unread": "stroke:#c53030,stroke-dasharray:4",
 }
+FILLS: dict[Ground, str] = {"threads": "fill:#eef4fb", "processes": "fill:#fbd99b", "hosts": "fill:#f3bccb"}
+ENDS = "fill:#fff5c2"
 
 
 def to_mermaid(blueprint: Blueprint) -> str:
     """The graph as a Mermaid flowchart, from left to right. Starts no stage and no source."""
     picture = labels.picture(blueprint)
     lines = ["---", f"title: {json.dumps(picture.name)}", "---", "flowchart LR"]
-    for index, pool in enumerate(picture.pools):
-        lines += _box(picture, index, pool)
+    classes = {}
+    for number, stage in enumerate(picture.stages):
+        role, ground = picture.roles[number], labels.ground(stage.place)
+        classes[f"{role}_{ground}"] = f"{FILLS[ground]},{STROKES[role]}"
+        lines.append(f"    n{number}{_shaped(role, _words(stage, picture.said))}:::{role}_{ground}")
     for index, (writer, reader, link) in enumerate(picture.arrows):
         if reader is None:
             role = labels.end_role(picture.stages[writer])
-            lines.append(f"    out{index}{_shaped(role, labels.MEANING[role])}")
-        lines.append(f"    n{writer} {_arrow(link)} {f'out{index}' if reader is None else f'n{reader}'}")
+            words = labels.MEANING[role]
+            if role == "result":
+                words += f" {labels.result_name(picture.stages[writer])}"
+            classes[role] = f"{ENDS},{STROKES[role]}"
+            lines.append(f"    out{index}{_shaped(role, words)}:::{role}")
+        lines.append(
+            f"    n{writer} {_arrow(link, picture.said)} {f'out{index}' if reader is None else f'n{reader}'}"
+        )
     red = [str(index) for index, (_, _, link) in enumerate(picture.arrows) if link.errors]
     if red:
         lines.append(f"    linkStyle {','.join(red)} stroke:#c53030")
-    lines += [f"    classDef {name} {style}" for name, style in CLASSES.items()]
+    lines += [f"    classDef {name} {style},color:#1f2933" for name, style in classes.items()]
     return "\n".join(lines) + "\n"
 
 
-def _box(picture: Picture, index: int, pool: Pool) -> list[str]:
-    nodes = [
-        f"        n{number}{_shaped(picture.roles[number], _words(picture.stages[number]))}"
-        for number in pool.stages
-    ]
-    look = labels.looks(pool.place)
-    return [
-        f"    subgraph pool{index}[{_quoted(pool.title)}]",
-        *nodes,
-        "    end",
-        f"    class pool{index} {look}",
-    ]
-
-
-def _words(stage: Stage) -> str:
-    workers = labels.workers_text(stage)
-    return f"{stage.name} {workers}".rstrip() + f"\n{labels.detail_text(stage)}"
+def _words(stage: Stage, said: Mapping[str, str]) -> str:
+    first = f"{stage.name} {labels.workers_text(stage)}".rstrip()
+    return "\n".join(filter(None, (first, labels.option_text(stage), labels.detail_text(stage, said))))
 
 
 def _shaped(role: Role, words: str) -> str:
     left, right = SHAPES[role]
-    return f"{left}{_quoted(words)}{right}:::{role}"
+    return f"{left}{_quoted(words)}{right}"
 
 
-def _arrow(link: Link) -> str:
-    words = _quoted("\n".join(filter(None, labels.channel_text(link))))
+def _arrow(link: Link, said: Mapping[str, str]) -> str:
+    words = "\n".join(filter(None, labels.channel_text(link, said)))
     line = "-.->" if link.errors or link.feedback else "==>" if link.medium.copies else "-->"
-    return f"{line}|{words}|"
+    return f"{line}|{_quoted(words)}|" if words else line
 
 
 def _quoted(words: str) -> str:

@@ -48,6 +48,9 @@ class Builder:
         self._links: tuple[Link, ...] | None = None
         self._loops: dict[Origin, Loop] = {}
         self._strangers: dict[Origin, Stranger] = {}
+        self.drawn: dict[str, str | None] = {}
+        """What pictures say of a stage, by its name, in place of its verb and line; ``None``: they leave it
+        out."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r} with {len(self._stages)} stages>"

@@ -19,6 +19,9 @@ from flowchan.pipelines.sequential.shared import Lent
 from flowchan.pipelines.sequential.skip import Skips, shelf
 from flowchan.pipelines.sequential.values import Inputs, mapped
 
+MOST_DRAWN = 6
+"""Lines for the layers of a part in a picture."""
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -34,6 +37,15 @@ class Part:
     def name(self) -> str:
         """``part 0``."""
         return f"part {self.number}"
+
+    @property
+    def drawn(self) -> str:
+        """Its layers and parameters, for pictures."""
+        kinds = [f"{name}: {type(layer).__name__}" for name, layer in self.module._modules.items()]
+        if len(kinds) > MOST_DRAWN:
+            kinds[MOST_DRAWN - 2 : -1] = [f"… {len(kinds) - MOST_DRAWN + 1} more …"]
+        numbers = sum(parameter.numel() for parameter in self.module.parameters())
+        return "\n".join([*kinds, f"{numbers:,} parameters"])
 
     def __reduce__(self) -> tuple[Any, ...]:
         """On its way to a process."""

@@ -4,6 +4,7 @@ timeline."""
 from __future__ import annotations
 
 import multiprocessing
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,25 @@ def test_a_training_is_found_in_a_file_and_drawn(tmp_path: Path) -> None:
     dot = to_dot(load(str(file)))
     assert "part 1" in dot
     assert "constraint=false" in dot
+    assert "commands" not in dot
+
+
+def test_the_parts_of_a_pipe_are_drawn_with_their_layers_and_parameters_and_no_plumbing(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "pipe.py"
+    file.write_text(
+        "from torch import nn\n"
+        "from flowchan.pipelines import Sequential\n"
+        "def declared() -> Sequential:\n"
+        "    return Sequential([nn.Linear(2, 2), *[nn.ReLU()] * 8, nn.Linear(2, 3)], parts=[9, 1])\n"
+    )
+    dot = to_dot(load(str(file)))
+    first = "0: Linear<BR/>1: ReLU<BR/>2: ReLU<BR/>3: ReLU<BR/>… 4 more …<BR/>8: ReLU<BR/>6 parameters"
+    assert first in dot
+    assert "9: Linear<BR/>9 parameters" in dot
+    assert ">errors<" not in dot
+    assert "capacity" not in re.sub(r'tooltip="[^"]*"', "", dot.partition("part 0")[2])
 
 
 @pytest.mark.parametrize(("parts", "workers"), [(4, 2), (5, 2), (3, 1), (9, 4)])

@@ -4,7 +4,7 @@ verbs."""
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,6 +25,7 @@ class Declared:
     name: str
     stages: tuple[Stage, ...]
     links: tuple[Link, ...]
+    drawn: dict[str, str | None] = field(default_factory=dict)
 
 
 def declared(name: str, stages: list[Stage], links: list[Link]) -> Blueprint:

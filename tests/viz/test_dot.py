@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Optional
 
 import pytest
-from picture_graphs import chain, declared, leading_back, link, stage, wordcount
+from picture_graphs import HERE, Declared, chain, declared, leading_back, link, stage, wordcount
 
+from flowchan.errors import Where
+from flowchan.hosts import local
 from flowchan.viz import to_dot
-from flowchan.viz.labels import place, type_text
+from flowchan.viz.labels import option_text, place, result_name, type_text
 
 DOT = to_dot(wordcount())
 
@@ -46,6 +50,10 @@ def test_a_function_that_is_not_python_shows_where_it_was_declared() -> None:
     assert place(stage("print", function=print)) == (str(Path(__file__).with_name("picture_graphs.py")), 1)
 
 
+async def waits(item: int) -> int:
+    return item
+
+
 class Model:
     def __init__(self) -> None: ...
 
@@ -53,29 +61,78 @@ class Model:
         return item
 
 
-@pytest.mark.parametrize(
-    "function", [Model, functools.partial(Model), Model(), functools.partial(node, "x"), Path.rglob]
-)
+@pytest.mark.parametrize("function", [Model, functools.partial(Model), Model(), functools.partial(node, "x")])
 def test_places_are_found_in_every_kind_of_callable(function: Any) -> None:
     file, line = place(stage("any", function=function))
-    assert os.path.basename(file) in ("test_dot.py", "pathlib.py", "_local.py", "__init__.py")
+    assert os.path.basename(file) == "test_dot.py"
     assert line > 1
 
 
-def test_stages_are_boxed_by_placement_threads_together_and_each_pool_apart() -> None:
-    boxes = re.findall(r"subgraph cluster\d+ \{(.*?)\n\t\}", DOT, re.DOTALL)
-    members = [set(re.findall(r"<B>(\w+)</B>", box)) for box in boxes]
-    assert members == [{"files", "total", "report", "save"}, {"counts"}]
-    assert "label=threads" in boxes[0]
-    assert 'label="2 processes"' in boxes[1]
+@pytest.mark.parametrize("function", [Path.rglob, json.loads, functools.partial(Path.rglob)])
+def test_a_function_of_a_library_shows_the_users_own_line(function: Any) -> None:
+    assert place(stage("any", "source", function=function)) == (HERE.file, HERE.line)
 
 
-def test_a_channel_shows_item_type_capacity_and_medium() -> None:
+def test_the_colour_of_a_stage_says_where_it_runs() -> None:
+    fills = {
+        name: re.search(r'fillcolor="(#\w+)"', node(name)).group(1) for name in ("files", "counts", "total")
+    }
+    assert fills["files"] == fills["total"] != fills["counts"]
+
+
+def test_a_channel_shows_its_item_type_and_what_is_unusual() -> None:
     (files,) = arrow("files")
     assert "<B>Path</B>" in files
-    assert "64 · processes" in files
-    (errors,) = arrow("counts.errors")
-    assert "<B>" not in errors
+    assert "64" not in files.partition("tooltip=")[0]
+    assert "capacity 64, processes" in files
+    assert "label" not in arrow("total")[1]
+    small = replace(link("files", "counts"), capacity=8)
+    (label,) = arrow("files", to_dot(declared("g", [stage("files", "source"), stage("counts")], [small])))
+    assert ">capacity 8<" in label
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"options": {"size": 32, "timeout": None}}, "32 items"),
+        ({"options": {"size": 32, "timeout": 0.5}}, "32 items or 0.5 s"),
+        ({"retries": 2}, "2 retries"),
+        ({"timeout": 5.0}, "5 s each"),
+        ({"workers": 4, "ordered": False}, "unordered"),
+        ({"function": waits}, "async"),
+        ({"gpus": 1}, "1 GPU each"),
+        ({"place": local(2)}, "2 hosts: local-1, local-2"),
+        ({}, ""),
+    ],
+)
+def test_a_stage_shows_what_is_unusual_about_it(options: dict[str, Any], words: str) -> None:
+    assert option_text(replace(stage("any"), **options)) == words
+
+
+def test_a_long_graph_is_broken_into_rows_whose_ends_name_each_other() -> None:
+    dot = to_dot(chain(15, 7))
+    assert dot.count("shape=point") == 3
+    rows = {0: "s4", 1: "s9"}  # the last of the row; rows are equally long
+    for row, last in rows.items():
+        following = f"s{int(last[1:]) + 1}"
+        assert f">→ {following}<" in dot, row
+        assert f">{last} →<" in dot, row
+    assert "shape=point" not in to_dot(chain(6, 7))
+
+
+def test_a_result_is_named_as_the_program_calls_it(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("total = (\n    numbers\n    .reduce(add)\n)\nx.y = numbers.collect()\n")
+    for line, name in ((3, "total"), (5, "any")):
+        assert result_name(replace(stage("any"), where=Where(str(file), line))) == name
+
+
+def test_a_graph_may_say_of_its_stages_itself_what_they_are_and_leave_some_out() -> None:
+    links = [link("a", "b"), link("b", "c")]
+    graph = Declared("g", (stage("a"), stage("b"), stage("c")), tuple(links), {"a": "Linear", "c": None})
+    dot = to_dot(graph)  # type: ignore[arg-type]
+    assert ">Linear<" in dot
+    assert dot.count(" -> ") == 1
 
 
 def test_sources_sinks_results_and_errors_look_different_from_stages() -> None:
@@ -84,6 +141,7 @@ def test_sources_sinks_results_and_errors_look_different_from_stages() -> None:
         re.search(r"shape=\w+ style=\S+", node(name)).group() for name in ("files", "total", "report", "save")
     }
     result = next(line for line in DOT.splitlines() if "end3 [" in line)
+    assert "<B>total</B>" in result
     assert len(looks) == 4
     assert "shape=note" in result
     (errors,) = arrow("counts.errors")
@@ -113,12 +171,12 @@ def test_the_legend_explains_what_is_drawn_and_nothing_else() -> None:
         "sink",
         "takes failed items",
         "result",
-        "threads of one process",
-        "a pool of processes",
+        "on threads",
+        "in processes",
     ):
         assert words in legend
     only = to_dot(declared("g", [stage("a")], []))
-    assert "pool of processes" not in only
+    assert "in processes" not in only
     assert "failed items" not in only
 
 
@@ -143,7 +201,8 @@ def test_an_empty_graph_is_drawn() -> None:
 
 
 def test_a_thousand_stages_are_drawn() -> None:
-    assert to_dot(chain(1000, 7)).count(" -> ") == 999
+    dot = to_dot(chain(1000, 7))
+    assert all(f"<B>s{number}</B>" in dot for number in range(1000))
 
 
 @pytest.mark.parametrize(
