@@ -172,6 +172,7 @@ class Builder:
             restartable=restartable,
             gpus=gpus,
             gang=gang,
+            asked=any(map(self._may_be_asked, inputs)),
         )
         self._add(stage)
         return stage
@@ -185,6 +186,14 @@ class Builder:
         for output in stage.all_outputs:
             self._by_port.setdefault(Origin(stage.name, output.port), place)
         self._links = None
+
+    def _may_be_asked(self, origin: Origin) -> bool:
+        """Whether the program may ask what comes from there."""
+        if origin not in self._by_port:
+            return False
+        stage = self._stage_at(origin)
+        failed = stage.errors is not None and origin.port == stage.errors.port
+        return (stage.asked or stage.verb.outside) and not failed
 
     def _gives_lists(self, origin: Origin) -> bool:
         """Whether each item there is a list of several."""

@@ -116,6 +116,8 @@ class Stage:
     feedback: frozenset[str] = frozenset()
     """The input ports that read what a stage further on puts."""
     gang: Gang | None = None
+    asked: bool = False
+    """Whether the program may ask its items: it stands behind an input."""
 
     @property
     def kind(self) -> str:

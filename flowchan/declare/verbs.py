@@ -60,6 +60,8 @@ class Verb:
     finished."""
     lets_go: str = ""
     """The word for the items that it takes in and lets go, if it does that."""
+    answers: bool = False
+    """Whether an item that was asked passes it, and what comes of it is the answer."""
     groups: bool = False
     """Whether each output is a list of several items."""
     repeats: bool = False
@@ -72,6 +74,11 @@ class Verb:
     def begins(self) -> bool:
         """Whether items enter the graph here."""
         return self.role == "source"
+
+    @property
+    def ends(self) -> bool:
+        """Whether items leave the graph here."""
+        return self.role == "sink"
 
     @property
     def outside(self) -> bool:
@@ -121,9 +128,10 @@ _ROWS = (
         role="source",
         expects=_length,
     ),
-    Verb(name="input", role="source"),
+    Verb(name="input", role="source", answers=True),
     Verb(
         name="map",
+        answers=True,
         body=f"{_BODIES}:map_",
         async_body=f"{_ASYNC_BODIES}:map_",
         calls="item",
@@ -142,15 +150,17 @@ _ROWS = (
     ),
     Verb(
         name="filter",
+        answers=True,
         body=f"{_BODIES}:filter_",
         async_body=f"{_ASYNC_BODIES}:filter_",
         calls="item",
         per_item=True,
         lets_go="dropped",
     ),
-    Verb(name="partition", body=f"{_BODIES}:partition", calls="item", per_item=True, owes=True),
+    Verb(name="partition", answers=True, body=f"{_BODIES}:partition", calls="item", per_item=True, owes=True),
     Verb(
         name="sink",
+        answers=True,
         body=f"{_BODIES}:sink",
         async_body=f"{_ASYNC_BODIES}:sink",
         calls="item",
@@ -159,14 +169,21 @@ _ROWS = (
         owes=True,
     ),
     Verb(name="reduce", body=f"{_BODIES}:reduce", calls="fold", result=True),
-    Verb(name="collect", body=f"{_BODIES}:collect", result=True, gathers=True),
-    Verb(name="batch", body=f"{_BODIES}:batch", groups=True, expects=_batches),
-    Verb(name="unbatch", body=f"{_BODIES}:unbatch"),
-    Verb(name="take", body=f"{_BODIES}:take", lets_go="not taken", expects=_taken),
-    Verb(name="tee", body=f"{_BODIES}:tee", repeats=True, expects=_as_many),
+    Verb(name="collect", answers=True, body=f"{_BODIES}:collect", result=True, gathers=True),
+    Verb(name="batch", answers=True, body=f"{_BODIES}:batch", groups=True, expects=_batches),
+    Verb(name="unbatch", answers=True, body=f"{_BODIES}:unbatch"),
+    Verb(name="take", answers=True, body=f"{_BODIES}:take", lets_go="not taken", expects=_taken),
+    Verb(name="tee", answers=True, body=f"{_BODIES}:tee", repeats=True, expects=_as_many),
     Verb(name="zip", body=f"{_BODIES}:zip_", expects=_as_the_shortest),
     Verb(name="allreduce", body=f"{_BODIES}:allreduce", calls="leaves"),
-    Verb(name="merge", body=f"{_BODIES}:merge", worker_per_input=True, owes=True, expects=_as_many),
+    Verb(
+        name="merge",
+        answers=True,
+        body=f"{_BODIES}:merge",
+        worker_per_input=True,
+        owes=True,
+        expects=_as_many,
+    ),
     Verb(
         name="stage",
         body=f"{_BODIES}:stage",

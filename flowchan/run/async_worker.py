@@ -96,7 +96,7 @@ def work_together(
         try:
             join_ports(ports, stage)
             async with built_async(stage.function) as function:
-                job = job_of(worker, stage, ports, function, tell)
+                job = job_of(worker, stage, ports, function, tell, False)
                 job.timeout = stage.timeout
                 job.on_clean_up = tasks.leave_alone
                 tell(Began(worker))

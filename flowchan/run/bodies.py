@@ -24,6 +24,7 @@ from flowchan.items.combining import Reduced, reduced
 from flowchan.items.failed import Failed
 from flowchan.items.text import short
 from flowchan.run import journal
+from flowchan.run.asking import NOTHING, Answering, Dropped
 from flowchan.run.failures import ItemFailed, Portable, text_of
 
 SKIPPED: Any = object()
@@ -48,6 +49,7 @@ class Job:
     retry_on: tuple[type[Exception], ...] = (Exception,)
     timeout: float | None = None  # of an async function; that of a process is in the function
     errors: Out[Failed[Any]] | None = None
+    answering: Answering | None = None  # where items may be asked
     on_retry: Callable[[], None] = lambda: None
     on_result: Callable[[Any], None] = lambda _: None
     on_trouble: Callable[[str], None] = lambda _: None
@@ -92,7 +94,14 @@ class Job:
 
     def give_up(self, item: Any, error: BaseException, attempts: int = 1) -> None:
         """Sends the failure of ``item`` to the errors stream. Raises :class:`ItemFailed` when that stream
-        does not receive it (nobody reads it, or no more), or the error is none to go on after."""
+        does not receive it (nobody reads it, or no more), or the error is none to go on after. Who asked the
+        item hears of it instead."""
+        if isinstance(error, Dropped):
+            return
+        if self.answering is not None and isinstance(error, Exception):
+            item = self.answering.give_up(item, error)
+            if item is NOTHING:
+                return
         if self.errors is None or not isinstance(error, Exception):
             raise ItemFailed(item) from error
         crosses = self.errors.channel.medium.copies

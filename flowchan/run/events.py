@@ -84,6 +84,16 @@ class Troubled:
 
 
 @dataclass(frozen=True, slots=True)
+class Answered:
+    """What has come of an item that was asked: a ``value``, or the ``error`` by which it failed."""
+
+    worker: WorkerId
+    question: int
+    value: Any
+    error: Any  # as that of a Failure
+
+
+@dataclass(frozen=True, slots=True)
 class Result:
     """A stage whose output is a result of the run has it."""
 
@@ -105,4 +115,4 @@ class Crashed:
     error: BaseException
 
 
-Event = Started | Began | Ended | Failure | Aborted | Retried | Troubled | Result | Gone | Crashed
+Event = Started | Began | Ended | Failure | Aborted | Retried | Troubled | Answered | Result | Gone | Crashed

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from flowchan.channel.channel import Channel
 from flowchan.errors import Drained, Empty
 
@@ -18,6 +20,11 @@ class Latch:
 
     def is_set(self) -> bool:
         return self._channel.closed
+
+    async def awaited(self) -> None:
+        """Returns once it is set."""
+        with contextlib.suppress(Drained):
+            await self._channel.aget()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Whether it is set within ``timeout`` seconds."""

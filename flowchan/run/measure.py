@@ -56,7 +56,8 @@ class Snapshot:
 class Account:
     """What is known of a run beside the counts of its channels: its state, its seconds so far, and by stage
     the items tried again, those that nobody wanted, and the seconds that its workers have worked. ``pids``
-    are those of worker processes, by worker; ``last_error`` is that of :class:`RunStats`."""
+    are those of worker processes, by worker; ``last_error`` is that of :class:`RunStats`. ``refused``
+    items failed and were asked."""
 
     state: State
     elapsed: float
@@ -65,6 +66,7 @@ class Account:
     worked: Mapping[str, float]
     pids: Mapping[WorkerId, int] = field(default_factory=dict)
     last_error: str = ""
+    refused: Mapping[str, int] = field(default_factory=dict)
 
 
 def measure(plan: Plan, channels: Channels) -> tuple[Snapshot, ...]:
@@ -94,7 +96,7 @@ def summarise(
             reads=reading.get(stage.name, []),
             writes=writing.get(stage.name, []),
             alive=alive[stage.name],
-            broken=broken[stage.name],
+            broken=broken[stage.name] + account.refused.get(stage.name, 0),
             retried=account.retried.get(stage.name, 0),
             restarts=state.restarts.get(stage.name, 0),
             unwanted=account.unwanted.get(stage.name, 0),
@@ -128,7 +130,7 @@ def summarise(
     )
     return RunStats(
         plan.graph.name,
-        _state(state),
+        state_of(state),
         elapsed,
         tuple(stages),
         links,
@@ -142,8 +144,8 @@ def summarise(
 
 @dataclass(frozen=True, slots=True)
 class _About:
-    """What is known of one stage. ``broken`` items ended the run; ``worked`` are the seconds between the
-    beginnings and the ends of its workers, waits included."""
+    """What is known of one stage. ``broken`` items failed and ended the run, or were asked; ``worked`` are
+    the seconds between the beginnings and the ends of its workers, waits included."""
 
     stage: Stage
     reads: list[Snapshot]
@@ -195,7 +197,7 @@ def _readers_left(about: _About, outs: list[Snapshot]) -> bool:
     return not about.alive and (about.unwanted > 0 or left)
 
 
-def _state(state: State) -> RunState:
+def state_of(state: State) -> RunState:
     if state.phase in ("running", "stopping", "finishing"):
         return "stopping" if state.stopped else "running"
     if state.failures:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from flowchan.channel.channel import Channel
 from flowchan.declare.stream import Stream
 from flowchan.errors import Broken, Closed
+from flowchan.run.asking import NOTHING
 from flowchan.run.crew import LocalCrew
 from flowchan.run.decisions import AbortAsked
 from flowchan.run.events import Began, Ended, WorkerId
@@ -55,6 +56,7 @@ class Gathering:
         self._plan = plan
         self._crew = crew
         self._supervisor = supervisor
+        self._may_be_asked = {worker.id.stage for worker in plan.workers if worker.stage.asked}
         self._all = [worker.id for worker in plan.workers if worker.gathers]
         self._iterated: dict[str, int | None] = {}  # the thread that last asked for an item, while it may
         self._kept: set[str] = set()  # those that were being iterated over when Ctrl-C came
@@ -78,10 +80,24 @@ class Gathering:
 
     def items(self, stage: str) -> Iterable[Any]:
         """What to iterate over."""
+        coming = self.coming(stage)
+        return self._unasked(coming) if stage in self._may_be_asked else coming
+
+    def coming(self, stage: str) -> Any:
+        """The same, with ``async for`` too, and with the answers to what was asked."""
         self.asked(stage)
         self._supervisor.tell(Began(_worker(stage)))
         taken_in = self._taken_in.get(stage)
         return self._crew.port(_worker(stage)) if taken_in is None else taken_in.items
+
+    def _unasked(self, items: Iterable[Any]) -> Iterator[Any]:
+        for item in items:
+            if (left := self._supervisor.left_of(item)) is not NOTHING:
+                yield left
+
+    def left_of(self, stage: str, item: Any) -> Any:
+        """What is left of an item when the answers in it have gone to who asked, or ``NOTHING``."""
+        return self._supervisor.left_of(item) if stage in self._may_be_asked else item
 
     def raise_if_broken(self, stage: str) -> None:
         """Raises ``Broken`` when the items of :meth:`items` were not all of them."""
@@ -143,7 +159,10 @@ class Gathering:
         waiting = [id for id in self._all if id.stage not in {*self._iterated, *self._taken_in}]
         try:
             while waiting:
-                self._crew.start_thread(waiting[0])
+                if waiting[0].stage in self._may_be_asked:
+                    self._taken_in[waiting[0].stage] = _TakenIn(self._crew, self._supervisor, waiting[0])
+                else:
+                    self._crew.start_thread(waiting[0])
                 del waiting[0]
         except BaseException:  # nobody will read these results, so the run would wait for ever
             self._supervisor.ask(AbortAsked())
@@ -189,7 +208,8 @@ class _TakenIn:
             supervisor.tell(Began(id))
         try:
             for item in port:
-                self.items.put(item)
+                if (left := supervisor.left_of(item)) is not NOTHING:
+                    self.items.put(left)
         except Broken as error:
             self.broken = error
         except ValueError:

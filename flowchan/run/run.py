@@ -13,25 +13,28 @@ import signal
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
 from types import TracebackType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 from flowchan import _core
 from flowchan.channel.channel import Out
+from flowchan.declare.arguments import seconds
 from flowchan.declare.stream import Stream
 from flowchan.errors import Broken, Deadlock, Interrupted, RunError, StageError
+from flowchan.run.asking import NOTHING, Asking, answering_ends
 from flowchan.run.decisions import AbortAsked, StopAsked
-from flowchan.run.events import Failure
+from flowchan.run.events import Failure, WorkerId
 from flowchan.run.explain import explain
 from flowchan.run.failures import text_of
 from flowchan.run.guard import Unguarded
+from flowchan.run.measure import state_of
 from flowchan.run.plan import Plan
 from flowchan.run.report import render
 from flowchan.run.results import Gathering, Results
 from flowchan.run.signals import Ears, interrupts_held
 from flowchan.run.spread import crew_of
-from flowchan.run.stats import RunStats
+from flowchan.run.stats import RunState, RunStats
 from flowchan.run.supervisor import Supervisor
 
 T = TypeVar("T")
@@ -54,9 +57,13 @@ class Run:
         interrupted = weakref.WeakMethod(self._interrupted)  # a run needs no garbage collector to go
         self._ears = Ears(lambda: method() if (method := interrupted()) is not None else None)
         self._in_block = False
+        self._answering: set[str] = set()  # inputs whose items were asked
         self._told: Results | None = None  # by Interrupted
         take_in = weakref.WeakMethod(self._gathering.take_in)
         self._supervisor.take_in = lambda ids: method(ids) if (method := take_in()) is not None else None
+        failure = weakref.WeakMethod(self._failure)
+        self._asking = Asking(lambda: method() if (method := failure()) is not None else None)
+        self._supervisor.asking = self._asking
         self._supervisor.start()
         _running.add(self._supervisor)
         _abort_before_exit(os.getpid())
@@ -73,6 +80,14 @@ class Run:
     def iter(self, stream: Stream[list[T]]) -> Iterator[T]:
         """The items of a ``collect`` stream, one by one as they come; leaving the loop early stops the stages
         before it. Raises ``RunError`` when the run fails."""
+        return self._items(self._claimed(stream))
+
+    def aiter(self, stream: Stream[list[T]]) -> AsyncIterator[T]:
+        """The same for ``async for``: while it waits, the event loop goes on."""
+        return self._items_later(self._claimed(stream))
+
+    def _claimed(self, stream: Stream[list[T]]) -> str:
+        """The name of the stage whose items the program takes from now on."""
         if not self._owns(stream):
             raise ValueError(f"{stream!r} is no stream of graph {self._plan.graph.name!r}")
         stage = self._plan.graph._stage_at(stream._origin)
@@ -80,7 +95,44 @@ class Run:
             raise ValueError(f"{stream!r} does not leave the graph; iterate over what its collect() returns")
         if not self._gathering.claim(stage.name):
             raise ValueError(f"the items of {stream!r} are taken already: by wait(), or by another iter()")
-        return self._items(stage.name)
+        return stage.name
+
+    async def ask(self, stream: Stream[T], item: T, timeout: float | None = None) -> Any:
+        """Puts an item into an ``input()`` stream, and gives what comes of it at the end of the graph, or
+        raises what it fails by. The stages between work item by item, or on batches. Raises ``TimeoutError``
+        after ``timeout`` seconds; then, and when the call is cancelled, the next stage drops the item.
+        ``RunError`` when the run fails meanwhile, ``ValueError`` when items there can't be asked."""
+        import asyncio
+
+        out, limit = self[stream], seconds("ask", "timeout", timeout)
+        if stream.stage not in self._answering:
+            ends = answering_ends(self._plan, stream.stage)
+            self._gathering.take_in(frozenset(WorkerId(end, 1) for end in ends))
+            self._answering.add(stream.stage)
+        asked, answer = self._asking.begin(item)
+        try:
+            async with asyncio.timeout(limit):
+                try:
+                    await out.aput(cast(T, asked))
+                except Broken:  # the answer is why
+                    pass
+                return await answer
+        finally:
+            self._asking.forget(asked.question)
+
+    async def _items_later(self, stage: str) -> AsyncIterator[Any]:
+        gathering = self._gathering
+        try:
+            async for item in gathering.coming(stage):
+                if (left := gathering.left_of(stage, item)) is not NOTHING:
+                    yield left
+            gathering.raise_if_broken(stage)
+        except Broken:
+            gathering.leave(stage)
+            await self
+            raise
+        finally:
+            gathering.leave(stage)
 
     def _items(self, stage: str) -> Iterator[Any]:
         gathering = self._gathering
@@ -133,6 +185,17 @@ class Run:
         if failure is not None:
             raise failure
         return self._gathering.results()
+
+    def __await__(self) -> Generator[Any, None, Results]:
+        """``await run`` is :meth:`wait` while the event loop goes on. Cancelling it leaves the run alone."""
+        return self._ended().__await__()
+
+    async def _ended(self) -> Results:
+        with interrupts_held():
+            self._gathering.leave_kept()
+            self._gathering.begin()
+        await self._supervisor.ended.awaited()
+        return self.wait()
 
     def _failure(self) -> Exception | None:
         """Why the run, which has ended, did not succeed."""
@@ -233,6 +296,11 @@ class Run:
                 raise
 
     # --- what it looks like ---
+
+    @property
+    def state(self) -> RunState:
+        """ "running", "stopping", "done", "failed", "stopped" or "aborted"."""
+        return state_of(self._supervisor.state)
 
     def stats(self) -> RunStats:
         """The run at this moment (R8)."""

@@ -42,10 +42,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 from flowchan.channel.channel import Channel
 from flowchan.errors import Closed, Empty
 from flowchan.run import breaks, decisions
+from flowchan.run.asking import Asking, answers_in
 from flowchan.run.breaks import Breaks
 from flowchan.run.crew import Crew
 from flowchan.run.deadlock import Deadlocks, Look
@@ -64,6 +66,7 @@ from flowchan.run.decisions import (
 )
 from flowchan.run.events import (
     Aborted,
+    Answered,
     Began,
     Crashed,
     Ended,
@@ -118,6 +121,8 @@ class Supervisor:
         self._pids: dict[WorkerId, int] = {}  # of worker processes, also of some that are gone
         self._journal = Journal(plan)
         self._last_error = ""
+        self._refused: Counter[str] = Counter()
+        self.asking: Asking | None = None
         self._deadlocks = Deadlocks(self.started_at)
         self._breaks = Breaks(plan, crew.broken, crew.cause_of)
         self._due: dict[WorkerId, float] = {}  # when a replaced worker is to be started
@@ -166,13 +171,27 @@ class Supervisor:
         with contextlib.suppress(Closed):
             self._events.put(happening)
 
+    def left_of(self, item: Any) -> Any:
+        """What is left of an item that has come to an end of the graph, when the answers in it have gone to
+        who asked, or ``NOTHING``."""
+        return item if self.asking is None else answers_in(item, self.asking.settle)
+
     def stats(self) -> RunStats:
         """The run at this moment (R8)."""
         now = time.monotonic() if self.ended_at is None else self.ended_at
         elapsed = max(now - self.started_at, 1e-9)
         worked = self._spans.seconds(now)
         retried, unwanted = Counter(self._retried), Counter(self._unwanted)
-        account = Account(self.state, elapsed, retried, unwanted, worked, dict(self._pids), self._last_error)
+        account = Account(
+            self.state,
+            elapsed,
+            retried,
+            unwanted,
+            worked,
+            dict(self._pids),
+            self._last_error,
+            Counter(self._refused),
+        )
         return summarise(self.plan, account, self.crew.snapshots(), self.crew.hosts())
 
     # --- the supervisor's thread ---
@@ -192,6 +211,8 @@ class Supervisor:
             self.ended_at = time.monotonic()
             self._journal.ends(*self._how_it_ended())
             self.ended.set()
+            if self.asking is not None:
+                self.asking.end()
         # Comes last: it may raise, and the run must have ended for all who wait.
         self.crew.warn_of(self.state.abandoned)
 
@@ -237,6 +258,10 @@ class Supervisor:
             self.results[event.stage] = event.value
         elif isinstance(event, Retried):
             self._retried[event.worker.stage] += 1
+        elif isinstance(event, Answered):
+            self._refused[event.worker.stage] += event.error is not None
+            if self.asking is not None:
+                self.asking.settle(event.question, event.value, event.error)
         elif isinstance(event, Troubled):
             self._last_error = event.text
         elif isinstance(event, Began | Started):

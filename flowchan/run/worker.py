@@ -26,6 +26,7 @@ from flowchan.errors import Broken, Closed
 from flowchan.items.device import crossing
 from flowchan.items.text import short
 from flowchan.run import chance, limits, logs
+from flowchan.run.asking import Answering
 from flowchan.run.bodies import Job
 from flowchan.run.chance import Worker
 from flowchan.run.events import Aborted, Began, Ended, Event, Failure, Result, Retried, Troubled, WorkerId
@@ -94,7 +95,7 @@ def work(
         with built(stage.function) as function:
             if sends and stage.timeout is not None:
                 function = limits.limited(function, stage)
-            job = job_of(worker, stage, ports, function, tell)
+            job = job_of(worker, stage, ports, function, tell, sends)
             job.predecessors = predecessors
             job.too_late = limits.gives_up(stage, predecessors)
             if predecessors:
@@ -141,6 +142,7 @@ def job_of(
     ports: Ports,
     function: Callable[..., Any],
     tell: Callable[[Event], None],
+    sends: bool,
 ) -> Job:
     job = Job(
         kind=stage.kind, function=function, args=stage.args, kwargs=stage.kwargs, options=stage.options,
@@ -154,6 +156,9 @@ def job_of(
             tell(Troubled(worker, f"worker {worker}, {text}"))
 
     job.on_trouble = trouble
+    if stage.asked:
+        job.answering = Answering(stage, worker, tell, sends)
+        job.function = job.answering.around(function)
     for reader in ports.inputs.values():
         reader._wake_lazily()
         if stage.keeps_its_own:

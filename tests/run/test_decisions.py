@@ -61,9 +61,9 @@ def test_the_end_of_a_worker_releases_its_ports_in_every_phase(phase: Phase) -> 
 
 
 def test_a_run_that_was_stopped_is_stopping_until_it_has_ended() -> None:
-    assert measure._state(at("running")) == measure._state(at("finishing")) == "running"
+    assert measure.state_of(at("running")) == measure.state_of(at("finishing")) == "running"
     for phase in ("stopping", "finishing"):
-        assert measure._state(at(phase, stopped=True)) == "stopping"
+        assert measure.state_of(at(phase, stopped=True)) == "stopping"
 
 
 @pytest.mark.parametrize("phase", GOING_ON)

@@ -1,0 +1,269 @@
+"""Asking a running graph: ``await run.ask(stream, item)``.
+
+An item that somebody asks goes through the channels in an :class:`Asked`, with the number of the question.
+What calls the user's functions unwraps it and wraps what they give; the end of the graph hands the answer on
+by its number, and an item that fails is told to who asked, by the way on which workers tell everything.
+
+A question that nobody waits for any more is crossed off on a board, a page of memory that the processes of
+this machine find by its path; who takes the item up next drops it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import mmap
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from flowchan.declare.callables import is_async
+from flowchan.declare.values import Stage
+from flowchan.run import chance
+from flowchan.run.events import Answered, Event, WorkerId
+from flowchan.run.failures import Portable, text_of
+from flowchan.run.plan import Plan
+
+if TYPE_CHECKING:
+    import asyncio
+
+BOARD = 1 << 16
+"""Places on a board; a question's is its number modulo this."""
+NOTHING: Any = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """An item on its way, with the ``question`` that it belongs to, and the path of the ``board``."""
+
+    question: int
+    item: Any
+    board: str
+
+
+class Dropped(BaseException):
+    """Nobody waits any more for what would come of an item."""
+
+
+# --- in the workers ---
+
+
+class Answering:
+    """What a worker whose items may be asked does about them. ``sends``: what is told crosses to another
+    process."""
+
+    def __init__(self, stage: Stage, worker: WorkerId, tell: Callable[[Event], None], sends: bool) -> None:
+        self._stage = stage
+        self._worker = worker
+        self._tell = tell
+        self._sends = sends
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The user's function, which gets items and never questions."""
+        if self._stage.verb.calls != "item":
+            return function
+
+        async def call_later(item: Any) -> Any:
+            wanted = self._wanted(item)
+            return self._given(wanted, await function(_bare(wanted)))
+
+        def call(item: Any) -> Any:
+            wanted = self._wanted(item)
+            return self._given(wanted, function(_bare(wanted)))
+
+        return call_later if is_async(self._stage.function) else call
+
+    def _wanted(self, item: Any) -> Any:
+        """The item, of a batch what is left of it. Raises ``Dropped`` when nobody waits for it."""
+        if type(item) is Asked and _crossed_off(item):
+            raise Dropped
+        if has_asked(item):
+            item[:] = [one for one in item if type(one) is not Asked or not _crossed_off(one)]
+            if not item:
+                raise Dropped
+        return item
+
+    def _given(self, item: Any, result: Any) -> Any:
+        """What came of an item, for who comes next."""
+        gives = self._stage.verb.one_output
+        if type(item) is Asked:
+            if gives:
+                return Asked(item.question, result, item.board)
+            if self._stage.verb.ends:
+                self.answer(item, result)
+            elif self._stage.verb.lets_go and not result:
+                self.refuse(item, LookupError(f"{self._stage.name!r} let the item go, so it has no answer"))
+            return result
+        if not gives or not has_asked(item):
+            return result
+        if not isinstance(result, list) or len(result) != len(item):
+            raise TypeError(
+                f"stage {self._stage.name!r} got a batch with items that were asked, so its function must "
+                f"return a list of as many, {len(item)}"
+            )
+        return [
+            Asked(one.question, given, one.board)
+            if type(one) is Asked and not isinstance(given, Exception)
+            else given
+            for one, given in zip(item, result, strict=True)
+        ]
+
+    def answer(self, item: Asked, value: Any) -> None:
+        """Tells who asked."""
+        self._tell(Answered(self._worker, item.question, value, None))
+
+    def refuse(self, item: Asked, error: BaseException) -> None:
+        """Tells who asked by what the item failed."""
+        carried: Any = Portable(error) if self._sends else error
+        self._tell(Answered(self._worker, item.question, None, carried))
+
+    def give_up(self, item: Any, error: BaseException) -> Any:
+        """Tells those who asked a failed item. Gives what is left of it: of a batch the members that nobody
+        has asked, or ``NOTHING``."""
+        if not (type(item) is Asked or has_asked(item)):
+            return item
+        members = [item] if type(item) is Asked else item
+        for one in members:
+            if type(one) is Asked:
+                self.refuse(one, error)
+        return [one for one in members if type(one) is not Asked] or NOTHING
+
+
+def answers_in(item: Any, settle: Callable[[int, Any, BaseException | None], None]) -> Any:
+    """Hands on the answers that have come to an end of the graph. Gives what is left of the item: what nobody
+    has asked, or ``NOTHING``."""
+    if not (type(item) is Asked or has_asked(item)):
+        return item
+    members = [item] if type(item) is Asked else item
+    for one in members:
+        if type(one) is Asked:
+            settle(one.question, one.item, None)
+    return [one for one in members if type(one) is not Asked] or NOTHING
+
+
+def has_asked(item: Any) -> bool:
+    """Whether it is a batch with members that were asked."""
+    return type(item) is list and any(type(one) is Asked for one in item)
+
+
+def _bare(item: Any) -> Any:
+    if type(item) is Asked:
+        return item.item
+    return [one.item if type(one) is Asked else one for one in item] if has_asked(item) else item
+
+
+def _crossed_off(item: Asked) -> bool:
+    board = None if chance.worker().host else _board(item.board)
+    return board is not None and board[item.question % BOARD] == 1
+
+
+@functools.lru_cache(maxsize=4)
+def _board(path: str) -> mmap.mmap | None:
+    try:
+        with open(path, "rb") as file:
+            return mmap.mmap(file.fileno(), BOARD, prot=mmap.PROT_READ)
+    except OSError:
+        return None
+
+
+# --- in the program ---
+
+
+class Asking:
+    """The questions of one run. ``failure`` says why the run ended, if it failed."""
+
+    def __init__(self, failure: Callable[[], BaseException | None]) -> None:
+        self._failure = failure
+        self._numbers = itertools.count()
+        self._open: dict[int, asyncio.Future[Any]] = {}
+        self._lock = threading.Lock()
+        self._fd = -1
+        self._flags: mmap.mmap | None = None
+        self._over = False
+
+    def begin(self, item: Any) -> tuple[Asked, asyncio.Future[Any]]:
+        """A new question, and what its answer will be."""
+        import asyncio
+
+        future = asyncio.get_running_loop().create_future()
+        with self._lock:
+            if self._over:
+                raise self._why()
+            if self._flags is None:
+                self._fd = os.memfd_create("flowchan questions")
+                os.ftruncate(self._fd, BOARD)
+                self._flags = mmap.mmap(self._fd, BOARD)
+            question = next(self._numbers)
+            self._flags[question % BOARD] = 0
+            self._open[question] = future
+        return Asked(question, item, f"/proc/{os.getpid()}/fd/{self._fd}"), future
+
+    def forget(self, question: int) -> None:
+        """Nobody waits for the answer any more."""
+        with self._lock:
+            if self._open.pop(question, None) is not None and self._flags is not None:
+                self._flags[question % BOARD] = 1
+
+    def settle(self, question: int, value: Any, error: BaseException | None) -> None:
+        """The answer has come. Of several the first counts. Called on any thread."""
+        with self._lock:
+            future = self._open.pop(question, None)
+        if future is not None:
+            with contextlib.suppress(RuntimeError):  # its event loop is closed
+                future.get_loop().call_soon_threadsafe(_settle, future, value, error)
+
+    def end(self) -> None:
+        """The run has: no answer comes any more."""
+        with self._lock:
+            self._over = True
+            left, flags, self._flags = list(self._open), self._flags, None
+        for question in left:
+            self.settle(question, None, self._why())
+        if flags is not None:
+            flags.close()
+            os.close(self._fd)
+            _board.cache_clear()
+
+    def _why(self) -> BaseException:
+        return self._failure() or RuntimeError("the run has ended without an answer to this item")
+
+
+def _settle(future: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(value)
+    elif isinstance(error, StopIteration):  # no future takes it
+        future.set_exception(RuntimeError(f"the item failed by {text_of(error)}"))
+    else:
+        future.set_exception(error)
+
+
+def answering_ends(plan: Plan, stage: str) -> list[str]:
+    """The results at which answers to what is asked at an input arrive. Raises ``ValueError`` where an item
+    on its way comes to a stage that does not work item by item, or where no answer arrives."""
+    stages = {one.name: one for one in plan.graph.stages}
+    found, now, seen = [], [stage], {stage}
+    sinks = False
+    while now:
+        name = now.pop()
+        verb = stages[name].verb
+        if not verb.answers:
+            raise ValueError(
+                f"ask: the items of input {stage!r} come to {name!r}, and {verb.name} does not work item by "
+                "item, so nobody knows which of its outputs is the answer"
+            )
+        readers = [link.reader for link in plan.links if link.writer == name and not link.errors]
+        if verb.gathers and not readers:
+            found.append(name)
+        sinks = sinks or verb.ends
+        now += [reader for reader in readers if reader is not None and reader not in seen]
+        seen.update(now)
+    if not found and not sinks:
+        raise ValueError(
+            f"ask: the items of input {stage!r} come to no collect() and no sink(), which answer"
+        )
+    return found

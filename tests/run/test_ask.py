@@ -1,0 +1,293 @@
+"""Asking a running graph: each answer comes to who asked, however items travel; and awaiting a run."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from gates import Gate
+from runs import stage_of
+from waiting import wait_until
+
+from flowchan import Graph, Run, RunError, Stream, WorkerDied
+
+
+def double(number: int) -> int:
+    if number == 13:
+        raise ValueError("thirteen")
+    if number == 14:
+        os._exit(7)
+    return 2 * number
+
+
+def double_all(numbers: list[int]) -> list[Any]:
+    return [ValueError("thirteen") if number == 13 else 2 * number for number in numbers]
+
+
+async def double_later(number: int) -> int:
+    await asyncio.sleep(0.001)
+    return double(number)
+
+
+def by_threads(stream: Stream[int]) -> Stream[int]:
+    return stream.map(double, workers=3, ordered=False)
+
+
+def by_processes(stream: Stream[int]) -> Stream[int]:
+    return stream.map(double, on="process", workers=2, max_deaths=1)
+
+
+def by_coroutines(stream: Stream[int]) -> Stream[int]:
+    return stream.map(double_later, workers=20)
+
+
+def in_batches(stream: Stream[int]) -> Stream[Any]:
+    return stream.batch(8, timeout=0.002).map(double_all, on="process").unbatch()
+
+
+def in_batches_to_the_end(stream: Stream[int]) -> Stream[Any]:
+    return stream.batch(8, timeout=0.002).map(double_all)
+
+
+def by_branches(stream: Stream[int]) -> Stream[int]:
+    even, odd = stream.partition(lambda number: number % 2, 2)
+    return stream.graph.merge(even.map(double), odd.filter(lambda number: True).map(double))  # type: ignore[attr-defined]
+
+
+WAYS = [by_threads, by_processes, by_coroutines, in_batches, in_batches_to_the_end, by_branches]
+
+
+def asked(declare: Callable[[Stream[int]], Stream[Any]], use: Callable[[Run, Any], Awaitable[Any]]) -> Any:
+    """What ``use(run, questions)`` gives, of a graph between an input and a collect."""
+
+    async def main() -> Any:
+        graph = Graph("asked")
+        questions: Any = graph.input("questions")
+        declare(questions).collect(name="end")
+        with graph.start() as run:
+            return await use(run, questions)
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_200_at_a_time_get_each_its_own_answer_or_failure(way: Any) -> None:
+    async def use(run: Run, questions: Any) -> None:
+        answers = [run.ask(questions, number) for number in (*range(13), 13, *range(15, 201))]
+        found = await asyncio.gather(*answers, return_exceptions=True)
+        assert found[:13] + found[14:] == [2 * n for n in (*range(13), *range(15, 201))]
+        assert isinstance(found[13], ValueError)
+        assert str(found[13]) == "thirteen"
+
+    asked(way, use)
+
+
+def test_items_that_nobody_asks_go_on_to_the_results() -> None:
+    async def main() -> None:
+        graph = Graph("asked")
+        questions: Any = graph.input("questions")
+        result = questions.batch(4, timeout=0.001).map(double_all).unbatch().collect()
+        with graph.start() as run:
+            for number in range(10):
+                await run[questions].aput(number)
+                assert await run.ask(questions, 100 + number) == 200 + 2 * number
+        assert run.wait()[result] == [2 * number for number in range(10)]
+
+    asyncio.run(main())
+
+
+def test_an_item_that_kills_its_worker_is_told_to_who_asked() -> None:
+    async def use(run: Run, questions: Any) -> None:
+        with pytest.raises(WorkerDied, match="exited with code 7"):
+            await run.ask(questions, 14)
+        assert await run.ask(questions, 4) == 8
+
+    asked(by_processes, use)
+
+
+def test_a_failed_item_that_was_asked_is_counted_and_ends_nothing() -> None:
+    async def main() -> str:
+        graph = Graph("asked")
+        questions: Any = graph.input("questions")
+        questions.map(double, name="double").collect(name="end")
+        with graph.start() as run:
+            for _ in range(3):
+                with pytest.raises(ValueError, match="thirteen"):
+                    await run.ask(questions, 13)
+            await run.ask(questions, 1)
+        return run.report()
+
+    assert "double     4 = 1 out + 3 failed" in asyncio.run(main()).splitlines()
+
+
+def test_a_sink_answers_with_what_its_function_returns() -> None:
+    async def main() -> None:
+        graph = Graph("asked")
+        questions: Any = graph.input("questions")
+        questions.sink(double)
+        with graph.start() as run:
+            assert await run.ask(questions, 4) == 8
+
+    asyncio.run(main())
+
+
+def test_an_item_that_a_filter_lets_go_has_no_answer() -> None:
+    async def use(run: Run, questions: Any) -> None:
+        with pytest.raises(LookupError, match="'sieve' let the item go, so it has no answer"):
+            await run.ask(questions, 3)
+
+    asked(lambda stream: stream.filter(lambda number: number != 3, name="sieve"), use)
+
+
+@pytest.mark.parametrize("on", ["thread", "process"])
+def test_what_nobody_waits_for_any_more_is_dropped_at_the_next_stage(on: Any) -> None:
+    gate = Gate()
+
+    def hold(number: int) -> int:
+        if number == 0:
+            gate.wait()
+        return number
+
+    async def main() -> Run:
+        graph = Graph("asked")
+        questions: Any = graph.input("questions")
+        questions.map(hold, on=on, name="hold").map(double, on=on, name="double").collect(name="end")
+        with graph.start() as run:
+            first = asyncio.create_task(run.ask(questions, 0))
+            await asyncio.to_thread(gate.wait_held)
+            cancelled = asyncio.create_task(run.ask(questions, 1))
+            with pytest.raises(TimeoutError):
+                await run.ask(questions, 2, timeout=0.01)
+            cancelled.cancel()
+            await asyncio.gather(cancelled, return_exceptions=True)
+            gate.open()
+            assert await first == 0
+            assert await run.ask(questions, 3) == 6
+        return run
+
+    run = asyncio.run(main())
+    assert stage_of(run, "hold").items_in == 4
+    assert stage_of(run, "double").items_in == 2
+
+
+def test_when_the_run_fails_all_who_wait_hear_of_it() -> None:
+    gate = Gate()
+    found: list[Any] = []
+
+    async def use(run: Run, questions: Any) -> None:
+        answers = [asyncio.create_task(run.ask(questions, number)) for number in range(5)]
+        await asyncio.to_thread(gate.wait_held)
+        run[questions].channel.abort(OSError("the disk is full"))
+        await asyncio.to_thread(wait_until, lambda: run.state == "failed")
+        gate.open()
+        found.extend(await asyncio.gather(*answers, return_exceptions=True))
+
+    with pytest.raises(RunError):
+        asked(lambda stream: stream.map(gate.wait), use)
+    assert [type(one) for one in found] == [RunError] * 5
+
+
+def test_a_run_that_has_ended_answers_no_more() -> None:
+    async def main() -> None:
+        graph = Graph("asked")
+        questions: Any = graph.input("questions")
+        questions.collect()
+        with graph.start() as run:
+            assert await run.ask(questions, 1) == 1
+        with pytest.raises(RuntimeError, match="the run has ended without an answer to this item"):
+            await run.ask(questions, 2)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("declare", "message"),
+    [
+        (
+            lambda s: s.flat_map(lambda n: [n]).collect(),
+            "come to 'flat_map', and flat_map does not work item by item",
+        ),
+        (
+            lambda s: s.reduce(max, 0).batch(3).sink(print),
+            "come to 'max', and reduce does not work item by item",
+        ),
+    ],
+)
+def test_what_can_not_be_asked_is_told(declare: Any, message: str) -> None:
+    async def main() -> None:
+        graph = Graph("asked")
+        questions: Any = graph.input("questions")
+        declare(questions)
+        with graph.start() as run:
+            with pytest.raises(ValueError, match=message):
+                await run.ask(questions, 1)
+            run.abort()
+
+    asyncio.run(main())
+
+
+def test_a_run_can_be_awaited_while_the_event_loop_goes_on() -> None:
+    async def main() -> Any:
+        graph = Graph("awaited")
+        numbers: Any = graph.input("numbers")
+        total = numbers.reduce(lambda one, other: one + other, 0)
+        run = graph.start()
+        assert run.state == "running"
+
+        async def fill() -> None:
+            for number in range(5):
+                await run[numbers].aput(number)
+            run[numbers].close()
+
+        results, _ = await asyncio.gather(run, fill())
+        assert run.state == "done"
+        return results[total], (await run)[total]
+
+    assert asyncio.run(main()) == (10, 10)
+
+
+def test_awaiting_a_run_that_fails_raises_why() -> None:
+    async def main() -> None:
+        graph = Graph("awaited")
+        graph.source([0]).map(lambda n: 1 // n).sink(abs)
+        await graph.start()
+
+    with pytest.raises(RunError):
+        asyncio.run(main())
+
+
+def test_items_come_one_by_one_while_the_event_loop_goes_on() -> None:
+    async def main() -> list[int]:
+        graph = Graph("iterated")
+        numbers: Any = graph.input("numbers")
+        doubled = numbers.map(double).collect()
+        found = []
+        with graph.start() as run:
+            await run[numbers].aput(0)
+            async for number in run.aiter(doubled):
+                found.append(number)
+                if len(found) == 5:
+                    run[numbers].close()
+                else:
+                    await run[numbers].aput(len(found))
+        return found
+
+    assert asyncio.run(main()) == [0, 2, 4, 6, 8]
+
+
+def test_a_loop_that_is_left_early_stops_the_stages_before_it() -> None:
+    async def main() -> Run:
+        graph = Graph("iterated")
+        numbers = graph.source(iter(int, 1)).collect()
+        run = graph.start()
+        items = run.aiter(numbers)
+        async for _ in items:
+            break
+        await items.aclose()  # type: ignore[attr-defined]
+        await run
+        return run
+
+    assert asyncio.run(main()).state == "done"
