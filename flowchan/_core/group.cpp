@@ -209,6 +209,7 @@ End Member::begin(Call call) {
 // After a mismatch all go on with the next operation; what else went wrong is for ever.
 End Member::finish(End end) {
     Seat& mine = seat(rank);
+    prefetch(&mine.cell[(round_ + 1) & 1]);  // for the next operation: it is in the others' caches
     if (end == End::Done || end == End::Mismatch || end == End::NoMemory)
         mine.doing.store(mine.doing.load(std::memory_order_relaxed) & ~INSIDE, std::memory_order_relaxed);
     else if (joined())

@@ -28,9 +28,9 @@
 #include "kernels.hpp"
 #include "waiting.hpp"
 
+#include <algorithm>
 #include <memory>
 #include <mutex>
-#include <vector>
 
 namespace flowchan {
 
@@ -39,6 +39,29 @@ constexpr size_t INLINE = 40;        // bytes that fit beside the round's number
 constexpr size_t SMALL = 16 * 1024;  // bytes of a small slot
 constexpr size_t BIG = 512 * 1024;   // bytes of a big slot: of a chunk of what is larger
 constexpr uint32_t MOST_MEMBERS = 1024;
+
+// One for each member; hardly ever are there so many that they need the heap.
+template <class T>
+class ByRank {
+  public:
+    explicit ByRank(size_t size, T value = {}) : size_(size), many_(size > FEW ? new T[size] : nullptr) {
+        std::fill_n(data(), size, value);
+    }
+    T* data() { return many_ ? many_.get() : few_; }
+    const T* data() const { return many_ ? many_.get() : few_; }
+    T& operator[](size_t i) { return data()[i]; }
+    const T& operator[](size_t i) const { return data()[i]; }
+    size_t size() const { return size_; }
+    const T* begin() const { return data(); }
+    const T* end() const { return data() + size_; }
+
+  private:
+    static constexpr size_t FEW = 8;
+    size_t size_;
+    T few_[FEW];
+    std::unique_ptr<T[]> many_;
+};
+using Sizes = ByRank<uint64_t>;
 
 struct alignas(LINE) Cell {
     std::atomic<uint32_t> round{0};  // partner: Member::await
@@ -170,14 +193,12 @@ class Member {
     // null entries are left out; false: it is given up. `shown`: where it lies meanwhile, null if it is large.
     struct Place {
         virtual ~Place() = default;
-        virtual bool operator()(const std::vector<uint64_t>& sizes, const std::vector<const void*>& shown,
-                                std::vector<void*>& to) = 0;
+        virtual bool operator()(const Sizes& sizes, const ByRank<const void*>& shown, ByRank<void*>& to) = 0;
     };
     End allgather(Call call, const void* in, size_t bytes, Place& place, Patience& patience);
     // in[j] of in_sizes[j] bytes goes to member j; out[i] of out_sizes[i] bytes comes from member i.
-    using Sizes = std::vector<uint64_t>;
-    End alltoall(Call call, const std::vector<const void*>& in, const Sizes& in_sizes,
-                 const std::vector<void*>& out, const Sizes& out_sizes, Patience& patience);
+    End alltoall(Call call, const ByRank<const void*>& in, const Sizes& in_sizes, const ByRank<void*>& out,
+                 const Sizes& out_sizes, Patience& patience);
 
   private:
     static constexpr uint32_t OPERATIONS = 16;  // kinds of them

@@ -40,8 +40,7 @@ class PlaceBytes : public Member::Place {
   public:
     PlaceBytes(Calling& calling, int only) : calling_(calling), only_(only) {}
     nb::list found;
-    bool operator()(const std::vector<uint64_t>& sizes, const std::vector<const void*>&,
-                    std::vector<void*>& to) override {
+    bool operator()(const Sizes& sizes, const ByRank<const void*>&, ByRank<void*>& to) override {
         return calling_.with_gil([&] {
             for (size_t r = 0; r < sizes.size(); ++r) {
                 if (only_ >= 0 && size_t(only_) != r) continue;
@@ -102,14 +101,10 @@ void alltoall(nb::handle self, uint32_t doing, uint64_t key, nb::list ins, nb::l
     Arrays in(ins.ptr()), out(outs.ptr());
     need_each(in, group, "alltoall");
     need_each(out, group, "alltoall");
-    std::vector<const void*> from;
-    std::vector<void*> to;
-    Member::Sizes in_sizes, out_sizes;
-    in.tell(from, in_sizes);
-    out.tell(to, out_sizes);
     Calling calling(self.ptr(), doing, deadline_of(timeout));
     const End end = calling.run([&](Patience& patience) {
-        return group.alltoall({doing, mixed(key, doing)}, from, in_sizes, to, out_sizes, patience);
+        return group.alltoall({doing, mixed(key, doing)}, in.places<const void*>(), in.sizes(),
+                              out.places<void*>(), out.sizes(), patience);
     });
     raise_unless_done(self, end, doing, ins, nb::none());
 }

@@ -163,14 +163,10 @@ PyObject* alltoall_arrays(PyObject* self, PyObject* xs, PyObject* out, PyObject*
     if (!in.read(xs) || !room.read(out) || in.size() != group.size || room.size() != group.size)
         return PyErr_Occurred() ? nullptr : Py_NewRef(Py_NotImplemented);
     if (!room.are_writable(out)) return nullptr;
-    std::vector<const void*> from;
-    std::vector<void*> to;
-    Member::Sizes in_sizes, out_sizes;
-    in.tell(from, in_sizes);
-    room.tell(to, out_sizes);
     Calling calling(self, ALLTOALL, deadline);
     const End end = calling.run([&](Patience& patience) {
-        return group.alltoall({ALLTOALL, mixed(KNOWN, ALLTOALL)}, from, in_sizes, to, out_sizes, patience);
+        return group.alltoall({ALLTOALL, mixed(KNOWN, ALLTOALL)}, in.places<const void*>(), in.sizes(),
+                              room.places<void*>(), room.sizes(), patience);
     });
     if (end != End::Done) return raise_end(self, end, ALLTOALL, xs, nullptr);
     return PySequence_List(out);

@@ -7,6 +7,7 @@
 #include "group_arrays.hpp"
 
 #include <utility>
+#include <vector>
 
 namespace flowchan {
 
@@ -158,19 +159,18 @@ class Arrays : public Member::Place {
     // Of a list or tuple. False, perhaps with an error: not all lie in one piece in this machine's memory.
     bool read(PyObject* objects) {
         if (!PyList_Check(objects) && !PyTuple_Check(objects)) return false;
-        many_ = std::vector<Array>(size_t(PySequence_Fast_GET_SIZE(objects)));
+        many_ = std::vector<One>(size_t(PySequence_Fast_GET_SIZE(objects)));
         for (size_t i = 0; i < many_.size(); ++i) {
             PyObject* one = PySequence_Fast_GET_ITEM(objects, Py_ssize_t(i));
-            wanted_.push_back(one != Py_None);
-            if (wanted_[i] && !many_[i].read_bytes(one) && !many_[i].read(one)) return false;
+            many_[i].wanted = one != Py_None;
+            if (many_[i].wanted && !many_[i].read_bytes(one) && !many_[i].read(one)) return false;
         }
         return true;
     }
     // What does not fit is left as it is: the others go on all the same.
-    bool operator()(const std::vector<uint64_t>& sizes, const std::vector<const void*>&,
-                    std::vector<void*>& to) override {
+    bool operator()(const Sizes& sizes, const ByRank<const void*>&, ByRank<void*>& to) override {
         for (size_t r = 0; r < to.size(); ++r) {
-            if (!wanted_[r]) continue;
+            if (!many_[r].wanted) continue;
             if (many_[r].bytes == sizes[r])
                 to[r] = many_[r].data;
             else if (misfit_ < 0)
@@ -195,15 +195,24 @@ class Arrays : public Member::Place {
         return true;
     }
     template <class P>
-    void tell(std::vector<P>& at, Member::Sizes& sizes) const {
-        for (const Array& one : many_) at.push_back(one.data), sizes.push_back(one.bytes);
+    ByRank<P> places() const {
+        ByRank<P> found(size());
+        for (size_t i = 0; i < size(); ++i) found[i] = many_[i].data;
+        return found;
+    }
+    Sizes sizes() const {
+        Sizes found(size());
+        for (size_t i = 0; i < size(); ++i) found[i] = many_[i].bytes;
+        return found;
     }
     const Array& operator[](size_t i) const { return many_[i]; }
     size_t size() const { return many_.size(); }
 
   private:
-    std::vector<Array> many_;
-    std::vector<bool> wanted_;
+    struct One : Array {
+        bool wanted = true;
+    };
+    std::vector<One> many_;
     int misfit_ = -1;
     uint64_t has_ = 0;
 };

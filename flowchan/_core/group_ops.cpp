@@ -63,18 +63,7 @@ void copy_past(void* to, const void* from, size_t bytes) {
 #endif
 }
 
-// The inputs of one kernel call; hardly ever are there so many members that they need the heap.
-class Inputs {
-  public:
-    explicit Inputs(uint32_t size) : many_(size > FEW ? size : 0) {}
-    const void*& operator[](uint32_t i) { return data()[i]; }
-    const void** data() { return many_.empty() ? few_ : many_.data(); }
-
-  private:
-    static constexpr uint32_t FEW = 16;
-    const void* few_[FEW];
-    std::vector<const void*> many_;
-};
+using Inputs = ByRank<const void*>;
 
 }  // namespace
 
@@ -260,8 +249,8 @@ End Member::allgather(Call call, const void* in, size_t bytes, Place& place, Pat
     const auto tell = [&](void* slot) { direct ? copy(slot, &from, sizeof from) : copy(slot, in, first); };
     End end = show(call, bytes, direct ? sizeof from : first, tell, patience, direct ? IN_PLACE : 0);
     Sizes sizes(size), moved(size);
-    std::vector<void*> to(size);
-    std::vector<const void*> shown(size);
+    ByRank<void*> to(size);
+    ByRank<const void*> shown(size);
     bool any_direct = false;
     for (uint32_t r = 0; end == End::Done && r < size; ++r) {
         sizes[r] = cell(r).bytes;
@@ -311,8 +300,8 @@ End Member::allgather(Call call, const void* in, size_t bytes, Place& place, Pat
 
 // The first round shows what each sends to and expects from each, so that all find alike whether that fits; and
 // what a member sends, where that is little, or where it lies, where it is large.
-End Member::alltoall(Call call, const std::vector<const void*>& in, const Sizes& in_sizes,
-                     const std::vector<void*>& out, const Sizes& out_sizes, Patience& patience) {
+End Member::alltoall(Call call, const ByRank<const void*>& in, const Sizes& in_sizes,
+                     const ByRank<void*>& out, const Sizes& out_sizes, Patience& patience) {
     const size_t row = size * sizeof(uint64_t), part = part_of(plan_.chunk, size);
     const auto is_little = [&](const uint64_t* sends) {
         return 2 * row + std::accumulate(sends, sends + size, uint64_t{}) <= SMALL;
@@ -334,7 +323,7 @@ End Member::alltoall(Call call, const std::vector<const void*>& in, const Sizes&
         for (uint32_t q = 0; q < size; ++q)
             if (sends(r)[q] != sends(q)[size + r]) return finish(End::Mismatch);
     Sizes rests(size);  // what each has for anybody at most, and has not shown
-    std::vector<bool> lies(size);
+    ByRank<bool> lies(size);
     for (uint32_t r = 0; r < size; ++r) rests[r] = cell(r).bytes, lies[r] = cell(r).flags & IN_PLACE;
     const uint64_t large = *std::max_element(rests.begin(), rests.end());
     if (large) patience.waits();

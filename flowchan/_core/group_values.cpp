@@ -39,10 +39,10 @@ PyObject* read_value(const void* at, size_t bytes) {
 // Plain values are made from where they are shown; of others, and of large ones, come the bytes.
 class PlaceValues : public Member::Place {
   public:
-    PlaceValues(Calling& calling, PyObject* found) : calling_(calling), found_(found) {}
-    std::vector<bool> are_bytes;
-    bool operator()(const std::vector<uint64_t>& sizes, const std::vector<const void*>& shown,
-                    std::vector<void*>& to) override {
+    PlaceValues(Calling& calling, PyObject* found, uint32_t size)
+        : are_bytes(size), calling_(calling), found_(found) {}
+    ByRank<bool> are_bytes;
+    bool operator()(const Sizes& sizes, const ByRank<const void*>& shown, ByRank<void*>& to) override {
         return calling_.with_gil([&] {
             for (size_t r = 0; r < sizes.size(); ++r) {
                 const bool here = shown[r] && is_plain(shown[r], sizes[r]);
@@ -50,7 +50,7 @@ class PlaceValues : public Member::Place {
                                      : PyBytes_FromStringAndSize(nullptr, Py_ssize_t(sizes[r]));
                 if (!one) return false;
                 if (!here) to[r] = PyBytes_AS_STRING(one);
-                are_bytes.push_back(!here);
+                are_bytes[r] = !here;
                 PyList_SET_ITEM(found_, Py_ssize_t(r), one);
             }
             return true;
@@ -73,7 +73,7 @@ PyObject* allgather_values(PyObject* self, PyObject* x, PyObject* timeout) {
     nb::object found = nb::steal(PyList_New(group.size));
     if (!found.is_valid()) return nullptr;
     Calling calling(self, ALLGATHER, deadline);
-    PlaceValues place(calling, found.ptr());
+    PlaceValues place(calling, found.ptr(), group.size);
     const End end = calling.run([&](Patience& patience) {
         return group.allgather({ALLGATHER, mixed(VALUES, ALLGATHER)}, mine.from, mine.bytes, place, patience);
     });

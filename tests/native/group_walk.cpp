@@ -50,8 +50,7 @@ struct Walk {
 
     struct Into : Member::Place {
         std::vector<std::vector<float>> parts;
-        bool operator()(const std::vector<uint64_t>& sizes, const std::vector<const void*>&,
-                        std::vector<void*>& to) override {
+        bool operator()(const Sizes& sizes, const ByRank<const void*>&, ByRank<void*>& to) override {
             parts.resize(sizes.size());
             for (size_t r = 0; r < sizes.size(); ++r) {
                 parts[r].resize(sizes[r] / 4);
@@ -98,10 +97,10 @@ struct Walk {
     End alltoall(bool& right) {
         std::vector<float> x(LARGE, value());
         std::vector<std::vector<float>> got(member.size, std::vector<float>(LARGE));
-        const Member::Sizes sizes(member.size, LARGE * 4);
-        std::vector<const void*> in(member.size, x.data());
-        std::vector<void*> out;
-        for (auto& one : got) out.push_back(one.data());
+        const Sizes sizes(member.size, LARGE * 4);
+        const ByRank<const void*> in(member.size, x.data());
+        ByRank<void*> out(member.size);
+        for (size_t r = 0; r < got.size(); ++r) out[r] = got[r].data();
         const End end = member.alltoall({9, 1}, in, sizes, out, sizes, patience);
         for (size_t r = 0; r < got.size(); ++r) right = right && all(got[r], float(r + 1));
         return end;
