@@ -174,9 +174,10 @@ def compare(
     factors: dict[str, float],
     effort: Effort,
 ) -> None:
-    ranks = next(iter(jobs.values())).size
+    first = next(iter(jobs.values()))
+    work = f"{operation}, {in_bytes(size)}, {first.size} ranks{' over hosts' if first.kind == LINKED else ''}"
     cases = [timed(job, operation, size, effort) for job in jobs.values()]
-    mine, *peers = report.interleave(f"{operation}, {in_bytes(size)}, {ranks} ranks", cases, effort.rounds)
+    mine, *peers = report.interleave(work, cases, effort.rounds)
     report.rows += [at_most(1 / factors.get(peer.name, 3), mine, peer) for peer in peers]
 
 

@@ -26,6 +26,8 @@ constexpr int64_t LOOK_NS = 20'000'000;  // a death is noticed within it
 constexpr uint32_t LOOKED_AT = 8;        // how many members are looked at each time
 constexpr uint32_t GLANCES = 200;        // without a pause: who is on its way is there within them
 constexpr int YIELDS = 8;
+constexpr int64_t LONG_YIELD_NS = 300'000;
+constexpr uint32_t MOST_LEFT_OUT = 4096;
 constexpr uint32_t LEAST_PAUSES = 20;  // longer ones only as long as they pay: a busy machine needs the core
 
 // With more members than cores the one that is awaited can't run while others spin.
@@ -258,10 +260,7 @@ End Member::await(uint32_t member, Patience& patience) {
         return End::Done;
     }
     pauses_ = std::max(pauses_ / 2, LEAST_PAUSES);
-    for (int i = 0; i < YIELDS; ++i) {
-        sched_yield();
-        if (is_here(member)) return End::Done;
-    }
+    if (is_here_after_yields(member)) return End::Done;
     std::atomic<uint32_t>& word = cell(member).round;
     std::atomic<uint32_t>& sleepers = seat(member).sleepers;
     const int64_t since = now_ns();
@@ -279,6 +278,24 @@ End Member::await(uint32_t member, Patience& patience) {
         if (any_is_lost(member) || any_is_lost(looked % size)) return End::Gone;
         if (patience.deadline.passed()) return End::TimedOut;
     }
+}
+
+// Where only members want the cores, yielding lets them run. Where others do, their whole turns pass before this
+// one's comes again; who sleeps goes first once it is woken. So where yielding took long it is left out for a while.
+bool Member::is_here_after_yields(uint32_t member) {
+    if (left_out_) return --left_out_, false;
+    for (int i = 0; i < YIELDS; ++i) {
+        const int64_t since = now_ns();
+        sched_yield();
+        const bool took_long = now_ns() - since > LONG_YIELD_NS;
+        if (took_long)
+            left_out_ = leave_out_ = std::min(2 * leave_out_ + 16, MOST_LEFT_OUT);
+        else if (i == 0)
+            leave_out_ /= 2;
+        if (is_here(member)) return true;
+        if (took_long) break;
+    }
+    return false;
 }
 
 // Whether the number can never come from one of the members at `from`. Who is gone published before that.

@@ -242,6 +242,7 @@ class Member {
     End have_read(Call call, bool could, Patience& patience);
     End await_all(Patience& patience);
     End await(uint32_t member, Patience& patience);
+    bool is_here_after_yields(uint32_t member);
     End judge(Call call) const;
     bool is_here(uint32_t member) const;
     bool may_join(uint32_t member) const;
@@ -264,7 +265,8 @@ class Member {
     size_t control_ = 0, big_length_ = 0, length_ = 0, result_size_ = 0;
     uint32_t round_ = 0;
     uint32_t pauses_ = 0;
-    std::atomic<bool> leaving_ = false;  // what still waits gives up
+    uint32_t left_out_ = 0, leave_out_ = 0;  // waits without yields: from now on, and last time
+    std::atomic<bool> leaving_ = false;      // what still waits gives up
     uint64_t proof_ = 0, identity_ = 0;
     bool broken_ = false, fenced_ = false, reserved_ = false;
     bool direct_ = true;  // until one member could not read another one's memory
