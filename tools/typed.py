@@ -16,12 +16,12 @@ ROOT = Path(__file__).parents[1]
 FILES = [ROOT / "tests" / "typed" / name for name in ("program.py", "mistakes.py")]
 BIN = Path(sys.executable).parent
 
-Found = set[tuple[str, int, str]]
-"""File, line, and the code or rule."""
+Finding = tuple[str, int, str, str]
+"""File, line, the code or rule, and the message."""
 
 
-def mypy() -> Iterator[tuple[str, int, str, str]]:
-    """What it finds: file, line, code and message."""
+def mypy() -> Iterator[Finding]:
+    """What it finds."""
     options = ["--strict", "--config-file", ROOT / "pyproject.toml", "--cache-dir", ROOT / ".mypy_cache"]
     for line in said(BIN / "mypy", *options, "--output", "json", *(file.name for file in FILES)).splitlines():
         one = json.loads(line)
@@ -29,17 +29,13 @@ def mypy() -> Iterator[tuple[str, int, str, str]]:
             yield one["file"], one["line"], one["code"], one["message"]
 
 
-def pyright() -> Iterator[tuple[str, int, str, str]]:
-    """The same."""
-    options = {
-        "typeCheckingMode": "strict",
-        "pythonVersion": "3.11",
-        "include": [file.name for file in FILES],
-    }
+def pyright() -> Iterator[Finding]:
+    """What it finds."""
+    names = [file.name for file in FILES]
+    options = {"typeCheckingMode": "strict", "pythonVersion": "3.11", "include": names}
     Path("pyrightconfig.json").write_text(json.dumps(options))
-    for one in json.loads(said(BIN / "basedpyright", "--outputjson", "--pythonpath", sys.executable))[
-        "generalDiagnostics"
-    ]:
+    report = json.loads(said(BIN / "basedpyright", "--outputjson", "--pythonpath", sys.executable))
+    for one in report["generalDiagnostics"]:
         line = one["range"]["start"]["line"] + 1
         yield Path(one["file"]).name, line, one.get("rule", "syntax"), one["message"]
 
@@ -52,10 +48,13 @@ def said(*command: str | Path) -> str:
 
 
 def expected() -> Iterator[tuple[str, int, str]]:
+    """What the comments say, at least one code of each."""
     for file in FILES:
         for number, line in enumerate(file.read_text().splitlines(), 1):
-            if wrong := re.search(r"# wrong: (.*)", line):
-                yield from ((file.name, number, code) for code in wrong[1].split(", "))
+            if "# wrong" in line:
+                if not re.search(r"# wrong: (?!report)\S+, (.*, )?report\w+$", line):
+                    sys.exit(f"{file}:{number}: say '# wrong: code by mypy, rule by pyright'")
+                yield from ((file.name, number, code) for code in line.split("# wrong: ")[1].split(", "))
 
 
 def main() -> int:
