@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import shutil
 import signal
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -101,6 +103,7 @@ def run(file: str, args: tuple[str, ...], debug: bool, seed: int | None, hosts: 
     from flowchan.cli.loading import LoadError, load
     from flowchan.cli.results import result_lines
     from flowchan.errors import RunError
+    from flowchan.run.report import render
     from flowchan.viz.terminal import LiveView
 
     with _Interrupts() as interrupts, _logging():
@@ -122,12 +125,17 @@ def run(file: str, args: tuple[str, ...], debug: bool, seed: int | None, hosts: 
                 results = _follow(running, view, interrupts)
         except RunError as error:
             failure = error
-        click.echo(running.report())
+        click.echo(render(running.stats(), _width()))
         for line in result_lines(results):
             click.echo(line)
     if failure is not None:
         _tell_failures(failure, debug)
     return INTERRUPTED if interrupts.count else DONE if failure is None else FAILED
+
+
+def _width() -> int:
+    """Of the terminal; files have lines of any length."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else 10**6
 
 
 @contextlib.contextmanager

@@ -10,18 +10,20 @@ from flowchan.run.explain import amount
 from flowchan.run.stats import HostStats, LinkStats, RunState, RunStats, StageStats
 
 
-def render(stats: RunStats) -> str:
-    """The report of ``stats``, of a run that has ended or of one that still goes on."""
+def render(stats: RunStats, width: int = 10**6) -> str:
+    """The report of ``stats``, of a run that has ended or of one that still goes on. A narrow ``width``
+    leaves out what other columns or the account say too, and then cuts names."""
     first = f"graph {stats.graph!r}: {stats.state} {_after(stats)} {stats.elapsed:.2f} s, seed {stats.seed}"
     if stats.memory:
-        first += f", channels hold up to {amount(stats.memory)}"
+        memory = f"channels hold up to {amount(stats.memory)}"
+        first += f", {memory}" if len(first) + len(memory) + 2 <= width else f",\n{memory}"
     head = [first, bottleneck_text(stats)]
     accounts = [[stage.name, account_text(stage, stats.state)] for stage in stats.stages]
     tables = [
-        _stage_table(stats),
-        _link_table(stats.links),
-        _host_table(stats.hosts),
-        table(["stage", "account"], accounts, left={0, 1}),
+        _stage_table(stats, width),
+        _link_table(stats.links, width),
+        _host_table(stats.hosts, width),
+        table(["stage", "account"], accounts, left={0, 1}, width=width),
     ]
     return "\n".join(head + [f"\n{text}" for text in tables if text])
 
@@ -90,7 +92,7 @@ def _sum(out: int, *others: tuple[str, int]) -> str:
     )
 
 
-def _stage_table(stats: RunStats) -> str:
+def _stage_table(stats: RunStats, width: int) -> str:
     titles = [
         "stage",
         "verb",
@@ -122,10 +124,10 @@ def _stage_table(stats: RunStats) -> str:
         ]
         for stage in stats.stages
     ]
-    return table(titles, rows, left={0, 1, 2})
+    return table(titles, rows, left={0, 1, 2}, width=width, spare=("retried", "failed", "in", "out", "verb"))
 
 
-def _link_table(links: Sequence[LinkStats]) -> str:
+def _link_table(links: Sequence[LinkStats], width: int) -> str:
     titles = ["channel", "from", "to", "medium", "fill", "passed", "rate"]
     rows = [
         [
@@ -139,10 +141,10 @@ def _link_table(links: Sequence[LinkStats]) -> str:
         ]
         for link in links
     ]
-    return table(titles, rows, left={0, 1, 2, 3})
+    return table(titles, rows, left={0, 1, 2, 3}, width=width, spare=("rate",))
 
 
-def _host_table(hosts: Sequence[HostStats]) -> str:
+def _host_table(hosts: Sequence[HostStats], width: int) -> str:
     titles = ["host", "state", "agents", "breaks", "sent", "received"]
     rows = [
         [
@@ -156,21 +158,56 @@ def _host_table(hosts: Sequence[HostStats]) -> str:
         for host in hosts
     ]
     deaths = [f"host {host.name}: {death}" for host in hosts for death in host.deaths]
-    return "\n".join(text for text in (table(titles, rows, left={0, 1}), *deaths) if text)
+    return "\n".join(text for text in (table(titles, rows, left={0, 1}, width=width), *deaths) if text)
 
 
-def table(titles: Sequence[str], rows: Sequence[Sequence[str]], left: set[int]) -> str:
+GAP, LEAST = 2, 8
+"""Between two columns, and of what a text that is cut keeps."""
+
+
+def table(
+    titles: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    left: set[int],
+    width: int = 10**6,
+    spare: Sequence[str] = (),
+) -> str:
     """Aligned columns, those numbered in ``left`` to the left and the others to the right. Empty without
-    rows."""
+    rows. What is wider than ``width`` loses the ``spare`` columns, as many as it takes, and then the ends of
+    long texts to the left."""
     if not rows:
         return ""
-    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
-
-    def line(cells: Sequence[str]) -> str:
+    columns = {titles[n]: (n in left, [titles[n], *(row[n] for row in rows)]) for n in range(len(titles))}
+    for title in spare:
+        if _wide(columns) > width:
+            del columns[title]
+    _cut(columns, width)
+    lines = []
+    for number in range(len(rows) + 1):
         padded = (
-            cell.ljust(width) if number in left else cell.rjust(width)
-            for number, (cell, width) in enumerate(zip(cells, widths, strict=True))
+            cells[number].ljust(_longest(cells)) if is_left else cells[number].rjust(_longest(cells))
+            for is_left, cells in columns.values()
         )
-        return "  ".join(padded).rstrip()
+        lines.append((" " * GAP).join(padded).rstrip())
+    lines.insert(1, (" " * GAP).join("-" * _longest(cells) for _, cells in columns.values()))
+    return "\n".join(lines)
 
-    return "\n".join([line(titles), line(["-" * width for width in widths]), *(line(row) for row in rows)])
+
+Columns = dict[str, tuple[bool, list[str]]]
+"""By title: whether its cells stand to the left, and these, the title first."""
+
+
+def _longest(cells: list[str]) -> int:
+    return max(map(len, cells))
+
+
+def _wide(columns: Columns) -> int:
+    return sum(_longest(cells) + GAP for _, cells in columns.values()) - GAP
+
+
+def _cut(columns: Columns, width: int) -> None:
+    """Cuts the widest of the texts to the left, letter by letter, to no less than a few."""
+    names = [cells for is_left, cells in columns.values() if is_left]
+    while _wide(columns) > width and (most := max(map(_longest, names)) - 1) >= LEAST:
+        widest = max(names, key=_longest)
+        widest[:] = [cell if len(cell) <= most else f"{cell[: most - 1].rstrip('…')}…" for cell in widest]

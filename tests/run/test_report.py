@@ -57,6 +57,17 @@ def test_columns_are_aligned() -> None:
     assert len(set(ends)) == 1
 
 
+def test_a_narrow_report_leaves_out_what_the_account_says_too_and_cuts_names() -> None:
+    long = dataclasses.replace(COUNTS, name="counts_the_words_of_each_of_the_files_that_came_in")
+    link = LinkStats(long.name, long.name, long.name, "processes", 12, 64, 1204, 340.0)
+    of_long = dataclasses.replace(stats(FILES, long, TOTAL), links=(link,), memory=10**9, seed=10**14)
+    report = render(of_long, 80)
+    assert max(map(len, report.splitlines())) <= 80
+    for kept in ("1,204 = 1,200 out + 4 failed", "338/s", "97 %", "2 process", "12/64", "up to 1.0 GB"):
+        assert kept in report
+    assert render(stats(FILES, COUNTS, TOTAL), 200) == render(stats(FILES, COUNTS, TOTAL))
+
+
 def test_the_account_says_items_in_are_items_out_and_items_failed() -> None:
     assert account_text(COUNTS, "done") == "1,204 = 1,200 out + 4 failed"
 
