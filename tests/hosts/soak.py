@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import faulthandler
+import operator
 import random
 import threading
 import time
@@ -16,7 +18,8 @@ from typing import Any
 import psutil
 
 from benchmarks.far import cut
-from flowchan import Graph
+from flowchan import Graph, In, Out, Reduced
+from flowchan.collective import Group
 from flowchan.hosts import local
 
 HANG = 120.0
@@ -32,6 +35,30 @@ def slow(item: int) -> int:
 def several(item: int) -> Iterator[tuple[int, int]]:
     for number in range(item % 4):
         yield item, number
+
+
+class Together(tuple[int, ...]):
+    """Items that one round of an allreduce has combined."""
+
+    def __add__(self, other: Any) -> Together:
+        return Together((*self, *other))
+
+
+def alone(item: int) -> Together:
+    return Together((item,))
+
+
+def parted(rounds: Reduced) -> list[int]:
+    return list(rounds.value)
+
+
+def in_step(items: In[int], group: Group, out: Out[int]) -> None:
+    """A gang: its workers wait for each other after every item."""
+    for item in items:
+        group.combine(1, operator.add)
+        out.put(item)
+    for _ in group.rest(operator.add):
+        pass
 
 
 def agents() -> list[psutil.Process]:
@@ -67,9 +94,18 @@ def one_run(seed: int, items: int, deeds: Counter[str]) -> None:
     graph = Graph(f"soak {seed}")
     stream = graph.source(range(items)).map(slow, workers=chance.choice([1, 2, 4]), **options)
     expected: list[Any] = list(range(items))
-    if chance.random() < 0.5:
+    verb = chance.choice(["", "flat_map", "gang", "allreduce"])
+    if verb == "flat_map":
         stream = stream.flat_map(several, workers=chance.choice([1, 3]), **options)
         expected = [output for item in range(items) for output in several(item)]
+    elif verb == "gang":
+        gang: dict[str, Any] = {"on": pool, "workers": chance.choice([2, 3]), "restarts": 10**6}
+        stream, ordered = graph.stage(in_step, stream, restartable=True, **gang), False
+        # A stage with ports takes no max_deaths.
+        graph._stages[-1] = dataclasses.replace(graph._stages[-1], max_deaths=10**6)
+    elif verb == "allreduce":
+        rounds = stream.map(alone, workers=3, **options).allreduce(operator.add)
+        stream, ordered = rounds.map(parted).unbatch(), False
     result, over = stream.collect(), threading.Event()
     run = graph.start()
     thread = threading.Thread(target=chaos, args=(chance, over, deeds))

@@ -4,6 +4,7 @@ again, at any moment. Every output comes once, in its order where order is promi
 from __future__ import annotations
 
 import contextlib
+import operator
 import random
 import threading
 from collections.abc import Iterator
@@ -14,7 +15,8 @@ import pytest
 from hosted import agents, workers_of
 
 from benchmarks.far import cut
-from flowchan import Graph
+from flowchan import Graph, In, Out
+from flowchan.collective import Group
 from flowchan.hosts import crew, local
 from flowchan.run import recovery
 
@@ -132,6 +134,31 @@ def test_outputs_come_once_through_breaks_and_deaths(function: Any, ordered: boo
     )
     assert (found if ordered else sorted(found)) == want
     assert shaking.done == {"cuts": 20, "agents": 4, "workers": 10}
+
+
+def in_step(items: In[int], group: Group, out: Out[int]) -> None:
+    for item in items:
+        group.combine(1, operator.add)
+        out.put(item)
+    for _ in group.rest(operator.add):
+        pass
+
+
+def test_so_do_those_of_a_gang_and_what_allreduce_combines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R11."""
+    monkeypatch.setattr(recovery, "HOPELESS", 1_000)  # a worker may be killed before it begins
+    shaking = Shaking(2_000, cuts=5, agents=3, workers=5, seed=2)
+    graph, pool = Graph("shaken"), local(2)
+    stream = graph.source(shaking.source).map(
+        lambda item: frozenset([item]), on=pool, workers=2, restarts=10_000
+    )
+    rounds = stream.allreduce("or").map(lambda found: list(found.value)).unbatch()
+    gang: Any = {"on": pool, "workers": 2, "restarts": 10_000, "restartable": True}
+    result = graph.stage(in_step, rounds, **gang).collect()
+    with graph.start() as run, shaking:
+        found = list(run.iter(result))
+    assert sorted(found) == list(range(2_000))
+    assert shaking.done == {"cuts": 5, "agents": 3, "workers": 5}
 
 
 @pytest.mark.long
