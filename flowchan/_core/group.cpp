@@ -52,7 +52,7 @@ size_t seats_length(uint32_t size) { return rounded(sizeof(Seat) * size, PAGE); 
 size_t control_length(uint32_t size) { return PAGE + seats_length(size) + SMALL * 2 * size; }
 size_t result_length(uint32_t size) { return rounded(BIG / size + LINE, PAGE); }
 size_t big_length(uint32_t size) { return (BIG + result_length(size)) * 2 * size; }
-size_t lanes_length(uint32_t size) { return rounded(sizeof(Lane) * size * size, PAGE); }
+size_t lanes_length(uint32_t size) { return rounded(sizeof(Lane) * TABLES * size * size, PAGE); }
 
 // Whether whoever calls it sees, after that, what others stored before they looked at what it stored.
 bool fence_everybody() { return syscall(SYS_membarrier, MEMBARRIER_CMD_GLOBAL_EXPEDITED, 0) == 0; }
@@ -166,6 +166,7 @@ void Member::leave() {
     leaving_ = true;
     uint32_t here = HERE;
     seat(rank).gone.compare_exchange_strong(here, LEFT);
+    seat(rank).over = 1;
     for (Cell& one : seat(rank).cell) futex_wake(one.round, UINT32_MAX, true);
 }
 
@@ -179,7 +180,7 @@ void Member::give_up() {
 void Member::count_out(uint32_t member) {
     uint64_t nobody = 0;
     if (seat(member).owner.compare_exchange_strong(nobody, process_number()))
-        seat(member).gone.store(GAVE_UP);
+        seat(member).gone.store(GAVE_UP), seat(member).over = 1;
 }
 
 Sight Member::see(uint32_t member) const {
@@ -192,7 +193,8 @@ Sight Member::see(uint32_t member) const {
             s.operation.load(std::memory_order_relaxed),
             s.doing.load(std::memory_order_relaxed),
             pid ? process_alive(pid, s.started.load()) : coming,
-            member == rank || is_here(member)};
+            member == rank || is_here(member),
+            s.over.load() != 0};
 }
 
 End Member::begin(Call call) {
@@ -319,10 +321,11 @@ End Member::judge(Call call) const {
     return end;
 }
 
-bool Member::show_lane(uint32_t member, uint64_t fd, uint64_t inode) {
-    const uint64_t from = control_ + big_length_ + (uint64_t(rank) * size + member) * sizeof(Lane);
+bool Member::show_lane(Table table, uint32_t member, uint64_t fd, uint64_t inode) {
+    const size_t place = place_of(table, rank, member);
+    const uint64_t from = control_ + big_length_ + place * sizeof(Lane);
     if (!reserve_memory(fd_, from, from + sizeof(Lane))) return false;
-    Lane& lane = lanes_[size_t(rank) * size + member];
+    Lane& lane = lanes_[place];
     lane.pid = process_number();
     lane.fd = fd;
     lane.inode.store(inode, std::memory_order_release);

@@ -82,6 +82,7 @@ struct Seat {
     alignas(LINE) std::atomic<uint64_t> owner{0};     // the process that joined as this member
     std::atomic<uint64_t> started{0};
     std::atomic<uint32_t> gone{HERE};
+    std::atomic<uint32_t> over{0};       // it has left, whether it had given up before or not
     std::atomic<uint32_t> held{0};       // until somebody has joined: Member::hold
     std::atomic<uint32_t> operation{0};  // how many it has begun; for messages only, as is the next
     std::atomic<uint32_t> doing{0};      // which one was the last; the top bit: it is inside
@@ -104,7 +105,9 @@ struct GroupHeader {
     std::atomic<uint32_t> fenced{0};
 };
 
-// Where a member's channel to another one is to be had: a descriptor of its process.
+// Where a member has something for another one, a channel or the memory of another group: a descriptor of its
+// process.
+enum Table : uint32_t { CHANNELS, OFFERS, TABLES };
 struct Lane {
     uint64_t pid = 0, fd = 0;
     std::atomic<uint64_t> inode{0};  // 0: there is none yet; partner: Member::lane_from
@@ -132,7 +135,7 @@ class Patience {
 struct Sight {
     uint64_t pid;
     uint32_t gone, operation, doing;
-    bool alive, arrived;
+    bool alive, arrived, over;
 };
 
 class Member {
@@ -154,9 +157,11 @@ class Member {
     void give_up();
     void count_out(uint32_t member);  // it ended before it joined
     Sight see(uint32_t member) const;
-    // Shows `member` where this one's channel to it is. False, with errno: there is no memory.
-    bool show_lane(uint32_t member, uint64_t fd, uint64_t inode);
-    const Lane& lane_from(uint32_t member) const { return lanes_[size_t(member) * size + rank]; }
+    // Shows `member` where this one has something for it. False, with errno: there is no memory.
+    bool show_lane(Table table, uint32_t member, uint64_t fd, uint64_t inode);
+    const Lane& lane_from(Table table, uint32_t member) const {
+        return lanes_[place_of(table, member, rank)];
+    }
     bool broken() const { return broken_; }
 
     // How an operation on so many bytes is done: as chosen, where that can be, else by the plan.
@@ -210,6 +215,9 @@ class Member {
     // one that died, or of one that is called otherwise elsewhere.
     uint64_t proof_of(uint32_t member) const {
         return seat(member).owner * 0x9e3779b97f4a7c15 ^ identity_ ^ member;
+    }
+    size_t place_of(Table table, uint32_t from, uint32_t to) const {
+        return (size_t(table) * size + from) * size + to;
     }
     Seat& seat(uint32_t member) const { return seats_[member]; }
     Cell& cell(uint32_t member) const { return seats_[member].cell[round_ & 1]; }

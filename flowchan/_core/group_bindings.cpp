@@ -147,17 +147,17 @@ int make(uint32_t size) {
 nb::tuple see(PyGroup& group, uint32_t member) {
     const Sight s = group.see(member);
     return nb::make_tuple(s.pid, s.gone, s.operation, s.doing & ~(1u << 31), bool(s.doing >> 31), s.alive,
-                          s.arrived);
+                          s.arrived, s.over);
 }
 
-void show_lane(PyGroup& group, uint32_t member, uint64_t fd, uint64_t inode) {
-    if (group.show_lane(member, fd, inode)) return;
+void show_lane(PyGroup& group, uint32_t member, uint64_t fd, uint64_t inode, bool offer) {
+    if (group.show_lane(offer ? OFFERS : CHANNELS, member, fd, inode)) return;
     PyErr_SetFromErrno(PyExc_OSError);
     throw nb::python_error();
 }
 
-nb::object lane_from(PyGroup& group, uint32_t member) {
-    const Lane& lane = group.lane_from(member);
+nb::object lane_from(PyGroup& group, uint32_t member, bool offer) {
+    const Lane& lane = group.lane_from(offer ? OFFERS : CHANNELS, member);
     const uint64_t inode = lane.inode.load(std::memory_order_acquire);
     return inode ? nb::object(nb::make_tuple(lane.pid, lane.fd, inode)) : nb::none();
 }
@@ -196,8 +196,8 @@ void bind_group(nb::module_& m) {
             },
             "doing"_a, "size"_a, "combining"_a)
         .def("_count_out", &PyGroup::count_out, "member"_a)
-        .def("_show_lane", show_lane, "member"_a, "fd"_a, "inode"_a)
-        .def("_lane_from", lane_from, "member"_a)
+        .def("_show_lane", show_lane, "member"_a, "fd"_a, "inode"_a, "offer"_a = false)
+        .def("_lane_from", lane_from, "member"_a, "offer"_a = false)
         .def("_see", see, "member"_a)
         .def("_exchange", exchange, "doing"_a, "key"_a, "data"_a, "only"_a, "timeout"_a.none(), "x"_a.none(),
              "more"_a.none())

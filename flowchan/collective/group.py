@@ -7,6 +7,8 @@ They stand on a few operations on bytes and on arrays that lie in one piece, whi
 from __future__ import annotations
 
 import functools
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -73,6 +75,7 @@ class Group:
         def close(self) -> None: ...
         def send(self, x: Any, to: int, *, timeout: float | None = None) -> None: ...
         def receive(self, source: int, *, out: Any = None, timeout: float | None = None) -> Any: ...
+        def _shrunk(self, name: str, give_up: float) -> Group: ...
         def _part(self, key: Any, name: str, timeout: float | None) -> Group | None: ...
         def receive_any(self, *, timeout: float | None = None) -> tuple[Any, int]: ...
         def explain(self, operation: str, x: Any = None) -> str: ...
@@ -203,6 +206,15 @@ class Group:
         return part
 
     # --- the life of a member ---
+
+    def shrink(self, *, name: str = "", timeout: float | None = None) -> Group:
+        """The group of those that are left, in the order of their ranks, when members have died or left; this
+        one is closed. All who are left call it; those that still work with this group hear of it by
+        :class:`MemberDied`. Whoever dies meanwhile is not in it. On one host only.
+
+        Raises ``TimeoutError``, only if a ``timeout`` was given."""
+        give_up = math.inf if timeout is None else time.monotonic() + timeout
+        return self._shrunk(name or self.name, give_up)
 
     def __enter__(self) -> Group:
         self._take_seat()

@@ -140,6 +140,12 @@ class LinkedGroup(Group):
         """Members that are all on one host share its memory."""
         return self._link_up(self, self._node._part(key, name, timeout), key, name, timeout)
 
+    def _shrunk(self, name: str, give_up: float) -> Group:
+        raise GroupError(
+            f"{self!r} has members on several hosts, and shrink is for one: let those that are left make a "
+            "new group, or run a graph, whose gangs begin again by themselves"
+        )
+
     def _wait_for_all(self, timeout: float | None) -> None:
         self._exchange(BARRIER, BARRIER, b"", -1, timeout, None, None)
 

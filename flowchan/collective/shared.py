@@ -16,6 +16,7 @@ from flowchan import _core
 from flowchan.collective import arrays
 from flowchan.collective.group import COMBINING, MOVING, NAMES, TELL, Group, called, not_here
 from flowchan.collective.lanes import Lanes
+from flowchan.collective.shrinking import Shrinking
 from flowchan.collective.values import dumps, loads
 from flowchan.errors import GroupError, MemberDied, MemberLeft, Mismatch
 from flowchan.transport.descriptors import Borrowed, Inherited, Sent, hand_over, take_over
@@ -79,7 +80,13 @@ class SharedGroup(_core.Group, Group):
             raise ValueError("receive_any takes what other members have sent, and here is no other one")
         return self._lanes.receive_any(timeout)
 
-    # --- groups within it ---
+    # --- groups within it, and after it ---
+
+    def _shrunk(self, name: str, give_up: float) -> SharedGroup:
+        def member(fd: int, rank: int) -> SharedGroup:
+            return SharedGroup(fd, rank, name)
+
+        return Shrinking[SharedGroup](self, member, give_up).run()
 
     def _part(self, key: Any, name: str, timeout: float | None) -> SharedGroup | None:
         keys = self._gathered(key, timeout)
