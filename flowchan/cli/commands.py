@@ -211,28 +211,40 @@ def viz(file: str, args: tuple[str, ...], debug: bool, output: str | None, show:
 @main.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option("-n", "count", type=click.IntRange(1, 1024), required=True, help="How many processes.")
 @click.option("--hosts", "spec", metavar="HOSTS", help="On these, evenly: ssh:a,b, slurm, ray:2.")
+@click.option(
+    "--log-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Write what they say to files there, in place of the terminal: RANK/stdout.log, RANK/stderr.log.",
+)
+@click.option("--pin/--no-pin", default=True, help="Whether each rank has cores of its own, where it can.")
 @click.argument("script", type=click.Path(exists=True, dir_okay=False))
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
-def launch(count: int, spec: str | None, script: str, args: tuple[str, ...]) -> None:
+def launch(
+    count: int, spec: str | None, log_dir: Path | None, pin: bool, script: str, args: tuple[str, ...]
+) -> None:
     """Run N processes of SCRIPT, as members of a group: on this host, or on several, which have SCRIPT at the
     same path.
 
     Each has torchrun's variables in its environment, so flowchan.collective.group() and torch.distributed
     find the others. Their lines are shown with the rank before them. When one fails the others are ended,
     and the last line says who failed first and why.
+
+    On a host with as many cores as ranks, or more, each rank has an equal share of them for itself.
     """
-    raise SystemExit(_exit_code(lambda: _launch(count, spec, script, args), debug=False))
+    raise SystemExit(_exit_code(lambda: _launch(count, spec, log_dir, pin, [script, *args]), debug=False))
 
 
-def _launch(count: int, spec: str | None, script: str, args: tuple[str, ...]) -> int:
-    if spec is not None:
-        from flowchan.cli.launch_over import launch_over
+def _launch(count: int, spec: str | None, log_dir: Path | None, pin: bool, script: list[str]) -> int:
+    from flowchan.cli.launch import Logs, launch, show
 
-        failure, interrupted = launch_over(_pool(spec), count, script, args)
-    else:
-        from flowchan.cli.launch import launch
+    with contextlib.ExitStack() as stack:
+        tell = show if log_dir is None else stack.enter_context(Logs(log_dir))
+        if spec is not None:
+            from flowchan.cli.launch_over import launch_over
 
-        failure, interrupted = launch(count, script, args)
+            failure, interrupted = launch_over(_pool(spec), count, script, tell, pin)
+        else:
+            failure, interrupted = launch(count, script, tell, pin)
     if failure and not interrupted:
         click.echo(f"flowchan: {failure}", err=True)
     return INTERRUPTED if interrupted else FAILED if failure else DONE

@@ -16,7 +16,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import BinaryIO
+from pathlib import Path
+from typing import BinaryIO, TextIO
 
 import click
 
@@ -38,10 +39,51 @@ def show(rank: int, line: str, is_error: bool) -> None:
     click.echo(f"[{rank}] {line}", err=is_error)
 
 
-class Rank:
-    """One of the processes, and what it has said last."""
+class Logs:
+    """Writes what each rank says to files of its own in ``folder``. Raises ``OSError``."""
 
-    def __init__(self, number: int, command: Sequence[str], environ: dict[str, str], tell: Tell) -> None:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[tuple[int, bool], TextIO] = {}
+        self._open = contextlib.ExitStack()
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def __call__(self, rank: int, line: str, is_error: bool) -> None:
+        if (rank, is_error) not in self._files:
+            place = self._folder / str(rank)
+            place.mkdir(exist_ok=True)
+            name = "stderr.log" if is_error else "stdout.log"
+            file = (place / name).open("w", buffering=1, encoding="utf-8")
+            self._files[rank, is_error] = self._open.enter_context(file)
+        self._files[rank, is_error].write(line + "\n")
+
+    def __enter__(self) -> Logs:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+
+def cores_for(local: int, count: int) -> list[int]:
+    """The cores that number ``local`` of ``count`` ranks on this host has for itself; none in particular
+    where there are too few."""
+    cores = sorted(os.sched_getaffinity(0))
+    return (
+        cores[len(cores) * local // count : len(cores) * (local + 1) // count] if len(cores) >= count else []
+    )
+
+
+class Rank:
+    """One of the processes, and what it has said last. ``cores``: where it runs, if not anywhere."""
+
+    def __init__(
+        self, number: int, command: Sequence[str], environ: dict[str, str], tell: Tell, cores: list[int]
+    ) -> None:
+        def prepare() -> None:
+            _libc.prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+            if cores:
+                os.sched_setaffinity(0, cores)
+
         self.number = number
         self._tell = tell
         self.process = subprocess.Popen(
@@ -51,7 +93,7 @@ class Rank:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             process_group=0,
-            preexec_fn=lambda: _libc.prctl(_DIE_WITH_PARENT, signal.SIGKILL),
+            preexec_fn=prepare,
         )
         self.last = ""
         self._unfinished = {False: b"", True: b""}
@@ -82,10 +124,16 @@ class Rank:
 
 class Job:
     """The ranks of a script on this host, ``first`` and those after it, from their start until none is
-    left."""
+    left. ``pin``: each has cores of its own, if there are enough."""
 
     def __init__(
-        self, count: int, command: Sequence[str], environ: dict[str, str], first: int = 0, tell: Tell = show
+        self,
+        count: int,
+        command: Sequence[str],
+        environ: dict[str, str],
+        tell: Tell,
+        pin: bool,
+        first: int = 0,
     ) -> None:
         self.interrupts = 0
         self._failed: list[Rank] = []  # by themselves, in the order in which it was noticed
@@ -93,7 +141,14 @@ class Job:
         self._kill_by = float("inf")
         self._selector = selectors.DefaultSelector()
         self.ranks = [
-            Rank(first + local, command, environ | {"LOCAL_RANK": str(local)}, tell) for local in range(count)
+            Rank(
+                first + local,
+                command,
+                environ | {"LOCAL_RANK": str(local)},
+                tell,
+                cores_for(local, count) if pin else [],
+            )
+            for local in range(count)
         ]
         for rank in self.ranks:
             for pipe, is_error in ((rank.process.stdout, False), (rank.process.stderr, True)):
@@ -190,11 +245,11 @@ def free_address(host: str) -> str:
         return listener.address
 
 
-def launch(count: int, script: str, args: Sequence[str]) -> tuple[str, bool]:
-    """Runs all ranks to their end. Who failed first and why, empty if nobody did, and whether it was
-    interrupted."""
+def launch(count: int, script: Sequence[str], tell: Tell, pin: bool) -> tuple[str, bool]:
+    """Runs all ranks of a script, which is given with its arguments, to their end. Who failed first and why,
+    empty if nobody did, and whether it was interrupted."""
     environ = variables(count, count, free_address("127.0.0.1"), secrets.token_hex(8))
-    job = Job(count, [sys.executable, script, *args], environ)
+    job = Job(count, [sys.executable, *script], environ, tell, pin)
     try:
         job.run()
     finally:

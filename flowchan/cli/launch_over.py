@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from flowchan import ChannelError, Empty, Graph, In, Out
-from flowchan.cli.launch import Job, first_of, free_address, show, variables
+from flowchan.cli.launch import Job, Tell, first_of, free_address, variables
 from flowchan.hosts.pool import Pool
 from flowchan.transport.tcp import route_to
 
@@ -60,7 +60,7 @@ class Share:
     towards: str
 
 
-def ranks_here(share: Share, script: Sequence[str], orders: In[Any], said: Out[Any]) -> None:
+def ranks_here(share: Share, script: Sequence[str], pin: bool, orders: In[Any], said: Out[Any]) -> None:
     """Those of one host. The first one offers an address at which the others reach it."""
     if share.host == 0:
         address = route_to(share.towards)
@@ -69,7 +69,7 @@ def ranks_here(share: Share, script: Sequence[str], orders: In[Any], said: Out[A
     environ = variables(share.count, share.here, begin.master, begin.secret[:8], share.host)
     environ |= {"FLOWCHAN_AT": begin.at, "FLOWCHAN_SECRET": begin.secret}
     command = [sys.executable, *script]
-    job = Job(share.here, command, environ, share.first, lambda *line: said.put(Line(*line)))
+    job = Job(share.here, command, environ, lambda *line: said.put(Line(*line)), pin, share.first)
     try:
         while job.goes_on():
             job.look()
@@ -85,7 +85,8 @@ def ranks_here(share: Share, script: Sequence[str], orders: In[Any], said: Out[A
 class Launcher:
     """Of ``count`` ranks, evenly on the hosts of a pool."""
 
-    def __init__(self, pool: Pool, count: int, script: Sequence[str]) -> None:
+    def __init__(self, pool: Pool, count: int, script: Sequence[str], tell: Tell, pin: bool) -> None:
+        self._tell = tell
         self.interrupts = 0
         self.failures: list[str] = []
         self._later = threading.Timer(LATER, self._end)
@@ -97,7 +98,7 @@ class Launcher:
         towards, first, said = pool.provider.listen_at(), 0, []
         for host, (name, order) in enumerate(zip(names, each, strict=True)):
             here = count // len(names) + (host < count % len(names))
-            run = partial(ranks_here, Share(name, host, first, here, count, towards), script)
+            run = partial(ranks_here, Share(name, host, first, here, count, towards), script, pin)
             said.append(graph.stage(run, order, name=name, on=pool[name]))
             first += here
         self._said = graph.merge(*said).collect()
@@ -109,7 +110,7 @@ class Launcher:
         with self._run as run:
             for word in run.iter(self._said):
                 if isinstance(word, Line):
-                    show(word.rank, word.text, word.is_error)
+                    self._tell(word.rank, word.text, word.is_error)
                 elif isinstance(word, Begin):
                     self._orders.put(word)
                 else:
@@ -135,10 +136,10 @@ class Launcher:
         self._end()
 
 
-def launch_over(pool: Pool, count: int, script: str, args: Sequence[str]) -> tuple[str, bool]:
+def launch_over(pool: Pool, count: int, script: Sequence[str], tell: Tell, pin: bool) -> tuple[str, bool]:
     """As ``launch``, on the hosts of a pool. Raises :class:`flowchan.HostError`, and :class:`RunError` when a
     host is lost."""
-    launcher = Launcher(pool, count, [script, *args])
+    launcher = Launcher(pool, count, script, tell, pin)
     before = {number: signal.signal(number, launcher.interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         launcher.run()

@@ -8,6 +8,8 @@ there is waited for at the end.
 from __future__ import annotations
 
 import contextlib
+import random
+import select
 import socket
 import struct
 import threading
@@ -27,6 +29,7 @@ LEFT = -1  # in place of a message's size: its sender has left
 LOOK = 0.2
 """Seconds until a receiver looks first whether a member that has sent nothing is there; then ever later."""
 LONG = 1e6
+_chance = random.Random()  # the program's own numbers stay as they are
 
 
 class Way(NamedTuple):
@@ -64,6 +67,8 @@ class FarLanes:
         self._lock = threading.Lock()
         self._out: dict[int, _Outgoing] = {}
         self._in: dict[int, _Incoming] = {}
+        self._over: dict[int, MemberDied] = {}  # what comes when all is received that somebody has sent
+        self._pause, self._next_look = LOOK, time.monotonic() + LOOK
 
     def send(self, x: Any, to: int, timeout: float | None) -> None:
         if to not in self._out:
@@ -92,6 +97,41 @@ class FarLanes:
             finally:
                 self._lock.release()
         return self._in[source]
+
+    def receive_any(self, others: Sequence[int], wait: float) -> tuple[Any, int]:
+        """What one of these sends first. Raises ``TimeoutError`` after so many seconds, :class:`MemberDied`
+        when one of those that have sent something died, or all have left."""
+        open_now = {self._in[source].fileno(): source for source in self._in.keys() - self._over.keys()}
+        waiting = select.poll()
+        for fd in (self.door.fileno(), *open_now):
+            waiting.register(fd, select.POLLIN)
+        ready = [fd for fd, _ in waiting.poll(wait * 1000)]
+        for fd in _chance.sample(ready, len(ready)):
+            source = open_now.get(fd)
+            try:
+                if source is not None:
+                    return loads(self._in[source].receive(source, time.monotonic() + LONG)), source
+                with self._lock, contextlib.suppress(TimeoutError):
+                    self.adopt(*self.door.accept(0.0))
+            except MemberDied as error:
+                assert source is not None
+                self._over[source] = error
+        self._look_for_silent(others)
+        over = [self._over[member] for member in others if member in self._over]
+        died = [error for error in over if not isinstance(error, MemberLeft)]
+        if died or len(over) == len(others):
+            raise (died or over)[0]
+        raise TimeoutError
+
+    def _look_for_silent(self, others: Sequence[int]) -> None:
+        """Whether those are there that have not sent anything, now and then."""
+        if time.monotonic() < self._next_look:
+            return
+        for member in others:
+            if member not in self._in and member not in self._over and self._is_gone(member):
+                self._over[member] = _gone(member, "receive_any", left=True)
+        self._next_look = time.monotonic() + self._pause
+        self._pause = min(2 * self._pause, 5.0)
 
     def let_in(self, awaited: Sequence[int], give_up: float, call: str) -> tuple[socket.socket, Hello]:
         """Who dials next. Raises ``TimeoutError``, and :class:`MemberDied` when one of the ``awaited`` is
@@ -194,6 +234,9 @@ class _Incoming:
                 raise _gone(source, "receive")
             self._has += came
         return self._has
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
 
     def close(self) -> None:
         self._sock.close()

@@ -9,7 +9,9 @@ what goes wrong in a part its leader tells the others.
 
 from __future__ import annotations
 
+import math
 import pickle
+import time
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -30,11 +32,13 @@ from flowchan.collective.group import (
 from flowchan.collective.links import Call, Differs, Edge, Links
 from flowchan.collective.shared import SharedGroup
 from flowchan.collective.values import dumps, loads
-from flowchan.errors import GroupError, Mismatch
+from flowchan.errors import GroupError, MemberDied, MemberLeft, Mismatch
 
 WHOLE = 64 * 1024
 """Bytes up to which leaders give each other all they have; of more, each combines a slice for all."""
 DONE, FAILED = b"\0", b"\1"
+NEAR, FAR = 0.002, 0.05
+"""Seconds that receive_any waits for other hosts until it looks again: at members here, and at the time."""
 
 T = TypeVar("T")
 
@@ -88,11 +92,32 @@ class LinkedGroup(Group):
         return self._received(self._lanes.receive(source, timeout), source, out)
 
     def receive_any(self, *, timeout: float | None = None) -> tuple[Any, int]:
-        """Raises ``GroupError``: it would not hear those on other hosts."""
-        raise GroupError(
-            "receive_any hears members of one host only, and this group has several: use receive(source), or "
-            "give all members a Channel(across='hosts')"
-        )
+        """As on one host; who is on another one, and has never sent anything to this member, has left."""
+        give_up = math.inf if timeout is None else time.monotonic() + timeout
+        ours = self._hosts[self._host]
+        others = [rank for rank in range(self.size) if rank not in ours]
+
+        def near() -> tuple[Any, int]:
+            x, local = self._node._lanes.receive_any(0.0)
+            return x, ours[local]
+
+        def far() -> tuple[Any, int]:
+            return self._lanes.receive_any(others, NEAR if len(ours) > 1 else FAR)
+
+        while True:
+            over: list[MemberDied] = []
+            for heard in (near, far) if len(ours) > 1 else (far,):
+                try:
+                    return heard()
+                except MemberDied as error:
+                    over.append(error)
+                except TimeoutError:
+                    pass
+            died = [error for error in over if not isinstance(error, MemberLeft)]
+            if died or len(over) > (len(ours) > 1):
+                raise (died or over)[0]
+            if time.monotonic() > give_up:
+                raise TimeoutError(f"nobody has sent anything to rank {self.rank} in time")
 
     def close(self) -> None:
         """As on one host."""

@@ -3,7 +3,7 @@
     import flowchan.collective.torch_backend
     torch.distributed.init_process_group("flowchan")
 
-For CPU tensors of processes on one host. Errors are those of groups: a death raises
+For CPU tensors. Errors are those of groups: a death raises
 :class:`flowchan.MemberDied` on all survivors, calls that do not match raise :class:`flowchan.Mismatch`.
 torch's own time-out, which is always set, ends nothing.
 """
@@ -71,6 +71,11 @@ class Work(_Work):  # type: ignore[misc]
         self.wait()
         return self._result
 
+    def _source_rank(self) -> int:
+        """Of what was received from anybody."""
+        assert self._going_on is not None
+        return int(self._going_on.result())
+
     def synchronize(self) -> None:
         self.wait()
 
@@ -85,28 +90,42 @@ class Work(_Work):  # type: ignore[misc]
 
 
 class Receives:
-    """Receives that go on while their caller sends: one after the other from each source."""
+    """Receives that go on while their caller sends: one after the other from each source, and from anybody.
+    What is received from anybody while a receive from one member goes on may be for either."""
 
     def __init__(self, member: Group) -> None:
         self._member = member
-        self._threads: dict[int, ThreadPoolExecutor] = {}
+        self._threads: dict[int | None, ThreadPoolExecutor] = {}
         self._other: defaultdict[tuple[int, int], deque[torch.Tensor]] = defaultdict(deque)
 
-    def start(self, tensors: Tensors, source: int, tag: int) -> Work:
+    def start(self, tensors: Tensors, source: int | None, tag: int) -> Work:
         if source not in self._threads:
             self._threads[source] = ThreadPoolExecutor(1, thread_name_prefix=f"flowchan-receive-{source}")
         return Work(list(tensors), self._threads[source].submit(self._receive, tensors, source, tag))
 
-    def _receive(self, tensors: Tensors, source: int, tag: int) -> None:
+    def _receive(self, tensors: Tensors, source: int | None, tag: int) -> int:
+        """From whom: of several tensors, all from who has sent the first."""
         for x in tensors:
-            while not self._other[source, tag]:
-                its_tag, found = self._member.receive(source)
-                self._other[source, its_tag].append(found)
-            found = self._other[source, tag].popleft()
+            while (came := self._of(source, tag)) is None:
+                (its_tag, found), sender = (
+                    self._member.receive_any() if source is None else (self._member.receive(source), source)
+                )
+                self._other[sender, its_tag].append(found)
+            source, found = came
             if found.dtype != x.dtype or found.numel() != x.numel():
                 raise Mismatch(f"rank {source} sent {described(found)}; there is room for {described(x)}")
             with torch.no_grad():
                 x.copy_(found.reshape(x.shape))
+
+        assert source is not None
+        return source
+
+    def _of(self, source: int | None, tag: int) -> tuple[int, torch.Tensor] | None:
+        """The next with this tag that has been received."""
+        for (sender, its_tag), waiting in list(self._other.items()):
+            if waiting and its_tag == tag and source in (None, sender):
+                return sender, waiting.popleft()
+        return None
 
     def close(self) -> None:
         for thread in self._threads.values():
@@ -264,7 +283,7 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self._receives.start(tensors, source, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
-        raise RuntimeError("the backend flowchan receives from a source that is named: recv(x, src=…)")
+        return self._receives.start(tensors, None, tag)
 
     # torch's names before 2.13
     _allgather_base = all_gather_single

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -77,6 +78,39 @@ def test_the_last_line_says_who_failed_first_and_why(tmp_path: Path, how: str, s
     assert last.startswith("flowchan: rank 1 (process "), errors
     assert said in last
     assert launcher.returncode == 1
+
+
+CORES = """
+import os, sys
+print(sorted(os.sched_getaffinity(0)))
+print("an error", file=sys.stderr)
+"""
+
+
+@pytest.fixture
+def cores() -> Iterator[list[int]]:
+    """Few, whatever machine this is."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(before)[:2])
+    yield sorted(before)[:2]
+    os.sched_setaffinity(0, before)
+
+
+@pytest.mark.parametrize("where", [[], ["--hosts", "local:1"]], ids=["here", "on hosts"])
+def test_ranks_have_cores_of_their_own_and_their_lines_go_to_files(
+    tmp_path: Path, where: list[str], cores: list[int]
+) -> None:
+    def said(count: int, *options: str) -> list[str]:
+        logs = tmp_path / f"logs {count} {len(options)}"
+        args = ["-n", str(count), *where, "--log-dir", str(logs), *options]
+        with started(tmp_path, CORES, *args) as launcher:
+            assert launcher.communicate(timeout=100) == ("", "")
+        assert {(logs / str(rank) / "stderr.log").read_text() for rank in range(count)} == {"an error\n"}
+        return [(logs / str(rank) / "stdout.log").read_text() for rank in range(count)]
+
+    assert said(len(cores)) == [f"[{core}]\n" for core in cores]
+    assert said(len(cores) + 1) == [f"{cores}\n"] * (len(cores) + 1)
+    assert said(1, "--no-pin") == [f"{cores}\n"]
 
 
 @pytest.mark.parametrize("where", [[], ["--hosts", "local:2"]], ids=["here", "on hosts"])

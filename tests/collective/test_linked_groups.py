@@ -225,6 +225,33 @@ def test_a_death_while_parts_connect_is_told(victim: int, monkeypatch: pytest.Mo
     assert OverHosts("aabb", body).results(3) == dict.fromkeys({0, 1, 2, 3} - {victim})
 
 
+def test_of_what_anybody_has_sent_nothing_is_lost_by_a_death_on_another_host() -> None:
+    """And who has sent nothing, and ends, may as well have left."""
+
+    def body(g: Any) -> Any:
+        if g.rank == 0:
+            with pytest.raises(TimeoutError, match="nobody has sent anything to rank 0"):
+                g.receive_any(timeout=0.01)
+            g.barrier()
+            found = [g.receive_any() for _ in range(4)]
+            g.send("heard", 3)
+            with pytest.raises(MemberDied) as died:
+                g.receive_any()
+            return sorted(found, key=str), died.value.ranks
+        g.barrier()
+        if g.rank == 1:
+            g.send("near", 0)
+        if g.rank == 3:
+            for number in range(3):
+                g.send(number, 0)
+            g.receive(0)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return None
+
+    found = OverHosts("aabb", body).results(3)
+    assert found[0] == ([("near", 1), (0, 3), (1, 3), (2, 3)], (3,))
+
+
 def send_for_ever(g: Any, to: int) -> None:
     while True:
         g.send("nobody hears", to)

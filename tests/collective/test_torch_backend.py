@@ -38,16 +38,17 @@ def answers(backend: str, store: Path) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], list[Any]]:
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """By both backends, and by ours where each rank believes to be on a host of its own."""
     folder = tmp_path_factory.mktemp("stores")
-    return answers("flowchan", folder / "flowchan"), answers("gloo", folder / "gloo")
+    return {backend: answers(backend, folder / backend) for backend in ("flowchan", "over hosts", "gloo")}
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_results_are_those_of_gloo(both: tuple[list[Any], list[Any]], name: str) -> None:
-    ours, theirs = both
+@pytest.mark.parametrize("backend", ["flowchan", "over hosts"])
+def test_results_are_those_of_gloo(found: dict[str, list[Any]], backend: str, name: str) -> None:
     for rank in range(2):
-        assert ours[rank][name] == theirs[rank][name]
+        assert found[backend][rank][name] == found["gloo"][rank][name]
 
 
 DEATH = """

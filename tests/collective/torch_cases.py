@@ -1,5 +1,5 @@
 """One rank of a program on torch.distributed: every case by the backend that is named, and what came out of
-it as text. Arguments: backend, rank, size, a file for the store."""
+it as text. Arguments: backend, or "over hosts", rank, size, a file for the store."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import flowchan.collective.torch_backend  # noqa: F401
+from flowchan.collective import gathering
 
 Case = Callable[[], Any]
 CASES: dict[str, Case] = {}
@@ -239,6 +240,16 @@ def tensor_parallel() -> Any:
     return net(mine_of(0, 8, 20)).detach()
 
 
+@case
+def receive_from_anybody() -> Any:
+    if rank():
+        dist.send(mine(3), 0)
+        dist.send(mine(4), 0, tag=7)
+        return None
+    x, y = torch.empty(3), torch.empty(4)
+    return dist.recv(x), dist.recv(y, tag=7), x, y
+
+
 def text(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         content = hashlib.sha256(value.contiguous().numpy().tobytes()).hexdigest()[:16]
@@ -248,6 +259,8 @@ def text(value: Any) -> Any:
 
 def main(backend: str, number: str, count: str, store: str) -> None:
     torch.set_num_threads(1)
+    if backend == "over hosts":
+        backend, gathering.this_host = "flowchan", lambda: f"host {number}"
     dist.init_process_group(backend, init_method=f"file://{store}", rank=int(number), world_size=int(count))
     found = {}
     for name, function in CASES.items():
