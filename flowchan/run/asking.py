@@ -88,28 +88,41 @@ class Answering:
 
     def _given(self, item: Any, result: Any) -> Any:
         """What came of an item, for who comes next."""
-        gives = self._stage.verb.one_output
+        verb, batch = self._stage.verb, has_asked(item)
+        members = [item] if type(item) is Asked else item if batch else []
+        if verb.one_output:
+            return self._wrapped(item, result)
+        parts = result if _fits(result, item, batch) else [result] * len(members)
+        for one, given in zip(members, parts, strict=True):
+            if type(one) is Asked and verb.ends:
+                self.answer(one, given)
+            elif type(one) is Asked and verb.lets_go and not result:
+                self.refuse(one, LookupError(f"{self._stage.name!r} let the item go, so it has no answer"))
+        return result
+
+    def _wrapped(self, item: Any, result: Any) -> Any:
+        """The same, of a verb that gives one item for each: with the question, or with those of the members
+        of a batch. Of these, an exception is for who asked."""
         if type(item) is Asked:
-            if gives:
-                return Asked(item.question, result, item.board)
-            if self._stage.verb.ends:
-                self.answer(item, result)
-            elif self._stage.verb.lets_go and not result:
-                self.refuse(item, LookupError(f"{self._stage.name!r} let the item go, so it has no answer"))
+            return Asked(item.question, result, item.board)
+        if not has_asked(item):
             return result
-        if not gives or not has_asked(item):
-            return result
-        if not isinstance(result, list) or len(result) != len(item):
+        if not _fits(result, item, True):
             raise TypeError(
                 f"stage {self._stage.name!r} got a batch with items that were asked, so its function must "
                 f"return a list of as many, {len(item)}"
             )
-        return [
-            Asked(one.question, given, one.board)
-            if type(one) is Asked and not isinstance(given, Exception)
-            else given
-            for one, given in zip(item, result, strict=True)
-        ]
+        given = []
+        for one, its in zip(item, result, strict=True):
+            if type(one) is not Asked:
+                given.append(its)
+            elif not isinstance(its, Exception):
+                given.append(Asked(one.question, its, one.board))
+            elif "members" in self._stage.options:
+                given.append(its)  # whoever calls us tells
+            else:
+                self.refuse(one, its)
+        return given
 
     def answer(self, item: Asked, value: Any) -> None:
         """Tells who asked."""
@@ -147,6 +160,11 @@ def answers_in(item: Any, settle: Callable[[int, Any, BaseException | None], Non
 def has_asked(item: Any) -> bool:
     """Whether it is a batch with members that were asked."""
     return type(item) is list and any(type(one) is Asked for one in item)
+
+
+def _fits(result: Any, item: Any, batch: bool) -> bool:
+    """Whether a result of a batch has a part for each member."""
+    return batch and isinstance(result, list) and len(result) == len(item)
 
 
 def _bare(item: Any) -> Any:

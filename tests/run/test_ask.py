@@ -134,6 +134,33 @@ def test_a_sink_answers_with_what_its_function_returns() -> None:
     asyncio.run(main())
 
 
+def test_all_members_of_a_batch_are_answered_wherever_it_ends() -> None:
+    """Also by a second function over the batch, a filter that lets it go, and a sink."""
+
+    async def main() -> None:
+        graph = Graph("asked")
+        batches: Any = graph.input("batches")
+        again, sieved = (graph.input(name) for name in ("again", "sieved"))
+        batches.batch(4, timeout=0.002).sink(double_all)
+        again.batch(4, timeout=0.002).map(list).map(double_all, name="second").collect()
+        sieved.batch(4, timeout=0.002).filter(lambda batch: False, name="sieve").collect()
+        with graph.start() as run:
+            assert await asyncio.gather(*(run.ask(batches, number) for number in range(6))) == [
+                0,
+                2,
+                4,
+                6,
+                8,
+                10,
+            ]
+            one, other = await asyncio.gather(run.ask(again, 3), run.ask(again, 13), return_exceptions=True)
+            assert (one, type(other)) == (6, ValueError)
+            gone = await asyncio.gather(*(run.ask(sieved, n) for n in range(3)), return_exceptions=True)
+            assert [type(error) for error in gone] == [LookupError] * 3
+
+    asyncio.run(main())
+
+
 def test_an_item_that_a_filter_lets_go_has_no_answer() -> None:
     async def use(run: Run, questions: Any) -> None:
         with pytest.raises(LookupError, match="'sieve' let the item go, so it has no answer"):
