@@ -2,14 +2,12 @@
 
     python examples/crawler.py [PAGES]
 
-The site is the documentation that Python's own pydoc writes of the standard library; this program serves
+The site is the documentation that Python's own pydoc writes of imported modules; this program serves
 it. The graph leads back: links become pages to fetch, until nothing is under way.
 """
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import pydoc
 import re
 import sys
@@ -21,24 +19,21 @@ from urllib.request import urlopen
 
 from flowchan import Graph, In, Out
 
-Page = tuple[str, list[str] | None]
-
 
 class Documentation(BaseHTTPRequestHandler):
-    """The page of each module that can be imported."""
+    """The page of each module that this program has imported."""
 
     def do_GET(self) -> None:
-        page = b""
-        with contextlib.suppress(Exception):  # whatever an import may raise
-            page = pydoc.html.docmodule(importlib.import_module(self.path[1:].removesuffix(".html"))).encode()
-        self.send_response(200 if page else 404)
+        module = sys.modules.get(self.path[1:].removesuffix(".html"))
+        self.send_response(200 if module else 404)
         self.end_headers()
-        self.wfile.write(page)
+        if module:
+            self.wfile.write(pydoc.html.docmodule(module).encode())
 
     def log_message(self, *_: object) -> None: ...
 
 
-def fetch(url: str) -> Page:
+def fetch(url: str) -> tuple[str, list[str] | None]:
     """The links of a page; None if there is no such page."""
     try:
         with urlopen(url, timeout=10) as answer:
@@ -48,7 +43,7 @@ def fetch(url: str) -> Page:
     return url, [f"{url.rpartition('/')[0]}/{name}" for name in re.findall(r'href="([\w.]+\.html)[#"]', text)]
 
 
-def steer(fetched: In[Page], wanted: Out[str], pages: Out[Page], start: str, most: int) -> None:
+def steer(fetched: In[tuple], wanted: Out[str], pages: Out[tuple], start: str, most: int) -> None:
     """Asks for each page once, and returns when nothing is under way."""
     seen, todo, under_way = {start}, [start], 0
     while under_way or todo:
@@ -58,19 +53,17 @@ def steer(fetched: In[Page], wanted: Out[str], pages: Out[Page], start: str, mos
         page = fetched.get()
         under_way -= 1
         pages.put(page)
-        new = [url for url in dict.fromkeys(page[1] or ()) if url not in seen][: most - len(seen)]
-        seen.update(new)
-        todo += new
+        todo += [url for url in dict.fromkeys(page[1] or ()) if url not in seen][: most - len(seen)]
+        seen.update(todo)
 
 
 def main() -> None:
-    most = int(sys.argv[1]) if len(sys.argv) > 1 else 100
+    most = int(sys.argv[1]) if len(sys.argv) > 1 else 60
     with ThreadingHTTPServer(("127.0.0.1", 0), Documentation) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        graph = Graph("crawler")
+        graph, site = Graph("crawler"), f"http://127.0.0.1:{server.server_port}"
         again = graph.feedback("fetched")
-        start = f"http://127.0.0.1:{server.server_port}/asyncio.html"
-        wanted, pages = graph.stage(steer, again, start=start, most=most)
+        wanted, pages = graph.stage(steer, again, start=f"{site}/http.server.html", most=most)
         again.feed(wanted.map(fetch, workers=8))
         pages = pages.collect()
         found = dict(graph.run(progress=True)[pages])

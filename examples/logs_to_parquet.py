@@ -20,14 +20,12 @@ import pyarrow.parquet as pq
 
 from flowchan import Graph
 
-MODULES = (
-    "argparse asyncio calendar csv dataclasses decimal email.message http.server json logging tomllib zipfile"
-)
+MODULES = "argparse asyncio calendar csv dataclasses decimal email.message http.server json logging tomllib"
 SCHEMA = pa.schema([("program", pa.string()), ("module", pa.string()), ("self_us", pa.int64())])
 
 
 def log(module: str) -> tuple[str, str]:
-    """The log of a Python that imports a module. A thread of ours waits meanwhile."""
+    """The log of a Python that imports a module."""
     command = [sys.executable, "-X", "importtime", "-c", f"import {module}"]
     return module, subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
