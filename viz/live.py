@@ -8,7 +8,7 @@ from html import escape
 from flowchan.declare.blueprint import Blueprint
 from flowchan.run.report import count, rate, share
 from flowchan.run.stats import RunStats, StageStats
-from flowchan.viz.dot import LIVE, to_dot
+from flowchan.viz.dot import INK, LIVE, to_dot
 from flowchan.viz.render import render
 from flowchan.viz.terminal import items_of
 
@@ -26,10 +26,11 @@ class LivePicture:
         """The picture, as SVG, of the run at that moment."""
         picture = self._drawn
         for number, stage in enumerate(stats.stages):
-            color = SLOW if stage.name == stats.bottleneck else "currentColor"
-            picture = picture.replace(
-                LIVE.format(number), f'<tspan fill="{color}">{escape(_does(stage))}</tspan>'
-            )
+            color = SLOW if stage.name == stats.bottleneck else INK  # the ground is light in a dark page too
+            does = _does(stage)
+            room = " " * (len(LIVE.format(0)) - len(does))  # a space is half as wide, so this is the middle
+            words = f'<tspan fill="{color}">{room}{escape(does)}</tspan>'
+            picture = picture.replace(LIVE.format(number), words)
         return picture
 
 

@@ -160,6 +160,6 @@ def test_a_notebook_shows_the_picture_with_what_each_stage_does_and_bars(tmp_pat
     assert process.returncode == 0, err
     _, (shown, _), (graph,) = json.loads(out)
     assert '<progress value="100" max="100">' in shown["data"]["text/html"]
-    assert re.search(r"<svg .*>100 at [\d,]+/s, busy \d+ %</tspan>", shown["data"]["text/html"], re.DOTALL)
+    assert re.search(r"<svg .*> *100 at [\d,]+/s, busy \d+ %</tspan>", shown["data"]["text/html"], re.DOTALL)
     assert "end 100/100" in shown["data"]["text/plain"]
     assert "<svg" in graph["data"]["image/svg+xml"]

@@ -1,0 +1,181 @@
+"""A program with every kind of thing that has a type. ``make lint`` has it checked by mypy and pyright, and a
+test runs it. ``assert_type`` says what both are to see."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import operator
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from typing import Any, assert_type
+
+from flowchan import Channel, Failed, Feedback, Graph, In, Out, Reduced, Stream, select
+from flowchan.collective import Group
+
+
+@dataclass(frozen=True)
+class Page:
+    number: int
+    text: str
+
+
+def pages(count: int) -> Iterator[Page]:
+    for number in range(count):
+        yield Page(number, f"page {number} has words and page numbers")
+
+
+async def ticks(count: int) -> AsyncIterator[float]:
+    for number in range(count):
+        yield number / 2
+
+
+def words(page: Page) -> list[str]:
+    return page.text.split()
+
+
+async def length(word: str) -> int:
+    await asyncio.sleep(0)
+    return len(word)
+
+
+def count(so_far: Counter[str], word: str) -> Counter[str]:
+    so_far[word] += 1
+    return so_far
+
+
+class Shortener:
+    """Built once per worker."""
+
+    def __init__(self, longest: int = 4) -> None:
+        self.longest = longest
+
+    def __call__(self, word: str) -> bytes:
+        return word[: self.longest].encode()
+
+
+def split(numbers: In[int], small: Out[int], large: Out[str], limit: int = 3) -> None:
+    for number in numbers:
+        if number < limit:
+            small.put(number)
+        else:
+            large.put(str(number))
+
+
+def sums(numbers: In[int], group: Group, out: Out[float]) -> None:
+    out.put(sum(numbers) / group.size)
+
+
+async def steer(fresh: In[int], again: In[int], work: Out[int], done: Out[int]) -> None:
+    async for number in fresh:
+        await work.aput(number)
+        await done.aput(await again.aget())
+
+
+def channels() -> tuple[int, list[str]]:
+    numbers: Channel[int] = Channel(8)
+    names = Channel[str](capacity=None)
+    numbers.put(1)
+    numbers.put_many(range(2, 5))
+    assert_type(numbers.get(), int)
+    assert_type(numbers.get_many(2), list[int])
+    with names.writer() as writer:
+        writer.put_many(["a", "b"])
+    taken = select([numbers], timeout=1)
+    assert_type(taken.item, int)
+    done = select([Channel[str]()], puts=[(numbers, taken.item)])
+    assert_type(done.item, int | str)
+    reader = names.reader()
+    assert_type(reader.get(), str)
+    assert_type(numbers.stats().items_in, int)
+    return taken.item, [name.upper() for name in reader]
+
+
+async def awaited() -> list[int]:
+    numbers = Channel[int]()
+    await numbers.aput(3)
+    assert_type(await numbers.aget(), int)
+    await numbers.aput(4)
+    numbers.close()
+    return [number + 1 async for number in numbers]
+
+
+def lengths(graph: Graph) -> tuple[Stream[dict[str, int]], Stream[list[tuple[int, bytes]]]]:
+    """From pages to the lengths of their words, and to their beginnings."""
+    all_words = graph.source(pages, 3).flat_map(words, name="words", workers=2)
+    counted, measured, shortened = all_words.buffer(8).tee(3)
+    frequencies = counted.reduce(count, Counter[str]()).map(lambda found: dict(found))
+    sizes = measured.map(length, workers=4)
+    begins = shortened.map(functools.partial(Shortener, 3))
+    pairs = sizes.zip(begins)
+    assert_type(pairs, Stream[tuple[int, bytes]])
+    return frequencies, pairs.filter(lambda pair: pair[0] > 3).collect()
+
+
+def failures(graph: Graph) -> tuple[Stream[list[float]], Stream[list[int]]]:
+    """Reciprocals, and the numbers that have none."""
+
+    def reciprocal(number: int) -> float:
+        return 1 / number
+
+    def failed(failure: Failed[int]) -> int:
+        return failure.item
+
+    reciprocals = graph.source([1, 0, 2]).map(reciprocal, retries=1)
+    assert_type(reciprocals.errors, Stream[Failed[int]])
+    return reciprocals.collect(), reciprocals.errors.map(failed).collect()
+
+
+def stages(graph: Graph) -> tuple[Stream[list[str]], Stream[float]]:
+    small, large = graph.stage(split, graph.source(range(6)))
+    assert_type(large, Stream[str])
+    means = graph.stage(sums, small, workers=2)
+    total = means.reduce(operator.add)
+    again: Feedback[int] = graph.feedback("again")
+    work, done = graph.stage(steer, graph.source([1, 2]), again)
+    again.feed(work.map(lambda number: number * 10))
+    both = graph.merge(large, done.map(str), graph.source(ticks, 2).map(str))
+    return both.collect(), total
+
+
+def main() -> dict[str, Any]:
+    graph = Graph("typed")
+    frequencies, pairs = lengths(graph)
+    good, bad = failures(graph)
+    texts, total = stages(graph)
+    reduced = graph.source([1, 2]).allreduce("max")
+    assert_type(reduced, Stream[Reduced[int]])
+    largest = reduced.map(lambda one: one.value).collect()
+    lower, upper = graph.source("abc").partition(str.isupper, 2)
+    both = graph.merge(lower, upper).batch(2)
+    assert_type(both, Stream[list[str]])
+    letters = both.unbatch().take(2).collect()
+    asked: Stream[str] = graph.input("questions")
+    answers = asked.map(len, on="thread").collect()
+    frequency = frequencies.collect()
+    with graph.start() as run:
+        run[asked].put("how long?")
+        run[asked].close()
+        for answer in run.iter(answers):
+            assert_type(answer, int)
+    results = run.wait()
+    assert_type(results[pairs], list[tuple[int, bytes]])
+    assert_type(results[total], float)
+    assert_type(results[frequency], list[dict[str, int]])
+    return {
+        "channels": channels(),
+        "awaited": asyncio.run(awaited()),
+        "words": results[frequency][0]["page"],
+        "pairs": results[pairs][0],
+        "good": results[good],
+        "bad": results[bad],
+        "texts": sorted(results[texts]),
+        "total": results[total],
+        "largest": results[largest],
+        "letters": results[letters],
+    }
+
+
+if __name__ == "__main__":
+    print(main())
