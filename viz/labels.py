@@ -221,7 +221,8 @@ def place(stage: Stage) -> tuple[str, int]:
     return code.co_filename, code.co_firstlineno
 
 
-_NOT_THE_USERS = ("<", *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")))
+_LIBRARIES = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+_NOT_THE_USERS = ("<", *(f"{folder}/" for folder in _LIBRARIES))
 """How the files of functions begin that nobody looks for here."""
 
 
