@@ -119,6 +119,32 @@ def test_a_terminal_shows_bars_and_above_them_what_is_printed(tmp_path: Path) ->
     assert max(map(len, lines)) <= 80
 
 
+AGAIN = """
+    import multiprocessing
+    from flowchan import Graph
+
+    def work(number):
+        print("said", number, flush=True)
+        return number
+
+    def run(numbers, progress):
+        graph = Graph("far")
+        result = graph.source(numbers).map(work, on="process").collect()
+        return graph.run(progress=progress)[result]
+
+    if __name__ == "__main__":
+        multiprocessing.set_start_method("forkserver")
+        print(run([1, 2], True) + run([3], False))
+"""
+
+
+def test_workers_of_a_forkserver_print_on_when_the_bars_have_gone(tmp_path: Path) -> None:
+    """The server would keep the terminal that stands in for the user's while there are bars."""
+    lines, code = on_terminal([sys.executable, str(script(tmp_path, AGAIN))], tmp_path)
+    assert code == 0, lines
+    assert {"said 3", "[1, 2, 3]"} <= set(lines)
+
+
 def test_elsewhere_there_is_a_plain_line_now_and_then(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
