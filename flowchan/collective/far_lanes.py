@@ -29,6 +29,7 @@ LEFT = -1  # in place of a message's size: its sender has left
 LOOK = 0.2
 """Seconds until a receiver looks first whether a member that has sent nothing is there; then ever later."""
 LONG = 1e6
+PAUSE = 0.01
 _chance = random.Random()  # the program's own numbers stay as they are
 
 
@@ -53,9 +54,10 @@ def reach(address: str, way: Way, hello: Hello, give_up: float) -> socket.socket
         sock = dial(address, left)
         try:
             return meet(sock, way.secret, dialled=True, hello=hello, timeout=left, tls=way.tls)[0]
-        except OSError:  # it is gone, or the connection was cut
+        except OSError:  # it is gone, the connection was cut, or another program has its port now
             if time.monotonic() > give_up:
                 raise
+        time.sleep(PAUSE)
 
 
 class FarLanes:
@@ -111,8 +113,7 @@ class FarLanes:
             try:
                 if source is not None:
                     return loads(self._in[source].receive(source, time.monotonic() + LONG)), source
-                with self._lock, contextlib.suppress(TimeoutError):
-                    self.adopt(*self.door.accept(0.0))
+                self._let_in_now()
             except MemberDied as error:
                 assert source is not None
                 self._over[source] = error
@@ -122,6 +123,15 @@ class FarLanes:
         if died or len(over) == len(others):
             raise (died or over)[0]
         raise TimeoutError
+
+    def _let_in_now(self) -> None:
+        """Who has dialled, unless another thread is at it."""
+        if self._lock.acquire(blocking=False):
+            try:
+                with contextlib.suppress(TimeoutError):
+                    self.adopt(*self.door.accept(0.0))
+            finally:
+                self._lock.release()
 
     def _look_for_silent(self, others: Sequence[int]) -> None:
         """Whether those are there that have not sent anything, now and then."""

@@ -81,14 +81,18 @@ class Reception:
                 circle.close()
 
     def _obey(self) -> bool:
-        """Whether it is to go on."""
+        """Ends circles that are to end, and forgets those from which all have gone. Whether it is to go
+        on."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
         while not self._orders.empty():
             group = self._orders.get()
             if group == CLOSE:
                 return False
-            self._circles[group].end("one of the members has ended")
+            if group in self._circles:
+                self._circles[group].end("one of the members has ended")
+        for group in [group for group, one in list(self._circles.items()) if one.over and not one.sockets]:
+            del self._circles[group]
         return True
 
     def _let_in(self, sock: socket.socket, hello: Hello) -> None:
