@@ -122,10 +122,10 @@ def divide(x: Any, by: int) -> None:
 
 
 def like(x: Any) -> tuple[str, Any, tuple[int, ...]]:
-    """What the others need to make one like it."""
+    """What the others need to make one like it; of plain values, where that is possible."""
     if is_tensor(x):
-        return "torch", x.dtype, tuple(x.shape)
-    return "numpy", x.dtype, tuple(x.shape)
+        return "torch", str(x.dtype).removeprefix("torch."), tuple(x.shape)
+    return "numpy", x.dtype if x.dtype.kind == "V" else x.dtype.str, tuple(x.shape)
 
 
 def make(made: tuple[str, Any, tuple[int, ...]]) -> Any:
@@ -134,7 +134,7 @@ def make(made: tuple[str, Any, tuple[int, ...]]) -> Any:
     if library == "torch":
         import torch  # another member has a tensor
 
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=getattr(torch, dtype))
     import numpy
 
     return numpy.empty(shape, dtype)
