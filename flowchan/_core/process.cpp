@@ -93,11 +93,13 @@ struct Peers::Pidfd {
     }
 };
 
-// Null if there can't be one. The number might have gone to another process meanwhile, so the start is compared
-// last.
+// Null if there can't be one, or somebody else is just looking or forking: whoever waited here with a lock that a
+// fork wants, too, would wait for ever. The number might have gone to another process meanwhile, so the start is
+// compared last.
 std::shared_ptr<const Peers::Pidfd> Peers::open(uint64_t pid, uint64_t started) {
     static std::vector<std::weak_ptr<const Pidfd>> all;
-    std::lock_guard guard(open_mutex);
+    std::unique_lock guard(open_mutex, std::try_to_lock);
+    if (!guard) return nullptr;
     std::erase_if(all, [](const auto& one) { return one.expired(); });
     for (const auto& one : all)
         if (auto open = one.lock(); open && open->pid == pid && open->started == started) return open;
@@ -108,22 +110,34 @@ std::shared_ptr<const Peers::Pidfd> Peers::open(uint64_t pid, uint64_t started) 
 }
 
 bool Peers::alive(uint64_t pid, uint64_t started) {
-    const auto is = [&](const Peer& one) { return one.pid == pid && one.started == started; };
-    const auto peer = std::ranges::find_if(peers_, is);
-    if (peer == peers_.end()) {
-        peers_.push_back({pid, started, round_, nullptr});
+    auto& [of, round, peers] = table();
+    const auto peer = std::ranges::find_if(
+        peers, [&](const Peer& one) { return one.pid == pid && one.started == started; });
+    if (peer == peers.end()) {
+        peers.push_back({pid, started, round, nullptr});
         return process_alive(pid, started);
     }
-    if (!peer->pidfd && peer->round != round_) peer->pidfd = open(pid, started);
-    peer->round = round_;
+    if (!peer->pidfd && peer->round != round) peer->pidfd = open(pid, started);
+    peer->round = round;
     if (peer->pidfd && !peer->pidfd->may_have_ended()) return true;
     peer->pidfd = nullptr;
     return process_alive(pid, started);  // a program that closes all descriptors has closed ours, too
 }
 
 void Peers::begin_round() {
-    std::erase_if(peers_, [this](const Peer& one) { return one.round != round_; });
-    round_ += 1;
+    Table& now = table();
+    std::erase_if(now.peers, [&](const Peer& one) { return one.round != now.round; });
+    now.round += 1;
+}
+
+// This process's own. What a fork has copied may be half changed, and is left as it is.
+Peers::Table& Peers::table() {
+    if (!table_ || table_->of != process_number()) table_ = new Table{process_number()};
+    return *table_;
+}
+
+Peers::~Peers() {
+    if (table_ && table_->of == process_number()) delete table_;
 }
 
 }  // namespace flowchan

@@ -20,6 +20,9 @@ bool process_alive(uint64_t pid, uint64_t started);
 // answer. Not for several threads at once.
 class Peers {
   public:
+    Peers() = default;
+    ~Peers();
+    Peers(const Peers&) = delete;
     bool alive(uint64_t pid, uint64_t started);
     // Forgets those for whom nobody has asked since this was called last.
     void begin_round();
@@ -30,9 +33,14 @@ class Peers {
         uint64_t pid, started, round;
         std::shared_ptr<const Pidfd> pidfd;
     };
+    struct Table {
+        const uint32_t of;  // the process that made it
+        uint64_t round = 0;
+        std::vector<Peer> peers;
+    };
     static std::shared_ptr<const Pidfd> open(uint64_t pid, uint64_t started);
-    std::vector<Peer> peers_;
-    uint64_t round_ = 0;
+    Table& table();
+    Table* table_ = nullptr;
 };
 
 // This process's number, without a system call; a forked child has its own.

@@ -198,14 +198,15 @@ void Ring::sweep_now(Wakes& wakes) {
     h_->swept_ns.store(uint64_t(coarse_now_ns()), std::memory_order_relaxed);
     uint64_t me = uint64_t(getpid());
     const Session* alive = nullptr;
-    peers_.begin_round();
+    const bool locked = !h_->damaged;  // else the lock may keep nobody out
+    if (locked) peers_.begin_round();
     for (uint32_t i = 1; i < h_->sessions().size(); ++i) {
         Session& s = session(i);
         if (s.role == Session::NONE || s.role == Session::RESUME || s.supervised || s.pid == me) continue;
         if (s.role == Session::HOLDER && s.forked) continue;  // until the channel's end
         if (alive && s.pid == alive->pid && s.started == alive->started)
             continue;  // many ports of one process
-        if (peers_.alive(s.pid, s.started))
+        if (locked ? peers_.alive(s.pid, s.started) : process_alive(s.pid, s.started))
             alive = &s;
         else
             end_session(i, false, wakes, true);
