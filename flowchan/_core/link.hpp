@@ -53,7 +53,7 @@ struct LineCounts {
 class Outgoing {
   public:
     uint64_t size() const { return size_; }
-    void add(const void* at, uint64_t size);
+    void add(const void* head, uint64_t length, const void* at, uint64_t size);
     void add_in_place(std::shared_ptr<Ring> ring, const char* at, uint64_t size);
     std::string send(int fd, uint64_t most);  // that much, waiting for the other side; why not, or ""
     void clear() { *this = {}; }
@@ -133,6 +133,8 @@ class Link {
     bool hear(const Head& head, const char* payload);  // false: the other side can't be right
     void release_ring();
     bool hear_item(LinkLine& line, Sink& sink, const Received& item);
+    uint64_t hear_run(const char* at, uint64_t size);
+    void hold(Sink& sink, uint64_t items);
     bool hear_input(LinkLine& line, const Head& head, const char* payload);
     bool hear_output(LinkLine& line, const Head& head, const char* payload);
     bool hear_end(LinkLine& line, Sink& sink, const Head& head, const char* payload);

@@ -65,6 +65,7 @@ bool Source::take(uint64_t most) {
         cause = ring->cause();
     }
     while (wants(most) && !is_held_back()) {
+        if (take_run(most - entries.size(), holding.wakes)) continue;
         Taken taken;
         const Step step = ring->try_take(taken, &reader, reader.session, holding.wakes);
         if (step == Step::Done) {
@@ -95,6 +96,21 @@ bool Source::take(uint64_t most) {
     if (entries.size() == before && ring->header().head)
         holding.wakes.readers += ring->header().reader_gate.call(1);
     return entries.size() != before || ending != Ending::Open;
+}
+
+// Several small items at once, if that can be. With the ring's lock held.
+bool Source::take_run(uint64_t most, Wakes& wakes) {
+    Ring::InRun run[Redo::MOST];
+    const uint64_t room = MOST_BYTES - std::min(bytes, MOST_BYTES);  // as `wants`: the other side counts
+    const uint64_t n = ring->take_run(reader, run, most, room, wakes);
+    if (n && entries.empty()) progress_at = now_ns();
+    for (uint64_t i = 0; i < n; ++i) {
+        const Slot* slot = run[i].slot;
+        entries.push_back({ring->payload_of(run[i].slot), slot->size, slot->number, run[i].made_for,
+                           uint8_t(slot->kind), uint8_t(std::min(slot->deaths(), Head::MOST_DEATHS))});
+        bytes += slot->size;
+    }
+    return n > 0;
 }
 
 void Source::free_oldest(uint64_t n) {

@@ -146,6 +146,7 @@ class Source {
                std::atomic_ref(ring->session(reader.session).again_head).load(std::memory_order_relaxed) != 0;
     }
     bool stand();  // at the gate; false: something is there already
+    bool take_run(uint64_t most, Wakes& wakes);
 
     const std::shared_ptr<Ring> ring;
     ReaderState reader;

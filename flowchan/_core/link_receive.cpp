@@ -11,6 +11,7 @@ namespace flowchan {
 namespace {
 
 constexpr uint32_t HELD_FOR = 64;
+constexpr uint64_t SMALL = Taken::LOCAL;  // items up to here are put in runs
 // What follows a large item is received together with its end. Another one is likely: of that only the
 // beginning is to be copied.
 constexpr uint64_t AFTER_LARGE = 4096;
@@ -49,6 +50,10 @@ std::string Link::receive(int fd, uint64_t connection) {
         uint64_t at = 0;
         std::unique_lock lock(mutex_);
         while (have - at >= Head::SHORT) {
+            if (const uint64_t heard = hear_run(buffer.data() + at, have - at)) {
+                at += heard;
+                continue;
+            }
             Head head{};
             memcpy(static_cast<void*>(&head), buffer.data() + at, Head::SHORT);
             if (have - at < head.length()) break;
@@ -93,6 +98,45 @@ void Link::release_ring() {
     held_.reset();
     held_ring_ = nullptr;
     held_for_ = 0;
+}
+
+// Takes the lock of the ring into which so many items are to be put, and keeps it for some more.
+void Link::hold(Sink& sink, uint64_t items) {
+    if (held_ring_ != sink.ring.get() || held_for_ >= HELD_FOR) {
+        release_ring();
+        held_.emplace(*sink.ring);
+        held_ring_ = sink.ring.get();
+    }
+    held_for_ += uint32_t(items);
+}
+
+// Away: small items of one port that have come one behind the other go into its ring as a run. How many bytes
+// they were; 0: what comes first is to be heard by itself.
+uint64_t Link::hear_run(const char* at, uint64_t size) {
+    Head head{};
+    memcpy(static_cast<void*>(&head), at, Head::SHORT);
+    LinkLine* line = home_ || head.say != Say::ITEM || head.size > SMALL ? nullptr : find(head.line);
+    if (!line || head.port >= line->sinks.size()) return 0;
+    Sink& sink = line->sinks[head.port];
+    if (sink.left_alone() || !sink.staged.empty()) return 0;
+    const Head first = head;
+    Ring::Small run[Redo::MOST];
+    uint64_t n = 0;
+    for (uint64_t from = 0; n < Redo::MOST && size - from >= Head::SHORT; from += Head::SHORT + head.size) {
+        memcpy(static_cast<void*>(&head), at + from, Head::SHORT);
+        const bool same = head.say == first.say && head.line == first.line && head.port == first.port;
+        if (!same || !is_right(head) || head.n != sink.got + n) break;
+        if (head.size > SMALL || size - from - Head::SHORT < head.size) break;
+        run[n++] = {head.kind(), head.deaths(), head.size, at + from + Head::SHORT};
+    }
+    if (n < 2) return 0;
+    hold(sink, n);
+    n = sink.ring->put_run(run, n, held_->wakes);
+    sink.got += n;
+    sink.used += n;
+    uint64_t heard = n * Head::SHORT;
+    for (uint64_t i = 0; i < n; ++i) heard += run[i].size;
+    return heard;
 }
 
 bool Link::hear(const Head& head, const char* payload) {
@@ -169,11 +213,7 @@ bool Link::hear_item(LinkLine& line, Sink& sink, const Received& item) {
     take_note(sink, home_);
     Step step = Step::Wait;
     if (sink.staged.empty() && is_settled(line, sink, item.key)) {
-        if (held_ring_ != sink.ring.get() || ++held_for_ > HELD_FOR) {
-            release_ring();
-            held_.emplace(*sink.ring);
-            held_ring_ = sink.ring.get();
-        }
+        hold(sink, 1);
         step = sink.put(item, number_for(line, sink, item.key), held_->wakes);
     }
     if (step == Step::Done) {

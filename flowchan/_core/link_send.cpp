@@ -54,8 +54,7 @@ std::string Link::send_some(int fd) {
 // --- what is to be sent ---
 
 void Link::say(const Head& head, const std::string& payload) {
-    out_.add(&head, head.length());
-    out_.add(payload.data(), payload.size());
+    out_.add(&head, head.length(), payload.data(), payload.size());
 }
 
 // Gathers frames, as much as is sent at a time, beginning each round with another line. Whether there is more
@@ -191,11 +190,9 @@ void Link::say_item(LinkLine& line, Source& source, uint16_t port) {
     Head head{.size = entry.size, .n = home_ ? source.sent : entry.key, .line = line.number, .port = port};
     head.say = home_ ? Say::ITEM : Say::OUT;
     head.flags = uint8_t(entry.kind | entry.deaths << 3);
-    out_.add(&head, Head::SHORT);
-    if (entry.size < IN_PLACE)
-        out_.add(entry.at, entry.size);
-    else
-        out_.add_in_place(source.ring, entry.at, entry.size);
+    const bool copied = entry.size < IN_PLACE;
+    out_.add(&head, Head::SHORT, entry.at, copied ? entry.size : 0);
+    if (!copied) out_.add_in_place(source.ring, entry.at, entry.size);
     said_ += 1;
     source.sent += 1;
 }
@@ -214,13 +211,13 @@ bool Link::say_end(LinkLine& line, Source& source, uint16_t port) {
 
 // --- what is on its way out ---
 
-void Outgoing::add(const void* at, uint64_t size) {
-    if (!size) return;
+void Outgoing::add(const void* head, uint64_t length, const void* at, uint64_t size) {
     if (pieces_.empty() || pieces_.back().ring) pieces_.push_back({nullptr, nullptr, copied_.size(), 0});
-    const char* begin = static_cast<const char*>(at);
-    copied_.insert(copied_.end(), begin, begin + size);
-    pieces_.back().size += size;
-    size_ += size;
+    const char *first = static_cast<const char*>(head), *second = static_cast<const char*>(at);
+    copied_.insert(copied_.end(), first, first + length);
+    copied_.insert(copied_.end(), second, second + size);
+    pieces_.back().size += length + size;
+    size_ += length + size;
 }
 
 void Outgoing::add_in_place(std::shared_ptr<Ring> ring, const char* at, uint64_t size) {

@@ -1,7 +1,8 @@
 // Ring: the FIFO of a `processes` channel in shared memory, with leases and committed counts (layout.hpp has
 // the data, ring.cpp the mapping and the lock, ring_sessions.cpp who takes part, ring_memory.cpp slots,
-// blocks and views, ring_items.cpp puts and takes, ring_leases.cpp what readers have in hand, ring_turns.cpp
-// the order of outputs, ring_parcels.cpp descriptors that travel with items).
+// blocks and views, ring_items.cpp puts and takes, ring_runs.cpp several of them at once, ring_leases.cpp what
+// readers have in hand, ring_turns.cpp the order of outputs, ring_parcels.cpp descriptors that travel with
+// items).
 //
 // Nothing here touches a Python object, so all of it may run with or without the GIL. Two rules keep threads
 // from deadlocking: the lock is never held while the GIL is being waited for, and nothing that can call
@@ -122,6 +123,16 @@ class Ring : public std::enable_shared_from_this<Ring> {
         if (slot->size == frame.size && payload_exists(slot)) frame.write(payload(slot));
     }
     Step try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& wakes);
+    struct Small {  // to be put
+        uint64_t kind, deaths, size;
+        const char* at;
+    };
+    struct InRun {
+        Slot* slot;
+        uint64_t made_for;
+    };
+    uint64_t put_run(const Small* items, uint64_t count, Wakes& wakes);  // several at a time
+    uint64_t take_run(ReaderState& reader, InRun* run, uint64_t count, uint64_t most_bytes, Wakes& wakes);
     void release(Slot* slot, Wakes& wakes);  // of a HELD slot
     void put_back(Taken& taken, ReaderState* reader,
                   Wakes& wakes);            // it was taken last, and can't be received now
@@ -265,7 +276,11 @@ class Ring : public std::enable_shared_from_this<Ring> {
     void count_output(WriterState* writer, Change& change);
     void link_front(Slot* slot, Change& change);
     void advance(Wakes& wakes);
+    static bool is_leased(const Slot* slot) {  // Inside: whoever was giving it back died before it was done
+        return slot->place() == SlotState::Leased || slot->place() == SlotState::Inside;
+    }
     void free_leased(Session& s, uint64_t most, Wakes& wakes);
+    uint64_t free_run(Session& s, uint64_t most);
     void give_back(Session& s, uint64_t n, Wakes& wakes);
     void give_back_between(Session& s, uint64_t n, Wakes& wakes);
     void give_back_again(Session& s, Wakes& wakes);
@@ -274,10 +289,10 @@ class Ring : public std::enable_shared_from_this<Ring> {
     bool reserve_high(uint64_t from);
     bool has_turn(uint64_t number, uint64_t more) const;
     void call_all_writers(Wakes& wakes);
-    void call_writers(Wakes& wakes, const ReaderState* reader = nullptr) {
+    void call_writers(Wakes& wakes, const ReaderState* reader = nullptr, uint32_t places = 1) {
         if (h_->writer_gate.ordered) call_turns(wakes);
         if (!h_->writer_gate.waiting) return;
-        if (!reader || !reader->lazy) return void(wakes.writers += h_->writer_gate.call(1));
+        if (!reader || !reader->lazy) return void(wakes.writers += h_->writer_gate.call(places));
         const uint64_t room = capacity_ - std::min(capacity_, h_->puts - h_->takes + h_->claimed);
         if (room >= std::max<uint64_t>(capacity_ / 4, 1))
             wakes.writers += h_->writer_gate.call(uint32_t(room));

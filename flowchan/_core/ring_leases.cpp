@@ -5,21 +5,11 @@
 
 namespace flowchan {
 
-// Inside: whoever was giving it back died before it was done.
-static bool is_leased(const Slot* slot) {
-    return slot->place() == SlotState::Leased || slot->place() == SlotState::Inside;
-}
-
 void Ring::free_leased(Session& s, uint64_t most, Wakes& wakes) {
-    for (; s.lease_head && most && !h_->damaged; most -= 1) {
-        Slot* slot = at<Slot>(s.lease_head);
-        if (!slot_exists(s.lease_head) || s.leased == 0 || !is_leased(slot)) return void(found_damage());
-        Change change(record(Side::Reader), windows_);
-        change.set(s.lease_head, slot->next);
-        change.set(s.leased, s.leased - 1);
-        change.set(h_->leased, h_->leased - 1);
-        free_slot(slot, change);
-        change.commit();
+    while (s.lease_head && most && !h_->damaged) {
+        const uint64_t n = free_run(s, most);
+        if (!n) return void(found_damage());
+        most -= n;
     }
     memory_freed(wakes);
     if (h_->heard) wakes.writers += h_->writer_gate.call(1);

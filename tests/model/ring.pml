@@ -18,7 +18,7 @@
    lock(), its first branch              ring.cpp: Ring::recover; lock.hpp: pthread_mutex_consistent; redo.hpp: Redo::recover
    compose_put()                         ring_items.cpp: Ring::try_put, Ring::room, Ring::take_slot, Ring::link
    compose_take()                        ring_items.cpp: Ring::try_take, the branch of a reader
-   compose_acknowledge()                 ring_leases.cpp: Ring::acknowledge, Ring::free_leased; ring_items.cpp: Ring::free_slot
+   compose_acknowledge()                 ring_leases.cpp: Ring::acknowledge, Ring::free_leased; ring_runs.cpp: Ring::free_run
    AT_END                                ring_items.cpp: Ring::at_end_for
    compose_give_back()                   ring_leases.cpp: Ring::give_back
    compose_leave(), end_session()        ring_sessions.cpp: Ring::end_session; ring.cpp: Ring::close_with
@@ -27,7 +27,8 @@
    room to begin an operation            blocking.hpp: wait; a sleeper of gate.pml stands still here until it can go on,
                                          or until there is a dead owner to recover from (its slice)
 
-   Left out: memory (start_afresh, growth), large items (FILLING, HELD), parked outputs (turn, advance), break_.
+   Left out: memory (start_afresh, growth), large items (FILLING, HELD), parked outputs (turn, advance), break_, and
+   several items in one change (ring_runs.cpp), in which the fault walk kills at every store.
 
    Planted faults: PLANT_ignore (recovery ignores a valid record), PLANT_late (a record is applied before it is
    marked valid), PLANT_early (it is cleared before it is applied), PLANT_relative (a value is "one more", not

@@ -71,6 +71,42 @@ Scenario close_between() {
     return s;
 }
 
+// All of a run is put, or nothing. It goes into slots that were used before.
+Scenario putting_runs(const char* name, const Values& before, uint64_t size) {
+    const Values first{11, 12, 13, 14, 15}, second{16, 17, 18};
+    Scenario s{name};
+    s.prepare = [=](Scene& scene) {
+        User user = open(*scene.in, Session::PLAIN);
+        fill(*scene.in, Values(before.size() + first.size() + second.size()), size);
+        for (uint64_t value; user.get(value, Deadline{0}) == Step::Done;) {}
+        user.leave(true);
+        fill(*scene.in, before);
+    };
+    s.act = [=](Scene& scene) {
+        for (const Values& values : {first, second}) {
+            std::vector<Message> messages;
+            for (uint64_t value : values) messages.emplace_back(value, size);
+            std::vector<Ring::Small> run;
+            for (const Message& one : messages) run.push_back({BYTES, 0, one.bytes.size(), one.bytes.data()});
+            must(locked(*scene.in,
+                        [&](Wakes& wakes) { return scene.in->put_run(run.data(), run.size(), wakes); }) ==
+                     values.size(),
+                 "put_run");
+            scene.did();
+        }
+    };
+    s.allowed = [=](int done) {
+        Lists lists;
+        Values list = before;
+        for (const Values& more : {Values{}, first, second}) {
+            list.insert(list.end(), more.begin(), more.end());
+            lists.push_back(list);
+        }
+        return Lists(lists.begin() + done, lists.begin() + std::min(done + 2, 3));
+    };
+    return s;
+}
+
 Scenario taking(const char* name, uint64_t size) {
     const Values all{1, 2, 3, 4};
     Scenario s{name};
@@ -88,7 +124,8 @@ Scenario taking(const char* name, uint64_t size) {
 }
 
 // A supervised reader: what it has in hand when it dies comes back, what it has acknowledged does not.
-Scenario leasing(const char* name, uint64_t size, int batch) {
+// `runs`: what is taken at once is taken by one Change.
+Scenario leasing(const char* name, uint64_t size, int batch, bool runs = false) {
     const Values all{1, 2, 3, 4, 5, 6};
     Scenario s{name};
     s.prepare = [=](Scene& scene) {
@@ -102,7 +139,15 @@ Scenario leasing(const char* name, uint64_t size, int batch) {
         Ring& ring = *scene.in;
         locked(ring, [&](Wakes&) { ring.adopt(user.session); });
         for (int round = 0; round < 2; ++round) {
-            for (int i = 0; i < batch; ++i)
+            Ring::InRun run[8];
+            if (runs)
+                must(locked(ring,
+                            [&](Wakes& wakes) {
+                                ring.acknowledge(user.reader, wakes);
+                                return ring.take_run(user.reader, run, uint64_t(batch), UINT64_MAX, wakes);
+                            }) == uint64_t(batch),
+                     "take_run");
+            for (int i = 0; i < batch && !runs; ++i)
                 must(locked(ring,
                             [&](Wakes& wakes) {
                                 if (i == 0) ring.acknowledge(user.reader, wakes);
@@ -206,6 +251,8 @@ std::vector<Scenario> put_scenarios() {
         putting("put small", {1, 2}, {8, 50, 300}),
         putting("put into an empty channel", {}, {8, 8}),
         putting("put large", {1}, {LARGE, HUGE_ONE, LARGE}),
+        putting_runs("put runs", {1, 2}, 8),
+        putting_runs("put runs with blocks into an empty channel", {}, 1000),
         growing(),
         close_between(),
     };
@@ -219,6 +266,8 @@ std::vector<Scenario> take_scenarios() {
         leasing("lease and acknowledge", 8, 1),
         leasing("lease large and acknowledge", LARGE, 1),
         leasing("lease and acknowledge batches", 8, 2),
+        leasing("lease and acknowledge runs", 8, 3, true),
+        leasing("lease and acknowledge runs with blocks", 1000, 2, true),
         putting_back("put back", 8, false),
         putting_back("put back, large", LARGE, false),
         putting_back("put back what was leased", 8, true),

@@ -1,0 +1,137 @@
+// Several small items at a time. What an item costs beside its own slot, the words that link and count, is paid
+// once for a run of them, as is the record: one Change, so all of a run happens or nothing.
+//
+// A run is what needs no more than that. What was given back, is looked at, has descriptors, or has a turn goes
+// item by item, and so does what finds no room; that also says what is wrong.
+#include <algorithm>
+
+#include "ring.hpp"
+
+namespace flowchan {
+
+namespace {
+
+// Of the words of a Change these are for the run as a whole.
+constexpr uint64_t TO_PUT = 7, TO_TAKE = 9, TO_FREE = 6;
+
+}  // namespace
+
+// Puts the first of these items, those of one class, without a key. How many: 0 when they are to be put one by
+// one.
+uint64_t Ring::put_run(const Small* items, uint64_t count, Wakes& wakes) {
+    if (h_->state != OPEN || blind_ || (h_->head && !slot_exists(h_->tail))) return 0;
+    const uint64_t inside = h_->puts - h_->takes + h_->parked + h_->claimed;
+    const uint64_t most = std::min({count, Redo::MOST - TO_PUT, capacity_ - std::min(capacity_, inside)});
+    const uint32_t cls = class_of(items[0].size);
+    const uint64_t before = h_->bytes_in - h_->bytes_out, first = h_->free_slots[cls];
+    Slot* run[Redo::MOST];
+    uint64_t n = 0, bytes = 0, rest = first;
+    for (; n < most && slot_exists(rest); ++n) {
+        Slot* slot = at<Slot>(rest);
+        const Small& item = items[n];
+        if (slot->place() != SlotState::Free || slot->cls != cls || !payload_exists(slot)) break;
+        if (class_of(item.size) != cls || before + bytes + item.size > most_inside()) break;
+        memcpy(payload(slot), item.at, item.size);
+        slot->size = item.size;
+        slot->kind = uint32_t(item.kind);
+        slot->number = Slot::KEYLESS;
+        bytes += item.size;
+        run[n] = slot;
+        rest = slot->next;
+    }
+    if (n < 2) return 0;
+    if (rest) prefetch(at<Slot>(rest));  // for the next run
+    Change change(record(Side::Writer), windows_);
+    for (uint64_t i = 0; i < n; ++i)
+        change.set(run[i]->state, uint64_t(SlotState::Inside) | items[i].deaths * Slot::DEATH);
+    change.set(run[n - 1]->next, 0);
+    change.set(h_->free_slots[cls], rest);
+    change.set(h_->slots_used, h_->slots_used + n);
+    change.set(h_->head ? at<Slot>(h_->tail)->next : h_->head, first);
+    change.set(h_->tail, offset(run[n - 1]));
+    change.set(h_->puts, h_->puts + n);
+    change.set(h_->bytes_in, h_->bytes_in + bytes);
+    change.commit();
+    h_->reader_gate.call_in_turn(uint32_t(n), wakes);
+    return n;
+}
+
+// Takes what is inside on lease, up to `count` items, and none behind so many bytes. How many: 0 when they are to
+// be taken one by one.
+uint64_t Ring::take_run(ReaderState& reader, InRun* run, uint64_t count, uint64_t most_bytes, Wakes& wakes) {
+    Session& s = session(reader.session);
+    if (h_->state >= BROKEN || blind_ || s.again_head) return 0;
+    if (s.lease_head && !slot_exists(s.lease_tail)) return 0;
+    const uint64_t most = std::min({count, h_->puts - h_->takes, (Redo::MOST - TO_TAKE) / 2});
+    uint64_t n = 0, bytes = 0, rest = h_->head;
+    for (; n < most && bytes < most_bytes && slot_exists(rest); ++n) {
+        Slot* slot = at<Slot>(rest);
+        const bool inside = slot->place() == SlotState::Inside || slot->place() == SlotState::Parked;
+        if (!inside || !payload_exists(slot) || slot->numbered()) break;
+        if (slot->cls >= VIEWABLE || needs_its_slot(slot->kind)) break;
+        run[n] = {slot, slot->number};
+        bytes += slot->size;
+        rest = slot->next;
+    }
+    if (n < 2) return 0;
+    const uint64_t first = h_->head, last = offset(run[n - 1].slot), number = h_->numbered;
+    Change change(record(Side::Reader), windows_);
+    for (uint64_t i = 0; i < n; ++i) {
+        Slot* slot = run[i].slot;
+        change.set(slot->number, number + i);
+        change.set(slot->state, Slot::placed(slot->state | Slot::NUMBERED, SlotState::Leased));
+    }
+    change.set(run[n - 1].slot->next, 0);
+    change.set(h_->head, rest);
+    change.set(h_->takes, h_->takes + n);
+    change.set(h_->bytes_out, h_->bytes_out + bytes);
+    change.set(h_->numbered, number + n);
+    change.set(s.lease_head ? at<Slot>(s.lease_tail)->next : s.lease_head, first);
+    change.set(s.lease_tail, last);
+    change.set(s.leased, s.leased + n);
+    change.set(h_->leased, h_->leased + n);
+    change.commit();
+    if (reader.in_hand == 0) reader.number = number;
+    reader.in_hand += uint32_t(n);
+    memory_freed(wakes);
+    if (h_->head) h_->reader_gate.call_in_turn(1, wakes);
+    call_writers(wakes, &reader, uint32_t(n));
+    tell_end(wakes);
+    return n;
+}
+
+// Frees the oldest that a session has on lease, up to `most`: those of one class that nobody looks at, at once.
+// How many; 0: something there can't be right.
+uint64_t Ring::free_run(Session& s, uint64_t most) {
+    const uint64_t first = s.lease_head;
+    Slot* run[Redo::MOST];
+    uint64_t n = 0, rest = first;
+    for (most = std::min({most, s.leased, Redo::MOST - TO_FREE}); n < most && rest; ++n) {
+        Slot* slot = at<Slot>(rest);
+        if (!slot_exists(rest) || !is_leased(slot) || slot->cls >= CLASSES) return 0;
+        if (n && (slot->viewer() || slot->cls != run[0]->cls)) break;
+        run[n] = slot;
+        rest = slot->next;
+        if (slot->viewer()) break;
+    }
+    if (most == 0) return 0;  // the count says that there are none
+    Change change(record(Side::Reader), windows_);
+    change.set(s.lease_head, rest);
+    if (run[0]->viewer()) {
+        change.set(s.leased, s.leased - 1);
+        change.set(h_->leased, h_->leased - 1);
+        free_slot(run[0], change);
+        change.commit();
+        return 1;
+    }
+    for (uint64_t i = 0; i < n; ++i) change.set(run[i]->state, 0);
+    change.set(run[n - 1]->next, h_->free_slots[run[0]->cls]);
+    change.set(h_->free_slots[run[0]->cls], first);
+    change.set(h_->slots_used, h_->slots_used - n);
+    change.set(s.leased, s.leased - n);
+    change.set(h_->leased, h_->leased - n);
+    change.commit();
+    return n;
+}
+
+}  // namespace flowchan
