@@ -126,7 +126,7 @@ uint64_t Link::hear_run(const char* at, uint64_t size) {
         memcpy(static_cast<void*>(&head), at + from, Head::SHORT);
         const bool same = head.say == first.say && head.line == first.line && head.port == first.port;
         if (!same || !is_right(head) || head.n != sink.got + n) break;
-        if (head.size > SMALL || size - from - Head::SHORT < head.size) break;
+        if (class_of(head.size) != class_of(first.size) || size - from - Head::SHORT < head.size) break;
         run[n++] = {head.kind(), head.deaths(), head.size, at + from + Head::SHORT};
     }
     if (n < 2) return 0;
