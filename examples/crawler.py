@@ -1,9 +1,7 @@
-"""A crawler: follows the links of a site from one page on, and finds those that lead nowhere.
+"""A crawler: follows the links of a site, here pydoc's pages of modules, and finds those that lead nowhere.
 
-    python examples/crawler.py [PAGES]
-
-The site is the documentation that Python's own pydoc writes of imported modules; this program serves
-it. The graph leads back: links become pages to fetch, until nothing is under way.
+python examples/crawler.py [PAGES]
+flowchan viz examples/crawler.py -o crawler.svg
 """
 
 from __future__ import annotations
@@ -21,8 +19,6 @@ from flowchan import Graph, In, Out
 
 
 class Documentation(BaseHTTPRequestHandler):
-    """The page of each module that this program has imported."""
-
     def do_GET(self) -> None:
         module = sys.modules.get(self.path[1:].removesuffix(".html"))
         self.send_response(200 if module else 404)
@@ -33,8 +29,7 @@ class Documentation(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None: ...
 
 
-def fetch(url: str) -> tuple[str, list[str] | None]:
-    """The links of a page; None if there is no such page."""
+def fetch(url: str) -> tuple[str, list[str] | None]:  # None: there is no such page
     try:
         with urlopen(url, timeout=10) as answer:
             text = answer.read().decode()
@@ -44,7 +39,6 @@ def fetch(url: str) -> tuple[str, list[str] | None]:
 
 
 def steer(fetched: In[tuple], wanted: Out[str], pages: Out[tuple], start: str, most: int) -> None:
-    """Asks for each page once, and returns when nothing is under way."""
     seen, todo, under_way = {start}, [start], 0
     while under_way or todo:
         while todo and under_way < 50:
@@ -57,22 +51,28 @@ def steer(fetched: In[tuple], wanted: Out[str], pages: Out[tuple], start: str, m
         seen.update(todo)
 
 
-def main() -> None:
-    most = int(sys.argv[1]) if len(sys.argv) > 1 else 60
-    with ThreadingHTTPServer(("127.0.0.1", 0), Documentation) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        graph, site = Graph("crawler"), f"http://127.0.0.1:{server.server_port}"
-        again = graph.feedback("fetched")
-        wanted, pages = graph.stage(steer, again, start=f"{site}/http.server.html", most=most)
-        again.feed(wanted.map(fetch, workers=8))
-        pages = pages.collect()
-        found = dict(graph.run(progress=True)[pages])
-        server.shutdown()
-
+def report(pages: list[tuple[str, list[str] | None]]) -> None:
+    found = dict(pages)
     links = Counter(link for page in found.values() for link in set(page or ()))
     print(f"{len(found):,} pages, {list(found.values()).count(None):,} links lead nowhere")
-    for url, number in links.most_common(5):
-        print(f"{number:>6,} pages lead to {url.rpartition('/')[2]}")
+    print(*(f"{n:>6,} pages lead to {url.rpartition('/')[2]}" for url, n in links.most_common(5)), sep="\n")
+
+
+def crawler(start: str = "http://127.0.0.1:8000/http.server.html", most: int = 60) -> Graph:
+    graph = Graph("crawler")
+    again = graph.feedback("fetched")
+    wanted, pages = graph.stage(steer, again, start=start, most=most)
+    again.feed(wanted.map(fetch, workers=8))
+    pages.collect().sink(report)
+    return graph
+
+
+def main() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Documentation) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        start = f"http://127.0.0.1:{server.server_port}/http.server.html"
+        crawler(start, *map(int, sys.argv[1:])).run(progress=True)
+        server.shutdown()
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Logs to a Parquet file: which imports take how long, by the logs that Python writes of them.
 
     python examples/logs_to_parquet.py [MODULE …] [-o IMPORTS.parquet] [--workers N]
+    flowchan viz examples/logs_to_parquet.py -o imports.svg
 
-For each module a fresh `python -X importtime` writes a log. Its lines are written in groups of rows.
-The file is read back at the end. It needs pyarrow.
+For each module a fresh `python -X importtime` writes a log. It needs pyarrow.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ SCHEMA = pa.schema([("program", pa.string()), ("module", pa.string()), ("self_us
 
 
 def log(module: str) -> tuple[str, str]:
-    """The log of a Python that imports a module."""
     command = [sys.executable, "-X", "importtime", "-c", f"import {module}"]
     return module, subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
@@ -39,8 +38,6 @@ def rows(program_and_log: tuple[str, str]) -> Iterator[dict[str, str | int]]:
 
 
 class Save:
-    """The one writer of a file. It is made in the run, and closed at its end."""
-
     def __init__(self, path: Path) -> None:
         self.writer = pq.ParquetWriter(path, SCHEMA)
 
@@ -55,6 +52,13 @@ def table(batch: list[dict[str, str | int]]) -> pa.Table:
     return pa.Table.from_pylist(batch, SCHEMA)
 
 
+def imports(modules: str = MODULES, output: Path = Path("imports.parquet"), workers: int = 2) -> Graph:
+    graph = Graph("imports")
+    logs = graph.source(modules.split()).map(log, workers=workers)
+    logs.flat_map(rows).batch(500).map(table, on="process").sink(partial(Save, output))
+    return graph
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="The logs of imports as a Parquet file.")
     parser.add_argument("modules", nargs="*", default=MODULES.split())
@@ -62,10 +66,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     args = parser.parse_args()
 
-    graph = Graph("imports")
-    logs = graph.source(args.modules).map(log, workers=args.workers)
-    logs.flat_map(rows).batch(500).map(table, on="process").sink(partial(Save, args.output))
-    graph.run(progress=True)
+    imports(" ".join(args.modules), args.output, args.workers).run(progress=True)
 
     found = pq.read_table(args.output)
     print(f"{found.num_rows:,} imports by {len(args.modules)} programs in {args.output}; the slowest, in µs:")

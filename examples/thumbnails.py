@@ -1,6 +1,7 @@
 """Thumbnails of all pictures below a directory, on one sheet to look at.
 
     python examples/thumbnails.py [DIRECTORY] [-o SHEET.png] [--workers N]
+    flowchan viz examples/thumbnails.py -o thumbnails.svg
 
 The pictures are those of the installed Python packages unless a directory is named. Files that are none are
 counted and left out. Workers are threads, for Pillow lets others go on while it computes.
@@ -12,12 +13,14 @@ import argparse
 import os
 import sysconfig
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from PIL import Image, ImageOps
 
 from flowchan import Graph
 
+PACKAGES = Path(sysconfig.get_path("purelib"))
 SIZE = 96
 COLUMNS = 8
 
@@ -36,27 +39,33 @@ def count(number: int, _: object) -> int:
     return number + 1
 
 
-def sheet(images: list[Image.Image]) -> Image.Image:
+def save(images_and_bad: tuple[list[Image.Image], int], output: str) -> None:
+    images, bad = images_and_bad
     rows = -(-len(images) // COLUMNS)
-    whole = Image.new("RGB", (COLUMNS * SIZE, max(1, rows) * SIZE), "white")
+    sheet = Image.new("RGB", (COLUMNS * SIZE, max(1, rows) * SIZE), "white")
     for place, image in enumerate(images):
-        whole.paste(image, (place % COLUMNS * SIZE, place // COLUMNS * SIZE))
-    return whole
+        sheet.paste(image, (place % COLUMNS * SIZE, place // COLUMNS * SIZE))
+    sheet.save(output)
+    print(f"{len(images):,} pictures on {output}, {bad:,} files are none")
+
+
+def thumbnails(
+    directory: Path = PACKAGES, output: str = "thumbnails.png", workers: int = os.cpu_count() or 2
+) -> Graph:
+    graph = Graph("thumbnails")
+    found = graph.source(pictures, directory).map(thumbnail, workers=workers)
+    images, bad = found.collect(), found.errors.reduce(count, 0)
+    images.zip(bad).sink(partial(save, output=output))
+    return graph
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Thumbnails of all pictures below a directory.")
-    parser.add_argument("directory", nargs="?", type=Path, default=Path(sysconfig.get_path("purelib")))
-    parser.add_argument("-o", "--output", type=Path, default=Path("thumbnails.png"))
+    parser.add_argument("directory", nargs="?", type=Path, default=PACKAGES)
+    parser.add_argument("-o", "--output", default="thumbnails.png")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 2)
     args = parser.parse_args()
-
-    graph = Graph("thumbnails")
-    found = graph.source(pictures, args.directory).map(thumbnail, workers=args.workers)
-    images, bad = found.collect(), found.errors.reduce(count, 0)
-    results = graph.run(progress=True)
-    sheet(results[images]).save(args.output)
-    print(f"{len(results[images]):,} pictures on {args.output}, {results[bad]:,} files are none")
+    thumbnails(args.directory, args.output, args.workers).run(progress=True)
 
 
 if __name__ == "__main__":

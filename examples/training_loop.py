@@ -1,9 +1,9 @@
 """A training loop fed by a graph: handwritten digits, turned by chance in two processes while a model learns.
 
     python examples/training_loop.py [--epochs N] [--workers N] [--seed N]
+    flowchan viz examples/training_loop.py -o digits.svg
 
-The digits are those of scikit-learn. Each epoch is a run of the graph: others come first, and are turned
-otherwise. The same seed gives the same epochs again, however many workers there are.
+Each epoch is a run of the graph. The same seed gives the same epochs again, with any number of workers.
 """
 
 from __future__ import annotations
@@ -18,32 +18,38 @@ from scipy.ndimage import affine_transform
 from sklearn.datasets import load_digits
 from torch import nn
 
-from flowchan import Graph, worker
+from flowchan import Graph, Stream, worker
 from flowchan.pipelines import dataset
-
-Sample = tuple[np.ndarray, int]
 
 
 def shuffled(images: np.ndarray, labels: np.ndarray) -> Iterator[tuple[int, np.ndarray, int]]:
-    """All digits in another order for each epoch, each with a number to draw by."""
     chance = random.Random(worker().seed)
     for place in chance.sample(range(len(images)), len(images)):
         yield chance.getrandbits(32), images[place], int(labels[place])
 
 
-def augmented(item: tuple[int, np.ndarray, int]) -> Sample:
-    """Turned by up to 15 degrees and moved by up to a pixel."""
+def augmented(item: tuple[int, np.ndarray, int]) -> tuple[np.ndarray, int]:
     seed, image, label = item
     chance = np.random.default_rng(seed)
     angle, shift = np.radians(chance.uniform(-15, 15)), chance.uniform(-1, 1, 2)
     turn = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
-    middle = np.array([3.5, 3.5])
-    return affine_transform(image, turn, middle - turn @ middle + shift, order=1), label
+    return affine_transform(image, turn, 3.5 - turn @ [3.5, 3.5] + shift, order=1), label
 
 
-def stacked(samples: list[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
+def stacked(samples: list[tuple]) -> tuple[torch.Tensor, torch.Tensor]:
     images, labels = zip(*samples, strict=True)
     return torch.from_numpy(np.stack(images)).float() / 16, torch.tensor(labels)
+
+
+def batches(images: np.ndarray, labels: np.ndarray, workers: int) -> Stream[tuple]:
+    turned = Graph("digits").source(shuffled, images, labels).map(augmented, on="process", workers=workers)
+    return turned.batch(50).map(stacked)
+
+
+def digits(workers: int = 2) -> Graph:
+    stream = batches(load_digits().images, load_digits().target, workers)
+    stream.collect(name="epoch")
+    return stream.graph
 
 
 def main() -> None:
@@ -52,16 +58,10 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    digits = load_digits()
-    images, labels = digits.images, digits.target
+    images, labels = load_digits().images, load_digits().target
     test_images, test_labels = stacked(list(zip(images[1500:], labels[1500:], strict=True)))
 
-    graph = Graph("digits")
-    turned = graph.source(shuffled, images[:1500], labels[:1500]).map(
-        augmented, on="process", workers=args.workers
-    )
-    data = dataset(turned.batch(50).map(stacked), seed=args.seed)
-
+    data = dataset(batches(images[:1500], labels[:1500], args.workers), seed=args.seed)
     torch.manual_seed(args.seed)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)

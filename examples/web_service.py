@@ -1,9 +1,9 @@
 """A model behind a web service: requests come one by one, and go through the model in batches.
 
     python examples/web_service.py [REQUESTS]
+    flowchan viz examples/web_service.py -o service.svg
 
-The model tells which of scikit-learn's handwritten digits a request shows. The program asks its own service,
-with some clients at a time, and says how it went.
+The model reads scikit-learn's digits. The program asks its own service, with some clients at a time.
 """
 
 from __future__ import annotations
@@ -20,16 +20,13 @@ from rich.progress import track
 from sklearn.datasets import load_digits
 from sklearn.svm import SVC
 
-from flowchan import Graph
+from flowchan import Graph, Stream
 
 DIGITS = load_digits()
 SEEN = 1000  # the model learns so many of them
-CLIENTS = 16
 
 
 class Model:
-    """Is made once, in the process of its worker."""
-
     def __init__(self) -> None:
         self.model = SVC().fit(DIGITS.data[:SEEN], DIGITS.target[:SEEN])
 
@@ -37,11 +34,20 @@ class Model:
         return [(int(digit), len(batch)) for digit in self.model.predict(batch)]
 
 
-async def main() -> None:
-    count = int(sys.argv[1]) if len(sys.argv) > 1 else 2000
-    graph = Graph("service")
+def asked(graph: Graph) -> Stream[list[float]]:
+    """Where questions come in."""
     questions = graph.input("questions")
     questions.batch(64, timeout=0.002).map(Model, on="process").unbatch().collect()
+    return questions
+
+
+def service() -> Graph:
+    return asked(Graph("service")).graph
+
+
+async def main(count: int = 2000) -> None:
+    graph = Graph("service")
+    questions = asked(graph)
 
     async def handle(reader: StreamReader, writer: StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
@@ -58,7 +64,7 @@ async def main() -> None:
         return digit == DIGITS.target[place], together
 
     def all_requests() -> list[tuple[bool, int]]:
-        with ThreadPoolExecutor(CLIENTS) as clients:
+        with ThreadPoolExecutor(16) as clients:
             return list(track(clients.map(request, range(count)), "requests", count, transient=True))
 
     with graph.start() as run:
@@ -70,4 +76,4 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    asyncio.run(main(*map(int, sys.argv[1:])))

@@ -67,3 +67,9 @@ def _pinned(item: Any) -> Any:
     from torch.utils.data._utils.pin_memory import pin_memory
 
     return pin_memory(item)  # type: ignore[no-untyped-call]
+
+
+# Messages, tracebacks and pickles name the place that users import from.
+for _public in (Dataset, dataset):
+    _public.__module__ = "flowchan.pipelines"
+del _public

@@ -191,6 +191,9 @@ nb::object loan(Channel& ch, Out* out, uint64_t size, nb::handle timeout);
 PyObject* put_all(Channel& ch, Out* out, PyObject* items, Deadline deadline);
 PyObject* get_all(Channel& ch, In* in, Py_ssize_t most, Deadline deadline);
 
+// Whose code runs now for the item that `in`, if there is one, has in hand (R10).
+void runs(In* in, Session::At at);
+
 // The items in hand are done with: the writers that follow pass their turn. False with a Python error set.
 bool tell_followers(In& in);
 

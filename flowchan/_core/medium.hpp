@@ -1,5 +1,5 @@
 // What a channel asks of a medium, whichever it is. Where media differ more than this (references here, bytes
-// there), each has its own function in calls.cpp, channel.cpp and raising.cpp.
+// there), each has its own function in puts.cpp, gets.cpp, channel.cpp and raising.cpp.
 #pragma once
 
 #include <concepts>

@@ -141,6 +141,11 @@ bool tell_followers(In& in) {
     return true;
 }
 
+void runs(In* in, Session::At at) {
+    if (!in) return;
+    in->ch->with(Each{[](LocalQueue&) {}, [&](Ring& ring) { ring.session(in->state.session).at = at; }});
+}
+
 // Whether the port is open, and has not been sent to another process.
 template <class Port>
 static bool is_mine(Port& port) {

@@ -197,4 +197,13 @@ PyObject* raise_step(Channel& ch, Step step, Side side, uint64_t size, Deadline 
     return nullptr;
 }
 
+void add_to_error(const char* name, PyObject* value) {
+    PyObject *type, *error, *trace;
+    PyErr_Fetch(&type, &error, &trace);
+    PyErr_NormalizeException(&type, &error, &trace);
+    if (!value || PyObject_SetAttrString(error, name, value) != 0) PyErr_Clear();
+    Py_XDECREF(value);
+    PyErr_Restore(type, error, trace);
+}
+
 }  // namespace flowchan

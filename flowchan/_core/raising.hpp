@@ -13,6 +13,9 @@ void raise(const char* name, const std::string& message);
 // Sets the exception for a call that ended in `step`; answers null. `size` is that of the item, for TooLarge.
 PyObject* raise_step(Channel& ch, Step step, Side side, uint64_t size, Deadline deadline);
 
+// Sets an attribute of the error that is being raised; takes over the value.
+void add_to_error(const char* name, PyObject* value);
+
 // The cause of a break as another process can read it; empty for one without any text.
 std::string pickle_cause(PyObject* cause);
 

@@ -19,7 +19,7 @@
    asleep[p], get_up(), futex_wake()        waiting.hpp: futex_wait, futex_wait_as, futex_wake, futex_wake_first;
                                             ring.hpp: Ring::wake
    operation() of a writer                  ring_items.cpp: Ring::room, Ring::try_put, Ring::finish_put
-   operation() of a reader                  calls.cpp: get_step; ring_leases.cpp: Ring::acknowledge, Ring::free_leased;
+   operation() of a reader                  gets.cpp: get_step; ring_leases.cpp: Ring::acknowledge, Ring::free_leased;
                                             ring_items.cpp: Ring::try_take, Ring::at_end_for, Ring::tell_end
    first try                                blocking.hpp: perform
    registering, the loop                    blocking.hpp: wait

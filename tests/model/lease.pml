@@ -10,10 +10,10 @@
    step of the model                     source
    -----------------------------------   ------------------------------------------------------------------
    source                                bodies.py: source; ring_items.cpp: Ring::try_put; ring_sessions.cpp: Ring::end_session
-   ask                                   calls.cpp: get_item, get_step; ring_leases.cpp: Ring::acknowledge; ring_items.cpp: Ring::try_take
+   ask                                   gets.cpp: get_item, get_step; ring_leases.cpp: Ring::acknowledge; ring_items.cpp: Ring::try_take
    AT_END()                              ring_items.cpp: Ring::at_end_for
-   begin()                               calls.cpp: begin; ring_turns.cpp: Ring::begin_item
-   one output                            ring.hpp: skips; calls.cpp: put_frame; ring_items.cpp: Ring::try_put, Ring::link
+   begin()                               puts.cpp: begin; ring_turns.cpp: Ring::begin_item
+   one output                            ring.hpp: skips; puts.cpp: put_frame; ring_items.cpp: Ring::try_put, Ring::link
    leaving: told, close In, close Out    worker.py: work; ports.cpp: In::close, Out::close; ring_sessions.cpp: Ring::end_session
    open_again, numbers, retire,          crew.py: recover; recovery.py: take_up; bindings.cpp: retire,
      give up                             take_up; ring_sessions.cpp: Ring::open_session, Ring::retire_writer;

@@ -1,5 +1,5 @@
 // What the native test programs share: messages whose every byte can be verified, and users of a ring that put and take
-// as calls.cpp does, with the core's own waiting loop.
+// as puts.cpp and gets.cpp do, with the core's own waiting loop.
 #pragma once
 
 #include <cstdio>
@@ -106,11 +106,11 @@ struct User {
     }
     ReaderState* as_reader() { return is_reader ? &reader : nullptr; }
     WriterState* as_writer() { return is_writer ? &writer : nullptr; }
-    Caller as_caller() const {  // as `writing` of calls.cpp
+    Caller as_caller() const {  // as `writing` of puts.cpp
         return {Side::Writer, this, session, 0, is_writer && writer.ordered && writer.keyed, writer.number};
     }
 
-    // As put_frame and put_large of calls.cpp. `item`: the number of the input item that the output belongs to.
+    // As put_frame and put_large of puts.cpp. `item`: the number of the input item that the output belongs to.
     Step put(const Message& message, Deadline deadline = {}, const uint64_t* item = nullptr) {
         Frame frame;
         message.fill(frame);
@@ -133,7 +133,7 @@ struct User {
         locked.unlock(wakes);
         return step;
     }
-    // As get_step of calls.cpp. `more`: what is in hand stays in hand.
+    // As get_step of gets.cpp. `more`: what is in hand stays in hand.
     Step get(uint64_t& value, Deadline deadline = {}, bool more = false) {
         Step step = perform(
             ring, [&](bool) { return Caller{Side::Reader, this, session}; },
@@ -170,7 +170,7 @@ struct User {
         Message::lay(value, sights.back().at, size);
         return step;
     }
-    // As put_loaned of calls.cpp: what `lender` has on loan for the longest time.
+    // As put_loaned of puts.cpp: what `lender` has on loan for the longest time.
     Step put_loan(User& lender, Deadline deadline = {}, const uint64_t* item = nullptr) {
         Sight& sight = lender.sights.front();
         Frame frame;

@@ -1,0 +1,245 @@
+// What a put does, from the Python object to the medium.
+#include "channel.hpp"
+#include "raising.hpp"
+#include "sizes.hpp"
+
+#include <utility>
+
+namespace flowchan {
+
+using namespace nb::literals;
+
+namespace {
+
+// What a put says whose port was closed while it waited.
+Step left(uint64_t state) {
+    return state == OPEN ? Step::PortClosed : state == BROKEN ? Step::Broken : Step::Closed;
+}
+
+// Before the first output for an item: which item it is, and how many of its outputs are there already.
+template <class M>
+void begin(M& m, Out& out) {
+    if (out.state.keyed) return;
+    In* in = out.follows();
+    if (!out.replays && (!in || !in->state.in_hand)) return;
+    m.begin_item(out.state, out.replays ? 0 : in->state.number);
+    out.state.keyed = true;
+}
+
+Step put(LocalQueue& queue, Channel& ch, Out* out, PyObject* item, Deadline deadline, uint64_t& size) {
+    if (queue.counts_bytes()) size = size_of(item);
+    LocalQueue::Item entry{Py_NewRef(item), size};
+    Step step = perform(
+        queue, [&](bool waits) { return writing(ch, out, size, waits); },
+        [&](Wakes& wakes) {
+            if (out && !out->open) return left(queue.state);
+            if (out) begin(queue, *out);
+            return queue.try_put(entry, out ? &out->state : nullptr, wakes);
+        },
+        deadline);
+    if (step != Step::Done) Py_DECREF(item);
+    return step;
+}
+
+// What comes before every put into a ring, under its lock: Wait, unless that has settled it.
+Step before_put(Ring& ring, Out* out) {
+    if (!out) return Step::Wait;
+    if (!out->open) return left(ring.header().state);
+    begin(ring, *out);
+    return out->state.skips() ? Step::Done : Step::Wait;
+}
+
+// Who puts faster than others read would use ever more memory for the first time, up to the channel's bound.
+// Waiting for what they give back costs less, for about as long as new memory would cost, and as long as they
+// do give some back.
+Step await_warm_memory(Ring& ring, Channel& ch, Out* out, uint64_t size, Deadline deadline) {
+    constexpr uint64_t WORTH_IT = 64 << 10, BYTES_A_NS = 4;
+    if (size < WORTH_IT || deadline.now_only()) return Step::Done;
+    const Deadline soon{std::min(deadline.at, now_ns() + int64_t(size / BYTES_A_NS))};
+    const uint32_t session = out ? out->state.session : ch.plain_session();
+    return perform(
+        ring, [&](bool) { return Caller{Side::Writer, out, session, size}; },
+        [&](Wakes&) {
+            const bool waits = (!out || out->open) && ring.lacks_warm_memory(size, soon.passed());
+            return waits ? Step::Wait : Step::Done;
+        },
+        soon);
+}
+
+// A large item is copied outside the lock, in two steps, so that nobody waits for the copy.
+Step put_large(Ring& ring, Channel& ch, Out* out, const ObjectFrame& frame, Deadline deadline) {
+    WriterState* writer = out ? &out->state : nullptr;
+    uint32_t session = out ? out->state.session : ch.plain_session();
+    Slot* slot = nullptr;
+    if (await_warm_memory(ring, ch, out, frame.size, deadline) == Step::Interrupted) return Step::Interrupted;
+    Step step = perform(
+        ring, [&](bool waits) { return writing(ch, out, frame.size, waits); },
+        [&](Wakes&) {
+            const Step settled = before_put(ring, out);
+            const Step claimed = settled == Step::Wait ? ring.claim(frame, writer, session, slot) : settled;
+            if (out && slot && claimed == Step::Done) out->copying += 1;
+            return claimed;
+        },
+        deadline);
+    if (step != Step::Done || !slot) return step;
+    {
+        WithoutGil without;
+        ring.write(frame, slot);
+    }
+    Wakes wakes;
+    Locked<Ring> locked(ring);
+    step = ring.publish(frame, slot, writer, wakes);
+    if (out) out->copying -= 1;
+    locked.unlock(wakes);
+    return step;
+}
+
+// Puts an item whose large buffer was filled in place. Wait: it can't go that way, copy it like any other. So
+// it is with memory that a forked child has inherited, which is on loan to its parent, and with what has come
+// to where something was filled and put before. `put` is set first, so that two threads can't put the same
+// memory twice.
+Step put_loaned(Ring& ring, Channel& ch, Out* out, ObjectFrame& frame, Deadline deadline) {
+    std::shared_ptr<Block> loan;  // of the pieces, 0 is the table and 1 the pickle
+    const void* at = nullptr;
+    for (size_t i = 2; !loan && i < frame.pieces.size(); ++i)
+        loan = loan_with(ch.loans, at = frame.pieces[i].at);
+    if (!loan || loan->forks != fork_count || (out && (out->follows() || out->replays))) return Step::Wait;
+    if (loan->put.exchange(true)) {
+        if (is_in_view(ring, at)) return Step::Wait;
+        raise("ChannelError", "this array was on loan from " + ch.describe() +
+                                  " and has been put: it belongs to the channel now; loan another one");
+        return Step::Interrupted;
+    }
+    if (!lay_into(frame, *loan)) {
+        loan->put = false;
+        return Step::Wait;
+    }
+    Step step = perform(
+        ring, [&](bool waits) { return writing(ch, out, frame.size, waits); },
+        [&](Wakes& wakes) {
+            if (out && !out->open) return left(ring.header().state);
+            return ring.put_loan(loan->slot, frame, out ? &out->state : nullptr, wakes);
+        },
+        deadline);
+    if (step != Step::Done) {
+        loan->put = false;
+        return step;
+    }
+    nb::object array = loan->array.is_valid() ? loan->array() : nb::none();
+    if (!array.is_none()) array.attr("setflags")("write"_a = false);
+    return step;
+}
+
+Step put_frame(Ring& ring, Channel& ch, Out* out, ObjectFrame& frame, Deadline deadline) {
+    const uint64_t size = frame.size;
+    if (!ch.loans.empty() && frame.kind == BUFFERS) {
+        Step step = put_loaned(ring, ch, out, frame, deadline);
+        if (step != Step::Wait) return step;
+    }
+    if (size > Taken::LOCAL && size <= ch.max_bytes) return put_large(ring, ch, out, frame, deadline);
+    WriterState* writer = out ? &out->state : nullptr;
+    return perform(
+        ring, [&](bool waits) { return writing(ch, out, frame.size, waits); },
+        [&](Wakes& wakes) {
+            const Step settled = before_put(ring, out);
+            return settled == Step::Wait ? ring.try_put(frame, writer, wakes) : settled;
+        },
+        deadline);
+}
+
+Step put(Ring& ring, Channel& ch, Out* out, PyObject* item, Deadline deadline, uint64_t& size) {
+    ObjectFrame frame;
+    if (!encode(item, frame)) return Step::Interrupted;
+    size = frame.size;
+    if (ch.hosts && needs_its_slot(frame.kind)) return raise_stays_here(ch, item), Step::Interrupted;
+    In* in = out ? out->follows() : nullptr;
+    runs(in, Session::OURS);
+    Step step = put_frame(ring, ch, out, frame, deadline);
+    runs(in, Session::USERS);
+    if (step == Step::Refused) return raise_refused(ch, frame.refused), Step::Interrupted;
+    if (frame.kind == PINNED && step == Step::Done) tell_put(frame, nb::find(ch).ptr());
+    return step;
+}
+
+Step put_step(Channel& ch, Out* out, PyObject* item, Deadline deadline, uint64_t& size) {
+    return ch.with([&](auto& medium) { return put(medium, ch, out, item, deadline, size); });
+}
+}  // namespace
+
+Caller writing(Channel& ch, const Out* out, uint64_t size, bool waits) {
+    Caller caller{Side::Writer, out, 0, size};
+    if (waits) caller.session = out ? out->state.session : ch.plain_session();
+    if (out && out->state.ordered && out->state.keyed) {
+        caller.ordered = true;
+        caller.number = out->state.number;
+    }
+    return caller;
+}
+
+static nb::object lend(LocalQueue&, Channel& ch, Out*, uint64_t, Deadline) {
+    throw nb::type_error((ch.describe() + " has no memory of its own to lend").c_str());
+}
+
+static nb::object lend(Ring& ring, Channel& ch, Out* out, uint64_t size, Deadline deadline) {
+    size += LOAN_HEAD;
+    Slot* slot = nullptr;
+    const uint32_t session = out ? out->state.session : ch.plain_session();
+    Step step = perform(
+        ring, [&](bool waits) { return writing(ch, out, size, waits); },
+        [&](Wakes&) {
+            return out && !out->open ? left(ring.header().state) : ring.loan(size, session, slot);
+        },
+        deadline);
+    if (step != Step::Done) {
+        raise_step(ch, step, Side::Writer, size, deadline);
+        throw nb::python_error();
+    }
+    auto block = std::make_shared<Block>(ring.shared_from_this(), slot);
+    ch.loans.push_back(block);
+    nb::object view = View::over(block, block->begin + LOAN_HEAD, size - LOAN_HEAD);
+    nb::inst_ptr<View>(view)->writable = true;
+    return view;
+}
+
+// Memory of the channel for `size` bytes that the caller fills and then puts, waiting until there is some.
+nb::object loan(Channel& ch, Out* out, uint64_t size, nb::handle timeout) {
+    Deadline deadline;
+    if (!ch.usable() || !parse_deadline(timeout.ptr(), deadline)) throw nb::python_error();
+    return ch.with([&](auto& medium) { return lend(medium, ch, out, size, deadline); });
+}
+
+PyObject* put_item(Channel& ch, Out* out, PyObject* item, Deadline deadline) {
+    if (!ch.usable()) return nullptr;
+    uint64_t size = 0;
+    Step step = put_step(ch, out, item, deadline, size);
+    if (step == Step::Done) Py_RETURN_NONE;
+    return raise_step(ch, step, Side::Writer, size, deadline);
+}
+
+Step try_put(Channel& ch, Out* out, PyObject* item) {
+    uint64_t size = 0;
+    Step step = put_step(ch, out, item, Deadline{0}, size);
+    if (step != Step::Done && step != Step::NotNow) raise_step(ch, step, Side::Writer, size, Deadline{0});
+    return step;
+}
+
+PyObject* put_all(Channel& ch, Out* out, PyObject* items, Deadline deadline) {
+    PyObject* iterator = PyObject_GetIter(items);
+    if (!iterator) return nullptr;
+    Py_ssize_t done = 0;
+    PyObject* item;
+    while ((item = PyIter_Next(iterator))) {
+        PyObject* none = put_item(ch, out, item, deadline);
+        Py_DECREF(item);
+        if (!none) break;
+        Py_DECREF(none);
+        ++done;
+    }
+    Py_DECREF(iterator);
+    if (!PyErr_Occurred()) Py_RETURN_NONE;
+    // The error tells how many were put, so that the caller can go on behind them.
+    add_to_error("items_put", PyLong_FromSsize_t(done));
+    return nullptr;
+}
+
+}  // namespace flowchan
