@@ -29,7 +29,7 @@ from flowchan.pipelines.task_pool import BackgroundTask, TaskPool
 from flowchan.pipelines.work_queue import WorkQueue, workqueue
 
 if TYPE_CHECKING:
-    from flowchan.pipelines.dataset import Dataset, dataset
+    from flowchan.pipelines.datasets import Dataset, dataset
     from flowchan.pipelines.sequential import Pop, Sequential, Stash, Training
 
 __all__ = [
@@ -67,7 +67,7 @@ del _name
 
 
 _NEED_TORCH = {
-    **dict.fromkeys(("Dataset", "dataset"), "dataset"),
+    **dict.fromkeys(("Dataset", "dataset"), "datasets"),
     **dict.fromkeys(("Pop", "Sequential", "Stash", "Training"), "sequential"),
 }
 """Names, and the modules that they come from."""
