@@ -177,6 +177,12 @@ void Member::give_up() {
     for (Cell& one : seat(rank).cell) futex_wake(one.round, UINT32_MAX, true);
 }
 
+void Member::retire() {
+    broken_ = true;
+    const std::lock_guard lock(in_use_);
+    give_up();
+}
+
 void Member::count_out(uint32_t member) {
     uint64_t nobody = 0;
     if (seat(member).owner.compare_exchange_strong(nobody, process_number()))
@@ -276,6 +282,7 @@ End Member::await(uint32_t member, Patience& patience) {
         sleepers.fetch_sub(1);
         if (is_here(member)) return End::Done;
         if (leaving_) return End::Closed;
+        if (broken_) return End::Gone;
         if (patience.interrupted(now_ns() - since)) return End::Interrupted;
         if (any_is_lost(member) || any_is_lost(looked % size)) return End::Gone;
         if (patience.deadline.passed()) return End::TimedOut;

@@ -155,6 +155,8 @@ class Member {
     bool joined() const { return joined_ == process_number_now(); }
     void leave();  // any number of times
     void give_up();
+    // From outside of an operation: one that another thread is inside ends first, and publishes nothing after.
+    void retire();
     void count_out(uint32_t member);  // it ended before it joined
     Sight see(uint32_t member) const;
     // Shows `member` where this one has something for it. False, with errno: there is no memory.
@@ -276,7 +278,8 @@ class Member {
     uint32_t left_out_ = 0, leave_out_ = 0;  // waits without yields: from now on, and last time
     std::atomic<bool> leaving_ = false;      // what still waits gives up
     uint64_t proof_ = 0, identity_ = 0;
-    bool broken_ = false, fenced_ = false, reserved_ = false;
+    std::atomic<bool> broken_ = false;  // likewise, and nothing is begun any more
+    bool fenced_ = false, reserved_ = false;
     bool direct_ = true;  // until one member could not read another one's memory
     std::mutex in_use_;
 };

@@ -101,11 +101,7 @@ void alltoall(nb::handle self, uint32_t doing, uint64_t key, nb::list ins, nb::l
     Arrays in(ins.ptr()), out(outs.ptr());
     need_each(in, group, "alltoall");
     need_each(out, group, "alltoall");
-    Calling calling(self.ptr(), doing, deadline_of(timeout));
-    const End end = calling.run([&](Patience& patience) {
-        return group.alltoall({doing, mixed(key, doing)}, in.places<const void*>(), in.sizes(),
-                              out.places<void*>(), out.sizes(), patience);
-    });
+    const End end = swap_arrays(self.ptr(), {doing, mixed(key, doing)}, in, out, deadline_of(timeout));
     raise_unless_done(self, end, doing, ins, nb::none());
 }
 
@@ -182,7 +178,7 @@ void bind_group(nb::module_& m) {
         .def("_join", [](PyGroup& group) { return int(group.join()); })
         .def("_leave", &PyGroup::leave)
         .def("_hold", &PyGroup::hold)
-        .def("_give_up", &PyGroup::give_up)
+        .def("_give_up", &PyGroup::retire, nb::call_guard<nb::gil_scoped_release>())
         .def(
             "_queue", [](PyGroup& group, int change) { group.queued += uint32_t(change); }, "change"_a)
         .def(

@@ -65,6 +65,23 @@ PyObject* broadcast_array(PyObject* self, PyObject* x, uint32_t root, PyObject* 
     return end == End::Done ? Py_NewRef(x) : raise_end(self, end, BROADCAST, x, nullptr);
 }
 
+// What lies where something comes in goes out from a copy: others still read it while that comes.
+End swap_arrays(PyObject* self, Member::Call call, const Arrays& in, const Arrays& out, Deadline deadline) {
+    PyGroup& group = group_of(self);
+    auto from = in.places<const void*>();
+    std::vector<std::vector<char>> copies;
+    for (size_t i = 0; i < in.size(); ++i) {
+        const bool stays = i == group.rank && in[i].data == out[i].data;
+        if (stays || !out.overlap(in[i])) continue;
+        const char* first = static_cast<const char*>(in[i].data);
+        from[i] = copies.emplace_back(first, first + in[i].bytes).data();
+    }
+    Calling calling(self, call.doing, deadline);
+    return calling.run([&](Patience& patience) {
+        return group.alltoall(call, from, in.sizes(), out.places<void*>(), out.sizes(), patience);
+    });
+}
+
 namespace {
 
 constexpr const char* ALLGATHER_NAMES[] = {"x", "out", "timeout", "wait"};
@@ -163,11 +180,7 @@ PyObject* alltoall_arrays(PyObject* self, PyObject* xs, PyObject* out, PyObject*
     if (!in.read(xs) || !room.read(out) || in.size() != group.size || room.size() != group.size)
         return PyErr_Occurred() ? nullptr : Py_NewRef(Py_NotImplemented);
     if (!room.are_writable(out)) return nullptr;
-    Calling calling(self, ALLTOALL, deadline);
-    const End end = calling.run([&](Patience& patience) {
-        return group.alltoall({ALLTOALL, mixed(KNOWN, ALLTOALL)}, in.places<const void*>(), in.sizes(),
-                              room.places<void*>(), room.sizes(), patience);
-    });
+    const End end = swap_arrays(self, {ALLTOALL, mixed(KNOWN, ALLTOALL)}, in, room, deadline);
     if (end != End::Done) return raise_end(self, end, ALLTOALL, xs, nullptr);
     return PySequence_List(out);
 }

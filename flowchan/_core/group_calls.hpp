@@ -6,6 +6,7 @@
 #include "group.hpp"
 #include "group_arrays.hpp"
 
+#include <algorithm>
 #include <utility>
 #include <vector>
 
@@ -194,6 +195,12 @@ class Arrays : public Member::Place {
             }
         return true;
     }
+    bool overlap(const Array& other) const {
+        return std::any_of(many_.begin(), many_.end(), [&](const Array& one) {
+            const auto begins = [](const Array& array) { return reinterpret_cast<uintptr_t>(array.data); };
+            return begins(one) < begins(other) + other.bytes && begins(other) < begins(one) + one.bytes;
+        });
+    }
     template <class P>
     ByRank<P> places() const {
         ByRank<P> found(size());
@@ -223,6 +230,9 @@ PyObject* reduce_arrays(PyObject* self, uint32_t doing, PyObject* x, PyObject* o
 PyObject* broadcast_array(PyObject* self, PyObject* x, uint32_t root, PyObject* timeout);
 PyObject* reduce_scatter_array(PyObject* self, PyObject* x, PyObject* out, PyObject* op_name,
                                PyObject* timeout);
+
+// What each of `in` has for its member against what comes into `out`.
+End swap_arrays(PyObject* self, Member::Call call, const Arrays& in, const Arrays& out, Deadline deadline);
 
 // What every member gives, as a list; NotImplemented: `x` is no plain value.
 PyObject* allgather_values(PyObject* self, PyObject* x, PyObject* timeout);

@@ -91,15 +91,22 @@ class Engine:
 
     @torch.no_grad()
     def test(self, batches: Batches) -> float:
-        """The mean loss over the batches of all members, without training. Calls ``on_sample`` and
-        ``on_forward``."""
+        """The mean loss over the batches of all members, without training; hooks may call it, for what trains
+        goes on as before. Calls ``on_sample`` and ``on_forward``."""
+        modes = {module: module.training for module in self.module.modules()}
+        training = self.state.training
         self.module.eval()
         self.state.training = False
-        mean = Mean()
-        for sample in _samples(batches, self.state.epoch):
-            self._forward(sample)
-            assert self.state.loss is not None
-            mean.add(self.state.loss.item())
+        try:
+            mean = Mean()
+            for sample in _samples(batches, self.state.epoch):
+                self._forward(sample)
+                assert self.state.loss is not None
+                mean.add(self.state.loss.item())
+        finally:
+            self.state.training = training
+            for module, mode in modes.items():  # some may be kept from training
+                module.training = mode
         return mean.over(self.group)
 
     def save(self, path: str | os.PathLike[str]) -> None:

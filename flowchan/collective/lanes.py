@@ -111,10 +111,10 @@ class Lanes:
             time.sleep(_PAUSE)  # until it is seen who is gone, or has sent for the first time
         return None
 
-    def close(self) -> None:
+    def close(self, wait: bool = True) -> None:
         """Waits for receivers that have not opened what was sent to them, as long as they are there."""
         for to, port in self._out.items():
-            while not self._is_open(port) and not self._is_gone(to):
+            while wait and not self._is_open(port) and not self._is_gone(to):
                 time.sleep(_PAUSE)
             port.close()
         for port_in in self._in.values():

@@ -8,7 +8,7 @@ left try again.
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import math
 import os
 import time
@@ -16,19 +16,22 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from flowchan import _core
-from flowchan.errors import MemberDied
+from flowchan.collective.lanes import Lanes
+from flowchan.errors import GroupError, MemberDied
 from flowchan.transport.descriptors import Borrowed, take_over
 
 COME = 1
 """In place of the inode of an offer: there is none yet."""
 _PLACE = 1 << 32
-_PAUSE = 0.001
+_PAUSE, _LONGEST_PAUSE = 0.001, 0.02
+_NOT_ALLOWED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM}
 
 
 class Member(Protocol):
     """Of a group on one host."""
 
     _ranks: Sequence[int]
+    _lanes: Lanes
 
     @property
     def rank(self) -> int: ...
@@ -58,30 +61,43 @@ class Shrinking(Generic[M]):
         self._old, self._member, self._give_up = old, member, give_up
         self._others = [member for member in range(old.size) if member != old.rank]
         self._tried: set[int] = {COME}
+        self._pause = _PAUSE
 
     def run(self) -> M:
         """Whoever gives up, or is interrupted, has left for those who go on."""
         old = self._old
+        *_, over = old._see(old.rank)
+        if over:
+            raise GroupError(f"{old!r} was closed")
         old._take_seat()
         try:
             old._give_up()  # so those that still work with it hear of it
+            old._lanes.close(wait=False)  # and those that wait in a channel of this one
             for member in self._others:
                 old._show_lane(member, 0, COME, True)
-            while True:
-                left = [member for member in range(old.size) if member == old.rank or self._is_left(member)]
-                new = self._lead(left) if left[0] == old.rank else self._follow()
-                if new is None:
-                    self._wait(left)
-                    continue
-                with contextlib.suppress(MemberDied):
-                    endless = self._give_up == math.inf
-                    new._wait_for_all(None if endless else max(0.0, self._give_up - time.monotonic()))
-                    old.close()
-                    return new
-                new.close()
-        except BaseException:
+            while (new := self._try()) is None:
+                pass
+            return new
+        finally:
             old.close()
+
+    def _try(self) -> M | None:
+        old = self._old
+        left = [member for member in range(old.size) if member == old.rank or self._is_left(member)]
+        new = self._lead(left) if left[0] == old.rank else self._follow()
+        if new is None:
+            self._wait(left)
+            return None
+        try:
+            endless = self._give_up == math.inf
+            new._wait_for_all(None if endless else max(0.0, self._give_up - time.monotonic()))
+        except MemberDied:
+            new.close()
+            return None
+        except BaseException:
+            new.close()
             raise
+        return new
 
     def _is_left(self, member: int) -> bool:
         """Who may still join is."""
@@ -96,7 +112,8 @@ class Shrinking(Generic[M]):
             absent = [self._old._ranks[member] for member in left if member in self._others]
             late = [rank for rank in absent if not self._has_come(rank)] or absent
             raise TimeoutError(f"shrink of {self._old._title()} was not done in time: {late} have not come")
-        time.sleep(_PAUSE)
+        time.sleep(self._pause)
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 
     def _lead(self, left: list[int]) -> M | None:
         """Makes the group once all of them have come, and waits until each has its seat or is gone."""
@@ -104,15 +121,19 @@ class Shrinking(Generic[M]):
         if not all(self._has_come(member) for member in left if member != old.rank):
             return None
         new = self._member(_core.Group._make(len(left)), 0)
-        new._take_seat()
-        inode = os.fstat(new._fd).st_ino
-        for place, member in enumerate(left[1:], 1):
-            old._show_lane(member, new._fd + _PLACE * place, inode, True)
-        while absent := [place for place in range(1, len(left)) if not new._see(place)[0]]:
-            for place in absent:
-                if not self._is_left(left[place]):
-                    new._count_out(place)
-            self._wait([left[place] for place in absent])
+        try:
+            new._take_seat()
+            inode = os.fstat(new._fd).st_ino
+            for place, member in enumerate(left[1:], 1):
+                old._show_lane(member, new._fd + _PLACE * place, inode, True)
+            while absent := [place for place in range(1, len(left)) if not new._see(place)[0]]:
+                for place in absent:
+                    if not self._is_left(left[place]):
+                        new._count_out(place)
+                self._wait([left[place] for place in absent])
+        except BaseException:
+            new.close()  # those that have their seats wait in it
+            raise
         return new
 
     def _follow(self) -> M | None:
@@ -123,9 +144,13 @@ class Shrinking(Generic[M]):
                 continue
             self._tried.add(inode)
             place, fd = divmod(at, _PLACE)
-            with contextlib.suppress(OSError):  # who has offered it is gone, and so is the group
+            try:
                 opened, _ = take_over(Borrowed(pid, fd, -1, inode))
                 new = self._member(opened, place)
-                new._take_seat()
-                return new
+            except OSError as error:
+                if error.errno in _NOT_ALLOWED and self._is_left(member):
+                    raise
+                continue  # who has offered it is gone, or has given it up, and so is the group
+            new._take_seat()
+            return new
         return None

@@ -127,6 +127,25 @@ def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(
     assert [one.name for one in tmp_path.iterdir()] == ["kept.pt"]
 
 
+def test_a_hook_may_test_and_what_trains_goes_on_as_before(batches: Batches) -> None:
+    """Also a layer that is kept from training."""
+    seen = []
+
+    def validate(state: Any) -> None:
+        made.test(batches[:1])
+
+    def look(state: Any) -> None:
+        seen.append((state.training, made.module.training, dropout.training, frozen.training))
+
+    dropout, frozen = nn.Dropout(), nn.Dropout()
+    hook = SimpleNamespace(on_start=lambda _: frozen.eval(), on_forward=look, on_end_epoch=validate)
+    made = engine(hooks=[hook])
+    assert isinstance(made.module, nn.Sequential)
+    made.module.extend([dropout, frozen])
+    made.train(batches[:1], epochs=2)
+    assert seen == [(True, True, True, False), (False, False, False, False)] * 2
+
+
 def test_a_hook_with_a_name_that_nobody_calls_is_refused() -> None:
     with pytest.raises(ValueError, match=r"on_start, on_sample, .*has on_updat"):
         engine(hooks=[SimpleNamespace(on_updat=print)])

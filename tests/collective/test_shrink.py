@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import signal
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from collective_members import Processes, in_threads
+from collective_members import Processes, in_threads, raised
+from waiting import wait_until
 
-from flowchan.collective import GroupError, MemberDied, MemberLeft
+from flowchan.collective import GroupError, MemberDied, MemberLeft, shrinking
 from flowchan.collective.shared import SharedGroup
 from flowchan.collective.shrinking import Shrinking
 
@@ -32,6 +35,8 @@ def shrunk(g: Any) -> Any:
         total = new.allreduce(1)
         with pytest.raises(GroupError, match="was closed"):
             g.barrier()
+        with pytest.raises(GroupError, match="was closed"):
+            g.shrink()
         return new.rank, new.size, total, new.allgather(g.rank)
 
 
@@ -106,8 +111,129 @@ def test_who_has_left_is_not_waited_for_and_who_works_on_hears_of_it() -> None:
     assert in_threads(5, body)[2:] == [[2, 3, 4]] * 3
 
 
-def test_a_timeout_names_who_has_not_come_and_is_only_that_one_s() -> None:
+WAITS: dict[str, Callable[[Any], Any]] = {
+    "receive": lambda g: g.receive(0),
+    "receive_any": lambda g: g.receive_any(),
+    "send": lambda g: [g.send(number, 0) for number in range(1000)],
+}
+
+
+@pytest.mark.parametrize("call", WAITS)
+def test_who_waits_for_a_message_hears_of_it(call: str) -> None:
+    """Where messages have crossed before, and nobody has died."""
+
+    def body(g: Any) -> Any:
+        assert g.sendreceive(g.rank, to=1 - g.rank, source=1 - g.rank) == 1 - g.rank
+        if g.rank == 1:
+            with pytest.raises(MemberDied):
+                WAITS[call](g)
+        return g.shrink().allgather(g.rank)
+
+    assert in_threads(2, body) == [[0, 1]] * 2
+
+
+def test_what_is_sent_and_not_received_holds_up_nobody_who_gives_up() -> None:
+    gave_up = threading.Event()
+
+    def body(g: Any) -> None:
+        if g.rank == 1:
+            gave_up.wait()
+            return
+        g.send("never received", 1)
+        with pytest.raises(TimeoutError):
+            g.shrink(timeout=0)
+        gave_up.set()
+
+    raised(in_threads(2, body))
+
+
+def test_what_has_been_started_ends_before_it() -> None:
+    """And publishes nothing any more."""
+    gave_up = threading.Event()
+
+    def body(g: Any) -> None:
+        if g.rank == 1:
+            gave_up.wait()
+            return
+        handle = g.barrier(wait=False)
+        wait_until(lambda: bool(g._see(0)[4]))
+        with pytest.raises(TimeoutError):
+            g.shrink(timeout=0)
+        gave_up.set()
+        with pytest.raises(MemberDied, match="given up"):
+            handle.wait()
+
+    raised(in_threads(2, body))
+
+
+def test_a_leader_that_is_interrupted_lets_those_go_that_have_their_seats(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    interrupted, done = threading.Event(), threading.Event()
+    follow, wait = Shrinking._follow, Shrinking._wait
+
+    def wait_or_interrupt(self: Any, left: list[int]) -> None:
+        if self._old.rank == 0 and left == [2]:  # once the member 1 has its seat
+            raise KeyboardInterrupt
+        wait(self, left)
+
+    def follow_late(self: Any) -> Any:
+        if self._old.rank == 2:
+            interrupted.wait()
+        return follow(self)
+
+    monkeypatch.setattr(Shrinking, "_wait", wait_or_interrupt)
+    monkeypatch.setattr(Shrinking, "_follow", follow_late)
+
+    def body(g: Any) -> Any:
+        if g.rank == 0:
+            with pytest.raises(KeyboardInterrupt) as caught:
+                g.shrink()
+            interrupted.set()
+            done.wait()
+            del caught  # until now it keeps all that the leader has made
+            return None
+        found = g.shrink().allgather(g.rank)
+        done.set()
+        return found
+
+    assert in_threads(3, body) == [None, [1, 2], [1, 2]]
+
+
+def test_who_lacks_descriptors_for_the_new_group_says_so_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    take_over, at_their_limit = shrinking.take_over, set()
+
+    def take_over_or_fail(handle: Any) -> Any:
+        if threading.get_ident() in at_their_limit:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return take_over(handle)
+
+    monkeypatch.setattr(shrinking, "take_over", take_over_or_fail)
+
+    def body(g: Any) -> Any:
+        if g.rank == 1:
+            at_their_limit.add(threading.get_ident())
+            with pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
+                g.shrink()
+            return None
+        return g.shrink().allgather(g.rank)
+
+    assert in_threads(3, body) == [[0, 2], None, [0, 2]]
+
+
+def test_a_timeout_names_who_has_not_come_and_is_only_that_one_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits looks ever less often for the others."""
     late = threading.Event()
+    looks: list[tuple[int, int]] = []
+    is_left = Shrinking._is_left
+
+    def look(self: Any, member: int) -> bool:
+        looks.append((self._old.rank, member))
+        return is_left(self, member)
+
+    monkeypatch.setattr(Shrinking, "_is_left", look)
 
     def body(g: Any) -> Any:
         if g.rank == 2:
@@ -115,12 +241,15 @@ def test_a_timeout_names_who_has_not_come_and_is_only_that_one_s() -> None:
         if g.rank == 0:
             with pytest.raises(TimeoutError, match=r"shrink of a group of 3 .*: \[1, 2\] have not come"):
                 g.shrink(timeout=0.05)
+            looked = looks.count((0, 1))
             late.set()
-            return None
+            return looked
         late.wait()
         return g.shrink().allgather(g.rank)
 
-    assert in_threads(3, body)[1:] == [[1, 2]] * 2
+    looked, *others = in_threads(3, body)
+    assert others == [[1, 2]] * 2
+    assert looked < 10
 
 
 def test_a_group_that_has_been_shrunk_can_be_shrunk_again_until_one_is_left() -> None:
@@ -128,15 +257,16 @@ def test_a_group_that_has_been_shrunk_can_be_shrunk_again_until_one_is_left() ->
     chance = random.Random(3)
 
     def body(g: Any) -> Any:
-        sizes = []
+        sizes, done = [], 0
         while g.size > 1:
             try:
-                total = g.allreduce(1)
+                assert g.allreduce(1) == g.size
+                done += 1
+                assert g.allgather(done) == [done] * g.size
+                done += 1
             except MemberDied:
                 g = g.shrink()
                 sizes.append(g.size)
-            else:
-                assert total == g.size
         g.close()
         return sizes
 
@@ -146,6 +276,6 @@ def test_a_group_that_has_been_shrunk_can_be_shrunk_again_until_one_is_left() ->
         for _ in range(chance.randrange(20)):
             os.sched_yield()
         child.kill()
-    (sizes,) = members.results(1).values()
+    (sizes,) = raised(list(members.results(1).values()))
     assert sizes[-1] == 1
     assert sizes == sorted(sizes, reverse=True)

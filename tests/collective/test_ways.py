@@ -93,6 +93,29 @@ def test_large_arrays_of_some_and_small_ones_of_others_go_together() -> None:
     assert raised(in_processes(4, body)) == [expected] * 4
 
 
+@pytest.mark.parametrize("way", [None, *WAYS["alltoall"]])
+def test_an_alltoall_may_fill_what_it_sends(way: str | None) -> None:
+    """Each array in its own place; and, as parts of one array whose sizes differ, in those of others. Members
+    whose arrays are large go together with some whose are small."""
+
+    def body(g: Any) -> None:
+        g.select("alltoall", way)
+        for length in (3, 3000, 24_000, 40_000):
+            xs = [np.full(length, 10 * g.rank + to) for to in range(g.size)]
+            assert g.alltoall(xs, out=xs)[0] is xs[0]
+            assert [set(x.tolist()) for x in xs] == [{10 * source + g.rank} for source in range(g.size)]
+            whole = np.empty(2 * length * g.size, int)
+            sent = [length + length // 2 * (to > g.rank) for to in range(g.size)]
+            comes = [length + length // 2 * (g.rank > source) for source in range(g.size)]
+            ins, outs = (np.split(whole, np.cumsum(sizes))[:-1] for sizes in (sent, comes))
+            for to, x in enumerate(ins):
+                x[:] = 10 * g.rank + to
+            g.alltoall(ins, out=outs)
+            assert [set(x.tolist()) for x in outs] == [{10 * source + g.rank} for source in range(g.size)]
+
+    raised(in_processes(3, body))
+
+
 def test_ways_that_differ_do_not_match() -> None:
     def body(g: Any) -> Any:
         if g.rank:
@@ -142,11 +165,14 @@ class Text(str):
 LOOP: list[Any] = []
 LOOP.append(LOOP)
 SHARED = [1]
-VALUES = [
-    *(None, True, 7, -(10**30), 2.5, "é", "x" * 70_000, b"\0\1", (), [], {}),
+PLAIN = [
+    *(None, True, 7, 2.5, "é", b"\0\1", (), [], {}),
     {"a": [1, (2, [3])], 4: {"b": b"y" * 300}, (5, 6): None, "": [[[[[[]]]]]]},
     {"content": bytes(10_000), "number": 1},
     [[i, str(i)] for i in range(300)],
+]
+OTHERS = [
+    *(-(10**30), "x" * 70_000),
     Text("its own class"),
     {Text("key"): 1},
     {1, 2},
@@ -154,12 +180,18 @@ VALUES = [
 ]
 
 
-@pytest.mark.parametrize("value", VALUES, ids=range(len(VALUES)))
+@pytest.mark.parametrize("value", PLAIN + OTHERS, ids=range(len(PLAIN + OTHERS)))
 def test_values_arrive_as_they_were(value: Any) -> None:
     for found in (loads(dumps(value)), *in_threads(2, lambda g: g.allgather(value)[1 - g.rank])):
         assert found == value
         assert repr(found) == repr(value)
         assert type(found) is type(value)
+
+
+def test_only_values_of_built_in_types_are_written_without_a_pickle() -> None:
+    """And no very large ones."""
+    assert {dumps(value)[-1:] for value in PLAIN} == {b"\2"}
+    assert b"\2" not in {dumps(value)[-1:] for value in OTHERS}
 
 
 def test_what_is_in_a_value_twice_stays_one() -> None:
