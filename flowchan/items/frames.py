@@ -17,7 +17,8 @@ from typing import Any
 
 LIBRARIES = ("polars", "pyarrow", "PIL.Image")
 """The modules with the types that are known here."""
-_TYPES: tuple[tuple[str, str, Callable[[Any], Any]], ...]
+_TYPES: tuple[tuple[str, str, str, Callable[[Any], Any]], ...]
+"""Each with what of its module the reduction needs, which older versions lack."""
 _RAW = {"L": "L", "RGB": "RGBX", "RGBA": "RGBA", "CMYK": "CMYK"}
 """Modes of images, and how Pillow calls the form in which it keeps their pixels."""
 
@@ -26,10 +27,10 @@ def reducers() -> Iterator[tuple[Any, Callable[[Any], Any]]]:
     """The types of the libraries that are loaded, each with what reduces it."""
     if not _has_arrow():
         return
-    for module, name, reduce in _TYPES:
-        # one that is just being imported may not have its types yet
-        if kind := getattr(sys.modules.get(module), name, None):
-            yield kind, reduce
+    for module, name, needed, reduce in _TYPES:
+        loaded = sys.modules.get(module)  # one that is just being imported may not have its types yet
+        if hasattr(loaded, name) and hasattr(loaded, needed):
+            yield getattr(loaded, name), reduce
 
 
 @functools.cache
@@ -108,9 +109,9 @@ def _rebuild_image(pixels: Any, mode: str, size: tuple[int, int], info: dict[Any
 
 
 _TYPES = (
-    ("pyarrow", "Table", _reduce_table),
-    ("pyarrow", "RecordBatch", _reduce_table),
-    ("polars", "DataFrame", _reduce_frame),
-    ("polars", "Series", _reduce_series),
-    ("PIL.Image", "Image", _reduce_image),
+    ("pyarrow", "Table", "ipc", _reduce_table),
+    ("pyarrow", "RecordBatch", "ipc", _reduce_table),
+    ("polars", "DataFrame", "CompatLevel", _reduce_frame),
+    ("polars", "Series", "CompatLevel", _reduce_series),
+    ("PIL.Image", "Image", "fromarrow", _reduce_image),
 )

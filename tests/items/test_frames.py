@@ -124,6 +124,17 @@ def test_without_arrow_the_libraries_own_pickling_does_it(monkeypatch: pytest.Mo
     assert list(frames.reducers()) == []
 
 
+@pytest.mark.parametrize(
+    ("module", "newer", "kind"), [(pl, "CompatLevel", pl.Series), (Image, "fromarrow", Image.Image)]
+)
+def test_so_it_does_for_versions_that_do_not_know_arrow_yet(
+    monkeypatch: pytest.MonkeyPatch, module: Any, newer: str, kind: type
+) -> None:
+    assert kind in dict(frames.reducers())
+    monkeypatch.delattr(module, newer)
+    assert kind not in dict(frames.reducers())
+
+
 def test_a_table_in_pieces_arrives_equal() -> None:
     table = pa.concat_tables([NUMBERS.to_arrow(), NUMBERS.to_arrow()])
     arrived, _ = sent(table)
