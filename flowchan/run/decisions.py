@@ -95,7 +95,8 @@ class Died:
     """A worker's process is gone without having told how it ended. ``deaths`` counts the workers that have
     died with the item that it had in hand, this one included. ``hopeless``: it dies again and again before it
     begins to work. ``counts``: as one of the restarts that its stage has, which the death of a host does
-    not. ``how``, in words; empty: nothing to speak of."""
+    not. ``how``, in words; empty: nothing to speak of. ``always``: another takes its place whatever the limit
+    of its stage, for it took too long for an item."""
 
     worker: WorkerId
     failure: Failure
@@ -103,6 +104,7 @@ class Died:
     hopeless: bool = False
     counts: bool = True
     how: str = ""
+    always: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +254,7 @@ def _failed(state: State, failure: Failure, now: float, expected: bool) -> tuple
 def _died(state: State, died: Died, now: float) -> tuple[State, tuple[Action, ...]]:
     stage = died.worker.stage
     used, limit = state.restarts.get(stage, 0), state.limits.get(stage, 0)
-    replaceable = used < limit if died.counts else limit > 0
+    replaceable = died.always or (used < limit if died.counts else limit > 0)
     going_on = state.phase in ("running", "stopping")
     mates = {worker for worker in state.alive if worker.stage == stage} - {died.worker}
     if going_on and replaceable and not died.hopeless:

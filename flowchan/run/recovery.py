@@ -77,7 +77,8 @@ class Obituaries:
         its stage has been replaced."""
         id = worker.id
         retired = death.exitcode == RETIRED
-        if limits.has_exceeded(worker.stage, death.exitcode):
+        late = limits.has_exceeded(worker.stage, death.exitcode)
+        if late:
             death = dataclasses.replace(death, how=limits.exceeded(worker.stage), counts=False)
         deaths = 0 if retired else self._count(id, death)
         self._stillborn[id] += death.counts
@@ -85,7 +86,8 @@ class Obituaries:
             return Died(id, Failure(id, unguarded(self._graph), None, death.pid), deaths, hopeless=True)
         hopeless = self._stillborn[id] >= HOPELESS
         limit = self._limits.get(id.stage, 0)
-        if id.stage not in self._limits or (limit == 0 and worker.stage.restarts):
+        stateful = id.stage not in self._limits or (limit == 0 and worker.stage.restarts > 0)
+        if stateful:
             why = f"a {worker.stage.kind} stage keeps state of its own and is not declared restartable"
         elif hopeless:
             why = "it dies before it begins to work" + hint_at_import(None if death.host else death.exitcode)
@@ -100,6 +102,7 @@ class Obituaries:
             hopeless,
             death.counts and not retired,
             "" if retired else _in_words(death),
+            always=late and not stateful,
         )
 
     def _count(self, id: WorkerId, death: Death) -> int:

@@ -126,7 +126,7 @@ def test_an_item_that_takes_too_long_is_tried_again_as_one_that_raises(tmp_path:
 
 def test_many_items_that_take_too_long_use_up_no_restarts() -> None:
     graph = Graph("late")
-    numbers = graph.source(range(6)).map(lambda n: signal.pause(), on="process", timeout=0.02, restarts=1)
+    numbers = graph.source(range(6)).map(lambda n: signal.pause(), on="process", timeout=0.02, restarts=0)
     numbers.sink(lambda item: None)
     bad = failed(numbers)
     assert [item for item, *_ in graph.run()[bad]] == list(range(6))
