@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Iterator, Mapping
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -84,7 +84,7 @@ class Run:
 
     def aiter(self, stream: Stream[list[T]]) -> AsyncIterator[T]:
         """The same for ``async for``: while it waits, the event loop goes on."""
-        return self._items_later(self._claimed(stream))
+        return _Coming(self, self._claimed(stream))
 
     def _claimed(self, stream: Stream[list[T]]) -> str:
         """The name of the stage whose items the program takes from now on."""
@@ -120,7 +120,7 @@ class Run:
         finally:
             self._asking.forget(asked.question)
 
-    async def _items_later(self, stage: str) -> AsyncIterator[Any]:
+    async def _items_later(self, stage: str) -> AsyncGenerator[Any, None]:
         gathering = self._gathering
         try:
             async for item in gathering.coming(stage):
@@ -132,7 +132,14 @@ class Run:
             await self
             raise
         finally:
-            gathering.leave(stage)
+            self._leave(stage)
+
+    def _leave(self, stage: str) -> None:
+        """The loop over items that come later is left; if by a Ctrl-C in a block, the rest comes into the
+        results."""
+        if self._in_block and self._ears.handled:
+            self._gathering.keep(stage)
+        self._gathering.leave(stage)
 
     def _items(self, stage: str) -> Iterator[Any]:
         gathering = self._gathering
@@ -287,6 +294,10 @@ class Run:
                 out.close()
             self.wait()
             return
+        cancelled = getattr(sys.modules.get("asyncio"), "CancelledError", ())
+        if isinstance(error, cancelled) and self._ears.handled:  # what asyncio makes of Ctrl-C
+            self._finish()
+            return
         self._gathering.leave_all()
         self.abort()
         try:
@@ -316,6 +327,24 @@ class Run:
 
     def __repr__(self) -> str:
         return f"<Run of {self._plan.graph.name!r}: {self.stats().state}>"
+
+
+class _Coming(AsyncIterator[Any]):
+    """What ``aiter`` gives. Who drops it has left the loop, though the event loop does not go on."""
+
+    def __init__(self, run: Run, stage: str) -> None:
+        self._run = run
+        self._stage = stage
+        self._items = run._items_later(stage)
+
+    def __anext__(self) -> Awaitable[Any]:
+        return self._items.__anext__()
+
+    def aclose(self) -> Awaitable[None]:
+        return self._items.aclose()
+
+    def __del__(self) -> None:
+        self._run._leave(self._stage)
 
 
 def _say(text: str) -> None:

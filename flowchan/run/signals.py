@@ -60,6 +60,7 @@ class Ears:
 
     def __init__(self, instead: Callable[[], KeyboardInterrupt | None]) -> None:
         self.heard = False
+        self.handled = False  # one came, and the program's own handler, asyncio's for example, took it
         self._instead = instead
         self._raised: Callable[[], KeyboardInterrupt | None] = lambda: None
         self._usual: Callable[[int, Any], object] | None = None
@@ -67,7 +68,7 @@ class Ears:
 
     def open(self) -> None:
         self._opened += 1
-        usual = signal.getsignal(signal.SIGINT)
+        usual = _in_use(signal.getsignal(signal.SIGINT))
         main = threading.current_thread() is threading.main_thread()
         if self._opened == 1 and callable(usual) and main:
             self._usual = usual
@@ -79,7 +80,7 @@ class Ears:
         main = threading.current_thread() is threading.main_thread()
         ours = main and signal.getsignal(signal.SIGINT) == self._note
         if self._opened == 0 and self._usual is not None and ours:
-            signal.signal(signal.SIGINT, self._usual)
+            signal.signal(signal.SIGINT, _in_use(self._usual))
 
     def still_raised(self) -> KeyboardInterrupt | None:
         """What was raised instead, unless somebody has caught it and done with it."""
@@ -89,6 +90,7 @@ class Ears:
         assert self._usual is not None
         try:
             self._usual(number, frame)
+            self.handled = True
             return
         except KeyboardInterrupt as error:
             self.heard = True
@@ -103,3 +105,14 @@ class Ears:
             raise instead
         finally:
             del instead  # or its traceback would keep it, and it would count as still raised
+
+
+def _in_use(handler: Any) -> Any:
+    """The handler without those of closed ears, above and below: who opens and closes in turn with others
+    can't take its own out of the middle."""
+    while isinstance(ears := getattr(handler, "__self__", None), Ears):
+        if ears._opened:
+            ears._usual = _in_use(ears._usual)
+            break
+        handler = ears._usual
+    return handler

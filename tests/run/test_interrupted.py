@@ -15,6 +15,7 @@ from waiting import wait_until
 
 import flowchan
 from flowchan import Graph, Interrupted, RunError
+from flowchan.run.signals import Ears
 
 SUM = """
     import itertools, signal, sys, threading, time
@@ -268,6 +269,58 @@ def test_ctrl_c_is_what_it_was_once_a_loop_has_ended() -> None:
     assert list(run.iter(numbers)) == [0, 1, 2]
     assert signal.getsignal(signal.SIGINT) is before
     run.wait()
+
+
+def test_ctrl_c_is_what_it_was_after_loops_in_turn_without_number() -> None:
+    """As ``zip`` of two datasets has them: each begins its next epoch while the other goes on."""
+    before = signal.getsignal(signal.SIGINT)
+    one, other = Ears(lambda: None), Ears(lambda: None)
+    one.open()
+    for _ in range(1000):
+        other.open()
+        one.close()
+        one, other = other, Ears(lambda: None)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    one.close()
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize("way", ["loop", "wait"])
+def test_ctrl_c_on_an_event_loop_finishes_what_is_in_flight(way: str, tmp_path: Path) -> None:
+    text = """
+        import asyncio, itertools
+        from flowchan import Graph
+
+        graph = Graph("later")
+        listed = graph.source(itertools.count).map(abs, on="process").collect()
+        seen = []
+
+        async def wait(run):
+            print("going", flush=True)
+            await asyncio.sleep(1e6)
+
+        async def loop(run):
+            async for number in run.aiter(listed):
+                seen.append(number)
+                if number == 500:
+                    await wait(run)
+
+        async def main():
+            global run
+            with graph.start() as run:
+                await WAY(run)
+
+        try:
+            asyncio.run(main())
+        except KeyboardInterrupt:
+            whole = [*seen, *run.wait()[listed]]
+            print(run.state, whole == list(range(len(whole))), flush=True)
+    """
+    with start(script(tmp_path, text.replace("WAY", way))) as process:
+        code, out, err = interrupted(process)
+    assert (code, out) == (0, "stopped True\n"), err
+    assert err.count("flowchan: stopping") == 1
 
 
 def test_breaking_out_of_a_loop_stops_the_stages_before_it_as_ever() -> None:
