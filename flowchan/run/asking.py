@@ -4,8 +4,8 @@ An item that somebody asks goes through the channels in an :class:`Asked`, with 
 What calls the user's functions unwraps it and wraps what they give; the end of the graph hands the answer on
 by its number, and an item that fails is told to who asked, by the way on which workers tell everything.
 
-A question that nobody waits for any more is crossed off on a board, a page of memory that the processes of
-this machine find by its path; who takes the item up next drops it.
+A question that nobody waits for any more is crossed off on a board, memory that the processes of this
+machine find by its path; who takes the item up next drops it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import functools
 import itertools
 import mmap
 import os
+import struct
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,17 +23,22 @@ from typing import TYPE_CHECKING, Any
 
 from flowchan.declare.callables import is_async
 from flowchan.declare.values import Stage
+from flowchan.items.codec import Packed, pack, unpack
 from flowchan.run import chance
 from flowchan.run.events import Answered, Event, WorkerId
 from flowchan.run.failures import Portable, text_of
 from flowchan.run.plan import Plan
+from flowchan.transport.descriptors import shortage
 
 if TYPE_CHECKING:
     import asyncio
 
 BOARD = 1 << 16
-"""Places on a board; a question's is its number modulo this."""
+"""Places on a board; a question's is its number modulo this, and holds the number once it is crossed off."""
+_PLACE = struct.Struct("Q")
 NOTHING: Any = object()
+_PLAIN = frozenset((str, bytes, int, float, bool, type(None)))
+"""Types whose pickles can always be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +48,36 @@ class Asked:
     question: int
     item: Any
     board: str
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """The item crosses packed: whose it is is known though it can't be unpickled."""
+        if type(self.item) in _PLAIN:
+            return Asked, (self.question, self.item, self.board)
+        return _arrived, (self.question, pack(self.item), self.board)
+
+
+def _arrived(question: int, packed: Packed, board: str) -> Asked:
+    item: Any
+    try:
+        item = unpack(packed)
+    except Exception as error:
+        if isinstance(error, MemoryError) or (isinstance(error, OSError) and shortage("the item", error)):
+            raise  # it may be received later
+        item = NotRead(error)
+    return Asked(question, item, board)
+
+
+class NotRead:
+    """Stands for an item that could not be unpickled, by ``error``."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return NotRead, (Portable(self.error),)
+
+    def __repr__(self) -> str:
+        return "<an item that can't be unpickled>"
 
 
 class Dropped(BaseException):
@@ -68,23 +104,33 @@ class Answering:
 
         async def call_later(item: Any) -> Any:
             wanted = self._wanted(item)
-            return self._given(wanted, await function(_bare(wanted)))
+            return self._given(wanted, await function(bare(wanted)))
 
         def call(item: Any) -> Any:
             wanted = self._wanted(item)
-            return self._given(wanted, function(_bare(wanted)))
+            return self._given(wanted, function(bare(wanted)))
 
         return call_later if is_async(self._stage.function) else call
 
     def _wanted(self, item: Any) -> Any:
-        """The item, of a batch what is left of it. Raises ``Dropped`` when nobody waits for it."""
-        if type(item) is Asked and _crossed_off(item):
-            raise Dropped
-        if has_asked(item):
-            item[:] = [one for one in item if type(one) is not Asked or not _crossed_off(one)]
+        """The item, of a batch what is left of it. Raises ``Dropped`` when nobody waits for it, and what its
+        unpickling raised."""
+        if type(item) is Asked:
+            if _crossed_off(item):
+                raise Dropped
+            if type(item.item) is NotRead:
+                raise item.item.error
+        elif has_asked(item):
+            item[:] = [one for one in item if type(one) is not Asked or self._can_be_used(one)]
             if not item:
                 raise Dropped
         return item
+
+    def _can_be_used(self, member: Asked) -> bool:
+        """Of a batch. What could not be unpickled is refused."""
+        if type(member.item) is NotRead:
+            self.refuse(member, member.item.error)
+        return type(member.item) is not NotRead and not _crossed_off(member)
 
     def _given(self, item: Any, result: Any) -> Any:
         """What came of an item, for who comes next."""
@@ -97,7 +143,7 @@ class Answering:
             if type(one) is Asked and verb.ends:
                 self.answer(one, given)
             elif type(one) is Asked and verb.lets_go and not result:
-                self.refuse(one, LookupError(f"{self._stage.name!r} let the item go, so it has no answer"))
+                self.let_go(one)
         return result
 
     def _wrapped(self, item: Any, result: Any) -> Any:
@@ -128,32 +174,47 @@ class Answering:
         """Tells who asked."""
         self._tell(Answered(self._worker, item.question, value, None))
 
-    def refuse(self, item: Asked, error: BaseException) -> None:
-        """Tells who asked by what the item failed."""
+    def refuse(self, item: Asked, error: BaseException, failed: int = 0) -> None:
+        """Tells who asked by what the item failed, of which so many items of the stage count as failed."""
         carried: Any = Portable(error) if self._sends else error
-        self._tell(Answered(self._worker, item.question, None, carried))
+        self._tell(Answered(self._worker, item.question, None, carried, failed))
 
     def give_up(self, item: Any, error: BaseException) -> Any:
         """Tells those who asked a failed item. Gives what is left of it: of a batch the members that nobody
-        has asked, or ``NOTHING``."""
-        if not (type(item) is Asked or has_asked(item)):
-            return item
-        members = [item] if type(item) is Asked else item
-        for one in members:
-            if type(one) is Asked:
-                self.refuse(one, error)
-        return [one for one in members if type(one) is not Asked] or NOTHING
+        has asked, or ``NOTHING``; then the whole counts as failed, once."""
+        asked: list[Asked] = []
+        left = without_asked(item, asked.append)
+        for place, one in enumerate(asked):
+            self.refuse(one, error, failed=int(left is NOTHING and place == 0))
+        return left
+
+    def let_go(self, item: Any) -> None:
+        """Tells those who asked an item that goes nowhere."""
+        error = LookupError(f"{self._stage.name!r} let the item go, so it has no answer")
+        without_asked(item, lambda one: self.refuse(one, error))
 
 
 def answers_in(item: Any, settle: Callable[[int, Any, BaseException | None], None]) -> Any:
     """Hands on the answers that have come to an end of the graph. Gives what is left of the item: what nobody
     has asked, or ``NOTHING``."""
+
+    def answer(one: Asked) -> None:
+        if type(one.item) is NotRead:
+            settle(one.question, None, one.item.error)
+        else:
+            settle(one.question, one.item, None)
+
+    return without_asked(item, answer)
+
+
+def without_asked(item: Any, found: Callable[[Asked], object]) -> Any:
+    """What is left of an item without what was asked, all of which ``found`` gets; or ``NOTHING``."""
     if not (type(item) is Asked or has_asked(item)):
         return item
     members = [item] if type(item) is Asked else item
     for one in members:
         if type(one) is Asked:
-            settle(one.question, one.item, None)
+            found(one)
     return [one for one in members if type(one) is not Asked] or NOTHING
 
 
@@ -167,7 +228,8 @@ def _fits(result: Any, item: Any, batch: bool) -> bool:
     return batch and isinstance(result, list) and len(result) == len(item)
 
 
-def _bare(item: Any) -> Any:
+def bare(item: Any) -> Any:
+    """The item as the user knows it."""
     if type(item) is Asked:
         return item.item
     return [one.item if type(one) is Asked else one for one in item] if has_asked(item) else item
@@ -175,14 +237,19 @@ def _bare(item: Any) -> Any:
 
 def _crossed_off(item: Asked) -> bool:
     board = None if chance.worker().host else _board(item.board)
-    return board is not None and board[item.question % BOARD] == 1
+    return board is not None and bool(_PLACE.unpack_from(board, _place(item.question))[0] == item.question)
+
+
+def _place(question: int) -> int:
+    """Where it is on the board, in bytes."""
+    return question % BOARD * _PLACE.size
 
 
 @functools.lru_cache(maxsize=4)
 def _board(path: str) -> mmap.mmap | None:
     try:
         with open(path, "rb") as file:
-            return mmap.mmap(file.fileno(), BOARD, prot=mmap.PROT_READ)
+            return mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
     except OSError:
         return None
 
@@ -195,11 +262,11 @@ class Asking:
 
     def __init__(self, failure: Callable[[], BaseException | None]) -> None:
         self._failure = failure
-        self._numbers = itertools.count()
+        self._numbers = itertools.count(1)
         self._open: dict[int, asyncio.Future[Any]] = {}
         self._lock = threading.Lock()
         self._fd = -1
-        self._flags: mmap.mmap | None = None
+        self._crossed: mmap.mmap | None = None
         self._over = False
 
     def begin(self, item: Any) -> tuple[Asked, asyncio.Future[Any]]:
@@ -210,20 +277,19 @@ class Asking:
         with self._lock:
             if self._over:
                 raise self._why()
-            if self._flags is None:
+            if self._crossed is None:
                 self._fd = os.memfd_create("flowchan questions")
-                os.ftruncate(self._fd, BOARD)
-                self._flags = mmap.mmap(self._fd, BOARD)
+                os.ftruncate(self._fd, BOARD * _PLACE.size)
+                self._crossed = mmap.mmap(self._fd, 0)
             question = next(self._numbers)
-            self._flags[question % BOARD] = 0
             self._open[question] = future
         return Asked(question, item, f"/proc/{os.getpid()}/fd/{self._fd}"), future
 
     def forget(self, question: int) -> None:
         """Nobody waits for the answer any more."""
         with self._lock:
-            if self._open.pop(question, None) is not None and self._flags is not None:
-                self._flags[question % BOARD] = 1
+            if self._open.pop(question, None) is not None and self._crossed is not None:
+                _PLACE.pack_into(self._crossed, _place(question), question)
 
     def settle(self, question: int, value: Any, error: BaseException | None) -> None:
         """The answer has come. Of several the first counts. Called on any thread."""
@@ -237,11 +303,11 @@ class Asking:
         """The run has: no answer comes any more."""
         with self._lock:
             self._over = True
-            left, flags, self._flags = list(self._open), self._flags, None
+            left, crossed, self._crossed = list(self._open), self._crossed, None
         for question in left:
             self.settle(question, None, self._why())
-        if flags is not None:
-            flags.close()
+        if crossed is not None:
+            crossed.close()
             os.close(self._fd)
             _board.cache_clear()
 
@@ -269,13 +335,13 @@ def answering_ends(plan: Plan, stage: str) -> list[str]:
     while now:
         name = now.pop()
         verb = stages[name].verb
-        if not verb.answers:
+        readers = [link.reader for link in plan.links if link.writer == name and not link.errors]
+        if not verb.answers or (verb.gathers and readers):
             raise ValueError(
                 f"ask: the items of input {stage!r} come to {name!r}, and {verb.name} does not work item by "
                 "item, so nobody knows which of its outputs is the answer"
             )
-        readers = [link.reader for link in plan.links if link.writer == name and not link.errors]
-        if verb.gathers and not readers:
+        if verb.gathers:
             found.append(name)
         sinks = sinks or verb.ends
         now += [reader for reader in readers if reader is not None and reader not in seen]

@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flowchan.channel.channel import In, Out
-from flowchan.errors import Broken, Closed, Drained, Empty, WorkerDied
+from flowchan.errors import Broken, ChannelError, Closed, Drained, Empty, WorkerDied
 from flowchan.items.combining import Reduced, reduced
 from flowchan.items.failed import Failed
 from flowchan.items.text import short
 from flowchan.run import journal
-from flowchan.run.asking import NOTHING, Answering, Dropped
+from flowchan.run.asking import NOTHING, Answering, Dropped, bare, has_asked
 from flowchan.run.failures import ItemFailed, Portable, text_of
 
 SKIPPED: Any = object()
@@ -55,7 +55,7 @@ class Job:
     on_trouble: Callable[[str], None] = lambda _: None
     trouble_told_at: float = -TROUBLE_EVERY
     on_clean_up: Callable[[], None] = lambda: None  # from now on a task only cleans up
-    unwanted: int = 0  # items whose reader had left (partition)
+    unwanted: int = 0  # items whose reader had left (partition), or that nobody waits for any more
     predecessors: tuple[str, ...] = ()  # how the workers died with whose item this one began
     too_late: bool = False  # they took too long for it
     is_over: Callable[[], bool] = lambda: False  # the run has broken off
@@ -97,13 +97,14 @@ class Job:
         does not receive it (nobody reads it, or no more), or the error is none to go on after. Who asked the
         item hears of it instead."""
         if isinstance(error, Dropped):
+            self.unwanted += 1
             return
         if self.answering is not None and isinstance(error, Exception):
             item = self.answering.give_up(item, error)
             if item is NOTHING:
                 return
         if self.errors is None or not isinstance(error, Exception):
-            raise ItemFailed(item) from error
+            raise ItemFailed(bare(item)) from error
         crosses = self.errors.channel.medium.copies
         carried: Any = Portable(error) if crosses else error
         if time.monotonic() > self.trouble_told_at + TROUBLE_EVERY:
@@ -121,8 +122,39 @@ class Job:
         """After putting what came of ``item`` raised: lets the end of ``out`` through; anything else is about
         the item."""
         if is_end_of(out, error):
+            if isinstance(error, Closed):
+                self.let_go(item)
             raise error
         self.give_up(item, error)
+
+    def pass_on(self, out: Out[Any], item: Any) -> None:
+        """Puts ``item`` as it is."""
+        try:
+            out.put(item)
+        except Closed:
+            self.let_go(item)
+            raise
+
+    def let_go(self, item: Any) -> None:
+        """Nobody gets ``item``: who asked it hears of that."""
+        if self.answering is not None:
+            self.answering.let_go(item)
+
+    def let_go_of_the_rest(self, items: In[Any]) -> int:
+        """At the worker's end, when nobody wants what it would give: who asked what is still inside hears of
+        that. Gives the number of these items."""
+        number = 0
+        if self.answering is not None:
+            items.channel.close()
+            items._on_poison(1, lambda *_: None)
+            with contextlib.suppress(
+                ChannelError, ValueError
+            ):  # the end, or the port was closed from outside
+                while True:
+                    item = items.get_nowait()
+                    number += 1
+                    self.let_go(item)
+        return number
 
     def poisoned(self, item: Any, deaths: int, error: Exception | None) -> None:
         """Takes an item that can't be used: by ``error`` it can't be unpickled (then an :class:`Unreadable`
@@ -136,7 +168,7 @@ class Job:
             error = WorkerDied(
                 f"{deaths} workers died while they worked on this item, one after the other: {how}"
             )
-            journal.blamed(short(item, 120), str(error))
+            journal.blamed(short(bare(item), 120), str(error))
         self.give_up(item, error, deaths)
 
 
@@ -203,8 +235,13 @@ def unbatch(job: Job, *, items: In[Any], out: Out[Any]) -> None:
     for item in items:
 
         def pour(item: Any) -> None:
-            for element in item:
-                put_or_end(out, element)
+            for place, element in enumerate(item):
+                try:
+                    put_or_end(out, element)
+                except OwnEnd:
+                    if has_asked(item):
+                        job.let_go(item[place:])
+                    raise
 
         _pour(job, pour, item)
         del item
@@ -305,7 +342,7 @@ def batch(job: Job, *, items: In[Any], out: Out[list[Any]]) -> None:
                 )
             except (Empty, Drained):
                 break
-        out.put(group)
+        job.pass_on(out, group)
 
 
 def take(job: Job, *, items: In[Any], out: Out[Any]) -> None:
@@ -313,7 +350,7 @@ def take(job: Job, *, items: In[Any], out: Out[Any]) -> None:
     if left == 0:
         return
     for item in items:
-        out.put(item)
+        job.pass_on(out, item)
         left -= 1
         if left == 0:
             return
@@ -323,11 +360,13 @@ def tee(job: Job, *, items: In[Any], **outs: Out[Any]) -> None:
     branches = list(outs.values())
     for item in items:
         for out in list(branches):
+            own = job.answering is not None and has_asked(item)  # each branch drops members of its own
             try:
-                out.put(item)
+                out.put(list(item) if own else item)
             except Closed:  # that branch wants no more; the others do
                 branches.remove(out)
         if not branches:
+            job.let_go(item)
             return
 
 
@@ -344,6 +383,7 @@ def partition(job: Job, *, items: In[Any], **outs: Out[Any]) -> None:
                 continue
         if place not in branches:
             job.unwanted += 1
+            job.let_go(item)
             continue
         try:
             branches[place].put(item)
@@ -351,6 +391,7 @@ def partition(job: Job, *, items: In[Any], **outs: Out[Any]) -> None:
             # that branch wants no more; others do
             if isinstance(error, Closed) and is_end_of(branches[place], error):
                 job.unwanted += 1
+                job.let_go(item)
                 del branches[place]
             else:
                 job.not_sent(branches[place], item, error)
@@ -414,7 +455,7 @@ def merge(job: Job, *, out: Out[Any], **inputs: In[Any]) -> None:
     """One worker per input runs this, so each has one input."""
     (items,) = inputs.values()
     for item in items:
-        out.put(item)
+        job.pass_on(out, item)
 
 
 def stage(job: Job, **ports: In[Any] | Out[Any]) -> None:

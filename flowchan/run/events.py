@@ -85,12 +85,14 @@ class Troubled:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """What has come of an item that was asked: a ``value``, or the ``error`` by which it failed."""
+    """What has come of an item that was asked: a ``value``, or the ``error`` by which it failed. ``failed``:
+    how many items of the stage count as failed by that."""
 
     worker: WorkerId
     question: int
     value: Any
     error: Any  # as that of a Failure
+    failed: int = 0
 
 
 @dataclass(frozen=True, slots=True)

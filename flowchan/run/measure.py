@@ -104,30 +104,7 @@ def summarise(
             pids=tuple(pids.get(stage.name, ())),
         )
         stages.append(_stage(about, elapsed))
-    links = tuple(
-        LinkStats(
-            name=s.link.name,
-            writer=s.link.writer,
-            reader=s.link.reader,
-            medium=s.link.medium.name,
-            inside=s.stats.inside,
-            capacity=s.link.capacity,
-            passed=s.stats.items_out,
-            rate=s.stats.items_out / elapsed,
-            waiting_readers=s.stats.waiting_readers,
-            waiting_writers=s.stats.waiting_writers,
-            readers_waiting_for=s.stats.readers_waiting_for,
-            writers_waiting_for=s.stats.writers_waiting_for,
-            selecting=s.stats.selecting,
-            woken=s.stats.woken,
-            awaiting=s.stats.awaiting,
-            bytes=s.stats.bytes_inside,
-            share=plan.share,
-            short_of_bytes=s.stats.short_of_bytes,
-            holders=s.stats.holders,
-        )
-        for s in snapshots
-    )
+    links = tuple(_link(snapshot, elapsed, plan.share) for snapshot in snapshots)
     return RunStats(
         plan.graph.name,
         state_of(state),
@@ -140,6 +117,18 @@ def summarise(
         hosts,
         account.last_error,
     )
+
+
+def _link(snapshot: Snapshot, elapsed: float, share: int) -> LinkStats:
+    link, stats = snapshot.link, snapshot.stats
+    return LinkStats(
+        name=link.name, writer=link.writer, reader=link.reader, medium=link.medium.name,
+        inside=stats.inside, capacity=link.capacity, passed=stats.items_out, rate=stats.items_out / elapsed,
+        waiting_readers=stats.waiting_readers, waiting_writers=stats.waiting_writers,
+        readers_waiting_for=stats.readers_waiting_for, writers_waiting_for=stats.writers_waiting_for,
+        selecting=stats.selecting, woken=stats.woken, awaiting=stats.awaiting, bytes=stats.bytes_inside,
+        share=share, short_of_bytes=stats.short_of_bytes, holders=stats.holders,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,14 +158,15 @@ def _stage(about: _About, elapsed: float) -> StageStats:
     outs = [s for s in writes if not s.link.errors]
     # A tee puts each item into every branch; a stage that nobody reads has finished what it took.
     given = [s.stats.items_in for s in outs]
-    items_out = (max if stage.verb.repeats else sum)(given) if given else max(0, items_in - in_hand - failed)
     unwanted = about.unwanted
+    finished = max(0, items_in - in_hand - failed - unwanted)
+    items_out = (max if stage.verb.repeats else sum)(given) if given else finished
     if stage.place.hosts and stage.verb.owes and _readers_left(about, outs):
         # Of what was on its way to a host or back then, no worker knows.
         unwanted = max(unwanted, items_in - items_out - failed - in_hand)
     members = 0
     if "members" in stage.options:  # a batch that failed as a whole has no output
-        members = max(0, failed - max(0, items_in - items_out - in_hand))
+        members = max(0, failed - max(0, items_in - items_out - in_hand - unwanted))
         failed -= members
     worked = min(1.0, about.worked / whole)
     waiting_in = min(worked, sum(s.stats.read_wait for s in reads) / whole)

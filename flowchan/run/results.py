@@ -4,8 +4,9 @@ the end, or the run itself where a result is full that the program can't come to
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from flowchan.channel.channel import Channel
@@ -14,7 +15,7 @@ from flowchan.errors import Broken, Closed
 from flowchan.run.asking import NOTHING
 from flowchan.run.crew import LocalCrew
 from flowchan.run.decisions import AbortAsked
-from flowchan.run.events import Began, Ended, WorkerId
+from flowchan.run.events import Began, Ended, Event, Failure, WorkerId
 from flowchan.run.plan import Plan
 from flowchan.run.supervisor import Supervisor
 
@@ -140,7 +141,13 @@ class Gathering:
         with self._lock:
             for id in ids:
                 if not self._begun and id.stage not in self._iterated and id.stage not in self._taken_in:
-                    self._taken_in[id.stage] = _TakenIn(self._crew, self._supervisor, id)
+                    self._take_in(id)
+
+    def _take_in(self, id: WorkerId) -> None:
+        def left() -> bool:
+            return self._iterated.get(id.stage, 0) is None
+
+        self._taken_in[id.stage] = _TakenIn(self._crew, self._supervisor, id, left)
 
     def take_in_the_rest(self) -> None:
         """What the calling thread, which was interrupted, iterated over comes into the results."""
@@ -148,7 +155,7 @@ class Gathering:
             if self._iterated.get(id.stage) == threading.get_ident():
                 self._kept.add(id.stage)
                 if id.stage not in self._taken_in:
-                    self._taken_in[id.stage] = _TakenIn(self._crew, self._supervisor, id)
+                    self._take_in(id)
 
     def begin(self) -> None:
         """From now on somebody waits: gather the results that nobody iterates over, each on a thread."""
@@ -160,7 +167,7 @@ class Gathering:
         try:
             while waiting:
                 if waiting[0].stage in self._may_be_asked:
-                    self._taken_in[waiting[0].stage] = _TakenIn(self._crew, self._supervisor, waiting[0])
+                    self._take_in(waiting[0])
                 else:
                     self._crew.start_thread(waiting[0])
                 del waiting[0]
@@ -192,29 +199,36 @@ def _worker(stage: str) -> WorkerId:
 
 
 class _TakenIn:
-    """The items of a result that was full before the program read it; a thread goes on taking them in."""
+    """The items of a result that was full before the program read it; a thread goes on taking them in.
+    ``left``: whether who iterated over it has left."""
 
-    def __init__(self, crew: LocalCrew, supervisor: Supervisor, id: WorkerId) -> None:
+    def __init__(
+        self, crew: LocalCrew, supervisor: Supervisor, id: WorkerId, left: Callable[[], bool]
+    ) -> None:
         self.items: Channel[Any] = Channel(10**15)
         self.broken: Broken | None = None  # the run broke off, and these are not all of them
-        name, arguments = f"flowchan {supervisor.plan.graph.name}/{id}", (crew, supervisor, id)
+        name, arguments = f"flowchan {supervisor.plan.graph.name}/{id}", (crew, supervisor, id, left)
         self.thread = threading.Thread(target=self._pour, args=arguments, name=name, daemon=True)
         self.thread.start()
         crew.count_thread(id, self.thread)
 
-    def _pour(self, crew: LocalCrew, supervisor: Supervisor, id: WorkerId) -> None:
+    def _pour(self, crew: LocalCrew, supervisor: Supervisor, id: WorkerId, left: Callable[[], bool]) -> None:
         port = crew.port(id)
+        last: Event = Ended(id)
         with contextlib.suppress(Closed):  # the run may be over
             supervisor.tell(Began(id))
         try:
             for item in port:
-                if (left := supervisor.left_of(item)) is not NOTHING:
-                    self.items.put(left)
-        except Broken as error:
-            self.broken = error
-        except ValueError:
-            pass  # who iterated over it has left, and closed the port
-        self.items.close()
-        port.close()
-        with contextlib.suppress(Closed):
-            supervisor.tell(Ended(id))
+                if (rest := supervisor.left_of(item)) is not NOTHING:
+                    self.items.put(rest)
+        except BaseException as error:  # what an item's unpickling raises, too
+            if isinstance(error, Broken) and port.channel.broken:
+                self.broken = error
+            elif not (isinstance(error, ValueError) and left()):  # who iterated over it has closed the port
+                self.broken = Broken("not all items could be received")
+                last = Failure(id, error, None, os.getpid())
+        finally:
+            with contextlib.suppress(Closed):
+                supervisor.tell(last)  # first, or who iterates over the items may tell a clean end
+            self.items.close()
+            port.close()

@@ -259,7 +259,7 @@ class Supervisor:
         elif isinstance(event, Retried):
             self._retried[event.worker.stage] += 1
         elif isinstance(event, Answered):
-            self._refused[event.worker.stage] += event.error is not None
+            self._refused[event.worker.stage] += event.failed
             if self.asking is not None:
                 self.asking.settle(event.question, event.value, event.error)
         elif isinstance(event, Troubled):

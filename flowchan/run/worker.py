@@ -156,7 +156,7 @@ def job_of(
             tell(Troubled(worker, f"worker {worker}, {text}"))
 
     job.on_trouble = trouble
-    if stage.asked:
+    if stage.asked and stage.verb.answers:
         job.answering = Answering(stage, worker, tell, sends)
         job.function = job.answering.around(function)
     for reader in ports.inputs.values():
@@ -188,8 +188,10 @@ def end(
     """Tells how the worker ended, then closes its ports."""
     for reader in ports.inputs.values():
         reader._on_poison(0, None)  # it holds the job, and so the run: without it no collector need end them
-    last: Event = Ended(worker, job.unwanted)
     failed = error is not None and not _clean_end(error, ports)
+    if not failed and not chance.worker().host:
+        job.unwanted += sum(map(job.let_go_of_the_rest, ports.inputs.values()))
+    last: Event = Ended(worker, job.unwanted)
     if error is not None and failed:
         cause = error.__cause__ if isinstance(error, ItemFailed) and error.__cause__ else error
         item = short(error.item, 120) if isinstance(error, ItemFailed) else None

@@ -13,6 +13,7 @@ from runs import stage_of
 from waiting import wait_until
 
 from flowchan import Graph, Run, RunError, Stream, WorkerDied
+from flowchan.run import asking, chance
 
 
 def double(number: int) -> int:
@@ -198,6 +199,136 @@ def test_what_nobody_waits_for_any_more_is_dropped_at_the_next_stage(on: Any) ->
     run = asyncio.run(main())
     assert stage_of(run, "hold").items_in == 4
     assert stage_of(run, "double").items_in == 2
+    assert stage_of(run, "hold").unwanted == 2
+    assert "MISSING" not in run.report()
+
+
+def test_a_question_that_is_forgotten_late_crosses_off_nobody_elses() -> None:
+    async def main() -> None:
+        chance.enter(chance.Worker("stage", 1, 1, 0, 0))
+        questions = asking.Asking(lambda: None)
+        try:
+            first, *others, last = [questions.begin(None)[0] for _ in range(asking.BOARD + 1)]
+            for one in others:
+                questions.forget(one.question)
+            questions.forget(first.question)
+            assert not asking._crossed_off(last)
+            questions.forget(last.question)
+            assert asking._crossed_off(last)
+            assert not asking._crossed_off(first)
+        finally:
+            questions.end()
+
+    asyncio.run(main())
+
+
+def test_an_item_that_goes_nowhere_has_no_answer() -> None:
+    """Whoever lets it go: a take that has what it wants, and those before it."""
+
+    async def main() -> None:
+        graph = Graph("asked")
+        questions: Any = graph.input("questions", capacity=100)
+        branches = questions.partition(lambda number: number % 3, 3)
+        branches[0].take(1).collect(name="one")
+        branches[1].map(double).take(1).collect(name="other")
+        branches[2].collect()
+        with graph.start() as run:
+            for number in (0, 1):
+                assert await run.ask(questions, number) == 2 * number
+                answers = [run.ask(questions, number + 3, timeout=60) for _ in range(2)]
+                gone = await asyncio.gather(*answers, return_exceptions=True)
+                assert [type(error) for error in gone] == [LookupError] * 2
+            assert await run.ask(questions, 2) == 2
+        assert "MISSING" not in run.report()
+
+    asyncio.run(main())
+
+
+class NeverArrives:
+    def __reduce__(self) -> Any:
+        return divmod, (1, 0)
+
+
+def unreadable(number: int) -> Any:
+    return 2 * number if number else NeverArrives()
+
+
+@pytest.mark.parametrize(
+    ("way", "item"),
+    [
+        (by_processes, NeverArrives()),
+        (in_batches, NeverArrives()),
+        (lambda stream: stream.map(unreadable, on="process"), 0),
+    ],
+)
+def test_an_item_that_can_not_be_unpickled_is_told_to_who_asked(way: Any, item: Any) -> None:
+    """Wherever on its way that happens."""
+
+    async def use(run: Run, questions: Any) -> None:
+        answers = [run.ask(questions, one, timeout=60) for one in (1, item, 2)]
+        one, failed, two = await asyncio.gather(*answers, return_exceptions=True)
+        assert (one, type(failed), two) == (2, ZeroDivisionError, 4)
+
+    asked(way, use)
+
+
+def test_a_run_that_ends_by_an_asked_item_names_the_item_alone() -> None:
+    async def use(run: Run, questions: Any) -> None:
+        with pytest.raises(RunError):
+            await run.ask(questions, 3)
+
+    with pytest.raises(RunError) as caught:
+        asked(lambda stream: stream.map(exit), use)
+    assert caught.value.exceptions[0].item == "3"
+
+
+def test_what_is_asked_counts_as_failed_once_and_not_when_it_is_let_go() -> None:
+    async def main() -> Run:
+        graph = Graph("asked")
+        sieved, batches = (graph.input(name) for name in ("sieved", "batches"))
+        sieved.filter(lambda number: False, name="sieve").collect()
+        batches.batch(3).map(fail_all, name="all").collect()
+        with graph.start() as run:
+            asked = [*(run.ask(batches, number) for number in range(3)), run.ask(sieved, 1)]
+            await asyncio.gather(*asked, return_exceptions=True)
+        return run
+
+    run = asyncio.run(main())
+    found = [stage_of(run, name) for name in ("sieve", "all")]
+    assert [(stage.failed, stage.members_failed) for stage in found] == [(0, 0), (1, 0)]
+
+
+def fail_all(numbers: list[int]) -> list[int]:
+    raise ValueError(numbers)
+
+
+def test_a_batch_in_two_branches_is_not_changed_in_one_by_the_other() -> None:
+    """A member that is dropped in one of them is still in the hands of the other's function."""
+    here, there = Gate(), Gate()
+
+    def hold(numbers: list[int]) -> list[int]:
+        here.wait()
+        return numbers
+
+    async def main() -> Run:
+        graph = Graph("asked")
+        questions: Any = graph.input("questions")
+        one, other = questions.batch(2).tee(2)
+        one.map(hold, name="hold").sink(id)
+        other.filter(lambda numbers: there.wait(True), name="held").sink(len, name="end")
+        with graph.start() as run:
+            asked = [asyncio.create_task(run.ask(questions, number)) for number in range(2)]
+            for gate in (here, there):
+                await asyncio.to_thread(gate.wait_held)
+            asked[1].cancel()
+            await asyncio.gather(asked[1], return_exceptions=True)
+            there.open()
+            await asyncio.to_thread(wait_until, lambda: stage_of(run, "end").items_out == 1)
+            here.open()
+            await asked[0]
+        return run
+
+    assert stage_of(asyncio.run(main()), "hold").failed == 0
 
 
 def test_when_the_run_fails_all_who_wait_hear_of_it() -> None:
@@ -241,6 +372,7 @@ def test_a_run_that_has_ended_answers_no_more() -> None:
             lambda s: s.reduce(max, 0).batch(3).sink(print),
             "come to 'max', and reduce does not work item by item",
         ),
+        (lambda s: s.collect().sink(print), "come to 'collect', and collect does not work item by item"),
     ],
 )
 def test_what_can_not_be_asked_is_told(declare: Any, message: str) -> None:
@@ -303,6 +435,21 @@ def test_items_come_one_by_one_while_the_event_loop_goes_on() -> None:
         return found
 
     assert asyncio.run(main()) == [0, 2, 4, 6, 8]
+
+
+def test_after_a_loop_that_is_left_early_the_end_can_be_waited_for_at_once() -> None:
+    """Though the event loop, which would end the iterator, does not go on before that."""
+
+    async def main() -> Run:
+        graph = Graph("iterated")
+        numbers = graph.source(iter(int, 1)).collect()
+        run = graph.start()
+        async for _ in run.aiter(numbers):
+            break
+        run.wait(timeout=60)
+        return run
+
+    assert asyncio.run(main()).state == "done"
 
 
 def test_a_loop_that_is_left_early_stops_the_stages_before_it() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flowchan import Failed, Graph, RunError, Unreadable
+from flowchan import Broken, Failed, Graph, RunError, Unreadable
 
 
 class NeverArrives:
@@ -63,6 +63,34 @@ def test_without_errors_read_it_ends_the_run_and_is_named():
     assert error.stage == "last"
     assert error.item.startswith("<an item that can't be unpickled, ")
     assert type(error.__cause__) is ArithmeticError
+
+
+class FailsBy:
+    def __init__(self, kind):
+        self.kind = kind
+
+    def __reduce__(self):
+        return raise_it, (self.kind,)
+
+
+def raise_it(kind):
+    raise kind("no way to read me back")
+
+
+@pytest.mark.parametrize("kind", [ArithmeticError, ValueError, Broken])
+def test_behind_an_input_a_stage_that_gathers_ends_the_run_by_it_too(kind):
+    """R3, R10: whoever gathers, and whatever the item raises."""
+    graph = Graph("unreadable")
+    kinds = graph.input()
+    result = kinds.map(FailsBy, on="process").collect(name="last")
+    run = graph.start()
+    run[kinds].put(kind)
+    run[kinds].close()
+    with pytest.raises(RunError) as caught:
+        run.wait(timeout=60)
+    (error,) = caught.value.exceptions
+    assert error.stage == result.stage
+    assert type(error.__cause__) is kind
 
 
 def test_a_stage_that_gathers_ends_the_run_by_it_too():
