@@ -1,4 +1,5 @@
-"""Pictures of a graph, and the live view of a run. Reads frozen values and statistics only; starts nothing.
+"""Pictures of a graph, and the live view of a run. Both read frozen values and statistics; while a view is
+drawn on a terminal, a thread of its own reads what is printed.
 
 ``draw(graph, "graph.svg")`` writes a picture; :func:`to_dot` and :func:`to_mermaid` give text that needs no
 renderer.

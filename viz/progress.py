@@ -7,17 +7,22 @@ import sys
 import time
 from collections.abc import Iterator
 from html import escape
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from flowchan.declare.blueprint import Blueprint
 from flowchan.run.report import count, rate
+from flowchan.run.signals import interrupts_held
 from flowchan.run.starting import start_server
 from flowchan.run.stats import RunStats
-from flowchan.viz.captured import Captured
+from flowchan.viz.captured import claim, draw_on
 from flowchan.viz.live import LivePicture
 from flowchan.viz.render import RenderError
-from flowchan.viz.terminal import PLAIN_EVERY, is_standard_error, troubles
+from flowchan.viz.terminal import PLAIN_EVERY, troubles
 from flowchan.viz.totals import Bar, bars
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress as RichProgress
 
 EVERY, PICTURES_EVERY = 0.1, 0.5
 """Seconds between two looks at the run, and between two pictures of it in a notebook."""
@@ -42,7 +47,7 @@ class Watching:
 
     def __init__(self, graph: Blueprint, progress: Progress) -> None:
         self._graph = graph
-        self._progress = progress
+        self._progress: Progress | None = progress
 
     def wait(self, run: Running) -> Any:
         """``run.wait()``, and meanwhile the bars."""
@@ -59,21 +64,35 @@ class Watching:
                 return results
 
     def _show(self, run: Running) -> None:
+        if self._progress is None:
+            return
         stats = run.stats()
-        self._progress.show(bars(self._graph, stats), stats)
+        try:
+            self._progress.show(bars(self._graph, stats), stats)
+        except Exception:  # the view has failed, the run has not
+            self._progress = None
 
 
 @contextlib.contextmanager
 def watching(graph: Blueprint) -> Iterator[Watching]:
     """From before the run starts until it has ended: what is printed meanwhile appears above the bars."""
     with contextlib.ExitStack() as ends:
-        if in_notebook():
-            yield Watching(graph, Notebook(graph))
-        elif sys.stderr.isatty():
-            start_server()  # what its workers print goes past us, but it goes on when we have ended
-            yield Watching(graph, Terminal(ends))
-        else:
-            yield Watching(graph, Lines())
+        with interrupts_held():
+            progress = _progress(graph, ends)
+        try:
+            yield Watching(graph, progress)
+        finally:
+            with interrupts_held():
+                ends.close()
+
+
+def _progress(graph: Blueprint, ends: contextlib.ExitStack) -> Progress:
+    if in_notebook():
+        return Notebook(graph)
+    if sys.stderr.isatty() and claim(ends):
+        start_server()  # what its workers print goes past us, but it goes on when we have ended
+        return Terminal(ends)
+    return Lines()
 
 
 def in_notebook() -> bool:
@@ -112,26 +131,8 @@ class Terminal:
     """rich's bars. ``ends``: what comes at the end."""
 
     def __init__(self, ends: contextlib.ExitStack) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn
-        from rich.text import Text
-
-        captured = None
-        if is_standard_error(sys.stderr):
-            captured = ends.enter_context(
-                Captured(lambda line: self._bars.console.print(Text.from_ansi(line), soft_wrap=True))
-            )
-        self._bars = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=None),
-            TextColumn("{task.fields[told]}", markup=False, justify="right"),
-            console=Console(file=sys.stderr if captured is None else captured.terminal),
-            auto_refresh=False, expand=True, redirect_stdout=False, redirect_stderr=False,
-        )  # fmt: skip
+        self._bars = draw_on(sys.stderr, _bars_on, ends)
         self._tasks: dict[str, Any] = {}
-        ends.enter_context(self._bars)
-        if captured is not None:
-            captured.start()
 
     def show(self, bars: list[Bar], stats: RunStats) -> None:
         trouble = _trouble(stats)
@@ -144,6 +145,18 @@ class Terminal:
         for stage in gone:
             self._bars.remove_task(self._tasks.pop(stage))
         self._bars.refresh()
+
+
+def _bars_on(console: Console) -> RichProgress:
+    from rich.progress import BarColumn, TextColumn
+    from rich.progress import Progress as RichProgress
+
+    return RichProgress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=None),
+        TextColumn("{task.fields[told]}", markup=False, justify="right"),
+        console=console, auto_refresh=False, expand=True, redirect_stdout=False, redirect_stderr=False,
+    )  # fmt: skip
 
 
 class Notebook:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, TextIO
 
 from flowchan.declare.verbs import VERBS
 from flowchan.run.report import count, rate, share
+from flowchan.run.signals import interrupts_held
 from flowchan.run.stats import LinkStats, RunStats, StageStats
-from flowchan.viz.captured import Captured
+from flowchan.viz.captured import claim, draw_on
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -38,35 +39,23 @@ class LiveView:
         self._stream = sys.stderr if stream is None else stream
         self._clock = clock
         self._next = clock() + PLAIN_EVERY
-        self._console: Console | None = None
         self._live: Live | None = None
         self._ends = contextlib.ExitStack()
 
     def __enter__(self) -> LiveView:
-        if self._stream.isatty():
-            from rich.console import Console
-            from rich.live import Live
-
-            captured = None
-            if is_standard_error(self._stream):
-                captured = self._ends.enter_context(Captured(self._printed))
-            self._console = Console(file=self._stream if captured is None else captured.terminal)
-            self._live = Live(
-                console=self._console, auto_refresh=False, transient=True,
-                redirect_stdout=False, redirect_stderr=False,
-            )  # fmt: skip
-            self._live.start()
-            if captured is not None:
-                captured.start()
+        with contextlib.ExitStack() as ends:
+            with interrupts_held():
+                if self._stream.isatty() and claim(ends):
+                    self._live = draw_on(self._stream, _table_on, ends)
+            self._ends = ends.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
-        self._ends.close()  # what was printed last comes out now
+        self._live = None
+        with interrupts_held():
+            self._ends.close()  # what was printed last comes out now
 
     def show(self, stats: RunStats) -> None:
         """Show ``stats``: at once on a terminal, if a line is due elsewhere."""
@@ -79,25 +68,18 @@ class LiveView:
 
     def say(self, line: str) -> None:
         """Write one line above the table."""
-        if self._console is not None:
-            self._console.print(line, markup=False, highlight=False)
+        if self._live is not None:
+            self._live.console.print(line, markup=False, highlight=False)
         else:
             print(line, file=self._stream, flush=True)
 
-    def _printed(self, line: str) -> None:
-        """Somebody has printed this line. Heard on another thread."""
-        from rich.text import Text
 
-        assert self._console is not None
-        self._console.print(Text.from_ansi(line), soft_wrap=True)
+def _table_on(console: Console) -> Live:
+    from rich.live import Live
 
-
-def is_standard_error(stream: TextIO) -> bool:
-    """Whether what is written to it comes out where the standard error stream of this process does."""
-    try:
-        return stream.fileno() == 2
-    except (OSError, ValueError):
-        return False
+    return Live(
+        console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
+    )
 
 
 def plain_line(stats: RunStats) -> str:

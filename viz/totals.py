@@ -70,8 +70,8 @@ class _Totals:
         writer = self._stages[link.writer]
         if not writer.verb.outside and not self._stats[writer.name].alive:
             return link.passed + link.inside
-        if writer.errors is not None and link.name == writer.errors.name:
-            return None
+        if link.name not in [output.name for output in writer.outputs]:
+            return None  # it takes failures, or what a single worker puts
         return self._gives(writer)
 
     def _gives(self, stage: Stage) -> int | None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import inspect
 import types
 import typing
 from typing import Any
 
 import click
+
+_ANY = (object, Any, list, tuple, set, frozenset, dict)
+"""Types that do not say what a text is to become; the collections would take its letters."""
 
 
 def converted(text: str, annotation: Any) -> Any:
@@ -19,7 +23,9 @@ def converted(text: str, annotation: Any) -> Any:
         return _any_of(text, [one for one in typing.get_args(annotation) if one is not types.NoneType])
     if typing.get_origin(annotation) is typing.Literal:
         return _chosen(text, {str(value): value for value in typing.get_args(annotation)})
-    if not isinstance(annotation, type) or issubclass(annotation, str) or annotation is object:
+    if not isinstance(annotation, type) or annotation in _ANY or inspect.isabstract(annotation):
+        return text
+    if issubclass(annotation, str):
         return text
     if issubclass(annotation, enum.Enum):
         return _chosen(text, dict(annotation.__members__))

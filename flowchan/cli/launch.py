@@ -40,22 +40,32 @@ def show(rank: int, line: str, is_error: bool) -> None:
 
 
 class Logs:
-    """Writes what each rank says to files of its own in ``folder``. Raises ``OSError``."""
+    """Writes what each rank says to files of its own in ``folder``. Raises ``BadParameter`` when it can't."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files: dict[tuple[int, bool], TextIO] = {}
         self._open = contextlib.ExitStack()
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise self._refused(error) from None
 
     def __call__(self, rank: int, line: str, is_error: bool) -> None:
-        if (rank, is_error) not in self._files:
-            place = self._folder / str(rank)
-            place.mkdir(exist_ok=True)
-            name = "stderr.log" if is_error else "stdout.log"
-            file = (place / name).open("w", buffering=1, encoding="utf-8")
-            self._files[rank, is_error] = self._open.enter_context(file)
-        self._files[rank, is_error].write(line + "\n")
+        try:
+            if (rank, is_error) not in self._files:
+                place = self._folder / str(rank)
+                place.mkdir(exist_ok=True)
+                name = "stderr.log" if is_error else "stdout.log"
+                file = (place / name).open("w", buffering=1, encoding="utf-8")
+                self._files[rank, is_error] = self._open.enter_context(file)
+            self._files[rank, is_error].write(line + "\n")
+        except OSError as error:
+            raise self._refused(error) from None
+
+    def _refused(self, error: OSError) -> click.BadParameter:
+        where = error.filename or str(self._folder)
+        return click.BadParameter(f"can't write {where}: {error.strerror}", param_hint="--log-dir")
 
     def __enter__(self) -> Logs:
         return self

@@ -66,6 +66,7 @@ class Graph(Blueprint):
         and lets what is in flight finish, the second breaks off; then ``Interrupted`` is raised, a
         ``KeyboardInterrupt`` that holds what was finished."""
         flag("run", "progress", progress)
+        leave_if_unguarded(self)  # before anything is drawn
         with terminate_as_interrupt(), _watching(self) if progress else contextlib.nullcontext() as watching:
             run = None
             try:

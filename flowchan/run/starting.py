@@ -33,7 +33,9 @@ def start_process(process: BaseProcess) -> None:
 def start_server() -> None:
     """Starts Python's forkserver, where new processes come from it, unless it runs already. It keeps the
     standard streams that it begins with, for itself and for all that come from it."""
-    if multiprocessing.get_start_method(allow_none=True) == "forkserver":
+    # without settling the default one, which the program may still change
+    method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+    if method == "forkserver":
         from multiprocessing import forkserver
 
         _share_imports()

@@ -209,10 +209,12 @@ class Supervisor:
             self._clear_up()
         finally:
             self.ended_at = time.monotonic()
-            self._journal.ends(*self._how_it_ended())
-            self.ended.set()
-            if self.asking is not None:
-                self.asking.end()
+            try:
+                self._journal.ends(*self._how_it_ended())
+            finally:  # what a handler of the program's may raise keeps nobody waiting
+                self.ended.set()
+                if self.asking is not None:
+                    self.asking.end()
         # Comes last: it may raise, and the run must have ended for all who wait.
         self.crew.warn_of(self.state.abandoned)
 

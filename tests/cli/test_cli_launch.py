@@ -113,6 +113,18 @@ def test_ranks_have_cores_of_their_own_and_their_lines_go_to_files(
     assert said(1, "--no-pin") == [f"{cores}\n"]
 
 
+@pytest.mark.parametrize("taken", ["logs", "logs/0"])
+def test_where_logs_cannot_be_written_a_line_says_so(tmp_path: Path, taken: str) -> None:
+    (tmp_path / taken).parent.mkdir(exist_ok=True)
+    (tmp_path / taken).touch()
+    logs = tmp_path / ("logs/below" if taken == "logs" else "logs")
+    with started(tmp_path, CORES, "-n", "1", "--log-dir", str(logs)) as launcher:
+        _, errors = launcher.communicate(timeout=100)
+    assert launcher.returncode == 2
+    assert "Traceback" not in errors
+    assert f"--log-dir: can't write {tmp_path / taken}" in errors.splitlines()[-1]
+
+
 @pytest.mark.parametrize("where", [[], ["--hosts", "local:2"]], ids=["here", "on hosts"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left_when_the_launcher_ends(tmp_path: Path, number: int, where: list[str]) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
+from flowchan.cli.arguments import converted
 from flowchan.cli.commands import main
 
 NUMBERS = """
@@ -120,6 +122,11 @@ def test_an_argument_that_does_not_fit_is_named(folder: Path, arguments: list[st
     result = flowchan("check", "typed.py", "--", *arguments)
     assert result.exit_code == 2
     assert said in result.output
+
+
+@pytest.mark.parametrize("annotation", [Any, object, Sequence, Iterable, list, list[int], tuple, set, dict])
+def test_a_text_stays_one_where_the_annotation_does_not_say_what_it_is_to_become(annotation: Any) -> None:
+    assert converted("a text", annotation) == "a text"
 
 
 def test_the_version_is_that_of_the_package() -> None:

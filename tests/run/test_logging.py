@@ -188,3 +188,21 @@ def test_ps_shows_stage_and_number() -> None:
 
 def own_name(_: int) -> str:
     return Path("/proc/self/comm").read_text().strip()
+
+
+class Leaves(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.getMessage().startswith("graph 'left' is done"):
+            raise SystemExit
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_handler_that_leaves_the_thread_keeps_nobody_waiting(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="flowchan.run")
+    graph, handler = Graph("left"), Leaves()
+    total = graph.source([1, 2]).reduce(int.__add__)
+    logging.getLogger("flowchan.run").addHandler(handler)
+    try:
+        assert graph.run()[total] == 3
+    finally:
+        logging.getLogger("flowchan.run").removeHandler(handler)

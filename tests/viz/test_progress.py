@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import itertools
 import json
+import multiprocessing
 import re
 import sys
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,8 @@ from gates import Gate
 from scripts import script, start
 from terminals import on_terminal
 
-from flowchan import Graph, Stream
+from flowchan import Graph, RunError, Stream
+from flowchan.run import starting
 from flowchan.viz import progress
 from flowchan.viz.totals import bars
 
@@ -43,6 +47,12 @@ GRAPHS: dict[str, tuple[Callable[[Graph], Any], list[tuple[str, int | None]]]] =
     "a filter": (
         lambda graph: numbers(graph).filter(lambda n: True, name="sieve").sink(held),
         [("sieve", 100)],
+    ),
+    "an allreduce": (
+        lambda graph: (
+            numbers(graph).map(lambda n: held(n) or n, workers=4, name="parts").allreduce().sink(held)
+        ),
+        [("parts", 100)],
     ),
     "a callable": (lambda graph: graph.source(itertools.count).sink(held, name="end"), [("end", None)]),
     "a filled input": (lambda graph: graph.input().sink(held, name="end"), [("end", None)]),
@@ -143,6 +153,57 @@ def test_workers_of_a_forkserver_print_on_when_the_bars_have_gone(tmp_path: Path
     lines, code = on_terminal([sys.executable, str(script(tmp_path, AGAIN))], tmp_path)
     assert code == 0, lines
     assert {"said 3", "[1, 2, 3]"} <= set(lines)
+
+
+UNGUARDED = """
+    import multiprocessing
+    from flowchan import Graph
+
+    graph = Graph("unguarded")
+    graph.source(range(3)).sink(abs, on="process")
+    if __name__ == "__main__":
+        process = multiprocessing.get_context("spawn").Process(target=print)
+        process.start()
+        process.join()
+    else:
+        graph.run(progress=True)
+"""
+
+
+def test_a_process_that_finds_itself_unguarded_says_so_with_bars_too(tmp_path: Path) -> None:
+    """One that the program has started by itself; what it says must not go to a terminal of ours."""
+    lines, code = on_terminal([sys.executable, str(script(tmp_path, UNGUARDED))], tmp_path)
+    assert code == 0, lines
+    assert any('put that under `if __name__ == "__main__":`' in line for line in lines), lines
+
+
+def test_the_server_is_started_before_the_bars_where_it_is_the_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As from Python 3.14 on, where nobody has chosen a method."""
+    started: list[bool] = []
+    monkeypatch.setattr(multiprocessing, "get_start_method", lambda allow_none=False: None)
+    monkeypatch.setattr(multiprocessing, "get_all_start_methods", lambda: ["forkserver", "spawn", "fork"])
+    monkeypatch.setattr(starting, "_share_imports", lambda: None)
+    monkeypatch.setattr(forkserver, "ensure_running", lambda: started.append(True))
+    starting.start_server()
+    assert started
+
+
+class Gone(io.StringIO):
+    """A standard error stream whose reader has left."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+def test_a_display_that_fails_hides_nothing_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "PLAIN_EVERY", 0.0)
+    monkeypatch.setattr(sys, "stderr", Gone())
+    graph = Graph("far")
+    graph.source([0]).sink(lambda number: 1 / number, name="end")
+    with pytest.raises(RunError, match="graph 'far' failed"):
+        graph.run(progress=True)
 
 
 def test_elsewhere_there_is_a_plain_line_now_and_then(

@@ -1,0 +1,116 @@
+"""What is printed while something is drawn on the terminal: whoever prints, and however it ends."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from scripts import script
+from terminals import on_terminal
+
+from flowchan.viz.captured import Captured
+
+PRINTED = """
+    import subprocess
+    from flowchan.viz.captured import Captured
+
+    def show(line):
+        if line == "wrong":
+            raise OSError("the terminal has gone")
+        seen.append(line)
+
+    seen = []
+    with Captured(show) as captured:
+        captured.start()
+        print("wrong")
+        print("right")
+        captured.terminal.write("\\u25b6\\n")
+        prints_on = subprocess.Popen("while echo on; do sleep 0.01; done 2>/dev/null", shell=True)
+    prints_on.wait()
+    print("seen", "right" in seen, "on" in seen)
+"""
+
+
+def test_neither_a_line_that_cannot_be_shown_nor_one_who_prints_on_holds_it_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("LC_ALL", "C"), ("PYTHONCOERCECLOCALE", "0"), ("PYTHONUTF8", "0")):
+        monkeypatch.setenv(name, value)
+    lines, code = on_terminal([sys.executable, str(script(tmp_path, PRINTED))], tmp_path)
+    assert code == 0, lines
+    assert {"\\u25b6", "seen True True"} <= set(lines)
+
+
+ENDS = """
+    import io, os, signal, sys, threading
+    from rich.live import Live
+    from flowchan import Graph
+    from flowchan.viz.progress import watching
+    from flowchan.viz.terminal import LiveView
+
+    class Stdout(io.StringIO):
+        pid = 0
+
+        def flush(self):
+            if self.pid:
+                os.kill(self.pid, signal.SIGINT)
+
+    def state():
+        return os.ttyname(1), os.ttyname(2), len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    def fails(*args, **options):
+        raise ValueError("no")
+
+    def fails_at_the_second_call(source, fd):
+        called.append(fd)
+        return fails() if called == [1, 2] else real(source, fd)
+
+    def with_patch(view, owner, name, value):
+        before = getattr(owner, name)
+        setattr(owner, name, value)
+        try:
+            with view():
+                sys.stdout.pid = os.getpid() if name == "stdout" else 0
+        except (ValueError, KeyboardInterrupt):
+            pass
+        finally:
+            setattr(owner, name, before)
+        assert state() == at_first, (state(), name, value)
+
+    with LiveView():
+        pass  # all is imported that is needed
+    sys.stdout = Stdout()
+    at_first, real = state(), os.dup2
+    for view in (LiveView, lambda: watching(Graph("watched"))):
+        called = []
+        with_patch(view, Live, "start", fails)
+        with_patch(view, Live, "stop", fails)
+        with_patch(view, os, "dup2", fails_at_the_second_call)
+        with_patch(view, sys, "stdout", Stdout())
+    one, other = watching(Graph("one")), watching(Graph("other"))
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    other.__exit__(None, None, None)
+    assert state() == at_first, state()
+    sys.stdout = sys.__stdout__
+    print("all as at first")
+"""
+
+
+def test_the_streams_lead_back_to_the_terminal_however_it_ends(tmp_path: Path) -> None:
+    """When the table can't be begun, or ended; by Ctrl-C; and of two that are drawn at a time."""
+    lines, code = on_terminal([sys.executable, str(script(tmp_path, ENDS))], tmp_path)
+    assert (code, lines[-2:]) == (0, ["all as at first", ""]), lines
+
+
+def test_of_a_line_that_is_drawn_over_for_ever_only_the_last_is_kept() -> None:
+    shown: list[str] = []
+    captured, text = Captured(shown.append), b""
+    for percent in range(100):
+        text = captured._pass_on(text + b"\r%d %%" % percent)
+        assert len(text) < 10
+    text = captured._pass_on(text + b"\r")
+    assert captured._pass_on(text + b"\nnext") == b"next"
+    assert shown == ["99 %"]
