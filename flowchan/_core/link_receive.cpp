@@ -210,21 +210,22 @@ bool Link::hear_item(LinkLine& line, Sink& sink, const Received& item) {
         return true;
     }
     if (!key_is_right(line, sink, item.key)) return false;
-    take_note(sink, home_);
     Step step = Step::Wait;
     if (sink.staged.empty() && is_settled(line, sink, item.key)) {
         hold(sink, 1);
         step = sink.put(item, number_for(line, sink, item.key), held_->wakes);
     }
     if (step == Step::Done) {
+        take_note(sink, home_);
         sink.used += 1;
         return true;
     }
     release_ring();
     stirred_ = true;
     if (step == Step::TooLarge) refuse(line, sink, item.size);
-    if (sink.look() || sink.left_alone()) return true;
-    return sink.stage(item, {item.at, item.at + item.size});
+    if (!sink.look() && !sink.left_alone() && !sink.stage(item, {item.at, item.at + item.size})) return false;
+    take_note(sink, home_);
+    return true;
 }
 
 // One more has come. Home tells so, because an output stays on lease until then. An item is on lease until it
@@ -298,13 +299,10 @@ bool Link::hear_large(int fd, uint64_t connection, const Head& head, const char*
         if (skips) sink->writer.count -= 1;  // it comes again, and is to be skipped again
         return false;
     }
+    const bool put = slot || skips;
+    if (!sink->look() && !put && !sink->stage(item, std::move(apart))) return false;
     take_note(*sink, home_ || !slot);
-    if (slot || skips) {
-        sink->used += 1;
-        sink->look();
-    } else if (!sink->look()) {
-        return sink->stage(item, std::move(apart));
-    }
+    if (put) sink->used += 1;
     return true;
 }
 

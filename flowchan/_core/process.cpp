@@ -6,6 +6,7 @@
 #include <poll.h>
 #include <pthread.h>
 #include <signal.h>
+#include <sys/resource.h>
 #include <unistd.h>
 #include <algorithm>
 #include <atomic>
@@ -18,15 +19,35 @@ namespace flowchan {
 
 uint32_t own_number = uint32_t(getpid());
 
+struct Pidfd {
+    const uint64_t pid, started;
+    const int fd;
+
+    Pidfd(uint64_t pid, uint64_t started) : pid(pid), started(started), fd(open_pidfd(int(pid))) {}
+    ~Pidfd() {
+        if (fd >= 0) close(fd);
+    }
+    bool may_have_ended() const {
+        pollfd p{fd, POLLIN, 0};
+        return poll(&p, 1, 0) != 0;
+    }
+};
+
 namespace {
 
 std::atomic<uint64_t> own_start_{0};  // 0: not yet asked for; no partner
 
 std::mutex open_mutex;  // a fork holds it: the child gets it unlocked, and what it guards whole
+auto& all_open =
+    *new std::vector<std::weak_ptr<const Pidfd>>;  // for ever: while a program exits threads look
 
 void before_fork() { open_mutex.lock(); }
 void in_parent() { open_mutex.unlock(); }
 void in_child() {
+    // Who had them is not here, or leaves them as they are: see Peers::table.
+    for (const auto& one : all_open)
+        if (auto open = one.lock()) close(open->fd);
+    all_open.clear();
     open_mutex.unlock();
     own_number = uint32_t(getpid());
     own_start_.store(0, std::memory_order_relaxed);
@@ -79,33 +100,25 @@ uint64_t own_start() {
     return start;
 }
 
-struct Peers::Pidfd {
-    const uint64_t pid, started;
-    const int fd;
-
-    Pidfd(uint64_t pid, uint64_t started) : pid(pid), started(started), fd(open_pidfd(int(pid))) {}
-    ~Pidfd() {
-        if (fd >= 0) close(fd);
-    }
-    bool may_have_ended() const {
-        pollfd p{fd, POLLIN, 0};
-        return poll(&p, 1, 0) != 0;
-    }
-};
+// Most descriptors are the program's.
+static bool is_room_for(size_t descriptors) {
+    rlimit most;
+    return getrlimit(RLIMIT_NOFILE, &most) != 0 || descriptors <= most.rlim_cur / 4;
+}
 
 // Null if there can't be one, or somebody else is just looking or forking: whoever waited here with a lock that a
 // fork wants, too, would wait for ever. The number might have gone to another process meanwhile, so the start is
 // compared last.
-std::shared_ptr<const Peers::Pidfd> Peers::open(uint64_t pid, uint64_t started) {
-    static std::vector<std::weak_ptr<const Pidfd>> all;
+std::shared_ptr<const Pidfd> Peers::open(uint64_t pid, uint64_t started) {
     std::unique_lock guard(open_mutex, std::try_to_lock);
     if (!guard) return nullptr;
-    std::erase_if(all, [](const auto& one) { return one.expired(); });
-    for (const auto& one : all)
+    std::erase_if(all_open, [](const auto& one) { return one.expired(); });
+    for (const auto& one : all_open)
         if (auto open = one.lock(); open && open->pid == pid && open->started == started) return open;
+    if (!is_room_for(all_open.size() + 1)) return nullptr;
     auto opened = std::make_shared<const Pidfd>(pid, started);
     if (opened->fd < 0 || process_start(pid) != started) return nullptr;
-    all.push_back(opened);
+    all_open.push_back(opened);
     return opened;
 }
 

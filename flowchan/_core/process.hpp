@@ -7,6 +7,8 @@
 
 namespace flowchan {
 
+struct Pidfd;
+
 // When it started, in the kernel's ticks since boot: with its number it names one process for ever. 0: none.
 uint64_t process_start(uint64_t pid);
 
@@ -16,8 +18,9 @@ bool process_alive(uint64_t pid, uint64_t started);
 
 // Other processes, of which it is asked again and again whether they still run. From the second time on each has
 // a pidfd that stays open, so that an answer is one system call and no look into /proc; it is shared by all who
-// ask for the same process. Where the system refuses pidfds, and when there is no descriptor left, /proc has the
-// answer. Not for several threads at once.
+// ask for the same process. Where the system refuses pidfds, and when they would be more than a quarter of the
+// descriptors that this process may have, /proc has the answer. A forked child closes those of its parent. Not for
+// several threads at once.
 class Peers {
   public:
     Peers() = default;
@@ -28,7 +31,6 @@ class Peers {
     void begin_round();
 
   private:
-    struct Pidfd;
     struct Peer {
         uint64_t pid, started, round;
         std::shared_ptr<const Pidfd> pidfd;

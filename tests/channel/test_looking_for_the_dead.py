@@ -4,6 +4,7 @@ descriptor for each process that it looks for, as long as that takes part."""
 from __future__ import annotations
 
 import os
+import resource
 import threading
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,7 @@ def test_a_process_is_looked_for_by_one_descriptor_and_as_long_as_it_takes_part(
     for waiting in both:
         waiting.looks_again(3)
     assert pidfds() == 1
+    assert ProcessPeer(pidfds).result() == 0  # a forked child keeps none of its parent's
     leave.close()
     wait_until(lambda: all(channel.stats().writers == 1 for channel in channels))
     for waiting in both:
@@ -92,3 +94,35 @@ def test_a_process_is_looked_for_by_one_descriptor_and_as_long_as_it_takes_part(
         assert waiting.peer.result() == "item"
     end.close()
     process.result()
+
+
+def looking_for_many(channel: Channel[Any], leave: Channel[Any], end: Channel[Any]) -> tuple[int, int]:
+    """How many descriptors that takes, and how many there may be in all."""
+    most = max(int(number) for number in os.listdir("/proc/self/fd")) + 16
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    children = []
+    for _ in range(most // 4 + 1):
+        if not (child := os.fork()):
+            try:
+                take_part([channel], leave, end)
+            finally:
+                os._exit(0)
+        children.append(child)
+    wait_until(lambda: channel.stats().writers == len(children))
+    waiting = Waiting(channel)
+    waiting.looks_again(4)
+    found = pidfds()
+    channel.put("item")
+    waiting.peer.result()
+    leave.close()
+    end.close()
+    for child in children:
+        os.waitpid(child, 0)
+    return found, most
+
+
+def test_most_descriptors_are_left_for_the_program() -> None:
+    found, most = ProcessPeer(
+        looking_for_many, *(Channel[Any](across="processes") for _ in range(3))
+    ).result()
+    assert found == most // 4
