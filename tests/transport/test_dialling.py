@@ -1,0 +1,34 @@
+"""Reaching somebody is tried again and again, and the error says what is worth knowing."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from ends import SECRET
+
+from flowchan.errors import Refused
+from flowchan.transport import dialling, tcp
+
+
+def test_a_try_that_time_cuts_short_does_not_hide_why_the_one_before_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tries: list[float] = []
+
+    def meet(sock: Any, *_: Any, timeout: float, **__: Any) -> Any:
+        sock.close()
+        tries.append(timeout)
+        if len(tries) == 1:
+            raise Refused("its secret is another one")
+        time.sleep(timeout)  # as somebody does who says nothing
+        raise Refused("it sent nothing")
+
+    monkeypatch.setattr(dialling, "meet", meet)
+    with (
+        tcp.listen("127.0.0.1:0") as listener,
+        pytest.raises(OSError, match=r"no way: its secret is another one at 127\.0\.0\.1"),
+    ):
+        dialling.reach(listener.address, SECRET, {}, why="no way", within=0.3, tls=False)
+    assert len(tries) > 1
