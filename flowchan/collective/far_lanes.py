@@ -15,7 +15,8 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 from flowchan.channel.channel import Channel
 from flowchan.collective.values import dumps, loads
@@ -33,11 +34,12 @@ PAUSE = 0.01
 _chance = random.Random()  # the program's own numbers stay as they are
 
 
-class Way(NamedTuple):
+@dataclass(frozen=True)
+class Way:
     """How the members of a group reach those on other hosts: who knows the secret dials where they listen,
     each at ``listen_at`` and a port of its own."""
 
-    secret: bytes
+    secret: bytes = field(repr=False)
     listen_at: str
     tls: bool = False
 
@@ -71,6 +73,7 @@ class FarLanes:
         self._in: dict[int, _Incoming] = {}
         self._over: dict[int, MemberDied] = {}  # what comes when all is received that somebody has sent
         self._pause, self._next_look = LOOK, time.monotonic() + LOOK
+        self._looks: dict[int, tuple[float, float]] = {}  # for whom let_in waits: the next one, and the pause
 
     def send(self, x: Any, to: int, timeout: float | None) -> None:
         if to not in self._out:
@@ -100,9 +103,11 @@ class FarLanes:
                 self._lock.release()
         return self._in[source]
 
-    def receive_any(self, others: Sequence[int], wait: float) -> tuple[Any, int]:
+    def receive_any(self, others: Sequence[int], wait: float, give_up: float) -> tuple[Any, int]:
         """What one of these sends first. Raises ``TimeoutError`` after so many seconds, :class:`MemberDied`
-        when one of those that have sent something died, or all have left."""
+        when one of those that have sent something died, or all have left. What comes slowly is received by
+        several calls. ``give_up``: when whoever called wants to be told that time is up."""
+        until = time.monotonic() + wait
         open_now = {self._in[source].fileno(): source for source in self._in.keys() - self._over.keys()}
         waiting = select.poll()
         for fd in (self.door.fileno(), *open_now):
@@ -112,12 +117,14 @@ class FarLanes:
             source = open_now.get(fd)
             try:
                 if source is not None:
-                    return loads(self._in[source].receive(source, time.monotonic() + LONG)), source
+                    return loads(self._in[source].receive(source, until)), source
                 self._let_in_now()
+            except TimeoutError:
+                pass
             except MemberDied as error:
                 assert source is not None
                 self._over[source] = error
-        self._look_for_silent(others)
+        self._look_for_silent(others, give_up)
         over = [self._over[member] for member in others if member in self._over]
         died = [error for error in over if not isinstance(error, MemberLeft)]
         if died or len(over) == len(others):
@@ -133,13 +140,17 @@ class FarLanes:
             finally:
                 self._lock.release()
 
-    def _look_for_silent(self, others: Sequence[int]) -> None:
-        """Whether those are there that have not sent anything, now and then."""
+    def _look_for_silent(self, others: Sequence[int], give_up: float) -> None:
+        """Whether those are there that have not sent anything, now and then. Where time is short only some of
+        them, another time others."""
         if time.monotonic() < self._next_look:
             return
-        for member in others:
-            if member not in self._in and member not in self._over and self._is_gone(member):
+        silent = [member for member in others if member not in self._in and member not in self._over]
+        for member in _chance.sample(silent, len(silent)):
+            if self._is_gone(member, give_up):
                 self._over[member] = _gone(member, "receive_any", left=True)
+            if time.monotonic() > give_up:
+                break
         self._next_look = time.monotonic() + self._pause
         self._pause = min(2 * self._pause, 5.0)
 
@@ -148,7 +159,8 @@ class FarLanes:
         gone."""
         wait = LOOK
         while True:
-            gone = [member for member in awaited if wait > LOOK and self._is_gone(member)]
+            late = [member for member in awaited if wait > LOOK and self._may_look_for(member)]
+            gone = [member for member in late if self._is_gone(member, give_up)]
             left = max(0.0, give_up - time.monotonic())
             try:
                 return self.door.accept(0.0 if gone else min(wait, left))
@@ -158,6 +170,15 @@ class FarLanes:
                 if not left:
                     raise
             wait = min(2 * wait, 5.0)
+
+    def _may_look_for(self, member: int) -> bool:
+        """Ever later, also for who asks again and again with little patience: it may be long until those who
+        have dialled are let in there."""
+        now = time.monotonic()
+        due, pause = self._looks.get(member, (now, LOOK))
+        if now >= due:
+            self._looks[member] = now + pause, min(2 * pause, 5.0)
+        return now >= due
 
     def reach(self, member: int, hello: Hello, give_up: float) -> socket.socket:
         """A connection to where it listens. Raises :class:`MemberDied` when it is gone."""
@@ -169,11 +190,12 @@ class FarLanes:
     def adopt(self, sock: socket.socket, hello: Hello) -> None:
         """One who has something for us is let in."""
         self._in[hello["rank"]] = _Incoming(sock)
+        self._over.pop(hello["rank"], None)  # it had dialled before it went
 
-    def _is_gone(self, member: int) -> bool:
+    def _is_gone(self, member: int, give_up: float) -> bool:
         """Whether nobody listens there any more."""
         try:
-            dial(self.addresses[member], 1.0).close()
+            dial(self.addresses[member], min(1.0, give_up - time.monotonic())).close()
         except ConnectionRefusedError:
             return True
         except OSError:
@@ -217,19 +239,26 @@ class _Outgoing:
 
 
 class _Incoming:
-    """What comes from one member. A call that is interrupted or late goes on with the next."""
+    """What comes from one member. With a message that came in part when a call was interrupted or late the
+    next call goes on."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._has = bytearray()
+        self._lock = threading.Lock()
 
     def receive(self, source: int, give_up: float) -> bytes:
-        (size,) = SIZE.unpack(self._read(SIZE.size, source, give_up))
-        if size == LEFT:
-            raise _gone(source, "receive", left=True)
-        message = bytes(self._read(SIZE.size + size, source, give_up)[SIZE.size :])
-        self._has.clear()
-        return message
+        if not self._lock.acquire(timeout=max(0.0, give_up - time.monotonic())):
+            raise TimeoutError  # another thread is at it
+        try:
+            (size,) = SIZE.unpack_from(self._read(SIZE.size, source, give_up))
+            if size == LEFT:
+                raise _gone(source, "receive", left=True)
+            message = bytes(self._read(SIZE.size + size, source, give_up)[SIZE.size :])
+            self._has.clear()
+            return message
+        finally:
+            self._lock.release()
 
     def _read(self, count: int, source: int, give_up: float) -> bytearray:
         while len(self._has) < count:

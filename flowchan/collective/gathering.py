@@ -198,6 +198,8 @@ def within(
 
 
 def this_host() -> str:
-    """Which boot of which machine, and which network namespace: a Unix socket leads no farther."""
+    """Which boot of which machine, and which namespaces: a Unix socket leads no farther than that of its
+    network, and a process's number says nothing outside its own."""
     with open("/proc/sys/kernel/random/boot_id") as boot:
-        return f"{boot.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
+        spaces = (os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("net", "pid"))
+        return "/".join([boot.read().strip(), *map(str, spaces)])

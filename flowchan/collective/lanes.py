@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import threading
 import time
 import weakref
 from collections.abc import Sequence
@@ -48,6 +49,7 @@ class Lanes:
         self._member = weakref.proxy(member)  # who drops a member leaves at once
         self._out: dict[int, Out[Any]] = {}
         self._in: dict[int, In[Any]] = {}
+        self._lock = threading.Lock()  # a lane is opened once
 
     def send(self, x: Any, to: int, timeout: float | None) -> None:
         if to not in self._out:
@@ -128,10 +130,13 @@ class Lanes:
             return False
         pid, at, inode = where
         socket, fd = divmod(at, _PACKED)
-        try:
-            self._in[source] = arrive(Borrowed(pid, fd, socket - 1, inode), "").reader()
-        except (Broken, OSError) as error:
-            raise self._gone(source, "receive") from error
+        with self._lock:
+            if source in self._in:
+                return True
+            try:
+                self._in[source] = arrive(Borrowed(pid, fd, socket - 1, inode), "").reader()
+            except (Broken, OSError) as error:
+                raise self._gone(source, "receive") from error
         return True
 
     def _try(self, source: int) -> bool:

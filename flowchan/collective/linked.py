@@ -102,7 +102,7 @@ class LinkedGroup(Group):
             return x, ours[local]
 
         def far() -> tuple[Any, int]:
-            return self._lanes.receive_any(others, NEAR if len(ours) > 1 else FAR)
+            return self._lanes.receive_any(others, NEAR if len(ours) > 1 else FAR, give_up)
 
         while True:
             over: list[MemberDied] = []

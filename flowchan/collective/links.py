@@ -154,7 +154,7 @@ class Links:
     def interrupt(self) -> None:
         """Ends the step that another thread is in, before :meth:`leave`."""
         self._leaving = True
-        if not self._closed:
+        with contextlib.suppress(ValueError, OSError):  # that step has failed, and closed this
             os.eventfd_write(self.leaves.fileno(), 1)
 
     def leave(self) -> None:

@@ -32,7 +32,7 @@ class Seat:
     name: str
     host: str
     at: str = ""
-    secret: bytes = b""
+    secret: bytes = dataclasses.field(default=b"", repr=False)
     tls: bool = False
     _member: Group | None = None
 

@@ -10,7 +10,8 @@ torch's own time-out, which is always set, ends nothing.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+import threading
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -22,10 +23,12 @@ import torch.distributed as dist
 from flowchan.collective.arrays import described
 from flowchan.collective.group import ALLGATHER, ALLREDUCE, ALLTOALL, GATHER, REDUCE, SCATTER, Group
 from flowchan.collective.torch_store import meet_by_store
-from flowchan.errors import Mismatch
+from flowchan.errors import GroupError, Mismatch
 
 _LATER = 64 * 1024
 """From this many bytes on an operation is done by a thread, while its caller goes on."""
+_TURN = 0.02
+"""Seconds after which a thread that receives lets another one have its turn."""
 
 # Their types are not the same in all versions of torch.
 _Work: Any = dist.Work
@@ -91,12 +94,17 @@ class Work(_Work):  # type: ignore[misc]
 
 class Receives:
     """Receives that go on while their caller sends: one after the other from each source, and from anybody.
-    What is received from anybody while a receive from one member goes on may be for either."""
+    What is received from anybody while a receive from one member goes on may be for either. So the two take
+    turns: what one member has sent stays in order, and each looks at what the other has received."""
 
     def __init__(self, member: Group) -> None:
         self._member = member
         self._threads: dict[int | None, ThreadPoolExecutor] = {}
+        self._changed = threading.Condition()  # guards what follows
         self._other: defaultdict[tuple[int, int], deque[torch.Tensor]] = defaultdict(deque)
+        self._waiting: Counter[int | None] = Counter()  # for a message of whom
+        self._hearing: set[int | None] = set()  # whose turn it is
+        self._heard_anybody = self._closed = False
 
     def start(self, tensors: Tensors, source: int | None, tag: int) -> Work:
         if source not in self._threads:
@@ -106,12 +114,7 @@ class Receives:
     def _receive(self, tensors: Tensors, source: int | None, tag: int) -> int:
         """From whom: of several tensors, all from who has sent the first."""
         for x in tensors:
-            while (came := self._of(source, tag)) is None:
-                (its_tag, found), sender = (
-                    self._member.receive_any() if source is None else (self._member.receive(source), source)
-                )
-                self._other[sender, its_tag].append(found)
-            source, found = came
+            source, found = self._next(source, tag)
             if found.dtype != x.dtype or found.numel() != x.numel():
                 raise Mismatch(f"rank {source} sent {described(found)}; there is room for {described(x)}")
             with torch.no_grad():
@@ -120,14 +123,62 @@ class Receives:
         assert source is not None
         return source
 
+    def _next(self, source: int | None, tag: int) -> tuple[int, torch.Tensor]:
+        """The next with this tag, and whose it is."""
+        with self._changed:
+            self._waiting[source] += 1
+            try:
+                while (came := self._of(source, tag)) is None:
+                    if self._closed:
+                        raise GroupError(f"receive can't be done: {self._member!r} is closed")
+                    if self._may_hear(source):
+                        self._hear(source)
+                    else:
+                        self._changed.wait()
+                return came
+            finally:
+                self._waiting[source] -= 1
+                self._changed.notify_all()
+
+    def _may_hear(self, source: int | None) -> bool:
+        others = sum(self._waiting.values()) - self._waiting[None]
+        if source is None:
+            return not self._hearing and not (self._heard_anybody and others)
+        return None not in self._hearing and (self._heard_anybody or not self._waiting[None])
+
+    def _hear(self, source: int | None) -> None:
+        """One message, whoever it is for, or none in this turn."""
+        self._hearing.add(source)
+        self._changed.release()
+        heard: Any = None
+        try:
+            if source is None:
+                heard = self._member.receive_any(timeout=_TURN)
+            else:
+                heard = self._member.receive(source, timeout=_TURN), source
+        except TimeoutError:
+            pass
+        finally:
+            self._changed.acquire()
+            if heard is not None:
+                (its_tag, found), sender = heard
+                self._other[sender, its_tag].append(found)
+            self._hearing.remove(source)
+            self._heard_anybody = source is None
+            self._changed.notify_all()
+
     def _of(self, source: int | None, tag: int) -> tuple[int, torch.Tensor] | None:
         """The next with this tag that has been received."""
-        for (sender, its_tag), waiting in list(self._other.items()):
+        for (sender, its_tag), waiting in self._other.items():
             if waiting and its_tag == tag and source in (None, sender):
                 return sender, waiting.popleft()
         return None
 
     def close(self) -> None:
+        """Before the member leaves. What has been started and waits ends."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
         for thread in self._threads.values():
             thread.shutdown(wait=True, cancel_futures=True)
 
@@ -167,8 +218,8 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self._name
 
     def shutdown(self) -> None:
-        self._group.close()
         self._receives.close()
+        self._group.close()
 
     abort = shutdown
 

@@ -250,6 +250,23 @@ def receive_from_anybody() -> Any:
     return dist.recv(x), dist.recv(y, tag=7), x, y
 
 
+@case
+def receive_from_anybody_while_one_member_is_waited_for() -> Any:
+    """Each gets what has its tag, in order, whoever of the two has received it."""
+    tags = [7, 8, 8, 7, 7, 7, 8, 7, 8, 8] * 5
+    if rank():
+        for number, tag in enumerate(tags):
+            if rank() == 1:
+                dist.send(torch.tensor([float(number)]), 0, tag=tag)
+        return None
+    found = [torch.empty(1) for _ in tags]
+    sources = {7: 1, 8: None}
+    works = [dist.irecv(x, sources[tag], tag=tag) for x, tag in zip(found, tags, strict=True)]
+    for work in works:
+        work.wait()
+    return [x.item() for x in found]
+
+
 def text(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         content = hashlib.sha256(value.contiguous().numpy().tobytes()).hexdigest()[:16]

@@ -1,0 +1,151 @@
+"""Messages between members on several hosts, as one member receives them that the test sends bytes to."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import os
+import socket
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from collective_members import SECRET, free_address, in_threads, over_hosts, raised
+from peers import ProcessPeer, ThreadPeer
+from waiting import wait_until
+
+from flowchan import MemberDied
+from flowchan.collective import far_lanes
+from flowchan.collective.far_lanes import SIZE, FarLanes, Way
+from flowchan.collective.gathering import this_host
+from flowchan.collective.seats import Seat
+from flowchan.collective.values import dumps
+
+WAY = Way(SECRET, "127.0.0.1")
+
+
+@pytest.fixture
+def lanes() -> Iterator[FarLanes]:
+    """Those of rank 0. The others are gone."""
+    made = FarLanes(0, WAY.door({"rank": 0}), ["", free_address(), free_address(), free_address()], WAY)
+    yield made
+    made.close()
+
+
+def sender(lanes: FarLanes, rank: int) -> socket.socket:
+    here, there = socket.socketpair()
+    lanes.adopt(here, {"rank": rank})
+    return there
+
+
+def test_a_receive_that_was_late_in_mid_message_goes_on_with_it(lanes: FarLanes) -> None:
+    message = dumps(x := bytes(range(256)) * 400)
+    whole = SIZE.pack(len(message)) + message
+    with sender(lanes, 1) as there:
+        for start in range(0, len(whole), 50_000):
+            with pytest.raises(TimeoutError, match="rank 1 has sent nothing to rank 0 in time"):
+                lanes.receive(1, 0.001)
+            with pytest.raises(TimeoutError):
+                lanes.receive_any([1], 0.0, 0.0)
+            there.sendall(whole[start : start + 50_000])
+        assert lanes.receive(1, None) == x
+        there.sendall(whole)
+        assert lanes.receive_any([1], 60.0, 0.0) == (x, 1)
+
+
+def test_looking_for_those_who_are_silent_takes_no_longer_than_the_caller_has(
+    lanes: FarLanes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[float] = []
+
+    def dial(_: str, timeout: float) -> Any:
+        tries.append(timeout)
+        raise TimeoutError
+
+    monkeypatch.setattr(far_lanes, "dial", dial)
+    for give_up, looks in ((time.monotonic(), 1), (time.monotonic() + 1000, 3)):
+        tries.clear()
+        lanes._next_look = 0.0
+        with pytest.raises(TimeoutError):
+            lanes.receive_any([1, 2, 3], 0.0, give_up)
+        assert len(tries) == looks
+        assert all(timeout <= (0.0 if looks == 1 else 1.0) for timeout in tries)
+
+
+def test_who_asks_again_and_again_with_little_patience_dials_ever_later(
+    lanes: FarLanes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[float] = []
+    clock = itertools.count(0.0, 0.001)  # a moment passes between two looks at it
+
+    def dial(*_: Any) -> Any:
+        tries.append(next(clock))
+        raise TimeoutError
+
+    monkeypatch.setattr(far_lanes, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(far_lanes, "dial", dial)
+    while len(tries) < 3:
+        with pytest.raises(TimeoutError):
+            lanes.receive(1, 0.005)
+    pauses = [later - earlier for earlier, later in itertools.pairwise(tries)]
+    assert all(pause > least for pause, least in zip(pauses, (0.19, 0.39), strict=True))
+
+
+def test_who_asks_again_and_again_with_little_patience_learns_of_a_death(lanes: FarLanes) -> None:
+    def is_known() -> bool:
+        with contextlib.suppress(TimeoutError):
+            lanes.receive(1, 0.001)
+        return False
+
+    with pytest.raises(MemberDied) as died:
+        wait_until(is_known)
+    assert died.value.ranks == (1,)
+
+
+@pytest.mark.parametrize("where", [in_threads, over_hosts])
+def test_several_threads_of_a_member_share_what_another_one_sends(where: Any) -> None:
+    def body(g: Any) -> Any:
+        if g.rank:
+            for number in range(300):
+                g.send((number, bytes(20_000)), 0)
+            g.barrier()
+            return None
+        threads = [ThreadPeer(lambda: [g.receive(1)[0] for _ in range(100)]) for _ in range(3)]
+        found = [thread.result() for thread in threads]
+        g.barrier()
+        return found
+
+    found = raised(where(2, body))[0]
+    assert sorted(itertools.chain(*found)) == list(range(300))
+    assert all(numbers == sorted(numbers) for numbers in found)
+
+
+def test_no_secret_is_shown() -> None:
+    seat = Seat(0, 0, 2, "group", "host").reached("127.0.0.1:1", SECRET, False)
+    assert SECRET.decode() not in repr([seat, WAY])
+
+
+def hosts_apart() -> tuple[str, str]:
+    """This host, and the same in a container that shares the network, but not the processes."""
+    alone, user = 0x20000000, 0x10000000  # CLONE_NEWPID, CLONE_NEWUSER
+    if ctypes.CDLL(None).unshare(alone | (user if os.geteuid() else 0)):
+        return "", ""
+    heard, says = os.pipe()
+    if not (child := os.fork()):
+        os.write(says, this_host().encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    return this_host(), os.read(heard, 1000).decode()
+
+
+def test_processes_that_do_not_see_each_other_are_on_different_hosts() -> None:
+    """Containers of one pod: there a number is another process's, or none's."""
+    here, there = ProcessPeer(hosts_apart).result()
+    if not here:
+        pytest.skip("a process can't leave the namespace of its processes here")
+    assert here == this_host()
+    assert there.rpartition("/")[0] == here.rpartition("/")[0]
+    assert there != here
