@@ -75,10 +75,10 @@ def goes_on(run: Run, looks: list[Elsewhere]) -> bool:
 
 def test_branches_over_two_hosts_that_wait_for_each_other_are_recognised() -> None:
     graph = Graph("stuck")
-    left, right = graph.source(range(20_000), on=POOL).tee(2, name="tee", capacity=1)
+    left, right = graph.source(range(300_000), on=POOL).tee(2, name="tee", capacity=1)
     left = left.map(same, on=POOL["local-1"], name="left", capacity=1)
     right = right.map(same, on=POOL["local-2"], name="right", capacity=1)
-    left.batch(20_000, name="all").zip(right, name="pairs").sink(same, on=POOL)
+    left.batch(300_000, name="all").zip(right, name="pairs").sink(same, on=POOL)
     error, text = deadlock_of(graph.start())
     assert "nobody can ever move again" in str(error)
     assert "every worker waits and nothing is in flight" in text
