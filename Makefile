@@ -1,4 +1,4 @@
-# make demo | test | test-hosts | lint | docs | coverage | soak | bench | fresh | clean. Each installs what it needs into .venv first, once.
+# make demo | test | test-pythons | test-hosts | lint | docs | coverage | soak | bench | fresh | clean. Each installs what it needs into .venv first, once.
 PYTHON ?= python3
 BIN := .venv/bin
 
@@ -15,7 +15,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test test-hosts lint docs coverage soak bench fresh clean
+.PHONY: help demo test test-pythons test-hosts lint docs coverage soak bench fresh clean
 
 help:
 	@sed -n 1p Makefile
@@ -29,8 +29,15 @@ demo: .venv/installed
 # at what its own tests leave, and a hang ends it.
 SIDE_BY_SIDE := -n 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
+# Twice: processes that have not loaded torch are forked at a quarter of the cost.
 test: .venv/installed-test
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE)
+	@failed=0; for large in without with; do \
+	    $(BIN)/python -m pytest $(SIDE_BY_SIDE) --large $$large || failed=1; \
+	done; exit $$failed
+
+# On every Python that is here, or on those named: PYTHONS="python3.13 python3.14t" TESTS=tests/run. The rest needs torch.
+test-pythons:
+	sh tools/pythons.sh $(SIDE_BY_SIDE)
 
 # Agents on hosts for real: an sshd, a Slurm cluster and a Ray cluster on this machine, started and ended by the tests.
 # It installs what is missing (Debian's packages as root); what can't be had is skipped, with the reason in the last lines.
@@ -60,13 +67,16 @@ coverage: .venv/installed-test
 	    tests/crash/test_exactly_once.py tests/pipelines tests/contract/test_values.py
 
 # What takes too long for every change: models, crash walks and stress in full; then random graphs and random kills,
-# for MINUTES from SEED, whose result is compared exactly.
+# for MINUTES from SEED, whose result is compared exactly. FRAMES: from a peer of each kind that may send anything.
 MINUTES ?= 10
 SEED ?= 1
+FRAMES ?= 3000000
 soak: .venv/installed-test
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) --long tests/model tests/native tests/transport tests/run/test_residue.py \
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) --long --frames $(FRAMES) tests/model tests/native tests/transport tests/run/test_residue.py tests/run/test_lasting_after_harm.py tests/run/test_lasting_ends.py \
 	    tests/run/test_blame.py tests/run/test_own_ends.py tests/hosts/test_host_chaos.py tests/channel/test_damage.py \
-	    tests/contract/test_a_new_medium.py
+	    tests/contract/test_a_new_medium.py tests/contract/test_model.py tests/contract/test_select.py \
+	    tests/contract/test_shared_ports.py tests/contract/test_stress.py tests/contract/test_values.py \
+	    tests/items/test_views_model.py tests/sequential/test_programs.py
 	$(BIN)/python -m tests.crash.soak --minutes $(MINUTES) --seed $(SEED)
 	$(BIN)/python -m tests.hosts.soak --minutes $(MINUTES) --seed $(SEED)
 

@@ -28,6 +28,8 @@ NAMES = (
     "imports",
     "dataset",
     "sequential",
+    "training",
+    "defaults",
     "schedules",
 )
 

@@ -10,7 +10,6 @@ from functools import partial
 from itertools import repeat
 from typing import Any
 
-import numpy as np
 import ray
 from ray.util.queue import Queue
 
@@ -24,10 +23,10 @@ from flowchan.hosts import local
 
 ISOLATES = (
     "all hosts are agents on this machine, joined over loopback. The clocks of flowchan's graphs include "
-    "declaring, starting the agents and the workers, and ending all of them. Beside Ray, which is started "
-    "and warm before, the clock runs from the first output to the last; its Queue is beside a channel whose "
-    "reader is on the other end of a link. Of items from host to host all go over the driver; the direct "
-    "path is one link between two processes."
+    "declaring, starting the agents and the workers, and ending all of them, but for arrays from host to "
+    "host, and beside Ray, which is started and warm before: there from the first output to the last. "
+    "Ray's Queue is beside a channel whose reader is on the other end of a link. Of arrays from host to host "
+    "all go over the driver; the direct path is one link between two processes; both make each array anew."
 )
 
 
@@ -70,7 +69,7 @@ def _map(place: Any, workers: int, count: int) -> float:
 def _beside_a_direct_path(report: Report, effort: Effort) -> None:
     moves: dict[str, Callable[[int], float]] = {
         "over the driver": _from_host_to_host,
-        "a direct path": partial(move, LINK, partial(repeat, np.ones(1 << 20, np.uint8))),
+        "a direct path": partial(move, LINK, lambda count: map(megabyte, range(count))),
     }
     cases = [throughput(name, way, effort, scale=1 << 20, unit="B/s") for name, way in moves.items()]
     mine, direct = report.interleave("arrays of 1 MB from host to host", cases, effort.rounds)
@@ -79,13 +78,9 @@ def _beside_a_direct_path(report: Report, effort: Effort) -> None:
 
 def _from_host_to_host(count: int) -> float:
     pool = local(2)
-    began = time.perf_counter()
     graph = Graph("across")
     made = graph.source(range(count)).map(megabyte, on=pool["local-1"])
-    sizes = made.map(len, on=pool["local-2"]).collect()
-    if graph.run()[sizes] != [1 << 20] * count:
-        raise AssertionError("an array has another length")
-    return time.perf_counter() - began
+    return _from_first_to_last(graph, made.map(len, on=pool["local-2"]).collect(), count)
 
 
 def _with_breaks(report: Report, effort: Effort) -> None:
@@ -195,13 +190,16 @@ def _ray_stream(count: int) -> float:
 
 
 def _stream(function: Callable[[int], Any], count: int) -> float:
-    """From its first output to its last: Ray is warm, too."""
     graph = Graph("stream")
-    stream = graph.source(range(count)).map(function, on=local(1)).collect()
+    return _from_first_to_last(graph, graph.source(range(count)).map(function, on=local(1)).collect(), count)
+
+
+def _from_first_to_last(graph: Graph, outputs: Any, count: int) -> float:
+    """The seconds of all outputs but the first, as if that had taken its share: without the starts."""
     with graph.start() as run:
-        outputs = run.iter(stream)
-        next(outputs)
+        coming = run.iter(outputs)
+        next(coming)
         began = time.perf_counter()
-        if sum(1 for _ in outputs) != count - 1:
+        if sum(1 for _ in coming) != count - 1:
             raise AssertionError("an output is missing")
         return (time.perf_counter() - began) * count / (count - 1)

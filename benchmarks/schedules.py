@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.harness import Case, Effort, Report, Result, Row, in_words
-from benchmarks.sequential import CHUNKS, SAMPLES, batch, model, sgd, timed
+from benchmarks.pipes import CHUNKS, SAMPLES, batch, model, one_thread, sgd, timed
 from flowchan.pipelines import Sequential
 from flowchan.pipelines.sequential.balance import step_seconds
 from flowchan.pipelines.sequential.schedule import plan
@@ -47,15 +47,11 @@ WORKERS, NEAR = 2, 5.0
 
 def measure(effort: Effort) -> Report:
     report = Report()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         for size in SIZES:
             _compare_parts(report, size, effort)
         for schedule, parts in PLANS:
             _compare_bubbles(report, schedule, parts, effort)
-    finally:
-        torch.set_num_threads(threads)
     return report
 
 

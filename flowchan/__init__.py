@@ -27,7 +27,7 @@ from flowchan.errors import (
 )
 from flowchan.items.codec import Unreadable, pack, unpack
 from flowchan.items.combining import Reduced
-from flowchan.run import Failed, Graph, HostStats, LinkStats, Results, Run, RunStats, StageStats
+from flowchan.run import Failed, Graph, HostStats, LinkStats, Results, Run, RunStats, StageStats, WorkerPool
 from flowchan.run.chance import Worker, worker
 
 __all__ = [
@@ -71,6 +71,7 @@ __all__ = [
     "Unreadable",
     "Worker",
     "WorkerDied",
+    "WorkerPool",
     "pack",
     "select",
     "unpack",

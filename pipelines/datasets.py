@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from flowchan import Graph, Stream
+from flowchan import Graph, Stream, WorkerPool
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
 class Dataset(IterableDataset[T_co]):
-    """What :func:`dataset` gives: an iterable, of which each iteration is an epoch."""
+    """What :func:`dataset` gives: an iterable, of which each iteration is an epoch. In a ``with`` block of
+    it, worker processes last from one epoch to the next, and there is one iteration at a time:
+    ``zip(data, data)`` needs a dataset without a block."""
 
     def __init__(self, stream: Stream[T_co], *, seed: int | None = None, pin_memory: bool = False) -> None:
         if not isinstance(stream, Stream) or not isinstance(stream.graph, Graph):
@@ -30,6 +33,20 @@ class Dataset(IterableDataset[T_co]):
         self._seed = seed
         self.epoch = 0
         """How many epochs have begun. Set it to go on as from that epoch."""
+        self._pool: WorkerPool | None = None  # in a block
+
+    def __enter__(self) -> Self:
+        if self._pool is not None:
+            raise RuntimeError("dataset: its block is entered already")
+        self._pool = self._graph.pool().__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.__exit__(kind, error, trace)
 
     def __iter__(self) -> Iterator[T_co]:
         if get_worker_info() is not None:
@@ -38,7 +55,7 @@ class Dataset(IterableDataset[T_co]):
                 "the graph has workers of its own: map(function, on='process', workers=n)"
             )
         seed, self.epoch = self._seed_of(self.epoch), self.epoch + 1
-        with self._graph.start(seed=seed) as run:
+        with (self._pool or self._graph).start(seed=seed) as run:
             yield from run.iter(self._items)
 
     def _seed_of(self, epoch: int) -> int:

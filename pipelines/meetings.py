@@ -1,23 +1,30 @@
-"""How threads of several processes wait for each other: a barrier, an event and a condition.
+"""How threads of several processes wait for each other: a barrier, an event and a condition. With
+``across="hosts"`` these may be processes of several machines, as long as that process lives which made what
+they wait at.
 
 All three wait at gates, channels in which nothing ever lies for long, and a :class:`SharedDict` says which
 gate it is now. A gate opens by being closed, for all who wait and all who come, or by an item for one of
 them. So what is to begin anew gets a new gate, and nobody who comes late can take what was meant for others.
+Over hosts all gates are channels of the process that made the first, whoever needs a new one: nobody waits at
+the gate of somebody who may go.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import secrets
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from flowchan import Channel, ChannelError, Closed, Drained, Empty, Full
+from flowchan import Broken, Channel, ChannelError, Closed, Drained, Empty, Full
 from flowchan.items.whole import whole
 from flowchan.pipelines.locks import Lock
 from flowchan.pipelines.shared_dict import SharedDict
-from flowchan.pipelines.sharing import Held
+from flowchan.pipelines.sharing import Among, Held, check_among
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +36,12 @@ class _Room:
     """By turns: who comes to the next meeting early must not leave by the gate of this one."""
 
     @classmethod
-    def of(cls, parties: int) -> _Room:
-        gates = Channel[None](parties, across="processes"), Channel[None](parties, across="processes")
-        return cls(Channel(1, across="processes"), gates)
+    def of(cls, parties: int, make: Callable[[int], Channel[None]]) -> _Room:
+        return cls(make(1), (make(parties), make(parties)))
 
     def arrive(self) -> int:
         """How many have arrived before, in all: what the channel's own count says."""
-        if len(self.arrivals):
+        while len(self.arrivals):
             self.arrivals.get_nowait()
         self.arrivals.put_nowait(None)
         return self.arrivals.stats().items_in - 1
@@ -49,17 +55,22 @@ class Barrier:
     """A place where ``parties`` threads, of any processes, wait for each other, any number of times. The last
     to come calls ``action`` before anybody leaves; if that raises, the barrier is broken.
 
+    ``across="hosts"``: of processes on several machines.
+
     The same participants come each time. One that dies before it arrives keeps the others waiting, as with
     the barriers of the standard library: give ``wait`` a timeout where that can happen.
     """
 
-    def __init__(self, parties: int, action: Callable[[], object] | None = None) -> None:
+    def __init__(
+        self, parties: int, action: Callable[[], object] | None = None, *, across: Among = "processes"
+    ) -> None:
+        check_among("Barrier", across)
         self.parties = whole("Barrier", "parties", parties, 1)
         if action is not None and not callable(action):
             raise TypeError(f"Barrier: action must be callable, or None, not {action!r}")
         self._action = action
-        self._room = _Room.of(parties)
-        self._rooms: SharedDict[str, _Room] = SharedDict({"now": self._room})
+        self._room = _Room.of(parties, functools.partial(Channel, across=across))
+        self._rooms: SharedDict[str, _Room] = SharedDict({"now": self._room}, across=across)
 
     def wait(self, timeout: float | None = None) -> int:
         """Waits until all parties are here. Gives each of them another number, from 0 for the first to
@@ -68,9 +79,10 @@ class Barrier:
         Raises ``threading.BrokenBarrierError`` when ``timeout`` seconds are over, and then for everybody,
         until a ``reset()``.
         """
-        with self._rooms.lock:
-            room = self._now()
-            try:
+        room = self._room
+        try:
+            with self._rooms.lock:
+                room = self._now()
                 meeting, index = divmod(room.arrive(), self.parties)
                 gate = room.gates[meeting % 2]
                 if index == 0:
@@ -78,20 +90,17 @@ class Barrier:
                 if index == self.parties - 1:
                     self._let_go(room, gate)
                     return index
-            except ChannelError as error:
-                room.abort()  # whoever broke it may have died before it was done
-                raise threading.BrokenBarrierError from error
-        try:
             gate.get(timeout)
         except ChannelError as error:
-            room.abort()
+            room.abort()  # whoever broke it may have died before it was done
             raise threading.BrokenBarrierError from error
         return index
 
     def _now(self) -> _Room:
         """The room of now: that which is known here, unless it was broken and another may have its place."""
         if self._room.arrivals.broken:
-            self._room = self._rooms["now"]
+            with contextlib.suppress(Broken):  # who made the barrier is gone: it stays broken
+                self._room = self._rooms["now"]
         return self._room
 
     def _let_go(self, room: _Room, gate: Channel[None]) -> None:
@@ -108,7 +117,7 @@ class Barrier:
         ``threading.BrokenBarrierError``."""
         with self._rooms.lock:
             self._now().abort()
-            self._room = _Room.of(self.parties)
+            self._room = _Room.of(self.parties, self._rooms._another)
             self._rooms["now"] = self._room
 
     def abort(self) -> None:
@@ -140,11 +149,14 @@ def _clear(gate: Channel[None]) -> None:
 
 class Event:
     """Something that has happened, or not yet, for the threads of all processes that have it, as
-    ``threading.Event``. No death of a process can set it, clear it, or keep others waiting.
+    ``threading.Event``; with ``across="hosts"`` for processes on several machines. No death of a process can
+    set it, clear it, or keep others waiting.
     """
 
-    def __init__(self) -> None:
-        self._gates: SharedDict[str, Channel[None]] = SharedDict({"now": _gate()})
+    def __init__(self, *, across: Among = "processes") -> None:
+        check_among("Event", across)
+        gate: Channel[None] = Channel(1, across=across)
+        self._gates: SharedDict[str, Channel[None]] = SharedDict({"now": gate}, across=across)
 
     def is_set(self) -> bool:
         """Whether it has been set and not been cleared since."""
@@ -158,7 +170,7 @@ class Event:
         """Those who come from now on wait for the next ``set()``."""
         with self._gates.lock:
             if self.is_set():
-                self._gates["now"] = _gate()
+                self._gates["now"] = self._gates._another(1)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until it is set, for ``timeout`` seconds at most. Whether it was."""
@@ -174,24 +186,29 @@ class Event:
         return f"<Event {'set' if self.is_set() else 'not set'}>"
 
 
-def _gate() -> Channel[None]:
-    return Channel(1, across="processes")
-
-
 class Condition(Held):
     """Where threads of several processes wait until something holds that another thread or process makes so,
     as ``threading.Condition``: who waits has the lock, gives it up for as long as it waits, and looks again.
 
-    ``lock`` is a :class:`Lock` that guards what the condition is about; without one it makes its own. A
-    waiter that dies is forgotten, and ``notify`` wakes another one. About a hundred can wait at a time.
+    ``lock`` is a :class:`Lock` that guards what the condition is about; without one it makes its own,
+    ``across="hosts"`` for processes on several machines. A waiter that dies is forgotten, and ``notify``
+    wakes another one. About a hundred processes of one machine can wait at a time.
     """
 
-    def __init__(self, lock: Lock | None = None) -> None:
+    def __init__(self, lock: Lock | None = None, *, across: Among | None = None) -> None:
         if lock is not None and not isinstance(lock, Lock):
             raise TypeError(f"Condition: lock must be a flowchan.pipelines.Lock, or None, not {lock!r}")
-        self._lock = Lock() if lock is None else lock
+        if across is not None:
+            check_among("Condition", across)
+        self._lock = Lock(across=across or "processes") if lock is None else lock
+        its: Among = "hosts" if self._lock.channels[0].across == "hosts" else "processes"
+        if across not in (None, its):
+            raise ValueError(
+                f"Condition: across={across!r} can't be with a lock across {its!r}: give it "
+                f"Lock(across={across!r}), or no lock"
+            )
         # In the order in which they have come, each with a gate of its own.
-        self._waiting: SharedDict[int, Channel[None]] = SharedDict()
+        self._waiting: SharedDict[int, Channel[None]] = SharedDict(across=its)
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """As :meth:`Lock.acquire`."""
@@ -201,11 +218,15 @@ class Condition(Held):
         """As :meth:`Lock.release`."""
         self._lock.release()
 
+    def __exit__(self, *how: Any) -> None:
+        if how[1] is None or self._lock._is_owned():  # not if a wait could not have it again
+            super().__exit__(*how)
+
     def wait(self, timeout: float | None = None) -> bool:
         """Gives up the lock, waits until it is notified, for ``timeout`` seconds at most, and has the lock
         again. Whether it was notified. Raises ``RuntimeError`` if this thread does not hold the lock."""
         self._check("wait")
-        ticket, gate = secrets.randbits(62), _gate()
+        ticket, gate = secrets.randbits(62), self._waiting._another(1)
         with gate.reader() as port:  # it goes with this process, and who notifies sees that
             self._waiting[ticket] = gate
             depth = self._lock._release_save()
@@ -217,7 +238,7 @@ class Condition(Held):
             finally:
                 self._lock._acquire_restore(depth)
                 self._waiting.pop(ticket, None)
-            return len(gate) > 0  # notified after the time was over, and before it was back
+            return gate.stats().items_in > 0  # notified after the time was over, and before it was back
 
     def wait_for(self, predicate: Callable[[], object], timeout: float | None = None) -> object:
         """Waits until ``predicate()`` is true, for ``timeout`` seconds at most, and gives its value."""

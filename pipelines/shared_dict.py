@@ -14,14 +14,15 @@ from typing import Any, TypeVar
 
 from flowchan import Channel, pack, unpack
 from flowchan.pipelines.locks import Lock
-from flowchan.pipelines.sharing import Shared, arrive, give_back
+from flowchan.pipelines.sharing import Among, Shared, arrive, check_among, give_back
 
 K = TypeVar("K")
 V = TypeVar("V")
 
 
 class SharedDict(Shared, MutableMapping[K, V]):
-    """A mapping between processes. Each operation is done as a whole; do several as one under ``with
+    """A mapping between processes; with ``across="hosts"`` between those of several machines, as long as the
+    process lives that made it. Each operation is done as a whole; do several as one under ``with
     mapping.lock:``.
 
     What is read is a copy: to change a value within, assign it again, or store a ``SharedDict`` in it. Keys
@@ -29,10 +30,13 @@ class SharedDict(Shared, MutableMapping[K, V]):
     made of them, and tensors after ``share_memory_()``, all of which stay shared.
     """
 
-    def __init__(self, items: Mapping[K, V] | Iterable[tuple[K, V]] = ()) -> None:
-        cell: Channel[Any] = Channel(2, across="processes")
+    def __init__(
+        self, items: Mapping[K, V] | Iterable[tuple[K, V]] = (), *, across: Among = "processes"
+    ) -> None:
+        check_among("SharedDict", across)
+        cell: Channel[Any] = Channel(2, across=across)
         cell.put({key: _packed(value) for key, value in dict(items).items()})
-        self.lock = Lock()
+        self.lock = Lock(across=across)
         self._open((cell, *self.lock.channels))
         cell.reader()._remain()  # the last reader's exit would end the channel for those who write
 
@@ -42,8 +46,8 @@ class SharedDict(Shared, MutableMapping[K, V]):
 
     def _read(self) -> dict[K, Any]:
         with self.lock:
-            if len(self._cell) == 2:
-                self._cell.get_nowait()  # somebody died after the change
+            while len(self._cell) == 2:
+                self._cell.get_nowait()  # somebody died after the change, or was interrupted
             port = self._cell.reader()
             try:
                 found: dict[K, Any] = port.get()

@@ -11,9 +11,19 @@ import abc
 import os
 import weakref
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from flowchan import Channel, In
+
+Among = Literal["processes", "hosts"]
+"""Between whom a pattern holds: processes of one machine, or of several."""
+
+
+def check_among(pattern: str, across: object) -> None:
+    """For those that are made of what is copied, so not of channels between threads."""
+    if across not in get_args(Among):
+        allowed = " or ".join(map(repr, get_args(Among)))
+        raise ValueError(f"{pattern}: across must be {allowed}, not {across!r}")
 
 
 class Shared(abc.ABC):
@@ -30,6 +40,10 @@ class Shared(abc.ABC):
     @abc.abstractmethod
     def _renew(self) -> None:
         """Makes what belongs to this process: at the beginning, and again in a forked child."""
+
+    def _another(self, capacity: int) -> Channel[Any]:
+        """A new channel for those who have these; it lives where these do, whoever asks for it."""
+        return self.channels[0]._another(capacity)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return arrive, (type(self), self.channels)

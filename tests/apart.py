@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import encodings.idna  # noqa: F401, what a child imports when it resolves an address
 import fcntl
+import gc
 import importlib
 import os
 import pickle
@@ -19,6 +21,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 import cloudpickle
+import peers  # noqa: F401, what functions of tests refer to
 
 PR_SET_PDEATHSIG = 1
 kept: list[tuple[Callable[..., object], tuple[object, ...]]] = []
@@ -39,6 +42,7 @@ def main() -> None:
         for module in modules:
             with contextlib.suppress(Exception):  # unpickling the function tells
                 importlib.import_module(module)
+        gc.freeze()  # else a child's end looks at, and so copies, all that is here
         assert len(os.listdir("/proc/self/task")) == 1, f"a child would miss a thread; of {modules[-1]}?"
         child = os.fork()
         if child == 0:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
 import socket
 import threading
 import traceback
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from flowchan import Channel, collective
-from flowchan.collective.gathering import meet_at
+from flowchan.collective import GroupError, MemberDied
+from flowchan.collective.at_address import meet_at
 
 Body = Callable[..., Any]
 
@@ -78,18 +83,13 @@ def _child(member: collective.Group, answers: Channel[Any], body: Body, argument
         answers.put((member.rank, answer))
 
 
-class Processes:
-    """``size`` processes that run ``body(member, *arguments)``, by fork."""
+class _Children:
+    """Processes that are members. Each puts its rank, and what it returned or raised, among the answers."""
 
-    def __init__(self, size: int, body: Body, *arguments: Any, method: str = "fork") -> None:
-        context = multiprocessing.get_context(method)
+    children: list[Any]
+
+    def __init__(self) -> None:
         self.answers: Channel[Any] = Channel(across="processes")
-        self.children = [
-            context.Process(target=_child, args=(one, self.answers, body, arguments))
-            for one in collective.members(size)
-        ]
-        for child in self.children:
-            child.start()
 
     def results(self, expected: int) -> dict[int, Any]:
         """What this many of them have returned or raised."""
@@ -100,6 +100,59 @@ class Processes:
         return found
 
 
+class Processes(_Children):
+    """``size`` processes that run ``body(member, *arguments)``, by fork."""
+
+    def __init__(self, size: int, body: Body, *arguments: Any, method: str = "fork") -> None:
+        super().__init__()
+        context = multiprocessing.get_context(method)
+        self.children = [
+            context.Process(target=_child, args=(one, self.answers, body, arguments))
+            for one in collective.members(size)
+        ]
+        for child in self.children:
+            child.start()
+
+
 def in_processes(size: int, body: Body, *arguments: Any) -> list[Any]:
     found = Processes(size, body, *arguments).results(size)
     return [found[rank] for rank in range(size)]
+
+
+class OverHosts(_Children):
+    """Processes that believe to be on hosts, and run ``body(member)``: ``hosts`` names that of each rank."""
+
+    def __init__(self, hosts: str, body: Body) -> None:
+        super().__init__()
+        at = free_address()
+
+        def child(rank: int) -> None:
+            _child(meet_at(at, SECRET, rank, len(hosts), 60, host=hosts[rank]), self.answers, body, ())
+
+        context = multiprocessing.get_context("fork")
+        self.children = [context.Process(target=child, args=(rank,)) for rank in range(len(hosts))]
+        for one in self.children:
+            one.start()
+
+
+def die(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def work(g: Any) -> None:
+    while True:
+        g.barrier()
+
+
+def shrunk(g: Any) -> tuple[int, int, int, list[int]]:
+    """Works until somebody dies, and goes on with the others: the new rank and size, over how many a sum
+    goes, and the old ranks."""
+    with pytest.raises(MemberDied):
+        work(g)
+    with g.shrink() as new:
+        total = new.allreduce(1)
+        with pytest.raises(GroupError):
+            g.barrier()
+        with pytest.raises(GroupError, match="was closed"):
+            g.shrink()
+        return new.rank, new.size, total, new.allgather(g.rank)

@@ -12,6 +12,9 @@ them can run side by side.
 
 *Skipped.* The last lines name what was skipped, grouped by the reason, which says what would have to be
 there.
+
+*Large libraries.* To fork a process costs four times as much once it has loaded torch, and most tests fork.
+So ``make test`` runs the files that load such libraries after all others, by other processes.
 """
 
 from __future__ import annotations
@@ -19,36 +22,70 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
+import halves
 import psutil
 import pytest
 import pytest_timeout
+import scripts
+from optional import LARGE, LOADED, optional
 from peers import Apart
 from waiting import wait_until
+from warm import TORCH, OurTemplate, SharedTemplate, Template
 
 GRACE = 20.0  # seconds by which faulthandler's last word comes after pytest-timeout's
 REAL_HOSTS = Path(__file__).parent / "hosts_real"
+PIPES = Path(__file__).parent / "sequential"
+NAMES = "|".join(LARGE)
+LOADS = re.compile(
+    rf"^\s*(?:import|from) (?:{NAMES})\b|(?:importorskip|optional)\(.(?:{NAMES})\b|one_compute_thread",
+    re.MULTILINE,
+)
+"""Lines by which a file loads a large library into the process that runs it."""
 ENDING = ("thread ", "process ")
 """What ends by itself a moment after a test has seen the last of it; descriptors and mappings have owners."""
 PASSED = pytest.StashKey[bool]()
 STDERR = pytest.StashKey[int]()
+BEGAN = pytest.StashKey[float]()
+SHARED = pytest.StashKey[SharedTemplate]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="the longest walks too, and the others whole")
+    parser.addoption(
+        "--frames", type=int, default=3_000_000, help="so many from a peer of each kind, with --long"
+    )
     parser.addoption("--hosts", action="store_true", help="what needs sshd, Slurm, Ray or network namespaces")
+    parser.addoption(
+        "--large", choices=["with", "without"], help="only files that load large libraries, or not"
+    )
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    return True if collection_path == REAL_HOSTS and not config.getoption("--hosts") else None
+    if collection_path == REAL_HOSTS and not config.getoption("--hosts"):
+        return True
+    large = config.getoption("--large")
+    if large == "without" and collection_path == PIPES:  # its conftest.py loads torch too
+        return True
+    if large and collection_path.match("test_*.py") and loads_much(collection_path) != (large == "with"):
+        return True
+    return None
+
+
+def loads_much(file: Path) -> bool:
+    return PIPES in file.parents or LOADS.search(file.read_text()) is not None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -62,6 +99,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_configure(config: pytest.Config) -> None:
     """Makes SIGUSR1 dump the stacks of this process and of every process forked from it, past pytest's
     capturing."""
+    config.stash[BEGAN] = time.monotonic()
     config.addinivalue_line("markers", "long: only with --long, as make soak runs it")
     config.stash[STDERR] = os.dup(sys.__stderr__.fileno() if sys.__stderr__ else 2)
     faulthandler.register(signal.SIGUSR1, file=config.stash[STDERR], all_threads=True)
@@ -69,6 +107,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Takes all that exists before the first test out of the collector's sight: collecting is then cheap."""
+    session.config.stash[LOADED] = [name for name in LARGE if name in sys.modules]
     gc.collect()
     gc.freeze()
 
@@ -94,7 +133,8 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool:
 def end_hang(item: pytest.Item, settings: Any) -> None:
     """Dumps the stacks of every process of the test run, kills the children, and exits."""
     stderr = item.config.stash[STDERR]  # not what pytest captures, or what a worker of xdist throws away
-    children = psutil.Process().children(recursive=True)
+    parents = [psutil.Process(), *map(psutil.Process, OurTemplate.pids)]
+    children = [child for parent in parents for child in parent.children(recursive=True)]
     for child in children:
         os.write(stderr, f"hang in {item.nodeid}: stacks of child {child}\n".encode())
         if catches(child.pid, signal.SIGUSR1):
@@ -121,7 +161,7 @@ def catches(pid: int, signum: int) -> bool:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """The program apart whose children are a test's peers is there before the test looks at what there is."""
     fixtures, module = getattr(item, "fixturenames", ()), getattr(item, "module", None)
-    if "spawn_peer" in fixtures or hasattr(module, "HostPeer"):
+    if "spawn_peer" in fixtures or hasattr(module, "HostPeer") or hasattr(module, "PEERS"):
         Apart.begin()
 
 
@@ -132,12 +172,62 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         Apart.end()
 
 
+@pytest.fixture
+def by_fork() -> Iterator[None]:
+    """For who replaces what workers are forked with, whatever this Python's default is."""
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method("fork", force=True)
+    yield
+    multiprocessing.set_start_method(before, force=True)
+
+
+@pytest.fixture
+def impatient() -> Iterator[None]:
+    """Of channels across hosts: who is not heard of for two seconds is given up."""
+    from flowchan.hosts import serve  # not every test needs it
+
+    serve(patience=2)
+    yield
+    serve()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config) -> None:
+    """Processes that share the tests share a template, too."""
+    config.stash[SHARED] = SharedTemplate(*TORCH)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["torch programs"] = node.config.stash[SHARED].name
+
+
+@pytest.fixture(scope="module")
+def torch_programs(pytestconfig: pytest.Config) -> Iterator[Template]:
+    """Where the programs of a file that need torch are run. It is there before a test looks at what there
+    is."""
+    shared = getattr(pytestconfig, "workerinput", {}).get("torch programs")
+    template = OurTemplate(shared) if shared else Template(*TORCH)
+    yield template
+    template.close()
+
+
+@pytest.fixture(scope="module")
+def forked_programs() -> Iterator[None]:
+    """The programs that a file starts by scripts.py begin with flowchan imported, which is most of what they
+    cost. For files that are not about how a program begins."""
+    with scripts.forked():
+        yield
+
+
 @pytest.fixture(scope="module")
 def one_compute_thread() -> Iterator[None]:
     """torch computes with one thread, and starts none: its threads would be left over, and do not survive a
     fork."""
-    import torch  # not every test needs it
-
+    torch = optional("torch")  # not every test needs it
+    if not torch:
+        yield
+        return
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -176,8 +266,19 @@ def holdings() -> set[str]:
 
 def leftovers(before: set[str]) -> set[str]:
     """What this process holds now and did not hold then; without the threads of Polars' allocator, which it
-    starts whenever it likes, and keeps."""
-    return {one for one in holdings() - before if not is_an_allocators(one)}
+    starts whenever it likes, and keeps, and without the helpers that Python starts once for all processes."""
+    helpers = pythons_helpers()
+    return {one for one in holdings() - before if not is_an_allocators(one) and not one.startswith(helpers)}
+
+
+def pythons_helpers() -> tuple[str, ...]:
+    """How the words for them and for their pipes begin. From 3.14 on the forkserver is used by default."""
+    server, tracker = forkserver._forkserver, resource_tracker._resource_tracker  # type: ignore[attr-defined]
+    pids, pipes = (server._forkserver_pid, tracker._pid), (server._forkserver_alive_fd, tracker._fd)
+    return (
+        *(f"process {pid}" for pid in pids if pid is not None),
+        *(f"descriptor {pipe} " for pipe in pipes if pipe is not None),
+    )
 
 
 def is_an_allocators(held: str) -> bool:
@@ -205,6 +306,10 @@ def mappings() -> set[str]:
 
 
 def children() -> set[str]:
+    return our_children() | {f"process {child}" for pid in OurTemplate.pids for child in children_of(pid)}
+
+
+def our_children() -> set[str]:
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:  # no child at all: the usual case, told by one system call
@@ -222,6 +327,21 @@ def children_of(parent: int) -> Iterator[int]:
             for child in map(int, Path(f"/proc/{parent}/task/{task}/children").read_text().split()):
                 yield child
                 yield from children_of(child)
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Where there is no torch, there may be nothing to run in the second half."""
+    if session.config.getoption("--large") == "with" and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+        session.exitstatus = pytest.ExitCode.OK
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """After pytest's own last line; but not in the processes that share the tests."""
+    if shared := config.stash.get(SHARED, None):
+        shared.close()
+    half, reporter = config.getoption("--large"), config.pluginmanager.get_plugin("terminalreporter")
+    if half and not hasattr(config, "workerinput") and not config.getoption("collectonly"):
+        halves.tell(half, reporter, config.rootpath, time.monotonic() - config.stash[BEGAN])
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -11,8 +11,6 @@ import os
 import pickle
 import select
 import signal
-import socket
-import subprocess
 import sys
 import threading
 import traceback
@@ -20,10 +18,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
-from pathlib import Path
 from typing import IO, Any, ClassVar, Protocol
 
 import cloudpickle
+from forking import ForkingProgram
 from waiting import PATIENCE
 
 FORK = multiprocessing.get_context("fork")
@@ -128,44 +126,23 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return super().reducer_override(obj)
 
 
-class Apart:
+class Apart(ForkingProgram):
     """The program apart that peers on another host are children of (apart.py), there is one for each file
     of tests that has some. It is there before the first of them looks at what there is."""
 
     running: ClassVar[Apart | None] = None
 
     def __init__(self) -> None:
-        mine, theirs = socket.socketpair()
-        self._lock = threading.Lock()
-        self._program = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("apart.py")), str(theirs.fileno())],
-            stdin=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},  # libraries start no threads when they are imported
-        )
-        theirs.close()
-        self._orders = Connection(mine.detach())
+        super().__init__("apart.py", OMP_NUM_THREADS="1")  # libraries start no threads when they are imported
 
     def start(self, function: Callable[..., Any], args: tuple[Any, ...], descriptors: list[int]) -> int:
         """Has a child run the function, and gives its process id. It has the descriptors by the numbers that
         they have here."""
         task = io.BytesIO()
         _Pickler(task, protocol=5).dump((function, args))
-        with self._lock, socket.socket(fileno=os.dup(self._orders.fileno())) as beside:
-            modules = [name for name in sys.modules if name.startswith("flowchan.hosts")]
-            modules.append(getattr(function, "__module__", None) or "builtins")
-            self._orders.send((sys.path, modules, descriptors))
-            socket.send_fds(beside, [b"+"], descriptors)
-            self._orders.send_bytes(task.getvalue())
-            child: int = self._orders.recv()
-            return child
-
-    def reap(self, child: int) -> int:
-        """The exit code of a child that has ended."""
-        with self._lock:
-            self._orders.send(child)
-            code: int = self._orders.recv()
-            return code
+        modules = [name for name in sys.modules if name.startswith("flowchan.hosts")]
+        modules.append(getattr(function, "__module__", None) or "builtins")
+        return self.order((sys.path, modules, descriptors), descriptors, task.getvalue())
 
     @classmethod
     def begin(cls) -> None:
@@ -175,9 +152,7 @@ class Apart:
     @classmethod
     def end(cls) -> None:
         if cls.running is not None:
-            cls.running._orders.send(None)
-            cls.running._program.wait(PATIENCE)
-            cls.running._orders.close()
+            cls.running.close()
             cls.running = None
 
 
@@ -283,6 +258,7 @@ class Gate:
 
     def open(self) -> None:
         for _ in range(self._peers):
+            assert select.select([self._ready], [], [], PATIENCE)[0], "a peer has not come to its gate"
             os.eventfd_read(self._ready)
         os.eventfd_write(self._go, self._peers)
 

@@ -6,8 +6,15 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from warm import Template
+
+_template: Template | None = None
+"""Of whose children the programs are, while there is one."""
 
 
 def script(folder: Path, text: str, name: str = "script.py") -> Path:
@@ -19,11 +26,24 @@ def script(folder: Path, text: str, name: str = "script.py") -> Path:
 
 def start(*command: str | Path, **options: Any) -> subprocess.Popen[str]:
     """Starts ``python *command`` in a session of its own, as a terminal does, with its output in pipes."""
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    return subprocess.Popen(
-        [sys.executable, *map(str, command)], text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, env=environment, start_new_session=True, **options,
-    )  # fmt: skip
+    pipe: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    options |= {**pipe, "env": {**os.environ, "PYTHONUNBUFFERED": "1"}, "start_new_session": True}
+    if _template is not None:
+        return _template.popen(*command, text=True, **options)
+    return subprocess.Popen([sys.executable, *map(str, command)], text=True, **options)
+
+
+@contextmanager
+def forked() -> Iterator[None]:
+    """Programs that are started meanwhile have flowchan from the program whose children they are. It has
+    imported nothing else, so they have to import whatever ``import flowchan`` does not."""
+    global _template
+    _template = Template("flowchan")
+    try:
+        yield
+    finally:
+        _template.close()
+        _template = None
 
 
 def run_python(*command: str | Path, **options: Any) -> str:

@@ -13,6 +13,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from optional import LOADED
+from warm import OurTemplate, SharedTemplate
 
 from flowchan import Channel
 
@@ -78,6 +80,19 @@ def test_what_a_thread_that_ends_late_held_in_a_cycle_is_not_left_behind() -> No
     threading.Thread(target=hold, args=(cycle,), daemon=True).start()
 
 
+def test_what_a_program_of_a_shared_template_leaves_is_seen(pytestconfig: pytest.Config) -> None:
+    """It is no descendant of the process that runs the test."""
+    children = pytestconfig.pluginmanager.get_plugin(str(HERE / "conftest.py")).children
+    shared = SharedTemplate("json")
+    template = OurTemplate(shared.name)
+    with template.popen("-c", "input()", stdin=subprocess.PIPE) as program:
+        assert f"process {program.pid}" in children()
+        program.communicate(b"end\n")
+    assert f"process {program.pid}" not in children()
+    template.close()
+    shared.close()
+
+
 SKIPS = """
 import pytest
 
@@ -93,6 +108,28 @@ def test_needs_another():
 def test_the_last_lines_say_what_was_skipped_and_how_often(tmp_path: Path) -> None:
     *_, many, one, _ = run_tests(tmp_path, SKIPS).splitlines()
     assert (many, one) == ("skipped 3: needs a tool: apt-get install tool", "skipped 1: needs another")
+
+
+def test_files_that_load_large_libraries_are_told_by_their_lines(pytestconfig: pytest.Config) -> None:
+    """Else all tests of the first half of ``make test`` are forked at four times the cost."""
+    assert pytestconfig.getoption("--large") != "without" or pytestconfig.stash[LOADED] == []
+
+
+FAILS = """
+def test_fails():
+    assert False
+
+def test_passes(): ...
+"""
+LARGE = "'''\n" + "import torch\n" + "'''\ndef test_passes_too(): ..."
+
+
+def test_the_end_of_the_second_half_says_what_both_came_to(tmp_path: Path) -> None:
+    run_tests(tmp_path, FAILS, "--large", "without", "-n1")
+    *_, failed, both, closing = run_tests(tmp_path, LARGE, "--large", "with", "-n1").splitlines()
+    assert (failed, both) == ("FAILED test_small.py::test_fails", "in both halves:")
+    assert re.fullmatch(r"1 failed, 2 passed in \d+\.\d\ds \(0:00:\d\d\)", closing)
+    assert run_tests(tmp_path, LARGE, "--large", "with").endswith("has not come to its end\n")
 
 
 HANGS = """

@@ -47,3 +47,11 @@ def wait_stats(channel: Any, **expected: int) -> None:
         return all(getattr(stats, name) == value for name, value in expected.items())
 
     wait_until(reached, what=lambda: f"{channel.stats()} where {expected} was expected")
+
+
+def nobody_waits(*channels: Any) -> bool:
+    """Neither plain readers and writers nor selects."""
+    return all(
+        stats.waiting_readers == stats.waiting_writers == stats.selecting == 0
+        for stats in (channel.stats() for channel in channels)
+    )

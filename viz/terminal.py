@@ -40,6 +40,7 @@ class LiveView:
         self._clock = clock
         self._next = clock() + PLAIN_EVERY
         self._live: Live | None = None
+        self._fails = False
         self._ends = contextlib.ExitStack()
 
     def __enter__(self) -> LiveView:
@@ -59,19 +60,33 @@ class LiveView:
 
     def show(self, stats: RunStats) -> None:
         """Show ``stats``: at once on a terminal, if a line is due elsewhere."""
-        if self._live is not None:
-            width, height = self._live.console.size
-            self._live.update(_view(stats, width, max(1, height - AROUND)), refresh=True)
-        elif self._clock() >= self._next:
-            self._next = self._clock() + PLAIN_EVERY
-            print(plain_line(stats), file=self._stream, flush=True)
+        with self._as_long_as_it_can():
+            if self._live is not None:
+                width, height = self._live.console.size
+                self._live.update(_view(stats, width, max(1, height - AROUND)), refresh=True)
+            elif self._clock() >= self._next:
+                self._next = self._clock() + PLAIN_EVERY
+                self._print(plain_line(stats))
 
     def say(self, line: str) -> None:
         """Write one line above the table."""
-        if self._live is not None:
-            self._live.console.print(line, markup=False, highlight=False)
-        else:
+        with self._as_long_as_it_can():
+            if self._live is not None:
+                self._live.console.print(line, markup=False, highlight=False)
+            else:
+                self._print(line)
+
+    def _print(self, line: str) -> None:
+        if not self._fails:
             print(line, file=self._stream, flush=True)
+
+    @contextlib.contextmanager
+    def _as_long_as_it_can(self) -> Iterator[None]:
+        """When the view fails, the run has not: it goes on without one."""
+        try:
+            yield
+        except Exception:
+            self._live, self._fails = None, True
 
 
 def _table_on(console: Console) -> Live:

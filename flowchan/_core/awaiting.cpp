@@ -76,7 +76,7 @@ nb::object Await::channel() const { return in ? in->channel : out ? out->channel
 // `unused`: somebody else may go on in this caller's place, if it was woken.
 void Await::leave(bool unused) {
     if (forks != fork_count || (!entered && !unused)) return;
-    if (std::exchange(entered, false)) {
+    if (entered.exchange(false)) {
         place->leave(unused);
         place->ch->awaiting -= place->ch->awaiting > 0;
     } else {

@@ -85,8 +85,7 @@ nb::tuple hand_over(Port& port) {
 
 // The process `pid` on another host, which this port served, has ended without closing it (C5).
 void fall(Out& out, uint64_t pid) {
-    if (!out.open) return;
-    out.open = false;
+    if (!out.open.exchange(false)) return;
     locked_ring(*out.ch, [&](Ring& ring, Wakes& wakes) {
         ring.session(out.state.session).pid = pid;
         ring.end_session(out.state.session, true, wakes, true);
@@ -95,12 +94,6 @@ void fall(Out& out, uint64_t pid) {
 
 // --- what a supervisor does for a worker that died; `port` is the supervisor's own handle of the dead
 // worker's port ---
-
-std::vector<Slot*> in_hand(In& in) {
-    std::vector<Slot*> slots;
-    locked_ring(*in.ch, [&](Ring& ring, Wakes&) { slots = ring.in_hand(in.state.session); });
-    return slots;
-}
 
 // How many workers have died in the user's code, or while something was unpickled, over what this dead one
 // had in hand, itself included; 0 when it died elsewhere.
@@ -125,6 +118,13 @@ void retire(Out& out, const std::vector<uint64_t>& items) {
     });
 }
 
+// A worker that lives on does again what it has in hand: it gets that once more, and of its outputs those are
+// skipped that are out.
+void begin_again(In& in) {
+    locked_ring(*in.ch, [&](Ring& ring, Wakes&) { ring.begin_again(in.state); });
+    for (Out* out : in.feeds) out->state.keyed = false;
+}
+
 // What a dead worker leaves is taken up: outputs that are out already stay remembered in their channel, so
 // that whoever does the item again skips them; what it had in hand goes to its successor, if it may have
 // killed it or nobody else may do it (`all`), else back to all. Of a source all outputs belong to item 0.
@@ -133,7 +133,10 @@ void take_up(const std::vector<In*>& inputs, const std::vector<Out*>& outputs,
     if (inputs.size() != successors.size()) throw nb::value_error("a successor for each input");
     std::vector<uint64_t> items;
     for (In* in : inputs)
-        for (Slot* slot : in_hand(*in)) items.push_back(slot->number);
+        locked_ring(*in->ch, [&](Ring& ring, Wakes&) {
+            for (const Slot* slot : ring.in_hand(in->state.session)) items.push_back(slot->number);
+            for (const uint64_t number : ring.to_try_again(in->state.session)) items.push_back(number);
+        });
     if (inputs.empty()) items.push_back(0);
     for (Out* out : outputs) retire(*out, items);
     for (size_t i = 0; i < inputs.size(); ++i) {
@@ -248,6 +251,8 @@ NB_MODULE(_core, m) {
         .def_prop_rw(
             "_share", [](Channel& ch) { return ch.with([](auto& medium) { return medium.share(); }); },
             [](Channel& ch, uint64_t bytes) { ch.with([&](auto& medium) { medium.share() = bytes; }); })
+        .def("_leaves_host",
+             [](Channel& ch) { locked_ring(ch, [](Ring& ring, Wakes&) { ring.header().leaves = 1; }); })
         .def_prop_ro("_socket",
                      [](Channel& ch) { return ch.with([](auto& medium) { return medium.socket(); }); })
         .def("_stats", channel_stats)
@@ -271,8 +276,10 @@ NB_MODULE(_core, m) {
                    "A reading end of a channel. Use flowchan.In: channel.reader() gives one.")
         .def("__init__", construct_port<In>, "channel"_a, "session"_a = 0)
         .def(
-            "close", [](In& in) { in.close(true); }, "Leave: the items in hand count as finished.")
-        .def("_give_up", [](In& in) { in.close(false); })
+            "close", [](In& in) { in.close(true); }, nb::lock_self(),
+            "Leave: the items in hand count as finished.")
+        .def(
+            "_give_up", [](In& in) { in.close(false); }, nb::lock_self())
         .def("_supervise", supervise<In>)
         .def("_wake_lazily", [](In& in) { in.state.lazy = true; })
         .def("_remain",  // the session belongs to no process from now on, and ends with the channel
@@ -289,6 +296,7 @@ NB_MODULE(_core, m) {
                  locked_ring(*in.ch,
                              [&](Ring& ring, Wakes&) { ring.session(in.state.session).at = Session::OURS; });
              })
+        .def("_begin_again", begin_again)
         .def("_read_alone", [](In& in) { in.state.alone = true; })
         .def(
             "_on_poison",
@@ -301,7 +309,7 @@ NB_MODULE(_core, m) {
         .def("__enter__", [](nb::handle self) { return self; })
         .def(
             "__exit__", [](In& in, nb::handle type, nb::handle, nb::handle) { in.close(type.is_none()); },
-            "type"_a.none(), "error"_a.none(), "traceback"_a.none())
+            nb::lock_self(), "type"_a.none(), "error"_a.none(), "traceback"_a.none())
         .def_prop_ro(
             "channel", [](In& in) { return in.channel; }, "The channel that it reads.")
         .def_prop_ro(
@@ -311,7 +319,7 @@ NB_MODULE(_core, m) {
     nb::class_<Out>(m, "Out", nb::type_slots(out_slots),
                     "A writing end of a channel. Use flowchan.Out: channel.writer() gives one.")
         .def("__init__", construct_port<Out>, "channel"_a, "session"_a = 0)
-        .def("close", &Out::close, "Leave; the last writer to leave closes the channel.")
+        .def("close", &Out::close, nb::lock_self(), "Leave; the last writer to leave closes the channel.")
         .def(
             "_follow",
             [](nb::handle self, nb::handle reader, bool ordered, bool single) {
@@ -335,8 +343,8 @@ NB_MODULE(_core, m) {
         .def("_hand_over", hand_over<Out>)
         .def("__enter__", [](nb::handle self) { return self; })
         .def(
-            "__exit__", [](Out& out, nb::handle, nb::handle, nb::handle) { out.close(); }, "type"_a.none(),
-            "error"_a.none(), "traceback"_a.none())
+            "__exit__", [](Out& out, nb::handle, nb::handle, nb::handle) { out.close(); }, nb::lock_self(),
+            "type"_a.none(), "error"_a.none(), "traceback"_a.none())
         .def_prop_ro(
             "channel", [](Out& out) { return out.channel; }, "The channel that it writes.")
         .def_prop_ro(

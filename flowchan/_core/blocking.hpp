@@ -65,7 +65,7 @@ struct Traits<LocalQueue> {
     // Nobody dies here, and only the main thread has signals to look after: the others sleep until they are
     // woken.
     static int64_t slice(Deadline deadline) {
-        return gettid() == getpid() ? deadline.slice() : deadline.left();
+        return thread_number() == uint32_t(getpid()) ? deadline.slice() : deadline.left();
     }
     static int sleep(LocalQueue&, const Caller&, Node& node, int64_t ns) {
         return futex_wait(node.word, node.seen, ns, false);
@@ -124,19 +124,19 @@ struct Traits<Ring> {
     }
     static bool may_pass(Ring& r, const Caller& caller, const Waiting* waiting) {
         const Gate& g = gate(r, caller.side);
-        if (!g.starving || caller.ordered || (waiting && g.starving == uint32_t(gettid()))) return true;
+        if (!g.starving || caller.ordered || (waiting && g.starving == thread_number())) return true;
         return caller.side == Side::Writer && !r.has_room(g.starving_size);
     }
     static void starve(Ring& r, const Caller& caller, Waiting&) {
         Gate& g = gate(r, caller.side);
         if (g.starving || caller.ordered) return;
         g.starving_size = caller.size;
-        g.starving = uint32_t(gettid());
+        g.starving = thread_number();
     }
     static void end(Ring& r, const Caller& caller, Waiting&, bool used, Wakes& wakes) {
         Gate& g = gate(r, caller.side);
         uint32_t& count = caller.side == Side::Reader ? wakes.readers : wakes.writers;
-        if (g.starving && g.starving == uint32_t(gettid())) {
+        if (g.starving && g.starving == thread_number()) {
             g.starving = 0;
             count += g.call_all();  // those who had to stand back
         } else if (!used) {

@@ -54,6 +54,9 @@ bool Channel::reaches_processes() const {
 bool Channel::usable() {
     if (forks == fork_count) return true;
     if (reaches_processes()) {  // the child is another user of the same memory
+        nb::object self = nb::find(*this);
+        nb::ft_object_guard guard(self);
+        if (forks == fork_count) return true;  // another thread was quicker
         plain = 0;
         awaiting = 0;
         forks = fork_count;

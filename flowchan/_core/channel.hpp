@@ -1,4 +1,8 @@
 // The Python objects: Channel over its medium, and its ports In and Out.
+//
+// What a medium's lock does not guard of a port is guarded by the GIL, and where there is none by the critical
+// section of the port's object: whoever uses a port for a thread holds it, and it is given away and taken back
+// exactly where the GIL is.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -28,13 +32,14 @@ class Channel {
     std::shared_ptr<Ring> ring_;
 
   public:
+    std::atomic<bool> lends = false;          // whether there ever was a loan
     std::vector<std::weak_ptr<Block>> loans;  // memory of the ring that writers here fill, or have put
     std::string name;
     uint64_t capacity = 0;
     uint64_t max_bytes = 0;  // UINT64_MAX: no limit (threads)
-    uint64_t forks = fork_count;
-    bool hosts = false;  // ring: others read it whom no descriptor reaches
-    uint32_t plain = 0;  // ring: this process's own session, opened when first needed
+    std::atomic<uint64_t> forks = fork_count;
+    bool hosts = false;               // ring: others read it whom no descriptor reaches
+    std::atomic<uint32_t> plain = 0;  // ring: this process's own session, opened when first needed
     std::atomic<uint32_t> awaiting =
         0;  // coroutines of this process that wait here: a count for stats, no partner
 
@@ -120,9 +125,9 @@ struct In {
     std::vector<LocalQueue::Item>
         hand;                 // threads: the items in hand, to be given back if they are not finished
     std::vector<Out*> feeds;  // the writers whose outputs belong to the item in hand
-    uint64_t forks = fork_count;
+    std::atomic<uint64_t> forks = fork_count;
     uint64_t generation = 0;
-    bool open = true;
+    std::atomic<bool> open = true;
     Turn turn;
     std::atomic<bool> copying =
         false;  // an item is being read from where it lies: the port can't be closed just now
@@ -164,9 +169,9 @@ struct Out {
     Channel* ch;
     WriterState state;
     nb::object reader;  // the In that numbers the items, or null
-    uint64_t forks = fork_count;
+    std::atomic<uint64_t> forks = fork_count;
     uint64_t generation = 0;
-    bool open = true;
+    std::atomic<bool> open = true;
     std::atomic<uint32_t> copying =
         0;  // large items that threads are writing to their places: it can't be closed just now
     bool replays =
@@ -241,7 +246,7 @@ struct Await {
     Out* out = nullptr;
     std::optional<Place> place;
     uint64_t forks = fork_count;
-    bool entered = false;
+    std::atomic<bool> entered = false;
 
     Await(nb::object target, bool reading, bool again);
     ~Await();

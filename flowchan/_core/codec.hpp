@@ -14,6 +14,7 @@ namespace flowchan {
 
 // A Frame that keeps alive what its pieces point to.
 struct ObjectFrame : Frame {
+    bool leaves = false;  // to another host; set before encoding
     PyObject* keep = nullptr;
     std::vector<Py_buffer> buffers;
     char header[PIN + 8 + 16 * 16];

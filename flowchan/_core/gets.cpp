@@ -142,7 +142,8 @@ Step await_place(LocalQueue& queue, Out& out) {
     const bool now = waits();
     lock.unlock({});
     if (!now) return Step::Done;
-    nb::object kept = nb::find(out);  // others may close and drop it meanwhile
+    nb::object kept = nb::find(out);          // others may close and drop it meanwhile
+    if (!kept.is_valid()) return Step::Done;  // they just do
     return perform(
         queue, [&](bool) { return Caller{Side::Writer, &out, 0, 0, true, ANY_TURN}; },
         [&](Wakes&) { return waits() ? Step::Wait : Step::Done; }, Deadline{});

@@ -30,20 +30,24 @@ constexpr int64_t LONG_YIELD_NS = 300'000;
 constexpr uint32_t MOST_LEFT_OUT = 4096;
 constexpr uint32_t LEAST_PAUSES = 20;  // longer ones only as long as they pay: a busy machine needs the core
 
-// With more members than cores the one that is awaited can't run while others spin.
+// 11 ns each, so 90 µs: to sleep and be woken costs as much. With more members than cores the one that is awaited
+// can't run while others spin.
 uint32_t most_pauses(uint32_t members) {
     static const uint32_t cores = std::thread::hardware_concurrency();
-    return members <= cores ? 1000 : LEAST_PAUSES;
+    return members <= cores ? 8000 : LEAST_PAUSES;
 }
 constexpr uint32_t INSIDE = 1u << 31;
 
 // As measured. With more members than cores a round costs context switches, so there are few of them; with a
-// core for each, chunks are so small that all that is read again lies in its second cache.
+// core for each, chunks are so small that all that is read again lies in its second cache. In chunks one that
+// has something and one that reads it are both at work; reading its own memory, only the reader is.
 Plan plan_for(uint32_t size) {
+    constexpr uint64_t DIRECT = 256 * 1024;
     const bool crowded = size > std::thread::hardware_concurrency();
     return {.exchange = size == 2 ? 256 * 1024u : 32 * 1024u,
             .chunk = crowded ? BIG : 128 * 1024,
-            .direct = 256 * 1024,
+            .direct = DIRECT,
+            .from_one = crowded ? DIRECT : NEVER,
             .past = 8 << 20};
 }
 
@@ -164,23 +168,37 @@ End Member::join() {
 void Member::leave() {
     if (!joined()) return;
     leaving_ = true;
+    if (in_use_.is_mine()) return;
+    const std::lock_guard lock(in_use_);
+    depart();
+}
+
+void Member::retire() {
+    broken_ = true;
+    if (in_use_.is_mine()) return;
+    const std::lock_guard lock(in_use_);
+    give_up();
+}
+
+void Member::depart() {
     uint32_t here = HERE;
     seat(rank).gone.compare_exchange_strong(here, LEFT);
     seat(rank).over = 1;
-    for (Cell& one : seat(rank).cell) futex_wake(one.round, UINT32_MAX, true);
+    std::atomic_thread_fence(std::memory_order_release);  // as in give_up
+    wake_all();
 }
 
 void Member::give_up() {
     uint32_t here = HERE;
     seat(rank).gone.compare_exchange_strong(here, GAVE_UP);
+    // Whoever has this memory next may write where others still read: they must not see that before `gone`.
+    std::atomic_thread_fence(std::memory_order_release);  // partner: the fence in pull
     broken_ = true;
-    for (Cell& one : seat(rank).cell) futex_wake(one.round, UINT32_MAX, true);
+    wake_all();
 }
 
-void Member::retire() {
-    broken_ = true;
-    const std::lock_guard lock(in_use_);
-    give_up();
+void Member::wake_all() {
+    for (Cell& one : seat(rank).cell) futex_wake(one.round, UINT32_MAX, true);
 }
 
 void Member::count_out(uint32_t member) {
@@ -207,6 +225,7 @@ End Member::begin(Call call) {
     if (leaving_) return End::Closed;
     if (broken_) return End::Gone;
     if (const End end = join(); end != End::Done) return end;
+    if (header_->disbanded.load(std::memory_order_relaxed)) return End::Gone;
     Seat& mine = seat(rank);
     mine.operation.store(mine.operation.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
     mine.doing.store(call.doing | INSIDE, std::memory_order_relaxed);
@@ -220,9 +239,13 @@ End Member::begin(Call call) {
 End Member::finish(End end) {
     Seat& mine = seat(rank);
     prefetch(&mine.cell[(round_ + 1) & 1]);  // for the next operation: it is in the others' caches
-    if (end == End::Done || end == End::Mismatch || end == End::NoMemory)
+    const bool goes_on = end == End::Done || end == End::Mismatch || end == End::NoMemory;
+    if (goes_on)
         mine.doing.store(mine.doing.load(std::memory_order_relaxed) & ~INSIDE, std::memory_order_relaxed);
-    else if (joined())
+    if (!joined()) return end;
+    if (leaving_)
+        depart();
+    else if (!goes_on || broken_)
         give_up();
     return end;
 }

@@ -12,7 +12,9 @@
 //    only when a cell that it waits for can never have the number: its owner is gone, and the number is not
 //    there afterwards. So all survivors complete an operation, or none does. What is decided besides (that
 //    calls do not match, that there is no memory) follows from what the first round shows to all.
-//  - Who gives up in the middle of an operation publishes nothing any more: it is as good as dead.
+//  - Who gives up in the middle of an operation publishes nothing any more: it is as good as dead. So is who
+//    leaves, and leaving waits for the thread that is inside: what the others see of a member that is gone is
+//    all that there will ever be.
 //
 // Large arrays are read from where they lie, by the system call that debuggers read with. The first round shows
 // where that is; a second one says that it has been read, and nobody returns before it: so what is read is as it
@@ -31,6 +33,7 @@
 #include <algorithm>
 #include <memory>
 #include <mutex>
+#include <thread>
 
 namespace flowchan {
 
@@ -94,6 +97,7 @@ struct Plan {
     uint64_t exchange = 0;  // up to so many bytes everybody reads all inputs, and combines them for itself
     uint64_t chunk = 0;     // in pieces of so many bytes larger ones are moved
     uint64_t direct = 0;    // from so many on, members read each other's own memory
+    uint64_t from_one = 0;  // the same where all read what one member has
     uint64_t past = 0;      // from so many on, what is only moved is written past the caches
 };
 
@@ -103,6 +107,7 @@ struct GroupHeader {
     Plan plan;  // the same for all, so it is its maker's
     uint32_t size = 0;
     std::atomic<uint32_t> fenced{0};
+    std::atomic<uint32_t> disbanded{0};  // nobody begins an operation any more
 };
 
 // Where a member has something for another one, a channel or the memory of another group: a descriptor of its
@@ -153,11 +158,14 @@ class Member {
     void hold();
     End join();  // this process is the member from now on; Taken: another one is
     bool joined() const { return joined_ == process_number_now(); }
-    void leave();  // any number of times
-    void give_up();
-    // From outside of an operation: one that another thread is inside ends first, and publishes nothing after.
-    void retire();
+    // Any number of times. An operation that another thread is inside ends first, and publishes nothing after; in
+    // one that the caller is inside, as the handler of a signal, it is done at the end.
+    void leave();
+    void retire();                    // the same, as who has given up
     void count_out(uint32_t member);  // it ended before it joined
+    // By anybody who has the memory. Each that would begin an operation gives up instead, so what others are in
+    // ends as it does when one dies between two of them.
+    void disband() { header_->disbanded = 1; }
     Sight see(uint32_t member) const;
     // Shows `member` where this one has something for it. False, with errno: there is no memory.
     bool show_lane(Table table, uint32_t member, uint64_t fd, uint64_t inode);
@@ -172,16 +180,28 @@ class Member {
         const uint64_t most = way == Way::Exchange ? BIG : way == Way::Slices ? 0 : plan_.exchange;
         return bytes <= most ? Way::Exchange : Way::Slices;
     }
-    Way way_of_moving(uint32_t doing, uint64_t bytes) const {
+    Way way_of_moving(uint32_t doing, uint64_t bytes, bool from_one = false) const {
         const Way way = chosen_[doing % OPERATIONS];
-        const uint64_t least = way == Way::Direct ? 1 : way == Way::Chunks ? NEVER : plan_.direct;
+        const uint64_t planned = from_one ? plan_.from_one : plan_.direct;
+        const uint64_t least = way == Way::Direct ? 1 : way == Way::Chunks ? NEVER : planned;
         return size > 1 && direct_ && bytes >= least ? Way::Direct : Way::Chunks;
     }
     // All members choose the same, or their calls do not match.
     void choose(uint32_t doing, Way way) { chosen_[doing % OPERATIONS] = way; }
 
-    // One operation at a time, by whoever has this.
-    std::mutex& in_use() { return in_use_; }
+    // One operation at a time, by the thread that has this.
+    class Use {
+      public:
+        void lock() { mutex_.lock(), by_ = std::this_thread::get_id(); }
+        bool try_lock() { return mutex_.try_lock() && (by_ = std::this_thread::get_id(), true); }
+        void unlock() { by_ = std::thread::id(), mutex_.unlock(); }
+        bool is_mine() const { return by_ == std::this_thread::get_id(); }
+
+      private:
+        std::mutex mutex_;
+        std::atomic<std::thread::id> by_{};
+    };
+    Use& in_use() { return in_use_; }
 
     // --- operations; `key` says what the call is, for the comparison with those of the others ---
     struct Call {
@@ -239,6 +259,9 @@ class Member {
     uint64_t shown_at(uint32_t member) const { return *reinterpret_cast<const uint64_t*>(cell(member).data); }
     End begin(Call call);
     End finish(End end);
+    void give_up();
+    void depart();
+    void wake_all();
     void publish(Call call, uint32_t flags, uint64_t bytes);
     // One more round of an operation that has been judged.
     End next(Call call, Patience& patience);
@@ -258,6 +281,7 @@ class Member {
     bool may_join(uint32_t member) const;
     bool any_is_lost(uint32_t from) const;
     bool reserve_big();  // this member's big slots
+    End alone(Call call, const void* in, void* out, size_t bytes);
     End exchange(Call call, const void* in, void* out, size_t count, Element element, Op op, int root,
                  Patience&);
     End slices(Call call, const void* in, void* out, size_t count, Element element, Op op, int root,
@@ -281,7 +305,7 @@ class Member {
     std::atomic<bool> broken_ = false;  // likewise, and nothing is begun any more
     bool fenced_ = false, reserved_ = false;
     bool direct_ = true;  // until one member could not read another one's memory
-    std::mutex in_use_;
+    Use in_use_;
 };
 
 }  // namespace flowchan

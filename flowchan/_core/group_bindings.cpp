@@ -176,7 +176,7 @@ void bind_group(nb::module_& m) {
         .def_prop_ro("_joined", &PyGroup::joined)
         .def_prop_ro("_broken", &PyGroup::broken)
         .def("_join", [](PyGroup& group) { return int(group.join()); })
-        .def("_leave", &PyGroup::leave)
+        .def("_leave", &PyGroup::leave, nb::call_guard<nb::gil_scoped_release>())
         .def("_hold", &PyGroup::hold)
         .def("_give_up", &PyGroup::retire, nb::call_guard<nb::gil_scoped_release>())
         .def(
@@ -188,9 +188,10 @@ void bind_group(nb::module_& m) {
             "_way",
             [](PyGroup& group, uint32_t doing, uint64_t bytes, bool combining) {
                 return int(combining ? group.way_of_combining(doing, bytes)
-                                     : group.way_of_moving(doing, bytes));
+                                     : group.way_of_moving(doing, bytes, doing == BROADCAST));
             },
             "doing"_a, "size"_a, "combining"_a)
+        .def("_disband", &PyGroup::disband)
         .def("_count_out", &PyGroup::count_out, "member"_a)
         .def("_show_lane", show_lane, "member"_a, "fd"_a, "inode"_a, "offer"_a = false)
         .def("_lane_from", lane_from, "member"_a, "offer"_a = false)

@@ -14,7 +14,7 @@ namespace flowchan {
 
 using namespace nb::literals;
 
-// The numbers of the operations; flowchan/collective/group.py has their names.
+// The numbers of the operations; flowchan/collective/operations.py has their names.
 enum Doing : uint32_t { BARRIER = 1, BROADCAST, REDUCE, ALLREDUCE, REDUCE_SCATTER, ALLGATHER, ALLTOALL = 9 };
 // What the members of an operation give: values of Python, or arrays whose sizes all know.
 constexpr uint64_t VALUES = 1, KNOWN = 3;

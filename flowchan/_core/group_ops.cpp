@@ -18,6 +18,7 @@ namespace flowchan {
 namespace {
 
 constexpr size_t LEAST_CHUNK = 32 * 1024;
+constexpr size_t WARM = 2 * 1024;  // bytes that are still in the nearest cache when they are copied on
 
 // So large that there are two of them at least.
 size_t chunk_of(size_t bytes, size_t most) {
@@ -125,8 +126,16 @@ End Member::barrier(Call call, Patience& patience) {
     return finish(show(call, 0, 0, [](void*) {}, patience));
 }
 
+// The only member has what all have: so it is with the first member of a host, where it is by itself.
+End Member::alone(Call call, const void* in, void* out, size_t bytes) {
+    const End end = begin(call);
+    if (end == End::Done && in != out) copy(out, in, bytes);
+    return finish(end);
+}
+
 End Member::allreduce(Call call, const void* in, void* out, size_t count, Element element, Op op, int root,
                       Patience& patience) {
+    if (size == 1) return alone(call, in, out, count * size_of_element(element));
     const Way way = way_of_combining(call.doing, count * size_of_element(element));
     return finish(way == Way::Exchange ? exchange(call, in, out, count, element, op, root, patience)
                                        : slices(call, in, out, count, element, op, root, patience));
@@ -159,11 +168,14 @@ End Member::slices(Call call, const void* in, void* out, size_t count, Element e
     };
     const auto reduce = [&](size_t t) {
         const size_t from = cut(length(t), rank, size), upto = cut(length(t), rank + 1, size);
+        unsigned char* to = result(rank, round_ + 1);
         Inputs inputs(size);
-        for (uint32_t r = 0; r < size; ++r)
-            inputs[r] = r == rank ? at(in, t * chunk + from) : at(big(r), from);
-        kernel(result(rank, round_ + 1), inputs.data(), size, (upto - from) / width);
-        if (gets) copy(at(out, t * chunk + from), result(rank, round_ + 1), upto - from);
+        for (size_t p = from; p < upto; p += WARM, to += WARM) {
+            const size_t piece = std::min(WARM, upto - p);
+            for (uint32_t r = 0; r < size; ++r) inputs[r] = r == rank ? at(in, t * chunk + p) : at(big(r), p);
+            kernel(to, inputs.data(), size, piece / width);
+            if (gets) copy(at(out, t * chunk + p), to, piece);
+        }
     };
     const auto gather = [&](size_t t) {
         for (uint32_t i = 1; gets && i < size; ++i) {
@@ -211,7 +223,8 @@ End Member::reduce_scatter(Call call, const void* in, void* out, size_t count, E
 }
 
 End Member::broadcast(Call call, void* data, size_t bytes, uint32_t root, Patience& patience) {
-    const bool direct = way_of_moving(call.doing, bytes) == Way::Direct;
+    if (size == 1) return alone(call, data, data, bytes);
+    const bool direct = way_of_moving(call.doing, bytes, true) == Way::Direct;
     const size_t chunk = bytes <= plan_.exchange ? std::max<size_t>(bytes, 1) : chunk_of(bytes, plan_.chunk);
     const size_t rounds = chunks(bytes, chunk);
     const auto give = bytes < plan_.past ? copy : copy_past;

@@ -34,11 +34,11 @@
 namespace flowchan {
 
 constexpr uint64_t MAGIC = 0x6e616863776f6c66;  // "flowchan"
-constexpr uint64_t VERSION = 6;
+constexpr uint64_t VERSION = 7;
 // Ports, and plain users and HOLDERs beside them; number 0 is nobody's.
 constexpr uint32_t SESSIONS = 4096 + 256;
-constexpr uint32_t RECORDS = 16;  // of redo
-constexpr uint64_t PAGE = 4096;
+constexpr uint32_t RECORDS = 16;    // of redo
+constexpr uint64_t PAGE = 4096;     // by which blocks are laid out, whatever the kernel's is
 constexpr uint64_t GROW = 1 << 16;  // blocks are reserved in steps of up to this, and slots a page at a time
 constexpr uint64_t UNIT = 64;       // blocks are multiples of it and aligned to it
 constexpr uint32_t CLASSES = 136;   // block sizes, four to a doubling: 64 B << 34
@@ -142,10 +142,12 @@ struct Header : Constants {
     uint64_t reserved_sessions;  // so many records are; likewise
 
     alignas(64) pthread_mutex_t mutex;
+    // Number of the process that took the lock last: a hint for pace.hpp. In the mutex's line, also where that
+    // has 48 bytes (aarch64).
+    uint64_t had_by;
     // What of the blocks and slots every process must map before it follows anything. They never shrink, and
     // come before what they announce; no redo needed. Beside the mutex, because everybody looks who takes it.
     uint64_t map_blocks_to, map_slots_from;
-    uint64_t had_by;  // number of the process that took the lock last: a hint for pace.hpp
     // --- below: only under the mutex, only by a Change, unless said otherwise ---
     // What every put and get writes.
     alignas(64) uint64_t head;
@@ -174,6 +176,9 @@ struct Header : Constants {
     uint64_t cause, cause_size;  // block with the pickled cause of BROKEN
     // The one writer, a link, is to hear of each item that is finished, and of a reader that waits.
     uint64_t heard;
+    // What is put goes to another host, so nothing of it may stay on a device of this one. No redo: it is set
+    // before anybody else has the channel.
+    uint64_t leaves;
 
     alignas(64) uint64_t numbered;  // how many items have got their number
     uint64_t leased;                // items on lease, over all sessions

@@ -49,6 +49,7 @@ void Link::after_fork() {
 void Link::in_child() {
     for (Link* link : live) {
         if (link->fd_ >= 0) ::close(std::exchange(link->fd_, -1));
+        link->again_.close();
         link->closed_ = true;
     }
     after_fork();
@@ -93,26 +94,37 @@ void Link::close() {
         if (fd_ >= 0) shutdown(fd_, SHUT_RDWR);
         changed_.notify_all();
         told_.notify_all();
+        again_.ring();
     }
     ring_bell();
     for (std::thread* thread : {&sender_, &receiver_})
         if (thread->joinable()) thread->join();
     std::lock_guard lock(mutex_);
     if (fd_ >= 0) ::close(std::exchange(fd_, -1));
+    again_.close();
     lines_.clear();
 }
 
 void Link::attach(int fd) {
     std::unique_lock lock(mutex_);
+    take_over(lock, fd);
+    again_.ring();
+}
+
+void Link::take_over(std::unique_lock<std::mutex>& lock, int fd) {
     // The old connection comes to its end before the new one says what has arrived: what is still received
     // over it would be received twice.
-    if (fd_ >= 0 && !std::exchange(lost_, true)) {
-        shutdown(fd_, SHUT_RDWR);
-        breaks.fetch_add(1, std::memory_order_relaxed);
+    while (fd_ >= 0 && !closed_) {
+        if (!std::exchange(lost_, true)) {
+            shutdown(fd_, SHUT_RDWR);
+            breaks.fetch_add(1, std::memory_order_relaxed);
+        }
+        if (users_ == 0)
+            ::close(std::exchange(fd_, -1));
+        else
+            changed_.wait(lock);
     }
-    changed_.wait(lock, [&] { return fd_ < 0 || users_ == 0 || closed_; });
     if (closed_) return void(::close(fd));
-    if (fd_ >= 0) ::close(fd_);
     fd_ = fd;
     lost_ = false;
     connection_ += 1;
@@ -126,9 +138,9 @@ void Link::attach(int fd) {
         for (Source& source : line->sources) source.connect();
         for (Sink& sink : line->sinks) sink.dirty = true;
     }
+    if (!home_) again_.note(fd);
     heard_at_.store(now_ns(), std::memory_order_relaxed);
     changed_.notify_all();
-    lock.unlock();
     ring_bell();
 }
 
@@ -140,7 +152,9 @@ void Link::leave_connection(int fd, const std::string& why) {
         lost_ = true;
         shutdown(fd, SHUT_RDWR);
         breaks.fetch_add(1, std::memory_order_relaxed);
-        if (!closed_) tell("broken: " + why);
+        broke_ = true;
+        again_.why = why;
+        if (!closed_ && (home_ || !again_.is_ready())) tell("broken: " + why);
     }
     if (fd == fd_ && lost_ && users_ == 0 && !closed_) ::close(std::exchange(fd_, -1));
     changed_.notify_all();

@@ -27,6 +27,7 @@
 #include <thread>
 #include <vector>
 
+#include "link_again.hpp"
 #include "link_ports.hpp"
 
 namespace flowchan {
@@ -76,6 +77,9 @@ class Link {
     Link(const Link&) = delete;
 
     void attach(int fd);  // takes over the descriptor; what was sent and is not acknowledged is sent again
+    // After a break the end away from home comes back by itself, to the port that home listens at.
+    void listen_again(int fd, const Digest& key);  // takes over the descriptor
+    void dial_again(uint16_t port, const Digest& key);
     struct Taking {
         std::shared_ptr<Ring> ring;
         uint32_t session;
@@ -122,7 +126,8 @@ class Link {
     bool settle(LinkLine& line);
     void tell_if_finished(LinkLine& line);
     void tell_if_refused(const LinkLine& line, Source& source, uint16_t port);
-    bool collect(LinkLine& line, std::vector<WaitedWord>& words, std::vector<std::shared_ptr<Ring>>& rings);
+    bool collect(LinkLine& line, std::vector<WaitedWord>& words, std::vector<std::shared_ptr<Ring>>& rings,
+                 int64_t& until);
     bool settle_sink(LinkLine& line, Sink& sink, uint64_t upto, Wakes& wakes);
     void sleep(uint32_t heard);
     void say(const Head& head, const std::string& payload = {});
@@ -161,6 +166,8 @@ class Link {
     }
     void leave_connection(int fd, const std::string& why);
     void tell(std::string event);
+    void take_over(std::unique_lock<std::mutex>& lock, int fd);
+    void come_back(std::unique_lock<std::mutex>& lock);  // link_again.cpp
 
     static void before_fork();
     static void after_fork();
@@ -178,7 +185,9 @@ class Link {
     int users_ = 0;  // threads that send or receive over fd_
     uint64_t connection_ = 0;
     bool closed_ = false;
-    bool lost_ = false;         // the connection is of no use any more, its last user closes it
+    bool lost_ = false;   // the connection is of no use any more, its last user closes it
+    bool broke_ = false;  // and nobody has begun to come back since
+    Again again_;
     uint32_t served_last_ = 0;  // the line after which the next round begins
 
     Outgoing out_;

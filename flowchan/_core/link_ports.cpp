@@ -42,6 +42,15 @@ void Allowance::hear(uint64_t used, int64_t round_trip) {
 
 // --- Source ---
 
+void Source::Entries::grow() {
+    std::vector<Entry> more(std::max<uint64_t>(64, 2 * all_.size()));
+    const uint64_t n = size();
+    for (uint64_t i = 0; i < n; ++i) more[i] = (*this)[i];
+    all_.swap(more);
+    begin_ = 0;
+    end_ = n;
+}
+
 Source::Source(std::shared_ptr<Ring> ring_, uint32_t session, bool alone)
     : ring(std::move(ring_)), gate(*ring, Side::Reader, session) {
     reader.session = session;
@@ -117,7 +126,7 @@ void Source::free_oldest(uint64_t n) {
     n = std::min<uint64_t>(n, entries.size());
     if (!n) return;
     for (uint64_t i = 0; i < n; ++i) bytes -= entries[i].size;
-    entries.erase(entries.begin(), entries.begin() + int64_t(n));
+    entries.drop_oldest(n);
     base += n;
     sent = std::max(sent, base);
     if (left) return;
@@ -130,7 +139,7 @@ void Source::leave() {
     Holding holding(*ring);
     gate.leave();
     ring->end_session(reader.session, false, holding.wakes);
-    entries.clear();
+    entries = {};
     sent = base;
 }
 
@@ -150,7 +159,7 @@ void Source::hear_recalled(uint64_t got) {
     recall_said = false;
     const uint64_t kept = std::clamp(got, base, base + entries.size()) - base, n = entries.size() - kept;
     for (uint64_t i = kept; i < entries.size(); ++i) bytes -= entries[i].size;
-    entries.resize(kept);
+    entries.drop_newest(n);
     sent = base + kept;
     window.shrink();
     Holding holding(*ring);
@@ -299,7 +308,14 @@ static Sink::Progress progress_in(Ring& ring, bool on_demand) {
 Sink::Progress Sink::look_at_worker() {
     Holding holding(*ring);
     gate.leave();
+    inside_ = ring->inside();
     return seen = progress_in(*ring, on_demand);
+}
+
+void Sink::has_told() {
+    const int64_t now = now_ns();
+    const bool quick = now - std::exchange(told_at_, now) < 3 * ALONE_NS;
+    alone_until = quick && inside_ >= ENOUGH ? now + ALONE_NS : 0;
 }
 
 bool Sink::stand_for_worker() {

@@ -104,6 +104,27 @@ class Source {
         uint64_t size, number, key;
         uint8_t kind, deaths;
     };
+    // Those on lease, oldest first, in a ring that grows: a std::deque would go to malloc for every dozen.
+    class Entries {
+      public:
+        uint64_t size() const { return end_ - begin_; }
+        bool empty() const { return begin_ == end_; }
+        Entry& operator[](uint64_t i) { return all_[(begin_ + i) & (all_.size() - 1)]; }
+        const Entry& operator[](uint64_t i) const { return all_[(begin_ + i) & (all_.size() - 1)]; }
+        const Entry& back() const { return (*this)[size() - 1]; }
+        void push_back(const Entry& entry) {
+            if (size() == all_.size()) grow();
+            end_ += 1;
+            (*this)[size() - 1] = entry;
+        }
+        void drop_oldest(uint64_t n) { begin_ += n; }
+        void drop_newest(uint64_t n) { end_ -= n; }
+
+      private:
+        void grow();
+        std::vector<Entry> all_;  // a power of two of them, or none
+        uint64_t begin_ = 0, end_ = 0;
+    };
 
     Source(std::shared_ptr<Ring> ring, uint32_t session, bool alone);
     ~Source();
@@ -151,7 +172,7 @@ class Source {
     const std::shared_ptr<Ring> ring;
     ReaderState reader;
     Stand gate;
-    std::deque<Entry> entries;  // on lease here: from item `base` on, those before `sent` are under way
+    Entries entries;  // on lease here: from item `base` on, those before `sent` are under way
     uint64_t base = 0, sent = 0, bytes = 0, done = 0;
     Window window;        // home
     Allowance allowance;  // away
@@ -227,6 +248,16 @@ class Sink {
     } told, seen;
     Progress look_at_worker();  // as `seen`
     bool stand_for_worker();    // false: it has gone on since then
+    // A quick worker with enough to go on with is left alone until then. To be called at each of its items
+    // would cost more than a cheap item does, for the worker too, and home gains nothing by hearing of each.
+    int64_t alone_until = 0;
+    void has_told();
+
+  private:
+    static constexpr int64_t ALONE_NS = 100'000;
+    static constexpr uint64_t ENOUGH = 2;
+    uint64_t inside_ = 0;  // when last looked at
+    int64_t told_at_ = 0;
 };
 
 Frame frame_of(const Received& item);

@@ -2,6 +2,7 @@
 // never waits for room: what finds none is staged.
 #include "link.hpp"
 
+#include <poll.h>
 #include <sys/socket.h>
 #include <algorithm>
 #include <cstddef>
@@ -15,6 +16,10 @@ constexpr uint64_t SMALL = Taken::LOCAL;  // items up to here are put in runs
 // What follows a large item is received together with its end. Another one is likely: of that only the
 // beginning is to be copied.
 constexpr uint64_t AFTER_LARGE = 4096;
+// What is still to come of a large item wakes this thread when so much of it is there, or all of it, and not
+// with each segment: a wake-up takes the time in which 50 KB could be copied.
+constexpr uint64_t WORTH_WAKING = 256 << 10;
+constexpr int MOST_MS = 100;  // on a slow connection, as long as something comes, the other side lives
 const char* const WRONG = "the other side sent what no agent of this version sends";
 
 }  // namespace
@@ -25,7 +30,11 @@ void Link::receive_loop() {
         int fd = -1;
         {
             std::unique_lock lock(mutex_);
-            changed_.wait(lock, [&] { return closed_ || (fd_ >= 0 && !lost_ && connection_ != served); });
+            while (!closed_ && (fd_ < 0 || lost_ || connection_ == served))
+                if (again_.is_ready() && std::exchange(broke_, false))
+                    come_back(lock);
+                else
+                    changed_.wait(lock);
             if (closed_) return;
             served = connection_;
             fd = fd_;
@@ -321,10 +330,37 @@ bool Link::claim(LinkLine& line, Sink& sink, const Received& item, Slot*& slot) 
     return true;
 }
 
+namespace {
+
+class LowWaterMark {
+  public:
+    explicit LowWaterMark(int fd) : fd_(fd) {}
+    ~LowWaterMark() { set(1); }
+    LowWaterMark(const LowWaterMark&) = delete;
+    // Until so many bytes are there, or the connection ends; for MOST_MS.
+    void await(uint64_t bytes) {
+        set(int(bytes));
+        pollfd one{fd_, POLLIN, 0};
+        poll(&one, 1, MOST_MS);
+    }
+
+  private:
+    void set(int bytes) {
+        if (std::exchange(bytes_, bytes) == bytes) return;
+        setsockopt(fd_, SOL_SOCKET, SO_RCVLOWAT, &bytes, sizeof bytes);
+    }
+    const int fd_;
+    int bytes_ = 1;
+};
+
+}  // namespace
+
 // Null `to`: nobody wants it.
 bool Link::read_large(int fd, char* to, const char* begun, uint64_t have, uint64_t size, Behind& behind) {
     std::vector<char> nowhere(to ? 0 : GATHER);
     if (to) memcpy(to, begun, have);
+    LowWaterMark mark(fd);
+    const bool waits = size - have >= WORTH_WAKING;
     while (have < size) {
         const uint64_t left = size - have, most = std::min(left, to ? 4 * GATHER : GATHER);
         iovec pieces[] = {{to ? to + have : nowhere.data(), most},
@@ -332,8 +368,9 @@ bool Link::read_large(int fd, char* to, const char* begun, uint64_t have, uint64
         msghdr message{};
         message.msg_iov = pieces;
         message.msg_iovlen = 2;
-        const ssize_t n = recvmsg(fd, &message, 0);
-        if (n < 0 && errno == EINTR) continue;
+        if (waits) mark.await(std::min(left, WORTH_WAKING));
+        const ssize_t n = recvmsg(fd, &message, waits ? MSG_DONTWAIT : 0);
+        if (n < 0 && (errno == EINTR || (waits && errno == EAGAIN))) continue;
         if (n <= 0) return false;
         const uint64_t part = std::min(uint64_t(n), most);
         have += part;

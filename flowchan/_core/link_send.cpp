@@ -171,6 +171,7 @@ void Link::say_progress(LinkLine& line) {
         if (now == sink.told && !sink.dirty) continue;
         sink.told = now;
         sink.dirty = false;
+        sink.has_told();
         Head head{.n = now.in_hand, .line = line.number, .port = port, .say = Say::INPUT};
         head.flags = uint8_t(now.flags | (std::exchange(sink.recalled, false) ? RECALLED : 0));
         head.a = sink.got;
@@ -368,27 +369,28 @@ void Link::sleep(uint32_t heard) {
     std::vector<WaitedWord> words{
         {heard, reinterpret_cast<uint64_t>(&bell_), FUTEX_WORD_32 | FUTEX_PRIVATE_FLAG, 0}};
     std::vector<std::shared_ptr<Ring>> rings;  // mapped until the sleep is over
-    int64_t most = SLICE_NS;
+    int64_t until = now_ns() + SLICE_NS;
     {
         std::lock_guard lock(mutex_);
         if (closed_) return;
         for (auto& [number, line] : lines_) {
-            if (!collect(*line, words, rings)) return;
-            if (home_ && std::ranges::any_of(line->sources, &Source::may_recall)) most = RECALL_NS;
+            if (!collect(*line, words, rings, until)) return;
+            if (home_ && std::ranges::any_of(line->sources, &Source::may_recall))
+                until = std::min(until, now_ns() + RECALL_NS);
         }
     }
     if (words.size() > MOST_WORDS) {
         words.resize(MOST_WORDS);
-        most = CROWDED_NS;
+        until = std::min(until, now_ns() + CROWDED_NS);
     }
     asleep_.store(true, std::memory_order_seq_cst);
-    if (bell_.load(std::memory_order_seq_cst) == heard) sleep_on_any(words, now_ns() + most);
+    if (bell_.load(std::memory_order_seq_cst) == heard) sleep_on_any(words, until);
     asleep_.store(false, std::memory_order_relaxed);
 }
 
 // The words of a line that are to be watched. False: there is something to do.
-bool Link::collect(LinkLine& line, std::vector<WaitedWord>& words,
-                   std::vector<std::shared_ptr<Ring>>& rings) {
+bool Link::collect(LinkLine& line, std::vector<WaitedWord>& words, std::vector<std::shared_ptr<Ring>>& rings,
+                   int64_t& until) {
     const bool connected = fd_ >= 0 && !lost_;
     auto watch = [&](Stand& gate, const std::shared_ptr<Ring>& ring) {
         words.push_back(gate.waited());
@@ -410,6 +412,8 @@ bool Link::collect(LinkLine& line, std::vector<WaitedWord>& words,
             again = !sink.gate.entered() || again;
             sink.stand();
             watch(sink.gate, sink.ring);
+        } else if (sink.alone_until > now_ns()) {
+            until = std::min(until, sink.alone_until);
         } else if (!home_ && !(sink.seen.flags & NO_MORE)) {
             if (!sink.stand_for_worker()) return false;
             watch(sink.gate, sink.ring);

@@ -1,7 +1,7 @@
 #include "lock.hpp"
 
 #include "memory.hpp"
-#include "waiting.hpp"
+#include "system.hpp"
 
 #include <sys/stat.h>
 #include <algorithm>
@@ -17,7 +17,9 @@ void SharedLock::make(pthread_mutex_t& mutex) {
     pthread_mutexattr_t attr;
     pthread_mutexattr_init(&attr);
     pthread_mutexattr_setpshared(&attr, PTHREAD_PROCESS_SHARED);
-    pthread_mutexattr_setrobust(&attr, PTHREAD_MUTEX_ROBUST);
+    // musl asks the kernel whether it would tell of a dead owner, glibc takes it for granted.
+    const int error = pthread_mutexattr_setrobust(&attr, PTHREAD_MUTEX_ROBUST);
+    if (error) fail(error, "set_robust_list");
     pthread_mutex_init(&mutex, &attr);
     pthread_mutexattr_destroy(&attr);
 }
@@ -69,18 +71,23 @@ bool SharedLock::is_used_by(uint64_t thread) const {
 // Waits for the lock, unless nobody can ever unlock it: its word names a thread that is not there, or this
 // one. (When a thread dies with the lock, the kernel marks the word before the thread is gone.)
 int SharedLock::lock_slowly() {
-    uint32_t before = 0;
+    [[maybe_unused]] uint32_t before = 0;
     for (;;) {
-        const int64_t at = now_ns() + 2 * SLICE_NS;
-        timespec until{time_t(at / 1'000'000'000), long(at % 1'000'000'000)};
-        const int rc = pthread_mutex_clocklock(mutex_, CLOCK_MONOTONIC, &until);
+        // By the clock that can be set: glibc before 2.30 and musl know no other for this. Who sets it back
+        // delays only what follows a time-out.
+        timespec until;
+        clock_gettime(CLOCK_REALTIME, &until);
+        until.tv_nsec += 2 * SLICE_NS;
+        until.tv_sec += until.tv_nsec / 1'000'000'000;
+        until.tv_nsec %= 1'000'000'000;
+        const int rc = pthread_mutex_timedlock(mutex_, &until);
         if (rc != ETIMEDOUT) return rc;
         if (std::atomic_ref(*given_up_).load(std::memory_order_relaxed))
             return EINVAL;  // its owner may have given it up
 #ifdef __GLIBC__
         const uint32_t word = uint32_t(__atomic_load_n(&mutex_->__data.__lock, __ATOMIC_RELAXED));
         const uint32_t owner = word & FUTEX_TID_MASK;
-        const bool lost = !(word & FUTEX_OWNER_DIED) && (owner == uint32_t(gettid()) || !is_used_by(owner));
+        const bool lost = !(word & FUTEX_OWNER_DIED) && (owner == thread_number() || !is_used_by(owner));
         if (word && lost && word == before) return EINVAL;
         before = word;
 #endif

@@ -92,8 +92,9 @@ PyObject* do_get_many(Channel& ch, In* in, PyObject* const* args, Py_ssize_t n, 
         (void)args, (void)n, (void)keywords;                                                  \
         return guarded([&]() -> PyObject* { body; });                                         \
     }
-#define PORT(kind)                \
-    auto& port = kind##_of(self); \
+#define PORT(kind)                   \
+    nb::ft_object_guard guard(self); \
+    auto& port = kind##_of(self);    \
     if (!ready(port)) return nullptr
 
 FAST(channel_put, return do_put(channel_of(self), nullptr, args, n, keywords))
@@ -126,7 +127,6 @@ PyObject* in_get_nowait(PyObject* self, PyObject*) {
 }
 
 #undef FAST
-#undef PORT
 
 #define PUT_DOC                                                                                       \
     "put($self, /, item, timeout=None)\n--\n\n"                                                       \
@@ -190,10 +190,12 @@ PyObject* channel_next(PyObject* self) {
 }
 PyObject* in_next(PyObject* self) {
     return guarded([&]() -> PyObject* {
-        In& port = in_of(self);
-        return ready(port) ? get_item(*port.ch, &port, Deadline{}, false, true) : nullptr;
+        PORT(in);
+        return get_item(*port.ch, &port, Deadline{}, false, true);
     });
 }
+
+#undef PORT
 
 // --- garbage collection: a channel owns the items inside, a port owns its channel ---
 

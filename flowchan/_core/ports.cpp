@@ -120,6 +120,9 @@ bool ready(Port& port) {
         return false;
     }
     if (port.forks == fork_count) return true;
+    nb::object self = nb::find(port);
+    nb::ft_object_guard guard(self);
+    if (port.forks == fork_count) return true;  // another thread was quicker
     if (!port.ch->usable()) return false;
     forget_threads(port);
     locked_ring(*port.ch, [&](Ring& ring, Wakes&) { ring.adopt(port.state.session); });
@@ -207,8 +210,7 @@ Out::~Out() {
 }
 
 void In::close(bool finished) {
-    if (!open) return;
-    open = false;
+    if (!open.exchange(false)) return;
     if (finished && !tell_followers(*this)) PyErr_Clear();  // interrupted; leaving goes on all the same
     ch->with([&](auto& medium) { leave(medium, finished); });
     finished ? call_due() : due.clear();
@@ -239,8 +241,7 @@ void In::leave(Ring& ring, bool finished) {
 }
 
 void Out::close() {
-    if (!open) return;
-    open = false;
+    if (!open.exchange(false)) return;
     ch->with([&](auto& medium) { leave(medium); });
 }
 

@@ -94,15 +94,23 @@ Step put_large(Ring& ring, Channel& ch, Out* out, const ObjectFrame& frame, Dead
     return step;
 }
 
+// The loan from the channel that one of the frame's buffers lies in, at `at`.
+std::shared_ptr<Block> loan_of(Channel& ch, const ObjectFrame& frame, const void*& at) {
+    nb::object self = nb::find(ch);
+    nb::ft_object_guard guard(self);  // of `loans`
+    std::shared_ptr<Block> loan;
+    for (size_t i = 2; !loan && i < frame.pieces.size(); ++i)  // 0 is the table and 1 the pickle
+        loan = loan_with(ch.loans, at = frame.pieces[i].at);
+    return loan;
+}
+
 // Puts an item whose large buffer was filled in place. Wait: it can't go that way, copy it like any other. So
 // it is with memory that a forked child has inherited, which is on loan to its parent, and with what has come
 // to where something was filled and put before. `put` is set first, so that two threads can't put the same
 // memory twice.
 Step put_loaned(Ring& ring, Channel& ch, Out* out, ObjectFrame& frame, Deadline deadline) {
-    std::shared_ptr<Block> loan;  // of the pieces, 0 is the table and 1 the pickle
     const void* at = nullptr;
-    for (size_t i = 2; !loan && i < frame.pieces.size(); ++i)
-        loan = loan_with(ch.loans, at = frame.pieces[i].at);
+    std::shared_ptr<Block> loan = loan_of(ch, frame, at);
     if (!loan || loan->forks != fork_count || (out && (out->follows() || out->replays))) return Step::Wait;
     if (loan->put.exchange(true)) {
         if (is_in_view(ring, at)) return Step::Wait;
@@ -132,7 +140,7 @@ Step put_loaned(Ring& ring, Channel& ch, Out* out, ObjectFrame& frame, Deadline 
 
 Step put_frame(Ring& ring, Channel& ch, Out* out, ObjectFrame& frame, Deadline deadline) {
     const uint64_t size = frame.size;
-    if (!ch.loans.empty() && frame.kind == BUFFERS) {
+    if (ch.lends && frame.kind == BUFFERS) {
         Step step = put_loaned(ring, ch, out, frame, deadline);
         if (step != Step::Wait) return step;
     }
@@ -149,6 +157,7 @@ Step put_frame(Ring& ring, Channel& ch, Out* out, ObjectFrame& frame, Deadline d
 
 Step put(Ring& ring, Channel& ch, Out* out, PyObject* item, Deadline deadline, uint64_t& size) {
     ObjectFrame frame;
+    frame.leaves = ch.hosts || ring.header().leaves;
     if (!encode(item, frame)) return Step::Interrupted;
     size = frame.size;
     if (ch.hosts && needs_its_slot(frame.kind)) return raise_stays_here(ch, item), Step::Interrupted;
@@ -195,7 +204,12 @@ static nb::object lend(Ring& ring, Channel& ch, Out* out, uint64_t size, Deadlin
         throw nb::python_error();
     }
     auto block = std::make_shared<Block>(ring.shared_from_this(), slot);
-    ch.loans.push_back(block);
+    {
+        nb::object self = nb::find(ch);
+        nb::ft_object_guard guard(self);
+        ch.loans.push_back(block);
+    }
+    ch.lends = true;
     nb::object view = View::over(block, block->begin + LOAN_HEAD, size - LOAN_HEAD);
     nb::inst_ptr<View>(view)->writable = true;
     return view;

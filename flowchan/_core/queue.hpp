@@ -101,8 +101,8 @@ class LocalQueue {
     bool could_go(const Caller& caller) const;   // whether an operation of this caller would be done now
     void call_waiting(Side side, Wakes& wakes);  // one who could go on now
     Line reader_line, writer_line;
-    uint64_t state = OPEN;
-    PyObject* cause = nullptr;  // of BROKEN
+    std::atomic<uint64_t> state = OPEN;  // also looked at without the lock, as a hint
+    PyObject* cause = nullptr;           // of BROKEN
     uint64_t puts = 0, takes = 0, bytes_in = 0, bytes_out = 0;
     uint64_t leased = 0, parked = 0, turn = 0, readers = 0, writers = 0;
     bool short_of_bytes = false;  // a writer waits for bytes, not for a place

@@ -119,11 +119,11 @@ void raise_refused(Channel& ch, int error) {
 }
 
 void raise_stays_here(Channel& ch, PyObject* item) {
-    PyErr_Format(PyExc_TypeError,
-                 "%s does not take this %s: it holds a channel, a port, a shared tensor or CUDA memory that "
-                 "only processes of one machine can share; channels across='hosts' can be put into it, and "
-                 "tensor.clone() or tensor.cpu()",
-                 ch.describe().c_str(), Py_TYPE(item)->tp_name);
+    PyErr_Format(
+        PyExc_TypeError,
+        "%s does not take this %s: it holds a channel, a port or a shared tensor that only processes "
+        "of one machine can share; channels across='hosts' can be put into it, and tensor.clone()",
+        ch.describe().c_str(), Py_TYPE(item)->tp_name);
 }
 
 // The kind, then the payload. Of a cause that can't cross, its text; the break itself must always work.

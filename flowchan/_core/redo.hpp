@@ -10,7 +10,9 @@
 // Why compiler fences are enough. The reader of a dead owner's record got the lock from the kernel, after the
 // owner was descheduled for good: all stores that the owner had executed are visible then, in whatever order
 // they left its core. What matters is only the order in which the owner executed them, and that is the
-// program's order once the compiler is kept from changing it.
+// program's order once the compiler is kept from changing it. So it is on processors that order stores less
+// than x86_64 does, too: a core stops between two instructions, what came before them has happened, and the
+// kernel marks the lock of the dead with a full barrier (on aarch64 dmb ish), in the dead thread itself.
 //
 // There are several records, so that the lines of a record stay in the cache of who uses it: writers and
 // readers have different ones, and so have processes as far as there are enough. Which one is used is a

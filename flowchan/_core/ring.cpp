@@ -21,6 +21,8 @@ uint64_t align(uint64_t n, uint64_t to) { return (n + to - 1) / to * to; }
 struct Layout : Constants {
     uint64_t blocks_end;
 
+    uint64_t groups_end() const { return groups_at + groups * sizeof(Group); }
+
     Layout(uint64_t capacity_, uint64_t max_bytes_) {
         magic = MAGIC;
         version = VERSION;
@@ -28,11 +30,11 @@ struct Layout : Constants {
         max_bytes = max_bytes_;
         groups = std::clamp<uint64_t>(capacity, 64, 4096);
         groups_at = align(sizeof(Header) + SESSIONS * sizeof(Session), UNIT);
-        blocks_at = align(groups_at + groups * sizeof(Group), PAGE);
+        blocks_at = align(groups_end(), LARGEST_PAGE);
         // Four times max_bytes: items on lease, and what is viewed, are not "inside", classes waste up to a
         // fifth, and what is viewed for long lies in the way.
         const uint64_t slots = (2 * capacity + SESSIONS) * sizeof(Slot);
-        length = align(blocks_at + 4 * max_bytes + GROW + slots, GROW);
+        length = align(blocks_at + 4 * max_bytes + GROW + slots, LARGEST_PAGE);
         blocks_end = (length - slots) / PAGE *
                      PAGE;  // blocks of all sizes must not take the room of slots for `capacity`
     }
@@ -45,7 +47,7 @@ Ring::Ring(uint64_t capacity, uint64_t max_bytes) {
     fd_ = make_memory(layout.length);
     try {
         if (!reserve(0, sizeof(Header) + FIRST_SESSIONS * sizeof(Session)) ||
-            !reserve(layout.groups_at, layout.blocks_at))
+            !reserve(layout.groups_at, layout.groups_end()))
             fail(errno, "fallocate");
         map(layout, layout.blocks_end);
         new (h_) Header{};

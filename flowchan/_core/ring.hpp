@@ -199,7 +199,9 @@ class Ring : public std::enable_shared_from_this<Ring> {
     }
     // What a dead reader had in hand, to its successor.
     void hand_on(uint32_t from, uint32_t to, bool all = false, bool blame = true);
-    std::vector<Slot*> in_hand(uint32_t session) const;  // what a reader has on lease, oldest first
+    std::vector<Slot*> in_hand(uint32_t session) const;          // what a reader has on lease, oldest first
+    std::vector<uint64_t> to_try_again(uint32_t session) const;  // the numbers of what is its alone
+    void begin_again(ReaderState& reader);
     // Ends the session of a writer that died. If it had put outputs for one of `items`, which will be worked
     // on again, that is remembered, so that they are not put twice.
     void retire_writer(uint32_t session, const std::vector<uint64_t>& items, Wakes& wakes);

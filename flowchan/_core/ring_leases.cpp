@@ -181,6 +181,24 @@ Step Ring::take_again(Taken& taken, ReaderState& reader) {
     return Step::Done;
 }
 
+// What a reader has in hand it gets once more, before anything else.
+void Ring::begin_again(ReaderState& reader) {
+    Session& s = session(reader.session);
+    reader.in_hand = 0;
+    if (h_->damaged || !s.lease_head) return;
+    if (!slot_exists(s.lease_tail) || (s.again_head && !slot_exists(s.again_tail)))
+        return void(found_damage());
+    Change change(record(Side::Reader), windows_);
+    change.set(at<Slot>(s.lease_tail)->next, s.again_head);
+    if (!s.again_head) change.set(s.again_tail, s.lease_tail);
+    change.set(s.again_head, s.lease_head);
+    change.set(s.again, s.again + s.leased);
+    change.set(s.again_at, Session::OURS);
+    change.set(s.lease_head, 0);
+    change.set(s.leased, 0);
+    change.commit();
+}
+
 // A session that ends before it has tried them again: they are everybody's.
 void Ring::give_back_again(Session& s, Wakes& wakes) {
     if (h_->damaged) return;

@@ -173,6 +173,14 @@ std::vector<Slot*> Ring::in_hand(uint32_t index) const {
     return slots;
 }
 
+std::vector<uint64_t> Ring::to_try_again(uint32_t index) const {
+    std::vector<uint64_t> numbers;
+    const Session& s = session(index);
+    for (uint64_t p = s.again_head; slot_exists(p) && numbers.size() < s.again; p = at<Slot>(p)->next)
+        numbers.push_back(at<Slot>(p)->number);
+    return numbers;
+}
+
 void Ring::retire_writer(uint32_t index, const std::vector<uint64_t>& items, Wakes& wakes) {
     Session& s = session(index);
     bool again =

@@ -17,10 +17,11 @@ namespace flowchan {
 void Ring::begin_item(WriterState& writer, uint64_t number) {
     writer.number = number;
     writer.count = writer.skip = 0;
+    Session& s = session(writer.session);
+    if (s.committed_item == number + 1) writer.skip = s.committed_count;  // its own, which begins it again
     if (!h_->resumes) return;
     for (Session& old : h_->sessions()) {
         if (old.role != Session::RESUME || old.committed_item != number + 1) continue;
-        Session& s = session(writer.session);
         writer.skip = old.committed_count;
         Change change(record(Side::Writer), windows_);
         change.set(s.committed_item, old.committed_item);

@@ -49,6 +49,7 @@ struct Operation {
     In* in;
     Out* out;
     PyObject* item;      // of a put, borrowed
+    nb::handle target;   // the channel or the port
     bool looks = false;  // a get that takes nothing: done when it would not wait
 
     Caller caller() const {
@@ -60,7 +61,7 @@ struct Operation {
 
 // A channel or a port, as the caller named it.
 Operation parse(nb::handle target, Side side, PyObject* item) {
-    Operation op{nullptr, side, 0, nullptr, nullptr, item};
+    Operation op{nullptr, side, 0, nullptr, nullptr, item, target};
     if (nb::isinstance<Channel>(target)) {
         op.ch = nb::inst_ptr<Channel>(target);
     } else if (side == Side::Reader && nb::isinstance<In>(target)) {
@@ -98,6 +99,8 @@ Step look(Channel& ch) {
 
 Step try_once(const Operation& op, PyObject*& item) {
     if (op.looks) return look(*op.ch);
+    std::optional<nb::ft_object_guard> guard;  // see channel.hpp
+    if (op.in || op.out) guard.emplace(op.target);
     return op.side == Side::Reader ? try_get(*op.ch, op.in, item) : try_put(*op.ch, op.out, op.item);
 }
 

@@ -5,7 +5,12 @@
 // most LOOKS objects are looked at for one item: so a batch of 20,000 rows costs no more than one of a
 // hundred. What many items share (a class, a module, a function) counts as nothing; other shared parts count
 // for each of them, because nobody can tell.
+//
+// Other threads may change the item meanwhile, where there is no GIL at any moment. So the samples of an object
+// are taken at once, each with a reference, with the object's critical section held, and looked at after it.
 #include "sizes.hpp"
+
+#include <nanobind/nanobind.h>
 
 #include <algorithm>
 
@@ -13,10 +18,37 @@ extern "C" PyObject* _PyType_Lookup(PyTypeObject*, PyObject*);
 
 namespace flowchan {
 
+namespace nb = nanobind;
+
 namespace {
 
 constexpr Py_ssize_t SAMPLES = 8;
 constexpr int LOOKS = 64, DEPTH = 8;
+
+// Parts of an object, kept.
+struct Samples {
+    static constexpr size_t MOST = 2 * SAMPLES;
+    PyObject* part[MOST];
+    size_t count = 0;
+    Py_ssize_t among = 0;  // so many parts there are
+
+    Samples() = default;
+    Samples(const Samples&) = delete;
+    ~Samples() {
+        for (size_t i = 0; i < count; ++i) Py_DECREF(part[i]);
+    }
+    bool add(PyObject* one) {
+        if (one && count < MOST) part[count++] = Py_NewRef(one);
+        return count < MOST;
+    }
+    // Of a list or a tuple, spread over it.
+    template <class At>
+    void row(Py_ssize_t n, At at) {
+        among = n;
+        const Py_ssize_t step = n <= SAMPLES ? 1 : n / SAMPLES;
+        for (Py_ssize_t i = step / 2; i < n; i += step) add(at(i));
+    }
+};
 
 struct Estimate {
     int left = LOOKS;
@@ -30,8 +62,8 @@ struct Estimate {
         if (PyType_Check(o) || PyModule_Check(o) || PyFunction_Check(o) || PyCFunction_Check(o) ||
             PyCode_Check(o))
             return 0;
-        if (PyTuple_CheckExact(o)) return 40 + row(&PyTuple_GET_ITEM(o, 0), PyTuple_GET_SIZE(o), depth);
-        if (PyList_CheckExact(o)) return 56 + row(((PyListObject*)o)->ob_item, PyList_GET_SIZE(o), depth);
+        if (PyTuple_CheckExact(o)) return 40 + row(o, depth);
+        if (PyList_CheckExact(o)) return 56 + row(o, depth);
         if (PyDict_CheckExact(o)) return 64 + entries(o, depth);
         uint64_t bytes = 0;
         if (buffer(o, bytes) || counted(o, type, bytes)) return bytes;
@@ -41,27 +73,43 @@ struct Estimate {
   private:
     bool deeper(int depth) const { return left > 0 && depth < DEPTH; }
 
+    // The samples' sizes, and how many of them have been looked at.
+    uint64_t sum(const Samples& samples, int depth, uint64_t& seen) {
+        uint64_t bytes = 0;
+        for (seen = 0; seen < samples.count && left > 0; ++seen) bytes += of(samples.part[seen], depth + 1);
+        return bytes;
+    }
+
     // The elements of a list or a tuple, and the references to them.
-    uint64_t row(PyObject** items, Py_ssize_t n, int depth) {
-        if (!n || !deeper(depth)) return uint64_t(n) * 8;
-        const Py_ssize_t step = n <= SAMPLES ? 1 : n / SAMPLES;
-        uint64_t sum = 0, seen = 0;
-        for (Py_ssize_t i = step / 2; i < n && left > 0; i += step, ++seen)
-            sum += items[i] ? of(items[i], depth + 1) : 0;
-        return uint64_t(n) * 8 + sum * uint64_t(n) / std::max<uint64_t>(seen, 1);
+    uint64_t row(PyObject* o, int depth) {
+        Samples samples;
+        if (PyTuple_CheckExact(o)) {
+            samples.row(PyTuple_GET_SIZE(o), [&](Py_ssize_t i) { return PyTuple_GET_ITEM(o, i); });
+        } else {
+            nb::ft_object_guard guard(o);
+            samples.row(PyList_GET_SIZE(o), [&](Py_ssize_t i) { return PyList_GET_ITEM(o, i); });
+        }
+        const uint64_t n = uint64_t(samples.among);
+        if (!n || !deeper(depth)) return n * 8;
+        uint64_t seen;
+        const uint64_t bytes = sum(samples, depth, seen);
+        return n * 8 + bytes * n / std::max<uint64_t>(seen, 1);
     }
 
     uint64_t entries(PyObject* dict, int depth) {
-        const uint64_t n = uint64_t(PyDict_GET_SIZE(dict));
-        if (!n || !deeper(depth)) return n * 50;
-        PyObject *key, *value;
-        Py_ssize_t at = 0;
-        uint64_t sum = 0, seen = 0;
-        while (seen < uint64_t(SAMPLES) && left > 0 && PyDict_Next(dict, &at, &key, &value)) {
-            sum += of(key, depth + 1) + of(value, depth + 1);
-            seen += 1;
+        Samples samples;
+        {
+            nb::ft_object_guard guard(dict);
+            PyObject *key, *value;
+            samples.among = PyDict_GET_SIZE(dict);
+            for (Py_ssize_t at = 0; PyDict_Next(dict, &at, &key, &value);)
+                if (samples.add(key), !samples.add(value)) break;
         }
-        return n * 50 + sum * n / std::max<uint64_t>(seen, 1);
+        const uint64_t n = uint64_t(samples.among);
+        if (!n || !deeper(depth)) return n * 50;
+        uint64_t seen;
+        const uint64_t bytes = sum(samples, depth, seen);
+        return n * 50 + bytes * n / std::max<uint64_t>((seen + 1) / 2, 1);
     }
 
     static bool buffer(PyObject* o, uint64_t& bytes) {
@@ -88,21 +136,17 @@ struct Estimate {
     // What another object refers to, as the garbage collector is told of it.
     uint64_t parts(PyObject* o, PyTypeObject* type, int depth) {
         if (!type->tp_traverse || !deeper(depth) || !PyObject_IS_GC(o)) return 0;
-        struct Visit {
-            Estimate* estimate;
-            PyObject* self;
-            int depth;
-            uint64_t sum, seen;
-        } visit{this, o, depth, 0, 0};
-        type->tp_traverse(
-            o,
-            [](PyObject* part, void* arg) {
-                Visit& v = *static_cast<Visit*>(arg);
-                if (part != v.self && part) v.sum += v.estimate->of(part, v.depth + 1);
-                return v.estimate->left > 0 && ++v.seen < 2 * uint64_t(SAMPLES) ? 0 : 1;
-            },
-            &visit);
-        return visit.sum;
+        Samples samples;
+        {
+            nb::ft_object_guard guard(o);
+            type->tp_traverse(
+                o, [](PyObject* part, void* into) { return static_cast<Samples*>(into)->add(part) ? 0 : 1; },
+                &samples);
+        }
+        uint64_t bytes = 0;
+        for (size_t i = 0; i < samples.count && left > 0; ++i)
+            if (samples.part[i] != o) bytes += of(samples.part[i], depth + 1);
+        return bytes;
     }
 };
 

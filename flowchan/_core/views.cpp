@@ -86,7 +86,7 @@ nb::object private_view(nb::handle self) {
     result.writable = true;
     if (!view.block || view.writable) return wrap(std::move(result));
     Ring& ring = *view.block->ring;
-    const uint64_t from = ring.offset_of_payload(view.at), begin = from / PAGE * PAGE,
+    const uint64_t from = ring.offset_of_payload(view.at), begin = from / LARGEST_PAGE * LARGEST_PAGE,
                    length = from + view.size - begin;
     void* p = MAP_FAILED;
     if (view.size >= MAPPED)

@@ -72,6 +72,9 @@ struct Deadline {
     int64_t slice() const { return std::min(left(), SLICE_NS); }
 };
 
+// As glibc has it only from 2.30 on.
+inline uint32_t thread_number() { return uint32_t(syscall(SYS_gettid)); }
+
 // `shared`: the word lies in memory that several processes map.
 inline int futex_wait(std::atomic<uint32_t>& word, uint32_t seen, int64_t ns, bool shared) {
     timespec t{time_t(ns / 1'000'000'000), long(ns % 1'000'000'000)};
@@ -105,7 +108,7 @@ inline void cpu_relax() {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
 #elif defined(__aarch64__)
-    asm volatile("yield");
+    asm volatile("isb");  // as long as the other's pause, where "yield" does nothing on most cores
 #endif
 }
 

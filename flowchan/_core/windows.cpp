@@ -8,12 +8,6 @@
 
 namespace flowchan {
 
-namespace {
-
-constexpr uint64_t PAGE = 4096;
-
-}  // namespace
-
 Windows::~Windows() {
     for (const Window* w = newest_.load(std::memory_order_relaxed); w;) {
         munmap(w->begin, w->size);
@@ -64,7 +58,7 @@ bool Windows::show_blocks(uint64_t upto) {
 bool Windows::show_slots(uint64_t from) {
     if (from >= slots_from_) return true;
     if (from < blocks_at_) return false;
-    const uint64_t least = from / PAGE * PAGE;
+    const uint64_t least = from / LARGEST_PAGE * LARGEST_PAGE;
     const uint64_t twice = length_ - std::min(2 * (length_ - slots_from_), length_ - blocks_at_);
     for (uint64_t begin_at : {std::min(least, twice), least}) {
         char* begin = open_window(begin_at, length_);

@@ -18,6 +18,9 @@
 
 namespace flowchan {
 
+// Memory is mapped from multiples of it: 4 KB on x86_64, but 4, 16 or 64 KB on aarch64, as the kernel was built.
+constexpr uint64_t LARGEST_PAGE = 1 << 16;
+
 class Windows {
   public:
     static constexpr uint64_t FIRST = 1 << 16;  // so much of the blocks is mapped with what lies before them

@@ -11,9 +11,10 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from flowchan._core import Await, Watch
+from flowchan._core import Await, Watch, _select
 from flowchan.channel.sides import Readable, Writable
 from flowchan.errors import Drained, Empty, Full
 
@@ -90,24 +91,28 @@ class Watcher:
                 idle_since = time.monotonic()
             alone = waits and all(not wait.channel.medium.copies for _, wait in waits)
             changed = self._watch.sleep(heard, [wait for _, wait in waits], LONG if alone else SLICE)
-            futures = []
-            with self._lock:
-                for future, wait in (waits[index] for index in changed):
-                    if self._waits.pop(future, None) is not None:
-                        futures.append(future)
-                    else:
-                        wait.leave(True)  # its call was cancelled meanwhile
-            if futures:
+            if futures := self._take([waits[index] for index in changed]):
                 try:
                     loop.call_soon_threadsafe(_tell, futures)
                 except RuntimeError:
                     break  # the loop was closed
-            del loop, waits, futures
+            del loop, waits, futures  # nothing that is over is kept while this sleeps
         with self._lock:
             left = list(self._waits.values())
             self._waits.clear()  # nobody hears of them any more, and they hold the loop
         for wait in left:
             wait.leave(True)
+
+    def _take(self, changed: list[tuple[asyncio.Future[None], Await]]) -> list[asyncio.Future[None]]:
+        """Those that still wait, and do so no more."""
+        futures = []
+        with self._lock:
+            for future, wait in changed:
+                if self._waits.pop(future, None) is not None:
+                    futures.append(future)
+                else:
+                    wait.leave(True)  # its call was cancelled meanwhile
+        return futures
 
 
 def _tell(futures: list[asyncio.Future[None]]) -> None:
@@ -131,14 +136,20 @@ def end_waits() -> None:
         watcher.end()
 
 
-async def _changed(wait: Await) -> None:
-    """Until something happens to the channel that may let ``wait`` go on; it has left the gate then."""
-    loop = _running_loop()
+def _watcher(loop: asyncio.AbstractEventLoop) -> Watcher:
+    """One that has room for another wait."""
     watchers = _watchers.setdefault(loop, [])
     watcher = next((watcher for watcher in watchers if watcher.has_room()), None)
     if watcher is None:
         watcher = Watcher(loop)
         watchers.append(watcher)
+    return watcher
+
+
+async def _changed(wait: Await) -> None:
+    """Until something happens to the channel that may let ``wait`` go on; it has left the gate then."""
+    loop = _running_loop()
+    watcher = _watcher(loop)
     future: asyncio.Future[None] = loop.create_future()
     try:
         watcher.add(future, wait)
@@ -147,6 +158,25 @@ async def _changed(wait: Await) -> None:
         watcher.remove(future)
         wait.leave(True)  # the wake-up may have been meant for this call
         raise
+
+
+async def any_changed(waits: Sequence[Await]) -> None:
+    """The same for several, until it happens to one of them. All have left their gates at the end."""
+    import asyncio
+
+    loop = _running_loop()
+    watched: dict[asyncio.Future[None], Watcher] = {}
+    try:
+        for one in waits:
+            future: asyncio.Future[None] = loop.create_future()
+            watched[future] = _watcher(loop)
+            watched[future].add(future, one)
+        await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for future, watcher in watched.items():
+            watcher.remove(future)
+        for one in waits:
+            one.leave(True)  # a wake-up may have been meant for another call
 
 
 async def aput(self: Writable[T], item: T) -> None:
@@ -192,6 +222,29 @@ async def aget(self: Readable[T]) -> T:
         else:
             wait.leave(False)
             return item
+
+
+async def aselect(gets: list[Any], puts: list[tuple[Any, Any]], looks: list[Any]) -> tuple[int, Any]:
+    """As native select without a timeout, for coroutines. A cancelled call has done nothing."""
+    done = _select(gets, puts, 0, looks)
+    again = False
+    while done[0] == -1:
+        waits = [Await(one, True, again) for one in gets]
+        waits += [Await(one, False, again) for one, _ in puts]
+        waits += [Await(one, True, again) for one in looks]
+        try:
+            done = _select(gets, puts, 0, looks)
+        except BaseException:
+            for wait in waits:
+                wait.leave(True)
+            raise
+        if done[0] == -1:
+            await any_changed(waits)
+            again = True
+            continue
+        for place, wait in enumerate(waits):
+            wait.leave(place != done[0] or place >= len(gets) + len(puts))
+    return done
 
 
 async def anext_item(self: Readable[T]) -> T:

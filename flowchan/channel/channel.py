@@ -98,6 +98,9 @@ class Reached(Protocol):
     def reduced(self) -> tuple[Any, ...]:
         """What pickle makes of the channel."""
 
+    def another(self, capacity: int) -> Channel[Any]:
+        """A new channel that is reached there, too."""
+
 
 def most_bytes() -> int:
     """How many bytes may be inside a channel between processes where nobody has said it."""
@@ -159,6 +162,12 @@ class Channel(_core.Channel[T]):
             raise ChannelError(f"{self!r} has no address; make it with across='hosts'")
         return self._reached
 
+    def _another(self, capacity: int) -> Channel[Any]:
+        """A new channel for those who have this one: made of the same, and with the same home."""
+        if self.medium.reached_by:
+            return self._reached.another(capacity)
+        return Channel(capacity, across=self.across)
+
     def reader(self) -> In[T]:
         """A counted reading end. When the last one is closed, writers get Closed."""
         return In(self)
@@ -201,7 +210,7 @@ class Channel(_core.Channel[T]):
         if not self.medium.copies:
             raise TypeError(f"{self!r} can't be sent to another process; make it with across='processes'")
         if self.medium.reached_by:
-            return self._reached.reduced()
+            return beside_packed(self) or self._reached.reduced()
         return _arrive, (hand_over(self._fd, self._socket, self), self._name)
 
 
@@ -230,10 +239,7 @@ def _arrive(handle: Handle, name: str) -> Channel[Any]:
     if not isinstance(handle, Inherited) and (known := _known.get(handle.inode)) is not None:
         return known  # no need of descriptors
     if isinstance(handle, Beside):
-        if now.beside is None:
-            raise Broken(f"channel {name!r} stands beside what was packed: use unpack, and not pickle")
-        beside: Channel[Any] = now.beside[handle.place]
-        return beside
+        return _from_beside(handle.place, name)
     try:
         fd, socket = take_over(handle)
     except OSError as error:
@@ -259,6 +265,22 @@ def _arrive(handle: Handle, name: str) -> Channel[Any]:
         raise
     _known[inode] = channel
     return channel
+
+
+def beside_packed(channel: Channel[Any]) -> tuple[Any, ...] | None:
+    """What to pickle in place of a channel across hosts, where it stands beside what is packed just now: so
+    it lasts as long as that, however often that is unpacked."""
+    if now.packing is None or not now.packing.keeps_far:
+        return None
+    now.packing.kept.append(channel)
+    return _from_beside, (len(now.packing.kept) - 1, channel._name)
+
+
+def _from_beside(place: int, name: str) -> Channel[Any]:
+    if now.beside is None:
+        raise Broken(f"channel {name!r} stands beside what was packed: use unpack, and not pickle")
+    beside: Channel[Any] = now.beside[place]
+    return beside
 
 
 def _close(*descriptors: int) -> None:

@@ -67,10 +67,10 @@ def select(
     if isinstance(gets, Channel | In):  # iterating over it would take its items
         raise TypeError(f"select takes a list of channels and ports to get from, here [{gets!r}]")
     reading, writing, looking = list(gets), list(puts), _channels(ready)
-    for target in (*reading, *(channel for channel, _ in writing)):
-        if getattr(target, "is_elsewhere", False):
-            raise TypeError(f"select: {target!r} has its home elsewhere; take its ports: reader(), writer()")
-    index, item = _core._select(reading, writing, timeout, looking)
+    targets: tuple[Any, ...] = (*reading, *(channel for channel, _ in writing), *looking)
+    far = next(filter(is_elsewhere, targets), None)
+    choose = _core._select if far is None else far._select
+    index, item = choose(reading, writing, timeout, looking)
     if index == -2:
         raise Drained("select: every channel to get from is drained")
     if index < 0:
@@ -86,9 +86,14 @@ def select(
     return Selected(looking[index - len(reading) - len(writing)], None, put=False)
 
 
+def is_elsewhere(target: Any) -> bool:
+    """Whether this channel has its home in another process, over a connection."""
+    return getattr(target, "is_elsewhere", False)
+
+
 def _channels(ready: Iterable[Channel[Any]]) -> list[Channel[Any]]:
     """No ports: what one has in hand, its next get would finish, and looking must not."""
     looking: list[Channel[Any]] = [] if isinstance(ready, Channel | In) else list(ready)
     if isinstance(ready, Channel | In) or not all(isinstance(channel, Channel) for channel in looking):
-        raise TypeError(f"select: ready takes a list of channels of this machine, not {ready!r}")
+        raise TypeError(f"select: ready takes a list of channels, not {ready!r}")
     return looking

@@ -27,11 +27,14 @@ started.
 from __future__ import annotations
 
 import errno
+import graphlib
 import inspect
+import math
 import multiprocessing
 from collections import Counter
 from collections.abc import Iterator
 from operator import itemgetter
+from pathlib import Path
 
 from flowchan import _core
 from flowchan.channel.channel import Channel, In
@@ -44,6 +47,7 @@ from flowchan.declare.verbs import VERBS
 from flowchan.errors import GraphError, Problem
 from flowchan.items.whole import is_whole
 
+MEMINFO = Path("/proc/meminfo")
 _BYTES_PER_ITEM = 64
 _REFUSED = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.ENOENT)
 _BYTES_PER_CHANNEL = 64 * 1024
@@ -139,17 +143,19 @@ def _foreign(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
 def _cycles(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     """One problem per knot of stages that wait for each other. A name given twice joins stages which are not
     joined, so such names are left out; they have a problem of their own."""
-    import networkx
-
     count = Counter(stage.name for stage in stages)
     places = {stage.name: place for place, stage in enumerate(stages) if count[stage.name] == 1}
-    joined = networkx.DiGraph()
-    joined.add_edges_from(
+    edges = [
         (origin.stage, stage.name)
         for stage in stages
         for port, origin in stage.read
         if stage.name in places and origin.stage in places and port not in stage.feedback
-    )
+    ]
+    if not _goes_in_circles(edges):
+        return
+    import networkx  # takes longer to import than all of flowchan
+
+    joined = networkx.DiGraph(edges)
     for knot in networkx.strongly_connected_components(joined):
         start = min(knot, key=places.__getitem__)
         if len(knot) == 1 and not joined.has_edge(start, start):
@@ -164,6 +170,17 @@ def _cycles(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
             "them leads back: graph.feedback()"
         )
         yield places[stage.name], Problem("cycle", stage.name, stage.where, message)
+
+
+def _goes_in_circles(edges: list[tuple[str, str]]) -> bool:
+    order = graphlib.TopologicalSorter[str]()
+    for writer, reader in edges:
+        order.add(reader, writer)
+    try:
+        order.prepare()
+    except graphlib.CycleError:
+        return True
+    return False
 
 
 def _loops(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
@@ -225,13 +242,7 @@ def _memory(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     shared = [link for link in graph.links if link.medium.copies and _is_capacity(link.capacity)]
     if not shared:
         return
-    import psutil
-
-    needed = sum(map(_bytes_of, shared))
-    try:
-        free = psutil.virtual_memory().available
-    except OSError:  # no /proc
-        return
+    needed, free = sum(map(_bytes_of, shared)), _free_memory()
     if needed > free:
         largest = max(shared, key=_bytes_of)
         place = next(place for place, stage in enumerate(stages) if stage.name == largest.writer)
@@ -241,6 +252,15 @@ def _memory(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
             f"the largest is {largest.name!r} with capacity={largest.capacity:,}: lower it"
         )
         yield place, Problem("memory", largest.writer, largest.where, message)
+
+
+def _free_memory() -> float:
+    """In bytes; infinite where the kernel does not say."""
+    try:
+        lines = MEMINFO.read_text().splitlines()
+    except OSError:
+        return math.inf
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), math.inf)
 
 
 def _system(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
@@ -345,6 +365,9 @@ def _gangs(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     for place, stage in enumerate(stages):
         if stage.gang is not None and is_async(stage.function):
             message = "its workers form a group, whose operations wait: an async function can't call them"
+            yield place, Problem("gang", stage.name, stage.where, message)
+        if stage.gang is not None and stage.gang.elastic and not stage.place.apart:
+            message = "elastic=True is for processes: no thread dies by itself; say on='process' or on=pool"
             yield place, Problem("gang", stage.name, stage.where, message)
 
 

@@ -6,8 +6,8 @@ import itertools
 import os
 from collections import defaultdict
 
+from flowchan.collective.at_address import meet_at
 from flowchan.collective.environment import Place, place
-from flowchan.collective.gathering import meet_at
 from flowchan.collective.group import Group
 from flowchan.collective.handles import Handle
 from flowchan.collective.links import Edge

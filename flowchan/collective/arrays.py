@@ -31,9 +31,33 @@ def described(x: Any) -> str:
     """As ``float32[2, 3]``; values by their types."""
     if not is_array(x):
         return type(x).__name__
-    dtype = str(x.dtype).removeprefix("torch.")
+    dtype, shape = kind(x)
     place = f" on {x.device}" if is_tensor(x) and x.device.type != "cpu" else ""
-    return f"{dtype}[{', '.join(map(str, x.shape))}]{place}"
+    return f"{dtype}[{', '.join(map(str, shape))}]{place}"
+
+
+def kind(x: Any) -> tuple[str, tuple[int, ...]]:
+    """The type of its elements and its shape, written alike for arrays and tensors."""
+    return str(x.dtype).removeprefix("torch."), tuple(x.shape)
+
+
+def check_out(x: Any, out: Any, parts: int = 1) -> None:
+    """Raises ``ValueError`` unless ``out`` can take one of so many parts of what becomes of ``x``."""
+    count, has = math.prod(x.shape) // parts, math.prod(out.shape)
+    if kind(out)[0] != kind(x)[0] or has != count:
+        raise ValueError(f"out must have the type of the input, and {count} elements, not {described(out)}")
+    check_writable(out)
+
+
+def check_room(rank: int, given: int, room: int) -> None:
+    """Raises ``ValueError`` unless as many bytes as that member gives have a place in its part of ``out``."""
+    if given != room:
+        raise ValueError(f"rank {rank} gives {given} bytes, and out has room for {room} from it")
+
+
+def check_writable(x: Any) -> None:
+    if is_numpy(x) and not x.flags.writeable:
+        raise ValueError(f"the result can't be written into a read-only array: {x!r}")
 
 
 def contiguous(x: Any) -> Any:
@@ -69,6 +93,15 @@ def fill(x: Any, value: Any) -> Any:
     return x
 
 
+def of_library(like: Any, x: Any) -> Any:
+    """``x`` as an array of that library of which ``like`` is one."""
+    if is_tensor(like) and is_numpy(x):
+        return sys.modules["torch"].from_numpy(x.copy())  # torch warns of memory that can't be written
+    if is_numpy(like) and is_tensor(x):
+        return contiguous(x).cpu().numpy()
+    return x
+
+
 def memory(x: Any) -> memoryview:
     """The bytes of one that lies in one piece, to be read and written; of bytes themselves."""
     if is_tensor(x):
@@ -96,14 +129,6 @@ def narrow(x: Any, wide: Any) -> None:
             x[...] = wide
 
 
-def in_memory(memory: memoryview, mine: Any) -> Any:
-    """What these bytes are as elements of the type of ``mine``."""
-    if is_tensor(mine):
-        torch = sys.modules["torch"]
-        return torch.frombuffer(memory, dtype=mine.dtype) if len(memory) else mine.new_empty(0)
-    return sys.modules["numpy"].frombuffer(memory, mine.dtype)
-
-
 def is_here(x: Any) -> bool:
     """Whether it lies in this machine's memory."""
     return not is_tensor(x) or x.device.type == "cpu"
@@ -128,13 +153,25 @@ def like(x: Any) -> tuple[str, Any, tuple[int, ...]]:
     return "numpy", x.dtype if x.dtype.kind == "V" else x.dtype.str, tuple(x.shape)
 
 
-def make(made: tuple[str, Any, tuple[int, ...]]) -> Any:
-    """An empty one, from what :func:`like` said of it."""
+def place_of(x: Any) -> Any:
+    """The device of a tensor."""
+    return x.device if is_tensor(x) else None
+
+
+def finish(x: Any) -> None:
+    """Returns when its device has done what is to be done to it before another thread, which has a stream of
+    its own, uses it."""
+    if is_tensor(x) and x.is_cuda:
+        sys.modules["torch"].cuda.current_stream(x.device).synchronize()
+
+
+def make(made: tuple[str, Any, tuple[int, ...]], place: Any = None) -> Any:
+    """An empty one, from what :func:`like` said of it; a tensor on the device ``place``."""
     library, dtype, shape = made
     if library == "torch":
         import torch  # another member has a tensor
 
-        return torch.empty(shape, dtype=getattr(torch, dtype))
+        return torch.empty(shape, dtype=getattr(torch, dtype), device=place)
     import numpy
 
     return numpy.empty(shape, dtype)
@@ -148,7 +185,7 @@ def part_like(x: Any, parts: int) -> Any:
             f"{described(x)}"
         )
     library, dtype, shape = like(x)
-    return make((library, dtype, (shape[0] // parts, *shape[1:])))
+    return make((library, dtype, (shape[0] // parts, *shape[1:])), place_of(x))
 
 
 def parts_of(x: Any, parts: int) -> list[Any]:

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from flowchan.collective.group import ALLREDUCE, Group
+from flowchan.collective.group import Group
+from flowchan.collective.operations import ALLREDUCE
 from flowchan.items.text import shown
 
 

@@ -69,6 +69,7 @@ class FarLanes:
         self.door, self.addresses = door, addresses
         self._rank, self._way = rank, way
         self._lock = threading.Lock()
+        self._closed = False
         self._out: dict[int, _Outgoing] = {}
         self._in: dict[int, _Incoming] = {}
         self._over: dict[int, MemberDied] = {}  # what comes when all is received that somebody has sent
@@ -202,11 +203,14 @@ class FarLanes:
             return False  # perhaps the way there is cut
         return False
 
-    def close(self) -> None:
-        """Returns when all that was sent has been taken, or nobody will take it."""
+    def close(self, wait: bool = True) -> None:
+        """Returns when all that was sent has been taken, or nobody will take it; or does not ``wait``."""
+        if self._closed:
+            return
+        self._closed = True
         for outgoing in self._out.values():
-            outgoing.messages.close()
-        while any(outgoing.is_open() for outgoing in self._out.values()):
+            outgoing.messages.close() if wait else outgoing.messages.abort()
+        while wait and any(outgoing.is_open() for outgoing in self._out.values()):
             with contextlib.suppress(TimeoutError):
                 self.door.accept(0.02)[0].close()  # it may be closing, too, and wait for us
         self.door.close()  # from now on who sends to us learns that we are gone

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from flowchan.collective.countdown import Left, countdown
 from flowchan.collective.far_lanes import FarLanes, Way
 from flowchan.collective.group import Group
 from flowchan.collective.linked import LinkedGroup
@@ -23,22 +24,51 @@ from flowchan.collective.links import Links
 from flowchan.collective.meeting import always, meet
 from flowchan.collective.shared import SharedGroup
 from flowchan.errors import GroupError
-from flowchan.transport.circle import LATE, Circle, Over, Voice
-from flowchan.transport.dialling import reach
+from flowchan.transport.circle import LATE, Circle, Over
 from flowchan.transport.door import Door
-from flowchan.transport.tcp import listen, route_to, split
+from flowchan.transport.tcp import listen
 
+WITHIN = 60.0
 Gather = Callable[[Any], list[Any]]
 """Tells all members a value that JSON has, and gives what all have told, by rank."""
 
 
-class Rendezvous:
-    """Rank 0 listens at ``at``, and passes on what the others and it tell each other. Raises ``TimeoutError``
-    naming who has not come, :class:`GroupError` when two come as one."""
+class Middle:
+    """Rank 0's of a circle: passes on what the others and it tell each other, until ``give_up``."""
+
+    def __init__(self, circle: Circle, give_up: float) -> None:
+        self._circle, self._give_up = circle, give_up
+
+    def gather(self, value: Any) -> list[Any]:
+        """See :data:`Gather`. Raises :class:`Over` when one of them leaves, ``TimeoutError``."""
+        told = self._circle.say(0, json.dumps(value).encode() + b"\n")
+        while not told:
+            told = self._look()
+            if self._circle.over:
+                raise Over(self._circle.over)
+        return list(json.loads(told))
+
+    def _look(self) -> bytes:
+        """What all have said, if that is heard next."""
+        waiting, ranks = select.poll(), {sock.fileno(): rank for rank, sock in self._circle.sockets.items()}
+        for fd in ranks:
+            waiting.register(fd, select.POLLIN)
+        ready = waiting.poll(max(0.0, self._give_up - time.monotonic()) * 1000)
+        if not ready:
+            raise TimeoutError(LATE)
+        return [self._circle.hear(ranks[fd]) for fd, _ in ready][-1]
+
+    def close(self) -> None:
+        self._circle.close()
+
+
+class Rendezvous(Middle):
+    """Rank 0 listens at ``at`` until all others have come. Raises ``TimeoutError`` naming who has not come,
+    :class:`GroupError` when two come as one."""
 
     def __init__(self, at: str, secret: bytes, size: int, timeout: float) -> None:
-        self._size, self._give_up = size, time.monotonic() + timeout
-        self._circle = Circle(size)
+        super().__init__(Circle(size), time.monotonic() + timeout)
+        self._size = size
         try:
             with Door(listen(at), secret, {"rank": 0}) as door:
                 while missing := sorted(set(range(1, size)) - set(self._circle.sockets)):
@@ -66,48 +96,6 @@ class Rendezvous:
             self._look()
         raise GroupError(self._circle.over)
 
-    def gather(self, value: Any) -> list[Any]:
-        """See :data:`Gather`."""
-        told = self._circle.say(0, json.dumps(value).encode() + b"\n")
-        while not told:
-            told = self._look()
-            if self._circle.over:
-                raise GroupError(self._circle.over)
-        return list(json.loads(told))
-
-    def _look(self) -> bytes:
-        """What all have said, if that is heard next."""
-        waiting, ranks = select.poll(), {sock.fileno(): rank for rank, sock in self._circle.sockets.items()}
-        for fd in ranks:
-            waiting.register(fd, select.POLLIN)
-        ready = waiting.poll(max(0.0, self._give_up - time.monotonic()) * 1000)
-        if not ready:
-            raise TimeoutError(LATE)
-        return [self._circle.hear(ranks[fd]) for fd, _ in ready][-1]
-
-    def close(self) -> None:
-        self._circle.close()
-
-
-def meet_at(
-    at: str, secret: bytes, rank: int, size: int, timeout: float, name: str = "", host: str | None = None
-) -> Group:
-    """This process's member of the group of all that come to the address ``at`` with the secret. ``host``:
-    what is told of which one this is."""
-    where, _ = split(at)
-    if rank == 0:
-        with contextlib.closing(Rendezvous(at, secret, size, timeout)) as rendezvous:
-            return meet_by(rendezvous.gather, 0, Way(secret, where), timeout, name, host)
-    give_up = time.monotonic() + timeout
-    why = f"rank {rank} of {size} has waited in vain for rank 0"
-    sock, _ = reach(at, secret, {"rank": rank, "size": size}, why=why, within=timeout, tls=False)
-    sock.settimeout(max(0.001, give_up - time.monotonic()))
-    with contextlib.closing(Voice(sock)) as voice:
-        try:
-            return meet_by(voice.gather, rank, Way(secret, route_to(where)), timeout, name, host)
-        except Over as over:
-            raise GroupError(str(over)) from None
-
 
 def meet_by(
     gather: Gather,
@@ -119,6 +107,7 @@ def meet_by(
     wanted: Callable[[], bool] = always,
 ) -> Group:
     """The same by any way to tell each other a few words, as long as it is ``wanted``."""
+    left = countdown(timeout)
     said = gather([host or this_host(), secrets.token_hex(16)])
     by_host: dict[str, list[int]] = {}
     for other, (place, _) in enumerate(said):
@@ -127,8 +116,8 @@ def meet_by(
     (mine,) = (number for number, ranks in enumerate(hosts) if rank in ranks)
     job = f"{said[0][1]} {mine}"
     title = name if len(hosts) == 1 else name or f"of {len(said)} over {len(hosts)} hosts"
-    node = meet(job, hosts[mine].index(rank), len(hosts[mine]), timeout, title, wanted)
-    return linked(node, hosts, mine, gather, way, timeout, name)
+    node = meet(job, hosts[mine].index(rank), len(hosts[mine]), left() or 0.0, title, wanted)
+    return linked(node, hosts, mine, gather, way, left, name)
 
 
 def linked(
@@ -137,10 +126,11 @@ def linked(
     host: int,
     gather: Gather,
     way: Way,
-    timeout: float,
+    left: Left,
     name: str,
 ) -> Group:
-    """A group of these parts; of one, that part."""
+    """A group of these parts; of one, that part. Who does not connect within ``WITHIN`` seconds is late, also
+    where there is no limit."""
     if len(hosts) == 1:
         gather(None)
         return node
@@ -148,7 +138,8 @@ def linked(
     door = way.door({"rank": rank})
     try:
         lanes = FarLanes(rank, door, gather(door.address), way)
-        links = connect(lanes, hosts, host, timeout) if node.rank == 0 else None
+        limit = left()
+        links = connect(lanes, hosts, host, WITHIN if limit is None else limit) if node.rank == 0 else None
     except BaseException:
         door.close()
         raise
@@ -156,7 +147,7 @@ def linked(
     def link_up(
         whole: LinkedGroup, part: SharedGroup | None, key: Any, name: str, timeout: float | None
     ) -> Group | None:
-        return within(whole, part, key, way, name, 60.0 if timeout is None else timeout)
+        return within(whole, part, key, way, name, countdown(timeout))
 
     return LinkedGroup(node, hosts, host, links, lanes, link_up, name)
 
@@ -179,14 +170,14 @@ def connect(lanes: FarLanes, hosts: list[list[int]], host: int, timeout: float) 
 
 
 def within(
-    whole: LinkedGroup, part: SharedGroup | None, key: Any, way: Way, name: str, timeout: float
+    whole: LinkedGroup, part: SharedGroup | None, key: Any, way: Way, name: str, left: Left
 ) -> Group | None:
     """The group of all members of ``whole`` that have an equal key. ``part``: those of this host."""
-    keys = whole._gathered(key, timeout)
+    keys = whole._gathered(key, left())
     mates = [rank for rank, other in enumerate(keys) if other == key]
 
     def gather(value: Any) -> list[Any]:
-        said = whole._gathered(value, timeout)
+        said = whole._gathered(value, left())
         return [said[rank] for rank in mates]
 
     if part is None:
@@ -194,7 +185,7 @@ def within(
         return None
     hosts = [[mates.index(rank) for rank in of_host if rank in mates] for of_host in whole._hosts]
     host = sum(map(bool, hosts[: whole._host]))
-    return linked(part, [ranks for ranks in hosts if ranks], host, gather, way, timeout, name)
+    return linked(part, [ranks for ranks in hosts if ranks], host, gather, way, left, name)
 
 
 def this_host() -> str:

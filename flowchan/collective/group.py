@@ -14,23 +14,27 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from flowchan.collective import arrays
+from flowchan.collective.countdown import countdown
 from flowchan.collective.handles import Handle, Later
 from flowchan.collective.links import Edge
+from flowchan.collective.operations import (
+    ALLGATHER,
+    ALLREDUCE,
+    ALLTOALL,
+    BROADCAST,
+    COMBINE,
+    GATHER,
+    NAMES,
+    REDUCE,
+    REDUCE_SCATTER,
+    SCATTER,
+    SPLIT,
+)
 from flowchan.collective.values import dumps, loads
+from flowchan.collective.ways import Ways, not_here
 from flowchan.errors import MemberDied, Mismatch
 from flowchan.items.combining import OPERATIONS, combined
 from flowchan.items.whole import is_whole
-
-NAMES = (
-    "nothing", "barrier", "broadcast", "reduce", "allreduce", "reduce_scatter", "allgather", "gather",
-    "scatter", "alltoall", "split", "comparing the calls", "combine",
-)  # fmt: skip
-"""The operations by their numbers, as the core knows them."""
-BARRIER, BROADCAST, REDUCE, ALLREDUCE, REDUCE_SCATTER, ALLGATHER, GATHER, SCATTER, ALLTOALL = range(1, 10)
-SPLIT, TELL, COMBINE = 10, 11, 12
-
-COMBINING = (NAMES[ALLREDUCE], NAMES[REDUCE])
-MOVING = (NAMES[BROADCAST], NAMES[ALLGATHER], NAMES[GATHER], NAMES[ALLTOALL])
 
 VALUES, ARRAYS, KNOWN = 1, 2, 3
 """What an operation's members give: values of Python, arrays of any size, arrays whose sizes all know."""
@@ -38,7 +42,7 @@ VALUES, ARRAYS, KNOWN = 1, 2, 3
 Op = str | Callable[[Any, Any], Any]
 
 
-class Group:
+class Group(Ways):
     """A member of a group; ``rank`` and ``size`` say which of how many. Made by :func:`group` or
     :func:`members`.
 
@@ -57,6 +61,7 @@ class Group:
         self.name = name
         self._failure: BaseException | None = None
         self._later: Later | None = None
+        self._begin_ways()
 
     _loads = staticmethod(loads)
 
@@ -70,18 +75,19 @@ class Group:
 
         @property
         def rank(self) -> int: ...
-        @property
-        def size(self) -> int: ...
         def close(self) -> None: ...
         def send(self, x: Any, to: int, *, timeout: float | None = None) -> None: ...
         def receive(self, source: int, *, out: Any = None, timeout: float | None = None) -> Any: ...
         def _shrunk(self, name: str, give_up: float) -> Group: ...
         def _part(self, key: Any, name: str, timeout: float | None) -> Group | None: ...
         def receive_any(self, *, timeout: float | None = None) -> tuple[Any, int]: ...
-        def explain(self, operation: str, x: Any = None) -> str: ...
-        def select(self, operation: str, way: str | None) -> None: ...
+        def _reached_at(self) -> str: ...
+        def _has_lost_any(self) -> bool: ...
+        def _cut_off(self, call: str) -> None: ...
+        def _give_up_all(self) -> None: ...
         def _take_seat(self) -> None: ...
-        def _queue(self, change: int) -> None: ...
+        def _abandon(self) -> None: ...
+        def _disbanding(self) -> Callable[[], None]: ...
         def _exchange(
             self, doing: int, key: int, data: Any, only: int, timeout: float | None, x: Any, more: Any
         ) -> list[bytes]: ...
@@ -142,22 +148,21 @@ class Group:
         """As ``allreduce``, but only ``root`` gets the result; the others get None, and what they gave is
         left as it is."""
         self._check_root(root)
-        self._settle()
-        result = self._reduced(REDUCE, x, op, out, root, timeout)
+        result = self._reduced(REDUCE, x, op, out, root, self._settle(timeout))
         return result if self.rank == root else None
 
     def gather(self, x: Any, root: int = 0, *, timeout: float | None = None, wait: bool = True) -> Any:
         """As ``allgather``, but only ``root`` gets the list; the others get None."""
         self._check_root(root)
         if not wait:
-            return self._start(lambda: self._gather(x, root, timeout))
-        self._settle()
-        return self._gather(x, root, timeout)
+            left = countdown(timeout)
+            return self._start(lambda: self._gather(x, root, left()), x)
+        return self._gather(x, root, self._settle(timeout))
 
     def scatter(self, xs: Sequence[Any] | None, root: int = 0, *, timeout: float | None = None) -> Any:
         """The part of ``xs`` at ``root`` that stands at this member's rank; the others give None."""
         self._check_root(root)
-        self._settle()
+        timeout = self._settle(timeout)
         parts = [b""] * self.size
         if self.rank == root:
             if xs is None or len(xs) != self.size:
@@ -180,7 +185,7 @@ class Group:
         self, function: Callable[[Any, Any], Any], *, timeout: float | None = None
     ) -> Iterator[tuple[Any, int]]:
         """For a member that has run out: takes part in ``combine`` without contributing until all have run
-        out, and gives what ``combine`` gives the others."""
+        out, and gives what ``combine`` gives the others. ``timeout``: for each of these."""
         while (found := self._combine((False, None), function, timeout))[1]:
             yield found
 
@@ -188,8 +193,9 @@ class Group:
         """Send ``x`` to one member, and return what another one, or the same, sends to this one."""
         if to == self.rank == source:
             return x
-        self.send(x, to, timeout=timeout)
-        return self.receive(source, timeout=timeout)
+        left = countdown(timeout)
+        self.send(x, to, timeout=left())
+        return self.receive(source, timeout=left())
 
     # --- groups within it ---
 
@@ -197,10 +203,10 @@ class Group:
         """New groups within this one: of all members that give an equal ``key``, in the order of their
         ranks. None for who gives None. All members call it. The first member of each gets ``leaders``, too:
         the group of these first members."""
-        self._settle()
-        part = self._part(key, name, timeout)
+        left = countdown(self._settle(timeout))
+        part = self._part(key, name, left())
         leads = part is not None and part.rank == 0
-        leaders = self._part(leads or None, f"leaders of {name}" if name else "leaders", timeout)
+        leaders = self._part(leads or None, f"leaders of {name}" if name else "leaders", left())
         if part is not None:
             part.leaders = leaders
         return part
@@ -210,11 +216,26 @@ class Group:
     def shrink(self, *, name: str = "", timeout: float | None = None) -> Group:
         """The group of those that are left, in the order of their ranks, when members have died or left; this
         one is closed. All who are left call it; those that still work with this group hear of it by
-        :class:`MemberDied`. Whoever dies meanwhile is not in it. On one host only.
+        :class:`MemberDied`. Whoever dies meanwhile is not in it.
+
+        Over hosts they meet again at the address (``at=``) where they met first, and rank 0 says who is left.
+        Raises :class:`GroupError` for who can't reach it, for all when it is gone, and where there is no
+        address.
 
         Raises ``TimeoutError``, only if a ``timeout`` was given."""
         give_up = math.inf if timeout is None else time.monotonic() + timeout
         return self._shrunk(name or self.name, give_up)
+
+    def _has_met(self, timeout: float | None) -> bool:
+        """Whether all have come to this new group. If one of them has died, or it fails, it is closed."""
+        try:
+            self._wait_for_all(timeout)
+            return True
+        except BaseException as error:
+            self.close()
+            if isinstance(error, MemberDied):
+                return False
+            raise
 
     def __enter__(self) -> Group:
         self._take_seat()
@@ -240,32 +261,32 @@ class Group:
     def _allreduce(self, x: Any, op: Op | None, out: Any, timeout: float | None, wait: bool | None) -> Any:
         op = "sum" if op is None else op
         if wait is False:
-            return self._start(lambda: self._reduced(ALLREDUCE, x, op, out, -1, timeout))
-        self._settle()
-        return self._reduced(ALLREDUCE, x, op, out, -1, timeout)
+            left = countdown(timeout)
+            return self._start(lambda: self._reduced(ALLREDUCE, x, op, out, -1, left()), x)
+        return self._reduced(ALLREDUCE, x, op, out, -1, self._settle(timeout))
 
     def _broadcast(self, x: Any, root: int | None, timeout: float | None, wait: bool | None) -> Any:
         root = root or 0
         if wait is False:
-            return self._start(lambda: self._spread_any(x, root, timeout))
-        self._settle()
-        return self._spread_any(x, root, timeout)
+            left = countdown(timeout)
+            return self._start(lambda: self._spread_any(x, root, left()), x)
+        return self._spread_any(x, root, self._settle(timeout))
 
     def _barrier(self, timeout: float | None, wait: bool | None) -> Any:
         if wait is False:
-            return self._start(lambda: self._wait_for_all(timeout))
-        self._settle()
-        return self._wait_for_all(timeout)
+            left = countdown(timeout)
+            return self._start(lambda: self._wait_for_all(left()))
+        return self._wait_for_all(self._settle(timeout))
 
     def _allgather(self, x: Any, out: Any, timeout: float | None, wait: bool | None) -> Any:
         if wait is False:
-            return self._start(lambda: self._gathered_from_all(x, out, timeout))
-        self._settle()
-        return self._gathered_from_all(x, out, timeout)
+            left = countdown(timeout)
+            return self._start(lambda: self._gathered_from_all(x, out, left()), x)
+        return self._gathered_from_all(x, out, self._settle(timeout))
 
     def _gathered_from_all(self, x: Any, out: Any, timeout: float | None) -> Any:
         if out is not None:
-            return self._gather_into(ALLGATHER, x, out, range(self.size), timeout)
+            return self._gather_into(x, out, timeout)
         if not arrays.is_array(x):
             return self._values(x, timeout)
         return self._gather_arrays(ALLGATHER, x, range(self.size), timeout)
@@ -280,7 +301,7 @@ class Group:
         return (found if arrays.is_array(x) else [loads(part) for part in found]) if mine else None
 
     def _alltoall_any(self, xs: Sequence[Any], out: Sequence[Any] | None, timeout: float | None) -> list[Any]:
-        self._settle()
+        timeout = self._settle(timeout)
         if len(xs) != self.size:
             raise ValueError(f"alltoall takes a part for each of the {self.size} members, not {len(xs)}")
         if out is None:
@@ -289,7 +310,7 @@ class Group:
         return list(out)
 
     def _reduce_scatter_any(self, x: Any, op: str | None, out: Any, timeout: float | None) -> Any:
-        self._settle()
+        timeout = self._settle(timeout)
         if not arrays.is_array(x):
             raise TypeError(f"reduce_scatter takes an array or a tensor, not {type(x).__name__}")
         target = arrays.part_like(x, self.size) if out is None else out
@@ -308,7 +329,10 @@ class Group:
                 target = arrays.contiguous(x)
             flat = arrays.contiguous(target)
             source = flat if target is x else arrays.contiguous(x)
-            if self._reduce(doing, source, flat, op, root, timeout) is NotImplemented:
+            if root in (-1, self.rank):
+                arrays.check_out(x, target)
+            by = self._by(doing, source)
+            if by._reduce(doing, source, flat, op, root, timeout) is NotImplemented:
                 raise TypeError(not_here(NAMES[doing], x))
             return arrays.give_back(flat, target)
         key = VALUES + 4 * (root + 1)
@@ -326,8 +350,10 @@ class Group:
     def _spread_any(self, x: Any, root: int, timeout: float | None) -> Any:
         self._check_root(root)
         if arrays.is_array(x):
+            if self.rank != root:
+                arrays.check_writable(x)
             flat = arrays.contiguous(x)
-            if self._spread(flat, root, timeout) is NotImplemented:
+            if self._by(BROADCAST, flat)._spread(flat, root, timeout) is NotImplemented:
                 raise TypeError(not_here("broadcast", x))
             return arrays.give_back(flat, x)
         mine = dumps(x) if self.rank == root else b""
@@ -335,8 +361,8 @@ class Group:
         return x if self.rank == root else loads(found)
 
     def _combine(self, mine: tuple[bool, Any], function: Any, timeout: float | None) -> tuple[Any, int]:
-        self._settle()
-        found = self._exchange(COMBINE, VALUES, dumps(mine), -1, timeout, mine[1], None)
+        left = self._settle(timeout)
+        found = self._exchange(COMBINE, VALUES, dumps(mine), -1, left, mine[1], None)
         values = [value for contributes, value in map(loads, found) if contributes]
         return combined(values, function), len(values)
 
@@ -349,51 +375,63 @@ class Group:
     def _gather_arrays(
         self, doing: int, x: Any, wanted: Sequence[int], timeout: float | None, root: int = 0
     ) -> list[Any]:
-        likes = self._exchange(doing, ARRAYS + 4 * root, dumps(arrays.like(x)), -1, timeout, x, root)
-        made = [arrays.make(loads(one)) if rank in wanted else None for rank, one in enumerate(likes)]
+        left = countdown(timeout)
+        likes = self._exchange(doing, ARRAYS + 4 * root, dumps(arrays.like(x)), -1, left(), x, root)
+        place = arrays.place_of(x)
+        made = [arrays.make(loads(one), place) if rank in wanted else None for rank, one in enumerate(likes)]
         source = arrays.contiguous(x)
-        self._allgather_into(doing, KNOWN, [source], made if wanted else [None] * self.size, timeout)
+        self._by(doing, x)._allgather_into(doing, KNOWN, [source], made, left())
         return made
 
-    def _gather_into(self, doing: int, x: Any, out: Any, wanted: Sequence[int], timeout: float | None) -> Any:
+    def _gather_into(self, x: Any, out: Any, timeout: float | None) -> Any:
         parts = list(out) if isinstance(out, list | tuple) else arrays.parts_of(out, self.size)
         if len(parts) != self.size:
             raise ValueError(f"out must have a part for each of the {self.size} members, not {len(parts)}")
+        for part in parts:
+            arrays.check_writable(part)
         flats = [arrays.contiguous(part) for part in parts]
-        self._allgather_into(doing, KNOWN, [arrays.contiguous(x)], flats, timeout)
+        self._by(ALLGATHER, x)._allgather_into(ALLGATHER, KNOWN, [arrays.contiguous(x)], flats, timeout)
         for flat, part in zip(flats, parts, strict=True):
             arrays.give_back(flat, part)
         return out
 
     def _part_reduced(self, x: Any, target: Any, op: str, timeout: float | None) -> Any:
+        if math.prod(x.shape) % self.size:
+            raise ValueError("reduce_scatter takes as many elements for each member")
+        arrays.check_out(x, target, self.size)
         flat = arrays.contiguous(target)
-        if self._reduce_scatter(arrays.contiguous(x), flat, op, timeout) is NotImplemented:
+        by = self._by(REDUCE_SCATTER, x)
+        if by._reduce_scatter(arrays.contiguous(x), flat, op, timeout) is NotImplemented:
             raise TypeError(not_here("reduce_scatter", x))
         return arrays.give_back(flat, target)
 
     def _swap_arrays(self, doing: int, xs: Sequence[Any], out: Sequence[Any], timeout: float | None) -> None:
+        for x in out:
+            arrays.check_writable(x)
         flats = [arrays.contiguous(x) for x in out]
-        self._alltoall(doing, KNOWN, [arrays.contiguous(x) for x in xs], flats, timeout)
+        by = self._by(doing, flats[0])
+        by._alltoall(doing, KNOWN, [arrays.contiguous(x) for x in xs], flats, timeout)
         for flat, x in zip(flats, out, strict=True):
             arrays.give_back(flat, x)
 
     def _swap(self, doing: int, parts: list[bytes], timeout: float | None, root: int = 0) -> list[bytes]:
         """Bytes for each member against those that each has for this one."""
-        lengths = dumps([len(part) for part in parts])
-        said = self._exchange(doing, VALUES + 4 * root, lengths, -1, timeout, parts, root)
+        lengths, left = dumps([len(part) for part in parts]), countdown(timeout)
+        said = self._exchange(doing, VALUES + 4 * root, lengths, -1, left(), parts, root)
         rooms = [bytearray(loads(one)[self.rank]) for one in said]
-        self._alltoall(doing, KNOWN, list(parts), list(rooms), timeout)
+        self._alltoall(doing, KNOWN, list(parts), list(rooms), left())
         return [bytes(room) for room in rooms]
 
     def _received(self, x: Any, source: int, out: Any) -> Any:
         if out is None:
             return x
-        if not arrays.is_array(x) or arrays.like(x)[1] != arrays.like(out)[1] or x.nbytes != out.nbytes:
+        fits = arrays.is_array(x) and arrays.kind(x)[0] == arrays.kind(out)[0] and x.nbytes == out.nbytes
+        if not fits:
             raise Mismatch(
                 f"rank {source} sent {arrays.described(x)}; rank {self.rank} has room for "
                 f"{arrays.described(out)}"
             )
-        return arrays.fill(out, x.reshape(out.shape))
+        return arrays.fill(out, arrays.of_library(out, x).reshape(out.shape))
 
     def _check_root(self, root: int) -> None:
         if not is_whole(root) or not 0 <= root < self.size:
@@ -405,15 +443,20 @@ class Group:
                 f"{argument} must be the rank of another member, below {self.size}, not {rank!r}"
             )
 
-    def _start(self, call: Callable[[], Any]) -> Handle:
+    def _start(self, call: Callable[[], Any], x: Any = None) -> Handle:
+        arrays.finish(x)
         if self._later is None:
             self._later = Later(self)
         return self._later.start(call)
 
-    def _settle(self) -> None:
-        """Returns when what was started before is done: operations keep their order."""
-        if self._later is not None:
-            self._later.settle()
+    def _settle(self, timeout: float | None = None) -> float | None:
+        """Returns when what was started before is done: operations keep their order. Gives what is left of
+        the time."""
+        if self._later is None:
+            return timeout
+        left = countdown(timeout)
+        self._later.settle(left())
+        return left()
 
     def _failed_before(self, call: str) -> BaseException:
         """What a call of a group that can't be used any more raises."""
@@ -425,13 +468,6 @@ class Group:
 
     def _title(self) -> str:
         return f"group {self.name!r}" if self.name else f"a group of {self.size}"
-
-
-def not_here(call: str, x: Any) -> str:
-    return (
-        f"{call} takes arrays and tensors in this machine's memory, not {arrays.described(x)}; for CUDA "
-        "tensors use torch.distributed with NCCL"
-    )
 
 
 def called(call: str, x: Any, more: Any) -> str:

@@ -46,10 +46,13 @@ class Later:
         self._last = future
         return Handle(future)
 
-    def settle(self) -> None:
+    def settle(self, timeout: float | None) -> None:
         """Returns when all that was started has ended; how it ended is for who waits for it."""
         if self._last is not None:
-            self._last.exception()
+            try:
+                self._last.exception(timeout)
+            except TimeoutError:
+                raise TimeoutError("what was started before, with wait=False, was not done in time") from None
             self._last = None
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ needs no receiver that waits: a channel's worth of them is on its way at most.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import random
 import threading
@@ -18,10 +19,11 @@ from typing import Any, Protocol
 from flowchan.channel.channel import Channel, In, Out
 from flowchan.channel.channel import _arrive as arrive
 from flowchan.channel.select import NothingReady, select
-from flowchan.errors import Broken, Closed, Drained, Empty, MemberDied, MemberLeft
+from flowchan.errors import Broken, Closed, Drained, Empty, Full, GroupError, MemberDied, MemberLeft
 from flowchan.transport.descriptors import Borrowed
 
 _PAUSE = 0.001
+_LOOK = 0.02
 _chance = random.Random()  # the program's own numbers stay as they are
 _PACKED = 1 << 32
 _AT_ONCE = 128  # channels of one select
@@ -48,6 +50,7 @@ class Lanes:
     def __init__(self, member: Member) -> None:
         self._member = weakref.proxy(member)  # who drops a member leaves at once
         self._out: dict[int, Out[Any]] = {}
+        self._found: set[int] = set()  # receivers that have opened theirs, whose ends end them
         self._in: dict[int, In[Any]] = {}
         self._lock = threading.Lock()  # a lane is opened once
 
@@ -57,10 +60,40 @@ class Lanes:
             self._out[to] = channel.writer()
             at = channel._fd + _PACKED * (channel._socket + 1)
             self._member._show_lane(to, at, os.fstat(channel._fd).st_ino)
+        port = self._out[to]
         try:
-            self._out[to].put(x, timeout)
+            if to in self._found or self._is_open(port):
+                self._found.add(to)
+                port.put(x, timeout)
+            else:
+                self._put_unfound(port, x, to, timeout)
         except (Broken, Closed) as error:
             raise self._gone(to, "send") from error
+
+    def _put_unfound(self, port: Out[Any], x: Any, to: int, timeout: float | None) -> None:
+        """To a receiver that may end without having opened the channel, of which that would not tell."""
+        give_up = math.inf if timeout is None else time.monotonic() + timeout
+        if self._is_gone(to):
+            raise self._gone(to, "send")
+        try:
+            port.put(x, 0.0)
+            return
+        except Full:
+            if not self._opens(port, to, give_up):
+                raise
+        port.put(x, None if give_up == math.inf else max(0.0, give_up - time.monotonic()))
+
+    def _opens(self, port: Out[Any], to: int, give_up: float) -> bool:
+        """Waits for it, since nobody takes anything before, and each put packs its item anew."""
+        pause = _PAUSE
+        while not self._is_open(port):
+            if self._is_gone(to):
+                raise self._gone(to, "send") from None
+            if (left := give_up - time.monotonic()) <= 0:
+                return False
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, _LOOK)
+        return True
 
     def receive(self, source: int, timeout: float | None) -> Any:
         give_up = None if timeout is None else time.monotonic() + timeout
@@ -156,7 +189,9 @@ class Lanes:
     def _has_left(self, member: int) -> bool:
         return bool(self._member._see(member)[1] == _LEFT)
 
-    def _gone(self, member: int, call: str) -> MemberDied:
+    def _gone(self, member: int, call: str) -> GroupError:
+        if self._member._see(self._member.rank)[-1]:
+            return GroupError(f"{call} was not done: this member has left")
         kind, how = (MemberLeft, "has left") if self._has_left(member) else (MemberDied, "died")
         rank = self._member._ranks[member]
         return kind(f"{call} can't be done: {self._named(member)} {how}", (rank,), call)

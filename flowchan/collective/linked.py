@@ -18,24 +18,21 @@ from typing import Any, TypeVar
 
 from flowchan import _core
 from flowchan.collective import arrays
+from flowchan.collective.countdown import Left, countdown
 from flowchan.collective.far_lanes import FarLanes
-from flowchan.collective.group import (
-    BARRIER,
-    BROADCAST,
-    COMBINING,
-    NAMES,
-    REDUCE_SCATTER,
-    TELL,
-    Group,
-    called,
-)
+from flowchan.collective.group import Group, called
 from flowchan.collective.links import Call, Differs, Edge, Links
+from flowchan.collective.operations import BARRIER, BROADCAST, COMBINING, NAMES, REDUCE_SCATTER, TELL
 from flowchan.collective.shared import SharedGroup
 from flowchan.collective.values import dumps, loads
 from flowchan.errors import GroupError, MemberDied, MemberLeft, Mismatch
+from flowchan.transport.tcp import split
 
-WHOLE = 64 * 1024
-"""Bytes up to which leaders give each other all they have; of more, each combines a slice for all."""
+WHOLE, WHOLE_OF_TWO = 64 * 1024, 1 << 20
+"""Bytes up to which leaders give each other all they have; of more, each combines a slice for all. Two
+send as much either way, and the first way is one step in place of two."""
+BLOCK = 8 << 20
+"""Bytes that are sliced at a time: what comes lies in memory that is used again, and warm."""
 DONE, FAILED = b"\0", b"\1"
 NEAR, FAR = 0.002, 0.05
 """Seconds that receive_any waits for other hosts until it looks again: at members here, and at the time."""
@@ -61,6 +58,7 @@ class LinkedGroup(Group):
         self._begin(name)
         self._node, self._hosts, self._host, self._links = node, hosts, host, links
         self._lanes, self._link_up = lanes, link_up
+        self._meet_again: Callable[[LinkedGroup, str, float], Group] | None = None
         self._rank, self._size = hosts[host][node.rank], sum(map(len, hosts))
         node._ranks = hosts[host]
 
@@ -133,18 +131,18 @@ class LinkedGroup(Group):
             self._links.leave()
         self._node.close()
         self._lanes.close()
+        self._close_backends()
 
-    def explain(self, operation: str, x: Any = None) -> str:
-        """How an operation would be done, in a sentence."""
-        here = self._node.explain(operation, x)
+    def _explain(self, operation: str, x: Any) -> str:
+        here = self._node._explain(operation, x)
         size, hosts = arrays.size_of(x), len(self._hosts)
-        sliced = operation in COMBINING and size is not None and size > WHOLE
+        sliced = operation in COMBINING and size is not None and size > self._whole()
         how = "a slice for each" if sliced else "all that each has"
         return f"{here}; over connections between the {hosts} hosts' leaders, {how}"
 
-    def select(self, operation: str, way: str | None) -> None:
+    def _select(self, doing: int, way: str | None) -> None:
         """How the parts that share memory do it."""
-        self._node.select(operation, way)
+        self._node._select(doing, way)
 
     def stats(self) -> dict[int, Edge]:
         """See :meth:`Group.stats`."""
@@ -163,13 +161,58 @@ class LinkedGroup(Group):
 
     def _part(self, key: Any, name: str, timeout: float | None) -> Group | None:
         """Members that are all on one host share its memory."""
-        return self._link_up(self, self._node._part(key, name, timeout), key, name, timeout)
+        left = countdown(timeout)
+        part = self._node._part(key, name, left())
+        return self._link_up(self, part, key, name, left())
 
     def _shrunk(self, name: str, give_up: float) -> Group:
-        raise GroupError(
-            f"{self!r} has members on several hosts, and shrink is for one: let those that are left make a "
-            "new group, or run a graph, whose gangs begin again by themselves"
-        )
+        if self._meet_again is None:
+            raise GroupError(
+                f"{self!r} has members on several hosts, and they did not meet at an address (at=) where "
+                "those that are left could meet again: let these make a new group, or run a graph, whose "
+                "gangs begin again by themselves"
+            )
+        if self._node._see(self._node.rank)[-1]:
+            raise GroupError(f"{self!r} was closed")
+        try:
+            self._let_go_of_all()
+            return self._meet_again(self, name, give_up)
+        finally:
+            self.close()
+
+    def _abandon(self) -> None:
+        """As on one host."""
+        self._let_go_of_all()
+        self.close()
+
+    def _let_go_of_all(self) -> None:
+        """So those that still work with it hear of it."""
+        self._node._give_up()
+        self._node._lanes.close(wait=False)
+        if self._links is not None:
+            self._links.interrupt()
+            self._links.close()
+        self._lanes.close(wait=False)
+
+    def _disbanding(self) -> Callable[[], None]:
+        """As on one host."""
+        here, links = self._node._disbanding(), self._links
+
+        def disband() -> None:
+            here()
+            if links is not None:
+                links.cut()
+
+        return disband
+
+    def _alive_here(self) -> list[int]:
+        """The members of this host that may be left."""
+        seen = ((rank, self._node._see(place)) for place, rank in enumerate(self._hosts[self._host]))
+        return [rank for rank, (*_, alive, _, over) in seen if alive and not over]
+
+    def _host_of(self, rank: int) -> int:
+        (host,) = (host for host, ranks in enumerate(self._hosts) if rank in ranks)
+        return host
 
     def _wait_for_all(self, timeout: float | None) -> None:
         self._exchange(BARRIER, BARRIER, b"", -1, timeout, None, None)
@@ -177,17 +220,17 @@ class LinkedGroup(Group):
     def _exchange(
         self, doing: int, key: int, data: Any, only: int, timeout: float | None, x: Any, more: Any
     ) -> list[bytes]:
-        call, text = (NAMES[doing], doing, key), called(NAMES[doing], x, more)
+        call, left = (NAMES[doing], doing, key), countdown(timeout)
         here = self._on_node(
-            call, lambda: self._node._exchange(doing, key, data, -1, timeout, x, more), first=True
+            call, lambda: self._node._exchange(doing, key, data, -1, left(), x, more), first=True
         )
 
         def swap(links: Links) -> bytes:
             mine = pickle.dumps(here, 5)
-            found = links.swap(call, lambda _: [mine], timeout=timeout)
+            found = links.swap(call, lambda _: [mine], timeout=left())
             return pickle.dumps({host: bytes(part) for host, part in found.items()}, 5)
 
-        there = pickle.loads(self._over_links(call, swap, text, timeout))
+        there = pickle.loads(self._over_links(call, swap, (x, more), left))
         parts: list[Any] = [None] * self.size
         for host, ranks in enumerate(self._hosts):
             found = here if host == self._host else pickle.loads(there[host])
@@ -202,12 +245,12 @@ class LinkedGroup(Group):
         self._fill(outs, parts)
 
     def _alltoall(self, doing: int, key: int, ins: list[Any], outs: list[Any], timeout: float | None) -> None:
-        call, text = (NAMES[doing], doing, key), called(NAMES[doing], ins, None)
+        call, left = (NAMES[doing], doing, key), countdown(timeout)
         ours = self._hosts[self._host]
         mine = pickle.dumps([bytes(arrays.memory(x)) for x in ins], 5)
         only = -1 if self._links is not None else self._node.rank
         bundles = self._on_node(
-            call, lambda: self._node._exchange(doing, key, mine, only, timeout, ins, None), first=True
+            call, lambda: self._node._exchange(doing, key, mine, only, left(), ins, None), first=True
         )
 
         def swap(links: Links) -> bytes:
@@ -224,33 +267,33 @@ class LinkedGroup(Group):
             found: dict[int, list[bytes]] = {
                 rank: [parts[other] for other in ours] for rank, parts in from_here.items()
             }
-            for part in links.swap(call, out, timeout=timeout).values():
+            for part in links.swap(call, out, timeout=left()).values():
                 found |= pickle.loads(part)
             return pickle.dumps(found, 5)
 
-        found = pickle.loads(self._over_links(call, swap, text, timeout))
+        found = pickle.loads(self._over_links(call, swap, (ins, None), left))
         self._fill(outs, [found[rank][self._node.rank] for rank in range(self.size)])
 
     def _reduce(self, doing: int, x: Any, out: Any, op: str, root: int, timeout: float | None) -> Any:
         if not arrays.is_here(x):
             return NotImplemented
         _core._combine(x, [], op)
-        call = (NAMES[doing], doing, _key(x, op, root))
+        call, left = (NAMES[doing], doing, _key(x, op, root)), countdown(timeout)
         wide = arrays.widened(x)
         mine = root in (-1, self.rank)
         total = out if mine and wide is x else arrays.empty_like(wide)
         of_sum = "sum" if op == "mean" else op
-        self._on_node(call, lambda: self._node._reduce(doing, wide, total, of_sum, 0, timeout), first=True)
+        self._on_node(call, lambda: self._node._reduce(doing, wide, total, of_sum, 0, left()), first=True)
 
         def swap(links: Links) -> bytes:
-            self._combine_hosts(links, call, total, of_sum, timeout)
+            self._combine_hosts(links, call, total, of_sum, left)
             if op == "mean":
                 arrays.divide(total, self.size)
             return b""
 
-        self._over_links(call, swap, called(NAMES[doing], x, op), timeout)
+        self._over_links(call, swap, (x, op), left)
         if root < 0 or root in self._hosts[self._host]:
-            self._on_node(call, lambda: self._node._spread(total, 0, timeout))
+            self._on_node(call, lambda: self._node._spread(total, 0, left()))
         if mine and total is not out:
             arrays.narrow(out, total)
         return out
@@ -265,59 +308,74 @@ class LinkedGroup(Group):
     def _spread(self, x: Any, root: int, timeout: float | None) -> Any:
         if not arrays.is_here(x):
             return NotImplemented
-        call = (NAMES[BROADCAST], BROADCAST, _key(x, "", root))
+        call, left = (NAMES[BROADCAST], BROADCAST, _key(x, "", root)), countdown(timeout)
         (source,) = (host for host, ranks in enumerate(self._hosts) if root in ranks)
         mine, memory = source == self._host, arrays.memory(x)
         if mine:
             local = self._hosts[source].index(root)
-            self._on_node(call, lambda: self._node._spread(x, local, timeout), first=True)
+            self._on_node(call, lambda: self._node._spread(x, local, left()), first=True)
 
         def swap(links: Links) -> bytes:
             links.swap(
                 call,
                 lambda _: [memory] if mine else [],
                 lambda host: memory if host == source else None,
-                timeout,
+                left(),
             )
             return b""
 
-        self._over_links(call, swap, called(NAMES[BROADCAST], x, root), timeout)
+        self._over_links(call, swap, (x, root), left)
         if not mine:
-            self._on_node(call, lambda: self._node._spread(x, 0, timeout))
+            self._on_node(call, lambda: self._node._spread(x, 0, left()))
         return x
 
     # --- parts of these ---
 
-    def _combine_hosts(self, links: Links, call: Call, total: Any, op: str, timeout: float | None) -> None:
+    def _combine_hosts(self, links: Links, call: Call, total: Any, op: str, left: Left) -> None:
         """Among leaders: ``total``, which holds what this host has, becomes the combination of all hosts'."""
-        flat, hosts = total.reshape(-1), range(len(self._hosts))
-        if arrays.size_of(total) <= WHOLE:  # type: ignore[operator]
-            found = links.swap(call, lambda _: [arrays.memory(flat)], timeout=timeout)
-            self._add(flat, found, op)
+        flat, size = total.reshape(-1), int(total.nbytes)
+        if size <= self._whole():
+            self._add_others(links, call, lambda _: flat, flat, op, left)
             return
-        count = len(flat)
+        length = BLOCK * len(flat) // size
+        for at in range(0, len(flat), length):
+            self._combine_slices(links, call, flat[at : at + length], op, left)
+
+    def _whole(self) -> int:
+        return WHOLE_OF_TWO if len(self._hosts) == 2 else WHOLE
+
+    def _combine_slices(self, links: Links, call: Call, flat: Any, op: str, left: Left) -> None:
+        hosts, count = range(len(self._hosts)), len(flat)
         slices = [flat[count * i // len(hosts) : count * (i + 1) // len(hosts)] for i in hosts]
         mine = slices[self._host]
-        found = links.swap(call, lambda host: [arrays.memory(slices[host])], timeout=timeout)
-        self._add(mine, found, op)
+        self._add_others(links, call, slices.__getitem__, mine, op, left)
         links.swap(
-            call, lambda _: [arrays.memory(mine)], lambda host: arrays.memory(slices[host]), timeout=timeout
+            call,
+            lambda _: [arrays.memory(mine)],
+            lambda host: arrays.memory(slices[host]),
+            left(),
         )
 
-    def _add(self, mine: Any, found: dict[int, memoryview], op: str) -> None:
-        """In the order of the hosts."""
-        others = {host: arrays.in_memory(memory, mine) for host, memory in found.items()}
-        _core._combine(mine, [others.get(host, mine) for host in range(len(self._hosts))], op)
+    def _add_others(
+        self, links: Links, call: Call, out: Callable[[int], Any], mine: Any, op: str, left: Left
+    ) -> None:
+        """Gives each other host ``out(host)``, and combines ``mine`` with what they give, in the order of the
+        hosts."""
+        found = {host: arrays.empty_like(mine) for host in links.sockets}
+        links.swap(
+            call,
+            lambda host: [arrays.memory(out(host))],
+            lambda host: arrays.memory(found[host]),
+            left(),
+        )
+        _core._combine(mine, [found.get(host, mine) for host in range(len(self._hosts))], op)
 
     def _fill(self, outs: Sequence[Any], parts: Sequence[bytes]) -> None:
         for rank, (out, part) in enumerate(zip(outs, parts, strict=True)):
             if out is None:
                 continue
             memory = arrays.memory(out)
-            if len(memory) != len(part):
-                raise ValueError(
-                    f"rank {rank} gives {len(part)} bytes, and out has room for {len(memory)} from it"
-                )
+            arrays.check_room(rank, len(part), len(memory))
             memory[:] = part
 
     def _on_node(self, call: Call, work: Callable[[], T], first: bool = False) -> T:
@@ -341,13 +399,14 @@ class LinkedGroup(Group):
             raise
 
     def _over_links(
-        self, call: Call, step: Callable[[Links], bytes], text: str, timeout: float | None
+        self, call: Call, step: Callable[[Links], bytes], given: tuple[Any, Any], left: Left
     ) -> bytes:
-        """What the leader's step gives, on all members of this host. They raise what it raises."""
+        """What the leader's step gives, on all members of this host. They raise what it raises.
+        ``given``: what it was called with."""
         word = b""
         if self._links is not None:
             try:
-                word = DONE + self._step(self._links, step, text)
+                word = DONE + self._step(self._links, call, step, given)
             except (GroupError, TimeoutError, MemoryError) as error:
                 word = FAILED + dumps(error)
             except BaseException:  # Ctrl-C in the middle of it
@@ -356,7 +415,7 @@ class LinkedGroup(Group):
         if self._node.size > 1:
             _, doing, key = call
             (word,) = self._on_node(
-                call, lambda: self._node._exchange(doing, key, word, 0, timeout, None, None)
+                call, lambda: self._node._exchange(doing, key, word, 0, left(), None, None)
             )
         if word[:1] == FAILED:
             told: BaseException = loads(word[1:])
@@ -365,10 +424,34 @@ class LinkedGroup(Group):
             raise told
         return word[1:]
 
-    def _step(self, links: Links, step: Callable[[Links], bytes], text: str) -> bytes:
+    # --- for one of torch's backends, while it does an operation ---
+
+    def _reached_at(self) -> str:
+        return split(self._lanes.addresses[self.rank])[0]
+
+    def _has_lost_any(self) -> bool:
+        return self._node._has_lost_any() or (self._links is not None and self._links.ended() is not None)
+
+    def _cut_off(self, call: str) -> None:
+        """From other hosts: the members here do not know it, so their leader gives up."""
+        host = None if self._links is None else self._links.ended()
+        if self._links is not None and host is not None:
+            self._failure = self._links.last_word(host, call)
+            self._give_up_all()
+            raise self._failure
+
+    def _give_up_all(self) -> None:
+        self._node._give_up()
+        if self._links is not None:
+            self._links.close()
+
+    def _step(
+        self, links: Links, call: Call, step: Callable[[Links], bytes], given: tuple[Any, Any]
+    ) -> bytes:
         try:
             return step(links)
         except Differs:
+            text = called(call[0], *given)
             said = text.encode()
             found = links.swap((NAMES[TELL], TELL, 0), lambda _: [said])
             texts = {host: bytes(part).decode() for host, part in found.items()} | {self._host: text}
@@ -378,7 +461,7 @@ class LinkedGroup(Group):
 
 def _key(x: Any, op: str, root: int) -> int:
     """The same for calls that fit together."""
-    return zlib.crc32(repr((arrays.described(x), op, root)).encode())
+    return zlib.crc32(repr((arrays.kind(x), op, root)).encode())
 
 
 def _those(ranks: Sequence[int]) -> str:

@@ -26,6 +26,8 @@ HEADER = struct.Struct("<BIQQ")  # kind, operation, what the call is, bytes that
 DATA, FAILED, LEFT = range(3)
 STALLED = 10.0
 """Seconds of waiting after which the log says for whom."""
+LAST = 1.0
+"""Seconds for a last word to come that has begun to."""
 PIECE = 1 << 20  # bytes for one call of the system
 
 log = logging.getLogger("flowchan.collective")
@@ -42,7 +44,7 @@ class Differs(Exception):
 @dataclass(slots=True)
 class Edge:
     """What has crossed between two hosts' leaders: bytes sent and received, in how many steps of operations,
-    and the seconds that these took from their beginning on this side. An operation has one step or two."""
+    and the seconds that these took from their beginning on this side. An operation has one step or more."""
 
     sent: int = 0
     received: int = 0
@@ -151,11 +153,53 @@ class Links:
                 self.close()
                 raise
 
+    def ended(self) -> int | None:
+        """Between two steps: a host whose leader will take no part in the next."""
+        for host, sock in self.sockets.items():
+            try:
+                word = sock.recv(1, socket.MSG_PEEK)
+            except BlockingIOError:
+                continue
+            except OSError:
+                word = b""
+            if word != bytes([DATA]):
+                return host
+        return None
+
+    def last_word(self, host: int, call: str) -> BaseException:
+        """What the leader of that host, which :meth:`ended` has given, ended by. These connections can't be
+        used any more."""
+        peers = {host: _Peer([], HEADER.pack(DATA, 0, 0, 0))}
+        step = _Step(self, (call, 0, 0), peers, lambda _: None, LAST)
+        try:
+            self._go(step)
+            step.raise_what_they_say()
+        except (GroupError, TimeoutError, MemoryError) as error:
+            if peers[host].has_come or not isinstance(error, TimeoutError):
+                return error
+        return self.gone(host, call, "its last word has not come")
+
+    def gone(self, host: int, call: str, why: str) -> MemberDied:
+        """What to raise when the leader of that host is lost."""
+        rank = self.ranks[host]
+        return MemberDied(
+            f"{call} can't be done: rank {rank}, which connects its host to the others, died, gave up, "
+            f"or is out of reach ({why})",
+            (rank,),
+            call,
+        )
+
     def interrupt(self) -> None:
         """Ends the step that another thread is in, before :meth:`leave`."""
         self._leaving = True
         with contextlib.suppress(ValueError, OSError):  # that step has failed, and closed this
             os.eventfd_write(self.leaves.fileno(), 1)
+
+    def cut(self) -> None:
+        """Ends the step that another thread is in, and all that follow: they raise :class:`MemberDied`."""
+        for sock in self.sockets.values():
+            with contextlib.suppress(OSError):  # it is closed
+                sock.shutdown(socket.SHUT_RDWR)
 
     def leave(self) -> None:
         """Says that this host's members take part no more, and closes."""
@@ -307,13 +351,7 @@ class _Step:
         return MemberLeft(f"{call} can't be done: rank {rank} and its host have left", (rank,), call)
 
     def _gone(self, host: int, why: str) -> MemberDied:
-        rank, call = self._links.ranks[host], self.call[0]
-        return MemberDied(
-            f"{call} can't be done: rank {rank}, which connects its host to the others, died, gave up, "
-            f"or is out of reach ({why})",
-            (rank,),
-            call,
-        )
+        return self._links.gone(host, self.call[0], why)
 
     def _absent(self) -> str:
         return " and ".join(f"rank {self._links.ranks[host]} with its host" for host in sorted(self._waiting))

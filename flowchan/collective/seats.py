@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hmac
+import threading
 from dataclasses import dataclass
 
 from flowchan.collective.far_lanes import Way
@@ -23,18 +24,20 @@ that come late the driver waits, which hears of deaths."""
 
 @dataclass
 class Seat:
-    """A place in ``group``, as the driver numbers it, which takes part on ``host``. ``at``, ``secret``,
-    ``tls``: how the driver is reached."""
+    """A place in ``group``, as the driver numbers it, which takes part on ``host``. ``elastic``: the driver
+    may end the group. ``at``, ``secret``, ``tls``: how it is reached."""
 
     group: int
     rank: int
     size: int
     name: str
     host: str
+    elastic: bool = False
     at: str = ""
     secret: bytes = dataclasses.field(default=b"", repr=False)
     tls: bool = False
     _member: Group | None = None
+    _listener: _Listener | None = None
 
     def reached(self, at: str, secret: bytes, tls: bool) -> Seat:
         """The same on its host, which knows the way to the driver. So the secret does not cross."""
@@ -47,11 +50,18 @@ class Seat:
         sock, _ = reach(self.at, self.secret, hello, why=why, within=WITHIN, tls=self.tls)
         secret = hmac.digest(self.secret, f"group {self.group}".encode(), "sha256")
         way = Way(secret, route_to(split(self.at)[0]), self.tls)
-        with contextlib.closing(Voice(sock)) as voice:
+        with contextlib.ExitStack() as stack:
+            voice = stack.enter_context(contextlib.closing(Voice(sock)))
             meeting = self.name, self.host, voice.goes_on
             try:
                 self._member = meet_by(voice.gather, self.rank, way, WITHIN, *meeting)
+                if self.elastic:
+                    voice.settle()
+                    self._listener = _Listener(voice, self._member)
+                    stack.pop_all()
             except (Over, TimeoutError) as error:
+                if self._member is not None:
+                    self._member._abandon()
                 if not isinstance(error, Over) and voice.goes_on():
                     raise
                 raise MemberDied(f"group {self.name!r} can't begin: {error}", (), "joining") from None
@@ -59,5 +69,39 @@ class Seat:
 
     def close(self) -> None:
         """The member leaves, if it has come."""
+        self._hear_no_more()
         if self._member is not None:
             self._member.close()
+
+    def _abandon(self) -> None:
+        """As the member's."""
+        self._hear_no_more()
+        if self._member is not None:
+            self._member._abandon()
+
+    def _hear_no_more(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+
+class _Listener:
+    """Ends a member's group when the driver says so, or can't be heard any more: the members may not see
+    who has died on another host, nor that one has come who is to join them."""
+
+    def __init__(self, voice: Voice, member: Group) -> None:
+        self._voice, self._disband = voice, member._disbanding()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="flowchan-collective-seat", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self._voice.wait_for_end()
+        if not self._closing:
+            self._disband()
+
+    def close(self) -> None:
+        self._closing = True
+        self._voice.interrupt()
+        self._thread.join()
+        self._voice.close()

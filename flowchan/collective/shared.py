@@ -9,15 +9,18 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from flowchan import _core
 from flowchan.collective import arrays
-from flowchan.collective.group import COMBINING, MOVING, NAMES, TELL, Group, called, not_here
+from flowchan.collective.countdown import countdown
+from flowchan.collective.group import Group, called
 from flowchan.collective.lanes import Lanes
+from flowchan.collective.operations import COMBINING, NAMES, TELL
 from flowchan.collective.shrinking import Shrinking
 from flowchan.collective.values import dumps, loads
+from flowchan.collective.ways import not_here, number_of
 from flowchan.errors import GroupError, MemberDied, MemberLeft, Mismatch
 from flowchan.transport.descriptors import Borrowed, Inherited, Sent, hand_over, take_over
 
@@ -89,7 +92,8 @@ class SharedGroup(_core.Group, Group):
         return Shrinking[SharedGroup](self, member, give_up).run()
 
     def _part(self, key: Any, name: str, timeout: float | None) -> SharedGroup | None:
-        keys = self._gathered(key, timeout)
+        left = countdown(timeout)
+        keys = self._gathered(key, left())
         mates = [rank for rank, other in enumerate(keys) if other == key and key is not None]
         mine, place, error = None, None, ""
         try:
@@ -98,7 +102,7 @@ class SharedGroup(_core.Group, Group):
                 place = Borrowed(os.getpid(), mine._fd, -1, os.fstat(mine._fd).st_ino)
         except OSError as failed:
             error = f"rank {self.rank} can't make the memory: {failed}"
-        places = self._gathered(place, timeout)
+        places = self._gathered(place, left())
         try:
             if mates and mine is None and places[mates[0]] is not None:
                 opened, _ = take_over(places[mates[0]])
@@ -107,7 +111,7 @@ class SharedGroup(_core.Group, Group):
             error = f"rank {self.rank} can't open the memory of rank {mates[0]}: {failed}"
         if mine is not None:
             mine._take_seat()  # before the others rely on it: now they hear of its end
-        errors = [text for text in self._gathered(error, timeout) if text]
+        errors = [text for text in self._gathered(error, left()) if text]
         if errors:
             raise GroupError("; ".join(errors))
         return mine
@@ -126,10 +130,26 @@ class SharedGroup(_core.Group, Group):
             self._later.close()
             self._later = None
         self._lanes.close()
+        self._close_backends()
 
-    def explain(self, operation: str, x: Any = None) -> str:
-        """How an operation would be done, in a sentence."""
-        number = _number(operation)
+    def _abandon(self) -> None:
+        """Leave, as who has given up: what the others still call raises :class:`MemberDied`."""
+        self._take_seat()
+        self._give_up()
+        self._lanes.close(wait=False)
+        self.close()
+
+    def _overseer(self) -> Overseer:
+        """For who made this member, and gives it to another process."""
+        return Overseer(os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC))
+
+    def _disbanding(self) -> Callable[[], None]:
+        """What ends the group while another thread works with it: whatever that calls raises
+        :class:`MemberDied`."""
+        return self._overseer().disband
+
+    def _explain(self, operation: str, x: Any) -> str:
+        number = number_of(operation)
         size = arrays.size_of(x)
         if size is None:
             how = "values are written down as bytes, and everybody reads those of the others"
@@ -140,18 +160,9 @@ class SharedGroup(_core.Group, Group):
             how = f"{way}: {_HOW[way]}"
         return f"{operation}: {how}; shared memory, {self.size} members on this host"
 
-    def select(self, operation: str, way: str | None) -> None:
-        """Has an operation on arrays done in one way from now on, whatever their size; with None as is best
-        for it. ``allreduce`` and ``reduce``: "exchange" (up to 512 KB) or "slices". ``broadcast``,
-        ``allgather``, ``gather`` and ``alltoall``: "chunks", or "direct" where members may read each other's
-        memory. All members choose the same."""
-        number = _number(operation)
-        ways = _WAYS[1:3] if operation in COMBINING else _WAYS[3:] if operation in MOVING else ()
-        if way is not None and way not in ways:
-            those = " or ".join(map(repr, ways)) or "no way but one"
-            raise ValueError(f"{operation} has {those}, not {way!r}")
-        self._choose(number, 0 if way is None else _WAYS.index(way))
-        self._chosen[number] = way
+    def _select(self, doing: int, way: str | None) -> None:
+        self._choose(doing, 0 if way is None else _WAYS.index(way))
+        self._chosen[doing] = way
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._joined or self._broken:
@@ -166,7 +177,7 @@ class SharedGroup(_core.Group, Group):
         """Raises what an operation ended by."""
         call = NAMES[doing]
         if end == MISMATCH:
-            chosen = self._chosen.get(doing)
+            chosen = self._chosen.get(doing) or self._chosen_backends.get(doing)
             mine = dumps(called(call, x, more) + (f" by {chosen}" if chosen else ""))
             said = [loads(b) for b in self._exchange(TELL, 0, mine, -1, None, None, None)]
             calls = "; ".join(
@@ -227,6 +238,23 @@ class SharedGroup(_core.Group, Group):
             if rank != self.rank and not self._see(rank)[6]
         )
 
+    # --- for one of torch's backends, while it does an operation ---
+
+    def _reached_at(self) -> str:
+        return "127.0.0.1"
+
+    def _has_lost_any(self) -> bool:
+        """Whether a member is gone that has not done its part: whoever has is in the next round."""
+        begun = self._see(self.rank)[2]
+        sights = (self._see(rank) for rank in range(self.size) if rank != self.rank)
+        return any(sight[2] <= begun and (sight[1] != HERE or not sight[5]) for sight in sights)
+
+    def _cut_off(self, call: str) -> None:
+        pass  # the next round finds it
+
+    def _give_up_all(self) -> None:
+        self._give_up()
+
     def _late(self, call: str) -> TimeoutError:
         return TimeoutError(f"{call} of {self._title()} was not done in time: {self._absent()}")
 
@@ -248,11 +276,19 @@ class SharedGroup(_core.Group, Group):
         return all(s[6] or (s[1] == HERE and s[5]) for s in seen.values())
 
 
-def _number(operation: str) -> int:
-    known = [name for number, name in enumerate(NAMES) if number not in (0, TELL)]
-    if operation not in known:
-        raise ValueError(f"operation must be one of {', '.join(known)}, not {operation!r}")
-    return NAMES.index(operation)
+class Overseer:
+    """Of a group, without being a member. ``fd``: its memory, opened once more, so it holds no lock on it."""
+
+    def __init__(self, fd: int) -> None:
+        self._group = _core.Group(fd, 0)
+
+    def count_out(self, rank: int) -> None:
+        """This member's process has ended. If it has not joined, the others need not wait for it."""
+        self._group._count_out(rank)
+
+    def disband(self) -> None:
+        """Ends the group: whatever its members call next raises :class:`MemberDied`."""
+        self._group._disband()
 
 
 def _state(pid: int, gone: int, operation: int, doing: int, inside: bool, alive: bool) -> str:

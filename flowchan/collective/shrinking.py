@@ -13,11 +13,11 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from flowchan import _core
 from flowchan.collective.lanes import Lanes
-from flowchan.errors import GroupError, MemberDied
+from flowchan.errors import GroupError
 from flowchan.transport.descriptors import Borrowed, take_over
 
 COME = 1
@@ -46,7 +46,7 @@ class Member(Protocol):
     def _give_up(self) -> None: ...
     def _take_seat(self) -> None: ...
     def _title(self) -> str: ...
-    def _wait_for_all(self, timeout: float | None) -> Any: ...
+    def _has_met(self, timeout: float | None) -> bool: ...
     def close(self) -> None: ...
 
 
@@ -88,16 +88,8 @@ class Shrinking(Generic[M]):
         if new is None:
             self._wait(left)
             return None
-        try:
-            endless = self._give_up == math.inf
-            new._wait_for_all(None if endless else max(0.0, self._give_up - time.monotonic()))
-        except MemberDied:
-            new.close()
-            return None
-        except BaseException:
-            new.close()
-            raise
-        return new
+        endless = self._give_up == math.inf
+        return new if new._has_met(None if endless else max(0.0, self._give_up - time.monotonic())) else None
 
     def _is_left(self, member: int) -> bool:
         """Who may still join is."""

@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 
 from flowchan.collective.arrays import described
-from flowchan.collective.group import ALLGATHER, ALLREDUCE, ALLTOALL, GATHER, REDUCE, SCATTER, Group
+from flowchan.collective.group import Group
+from flowchan.collective.operations import ALLREDUCE, ALLTOALL, GATHER, REDUCE, SCATTER
 from flowchan.collective.torch_store import meet_by_store
 from flowchan.errors import GroupError, Mismatch
 
@@ -30,7 +31,12 @@ _LATER = 64 * 1024
 _TURN = 0.02
 """Seconds after which a thread that receives lets another one have its turn."""
 
+_FORGETS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7)
+"""Whether this torch forgets a :class:`Work` of ours while its C++ waits for it. Then operations are done at
+once, and what is returned is torch's own."""
+
 # Their types are not the same in all versions of torch.
+_c10d: Any = torch._C._distributed_c10d
 _Work: Any = dist.Work
 _ProcessGroup: Any = dist.ProcessGroup
 _Reduce: Any = dist.ReduceOp.RedOpType
@@ -321,7 +327,7 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def barrier(self, opts: Any = None) -> Work:
         self._group.barrier()
-        return Work([])
+        return _done([])
 
     # --- messages, which go beside the collectives ---
 
@@ -336,6 +342,9 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
         return self._receives.start(tensors, None, tag)
 
+    # torch 2.4 calls no method of ours for these but by their names in Python
+    _set_group_name = setGroupName
+    _set_group_desc = setGroupDesc
     # torch's names before 2.13
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -344,16 +353,25 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
     alltoall_base = all_to_all_single
 
     def _gather_into(self, x: torch.Tensor, out: Any) -> None:
-        self._group._gather_into(ALLGATHER, x, out, range(self._group.size), None)
+        self._group._gather_into(x, out, None)
 
     def _do(self, tensors: Tensors, run: Callable[[], Any], result: Any = None) -> Work:
         """Now, or by the thread where that pays: torch's autograd goes on meanwhile."""
         result = list(tensors) if result is None else result
-        if sum(x.nbytes for x in tensors) < _LATER:
+        if _FORGETS or sum(x.nbytes for x in tensors) < _LATER:
             self._group._settle()
             run()
-            return Work(result)
+            return _done(result)
         return Work(result, self._group._start(run)._future)
+
+
+def _done(result: Any) -> Work:
+    if not _FORGETS:
+        return Work(result)
+    promise: torch.futures.Future[Any] = torch.futures.Future()
+    promise.set_result(result)
+    work: Work = _c10d._create_work_from_future(promise)
+    return work
 
 
 def _op(opts: Any) -> str:

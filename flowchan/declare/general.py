@@ -9,7 +9,7 @@ from typing import Any, Concatenate, TypeVar, TypeVarTuple, overload
 
 from flowchan.channel.ports import Out
 from flowchan.declare.annotations import ports_of, seat_of
-from flowchan.declare.arguments import callable_argument, no_misspelt_option
+from flowchan.declare.arguments import callable_argument, flag, no_misspelt_option
 from flowchan.declare.builder import Builder
 from flowchan.declare.options import SOURCE_OPTIONS
 from flowchan.declare.places import Placement
@@ -17,7 +17,7 @@ from flowchan.declare.shapes import Untold
 from flowchan.declare.stream import Stream, origins, streams_argument, streams_of
 from flowchan.declare.values import DEFAULT_CAPACITY, DEFAULT_RESTARTS, Gang
 
-STAGE_OPTIONS = (*SOURCE_OPTIONS, "workers")
+STAGE_OPTIONS = (*SOURCE_OPTIONS, "workers", "elastic")
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -140,6 +140,7 @@ class General(Builder):
         capacity: int = DEFAULT_CAPACITY,
         restarts: int = DEFAULT_RESTARTS,
         restartable: bool = False,
+        elastic: bool = False,
         gpus: int = 0,
         **kwargs: Any,
     ) -> Any:
@@ -151,10 +152,18 @@ class General(Builder):
 
         With a parameter annotated ``flowchan.collective.Group`` its workers are a gang: they start together,
         each with its member of a group. When one dies and the stage is restartable, all begin again, each
-        with what it had in hand."""
+        with what it had in hand. ``elastic``: it is restartable, and only the one that died begins again. For
+        the others the function is called once more, in their processes, first with the group of those that
+        are left, and then with that of all."""
         ports = ports_of(callable_argument("stage", "function", function))
         no_misspelt_option("stage", function, kwargs, STAGE_OPTIONS)
         seat = seat_of(function)
+        if flag("stage", "elastic", elastic) and seat is None:
+            raise ValueError(
+                "stage: elastic=True is for a gang, whose function has a parameter annotated "
+                "flowchan.collective.Group"
+            )
+        restartable = restartable or elastic
         if restartable and not streams and workers != 1:
             raise ValueError(
                 f"stage: a restartable stage without inputs has one worker, not workers={workers!r}"
@@ -175,7 +184,7 @@ class General(Builder):
             restarts=restarts,
             restartable=restartable,
             gpus=gpus,
-            gang=None if seat is None else Gang(*seat),
+            gang=None if seat is None else Gang(*seat, elastic),
         )
         outs = streams_of(self, stage)
         return None if not outs else outs[0] if len(outs) == 1 else outs

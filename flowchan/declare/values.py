@@ -78,10 +78,11 @@ class Gang:
     """That the workers of a stage form a group: ``parameter`` of its function takes a worker's member.
     ``group`` is the class that makes such groups, as ``flowchan.collective.Group``: ``_make_all(size, name)``
     gives the members of one on this machine, ``_seat(…)`` a place in one over hosts, as ``hosts.crew`` calls
-    it."""
+    it. ``elastic``: while one of them is replaced the others go on."""
 
     parameter: str
     group: Any
+    elastic: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

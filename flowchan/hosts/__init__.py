@@ -3,19 +3,28 @@ on different hosts.
 
 ``patience``: for how many seconds an agent waits for a program that it does not hear, before it ends with its
 workers. ``tls``: whether what crosses is encrypted and can't be changed on its way.
+
+What channels between programs need is loaded when it is first asked for: agents have no use for it, and wait
+for each import.
 """
 
+from __future__ import annotations
+
+import importlib
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from flowchan.errors import HostError
-from flowchan.hosts.far import open_channel
-from flowchan.hosts.hosting import serve
 from flowchan.hosts.local import local as _local
 from flowchan.hosts.pool import PATIENCE, Pool, pool_of
 from flowchan.hosts.ray import ray as _ray
 from flowchan.hosts.slurm import slurm as _slurm
 from flowchan.hosts.spec import parse as _parse
 from flowchan.hosts.ssh import ssh as _ssh
+
+if TYPE_CHECKING:
+    from flowchan.hosts.far import open_channel
+    from flowchan.hosts.hosting import serve
 
 __all__ = ["HostError", "Pool", "local", "open_channel", "parse", "ray", "serve", "slurm", "ssh"]
 
@@ -62,3 +71,15 @@ def parse(spec: str) -> Pool:
     """The pool that a text means, as ``flowchan run --hosts`` takes it: ``local:2``, ``ssh:gpu1,user@gpu2``,
     ``slurm``, ``ray:4``. Raises ``ValueError``."""
     return pool_of("parse", _parse(spec))
+
+
+_LATER = {"open_channel": "far", "serve": "hosting"}
+"""Names, and the modules that they come from."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
+    globals()[name] = found
+    return found

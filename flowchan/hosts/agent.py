@@ -38,6 +38,7 @@ from flowchan.hosts.messages import (
     Leave,
     Recover,
     Release,
+    Seated,
     Start,
     Waiting,
     Waits,
@@ -46,12 +47,14 @@ from flowchan.hosts.messages import (
     versions,
 )
 from flowchan.run import logs
+from flowchan.run.boards import Board, use_on_host
 from flowchan.run.decisions import Terminate
-from flowchan.run.events import Failure, Gone, Started, WorkerId
+from flowchan.run.events import CrossedOff, Failure, Gone, Started, WorkerId
 from flowchan.run.failures import Portable
 from flowchan.run.opening import Ports, open_ports
 from flowchan.run.recovery import take_up
 from flowchan.run.worker_processes import WorkerProcesses
+from flowchan.transport.authentication import key_to_come_back
 from flowchan.transport.dialling import reach
 
 
@@ -67,6 +70,7 @@ class Orders:
     graph: str
     tls: bool
     levels: dict[str, int]  # of the program's loggers
+    back: int  # the port to which the core comes back after a break; 0: it does not
 
     @classmethod
     def read(cls, line: str) -> Orders:
@@ -104,6 +108,9 @@ class Agent:
         self._commands = commands.reader()
         self._said, self._heard = commands.writer(), self._events.reader()  # the link's ends
         self._workers: dict[WorkerId, _Worker] = {}
+        self._next_seats: dict[WorkerId, Channel[Any]] = {}  # by which those of elastic gangs get theirs
+        self._board = Board()
+        use_on_host(self._board.path)
         self._processes = WorkerProcesses(orders.graph, self._events, self._gone)
         logs.set_levels(orders.levels)  # for those who are forked from here
         self._link = _core.Link(False)
@@ -112,6 +119,10 @@ class Agent:
     def run(self) -> None:
         """Until the driver says that the run is over."""
         self._link.attach(self._dial("can't reach the driver").detach())
+        orders = self._orders
+        if orders.back:
+            key = key_to_come_back(orders.secret, orders.number, orders.epoch)
+            self._link.dial_again(orders.back, key)
         for work in (self._keep_link, self._processes.watch):
             threading.Thread(target=_or_end, args=(work,), daemon=True).start()
         for command in self._commands:
@@ -134,6 +145,8 @@ class Agent:
                 self._events.put(Lacking(command.id, missing))
             else:
                 self._start(command)
+        elif isinstance(command, Seated) and command.worker in self._next_seats:
+            self._next_seats[command.worker].put(self._reached(command.seat))
         elif isinstance(command, Recover):
             self._recover(self._workers[command.worker], command.blame)
         elif isinstance(command, Terminate):
@@ -145,20 +158,27 @@ class Agent:
             self._events.put(Waiting(command.number, waits))
         elif isinstance(command, Release):
             self._release(command.worker)
+        elif isinstance(command, CrossedOff):
+            self._board.cross_off(command.question)
 
     def _start(self, start: Start) -> None:
         if start.id not in self._workers:
             self._workers[start.id] = self._open(start)
-        ports, orders = self._workers[start.id].ports, self._orders
-        member = start.seat and start.seat.reached(orders.address, orders.secret, orders.tls)
+        if start.elastic:
+            self._next_seats[start.id] = Channel(1, across="processes")
+        ports = self._workers[start.id].ports
         try:
             pid = self._processes.start(
-                start.here, start.stage, ports, start.predecessors, start.gpus, member
-            )
+                start.here, start.stage, ports, start.predecessors, start.gpus,
+                start.seat and self._reached(start.seat), self._next_seats.get(start.id),
+            )  # fmt: skip
         except (OSError, HostError) as error:
             self._events.put(Failure(start.id, Portable(error), None, os.getpid()))
         else:
             self._events.put(Started(start.id, pid, start.here.host))
+
+    def _reached(self, seat: Any) -> Any:
+        return seat.reached(self._orders.address, self._orders.secret, self._orders.tls)
 
     def _open(self, start: Start) -> _Worker:
         """The rings of a worker, with its ports, and the link's ends of them."""
@@ -167,6 +187,8 @@ class Agent:
             outputs["errors"] = start.errors
         channels = {key: _open_ring(AHEAD, name, start) for key, name in _named("in", start.inputs).items()}
         channels |= {key: _open_ring(BEHIND, name, start) for key, name in outputs.items()}
+        for key in outputs:
+            channels[key]._leaves_host()  # the link takes all that is put there
         ports = _open_ports(start, channels)
         fill = [channels[f"in {port}"].writer() for port in start.inputs]
         drain = [port.channel.reader() for port in ports.writers()]
@@ -196,6 +218,7 @@ class Agent:
     def _release(self, id: WorkerId) -> None:
         """Its rings go; what is left of its process goes with the agent."""
         self._processes.give_back_gpus(id)
+        self._next_seats.pop(id, None)
         worker = self._workers.pop(id, None)
         if worker is not None:
             self._link.drop(worker.start.line)
@@ -212,7 +235,7 @@ class Agent:
     # --- the link ---
 
     def _keep_link(self) -> None:
-        """Dials again when the connection breaks."""
+        """Dials again when the connection breaks, and the core has not come back by itself."""
         patience = self._orders.patience
         while (word := self._link.wait(patience / 4)) != "closed":
             what, _, about = word.partition(": ")

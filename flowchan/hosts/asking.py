@@ -7,12 +7,13 @@ home, and takes a round trip more."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from flowchan.channel.channel import Channel
 from flowchan.errors import ChannelError
-from flowchan.items.codec import Opening, Sealed, pack
+from flowchan.items.codec import Opening, Sealed, pack_to_pass_on
 from flowchan.items.text import short
 from flowchan.items.together import is_storage
 
@@ -61,9 +62,12 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Nothing more goes through the port that this line carries, in either direction."""
+    """Nothing more goes through the port that this line carries, in either direction. ``broken``: what it
+    writes to is, by ``cause``."""
 
     line: int
+    broken: bool = False
+    cause: Sealed | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,20 +80,27 @@ class Over:
 
 def sealed(item: Any) -> Any:
     """As what an item travels. Raises ``TypeError`` where it can't leave its machine."""
+    return seal(item)[0]
+
+
+def seal(item: Any) -> tuple[Any, Callable[[], None]]:
+    """As what an item travels, and what to call if it does not."""
     if type(item) in PLAIN:
-        return item
-    packed = pack(item)
+        return item, lambda: None
+    packed, take_back = pack_to_pass_on(item)
     if isinstance(packed, list) and any(isinstance(part, Channel) for part in packed):
+        take_back()
         raise TypeError(
             f"can't send {short(item)} to another host: it holds a channel that only processes of one "
             "machine can share; make it with across='hosts'"
         )
     if isinstance(packed, list) and any(map(is_storage, packed)):
+        take_back()
         raise TypeError(
             f"can't send {short(item)} to another host: it holds a tensor in memory that only processes of "
             "one machine can share; send tensor.clone()"
         )
-    return Sealed(packed)
+    return Sealed(packed), take_back
 
 
 def to_put(item: Any) -> Any:

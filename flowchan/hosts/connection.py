@@ -15,14 +15,14 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from flowchan import _core
 from flowchan.channel.channel import Channel, In, Out
 from flowchan.channel.select import select
 from flowchan.errors import Broken, ChannelError, Closed, HostError
-from flowchan.hosts.asking import Answer, Ask, Cancel, Finished, Over, wrong
+from flowchan.hosts.asking import Answer, Ask, Cancel, Finished, Over, cause_in, wrong
 from flowchan.hosts.messages import AHEAD, BEHIND, differs, versions
 from flowchan.hosts.neighbours import card
 from flowchan.run.latch import Latch
@@ -55,6 +55,14 @@ class Asked:
         return self.answer.value
 
 
+def _value_or_undo(asked: Asked, undone: Callable[[], None]) -> Any:
+    try:
+        return asked.value()
+    except BaseException:
+        undone()
+        raise
+
+
 class Line:
     """A port of home that is open here: a ring, the user's end of it, and the link's."""
 
@@ -72,6 +80,11 @@ class Line:
         port = None if self.port is None else self.port()
         return port is not None and port.is_open
 
+    def has_more(self) -> bool:
+        """Whether anything that was put here has not come home."""
+        stats = self.ring.stats()
+        return not self.reads and stats.inside + stats.leased > 0
+
 
 class Connection:
     """See above. Raises :class:`HostError` when home can't be reached within ``timeout`` seconds."""
@@ -79,13 +92,16 @@ class Connection:
     def __init__(self, address: str, secret: bytes, tls: bool, timeout: float = PATIENCE) -> None:
         self.address, self.pid = address, os.getpid()
         self.lost = ""  # why
+        self.is_kept = False  # while home lives, though nobody here uses a channel of it
+        self._begun = 0  # so many are about to use one
         self._secret, self._tls = secret, tls
         self._hello = {**versions(), **card(), "guest": secrets.token_hex(16), "again": False}
         self._lock = threading.RLock()
         self._numbers = self._line_numbers = 0
         self._asked: dict[int, Asked] = {}
         self._lines: dict[int, Line] = {}
-        self._users: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._users: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._known: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # of these
         self._left = False
         sock, theirs = self._dial(timeout, f"can't open a channel of {address}")
         self.home, self._patience = theirs["home"], float(theirs["patience"])
@@ -129,18 +145,30 @@ class Connection:
     # --- asking ---
 
     def ask(
-        self, channel: int, what: str, *arguments: Any, late: Callable[[Answer], None] = lambda _: None
+        self,
+        channel: int,
+        what: str,
+        *arguments: Any,
+        late: Callable[[Answer], None] = lambda _: None,
+        undone: Callable[[], None] = lambda: None,
     ) -> Any:
-        asked = self.post(channel, what, arguments, late)
+        """What home answers. ``late`` hears it when nobody waits any more; ``undone`` is called when home has
+        not done it, whoever waits."""
+        asked = self._post_or_undo(channel, what, arguments, late, undone)
         try:
             asked.wait()
         except BaseException:
             self.abandon(asked)
             raise
-        return asked.value()
+        return _value_or_undo(asked, undone)
 
     async def await_answer(
-        self, channel: int, what: str, *arguments: Any, late: Callable[[Answer], None] = lambda _: None
+        self,
+        channel: int,
+        what: str,
+        *arguments: Any,
+        late: Callable[[Answer], None] = lambda _: None,
+        undone: Callable[[], None] = lambda: None,
     ) -> Any:
         """As :meth:`ask`, for coroutines."""
         loop = asyncio.get_running_loop()
@@ -150,13 +178,33 @@ class Connection:
             with contextlib.suppress(RuntimeError):  # the loop was closed
                 loop.call_soon_threadsafe(answered.set)
 
-        asked = self.post(channel, what, arguments, late, done)
+        asked = self._post_or_undo(channel, what, arguments, late, undone, done)
         try:
             await answered.wait()
         except BaseException:
             self.abandon(asked)
             raise
-        return asked.value()
+        return _value_or_undo(asked, undone)
+
+    def _post_or_undo(
+        self,
+        channel: int,
+        what: str,
+        arguments: tuple[Any, ...],
+        late: Callable[[Answer], None],
+        undone: Callable[[], None],
+        done: Callable[[], None] | None = None,
+    ) -> Asked:
+        def heard_late(answer: Answer) -> None:
+            if answer.wrong is not None:
+                undone()
+            late(answer)
+
+        try:
+            return self.post(channel, what, arguments, heard_late, done)
+        except BaseException:
+            undone()
+            raise
 
     def post(
         self,
@@ -199,6 +247,24 @@ class Connection:
         error.__cause__ = HostError(self.lost or "they were left", self.address)
         return error
 
+    def open(self, channel: int) -> Any:
+        """What home says of the channel, which is open here until home is told to drop it."""
+
+        def drop(answer: Answer) -> None:
+            if answer.wrong is None:
+                self.tell("drop", channel)
+
+        return self.ask(channel, "open", late=drop)
+
+    def send(self, channel: int) -> bool:
+        """See :meth:`Home.send`."""
+
+        def come(answer: Answer) -> None:
+            if answer.value:
+                self.tell("come", channel)
+
+        return bool(self.ask(channel, "send", late=come))
+
     # --- lines ---
 
     def new_line(self, name: str, max_bytes: int | None, reads: bool) -> Line:
@@ -208,38 +274,61 @@ class Connection:
 
     def open_line(self, line: Line, channel: int) -> None:
         """Joins it to a port of that channel. Its user has its end already."""
-        self.ask(channel, "reader" if line.reads else "writer", line.number)
-        with self._lock:
+        with self._lock:  # it may be finished before home's answer is looked at here
             self._lines[line.number] = line
-            ends = [line.end]
-            self.link.line(line.number, ends if line.reads else [], [] if line.reads else ends, line.reads)
+
+        def join(answer: Answer) -> None:
+            """Of who waits no more, too: else home would never hear that the port is left."""
+            with self._lock:
+                if answer.wrong is not None:
+                    self._lines.pop(line.number, None)
+                elif line.number in self._lines:
+                    ends = [line.end]
+                    fill, drain = (ends, []) if line.reads else ([], ends)
+                    self.link.line(line.number, fill, drain, line.reads)
+
+        try:
+            self.ask(channel, "reader" if line.reads else "writer", line.number, late=join)
+        except Exception:
+            self._lines.pop(line.number, None)
+            raise
+        join(Answer(line.number))
         if self.lost:
             self._lose(self.lost)
 
-    def _finish(self, number: int) -> None:
-        line = self._lines.pop(number, None)
-        if line is not None:
-            self.link.drop(number)
-            line.end.close()
-            line.finished.set()
+    def _finish(self, said: Finished) -> None:
+        with self._lock:
+            line = self._lines.pop(said.line, None)
+            if line is not None:
+                self.link.drop(said.line)
+        if line is None:
+            return
+        if said.broken:
+            line.ring.abort(cause_in(said.cause))  # if the link has not said so already
+        line.end.close()
+        line.finished.set()
 
     # --- who uses it ---
 
-    def adopt(self, number: int, user: Any) -> None:
-        """``user`` is the channel of that number here, as long as it exists."""
-        self._users[number] = user
+    def adopt(self, number: int, user: Any) -> Any:
+        """``user`` has opened the channel of that number. Gives what is that channel here: who was first, of
+        several that have opened it at a time."""
         weakref.finalize(user, _nudge, self._nudges, "drop", number).atexit = False
+        with self._lock:
+            self._users.add(user)
+            return self._known.setdefault(number, user)
 
-    def tell_come(self, number: int) -> None:
-        """An item that this channel was in is finished here. Never waits."""
-        _nudge(self._nudges, "come", number)
+    def tell(self, what: str, number: int) -> None:
+        """What home is to hear of a channel, from who can't wait for that: that an item is finished which it
+        was in ("come"), that nobody uses it here ("drop")."""
+        _nudge(self._nudges, what, number)
 
     def user(self, number: int) -> Any:
-        return self._users.get(number)
+        return self._known.get(number)
 
     def _nudged(self, what: str, number: int) -> None:
         """By who can't wait for home to hear it."""
-        if what == "come" or (what == "drop" and number not in self._users):
+        if what in ("come", "drop"):
             with contextlib.suppress(Broken):
                 self.post(number, what, ())
         self._look_for_users()
@@ -247,7 +336,9 @@ class Connection:
     def _look_for_users(self) -> None:
         """Perhaps nobody is left."""
         with _registry_lock:
-            if self._left or self._users or any(line.is_open() for line in self._lines.values()):
+            if self._left or self._begun or (self.is_kept and not self.lost):
+                return
+            if self._users or any(line.is_open() for line in self._lines.values()):
                 return
             if self._lines and not self.lost:  # what was put here is still under way
                 return
@@ -288,7 +379,7 @@ class Connection:
 
     def _told(self, said: Answer | Finished | Over) -> None:
         if isinstance(said, Finished):
-            self._finish(said.line)
+            self._finish(said)
             self._look_for_users()
         elif isinstance(said, Over):
             self._lose(said.why, said.ended)
@@ -314,7 +405,9 @@ class Connection:
         self.link.close()
         for asked in waiting:
             asked.answer = Answer(asked.number, wrong=wrong(self.broken()))
-            if not asked.abandoned:
+            if asked.abandoned:
+                asked.late(asked.answer)
+            else:
                 asked.done()
         for line in lines:
             if line.number in ended:
@@ -322,7 +415,7 @@ class Connection:
             else:
                 line.ring.abort(HostError(self.lost, self.address))
             line.finished.set()
-        self._nudges.put_nowait(("lost", 0))
+        _nudge(self._nudges, "lost", 0)
 
     def _end(self) -> None:
         self.lost = self.lost or "they were left"
@@ -333,11 +426,13 @@ class Connection:
         self._nudges.close()
 
     def leave(self) -> None:
-        """This process ends: what was put through ports that are closed goes first."""
+        """This process ends: what it has put goes first."""
         give_up = time.monotonic() + LAST_WORD
         for line in list(self._lines.values()):
             if not line.is_open():
                 line.finished.wait(max(0.0, give_up - time.monotonic()))
+            while not self.lost and line.has_more() and time.monotonic() < give_up:
+                time.sleep(0.005)
         with contextlib.suppress(Broken):
             left = Latch()
             self.post(0, "leave", (), done=left.set)
@@ -359,6 +454,20 @@ def connection_to(address: str, secret: bytes, tls: bool, timeout: float = PATIE
         if key not in _connections:
             _connections[key] = Connection(address, secret, tls, timeout)
         return _connections[key]
+
+
+@contextlib.contextmanager
+def using(address: str, secret: bytes, tls: bool, timeout: float = PATIENCE) -> Iterator[Connection]:
+    """The same, and it is not left meanwhile though nobody uses a channel yet."""
+    with _registry_lock:
+        connection = connection_to(address, secret, tls, timeout)
+        connection._begun += 1
+    try:
+        yield connection
+    finally:
+        with _registry_lock:
+            connection._begun -= 1
+        connection.tell("used", 0)
 
 
 def forget(connection: Connection) -> None:

@@ -17,11 +17,12 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from flowchan.channel.channel import most_bytes
+from flowchan.declare.values import Stage
 from flowchan.errors import Closed, HostError
 from flowchan.hosts.code import own_modules, pack_stage
 from flowchan.hosts.life import Heard, Life
@@ -33,6 +34,7 @@ from flowchan.hosts.messages import (
     Lacking,
     Recover,
     Release,
+    Seated,
     Start,
     Told,
     Waiting,
@@ -42,12 +44,12 @@ from flowchan.hosts.messages import (
 )
 from flowchan.hosts.provider import Provider
 from flowchan.hosts.reception import Reception
-from flowchan.run import logs
+from flowchan.run import decisions, logs
 from flowchan.run.chance import Worker
 from flowchan.run.crew import LocalCrew
 from flowchan.run.deadlock import Elsewhere
-from flowchan.run.decisions import GRACE, Terminate
-from flowchan.run.events import Aborted, Began, Ended, Event, Failure, Gone, WorkerId
+from flowchan.run.decisions import Terminate
+from flowchan.run.events import Aborted, Began, Bereft, CrossedOff, Ended, Event, Failure, Gone, WorkerId
 from flowchan.run.plan import PlannedWorker
 from flowchan.run.recovery import Death, deaths_in_hand
 from flowchan.run.stats import HostStats
@@ -94,14 +96,15 @@ class HostCrew:
         self._lines: dict[WorkerId, Line] = {}
         self._numbers = 0
         self._deaths: dict[WorkerId, Death] = {}
-        self._packed: dict[tuple[str, tuple[str, ...]], bytes] = {}
+        self._packed: dict[tuple[str, tuple[str, ...]], tuple[bytes, tuple[str, ...]]] = {}
         self._lock = threading.RLock()
         self._tell: Callable[[Event], None] = lambda _: None
         self._epochs: dict[str, int] = {}  # by number, as text
         self._hello = {**versions(), "epochs": self._epochs}
         self._secret = secrets.token_bytes(32)
         self._reception: Reception | None = None
-        self._groups: dict[WorkerId, tuple[int, int, int]] = {}  # of gangs: the group's number, rank, size
+        # Of gangs: the group's number, rank, size. One of an elastic gang may have none for a while.
+        self._groups: dict[WorkerId, tuple[int, int, int]] = {}
         self._closing = False
         self._echo = 0  # the last echo that was asked for
         self._asked: list[Life] | None = None  # of whom; None: it is not awaited
@@ -124,6 +127,8 @@ class HostCrew:
         used = [self._hosts[name] for name in dict.fromkeys(worker.host for worker in self._workers.values())]
         with self._lock:
             lives = [self._bring(host) for host in used]
+        for worker in self._workers.values():
+            self._pack(worker.stage)  # while the agents start
         for life in lives:
             life.is_decided.wait()
             if life.why:
@@ -189,26 +194,39 @@ class HostCrew:
         return dataclasses.replace(self._home.begun(id), host=life.host)
 
     def _say_start(self, id: WorkerId, line: Line) -> None:
-        worker, lacking = self._workers[id], self._hosts[line.life.host].lacking
-        key = id.stage, tuple(sorted(lacking))
-        if key not in self._packed:
-            self._packed[key] = pack_stage(worker.stage, key[1])
-        stage = self._packed[key]
+        worker = self._workers[id]
+        stage, modules = self._pack(worker.stage, self._hosts[line.life.host].lacking)
         line.life.say(
             Start(
-                line=line.number, here=line.here, stage=stage,
-                modules=tuple(name for name in own_modules(stage) if name not in lacking),
+                line=line.number, here=line.here, stage=stage, modules=modules,
                 predecessors=self._home.obituaries.how_they_died(id),
                 inputs=dict(worker.inputs), outputs=dict(worker.outputs), errors=worker.errors,
                 most=min(self._home.plan.memory, most_bytes()), share=self._home.plan.share,
-                gpus=worker.stage.gpus, seat=self._seat(id, line),
+                gpus=worker.stage.gpus, seat=self._seat(id, line), elastic=self._is_elastic(id),
             )
         )  # fmt: skip
 
+    def _pack(self, stage: Stage, lacking: Collection[str] = ()) -> tuple[bytes, tuple[str, ...]]:
+        """The stage with what it uses of the modules that are ``lacking``, and the user's own modules that it
+        needs besides."""
+        key = stage.name, tuple(sorted(lacking))
+        if key not in self._packed:
+            packed = pack_stage(stage, key[1])
+            self._packed[key] = packed, tuple(name for name in own_modules(packed) if name not in lacking)
+        return self._packed[key]
+
     def _seat(self, id: WorkerId, line: Line) -> Any:
-        """In the group of its gang."""
+        """In the group of its gang, if it is in one."""
         stage = self._workers[id].stage
-        return stage.gang and stage.gang.group._seat(*self._groups[id], stage.name, line.life.host)
+        place = self._groups.get(id)
+        if stage.gang is None or place is None:
+            return None
+        number, rank, size = place
+        return stage.gang.group._seat(number, rank, size, stage.name, line.life.host, stage.gang.elastic)
+
+    def _is_elastic(self, id: WorkerId) -> bool:
+        gang = self._workers[id].stage.gang
+        return gang is not None and gang.elastic
 
     # --- what is heard ---
 
@@ -241,6 +259,8 @@ class HostCrew:
             self._home.obituaries.began(told.worker)
         elif isinstance(told, Failure):
             told = dataclasses.replace(told, host=life.host)
+        elif isinstance(told, Bereft) and told.failure is not None:
+            told = Bereft(told.worker, dataclasses.replace(told.failure, host=life.host))
         elif isinstance(told, Aborted):  # by our clock
             told = dataclasses.replace(told, host=life.host, at=time.monotonic_ns())
         self._tell(told)
@@ -307,13 +327,13 @@ class HostCrew:
             for id in lost:
                 self._tell(Gone(id))
         self._count(host, life)
-        life.close(time.monotonic() + GRACE)
+        life.close(time.monotonic() + decisions.GRACE)
 
     # --- what the supervisor asks for ---
 
     def release_ports(self, id: WorkerId) -> None:
         if id in self._groups and self._reception is not None:
-            self._reception.dismiss(self._groups[id][0])
+            self._reception.dismiss(self._groups[id][0], if_meeting=True)
         with self._lock:
             line = self._lines.pop(id, None)
         if line is not None:
@@ -335,6 +355,9 @@ class HostCrew:
             return self._deaths[id]
 
     def recover(self, id: WorkerId, blame: bool) -> None:
+        if self._is_elastic(id):
+            self._disband([id])
+            self._groups.pop(id, None)  # its successor waits for one
         with self._lock:
             if id in self._lines:
                 self._lines[id].blame = blame
@@ -343,10 +366,24 @@ class HostCrew:
 
     def regroup(self, ids: Sequence[WorkerId]) -> None:
         assert self._reception is not None
-        for group, *_ in {self._groups.get(id, (0,)) for id in ids} - {(0,)}:
-            self._reception.dismiss(group)
+        self._disband(ids)
         group = self._reception.expect(len(ids))
         self._groups.update({id: (group, rank, len(ids)) for rank, id in enumerate(ids)})
+
+    def meet(self, ids: Sequence[WorkerId]) -> None:
+        self.regroup(ids)
+        with self._lock:
+            for id in ids:
+                if (line := self._lines.get(id)) is not None:
+                    line.life.say(Seated(id, self._seat(id, line)))
+
+    def disband(self, stage: str) -> None:
+        self._disband([id for id in self._workers if id.stage == stage])
+
+    def _disband(self, ids: Sequence[WorkerId]) -> None:
+        assert self._reception is not None
+        for group in {self._groups[id][0] for id in ids if id in self._groups}:
+            self._reception.dismiss(group)
 
     def _lost(self, id: WorkerId) -> bool:
         """Whether the worker's agent is no more. Then it has no line any more, and what it had in hand is
@@ -381,6 +418,10 @@ class HostCrew:
             return usable[0]
         taken = [line.life.host for line in self._lines.values()]
         return min(usable, key=lambda host: taken.count(host.name))
+
+    def cross_off(self, question: int) -> None:
+        for life in self._lives():
+            life.hint(CrossedOff(question))
 
     def all_is_heard(self) -> bool:
         """Asks all agents for an echo; it is true, once, when all have answered."""
@@ -421,7 +462,7 @@ class HostCrew:
         for life in lives:
             self._count(self._hosts[life.host], life)
             life.leave()
-        give_up = time.monotonic() + GRACE
+        give_up = time.monotonic() + decisions.GRACE
         for life in lives:
             life.close(give_up)
         for life in self._dying:

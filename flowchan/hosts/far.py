@@ -19,12 +19,13 @@ from collections.abc import Iterable
 from typing import Any, Generic, NoReturn, TypeVar
 
 from flowchan import _core
-from flowchan.channel.channel import Channel, ChannelStats, hears_aborts
+from flowchan.channel.channel import Channel, ChannelStats, beside_packed, hears_aborts
 from flowchan.channel.media import HOSTS
 from flowchan.channel.ports import In, Out, moved
 from flowchan.errors import Broken, ChannelError, Drained, Empty, FlowchanError, HostError
-from flowchan.hosts.asking import Answer, opened, sealed, sealed_cause
-from flowchan.hosts.connection import PATIENCE, Connection, Line, connection_to
+from flowchan.hosts import choosing
+from flowchan.hosts.asking import Answer, opened, seal, sealed_cause
+from flowchan.hosts.connection import PATIENCE, Connection, Line, using
 from flowchan.hosts.home import home_at, home_of
 from flowchan.items.whole import is_whole
 from flowchan.transport import descriptors
@@ -82,21 +83,21 @@ class FarChannel(Channel[T]):
     is_elsewhere = True
 
     def __init__(self, at: tuple[str, bytes, bool], connection: Connection) -> None:
-        capacity, max_bytes, name = connection.ask(number_in(at[0]), "open")
+        capacity, max_bytes, name = connection.open(number_in(at[0]))
         _core.Channel.__init__(  # it is empty for ever: all calls go to home
             self, capacity=capacity, processes=False, max_bytes=max_bytes or 2**64 - 1, name=name
         )
         self._at, self._link = at, connection  # `at`: address, secret, TLS
         self._number = number_in(at[0])
         self._returned: collections.deque[Any] = collections.deque()  # what comes before home's next item
-        connection.adopt(self._number, self)
 
     @property
     def _connection(self) -> Connection:
         if self._link.pid != os.getpid():  # a forked child has one of its own
-            self._link = connection_to(place_in(self._at[0]), *self._at[1:])
-            self._link.ask(self._number, "open")
-            self._link.adopt(self._number, self)
+            with using(place_in(self._at[0]), *self._at[1:]) as link:
+                link.open(self._number)
+                link.adopt(self._number, self)
+            self._link = link
             self._returned.clear()
         return self._link
 
@@ -110,11 +111,13 @@ class FarChannel(Channel[T]):
 
     def put(self, item: T, timeout: float | None = None) -> None:
         """As every channel's; home has it when this returns."""
-        self._ask("put", sealed(item), _seconds(timeout))
+        wait = _seconds(timeout)
+        letter, take_back = seal(item)
+        self._connection.ask(self._number, "put", letter, wait, undone=take_back)
 
     def put_nowait(self, item: T, /) -> None:
         """As every channel's; takes a round trip."""
-        self._ask("put", sealed(item), 0)
+        self.put(item, 0)
 
     def put_many(self, items: Iterable[T], timeout: float | None = None) -> None:
         """As every channel's: one after the other."""
@@ -131,7 +134,8 @@ class FarChannel(Channel[T]):
 
     async def aput(self, item: T) -> None:
         """As ``put``, for coroutines. One that is cancelled may have put it."""
-        await self._connection.await_answer(self._number, "put", sealed(item), None)
+        letter, take_back = seal(item)
+        await self._connection.await_answer(self._number, "put", letter, None, undone=take_back)
 
     def get(self, timeout: float | None = None) -> T:
         """As every channel's."""
@@ -139,7 +143,11 @@ class FarChannel(Channel[T]):
         with contextlib.suppress(IndexError):
             return opened(self._returned.popleft())  # type: ignore[no-any-return]
         late = self._return_one
-        return opened(self._connection.ask(self._number, "get", wait, late=late))  # type: ignore[no-any-return]
+        try:
+            found = self._connection.ask(self._number, "get", wait, late=late)
+        except (Drained, Empty):
+            found = self._came_before()
+        return opened(found)  # type: ignore[no-any-return]
 
     def get_nowait(self) -> T:
         """As every channel's; takes a round trip."""
@@ -154,7 +162,10 @@ class FarChannel(Channel[T]):
             found = [self._returned.popleft() for _ in range(min(max, len(self._returned)))]
         else:
             late = self._return_many
-            found = self._connection.ask(self._number, "get_many", max, wait, late=late)
+            try:
+                found = self._connection.ask(self._number, "get_many", max, wait, late=late)
+            except (Drained, Empty):
+                found = [self._came_before()]
         items: list[T] = []
         for place, item in enumerate(found):
             try:
@@ -171,9 +182,18 @@ class FarChannel(Channel[T]):
         """As ``get``, for coroutines. A cancelled call has taken nothing."""
         with contextlib.suppress(IndexError):
             return opened(self._returned.popleft())  # type: ignore[no-any-return]
-        return opened(  # type: ignore[no-any-return]
-            await self._connection.await_answer(self._number, "get", None, late=self._return_one)
-        )
+        try:
+            found = await self._connection.await_answer(self._number, "get", None, late=self._return_one)
+        except Drained:
+            found = self._came_before()
+        return opened(found)  # type: ignore[no-any-return]
+
+    def _came_before(self) -> Any:
+        """There is nothing at home, by the error that is being handled; but what an earlier call asked for
+        that was interrupted may have come meanwhile."""
+        with contextlib.suppress(IndexError):
+            return self._returned.popleft()
+        raise
 
     def _return_one(self, answer: Answer) -> None:
         """An item has come for a call that waits no more: it is the next one here."""
@@ -195,6 +215,11 @@ class FarChannel(Channel[T]):
             return await self.aget()
         except Drained:
             raise StopAsyncIteration from None
+
+    @staticmethod
+    def _select(gets: list[Any], puts: list[Any], timeout: Any, ready: list[Any]) -> tuple[int, Any]:
+        """``select`` with a channel as this one among others."""
+        return choosing.select(gets, puts, _seconds(timeout), ready)
 
     def loan(self, *_: Any, **__: Any) -> NoReturn:
         """Memory of home can't be lent."""
@@ -275,14 +300,22 @@ class FarChannel(Channel[T]):
 
     def came(self) -> None:
         """An item that it was in is finished here. Home keeps it for that item until then."""
-        self._connection.tell_come(self._number)
+        self._connection.tell("come", self._number)
+
+    def _another(self, capacity: int) -> Channel[Any]:
+        connection = self._connection
+        return make_elsewhere(connection, place_in(self.address), *self._at[1:], capacity)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        sent = False
-        if descriptors.now.packing is not None:
-            with contextlib.suppress(Broken):
-                self._connection.post(self._number, "send", ())
-                sent = True
+        if (beside := beside_packed(self)) is not None:
+            return beside
+        sent, parcel = False, descriptors.now.packing
+        if parcel is not None:
+            with contextlib.suppress(Broken, HostError):  # home is lost: who receives it is told
+                # Before the item is anywhere: we may be killed then.
+                sent = self._connection.send(self._number)
+        if parcel is not None and sent:
+            parcel.counted.append(self.came)
         return arrive, (*self._at, self._link.home, sent)
 
 
@@ -311,9 +344,32 @@ def arrive(address: str, secret: bytes, tls: bool, home: str, sent: bool) -> Cha
 
 def far_channel(address: str, secret: bytes, tls: bool, timeout: float) -> FarChannel[Any]:
     """That of this process for a channel whose home is elsewhere."""
-    connection = connection_to(place_in(address), secret, tls, timeout)
-    known: FarChannel[Any] | None = connection.user(number_in(address))
-    return FarChannel((address, secret, tls), connection) if known is None else known
+    with using(place_in(address), secret, tls, timeout) as connection:
+        known: FarChannel[Any] | None = connection.user(number_in(address))
+        if known is not None:
+            return known
+        opened: FarChannel[Any] = FarChannel((address, secret, tls), connection)
+        adopted: FarChannel[Any] = connection.adopt(opened._number, opened)
+        return adopted
+
+
+def make_elsewhere(
+    connection: Connection, place: str, secret: bytes, tls: bool, capacity: int
+) -> FarChannel[Any]:
+    """A new channel whose home is there."""
+
+    def drop(answer: Answer) -> None:
+        if answer.wrong is None:
+            connection.tell("drop", answer.value)
+
+    number = connection.ask(0, "make", capacity, late=drop)
+    try:
+        made: FarChannel[Any] = FarChannel((f"{place}/{number}", secret, tls), connection)
+        connection.adopt(number, made)
+        return made
+    except BaseException:
+        connection.tell("drop", number)  # home keeps what it has made until then
+        raise
 
 
 def open_channel(

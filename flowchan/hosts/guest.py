@@ -8,12 +8,14 @@ import socket
 import threading
 import time
 import weakref
+from collections import Counter
 from typing import TYPE_CHECKING, Any, Protocol
 
 from flowchan import _core
+from flowchan.channel import awaiting
 from flowchan.channel.channel import Channel, In, Out
 from flowchan.errors import Broken, ChannelError, Closed, Empty, Full
-from flowchan.hosts.asking import Answer, Ask, Cancel, Finished, Over, cause_in, to_put, wrong
+from flowchan.hosts.asking import Answer, Ask, Cancel, Finished, Over, cause_in, sealed_cause, to_put, wrong
 from flowchan.hosts.neighbours import Neighbour
 from flowchan.items.codec import keeps_sealed
 
@@ -33,6 +35,7 @@ class Host(Protocol):
     patience: float
     asked: dict[str, Callable[..., Any]]
 
+    def make(self, capacity: int) -> Channel[Any]: ...
     def find(self, number: int) -> Channel[Any]: ...
     def come(self, number: int) -> None: ...
     def send(self, number: int) -> bool: ...
@@ -50,7 +53,9 @@ class Guest:
         self.id, self.pid, self._process = id, pid, process
         self._home, self._loop = home, loop
         self._over = self._left = False
+        self._last_word: asyncio.TimerHandle | None = None  # it has left, and will close the connection
         self._open: dict[int, Channel[Any]] = {}  # what it has open is kept for it
+        self._opened: Counter[int] = Counter()  # so often
         self._read: weakref.WeakSet[Channel[Any]] = weakref.WeakSet()  # it has had a port of these
         self._ports: dict[int, In[Any] | Out[Any]] = {}  # by their lines
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -105,13 +110,18 @@ class Guest:
             self._loop.call_soon_threadsafe(work, *arguments)
 
     def _finish(self, line: int) -> None:
-        if self._ports.pop(line, None) is not None:
-            self.link.drop(line)
-            self._say(Finished(line))
+        port = self._ports.pop(line, None)
+        if port is None:
+            return
+        self.link.drop(line)
+        why = _broken_by(port.channel) if isinstance(port, Out) else None
+        finished = Finished(line) if why is None else Finished(line, True, sealed_cause(why.__cause__))
+        self._tasks[-line] = self._loop.create_task(self._say(finished))
 
-    def _say(self, said: Finished | Over) -> None:
-        with contextlib.suppress(Closed, Broken, Full):
-            self._answers.put_nowait(said)
+    async def _say(self, said: Finished) -> None:
+        with contextlib.suppress(Closed, Broken):
+            await self._answers.aput(said)
+        self._tasks.pop(-said.line, None)
 
     # --- what it asks for ---
 
@@ -141,34 +151,52 @@ class Guest:
                 await self._answers.aput(answer)
             if ask.what == "leave":
                 self._left = True
-                self._loop.call_later(LAST_WORD, self._give_up)  # unless it closes the connection before
+                self._last_word = self._loop.call_later(LAST_WORD, self._give_up)
 
     async def _do(self, ask: Ask) -> Any:
         if ask.what == "leave":
             return None
         if ask.what in self._home.asked:
             return self._home.asked[ask.what](self, *ask.arguments)
+        if ask.what == "make":
+            return self._make(*ask.arguments)
+        if ask.what == "select":
+            return await self._select(*ask.arguments)
+        if ask.what == "stand":
+            return await self._stand(*ask.arguments)
         if ask.what == "open":
-            return self._opened(ask.channel)
+            return self._do_open(ask.channel)
         if ask.what == "send":
             return self._home.send(ask.channel)
         if ask.what == "drop":
-            self._open.pop(ask.channel, None)
-            return None
+            return self._drop(ask.channel)
         if ask.what == "come":
             return self._home.come(ask.channel)
         done = getattr(self, f"_do_{ask.what}")(self._open[ask.channel], *ask.arguments)
         return await done if asyncio.iscoroutine(done) else done
 
-    def _opened(self, number: int) -> tuple[int, int | None, str]:
+    def _make(self, capacity: int) -> int:
+        made = self._home.make(capacity)
+        return self.keep(made)
+
+    def _do_open(self, number: int) -> tuple[int, int | None, str]:
         channel = self._home.find(number)
         self._open[number] = channel
+        self._opened[number] += 1
         return channel.capacity, channel.max_bytes, channel._name
 
-    def open(self, *channels: Channel[Any]) -> None:
-        """These are kept for it, as if it had asked."""
-        for channel in channels:
-            self._open[int(channel.address.rpartition("/")[2])] = channel
+    def keep(self, channel: Channel[Any]) -> int:
+        """It is there for it, until it has opened and dropped it. Its number."""
+        number = int(channel.address.rpartition("/")[2])
+        self._open[number] = channel
+        return number
+
+    def _drop(self, number: int) -> None:
+        """Once for each time that it was opened: one drop may be heard after the next opening."""
+        self._opened[number] -= 1
+        if self._opened[number] <= 0:
+            del self._opened[number]
+            self._open.pop(number, None)
 
     async def _do_put(self, channel: Channel[Any], item: Any, timeout: float | None) -> None:
         item = to_put(item)
@@ -196,6 +224,30 @@ class Guest:
             while len(items) < most:
                 items.append(channel.get_nowait())
         return items
+
+    async def _select(
+        self, gets: list[int], puts: list[tuple[int, Any]], looks: list[int], timeout: float | None
+    ) -> tuple[int, Any, Any]:
+        """One of these now, or within the time. And the counts of items before that."""
+        keeps_sealed.set(True)
+        reading, looking = self._all_open(gets), self._all_open(looks)
+        writing = [(self._open[number], to_put(item)) for number, item in puts]
+        stats = [one.stats() for one in (*reading, *(one for one, _ in writing), *looking)]
+        done = _core._select(reading, writing, 0, looking)
+        if done[0] == -1 and timeout != 0:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout):
+                    done = await awaiting.aselect(reading, writing, looking)
+        return *done, [(one.items_in, one.items_out) for one in stats]
+
+    async def _stand(self, reading: list[int], writing: list[int], again: bool) -> None:
+        """Until something has happened to one of these channels that may let it go on."""
+        waits = [_core.Await(one, True, again) for one in self._all_open(reading)]
+        waits += [_core.Await(one, False, again) for one in self._all_open(writing)]
+        await awaiting.any_changed(waits)
+
+    def _all_open(self, numbers: list[int]) -> list[Channel[Any]]:
+        return [self._open[number] for number in numbers]
 
     def _do_close(self, channel: Channel[Any]) -> None:
         channel.close()
@@ -243,7 +295,8 @@ class Guest:
 
     async def leave_alone(self, why: str) -> None:
         """Home is over."""
-        self._say(Over(why, self._ended()))
+        with contextlib.suppress(Closed, Broken, Full):
+            self._answers.put_nowait(Over(why, self._ended()))
         give_up = self._loop.time() + LAST_WORD
         while self._loop.time() < give_up:
             stats = self._answers.stats()
@@ -258,6 +311,8 @@ class Guest:
         if self._over:
             return
         self._over = True
+        if self._last_word is not None:
+            self._last_word.cancel()  # else it would keep all this
         self.link.close()
         for task in list(self._tasks.values()):
             task.cancel()
@@ -270,4 +325,17 @@ class Guest:
                 port._give_up()
         self._ports.clear()
         self._open.clear()
+        self._opened.clear()
         self._home.forget(self)
+
+
+def _broken_by(channel: Channel[Any]) -> Broken | None:
+    """What puts into it raise, if somebody has aborted it."""
+    if channel.broken:
+        try:
+            channel.put_nowait(None)  # nothing gets into what has ended
+        except Broken as error:
+            return error
+        except Closed:  # a writer has died
+            pass
+    return None

@@ -21,12 +21,15 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 from flowchan import _core
 from flowchan.channel import awaiting
 from flowchan.channel.channel import Channel
-from flowchan.errors import ChannelError
+from flowchan.channel.media import HOSTS
+from flowchan.errors import Broken, ChannelError, FlowchanError
+from flowchan.hosts.connection import Connection, using
 from flowchan.hosts.guest import Guest
 from flowchan.hosts.messages import differs, versions
 from flowchan.hosts.neighbours import neighbour
@@ -38,6 +41,7 @@ PATIENCE = 10.0
 """Seconds for which a process elsewhere goes on without hearing of home."""
 ANYWHERE = "127.0.0.1:0"
 KNOWN = 32  # guests that were given up and would be told so
+NEAR = 1.0  # seconds within which a home that lives answers its children
 
 
 class Home:
@@ -65,7 +69,7 @@ class Home:
         self._channels: weakref.WeakValueDictionary[int, Channel[Any]] = weakref.WeakValueDictionary()
         self._sent: dict[int, Channel[Any]] = {}
         self._under_way: Counter[int] = Counter()  # in so many items
-        self._counting = threading.Lock()
+        self._counting = threading.RLock()  # the collector may finish an item in whoever has it
         self._numbers = 0
         self._guests: dict[str, Guest] = {}
         self._given_up: list[str] = []
@@ -95,21 +99,36 @@ class Home:
         self._hear_of_the_end_of(channel)
         return self._numbers
 
+    def make(self, capacity: int) -> Channel[Any]:
+        """A new channel that is reached here."""
+        before = chosen.set(self)
+        try:
+            return Channel(capacity, across=HOSTS.name)
+        finally:
+            chosen.reset(before)
+
     def send(self, number: int) -> bool:
         """The channel is put into an item: it lasts, whoever drops it, until that is finished, and whoever
-        finishes it says that it has :meth:`come`. False: a forked child can't see to that."""
-        channel = self._channels.get(number)
-        if channel is None or os.getpid() != self.pid:
+        finishes it says that it has :meth:`come`. False: nobody has it any more."""
+        if os.getpid() != self.pid:
+            with contextlib.suppress(Broken):
+                connection = self._from_child()
+                return connection is not None and connection.send(number)
             return False
+        channel = self._channels.get(number)
         with self._counting:
+            if channel is None and number not in self._sent:
+                return False
+            if channel is not None and number not in self._sent:
+                self._sent[number] = _twin(channel)  # before it counts: there may be no descriptors for it
             self._under_way[number] += 1
-            if number not in self._sent:
-                self._sent[number] = _twin(channel)
         return True
 
     def come(self, number: int) -> None:
         """An item that it was put into is finished: nobody else gets that."""
         if os.getpid() != self.pid:
+            if (connection := self._from_child()) is not None:
+                connection.tell("come", number)
             return
         with self._counting:
             self._under_way[number] -= 1
@@ -119,6 +138,17 @@ class Home:
             last = self._sent.pop(number, None)
         del last  # not under the lock: it may be the end of the channel
 
+    def _from_child(self) -> Connection | None:
+        """How a forked child tells its parent what is sent and has come, as others elsewhere do: over a
+        connection that is kept. None when the parent is gone."""
+        try:
+            os.kill(self.pid, 0)
+            with using(self.address, self.secret, self.tls, NEAR) as connection:
+                connection.is_kept = True
+                return connection
+        except (FlowchanError, OSError):
+            return None
+
     def is_here(self, number: int) -> bool:
         """Whether this process has it: a forked child those that were made before."""
         return self.pid == os.getpid() or number in self._channels or number in self._sent
@@ -126,9 +156,9 @@ class Home:
     def find(self, number: int) -> Channel[Any]:
         """Raises :class:`ChannelError` when it is gone, or never was."""
         found = self._channels.get(number)
-        if found is None and number in self._sent:
+        if found is None and (sent := self._sent.get(number)) is not None:
             # What is under way keeps no home alive, so it is none of those that somebody has.
-            found = self._channels[number] = _twin(self._sent[number])
+            found = self._channels[number] = _twin(sent)
             self._hear_of_the_end_of(found)
         if found is not None:
             return found
@@ -227,6 +257,8 @@ _homes: dict[str, Home] = {}
 """Those of this process and, in a forked child, those of its parents, by their ids."""
 _ending = threading.Lock()
 """Held where a home makes up its mind whether it is over."""
+chosen: ContextVar[Home | None] = ContextVar("chosen", default=None)
+"""That of a channel which is being made; else it is the one that this process has."""
 
 
 def _twin(channel: Channel[Any]) -> Channel[Any]:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 from flowchan.channel.channel import Channel
-from flowchan.channel.media import HOSTS
-from flowchan.hosts.far import arrive
-from flowchan.hosts.home import ANYWHERE, PATIENCE, Home
+from flowchan.errors import ChannelError
+from flowchan.hosts.connection import using
+from flowchan.hosts.far import arrive, make_elsewhere
+from flowchan.hosts.home import ANYWHERE, PATIENCE, Home, chosen
 from flowchan.transport import descriptors
 from flowchan.transport.tcp import split
 
@@ -32,14 +33,24 @@ class Hosted:
         return self.home.secret
 
     def reduced(self) -> tuple[Any, ...]:
-        sent = descriptors.now.packing is not None and self.home.send(self.number)
+        parcel = descriptors.now.packing
+        sent = parcel is not None and self.home.send(self.number)
+        if parcel is not None and sent:
+            parcel.counted.append(functools.partial(self.home.come, self.number))
         return arrive, (self.address, self.secret, self.home.tls, self.home.id, sent)
+
+    def another(self, capacity: int) -> Channel[Any]:
+        home = self.home
+        if home.pid == os.getpid():
+            return home.make(capacity)
+        at = home.address, home.secret, home.tls  # a forked child makes channels there as all others do
+        with using(*at) as connection:
+            return make_elsewhere(connection, *at, capacity)
 
 
 _lock = threading.Lock()
 _settings: dict[str, Any] = {}
 _homes: list[Home] = []  # at most one
-_chosen: ContextVar[Home | None] = ContextVar("chosen", default=None)
 
 
 def serve(
@@ -59,20 +70,12 @@ def serve(
         _homes.clear()
 
 
-def made_at(home: Home, capacity: int) -> Channel[Any]:
-    """A new channel that is reached there."""
-    before = _chosen.set(home)
-    try:
-        return Channel(capacity, across=HOSTS.name)
-    finally:
-        _chosen.reset(before)
-
-
 def let_in(channel: Channel[Any]) -> Hosted:
     """Lets others reach a new channel."""
-    if (home := _chosen.get()) is not None:
+    if (home := chosen.get()) is not None:
         number = home.add(channel)
-        assert number is not None
+        if number is None:
+            raise ChannelError(f"{home!r} has ended, and takes no more of them")
         return Hosted(home, number)
     with _lock:
         number = _homes[0].add(channel) if _homes else None

@@ -11,11 +11,10 @@ from typing import Any
 from flowchan.channel.channel import Channel, In, Out
 from flowchan.errors import Closed, HostError
 from flowchan.hosts.asking import sealed, to_put
-from flowchan.hosts.connection import connection_to
+from flowchan.hosts.connection import using
 from flowchan.hosts.far import far_channel
 from flowchan.hosts.guest import Guest
 from flowchan.hosts.home import Home
-from flowchan.hosts.hosting import made_at
 from flowchan.transport.tcp import split
 
 LOOK = 0.005
@@ -53,13 +52,14 @@ class Clients:
         """In the thread of the home."""
         if self._closed:
             raise Closed(f"the server at {self.address} was closed")
-        up: Channel[Any] = made_at(self._home, self._capacity)
-        down: Channel[Any] = made_at(self._home, self._capacity)
+        up: Channel[Any] = self._home.make(self._capacity)
+        down: Channel[Any] = self._home.make(self._capacity)
         self._number += 1
         self._joined.append((guest, up, down))
         up._name = f"from client {self._number}"
         down._name = f"to client {self._number}"
-        guest.open(up, down)
+        guest.keep(up)
+        guest.keep(down)
         self._came(Member(self._number, tag, up.reader(), down.writer(), guest.link))
         return self._number, up.address, down.address
 
@@ -86,10 +86,10 @@ def join(
 ) -> tuple[int, In[Any], Out[Any], Any]:
     """As a client: its number, what it reads, what it writes, and the link."""
     split(address)
-    connection = connection_to(address, secret, tls, timeout)
-    id, up, down = connection.ask(0, "join", tag)
-    to_read, to_write = (far_channel(one, secret, tls, timeout) for one in (down, up))
-    return id, to_read.reader(), to_write.writer(), connection.link
+    with using(address, secret, tls, timeout) as connection:
+        id, up, down = connection.ask(0, "join", tag)
+        to_read, to_write = (far_channel(one, secret, tls, timeout) for one in (down, up))
+        return id, to_read.reader(), to_write.writer(), connection.link
 
 
 def sealed_once(message: Any) -> Any:

@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 
 from flowchan import _core
 from flowchan.channel.channel import Channel
-from flowchan.errors import Broken, Closed, Empty
+from flowchan.errors import Broken, Closed, Empty, Full
 from flowchan.hosts.messages import Command, Leave, Told, Waiting
 from flowchan.hosts.provider import Launch, Provider, Started
+from flowchan.transport.authentication import key_to_come_back
+from flowchan.transport.tcp import joined, listen, split
 
 START = 60.0
 """Seconds within which an agent must have dialled."""
@@ -69,6 +71,7 @@ class Life:
     def begin(self, name: str, launch: dict[str, Any]) -> None:
         """Starts the agent, in the background. ``launch``: what it has to know."""
         said = {**launch, "number": self.number, "epoch": self.epoch, "patience": self._patience}
+        said["back"] = 0 if launch["tls"] else self._let_come_back(launch)
         line = json.dumps(said).encode() + b"\n"
         watch = functools.partial(self._watch, Launch(("-m", "flowchan.hosts.agent"), line))
         for work, what in ((watch, "watch"), (self._listen, "letters")):
@@ -76,6 +79,18 @@ class Life:
             thread = threading.Thread(target=self._heard.help, args=(work,), name=title, daemon=True)
             thread.start()
             self._threads.append(thread)
+
+    def _let_come_back(self, launch: dict[str, Any]) -> int:
+        """The port of this life alone, at which its agent comes back after a break; 0: there is none, and it
+        dials as it did first."""
+        try:
+            listener = listen(joined((split(launch["address"])[0], 0)))
+        except OSError:
+            return 0
+        port = split(listener.address)[1]
+        key = key_to_come_back(bytes.fromhex(launch["secret"]), self.number, self.epoch)
+        self.link.listen_again(listener.detach(), key)
+        return port
 
     def meet(self, sock: socket.socket) -> None:
         """The agent has dialled, and proved that it is this one."""
@@ -90,6 +105,11 @@ class Life:
     def say(self, command: Command) -> None:
         with contextlib.suppress(Closed, Broken):  # it is over
             self._commands.put(command)
+
+    def hint(self, command: Command) -> None:
+        """Says what it may do without: where much is still to be said, this is not."""
+        with contextlib.suppress(Closed, Broken, Full):
+            self._commands.put_nowait(command)
 
     def end(self, why: str) -> None:
         """Fences it: whatever becomes of the agent, nothing of it counts any more."""

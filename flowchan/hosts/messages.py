@@ -5,7 +5,6 @@ tells, an ``Event``, goes the same way and is not looked at by the agent."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Any
 
 from flowchan.run import chance
 from flowchan.run.decisions import Terminate
-from flowchan.run.events import Event, WorkerId
+from flowchan.run.events import CrossedOff, Event, WorkerId
 from flowchan.run.logs import Logged
 from flowchan.run.recovery import Death
 
@@ -28,7 +27,7 @@ class Start:
     refers to and that may be missing there. ``inputs``, ``outputs``, ``errors`` name its ports; the rings
     under them stay from one process of the worker to the next. ``most``: how many bytes the channels at home
     take, ``share``: how many of these may be inside when there is more than one item. ``seat``: in the group
-    of its gang."""
+    of its gang, or none yet. ``elastic``: others come after it, each by a ``Seated``."""
 
     line: int
     here: chance.Worker
@@ -42,6 +41,7 @@ class Start:
     share: int
     gpus: int
     seat: Any = None
+    elastic: bool = False
 
     @property
     def id(self) -> WorkerId:
@@ -54,6 +54,14 @@ class Recover:
 
     worker: WorkerId
     blame: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Seated:
+    """This worker of an elastic gang, which waits for it, has a ``seat`` in another group."""
+
+    worker: WorkerId
+    seat: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +90,7 @@ class Leave:
     """The run is over: end, and every worker that is left."""
 
 
-Command = Start | Recover | Terminate | Release | Echo | Ask | Leave
+Command = Start | Seated | Recover | Terminate | Release | CrossedOff | Echo | Ask | Leave
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +132,15 @@ class Waiting:
 Told = Event | Lacking | Fell | Echo | Waiting | Logged
 
 
+VERSION = "0.1.0"
+"""Of flowchan, as its metadata have it, which an agent would spend a sixth of its start on."""
+
+
 def refusal(channel: str, way: str) -> TypeError:
     """Why a channel breaks whose next item can't leave its machine."""
     return TypeError(
-        f"an item of channel {channel!r} can't go {way}: it holds a channel, CUDA memory or something else "
-        "that only processes of one machine can share"
+        f"an item of channel {channel!r} can't go {way}: it holds a channel or something else that only "
+        "processes of one machine can share"
     )
 
 
@@ -143,7 +155,7 @@ def too_large(channel: str, host: str, size: int, most: int) -> MemoryError:
 def versions() -> dict[str, Any]:
     """Of what both sides must have the same."""
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    return {"python": python, "flowchan": importlib.metadata.version("flowchan")}
+    return {"python": python, "flowchan": VERSION}
 
 
 def differs(theirs: Mapping[str, Any]) -> str:

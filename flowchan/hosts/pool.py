@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from flowchan.declare.arguments import flag, seconds
 from flowchan.declare.places import Place
 from flowchan.errors import HostError
-from flowchan.hosts.crew import HostCrew
 from flowchan.hosts.provider import Provider
 from flowchan.items.text import shown
-from flowchan.run.crew import LocalCrew
-from flowchan.run.plan import PlannedWorker
+
+if TYPE_CHECKING:
+    from flowchan.hosts.crew import HostCrew  # slow to import, and there where a run begins
+    from flowchan.run.crew import LocalCrew
+    from flowchan.run.plan import PlannedWorker
 
 PATIENCE = 10.0
 """Seconds for which an agent goes on without hearing the driver."""
@@ -51,6 +54,8 @@ class Pool(Place):
         return isinstance(other, Pool) and other.provider == self.provider
 
     def open_crew(self, home: LocalCrew, workers: Sequence[PlannedWorker]) -> HostCrew:
+        from flowchan.hosts.crew import HostCrew
+
         return HostCrew(home, self.provider, self.patience, self.tls, workers)
 
 

@@ -7,7 +7,6 @@ one byte.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -24,6 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flowchan.errors import HostError
+from flowchan.hosts.messages import VERSION
 from flowchan.hosts.provider import Launch, Provider, Started
 from flowchan.run.memory import available
 from flowchan.transport.authentication import meet
@@ -100,7 +100,7 @@ def _facts(host: str, hello: dict[str, Any]) -> Facts:
     ours = platform.python_version()
     if told.python.split(".")[:2] != ours.split(".")[:2]:
         return replace(told, problem=f"{host} has Python {told.python}, and this program has {ours}")
-    ours = importlib.metadata.version("flowchan")
+    ours = VERSION
     if told.flowchan != ours:
         return replace(told, problem=f"{host} has flowchan {told.flowchan}, and this program has {ours}")
     return told
@@ -159,7 +159,7 @@ def _read(stream: Any, size: int) -> bytes:
 def _about_us() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
-        "flowchan": importlib.metadata.version("flowchan"),
+        "flowchan": VERSION,
         "cores": len(os.sched_getaffinity(0)),
         "memory": available(),
         "gpus": _gpus(),

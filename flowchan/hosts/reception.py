@@ -34,7 +34,8 @@ class Reception:
         self._door, self._agent = door, agent
         self._circles: dict[int, Circle] = {}
         self._groups = CLOSE
-        self._orders: SimpleQueue[int] = SimpleQueue()  # groups that are to meet no more
+        # Groups that are to end, and whether only if they still meet.
+        self._orders: SimpleQueue[tuple[int, bool]] = SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=within, args=(self._run,), name=name, daemon=True)
         self._thread.start()
@@ -45,9 +46,10 @@ class Reception:
         self._circles[self._groups] = Circle(size)
         return self._groups
 
-    def dismiss(self, group: int) -> None:
-        """One of the group has ended, so those that wait for others wait in vain."""
-        self._orders.put(group)
+    def dismiss(self, group: int, if_meeting: bool = False) -> None:
+        """One of the group has ended, so those that wait for others wait in vain. ``if_meeting``: those of it
+        who have met, and stayed, go on."""
+        self._orders.put((group, if_meeting))
         os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
@@ -86,13 +88,15 @@ class Reception:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
         while not self._orders.empty():
-            group = self._orders.get()
+            group, if_meeting = self._orders.get()
             if group == CLOSE:
                 return False
-            if group in self._circles:
-                self._circles[group].end("one of the members has ended")
-        for group in [group for group, one in list(self._circles.items()) if one.over and not one.sockets]:
-            del self._circles[group]
+            circle = self._circles.get(group)
+            if circle is not None and not (circle.settled and if_meeting):
+                circle.end("one of the members has ended")
+        for group, one in list(self._circles.items()):
+            if (one.over or one.settled) and not one.sockets:
+                del self._circles[group]
         return True
 
     def _let_in(self, sock: socket.socket, hello: Hello) -> None:

@@ -43,6 +43,13 @@ def pack(value: object) -> Packed:
     return _beside(*_pack_with(value, descriptors.Companions()))
 
 
+def pack_to_pass_on(value: object) -> tuple[Packed, Callable[[], None]]:
+    """The same for a value that goes through the hands of who does not look at it; and what to call if it
+    does not go."""
+    packed, companions = _pack_with(value, descriptors.Unopened())
+    return _beside(packed, companions), companions.take_back
+
+
 def pack_away(value: object) -> Packed:
     """The same for a value that leaves the machine: memory that processes share is copied."""
     return _beside(*_pack_with(value, descriptors.Copies()))
@@ -58,6 +65,9 @@ def _pack_with(value: object, parcel: descriptors.Parcel) -> tuple[Packed, descr
     outer, descriptors.now.packing = descriptors.now.packing, parcel
     try:
         return _pack(value), descriptors.now.packing
+    except BaseException:
+        descriptors.now.packing.take_back()
+        raise
     finally:
         descriptors.now.packing = outer
 
@@ -75,6 +85,7 @@ def _pack(value: object) -> Packed:
     if data is None or _names_what_is_only_here(data):
         del buffers[:]
         if descriptors.now.packing is not None:
+            descriptors.now.packing.take_back()
             descriptors.now.packing = type(descriptors.now.packing)()
         data = _dumps_by_value(value, buffers.append)
     return [data, *buffers] if buffers else data
@@ -97,11 +108,11 @@ def _unpack(packed: list[Any]) -> Any:
 Kept = tuple[int, list[Any], Callable[[Any], None] | None, int, tuple[int, ...], list[Any]]
 
 
-def dumps(item: object) -> Packed | Kept:
+def dumps(item: object, leaves: bool = False) -> Packed | Kept:
     """The pickle and its buffers. For a PINNED or PARCEL item an id or 0, them, what is to be called with the
     channel once the item is inside or None, the id of its parcel or 0, the descriptors in that, and what
-    keeps them open."""
-    packed, channels = _pack_with(item, descriptors.Parcel())
+    keeps them open. ``leaves``: to another host."""
+    packed, channels = _pack_with(item, descriptors.Leaving() if leaves else descriptors.Parcel())
     on_device = None if isinstance(packed, bytes) else crossing.parcel(packed[1:])
     if on_device is None and not channels.id:
         return packed

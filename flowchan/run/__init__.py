@@ -2,8 +2,19 @@
 
 from flowchan.items.failed import Failed
 from flowchan.run.graph import Graph
+from flowchan.run.pool import WorkerPool
 from flowchan.run.results import Results
 from flowchan.run.run import Run
 from flowchan.run.stats import HostStats, LinkStats, RunStats, StageStats
 
-__all__ = ["Failed", "Graph", "HostStats", "LinkStats", "Results", "Run", "RunStats", "StageStats"]
+__all__ = [
+    "Failed",
+    "Graph",
+    "HostStats",
+    "LinkStats",
+    "Results",
+    "Run",
+    "RunStats",
+    "StageStats",
+    "WorkerPool",
+]

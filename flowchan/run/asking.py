@@ -4,18 +4,15 @@ An item that somebody asks goes through the channels in an :class:`Asked`, with 
 What calls the user's functions unwraps it and wraps what they give; the end of the graph hands the answer on
 by its number, and an item that fails is told to who asked, by the way on which workers tell everything.
 
-A question that nobody waits for any more is crossed off on a board, memory that the processes of this
-machine find by its path; who takes the item up next drops it.
+A question that nobody waits for any more is crossed off on a board; who takes the item up next drops it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
+import io
 import itertools
-import mmap
-import os
-import struct
+import pickle
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from flowchan.declare.callables import is_async
 from flowchan.declare.values import Stage
-from flowchan.items.codec import Packed, pack, unpack
-from flowchan.run import chance
+from flowchan.items.codec import Packed, Unreadable, pack, unpack
+from flowchan.run.boards import Board, is_crossed_off
 from flowchan.run.events import Answered, Event, WorkerId
 from flowchan.run.failures import Portable, text_of
 from flowchan.run.plan import Plan
@@ -33,9 +30,6 @@ from flowchan.transport.descriptors import shortage
 if TYPE_CHECKING:
     import asyncio
 
-BOARD = 1 << 16
-"""Places on a board; a question's is its number modulo this, and holds the number once it is crossed off."""
-_PLACE = struct.Struct("Q")
 NOTHING: Any = object()
 _PLAIN = frozenset((str, bytes, int, float, bool, type(None)))
 """Types whose pickles can always be read."""
@@ -43,7 +37,7 @@ _PLAIN = frozenset((str, bytes, int, float, bool, type(None)))
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """An item on its way, with the ``question`` that it belongs to, and the path of the ``board``."""
+    """An item on its way, with the ``question`` that it belongs to. ``board``: the path of the program's."""
 
     question: int
     item: Any
@@ -65,6 +59,36 @@ def _arrived(question: int, packed: Packed, board: str) -> Asked:
             raise  # it may be received later
         item = NotRead(error)
     return Asked(question, item, board)
+
+
+class _Unknown:
+    """Stands for whatever else is in a pickle that is looked through for questions."""
+
+    def __new__(cls, *_: Any, **__: Any) -> _Unknown:
+        return object.__new__(cls)
+
+    def _nothing(self, *_: Any) -> None: ...
+
+    __setstate__ = append = extend = add = update = __setitem__ = _nothing
+
+
+class _Questions(pickle.Unpickler):
+    """Makes nothing of a pickle but its questions, so that it is safe to look where unpickling is not."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        return _question if (module, name) == (_arrived.__module__, _arrived.__name__) else _Unknown
+
+
+def _question(number: int, _: Any, board: str) -> Asked:
+    return Asked(number, None, board)
+
+
+def _questions_in(item: Unreadable) -> Any:
+    """What can't be unpickled, with its questions; ``None`` where it can't even be looked through."""
+    try:
+        return _Questions(io.BytesIO(item.data), buffers=itertools.repeat(b"")).load()
+    except Exception:
+        return None
 
 
 class NotRead:
@@ -116,7 +140,7 @@ class Answering:
         """The item, of a batch what is left of it. Raises ``Dropped`` when nobody waits for it, and what its
         unpickling raised."""
         if type(item) is Asked:
-            if _crossed_off(item):
+            if is_crossed_off(item.question, item.board):
                 raise Dropped
             if type(item.item) is NotRead:
                 raise item.item.error
@@ -130,7 +154,7 @@ class Answering:
         """Of a batch. What could not be unpickled is refused."""
         if type(member.item) is NotRead:
             self.refuse(member, member.item.error)
-        return type(member.item) is not NotRead and not _crossed_off(member)
+        return type(member.item) is not NotRead and not is_crossed_off(member.question, member.board)
 
     def _given(self, item: Any, result: Any) -> Any:
         """What came of an item, for who comes next."""
@@ -181,9 +205,14 @@ class Answering:
 
     def give_up(self, item: Any, error: BaseException) -> Any:
         """Tells those who asked a failed item. Gives what is left of it: of a batch the members that nobody
-        has asked, or ``NOTHING``; then the whole counts as failed, once."""
+        has asked, or ``NOTHING``; then the whole counts as failed, once. Of what can't be unpickled all is
+        left, unless nobody but them has a part in it."""
         asked: list[Asked] = []
-        left = without_asked(item, asked.append)
+        if type(item) is Unreadable:
+            others = without_asked(_questions_in(item), asked.append)
+            left = NOTHING if others is NOTHING else item
+        else:
+            left = without_asked(item, asked.append)
         for place, one in enumerate(asked):
             self.refuse(one, error, failed=int(left is NOTHING and place == 0))
         return left
@@ -235,38 +264,22 @@ def bare(item: Any) -> Any:
     return [one.item if type(one) is Asked else one for one in item] if has_asked(item) else item
 
 
-def _crossed_off(item: Asked) -> bool:
-    board = None if chance.worker().host else _board(item.board)
-    return board is not None and bool(_PLACE.unpack_from(board, _place(item.question))[0] == item.question)
-
-
-def _place(question: int) -> int:
-    """Where it is on the board, in bytes."""
-    return question % BOARD * _PLACE.size
-
-
-@functools.lru_cache(maxsize=4)
-def _board(path: str) -> mmap.mmap | None:
-    try:
-        with open(path, "rb") as file:
-            return mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-    except OSError:
-        return None
-
-
 # --- in the program ---
 
 
 class Asking:
-    """The questions of one run. ``failure`` says why the run ended, if it failed."""
+    """The questions of one run. ``failure`` says why the run ended, if it failed. ``crossed_off`` hears of
+    each question for whose answer nobody waits any more."""
 
-    def __init__(self, failure: Callable[[], BaseException | None]) -> None:
+    def __init__(
+        self, failure: Callable[[], BaseException | None], crossed_off: Callable[[int], None]
+    ) -> None:
         self._failure = failure
+        self._tell_crossed_off = crossed_off
         self._numbers = itertools.count(1)
         self._open: dict[int, asyncio.Future[Any]] = {}
         self._lock = threading.Lock()
-        self._fd = -1
-        self._crossed: mmap.mmap | None = None
+        self._board: Board | None = None
         self._over = False
 
     def begin(self, item: Any) -> tuple[Asked, asyncio.Future[Any]]:
@@ -277,19 +290,18 @@ class Asking:
         with self._lock:
             if self._over:
                 raise self._why()
-            if self._crossed is None:
-                self._fd = os.memfd_create("flowchan questions")
-                os.ftruncate(self._fd, BOARD * _PLACE.size)
-                self._crossed = mmap.mmap(self._fd, 0)
+            self._board = self._board or Board()
             question = next(self._numbers)
             self._open[question] = future
-        return Asked(question, item, f"/proc/{os.getpid()}/fd/{self._fd}"), future
+            return Asked(question, item, self._board.path), future
 
     def forget(self, question: int) -> None:
         """Nobody waits for the answer any more."""
         with self._lock:
-            if self._open.pop(question, None) is not None and self._crossed is not None:
-                _PLACE.pack_into(self._crossed, _place(question), question)
+            if self._open.pop(question, None) is None or self._board is None:
+                return
+            self._board.cross_off(question)
+        self._tell_crossed_off(question)
 
     def settle(self, question: int, value: Any, error: BaseException | None) -> None:
         """The answer has come. Of several the first counts. Called on any thread."""
@@ -303,13 +315,11 @@ class Asking:
         """The run has: no answer comes any more."""
         with self._lock:
             self._over = True
-            left, crossed, self._crossed = list(self._open), self._crossed, None
+            left, board, self._board = list(self._open), self._board, None
         for question in left:
             self.settle(question, None, self._why())
-        if crossed is not None:
-            crossed.close()
-            os.close(self._fd)
-            _board.cache_clear()
+        if board is not None:
+            board.close()
 
     def _why(self) -> BaseException:
         return self._failure() or RuntimeError("the run has ended without an answer to this item")

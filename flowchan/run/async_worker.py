@@ -4,39 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from flowchan.channel.awaiting import end_waits
 from flowchan.channel.channel import Channel
-from flowchan.declare.callables import is_callable_class
 from flowchan.declare.values import Stage
 from flowchan.errors import Closed
 from flowchan.run import chance
 from flowchan.run.bodies import Job
+from flowchan.run.building import built_async, nothing
 from flowchan.run.chance import Worker
 from flowchan.run.events import Began, Event, Failure, WorkerId
 from flowchan.run.opening import Ports
-from flowchan.run.worker import end, job_of, join_ports, let_go, nothing, tell_aborts
-
-
-@contextlib.asynccontextmanager
-async def built_async(function: Callable[..., Any] | None) -> AsyncIterator[Callable[..., Any]]:
-    """The function to call, as ``worker.built`` makes it; its ``close`` may be async too."""
-    if function is None or not is_callable_class(function):
-        yield function or nothing
-        return
-    made = function()
-    try:
-        yield made
-    finally:
-        close = getattr(made, "close", None)
-        closing = close() if callable(close) else None
-        if inspect.isawaitable(closing):
-            await closing
+from flowchan.run.worker import end, job_of, join_ports, let_go, tell_aborts
 
 
 class Tasks:

@@ -18,11 +18,13 @@ from flowchan.declare.callables import is_async
 from flowchan.declare.values import Stage
 from flowchan.errors import Broken, ChannelError, Closed
 from flowchan.items.codec import dumps_for_worker
-from flowchan.run import chance
+from flowchan.run import chance, decisions
 from flowchan.run.deadlock import Elsewhere, Glance
-from flowchan.run.decisions import GRACE, Died
+from flowchan.run.decisions import Died
 from flowchan.run.events import Began, Crashed, Event, Started, WorkerId
-from flowchan.run.guard import server_was_unguarded, unguarded
+from flowchan.run.gangs import Gangs
+from flowchan.run.guard import starts_of
+from flowchan.run.lasting import Employed, LastingProcesses
 from flowchan.run.logs import Logged, log_here
 from flowchan.run.measure import Snapshot, measure
 from flowchan.run.opening import Ports, open_plan, open_ports
@@ -74,8 +76,17 @@ class Crew(Protocol):
     def regroup(self, ids: Sequence[WorkerId]) -> None:
         """Makes a new group for these workers of a gang, which are to be started."""
 
+    def meet(self, ids: Sequence[WorkerId]) -> None:
+        """Makes a group for these workers of an elastic gang, which wait for it."""
+
+    def disband(self, stage: str) -> None:
+        """Ends the group of an elastic gang."""
+
     def start_again(self, id: WorkerId) -> None:
         """Starts the successor of a worker that was recovered."""
+
+    def cross_off(self, question: int) -> None:
+        """Lets workers that can't see it on the program's board drop the item of this question."""
 
     def all_is_heard(self) -> bool:
         """Whether nothing that workers have told is still under way."""
@@ -112,10 +123,12 @@ class Crew(Protocol):
 
 
 class LocalCrew:
-    """The workers of one run on this machine: their ports, threads, tasks and processes."""
+    """The workers of one run on this machine: their ports, threads, tasks and processes, which are those of a
+    pool if there is one."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, lasting: LastingProcesses | None = None) -> None:
         self.plan = plan
+        self._lasting = lasting
         self._workers = {worker.id: worker for worker in plan.workers}
         self._here = [worker for worker in plan.workers if not worker.host]
         self._number_of = Counter(id.stage for id in self._workers)  # workers of a stage
@@ -128,7 +141,7 @@ class LocalCrew:
         ]
         self.threads: dict[WorkerId, threading.Thread] = {}
         self._tasks: list[Tasks] = []  # of the async stages
-        self._seats: dict[WorkerId, Any] = {}  # the members of groups, for the workers of gangs
+        self._gangs = Gangs()
         self.obituaries = Obituaries(plan)
         self._tell: Callable[[Event], None] = _is_over
         # What worker processes tell comes by mail, and a thread of its own hands it on. What the watch sees
@@ -159,7 +172,12 @@ class LocalCrew:
     def _start_processes(self) -> None:
         if self._mail is None:
             return
-        self._apart = WorkerProcesses(self.plan.graph.name, self._mail, self._mail.put)
+        name, put = self.plan.graph.name, self._mail.put
+        self._apart = (
+            WorkerProcesses(name, self._mail, put)
+            if self._lasting is None
+            else Employed(name, self._mail, put, self._lasting)
+        )
         for worker in self._here:
             if worker.stage.place.apart:
                 self._start_process(worker.id)
@@ -185,7 +203,7 @@ class LocalCrew:
     def start_thread(self, id: WorkerId) -> None:
         """Starts a worker on a thread of this process."""
         stage, ports = self._workers[id].stage, self._opened.ports[id]
-        arguments = (self.begun(id), stage, ports, self._tell, False, (), self._seats.pop(id, None))
+        arguments = (self.begun(id), stage, ports, self._tell, False, (), self._gangs.seat(id))
         self.threads[id] = self._started(f"/{id}", work, *arguments)
 
     def count_thread(self, id: WorkerId, thread: threading.Thread) -> None:
@@ -209,13 +227,10 @@ class LocalCrew:
         assert self._apart is not None
         stage, ports = self._workers[id].stage, self._opened.ports[id]
         how = self.obituaries.how_they_died(id)
-        try:
-            member = self._seats.pop(id, None)
-            pid = self._apart.start(self.begun(id), dumps_for_worker(stage), ports, how, stage.gpus, member)
-        except (EOFError, OSError):
-            if server_was_unguarded():
-                raise unguarded(self.plan.graph) from None
-            raise
+        with starts_of(self.plan.graph):
+            seats = self._gangs.seat(id), self._gangs.next_seats(id, stage)
+            packed = dumps_for_worker(stage) if self._lasting is None else self._lasting.packed(stage)
+            pid = self._apart.start(self.begun(id), packed, ports, how, stage.gpus, *seats)
         self._tell(Started(id, pid))
 
     def start_again(self, id: WorkerId) -> None:
@@ -247,6 +262,9 @@ class LocalCrew:
             if isinstance(event, Began):
                 self.obituaries.began(event.worker)
             self._tell(event)
+
+    def cross_off(self, question: int) -> None:
+        pass  # all see it
 
     def all_is_heard(self) -> bool:
         stats = self._mail.stats() if self._mail is not None else None
@@ -340,6 +358,7 @@ class LocalCrew:
 
     def recover(self, id: WorkerId, blame: bool = True) -> None:
         assert self._apart is not None
+        self._gangs.count_out(id)
         self.hand_on(id, blame)
         self._apart.forget(id)
 
@@ -350,14 +369,18 @@ class LocalCrew:
         self._opened.ports[id] = new
 
     def regroup(self, ids: Sequence[WorkerId]) -> None:
-        stage = self._workers[ids[0]].stage
-        assert stage.gang is not None
-        self._seats.update(zip(ids, stage.gang.group._make_all(len(ids), stage.name), strict=True))
+        self._gangs.form(self._workers[ids[0]].stage, ids)
+
+    def meet(self, ids: Sequence[WorkerId]) -> None:
+        self._gangs.meet(self._workers[ids[0]].stage, ids)
+
+    def disband(self, stage: str) -> None:
+        self._gangs.disband(stage)
 
     def clear_up(self, abandoned: frozenset[WorkerId], patience: float | None) -> frozenset[WorkerId]:
         if self._apart is not None:
             self._apart.end()
-        self._seats.clear()
+        self._gangs.clear()
         for id in self._workers.keys() - abandoned:
             self.release_ports(id)
         for out in self.inputs.values():
@@ -381,7 +404,7 @@ class LocalCrew:
 
     def warn_of(self, abandoned: frozenset[WorkerId]) -> None:
         """Nobody waits any more, so who only needed another moment is given it."""
-        deadline = time.monotonic() + GRACE
+        deadline = time.monotonic() + decisions.GRACE
         for id in sorted(abandoned & self.threads.keys(), key=str):
             self.threads[id].join(max(0.0, deadline - time.monotonic()))
             if not self.threads[id].is_alive():

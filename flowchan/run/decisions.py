@@ -22,6 +22,11 @@ The workers of a gang begin again together: when one has died, the others are en
 all are started. Those in whose group's operation a member is missing may say so before its death is heard
 of: they are *bereft*, and their word is not a failure of their own. When nobody died, connections between
 their hosts broke: they begin again, too, as long as their stage has restarts left.
+
+Of an elastic gang only the worker that died is replaced. Who finds its group over waits for another one: all
+that are at work get it once none of them has a group, and who takes the place of a dead one ends their group
+when it comes, so that the next one has it, too. Groups that are over though nobody died or came are as many
+as the stage has restarts.
 """
 
 from __future__ import annotations
@@ -33,7 +38,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from flowchan.errors import MemberDied, MemberLeft
-from flowchan.run.events import Ended, Failure, WorkerId
+from flowchan.run.events import Bereft, Ended, Failure, WorkerId
 from flowchan.run.failures import text_of
 
 GRACE = 2.0
@@ -63,7 +68,11 @@ class State:
 
     ``gangs`` are the stages whose workers form a group, and begin again together. ``regrouping``: for which
     death a gang is being ended; ``fallen``: its workers that are gone, and not yet replaced. ``bereft``: what
-    those said in whose group somebody is missing."""
+    those said in whose group somebody is missing.
+
+    ``elastic``: gangs that go on while one of them is replaced. ``waiting``: their workers that have no
+    group, with what they heard; ``coming``: their workers that are replaced and have not come yet;
+    ``changed``: those gangs of which one died, ended or came since they had their group."""
 
     alive: frozenset[WorkerId]
     processes: frozenset[WorkerId]
@@ -83,6 +92,10 @@ class State:
     bereft: Mapping[WorkerId, Failure] = field(default_factory=dict)
     regrouping: Mapping[str, Replace] = field(default_factory=dict)
     fallen: frozenset[WorkerId] = frozenset()
+    elastic: frozenset[str] = frozenset()
+    waiting: Mapping[WorkerId, Failure | None] = field(default_factory=dict)
+    coming: frozenset[WorkerId] = frozenset()
+    changed: frozenset[str] = frozenset()
 
     def ends_with_mates(self, worker: WorkerId) -> bool:
         """Whether the end of its process says nothing that is not known: it is bereft, or was ended so that
@@ -143,7 +156,7 @@ class Tick:
     """Time has passed."""
 
 
-Happening = Ended | Failure | Died | Fell | Stuck | Broke | StopAsked | AbortAsked | Tick
+Happening = Ended | Failure | Died | Fell | Bereft | Stuck | Broke | StopAsked | AbortAsked | Tick
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +193,21 @@ class Regroup:
     died: WorkerId | None
 
 
-Action = StopSources | BreakChannels | ReleasePorts | Terminate | Replace | Regroup
+@dataclass(frozen=True, slots=True)
+class Disband:
+    """End the group that workers of an elastic gang still have."""
+
+    stage: str
+
+
+@dataclass(frozen=True, slots=True)
+class Meet:
+    """Make a group of these workers of an elastic gang, which wait for it. Those that are new come last."""
+
+    workers: tuple[WorkerId, ...]
+
+
+Action = StopSources | BreakChannels | ReleasePorts | Terminate | Replace | Regroup | Disband | Meet
 
 
 def decide(state: State, happening: Happening, now: float) -> tuple[State, tuple[Action, ...]]:
@@ -188,10 +215,13 @@ def decide(state: State, happening: Happening, now: float) -> tuple[State, tuple
     if state.phase == "ended":
         return state, ()
     state, actions = _decide(state, happening, now)
-    if not state.fallen:
-        return state, actions
-    state, more = _settle_gangs(state, now)
-    return state, (*actions, *more)
+    if state.fallen:
+        state, more = _settle_gangs(state, now)
+        actions = (*actions, *more)
+    if state.waiting:
+        state, more = _let_meet(state, now)
+        actions = (*actions, *more)
+    return state, actions
 
 
 def _decide(state: State, happening: Happening, now: float) -> tuple[State, tuple[Action, ...]]:
@@ -203,6 +233,8 @@ def _decide(state: State, happening: Happening, now: float) -> tuple[State, tupl
         return dataclasses.replace(state, fallen=state.fallen | {happening.worker}), ()
     if isinstance(happening, Failure):
         return _raised(state, happening, now)
+    if isinstance(happening, Bereft):
+        return _bereft(state, happening)
     if isinstance(happening, Stuck):
         return _stuck(state, happening, now)
     if isinstance(happening, Broke):
@@ -229,6 +261,7 @@ def next_at(state: State) -> float:
 
 def _gone(state: State, worker: WorkerId, now: float) -> tuple[State, tuple[Action, ...]]:
     alive = state.alive - {worker}
+    state = _forgotten(state, worker)
     phase, since = state.phase, state.since
     actions: tuple[Action, ...] = (ReleasePorts(worker),)
     if not alive:
@@ -261,6 +294,9 @@ def _died(state: State, died: Died, now: float) -> tuple[State, tuple[Action, ..
         pause = 0.0 if died.deaths < 2 else min(FIRST_PAUSE * 2 ** min(died.deaths - 2, 30), LONGEST_PAUSE)
         restarts = {**state.restarts, stage: used + died.counts}
         state, replace = dataclasses.replace(state, restarts=restarts), Replace(died.worker, pause)
+        if stage in state.elastic:
+            state = _forgotten(state, died.worker)
+            return dataclasses.replace(state, coming=state.coming | {died.worker}), (replace,)
         if stage not in state.gangs:
             return state, (replace,)
         regrouping = {**state.regrouping, stage: replace}
@@ -278,7 +314,8 @@ def _raised(state: State, failure: Failure, now: float) -> tuple[State, tuple[Ac
         state = dataclasses.replace(state, failures=own)
     if missed and state.phase not in ("running", "stopping"):
         return _failed(state, failure, now, expected=bool(state.failures))
-    if not missed or isinstance(failure.error, MemberLeft) or failure.worker not in state.processes:
+    alone = isinstance(failure.error, MemberLeft) or failure.worker not in state.processes
+    if not missed or alone or stage in state.elastic:
         return _failed(state, failure, now, expected=False)
     return dataclasses.replace(state, bereft={**state.bereft, failure.worker: failure}), ()
 
@@ -320,6 +357,51 @@ def _settle_gangs(state: State, now: float) -> tuple[State, tuple[Action, ...]]:
             )
             actions = (*actions, *more)
     return state, actions
+
+
+def _bereft(state: State, bereft: Bereft) -> tuple[State, tuple[Action, ...]]:
+    worker = bereft.worker
+    if worker not in state.alive:
+        return state, ()
+    changed = state.changed | {worker.stage} if worker in state.coming else state.changed
+    waiting = {**state.waiting, worker: bereft.failure}
+    state = dataclasses.replace(state, waiting=waiting, coming=state.coming - {worker}, changed=changed)
+    return state, (Disband(worker.stage),)
+
+
+def _forgotten(state: State, worker: WorkerId) -> State:
+    """Without a worker that is no more, of whose gang the others are to have a group of their own."""
+    if worker.stage not in state.elastic:
+        return state
+    waiting = {other: heard for other, heard in state.waiting.items() if other != worker}
+    changed = state.changed | {worker.stage}
+    return dataclasses.replace(state, waiting=waiting, coming=state.coming - {worker}, changed=changed)
+
+
+def _let_meet(state: State, now: float) -> tuple[State, tuple[Action, ...]]:
+    """Gives elastic gangs their groups of which all wait for one that are at work."""
+    actions: tuple[Action, ...] = ()
+    for stage in sorted({worker.stage for worker in state.waiting}):
+        mates = {worker for worker in state.alive - state.coming if worker.stage == stage}
+        if state.phase in ("failing", "aborting") or not mates <= state.waiting.keys():
+            continue
+        used = state.restarts.get(stage, 0)
+        if stage not in state.changed:
+            heard = [one for worker, one in state.waiting.items() if worker in mates and one is not None]
+            if used >= state.limits.get(stage, 0) and heard:
+                state, more = _stuck(state, Stuck(heard[0]), now)
+                actions = (*actions, *more)
+                continue
+            state = dataclasses.replace(state, restarts={**state.restarts, stage: used + 1})
+        new = {worker for worker in mates if state.waiting[worker] is None}
+        waiting = {worker: one for worker, one in state.waiting.items() if worker not in mates}
+        state = dataclasses.replace(state, waiting=waiting, changed=state.changed - {stage})
+        actions = (*actions, Meet((*_by_number(mates - new), *_by_number(new))))
+    return state, actions
+
+
+def _by_number(workers: set[WorkerId]) -> list[WorkerId]:
+    return sorted(workers, key=lambda worker: worker.number)
 
 
 def _stuck(state: State, stuck: Stuck, now: float) -> tuple[State, tuple[Action, ...]]:

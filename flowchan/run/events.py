@@ -96,11 +96,28 @@ class Answered:
 
 
 @dataclass(frozen=True, slots=True)
+class CrossedOff:
+    """The program says: nobody waits for the answer to this question any more. Agents are told so, too, and
+    who takes up its item drops it."""
+
+    question: int
+
+
+@dataclass(frozen=True, slots=True)
 class Result:
     """A stage whose output is a result of the run has it."""
 
     stage: str
     value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Bereft:
+    """The worker of an elastic gang waits for a group: the one that it had is over, as ``failure`` tells; or
+    it has just begun."""
+
+    worker: WorkerId
+    failure: Failure | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,4 +134,18 @@ class Crashed:
     error: BaseException
 
 
-Event = Started | Began | Ended | Failure | Aborted | Retried | Troubled | Answered | Result | Gone | Crashed
+Event = (
+    Started
+    | Began
+    | Ended
+    | Failure
+    | Aborted
+    | Retried
+    | Troubled
+    | Answered
+    | CrossedOff
+    | Result
+    | Bereft
+    | Gone
+    | Crashed
+)

@@ -5,10 +5,12 @@ error."""
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from flowchan.declare.blueprint import Blueprint
@@ -87,19 +89,34 @@ def leave_if_unguarded(graph: Blueprint) -> None:
     os._exit(UNGUARDED)
 
 
-def server_was_unguarded() -> bool:
-    """Whether Python's forkserver, which imports the main script too, has ended for that reason."""
+@contextlib.contextmanager
+def starts_of(graph: Blueprint) -> Iterator[None]:
+    """Within it processes are started for the graph: where the main script has ended Python's forkserver, the
+    error says so."""
+    try:
+        yield
+    except (EOFError, OSError) as error:
+        exitcode = _servers_exitcode()
+        if exitcode == UNGUARDED:
+            raise unguarded(graph) from None
+        if hint := hint_at_import(exitcode):
+            error.add_note(f"Python's forkserver has ended{hint}")
+        raise
+
+
+def _servers_exitcode() -> int | None:
+    """Of Python's forkserver, if it has just ended. From 3.14 on it imports the main script, too."""
     server = forkserver_pid()
     if server is None:
-        return False
+        return None
     give_up = time.monotonic() + 1  # its pipes end a moment before it does
     while time.monotonic() < give_up:
         try:
             # multiprocessing collects it itself
             ended = os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT | os.WNOHANG)
         except ChildProcessError:
-            return False
+            return None
         if ended is not None:
-            return ended.si_status == UNGUARDED
+            return ended.si_status
         time.sleep(0.001)
-    return False
+    return None

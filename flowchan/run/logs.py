@@ -37,33 +37,48 @@ def set_levels(levels: Mapping[str, int]) -> None:
         logging.getLogger(name or None).setLevel(level)
 
 
-def send_logs(here: Worker, levels: Mapping[str, int], put: Callable[[Logged], None]) -> None:
-    """In a worker's process: from now on ``put`` gets what is logged here, from the program's ``levels`` on.
-    What a fork has copied of the program's handlers and filters, or a main script has set up that was
-    imported once more, goes: else a record would be handled twice."""
-    for logger in [logging.root, *_loggers()]:
-        logger.handlers.clear()
-        logger.filters.clear()
-        logger.propagate = True
-    set_levels(levels)
-    logging.root.addHandler(_Sending(here, put))
-
-
 def _loggers() -> Iterator[logging.Logger]:
     known = list(logging.root.manager.loggerDict.values())
     return (logger for logger in known if isinstance(logger, logging.Logger))
 
 
-class _Sending(logging.Handler):
-    def __init__(self, here: Worker, put: Callable[[Logged], None]) -> None:
+class Sending(logging.Handler):
+    """In a worker's process: sends what is logged here to the program, while there is a run."""
+
+    def __init__(self) -> None:
         super().__init__()
+        self._here: dict[str, Any] = {}
+        self._put: Callable[[Logged], None] | None = None
+        self._alone = False
+
+    def begin(self, here: Worker, levels: Mapping[str, int], put: Callable[[Logged], None]) -> None:
+        """From now on ``put`` gets what is logged, from the program's ``levels`` on."""
         self._here = {"stage": here.stage, "number": here.number, "host": here.host}
         self._put = put
+        if not self._alone:
+            self._take_over()
+        set_levels(levels)
+
+    def _take_over(self) -> None:
+        """What a fork has copied of the program's handlers and filters, or a main script has set up that was
+        imported once more, goes: else a record would be handled twice."""
+        for logger in [logging.root, *_loggers()]:
+            logger.handlers.clear()
+            logger.filters.clear()
+            logger.propagate = True
+        logging.root.addHandler(self)
+        self._alone = True
+
+    def rest(self) -> None:
+        """The run is over."""
+        self._put = None
 
     def emit(self, record: logging.LogRecord) -> None:
         """Never raises, as of any handler."""
+        put = self._put
         try:
-            self._put(Logged({**self._here, **_plain(record)}))
+            if put is not None:
+                put(Logged({**self._here, **_plain(record)}))
         except (Closed, Broken):
             pass  # the run is over
         except Exception:

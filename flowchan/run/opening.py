@@ -62,6 +62,8 @@ def open_plan(plan: Plan, workers: Collection[PlannedWorker]) -> Opened:
     inputs. Each channel gets the same share of the run's memory. Raises ``OSError`` when there is no
     memory."""
     channels = {link.name: _open_channel(link, plan) for link in plan.links}
+    for name in {name for worker in plan.workers if worker.host for name in worker.inputs.values()}:
+        channels[name]._leaves_host()
     inputs: dict[str, Out[Any]] = {stage: channels[name].writer() for stage, name in plan.inputs.items()}
     return Opened(channels, {worker.id: open_ports(worker, channels) for worker in workers}, inputs)
 

@@ -72,6 +72,12 @@ class Plan:
             if stage.place.apart
         }
 
+    @property
+    def elastic(self) -> frozenset[str]:
+        """The names of the gangs that go on while a worker is replaced. A thread does not die."""
+        stages = (stage for stage in self.graph.stages if stage.place.apart)
+        return frozenset(stage.name for stage in stages if stage.gang is not None and stage.gang.elastic)
+
     def between(self) -> Iterator[tuple[set[str], set[str]]]:
         """The channels into and out of each stage that only passes on what it gets: it has no use for its
         inputs when nobody wants its outputs. What a stage with ports of its own does is its own affair."""

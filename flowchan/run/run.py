@@ -28,6 +28,7 @@ from flowchan.run.events import Failure, WorkerId
 from flowchan.run.explain import explain
 from flowchan.run.failures import text_of
 from flowchan.run.guard import Unguarded
+from flowchan.run.lasting import LastingProcesses
 from flowchan.run.measure import state_of
 from flowchan.run.plan import Plan
 from flowchan.run.report import render
@@ -49,9 +50,9 @@ class Run:
     ``run[stream]`` is the writing end of an ``input()`` stream.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, lasting: LastingProcesses | None = None) -> None:
         self._plan = plan
-        self._crew = crew_of(plan)
+        self._crew = crew_of(plan, lasting)
         self._supervisor = Supervisor(plan, self._crew)
         self._gathering = Gathering(plan, self._crew, self._supervisor)
         interrupted = weakref.WeakMethod(self._interrupted)  # a run needs no garbage collector to go
@@ -62,8 +63,14 @@ class Run:
         take_in = weakref.WeakMethod(self._gathering.take_in)
         self._supervisor.take_in = lambda ids: method(ids) if (method := take_in()) is not None else None
         failure = weakref.WeakMethod(self._failure)
-        self._asking = Asking(lambda: method() if (method := failure()) is not None else None)
+        cross_off = weakref.WeakMethod(self._supervisor.cross_off)
+        self._asking = Asking(
+            lambda: method() if (method := failure()) is not None else None,
+            lambda question: method(question) if (method := cross_off()) is not None else None,
+        )
         self._supervisor.asking = self._asking
+        if lasting is not None:  # the end of the pool's block waits for it, whoever holds it
+            self._supervisor.unheard.append(self)
         self._supervisor.start()
         _running.add(self._supervisor)
         _abort_before_exit(os.getpid())
@@ -189,6 +196,7 @@ class Run:
         except KeyboardInterrupt:
             self._end_interrupted()
         failure = self._failure()
+        self._supervisor.unheard.clear()
         if failure is not None:
             raise failure
         return self._gathering.results()
@@ -273,6 +281,7 @@ class Run:
                 self._supervisor.ended.wait()
         ended = self._supervisor.ended.is_set()
         self._told = self._gathering.results() if ended else Results(self._plan.graph.name, {})
+        self._supervisor.unheard.clear()
 
     def __enter__(self) -> Run:
         self._ears.open()
@@ -289,15 +298,23 @@ class Run:
                 self._end_interrupted()
             return
         if error is None:
-            self._gathering.leave_all(of_thread=threading.get_ident())
-            for out in self._crew.inputs.values():
-                out.close()
-            self.wait()
+            self._end_block()
             return
         cancelled = getattr(sys.modules.get("asyncio"), "CancelledError", ())
         if isinstance(error, cancelled) and self._ears.handled:  # what asyncio makes of Ctrl-C
             self._finish()
             return
+        self._break_block(error)
+
+    def _end_block(self) -> None:
+        """A block is left in which the run was used: its own, or that of its pool."""
+        self._gathering.leave_all(of_thread=threading.get_ident())
+        for out in self._crew.inputs.values():
+            out.close()
+        self.wait()
+
+    def _break_block(self, error: BaseException | None) -> None:
+        """It is left by this exception."""
         self._gathering.leave_all()
         self.abort()
         try:

@@ -13,6 +13,7 @@ from flowchan.run.crew import LocalCrew
 from flowchan.run.deadlock import Elsewhere, Glance
 from flowchan.run.decisions import Died
 from flowchan.run.events import Event, WorkerId
+from flowchan.run.lasting import LastingProcesses
 from flowchan.run.plan import Plan, PlannedWorker
 from flowchan.run.recovery import Death
 from flowchan.run.stats import HostStats
@@ -36,7 +37,13 @@ class Away(Protocol):
 
     def regroup(self, ids: Sequence[WorkerId]) -> None: ...
 
+    def meet(self, ids: Sequence[WorkerId]) -> None: ...
+
+    def disband(self, stage: str) -> None: ...
+
     def start_again(self, id: WorkerId) -> None: ...
+
+    def cross_off(self, question: int) -> None: ...
 
     def all_is_heard(self) -> bool: ...
 
@@ -54,9 +61,9 @@ class Hosting(Protocol):
     def open_crew(self, home: LocalCrew, workers: Sequence[PlannedWorker]) -> Away: ...
 
 
-def crew_of(plan: Plan) -> LocalCrew:
-    """The crew that a run needs."""
-    return Spread(plan) if any(worker.host for worker in plan.workers) else LocalCrew(plan)
+def crew_of(plan: Plan, lasting: LastingProcesses | None) -> LocalCrew:
+    """The crew that a run needs. ``lasting``: the processes of its pool, which has none on hosts."""
+    return Spread(plan) if any(worker.host for worker in plan.workers) else LocalCrew(plan, lasting)
 
 
 class Spread(LocalCrew):
@@ -106,9 +113,21 @@ class Spread(LocalCrew):
         away = self._whose.get(ids[0])
         super().regroup(ids) if away is None else away.regroup(ids)
 
+    def meet(self, ids: Sequence[WorkerId]) -> None:
+        away = self._whose.get(ids[0])
+        super().meet(ids) if away is None else away.meet(ids)
+
+    def disband(self, stage: str) -> None:
+        away = next((away for id, away in self._whose.items() if id.stage == stage), None)
+        super().disband(stage) if away is None else away.disband(stage)
+
     def start_again(self, id: WorkerId) -> None:
         away = self._whose.get(id)
         super().start_again(id) if away is None else away.start_again(id)
+
+    def cross_off(self, question: int) -> None:
+        for away in self._away:
+            away.cross_off(question)
 
     def all_is_heard(self) -> bool:
         return super().all_is_heard() and all(away.all_is_heard() for away in self._away)

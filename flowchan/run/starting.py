@@ -15,13 +15,14 @@ import traceback
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-PIPES = ("parent_r", "parent_w", "child_r", "child_w", "w")
+PIPES = ("parent_r", "parent_w", "child_r", "child_w", "alive_r", "alive_w", "w")
 """What CPython's launches call the ends of their pipes."""
 
 
 def start_process(process: BaseProcess) -> None:
     """Starts it, or raises and has undone everything."""
     if process._start_method == "forkserver":  # type: ignore[attr-defined]
+        _leave_the_parents_server()
         _share_imports()
     try:
         process.start()
@@ -38,6 +39,7 @@ def start_server() -> None:
     if method == "forkserver":
         from multiprocessing import forkserver
 
+        _leave_the_parents_server()
         _share_imports()
         forkserver.ensure_running()
 
@@ -48,6 +50,23 @@ def forkserver_pid() -> int | None:
     return module._forkserver._forkserver_pid if module else None
 
 
+def _leave_the_parents_server() -> None:
+    """In a child that the program has forked by itself, Python takes its parent's forkserver for its own, and
+    fails, for it can't wait for it. The child gets one of its own. Under Python's own lock, which whoever
+    starts a process from a server takes next anyway: several threads may come here at once."""
+    from multiprocessing import forkserver
+
+    server: Any = forkserver._forkserver
+    with server._lock:
+        if server._forkserver_pid is None:
+            return
+        try:
+            os.waitid(os.P_PID, server._forkserver_pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        except ChildProcessError:
+            os.close(server._forkserver_alive_fd)
+            server._forkserver_address = server._forkserver_alive_fd = server._forkserver_pid = None
+
+
 def _share_imports() -> None:
     """Python's forkserver, if it is yet to be started, imports what each worker needs, so that none of them
     has to: our modules, and those of the large libraries that the program has imported. Unless the program
@@ -56,7 +75,7 @@ def _share_imports() -> None:
 
     if forkserver._forkserver._preload_modules == ["__main__"]:  # type: ignore[attr-defined]
         loaded = [name for name in ("numpy", "torch") if name in sys.modules]
-        multiprocessing.set_forkserver_preload(["__main__", "flowchan.run.worker", *loaded])
+        multiprocessing.set_forkserver_preload(["__main__", "flowchan.run.worker_main", *loaded])
 
 
 def _undo_launch(error: BaseException) -> None:
@@ -64,6 +83,9 @@ def _undo_launch(error: BaseException) -> None:
         module, function = frame.f_globals.get("__name__", ""), frame.f_code.co_name
         if module == "multiprocessing.forkserver" and function == "connect_to_new_process":
             if "child_r" not in frame.f_locals:  # else it has closed them itself
+                _close(frame.f_locals)
+        elif module == "multiprocessing.forkserver" and function == "ensure_running":
+            if "fds_to_pass" not in frame.f_locals:  # likewise
                 _close(frame.f_locals)
         elif module.startswith("multiprocessing.popen_") and function == "_launch":
             _undo_popen(frame.f_locals)

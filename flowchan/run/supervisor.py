@@ -29,7 +29,16 @@ The run contract. If the code disagrees with it, that is a bug; each clause name
 - R11 Gangs. The workers of a stage with a group start together. When one dies and the stage is restartable,
   all begin again, each with what it had in hand, and no item is blamed for the ends of the others. A
   survivor's MemberDied is no failure of its own. So over hosts, too, where connections that break count as a
-  death. (test_gangs.py, tests/crash/test_gang_deaths.py, tests/hosts/test_host_gangs.py)
+  death. Of an elastic gang the others go on meanwhile, in their processes, as a smaller group; the one that
+  takes its place makes it whole again, and each item has its outputs once. (test_gangs.py,
+  tests/crash/test_gang_deaths.py, tests/crash/test_elastic_gangs.py, tests/hosts/test_host_gangs.py,
+  tests/hosts/test_elastic_host_gangs.py)
+- R12 Pools. The processes of a pool last from one run to the next, each with its callable, and keep nothing
+  else of a run; forked ones keep memory of other runs that go on when the pool starts them. Each run is
+  whole. Who has failed, died or not come to an end has a fresh process in the next. Leaving the block
+  finishes a run that goes on, and raises what the last one failed by unless that was raised.
+  (test_lasting_workers.py, test_lasting_after_harm.py, test_lasting_blocks.py,
+  test_lasting_ends.py)
 """
 
 from __future__ import annotations
@@ -45,7 +54,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flowchan.channel.channel import Channel
-from flowchan.errors import Closed, Empty
+from flowchan.errors import Closed, Empty, Full
 from flowchan.run import breaks, decisions
 from flowchan.run.asking import Asking, answers_in
 from flowchan.run.breaks import Breaks
@@ -54,8 +63,10 @@ from flowchan.run.deadlock import Deadlocks, Look
 from flowchan.run.decisions import (
     Action,
     BreakChannels,
+    Disband,
     Fell,
     Happening,
+    Meet,
     Regroup,
     ReleasePorts,
     Replace,
@@ -69,6 +80,7 @@ from flowchan.run.events import (
     Answered,
     Began,
     Crashed,
+    CrossedOff,
     Ended,
     Event,
     Failure,
@@ -97,6 +109,7 @@ class Supervisor:
     def __init__(self, plan: Plan, crew: Crew) -> None:
         self.plan = plan
         self.crew = crew
+        self._has_hosts = any(worker.host for worker in plan.workers)
         self.pid = os.getpid()
         self.ended = Latch()
         self.crashed: BaseException | None = None
@@ -111,10 +124,14 @@ class Supervisor:
             ends=frozenset(id for id in ids if id.stage in plan.ends),
             limits=plan.limits(),
             gangs=frozenset(stage.name for stage in plan.graph.stages if stage.gang),
+            elastic=plan.elastic,
             since=self.started_at,
         )
         # Takes in results that nobody reads while somebody outside waits for the run to move.
         self.take_in: Callable[[frozenset[WorkerId]], None] = lambda _: None
+        # The handle of a pool's run, until it has ended and nobody need hear of a failure. The pool has this
+        # list too.
+        self.unheard: list[Any] = []
         self._retried: Counter[str] = Counter()
         self._unwanted: Counter[str] = Counter()
         self._spans = Spans()
@@ -141,6 +158,7 @@ class Supervisor:
             thread.start()
             self._thread = thread
         except BaseException as reason:
+            self.unheard.clear()
             self._undo_start(reason)
             raise
 
@@ -170,6 +188,13 @@ class Supervisor:
         """Asks for a stop or an abort; returns at once. Does nothing when the run has ended."""
         with contextlib.suppress(Closed):
             self._events.put(happening)
+
+    def cross_off(self, question: int) -> None:
+        """Says that nobody need work for a question any more, where other hosts have to be told. Never waits,
+        for event loops call it: while too much happens, the work is done in vain."""
+        if self._has_hosts:
+            with contextlib.suppress(Closed, Full):
+                self._events.put_nowait(CrossedOff(question))
 
     def left_of(self, item: Any) -> Any:
         """What is left of an item that has come to an end of the graph, when the answers in it have gone to
@@ -213,6 +238,8 @@ class Supervisor:
                 self._journal.ends(*self._how_it_ended())
             finally:  # what a handler of the program's may raise keeps nobody waiting
                 self.ended.set()
+                if self.crashed is None and not self.state.failures:
+                    self.unheard.clear()  # until now the end of a pool's block has to find it
                 if self.asking is not None:
                     self.asking.end()
         # Comes last: it may raise, and the run must have ended for all who wait.
@@ -264,6 +291,8 @@ class Supervisor:
             self._refused[event.worker.stage] += event.failed
             if self.asking is not None:
                 self.asking.settle(event.question, event.value, event.error)
+        elif isinstance(event, CrossedOff):
+            self.crew.cross_off(event.question)
         elif isinstance(event, Troubled):
             self._last_error = event.text
         elif isinstance(event, Began | Started):
@@ -323,6 +352,10 @@ class Supervisor:
             self._due[action.worker] = time.monotonic() + action.pause
         elif isinstance(action, Regroup):
             self._regroup(action)
+        elif isinstance(action, Disband):
+            self.crew.disband(action.stage)
+        elif isinstance(action, Meet):
+            self._let_meet(action)
 
     def _regroup(self, action: Regroup) -> None:
         for worker in action.workers:
@@ -333,6 +366,12 @@ class Supervisor:
         except OSError as error:
             del self._due[action.workers[0]]
             self._handle(Failure(action.workers[0], error, None, self.pid))
+
+    def _let_meet(self, action: Meet) -> None:
+        try:
+            self.crew.meet(action.workers)
+        except OSError as error:
+            self._handle(decisions.Stuck(Failure(action.workers[0], error, None, self.pid)))
 
     def _cancel_tasks(self) -> None:
         """At once when the run is broken off, and sources when nobody wants their elements any more; when

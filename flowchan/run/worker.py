@@ -1,39 +1,37 @@
 """One worker: builds what the user declared, runs the verb's loop over its ports, and tells the supervisor
 how it ended.
 
-The same :func:`work` runs on a thread of this process and in a process of its own; what differs is how it
-gets there.
+The same :func:`work` runs on a thread of this process and in a process of its own (``worker_main``); what
+differs is how it gets there.
 """
 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
-import pickle
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Literal
 
-from flowchan import _core
 from flowchan.channel.channel import Channel, hears_aborts
-from flowchan.declare.callables import is_callable_class
 from flowchan.declare.values import Stage
 from flowchan.errors import Broken, Closed
-from flowchan.items.device import crossing
 from flowchan.items.text import short
-from flowchan.run import chance, limits, logs
+from flowchan.run import chance, limits
 from flowchan.run.asking import Answering
 from flowchan.run.bodies import Job
+from flowchan.run.building import Function, built, nothing
 from flowchan.run.chance import Worker
 from flowchan.run.events import Aborted, Began, Ended, Event, Failure, Result, Retried, Troubled, WorkerId
 from flowchan.run.failures import ItemFailed, Portable, Retires
-from flowchan.run.gpus import see_only
+from flowchan.run.gangs import Membership
 from flowchan.run.opening import Ports
-from flowchan.run.recovery import RETIRED
+
+Outcome = Literal["done", "failed", "retired"]
+"""How a worker ended: cleanly, by an error, or so that its process is to end without a word and be
+replaced."""
 
 
 def join_ports(ports: Ports, stage: Stage) -> None:
@@ -54,24 +52,6 @@ def join_ports(ports: Ports, stage: Stage) -> None:
         ports.errors._follow(reader, False, False)
 
 
-@contextlib.contextmanager
-def built(function: Callable[..., Any] | None) -> Iterator[Callable[..., Any]]:
-    """The function to call: a callable class is built here, once for this worker, and closed at its end."""
-    if function is None or not is_callable_class(function):
-        yield function or nothing
-        return
-    made = function()
-    try:
-        yield made
-    finally:
-        close = getattr(made, "close", None)
-        if callable(close):
-            close()
-
-
-def nothing() -> None: ...
-
-
 def work(
     here: Worker,
     stage: Stage,
@@ -80,19 +60,22 @@ def work(
     sends: bool,
     predecessors: tuple[str, ...] = (),
     member: Any = None,
-) -> bool:
+    next_seats: Channel[Any] | None = None,
+    build: Callable[[Function | None], AbstractContextManager[Function]] = built,
+) -> Outcome:
     """Runs one worker to its end. Never raises: however it ends, ``tell`` hears it before the ports are
     closed. ``sends``: what is told crosses to another process. ``predecessors``: how those died with whose
-    item it begins. ``member``: its own of the group that the stage's workers form. True when its process is
-    to end without a word, to be replaced."""
+    item it begins. ``member``: its own of the group that the stage's workers form; ``next_seats``: by which
+    those of the groups after that come. ``build``: makes what it calls."""
     worker = WorkerId(here.stage, here.number)
+    membership = None if stage.gang is None else Membership(worker, member, next_seats, tell, ports)
     chance.enter(here)
     job = Job(kind=stage.kind, function=nothing)
     ended_by: BaseException | None = None
     tell_aborts(worker, ports, tell, sends)
     try:
         join_ports(ports, stage)
-        with built(stage.function) as function:
+        with build(stage.function) as function:
             if sends and stage.timeout is not None:
                 function = limits.limited(function, stage)
             job = job_of(worker, stage, ports, function, tell, sends)
@@ -100,24 +83,42 @@ def work(
             job.too_late = limits.gives_up(stage, predecessors)
             if predecessors:
                 _try_again(job, stage, ports)
-            if stage.gang is not None:
-                job.kwargs = {**job.kwargs, stage.gang.parameter: member.__enter__()}
+            if membership is not None:
+                membership.enter()
             tell(Began(worker))
-            stage.verb.run()(job, **ports.inputs, **ports.outputs)
+            run_body(job, stage, ports, membership)
     except BaseException as error:
         ended_by = let_go(error, ports)
     if sends and isinstance(ended_by, ItemFailed) and isinstance(ended_by.__cause__, Retires):
         for reader in ports.inputs.values():
             reader._leave_alone()
-        return True
+        return "retired"
+    outcome: Outcome = "failed"
     try:
-        end(worker, job, ports, ended_by, tell, sends)
+        outcome = end(worker, job, ports, ended_by, tell, sends)
     except BaseException as error:  # no worker may end without a word, or the run waits for it for ever
         with contextlib.suppress(Closed, Broken):  # a run that is over hears nobody any more
             tell(Failure(worker, Portable(error) if sends else error, None, os.getpid()))
-    if member is not None:  # the others hear of it after the supervisor
-        member.close()
-    return False
+    hears_aborts.set(None)  # from Python 3.14 on a thread that has ended keeps its context
+    if membership is not None:  # the others hear of it after the supervisor
+        membership.close()
+    return outcome
+
+
+def run_body(job: Job, stage: Stage, ports: Ports, membership: Membership | None) -> None:
+    """Does the worker's work."""
+    body = stage.verb.run()
+    if membership is None:
+        body(job, **ports.inputs, **ports.outputs)
+        return
+    assert stage.gang is not None
+    parameter, kwargs = stage.gang.parameter, job.kwargs
+
+    def call(member: Any) -> None:
+        job.kwargs = {**kwargs, parameter: member}
+        body(job, **ports.inputs, **ports.outputs)
+
+    membership.work(call)
 
 
 def tell_aborts(worker: WorkerId, ports: Ports, tell: Callable[[Event], None], sends: bool) -> None:
@@ -184,7 +185,7 @@ def end(
     error: BaseException | None,
     tell: Callable[[Event], None],
     sends: bool,
-) -> None:
+) -> Outcome:
     """Tells how the worker ended, then closes its ports."""
     for reader in ports.inputs.values():
         reader._on_poison(0, None)  # it holds the job, and so the run: without it no collector need end them
@@ -198,16 +199,17 @@ def end(
         last = Failure(worker, Portable(cause) if sends else cause, item, os.getpid())
     elif isinstance(error, Closed) and ports.inputs:
         last = Ended(worker, job.unwanted + 1)  # the readers have left, so nobody wants the item in hand
+    heard = True
     try:
         tell(last)
     except (Closed, Broken):  # a run that is over hears nobody any more
-        failed = False
-    if failed:
-        # The supervisor ends these ports once it has broken the channels. Ended here, they would let the
-        # stages behind see a clean end of half the items, and another worker do the failed item again.
-        return
-    for port in ports.everything():
-        port.close()
+        heard = False
+    # The supervisor ends the ports of one that failed once it has broken the channels. Ended here, they would
+    # let the stages behind see a clean end of half the items, and another worker do the failed item again.
+    if not (failed and heard):
+        for port in ports.everything():
+            port.close()
+    return "failed" if failed else "done"
 
 
 def let_go(error: BaseException, ports: Ports) -> BaseException:
@@ -240,50 +242,3 @@ def _clean_end(error: BaseException, ports: Ports) -> bool:
     if isinstance(error, Broken):
         return any(port.channel.broken for port in ports.everything())
     return False
-
-
-def process_main(
-    here: Worker,
-    stage: bytes,
-    ports: Ports,
-    events: Any,
-    parent: int,
-    predecessors: tuple[str, ...],
-    devices: str | None,
-    member: Any,
-    levels: Mapping[str, int],
-) -> None:
-    """What a worker's own process runs. ``predecessors``: how those died with whose item it begins.
-    ``devices``: the GPUs that it is to see, if these were given to it. ``member``: of a group, if its stage
-    is a gang. ``levels``: from which on the program's loggers want records."""
-    _core._die_with(parent)
-    _show_name(here)
-    logs.send_logs(here, levels, events.put)
-    see_only(devices)
-    # The terminal sends Ctrl-C to the whole group; what it means is the supervisor's decision.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.set_wakeup_fd(-1)
-    # OpenMP's threads did not come along with a fork, and torch would wait for them for ever.
-    if (torch := sys.modules.get("torch")) and multiprocessing.get_start_method() == "fork":
-        torch.set_num_threads(1)
-    chance.begin(here)
-    try:
-        loaded = pickle.loads(stage)
-    except BaseException as error:
-        with contextlib.suppress(Closed, Broken):
-            events.put(Failure(WorkerId(here.stage, here.number), Portable(error), None, os.getpid()))
-        return
-    retires = work(here, loaded, ports, events.put, sends=True, predecessors=predecessors, member=member)
-    crossing.only_ports_read(port.channel for port in ports.everything())
-    if retires:
-        sys.exit(RETIRED)
-
-
-def _show_name(here: Worker) -> None:
-    """What ``ps``, ``top`` and debuggers call this process: its stage and number. By the name that the kernel
-    keeps, of 15 bytes: the command line stays the program's, by which people find and end it."""
-    number = f" {here.number}"
-    stage = here.stage.encode()[: 15 - len(number)].decode(errors="ignore")
-    with contextlib.suppress(OSError):  # no /proc here
-        Path("/proc/self/comm").write_text(stage + number)

@@ -6,12 +6,11 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from flowchan.channel.channel import Channel
-from flowchan.run import chance, logs, memory
-from flowchan.run.decisions import GRACE
+from flowchan.run import chance, decisions, logs, memory
 from flowchan.run.events import Event, Gone, WorkerId
 from flowchan.run.gpus import Gpus
 from flowchan.run.guard import ProcessName
@@ -21,7 +20,7 @@ from flowchan.run.opening import Ports
 from flowchan.run.processes import WorkerProcess
 from flowchan.run.recovery import Death, deaths_in_hand
 from flowchan.run.watch import Watch
-from flowchan.run.worker import process_main
+from flowchan.run.worker_main import Order, process_main
 
 
 class WorkerProcesses:
@@ -45,19 +44,24 @@ class WorkerProcesses:
         predecessors: tuple[str, ...],
         gpus: int,
         member: Any = None,
+        next_seats: Channel[Any] | None = None,
     ) -> int:
         """Starts a worker's process, and gives its pid. ``predecessors``: how those died with whose item it
         begins. ``gpus``: how many of its own it has; raises :class:`flowchan.HostError` when there are too
-        few. ``member``: its own of the group that its stage's workers form."""
+        few. ``member``: its own of the group that its stage's workers form, ``next_seats``: by which later
+        ones come."""
         id = WorkerId(here.stage, here.number)
         devices = self._gpus.take(id, gpus)
-        parent = os.getpid()
-        wanted = logs.levels()
-        arguments = (here, stage, ports, self._mail, parent, predecessors, devices, member, wanted)
-        process = WorkerProcess(ProcessName(f"{self._graph}/{id}"), process_main, arguments)
+        order = Order(here, ports, self._mail, predecessors, member, next_seats, logs.levels())
+        process = self._begin(id, stage, order, devices)
         self.known[id] = process
         self._watch.add(id, process)
         return process.pid
+
+    def _begin(self, id: WorkerId, stage: bytes, order: Order, devices: str | None) -> WorkerProcess:
+        """Has a process begin with its work."""
+        arguments = (id, stage, order, os.getpid(), devices)
+        return WorkerProcess(ProcessName(f"{self._graph}/{id}"), process_main, arguments)
 
     def watch(self) -> None:
         """Watches until :meth:`stop_watching`."""
@@ -99,14 +103,7 @@ class WorkerProcesses:
 
     def end(self) -> None:
         """Waits for all of them, and kills those that don't end by themselves."""
-        deadline = time.monotonic() + GRACE
-        for id, process in self.known.items():
-            if not process.ended(max(0.0, deadline - time.monotonic())):
-                log.warning(
-                    "worker %s has ended, but its process (pid %s) goes on: it is killed", id, process.pid
-                )
-                process.kill()
-                process.ended(GRACE)
+        end_all(self.known.items())
 
     def stop_watching(self) -> None:
         self._watch.stop()
@@ -116,3 +113,15 @@ class WorkerProcesses:
         self._watch.close()
         for process in self.known.values():
             process.close()
+
+
+def end_all(processes: Iterable[tuple[WorkerId, WorkerProcess]]) -> None:
+    """Waits for these, and kills those that don't end by themselves."""
+    deadline = time.monotonic() + decisions.GRACE
+    for id, process in processes:
+        if not process.ended(max(0.0, deadline - time.monotonic())):
+            log.warning(
+                "worker %s has ended, but its process (pid %s) goes on: it is killed", id, process.pid
+            )
+            process.kill()
+            process.ended(decisions.GRACE)

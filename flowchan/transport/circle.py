@@ -13,6 +13,8 @@ import socket
 from typing import Any
 
 AT_ONCE = 1 << 16
+SETTLED = b'"settled"\n'
+"""What those say in their last round who stay: they have met, and wait for nobody who leaves."""
 LATE = "not all of the other members have said something in time while they met"
 
 
@@ -23,10 +25,11 @@ class Over(Exception):
 class Circle:
     """The one in the middle, for ranks from 0 up to ``size``. Never waits for any of them. ``over``: why it
     has ended; connections stay until the others have closed them, for what is unread when one is closed takes
-    the last words to the other side with it."""
+    the last words to the other side with it. ``settled``: all have met, and stay to hear when it ends."""
 
     def __init__(self, size: int) -> None:
         self.over = ""
+        self.settled = False
         self.sockets: dict[int, socket.socket] = {}
         self._said = [b""] * size
 
@@ -50,7 +53,8 @@ class Circle:
         if came:
             return b"" if self.over else self.say(rank, came)
         self.sockets.pop(rank).close()
-        self.end(f"rank {rank} ended while the members met")
+        if not self.settled:
+            self.end(f"rank {rank} ended while the members met")
         return b""
 
     def say(self, rank: int, words: bytes) -> bytes:
@@ -58,11 +62,17 @@ class Circle:
         self._said[rank] += words
         if not all(line.endswith(b"\n") for line in self._said):
             return b""
+        self.settled = all(line == SETTLED for line in self._said)
         told = b"[" + b",".join(line.strip() for line in self._said) + b"]\n"
         self._said = [b""] * len(self._said)
         for sock in self.sockets.values():
             _tell(sock, told)
         return told
+
+    def tell(self, value: Any) -> None:
+        """All others, before the first round, a value that JSON has."""
+        for sock in self.sockets.values():
+            _tell(sock, json.dumps(value).encode() + b"\n")
 
     def end(self, why: str) -> None:
         """Nobody is to go on."""
@@ -96,8 +106,15 @@ class Voice:
     def gather(self, value: Any) -> list[Any]:
         """Says a value that JSON has, and gives what all say in this round, by rank. Raises :class:`Over`,
         and ``TimeoutError`` as the socket does."""
+        return list(self._hear(json.dumps(value).encode() + b"\n"))
+
+    def hear(self) -> Any:
+        """What the one in the middle tells all, before the first round."""
+        return self._hear(b"")
+
+    def _hear(self, words: bytes) -> Any:
         try:
-            self._sock.sendall(json.dumps(value).encode() + b"\n")
+            self._sock.sendall(words)
             line = self._line()
         except TimeoutError:
             raise TimeoutError(LATE) from None
@@ -106,7 +123,7 @@ class Voice:
         said = json.loads(line or '{"over": "the one in the middle has gone"}')
         if isinstance(said, dict):
             raise Over(said["over"])
-        return list(said)
+        return said
 
     def _line(self) -> bytes:
         while b"\n" not in self._has:
@@ -122,6 +139,20 @@ class Voice:
         waiting = select.poll()
         waiting.register(self._sock, select.POLLIN)
         return not self._has and not waiting.poll(0)
+
+    def settle(self) -> None:
+        """The last round of those who stay. Raises as ``gather`` does."""
+        self._hear(SETTLED)
+        self._sock.settimeout(None)
+
+    def wait_for_end(self) -> None:
+        """Returns when the circle has ended, or :meth:`interrupt` was called by another thread."""
+        with contextlib.suppress(OSError):
+            self._line()
+
+    def interrupt(self) -> None:
+        with contextlib.suppress(OSError):  # the other side has gone
+            self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._sock.close()

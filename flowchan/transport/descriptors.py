@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from collections.abc import Callable
 from multiprocessing import context, reduction
 from typing import Any, NamedTuple
 
@@ -76,11 +77,22 @@ class Parcel:
 
     shares = True
     """Whether memory that is shared travels as what it is; else it is copied."""
+    keeps_far = False
+    """Whether channels across hosts stand beside the pickle; else their addresses are in it."""
+    on_device = True
+    """Whether a tensor on a device stays there; else it goes through host memory."""
 
     def __init__(self) -> None:
         self.descriptors: list[int] = []
         self.kept: list[Any] = []  # so that they stay open until they are sent
         self.id = 0
+        self.counted: list[Callable[[], None]] = []  # for each channel across hosts, what counts it no more
+
+    def take_back(self) -> None:
+        """Nothing comes of the item."""
+        for call in self.counted:
+            call()
+        self.counted.clear()
 
     def add(self, memory: int, socket: int, owner: Any) -> Handle:
         self.id = self.id or int.from_bytes(os.urandom(8)) or 1
@@ -90,9 +102,18 @@ class Parcel:
         return Sent(len(self.descriptors) - len(mine), len(mine), os.fstat(memory).st_ino)
 
 
+class Leaving(Parcel):
+    """The same of an item that goes to another host, where it is refused if it has any."""
+
+    on_device = False
+
+
 class Companions(Parcel):
     """The channels and shared memory in one value, while it is packed: they stand beside its pickle, and
     cross by themselves."""
+
+    keeps_far = True
+    on_device = False
 
     def add(self, memory: int, socket: int, owner: Any) -> Handle:
         self.kept.append(owner)
@@ -102,7 +123,14 @@ class Companions(Parcel):
 class Copies(Companions):
     """The same for a value that leaves the machine."""
 
-    shares = False
+    shares = keeps_far = False
+
+
+class Unopened(Companions):
+    """The same for a value that others pass on who do not look at it, so nothing in it may need their
+    help."""
+
+    keeps_far = False
 
 
 class Opened:

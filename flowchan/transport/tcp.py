@@ -81,6 +81,11 @@ class Listener:
         sock.setblocking(True)
         return sock
 
+    def detach(self) -> int:
+        """Its descriptor, for who accepts in place of us; what that accepts is prepared for a link."""
+        prepare(self._socket)
+        return self._socket.detach()
+
     def fileno(self) -> int:
         return self._socket.fileno()
 

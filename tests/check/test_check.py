@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from declared import by_hand, handle, only, pass_on, rules, to_int, to_text
 
@@ -348,16 +346,17 @@ def test_a_capacity_that_is_no_positive_int_is_reported(graph: Blueprint, capaci
 
 
 def test_channels_that_do_not_fit_in_memory_are_reported_with_both_numbers(
-    graph: Blueprint, monkeypatch: pytest.MonkeyPatch
+    graph: Blueprint, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    free = dataclasses.make_dataclass("Free", ["available"])(200_000)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
+    told = tmp_path / "meminfo"
+    told.write_text("MemTotal:  8 kB\nMemAvailable:  195 kB\n")
+    monkeypatch.setattr("flowchan.check.rules.MEMINFO", told)
     graph.source(range(3)).map(to_text, capacity=10).map(to_int, on="process", capacity=2000).sink(print)
     problem = only(graph)
     needed = 2 * 64 * 1024 + 64 * (10 + 2000)
     assert (problem.rule, problem.stage) == ("memory", "to_int")
     assert problem.message == (
-        f"the 2 channels between processes need at least {needed:,} bytes, but 200,000 are free; "
+        f"the 2 channels between processes need at least {needed:,} bytes, but 199,680 are free; "
         "the largest is 'to_int' with capacity=2,000: lower it"
     )
 

@@ -36,10 +36,10 @@ with collective.group() as g:
     g.barrier()
 """
 WAITS = """
-import subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+import signal, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
 print("pid", child.pid, flush=True)
-time.sleep(1000)
+signal.pause()
 """
 
 

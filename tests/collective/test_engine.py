@@ -11,7 +11,6 @@ import pytest
 from collective_members import in_threads, raised
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("sklearn")
 from torch import nn  # noqa: E402
 
 from flowchan import Graph  # noqa: E402
@@ -26,9 +25,7 @@ Batches = list[tuple[Any, Any]]
 @pytest.fixture(scope="module")
 def batches() -> Batches:
     """The digits, 64 of them at a time."""
-    from sklearn.datasets import load_digits
-
-    found = load_digits()
+    found = pytest.importorskip("sklearn.datasets").load_digits()
     x, y = torch.tensor(found.data / 16), torch.tensor(found.target)
     return [(x[i : i + 64], y[i : i + 64]) for i in range(0, 64 * 12, 64)]
 

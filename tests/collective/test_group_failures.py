@@ -86,6 +86,26 @@ def test_who_has_left_is_named_and_what_was_done_before_stays_done() -> None:
     assert in_threads(2, body) == [2, 2]
 
 
+def barriers(g: Any) -> None:
+    while True:
+        g.barrier()
+
+
+def test_a_signal_handler_may_close_a_group_whose_operation_it_interrupts() -> None:
+    def body(g: Any) -> None:
+        if g.rank == 1:
+            wait_until(lambda: bool(g._see(0)[4]))
+            os.kill(g._see(0)[0], signal.SIGUSR1)
+            with pytest.raises(MemberLeft, match=r"rank 0 .*has left"):
+                barriers(g)
+            return
+        signal.signal(signal.SIGUSR1, lambda *_: g.close())
+        with pytest.raises(GroupError, match="was closed"):
+            barriers(g)
+
+    assert Processes(2, body).results(2) == {0: None, 1: None}
+
+
 def test_a_member_that_is_dropped_has_left() -> None:
     """At once, also if it has started operations."""
     first, second = collective.members(2)
@@ -339,7 +359,7 @@ def test_what_would_be_done_is_said_in_a_sentence() -> None:
     )
     assert "slices" in second.explain("reduce", large)
     assert "chunks" in second.explain("broadcast", small)
-    assert "direct" in second.explain("broadcast", large)
+    assert "direct" in second.explain("allgather", large)
     assert "written down" in second.explain("allgather", {})
     with pytest.raises(ValueError, match=r"operation must be one of barrier, .* not 'sum'"):
         first.explain("sum")

@@ -3,52 +3,21 @@ their operations are those of groups on one host is tested in the other files of
 
 from __future__ import annotations
 
-import multiprocessing
+import functools
 import os
 import signal
 import socket
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from collective_members import SECRET, free_address
+from collective_members import SECRET, OverHosts, free_address, over_hosts, raised
 from waiting import wait_until
 
-from flowchan import Channel, collective
-from flowchan.collective import GroupError, MemberDied, MemberLeft, Mismatch, gathering
-from flowchan.collective.gathering import meet_at
+from flowchan import collective
+from flowchan.collective import GroupError, MemberDied, MemberLeft, Mismatch, gathering, linked
 from flowchan.collective.links import Links
-
-
-class OverHosts:
-    """Processes that believe to be on hosts: ``hosts`` names that of each rank. Each runs ``body(member)``,
-    and its answer is what that returns or raises."""
-
-    def __init__(self, hosts: str, body: Callable[[Any], Any]) -> None:
-        self.answers: Channel[Any] = Channel(across="processes")
-        at, context = free_address(), multiprocessing.get_context("fork")
-
-        def child(rank: int) -> None:
-            with meet_at(at, SECRET, rank, len(hosts), 60, host=hosts[rank]) as member:
-                try:
-                    answer = body(member)
-                except BaseException as error:
-                    error.__traceback__ = None
-                    answer = error
-                self.answers.put((rank, answer))
-
-        self.children = [context.Process(target=child, args=(rank,)) for rank in range(len(hosts))]
-        for one in self.children:
-            one.start()
-
-    def results(self, expected: int) -> dict[int, Any]:
-        found = dict(self.answers.get() for _ in range(expected))
-        for one in self.children:
-            one.join()
-            one.close()
-        return found
 
 
 @pytest.mark.parametrize("hosts", ["ab", "aab", "abb", "abcabc", "aaaab"])
@@ -63,6 +32,22 @@ def test_everybody_gets_the_same_bits_however_members_are_spread(hosts: str) -> 
     found = OverHosts(hosts, body).results(len(hosts))
     assert len({answer[:2] for answer in found.values()}) == 1
     assert all(answer[2] == list(range(len(hosts))) for answer in found.values())
+
+
+@pytest.mark.parametrize("hosts", ["ab", "abc"])
+@pytest.mark.parametrize(("whole", "block"), [(1 << 20, 1 << 20), (0, 1 << 20), (0, 1 << 16)])
+def test_a_sum_is_the_same_whole_in_slices_and_piece_by_piece(
+    hosts: str, whole: int, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, size in (("WHOLE", whole), ("WHOLE_OF_TWO", whole), ("BLOCK", block)):
+        monkeypatch.setattr(linked, name, size)
+    parts = [np.random.default_rng(rank).standard_normal(100_003, np.float32) for rank in range(len(hosts))]
+
+    def body(g: Any) -> Any:
+        return g.allreduce(parts[g.rank]).tobytes(), g.allreduce(np.ones(1)).item()
+
+    total = functools.reduce(np.add, parts).tobytes()
+    assert set(OverHosts(hosts, body).results(len(hosts)).values()) == {(total, float(len(hosts)))}
 
 
 @pytest.mark.parametrize("victim", [1, 2, 3])
@@ -352,3 +337,43 @@ def test_stats_say_what_each_connection_has_carried() -> None:
             assert edge.sent - before.sent > 100_000 * 8 * 2 / 3 - 1000
             assert edge.steps - before.steps == 2
             assert edge.seconds > before.seconds
+
+
+def test_a_time_out_is_for_all_pieces_of_an_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linked, "WHOLE_OF_TWO", 0)
+    monkeypatch.setattr(linked, "BLOCK", 4096)
+
+    def body(g: Any) -> Any:
+        lefts: list[float] = []
+        swap = g._links.swap
+
+        def noting(call: Any, out: Any, into: Any, timeout: float) -> Any:
+            lefts.append(timeout)
+            return swap(call, out, into, timeout)
+
+        g._links.swap = noting
+        g.allreduce(np.ones(4096, "f4"), timeout=60)
+        return lefts
+
+    for lefts in raised(over_hosts(2, body)):
+        assert len(lefts) == 8
+        assert lefts == sorted(lefts, reverse=True)
+        assert lefts[-1] < lefts[0] <= 60
+
+
+@pytest.mark.parametrize(
+    "error", [MemberDied("rank 3 died", (3,), "allreduce"), TimeoutError("it was not done in time")]
+)
+def test_who_looks_for_an_ended_connection_hears_the_last_word(error: Exception) -> None:
+    """And not that its sender died."""
+
+    def body(g: Any) -> Any:
+        if g.rank:
+            g._links.fail(error, ("allreduce", 4, 0), False)
+            return None
+        wait_until(lambda: g._links.ended() is not None)
+        with pytest.raises(type(error)) as told:
+            g._cut_off("allreduce")
+        return str(told.value), getattr(told.value, "ranks", None)
+
+    assert raised(over_hosts(2, body))[0] == (str(error), getattr(error, "ranks", None))

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
 from collective_members import Processes, in_threads, over_hosts, raised
+from waiting import wait_blocked
 
-from flowchan import MemberDied, MemberLeft, Mismatch
-from flowchan.collective import lanes
+from flowchan import Full, GroupError, MemberDied, MemberLeft, Mismatch
+from flowchan.collective import lanes, members
 
 
 def test_messages_of_any_kind_arrive_in_order(run: Any) -> None:
@@ -31,6 +33,24 @@ def test_messages_of_any_kind_arrive_in_order(run: Any) -> None:
         ]
 
     assert run(3, body) == [[*map(repr, values)] * 2] * 3
+
+
+def test_an_array_fills_a_tensor_and_a_tensor_an_array(run: Any) -> None:
+    """As in every other operation: only their types and sizes have to match."""
+
+    def body(g: Any) -> Any:
+        import torch
+
+        values = [np.arange(6.0), torch.arange(6.0).double().reshape(2, 3).T]
+        if g.rank == 0:
+            for value in values:
+                g.send(value, 1)
+            return None
+        outs = torch.empty(2, 3, dtype=torch.float64), np.empty((3, 2))
+        return [g.receive(0, out=out).tolist() for out in outs]
+
+    pytest.importorskip("torch")
+    assert run(2, body)[1] == [[[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]], [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]]
 
 
 def test_a_ring_shift_replaces_what_each_has(run: Any) -> None:
@@ -87,6 +107,72 @@ def test_who_waits_for_a_message_of_a_dead_member_learns_of_its_death() -> None:
 
     for sends in (False, True):
         assert Processes(2, body, sends).results(1) == {1: (0,)}
+
+
+def test_who_sends_to_a_member_that_ends_and_has_received_nothing_learns_of_it() -> None:
+    """Though as many are on their way as can be, and nobody has looked for them."""
+
+    def body(g: Any, dies: bool) -> Any:
+        if g.rank == 0:
+            g.barrier()
+            if dies:
+                os.kill(os.getpid(), signal.SIGKILL)
+            g.close()
+            return None
+        for number in range(64):
+            g.send(number, 0)
+        g.barrier()
+        with pytest.raises(MemberDied, match="rank 0 died" if dies else "rank 0 has left") as info:
+            g.send("too much", 0)
+        return info.value.ranks, type(info.value) is MemberLeft
+
+    assert Processes(2, body, True).results(1) == {1: ((0,), False)}
+    assert Processes(2, body, False).results(2)[1] == ((0,), True)
+
+
+class Counted:
+    def __init__(self) -> None:
+        self.packed = 0
+
+    def __reduce__(self) -> Any:
+        self.packed += 1
+        return int, ()
+
+
+def test_what_waits_for_room_is_packed_once() -> None:
+    """While its receiver has not looked for any message."""
+    mine, other = members(2)
+    item = Counted()
+    with mine, other:
+        other._take_seat()
+        for number in range(64):
+            mine.send(number, 1)
+        with pytest.raises(Full):
+            mine.send(item, 1, timeout=0.1)
+    assert item.packed == 1
+
+
+def test_who_sends_when_its_own_group_is_closed_is_told_so() -> None:
+    told: list[GroupError] = []
+
+    def send_for_ever() -> None:
+        try:
+            while True:
+                mine.send("more", 1)
+        except GroupError as error:
+            told.append(error)
+
+    mine, other = members(2)
+    sender = threading.Thread(target=send_for_ever)
+    with other:
+        sender.start()
+        other.receive(0)
+        wait_blocked(mine._lanes._out[1].channel, writers=1)  # type: ignore[attr-defined]
+        mine.close()
+        sender.join()
+    assert [(type(error), str(error)) for error in told] == [
+        (GroupError, "send was not done: this member has left")
+    ]
 
 
 def test_wrong_ranks_and_times_are_refused() -> None:

@@ -5,39 +5,17 @@ from __future__ import annotations
 import errno
 import os
 import random
-import signal
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from collective_members import Processes, in_threads, raised
+from collective_members import Processes, die, in_threads, raised, shrunk
 from waiting import wait_until
 
-from flowchan.collective import GroupError, MemberDied, MemberLeft, shrinking
+from flowchan.collective import MemberDied, MemberLeft, shrinking
 from flowchan.collective.shared import SharedGroup
 from flowchan.collective.shrinking import Shrinking
-
-
-def die(*_: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def work(g: Any) -> None:
-    while True:
-        g.barrier()
-
-
-def shrunk(g: Any) -> Any:
-    with pytest.raises(MemberDied):
-        work(g)
-    with g.shrink() as new:
-        total = new.allreduce(1)
-        with pytest.raises(GroupError, match="was closed"):
-            g.barrier()
-        with pytest.raises(GroupError, match="was closed"):
-            g.shrink()
-        return new.rank, new.size, total, new.allgather(g.rank)
 
 
 @pytest.mark.parametrize("victims", [{0}, {2}, {0, 1}, {1, 3}, {0, 1, 2}])

@@ -6,24 +6,24 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("torch")
-from torch_cases import CASES
+from torch_cases import CASES, LACKS
+from warm import Template
 
 PROGRAM = Path(__file__).with_name("torch_cases.py")
 
 pytestmark = pytest.mark.timeout(600)  # the first test runs all cases of both backends
 
 
-def answers(backend: str, store: Path) -> list[Any]:
+def answers(programs: Template, backend: str, store: Path) -> list[Any]:
     ranks = [
-        subprocess.Popen(
-            [sys.executable, PROGRAM, backend, str(rank), "2", str(store)],
+        programs.popen(
+            *(PROGRAM, backend, rank, 2, store),
             env=os.environ | {"GLOO_SOCKET_IFNAME": "lo"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -38,17 +38,21 @@ def answers(backend: str, store: Path) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+def found(torch_programs: Template, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """By both backends, and by ours where each rank believes to be on a host of its own."""
     folder = tmp_path_factory.mktemp("stores")
-    return {backend: answers(backend, folder / backend) for backend in ("flowchan", "over hosts", "gloo")}
+    backends = ("flowchan", "over hosts", "gloo")
+    return {backend: answers(torch_programs, backend, folder / backend) for backend in backends}
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("backend", ["flowchan", "over hosts"])
 def test_results_are_those_of_gloo(found: dict[str, list[Any]], backend: str, name: str) -> None:
+    if found["gloo"][0][name] == LACKS:
+        pytest.skip("gloo of this torch lacks it: install a newer torch")
+    as_in_gloo = "ddp" if name == "fsdp2" else name  # gloo of torch 2.7 adds up where FSDP2 wants the mean
     for rank in range(2):
-        assert found[backend][rank][name] == found["gloo"][rank][name]
+        assert found[backend][rank][name] == found["gloo"][rank][as_in_gloo]
 
 
 DEATH = """
@@ -68,10 +72,10 @@ except Exception as error:
 """
 
 
-def test_a_rank_that_dies_in_ddp_raises_on_the_other_one(tmp_path: Path) -> None:
+def test_a_rank_that_dies_in_ddp_raises_on_the_other_one(torch_programs: Template, tmp_path: Path) -> None:
     """Where other backends hang."""
     ranks = [
-        subprocess.Popen([sys.executable, "-c", DEATH, str(rank), tmp_path / "store"], stdout=subprocess.PIPE)
+        torch_programs.popen("-c", DEATH, rank, tmp_path / "store", stdout=subprocess.PIPE)
         for rank in range(2)
     ]
     assert ranks[0].communicate(timeout=100)[0] == b"3 True\n"

@@ -32,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(autouse=True, scope="module")
 def _impatient() -> Iterator[None]:
     """Who dies elsewhere counts as dead after one and a half times that."""
-    serve(patience=2)
+    serve(patience=5)
     yield
     serve()
 
@@ -120,8 +120,9 @@ def make_gate() -> Iterator[Callable[[int], Gate]]:
 
 
 @pytest.fixture
-def fake_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A process that has never put or got a tensor on a device, and a device made of files."""
+def fake_device(monkeypatch: pytest.MonkeyPatch, by_fork: None) -> Iterator[None]:
+    """A process that has never put or got a tensor on a device, and a device made of files, which its workers
+    have too."""
     from fake_device import FAKE
 
     from flowchan.items.device import crossing

@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-import torch
+from optional import optional
 from tensors import LARGE, TENSORS
 from waiting import wait_until
 
 from flowchan import Channel, Full
+
+torch = optional("torch")
 
 pytestmark = pytest.mark.usefixtures("one_compute_thread")
 

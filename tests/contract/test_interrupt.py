@@ -3,13 +3,13 @@ the test sends it the signal."""
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from scripts import start
+
+pytestmark = pytest.mark.usefixtures("forked_programs")
 
 READS = ["ch.get()", "ch.get(timeout=1e6)", "ch.get_many(3)", "next(ch)", "list(ch)", "ch.reader().get()"]
 WRITES = ["ch.put(2)", "ch.put(2, timeout=1e6)", "ch.put_many([2, 3])", "ch.writer().put(2)"]
@@ -35,13 +35,14 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.fixture(autouse=True)
+def _finds_the_tests(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+
+
 def run_until_blocked(**parts):
     """Starts the script and returns once its main thread is blocked in the call."""
-    tests = str(Path(__file__).parents[1])
-    environment = {**os.environ, "PYTHONPATH": tests}
-    script = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT.format(**parts)], stdout=subprocess.PIPE, text=True, env=environment
-    )
+    script = start("-c", SCRIPT.format(**parts))
     assert script.stdout is not None
     assert script.stdout.readline() == "blocked\n"
     return script
@@ -50,8 +51,8 @@ def run_until_blocked(**parts):
 def answer_after(script, signum):
     """What the script prints after the signal, once it has ended well."""
     script.send_signal(signum)
-    answer, _ = script.communicate()
-    assert script.returncode == 0, answer
+    answer, errors = script.communicate()
+    assert script.returncode == 0, errors
     return answer
 
 

@@ -8,10 +8,12 @@ import threading
 
 import numpy as np
 import pytest
-import torch
+from optional import optional
 from waiting import wait_until
 
 from flowchan import Channel, ChannelError, Closed, Full
+
+torch = optional("torch")
 
 pytestmark = pytest.mark.usefixtures("one_compute_thread")
 

@@ -219,9 +219,10 @@ class Machine(RuleBasedStateMachine):
             port.close()
 
 
-def test_a_channel_answers_like_its_model(medium):
+def test_a_channel_answers_like_its_model(medium, pytestconfig):
     """C1 to C7, C15, over many random histories of one caller."""
+    histories = 150 if pytestconfig.getoption("--long") else 50
     run_state_machine_as_test(
         lambda: Machine(medium.make),
-        settings=settings(max_examples=150, stateful_step_count=60, deadline=None, database=None),
+        settings=settings(max_examples=histories, stateful_step_count=60, deadline=None, database=None),
     )

@@ -264,8 +264,7 @@ def test_a_wait_for_several_channels_of_which_one_is_busy_learns_of_a_writers_de
     async def main():
         async def keep_busy():
             while not waiting.done():
-                busy.put_nowait(1)
-                await asyncio.sleep(0.01)
+                await busy.aput(1)
             busy.close()
 
         async def read_what_is_busy():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from peers import ProcessPeer, ThreadPeer
-from waiting import wait_blocked
+from waiting import nobody_waits, wait_blocked
 
 from flowchan import Broken, Channel, NothingReady, Selected, select
 
@@ -13,10 +13,6 @@ def moved(channel):
     """How many items have gone in and come out."""
     stats = channel.stats()
     return stats.items_in, stats.items_out
-
-
-def nobody_waits(*channels):
-    return all(ch.stats().waiting_readers == ch.stats().waiting_writers == 0 for ch in channels)
 
 
 def test_a_channel_is_ready_when_an_item_is_inside_and_keeps_it(make):

@@ -11,7 +11,7 @@ from waiting import wait_until
 from flowchan import Closed, Drained
 
 SHAPES = {"spsc": (1, 1), "mpsc": (4, 1), "spmc": (1, 4), "mpmc": (4, 4)}
-ITEMS = 8_000  # over all writers together
+ITEMS, FEWER = 8_000, 3_200  # over all writers together; all of them with --long
 
 
 def write(ch, gate, number, count, how):
@@ -59,12 +59,13 @@ def into_batches(into):
 @pytest.mark.parametrize("capacity", [1, 3, 1_000])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_item_is_got_once_and_in_its_writers_order(
-    make, spawn_peer, make_gate, peer_kind, shape, capacity, how
+    make, spawn_peer, make_gate, peer_kind, shape, capacity, how, pytestconfig
 ):
     """C1, C4, C5, C8: single-capacity channels wake for each item; large ones run free. What was called back
     from one of several readers elsewhere may come after later items."""
     writers, readers = SHAPES[shape]
-    each = ITEMS // writers // (4 if capacity == 1 else 1)
+    items = ITEMS if pytestconfig.getoption("--long") else FEWER
+    each = items // writers // (4 if capacity == 1 else 1)
     each -= each % 50
     ch = make(capacity)
     gate = make_gate(writers + readers)
@@ -156,9 +157,9 @@ def test_a_ring_of_stages_passes_everything_around(make, spawn_peer):
         peer.result()
 
 
-def test_close_races_with_writers_and_readers(make, spawn_peer, make_gate):
+def test_close_races_with_writers_and_readers(make, spawn_peer, make_gate, pytestconfig):
     """C3, C4: whatever was put before the close is read, and whatever was not put raised Closed."""
-    for _ in range(10):
+    for _ in range(10 if pytestconfig.getoption("--long") else 3):
         ch = make(4)
         gate = make_gate(4)
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 
@@ -318,18 +318,18 @@ VALUES = st.recursive(
 )
 
 
-@settings(
-    max_examples=150,
-    deadline=None,
-    database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-@given(values=st.lists(VALUES, min_size=1, max_size=8))
-def test_any_values_arrive_as_they_were_sent(medium, values):
+def test_any_values_arrive_as_they_were_sent(medium, pytestconfig):
     """Whatever small built-ins are nested in whatever way, one by one and in batches."""
-    ch = medium.make(8)
-    ch.put_many(values)
-    assert same(values, [ch.get() for _ in values])
-    for value in values:
-        ch.put(value)
-    assert same(values, ch.get_many(8))
+    examples = 150 if pytestconfig.getoption("--long") else 50
+
+    @settings(max_examples=examples, deadline=None, database=None)
+    @given(values=st.lists(VALUES, min_size=1, max_size=8))
+    def arrive(values):
+        ch = medium.make(8)
+        ch.put_many(values)
+        assert same(values, [ch.get() for _ in values])
+        for value in values:
+            ch.put(value)
+        assert same(values, ch.get_many(8))
+
+    arrive()

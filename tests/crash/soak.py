@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import dataclasses
 import faulthandler
-import operator
 import random
 import sys
 import time
@@ -24,10 +23,10 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
-from flowchan import Graph, In, Out, Reduced, Run, RunError, Stream
-from flowchan.collective import Group
+from flowchan import Graph, Reduced, Run, RunError, Stream
 from flowchan.declare.values import DEFAULT_CAPACITY
 from flowchan.run import decisions, recovery
+from tests.gangs import in_step
 
 STALL = 60.0
 """Seconds without any movement that count as a hang."""
@@ -93,15 +92,6 @@ def joined(one: Together, other: Together) -> Together:
 def parted(rounds: Reduced) -> tuple[Item, ...]:
     items: tuple[Item, ...] = rounds.value.items
     return items
-
-
-def in_step(items: In[Item], group: Group, out: Out[Item]) -> None:
-    """A gang: its workers wait for each other after every item."""
-    for item in items:
-        group.combine(1, operator.add)
-        out.put(item)
-    for _ in group.rest(operator.add):
-        pass
 
 
 def slow(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -173,7 +163,9 @@ def case(seed: int, number: int) -> Case:
             continue
         if verb == "gang":
             options = {"on": on, "workers": workers, "capacity": capacity(), "restarts": ENDLESS}
-            stream = graph.stage(in_step, stream, restartable=True, **options)
+            how = {chance.choice(["restartable", "elastic"]) if on == "process" else "restartable": True}
+            words[-1] += f" {how}"
+            stream = graph.stage(in_step, stream, **how, **options)
             # A stage with ports takes no max_deaths.
             graph._stages[-1] = dataclasses.replace(graph._stages[-1], max_deaths=ENDLESS)
             ordered = False

@@ -31,6 +31,7 @@ MISSPELT: list[tuple[str, str, Callable[[Graph, Stream], Any]]] = [
     ("source", "restartable", lambda graph, stream: graph.source([1], restartible=True)),
     ("source", "capacity", lambda graph, stream: graph.source(count, 3, capcity=2)),
     ("stage", "workers", lambda graph, stream: graph.stage(pass_on, stream, worker=2)),
+    ("stage", "elastic", lambda graph, stream: graph.stage(pass_on, stream, elastik=True)),
     ("reduce", "name", lambda graph, stream: stream.reduce(max, nam="largest")),
     ("reduce", "initial", lambda graph, stream: stream.reduce(max, inital=0)),
     ("collect", "name", lambda graph, stream: stream.collect(naem="all")),
@@ -57,7 +58,7 @@ def test_an_option_like_no_other_is_told_what_there_is() -> None:
 
 
 VERBS = [verb for verb in vars(Stream).values() if inspect.isfunction(verb) and verb.__name__[0] != "_"]
-SHARED = Builder._declare.__kwdefaults__
+SHARED = {**Builder._declare.__kwdefaults__, "elastic": False}  # which only stages have
 
 
 @pytest.mark.parametrize("verb", [*VERBS, Graph.source, Graph.merge, Graph.stage], ids=lambda v: v.__name__)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from execute import FENCE
+from warm import Template
 
 import flowchan
 
@@ -36,18 +37,17 @@ PUBLIC = {
 }
 
 
-def execute(directory: Path, *pages: Path) -> subprocess.CompletedProcess[str]:
+def execute(programs: Template, directory: Path, *pages: Path) -> subprocess.CompletedProcess[str]:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return subprocess.run(
-        [sys.executable, EXECUTE, *pages],
-        cwd=directory, env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
+    return programs.run(EXECUTE, *pages, cwd=directory, env={**os.environ, "PATH": path})
 
 
 @pytest.mark.parametrize("pages", RUNS)
-def test_the_code_on_a_page_runs_and_prints_what_the_page_says(pages: str, tmp_path: Path) -> None:
+def test_the_code_on_a_page_runs_and_prints_what_the_page_says(
+    torch_programs: Template, pages: str, tmp_path: Path
+) -> None:
     shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
-    done = execute(tmp_path, *RUNS[pages])
+    done = execute(torch_programs, tmp_path, *RUNS[pages])
     assert done.returncode == 0, done.stderr
 
 
@@ -62,9 +62,9 @@ def test_the_code_on_a_page_runs_and_prints_what_the_page_says(pages: str, tmp_p
     ],
     ids=["text", "comment", "unmentioned", "exception", "command"],
 )
-def test_a_page_with_a_false_statement_fails(page: str, tmp_path: Path) -> None:
+def test_a_page_with_a_false_statement_fails(torch_programs: Template, page: str, tmp_path: Path) -> None:
     (tmp_path / "page.md").write_text(page)
-    assert execute(tmp_path, tmp_path / "page.md").returncode != 0
+    assert execute(torch_programs, tmp_path, tmp_path / "page.md").returncode != 0
 
 
 @pytest.mark.parametrize("page", ALL, ids=lambda page: page.name)

@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
+from warm import Template
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -138,7 +139,7 @@ for command in (["check", file], ["viz", file, "-o", picture]):
     except SystemExit as end:
         assert not end.code, command
 """
-"""Both commands by one interpreter, for some examples import torch."""
+"""Both commands, by one program."""
 
 PICTURES = [(example, ("svg", "mmd", "dot")[number % 3]) for number, example in enumerate(ALL)]
 """One of each; every format of every graph is a matter of tests/viz."""
@@ -146,10 +147,12 @@ PICTURES = [(example, ("svg", "mmd", "dot")[number % 3]) for number, example in 
 
 @pytest.mark.parametrize(("example", "kind"), PICTURES)
 def test_every_example_passes_the_check_and_is_drawn_without_running(
-    example: str, kind: str, tmp_path: Path
+    torch_programs: Template, example: str, kind: str, tmp_path: Path
 ) -> None:
     picture = tmp_path / f"picture.{kind}"
-    checked, drawn = run(sys.executable, "-c", CHECK_AND_VIZ, EXAMPLES / example, picture).splitlines()
+    done = torch_programs.run("-c", CHECK_AND_VIZ, EXAMPLES / example, picture)
+    assert done.returncode == 0, done.stderr
+    checked, drawn = done.stdout.splitlines()
     assert "all clear" in checked
     assert drawn.startswith(f"{picture}: ")
     assert example in picture.read_text()  # each stage shows where its function is

@@ -5,20 +5,13 @@ from __future__ import annotations
 
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from warm import Template
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "sequential_inference.py"
-
-
-def python(*arguments: object) -> str:
-    done = subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, timeout=100)
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -36,11 +29,11 @@ def plain_share(one_compute_thread: None) -> str:
 
 @pytest.mark.parametrize(("on", "parts"), [("process", 2), ("thread", 3)])
 def test_sequential_inference_gives_the_answers_of_the_plain_network(
-    on: str, parts: int, plain_share: str
+    torch_programs: Template, on: str, parts: int, plain_share: str
 ) -> None:
-    head, sequential, pipelined, last = python(
-        EXAMPLE, "--batches", 3, "--on", on, "--parts", parts
-    ).splitlines()
+    done = torch_programs.run(EXAMPLE, "--batches", 3, "--on", on, "--parts", parts)
+    assert (done.returncode, done.stderr) == (0, "")
+    head, sequential, pipelined, last = done.stdout.splitlines()
     assert head == "1,410 images in 3 batches"
     share = re.fullmatch(r"sequential (\d+\.\d\d%) right in \d+\.\d\d s", sequential)
     assert share, sequential

@@ -5,23 +5,24 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+from warm import Template
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "sequential_training.py"
 
 
-def lines_of(*arguments: object) -> list[str]:
-    command = [sys.executable, str(EXAMPLE), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+def lines_of(programs: Template, *arguments: object) -> list[str]:
+    done = programs.run(EXAMPLE, *arguments)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout.splitlines()
 
 
-def test_both_trainings_learn_along_one_curve_and_know_the_held_out_digits(tmp_path: Path) -> None:
+def test_both_trainings_learn_along_one_curve_and_know_the_held_out_digits(
+    torch_programs: Template, tmp_path: Path
+) -> None:
     head, *epochs, plain, in_parts, same, picture = lines_of(
-        "--epochs", 8, "--picture", tmp_path / "steps.json"
+        torch_programs, "--epochs", 8, "--picture", tmp_path / "steps.json"
     )
     assert head == "epoch  plain loss  in parts"
     rows = [line.split() for line in epochs]
@@ -38,7 +39,8 @@ def test_both_trainings_learn_along_one_curve_and_know_the_held_out_digits(tmp_p
     assert {"F 0", "B 3", "update"} <= names
 
 
-def test_another_pipe_learns_along_the_same_curve() -> None:
-    _, *rows, _, _, same = lines_of("--epochs", 1, "--on", "thread", "--parts", 3, "--schedule", "gpipe")
+def test_another_pipe_learns_along_the_same_curve(torch_programs: Template) -> None:
+    arguments = ("--epochs", 1, "--on", "thread", "--parts", 3, "--schedule", "gpipe")
+    _, *rows, _, _, same = lines_of(torch_programs, *arguments)
     assert [one == other for _, one, other in map(str.split, rows)] == [True]
     assert same.count("part ") == 3

@@ -5,7 +5,7 @@ Each test has the name it has there without ``_sum``, ``_product``, ``_min``, ``
 ``_group`` is each case once more in a part of the members. What has no counterpart, or another answer:
 
 ``*_cuda``, ``*_multigpu``
-    CUDA tensors belong to torch.distributed with NCCL.
+    CUDA tensors go to NCCL: tests/collective/test_torch_ways.py.
 ``irecv``
     There is no receive that goes on while its caller does something else.
 ``DistributedDataParallel``, ``DistributedDataParallelCPU``

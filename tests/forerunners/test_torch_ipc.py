@@ -1,6 +1,7 @@
 """What torch-ipc tests of ``map``, ``workqueue``, ``channel``, ``mutex``, ``sharedtable``, ``marshal`` and
 background tasks, asked of ``flowchan.pipelines``. Each test has the name it has there, and none of its code.
-Trees are in ``test_torch_ipc_trees.py``, clients and servers in ``tests/pipelines/test_client_server.py``.
+Tensors are in ``test_torch_ipc_tensors.py``, trees in ``test_torch_ipc_trees.py``, clients and servers in
+``tests/pipelines/test_client_server.py``.
 
 Spelled differently, as the test says:
 
@@ -32,13 +33,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from waiting import wait_blocked, wait_until
 
 from flowchan import Channel, Closed, Drained, Empty, RunError
 from flowchan.pipelines import (
     BackgroundTask,
-    Barrier,
     Lock,
     SharedDict,
     TaskPool,
@@ -47,7 +46,6 @@ from flowchan.pipelines import (
     workqueue,
 )
 
-pytestmark = pytest.mark.usefixtures("one_compute_thread")
 everywhere = pytest.mark.parametrize("on", ["thread", "process"])
 
 
@@ -131,19 +129,6 @@ def test_map_big_arguments_and_big_returns(on: Any) -> None:
     assert map(1, lambda table, worker: table, table, on=on).join() == [table]
 
 
-@everywhere
-def test_map_function_map_id(on: Any) -> None:
-    options = {"lock": Lock(), "tensor": torch.zeros(3).share_memory_(), "names": ["a", "b"]}
-
-    def work(options: dict[str, Any], worker: int) -> tuple[list[str], int]:
-        with options["lock"]:
-            options["tensor"][worker] = worker
-        return options["names"], worker
-
-    assert map(2, work, options, on=on).join() == [(["a", "b"], 1), (["a", "b"], 2)]
-    assert options["tensor"].tolist() == [0, 1, 2]
-
-
 # test_workqueue.lua
 
 
@@ -185,17 +170,6 @@ def test_workqueue_functions_and_closures(on: Any) -> None:
     queue.close()
     assert list(queue) == [42, 14]
     worker.join()
-
-
-@everywhere
-def test_workqueue_tensors_two_way_and_in_table(on: Any) -> None:
-    queue, tensor = workqueue(across=across(on)), torch.zeros(4).share_memory_()
-    worker = map(1, lambda queue, worker: [queue.put(item["t"].fill_(7)) for item in queue], queue, on=on)
-    queue.put({"t": tensor})
-    queue.close()
-    assert [answer.tolist() for answer in queue] == [[7] * 4]
-    worker.join()
-    assert tensor.tolist() == [7] * 4
 
 
 @everywhere
@@ -320,28 +294,6 @@ def test_ping_pong(on: Any) -> None:
     echoing.join()
 
 
-# test_mutex.lua
-
-
-@everywhere
-def test_locking_and_barrier(on: Any) -> None:
-    lock, barrier, shared = Lock(), Barrier(4), torch.zeros(1_000).share_memory_()
-
-    def work(lock: Lock, barrier: Barrier, shared: torch.Tensor, worker: int) -> bool:
-        before = bool(shared.any())
-        barrier.wait()
-        with lock:
-            shared.fill_(worker)
-        barrier.wait()
-        return not before and bool(shared.all())
-
-    workers = map(3, work, lock, barrier, shared, on=on)
-    barrier.wait()
-    barrier.wait()
-    assert workers.join() == [True] * 3
-    assert len(set(shared.tolist())) == 1
-
-
 # test_sharedtable.lua
 
 
@@ -377,23 +329,6 @@ def test_sharedtable_multiple_writes_and_table_increment(on: Any) -> None:
     map(3, add, table, on=on).join()
     assert [table[f"{number}"] for number in range(10)] == [3] * 10
     assert table["inner"]["n"] == 30
-
-
-@everywhere
-def test_sharedtable_external_type_and_table_expand(on: Any) -> None:
-    def use(table: SharedDict[str, Any], worker: int) -> None:
-        with table["lock"]:
-            table["tensor"][worker] += worker
-            inner = table["inner"]
-            inner[len(inner)] = worker
-
-    inner = SharedDict[int, int]()
-    table = SharedDict[str, Any](
-        {"lock": Lock(), "tensor": torch.zeros(4, dtype=torch.long).share_memory_(), "inner": inner}
-    )
-    map(3, use, table, on=on).join()
-    assert table["tensor"].tolist() == [0, 1, 2, 3]
-    assert sorted(inner.values()) == [1, 2, 3]
 
 
 # test_marshal.lua

@@ -7,7 +7,7 @@ Each test has the name it has there, and none of its code. What has no counterpa
     It was switched off there, as it hung. ``mpiBarrier`` stands for both.
 ``selector``, ``allselector``, and each case once more by ``p2p``, ``nccl``, ``gloo``
     The way of doing it is chosen by size, type and place; ``explain`` says which, and every size here is on
-    another side of its limits. CUDA tensors belong to torch.distributed with NCCL.
+    another side of its limits; ``select`` chooses another one: tests/collective/test_torch_ways.py.
 async ``reduce``, ``sendreceivenext`` and ``allgather``
     There they were synchronous under another name. Here ``wait=False`` is an argument of ``allreduce``,
     ``broadcast`` and ``barrier`` alone.

@@ -18,9 +18,9 @@ from typing import Any
 import psutil
 
 from benchmarks.far import cut
-from flowchan import Graph, In, Out, Reduced
-from flowchan.collective import Group
+from flowchan import Graph, Reduced
 from flowchan.hosts import local
+from tests.gangs import in_step
 
 HANG = 120.0
 MOST_AGENTS = 8  # killed in one run: a host whose agents die too often is given up
@@ -50,15 +50,6 @@ def alone(item: int) -> Together:
 
 def parted(rounds: Reduced) -> list[int]:
     return list(rounds.value)
-
-
-def in_step(items: In[int], group: Group, out: Out[int]) -> None:
-    """A gang: its workers wait for each other after every item."""
-    for item in items:
-        group.combine(1, operator.add)
-        out.put(item)
-    for _ in group.rest(operator.add):
-        pass
 
 
 def agents() -> list[psutil.Process]:

@@ -11,7 +11,21 @@ from flowchan import Channel
 from flowchan.hosts import connection, serve
 from flowchan.hosts.asking import Ask, Cancel, Finished, Over
 
-WORDS = ["open", "put", "get", "get_many", "look", "reader", "writer", "send", "drop", "close", "abort"]
+WORDS = [
+    "make",
+    "come",
+    "open",
+    "put",
+    "get",
+    "get_many",
+    "look",
+    "reader",
+    "writer",
+    "send",
+    "drop",
+    "close",
+    "abort",
+]
 
 
 @pytest.fixture(autouse=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import contextlib
 import os
+import signal
 import threading
 import weakref
 
@@ -13,7 +15,7 @@ from peers import HostPeer, ProcessPeer, ThreadPeer
 from waiting import wait_stats
 
 from benchmarks.far import cut
-from flowchan import Broken, Channel, HostError, WorkerDied
+from flowchan import Broken, Channel, Closed, HostError, WorkerDied
 from flowchan.hosts import hosting, serve
 
 pytestmark = pytest.mark.usefixtures("impatient")
@@ -66,7 +68,7 @@ def test_a_counted_writer_that_is_killed_elsewhere_makes_no_clean_end():
         writer = channel.writer()
         writer.put(1)
         ready.put(os.getpid())
-        ready.reader().get()
+        signal.pause()
 
     peer = HostPeer(write)
     pid = ready.get()
@@ -93,6 +95,42 @@ def test_a_program_that_ends_without_closing_its_writer_makes_no_clean_end():
         list(channel)
 
 
+def test_what_a_program_has_put_comes_home_before_it_ends():
+    """C5: though there was no room for it when it came to its end."""
+    ch, told, kept = make(1), make(), []
+
+    def write():
+        kept.append(ch.writer())
+        kept[0].put_many(range(1000))
+        atexit.register(told.put, "ending")  # who registers last is called first
+
+    peer, found = HostPeer(write), []
+    told.get()
+    with contextlib.suppress(Broken):  # no clean end: it has not closed its writer
+        for number in ch:
+            found.append(number)
+    peer.result()
+    assert found == list(range(1000))
+
+
+@pytest.mark.parametrize("cause", [None, ValueError("why")])
+def test_a_writer_of_what_has_ended_ends_at_once(cause):
+    """C5, C7: its end may come from home before who opens it has looked at the answer."""
+    channel = make()
+    if cause is None:
+        channel.close()
+    else:
+        channel.abort(cause)
+
+    def write():
+        for _ in range(300):
+            with channel.writer() as writer, pytest.raises(Closed if cause is None else Broken) as caught:
+                writer.put_many(range(2000))  # more than there is room for on the way
+            assert repr(caught.value.__cause__) == repr(cause)
+
+    HostPeer(write).result()
+
+
 def test_a_process_of_this_machine_that_is_killed_is_known_to_have_ended():
     """C11: whatever the patience is. What it had in hand comes back."""
     serve(patience=3600)
@@ -101,7 +139,7 @@ def test_a_process_of_this_machine_that_is_killed_is_known_to_have_ended():
     def read():
         reader = channel.reader()
         ready.put(reader.get())
-        ready.reader().get()
+        signal.pause()
 
     spare = channel.reader()
     channel.put_many(range(3))
@@ -118,6 +156,7 @@ def test_waiting_calls_elsewhere_are_broken_when_home_is_killed():
     told, answers = make(), make()
 
     def hold():
+        serve(patience=2)
         mine = make()
         told.put(mine)
         mine.reader().get()

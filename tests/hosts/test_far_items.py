@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
 import os
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import numpy as np
 import pytest
-from peers import HostPeer
-from waiting import wait_until
+from peers import HostPeer, ProcessPeer
+from waiting import wait_stats, wait_until
 
-from flowchan import Broken, Channel, ChannelError
-from flowchan.hosts import hosting, open_channel
+from flowchan import Broken, Channel, ChannelError, pack, select, unpack
+from flowchan.hosts import far, hosting, open_channel
+from flowchan.hosts.connection import Asked, Connection
 
 pytestmark = pytest.mark.usefixtures("impatient")
 
@@ -54,7 +61,7 @@ def test_a_channel_is_sent_through_another_one():
     peer.result()
 
 
-def test_a_channel_that_was_made_elsewhere_comes_here_and_goes_on():
+def test_a_channel_that_was_made_elsewhere_comes_here_and_goes_on(monkeypatch):
     carrier = make()
 
     def offer():
@@ -69,6 +76,10 @@ def test_a_channel_that_was_made_elsewhere_comes_here_and_goes_on():
     assert peer.result() == ["from here", "from a third program"]
     with pytest.raises(Broken, match=r"127\.0\.0\.1:\d+"):
         arrived.put("nobody is there any more")
+    monkeypatch.setattr(far, "PATIENCE", 0.1)
+    carrier.put([arrived])  # who receives it is told
+    with pytest.raises(Broken, match="can't be received"):
+        carrier.get()
 
 
 def test_the_same_channel_is_one_object():
@@ -79,6 +90,31 @@ def test_the_same_channel_is_one_object():
         return first is channel and first is open_channel(channel.address, channel.secret)
 
     assert HostPeer(look).result()
+
+
+def test_who_opens_the_same_channel_at_once_has_one_object():
+    """Else it would be left with the first of them that goes."""
+    channel = make()
+    at = channel.address, channel.secret
+
+    def look():
+        known = []
+
+        def opened(_):
+            meet.wait()
+            return open_channel(*at)
+
+        meet = threading.Barrier(2)
+        with ThreadPoolExecutor(2) as threads:
+            for _ in range(30):
+                one, other = threads.map(opened, range(2))
+                known.append(one is other)
+                del one
+                other.stats()
+                del other
+        return known
+
+    assert HostPeer(look).result() == [True] * 30
 
 
 @pytest.mark.parametrize("local", ["processes", "threads"])
@@ -128,7 +164,7 @@ def test_a_channel_is_there_for_who_takes_its_item_up():
         for _ in range(20):  # round trips, so home would have heard that it was dropped
             len(ready)
         ready.put("dropped")
-        ready.reader().get()
+        signal.pause()
 
     peer = HostPeer(receive_and_drop)
     carrier.put(make())
@@ -163,3 +199,152 @@ def test_a_channel_lasts_until_the_last_item_that_has_it_is_finished():
         return True
 
     wait_until(is_gone)
+
+
+def test_what_is_packed_keeps_its_channels():
+    """C14: however often it is unpacked, at home and elsewhere, and though nobody else has them."""
+    carrier = make()
+
+    def use():
+        packed = pack({"inner": make(2)})
+        for number in range(2):
+            unpack(packed)["inner"].put(number)
+        carrier.put(packed)
+        assert unpack(carrier.get())["inner"].get_many(5) == [0, 1]
+
+    use()
+    HostPeer(use).result()
+
+
+@pytest.mark.parametrize("place", [ProcessPeer, HostPeer])
+def test_a_channel_lasts_in_an_item_that_is_put_again(place):
+    """C14: by a forked child of its home, or elsewhere. C12: and no longer."""
+    carrier = make()
+    (home,) = hosting._homes
+    carrier.put(make())
+
+    def put_again():
+        for _ in range(3):
+            carrier.put(carrier.get())
+
+    place(put_again).result()
+    received = carrier.get()
+    received.put("still there")
+    assert received.get() == "still there"
+    number = int(received.address.rpartition("/")[2])
+    assert home.is_here(number)
+    del received
+    wait_until(lambda: number not in home._channels and number not in home._sent)
+
+
+def interrupt(which, call, *arguments):
+    """Ctrl-C just when the answer to that question of the call has come."""
+    wait, questions = Asked.wait, []
+
+    def interrupted(asked):
+        wait(asked)
+        questions.append(asked)
+        if len(questions) == which:
+            signal.raise_signal(signal.SIGINT)
+
+    Asked.wait = interrupted
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            call(*arguments)
+    finally:
+        Asked.wait = wait
+
+
+def test_a_channel_is_not_kept_for_a_call_that_ctrl_c_ended():
+    """C12: neither one that was opened, nor one that was made, nor one that was put into an item."""
+    inner, other, over = make(), make(), make()
+    (home,) = hosting._homes
+    told = inner.address, inner.secret
+
+    def use():
+        interrupt(1, open_channel, *told)
+        interrupt(1, other.put, [open_channel(*told)])
+        interrupt(2, other._another, 1)
+        with (
+            pytest.raises(KeyboardInterrupt),
+            mock.patch.object(Connection, "open", side_effect=KeyboardInterrupt),
+        ):
+            other._another(1)
+        other.put("used")
+        over.get()
+
+    peer = HostPeer(use)
+    assert other.get() == "used"
+    del inner
+    wait_until(lambda: len(home._channels) == 2 and not home._sent)
+    over.put(None)
+    peer.result()
+
+
+def test_a_channel_is_not_kept_for_a_put_that_was_given_up_and_not_done():
+    """C9, C12: by who cancels it, by Ctrl-C, or by a select."""
+    inner, full, over = make(), make(1), make()
+    (home,) = hosting._homes
+    full.put("full")
+
+    def give_up():
+        async def cancel(given_up):
+            putting = asyncio.create_task(given_up)
+            while full.stats().waiting_writers == 0:
+                await asyncio.sleep(0)
+            putting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await putting
+
+        mine = open_channel(inner.address, inner.secret)
+        asyncio.run(cancel(full.aput(mine)))
+        interrupt(2, full.put_nowait, mine)
+        interrupt(2, functools.partial(select, timeout=0), (), [(full, mine)])
+        over.get()
+
+    peer = HostPeer(give_up)
+    number = int(inner.address.rpartition("/")[2])
+    wait_until(lambda: over.stats().waiting_readers == 1)
+    wait_until(lambda: number not in home._sent)
+    over.put(None)
+    peer.result()
+
+
+def test_an_end_that_ctrl_c_took_from_who_opened_it_counts_no_more():
+    """C5, C9."""
+    channel, over = make(), make()
+
+    def open_ends():
+        for end in (channel.writer, channel.reader):
+            for _ in range(20):
+                interrupt(1, end)
+        over.get()
+
+    peer = HostPeer(open_ends)
+    wait_until(lambda: over.stats().waiting_readers == 1)
+    wait_stats(channel, readers=0, writers=0)
+    over.put(None)
+    peer.result()
+
+
+def test_a_channel_whose_last_item_is_finished_just_then_is_sent_no_more():
+    """C14: whoever put it into an item would find nothing in it."""
+    spare = make()  # while it is there, its home is
+    (home,) = hosting._homes
+    inner = make()
+    number = int(inner.address.rpartition("/")[2])
+    home.send(number)
+    del inner
+    counting = home._counting
+
+    @contextlib.contextmanager
+    def after_the_item():
+        home._counting = counting
+        home.come(number)
+        with counting:
+            yield
+
+    home._counting = after_the_item()
+    assert not home.send(number)
+    assert not home._under_way
+    del spare

@@ -4,7 +4,6 @@ again, at any moment. Every output comes once, in its order where order is promi
 from __future__ import annotations
 
 import contextlib
-import operator
 import random
 import threading
 from collections.abc import Iterator
@@ -12,11 +11,11 @@ from typing import Any
 
 import psutil
 import pytest
+from gangs import in_step
 from hosted import agents, workers_of
 
 from benchmarks.far import cut
-from flowchan import Graph, In, Out
-from flowchan.collective import Group
+from flowchan import Graph
 from flowchan.hosts import crew, local
 from flowchan.run import recovery
 
@@ -134,14 +133,6 @@ def test_outputs_come_once_through_breaks_and_deaths(function: Any, ordered: boo
     )
     assert (found if ordered else sorted(found)) == want
     assert shaking.done == {"cuts": 20, "agents": 4, "workers": 10}
-
-
-def in_step(items: In[int], group: Group, out: Out[int]) -> None:
-    for item in items:
-        group.combine(1, operator.add)
-        out.put(item)
-    for _ in group.rest(operator.add):
-        pass
 
 
 def test_so_do_those_of_a_gang_and_what_allreduce_combines(monkeypatch: pytest.MonkeyPatch) -> None:

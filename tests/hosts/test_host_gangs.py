@@ -3,8 +3,6 @@ And ``allreduce`` tells workers apart there, too."""
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -12,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gangs import kill_agent, kill_worker, once
 from hosted import agents
 
 from flowchan import Graph, In, Out, Reduced, RunError, worker
@@ -30,24 +29,6 @@ def _no_agent_stays() -> Iterator[None]:
 
 def add(a: int, b: int) -> int:
     return a + b
-
-
-def kill_worker() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def kill_agent() -> None:
-    os.kill(os.getppid(), signal.SIGKILL)
-    signal.pause()
-
-
-def once(folder: Path, point: object, deed: Callable[[], Any]) -> None:
-    """Does it the first time that a worker comes here."""
-    try:
-        (folder / str(point)).touch(exist_ok=False)
-    except FileExistsError:
-        return
-    deed()
 
 
 def test_each_worker_has_its_member_of_one_group() -> None:

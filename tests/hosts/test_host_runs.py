@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 import textwrap
 from dataclasses import dataclass
@@ -14,6 +15,10 @@ from hosted import agents, host_of
 
 from flowchan import Channel, Failed, Graph, In, Out, RunError, StageError, worker
 from flowchan.hosts import local
+from flowchan.hosts.local import Local
+from flowchan.hosts.pool import pool_of
+from flowchan.hosts.provider import Launch
+from tests.waiting import wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -177,6 +182,42 @@ def test_a_sink_runs_on_hosts(tmp_path: Path) -> None:
     graph.source(range(30)).sink(write, on=local(2), workers=3)
     graph.run()
     assert sorted(int(path.name) for path in tmp_path.iterdir()) == list(range(30))
+
+
+@dataclass(frozen=True)
+class Slow(Local):
+    """Its agents take until somebody has packed what they are to do."""
+
+    folder: Path
+
+    def listen_at(self) -> str:
+        (self.folder / "starting").touch()
+        return super().listen_at()
+
+    def start(self, number: int, launch: Launch) -> Any:
+        wait_until((self.folder / "packed").exists)
+        return super().start(number, launch)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A function that says so when it is packed while agents start."""
+
+    folder: Path
+
+    def __call__(self, item: int) -> int:
+        return item.real
+
+    def __reduce__(self) -> Any:
+        if (self.folder / "starting").exists():
+            (self.folder / "packed").touch()
+        return operator.attrgetter, ("real",)
+
+
+def test_what_workers_are_to_do_is_packed_while_their_agents_start(tmp_path: Path) -> None:
+    graph = Graph("packed")
+    found = graph.source(range(3)).map(Packed(tmp_path), on=pool_of("slow", Slow(1, tmp_path))).collect()
+    assert results(graph, found) == [0, 1, 2]
 
 
 def test_two_pools_of_one_provider_share_its_agents() -> None:

@@ -18,7 +18,7 @@ from flowchan.hosts.provider import Launch, Provider, Started
 
 ECHO = "import sys; open(sys.argv[1], 'wb').write(sys.stdin.buffer.read())"
 SLEEP = (
-    "import sys, time; print(sys.stdin.readline(), file=open(sys.argv[1], 'w'), flush=True); time.sleep(600)"
+    "import signal, sys; print(sys.stdin.readline(), file=open(sys.argv[1], 'w'), flush=True); signal.pause()"
 )
 
 

@@ -9,13 +9,13 @@ import psutil
 from hosted import wait_ended
 
 PROGRAM = """
-import os, sys, time
+import os, signal, sys
 from flowchan import Graph
 from flowchan.hosts import local
 
 def tell(item):
     print(os.getppid(), file=sys.stderr, flush=True)
-    time.sleep(600)
+    signal.pause()
 
 graph = Graph("unheard")
 graph.source(range(1)).map(tell, on=local(1, patience=1)).collect()

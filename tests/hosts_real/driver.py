@@ -37,7 +37,7 @@ if order == "kill":
 print("a last word without an end of line", end="")
 sys.exit(int(order or 0))
 """
-STAYING = AGENT.replace("sock.makefile().readline().strip()", "__import__('time').sleep(600)")
+STAYING = AGENT.replace("sock.makefile().readline().strip()", "__import__('signal').pause()")
 """One that does not notice its driver's end."""
 assert STAYING != AGENT
 

@@ -39,14 +39,14 @@ def test_a_graph_goes_on_without_the_ssh_that_has_started_its_agent(tmp_path):
 
 
 PROGRAM = """
-import sys, time
+import sys
 from flowchan import Graph
 from flowchan.hosts import ssh
 
 def work(item):
-    import os, time
+    import os, signal
     print("agent", os.getppid(), file=sys.stderr, flush=True)
-    time.sleep(600)
+    signal.pause()
 
 graph = Graph("lost")
 graph.source(range(2)).map(work, on=ssh("gpu1", python=sys.executable, patience=2)).collect()

@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
 from waiting import PATIENCE, wait_until
 
 from flowchan import Channel, ChannelError
-from flowchan.items.device import crossing
-from flowchan.items.device.cuda import Driver
+
+torch = pytest.importorskip("torch", reason="torch is not installed: pip install torch")
+from flowchan.items.device import crossing  # noqa: E402
+from flowchan.items.device.cuda import Driver  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="no CUDA device: run these on a machine that has one"
@@ -97,9 +98,9 @@ def _echo(ch: Channel, back: Channel) -> None:
 
 @pytest.mark.parametrize("switch", ["1", "0"])
 def test_every_kind_of_tensor_arrives_equal(start, monkeypatch, switch):
-    """To another process and back, and within this one."""
+    """To another process and back, within this one, and as to another host."""
     monkeypatch.setenv(crossing.SWITCH, switch)
-    there, back, here = channel(), channel(), channel()
+    there, back, here, far = channel(), channel(), channel(), Channel(across="hosts")
     start(_echo, there, back)
     for name, make in TENSORS.items():
         sent = make()
@@ -107,7 +108,8 @@ def test_every_kind_of_tensor_arrives_equal(start, monkeypatch, switch):
             sent = sent.detach().cuda().requires_grad_(sent.requires_grad)
         there.put(sent)
         here.put(sent)
-        for arrived in (back.get(), here.get()):
+        far.put(sent)
+        for arrived in (back.get(), here.get(), far.get()):
             assert type(arrived) is type(sent), name
             assert (arrived.dtype, arrived.shape, arrived.device) == (sent.dtype, sent.shape, sent.device), (
                 name

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
-import torch
 from tensors import TENSORS
 
-from flowchan.items.device import crossing, cuda, pool
-from flowchan.items.device.cuda import Driver, TorchDevice, read, write
-from flowchan.items.device.pool import NoRoom
+torch = pytest.importorskip("torch", reason="torch is not installed: pip install torch")
+from flowchan.items.device import crossing, cuda, pool  # noqa: E402
+from flowchan.items.device.cuda import Driver, TorchDevice, read, write  # noqa: E402
+from flowchan.items.device.pool import NoRoom  # noqa: E402
 
 torch_device = torch.device
 
@@ -197,6 +197,7 @@ def host_as_device(driver, monkeypatch):
     monkeypatch.setattr(TorchDevice, "_driver", driver)
     monkeypatch.setattr(TorchDevice, "_tensor", tensor)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
     monkeypatch.setattr(crossing, "_state", crossing.State())
     return functions
 

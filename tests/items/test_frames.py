@@ -7,13 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import polars as pl
-import pyarrow as pa
 import pytest
-from PIL import Image, ImageDraw
+from optional import optional
 
 from flowchan import Channel, pack
 from flowchan.items import frames
+
+pl, pa = optional("polars"), optional("pyarrow")
+Image, ImageDraw = optional("PIL.Image", "pillow"), optional("PIL.ImageDraw", "pillow")
 
 NUMBERS = pl.DataFrame({"a": np.arange(100_000), "b": np.arange(100_000) / 2})
 KINDS = pl.DataFrame(

@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
+from optional import optional
 
 from flowchan import Channel, pack, unpack
+
+torch = optional("torch")
 
 pytestmark = pytest.mark.usefixtures("one_compute_thread")
 

@@ -9,11 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
+from optional import optional
 
 from flowchan import Channel, pack, unpack
 from flowchan.pipelines import SharedDict, TaskPool, map, marshal  # noqa: A004
+
+torch = optional("torch")
+nn = torch.nn
 
 pytestmark = pytest.mark.usefixtures("one_compute_thread")
 

@@ -12,6 +12,7 @@ from collections import deque
 from typing import Any
 
 import numpy
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -215,7 +216,11 @@ class Machine(RuleBasedStateMachine):
         raise AssertionError("it is not drained")
 
 
-def test_c1_arrays_in_shared_memory_keep_their_contents_in_any_order_of_use() -> None:
+def test_c1_arrays_in_shared_memory_keep_their_contents_in_any_order_of_use(
+    pytestconfig: pytest.Config,
+) -> None:
+    histories = 200 if pytestconfig.getoption("--long") else 70
     run_state_machine_as_test(
-        Machine, settings=settings(max_examples=200, stateful_step_count=60, deadline=None, database=None)
+        Machine,
+        settings=settings(max_examples=histories, stateful_step_count=60, deadline=None, database=None),
     )

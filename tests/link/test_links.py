@@ -40,7 +40,7 @@ def several(item: int) -> list[tuple[int, Any]]:
 
 
 def large(item: int) -> list[tuple[int, Any]]:
-    return [(0, (item, bytes(item % 7 * 30_000)))]
+    return [(0, (item, bytes([item % 251]) * (item % 7 * 30_000)))]
 
 
 def run(

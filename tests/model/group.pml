@@ -4,7 +4,8 @@
    An operation is ROUNDS rounds. In each a member writes what it shows, in the exchange its input, in slices also its
    part of the result of the round before; publishes the round's number; waits until all others have published it; and
    reads what they show. Cells and what they show exist twice, for odd and even rounds. A member may die before any step,
-   and may stop waiting for its own reasons (a time-out, Ctrl-C). A sleep may end at any time, and looks again: a lost
+   and may stop waiting for its own reasons (a time-out, Ctrl-C). Another thread of it may close it at any moment: then
+   it stops where it waits, or begins no other operation. A sleep may end at any time, and looks again: a lost
    wake-up costs a slice, so sleeping is no step here.
 
    DIRECT: what is shown in the first round is where something lies in a member's own memory, which is its program's
@@ -19,14 +20,16 @@
    is_lost()                             group.cpp: Member::any_is_lost, Member::see
    another round                         group_ops.cpp: Member::next
    giving up                             group.cpp: Member::finish, Member::give_up
+   closing                               group.cpp: Member::leave, Member::retire, Member::finish
    reading another one's memory          group_ops.cpp: Member::pull
    saying who could                      group_ops.cpp: Member::have_read
 
    Planted faults: PLANT_one_cell (one cell for all rounds), PLANT_early (published before it is written),
    PLANT_no_second_look (who is gone is not looked at again for the number), PLANT_any_number (a later number counts, too,
    and an earlier one of the same cell), PLANT_goes_on (who has given up takes part in the next operation),
-   PLANT_silent (who gives up does not say so), PLANT_trusts (nobody looks whether the owner has given up), PLANT_returns
-   (who could read does not wait for the others to have read). */
+   PLANT_silent (who gives up does not say so), PLANT_at_once (who is closed is gone before its operation has ended),
+   PLANT_trusts (nobody looks whether the owner has given up), PLANT_returns (who could read does not wait for the others
+   to have read). */
 
 #ifndef MEMBERS
 #define MEMBERS 3
@@ -42,6 +45,9 @@
 #endif
 #ifndef STOPS
 #define STOPS 0
+#endif
+#ifndef CLOSES
+#define CLOSES 0
 #endif
 
 #ifdef PLANT_one_cell
@@ -61,6 +67,7 @@ byte shows[MEMBERS * 2];  /* which round's words lie beside it */
 bool gone[MEMBERS];       /* it has said that it gave up */
 bool dead[MEMBERS];
 bool stopped[MEMBERS];    /* of its own will */
+bool closing[MEMBERS];    /* by another thread of it */
 byte done[MEMBERS];       /* operations that it has completed */
 byte deaths, stops, ended;
 
@@ -85,7 +92,8 @@ proctype member(byte me) {
 #endif
     do
     :: operation > OPERATIONS -> break
-    :: operation <= OPERATIONS ->
+    :: step == 1 && closing[me] -> gone[me] = true; goto end
+    :: operation <= OPERATIONS && !(step == 1 && closing[me]) ->
 #ifdef DIRECT
         if
         :: step == 1 -> memory[me] = operation; could = true; right = true
@@ -130,6 +138,7 @@ proctype member(byte me) {
                     failed = true; break
 #endif
                 fi
+            :: closing[me] && !is_here(other, r) -> failed = true; break
             :: atomic { stops < STOPS && !is_here(other, r) -> stops++; stopped[me] = true; failed = true }; break
             od;
             if
@@ -196,6 +205,21 @@ next:   skip
 end:
     ended++
 }
+
+#if CLOSES
+/* Another thread of one of them. */
+active proctype closer() {
+    byte who;
+    select(who : 0 .. MEMBERS - 1);
+    atomic {
+        closing[who] = true;
+        stopped[who] = true;
+#ifdef PLANT_at_once
+        gone[who] = true
+#endif
+    }
+}
+#endif
 
 init {
     byte i = 0, j;

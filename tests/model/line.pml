@@ -32,13 +32,13 @@
    hear_at_home()                        link_receive.cpp: Link::hear_input, Link::hear_item, Link::hear_end,
                                          Link::key_is_right; link_ports.cpp: Source::hear_got
    at_home: OUTPUT, ITEM, END            link_send.cpp: Link::serve_home, Link::say_end
-   at_home: another connection           link.cpp: Link::attach
+   at_home: another connection           link.cpp: Link::take_over
    give_up()                             link.cpp: Link::drop_line; recovery.py: take_up;
                                          ring_sessions.cpp: Ring::retire_writer
    hear_at_host()                        link_receive.cpp: Link::hear_item, Link::hear_output, Link::hear_end
    say_input(), say_output()             link_send.cpp: Link::say_progress, Link::say_outputs;
                                          link_ports.cpp: Source::first_key
-   dial_again()                          link.cpp: Link::attach; link_ports.hpp: Source::connect
+   dial_again()                          link.cpp: Link::take_over; link_ports.hpp: Source::connect
 
    Left out: ordered outputs, items that are gathered, large items, how much may be under way (an output may wait at
    home as long as it likes).

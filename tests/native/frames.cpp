@@ -1,6 +1,6 @@
 // Whatever comes over a connection, from a peer that has proved the secret: frames as agents send them, and
 // such that are changed, repeated, left out, of absurd sizes, cut, or no frames at all, in pieces of any size.
-// Arguments: `model`, `home` or `away`, a seed, and how many connections.
+// Arguments: `model`, `home` or `away`, a seed, and how many frames.
 //
 // `model`: items come to workers, and it is known of each frame whether it is right. What is right is put,
 // once and in order, also over the next connection; what is wrong ends the connection and leaves no trace.
@@ -69,10 +69,14 @@ class Peer {
     ~Peer() { ::close(fd_); }
 
     void say(const Head& head, const std::string& payload = {}) {
+        said += 1;
         unsent_.append(reinterpret_cast<const char*>(&head), head.length());
         unsent_ += payload;
     }
-    void say(const std::string& bytes) { unsent_ += bytes; }
+    void say(const std::string& bytes) {
+        said += 1;
+        unsent_ += bytes;
+    }
     void cut() {
         if (!unsent_.empty()) unsent_.resize(chance_.below(unsent_.size()));
     }
@@ -110,6 +114,8 @@ class Peer {
             if (head->say == Say::PONG && head->n == mark) return true;
         return false;
     }
+    static inline uint64_t said = 0;  // frames, over all connections
+
     // Nothing more comes from here: until the link has found that out.
     void end() {
         shutdown(fd_, SHUT_WR);
@@ -384,9 +390,9 @@ class Anything {
 };
 
 template <class World, class Make>
-void meet_often(uint64_t connections, Make make) {
+void meet_often(uint64_t frames, Make make) {
     std::unique_ptr<World> world;
-    for (uint64_t n = 0; n < connections; ++n) {
+    for (uint64_t n = 0; Peer::said < frames; ++n) {
         if (n % LIFE == 0) world.reset(), world = make();
         world->meet();
     }
@@ -398,13 +404,13 @@ void meet_often(uint64_t connections, Make make) {
 
 int main(int argc, char** argv) {
     using namespace testing;
-    must(argc == 4, "arguments: 'model', 'home' or 'away', a seed, and the number of connections");
+    must(argc == 4, "arguments: 'model', 'home' or 'away', a seed, and the number of frames");
     const std::string what = argv[1];
     Chance chance(strtoull(argv[2], nullptr, 10));
-    const uint64_t connections = strtoull(argv[3], nullptr, 10);
+    const uint64_t frames = strtoull(argv[3], nullptr, 10);
     if (what == "model")
-        meet_often<Model>(connections, [&] { return std::make_unique<Model>(chance); });
+        meet_often<Model>(frames, [&] { return std::make_unique<Model>(chance); });
     else
-        meet_often<Anything>(connections, [&] { return std::make_unique<Anything>(what == "home", chance); });
-    printf("all connections have ended\n");
+        meet_often<Anything>(frames, [&] { return std::make_unique<Anything>(what == "home", chance); });
+    printf("all connections of %llu frames have ended\n", static_cast<unsigned long long>(Peer::said));
 }

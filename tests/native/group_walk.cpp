@@ -1,12 +1,16 @@
 // A member of a group dies at the n-th fault point of two operations, n = 1, 2, 3, … until it survives them. Each
 // time all survivors have done the same number of operations, with the right result, and found the same end.
-// Arguments: the operation's number, members, who dies (their number: two die), every how manieth point.
+// Or it does not die: another thread of it closes it there, which looks the same to the others.
+// Arguments: the operation's number, members, who dies (their number: two die), every how manieth point, "dies" or
+// "closes".
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
+#include <thread>
 #include <vector>
 
 #include "faults.hpp"
@@ -20,6 +24,9 @@ constexpr size_t LARGE = 150'000;  // elements: several chunks
 constexpr int TIMES = 2;
 
 uint32_t points_left = 0;
+Member* closes = nullptr;  // instead of dying
+std::thread closing;
+constexpr int CLOSED = 42;  // the exit code of who did
 
 struct Outcome {
     int done = 0;
@@ -138,24 +145,29 @@ struct Walk {
     }
 };
 
-void live(int fd, uint32_t rank, uint32_t slow, int operation, Shared& shared) {
+void live(int fd, uint32_t rank, uint32_t slow, int operation, bool closes_instead, Shared& shared) {
     Member member(dup(fd), rank);
     must(member.join() == End::Done, "join");
+    if (closes_instead) closes = &member;
     Walk walk{member};
     Outcome& mine = shared.of[rank];
     for (int i = 0; i < TIMES; ++i) {
         if (i && rank == slow) usleep(50'000);  // others wait for it beside one that died after its part
         bool right = true;
+        member.in_use().lock();
         const End end = walk.run(operation, right);
+        member.in_use().unlock();
         mine.end = int(end);
         if (end != End::Done) break;
         mine.right = mine.right && right;
         mine.done += 1;
     }
+    if (closing.joinable()) closing.join(), _exit(CLOSED);
 }
 
-// One life of a group in which the members in `dying` are killed at their n-th points. Whether they survived.
-bool group_survives(int operation, uint32_t size, std::vector<uint32_t> dying, uint32_t n, Shared& shared) {
+// One life of a group in which the members in `dying` end at their n-th points. Whether they did not come there.
+bool group_survives(int operation, uint32_t size, std::vector<uint32_t> dying, uint32_t n, bool close_them,
+                    Shared& shared) {
     shared = Shared{};
     const int fd = Member::make(size);
     std::vector<pid_t> children;
@@ -164,7 +176,7 @@ bool group_survives(int operation, uint32_t size, std::vector<uint32_t> dying, u
         if (child == 0) {
             for (uint32_t i = 0; i < dying.size(); ++i)
                 if (dying[i] == rank) points_left = n + 3 * i;
-            live(fd, rank, (dying[0] + 1) % size, operation, shared);
+            live(fd, rank, (dying[0] + 1) % size, operation, close_them && points_left, shared);
             _exit(0);
         }
         children.push_back(child);
@@ -175,7 +187,8 @@ bool group_survives(int operation, uint32_t size, std::vector<uint32_t> dying, u
     for (uint32_t rank = 0; rank < size; ++rank) {
         int status = 0;
         waitpid(children[rank], &status, 0);
-        if (WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL) {
+        const bool killed = WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL;
+        if (killed || (WIFEXITED(status) && WEXITSTATUS(status) == CLOSED)) {
             anybody_died = true;
             continue;
         }
@@ -192,12 +205,17 @@ bool group_survives(int operation, uint32_t size, std::vector<uint32_t> dying, u
 
 }  // namespace
 
+// Who is closed goes on when the others have had time to look at it.
 void flowchan::fault_point() {
-    if (points_left && --points_left == 0) raise(SIGKILL);
+    if (!points_left || --points_left) return;
+    if (!closes) raise(SIGKILL);
+    closing = std::thread([] { closes->leave(); });
+    usleep(60'000);
 }
 
 int main(int argc, char** argv) {
-    must(argc == 5, "arguments: operation, members, who dies, every how manieth point");
+    must(argc == 6, "arguments: operation, members, who dies, every how manieth point, dies or closes");
+    const bool close_them = strcmp(argv[5], "closes") == 0;
     const int operation = atoi(argv[1]);
     const uint32_t size = uint32_t(atoi(argv[2])), who = uint32_t(atoi(argv[3])),
                    every = uint32_t(atoi(argv[4]));
@@ -206,7 +224,7 @@ int main(int argc, char** argv) {
     const std::vector<uint32_t> dying =
         who == size ? std::vector<uint32_t>{0, size - 1} : std::vector<uint32_t>{who};
     uint32_t n = 1, deaths = 0;
-    for (; !group_survives(operation, size, dying, n, *shared); n += every) deaths += 1;
+    for (; !group_survives(operation, size, dying, n, close_them, *shared); n += every) deaths += 1;
     must(deaths > 0, "nobody died");
     printf("%u deaths\n", deaths);
 }

@@ -1,7 +1,7 @@
 """C11: a process killed at any instruction, holding any lock, never blocks or corrupts the others.
 
 ``walk.cpp`` kills a process at every fault point of every operation on a ring, and a second one while others
-recover from that: at every point with ``--long``, else at one of four, which differ from one step of the
+recover from that: at every point with ``--long``, else at one of eight, which differ from one step of the
 operation to the next, so that each point is met. Each time the others find the lock, check every invariant
 of the ring, and read it to its end: each item comes exactly once, or not at all where its operation had not
 yet taken effect, in order.
@@ -81,6 +81,8 @@ OPERATIONS = (
     "a worker of flat_map",
     "a worker of flat_map, large outputs",
     "a worker of flat_map, unordered",
+    "a worker that begins an item again",
+    "a worker that begins an item again, unordered",
     "take a view",
     "put back what is looked at",
     "lease a view and acknowledge it",
@@ -170,7 +172,7 @@ class Walked:
 
 @pytest.fixture(scope="module")
 def walked(walk: Path, pytestconfig: pytest.Config) -> Walked:
-    return Walked(walk, every=1 if pytestconfig.getoption("--long") else 4)
+    return Walked(walk, every=1 if pytestconfig.getoption("--long") else 8)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)

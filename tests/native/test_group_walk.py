@@ -1,5 +1,6 @@
 """A member of a group that is killed at any point of any operation leaves all survivors with the same: they
-have all done the operation, rightly, or all found that it can't be done. So do two that die at once.
+have all done the operation, rightly, or all found that it can't be done. So do two that die at once, and one
+that another thread of its process closes there.
 
 ``group_walk.cpp`` kills at every fault point with ``--long``, else at one of five.
 """
@@ -34,5 +35,15 @@ def test_a_death_at_any_point_has_the_same_outcome_for_all(
     program = builder.program("group_walk.cpp", core=GROUP)
     dies = {"the first": "0", "the last": "2", "two": "3"}[who]
     every = "1" if request.config.getoption("--long") else "5"
-    done = run(program, str(OPERATIONS.index(operation)), "3", dies, every)
+    done = run(program, str(OPERATIONS.index(operation)), "3", dies, every, "dies")
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}"
+
+
+@pytest.mark.parametrize("operation", ["barrier", "allreduce by slices", "broadcast", "alltoall"])
+def test_a_close_at_any_point_has_the_same_outcome_for_all_others(
+    builder: Builder, request: pytest.FixtureRequest, operation: str
+) -> None:
+    program = builder.program("group_walk.cpp", core=GROUP)
+    every = "1" if request.config.getoption("--long") else "3"
+    done = run(program, str(OPERATIONS.index(operation)), "3", "0", every, "closes")
     assert done.returncode == 0, f"{done.stdout}{done.stderr}"

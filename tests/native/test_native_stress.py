@@ -16,15 +16,17 @@ OPTIONS = {
     "thread": {"TSAN_OPTIONS": "halt_on_error=1"},
 }
 """By sanitizers that go together."""
-SANITIZERS = [pytest.param(name, marks=pytest.mark.long if name == "thread" else ()) for name in OPTIONS]
-"""The core has to be compiled for each anew."""
+SANITIZERS = [pytest.param(name, marks=pytest.mark.long) for name in OPTIONS]
+"""The core has to be compiled for each anew, and a core that has not changed is as clean as it was."""
 REPORTS = [
     ("address,undefined", "PLANT_ASAN", "heap-buffer-overflow"),
     ("address,undefined", "PLANT_UBSAN", "runtime error: shift exponent"),
-    pytest.param("thread", "PLANT_TSAN", "ThreadSanitizer: data race", marks=pytest.mark.long),
+    ("thread", "PLANT_TSAN", "ThreadSanitizer: data race"),
 ]
 """The fault to plant under these sanitizers, and what they must say of it."""
-planted = pytest.mark.parametrize(("sanitizer", "plant", "report"), REPORTS)
+planted = pytest.mark.parametrize(
+    ("sanitizer", "plant", "report"), [pytest.param(*found, marks=pytest.mark.long) for found in REPORTS]
+)
 
 
 def flags(sanitizer: str) -> list[str]:

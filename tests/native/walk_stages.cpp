@@ -131,22 +131,33 @@ Scenario resuming(const char* name, Kind kind) {
 }
 
 // A whole worker: lease, outputs, acknowledge. users: 0 reader and 1 writer of the one that dies, 2 and 3 its
-// successor.
-void work(Scene& scene, User& reader, User& writer, const Kind& kind, const Outputs& outputs) {
+// successor. `again`: with the first output of this item it begins the item again, once, and lives on.
+void work(Scene& scene, User& reader, User& writer, const Kind& kind, const Outputs& outputs,
+          int again = -1) {
     for (;;) {
         if (reader.reader.in_hand) must(writer.done_with(reader.reader.number) == Step::Done, "done");
         uint64_t value = 0;
         Step step = reader.get(value, Deadline{0});
         if (step == Step::Drained) return;
         must(step == Step::Done, "a worker's read ended with " + std::to_string(int(step)));
-        for (uint64_t output : outputs[value])
+        bool whole = true;
+        for (uint64_t output : outputs[value]) {
             must(writer.put(Message(output, kind.size), Deadline{0}, &reader.reader.number) == Step::Done,
                  "output");
-        scene.did();
+            whole = int(value) != again;
+            if (!whole) break;
+        }
+        if (whole) {
+            scene.did();
+            continue;
+        }
+        locked(reader.ring, [&](Wakes&) { reader.ring.begin_again(reader.reader); });
+        writer.writer.keyed = false;
+        again = -1;
     }
 }
 
-Scenario working(const char* name, Kind kind, Outputs outputs) {
+Scenario working(const char* name, Kind kind, Outputs outputs, int again = -1) {
     Scenario s{name};
     s.has_out = true;
     s.twice = false;
@@ -165,7 +176,7 @@ Scenario working(const char* name, Kind kind, Outputs outputs) {
     s.act = [=](Scene& scene) {
         adopt(scene.users[0]);
         adopt(scene.users[1]);
-        work(scene, scene.users[0], scene.users[1], kind, outputs);
+        work(scene, scene.users[0], scene.users[1], kind, outputs, again);
         scene.users[0].leave(true);
         scene.users[1].leave(true);
     };
@@ -173,6 +184,7 @@ Scenario working(const char* name, Kind kind, Outputs outputs) {
         std::vector<uint64_t> items;
         locked(*scene.in, [&](Wakes&) {
             for (Slot* slot : scene.in->in_hand(scene.users[0].session)) items.push_back(slot->number);
+            for (uint64_t number : scene.in->to_try_again(scene.users[0].session)) items.push_back(number);
         });
         retire(scene.users[1], items);
         scene.users[0].leave(false);
@@ -281,6 +293,8 @@ std::vector<Scenario> stage_scenarios() {
         working("a worker of flat_map", flat, few),
         working("a worker of flat_map, large outputs", large, few),
         working("a worker of flat_map, unordered", loose, few),
+        working("a worker that begins an item again", flat, few, 0),
+        working("a worker that begins an item again, unordered", loose, few, 2),
     };
 }
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
 import pytest
-import torch
-from torch.utils.data import DataLoader, IterableDataset
+from optional import optional
 from waiting import wait_until
 
 from flowchan import Graph, RunError, worker
 from flowchan.pipelines import dataset
+
+torch = optional("torch")
+torch_data = optional("torch.utils.data")
 
 
 def shuffled(n: int) -> Iterator[int]:
@@ -52,6 +55,37 @@ def test_an_epoch_that_is_left_early_ends_its_run_and_the_next_one_begins_anew()
         wait_until(lambda epoch=epoch: len(ended) == epoch)
 
 
+def pid(number: int) -> tuple[int, int]:
+    return number, os.getpid()
+
+
+def test_in_its_block_workers_last_over_epochs_also_those_left_early_or_that_fail() -> None:
+    numbers = [1, 2, 3]
+    data = dataset(Graph("lasting").source(lambda: map(checked, numbers)).map(pid, on="process"), seed=1)
+    with data:
+        ((_, first), *_) = whole = list(data)
+        assert [number for number, _ in whole] == numbers
+        for item in data:
+            assert item == (1, first)
+            break
+        numbers[2] = 0
+        with pytest.raises(RunError):
+            list(data)
+        numbers[2] = 3
+        assert list(data) == whole
+        assert data.epoch == 4
+        with pytest.raises(RuntimeError, match="entered already"), data:
+            pass
+    with pytest.raises(ProcessLookupError):
+        os.kill(first, 0)
+    assert [number for number, _ in data] == numbers
+
+
+def checked(number: int) -> int:
+    assert number
+    return number
+
+
 def test_a_seed_gives_the_same_epochs_again_and_each_its_own() -> None:
     first, again, other = (dataset(Graph("g").source(shuffled, 50), seed=seed) for seed in (1, 1, 2))
     epochs = [list(first), list(first)]
@@ -75,15 +109,15 @@ def test_without_a_seed_torchs_generator_decides() -> None:
 
 def test_torchs_dataloader_takes_it() -> None:
     data = dataset(Graph("tensors").source(range(10)).map(tensor, on="process", workers=2))
-    assert isinstance(data, IterableDataset)
-    whole = list(DataLoader(data, batch_size=None))
+    assert isinstance(data, torch_data.IterableDataset)
+    whole = list(torch_data.DataLoader(data, batch_size=None))
     assert torch.equal(torch.stack(whole), torch.arange(10.0)[:, None].expand(10, 3))
-    assert [len(batch) for batch in DataLoader(data, batch_size=4)] == [4, 4, 2]
+    assert [len(batch) for batch in torch_data.DataLoader(data, batch_size=4)] == [4, 4, 2]
 
 
 def test_workers_of_a_dataloader_are_refused_with_the_remedy() -> None:
     with pytest.raises(RuntimeError, match="leave num_workers at 0"):
-        list(DataLoader(squares(), batch_size=None, num_workers=1))
+        list(torch_data.DataLoader(squares(), batch_size=None, num_workers=1))
 
 
 def test_a_failure_is_raised_in_the_loop_and_the_next_epoch_begins_anew() -> None:
@@ -94,6 +128,15 @@ def test_a_failure_is_raised_in_the_loop_and_the_next_epoch_begins_anew() -> Non
         list(data)
     divisors[1] = 2
     assert list(data) == [8, 4]
+
+
+def test_an_epoch_that_was_not_gone_through_ends_with_the_block() -> None:
+    graph = Graph("counted")
+    with dataset(graph.source(count).map(abs, on="process")) as data:
+        items = iter(data)
+        assert next(items) == 0
+    with pytest.raises(ValueError, match="port was closed"):
+        next(items)
 
 
 def test_tensors_are_pinned_where_there_is_a_gpu_on_a_thread_of_the_graph(

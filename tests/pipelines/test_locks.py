@@ -1,4 +1,5 @@
-"""``Lock`` and ``Semaphore``: between the threads of one process and of several."""
+"""``Lock`` and ``Semaphore``: between the threads of one process and of several, on one machine and on
+several."""
 
 from __future__ import annotations
 
@@ -13,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from between import PEERS, between, everywhere, start
 from waiting import wait_blocked, wait_until
 
-from flowchan import Channel
+from flowchan import Broken, Channel
 from flowchan.pipelines import Lock, Semaphore, map  # noqa: A004
-
-everywhere = pytest.mark.parametrize("on", ["thread", "process"])
 
 
 def fork(work: Callable[[], object]) -> Any:
@@ -31,7 +31,7 @@ def fork(work: Callable[[], object]) -> Any:
 
 
 @everywhere
-def test_one_at_a_time_is_inside(on: Any, tmp_path: Path) -> None:
+def test_one_at_a_time_is_inside(across: Any, on: Any, tmp_path: Path) -> None:
     """A file read and written again in two steps loses nothing."""
     counter = tmp_path / "counter"
     counter.write_text("0")
@@ -41,13 +41,14 @@ def test_one_at_a_time_is_inside(on: Any, tmp_path: Path) -> None:
             with lock:
                 counter.write_text(str(int(counter.read_text()) + 1))
 
-    lock = Lock()
-    map(4, count, lock, on=on).join()
+    lock = Lock(across=across)
+    start(on, 4, count, lock).join()
     assert counter.read_text() == "200"
     assert not lock.locked()
 
 
-def test_threads_and_processes_share_one_lock(tmp_path: Path) -> None:
+@between
+def test_threads_and_processes_share_one_lock(across: Any, tmp_path: Path) -> None:
     counter = tmp_path / "counter"
     counter.write_text("0")
 
@@ -56,29 +57,32 @@ def test_threads_and_processes_share_one_lock(tmp_path: Path) -> None:
             with lock:
                 counter.write_text(str(int(counter.read_text()) + 1))
 
-    lock = Lock()
-    here, there = map(2, count, lock), map(2, count, lock, on="process")
+    lock = Lock(across=across)
+    here, there = map(2, count, lock), [PEERS[across](count, lock, worker) for worker in (1, 2)]
     here.join()
-    there.join()
+    for peer in there:
+        peer.result()
     assert counter.read_text() == "200"
 
 
-def test_a_thread_may_take_it_again() -> None:
-    lock = Lock()
+@between
+def test_a_thread_may_take_it_again(across: Any) -> None:
+    lock = Lock(across=across)
     with lock, lock:
         assert lock.locked()
     assert not lock.locked()
 
 
-def test_try_and_timeout_give_false_while_another_has_it() -> None:
-    lock = Lock()
+@between
+def test_try_and_timeout_give_false_while_another_has_it(across: Any) -> None:
+    lock = Lock(across=across)
 
-    def attempt(worker: int) -> tuple[bool, bool]:
-        return lock.acquire(blocking=False), lock.acquire(timeout=0.01)
+    def attempt(worker: int) -> tuple[bool, bool, bool]:
+        return lock.locked(), lock.acquire(blocking=False), lock.acquire(timeout=0.01)
 
     with lock:
-        assert map(1, attempt).join() == [(False, False)]
-        assert map(1, attempt, on="process").join() == [(False, False)]
+        assert map(1, attempt).join() == [(True, False, False)]
+        assert PEERS[across](attempt, 1).result() == (True, False, False)
     assert lock.acquire(blocking=False)
     lock.release()
 
@@ -91,8 +95,9 @@ def test_only_the_holder_releases() -> None:
         map(1, lambda worker: lock.release()).join()
 
 
-def test_a_lock_that_arrives_twice_is_one_lock() -> None:
-    lock = Lock()
+@between
+def test_a_lock_that_arrives_twice_is_one_lock(across: Any) -> None:
+    lock = Lock(across=across)
     assert pickle.loads(pickle.dumps(lock)) is lock
     with lock, pickle.loads(pickle.dumps(lock)):
         pass
@@ -106,23 +111,25 @@ ENDS: dict[str, Callable[[], object]] = {
 """How a process may end."""
 
 
+@between
 @pytest.mark.parametrize("end", ENDS)
-def test_when_the_holder_dies_the_next_one_gets_it(end: str) -> None:
-    lock = Lock()
+def test_when_the_holder_dies_the_next_one_gets_it(across: Any, end: str) -> None:
+    lock = Lock(across=across)
 
     def hold() -> None:
         lock.acquire()
         ENDS[end]()
 
-    child = fork(hold)
+    child = PEERS[across](hold)
     child.join()
     with lock:
         assert lock.locked()
     assert not lock.locked()
 
 
-def test_a_waiting_process_gets_it_when_the_holder_is_killed() -> None:
-    lock, entered = Lock(), Channel[str](2, across="processes")
+@between
+def test_a_waiting_process_gets_it_when_the_holder_is_killed(across: Any) -> None:
+    lock, entered = Lock(across=across), Channel[str](2, across=across)
 
     def hold() -> None:
         with lock:
@@ -133,18 +140,19 @@ def test_a_waiting_process_gets_it_when_the_holder_is_killed() -> None:
         with lock:
             entered.put("second")
 
-    first = fork(hold)
+    first = PEERS[across](hold)
     assert entered.get() == "first"
-    second = fork(follow)
+    second = PEERS[across](follow)
     wait_blocked(lock.channels[0], readers=1)
     first.kill()
     assert entered.get() == "second"
     first.join()
-    second.join()
+    second.result()
 
 
-def test_a_forked_child_does_not_hold_what_its_parent_holds() -> None:
-    lock = Lock()
+@between
+def test_a_forked_child_does_not_hold_what_its_parent_holds(across: Any) -> None:
+    lock = Lock(across=across)
     told = Channel[bool](2, across="processes")
 
     def attempt() -> None:
@@ -180,12 +188,32 @@ def test_a_lock_is_an_argument_of_a_spawned_process() -> None:
     resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
 
 
+@pytest.mark.usefixtures("impatient")
+def test_a_process_that_is_silent_holds_it_no_longer_than_the_patience() -> None:
+    """C11: as one whose host is lost, though it lives; and when it is heard of again it has nothing."""
+    lock, told = Lock(across="hosts"), Channel[str](across="hosts")
+
+    def hold() -> None:
+        lock.acquire()
+        told.put("acquired")
+        with pytest.raises(Broken):
+            told.get()
+
+    holder = PEERS["hosts"](hold)
+    assert told.get() == "acquired"
+    os.kill(holder.pid(), signal.SIGSTOP)
+    with lock:
+        os.kill(holder.pid(), signal.SIGCONT)
+        holder.result()
+        assert not PEERS["hosts"](lock.acquire, False).result()
+
+
 # Semaphore
 
 
 @everywhere
-def test_no_more_are_inside_than_a_semaphore_lets_in(on: Any) -> None:
-    inside = Channel[int](2, across="processes")  # a third one would find it full
+def test_no_more_are_inside_than_a_semaphore_lets_in(across: Any, on: Any) -> None:
+    inside = Channel[int](2, across=across)  # a third one would find it full
 
     def enter(semaphore: Semaphore, inside: Channel[int], worker: int) -> None:
         for _ in range(20):
@@ -193,21 +221,22 @@ def test_no_more_are_inside_than_a_semaphore_lets_in(on: Any) -> None:
                 inside.put_nowait(worker)
                 inside.get_nowait()
 
-    semaphore = Semaphore(2)
-    map(4, enter, semaphore, inside, on=on).join()
+    semaphore = Semaphore(2, across=across)
+    start(on, 4, enter, semaphore, inside).join()
     assert repr(semaphore) == "<Semaphore, 2 of 2 free>"
 
 
-def test_a_semaphore_may_be_tried_and_waited_for() -> None:
-    semaphore = Semaphore(2)
+@between
+def test_a_semaphore_may_be_tried_and_waited_for(across: Any) -> None:
+    semaphore = Semaphore(2, across=across)
     assert semaphore.acquire()
     assert semaphore.acquire(timeout=0.01)
     assert not semaphore.acquire(blocking=False)
     assert not semaphore.acquire(timeout=0.01)
-    waiting = map(1, lambda worker: semaphore.acquire())
+    waiting = PEERS[across](semaphore.acquire)
     wait_blocked(semaphore.channels[0], readers=1)
     semaphore.release()
-    assert waiting.join() == [True]
+    assert waiting.result()
 
 
 def test_a_process_releases_no_more_than_it_has_acquired() -> None:
@@ -221,9 +250,10 @@ def test_a_process_releases_no_more_than_it_has_acquired() -> None:
         Semaphore(0)
 
 
+@between
 @pytest.mark.parametrize("end", ENDS)
-def test_what_a_process_had_acquired_that_dies_is_free_again(end: str) -> None:
-    semaphore, others = Semaphore(3), Channel[None](across="processes")
+def test_what_a_process_had_acquired_that_dies_is_free_again(across: Any, end: str) -> None:
+    semaphore, others = Semaphore(3, across=across), Channel[None](across=across)
 
     def hold() -> None:
         semaphore.acquire()
@@ -232,7 +262,7 @@ def test_what_a_process_had_acquired_that_dies_is_free_again(end: str) -> None:
         ENDS[end]()
 
     with semaphore:
-        child = fork(hold)
+        child = PEERS[across](hold)
         others.get()
         assert semaphore.acquire()
         assert semaphore.acquire()
@@ -243,8 +273,9 @@ def test_what_a_process_had_acquired_that_dies_is_free_again(end: str) -> None:
     wait_until(lambda: len(semaphore.channels[0]) == 3)
 
 
-def test_a_forked_child_has_acquired_nothing() -> None:
-    semaphore, told = Semaphore(1), Channel[str](across="processes")
+@between
+def test_a_forked_child_has_acquired_nothing(across: Any) -> None:
+    semaphore, told = Semaphore(1, across=across), Channel[str](across="processes")
 
     def release() -> None:
         try:

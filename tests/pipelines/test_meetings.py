@@ -1,8 +1,9 @@
-"""``Barrier``, ``Event`` and ``Condition``: between the threads of one process and of several."""
+"""``Barrier``, ``Event`` and ``Condition``: between the threads of one process and of several, on one machine
+and on several."""
 
 from __future__ import annotations
 
-import multiprocessing
+import functools
 import os
 import pickle
 import signal
@@ -12,19 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from between import PEERS, between, everywhere, start
+from peers import ThreadPeer
 from waiting import wait_blocked, wait_stats, wait_until
 
-from flowchan import Channel
+from flowchan import Broken, Channel
+from flowchan.hosts import serve
 from flowchan.pipelines import Barrier, Condition, Event, Lock, SharedDict, map  # noqa: A004
-
-everywhere = pytest.mark.parametrize("on", ["thread", "process"])
-
-
-def fork(work: Callable[[], object]) -> Any:
-    child = multiprocessing.get_context("fork").Process(target=work)
-    child.start()
-    return child
-
 
 # Barrier
 
@@ -55,8 +50,8 @@ def test_nobody_passes_before_all_are_there_and_writers_do_not_mix() -> None:
 
 
 @everywhere
-def test_a_barrier_is_used_again_and_again(on: Any) -> None:
-    rounds, arrived = 50, Channel[int](1000, across="processes")
+def test_a_barrier_is_used_again_and_again(across: Any, on: Any) -> None:
+    rounds, arrived = 20, Channel[int](1000, across=across)
 
     def work(barrier: Barrier, worker: int) -> list[int]:
         places = []
@@ -66,15 +61,16 @@ def test_a_barrier_is_used_again_and_again(on: Any) -> None:
             assert arrived.stats().items_in >= 3 * (number + 1)  # nobody has passed too early
         return places
 
-    places = map(3, work, Barrier(3), on=on).join()
+    places = start(on, 3, work, Barrier(3, across=across)).join()
     assert [sorted(together) for together in zip(*places, strict=True)] == [[0, 1, 2]] * rounds
 
 
-def test_threads_and_processes_meet_at_one_barrier() -> None:
-    barrier = Barrier(4)
+@between
+def test_threads_and_processes_meet_at_one_barrier(across: Any) -> None:
+    barrier = Barrier(4, across=across)
     meet: Callable[..., int] = lambda barrier, worker: barrier.wait()  # noqa: E731
-    here, there = map(2, meet, barrier), map(2, meet, barrier, on="process")
-    assert sorted(here.join() + there.join()) == [0, 1, 2, 3]
+    here, there = map(2, meet, barrier), [PEERS[across](meet, barrier, worker) for worker in (1, 2)]
+    assert sorted([*here.join(), *(peer.result() for peer in there)]) == [0, 1, 2, 3]
 
 
 def test_a_barrier_of_one_never_waits() -> None:
@@ -82,8 +78,8 @@ def test_a_barrier_of_one_never_waits() -> None:
 
 
 @everywhere
-def test_a_timeout_breaks_it_for_all(on: Any) -> None:
-    barrier = Barrier(3)
+def test_a_timeout_breaks_it_for_all(across: Any, on: Any) -> None:
+    barrier = Barrier(3, across=across)
 
     def meet(barrier: Barrier, worker: int) -> str:
         try:
@@ -92,7 +88,7 @@ def test_a_timeout_breaks_it_for_all(on: Any) -> None:
             return "broken"
         return "met"
 
-    other = map(1, meet, barrier, on=on)
+    other = start(on, 1, meet, barrier)
     wait_until(lambda: sum(gate.stats().waiting_readers for gate in barrier._room.gates) == 1)
     with pytest.raises(threading.BrokenBarrierError):
         barrier.wait(timeout=0.01)
@@ -102,16 +98,17 @@ def test_a_timeout_breaks_it_for_all(on: Any) -> None:
         barrier.wait()
 
 
-def test_a_place_left_by_a_participant_that_died_lets_nobody_pass_too_early() -> None:
-    barrier = Barrier(2)
-    first = fork(barrier.wait)
+@between
+def test_a_place_left_by_a_participant_that_died_lets_nobody_pass_too_early(across: Any) -> None:
+    barrier = Barrier(2, across=across)
+    first = PEERS[across](barrier.wait)
     wait_blocked(barrier._room.gates[0], readers=1)
-    os.kill(first.pid, signal.SIGSTOP)  # it will not take its leave of the first meeting
+    os.kill(first.pid(), signal.SIGSTOP)  # it will not take its leave of the first meeting
     assert barrier.wait() == 1
     first.kill()
     first.join()
     for _ in range(2):  # its successor takes part in the second meeting and the third
-        other = fork(barrier.wait)
+        other = PEERS[across](barrier.wait)
         assert barrier.wait() in (0, 1)
         other.join()
     wait_stats(barrier._room.arrivals, items_in=6)
@@ -128,14 +125,15 @@ def test_wrong_parties_raise_at_the_call() -> None:
 
 
 @everywhere
-def test_the_last_one_does_the_action_before_anybody_leaves(on: Any) -> None:
-    done = Channel[int](across="processes")
+def test_the_last_one_does_the_action_before_anybody_leaves(across: Any, on: Any) -> None:
+    done = Channel[int](across=across)
 
     def meet(barrier: Barrier, done: Channel[int], worker: int) -> bool:
         index = barrier.wait()
         return done.stats().items_in == 1 and index < 3
 
-    assert map(3, meet, Barrier(3, lambda: done.put(1)), done, on=on).join() == [True] * 3
+    barrier = Barrier(3, lambda: done.put(1), across=across)
+    assert start(on, 3, meet, barrier, done).join() == [True] * 3
 
 
 def test_an_action_that_raises_breaks_the_barrier() -> None:
@@ -159,13 +157,13 @@ def outcome(wait: Callable[[], object]) -> object:
 
 
 @everywhere
-def test_a_reset_sends_away_who_waits_and_the_next_ones_meet(on: Any) -> None:
-    barrier = Barrier(3)
+def test_a_reset_sends_away_who_waits_and_the_next_ones_meet(across: Any, on: Any) -> None:
+    barrier = Barrier(3, across=across)
 
     def meet(barrier: Barrier, worker: int) -> object:
         return outcome(barrier.wait), outcome(barrier.wait)
 
-    others = map(2, meet, barrier, on=on)
+    others = start(on, 2, meet, barrier)
     wait_until(lambda: barrier.n_waiting == 2)
     barrier.reset()
     assert not barrier.broken
@@ -176,8 +174,9 @@ def test_a_reset_sends_away_who_waits_and_the_next_ones_meet(on: Any) -> None:
     assert barrier.n_waiting == 0
 
 
-def test_a_reset_is_seen_by_processes_that_had_seen_it_broken() -> None:
-    barrier, states = Barrier(2), Channel[bool](across="processes")
+@between
+def test_a_reset_is_seen_by_processes_that_had_seen_it_broken(across: Any) -> None:
+    barrier, states = Barrier(2, across=across), Channel[bool](across=across)
 
     def look() -> None:
         states.put(outcome(barrier.wait) == "broken")
@@ -185,25 +184,25 @@ def test_a_reset_is_seen_by_processes_that_had_seen_it_broken() -> None:
         states.put(barrier.broken)
         barrier.wait()
 
-    go = Channel[None](across="processes")
+    go = Channel[None](across=across)
     barrier.abort()
-    child = fork(look)
+    child = PEERS[across](look)
     assert states.get()
     barrier.reset()
     go.put(None)
     barrier.wait()
     assert not states.get()
-    child.join()
+    child.result()
 
 
 # Event
 
 
 @everywhere
-def test_an_event_lets_all_go_who_wait_and_all_who_come(on: Any) -> None:
-    event = Event()
+def test_an_event_lets_all_go_who_wait_and_all_who_come(across: Any, on: Any) -> None:
+    event = Event(across=across)
     assert not event.wait(timeout=0.01)
-    waiting = map(3, lambda event, worker: event.wait(), event, on=on)
+    waiting = start(on, 3, lambda event, worker: event.wait(), event)
     wait_blocked(event._gates["now"], readers=3)
     assert repr(event) == "<Event not set>"
     event.set()
@@ -213,31 +212,34 @@ def test_an_event_lets_all_go_who_wait_and_all_who_come(on: Any) -> None:
     assert event.wait()
 
 
-def test_an_event_that_was_cleared_is_waited_for_again() -> None:
-    event = Event()
+@between
+def test_an_event_that_was_cleared_is_waited_for_again(across: Any) -> None:
+    event = Event(across=across)
     for _ in range(3):
-        waiting = map(1, lambda event, worker: event.wait(), event, on="process")
+        waiting = PEERS[across](event.wait)
         wait_blocked(event._gates["now"], readers=1)
         event.set()
-        assert waiting.join() == [True]
+        assert waiting.result()
         event.clear()
         event.clear()
         assert not event.is_set()
 
 
-def test_who_waited_when_an_event_was_set_goes_though_it_is_cleared_at_once() -> None:
-    event = Event()
-    waiting = map(2, lambda event, worker: event.wait(), event, on="process")
+@between
+def test_who_waited_when_an_event_was_set_goes_though_it_is_cleared_at_once(across: Any) -> None:
+    event = Event(across=across)
+    waiting = [PEERS[across](event.wait) for _ in range(2)]
     wait_blocked(event._gates["now"], readers=2)
     event.set()
     event.clear()
-    assert waiting.join() == [True, True]
+    assert [peer.result() for peer in waiting] == [True, True]
 
 
-def test_an_event_is_not_changed_by_who_dies() -> None:
+@between
+def test_an_event_is_not_changed_by_who_dies(across: Any) -> None:
     """Neither one that waits, nor one that has set it."""
-    event = Event()
-    waiting = fork(event.wait)
+    event = Event(across=across)
+    waiting = PEERS[across](event.wait)
     wait_blocked(event._gates["now"], readers=1)
     waiting.kill()
     waiting.join()
@@ -248,14 +250,15 @@ def test_an_event_is_not_changed_by_who_dies() -> None:
         event.set()
         os.kill(os.getpid(), signal.SIGKILL)
 
-    fork(set_and_die).join()
+    PEERS[across](set_and_die).join()
     assert event.wait()
     event.clear()
     assert not event.is_set()
 
 
-def test_a_condition_and_an_event_cross_by_pickling_within_a_program() -> None:
-    event, condition = Event(), Condition()
+@between
+def test_a_condition_and_an_event_cross_by_pickling_within_a_program(across: Any) -> None:
+    event, condition = Event(across=across), Condition(across=across)
     pickle.loads(pickle.dumps(event)).set()
     assert event.is_set()
     with condition:
@@ -271,9 +274,9 @@ def waiters(condition: Condition) -> int:
 
 
 @everywhere
-def test_items_of_a_shared_list_are_taken_one_for_one(on: Any) -> None:
+def test_items_of_a_shared_list_are_taken_one_for_one(across: Any, on: Any) -> None:
     """As with every condition: who waits has the lock when it looks."""
-    condition, store = Condition(), SharedDict[str, Any]({"items": []})
+    condition, store = Condition(across=across), SharedDict[str, Any]({"items": []}, across=across)
 
     def take(condition: Condition, store: SharedDict[str, Any], worker: int) -> list[int]:
         taken = []
@@ -285,7 +288,7 @@ def test_items_of_a_shared_list_are_taken_one_for_one(on: Any) -> None:
                 store["items"] = items
         return taken
 
-    takers = map(3, take, condition, store, on=on)
+    takers = start(on, 3, take, condition, store)
     for number in range(15):
         with condition:
             store["items"] = [*store["items"], number]
@@ -294,8 +297,8 @@ def test_items_of_a_shared_list_are_taken_one_for_one(on: Any) -> None:
 
 
 @everywhere
-def test_notify_wakes_as_many_as_it_says_the_first_first(on: Any) -> None:
-    condition, woken = Condition(), Channel[int](across="processes")
+def test_notify_wakes_as_many_as_it_says_the_first_first(across: Any, on: Any) -> None:
+    condition, woken = Condition(across=across), Channel[int](across=across)
 
     def wait(condition: Condition, woken: Channel[int], worker: int) -> None:
         with condition:
@@ -304,7 +307,7 @@ def test_notify_wakes_as_many_as_it_says_the_first_first(on: Any) -> None:
 
     workers = []
     for number in range(4):
-        workers.append(map(1, lambda c, w, n, _: wait(c, w, n), condition, woken, number, on=on))
+        workers.append(start(on, 1, lambda c, w, n, _: wait(c, w, n), condition, woken, number))
         wait_until(lambda number=number: waiters(condition) == number + 1)  # type: ignore[misc]
     with condition:
         condition.notify()
@@ -321,12 +324,13 @@ def test_notify_wakes_as_many_as_it_says_the_first_first(on: Any) -> None:
     assert waiters(condition) == 0
 
 
-def test_a_wait_that_is_over_has_the_lock_again_and_leaves_no_trace() -> None:
-    condition = Condition()
+@between
+def test_a_wait_that_is_over_has_the_lock_again_and_leaves_no_trace(across: Any) -> None:
+    condition = Condition(across=across)
     with condition, condition:  # given up as a whole, however often it was taken
         assert condition.wait(timeout=0.01) is False
         assert condition.wait_for(lambda: 0, timeout=0.01) == 0
-        assert map(1, lambda worker: condition.acquire(blocking=False)).join() == [False]
+        assert PEERS[across](condition.acquire, False).result() is False
     assert waiters(condition) == 0
 
 
@@ -337,18 +341,21 @@ def test_a_condition_needs_its_lock() -> None:
             call()
     with pytest.raises(TypeError, match=r"flowchan\.pipelines\.Lock"):
         Condition(threading.Lock())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"Lock\(across='hosts'\)"):
+        Condition(Lock(), across="hosts")
 
 
-def test_two_conditions_of_one_lock() -> None:
-    lock = Lock()
+@between
+def test_two_conditions_of_one_lock(across: Any) -> None:
+    lock = Lock(across=across)
     first, second = Condition(lock), Condition(lock)
-    waiting = map(1, lambda worker: wait_in(first), on="process")
+    waiting = PEERS[across](wait_in, first)
     wait_until(lambda: waiters(first) == 1)
     with second:
         second.notify_all()
         assert waiters(first) == 1
         first.notify_all()
-    assert waiting.join() == [True]
+    assert waiting.result()
 
 
 def wait_in(condition: Condition) -> bool:
@@ -356,12 +363,13 @@ def wait_in(condition: Condition) -> bool:
         return condition.wait()
 
 
-def test_a_waiter_that_was_killed_takes_no_notification_with_it() -> None:
+@between
+def test_a_waiter_that_was_killed_takes_no_notification_with_it(across: Any) -> None:
     """The next one is woken, once the death is seen."""
-    condition = Condition()
-    first = fork(lambda: wait_in(condition))
+    condition = Condition(across=across)
+    first = PEERS[across](wait_in, condition)
     wait_until(lambda: waiters(condition) == 1)
-    second = map(1, lambda worker: wait_in(condition), on="process")
+    second = PEERS[across](wait_in, condition)
     wait_until(lambda: waiters(condition) == 2)
     with condition:
         gate = condition._waiting[next(iter(condition._waiting))]
@@ -370,13 +378,14 @@ def test_a_waiter_that_was_killed_takes_no_notification_with_it() -> None:
     wait_until(lambda: gate.closed)
     with condition:
         condition.notify()
-    assert second.join() == [True]
+    assert second.result()
     assert waiters(condition) == 0
 
 
-def test_a_notifier_that_is_killed_leaves_the_lock_and_those_it_has_not_woken() -> None:
-    condition, told = Condition(), Channel[None](across="processes")
-    waiting = map(1, lambda worker: wait_in(condition), on="process")
+@between
+def test_a_notifier_that_is_killed_leaves_the_lock_and_those_it_has_not_woken(across: Any) -> None:
+    condition, told = Condition(across=across), Channel[None](across=across)
+    waiting = PEERS[across](wait_in, condition)
     wait_until(lambda: waiters(condition) == 1)
 
     def hold() -> None:
@@ -384,10 +393,69 @@ def test_a_notifier_that_is_killed_leaves_the_lock_and_those_it_has_not_woken() 
             told.put(None)
             signal.pause()
 
-    child = fork(hold)
+    child = PEERS[across](hold)
     told.get()
     child.kill()
     child.join()
     with condition:
         condition.notify()
-    assert waiting.join() == [True]
+    assert waiting.result()
+
+
+# Over hosts
+
+
+def home_of_all(told: Channel[Any]) -> None:
+    """Runs on another host: what it makes lasts as long as it lives."""
+    serve(patience=2)
+    condition = Condition(across="hosts")
+    told.put([Barrier(2, across="hosts"), Event(across="hosts"), condition, SharedDict(across="hosts")])
+    with condition:
+        condition.wait()
+
+
+def test_nobody_waits_on_when_the_process_that_made_them_is_killed() -> None:
+    """C11: as at its channels."""
+    told: Channel[Any] = Channel(across="hosts")
+    home = PEERS["hosts"](home_of_all, told)
+    barrier, event, condition, shared = told.get()
+    wait_until(lambda: waiters(condition) == 1)
+    waiting = [ThreadPeer(barrier.wait), ThreadPeer(event.wait), ThreadPeer(wait_in, condition)]
+    wait_until(lambda: barrier.n_waiting == 1 and waiters(condition) == 2)
+    wait_blocked(event._gates["now"], readers=1)
+    home.kill()
+    home.join()
+    for peer, raised in zip(waiting, (threading.BrokenBarrierError, Broken, Broken), strict=True):
+        with pytest.raises(raised):
+            peer.result()
+    with pytest.raises(threading.BrokenBarrierError):
+        barrier.wait()
+    assert barrier.broken
+    assert barrier.n_waiting == 0
+    with pytest.raises(Broken):
+        shared.copy()
+
+
+@everywhere
+def test_gates_that_are_not_used_any_more_leave_nothing(across: Any, on: Any) -> None:
+    """C12: whoever made them."""
+    event, barrier = Event(across=across), Barrier(1, across=across)
+
+    def use(event: Event, barrier: Barrier, worker: int) -> None:
+        for _ in range(10):
+            event.set()
+            event.clear()
+            barrier.reset()
+
+    start(on, 1, use, event, barrier).join()
+    before = len(os.listdir("/proc/self/fd"))
+    start(on, 2, use, event, barrier).join()
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before)
+    assert not event.is_set()
+    assert barrier.wait() == 0
+
+
+@pytest.mark.parametrize("pattern", [functools.partial(Barrier, 2), Event, Condition, SharedDict])
+def test_what_is_made_of_copies_is_not_made_between_threads(pattern: Any) -> None:
+    with pytest.raises(ValueError, match="across must be 'processes' or 'hosts', not 'threads'"):
+        pattern(across="threads")

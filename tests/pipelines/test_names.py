@@ -8,18 +8,19 @@ import multiprocessing
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from scripts import start
 from waiting import wait_blocked, wait_until
 
 from flowchan import Channel, Closed, Drained
 from flowchan.pipelines import names, work_queue, workqueue
+
+pytestmark = pytest.mark.usefixtures("forked_programs")
 
 # What the programs begin and end with. Each is run under every start method, which its main() is told.
 BEGIN = """
@@ -178,8 +179,9 @@ def main():
 def test_names_hold_in_all_processes_of_a_program(body: str, method: str, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(BEGIN + body + END)
-    done = subprocess.run([sys.executable, program, method], capture_output=True, text=True, timeout=100)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "fine\n", "")
+    with start(program, method) as process:
+        out, err = process.communicate()
+    assert (process.returncode, out, err) == (0, "fine\n", "")
 
 
 def forked(function: Callable[[], object]) -> Any:

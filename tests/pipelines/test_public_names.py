@@ -7,10 +7,12 @@ import inspect
 from pathlib import Path
 
 import pytest
-import torch  # noqa: F401 - its threads begin here, not in a test
+from optional import optional
 
 import flowchan
 from flowchan import pipelines
+
+optional("torch")  # its threads begin here, not in a test
 
 SOURCES = sorted((Path(__file__).parents[2] / "pipelines").rglob("*.py"))
 

@@ -1,8 +1,8 @@
-"""``SharedDict``: a mapping between processes; every operation is done as a whole."""
+"""``SharedDict``: a mapping between processes, of one machine and of several; every operation is done as a
+whole."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import signal
@@ -11,11 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from between import PEERS, between, everywhere, start
 
 from flowchan import Channel
-from flowchan.pipelines import Lock, SharedDict, map  # noqa: A004
-
-everywhere = pytest.mark.parametrize("on", ["thread", "process"])
+from flowchan.pipelines import Lock, SharedDict
 
 
 def test_it_begins_with_what_it_is_given_and_the_source_stays() -> None:
@@ -28,8 +27,9 @@ def test_it_begins_with_what_it_is_given_and_the_source_stays() -> None:
         SharedDict(3)  # type: ignore[arg-type]
 
 
-def test_it_is_a_mutable_mapping() -> None:
-    shared: SharedDict[Any, Any] = SharedDict({"a": 1})
+@between
+def test_it_is_a_mutable_mapping(across: Any) -> None:
+    shared: SharedDict[Any, Any] = SharedDict({"a": 1}, across=across)
     shared["b"] = [2]
     assert shared["b"] == [2]
     assert "b" in shared
@@ -56,32 +56,33 @@ def test_what_is_read_is_a_copy() -> None:
 
 
 @everywhere
-def test_workers_see_each_others_changes(on: Any) -> None:
+def test_workers_see_each_others_changes(across: Any, on: Any) -> None:
     def write(shared: SharedDict[Any, Any], worker: int) -> None:
         shared[worker] = 10 * worker
 
-    shared: SharedDict[Any, Any] = SharedDict()
-    map(8, write, shared, on=on).join()
+    shared: SharedDict[Any, Any] = SharedDict(across=across)
+    start(on, 8, write, shared).join()
     assert sorted(shared.items()) == [(n, 10 * n) for n in range(1, 9)]
 
 
 @everywhere
-def test_changes_under_the_lock_are_one_change(on: Any) -> None:
+def test_changes_under_the_lock_are_one_change(across: Any, on: Any) -> None:
     def count(shared: SharedDict[str, int], worker: int) -> None:
         for _ in range(30):
             with shared.lock:
                 shared["n"] += 1
 
-    shared = SharedDict({"n": 0})
-    map(4, count, shared, on=on).join()
+    shared = SharedDict({"n": 0}, across=across)
+    start(on, 4, count, shared).join()
     assert shared["n"] == 120
 
 
 @everywhere
-def test_locks_arrays_and_other_mappings_can_be_inside(on: Any) -> None:
-    inner: SharedDict[int, int] = SharedDict()
-    lock = Lock()
-    shared: SharedDict[str, Any] = SharedDict({"lock": lock, "array": np.arange(20_000), "inner": inner})
+def test_locks_arrays_and_other_mappings_can_be_inside(across: Any, on: Any) -> None:
+    inner: SharedDict[int, int] = SharedDict(across=across)
+    lock = Lock(across=across)
+    items = {"lock": lock, "array": np.arange(20_000), "inner": inner}
+    shared: SharedDict[str, Any] = SharedDict(items, across=across)
 
     def work(shared: SharedDict[str, Any], worker: int) -> int:
         with shared["lock"]:
@@ -89,18 +90,18 @@ def test_locks_arrays_and_other_mappings_can_be_inside(on: Any) -> None:
             shared["inner"][worker] = int(shared["array"].sum())
         return worker
 
-    map(3, work, shared, on=on).join()
+    start(on, 3, work, shared).join()
     assert dict(inner) == dict.fromkeys((1, 2, 3), 199_990_000)
 
 
 @everywhere
-def test_an_increment_is_one_step_between_all_processes(on: Any) -> None:
+def test_an_increment_is_one_step_between_all_processes(across: Any, on: Any) -> None:
     def count(table: SharedDict[str, float], worker: int) -> None:
         for _ in range(25):
             table.increment("n")
 
-    table: SharedDict[str, float] = SharedDict()
-    map(3, count, table, on=on).join()
+    table: SharedDict[str, float] = SharedDict(across=across)
+    start(on, 3, count, table).join()
     assert table["n"] == 75
     assert table.increment("n", by=-0.5) == 74.5
     table.increment("new", 2)
@@ -125,9 +126,24 @@ def test_a_change_that_raises_changes_nothing() -> None:
     assert shared.copy() == {"a": 1}
 
 
+def test_what_only_one_machine_can_share_is_refused_over_hosts() -> None:
+    """C13: and nothing is changed."""
+    shared: SharedDict[str, Any] = SharedDict({"a": 1}, across="hosts")
+
+    def assign() -> None:
+        for value in (Lock(), Channel(across="processes")):
+            with pytest.raises(TypeError, match="across='hosts'"):
+                shared["b"] = value
+
+    assign()
+    PEERS["hosts"](assign).result()
+    assert shared.copy() == {"a": 1}
+
+
+@between
 @pytest.mark.parametrize("done", [False, True])
-def test_a_process_that_dies_in_the_middle_of_a_change_has_made_it_or_not(done: bool) -> None:
-    shared, told = SharedDict({"n": 0}), Channel[None](1, across="processes")
+def test_a_process_that_dies_in_the_middle_of_a_change_has_made_it_or_not(across: Any, done: bool) -> None:
+    shared, told = SharedDict({"n": 0}, across=across), Channel[None](1, across=across)
 
     def die() -> None:
         with shared.lock:
@@ -136,35 +152,33 @@ def test_a_process_that_dies_in_the_middle_of_a_change_has_made_it_or_not(done: 
             told.put(None)
             signal.pause()
 
-    child = multiprocessing.get_context("fork").Process(target=die)
-    child.start()
+    child = PEERS[across](die)
     told.get()
-    os.kill(child.pid or 0, signal.SIGKILL)
+    child.kill()
     assert shared["n"] == int(done)
     shared["n"] += 1
     assert shared["n"] == 1 + int(done)
     child.join()
 
 
-def test_it_outlives_the_processes_that_come_and_go() -> None:
-    shared: SharedDict[int, int] = SharedDict()
+@between
+def test_it_outlives_the_processes_that_come_and_go(across: Any) -> None:
+    shared: SharedDict[int, int] = SharedDict(across=across)
     for number in range(3):
-        map(
-            1, lambda shared, number, worker: shared.update({number: worker}), shared, number, on="process"
-        ).join()
+        PEERS[across](shared.update, {number: 1}).result()
     assert dict(shared) == {0: 1, 1: 1, 2: 1}
 
 
 @everywhere
-def test_a_mapping_that_only_another_one_holds_can_be_changed(on: Any) -> None:
+def test_a_mapping_that_only_another_one_holds_can_be_changed(across: Any, on: Any) -> None:
     """Nobody has an object of it between two accesses."""
-    outer = SharedDict({"inner": SharedDict[int, int]()})
+    outer = SharedDict({"inner": SharedDict[int, int](across=across)}, across=across)
 
     def change(outer: SharedDict[str, SharedDict[int, int]], worker: int) -> None:
         outer["inner"][worker] = worker
         outer["inner"].increment(0)
 
-    map(3, change, outer, on=on).join()
+    start(on, 3, change, outer).join()
     outer["inner"][4] = 4
     assert sorted(outer["inner"].items()) == [(0, 3), (1, 1), (2, 2), (3, 3), (4, 4)]
 
@@ -179,10 +193,7 @@ def test_channels_in_it_outlive_whoever_put_them_there() -> None:
         shared.update({"a": [channel], "b": inner})
         os.kill(os.getpid(), signal.SIGKILL)
 
-    child = multiprocessing.get_context("fork").Process(target=assign)
-    child.start()
-    child.join()
-    child.close()
+    PEERS["processes"](assign).join()
     shared["c"] = 3
     assert shared["c"] == 3
     assert shared["b"]["x"] == 1

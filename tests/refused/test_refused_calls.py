@@ -4,6 +4,7 @@ uses has another way, or an error that names it. The refusals are real ones, in 
 from __future__ import annotations
 
 import errno
+import importlib.util
 import signal
 import subprocess
 import sys
@@ -90,6 +91,7 @@ def test_channels_between_processes_say_that_they_need_proc_where_it_is_not_moun
     assert said("threads", "proc") == "9900 item"
 
 
+@pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not installed: pip install torch")
 def test_parts_in_processes_work_without_sched_setaffinity() -> None:
     """With one of the errors, for nobody asks which it is, and torch takes long to import."""
     assert said("parts", "sched_setaffinity", errno.EPERM) == "(4, 3)"

@@ -43,6 +43,6 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who does not end by itself is ended soon, where a test is bound to come to that."""
     monkeypatch.setattr(decisions, "GRACE", 0.2)

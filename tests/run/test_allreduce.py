@@ -7,7 +7,6 @@ import itertools
 from collections import Counter
 from typing import Any
 
-import numpy as np
 import pytest
 from runs import everywhere
 
@@ -72,22 +71,6 @@ def test_the_workers_of_a_merge_have_one_stream_each() -> None:
 
 def test_a_single_worker_gives_rounds_of_one() -> None:
     assert rounds(Graph("one").source([7, 8]).allreduce("mean")) == [(7.0, 1, 0), (8.0, 1, 1)]
-
-
-def test_every_operation_works_leaf_by_leaf_on_numbers_arrays_and_tensors() -> None:
-    torch = pytest.importorskip("torch")
-    values = {"sum": 9, "mean": 4.5, "prod": 18, "min": 3, "max": 6, "and": 2, "or": 7, "xor": 5}
-    for op, expected in values.items():
-        graph = Graph(op)
-        streams = [
-            graph.source([{"n": n, "a": [np.array([n, n])], "t": (torch.tensor([n]),)}], name=f"s{n}")
-            for n in (3, 6)
-        ]
-        ((value, contributors, _),) = rounds(graph.merge(*streams).allreduce(op))
-        assert contributors == 2
-        assert value["n"] == expected
-        assert value["a"][0].tolist() == [expected] * 2
-        assert value["t"][0].tolist() == [expected]
 
 
 def test_any_function_of_two_combines_in_the_order_of_the_workers() -> None:

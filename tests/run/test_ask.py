@@ -13,7 +13,7 @@ from runs import stage_of
 from waiting import wait_until
 
 from flowchan import Graph, Run, RunError, Stream, WorkerDied
-from flowchan.run import asking, chance
+from flowchan.run import asking, boards, chance
 
 
 def double(number: int) -> int:
@@ -29,7 +29,7 @@ def double_all(numbers: list[int]) -> list[Any]:
 
 
 async def double_later(number: int) -> int:
-    await asyncio.sleep(0.001)
+    await asyncio.sleep(0)
     return double(number)
 
 
@@ -107,6 +107,36 @@ def test_an_item_that_kills_its_worker_is_told_to_who_asked() -> None:
         assert await run.ask(questions, 4) == 8
 
     asked(by_processes, use)
+
+
+class Bomb:
+    """Ends the process of a worker that unpickles it."""
+
+    def __reduce__(self) -> Any:
+        return explode, (os.getpid(),)
+
+
+def explode(maker: int) -> Any:
+    if os.getpid() != maker:
+        os._exit(7)
+
+
+@pytest.mark.parametrize("in_batches", [False, True])
+def test_an_item_that_kills_who_unpickles_it_is_told_to_who_asked(in_batches: bool) -> None:
+    """Alone, or together with those who share its batch; and the run goes on."""
+
+    def declare(stream: Stream[Any]) -> Stream[Any]:
+        batches = stream.batch(2, timeout=0.001) if in_batches else stream
+        return batches.map(lambda item: item, on="process", max_deaths=2)
+
+    async def use(run: Run, questions: Any) -> None:
+        asks = [run.ask(questions, Bomb()) for _ in range(2)]
+        for error in await asyncio.gather(*asks, return_exceptions=True):
+            assert isinstance(error, WorkerDied)
+            assert "2 × exited with code 7" in str(error)
+        assert await run.ask(questions, 4) == 4
+
+    asked(declare, use)
 
 
 def test_a_failed_item_that_was_asked_is_counted_and_ends_nothing() -> None:
@@ -206,16 +236,18 @@ def test_what_nobody_waits_for_any_more_is_dropped_at_the_next_stage(on: Any) ->
 def test_a_question_that_is_forgotten_late_crosses_off_nobody_elses() -> None:
     async def main() -> None:
         chance.enter(chance.Worker("stage", 1, 1, 0, 0))
-        questions = asking.Asking(lambda: None)
+        told: list[int] = []
+        questions = asking.Asking(lambda: None, told.append)
         try:
-            first, *others, last = [questions.begin(None)[0] for _ in range(asking.BOARD + 1)]
+            first, *others, last = [questions.begin(None)[0] for _ in range(boards.PLACES + 1)]
             for one in others:
                 questions.forget(one.question)
             questions.forget(first.question)
-            assert not asking._crossed_off(last)
+            assert not boards.is_crossed_off(last.question, last.board)
             questions.forget(last.question)
-            assert asking._crossed_off(last)
-            assert not asking._crossed_off(first)
+            assert boards.is_crossed_off(last.question, last.board)
+            assert not boards.is_crossed_off(first.question, first.board)
+            assert told == [one.question for one in (*others, first, last)]
         finally:
             questions.end()
 

@@ -35,6 +35,7 @@ def workers_of(run: Any) -> list[psutil.Process]:
     return psutil.Process().children()
 
 
+@pytest.mark.usefixtures("by_fork")
 def test_random_kills_of_cheap_maps_blame_no_item() -> None:
     """What counts is a death in the user's code, not one while a finished output waits for its place. Whoever
     holds the results back lets the workers wait so for most of the time."""
@@ -57,6 +58,7 @@ def test_random_kills_of_cheap_maps_blame_no_item() -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
+@pytest.mark.usefixtures("by_fork")
 def test_1_000_random_kills_of_cheap_maps_blame_no_item(monkeypatch: pytest.MonkeyPatch) -> None:
     """With all defaults but those that keep who dies all the time from being started again."""
     kills, ended = 1_000, threading.Event()

@@ -135,7 +135,7 @@ def test_a_death_announces_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 COLLECTED = """
-    import os, signal, threading
+    import multiprocessing, os, signal, threading
     from flowchan import Channel, Graph, RunError
 
     def collect(*_):
@@ -156,6 +156,7 @@ COLLECTED = """
         result = graph.source(range(9)).map(work, on="process", restarts=restarts).collect()
         return graph.run()[result]
 
+    multiprocessing.set_start_method("fork")  # its workers are its own children, which it collects
     died = Channel(1, across="processes")
     HOW
     print(run(restarts=1) == list(range(9)))

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -12,14 +14,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from flowchan.errors import MemberDied, MemberLeft
-from flowchan.run import measure
+from flowchan.run import decisions, measure
 from flowchan.run.decisions import (
     GRACE,
     STOP_SECONDS,
     AbortAsked,
     BreakChannels,
     Died,
+    Disband,
     Fell,
+    Meet,
     Phase,
     Regroup,
     ReleasePorts,
@@ -32,7 +36,7 @@ from flowchan.run.decisions import (
     decide,
     next_at,
 )
-from flowchan.run.events import Ended, Failure, WorkerId
+from flowchan.run.events import Bereft, Ended, Failure, WorkerId
 
 SOURCE, MAP, SINK = (WorkerId(name, 1) for name in ("source", "map", "sink"))
 ALL = frozenset({SOURCE, MAP, SINK})
@@ -208,6 +212,47 @@ def test_a_run_that_fails_waits_for_no_gang() -> None:
     assert (state.phase, [one.worker for one in state.failures]) == ("ended", [first])
 
 
+ELASTIC = dataclasses.replace(GANG_AT_WORK, elastic=frozenset({"gang"}))
+
+
+def test_of_an_elastic_gang_the_others_meet_and_meet_again_when_another_has_come() -> None:
+    first, second, third = GANG
+    state, actions = decide(ELASTIC, died(first), 0.0)
+    assert actions == (Replace(first, 0.0),)
+    state, actions = decide(state, Bereft(third, missing(third)), 0.0)
+    assert actions == (Disband("gang"),)
+    state, actions = decide(state, Bereft(second, missing(second)), 0.0)
+    assert actions == (Disband("gang"), Meet((second, third)))
+    state, actions = decide(state, Bereft(first, None), 0.0)
+    assert actions == (Disband("gang"),)
+    state, actions = decide(state, Bereft(second, missing(second)), 0.0)
+    state, actions = decide(state, Ended(third), 0.0)
+    assert actions == (ReleasePorts(third), Meet((second, first)))  # who is new comes last
+    assert state.restarts == {"gang": 1}
+    assert not state.waiting
+    assert not state.coming
+
+
+def test_who_dies_before_it_has_a_group_is_not_waited_for() -> None:
+    first, second, third = GANG
+    state, _ = decide(ELASTIC, died(first), 0.0)
+    state, _ = decide(state, Bereft(third, missing(third)), 0.0)
+    state, _ = decide(state, died(third), 0.0)
+    state, actions = decide(state, Bereft(second, missing(second)), 0.0)
+    assert actions == (Disband("gang"), Meet((second,)))
+
+
+def test_an_elastic_gang_in_which_nobody_died_meets_as_often_as_it_may() -> None:
+    state = ELASTIC
+    for meeting in (1, 2, 3):
+        for worker in GANG:
+            state, actions = decide(state, Bereft(worker, missing(worker)), 0.0)
+        if meeting < 3:
+            assert actions[-1] == Meet(GANG)
+    assert (state.phase, actions[-1]) == ("failing", BreakChannels())
+    assert [one.worker for one in state.failures] == [GANG[0]]
+
+
 def test_a_stop_stops_the_sources() -> None:
     state, actions = decide(START, StopAsked(), 7.0)
     assert (state.phase, state.since, state.stopped) == ("stopping", 7.0, True)
@@ -235,6 +280,16 @@ def test_an_abort_of_a_broken_run_changes_nothing(phase: Phase) -> None:
 @pytest.mark.parametrize("phase", GOING_ON)
 def test_time_within_the_grace_changes_nothing(phase: Phase) -> None:
     assert decide(at(phase), Tick(), GRACE) == (at(phase), ())
+
+
+def test_who_waits_for_the_grace_reads_it_when_it_waits() -> None:
+    """Nobody has it under a name of its own, so who shortens it, as ``short_grace`` does, shortens it for
+    all."""
+    folder = Path(decisions.__file__).parents[1]
+    imported = re.compile(rf"^from {decisions.__name__} import (\([^)]*\)|.*)", re.MULTILINE)
+    found = {path: " ".join(imported.findall(path.read_text())) for path in folder.rglob("*.py")}
+    assert "decide" in found[folder / "run" / "supervisor.py"]
+    assert [path for path, names in found.items() if re.search(r"\bGRACE\b", names)] == []
 
 
 def test_a_run_may_take_its_time() -> None:
@@ -278,9 +333,16 @@ class Runs(RuleBasedStateMachine):
         ends=st.sets(st.integers(0, 3), min_size=1),
         restarts=st.integers(0, 2),
         gangs=st.sets(st.integers(0, 3)),
+        elastic=st.booleans(),
     )
     def begin(
-        self, stages: list[int], processes: set[int], ends: set[int], restarts: int, gangs: set[int]
+        self,
+        stages: list[int],
+        processes: set[int],
+        ends: set[int],
+        restarts: int,
+        gangs: set[int],
+        elastic: bool,
     ) -> None:
         workers = [WorkerId(str(s), n + 1) for s, count in enumerate(stages) for n in range(count)]
         self.now = 0.0
@@ -298,6 +360,7 @@ class Runs(RuleBasedStateMachine):
             ),
             limits=dict.fromkeys(map(str, range(len(stages))), restarts),
             gangs=frozenset(map(str, gangs)),
+            elastic=frozenset(map(str, gangs & processes if elastic else ())),
         )
 
     @property
@@ -319,6 +382,10 @@ class Runs(RuleBasedStateMachine):
                     self.killed.add(action.worker)
             elif isinstance(action, StopSources):
                 assert before.phase == "running"
+            elif isinstance(action, Meet):
+                stage = action.workers[0].stage
+                mates = {worker for worker in self.state.alive - self.state.coming if worker.stage == stage}
+                assert set(action.workers) == mates, "all that are at work"
 
     def some(self, data: st.DataObject, workers: frozenset[WorkerId]) -> WorkerId:
         return data.draw(st.sampled_from(sorted(workers, key=str)))
@@ -342,6 +409,18 @@ class Runs(RuleBasedStateMachine):
     @rule(data=st.data())
     def a_worker_misses_another_of_its_group(self, data: st.DataObject) -> None:
         self.happens(missing(self.some(data, self.living - self.state.bereft.keys())))
+
+    @precondition(lambda self: self.without_group)
+    @rule(data=st.data())
+    def a_worker_finds_its_group_over(self, data: st.DataObject) -> None:
+        worker = self.some(data, self.without_group)
+        self.happens(Bereft(worker, None if worker in self.state.coming else missing(worker)))
+
+    @property
+    def without_group(self) -> frozenset[WorkerId]:
+        """Of elastic gangs, who may say so."""
+        state = self.state
+        return frozenset(one for one in state.alive - state.waiting.keys() if one.stage in state.elastic)
 
     @precondition(lambda self: self.living & self.state.processes)
     @rule(data=st.data())

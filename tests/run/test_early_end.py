@@ -179,7 +179,7 @@ def test_an_errors_stream_whose_reader_has_left_receives_nothing_so_the_failure_
     assert [str(error.__cause__) for error in caught.value.exceptions] == ["item 1"]
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.usefixtures("short_grace")
 def test_a_source_that_waits_for_its_device_is_given_up_with_a_warning_that_names_it() -> None:
     device = threading.Event()
 
@@ -198,7 +198,7 @@ def test_a_source_that_waits_for_its_device_is_given_up_with_a_warning_that_name
     device.set()
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.usefixtures("short_grace")
 def test_a_source_process_that_waits_for_its_device_is_ended() -> None:
     device = Gate()
 

@@ -27,6 +27,9 @@ def summed(numbers: In[int], group: Group, out: Out[tuple[int, int]]) -> None:
         pass
 
 
+def lonely(numbers: In[int]) -> None: ...
+
+
 @everywhere
 def test_each_worker_has_its_member_of_one_group(on: Any) -> None:
     def tell(group: Group, out: Out[tuple[Any, ...]]) -> None:
@@ -86,7 +89,10 @@ def test_wrong_declarations_say_what_is_allowed() -> None:
     graph = Graph("wrong")
     graph.stage(late, graph.source([1]), name="late")
     graph.stage(summed, graph.source([1]), group=3, name="given").collect()
+    graph.stage(summed, graph.source([1]), elastic=True, name="threads").collect()
     found = {(problem.stage, problem.rule) for problem in graph.check()}
-    assert found == {("late", "gang"), ("given", "ports")}
+    assert found == {("late", "gang"), ("given", "ports"), ("threads", "gang")}
+    with pytest.raises(ValueError, match="elastic=True is for a gang"):
+        graph.stage(lonely, graph.source([1]), elastic=True)
     with pytest.raises(GraphError, match="which the run gives"):
         graph.run()

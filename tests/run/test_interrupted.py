@@ -17,6 +17,8 @@ import flowchan
 from flowchan import Graph, Interrupted, RunError
 from flowchan.run.signals import Ears
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 SUM = """
     import itertools, signal, sys, threading, time
     from flowchan import Graph, Interrupted, Out, RunError
@@ -298,7 +300,7 @@ def test_ctrl_c_on_an_event_loop_finishes_what_is_in_flight(way: str, tmp_path: 
 
         async def wait(run):
             print("going", flush=True)
-            await asyncio.sleep(1e6)
+            await asyncio.Event().wait()
 
         async def loop(run):
             async for number in run.aiter(listed):

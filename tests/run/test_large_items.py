@@ -11,11 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
+from optional import optional
 
 from flowchan import Graph, Holder
 from flowchan.run.explain import explain
 from flowchan.run.stats import LinkStats, RunStats, StageStats
+
+torch = optional("torch")
 
 pytestmark = pytest.mark.usefixtures("one_compute_thread")
 

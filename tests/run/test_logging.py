@@ -131,7 +131,7 @@ def test_a_run_logs_its_beginning_and_its_end(caplog: pytest.LogCaptureFixture) 
     assert ends.startswith("graph 'quick' is done after ")
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.usefixtures("short_grace")
 def test_who_does_not_end_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     def stuck(number: int) -> int:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -159,7 +159,8 @@ def test_a_program_that_asks_for_nothing_sees_nothing(tmp_path: Path) -> None:
         good = graph.source([1]).map(lambda _: os._exit(7), on="process", max_deaths=2)
         good.collect()
         good.errors.sink(lambda failed: None)
-        graph.run()
+        if __name__ == "__main__":
+            graph.run()
     """
     with start(script(tmp_path, program)) as process:
         assert process.communicate() == ("", "")

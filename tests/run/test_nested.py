@@ -13,6 +13,8 @@ import pytest
 from runs import run_python, script, start
 from waiting import wait_until
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 METHODS = pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 
 PROGRAM = """

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
-import time
 import warnings
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
@@ -16,6 +15,7 @@ from runs import Gate, everywhere
 from waiting import wait_until
 
 from flowchan import Channel, Graph, Out, RunError
+from flowchan.run.async_worker import Tasks
 
 
 def same(item: Any) -> Any:
@@ -23,9 +23,11 @@ def same(item: Any) -> Any:
 
 
 class Log:
-    """A file that nobody writes to any more."""
+    """A file that nobody writes to any more. ``cancels``: each time that a stage's tasks are to be
+    cancelled."""
 
-    def __init__(self) -> None:
+    def __init__(self, cancels: list[Tasks]) -> None:
+        self.cancels = cancels
         self.cleaned: list[str] = []
 
     async def tail(self, lines: int) -> AsyncIterator[int]:
@@ -34,9 +36,23 @@ class Log:
                 yield line
             await asyncio.Event().wait()
         finally:
-            # longer than the supervisor's look: what cleans up is not cancelled again
-            await asyncio.sleep(0.2)
+            # though it is asked for again: what cleans up is not cancelled again
+            asked = len(self.cancels)
+            await asyncio.to_thread(wait_until, lambda: len(self.cancels) >= asked + 2)
             self.cleaned.append("tail")
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> Log:
+    cancels: list[Tasks] = []
+    cancel = Tasks.cancel
+
+    def counted(tasks: Tasks) -> None:
+        cancels.append(tasks)
+        cancel(tasks)
+
+    monkeypatch.setattr(Tasks, "cancel", counted)
+    return Log(cancels)
 
 
 # an async generator is a source
@@ -63,8 +79,7 @@ def test_a_coroutine_that_gives_an_iterable_is_a_source() -> None:
     assert graph.run()[numbers] == [7, 7]
 
 
-def test_stop_cancels_an_async_generator_and_it_cleans_up() -> None:
-    log = Log()
+def test_stop_cancels_an_async_generator_and_it_cleans_up(log: Log) -> None:
     graph = Graph("polls")
     lines = graph.source(log.tail, 3).map(same).collect()
     run = graph.start()
@@ -75,8 +90,7 @@ def test_stop_cancels_an_async_generator_and_it_cleans_up() -> None:
     assert log.cleaned == ["tail"]
 
 
-def test_abort_cancels_an_async_generator_and_it_cleans_up() -> None:
-    log = Log()
+def test_abort_cancels_an_async_generator_and_it_cleans_up(log: Log) -> None:
     graph = Graph("polls")
     graph.source(log.tail, 0).sink(same)
     run = graph.start()
@@ -86,8 +100,7 @@ def test_abort_cancels_an_async_generator_and_it_cleans_up() -> None:
 
 
 @pytest.mark.parametrize("lines", [2, 1_000])
-def test_an_early_end_cancels_an_async_generator_and_it_cleans_up(lines: int) -> None:
-    log = Log()
+def test_an_early_end_cancels_an_async_generator_and_it_cleans_up(log: Log, lines: int) -> None:
     graph = Graph("polls")
     taken = graph.source(log.tail, lines).take(2).collect()
     with warnings.catch_warnings():
@@ -96,8 +109,7 @@ def test_an_early_end_cancels_an_async_generator_and_it_cleans_up(lines: int) ->
     assert log.cleaned == ["tail"]
 
 
-def test_an_early_end_cancels_it_while_the_rest_of_the_run_goes_on() -> None:
-    log = Log()
+def test_an_early_end_cancels_it_while_the_rest_of_the_run_goes_on(log: Log) -> None:
     gate = Gate()
     graph = Graph("polls")
     graph.source(log.tail, 3).take(2).sink(same)
@@ -139,8 +151,7 @@ def test_its_annotation_gives_the_type_of_the_items(annotation: Any) -> None:
     assert (problem.rule, problem.stage) == ("type", "shout")
 
 
-def test_an_async_generator_does_not_run_in_a_process_and_must_not_be_called_already() -> None:
-    log = Log()
+def test_an_async_generator_does_not_run_in_a_process_and_must_not_be_called_already(log: Log) -> None:
     graph = Graph("polls")
     graph.source(log.tail, 1, on="process").sink(same)
     assert "async" in [problem.rule for problem in graph.check()]
@@ -157,8 +168,7 @@ def poll(out: Out[int], started: Channel[int], ended: Channel[str]) -> None:
     """Writes once, and then has nothing to write."""
     out.put(0)
     started.close()
-    while not out.closed:
-        time.sleep(0.01)
+    wait_until(lambda: out.closed)
     ended.put("saw it")
 
 

@@ -21,6 +21,8 @@ from waiting import wait_until
 
 from flowchan import Channel, Graph, In, Out, RunError
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 
 def same(item: Any) -> Any:
     return item

@@ -22,6 +22,8 @@ from waiting import wait_until
 from flowchan import Channel, Graph, RunError, _core
 from flowchan.run import crew
 
+pytestmark = pytest.mark.usefixtures("by_fork")
+
 MOST = 40
 """More than any start here takes of anything."""
 

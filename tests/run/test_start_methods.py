@@ -3,6 +3,9 @@ lambdas, closures, functions and classes of ``__main__`` included."""
 
 from __future__ import annotations
 
+import os
+import threading
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import pytest
 from runs import run_python, script, start
 
 from flowchan import Graph, In, Out, RunError
+from flowchan.run import starting
 
 METHODS = pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 
@@ -211,7 +215,7 @@ def test_a_process_of_the_program_that_runs_the_graph_on_import_says_why_it_ends
             try:
                 process.start()
                 process.join()
-            except EOFError:
+            except (EOFError, ConnectionError):
                 pass
         else:
             graph = Graph("unguarded")
@@ -407,3 +411,49 @@ def test_a_process_that_returns_with_a_run_under_way_ends_and_takes_it_along(
             sys.exit(child.exitcode)
     """
     run_python(script(tmp_path, program), method)
+
+
+def test_one_thread_at_a_time_of_such_a_child_gives_up_its_parents_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two would close its descriptor twice, and the second time it may be another file."""
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    reader, writer = os.pipe()
+    for name, value in {"pid": os.getppid(), "alive_fd": writer, "address": ""}.items():
+        monkeypatch.setattr(server, f"_forkserver_{name}", value)
+    others_may_come: list[bool] = []
+
+    def look(*_: object) -> None:
+        other = threading.Thread(target=lambda: others_may_come.append(server._lock.acquire(blocking=False)))
+        other.start()
+        other.join()
+        raise ChildProcessError
+
+    monkeypatch.setattr(os, "waitid", look)
+    starting._leave_the_parents_server()
+    monkeypatch.undo()
+    assert others_may_come == [False]
+    assert os.read(reader, 1) == b""
+    os.close(reader)
+
+
+def test_a_child_that_the_program_forked_has_a_forkserver_of_its_own(tmp_path: Path) -> None:
+    """Python would take its parent's, and fails."""
+    program = """
+        import multiprocessing, os
+        from flowchan import Graph
+
+        def total():
+            graph = Graph("sum")
+            added = graph.source(range(5)).map(abs, on="process").reduce(int.__add__, 0)
+            return graph.run()[added]
+
+        if __name__ == "__main__":
+            multiprocessing.set_start_method("forkserver")
+            assert total() == 10
+            if (child := os.fork()) == 0:
+                os._exit(total())
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 10
+            assert total() == 10
+    """
+    run_python(script(tmp_path, program))

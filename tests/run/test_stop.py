@@ -19,6 +19,8 @@ from waiting import wait_until
 
 from flowchan import Broken, Closed, Graph, Out, RunError
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 PROGRAM = """
     import itertools, os, sys, threading
     from flowchan import Graph
@@ -171,7 +173,7 @@ def test_abort_discards_what_is_in_flight(on: Any) -> None:
     assert run.stats().state == "aborted"
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.usefixtures("short_grace")
 def test_abort_ends_workers_that_ignore_it() -> None:
     gate = Gate()
     graph = Graph("r5")
@@ -183,7 +185,7 @@ def test_abort_ends_workers_that_ignore_it() -> None:
     assert not any(stage.alive for stage in run.stats().stages)
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.usefixtures("short_grace")
 def test_abort_ends_workers_that_ignore_sigterm() -> None:
     gate = Gate()
 
@@ -200,7 +202,7 @@ def test_abort_ends_workers_that_ignore_sigterm() -> None:
     assert run.stats().state == "aborted"
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.usefixtures("short_grace")
 def test_abort_gives_threads_up_that_nothing_can_interrupt() -> None:
     held = threading.Event()
     entered = threading.Event()
@@ -248,7 +250,7 @@ def test_a_thread_that_is_given_up_ends_the_run_where_warnings_are_errors_too(tm
     assert "still runs code of yours" in err
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.usefixtures("short_grace")
 @everywhere
 def test_stop_does_not_wait_for_a_source_that_is_blocked_in_its_own_iterator(on: Any) -> None:
     device = Gate()
@@ -285,7 +287,7 @@ def test_stopping_a_run_that_has_ended_does_nothing() -> None:
     assert run.stats().state == "done"
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.usefixtures("short_grace")
 def test_an_abort_after_a_stop_breaks_at_once() -> None:
     gate = Gate()
     graph = Graph("r5")

@@ -224,6 +224,17 @@ def test_a_stop_stops_the_sources_and_the_rest_drains(crew: FakeCrew, supervisor
     assert supervisor.stats().state == "stopped"
 
 
+@pytest.mark.parametrize(("host", "told"), [("", 0), ("far", 1024)])
+def test_who_gives_questions_up_never_waits_for_the_supervisor(host: str, told: int) -> None:
+    """Its queue is full here, and only other hosts have to be told."""
+    here = planned()
+    there = tuple(dataclasses.replace(worker, host=host) for worker in here.workers)
+    supervisor = Supervisor(dataclasses.replace(here, workers=there), FakeCrew(here))
+    for question in range(1100):
+        supervisor.cross_off(question)
+    assert len(supervisor._events) == told
+
+
 def test_when_all_ends_have_ended_the_rest_is_stopped(crew: FakeCrew, supervisor: Supervisor) -> None:
     supervisor.turn(Ended(SINK))
     assert crew.asked == [("release", SINK), ("stop sources",)]

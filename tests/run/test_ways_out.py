@@ -27,6 +27,8 @@ import pytest
 from runs import script, start
 from waiting import wait_until
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 PROGRAM = """
     import ctypes, itertools, multiprocessing, os, signal, sys
     from flowchan import Channel, Graph

@@ -6,12 +6,12 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from warm import Template
 
-PYTHON = [sys.executable, "-W", "ignore:Sequential:RuntimeWarning"]
+QUIET = ("-W", "ignore:Sequential:RuntimeWarning")
 """Models so small that a pipe may warn that it can't win."""
 
 PROGRAM = """
@@ -75,10 +75,14 @@ def infer():
 
 if __name__ == "__main__":
     multiprocessing.set_start_method(sys.argv[1])
+    # what workers import that begin with nothing, those of spawn show
+    multiprocessing.set_forkserver_preload(["torch._dynamo", "flowchan.pipelines.sequential"])
     torch.manual_seed(0)
     # torch's threads have begun: none of them is in a forked process
     torch.ones(300, 300) @ torch.ones(300, 300)
     train()
+    if "only trains" in sys.argv:
+        sys.exit(print("fine"))
     forgotten = infer()
     print("fine")
     left = forgotten.stream(torch.ones(64, 300) for _ in range(10 ** 9))
@@ -86,11 +90,21 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
-def test_a_program_that_trains_and_infers_with_pipes(method: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("method", "does"),
+    [
+        ("fork", "trains and infers"),
+        ("forkserver", "trains and infers"),
+        ("spawn", "only trains"),  # each process imports torch, for two seconds
+        pytest.param("spawn", "trains and infers", marks=pytest.mark.long),
+    ],
+)
+def test_a_program_that_trains_and_infers_with_pipes(
+    torch_programs: Template, method: str, does: str, tmp_path: Path
+) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    done = subprocess.run([*PYTHON, program, method], capture_output=True, text=True, timeout=100)
+    done = torch_programs.run(*QUIET, program, method, does)
     assert (done.returncode, done.stdout, done.stderr) == (0, "fine\n", "")
 
 
@@ -118,8 +132,8 @@ with Sequential([nn.Linear(3, 3), nn.Linear(3, 3)], on=sys.argv[1]) as pipe:
 
 
 @pytest.mark.parametrize("on", ["thread", "process"])
-def test_ctrl_c_ends_a_stream_and_the_pipe_goes_on(on: str) -> None:
-    done = subprocess.run([*PYTHON, "-c", INTERRUPTED, on], capture_output=True, text=True, timeout=100)
+def test_ctrl_c_ends_a_stream_and_the_pipe_goes_on(torch_programs: Template, on: str) -> None:
+    done = torch_programs.run(*QUIET, "-c", INTERRUPTED, on)
     assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted (4, 3)\n", "")
 
 
@@ -150,11 +164,11 @@ if __name__ == "__main__":
 """
 
 
-def test_a_program_that_trains_ends_by_ctrl_c(tmp_path: Path) -> None:
+def test_a_program_that_trains_ends_by_ctrl_c(torch_programs: Template, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(TRAINS)
-    process = subprocess.Popen(
-        [sys.executable, str(program)],
+    process = torch_programs.popen(
+        program,
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowchan.pipelines.sequential import schedule as module
@@ -117,6 +117,7 @@ def test_one_worker_and_one_micro_batch_go_forward_and_backward(schedule: Any) -
     assert text(steps(schedule, 0, 1, 1, 1)) == "F0 B0"
 
 
+@settings(deadline=None)
 @given(arguments())
 def test_each_worker_does_every_step_of_its_parts_once_and_backward_after_forward(
     one: tuple[Any, int, int, int],
@@ -143,6 +144,7 @@ def halves(step: Step) -> list[Step]:
     return [Step(op, step.chunk, step.part) for op in ("I", "W")] if step.op == "B" else [step]  # type: ignore[arg-type]
 
 
+@settings(deadline=None)
 @given(arguments())
 def test_micro_batches_go_through_a_part_in_their_order_both_ways(one: tuple[Any, int, int, int]) -> None:
     schedule, workers, parts, chunks = one
@@ -200,6 +202,7 @@ def test_steps_are_written_with_their_part_where_there_are_several(found: list[S
     assert text(found) == written
 
 
+@settings(deadline=None)
 @given(
     st.lists(
         st.builds(Step, st.sampled_from(["F", "B", "I", "W"]), st.integers(0, 10**4), st.integers(0, 10**4)),
@@ -210,6 +213,7 @@ def test_text_reads_back_as_the_steps_it_was_written_from(found: list[Step]) -> 
     assert parse(text(found), part=found[0].part if found else 0) == found
 
 
+@settings(deadline=None)
 @given(arguments())
 def test_every_schedule_reads_back_from_its_text(one: tuple[Any, int, int, int]) -> None:
     for worker, found in enumerate(plan(*one)):

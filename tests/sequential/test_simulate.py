@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowchan.pipelines.sequential.schedule import SCHEDULES, Step, parse, plan
@@ -174,6 +174,7 @@ def test_the_picture_in_the_guide_is_what_its_code_draws() -> None:
 # Every order can be done
 
 
+@settings(deadline=None)
 @given(plans(), st.floats(0.1, 10), st.floats(0.1, 10), st.sampled_from([None, 1, 2, 3]))
 def test_every_schedule_runs_to_its_end_with_one_place_per_link_and_each_step_after_what_it_needs(
     lists: list[list[Step]], forward: float, backward: float, capacity: int | None
@@ -264,6 +265,7 @@ def test_a_deadlock_for_want_of_room_is_found_and_more_room_ends_it() -> None:
     assert simulate(lists, capacity=2).makespan == simulate(lists).makespan == 8
 
 
+@settings(deadline=None)
 @given(plans(), st.data())
 def test_a_step_left_out_is_missed(lists: list[list[Step]], data: st.DataObject) -> None:
     """Unless nobody needs it: of one micro-batch, the backward pass through the first part, or weights."""

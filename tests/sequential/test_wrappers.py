@@ -3,11 +3,10 @@ plain module is inside of it; what can't be sharded says so."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from warm import Template
 
 PROGRAM = """
 import contextlib
@@ -60,11 +59,12 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("on", ["thread", "process"])
-def test_two_ranks_learn_what_they_learn_with_the_plain_module(on: str, tmp_path: Path) -> None:
+def test_two_ranks_learn_what_they_learn_with_the_plain_module(
+    torch_programs: Template, on: str, tmp_path: Path
+) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    command = [sys.executable, "-W", "ignore", program, tmp_path / "meeting", on]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = torch_programs.run("-W", "ignore", program, tmp_path / "meeting", on)
     assert (done.returncode, done.stdout) == (0, "the same\n"), done.stderr
 
 
@@ -154,9 +154,10 @@ if __name__ == "__main__":
 """
 
 
-def test_what_is_sharded_around_a_pipe_learns_the_same_and_what_cant_be_says_so(tmp_path: Path) -> None:
+def test_what_is_sharded_around_a_pipe_learns_the_same_and_what_cant_be_says_so(
+    torch_programs: Template, tmp_path: Path
+) -> None:
     program = tmp_path / "program.py"
     program.write_text(SHARDED)
-    command = [sys.executable, "-W", "ignore", program, tmp_path / "meeting"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = torch_programs.run("-W", "ignore", program, tmp_path / "meeting")
     assert (done.returncode, done.stdout) == (0, "the same\n"), done.stderr

@@ -39,15 +39,6 @@ def beside(sock: socket.socket, secret: bytes = SECRET, *, dialled: bool = False
     return ThreadPeer(lambda: met(sock, secret, dialled=dialled, **more))
 
 
-def receive(sock: socket.socket, size: int) -> bytes:
-    """Exactly so many bytes, or what came before the end."""
-    came = b""
-    with contextlib.suppress(ConnectionError):
-        while len(came) < size and (more := sock.recv(size - len(came))):
-            came += more
-    return came
-
-
 @contextlib.contextmanager
 def ctrl_c() -> Iterator[None]:
     """A signal's handler raises soon, and the block must end with that."""

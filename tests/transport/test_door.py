@@ -10,8 +10,9 @@ import struct
 from typing import Any
 
 import pytest
-from ends import OTHER, SECRET, ctrl_c, met, receive
+from ends import OTHER, SECRET, ctrl_c, met
 from peers import ThreadPeer
+from sockets import receive
 from waiting import wait_until
 
 import flowchan

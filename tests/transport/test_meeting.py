@@ -12,8 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from ends import OTHER, SECRET, beside, connected, ctrl_c, met, receive
+from ends import OTHER, SECRET, beside, connected, ctrl_c, met
 from peers import ThreadPeer
+from sockets import receive
 
 import flowchan
 from flowchan.transport import authentication, tcp

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from ends import OTHER, SECRET, beside, connected, met, receive
+from ends import OTHER, SECRET, beside, connected, met
 from peers import ThreadPeer, wait_for_the_end_of
+from sockets import receive
 from waiting import wait_until
 
 import flowchan
@@ -245,7 +246,7 @@ def test_a_byte_changed_on_the_way_ends_the_connection() -> None:
         passed_on(his_listens, his_dialled, PROOF)
         passed_on(his_dialled, his_listens, PROOF)
         hello = his_listens.recv(99)
-        his_dialled.sendall(hello[:-1] + bytes([hello[-1] ^ 1]) + bytes(999))
+        his_dialled.sendall(hello[:-1] + bytes([hello[-1] ^ 1]) + bytes(9999))
         assert "TLS did not begin" in refusal(two)
         his_listens.shutdown(socket.SHUT_WR)
         assert "it ended the connection while TLS began" in refusal(one)

@@ -117,3 +117,30 @@ def test_of_a_line_that_is_drawn_over_for_ever_only_the_last_is_kept() -> None:
     text = captured._pass_on(text + b"\r")
     assert captured._pass_on(text + b"\nnext") == b"next"
     assert shown == ["99 %"]
+
+
+POOL = """
+    import multiprocessing, sys
+    from flowchan import Graph
+
+    def talk(number):
+        print("x" * 2000)
+        return number
+
+    if __name__ == "__main__":
+        multiprocessing.set_start_method(sys.argv[1])
+        graph = Graph("pool")
+        found = graph.source(range(100)).map(talk, on="process").collect()
+        with graph.pool() as pool:
+            pool.run(progress=True)
+            print("printed", len(pool.run()[found]))
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_the_workers_of_a_pool_print_on_when_the_progress_of_a_run_has_gone(
+    method: str, tmp_path: Path
+) -> None:
+    lines, code = on_terminal([sys.executable, str(script(tmp_path, POOL)), method], tmp_path)
+    assert code == 0, lines
+    assert "printed 100" in lines

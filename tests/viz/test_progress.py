@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import io
 import itertools
@@ -21,7 +22,8 @@ from terminals import on_terminal
 
 from flowchan import Graph, RunError, Stream
 from flowchan.run import starting
-from flowchan.viz import progress
+from flowchan.viz import captured, progress
+from flowchan.viz.terminal import LiveView
 from flowchan.viz.totals import bars
 
 GRAPHS: dict[str, tuple[Callable[[Graph], Any], list[tuple[str, int | None]]]] = {
@@ -214,6 +216,24 @@ def test_elsewhere_there_is_a_plain_line_now_and_then(
     graph.source(range(10)).sink(abs, name="end")
     graph.run(progress=True)
     assert re.search(r"^\d+ s done: end 10/10 .*/s$", capsys.readouterr().err, re.MULTILINE)
+
+
+def test_of_several_runs_at_a_time_one_has_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The others write lines, whoever has it."""
+    monkeypatch.setattr(progress, "PLAIN_EVERY", 0.0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    graph = Graph("second")
+    graph.source(range(10)).sink(abs, name="end")
+    with contextlib.ExitStack() as ends:
+        assert captured.claim(ends)
+        graph.run(progress=True)
+        with LiveView() as view:
+            view.show(graph.start().stats())
+    written = capsys.readouterr().err
+    assert re.search(r"^\d+ s done: end 10/10 .*/s$", written, re.MULTILINE)
+    assert "\x1b" not in written
 
 
 def test_progress_is_true_or_false() -> None:

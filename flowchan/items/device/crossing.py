@@ -19,8 +19,9 @@ nobody is left who could read it. It gives up, and says so, when nothing has bee
 ``FLOWCHAN_CUDA_EXIT_WAIT`` seconds (60). One that is killed, or that leaves by ``os._exit``, takes its items'
 contents with it: their get raises ``ChannelError``.
 
-*Through host memory instead* go all tensors while ``FLOWCHAN_CUDA_IPC=0`` is set where they are put, and any
-tensor when there is no device memory to be shared. Expandable segments need no detour, because the blocks are
+*Through host memory instead* go tensors to another host, where they arrive on the device of the same number;
+all tensors while ``FLOWCHAN_CUDA_IPC=0`` is set where they are put; and any tensor when there is no device
+memory to be shared. Expandable segments need no detour, because the blocks are
 allocations of our own, whatever torch's allocator does.
 
 The kind of device is a :class:`Device`. For torch's CUDA tensors that is ``cuda``; tests bring one of
@@ -38,6 +39,7 @@ import select
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterable
 from multiprocessing import util
@@ -45,6 +47,7 @@ from typing import Any, NamedTuple
 
 from flowchan.errors import ChannelError
 from flowchan.items.device.pool import Block, Device, NoRoom, Pool
+from flowchan.transport import descriptors
 
 SWITCH = "FLOWCHAN_CUDA_IPC"
 EXIT_WAIT = "FLOWCHAN_CUDA_EXIT_WAIT"
@@ -121,7 +124,7 @@ class State:
         self.ids = itertools.count(int.from_bytes(os.urandom(8), "little"))
         self.pools: dict[str, Pool] = {}
         self.kept: dict[int, Kept] = {}
-        self.ported: set[int] = set()  # by id, of channels that live as long as this process
+        self.ported: weakref.WeakSet[Any] = weakref.WeakSet()  # channels that are read through ports only
         self.owners: dict[bytes, Owner] = {}
         self.copies: deque[Copy] = deque()
         self.looking = False
@@ -153,7 +156,7 @@ class State:
             for key, kept in list(self.kept.items()):
                 kept.sweep()
                 here = sys.getrefcount(kept.channel) > 2  # besides ours, and the argument
-                if not kept.blocks or not (here or _is_elsewhere(kept.channel)):
+                if not kept.blocks or not (here or _is_open_elsewhere(kept.channel)):
                     del self.kept[key]
 
 
@@ -167,6 +170,10 @@ def reduce(tensor: Any, form: Any, size: int, kind: str) -> tuple[Any, ...]:
     what is needed besides to make the tensor again."""
     device = _state.device(kind)
     identity = device.identity(tensor)
+    packing = descriptors.now.packing
+    if packing is not None and not packing.on_device:
+        number = device.visible().index(identity)
+        return _rebuild_elsewhere, (kind, identity, number, device.to_host(tensor), form)
     if size and os.environ.get(SWITCH, "1").lower() not in ("0", "off", "no", "false"):
         try:
             return _rebuild, (pickle.PickleBuffer(_ticket(tensor, size, device, identity)), form)
@@ -296,6 +303,20 @@ def _rebuild(buffer: Any, form: Any) -> Any:
 
 def _rebuild_from_host(kind: str, identity: str, pid: int, host: Any, form: Any) -> Any:
     return _visible(kind, identity, pid).from_host(host, identity, form)
+
+
+def _rebuild_elsewhere(kind: str, identity: str, number: int, host: Any, form: Any) -> Any:
+    """On the same device, where it can be seen, else on that of the same number."""
+    device = _state.device(kind)
+    seen = device.visible()
+    if identity in seen:
+        return device.from_host(host, identity, form)
+    if number < len(seen):
+        return device.from_host(host, seen[number], form)
+    raise ChannelError(
+        f"the item holds a tensor that was on {kind}:{number} of another host; this process ({os.getpid()}) "
+        f"has {len(seen)} {kind} devices. Give the stage one (gpus=1), or put tensor.cpu()"
+    )
 
 
 def _visible(kind: str, identity: str, pid: int) -> Device:
@@ -432,19 +453,19 @@ def _wait_at_exit() -> None:
 def only_ports_read(channels: Iterable[Any]) -> None:
     """These channels are read through ports only: at this process's exit nothing is kept for one that has
     none left."""
-    _state.ported.update(map(id, channels))
+    _state.ported.update(channels)
 
 
 def _may_be_read(channel: Any) -> bool:
     """Whether anybody is left who could."""
-    return _has_ports(channel) if id(channel) in _state.ported else _is_elsewhere(channel)
+    return _has_ports(channel) if channel in _state.ported else _is_open_elsewhere(channel)
 
 
 def _has_ports(channel: Any) -> bool:
-    return id(channel) in _state.ported and channel.stats().readers > 0
+    return channel in _state.ported and channel.stats().readers > 0
 
 
-def _is_elsewhere(channel: Any) -> bool:
+def _is_open_elsewhere(channel: Any) -> bool:
     """Whether another process has the channel's memory."""
     memory = os.fstat(channel._fd)
     for pid in filter(str.isdigit, os.listdir("/proc")):

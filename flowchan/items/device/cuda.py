@@ -220,8 +220,11 @@ class TorchDevice:
         return cuda.current_stream(self._uuids.index(device))
 
     def to_host(self, tensor: Any) -> Any:
-        return tensor.cpu()
+        host = tensor.to("cpu", non_blocking=True)  # into pinned memory: that is what makes torch pin it
+        cuda.current_stream(tensor.device).synchronize()
+        return host
 
     def from_host(self, host: Any, device: str, form: Any) -> Any:
-        tensor = host.to(torch.device("cuda", self._uuids.index(device)))
+        pinned = host.pin_memory()  # torch keeps it until the device has read it
+        tensor = pinned.to(torch.device("cuda", self._uuids.index(device)), non_blocking=True)
         return tensor.requires_grad_(form[3])

@@ -1,0 +1,100 @@
+"""What a newcomer gets, who says nothing but ``parts=2, on="process"``, beside the plain module."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import product, repeat
+
+import torch
+from torch import nn
+
+from benchmarks.harness import Case, Effort, Report, at_least
+from benchmarks.peers import CONTEXT
+from benchmarks.pipes import WIDTH, batch, rate, timed
+from flowchan.pipelines import Sequential
+
+ISOLATES = (
+    "4 or 16 pairs of Linear(512), Tanh and a last Linear(512, 10), a stream of batches, and nothing said "
+    "but parts=2 and on='process'; each round is a fresh start, with the cut measured again; the plain "
+    "module once with one compute thread, once with torch's own number, which on two cores computes as "
+    "quickly as two parts could at best; two plain modules, in processes that have nothing to do with each "
+    "other, show how much of a second core this machine really gives."
+)
+
+
+def measure(effort: Effort) -> Report:
+    report = Report()
+    for pairs, rows in product((4, 16), (128, 256, 512)) if effort.full else [(4, 128), (16, 512)]:
+        _compare(report, pairs, rows, effort)
+    return report
+
+
+def _compare(report: Report, pairs: int, rows: int, effort: Effort) -> None:
+    """Rows of what a newcomer gets against the plain module: the median of fresh starts, and what nine of ten
+    reach."""
+    count = (100_000 if effort.full else 8_000) // (pairs * rows // 4) // 2 * 2
+    count = max(24, count)  # many times what is in flight
+    threads = torch.get_num_threads()
+    jobs = {
+        "flowchan": partial(_stream, pairs, rows),
+        "the plain module, 1 thread": partial(_plain, pairs, rows, 1),
+        f"the plain module, torch's {threads} threads": partial(_plain, pairs, rows, threads),
+        "two plain modules at once": partial(_twice, pairs, rows),
+    }
+    cases = [Case(name, "items/s", partial(rate, job, count, rows)) for name, job in jobs.items()]
+    rounds = 2 * effort.rounds if effort.full else effort.rounds
+    work = f"defaults: {pairs} pairs, batches of {rows}"
+    mine, one, own, twice = report.interleave(work, cases, rounds)
+    report.rows += [at_least(1.8, mine, one), at_least(1.8, mine, one, quantile=0.1), at_least(1, mine, own)]
+    report.rows.append(at_least(0.9, mine, twice))
+
+
+def _model(pairs: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(pairs) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+    return nn.Sequential(*layers, nn.Linear(WIDTH, 10)).eval()
+
+
+def _stream(pairs: int, rows: int, count: int) -> float:
+    x = batch(rows)[0]
+    module = _model(pairs)
+    with Sequential(module, parts=2, on="process") as pipe:
+        outputs = pipe.stream(repeat(x))
+        for _ in range(8):  # from then on the parts have as much to do as they ever have
+            torch.testing.assert_close(next(outputs), module(x).detach())
+        return timed(partial(next, outputs), count)
+
+
+@torch.no_grad()
+def _plain(pairs: int, rows: int, threads: int, count: int) -> float:
+    x, module = batch(rows)[0], _model(pairs)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for _ in range(5):
+            module(x)
+        return timed(lambda: module(x), count)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _twice(pairs: int, rows: int, count: int) -> float:
+    """As much work by two processes that have nothing to do with each other, with a thread each: the most
+    that two parts could reach on this machine."""
+    barrier, took = CONTEXT.Barrier(2), CONTEXT.SimpleQueue()
+
+    def work() -> None:
+        torch.set_num_threads(1)
+        x, module = batch(rows)[0], _model(pairs)
+        with torch.no_grad():
+            for _ in range(5):
+                module(x)
+            barrier.wait()
+            took.put(timed(lambda: module(x), count // 2))
+
+    processes = [CONTEXT.Process(target=work) for _ in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    return max(took.get() for _ in processes)

@@ -1,0 +1,220 @@
+"""What the benchmarks of pipes share: the model, taking turns, torchgpipe and
+``torch.distributed.pipelining`` as peers, and checks that nobody is quick by being wrong."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from itertools import repeat
+from pathlib import Path
+from queue import Queue
+from threading import Thread
+from typing import Any
+
+import torch
+import torch.distributed
+import torchgpipe.pipeline
+import torchgpipe.worker
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.nn import functional
+from torchgpipe import GPipe
+
+from benchmarks.harness import Case, Effort, Report, Result, at_least
+from benchmarks.peers import CONTEXT
+
+WIDTH, LAYERS, CHUNKS = 512, 16, 8
+SAMPLES = 512 * CHUNKS
+SIZES = ((SAMPLES, "", 1.85), (SAMPLES // 4, " of a quarter", 1.6))
+"""Samples of a batch, what they are called, and how many times the plain module is to be reached."""
+
+SETTING = (
+    "one model of 16 Linear layers of 512 and their ReLUs, cut in the middle; batches of 4096 samples in 8 "
+    "micro-batches, or of a quarter of them; one compute thread for the plain module and for each part; the "
+    "same batch again and again, and items are samples. All are warm before their clocks, and the first "
+    "answer is compared with the plain module's; CPU seconds include the start. torchgpipe 0.0.7 has "
+    "devices=['cpu', 'cpu'], checkpoint='never', and one worker thread for each device: one for both parts. "
+    "'torchgpipe, a thread per part' is the same with its spawn_workers replaced, so that its forward passes "
+    "overlap; its backward passes do not, for autograd has one thread for all that is on the CPU."
+)
+
+Job = Callable[[int], float]
+"""Does its work that many times and returns the seconds it took."""
+SizedJob = Callable[[int, int], float]
+"""The same with batches of so many samples, which come first."""
+RankJob = Callable[[int, PipelineStage, int, int], float]
+"""The same for one of two ranks; its number and its part come first."""
+
+
+def beside_peers(
+    effort: Effort, work: str, batches: int, mine: SizedJob, plain: SizedJob, rank: RankJob, peer: SizedJob
+) -> Report:
+    """Rows of ``mine`` against the plain module, ``rank`` in two processes, and a ``peer`` with torchgpipe,
+    for each of the sizes. ``batches`` of the largest: of a stream many, for the first of them goes through
+    all parts before any comes out."""
+    report = Report()
+    jobs = {
+        "flowchan": mine,
+        "the plain module": plain,
+        "torch.distributed.pipelining": partial(_distributed, rank),
+        "torchgpipe": peer,
+        "torchgpipe, a thread per part": partial(_threaded, peer),
+    }
+    with one_thread():
+        for rows, what, factor in SIZES:
+            count = batches * SAMPLES // rows if effort.full else 2
+            done = interleaved(report, f"{work}{what}, 2 parts", jobs, effort, rows, count)
+            ours, module, pipelining, *peers = done
+            report.rows += [at_least(factor, ours, module), at_least(1.05, ours, pipelining)]
+            report.rows += [at_least(1, ours, one) for one in peers]
+    return report
+
+
+def interleaved(
+    report: Report, work: str, jobs: dict[str, SizedJob], effort: Effort, rows: int, count: int
+) -> list[Result]:
+    cases = [
+        Case(name, "items/s", partial(rate, partial(job, rows), count, rows)) for name, job in jobs.items()
+    ]
+    return report.interleave(work, cases, effort.rounds)
+
+
+def rate(job: Job, count: int, rows: int) -> tuple[Sequence[float], int]:
+    return [count * rows / job(count)], count * rows
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """One compute thread for this process, for its threads that are yet to come, and for what it forks."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def model() -> nn.Sequential:
+    """The same one every time. Both halves of it cost the same."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())))
+
+
+def batch(rows: int) -> tuple[Tensor, Tensor]:
+    """Samples and their classes."""
+    chance = torch.Generator().manual_seed(1)
+    return torch.randn(rows, WIDTH, generator=chance), torch.randint(WIDTH, (rows,), generator=chance)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def timed(work: Callable[[], object], count: int) -> float:
+    began = time.perf_counter()
+    for _ in repeat(None, count):
+        work()
+    return time.perf_counter() - began
+
+
+# The peers
+
+
+def gpipe(module: nn.Sequential) -> GPipe:
+    half = len(module) // 2
+    return GPipe(module, balance=[half, half], devices=["cpu", "cpu"], chunks=CHUNKS, checkpoint="never")
+
+
+def _threaded(job: SizedJob, rows: int, count: int) -> float:
+    """``job`` with a torchgpipe that has a worker thread for each part, not for each device."""
+    original = torchgpipe.pipeline.spawn_workers
+    torchgpipe.pipeline.spawn_workers = _spawn_workers
+    try:
+        return job(rows, count)
+    finally:
+        torchgpipe.pipeline.spawn_workers = original
+
+
+@contextmanager
+def _spawn_workers(devices: Sequence[torch.device]) -> Iterator[tuple[list[Queue[Any]], list[Queue[Any]]]]:
+    tasks: list[Queue[Any]] = [Queue() for _ in devices]
+    done: list[Queue[Any]] = [Queue() for _ in devices]
+    mode = torch.is_grad_enabled()
+    threads = [
+        Thread(target=torchgpipe.worker.worker, args=(*one, mode))
+        for one in zip(tasks, done, devices, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        yield tasks, done
+    finally:
+        for queue in tasks:
+            queue.put(None)
+        for thread in threads:
+            thread.join()
+
+
+def _distributed(work: RankJob, rows: int, count: int) -> float:
+    """Seconds that ``work(rank, stage, rows, count)`` took in two processes."""
+    answers = CONTEXT.SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        meeting = str(Path(folder) / "meeting")
+        processes = [
+            CONTEXT.Process(target=_rank, args=(rank, meeting, work, rows, count, answers))
+            for rank in range(2)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+    if any(process.exitcode for process in processes):
+        raise AssertionError(f"its processes ended with {[process.exitcode for process in processes]}")
+    return max(answers.get() for _ in processes)
+
+
+def _rank(rank: int, meeting: str, work: RankJob, rows: int, count: int, answers: Any) -> None:
+    with _group(rank, meeting):
+        module = model()
+        half = len(module) // 2
+        part = module[half * rank : half * (rank + 1)]
+        answers.put(work(rank, PipelineStage(part, rank, 2, torch.device("cpu")), rows, count))
+
+
+@contextmanager
+def _group(rank: int, meeting: str) -> Iterator[None]:
+    join = torch.distributed.init_process_group
+    join("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2, timeout=timedelta(seconds=120))
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def together(work: Callable[[], object], count: int) -> float:
+    """Seconds until both processes have done ``work`` that many times."""
+    torch.distributed.barrier()
+    began = time.perf_counter()
+    timed(work, count)
+    torch.distributed.barrier()
+    return time.perf_counter() - began
+
+
+# Nobody is quick by being wrong
+
+
+@torch.no_grad()
+def check_output(output: Tensor) -> None:
+    torch.testing.assert_close(output, model()(batch(len(output))[0]))
+
+
+@torch.no_grad()
+def check_loss(rows: int, loss: float) -> None:
+    x, target = batch(rows)
+    expected = functional.cross_entropy(model()(x), target).item()
+    if abs(loss - expected) > 1e-4:
+        raise AssertionError(f"the loss of the first step is {loss}, not {expected}")

@@ -1,0 +1,117 @@
+"""The ways to do the operations of a group: which one is taken, and how another one is chosen."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from flowchan.collective import arrays
+from flowchan.collective.operations import COMBINING, MOVING, NAMES, REDUCE_SCATTER, TELL
+
+BACKENDS = ("gloo", "mpi", "nccl")
+"""Those of torch.distributed."""
+BY_DEVICE = {"cuda": "nccl"}
+"""Which of them does what lies on a device."""
+
+
+def ways_of(operation: str) -> tuple[str, ...]:
+    """Those that can be chosen."""
+    if operation in COMBINING:
+        return ("exchange", "slices", *BACKENDS)
+    if operation in MOVING:
+        return ("chunks", "direct", *BACKENDS)
+    return BACKENDS if operation == NAMES[REDUCE_SCATTER] else ()
+
+
+class Ways:
+    """What a group has of it."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def size(self) -> int: ...
+        def _queue(self, change: int) -> None: ...
+        def _explain(self, operation: str, x: Any) -> str: ...
+        def _select(self, doing: int, way: str | None) -> None: ...
+
+    def _begin_ways(self) -> None:
+        self._chosen_backends: dict[int, str] = {}
+        self._backends: dict[str, Any] = {}
+
+    def explain(self, operation: str, x: Any = None) -> str:
+        """How an operation would be done, in a sentence."""
+        backend = self._backend_for(number_of(operation), x) if arrays.is_array(x) else None
+        if backend is None:
+            return self._explain(operation, x)
+        return f"{operation}: {backend} of torch.distributed, among all {self.size} members"
+
+    def select(self, operation: str, way: str | None) -> None:
+        """Has an operation on arrays done in one way from now on, whatever their size; with None as is best
+        for it. ``allreduce`` and ``reduce``: "exchange" (up to 512 KB) or "slices". ``broadcast``,
+        ``allgather``, ``gather`` and ``alltoall``: "chunks", or "direct" where members may read each other's
+        memory. All of these, and ``reduce_scatter``: "gloo", "mpi" or "nccl", which are torch's. All members
+        choose the same. Raises ``ValueError`` where there is no such way."""
+        doing, ways = number_of(operation), ways_of(operation)
+        if way is not None and way not in ways:
+            those = " or ".join(map(repr, ways)) or "no way but one"
+            raise ValueError(f"{operation} has {those}, not {way!r}")
+        backend = way if way in BACKENDS else None
+        if backend is not None:
+            check_backend(backend)
+        self._select(doing, None if backend is not None else way)
+        before = bool(self._chosen_backends)
+        if backend is None:
+            self._chosen_backends.pop(doing, None)
+        else:
+            self._chosen_backends[doing] = backend
+        self._queue(bool(self._chosen_backends) - before)  # then the core leaves all operations to us
+
+    def _backend_for(self, doing: int, x: Any) -> str | None:
+        """Which of torch's backends does it, if one does: for tensors on a device that of the device."""
+        chosen = self._chosen_backends.get(doing)
+        if chosen is None and not arrays.is_here(x):
+            return BY_DEVICE.get(x.device.type)
+        return chosen
+
+    def _by(self, doing: int, x: Any) -> Any:
+        """Who does it: this group, or one of torch's backends."""
+        name = self._backend_for(doing, x)
+        if name is None:
+            return self
+        if name == "nccl" and arrays.is_here(x):
+            raise TypeError(
+                f"{NAMES[doing]} by nccl takes CUDA tensors, not {arrays.described(x)}: move it to a device, "
+                "or select another way"
+            )
+        if name not in self._backends:
+            check_backend(name)
+            from flowchan.collective.torch_ways import TorchWay
+
+            self._backends[name] = TorchWay(name, self)
+        return self._backends[name]
+
+    def _close_backends(self) -> None:
+        for backend in self._backends.values():
+            backend.close()
+
+
+def not_here(call: str, x: Any) -> str:
+    return (
+        f"{call} takes arrays and tensors in this machine's memory, and CUDA tensors, not "
+        f"{arrays.described(x)}: copy it, as by .cpu()"
+    )
+
+
+def number_of(operation: str) -> int:
+    known = [name for number, name in enumerate(NAMES) if number not in (0, TELL)]
+    if operation not in known:
+        raise ValueError(f"operation must be one of {', '.join(known)}, not {operation!r}")
+    return NAMES.index(operation)
+
+
+def check_backend(name: str) -> None:
+    """Raises ``ValueError``, with the remedy, where it can't be used."""
+    try:
+        from flowchan.collective.torch_ways import check
+    except ImportError as error:
+        raise ValueError(f"{name} is a way of torch.distributed, which can't be imported: {error}") from error
+    check(name)

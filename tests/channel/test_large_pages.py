@@ -1,0 +1,43 @@
+"""Kernels for aarch64 are built with pages of 4, 16 or 64 KB, and map memory only from where one begins."""
+
+from __future__ import annotations
+
+from operator import methodcaller
+from pathlib import Path
+from pickle import PickleBuffer
+from typing import Any
+
+from flowchan import Channel
+
+LARGEST = 1 << 16
+
+
+def mapped_from() -> set[int]:
+    """The places in channels' memory from which this process has mapped it."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return {int(line.split()[2], 16) for line in maps if "memfd:flowchan" in line}
+
+
+class Writable:
+    """Arrives as bytes that may be written to, which have a mapping of their own."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __reduce_ex__(self, _: object) -> tuple[Any, ...]:
+        return methodcaller("private"), (PickleBuffer(bytes(self.size)),)
+
+
+def test_whatever_of_a_channel_is_mapped_begins_where_a_page_of_64_kb_does() -> None:
+    """Slots and blocks, when there are ever more of them, and what may be written to."""
+    channel: Channel[Any] = Channel(5000, across="processes")
+    for count in (100, 1000, 4000):
+        channel.put_many(range(count))
+        assert channel.get_many(count) == list(range(count))
+    kept = []
+    for size in (20_000, 100_000, 3_000_000, 100_001):
+        channel.put(Writable(size))
+        kept.append(channel.get())
+    begin = mapped_from()
+    assert len(begin) > 4
+    assert {at % LARGEST for at in begin} == {0}

@@ -1,0 +1,89 @@
+"""What is particular about tensors in the operations of a group; the rest is told of arrays, by files that
+need no torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from collective_members import over_hosts, raised
+from optional import optional
+
+torch = optional("torch")
+
+pytestmark = [
+    pytest.mark.usefixtures("one_compute_thread"),
+    pytest.mark.filterwarnings("ignore:ComplexHalf"),
+]
+
+
+def test_halves_are_added_up_in_float32_and_rounded_once(run: Any) -> None:
+
+    def normal(rank: int, length: int, dtype: Any) -> Any:
+        return torch.randn(length, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+    def body(g: Any) -> dict[str, Any]:
+        found = {}
+        for dtype in (torch.float16, torch.bfloat16):
+            for length in (7, 300_000):
+                found[f"{dtype} {length}"] = g.allreduce(normal(g.rank, length, dtype)).float().numpy()
+        return found
+
+    for found in run(4, body):
+        for dtype in (torch.float16, torch.bfloat16):
+            for length in (7, 300_000):
+                total = torch.zeros(length)
+                for rank in range(4):
+                    total += normal(rank, length, dtype).float()
+                assert (found[f"{dtype} {length}"] == total.to(dtype).float().numpy()).all()
+
+
+def test_what_does_not_lie_in_one_piece_is_reduced_in_place_all_the_same(run: Any) -> None:
+
+    def body(g: Any) -> Any:
+        x = np.arange(20.0).reshape(4, 5)
+        t = torch.arange(20.0).reshape(4, 5)
+        g.allreduce(x[:, 1])
+        g.allreduce(t.T)
+        g.broadcast(x[:, 2] if g.rank == 0 else x[:, 2].copy())
+        return x[:, 1].tolist(), t.tolist(), x[0].tolist()
+
+    for x, t, row in run(2, body):
+        assert x == [2.0, 12.0, 22.0, 32.0]
+        assert t == (2 * np.arange(20.0).reshape(4, 5)).tolist()
+        assert row == [0.0, 2.0, 2.0, 3.0, 4.0]
+
+
+def test_tensors_of_every_type_can_be_moved(run: Any) -> None:
+    dtypes = [
+        dtype
+        for dtype in vars(torch).values()
+        if isinstance(dtype, torch.dtype)
+        and not str(dtype).startswith(("torch.q", "torch.bits", "torch.int", "torch.uint"))
+    ] + [torch.int8, torch.int64, torch.uint8, torch.uint32]
+
+    def body(g: Any) -> bool:
+        for dtype in dtypes:
+            try:
+                x = torch.arange(16, dtype=torch.uint8).add(16 * g.rank).view(dtype)
+            except RuntimeError:
+                continue  # not even torch has a way to make one
+            shown = g.allgather(x)
+            assert [part.dtype for part in shown] == [dtype, dtype]
+            assert shown[1].view(torch.uint8).tolist() == list(range(16, 32))
+            assert g.broadcast(x, root=1).view(torch.uint8).tolist() == list(range(16, 32))
+        return True
+
+    assert all(run(2, body))
+
+
+def test_an_array_and_a_tensor_of_one_type_match() -> None:
+    """As on one host."""
+
+    def body(g: Any) -> Any:
+        x = torch.ones(2) if g.rank else np.ones(2, "f4")
+        g.allreduce(x)
+        return g.broadcast(x + g.rank, root=1).tolist()
+
+    assert raised(over_hosts(2, body)) == [[3.0, 3.0]] * 2

@@ -1,0 +1,182 @@
+"""``shrink`` over hosts: those that are left meet again where they met first; rank 0 says who they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from collective_members import OverHosts, die, shrunk, work
+
+from flowchan import Channel
+from flowchan.collective import GroupError, MemberDied, at_address
+
+
+@pytest.mark.parametrize(
+    ("hosts", "victims"),
+    [
+        ("aabb", {1}),
+        ("aabb", {2}),
+        ("aabb", {3}),
+        ("aabb", {1, 2}),
+        ("abc", {1}),
+        ("ab", {1}),
+        ("aabb", {2, 3}),
+    ],
+)
+def test_the_survivors_become_a_group_in_their_order(
+    hosts: str, victims: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one host or several. A host of which nobody comes is waited for, but not for ever."""
+    monkeypatch.setattr(at_address, "PATIENCE", 2.0)
+
+    def body(g: Any) -> Any:
+        g.barrier()
+        if g.rank in victims:
+            die()
+        return shrunk(g)
+
+    left = sorted(set(range(len(hosts))) - victims)
+    found = OverHosts(hosts, body).results(len(left))
+    assert found == {old: (new, len(left), len(left), left) for new, old in enumerate(left)}
+
+
+@pytest.mark.parametrize("at", ["meet_by", "_follow"])
+def test_a_death_during_it_is_survived(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it has come, or when all are about to meet."""
+    monkeypatch.setattr(at_address, "PATIENCE", 1.0)
+
+    def body(g: Any) -> Any:
+        g.barrier()
+        if g.rank == 1:
+            die()
+        if g.rank == 3:
+            monkeypatch.setattr(at_address, at, die)
+        return shrunk(g)
+
+    left = [0, 2]
+    found = OverHosts("aabb", body).results(2)
+    assert found == {old: (new, 2, 2, left) for new, old in enumerate(left)}
+
+
+def test_a_group_that_has_been_shrunk_can_be_shrunk_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(at_address, "PATIENCE", 1.0)
+
+    def body(g: Any) -> Any:
+        g.barrier()
+        sizes = []
+        for victim in (3, 1):
+            if g.size > victim and g.rank == victim:
+                die()
+            with pytest.raises(MemberDied):
+                work(g)
+            g = g.shrink()
+            sizes.append(g.allreduce(1))
+        g.close()
+        return sizes
+
+    assert OverHosts("abab", body).results(2) == {0: [3, 2], 2: [3, 2]}
+
+
+@pytest.mark.parametrize(("late", "hosts"), [(0, "abb"), (2, "aab"), (3, "aaab")])
+def test_who_is_late_is_waited_for(late: int, hosts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long: it can be dialled, so it lives. Those that wait are not given up meanwhile."""
+    monkeypatch.setattr(at_address, "PATIENCE", 0.2)
+    asked: Channel[None] = Channel(across="processes")
+    is_late = at_address._is_late
+
+    def tells(old: Any, ranks: list[int], give_up: float) -> bool:
+        found = is_late(old, ranks, give_up)
+        if late in ranks and found:
+            asked.put(None)
+        return found
+
+    monkeypatch.setattr(at_address, "_is_late", tells)
+
+    def body(g: Any) -> Any:
+        g.barrier()
+        if g.rank == 1:
+            die()
+        if g.rank == late:
+            for _ in range(4):
+                asked.get()
+        return shrunk(g)
+
+    left = [rank for rank in range(len(hosts)) if rank != 1]
+    expected = {old: (new, len(left), len(left), left) for new, old in enumerate(left)}
+    assert OverHosts(hosts, body).results(len(left)) == expected
+
+
+def test_a_time_out_ends_the_wait_for_who_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of who has come to rank 0, too."""
+    monkeypatch.setattr(at_address, "PATIENCE", 1.0)
+    ended: Channel[None] = Channel(across="processes")
+
+    def body(g: Any) -> Any:
+        g.barrier()
+        if g.rank == 1:
+            die()
+        if g.rank == 3:
+            ended.get()
+            return None
+        with pytest.raises(MemberDied):
+            work(g)
+        if g.rank == 2:
+            with pytest.raises(TimeoutError, match=r"shrink of .* was not done in time"):
+                g.shrink(timeout=0.5)
+            ended.put(None)
+            return None
+        with g.shrink() as new:
+            return new.size
+
+    assert OverHosts("aaab", body).results(3) == {0: 1, 2: None, 3: None}
+
+
+def test_without_rank_0_nobody_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(at_address, "PATIENCE", 0.5)
+
+    def body(g: Any) -> Any:
+        g.barrier()
+        if g.rank == 0:
+            die()
+        with pytest.raises(MemberDied):
+            work(g)
+        with pytest.raises(GroupError, match=r"rank 0, which says who is left, can't be .*make a new group"):
+            g.shrink()
+        return True
+
+    assert OverHosts("aab", body).results(2) == {1: True, 2: True}
+
+
+def test_who_cannot_reach_rank_0_fails_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So of a network that is cut in two parts one goes on."""
+    monkeypatch.setattr(at_address, "PATIENCE", 1.0)
+
+    def cut(*_: Any, why: str, **__: Any) -> Any:
+        raise OSError(why)
+
+    def body(g: Any) -> Any:
+        g.barrier()
+        if g.rank == 1:
+            die()
+        if g.rank < 3:
+            return shrunk(g)
+        monkeypatch.setattr(at_address, "reach", cut)
+        with pytest.raises(MemberDied):
+            work(g)
+        with pytest.raises(GroupError, match="rank 3 can't go on in a smaller group"):
+            g.shrink()
+        return None
+
+    assert OverHosts("aabb", body).results(3) == {0: (0, 2, 2, [0, 2]), 2: (1, 2, 2, [0, 2]), 3: None}
+
+
+def test_who_met_otherwise_is_told_a_remedy_and_the_group_goes_on() -> None:
+    def body(g: Any) -> Any:
+        with (
+            g.split(0) as part,
+            pytest.raises(GroupError, match="did not meet at an address"),
+        ):
+            part.shrink()
+        return g.allreduce(1)
+
+    assert OverHosts("aab", body).results(3) == dict.fromkeys(range(3), 3)

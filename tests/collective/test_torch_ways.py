@@ -1,0 +1,452 @@
+"""Backends of torch.distributed as ways of a group: they give what our own ways give, a death in them is told
+as anywhere, and CUDA tensors go to NCCL. That needs devices; without them which backend is taken is tested on
+a backend that does nothing, and on tensors that have no memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from collective_members import Processes, in_processes, in_threads, raised
+
+from flowchan import collective
+from flowchan.collective import GroupError, MemberDied, Mismatch, operations, ways
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402
+
+from flowchan.collective import torch_ways  # noqa: E402
+
+OPERATIONS = ["allreduce", "reduce", "broadcast", "allgather", "gather", "reduce_scatter", "alltoall"]
+DEVICES = torch.cuda.device_count()
+needs_cuda = pytest.mark.skipif(not DEVICES, reason="no CUDA device: run it where there are some")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def used_before(one_compute_thread: None) -> None:
+    """What torch keeps in a process from its first store on is no leftover of a test."""
+    in_threads(2, lambda g: (by(g, "gloo"), g.allreduce(torch.ones(1))))
+
+
+def by(g: Any, way: str | None) -> None:
+    for operation in OPERATIONS:
+        g.select(operation, way)
+
+
+def all_results(g: Any, make: Callable[[Any], Any]) -> list[Any]:
+    """What operations give on arrays that ``make`` makes of NumPy's."""
+    x = make(np.arange(6 * g.size, dtype="f4").reshape(g.size, 6) * (g.rank + 1))
+    found = [g.allreduce(make(x), op) for op in ("sum", "mean", "max", "prod")]
+    out = make(x)
+    g.reduce(x, root=1, op="min", out=out)
+    found += [out, x, g.broadcast(make(x), root=1)]
+    found += g.allgather(x[: g.rank + 1])
+    found += g.gather(x[g.rank], root=1) or []
+    found += g.allgather(x, out=[make(x) for _ in range(g.size)])
+    found += [g.reduce_scatter(x), g.reduce_scatter(x, out=make(x[:1]))]
+    rooms = [make(x[: g.rank + 1]) for _ in range(g.size)]
+    found += g.alltoall([x[: to + 1] + to for to in range(g.size)], out=rooms)
+    return [one.tolist() for one in found]
+
+
+class Noted:
+    """A backend that notes what it is asked for, and has it done at once. ``first`` is called before that."""
+
+    def __init__(self, first: Callable[[], Any] = lambda: None) -> None:
+        self.calls: list[str] = []
+        self.first = first
+        self.before: Any = None
+
+    def __getattr__(self, call: str) -> Any:
+        def done(*_: Any) -> Noted:
+            self.calls.append(call)
+            self.first()
+            return self
+
+        return done
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+
+def fail() -> None:
+    raise RuntimeError("it fails for this member")
+
+
+def in_place_of(g: Any, backend: Noted) -> None:
+    """``backend`` in place of the member's gloo, whose connections it keeps."""
+    backend.before, g._backends["gloo"]._backend = g._backends["gloo"]._backend, backend
+
+
+def test_gloo_gives_what_our_own_ways_give(run: Any) -> None:
+    def body(g: Any) -> Any:
+        found = []
+        for way in (None, "gloo"):
+            by(g, way)
+            found.append((all_results(g, np.array), all_results(g, lambda x: torch.as_tensor(x).clone())))
+        handle = g.allreduce(torch.ones(3), wait=False)
+        return found, handle.wait().tolist()
+
+    for (ours, theirs), later in run(3, body):
+        assert theirs == ours
+        assert later == [3.0] * 3
+
+
+def test_what_can_not_take_the_result_is_refused_before_anything_is_done(run: Any) -> None:
+    """By all ways alike."""
+
+    def body(g: Any) -> Any:
+        x = np.full(4, 1.5)
+        sealed = np.frombuffer(bytes(32))
+        calls: list[Callable[[], Any]] = [
+            lambda: g.allreduce(x, out=np.zeros(4, "f4")),
+            lambda: g.allreduce(x, out=np.zeros(4, "i4")),
+            lambda: g.allreduce(x, out=np.zeros((2, 4))),
+            lambda: g.allreduce(sealed),
+            lambda: g.reduce_scatter(x, out=np.zeros(3)),
+            lambda: g.reduce_scatter(x, out=sealed[:2]),
+            lambda: g.allgather(x[:2], out=sealed),
+            lambda: g.alltoall([x[:2]] * 2, out=[sealed[:2]] * 2),
+        ]
+        for way in (None, "gloo"):
+            by(g, way)
+            for call in calls:
+                with pytest.raises(ValueError, match=r"out must have the type|into a read-only array"):
+                    call()
+            if g.rank:
+                with pytest.raises(ValueError, match="into a read-only array"):
+                    g.broadcast(sealed)
+        return sealed.tolist(), g.allreduce(x, out=np.zeros((2, 2))).tolist()
+
+    assert run(2, body) == [([0.0] * 4, [[3.0, 3.0]] * 2)] * 2
+
+
+def test_an_array_and_a_tensor_match_and_a_mean_of_halves_does_not_overflow(run: Any) -> None:
+    def body(g: Any) -> Any:
+        by(g, "gloo")
+        x = torch.ones(2) if g.rank else np.ones(2, "f4")
+        g.allreduce(x)
+        g.broadcast(x)
+        return x.tolist(), g.allreduce(np.full(3, 60000, "f2"), "mean").tolist()
+
+    assert run(2, body) == [([2.0] * 2, [60000.0] * 3)] * 2
+
+
+def test_the_store_of_a_group_on_one_host_listens_on_the_loopback_address_only() -> None:
+    def body(g: Any) -> Any:
+        by(g, "gloo")
+        g.allreduce(torch.ones(1))
+        if g.rank:
+            return g.barrier()
+        end = f":{g._backends['gloo']._store.port:04X}"
+        found = []
+        for table in ("tcp", "tcp6"):
+            with open(f"/proc/self/net/{table}") as lines:
+                rows = [line.split() for line in lines]
+            found += [row[1] for row in rows if row[3] == "0A" and row[1].endswith(end)]
+        g.barrier()
+        return [address.removesuffix(end) for address in found]
+
+    assert raised(in_threads(2, body))[0] == ["0100007F"]
+
+
+def test_a_store_that_can_not_be_made_is_told_by_all_and_the_group_goes_on() -> None:
+    def body(g: Any) -> Any:
+        by(g, "gloo")
+        way = g._by(operations.ALLREDUCE, torch.ones(1))
+        if g.rank == 0:
+            way._address = fail
+        with pytest.raises(GroupError, match=r"allreduce by gloo has failed at rank 0: .*it fails for"):
+            g.allreduce(torch.ones(1))
+        vars(way).pop("_address", None)
+        return g.allreduce(torch.ones(1)).item()
+
+    assert raised(in_threads(2, body)) == [2.0] * 2
+
+
+def test_torchs_own_groups_are_left_alone() -> None:
+    def body(g: Any) -> Any:
+        by(g, "gloo")
+        before = g.allreduce(torch.ones(2)).tolist(), dist.is_initialized()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        alone = torch.ones(2)
+        dist.all_reduce(alone)
+        together = g.allreduce(torch.ones(2)).tolist()
+        dist.destroy_process_group()
+        return before, alone.tolist(), together, g.allreduce(torch.ones(2)).tolist()
+
+    expected = (([2.0, 2.0], False), [1.0, 1.0], [2.0, 2.0], [2.0, 2.0])
+    assert raised(in_processes(2, body)) == [expected] * 2
+
+
+def test_calls_that_differ_raise_on_all_and_the_group_goes_on(run: Any) -> None:
+    """In shape, in the way, and in what members of an alltoall have for each other."""
+
+    def body(g: Any) -> Any:
+        by(g, "gloo")
+        with pytest.raises(Mismatch, match=r"called allreduce\(float32\[3\].*called allreduce\(float32\[4\]"):
+            g.allreduce(torch.ones(3 + g.rank % 2))
+        if g.rank:
+            g.select("allreduce", None)
+        with pytest.raises(Mismatch):
+            g.allreduce(torch.ones(3))
+        with pytest.raises(Mismatch, match=r"rank 0 gives 12 bytes to rank 0, which has room for 16"):
+            g.alltoall([torch.ones(3)] * 2, out=[torch.ones(4)] * 2)
+        g.select("allreduce", "gloo")
+        return g.allreduce(torch.ones(3)).tolist()
+
+    assert run(2, body) == [[2.0] * 3] * 2
+
+
+def test_what_a_backend_fails_by_is_told_on_all_and_the_group_goes_on(run: Any) -> None:
+    """Also when it fails for one of them only, which the others wait for."""
+
+    def body(g: Any) -> Any:
+        by(g, "gloo")
+        with pytest.raises(GroupError, match=r"allreduce by gloo has failed at rank \d: "):
+            g.allreduce(torch.zeros(3, dtype=torch.uint32))  # a type that gloo has not
+        before = g.allreduce(torch.ones(3)).tolist()
+        if g.rank == 1:
+            in_place_of(g, Noted(fail))
+        with pytest.raises(GroupError, match=r"reduce by gloo has failed at rank \d: "):
+            g.reduce(torch.ones(100_000), root=2)
+        return before, g.allreduce(torch.ones(3)).tolist()
+
+    assert run(3, body) == [([3.0] * 3, [3.0] * 3)] * 3
+
+
+def test_who_fails_while_others_are_on_their_way_is_heard_by_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = threading.Event()
+
+    def make(*_: Any) -> None:
+        raise RuntimeError("it can't be made")
+
+    monkeypatch.setitem(torch_ways.MAKERS, "gloo", make)
+
+    def body(g: Any) -> None:
+        by(g, "gloo")
+        way = g._by(operations.ALLREDUCE, torch.ones(1))
+        end, connect = way._end, way._connect
+        if g.rank == 0:
+            way._end = lambda stuck: (end(stuck), failed.set())
+        else:
+            way._connect = lambda *arguments: (failed.wait(), connect(*arguments))
+        with pytest.raises(GroupError, match=r"allreduce by gloo has failed at rank 0: .* it can't be made"):
+            g.allreduce(torch.ones(1))
+
+    raised(in_threads(2, body))
+
+
+def dies_in(g: Any, step: str, victim: int) -> None:
+    """The victim dies when it comes to this step of its backend's next operation."""
+    by(g, "gloo")
+    if step != "_connect":
+        g.allreduce(torch.ones(3))
+    else:
+        g._by(operations.ALLREDUCE, torch.ones(3))
+    if g.rank == victim:
+        setattr(g._backends["gloo"], step, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+
+
+@pytest.mark.parametrize("step", ["_connect", "_finish"])
+def test_a_death_in_a_backend_is_told_by_all(step: str) -> None:
+    def body(g: Any) -> Any:
+        dies_in(g, step, 1)
+        with pytest.raises(MemberDied) as died:
+            g.allreduce(torch.ones(1_000_000))
+        with g.shrink() as rest:
+            by(rest, "gloo")
+            return died.value.ranks, died.value.operation, rest.allreduce(torch.ones(2)).tolist()
+
+    found = Processes(3, body).results(2)
+    assert found == dict.fromkeys((0, 2), ((1,), "allreduce", [2.0, 2.0]))
+
+
+def test_who_gives_up_in_a_backend_is_missed_by_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By Ctrl-C: its connections stay, so the backends of the others notice nothing."""
+    monkeypatch.setattr(torch_ways, "GRACE", 0.05)
+    read, write = os.pipe()
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    def body(g: Any) -> Any:
+        by(g, "gloo")
+        g.allreduce(torch.ones(3))
+        if g.rank == 1:
+            in_place_of(g, Noted(interrupt))
+            with pytest.raises(KeyboardInterrupt):
+                g.allreduce(torch.ones(3))
+            return os.read(read, 1)
+        with pytest.raises(MemberDied) as died:
+            g.allreduce(torch.ones(3))
+        os.write(write, b"!")
+        return died.value.ranks
+
+    assert raised(in_processes(2, body)) == [(1,), b"!"]
+    os.close(read)
+    os.close(write)
+
+
+def test_a_time_out_ends_it_if_one_is_given() -> None:
+    read, write = os.pipe()
+
+    def body(g: Any) -> Any:
+        by(g, "gloo")
+        g.allreduce(torch.ones(3))
+        if g.rank == 1:
+            in_place_of(g, Noted(lambda: os.read(read, 1)))
+            with pytest.raises(GroupError):
+                g.allreduce(torch.ones(3))
+            return None
+        with pytest.raises(TimeoutError, match="allreduce of a group of 2 was not done in time: rank 1 "):
+            g.allreduce(torch.ones(3), timeout=0.1)
+        os.write(write, b"!")
+        return None
+
+    raised(in_processes(2, body))
+    os.close(read)
+    os.close(write)
+
+
+def test_a_death_on_another_host_is_told_by_all() -> None:
+    from test_linked_groups import OverHosts
+
+    def body(g: Any) -> Any:
+        dies_in(g, "_finish", 3)
+        with pytest.raises(MemberDied) as died:
+            g.allreduce(torch.ones(1_000_000))
+        return died.value.ranks
+
+    assert OverHosts("aabb", body).results(3) == dict.fromkeys((0, 1, 2), (3,))
+
+
+def test_what_can_not_be_chosen_is_said_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_mpi_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (g,) = collective.members(1)
+    with g:
+        with pytest.raises(
+            ValueError, match=r"mpi of torch.distributed can't be a way here: torch was built"
+        ):
+            g.select("allreduce", "mpi")
+        with pytest.raises(ValueError, match=r"nccl .* needs a CUDA device .*; choose another one"):
+            g.select("allreduce", "nccl")
+        with pytest.raises(ValueError, match="barrier has no way but one, not 'gloo'"):
+            g.select("barrier", "gloo")
+        assert "exchange" in g.explain("allreduce", torch.ones(1))
+        g.select("allreduce", "gloo")
+        assert (
+            g.explain("allreduce", torch.ones(1))
+            == "allreduce: gloo of torch.distributed, among all 1 members"
+        )
+        assert "written down as bytes" in g.explain("allreduce", 1)
+        g.select("allreduce", None)
+        with pytest.raises(TypeError, match=r"allreduce takes .*, not float32\[2\] on meta: copy it"):
+            g.allreduce(torch.ones(2, device="meta"))
+
+
+def test_a_device_has_its_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is taken without being chosen, and not for what lies in this machine's memory."""
+    made: list[Noted] = []
+
+    def make(*_: Any) -> Noted:
+        made.append(Noted())
+        return made[-1]
+
+    monkeypatch.setattr(ways, "BY_DEVICE", {"meta": "noted"})
+    monkeypatch.setitem(torch_ways.MAKERS, "noted", make)
+    x, parts = torch.ones(4, device="meta"), [torch.ones(2, device="meta")] * 2
+
+    def body(g: Any) -> Any:
+        said = g.explain("allreduce", x)
+        assert g.allreduce(x, "mean") is x
+        g.broadcast(x, root=1)
+        g.reduce(x, root=1)
+        devices = {
+            one.device.type for one in (*g.allgather(x), g.reduce_scatter(x), *g.alltoall(parts, parts))
+        }
+        handle = g.allreduce(x, wait=False)
+        assert handle.wait() is x
+        with pytest.raises(Mismatch, match=r"rank 1 called allreduce\(float32\[4\]\)"):
+            g.allreduce(torch.ones(4) if g.rank else x)
+        return said, devices, g.allreduce(torch.ones(1)).item()
+
+    expected = "allreduce: noted of torch.distributed, among all 2 members", {"meta"}, 2.0
+    assert raised(in_threads(2, body)) == [expected] * 2
+    calls = ["allreduce", "broadcast", "reduce", "allgather", "allreduce", "alltoall_base", "allreduce"]
+    assert [one.calls for one in made] == [calls] * 2
+
+
+class Mpi(Noted):
+    """As where mpirun has started one process."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
+
+
+def test_mpi_is_for_all_that_mpirun_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Mpi()
+    monkeypatch.setattr(dist, "is_mpi_available", lambda: True)
+    monkeypatch.setattr(dist, "ProcessGroupMPI", SimpleNamespace(create=lambda ranks: made), raising=False)
+    (g,) = collective.members(1)
+    with g:
+        g.select("allreduce", "mpi")
+        g.allreduce(torch.ones(3))
+        assert made.calls == ["allreduce"]
+
+    def body(g: Any) -> None:
+        g.select("allreduce", "mpi")
+        with pytest.raises(GroupError, match="mpi joins all processes that mpirun has started"):
+            g.allreduce(torch.ones(3))
+
+    raised(in_threads(2, body))
+
+
+def on_device(g: Any) -> Callable[[Any], Any]:
+    torch.cuda.set_device(g.rank)
+    return lambda x: torch.as_tensor(x, device=f"cuda:{g.rank}").clone()
+
+
+def nccl_results(g: Any) -> Any:
+    return all_results(g, on_device(g)) if g.size > 1 else g.allreduce(on_device(g)([1.0])).tolist()
+
+
+@needs_cuda
+def test_nccl_gives_what_our_own_ways_give() -> None:
+    """Of CUDA tensors, with a device for each member."""
+    size = min(DEVICES, 3)
+    found = Processes(size, nccl_results, method="spawn").results(size)
+    if size == 1:
+        assert found == {0: [1.0]}
+    else:
+        assert [found[rank] for rank in range(size)] == in_threads(size, lambda g: all_results(g, np.array))
+
+
+def die_in_nccl(g: Any) -> Any:
+    x = on_device(g)([1.0] * 1_000_000)
+    g.allreduce(x)
+    if g.rank == 1:
+        g._backends["nccl"]._finish = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(MemberDied) as died:
+        g.allreduce(x)
+    return died.value.ranks
+
+
+@needs_cuda
+@pytest.mark.skipif(DEVICES < 2, reason="one CUDA device: a death in NCCL needs two")
+def test_a_death_in_nccl_is_told() -> None:
+    assert Processes(2, die_in_nccl, method="spawn").results(1) == {0: (1,)}

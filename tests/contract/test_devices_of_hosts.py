@@ -1,0 +1,100 @@
+"""C13: tensors on a device go to another host through host memory, and arrive on the device of the same
+number; on devices made of files (``fake_device``)."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+from fake_device import FAKE, FakeTensor, kept
+from peers import HostPeer
+
+from flowchan import Channel, ChannelError, Graph
+from flowchan.hosts import local
+from flowchan.items.device import crossing
+
+pytestmark = pytest.mark.usefixtures("fake_device")
+
+
+def through_the_host():
+    """What went in and out of host memory in this process, and what was allocated on a device."""
+    return FAKE.counts["to host"], FAKE.counts["from host"], FAKE.counts["allocate"]
+
+
+def of_another_host(*devices):
+    """This program has such devices."""
+    crossing.use(FAKE)
+    FAKE.seen = list(devices)
+
+
+def test_whoever_sees_the_device_gets_the_tensor_there():
+    ch = Channel(across="hosts")
+    ch.put([FakeTensor(np.arange(100_000), "fake-B"), "beside"])
+    tensor, _ = ch.get()
+    assert tensor.device == "fake-B"
+    assert np.array_equal(tensor.numpy(), np.arange(100_000))
+    assert through_the_host() == (1, 1, 0)
+    assert kept() == 0
+
+
+@pytest.mark.parametrize("ports", [False, True])
+def test_else_it_arrives_on_the_device_of_the_same_number(ports):
+    there, back = Channel(across="hosts"), Channel(across="hosts")
+
+    def move():
+        of_another_host("other-A", "other-B")
+        taking, giving = (there.reader(), back.writer()) if ports else (there, back)
+        for tensor in taking:
+            assert tensor.device == "other-B"
+            giving.put(FakeTensor(2 * tensor.numpy(), "other-A"))
+        giving.close()
+        if ports:
+            taking.close()
+
+    peer = HostPeer(move)
+    for number in (1, 1000, 100_000):
+        there.put(FakeTensor(np.arange(number), "fake-B"))
+        tensor = back.get()
+        assert tensor.device == "fake-A"
+        assert np.array_equal(tensor.numpy(), 2 * np.arange(number))
+    there.close()
+    peer.result()
+    assert through_the_host() == (3, 3, 0)
+
+
+def test_who_has_fewer_devices_is_told_a_remedy():
+    ch = Channel(across="hosts")
+
+    def take():
+        of_another_host("other-A")
+        with pytest.raises(ChannelError, match=r"was on fake:1 of another host.*1 fake dev.*tensor\.cpu\(\)"):
+            ch.get()
+
+    peer = HostPeer(take)
+    ch.put(FakeTensor(np.arange(3), "fake-B"))
+    peer.result()
+
+
+class Doubled:
+    """Each worker has one, before its first item."""
+
+    def __init__(self):
+        of_another_host("other-A", "other-B")
+
+    def __call__(self, tensor):
+        assert tensor.device == "other-B"
+        return FakeTensor(2 * tensor.numpy(), tensor.device)
+
+
+def test_stages_on_hosts_pass_them_on(monkeypatch):
+    """To an agent, from one to another, and home."""
+    monkeypatch.setenv("PYTHONPATH", ":".join(path for path in sys.path if "/tests" in path))
+    graph, pool = Graph("devices"), local(2)
+    made = graph.source(range(1, 6)).map(lambda n: FakeTensor(np.arange(n * 10_000), "fake-B"))
+    results = made.map(Doubled, on=pool, workers=2).map(Doubled, on=pool, workers=2).collect()
+    found = graph.run()[results]
+    assert [tensor.device for tensor in found] == ["fake-B"] * 5
+    for n, tensor in enumerate(found, 1):
+        assert np.array_equal(tensor.numpy(), 4 * np.arange(n * 10_000))
+    assert through_the_host() == (5, 5, 0)

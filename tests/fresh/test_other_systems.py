@@ -1,0 +1,25 @@
+"""Elsewhere than on Linux an installation ends at once, with one sentence that says what to use there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from optional import optional
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("system", ["darwin", "win32"])
+def test_the_build_ends_with_what_to_use_there(system: str, tmp_path: Path) -> None:
+    """By the build's own reading of ``pyproject.toml``, told that it is there."""
+    build = optional("scikit_build_core.build", "scikit-build-core").__name__
+    code = f"import sys; sys.platform = {system!r}; import {build} as b; b.build_wheel({str(tmp_path)!r})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    (sentence,) = (done.stdout + done.stderr).splitlines()
+    assert sentence.startswith("flowchan needs Linux: ")
+    assert "WSL 2" in sentence
+    assert list(tmp_path.iterdir()) == []

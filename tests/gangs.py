@@ -1,0 +1,42 @@
+"""Gangs that tests declare, with workers anywhere."""
+
+from __future__ import annotations
+
+import operator
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from flowchan import In, Out
+from flowchan.collective import Group
+
+T = TypeVar("T")
+
+
+def in_step(items: In[T], group: Group, out: Out[T]) -> None:
+    """Its workers wait for each other after every item."""
+    for item in items:
+        group.combine(1, operator.add)
+        out.put(item)
+    for _ in group.rest(operator.add):
+        pass
+
+
+def kill_worker() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_agent() -> None:
+    os.kill(os.getppid(), signal.SIGKILL)
+    signal.pause()
+
+
+def once(folder: Path, point: object, deed: Callable[[], Any]) -> None:
+    """Does it the first time that a worker comes here."""
+    try:
+        (folder / str(point)).touch(exist_ok=False)
+    except FileExistsError:
+        return
+    deed()

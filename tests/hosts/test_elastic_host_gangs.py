@@ -1,0 +1,157 @@
+"""R11 over hosts: when a worker of an elastic gang dies, or a host with several, the others go on in their
+processes, with fewer until others have taken the places of the dead."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gangs import kill_agent, kill_worker, once
+from hosted import agents
+from waiting import wait_until
+
+from flowchan import Graph, In, MemberDied, Out, RunError, worker
+from flowchan.collective import Group
+from flowchan.hosts import local
+
+ITEMS = 30
+
+
+@pytest.fixture(autouse=True)
+def _no_agent_stays() -> Iterator[None]:
+    yield
+    assert not agents()
+
+
+def add(a: Any, b: Any) -> Any:
+    return a | b if isinstance(a, set) else a + b
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_the_others_go_on_with_fewer_and_the_group_becomes_whole_again(tmp_path: Path, workers: int) -> None:
+    """What an object of the user's holds is as it was, and all have the same bits in every group. One that is
+    left alone hears that another is to join it, too."""
+    sizes = (workers, workers - 1, workers)
+    fewer, whole = tmp_path / "fewer", tmp_path / "whole"
+
+    class Work:
+        def __init__(self) -> None:
+            self.sizes: list[int] = []
+            self.sum = np.zeros(1)
+            if worker().incarnation:
+                wait_until(fewer.exists)
+
+        def __call__(self, numbers: In[int], group: Group, out: Out[tuple[Any, ...]]) -> None:
+            self.sizes.append(group.size)
+            group.broadcast(self.sum)  # of one that has it, whoever else is new
+            for number in numbers:
+                if number == 5:
+                    once(tmp_path, number, kill_worker)
+                total, _ = group.combine(np.array([0.1 * number]), add)
+                self.sum += total
+                same, _ = group.combine({self.sum.tobytes()}, add)
+                {sizes[:2]: fewer, sizes: whole}.get(tuple(self.sizes), tmp_path / "other").touch()
+                out.put((number, worker().number, os.getpid(), tuple(self.sizes), len(same)))
+            for _ in group.rest(add):
+                pass
+
+    def numbers() -> Iterator[int]:
+        number = 0
+        while not whole.exists():
+            yield number
+            number += 1
+
+    graph = Graph("elastic")
+    source = graph.source(numbers, capacity=4)
+    result = graph.stage(Work, source, on=local(2), workers=workers, elastic=True, name="work").collect()
+    run = graph.start()
+    found = run.wait()[result]
+    assert sorted(one[0] for one in found) == list(range(len(found)))
+    assert {one[4] for one in found} == {1}
+    processes = defaultdict(set)
+    for _, number, pid, *_ in found:
+        processes[number].add(pid)
+    assert sorted(map(len, processes.values()))[:-1] == [1] * (workers - 1)  # but of who died
+    assert {sizes[:1], sizes[:2], sizes} <= {one[3] for one in found}
+    assert next(stage.restarts for stage in run.stats().stages if stage.name == "work") == 1
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("deed", [kill_worker, kill_agent], ids=["worker", "agent"])
+def test_each_output_comes_once_wherever_they_die(
+    tmp_path: Path, deed: Callable[[], Any], workers: int
+) -> None:
+    """Of an item that several have begun again, too, and of those of a host that is lost."""
+    points = {(0, 0), (7, 1), (7, 2), (8, 1), (20, 2), (29, 0)}
+
+    def work(items: In[int], group: Group, out: Out[tuple[int, int]]) -> None:
+        for item in items:
+            for k in range(3):
+                if (item, k) in points:
+                    once(tmp_path, (item, k), deed)
+                group.combine(item, add)
+                out.put((item, k))
+        for _ in group.rest(add):
+            pass
+
+    graph = Graph("outputs")
+    items = graph.source(range(ITEMS), capacity=4)
+    result = graph.stage(work, items, on=local(2), workers=workers, elastic=True, restarts=9).collect()
+    assert Counter(graph.run()[result]) == Counter((item, k) for item in range(ITEMS) for k in range(3))
+
+
+def test_connections_between_hosts_that_break_let_all_meet_again(tmp_path: Path) -> None:
+    """In their processes: nobody died."""
+
+    def work(items: In[int], group: Group, out: Out[tuple[int, int]]) -> None:
+        for item in items:
+            if item == 20:
+                once(tmp_path, item, lambda: group._links.cut())  # type: ignore[attr-defined]
+            group.combine(item, add)
+            out.put((item, os.getpid()))
+        for _ in group.rest(add):
+            pass
+
+    graph = Graph("cut")
+    items = graph.source(range(ITEMS))
+    result = graph.stage(work, items, on=local(2), workers=2, elastic=True, name="work").collect()
+    found = graph.run()[result]
+    assert sorted(item for item, _ in found) == list(range(ITEMS))
+    assert len({pid for _, pid in found}) == 2
+
+
+def test_groups_that_are_over_though_nobody_died_are_as_many_as_restarts(tmp_path: Path) -> None:
+    def work(items: In[int], group: Group) -> None:
+        with (tmp_path / "calls").open("a") as calls:
+            calls.write("one\n")
+        items.get()
+        raise MemberDied("so it says")
+
+    graph = Graph("again")
+    graph.stage(work, graph.source([1, 2]), on=local(2), workers=2, elastic=True, restarts=2)
+    with pytest.raises(RunError) as caught:
+        graph.run()
+    assert [str(error.__cause__) for error in caught.value.exceptions] == ["so it says"]
+    assert len((tmp_path / "calls").read_text().splitlines()) == 2 * 3
+
+
+def test_who_waits_for_a_group_ends_when_the_run_fails(tmp_path: Path) -> None:
+    bereft = tmp_path / "bereft"
+
+    def work(items: In[int], group: Group) -> None:
+        if items.get() == 1:
+            bereft.touch()
+            raise MemberDied("so it says")
+        wait_until(bereft.exists)
+        raise ValueError("mine")
+
+    graph = Graph("fails")
+    graph.stage(work, graph.source([1, 2]), on=local(2), workers=2, elastic=True)
+    with pytest.raises(RunError) as caught:
+        graph.run()
+    assert {str(error.__cause__) for error in caught.value.exceptions} == {"mine"}

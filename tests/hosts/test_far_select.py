@@ -1,0 +1,244 @@
+"""``select`` in a program that has channels of others open (C10). That it chooses one, fairly, and loses
+nothing is in tests/contract/test_select.py; here are those who come, go and die meanwhile."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import Counter
+
+import pytest
+from peers import HostPeer, ThreadPeer
+from waiting import wait_blocked, wait_stats, wait_until
+
+from benchmarks.far import cut
+from flowchan import Broken, Channel, Closed, Drained, HostError, NothingReady, Selected, select
+from flowchan.hosts import choosing, hosting, serve
+
+pytestmark = pytest.mark.usefixtures("impatient")
+
+
+def make(capacity=64):
+    return Channel(capacity, across="hosts")
+
+
+def hold(told, over):
+    """Runs elsewhere: another home."""
+    serve(patience=2)
+    mine = make()
+    told.put(mine)
+    over.get()
+
+
+def test_a_channel_elsewhere_is_ready_when_a_get_would_not_wait():
+    """C10: and nothing is taken."""
+    work, stop = make(), make(1)
+
+    def look():
+        with pytest.raises(NothingReady):
+            select([work], ready=[stop], timeout=0)
+        return [
+            select([work], ready=[stop]).item,
+            select([work], ready=[stop]) == Selected(stop, None, put=False),
+        ]
+
+    peer = HostPeer(look)
+    wait_blocked(stop, readers=1)
+    work.put("item")
+    wait_until(lambda: not len(work))
+    stop.close()
+    assert peer.result() == ["item", True]
+
+
+def test_select_takes_1_to_128_operations_elsewhere():
+    """C10."""
+    channels = [make(1) for _ in range(128)]
+
+    def look():
+        with pytest.raises(NothingReady):
+            select(channels, timeout=0.01)
+        with pytest.raises(ValueError, match="1 to 128 operations, not 129"):
+            select([*channels, channels[0]], timeout=0)
+        channels[77].put("there")
+        return select(channels).item
+
+    assert HostPeer(look).result() == "there"
+
+
+def test_one_select_waits_for_two_homes_and_for_what_is_here():
+    """C10: whichever comes first; nobody waits anywhere afterwards."""
+    told, over, ours = make(), make(), make()
+    home = HostPeer(hold, told, over)
+    theirs = told.get()
+
+    def choose():
+        local = Channel()
+        found = [select([ours, theirs, local]).item for _ in range(2)]
+        local.put("here")
+        return [*found, select([ours, theirs, local]).item, theirs.stats().selecting, ours.stats().selecting]
+
+    peer = HostPeer(choose)
+    wait_blocked(theirs, readers=1)
+    theirs.put("theirs")
+    wait_until(lambda: not len(theirs))
+    wait_blocked(ours, readers=1)
+    ours.put("ours")
+    assert peer.result() == ["theirs", "ours", "here", 0, 0]
+    over.put(None)
+    home.result()
+
+
+def test_a_select_ends_when_one_of_its_homes_is_killed():
+    """C6, C11."""
+    told, over, ours = make(), make(), make()
+    home = HostPeer(hold, told, over)
+    theirs = told.get()
+
+    def choose():
+        with pytest.raises(Broken) as caught:
+            select([ours, theirs])
+        assert isinstance(caught.value.__cause__, HostError)
+
+    waiting = [ThreadPeer(choose), HostPeer(choose)]
+    wait_blocked(theirs, readers=2)
+    home.kill()
+    home.join()
+    for peer in waiting:
+        peer.result()
+
+
+@pytest.mark.parametrize("far_first", [True, False])
+def test_a_select_ends_when_one_channel_after_the_other_is_drained(far_first):
+    """C4, C10: whichever is the last."""
+    far = make()
+
+    def choose():
+        local = Channel()
+        channels = [far, local] if far_first else [local, far]
+        waiting = ThreadPeer(select, [far, local])
+        wait_blocked(local, readers=1)
+        wait_blocked(far, readers=1)
+        channels[0].close()
+        wait_until(lambda: not far.drained or far.stats().waiting_readers == 0)
+        channels[1].close()
+        with pytest.raises(Drained):
+            waiting.result()
+
+    HostPeer(choose).result()
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_who_is_killed_while_it_selects_is_forgotten(alone):
+    """C10, C11: whether its home does it all, or others take part."""
+    one, two = make(), make()
+
+    def choose():
+        return select([one, two] if alone else [one, two, Channel()])
+
+    peer = HostPeer(choose)
+    wait_blocked(one, readers=1)
+    peer.kill()
+    peer.join()
+    wait_stats(one, waiting_readers=0, selecting=0)
+    one.put("item")
+    assert one.get() == "item"
+
+
+WAITS = {
+    "get": lambda one: one.get(),
+    "select": lambda one: select([one]),
+    "select among others": lambda one: select([one, Channel()]),
+}
+
+
+@pytest.mark.parametrize("how", WAITS)
+def test_ctrl_c_ends_what_waits_elsewhere_and_what_comes_then_is_not_lost(how):
+    """C9, C10."""
+    one, ready, wait_for = make(), make(), WAITS[how]
+
+    def wait():
+        with pytest.raises(KeyboardInterrupt):
+            wait_for(one)
+        ready.put("interrupted")
+        return one.get()
+
+    peer = HostPeer(wait)
+    wait_blocked(one, readers=1)
+    os.kill(peer.pid(), signal.SIGINT)
+    ready.get()
+    one.put("there")
+    assert peer.result() == "there"
+
+
+def test_nothing_is_lost_or_taken_twice_when_the_connection_breaks():
+    """C10: of what two programs select, and put by select."""
+    left, right, back = make(2), make(2), make(1)
+    each = 150
+
+    def move():
+        local = Channel()
+        while True:
+            try:
+                item = select([left, right]).item
+            except Closed:
+                return
+            done = select([local], puts=[(back, item)])
+            assert done.put
+
+    peers = [HostPeer(move) for _ in range(2)]
+    feeding = [ThreadPeer(channel.put_many, range(n, each + n)) for channel, n in ((left, 0), (right, each))]
+    found = Counter()
+    for number in range(2 * each):
+        found[back.get()] += 1
+        if number % 25 == 0:
+            cut()
+    for feeder in feeding:
+        feeder.result()
+    left.close()
+    right.close()
+    for peer in peers:
+        peer.result()
+    assert found == Counter(range(2 * each))
+
+
+def test_a_channel_in_an_item_that_was_not_put_is_not_kept_for_it():
+    """C12: neither by a select, nor by a put, whose time was over or which was refused."""
+    full = make(1)
+    full.put("old")
+    (home,) = hosting._homes
+
+    def offer(inner):
+        with pytest.raises(NothingReady):
+            select(puts=[(full, [inner])], timeout=0.01)
+        with pytest.raises(NothingReady):
+            select([Channel()], puts=[(full, [inner])], timeout=0)
+        with pytest.raises(TypeError):
+            select(puts=[(full, [inner]), ("no channel", 1)])
+        with pytest.raises(TypeError, match="across='hosts'"):
+            select(puts=[(full, [inner]), (full, Channel(across="processes"))])
+        with pytest.raises(TimeoutError):
+            full.put([inner], timeout=0)
+        with pytest.raises(ValueError, match="timeout"):
+            full.put([inner], timeout=-1)
+        with pytest.raises(TypeError, match="across='hosts'"):
+            full.put([inner, Channel(across="processes")])
+
+    HostPeer(offer, spare := make()).result()
+    number = int(spare.address.rpartition("/")[2])
+    del spare
+    wait_until(lambda: number not in home._channels and number not in home._sent)
+
+
+def test_a_select_that_does_not_wait_ends_though_something_moves_all_the_time():
+    """C10: who asks several homes would find something moved in every round."""
+
+    class Busy:
+        places = (0,)
+        moves = 0
+
+        def try_now(self):
+            self.moves += 1
+            assert self.moves < 10_000
+            return choosing.NOT_NOW, None
+
+    assert choosing._try_at_one_moment([Busy()]) == (choosing.NOT_NOW, None)

@@ -1,0 +1,79 @@
+"""Items that are asked, on hosts."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+import pytest
+from gates import Gate
+from waiting import wait_until
+
+from flowchan import Graph, WorkerDied
+from flowchan.hosts import local
+from flowchan.run.spread import Spread
+
+Calls: list[Any] = []  # in the worker's process
+
+
+@pytest.mark.parametrize("batch", [False, True])
+def test_what_nobody_waits_for_any_more_is_dropped_on_hosts_too(
+    batch: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate()
+
+    def answer(item: Any) -> Any:
+        Calls.append(item)
+        return gate.wait(item) if item in ("held", ["held"]) else [list(Calls)] if batch else list(Calls)
+
+    crossed_off = []
+    real = Spread.cross_off
+
+    def cross_off(self: Spread, question: int) -> None:
+        real(self, question)
+        crossed_off.append(question)
+
+    monkeypatch.setattr(Spread, "cross_off", cross_off)
+
+    async def main() -> Any:
+        graph = Graph("asked")
+        questions: Any = graph.input("questions")
+        stream = questions.batch(1) if batch else questions
+        stream.map(answer, on=local(1), name="there").collect()
+        with graph.start() as run:
+            asks = [asyncio.ensure_future(run.ask(questions, item)) for item in ("held", "late", "gone")]
+            await asyncio.to_thread(gate.wait_held)
+            asks[2].cancel()
+            with pytest.raises(TimeoutError):
+                await run.ask(questions, "too late", timeout=0.01)
+            await asyncio.to_thread(wait_until, lambda: len(crossed_off) == 2)
+            away: Any = run._crew._away[0]  # type: ignore[attr-defined]
+            await asyncio.to_thread(wait_until, away.all_is_heard)  # what was said before is done
+            gate.open()
+            last = await run.ask(questions, "last")
+            await asyncio.gather(*asks[:2])
+            return last
+
+    seen = asyncio.run(main())
+    assert [item[0] if batch else item for item in seen] == ["held", "late", "last"]
+
+
+class Bomb:
+    """Ends the process of a worker that unpickles it."""
+
+    def __reduce__(self) -> Any:
+        return os._exit, (7,)
+
+
+def test_an_item_that_kills_who_unpickles_it_on_a_host_is_told_to_who_asked() -> None:
+    async def main() -> None:
+        graph = Graph("asked")
+        questions: Any = graph.input("questions")
+        questions.map(lambda item: item, on=local(1), max_deaths=2).collect()
+        with graph.start() as run:
+            with pytest.raises(WorkerDied, match="2 × exited with code 7"):
+                await run.ask(questions, Bomb())
+            assert await run.ask(questions, 4) == 4
+
+    asyncio.run(main())

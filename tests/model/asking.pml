@@ -1,0 +1,368 @@
+/* What processes elsewhere ask the home of a channel for, and what they are told (C4, C6, C11, C12, C14). Getters take
+   items out of channel X, each of which holds channel Y; a putter, which has Y open, puts them in. Both channels have
+   their home in one process; the others have a control line to it each, on which letters arrive in order and once
+   (line.pml shows that), until home gives the other up, which may be at any moment.
+
+   A call is a letter to home, which does it in a task and answers. Who waits no more says so: the task is cancelled
+   unless it has taken an item already, and that becomes the next item of the process that asked. Who has lost its home
+   is told so in every call, in those that begin at that moment, too.
+
+   Y lasts as long as somebody has it open or an item holds it: home counts for each process how often it opened and
+   dropped Y, and for all together in how many items it was put (`send`) and how many of those are finished (`come`).
+   Who uses Y may drop it in one thread while another opens it anew. A forked child of home (CHILD) puts items into X by
+   itself, and only tells home what is in them. Whoever puts Y into an item waits until home has counted that.
+
+   step of the model                     source
+   -----------------------------------   ------------------------------------------------------------------
+   post()                                connection.py: Connection.post, Asked
+   abandon()                             connection.py: Connection.abandon; guest.py: Cancel
+   told()                                connection.py: Connection._told; far.py: FarChannel._return_one
+   lose()                                connection.py: Connection._lose, Connection.broken
+   keep_or_use()                         far.py: arrive, far_channel, FarChannel.came
+   nudged()                              connection.py: Connection._nudged, Connection.tell, Connection.adopt
+   hear()                                guest.py: Guest._listen, Guest._do, Guest._do_open, Guest._drop
+   count(), uncount()                    home.py: Home.send, Home.come, Home.find
+   take(), answer()                      guest.py: Guest._do_get, Guest._answer
+   give_up()                             guest.py: Guest._give_up
+
+   Left out: ports, which are lines; several channels in one call; what is put is never waited for.
+
+   Planted faults: PLANT_forget (who waits no more forgets the call, and so the item that comes for it),
+   PLANT_cancel_taken (a task that has taken an item is cancelled), PLANT_drained_at_once (the end counts though an item
+   has come for an earlier call), PLANT_deaf (who waits is not told that home is lost), PLANT_post_late (nor is who
+   begins to wait at that moment), PLANT_task_lives (what a process had asked for that was given up is still done),
+   PLANT_open_kept (it is still counted among those that have Y open), PLANT_one_drop (one drop ends all openings),
+   PLANT_come_first (an item is told to be finished before the channel in it is open), PLANT_not_sent (nobody counts
+   that Y is put into an item), PLANT_not_awaited (an item is put before that is counted). */
+
+#ifndef ITEMS
+#define ITEMS 2
+#endif
+#ifndef GETTERS
+#define GETTERS 2
+#endif
+#ifndef CANCELS
+#define CANCELS 1
+#endif
+#ifndef DEATHS
+#define DEATHS 1      /* processes that home gives up */
+#endif
+#define CALLS (ITEMS + CANCELS + 1)
+#define GUESTS (GETTERS + 1)
+#define PUTTER GETTERS
+
+mtype = { GET, CANCEL, PUT, OPEN, DROP, SEND, COME };              /* letters to home */
+mtype = { ITEM, CANCELLED, DRAINED, OPENED, NOWHERE, COUNTED, BROKEN };     /* and answers */
+mtype = { NOTHING, WAITS, ABANDONED };                             /* what a process knows of its call */
+mtype = { NO_TASK, WAITING, TAKEN };                               /* what home does for it */
+
+chan to_home[GUESTS] = [3] of { mtype, byte };
+chan to_guest[GUESTS] = [3] of { mtype, byte, byte };
+chan nudges[GUESTS] = [2 * ITEMS + 1] of { mtype };
+
+mtype asked[GETTERS * CALLS] = NOTHING;
+mtype heard[GUESTS] = NOTHING;       /* the answer for who waits */
+byte heard_item[GUESTS];
+chan kept[GETTERS] = [CANCELS + 1] of { byte };      /* items that came for nobody */
+bool lost[GUESTS], uses[GUESTS];     /* home is lost; has Y */
+
+mtype task[GETTERS * CALLS] = NO_TASK;
+byte result[GETTERS * CALLS];
+byte latest[GETTERS];                /* the number of the latest call that home has heard of, of each */
+bool given_up[GUESTS];
+short counted;                       /* items that hold Y, as home knows */
+byte opens[GUESTS];
+bool gone, closed;                   /* Y is no more; X is closed */
+byte inside, put, next_out;          /* items of X: first in, first out */
+byte used[ITEMS], taken_by[ITEMS];
+byte cancels, deaths, ended;
+hidden byte i, n;
+hidden mtype what;
+
+#define mine(n) (g * CALLS + (n))
+#define lives (counted > 0 || opens[0] > 0 || opens[GETTERS - 1] > 0 || opens[PUTTER] > 0)
+#define check_Y() gone = (gone || !lives)
+
+/* --- a process elsewhere --- */
+
+inline post(call) {                       /* the letter is there, and whoever loses home meanwhile answers it */
+  atomic { asked[mine(call)] = WAITS; heard[g] = NOTHING };
+  atomic { nfull(to_home[g]) -> to_home[g]!GET(call) };
+#ifndef PLANT_post_late
+  atomic {
+    if
+    :: lost[g] && asked[mine(call)] == WAITS -> asked[mine(call)] = NOTHING; heard[g] = BROKEN
+    :: else
+    fi
+  }
+#endif
+}
+
+inline abandon(call) {
+  cancels++;
+#ifdef PLANT_forget
+  asked[mine(call)] = NOTHING;
+#else
+  asked[mine(call)] = ABANDONED;
+#endif
+  to_home[g]!CANCEL(call)
+}
+
+inline told() {
+  to_guest[g]?what(n, i);
+  if
+  :: what == OPENED || what == NOWHERE || what == COUNTED -> heard[g] = what
+  :: else ->
+     if
+     :: asked[mine(n)] == WAITS -> heard[g] = what; heard_item[g] = i
+     :: asked[mine(n)] == ABANDONED && what == ITEM -> kept[g]!i
+     :: else
+     fi;
+     asked[mine(n)] = NOTHING
+  fi
+}
+
+inline lose() {
+  lost[g] = true;
+#ifndef PLANT_deaf
+  n = 0;
+  do
+  :: g < GETTERS && n < CALLS ->
+     if
+     :: asked[mine(n)] == WAITS -> heard[g] = BROKEN
+     :: else
+     fi;
+     asked[mine(n)] = NOTHING; n++
+  :: else -> break
+  od
+#endif
+}
+
+inline nudge(word) {                      /* it never waits; who hears it has ended when home is lost */
+  if
+  :: atomic { !lost[g] -> nudges[g]!word }
+  :: lost[g]
+  fi
+}
+
+inline nudged() {
+  nudges[g]?what; to_home[g]!what(0)
+}
+
+proctype ears(byte g) {
+  do
+  :: atomic { !lost[g] && nempty(to_guest[g]) -> told() }
+  :: atomic { !lost[g] && nempty(nudges[g]) && nfull(to_home[g]) -> nudged() }
+  :: atomic { given_up[g] && !lost[g] -> lose() }
+  :: lost[g] -> break
+  :: ended == GUESTS && empty(nudges[g]) && empty(to_guest[g]) -> break
+  od
+}
+
+inline keep_or_use(item) {                /* an item has come: the channel in it is opened, unless it is open here */
+  atomic { used[item]++; assert(used[item] == 1) };
+#ifdef PLANT_come_first
+  nudge(COME);
+#endif
+  if
+  :: atomic { !uses[g] -> heard[g] = NOTHING };
+     if
+     :: atomic { nfull(to_home[g]) -> to_home[g]!OPEN(0) }
+     :: lost[g]
+     fi;
+     (heard[g] != NOTHING || lost[g]);
+     assert(heard[g] != NOWHERE);
+     uses[g] = true
+  :: uses[g]
+  fi;
+#ifndef PLANT_come_first
+  nudge(COME);
+#endif
+  assert(!gone || given_up[g]);           /* it is used here */
+  if
+  :: uses[g] = false; nudge(DROP)                 /* nobody has it any more; or it stays for the next item */
+  :: true
+  fi
+}
+
+proctype getter(byte g) {
+  byte call, item;
+  do
+  :: atomic { len(kept[g]) > 0 -> kept[g]?item }; keep_or_use(item)
+  :: len(kept[g]) == 0 && !lost[g] ->
+     post(call);
+     if
+     :: heard[g] != NOTHING
+     :: atomic { heard[g] == NOTHING && cancels < CANCELS && nfull(to_home[g]) -> abandon(call) }
+     fi;
+     call++;
+     if
+     :: heard[g] == ITEM -> item = heard_item[g]; keep_or_use(item)
+#ifdef PLANT_drained_at_once
+     :: heard[g] == DRAINED -> break
+#else
+     :: heard[g] == DRAINED && len(kept[g]) == 0 -> break
+#endif
+     :: heard[g] == BROKEN -> break
+     :: else
+     fi
+  :: lost[g] -> break
+  od;
+  if
+  :: uses[g] -> uses[g] = false; nudge(DROP)
+  :: else
+  fi;
+  ended++
+}
+
+inline put_in(item) {
+#ifdef CHILD
+  atomic { inside++; put++ }
+#else
+  atomic { nfull(to_home[g]) -> to_home[g]!PUT(item) }
+#endif
+}
+
+proctype putter(byte g) {
+  byte item;
+  do
+  :: item < ITEMS && !lost[g] ->
+#ifdef PLANT_not_sent
+     heard[g] = COUNTED;
+#else
+     atomic { nfull(to_home[g]) -> heard[g] = NOTHING; to_home[g]!SEND(0) };
+#endif
+#ifdef PLANT_not_awaited
+     heard[g] = COUNTED;
+#endif
+     (heard[g] != NOTHING || lost[g]);
+     if
+     :: heard[g] != COUNTED -> break
+     :: heard[g] == COUNTED -> put_in(item)
+     fi;
+     item++
+  :: item == ITEMS || lost[g] -> break
+  od;
+  nudge(DROP);
+  ended++
+}
+
+/* --- home --- */
+
+inline count() { counted++; check_Y() }
+
+inline uncount() { counted--; check_Y() }
+
+inline hear(g) {
+  to_home[g]?what(n);
+  if
+  :: what == GET -> task[mine(n)] = WAITING; latest[g] = n
+  :: what == CANCEL ->
+     if
+#ifdef PLANT_cancel_taken
+     :: task[mine(n)] != NO_TASK -> task[mine(n)] = NO_TASK; to_guest[g]!CANCELLED(n, 0)
+#else
+     :: task[mine(n)] == WAITING -> task[mine(n)] = NO_TASK; to_guest[g]!CANCELLED(n, 0)
+#endif
+     :: else
+     fi
+  :: what == PUT -> inside++; put++
+  :: what == SEND -> count(); to_guest[g]!COUNTED(0, 0)
+  :: what == COME -> uncount()
+  :: what == OPEN ->
+     if
+     :: gone -> to_guest[g]!NOWHERE(0, 0)
+     :: else -> opens[g]++; to_guest[g]!OPENED(0, 0)
+     fi
+  :: what == DROP ->
+#ifdef PLANT_one_drop
+     opens[g] = 0;
+#else
+     assert(opens[g] > 0); opens[g]--;
+#endif
+     check_Y()
+  fi
+}
+
+inline take(g, n) {
+  inside--; result[mine(n)] = next_out; taken_by[next_out] = g + 1; next_out++; task[mine(n)] = TAKEN;
+  assert(!given_up[g])
+}
+
+inline answer(g, n) {
+  if
+  :: task[mine(n)] == TAKEN -> to_guest[g]!ITEM(n, result[mine(n)])
+  :: else -> to_guest[g]!DRAINED(n, 0)
+  fi;
+  task[mine(n)] = NO_TASK
+}
+
+inline give_up(g) {
+  deaths++; given_up[g] = true;
+#ifndef PLANT_task_lives
+  n = 0;
+  do
+  :: g < GETTERS && n < CALLS -> task[mine(n)] = NO_TASK; n++
+  :: else -> break
+  od;
+#endif
+#ifndef PLANT_open_kept
+  opens[g] = 0;
+#endif
+  check_Y()
+}
+
+proctype serve(byte g) {                  /* home's side of one of them; all run in one thread, step by step */
+  byte call;
+  do
+  :: atomic { !given_up[g] && nempty(to_home[g]) && nfull(to_guest[g]) -> hear(g) }
+  :: given_up[g] && nempty(to_home[g]) -> to_home[g]?_,_                /* nobody does that any more */
+  :: atomic { g < GETTERS && task[mine(call)] == WAITING && inside > 0 -> take(g, call) }
+  :: atomic { g < GETTERS && nfull(to_guest[g]) && (task[mine(call)] == TAKEN ||
+              (task[mine(call)] == WAITING && closed && inside == 0)) -> answer(g, call) }
+  :: atomic { g < GETTERS && task[mine(call)] == NO_TASK && latest[g] > call -> call++ }
+  :: atomic { !closed && (put == ITEMS || given_up[PUTTER]) -> closed = true }
+  :: atomic { deaths < DEATHS && !given_up[g] && ended < GUESTS -> give_up(g) }
+  :: ended == GUESTS && empty(to_home[g]) && (empty(nudges[g]) || lost[g]) -> break
+  od
+}
+
+init {
+  atomic {
+    opens[PUTTER] = 1;
+    n = 0;
+    do
+    :: n < GUESTS -> run serve(n); run ears(n); n++
+    :: else -> break
+    od;
+    n = 0;
+    do
+    :: n < GETTERS -> run getter(n); n++
+    :: else -> break
+    od;
+    run putter(PUTTER)
+  };
+  (_nr_pr == 1);
+  atomic {
+    n = 0;
+    do
+    :: n < GUESTS -> assert(!given_up[n] || opens[n] == 0); n++
+    :: else -> break
+    od;
+    if
+    :: deaths == 0 ->                       /* nothing is lost, and nothing is left */
+       n = 0;
+       do
+       :: n < ITEMS -> assert(used[n] == 1); n++
+       :: else -> break
+       od;
+       assert(counted == 0 && gone)
+    :: else ->                              /* what is lost was on its way to who was given up */
+       n = 0;
+       do
+       :: n < next_out -> assert(used[n] == 1 || given_up[taken_by[n] - 1]); n++
+       :: else -> break
+       od
+    fi
+  }
+}

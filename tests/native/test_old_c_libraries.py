@@ -1,0 +1,38 @@
+"""Wheels for manylinux_2_28 are built with glibc 2.28, and hold what the core asks of it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flowchan import _core
+
+MANYLINUX = (2, 28)
+NOT_OURS = {"fstat", "stat", "stat64", "pthread_cond_clockwait", "__libc_single_threaded"}
+"""Older headers say __fxstat and __xstat64, and an older libstdc++ leaves the others out."""
+
+
+def symbols(library: Path, *which: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Those of glibc, each with a version in which it was there."""
+    table = subprocess.run(["nm", "-D", *which, library], capture_output=True, text=True, check=True).stdout
+    for name, version in re.findall(r" (\w+)@+GLIBC_([\d.]+)$", table, re.MULTILINE):
+        yield name, tuple(map(int, version.split(".")))
+
+
+def test_the_core_asks_nothing_of_glibc_that_came_after_manylinux_2_28() -> None:
+    """A symbol that moved to another library has a second version, so the first one counts."""
+    maps = Path("/proc/self/maps").read_text()
+    libraries = set(re.findall(r"/\S+/lib(?:c|m)\.so\.6", maps))
+    if not libraries:
+        pytest.skip("this C library is not glibc: run it on a Python that was built with glibc")
+    first: dict[str, tuple[int, ...]] = {}
+    for library in libraries:
+        for name, version in symbols(Path(library), "--defined-only"):
+            first[name] = min(first.get(name, version), version)
+    asked = {re.sub("^__isoc23_", "", name) for name, _ in symbols(Path(_core.__file__), "--undefined-only")}
+    assert "pthread_mutexattr_setrobust" in asked
+    assert {name for name in asked - NOT_OURS if first.get(name, MANYLINUX) > MANYLINUX} == set()

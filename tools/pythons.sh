@@ -1,0 +1,23 @@
+# usage: [PYTHONS="python3.12 python3.14t"] [TESTS=tests/run] pythons.sh [PYTEST OPTIONS]. Runs the tests, without those that
+# need torch, on each of these Pythons, or on all that are here; each has a virtual environment in build/pythons. On
+# free-threaded ones the GIL stays off, whatever a test imports.
+tests=${TESTS:-tests/channel tests/check tests/cli tests/collective tests/contract tests/crash tests/declare tests/fresh
+    tests/hosts tests/items tests/link tests/pipelines tests/refused tests/run tests/transport tests/viz tests/test_public.py}
+wheels='hypothesis cryptography pillow polars pyarrow'  # as there are some; without one, its tests are skipped
+done='' failed=''
+for python in ${PYTHONS:-python3.11 python3.12 python3.13 python3.13t python3.14 python3.14t}; do
+    path=$(command -v "$python") || { [ -z "$PYTHONS" ] || failed="$failed $python"; continue; }
+    version=$("$path" -VV | tr -s ' \n' ' ')
+    tag=$("$path" -c 'import sys; print("%d.%d" % sys.version_info[:2] + sys.abiflags)')
+    venv=build/pythons/$tag
+    echo "== $version"
+    install="$venv/bin/python -m pip install --quiet --disable-pip-version-check"
+    { [ -x "$venv/bin/python" ] || "$path" -m venv "$venv"; } &&
+        $install -c constraints.txt -e '.[test-anywhere]' && for package in $wheels; do
+            env -u PIP_CONSTRAINT $install --only-binary :all: "$package" 2>/dev/null || echo "no wheel of $package"
+        done &&
+        PYTHON_GIL=$([ "$tag" = "${tag%t}" ] || echo 0) "$venv/bin/python" -m pytest "$@" $tests &&
+        done="$done $python" || failed="$failed $python"
+done
+echo "passed:${done:- none}${failed:+; failed or not here:$failed}"
+[ -n "$done" ] && [ -z "$failed" ]
