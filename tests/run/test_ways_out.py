@@ -16,6 +16,7 @@ import os
 import re
 import signal
 import subprocess
+import tempfile
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -167,12 +168,11 @@ def members(session: int) -> list[psutil.Process]:
 
 
 @pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where a program puts its temporary files."""
-    folder = tmp_path / "t"
-    folder.mkdir()
-    monkeypatch.setenv("TMPDIR", str(folder))
-    return folder
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where a program puts its files; short, for it holds sockets, whose paths may have 107 bytes."""
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        yield Path(folder)
 
 
 def run_to_its_end(command: list[Any], ending: Ending) -> tuple[subprocess.Popen[str], str, str]:
