@@ -142,6 +142,11 @@ class Membership:
                 raise Broken("no group follows in a run that is over")
 
     def close(self) -> None:
-        """The others hear that it has left."""
-        if self._member is not None:
+        """The others hear that it has left; that it is gone, if its channels broke under it: its agent may
+        have died, and then all begin again."""
+        if self._member is None:
+            return
+        if any(port.channel.broken for port in self._ports.everything()):
+            self._member._abandon()
+        else:
             self._member.close()

@@ -102,6 +102,7 @@ def test_who_waits_for_a_message_hears_of_it(call: str) -> None:
 
     def body(g: Any) -> Any:
         assert g.sendreceive(g.rank, to=1 - g.rank, source=1 - g.rank) == 1 - g.rank
+        g.barrier()  # else rank 1 may still be about to receive it
         if g.rank == 1:
             with pytest.raises(MemberDied):
                 WAITS[call](g)

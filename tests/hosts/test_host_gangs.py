@@ -3,6 +3,8 @@ And ``allreduce`` tells workers apart there, too."""
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 from gangs import kill_agent, kill_worker, once
 from hosted import agents
+from waiting import wait_until
 
 from flowchan import Graph, In, Out, Reduced, RunError, worker
 from flowchan.collective import Group
@@ -117,6 +120,27 @@ def test_one_death_lets_all_begin_again_with_what_they_had_in_hand(
     result = graph.stage(work, numbers, on=local(2), workers=4, restartable=True, name="work").collect()
     run = graph.start()
     assert Counter(run.wait()[result]) == Counter(range(ITEMS))
+
+
+def test_who_loses_his_agent_has_not_left_his_mates_in_order(tmp_path: Path) -> None:
+    """He hears by his channels that it is gone, and ends. For his mates that is a death: all begin again."""
+
+    def work(numbers: In[int], group: Group, out: Out[int]) -> None:
+        if group.rank == 0:
+            once(tmp_path, "lost", lambda: (os.kill(os.getppid(), signal.SIGKILL), list(numbers)))
+            (tmp_path / "again").touch()
+        group.barrier()
+        for number in numbers:
+            out.put(number)
+
+    graph = Graph("gang")
+    numbers = graph.input()
+    result = graph.stage(work, numbers, on=local(2), workers=2, restartable=True, name="work").collect()
+    with graph.start() as run:
+        wait_until(lambda: (tmp_path / "again").exists() or run.state != "running")
+        run[numbers].put(1)
+        run[numbers].close()
+    assert run.wait()[result] == [1]
 
 
 def cut(group: Any) -> None:
