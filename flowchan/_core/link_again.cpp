@@ -30,6 +30,13 @@ std::string fresh_bytes() {
     return bytes;
 }
 
+bool is_loopback(const sockaddr_storage& address) {
+    if (address.ss_family == AF_INET6)
+        return IN6_IS_ADDR_LOOPBACK(&reinterpret_cast<const sockaddr_in6&>(address).sin6_addr);
+    return address.ss_family == AF_INET &&
+           ntohl(reinterpret_cast<const sockaddr_in&>(address).sin_addr.s_addr) >> 24 == 127;
+}
+
 std::string proof(const Digest& key, const char* role, const std::string& both) {
     const Digest digest = hmac_sha256(key, role + both);
     return {digest.begin(), digest.end()};
@@ -117,10 +124,14 @@ void Again::dial_at(uint16_t port, const Digest& key) {
 void Again::note(int fd) {
     home_size_ = sizeof(home_);
     if (getpeername(fd, reinterpret_cast<sockaddr*>(&home_), &home_size_) != 0) home_size_ = 0;
-    options_ = {{SOL_SOCKET, SO_SNDBUF, 0},     {SOL_SOCKET, SO_KEEPALIVE, 0},
-                {IPPROTO_TCP, TCP_NODELAY, 0},  {IPPROTO_TCP, TCP_USER_TIMEOUT, 0},
-                {IPPROTO_TCP, TCP_KEEPIDLE, 0}, {IPPROTO_TCP, TCP_KEEPINTVL, 0},
-                {IPPROTO_TCP, TCP_KEEPCNT, 0}};
+    options_ = {{SOL_SOCKET, SO_KEEPALIVE, 0},  {IPPROTO_TCP, TCP_NODELAY, 0},
+                {IPPROTO_TCP, TCP_KEEPIDLE, 0}, {IPPROTO_TCP, TCP_USER_TIMEOUT, 0},
+                {IPPROTO_TCP, TCP_KEEPCNT, 0},  {IPPROTO_TCP, TCP_KEEPINTVL, 0}};
+    // Elsewhere the size grows by itself, until it is set.
+    if (is_loopback(home_))
+        options_.push_back({SOL_SOCKET, SO_SNDBUF, 0});
+    else
+        options_.push_back({IPPROTO_TCP, TCP_NOTSENT_LOWAT, 0});
     for (Option& option : options_) {
         socklen_t size = sizeof(option.value);
         getsockopt(fd, option.level, option.name, &option.value, &size);

@@ -14,7 +14,8 @@ import select
 import socket
 import time
 
-SEND_BUFFER = 256 * 1024  # larger ones leave the processor's cache
+UNSENT = 256 * 1024
+"""Bytes that wait in a connection: more would leave the processor's cache, and hold up what is small."""
 UNHEARD = 15_000  # milliseconds until unacknowledged bytes end a connection
 KEEP_ALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 3, socket.TCP_KEEPCNT: 3}
 BACKLOG = 256
@@ -69,7 +70,7 @@ class Listener:
     def accept_now(self) -> socket.socket | None:
         """The connection that waits, if any does."""
         try:
-            sock, _ = self._socket.accept()
+            sock, peer = self._socket.accept()
         except BlockingIOError:
             return None
         except OSError as error:
@@ -77,13 +78,13 @@ class Listener:
                 return None
             raise
         with contextlib.suppress(OSError):  # it has ended meanwhile, which its reader finds out
-            prepare(sock)
+            prepare(sock, peer[0])
         sock.setblocking(True)
         return sock
 
     def detach(self) -> int:
         """Its descriptor, for who accepts in place of us; what that accepts is prepared for a link."""
-        prepare(self._socket)
+        prepare(self._socket, self._socket.getsockname()[0])
         return self._socket.detach()
 
     def fileno(self) -> int:
@@ -126,7 +127,7 @@ def dial(address: str, timeout: float) -> socket.socket:
     for family, _, _, _, name in resolve(host, port, address):
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
-            prepare(sock)
+            prepare(sock, name[0])
             sock.settimeout(max(0.001, give_up - time.monotonic()))
             sock.connect(name)
             if (
@@ -146,10 +147,17 @@ def dial(address: str, timeout: float) -> socket.socket:
     raise OSError(failure.errno, f"can't reach {address}: {failure.strerror}")
 
 
-def prepare(sock: socket.socket) -> None:
-    """Sets what a link wants of its connection: small frames leave at once, and a silent cut is noticed."""
+def prepare(sock: socket.socket, peer: str) -> None:
+    """Sets what a link wants of its connection with ``peer``, an IP address: small frames leave at once, and
+    a silent cut is noticed.
+
+    Over loopback what is sent has arrived, so the whole buffer is small. Over a wire it has to hold what is
+    under way, so the kernel lets it grow with bandwidth and delay: a size that is set is for ever."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+    if peer == "::1" or peer.startswith("127."):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNSENT)
+    else:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNHEARD)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in KEEP_ALIVE.items():

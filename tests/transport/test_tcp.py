@@ -137,8 +137,18 @@ def test_a_connection_is_set_up_for_a_link() -> None:
             assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
             assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
             assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == tcp.UNHEARD
-            assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) >= 128 * 1024
+            assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == 2 * tcp.UNSENT  # as the kernel says
             assert not sock.get_inheritable()
+
+
+@pytest.mark.parametrize(("peer", "is_here"), [("127.0.0.2", True), ("::1", True), ("192.0.2.7", False)])
+def test_what_is_under_way_over_a_wire_may_grow(peer: str, is_here: bool) -> None:
+    """The kernel lets no buffer grow whose size was set: so many bytes a round trip would be the most."""
+    with socket.socket() as sock:
+        before = sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+        tcp.prepare(sock, peer)
+        assert (sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) != before) == is_here
+        assert (sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT) == tcp.UNSENT) != is_here
 
 
 def test_no_connection_with_oneself(monkeypatch: pytest.MonkeyPatch) -> None:
