@@ -89,7 +89,11 @@ def _made_of(stuck: Futures) -> Iterator[Any]:
 
 
 def _variables(callback: Any) -> dict[str, Any]:
-    """The variables around a function that asyncio has defined within another."""
+    """The variables around a function that asyncio has defined within another; as_completed is an object from
+    Python 3.13 on, and its variables are attributes."""
+    iterator: Any = getattr(callback, "__self__", None)
+    if type(iterator).__name__ == "_AsCompletedIterator":
+        return {"todo": iterator._todo, "done": iterator._done}
     if not isinstance(callback, types.FunctionType) or callback.__module__ != "asyncio.tasks":
         return {}
     cells = zip(callback.__code__.co_freevars, callback.__closure__ or (), strict=True)
