@@ -63,6 +63,18 @@ def split(numbers: In[int], small: Out[int], large: Out[str], limit: int = 3) ->
             large.put(str(number))
 
 
+def sorted_out(numbers: In[int], a: Out[int], b: Out[str], c: Out[int], d: Out[bytes], most: int = 9) -> None:
+    for number, port in zip(numbers, (a, c, a, c), strict=False):
+        port.put(min(number, most))
+    b.put("b")
+    d.put(b"d")
+
+
+def seven(a: Out[int], b: Out[int], c: Out[int], d: Out[int], e: Out[int], f: Out[int], g: Out[int]) -> None:
+    for port in (a, b, c, d, e, f, g):
+        port.put(1)
+
+
 def sums(numbers: In[int], group: Group, out: Out[float]) -> None:
     out.put(sum(numbers) / group.size)
 
@@ -130,6 +142,11 @@ def failures(graph: Graph) -> tuple[Stream[list[float]], Stream[list[int]]]:
 def stages(graph: Graph) -> tuple[Stream[list[str]], Stream[float]]:
     small, large = graph.stage(split, graph.source(range(6)))
     assert_type(large, Stream[str])
+    _, _, _, rest = graph.stage(sorted_out, graph.source(range(6)))
+    assert_type(rest, Stream[bytes])
+    _, _, _, _, _, _, last = graph.stage(seven)
+    for stream in (rest, last):
+        stream.sink(print)
     means = graph.stage(sums, small, workers=2)
     total = means.reduce(operator.add)
     again: Feedback[int] = graph.feedback("again")
