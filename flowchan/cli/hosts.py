@@ -20,7 +20,7 @@ def check(spec: str) -> bool:
     from flowchan.hosts.spec import parse
 
     try:
-        provider = parse(spec)
+        provider = parse(spec).provider
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="HOSTS") from error
     found = look(provider)

@@ -69,8 +69,9 @@ def ray(
 
 def parse(spec: str) -> Pool:
     """The pool that a text means, as ``flowchan run --hosts`` takes it: ``local:2``, ``ssh:gpu1,user@gpu2``,
-    ``slurm``, ``ray:4``. Raises ``ValueError``."""
-    return pool_of("parse", _parse(spec))
+    ``slurm``, ``ray:4``; options behind the hosts, as in ``ssh:gpu1,tls,patience=30`` and ``ray:4,GPU=1``.
+    Raises ``ValueError``."""
+    return pool_of("parse", *_parse(spec))
 
 
 _LATER = {"open_channel": "far", "serve": "hosting"}

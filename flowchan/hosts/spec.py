@@ -1,10 +1,14 @@
-"""A provider as text, as commands take it: ``local:2``, ``ssh:gpu1,user@gpu2``, ``slurm``, ``ray:4``."""
+"""A pool as text, as commands take it: ``local:2``, ``ssh:gpu1,user@gpu2``, ``slurm``, ``ray:4``; options
+stand behind the hosts, as in ``ssh:gpu1,gpu2,tls,patience=30`` and ``ray:4,GPU=1``."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from flowchan.hosts.local import local
+from flowchan.hosts.pool import PATIENCE
 from flowchan.hosts.provider import Provider
 from flowchan.hosts.ray import ray
 from flowchan.hosts.slurm import slurm
@@ -15,28 +19,61 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "local": (),
     "ssh": ("python", "address"),
     "slurm": ("address",),
-    "ray": ("address",),
+    "ray": ("address",),  # and any resource of Ray's
 }
-"""What may be said of each, behind the hosts: ``ssh:gpu1,python=~/venv/bin/python``."""
+"""What may be said of each provider; of all pools ``tls`` and ``patience=``."""
 
 
-def parse(spec: str) -> Provider:
-    """The provider that ``spec`` means. Raises ``ValueError``."""
+class Spec(NamedTuple):
+    """What a text means."""
+
+    provider: Provider
+    patience: float
+    tls: bool
+
+
+def parse(spec: str) -> Spec:
+    """Raises ``ValueError``. ``tls`` is the option; a host of that name is ``user@tls``."""
     kind, colon, rest = spec.partition(":")
     words = rest.split(",") if colon else []
-    given = [word for word in words if "=" not in word]
+    given = [word for word in words if "=" not in word and word != "tls"]
     options = dict(word.split("=", 1) for word in words if "=" in word)
+    patience = _number(spec, "patience", options.pop("patience", str(PATIENCE)))
+    resources = {
+        name: _number(spec, name, options.pop(name))
+        for name in list(options)
+        if kind == "ray" and name not in OPTIONS[kind]
+    }
     for name in options:
         if name not in OPTIONS.get(kind, (name,)):
-            takes = " and ".join(f"{known}=" for known in OPTIONS[kind]) or "no options"
-            raise ValueError(f"{spec!r}: {kind} takes {takes}, not {name}=")
+            takes = ", ".join(["tls", *(f"{known}=" for known in OPTIONS[kind])])
+            raise ValueError(f"{spec!r}: {kind} takes {takes} and patience=, not {name}=")
+    provider = _provider(kind, given, options, resources)
+    if provider is None or words[:1] == [""]:
+        raise ValueError(f"hosts are given as {FORMS}, not {spec!r}")
+    return Spec(provider, patience, "tls" in words)
+
+
+def _provider(
+    kind: str, given: list[str], options: dict[str, str], resources: dict[str, float]
+) -> Provider | None:
     if kind == "ssh" and given not in ([], [""]):
         return ssh(*given, **options)
-    if kind == "slurm" and not given and bool(colon) == bool(options):
+    if kind == "slurm" and not given:
         return slurm(**options)
     if kind in ("local", "ray") and len(given) == 1 and (count := _count(given[0])):
-        return local(count) if kind == "local" else ray(count, address=options.get("address"))
-    raise ValueError(f"hosts are given as {FORMS}, not {spec!r}")
+        return local(count) if kind == "local" else ray(count, resources=resources or None, **options)
+    return None
+
+
+def _number(spec: str, name: str, word: str) -> float:
+    try:
+        number = float(word)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise ValueError(f"{spec!r}: {name}= takes a number of at least 0, not {word!r}")
+    return number
 
 
 def _count(word: str) -> int:

@@ -17,6 +17,7 @@ from flowchan.errors import HostError
 from flowchan.hosts import probe
 from flowchan.hosts.local import Local, local
 from flowchan.hosts.provider import Launch
+from flowchan.hosts.spec import Spec
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,9 @@ def test_the_command_prints_a_row_for_each_host():
 
 
 def test_the_command_names_what_can_not_be_used_and_fails(monkeypatch):
-    monkeypatch.setattr("flowchan.hosts.spec.parse", lambda spec: odd("raise SystemExit(7)"))
+    monkeypatch.setattr(
+        "flowchan.hosts.spec.parse", lambda spec: Spec(odd("raise SystemExit(7)"), 10.0, False)
+    )
     code, lines, errors = check("local:2")
     assert code == 1
     assert [line.split()[0] for line in lines] == ["host", "local-1"]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from flowchan import hosts
 from flowchan.hosts.local import local
+from flowchan.hosts.pool import PATIENCE
 from flowchan.hosts.ray import ray
 from flowchan.hosts.slurm import slurm
 from flowchan.hosts.spec import parse
@@ -20,12 +22,26 @@ SPECS = {
     "slurm:address=10.0.0.1": slurm(address="10.0.0.1"),
     "ray:4,address=10.0.0.1": ray(4, address="10.0.0.1"),
     "ray:4": ray(4),
+    "ray:4,GPU=1,big=0.5": ray(4, resources={"GPU": 1, "big": 0.5}),
+    "ssh:gpu1,user@tls": ssh("gpu1", "user@tls"),
+}
+POOLS = {
+    "local:2,tls": hosts.local(2, tls=True),
+    "ssh:gpu1,tls,gpu2": hosts.ssh("gpu1", "gpu2", tls=True),
+    "slurm:tls": hosts.slurm(tls=True),
+    "slurm:patience=2.5": hosts.slurm(patience=2.5),
+    "ray:4,patience=30,GPU=1": hosts.ray(4, resources={"GPU": 1}, patience=30),
 }
 
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_text_means_a_provider(spec):
-    assert parse(spec) == SPECS[spec]
+    assert parse(spec) == (SPECS[spec], PATIENCE, False)
+
+
+@pytest.mark.parametrize("spec", POOLS)
+def test_and_a_pool_with_its_options(spec):
+    assert hosts.parse(spec) == POOLS[spec]
 
 
 @pytest.mark.parametrize(
@@ -55,9 +71,11 @@ def test_what_means_none_is_refused_with_the_forms_that_do(spec):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("local:2,python=x", "'local:2,python=x': local takes no options, not python="),
-        ("ssh:a,user=b", "ssh takes python= and address=, not user="),
-        ("ray:2,GPU=1", "ray takes address=, not GPU="),
+        ("local:2,python=x", "'local:2,python=x': local takes tls and patience=, not python="),
+        ("ssh:a,user=b", "ssh takes tls, python=, address= and patience=, not user="),
+        ("ssh:a,tls=1", "ssh takes tls, python=, address= and patience=, not tls="),
+        ("ray:2,GPU=x", "'ray:2,GPU=x': GPU= takes a number of at least 0, not 'x'"),
+        ("local:2,patience=-1", "patience= takes a number of at least 0, not '-1'"),
         ("k8s:2,a=b", "hosts are given as"),
         ("ssh:python=x", "hosts are given as"),
     ],
