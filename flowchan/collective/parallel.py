@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -94,7 +94,7 @@ class Gradients:
     ) -> None:
         self._group = group
         self._accumulating = False
-        self._buffers = [_Buffer(parameters, mean_by(compress)) for parameters in _in_buckets(module)]
+        self._buffers = [_Bucket(parameters, mean_by(compress)) for parameters in _in_buckets(module)]
         self._started: list[Handle] = []  # of the first buffers: all members start them in this order
         self._buffer_of = {parameter: buffer for buffer in self._buffers for parameter in buffer.views}
         ready = weakref.WeakMethod(self._ready)  # no collector sees what a parameter's hooks hold
@@ -142,19 +142,18 @@ class Gradients:
         while len(self._started) < len(self._buffers) and not self._buffers[len(self._started)].missing:
             self._start(self._buffers[len(self._started)])
 
-    def _start(self, buffer: _Buffer) -> None:
+    def _start(self, buffer: _Bucket) -> None:
         self._started.append(self._group._start(lambda: buffer.mean(self._group, buffer.flat)))
 
 
-class _Buffer:
-    """The gradients of some parameters, in one piece."""
+class _Flat:
+    """Room for a tensor like each of some parameters of one type, in one piece."""
 
-    def __init__(self, parameters: list[Tensor], mean: Callable[[Group, Tensor], Any]) -> None:
-        self.mean = mean
-        self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=parameters[0].dtype)
-        parts = torch.split(self.flat, [p.numel() for p in parameters])
+    def __init__(self, parameters: list[Tensor]) -> None:
+        like, sizes = parameters[0], [p.numel() for p in parameters]
+        self.flat = torch.zeros(sum(sizes), dtype=like.dtype, device=like.device)
+        parts = torch.split(self.flat, sizes)
         self.views = {p: part.view_as(p) for p, part in zip(parameters, parts, strict=True)}
-        self.missing = set(self.views)  # those that have no gradient yet
 
     def take(self, parameter: Tensor) -> None:
         """Lets the parameter's gradient lie here."""
@@ -162,7 +161,7 @@ class _Buffer:
         if parameter.grad is None:
             view.zero_()
         elif parameter.grad is not view:
-            view.copy_(parameter.grad)
+            view.copy_(parameter.grad.detach().to_dense())
         parameter.grad = view
 
     def complete(self) -> None:
@@ -170,17 +169,49 @@ class _Buffer:
             self.take(parameter)
 
 
+class _Bucket(_Flat):
+    """Some gradients that are averaged together."""
+
+    def __init__(self, parameters: list[Tensor], mean: Callable[[Group, Tensor], Any]) -> None:
+        super().__init__(parameters)
+        self.mean = mean
+        self.missing = set(self.views)  # those that have no gradient yet
+
+
 def _in_buckets(module: nn.Module) -> list[list[Tensor]]:
     """Its parameters, the last ones first as backward comes to them, and each list of one type."""
     buckets: list[list[Tensor]] = []
     room = 0
     for parameter in reversed([p for p in module.parameters() if p.requires_grad]):
-        if room <= 0 or buckets[-1][0].dtype != parameter.dtype:
+        if room <= 0 or _type(buckets[-1][0]) != _type(parameter):
             buckets.append([])
             room = _BUCKET
         buckets[-1].append(parameter)
         room -= parameter.nbytes
     return buckets
+
+
+def _type(x: Tensor) -> tuple[torch.dtype, torch.device]:
+    return x.dtype, x.device
+
+
+def _by_type(parameters: Iterable[Tensor]) -> list[_Flat]:
+    """One for all parameters of each type."""
+    found: dict[Any, list[Tensor]] = {}
+    for parameter in parameters:
+        found.setdefault(_type(parameter), []).append(parameter)
+    return [_Flat(alike) for alike in found.values()]
+
+
+def _add_up(group: Group, buffers: list[_Flat], contributes: bool) -> int:
+    """Returns how many members contribute. If any does, the buffers become the sums of theirs."""
+    contributors: int = group.allreduce(int(contributes))
+    if contributors:
+        for buffer in buffers:
+            if not contributes:
+                buffer.flat.zero_()
+            group.allreduce(buffer.flat)
+    return contributors
 
 
 class Steps(Protocol):
@@ -204,26 +235,29 @@ class AllReduceSGD:
     """
 
     def __init__(self, module: nn.Module, optimizer: Steps, group: Group) -> None:
-        self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self._gradients = _by_type(p for p in module.parameters() if p.requires_grad)
         self._optimizer = optimizer
         self._group = group
 
     def step(self) -> int:
         """A step by the mean of this member's gradients and the others'. Returns how many contributed."""
-        mine = {
-            name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in self._parameters.items()
-        }
-        return self._do(*self._group.combine(mine, Tensor.add_))
+        for buffer in self._gradients:
+            buffer.complete()
+        return self._do(contributes=True)
 
     def rest(self) -> None:
         """This member has no batch left: takes part in the steps of the others until nobody has one."""
-        for total, n in self._group.rest(Tensor.add_):
-            self._do(total, n)
+        while self._do(contributes=False):
+            pass
 
-    def _do(self, total: dict[str, Tensor], n: int) -> int:
-        for name, parameter in self._parameters.items():
-            parameter.grad = total[name].div_(n)
-        self._optimizer.step()
+    def _do(self, contributes: bool) -> int:
+        n = _add_up(self._group, self._gradients, contributes)
+        if n:
+            for buffer in self._gradients:
+                buffer.flat.div_(n)
+                for parameter, mean in buffer.views.items():
+                    parameter.grad = mean
+            self._optimizer.step()
         return n
 
 
@@ -251,8 +285,10 @@ class ElasticAverage:
         self._group = group
         self._steps = 0
         synchronize(module, group)
-        self._parameters = dict(module.named_parameters())
-        self._centre = {name: p.detach().clone() for name, p in self._parameters.items()}
+        self._pulls, self._centre = _by_type(module.parameters()), _by_type(module.parameters())
+        for centre in self._centre:
+            for parameter, view in centre.views.items():
+                view.copy_(parameter.detach())
 
     @torch.no_grad()
     def step(self) -> None:
@@ -260,23 +296,27 @@ class ElasticAverage:
         self._steps += 1
         if self._steps % self._every:
             return
-        pulls = {name: (p - self._centre[name]) * self._strength for name, p in self._parameters.items()}
-        total, _ = self._group.combine(pulls, Tensor.add_)
-        for name, parameter in self._parameters.items():
-            parameter.sub_(pulls[name])
-        self._move(total)
+        for pulls, centre in zip(self._pulls, self._centre, strict=True):
+            for parameter, pull in pulls.views.items():
+                torch.sub(parameter, centre.views[parameter], out=pull).mul_(self._strength)
+                parameter.sub_(pull)
+        self._move(contributes=True)
 
     def rest(self) -> None:
         """This member has no batch left: its centre follows that of the others until nobody has one."""
-        for total, _ in self._group.rest(Tensor.add_):
-            self._move(total)
+        while self._move(contributes=False):
+            pass
 
     @torch.no_grad()
     def to_centre(self) -> None:
         """Lets the parameters be those of the centre."""
-        for name, parameter in self._parameters.items():
-            parameter.copy_(self._centre[name])
+        for centre in self._centre:
+            for parameter, view in centre.views.items():
+                parameter.copy_(view)
 
-    def _move(self, total: dict[str, Tensor]) -> None:
-        for name, pull in total.items():
-            self._centre[name] += pull
+    def _move(self, contributes: bool) -> int:
+        n = _add_up(self._group, self._pulls, contributes)
+        if n:
+            for pulls, centre in zip(self._pulls, self._centre, strict=True):
+                centre.flat += pulls.flat
+        return n

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from collective_members import in_processes, in_threads
+from collective_members import in_processes, in_threads, over_hosts
 
 from flowchan import Mismatch
 
@@ -203,8 +203,9 @@ def test_topk_loses_nothing_it_only_comes_late() -> None:
     torch.testing.assert_close(total + left, 8 * x)
 
 
+@pytest.mark.parametrize("run", [in_threads, over_hosts], ids=["one host", "two hosts"])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_members_with_more_batches_go_on_and_all_stay_equal(size: int, digits: Any) -> None:
+def test_members_with_more_batches_go_on_and_all_stay_equal(run: Any, size: int, digits: Any) -> None:
     """Bit for bit, and they do what one does with the mean gradients of those that still have a batch."""
 
     def train(g: Any) -> tuple[list[int], list[Tensor]]:
@@ -230,13 +231,38 @@ def test_members_with_more_batches_go_on_and_all_stay_equal(size: int, digits: A
             optimizer.step()
         return [p.detach() for p in net.parameters()]
 
-    found = ok(in_threads(size, train))
+    found = ok(run(size, train))
     for rank, (counts, parameters) in enumerate(found):
         assert counts == [sum(step < 2 + 3 * other for other in range(size)) for step in range(2 + 3 * rank)]
         torch.testing.assert_close(parameters, sequential())
 
 
-def test_elastic_averaging_keeps_one_centre_that_learns(digits: Any) -> None:
+def test_mean_gradients_lie_in_one_piece_for_each_type() -> None:
+    """Whatever type a parameter has, whether it has a gradient, and whether that is sparse; who has run out
+    has them, too."""
+
+    def train(g: Any) -> tuple[int, list[list[float]]]:
+        table = nn.Embedding(2, 2, sparse=True)
+        net = nn.ModuleList([table, nn.Linear(1, 1).double(), nn.Linear(1, 1), nn.Linear(1, 1)])
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+        synchronize(net, g)
+        training = AllReduceSGD(net, optimizer, g)
+        for _ in range(2 * g.rank + 1):
+            optimizer.zero_grad()
+            loss = net[0](torch.tensor([g.rank])).sum() + net[3].bias.sum() * 3  # type: ignore[operator]
+            (loss + (net[1].bias * (g.rank + 1)).sum()).backward()  # type: ignore[operator]
+            training.step()
+        training.rest()
+        check_equal(net, g)
+        grads = [p.grad for p in net.parameters() if p.grad is not None]
+        return len({one.untyped_storage().data_ptr() for one in grads}), [x.flatten().tolist() for x in grads]
+
+    last = [[0.0, 0.0, 1.0, 1.0], [0.0], [2.0], [0.0], [0.0], [0.0], [3.0]]
+    assert ok(in_threads(2, train)) == [(2, last)] * 2
+
+
+@pytest.mark.parametrize("run", [in_threads, over_hosts], ids=["one host", "two hosts"])
+def test_elastic_averaging_keeps_one_centre_that_learns(run: Any, digits: Any) -> None:
     """As one averaging of all members after the other would; with uneven ends."""
 
     def train(g: Any) -> tuple[float, list[Tensor]]:
@@ -256,7 +282,7 @@ def test_elastic_averaging_keeps_one_centre_that_learns(digits: Any) -> None:
         check_equal(net, g)
         return accuracy(net, digits), [p.detach() for p in net.parameters()]
 
-    for reached, _ in ok(in_threads(2, train)):
+    for reached, _ in ok(run(2, train)):
         assert reached > 0.85
 
 
