@@ -177,7 +177,7 @@ class Life:
                 since, why = time.monotonic() + 1.5 * self._patience, about
             elif state["connected"] and state["heard_ago"] > 1.5 * self._patience:
                 self.end(f"nothing was heard of it for {state['heard_ago']:.1f} s")
-            elif not self.link.state()["connected"]:
+            elif not state["connected"]:  # a break since then is the next word
                 ended = self._started.ended()
                 if ended is not None or time.monotonic() > since:
                     self.end(ended or why)

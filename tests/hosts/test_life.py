@@ -1,0 +1,43 @@
+"""One life of an agent, by what its link says."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from flowchan.hosts import life
+
+
+class BreaksMeanwhile:
+    """A link that is connected when it is looked at and, though no word of it was heard, not any more just
+    afterwards. Only after that the word comes."""
+
+    def __init__(self) -> None:
+        self.words = iter(["", "broken: reset by peer", "closed"])
+        self.looks = 0
+
+    def state(self) -> dict[str, Any]:
+        self.looks += 1
+        return {"connected": self.looks == 1, "heard_ago": 0.0}
+
+    def wait(self, seconds: float) -> str:
+        return next(self.words)
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_break_that_has_just_happened_does_not_end_the_agent(monkeypatch):
+    """It has its patience to dial again, from the break on."""
+    monkeypatch.setattr(life, "START", 0.0)  # it is long since it was started
+    started = SimpleNamespace(ended=lambda: None, kill=lambda: None, close=lambda: None)
+    provider: Any = SimpleNamespace(hosts=("one",), start=lambda *_: started)
+    heard = life.Heard(*[lambda *_: None] * 6)
+    one = life.Life(provider, 0, 0, 10.0, heard)
+    one.link.close()
+    one.link = BreaksMeanwhile()  # type: ignore[assignment]
+    try:
+        one._watch(None)  # type: ignore[arg-type]
+        assert one.why == ""
+    finally:
+        one.close(0)
