@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import socket
 import threading
 import time
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from flowchan import _core
 from flowchan.channel import awaiting
 from flowchan.channel.channel import Channel, In, Out
-from flowchan.errors import Broken, ChannelError, Closed, Empty, Full
+from flowchan.errors import Broken, ChannelError, Closed, Full
 from flowchan.hosts.asking import Answer, Ask, Cancel, Finished, Over, cause_in, sealed_cause, to_put, wrong
 from flowchan.hosts.neighbours import Neighbour
 from flowchan.items.codec import keeps_sealed
@@ -59,6 +60,7 @@ class Guest:
         self._read: weakref.WeakSet[Channel[Any]] = weakref.WeakSet()  # it has had a port of these
         self._ports: dict[int, In[Any] | Out[Any]] = {}  # by their lines
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._answering: set[int] = set()  # what they are answered is on its way
         self._answers: Channel[Any] = Channel(1024, across="processes")
         letters: Channel[Any] = Channel(1024, across="processes")
         self._letters, self._letterbox = letters.reader(), letters.writer()
@@ -130,12 +132,27 @@ class Guest:
             while True:
                 letter = await self._letters.aget()
                 if isinstance(letter, Cancel):
-                    if (task := self._tasks.get(letter.number)) is not None:
-                        task.cancel()
+                    self._cancel(letter.number)
                 elif isinstance(letter, Ask):
-                    task = self._loop.create_task(self._answer(letter))
-                    self._tasks[letter.number] = task
+                    self._tasks[letter.number] = self._loop.create_task(self._answer(letter))
                 del letter
+
+    def _cancel(self, number: int) -> None:
+        """Every call is answered: also one that has not begun, and whose task will never; and one that was
+        not heard of, for who asked may have been interrupted before it was on its way."""
+        if number in self._answering:
+            return
+        if (task := self._tasks.get(number)) is None:
+            self._tasks[number] = self._loop.create_task(self._answer_cancelled(number))
+        elif task.cancel():
+            task.add_done_callback(functools.partial(self._was_cancelled, number))
+
+    def _was_cancelled(self, number: int, task: asyncio.Task[None]) -> None:
+        if self._tasks.get(number) is task and not self._over:  # it never began, or it would have left
+            self._tasks[number] = self._loop.create_task(self._answer_cancelled(number))
+
+    async def _answer_cancelled(self, number: int) -> None:
+        await self._give(Answer(number, wrong=wrong(ChannelError("cancelled"))))
 
     async def _answer(self, ask: Ask) -> None:
         try:
@@ -145,13 +162,19 @@ class Guest:
             answer = Answer(ask.number, wrong=wrong(ChannelError("cancelled")))
         except Exception as error:
             answer = Answer(ask.number, wrong=wrong(error))
-        if not self._over:
-            self._tasks.pop(ask.number, None)  # from here on it can't be cancelled
-            with contextlib.suppress(Closed, Broken):
-                await self._answers.aput(answer)
-            if ask.what == "leave":
-                self._left = True
-                self._last_word = self._loop.call_later(LAST_WORD, self._give_up)
+        await self._give(answer)
+        if ask.what == "leave" and not self._over:
+            self._left = True
+            self._last_word = self._loop.call_later(LAST_WORD, self._give_up)
+
+    async def _give(self, answer: Answer) -> None:
+        if self._over:
+            return
+        self._tasks.pop(answer.number, None)  # from here on it can't be cancelled
+        self._answering.add(answer.number)
+        with contextlib.suppress(Closed, Broken):
+            await self._answers.aput(answer)
+        self._answering.discard(answer.number)
 
     async def _do(self, ask: Ask) -> Any:
         if ask.what == "leave":
@@ -220,7 +243,7 @@ class Guest:
 
     async def _do_get_many(self, channel: Channel[Any], most: int, timeout: float | None) -> list[Any]:
         items = [await self._do_get(channel, timeout)]
-        with contextlib.suppress(Empty, Closed, Broken):  # whatever it is, the next call says it
+        with contextlib.suppress(Exception):  # whatever it is, the next call says it
             while len(items) < most:
                 items.append(channel.get_nowait())
         return items

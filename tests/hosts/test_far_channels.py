@@ -211,3 +211,44 @@ def test_a_waiting_get_elsewhere_counts_as_one_reader_that_waits():
     channel.put("here")
     assert peer.result() == "here"
     wait_until(lambda: channel.stats().waiting_readers == 0)
+
+
+def test_every_call_elsewhere_that_is_cancelled_is_answered():
+    """C12: also those that home had not begun with; nothing is kept of them."""
+    channel = make()
+
+    async def cancel():
+        calls = [asyncio.ensure_future(channel.aget()) for _ in range(5)]
+        await asyncio.sleep(0)
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+
+    def use():
+        for _ in range(20):
+            asyncio.run(cancel())
+        wait_until(lambda: not channel._link._asked)
+
+    HostPeer(use).result()
+    wait_blocked(channel)
+
+
+def test_get_many_elsewhere_gives_what_it_has_taken_whatever_comes_then(monkeypatch):
+    """C1: though home fails at the next item."""
+    channel = make()
+    channel.put_many([1, 2])
+
+    get_nowait, calls = channel.get_nowait, iter(range(9))
+
+    def fail():
+        if next(calls):
+            raise MemoryError
+        return get_nowait()
+
+    monkeypatch.setattr(channel, "get_nowait", fail)
+    peer = HostPeer(channel.get_many, 5)
+    try:
+        assert peer.result() == [1]
+    finally:
+        monkeypatch.undo()
+    assert channel.get() == 2
