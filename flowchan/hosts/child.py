@@ -60,6 +60,9 @@ class Child:
             self._why = self._explain(code, self._finish())
         return self._why
 
+    def waits(self) -> bool:
+        return False
+
     def _finish(self) -> Said:
         return self._relay.finish() if self._relay else Said()
 

@@ -20,7 +20,7 @@ from flowchan.transport.authentication import key_to_come_back
 from flowchan.transport.tcp import joined, listen, split
 
 START = 60.0
-"""Seconds within which an agent must have dialled."""
+"""Seconds within which an agent must have dialled, from when it has a place."""
 LOOK = 0.05
 """Seconds between two looks at an agent that is not connected, and at a channel that may be broken while the
 last outputs of a worker are on their way."""
@@ -57,6 +57,7 @@ class Life:
         self.is_decided = threading.Event()  # it has met us, or is over
         self._provider, self._patience = provider, patience
         self._heard = heard
+        self._address = ""
         self._closed = False
         self._lock = threading.Lock()
         self._started: Started | None = None
@@ -70,6 +71,7 @@ class Life:
 
     def begin(self, name: str, launch: dict[str, Any]) -> None:
         """Starts the agent, in the background. ``launch``: what it has to know."""
+        self._address = launch["address"]
         said = {**launch, "number": self.number, "epoch": self.epoch, "patience": self._patience}
         said["back"] = 0 if launch["tls"] else self._let_come_back(launch)
         line = json.dumps(said).encode() + b"\n"
@@ -160,7 +162,11 @@ class Life:
         except Exception as error:
             self.end(str(error))
             return
-        since, why = time.monotonic() + START, f"its agent has not dialled within {START:g} s"
+        since = time.monotonic() + START
+        why = (
+            f"its agent has not dialled {self._address} within {START:g} s; if that can't be reached from "
+            "there, say another address of this machine with address="
+        )
         while not self.why and not self._closed:
             state = self.link.state()
             word = self.link.wait(self._patience / 4 if state["connected"] else LOOK)
@@ -179,6 +185,8 @@ class Life:
                 self.end(f"nothing was heard of it for {state['heard_ago']:.1f} s")
             elif not state["connected"]:  # a break since then is the next word
                 ended = self._started.ended()
+                if not self.has_met and self._started.waits():
+                    since = time.monotonic() + START
                 if ended is not None or time.monotonic() > since:
                     self.end(ended or why)
 

@@ -28,6 +28,9 @@ class Started(Protocol):
         """Why the agent is no more, as one line that names the host; ``None`` while it may still run. Does
         not wait. Where a provider can only guess, it says so, and the agent's own patience ends it."""
 
+    def waits(self) -> bool:
+        """Whether it has no place yet, and will get one sooner or later. Does not wait."""
+
     def kill(self) -> None:
         """Ends the agent and what is held for it, as far as that can be done from here. Does not wait."""
 

@@ -95,6 +95,7 @@ class HeldByRay:
         self._host = provider.hosts[number]
         self._number = number
         self._why: str | None = None
+        self._placed = False  # Ray has found a node
         self._key = (ray.get_runtime_context().get_job_id(), provider)
         self._reservation: _Reservation | None = self._reserve()
         rest = provider.bundle
@@ -127,6 +128,13 @@ class HeldByRay:
             if self._why is not None:
                 self.kill()
         return self._why
+
+    def waits(self) -> bool:
+        reservation = self._reservation
+        if self._placed or reservation is None or not self._ray.is_initialized():
+            return False
+        self._placed = bool(reservation.group.wait(0))
+        return not self._placed
 
     def _explain(self) -> str | None:
         errors = self._ray.exceptions

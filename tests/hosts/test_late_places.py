@@ -1,0 +1,70 @@
+"""R3 over hosts: an agent that waits for its place, as in a queue or for a node that is yet to be started, is
+waited for; and one that does not come is told with what may be wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from flowchan import Graph, HostError
+from flowchan.hosts import life
+from flowchan.hosts.child import Child
+from flowchan.hosts.local import Local
+from flowchan.hosts.pool import pool_of
+from flowchan.hosts.provider import Launch
+
+
+class Queued:
+    """An agent that gets its place at the tenth look."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, launch: Launch) -> None:
+        self._patch, self._launch = patch, launch
+        self._looks = 0
+        self._child: Child | None = None
+
+    def waits(self) -> bool:
+        self._looks += 1
+        if self._looks == 10:
+            self._patch.setattr(life, "START", 60)
+            self._child = Local(1).start(0, self._launch)
+        return self._looks <= 10
+
+    def ended(self) -> str | None:
+        return None if self._child is None else self._child.ended()
+
+    def kill(self) -> None:
+        if self._child is not None:
+            self._child.kill()
+
+    def close(self) -> None:
+        if self._child is not None:
+            self._child.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class Queue:
+    patch: pytest.MonkeyPatch = dataclasses.field(compare=False)
+    hosts: tuple[str, ...] = ("late-1",)
+
+    def listen_at(self) -> str:
+        return "127.0.0.1"
+
+    def start(self, number: int, launch: Launch) -> Queued:
+        return Queued(self.patch, launch)
+
+
+def test_it_is_waited_for_as_long_as_it_has_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(life, "START", 0.2)  # four looks
+    graph = Graph("late")
+    result = graph.source(range(3)).map(str, on=pool_of("late", Queue(monkeypatch))).collect()
+    assert graph.run()[result] == ["0", "1", "2"]
+
+
+def test_who_does_not_dial_is_told_with_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(life, "START", 0.2)
+    monkeypatch.setattr(Queued, "waits", lambda self: False)
+    graph = Graph("late")
+    graph.source(range(3)).map(str, on=pool_of("late", Queue(monkeypatch)), restarts=0).collect()
+    with pytest.raises(HostError, match=r"has not dialled 127\.0\.0\.1:\d+ within 0\.2 s; .* address="):
+        graph.run()
