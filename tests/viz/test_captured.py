@@ -81,24 +81,27 @@ ENDS = """
             setattr(owner, name, before)
         assert state() == at_first, (state(), name, value)
 
-    with LiveView():
-        pass  # all is imported that is needed
-    sys.stdout = Stdout()
-    at_first, real = state(), os.dup2
-    for view in (LiveView, lambda: watching(Graph("watched"))):
-        called = []
-        with_patch(view, Live, "start", fails)
-        with_patch(view, Live, "stop", fails)
-        with_patch(view, os, "dup2", fails_at_the_second_call)
-        with_patch(view, sys, "stdout", Stdout())
-    one, other = watching(Graph("one")), watching(Graph("other"))
-    one.__enter__()
-    other.__enter__()
-    one.__exit__(None, None, None)
-    other.__exit__(None, None, None)
-    assert state() == at_first, state()
-    sys.stdout = sys.__stdout__
-    print("all as at first")
+    if __name__ == "__main__":
+        with LiveView():
+            pass  # all is imported that is needed
+        with watching(Graph("first")):
+            pass  # and the forkserver runs, where it is the default
+        sys.stdout = Stdout()
+        at_first, real = state(), os.dup2
+        for view in (LiveView, lambda: watching(Graph("watched"))):
+            called = []
+            with_patch(view, Live, "start", fails)
+            with_patch(view, Live, "stop", fails)
+            with_patch(view, os, "dup2", fails_at_the_second_call)
+            with_patch(view, sys, "stdout", Stdout())
+        one, other = watching(Graph("one")), watching(Graph("other"))
+        one.__enter__()
+        other.__enter__()
+        one.__exit__(None, None, None)
+        other.__exit__(None, None, None)
+        assert state() == at_first, state()
+        sys.stdout = sys.__stdout__
+        print("all as at first")
 """
 
 

@@ -109,6 +109,7 @@ def test_items_that_fail_are_not_expected_behind() -> None:
 
 
 PROGRAM = """
+    import multiprocessing
     from flowchan import Graph
 
     def work(number):
@@ -116,9 +117,11 @@ PROGRAM = """
             print("said by a worker")
         return number
 
-    graph = Graph("far")
-    result = graph.source(range(100)).map(work, on="process").collect(name="end")
-    print(sum(graph.run(progress=True)[result]))
+    if __name__ == "__main__":
+        multiprocessing.set_start_method("fork")  # a forkserver's workers write past the bars
+        graph = Graph("far")
+        result = graph.source(range(100)).map(work, on="process").collect(name="end")
+        print(sum(graph.run(progress=True)[result]))
 """
 
 
