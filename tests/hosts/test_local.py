@@ -7,7 +7,7 @@ import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
@@ -33,6 +33,13 @@ def started() -> Iterator[list[Started]]:
     yield all_of_them
     for one in all_of_them:
         one.close()
+
+
+@pytest.fixture
+def children() -> Callable[[], list[psutil.Process]]:
+    """The processes that the test has started: the forkserver of a test before it may be there too."""
+    before = psutil.Process().children()
+    return lambda: [child for child in psutil.Process().children() if child not in before]
 
 
 def end_of(one: Started) -> str:
@@ -68,10 +75,10 @@ def test_the_launch_line_comes_by_standard_input_and_ends(started, tmp_path):
     assert (tmp_path / "got").read_bytes() == b"the line\n"
 
 
-def test_the_secret_is_in_no_command_line_and_no_environment(started, tmp_path):
+def test_the_secret_is_in_no_command_line_and_no_environment(started, children, tmp_path):
     started.append(local(1).start(0, launch(SLEEP, tmp_path / "up")))
     wait_until((tmp_path / "up").exists)
-    (child,) = psutil.Process().children()
+    (child,) = children()
     assert "a secret" not in " ".join(child.cmdline())
     assert "a secret" not in str(child.environ())
 
@@ -93,7 +100,7 @@ def test_one_that_runs_has_not_ended_until_it_is_killed(started, tmp_path):
     one.kill()
 
 
-def test_closing_kills_it_and_what_it_has_started_and_leaves_no_zombie(started, tmp_path):
+def test_closing_kills_it_and_what_it_has_started_and_leaves_no_zombie(started, children, tmp_path):
     parent = (
         "import subprocess, sys\n"
         f"subprocess.run([sys.executable, '-c', {SLEEP!r}, sys.argv[1]], stdin=subprocess.DEVNULL)\n"
@@ -101,10 +108,10 @@ def test_closing_kills_it_and_what_it_has_started_and_leaves_no_zombie(started, 
     one = local(1).start(0, launch(parent, tmp_path / "up"))
     started.append(one)
     wait_until((tmp_path / "up").exists)
-    grandchild = psutil.Process().children(recursive=True)[-1]
-    assert psutil.Process().children() != [grandchild]
+    (child,) = children()
+    (grandchild,) = child.children()
     one.close()
-    assert psutil.Process().children() == []
+    assert children() == []
     wait_until(lambda: not grandchild.is_running() or grandchild.status() == psutil.STATUS_ZOMBIE)
     one.close()
     assert one.ended() == "the agent local-1 was killed by SIGKILL"
@@ -132,11 +139,11 @@ def cmdline(process: psutil.Process) -> list[str]:
         return []
 
 
-def test_ctrl_c_in_a_terminal_does_not_reach_an_agent(started, tmp_path):
+def test_ctrl_c_in_a_terminal_does_not_reach_an_agent(started, children, tmp_path):
     """It goes to the foreground's process group, and what becomes of the agents is for the driver to say."""
     started.append(local(1).start(0, launch(SLEEP, tmp_path / "up")))
     wait_until((tmp_path / "up").exists)
-    (child,) = psutil.Process().children()
+    (child,) = children()
     assert os.getpgid(child.pid) == child.pid != os.getpgid(0)
 
 
@@ -161,9 +168,9 @@ def test_the_end_is_told_in_a_program_that_ignores_its_children_and_output_goes_
     assert done.stderr == "hello\n"
 
 
-def test_the_death_of_an_agent_by_a_signal_from_outside_is_named(started, tmp_path):
+def test_the_death_of_an_agent_by_a_signal_from_outside_is_named(started, children, tmp_path):
     started.append(local(1).start(0, launch(SLEEP, tmp_path / "up")))
     wait_until((tmp_path / "up").exists)
-    (child,) = psutil.Process().children()
+    (child,) = children()
     child.send_signal(signal.SIGTERM)
     assert end_of(started[0]) == "the agent local-1 was killed by SIGTERM"
