@@ -49,6 +49,14 @@ def worker() -> Worker:
     return found
 
 
+def told() -> str:
+    """Who runs here, for messages: ``the worker map 2 on host 'gpu1'``."""
+    here = _here.get(_of_process)
+    if here is None:
+        return "the worker"
+    return f"the worker {here.stage} {here.number}" + (f" on host {here.host!r}" if here.host else "")
+
+
 def seed_of(run: int, stage: str, number: int, incarnation: int) -> int:
     """The seed of one worker in a run with the seed ``run``."""
     parts = repr((run, stage, number, incarnation)).encode("utf-8", "surrogatepass")

@@ -7,6 +7,7 @@ import traceback
 from typing import Any
 
 from flowchan.errors import FlowchanError
+from flowchan.run import chance
 
 
 class ItemFailed(FlowchanError):
@@ -28,15 +29,15 @@ class LostError(FlowchanError):
 
 
 class Portable:
-    """An exception on its way to another process. It arrives there as the exception itself, with its
-    traceback as a note; or as a :class:`LostError` with the same text, where it can't be pickled here or not
-    rebuilt there."""
+    """An exception on its way to another process. It arrives there as the exception itself, with its worker
+    and traceback as a note; or as a :class:`LostError` with the same text, where it can't be pickled here or
+    not rebuilt there."""
 
     def __init__(self, error: BaseException) -> None:
         whole = "".join(traceback.format_exception(error)).rstrip()
         self._text = text_of(error)
         # Beside the pickle, because an exception's own __reduce__ may leave its notes out (json's does).
-        self._notes = [*getattr(error, "__notes__", ()), f"in the worker:\n{whole}"]
+        self._notes = [*getattr(error, "__notes__", ()), f"in {chance.told()}:\n{whole}"]
         self._data: bytes | None
         import cloudpickle  # slow to import
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 import sys
 import textwrap
 from dataclasses import dataclass
@@ -149,6 +150,9 @@ def test_failed_items_go_to_the_stream_of_errors() -> None:
     failed: list[Failed] = found[errors]
     assert sorted(one.item for one in failed) == [0, 2, 4, 6, 8]
     assert all(isinstance(one.error, ZeroDivisionError) and one.attempts == 2 for one in failed)
+    assert all(
+        re.match(r"in the worker half \d on host 'local-\d':", one.error.__notes__[-1]) for one in failed
+    )
 
 
 def test_what_runs_in_a_process_runs_on_a_host() -> None:
