@@ -11,7 +11,10 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
+import scripts
 from warm import Template
+
+pytestmark = pytest.mark.usefixtures("forked_programs")
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -22,13 +25,19 @@ ALL = sorted(path.name for path in EXAMPLES.glob("*.py"))
 def run(*command: object) -> str:
     """What a command prints; it must succeed and have nothing to complain about."""
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
-    return done.stdout
+    return checked(done.returncode, done.stdout, done.stderr)
+
+
+def checked(code: int, out: str, err: str) -> str:
+    assert code == 0, err
+    assert "Traceback" not in err
+    return out
 
 
 def python(example: str, *args: object) -> str:
-    return run(sys.executable, EXAMPLES / example, *args)
+    with scripts.start(EXAMPLES / example, *map(str, args)) as program:
+        out, err = program.communicate(timeout=100)
+    return checked(program.returncode, out, err)
 
 
 @pytest.fixture(scope="module")

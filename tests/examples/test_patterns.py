@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import ast
 import asyncio
-import subprocess
-import sys
 import zipfile
 from collections import Counter
 from pathlib import Path
 
 import pytest
+import scripts
+
+pytestmark = pytest.mark.usefixtures("forked_programs")
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "patterns"
 REAL_FILES = Path(asyncio.__file__).parent
@@ -20,11 +21,16 @@ everywhere = pytest.mark.parametrize("on", ["thread", "process"])
 
 def python(example: str, *args: object) -> list[str]:
     """The lines that an example prints; it must succeed and have nothing to complain about."""
-    command = [sys.executable, str(EXAMPLES / example), *map(str, args)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    return done.stdout.splitlines()
+    code, out, err = ended(example, *args)
+    assert (code, err) == (0, "")
+    return out.splitlines()
+
+
+def ended(example: str, *args: object) -> tuple[int, str, str]:
+    """Its exit code, and what it prints."""
+    with scripts.start(EXAMPLES / example, *map(str, args)) as program:
+        out, err = program.communicate(timeout=100)
+    return program.returncode, out, err
 
 
 def lines_of(files: list[Path]) -> int:
@@ -86,12 +92,6 @@ def test_a_background_task_packs_every_file(on: str, tmp_path: Path) -> None:
 
 
 def test_a_background_task_that_fails_raises_to_the_program(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        str(EXAMPLES / "background_task.py"),
-        "-o",
-        str(tmp_path / "nowhere" / "packed.zip"),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 1
-    assert "FileNotFoundError" in done.stderr
+    code, _, err = ended("background_task.py", "-o", tmp_path / "nowhere" / "packed.zip")
+    assert code == 1
+    assert "FileNotFoundError" in err

@@ -6,18 +6,18 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
+from warm import Template
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "replicas.py"
-FLOWCHAN = Path(sys.executable).parent / "flowchan"
+COMMAND = "from flowchan.cli.commands import main; main()"
 BATCHES = 44  # of an epoch
 
 
-def test_replicas_learn_together_until_the_data_ends() -> None:
+def test_replicas_learn_together_until_the_data_ends(torch_programs: Template) -> None:
     """Each batch is one replica's: the steps are those of two at a time, and at the end of those left."""
-    command = [sys.executable, str(EXAMPLE), "--epochs", "6"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = torch_programs.run(EXAMPLE, "--epochs", 6)
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
     steps = [
@@ -34,12 +34,12 @@ def test_replicas_learn_together_until_the_data_ends() -> None:
     assert float(found[1]) >= 80
 
 
-def test_ctrl_c_lets_the_whole_graph_finish_what_it_has_begun() -> None:
+def test_ctrl_c_lets_the_whole_graph_finish_what_it_has_begun(torch_programs: Template) -> None:
     """What was learned until then is there."""
-    command = [FLOWCHAN, "run", EXAMPLE, "--", "2", "1000000"]
+    command = ("-c", COMMAND, "run", EXAMPLE, "--", 2, 1000000)
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    with torch_programs.popen(
+        *command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     ) as run:
         assert run.stdout is not None
         assert run.stdout.readline().startswith("step 0: ")
