@@ -25,9 +25,11 @@ def script(folder: Path, text: str, name: str = "script.py") -> Path:
 
 
 def start(*command: str | Path, **options: Any) -> subprocess.Popen[str]:
-    """Starts ``python *command`` in a session of its own, as a terminal does, with its output in pipes."""
+    """Starts ``python *command`` in a session of its own, as a terminal does, with its output in pipes. Its
+    environment is ours and ``env``."""
     pipe: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    options |= {**pipe, "env": {**os.environ, "PYTHONUNBUFFERED": "1"}, "start_new_session": True}
+    env = os.environ | {"PYTHONUNBUFFERED": "1"} | options.pop("env", {})
+    options |= {**pipe, "env": env, "start_new_session": True}
     if _template is not None:
         return _template.popen(*command, text=True, **options)
     return subprocess.Popen([sys.executable, *map(str, command)], text=True, **options)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import scripts
 from collective_members import free_address
+from warm import Template
 
 from flowchan import GroupError, collective
 from flowchan.collective.environment import place
 from flowchan.collective.meeting import meet
+
+pytestmark = pytest.mark.usefixtures("forked_programs")
 
 PROGRAM = """
 from flowchan import collective
@@ -36,15 +39,7 @@ LAUNCHERS = {
 
 
 def launched(size: int, variables: Callable[[str, str], dict[str, str]]) -> list[subprocess.Popen[str]]:
-    return [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM],
-            env=os.environ | variables(str(rank), str(size)),
-            text=True,
-            stdout=subprocess.PIPE,
-        )
-        for rank in range(size)
-    ]
+    return [scripts.start("-c", PROGRAM, env=variables(str(rank), str(size))) for rank in range(size)]
 
 
 def ended(processes: list[subprocess.Popen[str]]) -> list[str]:
@@ -70,10 +65,7 @@ def test_two_jobs_at_once_do_not_mix() -> None:
 
 def test_without_a_launcher_a_process_is_alone() -> None:
     assert place({})[:2] == (0, 1)
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert done.stdout == "0 1 1 [0]\n"
+    assert scripts.run_python("-c", PROGRAM) == "0 1 1 [0]\n"
 
 
 def test_numbers_that_do_not_fit_are_refused() -> None:
@@ -97,8 +89,13 @@ def test_members_on_other_hosts_of_an_mpi_need_an_address_and_a_secret(
         collective.group()
 
 
-def test_members_of_which_some_may_be_on_other_hosts_meet() -> None:
+def test_members_of_which_some_may_be_on_other_hosts_meet(torch_programs: Template) -> None:
     """By an address and a secret in the environment, or by torchrun's store."""
+
+    def begun(variables: dict[str, str]) -> subprocess.Popen[str]:
+        env = os.environ | variables
+        return torch_programs.popen("-c", PROGRAM, env=env, text=True, stdout=subprocess.PIPE)
+
     at = free_address()
     address, port = at.rsplit(":", 1)
     ways = {
@@ -106,7 +103,7 @@ def test_members_of_which_some_may_be_on_other_hosts_meet() -> None:
         "torchrun": {"MASTER_ADDR": address, "MASTER_PORT": port, "LOCAL_WORLD_SIZE": "1"},
     }
     for name, more in ways.items():
-        job = launched(2, lambda r, n, name=name, more=more: LAUNCHERS[name](r, n) | more)
+        job = [begun(LAUNCHERS[name](rank, "2") | more) for rank in "01"]
         assert ended(job) == ["0 2 3 [0, 1]", "1 2 3 [0, 1]"]
 
 
