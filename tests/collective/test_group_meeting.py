@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import threading
@@ -89,8 +90,11 @@ def test_members_on_other_hosts_of_an_mpi_need_an_address_and_a_secret(
         collective.group()
 
 
-def test_members_of_which_some_may_be_on_other_hosts_meet(torch_programs: Template) -> None:
+@pytest.mark.parametrize("launcher", ["PMI", "torchrun"])
+def test_members_of_which_some_may_be_on_other_hosts_meet(launcher: str, torch_programs: Template) -> None:
     """By an address and a secret in the environment, or by torchrun's store."""
+    if launcher == "torchrun" and importlib.util.find_spec("torch") is None:
+        pytest.skip("torch is not installed: pip install torch")
 
     def begun(variables: dict[str, str]) -> subprocess.Popen[str]:
         env = os.environ | variables
@@ -98,13 +102,12 @@ def test_members_of_which_some_may_be_on_other_hosts_meet(torch_programs: Templa
 
     at = free_address()
     address, port = at.rsplit(":", 1)
-    ways = {
+    more = {
         "PMI": {"FLOWCHAN_AT": at, "FLOWCHAN_SECRET": "sixteen letters.", "MPI_LOCALNRANKS": "1"},
         "torchrun": {"MASTER_ADDR": address, "MASTER_PORT": port, "LOCAL_WORLD_SIZE": "1"},
-    }
-    for name, more in ways.items():
-        job = [begun(LAUNCHERS[name](rank, "2") | more) for rank in "01"]
-        assert ended(job) == ["0 2 3 [0, 1]", "1 2 3 [0, 1]"]
+    }[launcher]
+    job = [begun(LAUNCHERS[launcher](rank, "2") | more) for rank in "01"]
+    assert ended(job) == ["0 2 3 [0, 1]", "1 2 3 [0, 1]"]
 
 
 def start(found: list[Any], at: str, rank: int, size: int, timeout: float = 60) -> threading.Thread:

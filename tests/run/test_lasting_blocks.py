@@ -215,8 +215,10 @@ def test_ctrl_c_at_the_end_of_one_pool_of_a_program_ends_the_others_too(tmp_path
     assert run_python(script(tmp_path, TWO)) == "closes\n"
 
 
+@pytest.mark.usefixtures("by_fork")
 def test_a_replacement_may_take_its_time_to_close_its_callable() -> None:
-    """It has begun within a run, so it is dismissed at that one's end, which does not wait for it."""
+    """It has begun within a run, so it is dismissed at that one's end, which does not wait for it. One that
+    a forkserver starts stays: it has nothing of the run."""
     gate, life = Gate(), Channel[str](10, across="processes")
 
     class Slow:
