@@ -8,6 +8,7 @@ there is waited for at the end.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import select
 import socket
@@ -20,7 +21,7 @@ from typing import Any
 
 from flowchan.channel.channel import Channel
 from flowchan.collective.values import dumps, loads
-from flowchan.errors import Broken, Closed, MemberDied, MemberLeft
+from flowchan.errors import Broken, Closed, Drained, GroupError, MemberDied, MemberLeft
 from flowchan.transport.authentication import Hello, meet
 from flowchan.transport.door import Door
 from flowchan.transport.tcp import dial, joined, listen
@@ -69,6 +70,7 @@ class FarLanes:
         self.door, self.addresses = door, addresses
         self._rank, self._way = rank, way
         self._lock = threading.Lock()
+        self._first = threading.Lock()  # one connection for all that goes to a member
         self._closed = False
         self._out: dict[int, _Outgoing] = {}
         self._in: dict[int, _Incoming] = {}
@@ -77,12 +79,21 @@ class FarLanes:
         self._looks: dict[int, tuple[float, float]] = {}  # for whom let_in waits: the next one, and the pause
 
     def send(self, x: Any, to: int, timeout: float | None) -> None:
-        if to not in self._out:
-            self._out[to] = _Outgoing(self._rank, self.addresses[to], self._way)
+        outgoing = self._outgoing(to)
         try:
-            self._out[to].messages.put(dumps(x), timeout)
+            outgoing.messages.put(dumps(x), timeout)
         except (Broken, Closed) as error:
+            if self._closed:
+                raise _left("send") from error
             raise _gone(to, "send") from error
+
+    def _outgoing(self, to: int) -> _Outgoing:
+        with self._first:
+            if self._closed:
+                raise _left("send")
+            if to not in self._out:
+                self._out[to] = _Outgoing(self._rank, self.addresses[to], self._way)
+            return self._out[to]
 
     def receive(self, source: int, timeout: float | None) -> Any:
         give_up = time.monotonic() + (LONG if timeout is None else timeout)
@@ -205,9 +216,10 @@ class FarLanes:
 
     def close(self, wait: bool = True) -> None:
         """Returns when all that was sent has been taken, or nobody will take it; or does not ``wait``."""
-        if self._closed:
-            return
-        self._closed = True
+        with self._first:
+            if self._closed:
+                return
+            self._closed = True
         for outgoing in self._out.values():
             outgoing.messages.close() if wait else outgoing.messages.abort()
         while wait and any(outgoing.is_open() for outgoing in self._out.values()):
@@ -219,27 +231,36 @@ class FarLanes:
 
 
 class _Outgoing:
-    """What goes to one member, and the thread that sends it."""
+    """What goes to one member, and the thread that sends it, which ends when this is dropped."""
 
     def __init__(self, rank: int, address: str, way: Way) -> None:
         self.messages: Channel[bytes] = Channel()
-        self._address, self._way, self._hello = address, way, {"rank": rank}
-        self._thread = threading.Thread(target=self._run, name="flowchan-collective-send", daemon=True)
+        self._open = self.messages.writer()
+        goes = self.messages, address, way, {"rank": rank}
+        self._thread = threading.Thread(
+            target=_pass_on, args=goes, name="flowchan-collective-send", daemon=True
+        )
         self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            with reach(self._address, self._way, self._hello, time.monotonic() + LONG) as sock:
-                for message in self.messages:
-                    sock.sendall(SIZE.pack(len(message)))
-                    sock.sendall(message)
-                sock.sendall(SIZE.pack(LEFT))
-        except OSError as error:
-            self.messages.abort(error)
 
     def is_open(self) -> bool:
         """Whether something is left to be sent."""
         return self._thread.is_alive()
+
+
+def _pass_on(messages: Channel[bytes], address: str, way: Way, hello: Hello) -> None:
+    """Dials when there is a message: where Ctrl-C has cut off the first send, the next one has a connection
+    of its own, and there must be no other."""
+    try:
+        first = messages.get()
+        with reach(address, way, hello, time.monotonic() + LONG) as sock:
+            for message in itertools.chain([first], messages):
+                sock.sendall(SIZE.pack(len(message)))
+                sock.sendall(message)
+            sock.sendall(SIZE.pack(LEFT))
+    except OSError as error:
+        messages.abort(error)
+    except (Drained, Broken):
+        pass  # nothing has been sent, or nobody is to wait for it
 
 
 class _Incoming:
@@ -283,6 +304,10 @@ class _Incoming:
 
     def close(self) -> None:
         self._sock.close()
+
+
+def _left(call: str) -> GroupError:
+    return GroupError(f"{call} was not done: this member has left")
 
 
 def _gone(member: int, call: str, left: bool = False) -> MemberDied:

@@ -49,18 +49,16 @@ class Lanes:
 
     def __init__(self, member: Member) -> None:
         self._member = weakref.proxy(member)  # who drops a member leaves at once
-        self._out: dict[int, Out[Any]] = {}
+        self._made: dict[int, Out[Any]] = {}
+        self._out: dict[int, Out[Any]] = {}  # those of them that are shown
         self._found: set[int] = set()  # receivers that have opened theirs, whose ends end them
         self._in: dict[int, In[Any]] = {}
-        self._lock = threading.Lock()  # a lane is opened once
+        self._lock = threading.Lock()  # a lane is made once, and opened once
 
     def send(self, x: Any, to: int, timeout: float | None) -> None:
-        if to not in self._out:
-            channel: Channel[Any] = Channel(across="processes")
-            self._out[to] = channel.writer()
-            at = channel._fd + _PACKED * (channel._socket + 1)
-            self._member._show_lane(to, at, os.fstat(channel._fd).st_ino)
-        port = self._out[to]
+        port = self._out.get(to)
+        if port is None:
+            port = self._show(to)
         try:
             if to in self._found or self._is_open(port):
                 self._found.add(to)
@@ -69,6 +67,19 @@ class Lanes:
                 self._put_unfound(port, x, to, timeout)
         except (Broken, Closed) as error:
             raise self._gone(to, "send") from error
+
+    def _show(self, to: int) -> Out[Any]:
+        """One that Ctrl-C has kept from being shown is shown by the next send."""
+        with self._lock:
+            if to not in self._made:
+                made: Channel[Any] = Channel(across="processes")
+                self._made[to] = made.writer()
+            port = self._made[to]
+            channel = port.channel
+            at = channel._fd + _PACKED * (channel._socket + 1)
+            self._member._show_lane(to, at, os.fstat(channel._fd).st_ino)
+            self._out[to] = port
+        return port
 
     def _put_unfound(self, port: Out[Any], x: Any, to: int, timeout: float | None) -> None:
         """To a receiver that may end without having opened the channel, of which that would not tell."""
@@ -133,7 +144,7 @@ class Lanes:
 
     def _from_one(self, wait: float | None) -> tuple[Any, int] | None:
         """What one of the open channels has within so many seconds; of several any."""
-        sources = {port: source for source, port in self._in.items()}
+        sources = {port: source for source, port in self._in.copy().items()}  # another thread may add to it
         ports = _chance.sample(list(sources), len(sources))
         for port in ports:
             with contextlib.suppress(Empty, Drained, Broken):
@@ -148,12 +159,15 @@ class Lanes:
 
     def close(self, wait: bool = True) -> None:
         """Waits for receivers that have not opened what was sent to them, as long as they are there."""
-        for to, port in self._out.items():
+        with self._lock:
+            made = [*self._made.items()]
+        for to, port in made:
             while wait and not self._is_open(port) and not self._is_gone(to):
                 time.sleep(_PAUSE)
             port.close()
-        for port_in in self._in.values():
+        for port_in in [*self._in.values()]:
             port_in.close()
+        self._made.clear()
         self._out.clear()
         self._in.clear()
 
@@ -167,7 +181,9 @@ class Lanes:
             if source in self._in:
                 return True
             try:
-                self._in[source] = arrive(Borrowed(pid, fd, socket - 1, inode), "").reader()
+                channel = arrive(Borrowed(pid, fd, socket - 1, inode), "")
+                # Kept as it is made, in one call: a reader that Ctrl-C drops would end the sender's.
+                self._in.update(zip((source,), map(In, (channel,)), strict=True))
             except (Broken, OSError) as error:
                 raise self._gone(source, "receive") from error
         return True

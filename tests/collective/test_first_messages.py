@@ -1,0 +1,118 @@
+"""The first message from one member to another makes the way there, which all that follow take."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from collective_members import SECRET
+from peers import ThreadPeer
+from waiting import wait_until
+
+from flowchan import GroupError
+from flowchan.collective import far_lanes, members
+from flowchan.collective.far_lanes import FarLanes, Way
+
+WAY = Way(SECRET, "127.0.0.1")
+Pair = tuple[Any, Any]
+
+
+def near(stack: ExitStack) -> Pair:
+    """The messages of two members on one host."""
+    mine, other = (stack.enter_context(member) for member in members(2))
+    mine._take_seat()
+    other._take_seat()
+    return mine._lanes, other._lanes  # type: ignore[attr-defined]
+
+
+def far(stack: ExitStack) -> Pair:
+    """Those of two members on two hosts."""
+    doors = [WAY.door({"rank": rank}) for rank in (0, 1)]
+    both = [FarLanes(rank, doors[rank], [door.address for door in doors], WAY) for rank in (0, 1)]
+    for one in both:
+        stack.callback(one.close, wait=False)
+    return both[0], both[1]
+
+
+@pytest.fixture(params=[near, far])
+def pair(request: pytest.FixtureRequest) -> Iterator[Callable[[], Pair]]:
+    with ExitStack() as stack:
+        yield lambda: request.param(stack)
+
+
+def test_first_messages_of_several_threads_all_arrive(pair: Callable[[], Pair]) -> None:
+    for _ in range(10):
+        mine, other = pair()
+        together = threading.Barrier(4)
+
+        def send(number: int, mine: Any = mine, together: Any = together) -> None:
+            together.wait()
+            mine.send(number, 1, None)
+
+        threads = [ThreadPeer(send, number) for number in range(4)]
+        for thread in threads:
+            thread.result()
+        assert sorted(other.receive(0, 20.0) for _ in threads) == [0, 1, 2, 3]
+
+
+class Interrupted:
+    """A member whose first call to show where messages are is cut off by Ctrl-C."""
+
+    def __init__(self, member: Any, when: str) -> None:
+        self._member, self._when = member, when
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._member, name)
+
+    def _show_lane(self, *lane: Any) -> None:
+        when, self._when = self._when, ""
+        if when != "before":
+            self._member._show_lane(*lane)
+        if when:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_after_a_first_message_that_ctrl_c_cut_off_the_next_ones_arrive(when: str) -> None:
+    with ExitStack() as stack:
+        mine, other = near(stack)
+        mine._member = Interrupted(mine._member, when)
+        with pytest.raises(KeyboardInterrupt):
+            mine.send("cut off", 1, None)
+        mine.send("next", 1, None)
+        assert other.receive(0, 20.0) == "next"
+
+
+def test_after_a_first_message_to_another_host_that_ctrl_c_cut_off_the_next_ones_arrive(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There must be no other connection: that might be the one that is listened to."""
+    threads: list[threading.Thread] = []
+
+    class Outgoing(far_lanes._Outgoing):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            threads.append(self._thread)
+            if len(threads) == 1:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(far_lanes, "_Outgoing", Outgoing)
+    with ExitStack() as stack:
+        mine, other = far(stack)
+        with pytest.raises(KeyboardInterrupt):
+            mine.send("cut off", 1, None)
+        wait_until(lambda: not threads[0].is_alive())
+        mine.send("next", 1, None)
+        assert other.receive(0, 20.0) == "next"
+
+
+def test_who_has_left_sends_nothing_to_another_host() -> None:
+    with ExitStack() as stack:
+        mine, _ = far(stack)
+        mine.send("before", 1, None)
+        mine.close(wait=False)
+        with pytest.raises(GroupError, match="send was not done: this member has left"):
+            mine.send("after", 1, None)
