@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from flowchan import _core
@@ -92,7 +92,8 @@ class _There:
         self._connection = connection
         self._gets: list[Any] = []  # the channels
         self._letter: tuple[list[Any], list[Any], list[Any]] = [], [], []  # numbers; of puts with the items
-        self.take_back: dict[int, Callable[[], None]] = {}  # what to call if an item is not put
+        self._take_back: dict[int, Callable[[], None]] = {}  # what to call if an item is not put
+        self._asked: Asked | None = None  # the last try
         self._standing: Asked | None = None
         self._again = False
 
@@ -102,7 +103,7 @@ class _There:
             self._gets.append(channel)
             self._letter[GET].append(channel._number)
         elif kind == PUT:
-            item, self.take_back[place] = seal(operation[1])
+            item, self._take_back[place] = seal(operation[1])
             self._letter[PUT].append((channel._number, item))
         else:
             self._letter[LOOK].append(channel._number)
@@ -113,31 +114,37 @@ class _There:
 
     def select(self, timeout: float | None) -> Done:
         """Home does one, or says within the time that none can be done."""
-        to_put = self.take_back
-
-        def take_back(done: int = NOT_NOW) -> None:
-            for place, call in to_put.items():
-                if place != done:
-                    call()
-
-        def hear_late(answer: Answer) -> None:
-            """Nobody waits any more: an item that has come is the next one of its channel here."""
-            if answer.wrong is None:
-                index, item, _ = answer.value
-                if 0 <= index < len(self._gets):
-                    self._gets[index]._returned.append(item)
-                take_back(self.places[index] if index >= 0 else NOT_NOW)
-
-        try:
-            index, item, self.moves = self._connection.ask(
-                0, "select", *self._letter, timeout, late=hear_late, undone=take_back
-            )
-        except Exception:
-            raise
-        except BaseException:
-            self.take_back = {}  # what has been put will be heard
-            raise
+        asked = self._asked = Asked(self._hear_late, self.take_back)
+        self._connection.post(asked, 0, "select", (*self._letter, timeout))
+        asked.wait()
+        index, item, self.moves = asked.value()
         return index, item
+
+    def take_back(self, but: int = NOT_NOW) -> None:
+        """What was to be put has not been, ``but`` for one."""
+        while self._take_back:
+            place, call = self._take_back.popitem()
+            if place != but:
+                call()
+
+    def use_up(self) -> None:
+        """What has come is not returned, though this ends by an error."""
+        self._asked = None
+
+    def give_up(self) -> None:
+        """The call ends by an error, perhaps by Ctrl-C: nobody has seen what home has done, or will do."""
+        if self._asked is None:
+            self.take_back()
+        else:
+            self._connection.abandon(self._asked)
+
+    def _hear_late(self, answer: Answer) -> None:
+        """Nobody waits any more: an item that has come is the next one of its channel here."""
+        if answer.wrong is None:
+            index, item, _ = answer.value
+            if 0 <= index < len(self._gets):
+                self._gets[index]._returned.append(item)
+            self.take_back(self.places[index] if index >= 0 else NOT_NOW)
 
     def stand(self, bell: Channel[None]) -> None:
         """Home rings the bell when something may have become possible."""
@@ -150,7 +157,8 @@ class _There:
 
         gets, puts, looks = self._letter
         numbers = [*gets, *looks], [number for number, _ in puts]
-        self._standing = self._connection.post(0, "stand", (*numbers, self._again), done=ring)
+        self._standing = Asked(done=ring)
+        self._connection.post(self._standing, 0, "stand", (*numbers, self._again))
         self._again = True
 
     def leave(self) -> None:
@@ -185,13 +193,19 @@ def select(gets: list[Any], puts: list[Any], timeout: float | None, ready: list[
             else:
                 here.add(kind, place, one)
         index, item = _among(here, list(there.values()), timeout)
+        try:
+            item = opened(item)
+        except Exception:
+            for group in there.values():
+                group.use_up()
+            raise
+        for group in there.values():
+            group.take_back(but=index)
+        return (_came_before(operations) if index < 0 else None) or (index, item)
     except BaseException:
-        _take_back(there.values(), but=NOT_NOW)
+        for group in there.values():
+            group.give_up()
         raise
-    _take_back(there.values(), but=index)
-    if index < 0 and (came := _came_before(operations)) is not None:
-        return came
-    return index, opened(item)
 
 
 def _came_before(operations: Sequence[tuple[int, Any]]) -> Done | None:
@@ -200,14 +214,6 @@ def _came_before(operations: Sequence[tuple[int, Any]]) -> Done | None:
         if kind != PUT and is_elsewhere(one) and one._returned:
             return place, one.get_nowait() if kind == GET else None
     return None
-
-
-def _take_back(groups: Iterable[_There], but: int) -> None:
-    """What was to be put has not been, ``but`` for one."""
-    for group in groups:
-        for place, call in group.take_back.items():
-            if place != but:
-                call()
 
 
 def _among(here: _Here, there: list[_There], timeout: float | None) -> Done:

@@ -35,32 +35,46 @@ LAST_WORD = 2.0
 
 
 class Asked:
-    """A call that home does for somebody here. ``late`` gets the answer when nobody waits for it any more."""
+    """A call that home does for somebody here. When nobody waits for it any more, ``late`` gets the answer;
+    ``undone`` is called when home has not done it, whoever waits."""
 
-    def __init__(self, number: int, late: Callable[[Answer], None]) -> None:
-        self.number, self.late = number, late
+    def __init__(
+        self,
+        late: Callable[[Answer], None] = lambda _: None,
+        undone: Callable[[], None] = lambda: None,
+        done: Callable[[], None] | None = None,
+    ) -> None:
+        self.number = 0
         self.answer: Answer | None = None
+        self.posted: list[None] = []  # something is in it once home will hear of the call
         self.abandoned = False
+        self._late, self._undone = late, undone
         self._answered = Latch()
-        self.done: Callable[[], None] = self._answered.set
+        self.done: Callable[[], None] = done or self._answered.set
 
     def wait(self) -> None:
         self._answered.wait()
 
-    def value(self) -> Any:
-        """What home answered. Raises what the call raised there."""
+    def value(self, finish: Callable[[Any], Any] = lambda value: value) -> Any:
+        """What ``finish`` makes of home's answer. Raises what the call raised there, or what that raises:
+        then the answer is used up."""
         assert self.answer is not None
         if self.answer.wrong is not None:
             raise self.answer.wrong.error()
-        return self.answer.value
+        try:
+            return finish(self.answer.value)
+        except Exception:
+            self._late = lambda _: None
+            raise
 
+    def hear_late(self, answer: Answer) -> None:
+        if answer.wrong is not None:
+            self._undone()
+        self._late(answer)
 
-def _value_or_undo(asked: Asked, undone: Callable[[], None]) -> Any:
-    try:
-        return asked.value()
-    except BaseException:
-        undone()
-        raise
+    def forget(self) -> None:
+        """Home never hears of it."""
+        self._undone()
 
 
 class Line:
@@ -151,16 +165,18 @@ class Connection:
         *arguments: Any,
         late: Callable[[Answer], None] = lambda _: None,
         undone: Callable[[], None] = lambda: None,
+        finish: Callable[[Any], Any] = lambda value: value,
     ) -> Any:
-        """What home answers. ``late`` hears it when nobody waits any more; ``undone`` is called when home has
-        not done it, whoever waits."""
-        asked = self._post_or_undo(channel, what, arguments, late, undone)
+        """What ``finish`` makes of home's answer. Ctrl-C may come anywhere: ``late`` hears the answer that
+        this does not return; ``undone`` is called when home has not done it, whoever waits."""
+        asked = Asked(late, undone)
         try:
+            self.post(asked, channel, what, arguments)
             asked.wait()
+            return asked.value(finish)
         except BaseException:
             self.abandon(asked)
             raise
-        return _value_or_undo(asked, undone)
 
     async def await_answer(
         self,
@@ -169,6 +185,7 @@ class Connection:
         *arguments: Any,
         late: Callable[[Answer], None] = lambda _: None,
         undone: Callable[[], None] = lambda: None,
+        finish: Callable[[Any], Any] = lambda value: value,
     ) -> Any:
         """As :meth:`ask`, for coroutines."""
         loop = asyncio.get_running_loop()
@@ -178,66 +195,40 @@ class Connection:
             with contextlib.suppress(RuntimeError):  # the loop was closed
                 loop.call_soon_threadsafe(answered.set)
 
-        asked = self._post_or_undo(channel, what, arguments, late, undone, done)
+        asked = Asked(late, undone, done)
         try:
+            self.post(asked, channel, what, arguments)
             await answered.wait()
+            return asked.value(finish)
         except BaseException:
             self.abandon(asked)
             raise
-        return _value_or_undo(asked, undone)
 
-    def _post_or_undo(
-        self,
-        channel: int,
-        what: str,
-        arguments: tuple[Any, ...],
-        late: Callable[[Answer], None],
-        undone: Callable[[], None],
-        done: Callable[[], None] | None = None,
-    ) -> Asked:
-        def heard_late(answer: Answer) -> None:
-            if answer.wrong is not None:
-                undone()
-            late(answer)
-
-        try:
-            return self.post(channel, what, arguments, heard_late, done)
-        except BaseException:
-            undone()
-            raise
-
-    def post(
-        self,
-        channel: int,
-        what: str,
-        arguments: tuple[Any, ...],
-        late: Callable[[Answer], None] = lambda _: None,
-        done: Callable[[], None] | None = None,
-    ) -> Asked:
+    def post(self, asked: Asked, channel: int, what: str, arguments: tuple[Any, ...] = ()) -> None:
+        """Who is interrupted in it abandons what it has asked."""
         with self._lock:
             self._numbers += 1
-            asked = Asked(self._numbers, late)
-            asked.done = done or asked.done
+            asked.number = self._numbers
             self._asked[asked.number] = asked
         try:
-            self._asks.put(Ask(asked.number, channel, what, arguments))
+            # Nothing comes between the put and that ``posted`` says so: Python looks for signals after both.
+            asked.posted.extend(map(self._asks.put, (Ask(asked.number, channel, what, arguments),)))
         except (Closed, ValueError):
-            self._asked.pop(asked.number, None)
             raise self.broken() from None
-        except BaseException:
-            self._asked.pop(asked.number, None)
-            raise
         if self.lost:
             self._lose(self.lost)
-        return asked
 
     def abandon(self, asked: Asked) -> None:
         """Nobody waits for it any more."""
         with self._lock:
             asked.abandoned = True
             answer = asked.answer
+            if not asked.posted:
+                self._asked.pop(asked.number, None)
         if answer is not None:
-            asked.late(answer)
+            asked.hear_late(answer)
+        elif not asked.posted:
+            asked.forget()
         else:
             with contextlib.suppress(ChannelError, ValueError):
                 self._asks.put_nowait(Cancel(asked.number))
@@ -330,7 +321,7 @@ class Connection:
         """By who can't wait for home to hear it."""
         if what in ("come", "drop"):
             with contextlib.suppress(Broken):
-                self.post(number, what, ())
+                self.post(Asked(), number, what)
         self._look_for_users()
 
     def _look_for_users(self) -> None:
@@ -348,7 +339,7 @@ class Connection:
             self._end()
         else:
             with contextlib.suppress(Broken):
-                self.post(0, "leave", (), done=self._end)
+                self.post(Asked(done=self._end), 0, "leave")
 
     # --- its threads ---
 
@@ -390,7 +381,7 @@ class Connection:
                     asked.answer = said
                     abandoned = asked.abandoned
             if asked is not None:
-                asked.late(said) if abandoned else asked.done()
+                asked.hear_late(said) if abandoned else asked.done()
 
     # --- the end ---
 
@@ -400,15 +391,15 @@ class Connection:
             self.lost = self.lost or why
             waiting, self._asked = list(self._asked.values()), {}
             lines, self._lines = list(self._lines.values()), {}
+            abandoned = [asked for asked in waiting if asked.abandoned]
+            answers = [Answer(asked.number, wrong=wrong(self.broken())) for asked in waiting]
+            for asked, answer in zip(waiting, answers, strict=True):
+                asked.answer = answer
         with _registry_lock:
             forget(self)
         self.link.close()
-        for asked in waiting:
-            asked.answer = Answer(asked.number, wrong=wrong(self.broken()))
-            if asked.abandoned:
-                asked.late(asked.answer)
-            else:
-                asked.done()
+        for asked, answer in zip(waiting, answers, strict=True):
+            asked.hear_late(answer) if asked in abandoned else asked.done()
         for line in lines:
             if line.number in ended:
                 line.ring.close()
@@ -435,7 +426,7 @@ class Connection:
                 time.sleep(0.005)
         with contextlib.suppress(Broken):
             left = Latch()
-            self.post(0, "leave", (), done=left.set)
+            self.post(Asked(done=left.set), 0, "leave")
             left.wait(LAST_WORD)
         self._left = True
         self._end()

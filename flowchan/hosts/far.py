@@ -140,14 +140,16 @@ class FarChannel(Channel[T]):
     def get(self, timeout: float | None = None) -> T:
         """As every channel's."""
         wait = _seconds(timeout)
-        with contextlib.suppress(IndexError):
-            return opened(self._returned.popleft())  # type: ignore[no-any-return]
-        late = self._return_one
         try:
-            found = self._connection.ask(self._number, "get", wait, late=late)
-        except (Drained, Empty):
-            found = self._came_before()
-        return opened(found)  # type: ignore[no-any-return]
+            found = self._returned.popleft()
+        except IndexError:
+            try:
+                return self._connection.ask(  # type: ignore[no-any-return]
+                    self._number, "get", wait, late=self._return_one, finish=opened
+                )
+            except (Drained, Empty):
+                found = self._came_before()
+        return self._opened([found])[0]
 
     def get_nowait(self) -> T:
         """As every channel's; takes a round trip."""
@@ -158,35 +160,51 @@ class FarChannel(Channel[T]):
         if not is_whole(max) or max < 1:
             raise ValueError(f"max must be a whole number >= 1, not {max!r}")
         wait = _seconds(timeout)
-        if self._returned:
-            found = [self._returned.popleft() for _ in range(min(max, len(self._returned)))]
-        else:
-            late = self._return_many
+        found = [self._returned.popleft() for _ in range(min(max, len(self._returned)))]
+        if not found:
             try:
-                found = self._connection.ask(self._number, "get_many", max, wait, late=late)
+                return self._connection.ask(  # type: ignore[no-any-return]
+                    self._number, "get_many", max, wait, late=self._return_many, finish=self._opened_before
+                )
             except (Drained, Empty):
                 found = [self._came_before()]
-        items: list[T] = []
-        for place, item in enumerate(found):
-            try:
-                items.append(opened(item))
-            except Exception:
-                if not place:
-                    self._returned.extendleft(reversed(found[1:]))
-                    raise
-                self._returned.extendleft(reversed(found[place:]))  # the next call raises its error
-                break
-        return items
+        return self._opened(found)
 
     async def aget(self) -> T:
         """As ``get``, for coroutines. A cancelled call has taken nothing."""
-        with contextlib.suppress(IndexError):
-            return opened(self._returned.popleft())  # type: ignore[no-any-return]
         try:
-            found = await self._connection.await_answer(self._number, "get", None, late=self._return_one)
-        except Drained:
-            found = self._came_before()
-        return opened(found)  # type: ignore[no-any-return]
+            found = self._returned.popleft()
+        except IndexError:
+            try:
+                return await self._connection.await_answer(  # type: ignore[no-any-return]
+                    self._number, "get", None, late=self._return_one, finish=opened
+                )
+            except Drained:
+                found = self._came_before()
+        return self._opened([found])[0]
+
+    def _opened(self, found: list[Any]) -> list[T]:
+        """The items that these are, which are no more among the returned ones."""
+        try:
+            return self._opened_before(found)
+        except Exception:
+            raise
+        except BaseException:  # Ctrl-C
+            self._returned.extendleft(reversed(found))
+            raise
+
+    def _opened_before(self, found: list[Any]) -> list[T]:
+        """The items before the first that can't be made here. What comes after those is returned: the next
+        call raises its error, if this does not."""
+        items: list[T] = []
+        try:
+            for item in found:
+                items.append(opened(item))
+        except Exception:
+            self._returned.extendleft(reversed(found[max(1, len(items)) :]))
+            if not items:
+                raise
+        return items
 
     def _came_before(self) -> Any:
         """There is nothing at home, by the error that is being handled; but what an earlier call asked for

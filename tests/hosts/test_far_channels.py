@@ -176,16 +176,16 @@ def test_an_item_that_came_for_an_interrupted_call_is_read_before_the_end():
     channel = make()
 
     def read():
-        connection, ask = channel._link, channel._link.ask
+        connection, post = channel._link, channel._link.post
         channel.close()
 
-        def ask_later(*arguments, **options):
+        def post_later(*arguments):
             channel._returned.append("late")
-            return ask(*arguments, **options)
+            post(*arguments)
 
-        connection.ask = ask_later
+        connection.post = post_later
         found = [channel.get(), *channel.get_many(5), select([channel]).item]
-        connection.ask = ask
+        connection.post = post
         with pytest.raises(Drained):
             channel.get()
         return found

@@ -1,0 +1,133 @@
+"""Ctrl-C at every place of a call on a channel elsewhere where Python looks for signals (C9): the item is the
+next one of this process, and nobody waits at home any more."""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+import itertools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+from peers import HostPeer
+from waiting import wait_stats, wait_until
+
+from flowchan import Channel, Empty, hosts, select
+from flowchan.run import latch
+
+pytestmark = pytest.mark.usefixtures("impatient")
+OURS = tuple(str(Path(module.__file__ or "").parent) for module in (hosts, latch))
+LOOKS_AFTER = ("CALL", "CALL_KW", "CALL_FUNCTION_EX", "JUMP_BACKWARD")
+
+
+@functools.cache
+def instructions(code: CodeType) -> dict[int, str]:
+    return {one.offset: one.opname for one in dis.get_instructions(code)}
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt at the place of that number: where a function of ours begins, after it has
+    called something native, and where it jumps back. ``where``: which place that was."""
+
+    def __init__(self, number: int) -> None:
+        self.where = ""
+        self._left = number
+        self._before: dict[FrameType, str] = {}
+
+    def during(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        sys.settrace(self._begin)
+        try:
+            return call(*arguments)
+        except KeyboardInterrupt:
+            return None
+        finally:
+            sys.settrace(None)
+
+    def _begin(self, frame: FrameType, event: str, _: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(OURS):
+            return None
+        if frame.f_back is not None:
+            self._before.pop(frame.f_back, None)  # a function of ours looks at its own beginning, not after
+        frame.f_trace_opcodes = True
+        self._look(frame)
+        return self._follow
+
+    def _follow(self, frame: FrameType, event: str, _: Any) -> Any:
+        if event == "opcode":
+            if self._before.get(frame) in LOOKS_AFTER:
+                self._look(frame)
+            self._before[frame] = instructions(frame.f_code)[frame.f_lasti]
+        elif event == "return":
+            self._before.pop(frame, None)
+        return self._follow
+
+    def _look(self, frame: FrameType) -> None:
+        self._left -= 1
+        if self._left == 0:
+            self.where = f"{frame.f_code.co_qualname}, line {frame.f_lineno}"
+            raise KeyboardInterrupt
+
+
+def make(capacity=64):
+    return Channel(capacity, across="hosts")
+
+
+def asked_for(channel):
+    """Whether a question is not answered, of which its asker has not heard, or home."""
+    return bool(channel._connection._asked)
+
+
+GETS = {
+    "get": lambda one: one.get(),
+    "get_many": lambda one: one.get_many(2)[0],
+    "select": lambda one: select([one]).item,
+    "select among others": lambda one: select([one, Channel()]).item,
+}
+
+
+@pytest.mark.parametrize("how", GETS)
+@pytest.mark.parametrize("there", [True, False], ids=["there before", "comes then"])
+def test_what_comes_to_a_get_that_ctrl_c_ended_is_the_next_one(how, there):
+    """C9: wherever it was; what was there before it, what came while it waited, and what comes later."""
+    one, told, get = make(), make(), GETS[how]
+
+    def walk():
+        for number in itertools.count(1):
+            if there:
+                one.put([number])
+            else:
+                told.put("begins")
+            interrupt = Interrupt(number)
+            found = interrupt.during(get, one)
+            if not there:
+                told.put("ended")
+            if not interrupt.where:
+                assert found == [number]
+                break
+            with contextlib.suppress(Empty):
+                found = one.get(5)
+            assert found == [number], f"after Ctrl-C in {interrupt.where}"
+        with pytest.raises(Empty):
+            one.get_nowait()
+        wait_until(lambda: not asked_for(one))
+        return number
+
+    def walk_and_tell():
+        try:
+            return walk()
+        finally:
+            told.close()
+
+    peer = HostPeer(walk_and_tell)
+    if not there:
+        for number, _ in enumerate(told, 1):
+            wait_until(lambda: len(told) or one.stats().waiting_readers)
+            one.put([number])
+            assert told.get() == "ended"
+    assert peer.result() > 20
+    wait_stats(one, waiting_readers=0, selecting=0, inside=0)
