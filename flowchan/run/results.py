@@ -158,19 +158,21 @@ class Gathering:
                     self._take_in(id)
 
     def begin(self) -> None:
-        """From now on somebody waits: gather the results that nobody iterates over, each on a thread."""
-        with self._lock:
-            if self._begun:
-                return
-            self._begun = True
-        waiting = [id for id in self._all if id.stage not in {*self._iterated, *self._taken_in}]
+        """From now on somebody waits: gather the results that nobody iterates over, each on a thread. Who
+        waits too comes back once all have begun: when the run has ended, what it gave has to be found."""
+        waiting: list[WorkerId] = []
         try:
-            while waiting:
-                if waiting[0].stage in self._may_be_asked:
-                    self._take_in(waiting[0])
-                else:
-                    self._crew.start_thread(waiting[0])
-                del waiting[0]
+            with self._lock:
+                if self._begun:
+                    return
+                self._begun = True
+                waiting = [id for id in self._all if id.stage not in {*self._iterated, *self._taken_in}]
+                while waiting:
+                    if waiting[0].stage in self._may_be_asked:
+                        self._take_in(waiting[0])
+                    else:
+                        self._crew.start_thread(waiting[0])
+                    del waiting[0]
         except BaseException:  # nobody will read these results, so the run would wait for ever
             self._supervisor.ask(AbortAsked())
             for id in waiting:

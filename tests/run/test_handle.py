@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterator
+from concurrent import futures
 from typing import Any
 
 import pytest
@@ -316,19 +317,16 @@ def test_waiting_again_gives_the_same() -> None:
 
 
 def test_several_threads_may_wait() -> None:
-    graph = Graph("handle")
-    numbers = graph.input()
-    doubled = numbers.map(double).collect()
-    run = graph.start()
-    found: list[Any] = []
-    waiting = [threading.Thread(target=lambda: found.append(run.wait()[doubled])) for _ in range(4)]
-    for thread in waiting:
-        thread.start()
-    run[numbers].put(1)
-    run[numbers].close()
-    for thread in waiting:
-        thread.join()
-    assert found == [[2]] * 4
+    """Again and again: where the run ends while one of them still begins to wait, all have the results."""
+    for _ in range(50):
+        graph = Graph("handle")
+        numbers = graph.input()
+        doubled = numbers.map(double).collect()
+        with futures.ThreadPoolExecutor(4) as threads, graph.start() as run:
+            found = [threads.submit(run.wait) for _ in range(4)]
+            run[numbers].put(1)
+            run[numbers].close()
+            assert [one.result()[doubled] for one in found] == [[2]] * 4
 
 
 def test_a_run_is_started_in_one_thread_and_ended_in_another() -> None:
