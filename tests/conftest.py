@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import importlib
 import multiprocessing
 import os
 import re
@@ -74,18 +75,45 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    return ignored(collection_path, config) or None
+
+
+def ignored(collection_path: Path, config: pytest.Config) -> bool:
     if collection_path == REAL_HOSTS and not config.getoption("--hosts"):
         return True
     large = config.getoption("--large")
     if large == "without" and collection_path == PIPES:  # its conftest.py loads torch too
         return True
-    if large and collection_path.match("test_*.py") and loads_much(collection_path) != (large == "with"):
-        return True
-    return None
+    is_test = collection_path.match("test_*.py")
+    return bool(large and is_test and loads_much(collection_path) != (large == "with"))
 
 
 def loads_much(file: Path) -> bool:
     return PIPES in file.parents or LOADS.search(file.read_text()) is not None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Processes that share the tests collect all files in the same order, at the same time. Each imports them
+    beforehand, and begins at another one, so that what is not compiled yet is compiled once, not by each."""
+    shares = getattr(session.config, "workerinput", None)
+    if shares is None:
+        return
+    files = files_of(session.config)
+    first = len(files) * int(shares["workerid"].removeprefix("gw")) // shares["workercount"]
+    for file in files[first:] + files[:first]:
+        folder = str(file.parent)
+        sys.path[:] = [folder, *(other for other in sys.path if other != folder)]
+        with contextlib.suppress(Exception, pytest.skip.Exception):  # the collection will tell
+            importlib.import_module(file.stem)
+
+
+def files_of(config: pytest.Config) -> list[Path]:
+    """Those that are collected."""
+    given = [config.invocation_params.dir / argument.split("::")[0] for argument in config.args]
+    found = {file for one in given for file in ([one] if one.is_file() else one.rglob("test_*.py"))}
+    real = set() if config.getoption("--hosts") else {REAL_HOSTS}
+    return sorted(file for file in found if file.parent not in real and not ignored(file, config))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -166,3 +166,23 @@ def parts_of(path: Path) -> list[str]:
     """The file and the folders that it is in, from the top of the repository."""
     inner = path.relative_to(HERE.parent)
     return [str(part) for part in (inner, *inner.parents[:-2])]
+
+
+BEGINS = """
+import os, pathlib
+
+here = pathlib.Path(__file__)
+with open(here.with_name(os.environ["PYTEST_XDIST_WORKER"]), "a") as order:
+    order.write(here.stem[-1])
+
+def test_nothing():
+    pass
+"""
+
+
+def test_processes_that_share_the_tests_begin_to_import_them_at_different_ones(tmp_path: Path) -> None:
+    """What nobody has compiled yet would be compiled by each of them."""
+    for name in "abcd":
+        (tmp_path / f"test_{name}.py").write_text(BEGINS)
+    assert "4 passed" in run_tests(tmp_path, "", "-n", "2")
+    assert [(tmp_path / worker).read_text() for worker in ("gw0", "gw1")] == ["abcd", "cdab"]
