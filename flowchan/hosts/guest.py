@@ -96,9 +96,11 @@ class Guest:
                 self._soon(self._give_up)
             elif not word:
                 state = self.link.state()
-                late = time.monotonic() > connected_at + most
-                lost = not state["connected"] and (late or self._has_ended())
-                if lost or state["heard_ago"] > most:
+                if state["connected"]:
+                    lost = state["heard_ago"] > most
+                else:  # perhaps not yet, and then nothing was ever heard
+                    lost = time.monotonic() > connected_at + most or self._has_ended()
+                if lost:
                     self._soon(self._give_up)
                     break
         if self._process is not None:

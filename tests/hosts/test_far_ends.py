@@ -12,11 +12,13 @@ import weakref
 
 import pytest
 from peers import HostPeer, ProcessPeer, ThreadPeer
-from waiting import wait_stats
+from waiting import wait_stats, wait_until
 
 from benchmarks.far import cut
 from flowchan import Broken, Channel, Closed, HostError, WorkerDied
 from flowchan.hosts import hosting, serve
+from flowchan.hosts.guest import Guest
+from flowchan.hosts.neighbours import Neighbour
 
 pytestmark = pytest.mark.usefixtures("impatient")
 
@@ -251,3 +253,22 @@ def test_a_port_that_is_left_by_an_exception_gives_back_what_it_has_in_hand(fail
     HostPeer(leave).result()
     channel.close()
     assert list(spare) == list(range(0 if fails else 1, 3))
+
+
+def test_a_program_is_not_given_up_before_home_comes_to_join_its_connection(monkeypatch):
+    """C11: home, with much to do, has looked for it twice by then."""
+    looks, has_ended, meet = [], Neighbour.has_ended, Guest.meet
+
+    def look(process):
+        looks.append(process)
+        return has_ended(process)
+
+    def meet_late(guest, sock):
+        wait_until(lambda: len(looks) > 1 or not guest._watching.is_alive())
+        meet(guest, sock)
+
+    monkeypatch.setattr(Neighbour, "has_ended", look)
+    monkeypatch.setattr(Guest, "meet", meet_late)
+    channel = make()
+    HostPeer(channel.put, "item").result()
+    assert channel.get() == "item"
