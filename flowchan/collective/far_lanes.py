@@ -23,7 +23,7 @@ from flowchan.channel.channel import Channel
 from flowchan.collective.values import dumps, loads
 from flowchan.errors import Broken, Closed, Drained, GroupError, MemberDied, MemberLeft
 from flowchan.transport.authentication import Hello, meet
-from flowchan.transport.door import Door
+from flowchan.transport.door import SHORT_OF, Door
 from flowchan.transport.tcp import dial, joined, listen
 
 SIZE = struct.Struct("<q")
@@ -32,6 +32,7 @@ LOOK = 0.2
 """Seconds until a receiver looks first whether a member that has sent nothing is there; then ever later."""
 LONG = 1e6
 PAUSE = 0.01
+PIECE = 1 << 20  # bytes for one call of the system
 _chance = random.Random()  # the program's own numbers stay as they are
 
 
@@ -98,21 +99,23 @@ class FarLanes:
     def receive(self, source: int, timeout: float | None) -> Any:
         give_up = time.monotonic() + (LONG if timeout is None else timeout)
         try:
-            return loads(self._from(source, give_up).receive(source, give_up))
+            return self._from(source, give_up).receive(source, give_up)
         except TimeoutError:
             raise TimeoutError(f"rank {source} has sent nothing to rank {self._rank} in time") from None
 
     def _from(self, source: int, give_up: float) -> _Incoming:
         while source not in self._in:
-            if not self._lock.acquire(timeout=min(LOOK, max(0.0, give_up - time.monotonic()))):
-                if time.monotonic() > give_up:
-                    raise TimeoutError
-                continue  # another thread is at it
+            held: list[bool] = []
             try:
-                if source not in self._in:
+                _hold(self._lock, held, min(LOOK, max(0.0, give_up - time.monotonic())))
+                if held != [True]:  # another thread is at it
+                    if time.monotonic() > give_up:
+                        raise TimeoutError
+                elif source not in self._in:
                     self.adopt(*self.let_in([source], give_up, "receive"))
             finally:
-                self._lock.release()
+                if held == [True]:
+                    self._lock.release()
         return self._in[source]
 
     def receive_any(self, others: Sequence[int], wait: float, give_up: float) -> tuple[Any, int]:
@@ -129,7 +132,7 @@ class FarLanes:
             source = open_now.get(fd)
             try:
                 if source is not None:
-                    return loads(self._in[source].receive(source, until)), source
+                    return self._in[source].receive(source, until), source
                 self._let_in_now()
             except TimeoutError:
                 pass
@@ -145,11 +148,14 @@ class FarLanes:
 
     def _let_in_now(self) -> None:
         """Who has dialled, unless another thread is at it."""
-        if self._lock.acquire(blocking=False):
-            try:
+        held: list[bool] = []
+        try:
+            _hold(self._lock, held, 0.0)
+            if held == [True]:
                 with contextlib.suppress(TimeoutError):
                     self.adopt(*self.door.accept(0.0))
-            finally:
+        finally:
+            if held == [True]:
                 self._lock.release()
 
     def _look_for_silent(self, others: Sequence[int], give_up: float) -> None:
@@ -263,47 +269,84 @@ def _pass_on(messages: Channel[bytes], address: str, way: Way, hello: Hello) -> 
         pass  # nothing has been sent, or nobody is to wait for it
 
 
+class _Message:
+    """One that comes: its size, then what it is; and how many bytes of both have come."""
+
+    def __init__(self) -> None:
+        self.size = bytearray(SIZE.size)
+        self.body: bytearray | None = None
+        self.came: list[int] = []
+
+
 class _Incoming:
     """What comes from one member. With a message that came in part when a call was interrupted or late the
-    next call goes on."""
+    next call goes on; likewise with one that could not be unpickled then."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._has = bytearray()
+        self._now = _Message()
         self._lock = threading.Lock()
 
-    def receive(self, source: int, give_up: float) -> bytes:
-        if not self._lock.acquire(timeout=max(0.0, give_up - time.monotonic())):
-            raise TimeoutError  # another thread is at it
+    def receive(self, source: int, give_up: float) -> Any:
+        held: list[bool] = []
         try:
-            (size,) = SIZE.unpack_from(self._read(SIZE.size, source, give_up))
+            _hold(self._lock, held, max(0.0, give_up - time.monotonic()))
+            if held != [True]:
+                raise TimeoutError  # another thread is at it
+            now = self._now
+            self._fill(now.size, 0, source, give_up)
+            (size,) = SIZE.unpack(now.size)
             if size == LEFT:
                 raise _gone(source, "receive", left=True)
-            message = bytes(self._read(SIZE.size + size, source, give_up)[SIZE.size :])
-            self._has.clear()
-            return message
+            if now.body is None:
+                now.body = bytearray(size)
+            self._fill(now.body, SIZE.size, source, give_up)
+            rest = _Message()
+            try:
+                x = loads(now.body)
+            except BaseException as error:
+                if not _may_be_received_later(error):
+                    self._now = rest
+                raise
+            self._now = rest
+            return x
         finally:
-            self._lock.release()
+            if held == [True]:
+                self._lock.release()
 
-    def _read(self, count: int, source: int, give_up: float) -> bytearray:
-        while len(self._has) < count:
+    def _fill(self, room: bytearray, start: int, source: int, give_up: float) -> None:
+        """``start``: bytes of the message before ``room``."""
+        came = self._now.came
+        while (at := sum(came) - start) < len(room):
+            came[:] = [start + at]
+            piece = memoryview(room)[at : at + PIECE]
             self._sock.settimeout(max(0.001, give_up - time.monotonic()))
             try:
-                came = self._sock.recv(min(count - len(self._has), 1 << 20))
+                # Received and counted in one call of the interpreter: Ctrl-C is raised before or behind it.
+                came.extend(map(self._sock.recv_into, (piece,)))
             except TimeoutError:
                 raise
             except OSError as error:
                 raise _gone(source, "receive") from error
-            if not came:
+            if not came[-1]:
                 raise _gone(source, "receive")
-            self._has += came
-        return self._has
 
     def fileno(self) -> int:
         return self._sock.fileno()
 
     def close(self) -> None:
         self._sock.close()
+
+
+def _hold(lock: threading.Lock, held: list[bool], wait: float) -> None:
+    """Takes it within so many seconds, which then ``held`` says, whether Ctrl-C comes or not."""
+    held.extend(map(lock.acquire, (True,), (wait,)))
+
+
+def _may_be_received_later(error: BaseException) -> bool:
+    """Whether it says nothing of the message: the call was interrupted, or this process lacks something."""
+    short = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in SHORT_OF)
+    return short or not isinstance(error, Exception)
 
 
 def _left(call: str) -> GroupError:

@@ -27,10 +27,10 @@ def dumps(value: Any) -> bytes:
     return pickle.dumps([bytes(part) for part in packed], 5) + _PARTS
 
 
-def loads(data: bytes) -> Any:
+def loads(data: bytes | bytearray) -> Any:
     kind, packed = data[-1:], memoryview(data)[:-1]
     if kind == _PLAIN:
-        return _core._from_plain_bytes(data)
+        return _core._from_plain_bytes(bytes(data))
     if kind == _WHOLE:
         return pickle.loads(packed)
     first, *buffers = pickle.loads(packed)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import itertools
+import math
 import os
 import socket
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,6 +57,86 @@ def test_a_receive_that_was_late_in_mid_message_goes_on_with_it(lanes: FarLanes)
         assert lanes.receive(1, None) == x
         there.sendall(whole)
         assert lanes.receive_any([1], 60.0, 0.0) == (x, 1)
+
+
+def interrupted(after: int, call: Callable[[], Any]) -> Any:
+    """What the call gives, or whether Ctrl-C has come: at so many of the points in it where that is raised,
+    which are the begin of a function of Python, and the end of one of the system."""
+    points = itertools.count()
+
+    def look(_: Any, event: str, __: Any) -> None:
+        if event in ("call", "c_return") and next(points) == after:
+            raise KeyboardInterrupt
+
+    sys.setprofile(look)
+    try:
+        return call()
+    except KeyboardInterrupt:
+        return KeyboardInterrupt
+    finally:
+        sys.setprofile(None)
+
+
+@pytest.mark.parametrize("any_source", [False, True])
+def test_wherever_ctrl_c_comes_the_next_receive_goes_on(lanes: FarLanes, any_source: bool) -> None:
+    """A message that is whole then may be lost, as it is between a call's return and its use."""
+
+    def receive() -> Any:
+        return lanes.receive_any([1], 60.0, math.inf)[0] if any_source else lanes.receive(1, 60.0)
+
+    sent, lost = [b"first" * 1000, ["second"]], 0
+    with sender(lanes, 1) as there:
+        for after in itertools.count():
+            for message in map(dumps, sent):
+                there.sendall(SIZE.pack(len(message)) + message)
+            found = interrupted(after, receive)
+            if found is not KeyboardInterrupt:
+                assert found == sent[0]
+                assert receive() == sent[1]
+                break
+            if (then := receive()) == sent[0]:
+                then = receive()
+            else:
+                lost += 1
+            assert then == sent[1]
+    assert after > 20
+    assert lost < 5
+
+
+class Now:
+    """Can't be unpickled now, and can later."""
+
+    error: BaseException | None = None
+
+    def __reduce__(self) -> Any:
+        return Now._made, ()
+
+    @staticmethod
+    def _made() -> str:
+        error, Now.error = Now.error, None
+        if error is not None:
+            raise error
+        return "made"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError(), OSError(errno.EMFILE, "too many")])
+def test_what_can_not_be_unpickled_now_is_received_again(lanes: FarLanes, error: BaseException) -> None:
+    with sender(lanes, 1) as there:
+        there.sendall(SIZE.pack(len(message := dumps(Now()))) + message)
+        Now.error = error
+        with pytest.raises(type(error)):
+            lanes.receive(1, 60.0)
+        assert lanes.receive(1, 60.0) == "made"
+
+
+def test_what_can_never_be_unpickled_does_not_hold_up_what_follows(lanes: FarLanes) -> None:
+    with sender(lanes, 1) as there:
+        for message in (dumps(Now()), dumps("next")):
+            there.sendall(SIZE.pack(len(message)) + message)
+        Now.error = ValueError("never")
+        with pytest.raises(ValueError, match="never"):
+            lanes.receive(1, 60.0)
+        assert lanes.receive(1, 60.0) == "next"
 
 
 def test_looking_for_those_who_are_silent_takes_no_longer_than_the_caller_has(
