@@ -95,14 +95,14 @@ def _bind(listener: socket.socket, address: str, left: Left) -> None:
 def _accept(listener: socket.socket, left: Left) -> socket.socket | None:
     """Who dials next; looked for in short waits, so that who left is noticed."""
     while (wait := left()) > 0:
-        if select.select([listener], [], [], min(wait, 0.1))[0]:
+        if _is_ready(listener, min(wait, 0.1)):
             return listener.accept()[0]
     return None
 
 
 def _forget_who_left(came: dict[int, socket.socket]) -> None:
     for rank, guest in list(came.items()):
-        if select.select([guest], [], [], 0)[0]:  # it has nothing to say now
+        if _is_ready(guest, 0.0):  # it has nothing to say now
             del came[rank]
             guest.close()
 
@@ -156,6 +156,13 @@ def _guest(address: str, rank: int, size: int, left: Left, name: str) -> SharedG
         time.sleep(_PAUSE)
 
 
+def _is_ready(sock: socket.socket, wait: float) -> bool:
+    """Whether it has something to read within so many seconds."""
+    waiting = select.poll()
+    waiting.register(sock, select.POLLIN)
+    return bool(waiting.poll(wait * 1000))
+
+
 def _user_of(sock: socket.socket) -> int:
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return int(struct.unpack("3i", credentials)[1])
@@ -171,7 +178,7 @@ def _receive(sock: socket.socket, wait: float) -> bytes:
 
 
 def _receive_memory(sock: socket.socket, left: Left) -> tuple[bytes, int]:
-    while (wait := left()) > 0 and not select.select([sock], [], [], min(wait, 0.1))[0]:
+    while (wait := left()) > 0 and not _is_ready(sock, min(wait, 0.1)):
         pass
     sock.settimeout(0.001)
     try:

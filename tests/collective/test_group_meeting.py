@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import resource
 import subprocess
 import threading
 from collections.abc import Callable
@@ -138,6 +139,26 @@ def test_two_of_one_rank_and_sizes_that_differ_are_refused_on_all_sides() -> Non
         for thread in threads:
             thread.join()
         assert [str(error) for error in found if said not in str(error)] == []
+
+
+MANY_DESCRIPTORS = """
+import os, resource
+from concurrent.futures import ThreadPoolExecutor
+from flowchan import collective
+resource.setrlimit(resource.RLIMIT_NOFILE, (4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+kept = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
+def member(rank):
+    with collective.group(rank=rank, size=2, at=f"many descriptors {os.getpid()}", timeout=30) as g:
+        return g.allreduce(1)
+with ThreadPoolExecutor(2) as pool:
+    print(*pool.map(member, range(2)))
+"""
+
+
+def test_processes_with_many_descriptors_meet() -> None:
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 4096:
+        pytest.skip("a process may not have 4,096 descriptors here: ulimit -Hn")
+    assert scripts.run_python("-c", MANY_DESCRIPTORS) == "2 2\n"
 
 
 def test_who_has_not_come_in_time_is_named() -> None:
