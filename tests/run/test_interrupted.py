@@ -46,7 +46,6 @@ SUM = """
     stream, listed = graph.source(numbers).map(abs, on="process").tee(2)
     total = stream.reduce(add, 0)
     listed = listed.collect()
-    threading.Thread(target=announce, daemon=True).start()
     seen = []
 
     def body_that_waits(run):
@@ -74,17 +73,19 @@ SUM = """
         with graph.start() as run:
             body(run)
 
-    try:
-        WAY
-    except Interrupted as interrupted:
-        results = interrupted.results
-        whole = [*seen, *results[listed]]
-        assert whole == list(range(len(whole))) and len(whole) > 20, (len(seen), len(whole))
-        assert results[total] == sum(whole), (results[total], sum(whole))
-        assert interrupted.report.startswith("graph 'sum': stopped after"), interrupted.report
-        assert interrupted.__cause__ is None
-        print("results", flush=True)
-        raise
+    if __name__ == "__main__":
+        threading.Thread(target=announce, daemon=True).start()
+        try:
+            WAY
+        except Interrupted as interrupted:
+            results = interrupted.results
+            whole = [*seen, *results[listed]]
+            assert whole == list(range(len(whole))) and len(whole) > 20, (len(seen), len(whole))
+            assert results[total] == sum(whole), (results[total], sum(whole))
+            assert interrupted.report.startswith("graph 'sum': stopped after"), interrupted.report
+            assert interrupted.__cause__ is None
+            print("results", flush=True)
+            raise
 """
 
 WAYS = [
@@ -313,11 +314,12 @@ def test_ctrl_c_on_an_event_loop_finishes_what_is_in_flight(way: str, tmp_path: 
             with graph.start() as run:
                 await WAY(run)
 
-        try:
-            asyncio.run(main())
-        except KeyboardInterrupt:
-            whole = [*seen, *run.wait()[listed]]
-            print(run.state, whole == list(range(len(whole))), flush=True)
+        if __name__ == "__main__":
+            try:
+                asyncio.run(main())
+            except KeyboardInterrupt:
+                whole = [*seen, *run.wait()[listed]]
+                print(run.state, whole == list(range(len(whole))), flush=True)
     """
     with start(script(tmp_path, text.replace("WAY", way))) as process:
         code, out, err = interrupted(process)

@@ -189,7 +189,7 @@ def test_a_pool_that_is_dropped_ends_its_processes_without_a_word(capfd: pytest.
 
 
 TWO = """
-    import os, signal
+    import multiprocessing, os, signal
     from flowchan import Graph
 
     class Slow:
@@ -201,12 +201,14 @@ TWO = """
             os.kill(os.getppid(), signal.SIGINT)
             signal.pause()
 
-    pools = []
-    for name in ("one", "other"):
-        graph = Graph(name)
-        graph.source([1]).map(Slow, on="process").collect()
-        pools.append(graph.pool().__enter__())
-        pools[-1].run()
+    if __name__ == "__main__":
+        multiprocessing.set_start_method("fork")  # the program is the parent of its workers
+        pools = []
+        for name in ("one", "other"):
+            graph = Graph(name)
+            graph.source([1]).map(Slow, on="process").collect()
+            pools.append(graph.pool().__enter__())
+            pools[-1].run()
 """
 
 

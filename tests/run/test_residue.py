@@ -328,10 +328,11 @@ def test_a_run_whose_handle_was_dropped_does_not_hold_the_program_up(tmp_path: P
         import itertools
         from flowchan import Graph
 
-        graph = Graph("dropped")
-        graph.source(itertools.count, on="process").sink(id)
-        graph.start()
-        print("end")
+        if __name__ == "__main__":
+            graph = Graph("dropped")
+            graph.source(itertools.count, on="process").sink(id)
+            graph.start()
+            print("end")
     """
     assert run_python(script(tmp_path, text)) == "end\n"
 

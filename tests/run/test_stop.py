@@ -392,12 +392,13 @@ def test_ctrl_c_at_the_end_of_a_block_finishes_what_is_in_flight(tmp_path: Path)
 
         graph = Graph("block")
         graph.source(itertools.count, name="numbers").map(abs, on="process").sink(save)
-        try:
-            with graph.start() as run:
-                enough.wait()
-                threading.Thread(target=announce, args=[run._supervisor.ended._channel]).start()
-        finally:
-            print(len(seen) == run.stats().stages[0].items_out)
+        if __name__ == "__main__":
+            try:
+                with graph.start() as run:
+                    enough.wait()
+                    threading.Thread(target=announce, args=[run._supervisor.ended._channel]).start()
+            finally:
+                print(len(seen) == run.stats().stages[0].items_out)
     """
     with start(script(tmp_path, text)) as process:
         going(process)
