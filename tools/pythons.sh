@@ -1,8 +1,8 @@
 # usage: [PYTHONS="python3.12 python3.14t"] [TESTS=tests/run] pythons.sh [PYTEST OPTIONS]. Runs the tests, without those that
 # need torch, on each of these Pythons, or on all that are here; each has a virtual environment in build/pythons. On
 # free-threaded ones the GIL stays off, whatever a test imports.
-tests=${TESTS:-tests/channel tests/check tests/cli tests/collective tests/contract tests/crash tests/declare tests/fresh
-    tests/hosts tests/items tests/link tests/pipelines tests/refused tests/run tests/transport tests/viz tests/test_public.py}
+# Their programs load torch, or are checked with it.
+without_torch='--ignore=tests/docs --ignore=tests/examples --ignore=tests/typed'
 wheels='hypothesis cryptography pillow polars pyarrow'  # as there are some; without one, its tests are skipped
 done='' failed=''
 for python in ${PYTHONS:-python3.11 python3.12 python3.13 python3.13t python3.14 python3.14t}; do
@@ -16,7 +16,7 @@ for python in ${PYTHONS:-python3.11 python3.12 python3.13 python3.13t python3.14
         $install -c constraints.txt -e '.[test-anywhere]' && for package in $wheels; do
             env -u PIP_CONSTRAINT $install --only-binary :all: "$package" 2>/dev/null || echo "no wheel of $package"
         done &&
-        PYTHON_GIL=$([ "$tag" = "${tag%t}" ] || echo 0) "$venv/bin/python" -m pytest "$@" $tests &&
+        PYTHON_GIL=$([ "$tag" = "${tag%t}" ] || echo 0) "$venv/bin/python" -m pytest --large without "$@" ${TESTS:-$without_torch} &&
         done="$done $python" || failed="$failed $python"
 done
 echo "passed:${done:- none}${failed:+; failed or not here:$failed}"
