@@ -22,7 +22,8 @@ from flowchan import Graph
 from flowchan.hosts import local
 
 ISOLATES = (
-    "all hosts are agents on this machine, joined over loopback. The clocks of flowchan's graphs include "
+    "all hosts are agents on this machine, joined over loopback, and forked by a process that the first run "
+    "of all has started. The clocks of flowchan's graphs include "
     "declaring, starting the agents and the workers, and ending all of them, but for arrays from host to "
     "host, and beside Ray, which is started and warm before: there from the first output to the last. "
     "Ray's Queue is beside a channel whose reader is on the other end of a link. Of arrays from host to host "

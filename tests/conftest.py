@@ -198,6 +198,8 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     """And goes when the tests of another file follow, which may look at all processes that there are."""
     if nextitem is None or nextitem.path != item.path:
         Apart.end()
+        if seeds_of_agents():
+            sys.modules["flowchan.hosts.forked"].end_seeds()
 
 
 @pytest.fixture
@@ -294,19 +296,28 @@ def holdings() -> set[str]:
 
 def leftovers(before: set[str]) -> set[str]:
     """What this process holds now and did not hold then; without the threads of Polars' allocator, which it
-    starts whenever it likes, and keeps, and without the helpers that Python starts once for all processes."""
-    helpers = pythons_helpers()
+    starts whenever it likes, and keeps, and without the helpers that are started once for all processes."""
+    helpers = helpers_of_all()
     return {one for one in holdings() - before if not is_an_allocators(one) and not one.startswith(helpers)}
 
 
-def pythons_helpers() -> tuple[str, ...]:
+def helpers_of_all() -> tuple[str, ...]:
     """How the words for them and for their pipes begin. From 3.14 on the forkserver is used by default."""
     server, tracker = forkserver._forkserver, resource_tracker._resource_tracker  # type: ignore[attr-defined]
-    pids, pipes = (server._forkserver_pid, tracker._pid), (server._forkserver_alive_fd, tracker._fd)
+    pids, pipes = [server._forkserver_pid, tracker._pid], [server._forkserver_alive_fd, tracker._fd]
+    for seed in seeds_of_agents():
+        pids.append(seed.pid)
+        pipes.append(seed.descriptor())
     return (
         *(f"process {pid}" for pid in pids if pid is not None),
         *(f"descriptor {pipe} " for pipe in pipes if pipe is not None),
     )
+
+
+def seeds_of_agents() -> list[Any]:
+    """What forks the agents of ``local``, if this process has used it."""
+    forked = sys.modules.get("flowchan.hosts.forked")
+    return forked.seeds() if forked else []
 
 
 def is_an_allocators(held: str) -> bool:

@@ -1,4 +1,4 @@
-"""A process of this machine that is an agent, or that holds one elsewhere as ``ssh`` and ``srun`` do."""
+"""A process of this machine that holds an agent elsewhere, as ``ssh`` and ``srun`` do."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ STRANGER = "ended, and nobody knows how, because the program ignores SIGCHLD or 
 
 class Child:
     """A child process in a session of its own, so that Ctrl-C in a terminal does not end it: the driver
-    decides. With ``relay``, its output is passed on line by line with the host's name in front; without, it
-    goes where ours goes. ``kill_by`` is the signal that makes it end the agent."""
+    decides. Its output is passed on line by line with the host's name in front. ``kill_by`` is the signal
+    that makes it end the agent."""
 
     def __init__(
         self,
@@ -32,7 +32,6 @@ class Child:
         launch: Launch,
         explain: Explain,
         *,
-        relay: bool,
         kill_by: signal.Signals = signal.SIGKILL,
     ) -> None:
         self._kill_by = kill_by
@@ -43,28 +42,26 @@ class Child:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE if relay else 2,
-                stderr=subprocess.STDOUT if relay else None,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
         except OSError as error:
             raise HostError(f"{host}: {command[0]} can't be started here: {error.strerror}", host) from error
-        self._relay = Relay(host, self._process.stdout) if self._process.stdout else None
         assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._relay = Relay(host, self._process.stdout)
         with contextlib.suppress(BrokenPipeError):  # it has ended already, and ended() says why
             os.write(self._process.stdin.fileno(), launch.stdin)
         self._process.stdin.close()
 
     def ended(self) -> str | None:
         if self._why is None and self._process.returncode is None and (code := self._exitcode()) is not None:
-            self._why = self._explain(code, self._finish())
+            self._why = self._explain(code, self._relay.finish())
         return self._why
 
     def waits(self) -> bool:
         return False
-
-    def _finish(self) -> Said:
-        return self._relay.finish() if self._relay else Said()
 
     def _exitcode(self) -> int | None:
         """How it ended. The zombie stays until :meth:`close`, so that its number means nobody else."""
@@ -93,6 +90,5 @@ class Child:
                 self._process.wait(GENTLY)
             self._signal(signal.SIGKILL)
             code = self._process.wait()
-            self._why = self._why or self._explain(code, self._finish())
-        if self._relay:
-            self._relay.close()
+            self._why = self._why or self._explain(code, self._relay.finish())
+        self._relay.close()

@@ -15,7 +15,7 @@ from flowchan import _core
 from flowchan.channel.channel import Channel
 from flowchan.errors import Broken, Closed, Empty, Full
 from flowchan.hosts.messages import Command, Leave, Told, Waiting
-from flowchan.hosts.provider import Launch, Provider, Started
+from flowchan.hosts.provider import AGENT, Launch, Provider, Started
 from flowchan.transport.authentication import key_to_come_back
 from flowchan.transport.tcp import joined, listen, split
 
@@ -75,7 +75,7 @@ class Life:
         said = {**launch, "number": self.number, "epoch": self.epoch, "patience": self._patience}
         said["back"] = 0 if launch["tls"] else self._let_come_back(launch)
         line = json.dumps(said).encode() + b"\n"
-        watch = functools.partial(self._watch, Launch(("-m", "flowchan.hosts.agent"), line))
+        watch = functools.partial(self._watch, Launch(AGENT, line))
         for work, what in ((watch, "watch"), (self._listen, "letters")):
             title = f"{name} {self.host} {what}"
             thread = threading.Thread(target=self._heard.help, args=(work,), name=title, daemon=True)

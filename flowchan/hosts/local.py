@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
-from functools import partial
 
-from flowchan.hosts.child import Child
+from flowchan.hosts.forked import Forked
 from flowchan.hosts.provider import Launch
-from flowchan.hosts.relay import Said
 from flowchan.items.whole import whole
-from flowchan.run.processes import exit_text
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Local:
-    """``count`` agents as child processes of this one, named ``local-1`` and so on."""
+    """``count`` agents as processes of this machine, named ``local-1`` and so on. A child process of this one
+    forks them: all that they import they have from it."""
 
     count: int
 
@@ -29,14 +26,9 @@ class Local:
     def listen_at(self) -> str:
         return "127.0.0.1"
 
-    def start(self, number: int, launch: Launch) -> Child:
+    def start(self, number: int, launch: Launch) -> Forked:
         """Its end is certain, and killing it kills all that it has started."""
-        host = self.hosts[number]
-        return Child(host, (sys.executable, *launch.arguments), launch, partial(_ended, host), relay=False)
-
-
-def _ended(host: str, code: int, _: Said) -> str:
-    return f"the agent {host} {exit_text(code)}"
+        return Forked(self.hosts[number], launch)
 
 
 def local(count: int) -> Local:

@@ -10,6 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+AGENT = ("-m", "flowchan.hosts.agent")
+"""What an agent is, behind the Python executable."""
+
 
 @dataclass(frozen=True, slots=True)
 class Launch:

@@ -69,7 +69,7 @@ class Slurm:
         explain = explainer(
             host, sys.executable, REMEDY, partial(_unstarted, host), partial(_ended_by_slurm, host)
         )
-        return Child(host, command, launch, explain, relay=True, kill_by=signal.SIGTERM)
+        return Child(host, command, launch, explain, kill_by=signal.SIGTERM)
 
 
 @functools.cache

@@ -54,7 +54,7 @@ class Ssh:
         host = self.hosts[number]
         command = as_text(around(self.python, launch.arguments))
         explain = explainer(host, self.python, REMEDY, partial(_unreached, host))
-        return Child(host, ("ssh", *OPTIONS, "--", host, f"exec {command}"), launch, explain, relay=True)
+        return Child(host, ("ssh", *OPTIONS, "--", host, f"exec {command}"), launch, explain)
 
 
 def _machine(host: str) -> str:

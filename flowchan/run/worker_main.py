@@ -93,7 +93,7 @@ def lasting_main(
 def _prepare(id: WorkerId, parent: int, devices: str | None) -> None:
     """Makes the process that of the worker, before any code of the user's is loaded."""
     _core._die_with(parent)
-    _show_name(id)
+    show_name(id.stage, f" {id.number}")
     see_only(devices)
     # The terminal sends Ctrl-C to the whole group; what it means is the supervisor's decision.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -104,13 +104,13 @@ def _prepare(id: WorkerId, parent: int, devices: str | None) -> None:
         torch.set_num_threads(1)
 
 
-def _show_name(id: WorkerId) -> None:
-    """What ``ps``, ``top`` and debuggers call this process: its stage and number. By the name that the kernel
-    keeps, of 15 bytes: the command line stays the program's, by which people find and end it."""
-    number = f" {id.number}"
-    stage = id.stage.encode()[: 15 - len(number)].decode(errors="ignore")
+def show_name(name: str, end: str = "") -> None:
+    """What ``ps``, ``top`` and debuggers call this process, of a worker its stage and number. By the name
+    that the kernel keeps, of 15 bytes, of which ``end`` is not cut off: the command line stays the program's,
+    by which people find and end it."""
+    name = name.encode()[: 15 - len(end)].decode(errors="ignore")
     with contextlib.suppress(OSError):  # no /proc here
-        Path("/proc/self/comm").write_text(stage + number)
+        Path("/proc/self/comm").write_text(name + end)
 
 
 class _Work:

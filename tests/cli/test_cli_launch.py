@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from agents_of_local import agents_of
 from waiting import wait_until
 
 COMMAND = [sys.executable, "-c", "from flowchan.cli.commands import main; main()", "launch"]
@@ -170,8 +171,7 @@ def test_a_host_that_is_lost_ends_the_job_and_is_named(tmp_path: Path) -> None:
         assert launcher.stdout is not None
         family = [int(launcher.stdout.readline().split()[-1]) for _ in range(2)]
         family += [psutil.Process(pid).ppid() for pid in family]
-        agents = [one for one in psutil.Process(launcher.pid).children() if one.children()]
-        agents[0].kill()
+        agents_of(psutil.Process(launcher.pid))[0].kill()
         _, errors = launcher.communicate(timeout=100)
     assert launcher.returncode == 1
     assert "Traceback" not in errors

@@ -6,6 +6,7 @@ import contextlib
 import os
 
 import psutil
+from agents_of_local import agents_of
 from waiting import wait_until
 
 from flowchan import Run
@@ -13,14 +14,7 @@ from flowchan import Run
 
 def agents() -> list[psutil.Process]:
     """The agents that this process has started and that still run, in the order of their hosts."""
-    found = {}
-    for child in psutil.Process().children():
-        try:
-            if "flowchan.hosts.agent" in child.cmdline() and child.status() != psutil.STATUS_ZOMBIE:
-                found[child.pid] = child
-        except psutil.NoSuchProcess:
-            continue
-    return [found[pid] for pid in sorted(found)]
+    return agents_of(psutil.Process())
 
 
 def workers_of(agent: psutil.Process) -> list[psutil.Process]:

@@ -20,6 +20,7 @@ import psutil
 from benchmarks.far import cut
 from flowchan import Graph, Reduced
 from flowchan.hosts import local
+from tests.agents_of_local import agents_of
 from tests.gangs import in_step
 
 HANG = 120.0
@@ -55,10 +56,10 @@ def parted(rounds: Reduced) -> list[int]:
 def agents() -> list[psutil.Process]:
     """Those that have workers."""
     found = []
-    for child in psutil.Process().children():
+    for agent in agents_of(psutil.Process()):
         with contextlib.suppress(psutil.Error):
-            if "flowchan.hosts.agent" in child.cmdline() and child.children():
-                found.append(child)
+            if agent.children():
+                found.append(agent)
     return found
 
 

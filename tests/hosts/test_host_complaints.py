@@ -80,7 +80,7 @@ COMPLAINTS: dict[str, tuple[str, tuple[str, ...]]] = {
         "a large message on a slow wire ends the connection; a killed launcher leaves processes",
         (
             "hosts/test_host_complaints.py::test_a_large_item_on_a_slow_wire_takes_nobody_for_dead",
-            "hosts/test_host_ends.py::test_when_the_driver_is_killed_its_agents_end_after_their_patience",
+            "hosts/test_host_ends.py::test_when_the_driver_is_killed_its_agents_end",
         ),
     ),
 }

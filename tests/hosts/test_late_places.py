@@ -9,10 +9,9 @@ import pytest
 
 from flowchan import Graph, HostError
 from flowchan.hosts import life
-from flowchan.hosts.child import Child
 from flowchan.hosts.local import Local
 from flowchan.hosts.pool import pool_of
-from flowchan.hosts.provider import Launch
+from flowchan.hosts.provider import Launch, Started
 
 
 class Queued:
@@ -21,7 +20,7 @@ class Queued:
     def __init__(self, patch: pytest.MonkeyPatch, launch: Launch) -> None:
         self._patch, self._launch = patch, launch
         self._looks = 0
-        self._child: Child | None = None
+        self._child: Started | None = None
 
     def waits(self) -> bool:
         self._looks += 1

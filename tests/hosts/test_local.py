@@ -1,4 +1,5 @@
-"""Agents on this machine: what starts them, what tells their end, and that nothing of them is left."""
+"""Processes on this machine, those of ``local`` and those that hold agents elsewhere: what starts them, what
+tells their end, and that nothing of them is left."""
 
 from __future__ import annotations
 
@@ -11,10 +12,13 @@ from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
+from agents_of_local import seeds_of
 from waiting import wait_until
 
+from flowchan.hosts.child import Child
 from flowchan.hosts.local import local
 from flowchan.hosts.provider import Launch, Provider, Started
+from flowchan.run.processes import exit_text
 
 ECHO = "import sys; open(sys.argv[1], 'wb').write(sys.stdin.buffer.read())"
 SLEEP = (
@@ -35,11 +39,38 @@ def started() -> Iterator[list[Started]]:
         one.close()
 
 
+Starting = Callable[..., Started]
+
+
+@pytest.fixture(params=["local", "child"])
+def start(request: pytest.FixtureRequest, started: list[Started]) -> Starting:
+    """Starts one of the hosts ``local-1`` and so on."""
+
+    def by_local(said: Launch, number: int = 0) -> Started:
+        started.append(local(number + 1).start(number, said))
+        return started[-1]
+
+    def by_child(said: Launch, number: int = 0) -> Started:
+        host = local(number + 1).hosts[number]
+        command = (sys.executable, *said.arguments)
+        started.append(Child(host, command, said, lambda code, _: f"the agent {host} {exit_text(code)}"))
+        return started[-1]
+
+    return by_local if request.param == "local" else by_child
+
+
 @pytest.fixture
-def children() -> Callable[[], list[psutil.Process]]:
-    """The processes that the test has started: the forkserver of a test before it may be there too."""
-    before = psutil.Process().children()
-    return lambda: [child for child in psutil.Process().children() if child not in before]
+def processes() -> Callable[[], list[psutil.Process]]:
+    """Those that the test has started, and what these have: the forkserver of a test before it may be there
+    too."""
+    here = psutil.Process()
+    before = here.children(recursive=True)
+
+    def found() -> list[psutil.Process]:
+        others = [*before, *seeds_of(here)]
+        return [child for child in here.children(recursive=True) if child not in others]
+
+    return found
 
 
 def end_of(one: Started) -> str:
@@ -69,30 +100,29 @@ def test_a_launch_does_not_show_its_secret():
     assert "secret" not in repr(launch("pass"))
 
 
-def test_the_launch_line_comes_by_standard_input_and_ends(started, tmp_path):
-    started.append(local(1).start(0, launch(ECHO, tmp_path / "got", stdin=b"the line\n")))
-    assert end_of(started[0]) == "the agent local-1 exited with code 0 without finishing"
+def test_the_launch_line_comes_by_standard_input_and_ends(start, tmp_path):
+    one = start(launch(ECHO, tmp_path / "got", stdin=b"the line\n"))
+    assert end_of(one) == "the agent local-1 exited with code 0 without finishing"
     assert (tmp_path / "got").read_bytes() == b"the line\n"
 
 
-def test_the_secret_is_in_no_command_line_and_no_environment(started, children, tmp_path):
-    started.append(local(1).start(0, launch(SLEEP, tmp_path / "up")))
+def test_the_secret_is_in_no_command_line_and_no_environment(start, processes, tmp_path):
+    start(launch(SLEEP, tmp_path / "up"))
     wait_until((tmp_path / "up").exists)
-    (child,) = children()
+    (child,) = processes()
     assert "a secret" not in " ".join(child.cmdline())
     assert "a secret" not in str(child.environ())
 
 
-def test_an_agent_is_told_apart_by_how_it_ended(started):
-    killed, failed = "import os; os.kill(os.getpid(), 9)", "raise SystemExit(3)"
-    started.extend(local(2).start(number, launch(code)) for number, code in enumerate((killed, failed)))
-    assert end_of(started[0]) == "the agent local-1 was killed by SIGKILL"
-    assert end_of(started[1]) == "the agent local-2 exited with code 3 without finishing"
+def test_an_agent_is_told_apart_by_how_it_ended(start):
+    killed = start(launch("import os; os.kill(os.getpid(), 9)"))
+    failed = start(launch("raise SystemExit(3)"), 1)
+    assert end_of(killed) == "the agent local-1 was killed by SIGKILL"
+    assert end_of(failed) == "the agent local-2 exited with code 3 without finishing"
 
 
-def test_one_that_runs_has_not_ended_until_it_is_killed(started, tmp_path):
-    one = local(1).start(0, launch(SLEEP, tmp_path / "up"))
-    started.append(one)
+def test_one_that_runs_has_not_ended_until_it_is_killed(start, tmp_path):
+    one = start(launch(SLEEP, tmp_path / "up"))
     wait_until((tmp_path / "up").exists)
     assert one.ended() is None
     one.kill()
@@ -100,30 +130,28 @@ def test_one_that_runs_has_not_ended_until_it_is_killed(started, tmp_path):
     one.kill()
 
 
-def test_closing_kills_it_and_what_it_has_started_and_leaves_no_zombie(started, children, tmp_path):
+def test_closing_kills_it_and_what_it_has_started_and_leaves_no_zombie(start, processes, tmp_path):
     parent = (
         "import subprocess, sys\n"
         f"subprocess.run([sys.executable, '-c', {SLEEP!r}, sys.argv[1]], stdin=subprocess.DEVNULL)\n"
     )
-    one = local(1).start(0, launch(parent, tmp_path / "up"))
-    started.append(one)
+    one = start(launch(parent, tmp_path / "up"))
     wait_until((tmp_path / "up").exists)
-    (child,) = children()
-    (grandchild,) = child.children()
+    child, grandchild = processes()
+    assert grandchild.ppid() == child.pid
     one.close()
-    assert children() == []
+    assert child not in processes()
     wait_until(lambda: not grandchild.is_running() or grandchild.status() == psutil.STATUS_ZOMBIE)
     one.close()
     assert one.ended() == "the agent local-1 was killed by SIGKILL"
 
 
-def test_what_an_agent_has_started_is_killed_after_the_agent_itself_has_ended(started, tmp_path):
+def test_what_an_agent_has_started_is_killed_after_the_agent_itself_has_ended(start, tmp_path):
     parent = (
         "import subprocess, sys\n"
         f"subprocess.Popen([sys.executable, '-c', {SLEEP!r}, sys.argv[1]], stdin=subprocess.DEVNULL)\n"
     )
-    one = local(1).start(0, launch(parent, tmp_path / "up"))
-    started.append(one)
+    one = start(launch(parent, tmp_path / "up"))
     end_of(one)
     wait_until((tmp_path / "up").exists)
     mine = [p for p in psutil.process_iter() if str(tmp_path / "up") in " ".join(cmdline(p))]
@@ -139,38 +167,55 @@ def cmdline(process: psutil.Process) -> list[str]:
         return []
 
 
-def test_ctrl_c_in_a_terminal_does_not_reach_an_agent(started, children, tmp_path):
+def test_ctrl_c_in_a_terminal_does_not_reach_an_agent(start, processes, tmp_path):
     """It goes to the foreground's process group, and what becomes of the agents is for the driver to say."""
-    started.append(local(1).start(0, launch(SLEEP, tmp_path / "up")))
+    start(launch(SLEEP, tmp_path / "up"))
     wait_until((tmp_path / "up").exists)
-    (child,) = children()
+    (child,) = processes()
     assert os.getpgid(child.pid) == child.pid != os.getpgid(0)
 
 
 IGNORING = """
 import signal, sys
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+from flowchan.hosts.child import Child
 from flowchan.hosts.local import local
 from flowchan.hosts.provider import Launch
-one = local(1).start(0, Launch(("-c", "print('hello')"), b""))
+said = Launch(("-c", "print('hello')"), b"")
+one = {start}
 while one.ended() is None:
     pass
 print(one.ended())
 one.close()
 """
+BY_LOCAL = "local(1).start(0, said)"
+BY_CHILD = 'Child("gpu1", (sys.executable, *said.arguments), said, lambda code, said: "not told")'
 
 
-def test_the_end_is_told_in_a_program_that_ignores_its_children_and_output_goes_to_standard_error():
-    done = subprocess.run([sys.executable, "-c", IGNORING], capture_output=True, text=True, timeout=60)
-    assert done.stdout == (
-        "local-1: ended, and nobody knows how, because the program ignores SIGCHLD or collects its children\n"
-    )
-    assert done.stderr == "hello\n"
+@pytest.mark.parametrize(
+    ("how", "told", "output"),
+    [
+        (BY_LOCAL, "the agent local-1 exited with code 0 without finishing", "hello"),
+        (
+            BY_CHILD,
+            "gpu1: ended, and nobody knows how, because the program ignores SIGCHLD or collects its children",
+            "[gpu1] hello",
+        ),
+    ],
+    ids=["local", "child"],
+)
+def test_the_end_is_told_in_a_program_that_ignores_its_children_and_output_goes_to_standard_error(
+    how, told, output
+):
+    program = IGNORING.format(start=how)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"{told}\n"
+    assert done.stderr == f"{output}\n"
 
 
-def test_the_death_of_an_agent_by_a_signal_from_outside_is_named(started, children, tmp_path):
-    started.append(local(1).start(0, launch(SLEEP, tmp_path / "up")))
+def test_the_death_of_an_agent_by_a_signal_from_outside_is_named(start, processes, tmp_path):
+    one = start(launch(SLEEP, tmp_path / "up"))
     wait_until((tmp_path / "up").exists)
-    (child,) = children()
+    (child,) = processes()
     child.send_signal(signal.SIGTERM)
-    assert end_of(started[0]) == "the agent local-1 was killed by SIGTERM"
+    assert end_of(one) == "the agent local-1 was killed by SIGTERM"

@@ -11,14 +11,20 @@ from hosted import wait_ended
 PROGRAM = """
 import os, signal, sys
 from flowchan import Graph
-from flowchan.hosts import local
+from flowchan.hosts.child import Child
+from flowchan.hosts.local import Local
+from flowchan.hosts.pool import pool_of
+
+class Apart(Local):
+    def start(self, number, launch):
+        return Child("apart", (sys.executable, *launch.arguments), launch, lambda code, said: str(code))
 
 def tell(item):
-    print(os.getppid(), file=sys.stderr, flush=True)
+    print(os.getppid(), flush=True)
     signal.pause()
 
 graph = Graph("unheard")
-graph.source(range(1)).map(tell, on=local(1, patience=1)).collect()
+graph.source(range(1)).map(tell, on=pool_of("apart", Apart(1), patience=1)).collect()
 graph.run()
 """
 
@@ -27,7 +33,7 @@ def test_an_agent_whose_errors_nobody_reads_ends_after_its_patience():
     """Its last words have nowhere to go when the program is killed together with whoever read its output."""
     with subprocess.Popen((sys.executable, "-c", PROGRAM), stderr=subprocess.PIPE, text=True) as program:
         assert program.stderr is not None
-        agent = psutil.Process(int(program.stderr.readline()))
+        agent = psutil.Process(int(program.stderr.readline().split()[-1]))
         family = [agent, *agent.children(recursive=True)]
         program.stderr.close()
         program.kill()

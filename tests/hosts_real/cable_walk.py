@@ -32,7 +32,7 @@ class Apart:
     def start(self, number: int, launch: Launch) -> Child:
         host = self.hosts[number]
         command = ("ip", "netns", "exec", host, sys.executable, *launch.arguments)
-        return Child(host, command, launch, lambda code, said: f"{host} ended with code {code}", relay=True)
+        return Child(host, command, launch, lambda code, said: f"{host} ended with code {code}")
 
 
 def pull(head: str) -> None:

@@ -1,0 +1,281 @@
+"""What forks the agents of ``local``: they are what new Pythons would be, and end as these do."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from agents_of_local import agents_of, seeds_of
+from gates import Gate
+from hosted import agents, wait_ended, workers_of
+from scripts import run_python, script, start
+from waiting import wait_until
+
+from flowchan import Graph
+from flowchan.hosts import forked, local
+
+SCRIPT = """
+    import os, pathlib, resource, signal, sys, threading
+    from flowchan import Graph
+    from flowchan.hosts import forked, local
+
+    def found(function, count=1):
+        graph = Graph("script")
+        result = graph.source(range(count)).map(function, on=local(count), workers=count).collect()
+        return graph.run()[result]
+
+    def pids():
+        return [seed.pid for seed in forked.seeds()]
+"""
+
+
+@pytest.fixture(autouse=True)
+def _no_agent_stays() -> Iterator[None]:
+    yield
+    assert not agents()
+
+
+def ran(function: Callable[[int], Any]) -> Any:
+    """What a worker on a host found."""
+    graph = Graph("one")
+    result = graph.source([0]).map(function, on=local(1)).collect()
+    return graph.run()[result][0]
+
+
+def seed() -> psutil.Process:
+    (found,) = seeds_of(psutil.Process())
+    return found
+
+
+def program(folder: Path, text: str) -> str:
+    """What a script of these lines prints, with those of SCRIPT before them."""
+    return run_python(script(folder, SCRIPT + text), folder)
+
+
+def test_agents_have_names_and_one_parent_that_stays_from_run_to_run() -> None:
+    gate = Gate()
+    graph = Graph("named")
+    graph.source(range(2)).map(gate.wait, on=local(2), workers=2).sink(abs)
+    with graph.start():
+        gate.wait_held(2)
+        first = seed()
+        assert [agent.name() for agent in agents()] == ["agent local-1", "agent local-2"]
+        gate.open()
+    assert first.children() == []
+    assert ran(lambda _: os.getppid()) != first.pid
+    assert seed() == first
+
+
+def test_a_run_goes_on_when_what_forks_agents_is_killed() -> None:
+    gate = Gate()
+    graph = Graph("lost")
+    result = graph.source(range(4)).map(gate.wait, on=local(2), workers=4).collect()
+    run = graph.start()
+    gate.wait_held(4)
+    lost, before = seed(), [one for agent in agents() for one in (agent, *workers_of(agent))]
+    assert len(before) == 6
+    lost.kill()
+    wait_ended(lost, *before)
+    gate.wait_held(4)
+    gate.open()
+    assert run.wait()[result] == [0, 1, 2, 3]
+    deaths = [death for host in run.stats().hosts for death in host.deaths]
+    assert [death.partition(" was ")[2] for death in deaths] == [
+        "lost with the process that forks agents here, which was killed by SIGKILL"
+    ] * 2
+    assert seed() != lost
+
+
+def test_the_first_start_after_what_forks_agents_was_killed_begins_another() -> None:
+    ran(abs)
+    lost = seed()
+    lost.kill()
+    wait_ended(lost)
+    assert ran(abs) == 0
+    assert seed() != lost
+
+
+def test_workers_see_the_variables_that_the_program_has_by_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORD", "first")
+    assert ran(lambda _: os.environ.get("WORD")) == "first"
+    before = seed()
+    monkeypatch.setenv("WORD", "other \udc80")
+    assert ran(lambda _: os.environ.get("WORD")) == "other \udc80"
+    monkeypatch.delenv("WORD")
+    assert ran(lambda _: os.environ.get("WORD")) is None
+    assert seed() == before
+
+
+def test_what_is_settled_when_a_process_starts_is_that_of_the_program_by_now(tmp_path: Path) -> None:
+    """Its folder, its umask, its limits, and variables that Python reads when it starts."""
+    text = """
+    def about(_):
+        limit, _ = resource.getrlimit(resource.RLIMIT_CORE)
+        return sys.path[0], os.getcwd(), os.umask(0), limit, sys.pycache_prefix
+
+    os.umask(0o22)
+    (first,) = found(about)
+    before = pids()
+    os.chdir(sys.argv[1])
+    os.umask(0o27)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.argv[1]
+    (second,) = found(about)
+    print(second == (sys.argv[1], sys.argv[1], 0o27, 0, sys.argv[1]), first != second)
+    print(len(before) == len(pids()) == 1, before != pids())
+    """
+    assert program(tmp_path, text) == "True True\nTrue True\n"
+
+
+def test_what_another_has_taken_the_place_of_stays_until_its_last_agent_has_ended(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gate = Gate()
+    graph = Graph("long")
+    result = graph.source([7]).map(gate.wait, on=local(1)).collect()
+    run = graph.start()
+    gate.wait_held()
+    old = seed()
+    monkeypatch.chdir(tmp_path)
+    ran(abs)
+    assert len(seeds_of(psutil.Process())) == 2
+    gate.open()
+    assert run.wait()[result] == [7]
+    assert seed() != old
+
+
+def test_output_goes_where_the_program_has_its_errors_by_now(tmp_path: Path) -> None:
+    text = """
+    def say(number):
+        print("printed")
+        os.write(2, b"written\\n")
+
+    found(say)
+    to = os.open(sys.argv[1] + "/errors", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(to, 2)
+    found(say)
+    """
+    with start(script(tmp_path, SCRIPT + text), tmp_path) as process:
+        out, err = process.communicate()
+    assert out == ""
+    assert sorted(err.split()) == sorted((tmp_path / "errors").read_text().split()) == ["printed", "written"]
+
+
+def test_a_forked_program_has_its_own_and_leaves_its_parents_alone(tmp_path: Path) -> None:
+    text = """
+    found(abs)
+    before = pids()
+    child = os.fork()
+    if child == 0:
+        good = pids() == [] and found(abs, 2) == [0, 1] and pids() != before and len(pids()) == 1
+        forked.end_seeds()
+        os._exit(0 if good else 1)
+    print(os.waitpid(child, 0)[1], found(abs, 2), pids() == before)
+    """
+    assert program(tmp_path, text) == "0 [0, 1] True\n"
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "pass",
+        "os._exit(0)",
+        "sys.exit(0)",
+        "os.kill(os.getpid(), signal.SIGKILL)",
+        "os.execlp('true', 'true')",
+    ],
+)
+def test_nothing_is_left_of_it_however_the_program_ends(end: str, tmp_path: Path) -> None:
+    text = f"""
+    found(abs, 2)
+    print(*pids(), flush=True)
+    {end}
+    """
+    with start(script(tmp_path, SCRIPT + text), tmp_path) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        process.communicate()
+    wait_until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+
+
+def test_a_program_that_ends_normally_has_collected_it(tmp_path: Path) -> None:
+    text = """
+    import atexit
+
+    @atexit.register  # before those of flowchan's runs, so it is called after them
+    def tell():
+        try:
+            os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            print("no child is left")
+
+    found(abs)
+    """
+    assert program(tmp_path, text) == "no child is left\n"
+
+
+def test_agents_end_with_a_killed_program_though_a_forked_child_of_it_lives_on(tmp_path: Path) -> None:
+    text = """
+    held = pathlib.Path(sys.argv[1], "held")
+
+    def hold(_):
+        held.touch()
+        threading.Event().wait()
+
+    running = threading.Thread(target=found, args=(hold,))
+    running.start()
+    while not held.exists():
+        pass
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    print(child, flush=True)
+    running.join()
+    """
+    with start(script(tmp_path, SCRIPT + text), tmp_path) as process:
+        assert process.stdout is not None
+        child = psutil.Process(int(process.stdout.readline()))
+        here = psutil.Process(process.pid)
+        family = [*seeds_of(here), *agents_of(here), *map(workers_of, agents_of(here))]
+        assert len(family) == 3
+        *others, workers = family
+        process.kill()
+        try:
+            wait_ended(*others, *workers)
+            assert child.is_running()
+        finally:
+            child.kill()
+
+
+def test_a_program_that_can_not_start_python_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flowchan import HostError
+
+    monkeypatch.setattr(forked.sys, "executable", "/no/such/python")
+    with pytest.raises(HostError, match="/no/such/python can't be started here: No such file"):
+        ran(abs)
+
+
+def test_a_python_that_does_not_come_up_is_told_with_its_own_words(tmp_path: Path) -> None:
+    text = """
+    from flowchan import HostError
+    os.environ["PYTHONHOME"] = sys.argv[1]
+    try:
+        found(abs)
+    except HostError as error:
+        print(error)
+    """
+    with start(script(tmp_path, SCRIPT + text), tmp_path) as process:
+        out, err = process.communicate()
+    assert "lost with the process that forks agents here, which exited with code 1" in out
+    assert "encodings" in err
+
+
+def test_a_signal_that_ends_it_ends_no_program(tmp_path: Path) -> None:
+    ran(abs)
+    seed().send_signal(signal.SIGTERM)
+    assert ran(abs) == 0
