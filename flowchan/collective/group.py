@@ -17,6 +17,7 @@ from flowchan.collective import arrays
 from flowchan.collective.countdown import countdown
 from flowchan.collective.handles import Handle, Later
 from flowchan.collective.links import Edge
+from flowchan.collective.once import is_repeatable, run_once
 from flowchan.collective.operations import (
     ALLGATHER,
     ALLREDUCE,
@@ -110,8 +111,8 @@ class Group(Ways):
         """Combine what all members give, element by element, in the order of their ranks: all get the same
         bits. An array or tensor is overwritten with the result and returned; with ``out`` it stays, and that
         one is returned. Any other value is combined by Python's operators. ``op``: ``sum``, ``mean``,
-        ``prod``, ``min``, ``max``, ``and``, ``or``, ``xor``, for values also a function of two.
-        ``wait=False`` gives a handle."""
+        ``prod``, ``min``, ``max``, ``and``, ``or``, ``xor``, for values also a function of two, run as that
+        of ``combine``. ``wait=False`` gives a handle."""
         return self._allreduce(x, op, out, timeout, wait)
 
     def broadcast(self, x: Any = None, root: int = 0, timeout: float | None = None, wait: bool = True) -> Any:
@@ -178,7 +179,9 @@ class Group(Ways):
     ) -> tuple[Any, int]:
         """Combine ``value`` with those of all who contribute, by a function of two: leaf by leaf through
         dictionaries, lists and tuples, in the order of the ranks. Returns the result and how many have
-        contributed. The function may change its first argument."""
+        contributed. The function may change its first argument. Rank 0 runs it for all, and what it raises is
+        raised on all; Python's operators, ``min`` and ``max`` are run by everybody, in one step less.
+        """
         return self._combine((True, value), function, timeout)
 
     def rest(
@@ -335,13 +338,20 @@ class Group(Ways):
             if by._reduce(doing, source, flat, op, root, timeout) is NotImplemented:
                 raise TypeError(not_here(NAMES[doing], x))
             return arrays.give_back(flat, target)
-        key = VALUES + 4 * (root + 1)
-        mine = root in (-1, self.rank)
-        found = self._exchange(doing, key, dumps(x), -1 if mine else self.rank, timeout, x, op)
-        if not mine:
-            return None
         function = OPERATIONS[op] if isinstance(op, str) else op
-        total = functools.reduce(function, (loads(part) for part in found))
+
+        def result(found: list[bytes]) -> Any:
+            return functools.reduce(function, map(loads, found))
+
+        if root < 0 and not is_repeatable(function):
+            total = run_once(self, doing, dumps(x), result, timeout, x, op)
+        else:
+            key = VALUES + 4 * (root + 1)
+            mine = root in (-1, self.rank)
+            found = self._exchange(doing, key, dumps(x), -1 if mine else self.rank, timeout, x, op)
+            if not mine:
+                return None
+            total = result(found)
         if op == "mean":
             total = total / self.size
         target = out if out is not None else x
@@ -362,9 +372,15 @@ class Group(Ways):
 
     def _combine(self, mine: tuple[bool, Any], function: Any, timeout: float | None) -> tuple[Any, int]:
         left = self._settle(timeout)
-        found = self._exchange(COMBINE, VALUES, dumps(mine), -1, left, mine[1], None)
-        values = [value for contributes, value in map(loads, found) if contributes]
-        return combined(values, function), len(values)
+
+        def result(found: list[bytes]) -> tuple[Any, int]:
+            values = [value for contributes, value in map(loads, found) if contributes]
+            return combined(values, function), len(values)
+
+        if not is_repeatable(function):
+            both: tuple[Any, int] = run_once(self, COMBINE, dumps(mine), result, left, mine[1], function)
+            return both
+        return result(self._exchange(COMBINE, VALUES, dumps(mine), -1, left, mine[1], function))
 
     def _values(self, x: Any, timeout: float | None) -> list[Any]:
         return [loads(part) for part in self._exchange(ALLGATHER, VALUES, dumps(x), -1, timeout, x, None)]

@@ -33,11 +33,12 @@ class Portable:
     and traceback as a note; or as a :class:`LostError` with the same text, where it can't be pickled here or
     not rebuilt there."""
 
-    def __init__(self, error: BaseException) -> None:
+    def __init__(self, error: BaseException, where: str = "") -> None:
         whole = "".join(traceback.format_exception(error)).rstrip()
         self._text = text_of(error)
         # Beside the pickle, because an exception's own __reduce__ may leave its notes out (json's does).
-        self._notes = [*getattr(error, "__notes__", ()), f"in {chance.told()}:\n{whole}"]
+        where = where or f"in {chance.told()}"
+        self._notes = [*getattr(error, "__notes__", ()), f"{where}:\n{whole}"]
         self._data: bytes | None
         import cloudpickle  # slow to import
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import operator
+import random
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
 from collective_members import in_threads
+
+from flowchan import Mismatch
+from flowchan.collective import MemberDied
 
 
 def add(a: Any, b: Any) -> Any:
@@ -34,13 +40,62 @@ def test_all_have_the_same_after_every_round_until_all_have_run_out(size: int) -
     assert found[0][1] == [sum(rank % 4 > step for rank in range(size)) for step in range(min(size - 1, 3))]
 
 
-def test_a_function_that_raises_raises_on_all_and_the_group_goes_on(run: Any) -> None:
+def test_a_function_that_gives_each_something_else_gives_all_the_same(run: Any) -> None:
+    """Rank 0 runs it for all."""
+
     def body(g: Any) -> Any:
-        with pytest.raises(ZeroDivisionError):
-            g.combine(g.rank, lambda a, b: a // 0)
+        def draw(a: Any, b: Any) -> Any:
+            return g.rank, random.SystemRandom().random()
+
+        return g.combine(1, draw), g.allreduce(1, draw), g.allreduce(np.zeros(2), draw).tolist()
+
+    first, *others = run(3, body)
+    assert others == [first] * 2
+    assert first[0][0][0] == first[1][0] == first[2][0] == 0
+
+
+def test_a_function_that_raises_raises_on_all_and_the_group_goes_on(run: Any) -> None:
+    """Whoever would have run it without."""
+
+    def body(g: Any) -> Any:
+        def broken(a: int, b: int) -> int:
+            return a // g.rank
+
+        for call in (g.combine, g.allreduce):
+            with pytest.raises(ZeroDivisionError) as info:
+                call(g.rank, broken)
+            assert info.value.__notes__[0].startswith("raised at rank 0, which runs the function of ")
+        with pytest.raises(TypeError, match="lock"):
+            g.combine(g.rank, lambda a, b: threading.Lock())
         return g.combine(str(g.rank), lambda a, b: a + b)
 
     assert run(3, body) == [("012", 3)] * 3
+
+
+def test_ctrl_c_in_the_function_ends_the_group_as_a_death_does(run: Any) -> None:
+    def body(g: Any) -> Any:
+        def interrupted(a: int, b: int) -> int:
+            raise KeyboardInterrupt
+
+        with pytest.raises(MemberDied if g.rank else KeyboardInterrupt) as info:
+            g.combine(1, interrupted)
+        return getattr(info.value, "ranks", None)
+
+    assert run(2, body) == [None, (0,)]
+
+
+def test_an_operator_for_one_and_a_function_for_another_do_not_match() -> None:
+    """All run the operators of Python themselves, in one step."""
+
+    def body(g: Any) -> str:
+        with pytest.raises(Mismatch) as info:
+            g.combine(1, add if g.rank else operator.add)
+        assert g.combine(1, operator.add) == (2, 2)
+        return str(info.value)
+
+    first, second = in_threads(2, body)
+    assert first == second
+    assert "rank 0 called combine(int, <built-in function add>); rank 1 called combine(int, <funct" in first
 
 
 def test_values_of_another_shape_raise_on_all_and_are_named() -> None:

@@ -1,0 +1,68 @@
+"""A function of the user's own over what all members give. Rank 0 runs it and tells the others what came of
+it, for one that draws random numbers, or asks for the time, gives each who runs it something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from flowchan.collective.countdown import countdown
+from flowchan.collective.operations import NAMES
+from flowchan.collective.values import dumps, loads
+from flowchan.items.combining import OPERATIONS
+from flowchan.run.failures import Portable
+
+_GIVEN, _TOLD = 4, 8
+"""Keys of its two steps, beside those of ``group.py``."""
+
+_REPEATABLE = (*OPERATIONS.values(), min, max)
+
+
+def is_repeatable(function: Any) -> bool:
+    """Whether it gives each member the same, so that all may run it: Python's operators that have a name."""
+    return any(function is one for one in _REPEATABLE)
+
+
+class Member(Protocol):
+    """What it asks of a member of a group."""
+
+    @property
+    def rank(self) -> int: ...
+    def _exchange(
+        self, doing: int, key: int, data: Any, only: int, timeout: float | None, x: Any, more: Any
+    ) -> list[bytes]: ...
+    def _give_up_all(self) -> None: ...
+
+
+def run_once(
+    group: Member,
+    doing: int,
+    mine: bytes,
+    run: Callable[[list[bytes]], Any],
+    timeout: float | None,
+    x: Any,
+    function: Any,
+) -> Any:
+    """What ``run`` gives of what all members have; if it raises, so do all. ``x`` and ``function``: what the
+    operation was called with."""
+    left, first = countdown(timeout), group.rank == 0
+    found = group._exchange(doing, _GIVEN, mine, -1 if first else group.rank, left(), x, function)
+    result, error, told = None, None, b""
+    if first:
+        try:
+            result = run(found)
+            told = dumps((result, None))
+        except Exception as raised:
+            raised.add_note(f"raised at rank 0, which runs the function of {NAMES[doing]} for all")
+            error = raised
+            told = dumps((None, Portable(raised, "at rank 0")))
+        except BaseException:  # Ctrl-C: the others wait for this member
+            group._give_up_all()
+            raise
+    (told,) = group._exchange(doing, _TOLD, told, 0, left(), x, function)
+    if not first:
+        result, error = loads(told)
+    if error is not None:
+        raise error
+    return result
