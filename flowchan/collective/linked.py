@@ -9,6 +9,7 @@ what goes wrong in a part its leader tells the others.
 
 from __future__ import annotations
 
+import itertools
 import math
 import pickle
 import time
@@ -247,7 +248,9 @@ class LinkedGroup(Group):
     def _alltoall(self, doing: int, key: int, ins: list[Any], outs: list[Any], timeout: float | None) -> None:
         call, left = (NAMES[doing], doing, key), countdown(timeout)
         ours = self._hosts[self._host]
-        mine = pickle.dumps([bytes(arrays.memory(x)) for x in ins], 5)
+        parts = [bytes(arrays.memory(x)) for x in ins]
+        sizes = [*map(len, parts)], [len(arrays.memory(out)) for out in outs]
+        mine = pickle.dumps((parts, sizes), 5)
         only = -1 if self._links is not None else self._node.rank
         bundles = self._on_node(
             call, lambda: self._node._exchange(doing, key, mine, only, left(), ins, None), first=True
@@ -255,24 +258,34 @@ class LinkedGroup(Group):
 
         def swap(links: Links) -> bytes:
             from_here = dict(zip(ours, map(pickle.loads, bundles), strict=True))
+            sizes = {rank: both for rank, (_, both) in from_here.items()}
+
+            def parts_for(to: Sequence[int]) -> dict[int, list[bytes]]:
+                return {rank: [parts[other] for other in to] for rank, (parts, _) in from_here.items()}
 
             def out(host: int) -> list[bytes]:
-                to = self._hosts[host]
-                return [
-                    pickle.dumps(
-                        {rank: [parts[other] for other in to] for rank, parts in from_here.items()}, 5
-                    )
-                ]
+                return [pickle.dumps((parts_for(self._hosts[host]), sizes), 5)]
 
-            found: dict[int, list[bytes]] = {
-                rank: [parts[other] for other in ours] for rank, parts in from_here.items()
-            }
-            for part in links.swap(call, out, timeout=left()).values():
-                found |= pickle.loads(part)
+            found, all_sizes = parts_for(ours), dict(sizes)
+            for said in links.swap(call, out, timeout=left()).values():
+                parts, theirs = pickle.loads(said)
+                found |= parts
+                all_sizes |= theirs
+            self._check_sizes(call[0], all_sizes)
             return pickle.dumps(found, 5)
 
         found = pickle.loads(self._over_links(call, swap, (ins, None), left))
         self._fill(outs, [found[rank][self._node.rank] for rank in range(self.size)])
+
+    def _check_sizes(self, call: str, sizes: dict[int, tuple[list[int], list[int]]]) -> None:
+        """What each has for the others, and room for of them: all leaders know it, so all raise or none."""
+        for source, to in itertools.product(range(self.size), repeat=2):
+            given, room = sizes[source][0][to], sizes[to][1][source : source + 1]
+            if room != [given]:
+                raise Mismatch(
+                    f"the members of {self._title()} did not call the same: in {call} rank {source} gives "
+                    f"{given} bytes to rank {to}, which has room for {sum(room)} from it"
+                )
 
     def _reduce(self, doing: int, x: Any, out: Any, op: str, root: int, timeout: float | None) -> Any:
         if not arrays.is_here(x):

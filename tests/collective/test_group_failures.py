@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from collective_members import Processes, in_threads
+from collective_members import Processes, in_threads, over_hosts, raised
 from waiting import wait_until
 
 from flowchan import Channel, collective
@@ -149,14 +149,18 @@ def test_calls_that_do_not_match_raise_on_all_sides_and_name_them_all(
     assert found[0][1] == 3
 
 
-def test_parts_of_other_sizes_than_expected_raise_on_all_sides() -> None:
+@pytest.mark.parametrize("where", [in_threads, over_hosts])
+@pytest.mark.parametrize("size", [2, 3])
+def test_parts_of_other_sizes_than_expected_raise_on_all_sides(where: Any, size: int) -> None:
+    """Over hosts also in members that got what they had room for, and in those that are on one host."""
+
     def body(g: Any) -> Any:
-        out = [np.empty(3 + (g.rank == 1)), np.empty(3)]
+        out = [np.empty(3 + (g.rank == 1 and not source)) for source in range(size)]
         with pytest.raises(Mismatch, match="alltoall"):
-            g.alltoall([np.ones(3), np.ones(3)], out=out)
+            g.alltoall([np.ones(3)] * size, out=out)
         return g.allreduce(1)
 
-    assert in_threads(2, body) == [2, 2]
+    assert raised(where(size, body)) == [size] * size
 
 
 def test_a_timeout_names_who_is_absent_and_what_it_did_last() -> None:
