@@ -220,14 +220,17 @@ bool Array::read_bytes(PyObject* object) {
 
 bool Array::read_tensor(PyObject* tensor) {
     static const Word contiguous("is_contiguous"), cpu("is_cpu"), pointer("data_ptr"), dtype("dtype"),
-        shape("shape"), width("itemsize"), conjugate("is_conj");
-    if (!truth(PyObject_GetAttr(tensor, cpu.text)) ||
-        !truth(PyObject_CallMethodNoArgs(tensor, contiguous.text)))
+        shape("shape"), width("itemsize"), conjugate("is_conj"), quantized("is_quantized");
+    if (!truth(PyObject_GetAttr(tensor, cpu.text))) return false;
+    if (!truth(PyObject_CallMethodNoArgs(tensor, contiguous.text))) {
+        PyErr_Clear();  // it is sparse: arrays.py has the words for it
         return false;
+    }
     PyObject* type = PyObject_GetAttr(tensor, dtype.text);
     if (!type) return false;
     PyObject* known = PyDict_GetItemWithError(dtypes(), type);
     element = known ? Element(PyLong_AsLong(known)) : Element::Raw;
+    if (!known && truth(PyObject_GetAttr(tensor, quantized.text))) return Py_DECREF(type), false;
     const size_t size = known ? size_of_element(element) : size_t(number(PyObject_GetAttr(type, width.text)));
     what = known ? mixed(uint64_t(element), size) : mixed(hash_of(type), size);
     Py_DECREF(type);

@@ -46,7 +46,7 @@ PyObject* reduce_arrays(PyObject* self, uint32_t doing, PyObject* x, PyObject* o
     const End end = calling.run([&](Patience& patience) {
         return group.allreduce({doing, key}, in.data, result.data, in.count, in.element, op, root, patience);
     });
-    if (end != End::Done) return raise_end(self, end, doing, x, op_name);
+    if (end != End::Done) return raise_end(self, end, doing, x, op_name, doing == REDUCE ? root : -1);
     return Py_NewRef(is_default(out) ? x : out);
 }
 
@@ -62,7 +62,7 @@ PyObject* broadcast_array(PyObject* self, PyObject* x, uint32_t root, PyObject* 
     const End end = calling.run([&](Patience& patience) {
         return group.broadcast({BROADCAST, key}, array.data, array.bytes, root, patience);
     });
-    return end == End::Done ? Py_NewRef(x) : raise_end(self, end, BROADCAST, x, nullptr);
+    return end == End::Done ? Py_NewRef(x) : raise_end(self, end, BROADCAST, x, nullptr, int(root));
 }
 
 // What lies where something comes in goes out from a copy: others still read it while that comes.

@@ -83,11 +83,16 @@ class Calling : public Patience {
     bool told_ = false;
 };
 
-// Raises what an operation has ended by; null.
-inline PyObject* raise_end(PyObject* self, End end, uint32_t doing, PyObject* x, PyObject* more) {
+// Raises what an operation has ended by; null. `x`, `root` if it is a rank, and `more`: what it was given.
+inline PyObject* raise_end(PyObject* self, End end, uint32_t doing, PyObject* x, PyObject* more,
+                           int root = -1) {
     if (end == End::Interrupted) return nullptr;
-    PyObject* none =
-        PyObject_CallMethod(self, "_failed", "iIOO", int(end), doing, x ? x : Py_None, more ? more : Py_None);
+    PyObject* given = root < 0 ? Py_NewRef(more ? more : Py_None)
+                      : more   ? Py_BuildValue("(iO)", root, more)
+                               : PyLong_FromLong(root);
+    if (!given) return nullptr;
+    PyObject* none = PyObject_CallMethod(self, "_failed", "iIOO", int(end), doing, x ? x : Py_None, given);
+    Py_DECREF(given);
     Py_XDECREF(none);
     if (none) PyErr_SetString(PyExc_SystemError, "an operation failed, and nothing said so");
     return nullptr;
@@ -104,9 +109,10 @@ inline bool parse_op(PyObject* name, Op& op) {
 }
 
 inline bool parse_root(PyObject* value, const Member& group, uint32_t& root) {
-    const long long number = value ? PyLong_AsLongLong(value) : 0;
-    if (number == -1 && PyErr_Occurred()) return false;
-    if (number < 0 || number >= group.size) {
+    const bool is_whole = !value || (PyIndex_Check(value) && !PyBool_Check(value));
+    const long long number = value && is_whole ? PyLong_AsLongLong(value) : 0;
+    if (number == -1 && PyErr_Occurred()) PyErr_Clear();  // it is too large
+    if (!is_whole || number < 0 || number >= group.size) {
         PyErr_Format(PyExc_ValueError, "root must be a rank of the group, from 0 to %u, not %R",
                      group.size - 1, value);
         return false;
@@ -132,9 +138,11 @@ inline bool check_out(const Array& in, const Array& out, PyObject* given, size_t
 inline bool has_kernel(const Array& array, Op op, PyObject* x) {
     if (find_kernel(array.element, op)) return true;
     PyObject* type = PyObject_GetAttrString(x, "dtype");
+    const char* remedy = array.element == Element::Raw ? "; convert them first, as to float32"
+                         : op == Op::Mean ? "; take the sum, or convert them to a floating-point type"
+                                          : "";
     PyErr_Format(PyExc_TypeError, "there is no %s of elements of type %S%s", OPS[size_t(op)],
-                 type ? type : Py_None,
-                 op == Op::Mean ? "; take the sum, or convert them to a floating-point type" : "");
+                 type ? type : Py_None, remedy);
     Py_XDECREF(type);
     return false;
 }

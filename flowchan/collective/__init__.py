@@ -8,14 +8,16 @@ from collections import defaultdict
 
 from flowchan.collective.at_address import meet_at
 from flowchan.collective.environment import Place, place
+from flowchan.collective.given import seconds_argument, secret_argument
 from flowchan.collective.group import Group
 from flowchan.collective.handles import Handle
 from flowchan.collective.links import Edge
 from flowchan.collective.meeting import meet
 from flowchan.collective.seats import Seat
 from flowchan.collective.shared import make_all
+from flowchan.declare.arguments import text
 from flowchan.errors import GroupError, MemberDied, MemberLeft, Mismatch
-from flowchan.items.whole import is_whole
+from flowchan.items.whole import whole
 
 __all__ = [
     "Edge",
@@ -30,6 +32,9 @@ __all__ = [
 ]
 
 Group._seat = Seat
+
+MOST = 1024
+"""Members of a group."""
 
 _counts: defaultdict[tuple[str, int], itertools.count[int]] = defaultdict(itertools.count)
 
@@ -49,16 +54,19 @@ def group(
     Or of ``size`` processes that agree on ``at``; this one is number ``rank``. With ``secret``, at least 16
     bytes that all of them know, they may be on several hosts, and ``at`` is where rank 0 listens, as
     ``"10.0.0.1:4711"``. Without it they are on one host, and ``at`` is any text. All members make their
-    groups in the same order. Raises ``TimeoutError`` when not all have come within ``timeout`` seconds.
+    groups in the same order. Raises ``TimeoutError`` when not all have come within ``timeout`` seconds, or
+    rank 0 can't be reached in that time; ``OSError`` at rank 0 when it can't listen there.
     """
+    seconds_argument("group", "timeout", timeout)
     if at is None and rank is None and size is None and secret is None:
         return _launched(place(), name, timeout)
     if at is None or rank is None or size is None:
         raise ValueError("group takes rank=, size= and at= together, or none of them")
-    if not 0 <= rank < _whole(size):
-        raise ValueError(f"rank must be from 0 to {size - 1}, not {rank!r}")
+    whole("group", "size", size, 1, MOST)
+    whole("group", "rank", rank, 0, size - 1)
+    text("group", "at", at)
     if secret is not None:
-        return meet_at(at, secret, rank, size, timeout, name)
+        return meet_at(at, secret_argument("group", secret), rank, size, timeout, name)
     return meet(f"at {at}\n{_number(at, rank)}", rank, size, timeout, name)
 
 
@@ -68,7 +76,9 @@ def _launched(mine: Place, name: str, timeout: float) -> Group:
         return meet(f"{mine.job}\n{number}", mine.rank, mine.size, timeout, name)
     at, secret = os.environ.get("FLOWCHAN_AT"), os.environ.get("FLOWCHAN_SECRET")
     if at and secret:
-        return meet_at(at, secret.encode(), mine.rank, mine.size, timeout, name)
+        return meet_at(
+            at, secret_argument("FLOWCHAN_SECRET", secret.encode()), mine.rank, mine.size, timeout, name
+        )
     if mine.launcher == "torchrun":
         from flowchan.collective.torch_store import meet_by_torchrun
 
@@ -89,10 +99,4 @@ def members(size: int, *, name: str = "") -> list[Group]:
     """All members of a new group, to be given to the threads or processes that use them: each to one, before
     its first use. A member counts as joined when it arrives in another process, enters ``with``, or calls
     its first operation."""
-    return make_all(_whole(size), name)
-
-
-def _whole(size: int) -> int:
-    if not is_whole(size) or not 1 <= size <= 1024:
-        raise ValueError(f"size must be a whole number of members from 1 to 1024, not {size!r}")
-    return size
+    return make_all(whole("members", "size", size, 1, MOST), name)

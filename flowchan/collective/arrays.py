@@ -22,6 +22,24 @@ def is_array(x: Any) -> bool:
     return is_tensor(x) or is_numpy(x)
 
 
+def is_dense(x: Any) -> bool:
+    """The same. Raises ``TypeError`` for tensors whose contents do not lie in memory as they are."""
+    if is_tensor(x):
+        if x.layout is not sys.modules["torch"].strided:
+            kind = str(x.layout).removeprefix("torch.")
+            raise TypeError(
+                f"a group's operations take dense tensors, not {described(x)} in the layout {kind}: "
+                "convert it, as by .to_dense()"
+            )
+        if x.is_quantized:
+            raise TypeError(
+                f"a group's operations take no quantized tensors such as {described(x)}: give its "
+                ".dequantize(), or its .int_repr() where all have the same scale"
+            )
+        return True
+    return is_numpy(x)
+
+
 def size_of(x: Any) -> int | None:
     """Bytes of an array."""
     return int(x.nbytes) if is_array(x) else None

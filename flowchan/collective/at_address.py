@@ -49,7 +49,10 @@ def meet_at(
                 met = meet_by(rendezvous.gather, 0, Way(secret, where), left() or 0.0, name, host)
         else:
             why = f"rank {rank} of {size} has waited in vain for rank 0"
-            sock, _ = reach(at, secret, {"rank": rank, "size": size}, why=why, within=timeout, tls=False)
+            try:
+                sock, _ = reach(at, secret, {"rank": rank, "size": size}, why=why, within=timeout, tls=False)
+            except OSError as error:
+                raise TimeoutError(str(error)) from None
             sock.settimeout(max(0.001, left() or 0.0))
             with contextlib.closing(Voice(sock)) as voice:
                 way = Way(secret, route_to(where))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from flowchan.collective import arrays
 from flowchan.collective.countdown import countdown
+from flowchan.collective.given import array_argument, function_argument, op_argument, parts_argument
 from flowchan.collective.handles import Handle, Later
 from flowchan.collective.links import Edge
 from flowchan.collective.once import is_repeatable, run_once
@@ -41,6 +42,9 @@ VALUES, ARRAYS, KNOWN = 1, 2, 3
 """What an operation's members give: values of Python, arrays of any size, arrays whose sizes all know."""
 
 Op = str | Callable[[Any, Any], Any]
+
+_NUMBERS: dict[str | None, int] = {op: number for number, op in enumerate([*OPERATIONS, None])}
+"""What calls on values are compared by. Functions have one number: each process may make them anew."""
 
 
 class Group(Ways):
@@ -166,10 +170,7 @@ class Group(Ways):
         timeout = self._settle(timeout)
         parts = [b""] * self.size
         if self.rank == root:
-            if xs is None or len(xs) != self.size:
-                given = "None" if xs is None else f"{len(xs)} parts"
-                raise ValueError(f"scatter takes a part for each of the {self.size} members, not {given}")
-            parts = [dumps(x) for x in xs]
+            parts = [dumps(x) for x in parts_argument("scatter", "xs", xs, self.size)]
         return loads(self._swap(SCATTER, parts, timeout, root)[root])
 
     # --- values from members that may run out of them ---
@@ -290,13 +291,13 @@ class Group(Ways):
     def _gathered_from_all(self, x: Any, out: Any, timeout: float | None) -> Any:
         if out is not None:
             return self._gather_into(x, out, timeout)
-        if not arrays.is_array(x):
+        if not arrays.is_dense(x):
             return self._values(x, timeout)
         return self._gather_arrays(ALLGATHER, x, range(self.size), timeout)
 
     def _gather(self, x: Any, root: int, timeout: float | None) -> list[Any] | None:
         mine = self.rank == root
-        if arrays.is_array(x):
+        if arrays.is_dense(x):
             found = self._gather_arrays(GATHER, x, range(self.size) if mine else (), timeout, root)
         else:
             key = VALUES + 4 * root
@@ -305,28 +306,30 @@ class Group(Ways):
 
     def _alltoall_any(self, xs: Sequence[Any], out: Sequence[Any] | None, timeout: float | None) -> list[Any]:
         timeout = self._settle(timeout)
-        if len(xs) != self.size:
-            raise ValueError(f"alltoall takes a part for each of the {self.size} members, not {len(xs)}")
+        parts_argument("alltoall", "xs", xs, self.size)
         if out is None:
             return [loads(part) for part in self._swap(ALLTOALL, [dumps(x) for x in xs], timeout)]
+        for argument, parts in (("xs", xs), ("out", parts_argument("alltoall", "out", out, self.size))):
+            for part in parts:
+                array_argument("alltoall with out", f"each of {argument}", part)
         self._swap_arrays(ALLTOALL, xs, out, timeout)
         return list(out)
 
     def _reduce_scatter_any(self, x: Any, op: str | None, out: Any, timeout: float | None) -> Any:
         timeout = self._settle(timeout)
-        if not arrays.is_array(x):
-            raise TypeError(f"reduce_scatter takes an array or a tensor, not {type(x).__name__}")
+        array_argument("reduce_scatter", "x", x)
+        if out is not None:
+            array_argument("reduce_scatter", "out", out)
         target = arrays.part_like(x, self.size) if out is None else out
         return self._part_reduced(x, target, "sum" if op is None else op, timeout)
 
     # --- parts of the above ---
 
     def _reduced(self, doing: int, x: Any, op: Op, out: Any, root: int, timeout: float | None) -> Any:
-        if isinstance(op, str) and op not in OPERATIONS:
-            raise ValueError(
-                f"op must be one of {', '.join(map(repr, OPERATIONS))} or a function, not {op!r}"
-            )
-        if arrays.is_array(x) and isinstance(op, str):
+        op_argument(NAMES[doing], op)
+        if out is not None:
+            array_argument(NAMES[doing], "out", out)
+        if arrays.is_dense(x) and isinstance(op, str):
             target = x if out is None else out
             if root not in (-1, self.rank):
                 target = arrays.contiguous(x)
@@ -346,9 +349,10 @@ class Group(Ways):
         if root < 0 and not is_repeatable(function):
             total = run_once(self, doing, dumps(x), result, timeout, x, op)
         else:
-            key = VALUES + 4 * (root + 1)
+            key = VALUES + 4 * (len(_NUMBERS) * (root + 1) + _NUMBERS[op if isinstance(op, str) else None])
             mine = root in (-1, self.rank)
-            found = self._exchange(doing, key, dumps(x), -1 if mine else self.rank, timeout, x, op)
+            more, only = op if root < 0 else (root, op), -1 if mine else self.rank
+            found = self._exchange(doing, key, dumps(x), only, timeout, x, more)
             if not mine:
                 return None
             total = result(found)
@@ -359,7 +363,7 @@ class Group(Ways):
 
     def _spread_any(self, x: Any, root: int, timeout: float | None) -> Any:
         self._check_root(root)
-        if arrays.is_array(x):
+        if arrays.is_dense(x):
             if self.rank != root:
                 arrays.check_writable(x)
             flat = arrays.contiguous(x)
@@ -371,6 +375,7 @@ class Group(Ways):
         return x if self.rank == root else loads(found)
 
     def _combine(self, mine: tuple[bool, Any], function: Any, timeout: float | None) -> tuple[Any, int]:
+        function_argument("combine", function)
         left = self._settle(timeout)
 
         def result(found: list[bytes]) -> tuple[Any, int]:
@@ -392,7 +397,8 @@ class Group(Ways):
         self, doing: int, x: Any, wanted: Sequence[int], timeout: float | None, root: int = 0
     ) -> list[Any]:
         left = countdown(timeout)
-        likes = self._exchange(doing, ARRAYS + 4 * root, dumps(arrays.like(x)), -1, left(), x, root)
+        more = root if doing == GATHER else None
+        likes = self._exchange(doing, ARRAYS + 4 * root, dumps(arrays.like(x)), -1, left(), x, more)
         place = arrays.place_of(x)
         made = [arrays.make(loads(one), place) if rank in wanted else None for rank, one in enumerate(likes)]
         source = arrays.contiguous(x)
@@ -400,6 +406,9 @@ class Group(Ways):
         return made
 
     def _gather_into(self, x: Any, out: Any, timeout: float | None) -> Any:
+        array_argument("allgather with out", "x", x)
+        for part in out if isinstance(out, list | tuple) else [out]:
+            array_argument("allgather", "out, or each in its list,", part)
         parts = list(out) if isinstance(out, list | tuple) else arrays.parts_of(out, self.size)
         if len(parts) != self.size:
             raise ValueError(f"out must have a part for each of the {self.size} members, not {len(parts)}")
@@ -433,7 +442,8 @@ class Group(Ways):
     def _swap(self, doing: int, parts: list[bytes], timeout: float | None, root: int = 0) -> list[bytes]:
         """Bytes for each member against those that each has for this one."""
         lengths, left = dumps([len(part) for part in parts]), countdown(timeout)
-        said = self._exchange(doing, VALUES + 4 * root, lengths, -1, left(), parts, root)
+        more = root if doing == SCATTER else None
+        said = self._exchange(doing, VALUES + 4 * root, lengths, -1, left(), parts, more)
         rooms = [bytearray(loads(one)[self.rank]) for one in said]
         self._alltoall(doing, KNOWN, list(parts), list(rooms), left())
         return [bytes(room) for room in rooms]
@@ -459,11 +469,15 @@ class Group(Ways):
                 f"{argument} must be the rank of another member, below {self.size}, not {rank!r}"
             )
 
-    def _start(self, call: Callable[[], Any], x: Any = None) -> Handle:
-        arrays.finish(x)
+    def _check_receive(self, source: int, out: Any) -> None:
+        self._check_other("source", source)
+        if out is not None:
+            array_argument("receive", "out", out)
+
+    def _start(self, call: Callable[[], Any], *given: Any) -> Handle:
         if self._later is None:
             self._later = Later(self)
-        return self._later.start(call)
+        return self._later.start(call, given)
 
     def _settle(self, timeout: float | None = None) -> float | None:
         """Returns when what was started before is done: operations keep their order. Gives what is left of
@@ -484,11 +498,3 @@ class Group(Ways):
 
     def _title(self) -> str:
         return f"group {self.name!r}" if self.name else f"a group of {self.size}"
-
-
-def called(call: str, x: Any, more: Any) -> str:
-    if isinstance(x, list):
-        what = f"[{', '.join(map(arrays.described, x))}]"
-    else:
-        what = "" if x is None else arrays.described(x)
-    return f"{call}({what}{'' if more is None else f', {more!r}'})"

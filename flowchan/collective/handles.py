@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
+
+from flowchan.collective import arrays
 
 
 class Handle:
@@ -39,9 +41,21 @@ class Later:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="flowchan-collective")
         self._last: Future[Any] | None = None
 
-    def start(self, call: Callable[[], Any]) -> Handle:
+    def start(self, call: Callable[[], Any], given: Sequence[Any] = ()) -> Handle:
+        """``given``: what the call works on. Of what lies on a device the caller's stream finishes its part
+        first, and the thread's its own before the call counts as done."""
+        there = [x for x in given if not arrays.is_here(x)]
+
+        def run() -> Any:
+            result = call()
+            for x in there:
+                arrays.finish(x)
+            return result
+
+        for x in there:
+            arrays.finish(x)
         self._member._queue(1)
-        future = self._thread.submit(call)
+        future = self._thread.submit(run if there else call)
         future.add_done_callback(lambda _: self._member._queue(-1))
         self._last = future
         return Handle(future)

@@ -21,7 +21,8 @@ from flowchan import _core
 from flowchan.collective import arrays
 from flowchan.collective.countdown import Left, countdown
 from flowchan.collective.far_lanes import FarLanes
-from flowchan.collective.group import Group, called
+from flowchan.collective.given import called
+from flowchan.collective.group import Group
 from flowchan.collective.links import Call, Differs, Edge, Links
 from flowchan.collective.operations import BARRIER, BROADCAST, COMBINING, NAMES, REDUCE_SCATTER, TELL
 from flowchan.collective.shared import SharedGroup
@@ -84,7 +85,7 @@ class LinkedGroup(Group):
 
     def receive(self, source: int, *, out: Any = None, timeout: float | None = None) -> Any:
         """As on one host."""
-        self._check_other("source", source)
+        self._check_receive(source, out)
         ours = self._hosts[self._host]
         if source in ours:
             return self._node.receive(ours.index(source), out=out, timeout=timeout)
@@ -296,7 +297,11 @@ class LinkedGroup(Group):
         mine = root in (-1, self.rank)
         total = out if mine and wide is x else arrays.empty_like(wide)
         of_sum = "sum" if op == "mean" else op
-        self._on_node(call, lambda: self._node._reduce(doing, wide, total, of_sum, 0, left()), first=True)
+        given = self._node._stands_for = x, op if root < 0 else (root, op)
+        try:
+            self._on_node(call, lambda: self._node._reduce(doing, wide, total, of_sum, 0, left()), first=True)
+        finally:
+            self._node._stands_for = None
 
         def swap(links: Links) -> bytes:
             self._combine_hosts(links, call, total, of_sum, left)
@@ -304,7 +309,7 @@ class LinkedGroup(Group):
                 arrays.divide(total, self.size)
             return b""
 
-        self._over_links(call, swap, (x, op), left)
+        self._over_links(call, swap, given, left)
         if root < 0 or root in self._hosts[self._host]:
             self._on_node(call, lambda: self._node._spread(total, 0, left()))
         if mine and total is not out:
@@ -427,9 +432,7 @@ class LinkedGroup(Group):
                 raise
         if self._node.size > 1:
             _, doing, key = call
-            (word,) = self._on_node(
-                call, lambda: self._node._exchange(doing, key, word, 0, left(), None, None)
-            )
+            (word,) = self._on_node(call, lambda: self._node._exchange(doing, key, word, 0, left(), *given))
         if word[:1] == FAILED:
             told: BaseException = loads(word[1:])
             if not isinstance(told, Mismatch):

@@ -15,7 +15,8 @@ from typing import Any, NoReturn
 from flowchan import _core
 from flowchan.collective import arrays
 from flowchan.collective.countdown import countdown
-from flowchan.collective.group import Group, called
+from flowchan.collective.given import called
+from flowchan.collective.group import Group
 from flowchan.collective.lanes import Lanes
 from flowchan.collective.operations import COMBINING, NAMES, TELL
 from flowchan.collective.shrinking import Shrinking
@@ -57,6 +58,8 @@ class SharedGroup(_core.Group, Group):
         self._family = 0
         self._ranks: Sequence[int] = range(self.size)
         self._chosen: dict[int, str | None] = {}
+        self._stands_for: tuple[Any, Any] | None = None
+        """What the call of a group over hosts was given, of which this one does a part in another way."""
 
     # --- between two members ---
 
@@ -71,7 +74,7 @@ class SharedGroup(_core.Group, Group):
         """The next value that the member ``source`` has sent to this one. ``out``: an array of the same type
         and number of elements to be filled and returned. Raises :class:`MemberDied` when all that it sent is
         received, and it is gone."""
-        self._check_other("source", source)
+        self._check_receive(source, out)
         self._take_seat()
         return self._received(self._lanes.receive(source, timeout), source, out)
 
@@ -177,6 +180,7 @@ class SharedGroup(_core.Group, Group):
         """Raises what an operation ended by."""
         call = NAMES[doing]
         if end == MISMATCH:
+            x, more = self._stands_for or (x, more)
             chosen = self._chosen.get(doing) or self._chosen_backends.get(doing)
             mine = dumps(called(call, x, more) + (f" by {chosen}" if chosen else ""))
             said = [loads(b) for b in self._exchange(TELL, 0, mine, -1, None, None, None)]

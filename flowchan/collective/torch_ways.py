@@ -124,7 +124,8 @@ class TorchWay:
             options.reduceOp, options.rootRank = reduction, root
             return backend.reduce([flat], options)
 
-        self._do(doing, (arrays.kind(x), op, root), start, given.device, timeout, x, op)
+        more = op if root < 0 else (root, op)
+        self._do(doing, (arrays.kind(x), op, root), start, given.device, timeout, x, more)
         if op == "mean" and mine:
             arrays.divide(result, self._group.size)
             if result is not out:

@@ -3,11 +3,14 @@ need no torch."""
 
 from __future__ import annotations
 
+import re
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from collective_members import over_hosts, raised
+from collective_members import in_threads, over_hosts, raised
 from optional import optional
 
 torch = optional("torch")
@@ -87,3 +90,52 @@ def test_an_array_and_a_tensor_of_one_type_match() -> None:
         return g.broadcast(x + g.rank, root=1).tolist()
 
     assert raised(over_hosts(2, body)) == [[3.0, 3.0]] * 2
+
+
+def odd_tensors() -> dict[str, Any]:
+    dense = torch.eye(2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of some that they are new, or old
+        return {
+            "sparse_coo: convert it, as by .to_dense()": dense.to_sparse(),
+            "sparse_csr: convert it, as by .to_dense()": dense.to_sparse_csr(),
+            "give its .dequantize()": torch.quantize_per_tensor(dense, 0.1, 0, torch.quint8),
+        }
+
+
+def test_tensors_that_do_not_lie_in_memory_as_they_are_are_refused_with_a_remedy() -> None:
+    """On every member that has one, before anything is sent."""
+    odd = odd_tensors()
+
+    calls: list[Callable[[Any, Any], Any]] = [
+        lambda g, x: g.allreduce(x),
+        lambda g, x: g.allreduce(torch.eye(2), out=x),
+        lambda g, x: g.reduce(x),
+        lambda g, x: g.broadcast(x),
+        lambda g, x: g.allgather(x),
+        lambda g, x: g.allgather(torch.eye(2), out=[x, x]),
+        lambda g, x: g.gather(x),
+        lambda g, x: g.reduce_scatter(x),
+        lambda g, x: g.alltoall([x, x], out=[torch.eye(2)] * 2),
+        lambda g, x: g.receive(1 - g.rank, out=x),
+    ]
+
+    def body(g: Any) -> int:
+        for said, x in odd.items():
+            for call in calls:
+                with pytest.raises(TypeError, match=re.escape(said)):
+                    call(g, x)
+        return int(g.allreduce(1))
+
+    assert raised(in_threads(2, body)) == [2, 2]
+    assert raised(over_hosts(2, body)) == [2, 2]
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "complex32"])
+def test_a_type_that_can_only_be_moved_is_refused_with_a_remedy(run: Any, dtype: str) -> None:
+    def body(g: Any) -> int:
+        with pytest.raises(TypeError, match=f"no sum of elements of type torch.{dtype}; convert them first"):
+            g.allreduce(torch.zeros(2).to(getattr(torch, dtype)))
+        return int(g.allreduce(1))
+
+    assert run(2, body) == [2, 2]

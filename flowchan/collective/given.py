@@ -1,0 +1,83 @@
+"""What the calls of groups are given: how messages show it, and the checks that are made before anything is
+sent. So a mistake of one member is an error there, and the others wait for its next call."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Sequence, Sized
+from typing import Any
+
+from flowchan.collective import arrays
+from flowchan.items.combining import OPERATIONS
+from flowchan.items.text import shown
+
+LEAST_SECRET = 16
+"""Bytes."""
+
+
+def called(call: str, x: Any, more: Any) -> str:
+    """``more``: what else it was given; several of them are a tuple."""
+    if isinstance(x, list):
+        what = f"[{', '.join(map(arrays.described, x))}]"
+    else:
+        what = "" if x is None else arrays.described(x)
+    given = more if isinstance(more, tuple) else () if more is None else (more,)
+    return f"{call}({what}{''.join(f', {one!r}' for one in given)})"
+
+
+def op_argument(call: str, op: Any) -> None:
+    """A name of an operation, or what can be called."""
+    if isinstance(op, str) and op in OPERATIONS:
+        return
+    if isinstance(op, str) or not callable(op):
+        error = ValueError if isinstance(op, str) else TypeError
+        names = ", ".join(map(repr, OPERATIONS))
+        raise error(f"{call}: op must be one of {names} or a function of two, not {shown(op)}")
+
+
+def function_argument(call: str, function: Any) -> None:
+    if not callable(function):
+        raise TypeError(f"{call}: function must be a function of two, not {shown(function)}")
+
+
+def array_argument(call: str, argument: str, x: Any) -> None:
+    """An array or a tensor that groups can move."""
+    if not arrays.is_dense(x):
+        raise TypeError(f"{call}: {argument} must be an array or a tensor, not {shown(x)}")
+
+
+def parts_argument(call: str, argument: str, xs: Any, size: int) -> Sequence[Any]:
+    """One for each member."""
+    if not isinstance(xs, Sized) or not hasattr(xs, "__getitem__"):
+        raise TypeError(
+            f"{call}: {argument} must be a list with a part for each of the {size} members, not {shown(xs)}"
+        )
+    if len(xs) != size:
+        raise ValueError(f"{call} takes a part for each of the {size} members, not {len(xs)}")
+    parts: Sequence[Any] = xs  # type: ignore[assignment]
+    return parts
+
+
+def secret_argument(call: str, secret: Any) -> bytes:
+    """What proves that who comes belongs to it."""
+    if not isinstance(secret, bytes):
+        raise TypeError(
+            f"{call}: secret must be bytes, at least {LEAST_SECRET} of them, not {type(secret).__name__}; "
+            "secrets.token_bytes(16) makes some"
+        )
+    if len(secret) < LEAST_SECRET:
+        raise ValueError(
+            f"{call}: secret must have at least {LEAST_SECRET} bytes, not {len(secret)}, for who guesses it "
+            "can join; secrets.token_bytes(16) makes some"
+        )
+    return secret
+
+
+def seconds_argument(call: str, argument: str, value: Any) -> float:
+    """A number of seconds, with an end."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{call}: {argument} must be a number of seconds, not {shown(value)}")
+    if not 0 <= float(value) < math.inf:
+        raise ValueError(f"{call}: {argument} must be at least 0 seconds, and not without end, not {value}")
+    return float(value)

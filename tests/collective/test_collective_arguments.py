@@ -1,0 +1,122 @@
+"""What a group's calls are given by mistake is refused before anything is sent, with the argument, the value,
+and what is allowed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from collective_members import free_address, in_threads, raised
+
+from flowchan import collective
+
+OPS = "'sum', 'mean', 'prod', 'min', 'max', 'and', 'or', 'xor'"
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "said"),
+    [
+        (lambda g: g.allreduce(1, op=3), TypeError,
+         f"allreduce: op must be one of {OPS} or a function of two, not 3 (int)"),
+        (lambda g: g.allreduce(np.ones(2), op=3), TypeError, "allreduce: op must be one of"),
+        (lambda g: g.reduce(1, op=3), TypeError, "reduce: op must be one of"),
+        (lambda g: g.reduce(np.ones(2), op="add"), ValueError, "or a function of two, not 'add' (str)"),
+        (lambda g: g.combine(1, 3), TypeError, "combine: function must be a function of two, not 3 (int)"),
+        (lambda g: next(g.rest("sum")), TypeError, "must be a function of two, not 'sum' (str)"),
+        (lambda g: g.scatter(5, g.rank), TypeError,
+         "scatter: xs must be a list with a part for each of the 2 members, not 5 (int)"),
+        (lambda g: g.scatter(None, g.rank), TypeError, "scatter: xs must be a list"),
+        (lambda g: g.scatter([1], g.rank), ValueError,
+         "scatter takes a part for each of the 2 members, not 1"),
+        (lambda g: g.alltoall(5), TypeError, "alltoall: xs must be a list with a part for each"),
+        (lambda g: g.alltoall(iter([1, 2])), TypeError, "alltoall: xs must be a list with a part for each"),
+        (lambda g: g.alltoall([1, 2], out=5), TypeError, "alltoall: out must be a list with a part for each"),
+        (lambda g: g.alltoall([np.ones(1), 2], out=[np.ones(1), np.ones(1)]), TypeError,
+         "each of xs must be an array or a tensor, not 2 (int)"),
+        (lambda g: g.allreduce(np.ones(2), out=5), TypeError,
+         "allreduce: out must be an array or a tensor, not 5 (int)"),
+        (lambda g: g.allreduce(1, out=5), TypeError, "allreduce: out must be an array or a tensor, not 5"),
+        (lambda g: g.reduce(np.ones(2), g.rank, out=5), TypeError,
+         "reduce: out must be an array or a tensor"),
+        (lambda g: g.reduce_scatter(np.ones(2), out=5), TypeError, "reduce_scatter: out must be an array"),
+        (lambda g: g.reduce_scatter(3), TypeError, "reduce_scatter: x must be an array or a tensor"),
+        (lambda g: g.allgather(np.ones(2), out=5), TypeError, "must be an array or a tensor, not 5 (int)"),
+        (lambda g: g.allgather(np.ones(2), out=[5, 5]), TypeError,
+         "must be an array or a tensor, not 5 (int)"),
+        (lambda g: g.allgather(5, out=np.ones(2)), TypeError, "x must be an array or a tensor, not 5 (int)"),
+        (lambda g: g.receive(1 - g.rank, out=5), TypeError, "receive: out must be an array or a tensor"),
+        (lambda g: g.broadcast(np.ones(2), "a"), ValueError, "root must be a rank of the group, from 0 to 1"),
+        (lambda g: g.broadcast(np.ones(2), 0.5), ValueError, "root must be a rank of the group, from 0 to 1"),
+        (lambda g: g.broadcast(np.ones(2), 1 << 70), ValueError, "root must be a rank of the group"),
+        (lambda g: g.reduce(1, 0.5), ValueError, "root must be a rank of the group, from 0 to 1, not 0.5"),
+        (lambda g: g.barrier(timeout="soon"), ValueError, "timeout must be None (wait for ever) or a number"),
+        (lambda g: g.allreduce(np.ones(2, np.longdouble)), TypeError, "convert them first, as to float32"),
+    ],
+)  # fmt: skip
+def test_a_wrong_argument_is_named_with_its_value_and_what_is_allowed(
+    call: Any, error: type[Exception], said: str
+) -> None:
+    """And the group goes on."""
+
+    def body(g: Any) -> Any:
+        with pytest.raises(error) as info:
+            call(g)
+        return str(info.value), g.allreduce(1)
+
+    for text, total in raised(in_threads(2, body)):
+        assert said in text
+        assert total == 2
+
+
+GIVEN: dict[str, Any] = {"rank": 1, "size": 2, "at": "127.0.0.1:9", "secret": b"only members know it"}
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "said"),
+    [
+        ({"secret": b"x"}, ValueError, "group: secret must have at least 16 bytes, not 1"),
+        ({"secret": b""}, ValueError, "group: secret must have at least 16 bytes, not 0"),
+        ({"secret": "only members know it"}, TypeError,
+         "group: secret must be bytes, at least 16 of them, not str"),
+        ({"secret": 3}, TypeError, "group: secret must be bytes, at least 16 of them, not int"),
+        ({"rank": 0.5}, TypeError, "group: rank must be an int of at least 0, not 0.5 (float)"),
+        ({"rank": "a"}, TypeError, "group: rank must be an int of at least 0, not 'a' (str)"),
+        ({"rank": 2}, ValueError, "group: rank must be at most 1, not 2"),
+        ({"size": 0}, ValueError, "group: size must be at least 1, not 0"),
+        ({"size": "2"}, TypeError, "group: size must be an int of at least 1, not '2' (str)"),
+        ({"at": 4711}, TypeError, "group: at must be a string, not 4711 (int)"),
+        ({"timeout": "soon"}, TypeError, "group: timeout must be a number of seconds, not 'soon' (str)"),
+        ({"timeout": None}, TypeError, "group: timeout must be a number of seconds, not None"),
+        ({"timeout": -1}, ValueError, "group: timeout must be at least 0 seconds"),
+    ],
+)  # fmt: skip
+def test_what_a_group_is_made_of_is_looked_at_before_anybody_is_dialled(
+    given: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error) as info:
+        collective.group(**GIVEN | given)
+    assert said in str(info.value)
+    assert "only members" not in str(info.value)  # no secret is shown
+
+
+def test_a_short_secret_of_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "FLOWCHAN_AT": "127.0.0.1:9",
+        "FLOWCHAN_SECRET": "x",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="FLOWCHAN_SECRET: secret must have at least 16 bytes, not 1"):
+        collective.group()
+
+
+def test_who_waits_in_vain_for_rank_0_is_out_of_time() -> None:
+    with pytest.raises(TimeoutError, match="rank 1 of 2 has waited in vain for rank 0"):
+        collective.group(**GIVEN | {"at": free_address(), "timeout": 0.1})
+
+
+def test_a_group_has_a_number_of_members() -> None:
+    with pytest.raises(TypeError, match=r"members: size must be an int of at least 1, not 'two' \(str\)"):
+        collective.members("two")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="members: size must be at most 1,024, not 2000"):
+        collective.members(2000)
