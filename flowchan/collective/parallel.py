@@ -143,7 +143,7 @@ class Gradients:
             self._start(self._buffers[len(self._started)])
 
     def _start(self, buffer: _Bucket) -> None:
-        self._started.append(self._group._start(lambda: buffer.mean(self._group, buffer.flat)))
+        self._started.append(self._group._start(lambda: buffer.mean(self._group, buffer.flat), buffer.flat))
 
 
 class _Flat:
@@ -179,7 +179,8 @@ class _Bucket(_Flat):
 
 
 def _in_buckets(module: nn.Module) -> list[list[Tensor]]:
-    """Its parameters, the last ones first as backward comes to them, and each list of one type."""
+    """Its parameters, the last ones first as backward comes to them, and each list of one type and
+    on one device."""
     buckets: list[list[Tensor]] = []
     room = 0
     for parameter in reversed([p for p in module.parameters() if p.requires_grad]):

@@ -9,6 +9,7 @@ import pytest
 from collective_members import in_processes, in_threads, over_hosts
 
 from flowchan import Mismatch
+from flowchan.collective import arrays
 
 torch = pytest.importorskip("torch")
 
@@ -341,3 +342,30 @@ def test_what_differs_first_is_named_with_its_rank_on_all_members(change: str) -
             synchronize(net, g)
 
     ok(in_threads(3, look))
+
+
+class Nothing:
+    """A code for a device without memory, on which no member reads or writes anything."""
+
+    def encode(self, x: Tensor) -> Any:
+        return str(x.device), x.numel()
+
+    def decode(self, values: list[Any], out: Tensor) -> None:
+        assert values == [self.encode(out)] * 2
+
+
+def test_gradients_stay_on_the_device_of_their_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A buffer is on one device, and what the device still has to do to it is done before others read it."""
+    finished: list[str] = []
+    monkeypatch.setattr(arrays, "finish", lambda x: finished.append(str(x.device)))
+
+    def body(g: Any) -> list[str]:
+        there, here = nn.Linear(3, 4, device="meta"), nn.Linear(4, 2)
+        gradients = Gradients(nn.ModuleList([there, here]), g, compress=Nothing)
+        here(torch.ones(1, 4)).sum().backward()
+        there(torch.ones(1, 3, device="meta")).sum().backward()
+        gradients.wait()
+        return [str(p.grad.device) for net in (there, here) for p in net.parameters()]
+
+    assert ok(in_threads(2, body)) == [["meta", "meta", "cpu", "cpu"]] * 2
+    assert finished == ["meta"] * 4  # of two members, before and after
