@@ -3,9 +3,12 @@
     import flowchan.collective.torch_backend
     torch.distributed.init_process_group("flowchan")
 
-For CPU tensors. Errors are those of groups: a death raises
+For CPU tensors; CUDA tensors go to NCCL, as in any group. Errors are those of groups: a death raises
 :class:`flowchan.MemberDied` on all survivors, calls that do not match raise :class:`flowchan.Mismatch`.
 torch's own time-out, which is always set, ends nothing.
+
+A process group has this backend alone: torch drops those that are named beside it, so the first operation of
+``"cpu:flowchan,cuda:gloo"`` raises ``ValueError``. ``"cpu:flowchan,cuda:nccl"`` says what happens anyway.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ once, and what is returned is torch's own."""
 
 # Their types are not the same in all versions of torch.
 _c10d: Any = torch._C._distributed_c10d
+_c10d_python: Any = dist.distributed_c10d
 _Work: Any = dist.Work
 _ProcessGroup: Any = dist.ProcessGroup
 _Reduce: Any = dist.ReduceOp.RedOpType
@@ -197,6 +201,7 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._group = meet_by_store(store, rank, size, timeout.total_seconds())
         self._receives = Receives(self._group)
         self._name = self._description = ""
+        self._is_alone = False  # it is not known yet
 
     # --- names, which functional collectives ask for ---
 
@@ -326,20 +331,24 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self._do([x], lambda: self._group._swap_arrays(ALLTOALL, ins, outs, None), [output])
 
     def barrier(self, opts: Any = None) -> Work:
+        self._check_alone()
         self._group.barrier()
         return _done([])
 
     # --- messages, which go beside the collectives ---
 
     def send(self, tensors: Tensors, to: int, tag: int = 0) -> Work:
+        self._check_alone()
         for x in tensors:
             self._group.send((tag, x.detach().contiguous()), to)
         return Work(tensors)
 
     def recv(self, tensors: Tensors, source: int, tag: int = 0) -> Work:
+        self._check_alone()
         return self._receives.start(tensors, source, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
+        self._check_alone()
         return self._receives.start(tensors, None, tag)
 
     # torch 2.4 calls no method of ours for these but by their names in Python
@@ -357,12 +366,27 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _do(self, tensors: Tensors, run: Callable[[], Any], result: Any = None) -> Work:
         """Now, or by the thread where that pays: torch's autograd goes on meanwhile."""
+        self._check_alone()
         result = list(tensors) if result is None else result
         if _FORGETS or sum(x.nbytes for x in tensors) < _LATER:
             self._group._settle()
             run()
             return _done(result)
-        return Work(result, self._group._start(run)._future)
+        return Work(result, self._group._start(run, *tensors)._future)
+
+    def _check_alone(self) -> None:
+        """torch keeps nothing of the other backends of a process group, and says so to nobody."""
+        if self._is_alone:
+            return
+        named = str(_c10d_python._world.pg_backend_config.get(self, ""))
+        others = [one for one in named.split(",") if one.partition(":")[2] not in ("", "flowchan")]
+        if set(others) - {"cuda:nccl"}:
+            raise ValueError(
+                f'the backend "flowchan" stands for all of a process group, and this one, "{named}", names '
+                'others: init_process_group("flowchan"), where CUDA tensors go to NCCL; or make a group for '
+                'the other one: dist.new_group(backend="gloo")'
+            )
+        self._is_alone = True
 
 
 def _done(result: Any) -> Work:

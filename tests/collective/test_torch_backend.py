@@ -82,3 +82,54 @@ def test_a_rank_that_dies_in_ddp_raises_on_the_other_one(torch_programs: Templat
     assert ranks[1].wait(timeout=100) == -signal.SIGKILL
     assert ranks[1].stdout is not None
     ranks[1].stdout.close()
+
+
+BESIDE = """
+import sys
+import torch, torch.distributed as dist
+import flowchan.collective.torch_backend
+dist.init_process_group(sys.argv[1], store=dist.HashStore(), rank=0, world_size=1)
+for call in (lambda: dist.all_reduce(torch.ones(2)), dist.barrier):
+    try:
+        call()
+        print("done")
+    except ValueError as error:
+        print(error)
+"""
+
+
+@pytest.mark.parametrize("named", ["cpu:flowchan,cuda:gloo", "cuda:gloo,cpu:flowchan"])
+def test_another_backend_beside_it_is_refused(torch_programs: Template, named: str) -> None:
+    """For torch drops it."""
+    program = torch_programs.popen("-c", BESIDE, named, stdout=subprocess.PIPE, text=True)
+    lines = program.communicate(timeout=100)[0].splitlines()
+    assert len(lines) == 2
+    for line in lines:
+        assert f'stands for all of a process group, and this one, "{named}", names others' in line
+
+
+@pytest.mark.parametrize("named", ["flowchan", "cpu:flowchan", "cpu:flowchan,cuda:nccl"])
+def test_nccl_beside_it_says_what_happens_anyway(torch_programs: Template, named: str) -> None:
+    program = torch_programs.popen("-c", BESIDE, named, stdout=subprocess.PIPE, text=True)
+    assert program.communicate(timeout=100)[0] == "done\ndone\n"
+
+
+ON_A_DEVICE = """
+import torch, torch.distributed as dist
+import flowchan.collective.torch_backend
+from flowchan.collective import arrays
+dist.init_process_group("flowchan", store=dist.HashStore(), rank=0, world_size=1)
+arrays.finish = lambda x: print("finished", x.device)
+try:
+    dist.all_reduce(torch.ones(1 << 16, device="meta"))
+except TypeError as error:
+    print(error)
+"""
+
+
+def test_a_thread_begins_with_a_tensor_when_its_device_has_made_it(torch_programs: Template) -> None:
+    """On a device that no group can use, so that it ends there."""
+    program = torch_programs.popen("-c", ON_A_DEVICE, stdout=subprocess.PIPE, text=True)
+    first, second = program.communicate(timeout=100)[0].splitlines()
+    assert first == "finished meta"
+    assert "float32[65536] on meta: copy it" in second
