@@ -208,8 +208,13 @@ def viz(file: str, args: tuple[str, ...], debug: bool, output: str | None, show:
     return DONE
 
 
-@main.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.option("-n", "count", type=click.IntRange(1, 1024), required=True, help="How many processes.")
+@main.command(context_settings={"allow_interspersed_args": False})
+@click.option(
+    *("-n", "--nproc-per-node", "--nproc_per_node", "count"),
+    type=click.IntRange(1, 1024),
+    required=True,
+    help="How many processes, on all hosts together; as torchrun spells it, too.",
+)
 @click.option("--hosts", "spec", metavar="HOSTS", help="On these, evenly: ssh:a,b, slurm, ray:2.")
 @click.option(
     "--log-dir",
@@ -217,10 +222,17 @@ def viz(file: str, args: tuple[str, ...], debug: bool, output: str | None, show:
     help="Write what they say to files there, in place of the terminal: RANK/stdout.log, RANK/stderr.log.",
 )
 @click.option("--pin/--no-pin", default=True, help="Whether each rank has cores of its own, where it can.")
-@click.argument("script", type=click.Path(exists=True, dir_okay=False))
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as for python -m.")
+@click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def launch(
-    count: int, spec: str | None, log_dir: Path | None, pin: bool, script: str, args: tuple[str, ...]
+    count: int,
+    spec: str | None,
+    log_dir: Path | None,
+    pin: bool,
+    module: bool,
+    script: str,
+    args: tuple[str, ...],
 ) -> None:
     """Run N processes of SCRIPT, as members of a group: on this host, or on several, which have SCRIPT at the
     same path.
@@ -231,7 +243,10 @@ def launch(
 
     On a host with as many cores as ranks, or more, each rank has an equal share of them for itself.
     """
-    raise SystemExit(_exit_code(lambda: _launch(count, spec, log_dir, pin, [script, *args]), debug=False))
+    if not module:
+        click.Path(exists=True, dir_okay=False)(script, ctx=click.get_current_context())
+    command = [*(["-m"] if module else []), script, *args]
+    raise SystemExit(_exit_code(lambda: _launch(count, spec, log_dir, pin, command), debug=False))
 
 
 def _launch(count: int, spec: str | None, log_dir: Path | None, pin: bool, script: list[str]) -> int:

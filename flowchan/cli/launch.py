@@ -1,7 +1,8 @@
 """``flowchan launch``: several processes of one script on this host, with torchrun's variables.
 
 Each rank is the leader of a process group of its own, so what it has started ends with it, and Ctrl-C reaches
-it through this process. If this process is killed, the kernel kills the ranks.
+it through this process. If this process is killed, the kernel kills the ranks, and a guard what they have
+started.
 """
 
 from __future__ import annotations
@@ -30,6 +31,16 @@ _LOOK = 0.05
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _FOLLOWED = ("MemberDied", "MemberLeft")  # what a rank says that failed because another one had
 _libc = ctypes.CDLL(None)
+
+_GUARD = """
+import os, sys
+groups = [int(line) for line in sys.stdin]
+for group in groups:
+    try:
+        os.killpg(group, 9)
+    except OSError:
+        pass
+"""
 
 Tell = Callable[[int, str, bool], None]
 """Gets a line that a rank has said: its number, the line, whether it is of its standard error."""
@@ -83,6 +94,32 @@ def cores_for(local: int, count: int) -> list[int]:
     )
 
 
+class Guard:
+    """A process that kills all that is in the process groups which it was told, once this process is gone."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _GUARD],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            process_group=0,  # Ctrl-C is not for it
+        )
+
+    def tell(self, group: int) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(b"%d\n" % group)
+        self._process.stdin.flush()
+
+    def close(self) -> None:
+        """There is nothing left to be killed."""
+        self._process.kill()
+        self._process.wait()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+
+
 class Rank:
     """One of the processes, and what it has said last. ``cores``: where it runs, if not anywhere."""
 
@@ -98,7 +135,7 @@ class Rank:
         self._tell = tell
         self.process = subprocess.Popen(
             command,
-            env=environ | {"RANK": str(number)},
+            env=environ | {"RANK": str(number), "ROLE_RANK": str(number)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -150,16 +187,18 @@ class Job:
         self._end_by = float("inf")
         self._kill_by = float("inf")
         self._selector = selectors.DefaultSelector()
-        self.ranks = [
-            Rank(
-                first + local,
-                command,
-                environ | {"LOCAL_RANK": str(local)},
-                tell,
-                cores_for(local, count) if pin else [],
-            )
-            for local in range(count)
-        ]
+        self.ranks: list[Rank] = []
+        self._guard = Guard()
+        try:
+            for local in range(count):
+                cores = cores_for(local, count) if pin else []
+                self.ranks.append(
+                    Rank(first + local, command, environ | {"LOCAL_RANK": str(local)}, tell, cores)
+                )
+                self._guard.tell(self.ranks[-1].process.pid)
+        except BaseException:
+            self.close()
+            raise
         for rank in self.ranks:
             for pipe, is_error in ((rank.process.stdout, False), (rank.process.stderr, True)):
                 assert pipe is not None
@@ -189,6 +228,7 @@ class Job:
             for pipe in (rank.process.stdout, rank.process.stderr):
                 if pipe is not None:
                     pipe.close()
+        self._guard.close()
         self._selector.close()
 
     def look(self) -> None:
@@ -225,10 +265,12 @@ class Job:
                 rank.signal(number)
 
 
-def variables(count: int, here: int, master: str, job: str, group: int = 0) -> dict[str, str]:
+def variables(
+    count: int, here: int, master: str, job: str, group: int = 0, groups: int = 1
+) -> dict[str, str]:
     """The environment of all ranks on a host, as torchrun sets it; what says which rank it is comes in
-    addition. ``here``: of ``count`` ranks, how many are on this host, which is number ``group``. ``master``:
-    an address of rank 0's host that is free."""
+    addition. ``here``: of ``count`` ranks, how many are on this host, which is number ``group`` of
+    ``groups``. ``master``: an address of rank 0's host that is free."""
     address, _, port = master.rpartition(":")
     return {
         "OMP_NUM_THREADS": "1",
@@ -237,9 +279,14 @@ def variables(count: int, here: int, master: str, job: str, group: int = 0) -> d
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(here),
         "GROUP_RANK": str(group),
+        "GROUP_WORLD_SIZE": str(groups),
+        "ROLE_NAME": "default",
+        "ROLE_WORLD_SIZE": str(count),
         "MASTER_ADDR": address.strip("[]"),
         "MASTER_PORT": port,
         "TORCHELASTIC_RUN_ID": job,
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
     }
 
 
@@ -256,8 +303,8 @@ def free_address(host: str) -> str:
 
 
 def launch(count: int, script: Sequence[str], tell: Tell, pin: bool) -> tuple[str, bool]:
-    """Runs all ranks of a script, which is given with its arguments, to their end. Who failed first and why,
-    empty if nobody did, and whether it was interrupted."""
+    """Runs all ranks of a script, or after ``-m`` of a module, to their end; its arguments follow. Who failed
+    first and why, empty if nobody did, and whether it was interrupted."""
     environ = variables(count, count, free_address("127.0.0.1"), secrets.token_hex(8))
     job = Job(count, [sys.executable, *script], environ, tell, pin)
     try:

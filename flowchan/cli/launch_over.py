@@ -49,11 +49,12 @@ class Ended:
 
 @dataclass(frozen=True)
 class Share:
-    """Of ``count`` ranks those ``here``, from the number ``first`` on, on host number ``host``, which is
-    called ``name``. ``towards``: where the launcher is."""
+    """Of ``count`` ranks those ``here``, from the number ``first`` on, on host number ``host`` of ``hosts``,
+    which is called ``name``. ``towards``: where the launcher is."""
 
     name: str
     host: int
+    hosts: int
     first: int
     here: int
     count: int
@@ -66,7 +67,7 @@ def ranks_here(share: Share, script: Sequence[str], pin: bool, orders: In[Any], 
         address = route_to(share.towards)
         said.put(Begin(free_address(address), free_address(address), secrets.token_hex(16)))
     begin = orders.get()
-    environ = variables(share.count, share.here, begin.master, begin.secret[:8], share.host)
+    environ = variables(share.count, share.here, begin.master, begin.secret[:8], share.host, share.hosts)
     environ |= {"FLOWCHAN_AT": begin.at, "FLOWCHAN_SECRET": begin.secret}
     command = [sys.executable, *script]
     job = Job(share.here, command, environ, lambda *line: said.put(Line(*line)), pin, share.first)
@@ -98,7 +99,7 @@ class Launcher:
         towards, first, said = pool.provider.listen_at(), 0, []
         for host, (name, order) in enumerate(zip(names, each, strict=True)):
             here = count // len(names) + (host < count % len(names))
-            run = partial(ranks_here, Share(name, host, first, here, count, towards), script, pin)
+            run = partial(ranks_here, Share(name, host, len(names), first, here, count, towards), script, pin)
             said.append(graph.stage(run, order, name=name, on=pool[name]))
             first += here
         self._said = graph.merge(*said).collect()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,7 +26,7 @@ with collective.group() as g:
 """
 NUMBERS = """
 import os
-names = "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"
+names = "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"
 print("numbers", *(os.environ[name] for name in names))
 """
 FAILS = """
@@ -60,6 +62,66 @@ def test_ranks_form_a_group_and_their_lines_have_their_number(tmp_path: Path) ->
     )
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [f"[{rank}] sum 3 --lr 0.1" for rank in range(3)]
+
+
+VARIABLES = """
+import json, os
+print(json.dumps({name: value for name, value in os.environ.items() if name in NAMES}))
+"""
+
+
+def test_ranks_have_the_variables_of_torchrun(tmp_path: Path) -> None:
+    """All that say which rank of how many it is, in which group, and at which start."""
+    expected = {
+        "RANK": "RANK", "LOCAL_RANK": "RANK", "ROLE_RANK": "RANK", "GROUP_RANK": "0", "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2", "ROLE_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1", "ROLE_NAME": "default",
+        "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0",
+    }  # fmt: skip
+    with started(tmp_path, VARIABLES.replace("NAMES", repr(sorted(expected))), "-n", "2") as launcher:
+        lines = launcher.communicate(timeout=100)[0].splitlines()
+    found = {line[1]: json.loads(line.partition(" ")[2]) for line in lines}
+    for rank in "01":
+        assert found[rank] == {name: value.replace("RANK", rank) for name, value in expected.items()}
+
+
+def test_a_module_is_run_as_by_python(tmp_path: Path) -> None:
+    (tmp_path / "steps").mkdir()
+    (tmp_path / "steps" / "train.py").write_text("import sys; print(__name__, __package__, *sys.argv[1:])")
+    done = subprocess.run(
+        [*COMMAND, "-n", "2", "-m", "steps.train", "-m", "--lr", "0.1"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=tmp_path,
+    )
+    assert sorted(done.stdout.splitlines()) == [f"[{rank}] __main__ steps -m --lr 0.1" for rank in range(2)]
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("spelled", [["--nproc-per-node", "2"], ["--nproc_per_node=2"]])
+def test_torchruns_name_for_the_number_of_ranks_is_taken(tmp_path: Path, spelled: list[str]) -> None:
+    with started(tmp_path, "print('here')", *spelled) as launcher:
+        lines = launcher.communicate(timeout=100)[0].splitlines()
+    assert sorted(lines) == ["[0] here", "[1] here"]
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["-n", "2", "--nnodes", "2"], "No such option:? '?--nnodes"),
+        (["-n", "2", "--standalone"], "No such option:? '?--standalone"),
+        (["-n", "2", "-m", "--lr"], "No such option:? '?--lr"),
+        (["-n", "2", "nowhere.py"], "File 'nowhere.py' does not exist"),
+        ([], "Missing option '-n' / '--nproc-per-node'"),
+    ],
+)
+def test_what_it_does_not_take_is_not_taken_for_the_script(
+    tmp_path: Path, args: list[str], said: str
+) -> None:
+    with started(tmp_path, "print('here')", *args) as launcher:
+        output, errors = launcher.communicate(timeout=100)
+    assert (output, launcher.returncode) == ("", 2)
+    assert re.search(said, errors)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +191,7 @@ def test_where_logs_cannot_be_written_a_line_says_so(tmp_path: Path, taken: str)
 @pytest.mark.parametrize("where", [[], ["--hosts", "local:2"]], ids=["here", "on hosts"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left_when_the_launcher_ends(tmp_path: Path, number: int, where: list[str]) -> None:
-    """By Ctrl-C, or killed: then the ranks themselves."""
+    """By Ctrl-C, or killed: no rank, and nothing that a rank has started."""
     with started(tmp_path, WAITS, "-n", "2", *where) as launcher:
         assert launcher.stdout is not None
         grandchildren = [int(launcher.stdout.readline().split()[-1]) for _ in range(2)]
@@ -137,9 +199,6 @@ def test_nothing_is_left_when_the_launcher_ends(tmp_path: Path, number: int, whe
         launcher.send_signal(number)
         assert launcher.wait(timeout=100) == (130 if number == signal.SIGINT else -number)
         wait_until(lambda: not any(map(psutil.pid_exists, ranks)))
-        for pid in grandchildren:
-            if number == signal.SIGKILL and psutil.pid_exists(pid):
-                os.kill(pid, signal.SIGKILL)
         wait_until(lambda: not any(map(psutil.pid_exists, grandchildren)))
 
 
@@ -151,7 +210,7 @@ def test_ranks_on_several_hosts_form_a_group(tmp_path: Path) -> None:
         [*COMMAND, "-n", "3", "--hosts", "local:2", str(script)], capture_output=True, text=True, timeout=100
     )
     assert done.returncode == 0, done.stderr
-    numbers = {0: "3 0 2 0", 1: "3 1 2 0", 2: "3 0 1 1"}
+    numbers = {0: "3 0 2 0 2", 1: "3 1 2 0 2", 2: "3 0 1 1 2"}
     expected = [f"[{rank}] {line}" for rank in range(3) for line in ("sum 3", f"numbers {numbers[rank]}")]
     assert sorted(done.stdout.splitlines()) == sorted(expected)
 
@@ -176,7 +235,4 @@ def test_a_host_that_is_lost_ends_the_job_and_is_named(tmp_path: Path) -> None:
     assert launcher.returncode == 1
     assert "Traceback" not in errors
     assert "host 'local-" in errors
-    for pid in family[:2]:  # what a rank has started outlives it when it is killed
-        if psutil.pid_exists(pid):
-            os.kill(pid, signal.SIGKILL)
     wait_until(lambda: not any(map(psutil.pid_exists, family)))
