@@ -104,7 +104,7 @@ def pytest_collection(session: pytest.Session) -> None:
     for file in files[first:] + files[:first]:
         folder = str(file.parent)
         sys.path[:] = [folder, *(other for other in sys.path if other != folder)]
-        with contextlib.suppress(Exception, pytest.skip.Exception):  # the collection will tell
+        with contextlib.suppress(Exception, pytest.skip.Exception, pytest.fail.Exception):  # collecting tells
             importlib.import_module(file.stem)
 
 

@@ -186,3 +186,26 @@ def test_processes_that_share_the_tests_begin_to_import_them_at_different_ones(t
         (tmp_path / f"test_{name}.py").write_text(BEGINS)
     assert "4 passed" in run_tests(tmp_path, "", "-n", "2")
     assert [(tmp_path / worker).read_text() for worker in ("gw0", "gw1")] == ["abcd", "cdab"]
+
+
+MARKS = """
+def pytest_configure(config):
+    config.addinivalue_line("markers", "ours: known once the folder's conftest.py is")
+"""
+MARKED = """
+import pytest
+
+pytestmark = pytest.mark.ours
+
+def test_nothing():
+    pass
+"""
+
+
+def test_a_file_that_needs_its_folders_conftest_is_collected_after_it(tmp_path: Path) -> None:
+    """Importing it beforehand fails, which harms nobody."""
+    folder = tmp_path / "tests" / "folder"
+    folder.mkdir(parents=True)
+    (folder / "conftest.py").write_text(MARKS)
+    (folder / "test_marked.py").write_text(MARKED)
+    assert "1 passed" in run_tests(tmp_path, "", "-n", "2", "--strict-markers")
