@@ -8,7 +8,9 @@ there is waited for at the end.
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
+import math
 import random
 import select
 import socket
@@ -21,7 +23,7 @@ from typing import Any
 
 from flowchan.channel.channel import Channel
 from flowchan.collective.values import dumps, loads
-from flowchan.errors import Broken, Closed, Drained, GroupError, MemberDied, MemberLeft
+from flowchan.errors import Broken, Closed, Drained, GroupError, MemberDied, MemberLeft, Refused
 from flowchan.transport.authentication import Hello, meet
 from flowchan.transport.door import SHORT_OF, Door
 from flowchan.transport.tcp import dial, joined, listen
@@ -32,6 +34,9 @@ LOOK = 0.2
 """Seconds until a receiver looks first whether a member that has sent nothing is there; then ever later."""
 LONG = 1e6
 PAUSE = 0.01
+QUICK, STRANGE = 1.0, 30.0
+"""Who sends us away within so many seconds each time, for so many seconds, is no member. A member does so
+while too many dial at once; one that does something else lets us wait."""
 PIECE = 1 << 20  # bytes for one call of the system
 _chance = random.Random()  # the program's own numbers stay as they are
 
@@ -51,15 +56,24 @@ class Way:
 
 
 def reach(address: str, way: Way, hello: Hello, give_up: float) -> socket.socket:
-    """A connection, made when the other one lets us in. Raises ``ConnectionRefusedError`` when it is gone,
-    another ``OSError`` when time is up."""
+    """A connection, made when the other one lets us in. Raises ``ConnectionRefusedError`` when it is gone, or
+    another program has its port now, another ``OSError`` when time is up."""
+    refused_since = math.inf
     while True:
-        left = max(0.001, give_up - time.monotonic())
+        begun = time.monotonic()
+        left = max(0.001, give_up - begun)
         sock = dial(address, left)
         try:
             return meet(sock, way.secret, dialled=True, hello=hello, timeout=left, tls=way.tls)[0]
-        except OSError:  # it is gone, the connection was cut, or another program has its port now
-            if time.monotonic() > give_up:
+        except OSError as error:  # it is gone, or sent us away, or another program has its port
+            now = time.monotonic()
+            is_quick = isinstance(error, Refused) and now - begun < QUICK
+            refused_since = min(refused_since, begun) if is_quick else math.inf
+            if now - refused_since > STRANGE:
+                raise ConnectionRefusedError(
+                    errno.ECONNREFUSED, f"another program has {address} now: {error}"
+                ) from error
+            if now > give_up:
                 raise
         time.sleep(PAUSE)
 

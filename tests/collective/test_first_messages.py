@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
@@ -15,6 +15,8 @@ from waiting import wait_until
 from flowchan import GroupError
 from flowchan.collective import far_lanes, members
 from flowchan.collective.far_lanes import FarLanes, Way
+from flowchan.transport.door import Door
+from flowchan.transport.tcp import listen as listen_at
 
 WAY = Way(SECRET, "127.0.0.1")
 Pair = tuple[Any, Any]
@@ -116,3 +118,23 @@ def test_who_has_left_sends_nothing_to_another_host() -> None:
         mine.close(wait=False)
         with pytest.raises(GroupError, match="send was not done: this member has left"):
             mine.send("after", 1, None)
+
+
+def test_a_member_whose_port_another_program_has_now_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has sent to it ends, and waits no longer for it."""
+    monkeypatch.setattr(far_lanes, "STRANGE", 0.0)
+    over = threading.Event()
+
+    def listen(stranger: Door) -> None:
+        while not over.is_set():
+            with suppress(TimeoutError):
+                stranger.accept(0.02)
+
+    with Door(listen_at("127.0.0.1:0"), b"of another program", {}) as stranger, WAY.door({}) as door:
+        listener = ThreadPeer(listen, stranger)
+        mine = FarLanes(0, door, ["", stranger.address], WAY)
+        mine.send("in vain", 1, None)
+        ThreadPeer(mine.close).result()
+        over.set()
+        listener.result()
+    assert stranger.refused
