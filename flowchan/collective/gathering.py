@@ -1,8 +1,8 @@
 """How processes on several hosts become members of one group.
 
 They need a way to tell each other a few words beforehand: all come to rank 0, at an address that everybody
-knows, and prove a secret. Then those of one host meet there; that they can is what makes it one host. Each
-part's leader connects to those of the other parts.
+knows, and prove a secret. Then those that can open the same memory, as :func:`this_host` says, meet there.
+Each part's leader connects to those of the other parts.
 """
 
 from __future__ import annotations
@@ -189,8 +189,10 @@ def within(
 
 
 def this_host() -> str:
-    """Which boot of which machine, and which namespaces: a Unix socket leads no farther than that of its
-    network, and a process's number says nothing outside its own."""
+    """Which boot of which machine, which namespaces, and which user: a Unix socket leads no farther than that
+    of its network, a process's number says nothing outside its own, and no user opens another one's
+    memory."""
     with open("/proc/sys/kernel/random/boot_id") as boot:
-        spaces = (os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("net", "pid"))
-        return "/".join([boot.read().strip(), *map(str, spaces)])
+        paths = (f"/proc/self/ns/{kind}" for kind in ("net", "pid", "user"))
+        spaces = (os.stat(path).st_ino if os.path.exists(path) else 0 for path in paths)  # or all have one
+        return "/".join([boot.read().strip(), *map(str, spaces), str(os.getuid())])

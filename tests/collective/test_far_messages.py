@@ -22,6 +22,7 @@ from waiting import wait_until
 
 from flowchan import MemberDied
 from flowchan.collective import far_lanes
+from flowchan.collective.at_address import meet_at
 from flowchan.collective.far_lanes import SIZE, FarLanes, Way
 from flowchan.collective.gathering import this_host
 from flowchan.collective.seats import Seat
@@ -230,5 +231,21 @@ def test_processes_that_do_not_see_each_other_are_on_different_hosts() -> None:
     if not here:
         pytest.skip("a process can't leave the namespace of its processes here")
     assert here == this_host()
-    assert there.rpartition("/")[0] == here.rpartition("/")[0]
-    assert there != here
+    (boot, net, pid, *_), (boot_there, net_there, pid_there, *_) = here.split("/"), there.split("/")
+    assert (boot, net) == (boot_there, net_there)
+    assert pid != pid_there
+
+
+def test_members_of_two_users_of_one_machine_are_connected_as_two_hosts() -> None:
+    """No user opens another one's memory."""
+    if os.geteuid():
+        pytest.skip("only root can become another user: run it as root")
+    at = free_address()
+
+    def member(rank: int, user: int) -> Any:
+        os.setresuid(user, user, user)
+        with meet_at(at, SECRET, rank, 2, 60) as g:
+            return g.allreduce(rank + 1), type(g).__name__
+
+    peers = [ProcessPeer(member, rank, user) for rank, user in ((0, 0), (1, 65534))]
+    assert [peer.result() for peer in peers] == [(3, "LinkedGroup")] * 2
