@@ -147,8 +147,11 @@ def _guest(address: str, rank: int, size: int, left: Left, name: str) -> SharedG
             if fd >= 0:
                 member = SharedGroup(fd, rank, name)
                 member._take_seat()
-                sock.send(b"joined")
-                return member
+                try:
+                    sock.send(b"joined")
+                    return member
+                except (ConnectionResetError, BrokenPipeError):  # rank 0 has ended; perhaps another one comes
+                    member._abandon()
         if left() <= 0:
             raise TimeoutError(
                 f"rank {rank} of {size} waited in vain for rank 0 to listen, or for the others"

@@ -13,11 +13,14 @@ from typing import Any
 import pytest
 import scripts
 from collective_members import free_address
+from peers import ProcessPeer, ThreadPeer
+from waiting import wait_until
 from warm import Template
 
 from flowchan import GroupError, collective
 from flowchan.collective.environment import place
 from flowchan.collective.meeting import meet
+from flowchan.collective.shared import SharedGroup
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
@@ -159,6 +162,29 @@ def test_processes_with_many_descriptors_meet() -> None:
     if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 4096:
         pytest.skip("a process may not have 4,096 descriptors here: ulimit -Hn")
     assert scripts.run_python("-c", MANY_DESCRIPTORS) == "2 2\n"
+
+
+def test_who_joins_just_when_rank_0_is_killed_joins_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a stage whose workers are replaced this fails no run."""
+    take_seat, seen = SharedGroup._take_seat, []
+
+    def be_killed() -> None:
+        SharedGroup._take_seat = lambda _: os._exit(1)  # type: ignore[method-assign]  # the memory is sent
+        meet("killed", 0, 2, 60.0)
+
+    killed = ProcessPeer(be_killed)
+
+    def take_seat_late(member: SharedGroup) -> None:
+        if not seen:
+            seen.append(killed.join())
+        take_seat(member)
+
+    monkeypatch.setattr(SharedGroup, "_take_seat", take_seat_late)
+    peer = ThreadPeer(meet, "killed", 1, 2, 60.0)
+    wait_until(lambda: bool(seen))
+    with meet("killed", 0, 2, 60.0, wanted=peer.running) as first, peer.result() as second:
+        sent = ThreadPeer(first.allreduce, 1)
+        assert second.allreduce(2) == sent.result() == 3
 
 
 def test_who_has_not_come_in_time_is_named() -> None:
