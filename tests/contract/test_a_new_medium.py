@@ -25,6 +25,7 @@ def test_a_toy_medium_passes_the_whole_contract() -> None:
     assert int(passed[1]) > 400
 
 
+@pytest.mark.timeout(500)
 def test_every_test_that_runs_on_each_medium_runs_on_a_new_one() -> None:
     environment = {**os.environ, "PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parent}"}
     options = ["-p", "toy", "-o", "addopts=", "-q", "--collect-only"]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -224,5 +224,11 @@ def test_a_channel_answers_like_its_model(medium, pytestconfig):
     histories = 150 if pytestconfig.getoption("--long") else 50
     run_state_machine_as_test(
         lambda: Machine(medium.make),
-        settings=settings(max_examples=histories, stateful_step_count=60, deadline=None, database=None),
+        settings=settings(
+            max_examples=histories,
+            stateful_step_count=60,
+            deadline=None,
+            database=None,
+            suppress_health_check=[HealthCheck.too_slow],  # of the machine it tells, not of the test
+        ),
     )

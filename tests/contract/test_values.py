@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 
@@ -322,7 +322,9 @@ def test_any_values_arrive_as_they_were_sent(medium, pytestconfig):
     """Whatever small built-ins are nested in whatever way, one by one and in batches."""
     examples = 150 if pytestconfig.getoption("--long") else 50
 
-    @settings(max_examples=examples, deadline=None, database=None)
+    slow = [HealthCheck.too_slow]  # of the machine it tells, not of the test
+
+    @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=slow)
     @given(values=st.lists(VALUES, min_size=1, max_size=8))
     def arrive(values):
         ch = medium.make(8)
