@@ -38,6 +38,10 @@ class Cancel:
     number: int
 
 
+class Recalled(ChannelError):
+    """The answer to who asked and waits no more, when nothing was done."""
+
+
 @dataclass(frozen=True, slots=True)
 class Wrong:
     """What the call raised at home: the error's type and arguments, and its cause."""
@@ -137,5 +141,6 @@ def cause_in(cause: Sealed | None) -> BaseException | None:
 
 def wrong(error: BaseException) -> Wrong:
     arguments = error.args if isinstance(error, ChannelError | ValueError | TypeError) else (str(error),)
-    kind = type(error) if type(error).__module__ in ("flowchan", "builtins") else ChannelError
+    known = isinstance(error, Recalled) or type(error).__module__ in ("flowchan", "builtins")
+    kind = type(error) if known else ChannelError
     return Wrong(kind, arguments, sealed_cause(error.__cause__))

@@ -12,15 +12,16 @@ from __future__ import annotations
 import contextlib
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from flowchan import _core
 from flowchan.channel.channel import Channel, In, Out
 from flowchan.channel.select import is_elsewhere
 from flowchan.errors import Empty, Full
-from flowchan.hosts.asking import Answer, opened, seal
-from flowchan.hosts.connection import Asked, Connection
+from flowchan.hosts.asking import Answer, Recalled, opened, seal
+from flowchan.hosts.calls import Asked, Unanswered, is_not_now
+from flowchan.hosts.connection import Connection
 
 MOST = 128  # as native select takes
 GET, PUT, LOOK = range(3)
@@ -91,9 +92,10 @@ class _There:
         self.is_drained = False
         self._connection = connection
         self._gets: list[Any] = []  # the channels
+        self._looks: list[Any] = []
+        self._got: tuple[Any, Any] | None = None  # an item that came, of which channel
         self._letter: tuple[list[Any], list[Any], list[Any]] = [], [], []  # numbers; of puts with the items
-        self._take_back: dict[int, Callable[[], None]] = {}  # what to call if an item is not put
-        self._asked: Asked | None = None  # the last try
+        self.take_back: dict[int, Callable[[], None]] = {}  # what to call if an item is not put
         self._standing: Asked | None = None
         self._again = False
 
@@ -103,48 +105,93 @@ class _There:
             self._gets.append(channel)
             self._letter[GET].append(channel._number)
         elif kind == PUT:
-            item, self._take_back[place] = seal(operation[1])
+            item, self.take_back[place] = seal(operation[1])
             self._letter[PUT].append((channel._number, item))
         else:
+            self._looks.append(channel)
             self._letter[LOOK].append(channel._number)
         self.places.append(place)
 
     def try_now(self) -> Done:
         return self.select(0)
 
+    @property
+    def _reads(self) -> tuple[Any, ...]:
+        return *self._gets, *self._looks
+
     def select(self, timeout: float | None) -> Done:
-        """Home does one, or says within the time that none can be done."""
-        asked = self._asked = Asked(self._hear_late, self.take_back)
-        self._connection.post(asked, 0, "select", (*self._letter, timeout))
-        asked.wait()
-        index, item, self.moves = asked.value()
-        return index, item
+        """Home does one, or says within the time that none can be done. Before that, what has come here for
+        calls that were interrupted."""
+        give_up = None if timeout is None else time.monotonic() + timeout
+        done = self._came_before()
+        while done is None:
+            left = None if give_up is None else max(0.0, give_up - time.monotonic())
+            try:
+                done = self._ask(left)
+            except Recalled:
+                done = self._came_before()
+                continue
+            if done[0] < 0:
+                done = self._came_before() or done
+        return done
 
-    def take_back(self, but: int = NOT_NOW) -> None:
-        """What was to be put has not been, ``but`` for one."""
-        while self._take_back:
-            place, call = self._take_back.popitem()
-            if place != but:
-                call()
+    def _ask(self, timeout: float | None) -> Done:
+        to_put = self.take_back
 
-    def use_up(self) -> None:
-        """What has come is not returned, though this ends by an error."""
-        self._asked = None
+        def take_back(done: int = NOT_NOW) -> None:
+            for place, call in to_put.items():
+                if place != done:
+                    call()
 
-    def give_up(self) -> None:
-        """The call ends by an error, perhaps by Ctrl-C: nobody has seen what home has done, or will do."""
-        if self._asked is None:
-            self.take_back()
-        else:
-            self._connection.abandon(self._asked)
-
-    def _hear_late(self, answer: Answer) -> None:
-        """Nobody waits any more: an item that has come is the next one of its channel here."""
-        if answer.wrong is None:
-            index, item, _ = answer.value
+        def take(answer: tuple[int, Any, Any]) -> Done:
+            index, item, self.moves = answer
             if 0 <= index < len(self._gets):
-                self._gets[index]._returned.append(item)
-            self.take_back(self.places[index] if index >= 0 else NOT_NOW)
+                self._got = self._gets[index], item
+            elif index >= 0:
+                self.take_back.pop(self.places[index], None)
+            return index, item
+
+        def hear_late(answer: Answer) -> None:
+            """Nobody waits any more: an item that has come is the next one of its channel here."""
+            if answer.wrong is None:
+                index, item, _ = answer.value
+                self._got = None
+                if 0 <= index < len(self._gets):
+                    self._gets[index].put_back([item])
+                take_back(self.places[index] if index >= 0 else NOT_NOW)
+
+        within = None
+        if timeout is not None and not to_put:  # of what is to be put one must know whether it was
+            within = self._connection.answered_within(timeout)
+        try:
+            return self._connection.ask(  # type: ignore[no-any-return]
+                0, "select", *self._letter, timeout,
+                late=hear_late, undone=take_back, take=take, reads=self._reads, within=within,
+            )  # fmt: skip
+        except Unanswered:
+            return NOT_NOW, None
+        except Exception:
+            raise
+        except BaseException:
+            self.take_back = {}  # what has been put will be heard
+            raise
+
+    def _came_before(self) -> Done | None:
+        for index, channel in enumerate(self._gets):
+            if came := channel._came_before():
+                self._got = channel, came[0]
+                return index, came[0]
+        for index, channel in enumerate(self._looks, len(self.places) - len(self._looks)):
+            if channel._returned:
+                return index, None
+        return None
+
+    def put_back(self) -> None:
+        """An item that nobody has received."""
+        if self._got is not None:
+            channel, item = self._got
+            self._got = None
+            channel.put_back([item])
 
     def stand(self, bell: Channel[None]) -> None:
         """Home rings the bell when something may have become possible."""
@@ -157,8 +204,9 @@ class _There:
 
         gets, puts, looks = self._letter
         numbers = [*gets, *looks], [number for number, _ in puts]
-        self._standing = Asked(done=ring)
-        self._connection.post(self._standing, 0, "stand", (*numbers, self._again))
+        self._standing = self._connection.post(
+            0, "stand", (*numbers, self._again), reads=self._reads, done=ring
+        )
         self._again = True
 
     def leave(self) -> None:
@@ -181,9 +229,7 @@ def select(gets: list[Any], puts: list[Any], timeout: float | None, ready: list[
     operations = [(kind, one) for kind, these in by_kind for one in these]
     if len(operations) > MOST:
         raise ValueError(f"select takes 1 to {MOST} operations, not {len(operations)}")
-    if (came := _came_before(operations)) is not None:
-        return came
-    here, there = _Here(), dict[Connection, _There]()
+    here, there, is_done = _Here(), dict[Connection, _There](), False
     try:
         for place, (kind, one) in enumerate(operations):
             target = one[0] if kind == PUT else one
@@ -193,27 +239,22 @@ def select(gets: list[Any], puts: list[Any], timeout: float | None, ready: list[
             else:
                 here.add(kind, place, one)
         index, item = _among(here, list(there.values()), timeout)
-        try:
-            item = opened(item)
-        except Exception:
+        is_done = True
+        _take_back(there.values())
+        return index, opened(item)
+    except BaseException as error:
+        _take_back(there.values())
+        if not is_done or is_not_now(error):
             for group in there.values():
-                group.use_up()
-            raise
-        for group in there.values():
-            group.take_back(but=index)
-        return (_came_before(operations) if index < 0 else None) or (index, item)
-    except BaseException:
-        for group in there.values():
-            group.give_up()
+                group.put_back()
         raise
 
 
-def _came_before(operations: Sequence[tuple[int, Any]]) -> Done | None:
-    """An item that an earlier call asked for, which was interrupted, is the next one of its channel."""
-    for place, (kind, one) in enumerate(operations):
-        if kind != PUT and is_elsewhere(one) and one._returned:
-            return place, one.get_nowait() if kind == GET else None
-    return None
+def _take_back(groups: Iterable[_There]) -> None:
+    """What was to be put has not been, but for one that its group has crossed off."""
+    for group in groups:
+        for call in group.take_back.values():
+            call()
 
 
 def _among(here: _Here, there: list[_There], timeout: float | None) -> Done:

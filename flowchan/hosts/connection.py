@@ -7,7 +7,6 @@ is in use here any more.
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import contextlib
 import os
@@ -15,14 +14,15 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from flowchan import _core
 from flowchan.channel.channel import Channel, In, Out
 from flowchan.channel.select import select
 from flowchan.errors import Broken, ChannelError, Closed, HostError
-from flowchan.hosts.asking import Answer, Ask, Cancel, Finished, Over, cause_in, wrong
+from flowchan.hosts.asking import Answer, Finished, Over, cause_in
+from flowchan.hosts.calls import Calls
 from flowchan.hosts.messages import AHEAD, BEHIND, differs, versions
 from flowchan.hosts.neighbours import card
 from flowchan.run.latch import Latch
@@ -30,51 +30,10 @@ from flowchan.transport.dialling import reach
 
 PATIENCE = 10.0
 """Seconds within which a home that this process did not know yet must answer."""
+UNHEARD = 1.0
+"""Seconds for which the answer to a call is awaited beyond its time, besides two round trips."""
 LAST_WORD = 2.0
 """Seconds that the end of this process waits for what is under way."""
-
-
-class Asked:
-    """A call that home does for somebody here. When nobody waits for it any more, ``late`` gets the answer;
-    ``undone`` is called when home has not done it, whoever waits."""
-
-    def __init__(
-        self,
-        late: Callable[[Answer], None] = lambda _: None,
-        undone: Callable[[], None] = lambda: None,
-        done: Callable[[], None] | None = None,
-    ) -> None:
-        self.number = 0
-        self.answer: Answer | None = None
-        self.posted: list[None] = []  # something is in it once home will hear of the call
-        self.abandoned = False
-        self._late, self._undone = late, undone
-        self._answered = Latch()
-        self.done: Callable[[], None] = done or self._answered.set
-
-    def wait(self) -> None:
-        self._answered.wait()
-
-    def value(self, finish: Callable[[Any], Any] = lambda value: value) -> Any:
-        """What ``finish`` makes of home's answer. Raises what the call raised there, or what that raises:
-        then the answer is used up."""
-        assert self.answer is not None
-        if self.answer.wrong is not None:
-            raise self.answer.wrong.error()
-        try:
-            return finish(self.answer.value)
-        except Exception:
-            self._late = lambda _: None
-            raise
-
-    def hear_late(self, answer: Answer) -> None:
-        if answer.wrong is not None:
-            self._undone()
-        self._late(answer)
-
-    def forget(self) -> None:
-        """Home never hears of it."""
-        self._undone()
 
 
 class Line:
@@ -100,19 +59,17 @@ class Line:
         return not self.reads and stats.inside + stats.leased > 0
 
 
-class Connection:
+class Connection(Calls):
     """See above. Raises :class:`HostError` when home can't be reached within ``timeout`` seconds."""
 
     def __init__(self, address: str, secret: bytes, tls: bool, timeout: float = PATIENCE) -> None:
-        self.address, self.pid = address, os.getpid()
-        self.lost = ""  # why
+        super().__init__(address)
+        self.pid = os.getpid()
         self.is_kept = False  # while home lives, though nobody here uses a channel of it
         self._begun = 0  # so many are about to use one
         self._secret, self._tls = secret, tls
         self._hello = {**versions(), **card(), "guest": secrets.token_hex(16), "again": False}
-        self._lock = threading.RLock()
-        self._numbers = self._line_numbers = 0
-        self._asked: dict[int, Asked] = {}
+        self._line_numbers = 0
         self._lines: dict[int, Line] = {}
         self._users: weakref.WeakSet[Any] = weakref.WeakSet()
         self._known: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # of these
@@ -156,87 +113,7 @@ class Connection:
         sock.close()
         raise HostError(f"{why} at {self.address}: {why_not}", self.address)
 
-    # --- asking ---
-
-    def ask(
-        self,
-        channel: int,
-        what: str,
-        *arguments: Any,
-        late: Callable[[Answer], None] = lambda _: None,
-        undone: Callable[[], None] = lambda: None,
-        finish: Callable[[Any], Any] = lambda value: value,
-    ) -> Any:
-        """What ``finish`` makes of home's answer. Ctrl-C may come anywhere: ``late`` hears the answer that
-        this does not return; ``undone`` is called when home has not done it, whoever waits."""
-        asked = Asked(late, undone)
-        try:
-            self.post(asked, channel, what, arguments)
-            asked.wait()
-            return asked.value(finish)
-        except BaseException:
-            self.abandon(asked)
-            raise
-
-    async def await_answer(
-        self,
-        channel: int,
-        what: str,
-        *arguments: Any,
-        late: Callable[[Answer], None] = lambda _: None,
-        undone: Callable[[], None] = lambda: None,
-        finish: Callable[[Any], Any] = lambda value: value,
-    ) -> Any:
-        """As :meth:`ask`, for coroutines."""
-        loop = asyncio.get_running_loop()
-        answered = asyncio.Event()
-
-        def done() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop was closed
-                loop.call_soon_threadsafe(answered.set)
-
-        asked = Asked(late, undone, done)
-        try:
-            self.post(asked, channel, what, arguments)
-            await answered.wait()
-            return asked.value(finish)
-        except BaseException:
-            self.abandon(asked)
-            raise
-
-    def post(self, asked: Asked, channel: int, what: str, arguments: tuple[Any, ...] = ()) -> None:
-        """Who is interrupted in it abandons what it has asked."""
-        with self._lock:
-            self._numbers += 1
-            asked.number = self._numbers
-            self._asked[asked.number] = asked
-        try:
-            # Nothing comes between the put and that ``posted`` says so: Python looks for signals after both.
-            asked.posted.extend(map(self._asks.put, (Ask(asked.number, channel, what, arguments),)))
-        except (Closed, ValueError):
-            raise self.broken() from None
-        if self.lost:
-            self._lose(self.lost)
-
-    def abandon(self, asked: Asked) -> None:
-        """Nobody waits for it any more."""
-        with self._lock:
-            asked.abandoned = True
-            answer = asked.answer
-            if not asked.posted:
-                self._asked.pop(asked.number, None)
-        if answer is not None:
-            asked.hear_late(answer)
-        elif not asked.posted:
-            asked.forget()
-        else:
-            with contextlib.suppress(ChannelError, ValueError):
-                self._asks.put_nowait(Cancel(asked.number))
-
-    def broken(self) -> Broken:
-        error = Broken(f"the channels of {self.address} are broken: {self.lost or 'they were left'}")
-        error.__cause__ = HostError(self.lost or "they were left", self.address)
-        return error
+    # --- what home is asked for ---
 
     def open(self, channel: int) -> Any:
         """What home says of the channel, which is open here until home is told to drop it."""
@@ -256,6 +133,13 @@ class Connection:
 
         return bool(self.ask(channel, "send", late=come))
 
+    def two_round_trips(self) -> float:
+        return 2 * float(self.link.state()["round_trip"])
+
+    def answered_within(self, timeout: float) -> float:
+        """After so many seconds home is busy, stopped or out of reach."""
+        return timeout + self.two_round_trips() + UNHEARD
+
     # --- lines ---
 
     def new_line(self, name: str, max_bytes: int | None, reads: bool) -> Line:
@@ -265,25 +149,26 @@ class Connection:
 
     def open_line(self, line: Line, channel: int) -> None:
         """Joins it to a port of that channel. Its user has its end already."""
-        with self._lock:  # it may be finished before home's answer is looked at here
-            self._lines[line.number] = line
 
         def join(answer: Answer) -> None:
             """Of who waits no more, too: else home would never hear that the port is left."""
             with self._lock:
                 if answer.wrong is not None:
                     self._lines.pop(line.number, None)
-                elif line.number in self._lines:
+                elif line.number in self._lines and line.number not in self.link.state()["lines"]:
                     ends = [line.end]
                     fill, drain = (ends, []) if line.reads else ([], ends)
                     self.link.line(line.number, fill, drain, line.reads)
 
-        try:
-            self.ask(channel, "reader" if line.reads else "writer", line.number, late=join)
-        except Exception:
-            self._lines.pop(line.number, None)
-            raise
-        join(Answer(line.number))
+        def joined(_: Any) -> None:
+            join(Answer(line.number))
+
+        def enter() -> None:  # it may be finished before home's answer is looked at here
+            with self._lock:
+                self._lines[line.number] = line
+
+        what = "reader" if line.reads else "writer"
+        self.ask(channel, what, line.number, late=join, take=joined, first=enter)
         if self.lost:
             self._lose(self.lost)
 
@@ -321,7 +206,7 @@ class Connection:
         """By who can't wait for home to hear it."""
         if what in ("come", "drop"):
             with contextlib.suppress(Broken):
-                self.post(Asked(), number, what)
+                self.post(number, what, ())
         self._look_for_users()
 
     def _look_for_users(self) -> None:
@@ -339,7 +224,7 @@ class Connection:
             self._end()
         else:
             with contextlib.suppress(Broken):
-                self.post(Asked(done=self._end), 0, "leave")
+                self.post(0, "leave", (), done=self._end)
 
     # --- its threads ---
 
@@ -375,13 +260,7 @@ class Connection:
         elif isinstance(said, Over):
             self._lose(said.why, said.ended)
         else:
-            with self._lock:
-                asked = self._asked.pop(said.number, None)
-                if asked is not None:
-                    asked.answer = said
-                    abandoned = asked.abandoned
-            if asked is not None:
-                asked.hear_late(said) if abandoned else asked.done()
+            self._answered(said)
 
     # --- the end ---
 
@@ -389,17 +268,11 @@ class Connection:
         """Home is out of reach for good: all that is open here is broken, but for what has ended before."""
         with self._lock:
             self.lost = self.lost or why
-            waiting, self._asked = list(self._asked.values()), {}
             lines, self._lines = list(self._lines.values()), {}
-            abandoned = [asked for asked in waiting if asked.abandoned]
-            answers = [Answer(asked.number, wrong=wrong(self.broken())) for asked in waiting]
-            for asked, answer in zip(waiting, answers, strict=True):
-                asked.answer = answer
         with _registry_lock:
             forget(self)
         self.link.close()
-        for asked, answer in zip(waiting, answers, strict=True):
-            asked.hear_late(answer) if asked in abandoned else asked.done()
+        self._answer_all()
         for line in lines:
             if line.number in ended:
                 line.ring.close()
@@ -426,7 +299,7 @@ class Connection:
                 time.sleep(0.005)
         with contextlib.suppress(Broken):
             left = Latch()
-            self.post(Asked(done=left.set), 0, "leave")
+            self.post(0, "leave", (), done=left.set)
             left.wait(LAST_WORD)
         self._left = True
         self._end()

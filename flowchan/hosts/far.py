@@ -15,7 +15,7 @@ import numbers
 import os
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, NoReturn, TypeVar
 
 from flowchan import _core
@@ -24,7 +24,8 @@ from flowchan.channel.media import HOSTS
 from flowchan.channel.ports import In, Out, moved
 from flowchan.errors import Broken, ChannelError, Drained, Empty, FlowchanError, HostError
 from flowchan.hosts import choosing
-from flowchan.hosts.asking import Answer, opened, seal, sealed_cause
+from flowchan.hosts.asking import Answer, Recalled, opened, seal, sealed_cause
+from flowchan.hosts.calls import Unanswered, is_not_now
 from flowchan.hosts.connection import PATIENCE, Connection, Line, using
 from flowchan.hosts.home import home_at, home_of
 from flowchan.items.whole import is_whole
@@ -105,7 +106,7 @@ class FarChannel(Channel[T]):
         return self._connection.ask(self._number, what, *arguments)
 
     def _two_round_trips(self) -> float:
-        return 0.002 + 2 * float(self._connection.link.state()["round_trip"])
+        return 0.002 + self._connection.two_round_trips()
 
     # --- items ---
 
@@ -140,16 +141,28 @@ class FarChannel(Channel[T]):
     def get(self, timeout: float | None = None) -> T:
         """As every channel's."""
         wait = _seconds(timeout)
-        try:
-            found = self._returned.popleft()
-        except IndexError:
+        return self._take("get", (), wait, opened, self._return_one)  # type: ignore[no-any-return]
+
+    def _take(self, what: str, how: tuple[Any, ...], wait: float | None, take: Any, late: Any) -> Any:
+        """What has come here already, else what home gives within the time."""
+        give_up = math.inf if wait is None else time.monotonic() + wait
+        while True:
+            if came := self._came_before(*how):
+                return self._open_here(came, take if what == "get_many" else _first_opened)
+            left = None if give_up == math.inf else max(0.0, give_up - time.monotonic())
+            within = None if left is None else self._connection.answered_within(left)
             try:
-                return self._connection.ask(  # type: ignore[no-any-return]
-                    self._number, "get", wait, late=self._return_one, finish=opened
+                return self._connection.ask(
+                    self._number, what, *how, left, late=late, take=take, reads=(self,), within=within
                 )
+            except Recalled:
+                continue
+            except Unanswered:
+                if not self._returned:
+                    raise Empty(f"nothing was heard of {self._at[0]} within {wait:g} s") from None
             except (Drained, Empty):
-                found = self._came_before()
-        return self._opened([found])[0]
+                if not self._returned:  # what an interrupted call asked for may have come meanwhile
+                    raise
 
     def get_nowait(self) -> T:
         """As every channel's; takes a round trip."""
@@ -160,67 +173,72 @@ class FarChannel(Channel[T]):
         if not is_whole(max) or max < 1:
             raise ValueError(f"max must be a whole number >= 1, not {max!r}")
         wait = _seconds(timeout)
-        found = [self._returned.popleft() for _ in range(min(max, len(self._returned)))]
-        if not found:
-            try:
-                return self._connection.ask(  # type: ignore[no-any-return]
-                    self._number, "get_many", max, wait, late=self._return_many, finish=self._opened_before
-                )
-            except (Drained, Empty):
-                found = [self._came_before()]
-        return self._opened(found)
+        return self._take("get_many", (max,), wait, self._open_all, self._return_many)  # type: ignore[no-any-return]
 
     async def aget(self) -> T:
         """As ``get``, for coroutines. A cancelled call has taken nothing."""
-        try:
-            found = self._returned.popleft()
-        except IndexError:
+        while True:
+            if came := self._came_before():
+                return self._open_here(came, _first_opened)  # type: ignore[no-any-return]
             try:
                 return await self._connection.await_answer(  # type: ignore[no-any-return]
-                    self._number, "get", None, late=self._return_one, finish=opened
+                    self._number, "get", None, late=self._return_one, take=opened, reads=(self,)
                 )
+            except Recalled:
+                continue
             except Drained:
-                found = self._came_before()
-        return self._opened([found])[0]
+                if not self._returned:
+                    raise
 
-    def _opened(self, found: list[Any]) -> list[T]:
-        """The items that these are, which are no more among the returned ones."""
+    def _came_before(self, most: int = 1) -> list[Any]:
+        """What has come, still sealed, that earlier calls asked for which were interrupted."""
+        found: list[Any] = []
+        with contextlib.suppress(IndexError):
+            while len(found) < most:
+                found.append(self._returned.popleft())
+        return found
+
+    def _open_here(self, found: list[Any], take: Callable[[list[Any]], Any]) -> Any:
+        """What ``take`` makes of what is no more among the returned ones."""
         try:
-            return self._opened_before(found)
-        except Exception:
-            raise
-        except BaseException:  # Ctrl-C
-            self._returned.extendleft(reversed(found))
+            return take(found)
+        except BaseException as error:
+            if is_not_now(error):
+                self.put_back(found)
             raise
 
-    def _opened_before(self, found: list[Any]) -> list[T]:
-        """The items before the first that can't be made here. What comes after those is returned: the next
-        call raises its error, if this does not."""
-        items: list[T] = []
+    def _open_all(self, found: list[Any]) -> list[Any]:
+        """The items. One that can't be received tells its error if it is the first, else to the next call."""
+        items: list[Any] = []
         try:
             for item in found:
                 items.append(opened(item))
-        except Exception:
-            self._returned.extendleft(reversed(found[max(1, len(items)) :]))
+        except Exception as error:
+            stays = bool(items) or is_not_now(error)
+            back = found[len(items) + (not stays) :]
+            found.clear()  # nobody puts it back again
+            self.put_back(back)
             if not items:
                 raise
         return items
 
-    def _came_before(self) -> Any:
-        """There is nothing at home, by the error that is being handled; but what an earlier call asked for
-        that was interrupted may have come meanwhile."""
-        with contextlib.suppress(IndexError):
-            return self._returned.popleft()
-        raise
+    def put_back(self, items: Sequence[Any]) -> None:
+        """They are the next ones here, also of who waits for home's."""
+        self._returned.extendleft(reversed(items))
+        self._link.recall_readers(self)
 
     def _return_one(self, answer: Answer) -> None:
         """An item has come for a call that waits no more: it is the next one here."""
         if answer.wrong is None:
-            self._returned.append(answer.value)
+            self._return_items([answer.value])
 
     def _return_many(self, answer: Answer) -> None:
         if answer.wrong is None:
-            self._returned.extend(answer.value)
+            self._return_items(answer.value)
+
+    def _return_items(self, items: Sequence[Any]) -> None:
+        self._returned.extend(items)
+        self._link.recall_readers(self)
 
     def __next__(self) -> T:
         try:
@@ -408,6 +426,10 @@ def open_channel(
         return far_channel(address, secret, tls, math.inf if wait is None else wait)
     except ChannelError as error:
         raise HostError(str(error), address) from None
+
+
+def _first_opened(found: list[Any]) -> Any:
+    return opened(found[0])
 
 
 def place_in(address: str) -> str:

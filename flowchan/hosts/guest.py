@@ -15,8 +15,19 @@ from typing import TYPE_CHECKING, Any, Protocol
 from flowchan import _core
 from flowchan.channel import awaiting
 from flowchan.channel.channel import Channel, In, Out
-from flowchan.errors import Broken, ChannelError, Closed, Full
-from flowchan.hosts.asking import Answer, Ask, Cancel, Finished, Over, cause_in, sealed_cause, to_put, wrong
+from flowchan.errors import Broken, Closed, Full
+from flowchan.hosts.asking import (
+    Answer,
+    Ask,
+    Cancel,
+    Finished,
+    Over,
+    Recalled,
+    cause_in,
+    sealed_cause,
+    to_put,
+    wrong,
+)
 from flowchan.hosts.neighbours import Neighbour
 from flowchan.items.codec import keeps_sealed
 
@@ -154,14 +165,14 @@ class Guest:
             self._tasks[number] = self._loop.create_task(self._answer_cancelled(number))
 
     async def _answer_cancelled(self, number: int) -> None:
-        await self._give(Answer(number, wrong=wrong(ChannelError("cancelled"))))
+        await self._give(Answer(number, wrong=wrong(Recalled())))
 
     async def _answer(self, ask: Ask) -> None:
         try:
             value = await self._do(ask)
             answer = Answer(ask.number, value)
         except asyncio.CancelledError:
-            answer = Answer(ask.number, wrong=wrong(ChannelError("cancelled")))
+            answer = Answer(ask.number, wrong=wrong(Recalled()))
         except Exception as error:
             answer = Answer(ask.number, wrong=wrong(error))
         await self._give(answer)

@@ -176,16 +176,16 @@ def test_an_item_that_came_for_an_interrupted_call_is_read_before_the_end():
     channel = make()
 
     def read():
-        connection, post = channel._link, channel._link.post
+        connection, send = channel._link, channel._link._send
         channel.close()
 
-        def post_later(*arguments):
+        def send_later(*arguments):
             channel._returned.append("late")
-            post(*arguments)
+            send(*arguments)
 
-        connection.post = post_later
+        connection._send = send_later
         found = [channel.get(), *channel.get_many(5), select([channel]).item]
-        connection.post = post
+        connection._send = send
         with pytest.raises(Drained):
             channel.get()
         return found

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from peers import HostPeer
-from waiting import wait_stats, wait_until
+from waiting import wait_blocked, wait_stats, wait_until
 
 from flowchan import Channel, Empty, hosts, select
 from flowchan.run import latch
@@ -47,6 +47,7 @@ class Interrupt:
             return None
         finally:
             sys.settrace(None)
+            self._before.clear()  # frames, and what they hold
 
     def _begin(self, frame: FrameType, event: str, _: Any) -> Any:
         if not frame.f_code.co_filename.startswith(OURS):
@@ -131,3 +132,26 @@ def test_what_comes_to_a_get_that_ctrl_c_ended_is_the_next_one(how, there):
             assert told.get() == "ended"
     assert peer.result() > 20
     wait_stats(one, waiting_readers=0, selecting=0, inside=0)
+
+
+def test_a_writer_whose_opening_ctrl_c_ended_is_left():
+    """C5, C12: it does not count at home, and nothing keeps the connection."""
+    one, over = make(), make()
+
+    def walk():
+        for number in itertools.count(1):
+            interrupt = Interrupt(number)
+            port = interrupt.during(one.writer)
+            if port is not None:
+                port.close()
+            if not interrupt.where:
+                break
+        wait_until(lambda: not one._connection._lines and not asked_for(one))
+        over.get()
+        return number
+
+    peer = HostPeer(walk)
+    wait_blocked(over, readers=1)
+    wait_stats(one, readers=0, writers=0)
+    over.put(None)
+    assert peer.result() > 20

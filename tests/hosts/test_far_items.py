@@ -18,7 +18,8 @@ from waiting import wait_stats, wait_until
 
 from flowchan import Broken, Channel, ChannelError, pack, select, unpack
 from flowchan.hosts import far, hosting, open_channel
-from flowchan.hosts.connection import Asked, Connection
+from flowchan.hosts.calls import Asked
+from flowchan.hosts.connection import Connection
 
 pytestmark = pytest.mark.usefixtures("impatient")
 
@@ -241,8 +242,8 @@ def interrupt(which, call, *arguments):
     """Ctrl-C just when the answer to that question of the call has come."""
     wait, questions = Asked.wait, []
 
-    def interrupted(asked):
-        wait(asked)
+    def interrupted(asked, within):
+        wait(asked, within)
         questions.append(asked)
         if len(questions) == which:
             signal.raise_signal(signal.SIGINT)

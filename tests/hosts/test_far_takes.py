@@ -1,0 +1,213 @@
+"""Calls elsewhere whose item can't be received, or that nobody waits for any more: nothing good is lost
+(C1, C9)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import signal
+
+import pytest
+from peers import HostPeer, ThreadPeer
+from waiting import wait_blocked, wait_until
+
+from flowchan import Channel, Drained, Empty, NothingReady, select
+from flowchan.hosts import calls, connection
+
+pytestmark = pytest.mark.usefixtures("impatient")
+
+
+def make(capacity=64, **options):
+    return Channel(capacity, across="hosts", **options)
+
+
+class Arrives:
+    """Raises the next of ``errors`` when it is unpickled, while there are any, and comes whole afterwards."""
+
+    errors: list[BaseException] = []
+
+    def __reduce__(self):
+        return arrive, ()
+
+
+def arrive():
+    if Arrives.errors:
+        raise Arrives.errors.pop(0)
+    return "whole"
+
+
+TAKES = {
+    "get": lambda one: one.get(),
+    "get_many": lambda one: one.get_many(1)[0],
+    "aget": lambda one: asyncio.run(one.aget()),
+    "select": lambda one: select([one]).item,
+    "select among others": lambda one: select([one, Channel()]).item,
+}
+
+
+@pytest.mark.parametrize("how", ["get", "aget", "get_nowait"])
+def test_an_items_own_index_error_is_raised(how):
+    """C1: of an item that was left for the next call, too."""
+    channel, take = make(), {**TAKES, "get_nowait": lambda one: one.get_nowait()}[how]
+
+    def use():
+        Arrives.errors = [IndexError("its own"), IndexError("its own")]
+        channel.put_many(["good", Arrives(), "after"])
+        assert channel.get_many(2) == ["good"]  # the second error is for the next call
+        with pytest.raises(IndexError, match="its own"):
+            take(channel)
+        return take(channel)
+
+    assert HostPeer(use).result() == "after"
+
+
+ERRORS = [(MemoryError,), (KeyboardInterrupt,), (OSError, errno.EMFILE, ""), (OSError, errno.ENOMEM, "")]
+
+
+@pytest.mark.parametrize("how", TAKES)
+@pytest.mark.parametrize("error", ERRORS, ids=str)
+def test_an_item_that_can_not_be_received_now_is_the_next_one_again(error, how):
+    """C9: as often as that happens; and what stands behind it comes behind it."""
+    channel, take = make(), TAKES[how]
+
+    def use():
+        kind, *arguments = error
+        Arrives.errors = [kind(*arguments) for _ in range(2)]
+        channel.put_many([Arrives(), "behind"])
+        for _ in range(2):
+            with pytest.raises(kind):
+                take(channel)
+        return [take(channel), take(channel)]
+
+    assert HostPeer(use).result() == ["whole", "behind"]
+
+
+def test_get_many_elsewhere_leaves_what_it_can_not_receive_now():
+    """C9: what came before it is given, or left too when Ctrl-C ends the call."""
+    channel = make()
+
+    def use():
+        channel.put_many([1, Arrives(), 3])
+        Arrives.errors = [MemoryError()]
+        assert [channel.get_many(8), channel.get_many(8)] == [[1], ["whole", 3]]
+        for _ in range(2):
+            channel.put_many([1, Arrives(), 3])
+            Arrives.errors = [KeyboardInterrupt(), KeyboardInterrupt()]
+            for _ in range(2):
+                with pytest.raises(KeyboardInterrupt):
+                    channel.get_many(8)
+            assert channel.get_many(8) == [1, "whole", 3]
+
+    HostPeer(use).result()
+
+
+WAITS = {
+    "get": lambda one: one.get(),
+    "get with a time": lambda one: one.get(timeout=1000),
+    "get_many": lambda one: one.get_many(5)[0],
+    "aget": lambda one: asyncio.run(one.aget()),
+    "select": lambda one: select([one]).item,
+    "select with a put": lambda one: select([one], puts=[(full, 1)]).item,
+    "select among others": lambda one: select([one, Channel()]).item,
+    "ready": lambda one: (select([Channel()], ready=[one]), one.get())[1],
+}
+full = None
+
+
+@pytest.mark.parametrize("how", WAITS)
+def test_an_item_that_came_for_a_cancelled_call_goes_to_who_waits(how):
+    """C8: to another thread of the same process, which home would give only a later one."""
+    channel, back, filled = make(), make(), make(1)
+    filled.put(0)
+
+    def use():
+        global full
+        full = filled
+        loop = asyncio.new_event_loop()
+        first = loop.create_task(channel.aget())
+
+        async def begin():
+            while channel.stats().waiting_readers < 1:
+                await asyncio.sleep(0)
+
+        loop.run_until_complete(begin())
+        waiting = ThreadPeer(WAITS[how], channel)
+        back.put("both wait")
+        # A select among others may have been quicker.
+        wait_until(lambda: not waiting.running() or any(one.answer is not None for one in calls_of_the_loop))
+        first.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            loop.run_until_complete(first)
+        loop.close()
+        return waiting.result()
+
+    calls_of_the_loop = []
+    made = calls.Asked.__init__
+
+    def noted(asked, *arguments):
+        made(asked, *arguments)
+        if not calls_of_the_loop:
+            calls_of_the_loop.append(asked)
+
+    def use_noted():
+        calls.Asked.__init__ = noted
+        return use()
+
+    channel_of_peer = HostPeer(use_noted)
+    assert back.get() == "both wait"
+    wait_blocked(channel, readers=2)
+    channel.put("the item")
+    assert channel_of_peer.result() == "the item"
+
+
+def test_a_time_elsewhere_is_kept_though_home_does_not_answer(monkeypatch):
+    """C9: and what home gives for such a call comes to the next."""
+    monkeypatch.setattr(connection, "UNHEARD", 0.01)
+    told = make()
+    home = HostPeer(be_a_home, told)
+    theirs = told.get()
+    late = ThreadPeer(theirs.get_many, 1)
+    wait_blocked(theirs, readers=1)
+    os.kill(home.pid(), signal.SIGSTOP)
+    try:
+        for call in (theirs.get, theirs.get_nowait, lambda timeout=0: theirs.get_many(2, timeout)):
+            with pytest.raises(Empty):
+                call(*([0.05] if call == theirs.get else []))
+        with pytest.raises(NothingReady):
+            select([theirs], timeout=0)
+    finally:
+        os.kill(home.pid(), signal.SIGCONT)
+    theirs.put("one")
+    assert late.result() == ["one"]
+    theirs.put("two")
+    assert theirs.get(timeout=20) == "two"
+    theirs.close()
+    with pytest.raises(Drained):
+        theirs.get(timeout=20)
+    home.result()
+
+
+def be_a_home(told):
+    mine = make()
+    told.put(mine)
+    wait_until(lambda: mine.closed)
+
+
+def test_a_late_answer_is_heard_once():
+    """C1: though home is lost just when its call is given up."""
+
+    class Line(calls.Calls):
+        def __init__(self):
+            super().__init__("127.0.0.1:1")
+            self._asks = Channel().writer()
+
+    for _ in range(300):
+        heard, home = [], Line()
+        asked = calls.Asked(heard.append)
+        home._send(asked, 1, "get", ())
+        threads = [ThreadPeer(home.abandon, asked), ThreadPeer(home._answer_all)]
+        for thread in threads:
+            thread.result()
+        assert len(heard) == 1
