@@ -242,10 +242,14 @@ def test_members_of_two_users_of_one_machine_are_connected_as_two_hosts() -> Non
         pytest.skip("only root can become another user: run it as root")
     at = free_address()
 
+    def work(g: Any) -> Any:
+        return g.allreduce(g.rank + 1), type(g).__name__
+
     def member(rank: int, user: int) -> Any:
         os.setresuid(user, user, user)
         with meet_at(at, SECRET, rank, 2, 60) as g:
-            return g.allreduce(rank + 1), type(g).__name__
+            return work(g)
 
+    raised(over_hosts(2, work))  # imports here what the other user may not be allowed to read
     peers = [ProcessPeer(member, rank, user) for rank, user in ((0, 0), (1, 65534))]
     assert [peer.result() for peer in peers] == [(3, "LinkedGroup")] * 2
