@@ -309,29 +309,42 @@ class Connection(Calls):
 
 _registry_lock = threading.RLock()
 _connections: dict[tuple[str, bytes], Connection] = {}
-
-
-def connection_to(address: str, secret: bytes, tls: bool, timeout: float = PATIENCE) -> Connection:
-    """That of this process to a home; one for all its channels."""
-    with _registry_lock:
-        key = (address, secret)
-        if key not in _connections:
-            _connections[key] = Connection(address, secret, tls, timeout)
-        return _connections[key]
+_dialling: weakref.WeakValueDictionary[tuple[str, bytes], Any] = weakref.WeakValueDictionary()
+"""Held by who dials that home."""
 
 
 @contextlib.contextmanager
 def using(address: str, secret: bytes, tls: bool, timeout: float = PATIENCE) -> Iterator[Connection]:
-    """The same, and it is not left meanwhile though nobody uses a channel yet."""
-    with _registry_lock:
-        connection = connection_to(address, secret, tls, timeout)
-        connection._begun += 1
+    """That of this process to a home; one for all its channels. It is not left meanwhile, though nobody uses
+    a channel yet."""
+    connection = _begun(address, secret, tls, timeout)
     try:
         yield connection
     finally:
         with _registry_lock:
             connection._begun -= 1
         connection.tell("used", 0)
+
+
+def _begun(address: str, secret: bytes, tls: bool, timeout: float) -> Connection:
+    key, give_up = (address, secret), time.monotonic() + timeout
+    while True:
+        with _registry_lock:
+            if (connection := _connections.get(key)) is not None:
+                connection._begun += 1
+                return connection
+            dialling = _dialling.setdefault(key, threading.Lock())
+        # Outside of the registry's lock: a home that does not answer holds up nobody who uses another one.
+        left = max(0.0, give_up - time.monotonic())
+        if not dialling.acquire(timeout=min(left, threading.TIMEOUT_MAX)):
+            raise HostError(
+                f"can't open a channel of {address}: it has not answered for {timeout:g} s", address
+            )
+        try:
+            if key not in _connections:
+                _connections[key] = Connection(address, secret, tls, timeout)
+        finally:
+            dialling.release()
 
 
 def forget(connection: Connection) -> None:
@@ -356,6 +369,7 @@ def _begin_anew() -> None:
     global _registry_lock
     _registry_lock = threading.RLock()
     _connections.clear()
+    _dialling.clear()
 
 
 atexit.register(_leave_all)

@@ -43,7 +43,11 @@ def ask_anything(address: str, secret: bytes, seed: int) -> int:
     """How many of the calls were answered by an error. At last it puts 1."""
     draw = random.Random(seed)
     place, _, number = address.rpartition("/")
-    home = connection.connection_to(place, secret, False)
+    with connection.using(place, secret, False) as home:
+        return ask_anything_of(home, int(number), draw)
+
+
+def ask_anything_of(home: connection.Connection, number: int, draw: random.Random) -> int:
     wrong = 0
     for _ in range(300):
         what = draw.choice(WORDS) if draw.random() < 0.8 else anything(draw)
@@ -53,8 +57,8 @@ def ask_anything(address: str, secret: bytes, seed: int) -> int:
             home.ask(channel, what, *(anything(draw) for _ in range(draw.randrange(3))))
         except Exception:
             wrong += 1
-    home.ask(int(number), "open")
-    home.ask(int(number), "put", 1, None)
+    home.ask(number, "open")
+    home.ask(number, "put", 1, None)
     return wrong
 
 

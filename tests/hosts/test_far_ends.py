@@ -7,6 +7,7 @@ import builtins
 import contextlib
 import os
 import signal
+import socket
 import threading
 import weakref
 
@@ -16,7 +17,7 @@ from waiting import wait_stats, wait_until
 
 from benchmarks.far import cut
 from flowchan import Broken, Channel, Closed, HostError, WorkerDied
-from flowchan.hosts import hosting, serve
+from flowchan.hosts import hosting, open_channel, serve
 from flowchan.hosts.guest import Guest
 from flowchan.hosts.neighbours import Neighbour
 
@@ -272,3 +273,22 @@ def test_a_program_is_not_given_up_before_home_comes_to_join_its_connection(monk
     channel = make()
     HostPeer(channel.put, "item").result()
     assert channel.get() == "item"
+
+
+def test_a_home_that_does_not_answer_holds_up_no_other():
+    """C12: ports of others are closed, and their channels opened, while it is dialled."""
+    one, other = make(), make()
+
+    def use():
+        silent = socket.create_server(("127.0.0.1", 0))
+        channel = open_channel(one.address, one.secret)
+        place = f"127.0.0.1:{silent.getsockname()[1]}"
+        dialling = ThreadPeer(lambda: open_channel(f"{place}/1", bytes(32), timeout=1000))
+        kept, _ = silent.accept()
+        with channel.writer() as writer:
+            writer.put("sent")
+        return open_channel(other.address, other.secret).capacity, dialling.running(), kept.close()
+
+    peer = HostPeer(use)
+    assert one.get() == "sent"
+    assert peer.result() == (other.capacity, True, None)
