@@ -228,17 +228,30 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
             "run/test_ways_out.py::test_every_way_out_leaves_nothing",
         ),
     ),
-    34: ("a collective's timeout does not say which rank", LATER + "there are no collectives yet"),
+    34: (
+        "a collective's timeout does not say which rank",
+        ("collective/test_group_failures.py::test_a_timeout_names_who_is_absent_and_what_it_did_last",),
+    ),
     35: (
         "innocent tasks are blamed for a death",
         ("crash/test_exactly_once.py::test_r4_a_poison_item_is_blamed_alone",),
     ),
-    36: ("shared-memory allreduce: memory order, threads, groups", LATER + "there are no collectives yet"),
+    36: (
+        "shared-memory allreduce: memory order, threads, groups",
+        (
+            "native/test_group_walk.py::test_a_death_at_any_point_has_the_same_outcome_for_all",
+            "model/test_protocol_model.py::test_the_whole_model_holds",
+            "collective/test_group_failures.py::test_many_groups_leave_nothing_whatever_the_order_of_their_ends",
+        ),
+    ),
     37: (
         "slow wake-ups",
         LATER + "p50, p99 and p99.9 of wake-ups are published by `make bench`, not asserted",
     ),
-    38: ("a launcher hides the real cause", LATER + "there is no launcher of hosts yet"),
+    38: (
+        "a launcher hides the real cause",
+        ("cli/test_cli_launch.py::test_the_last_line_says_who_failed_first_and_why",),
+    ),
 }
 
 

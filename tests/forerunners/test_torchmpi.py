@@ -10,7 +10,7 @@ Each test has the name it has there, and none of its code. What has no counterpa
     another side of its limits; ``select`` chooses another one: tests/collective/test_torch_ways.py.
 async ``reduce``, ``sendreceivenext`` and ``allgather``
     There they were synchronous under another name. Here ``wait=False`` is an argument of ``allreduce``,
-    ``broadcast`` and ``barrier`` alone.
+    ``broadcast``, ``barrier``, ``allgather`` and ``gather``.
 ``parameterserver``
     There is no parameter server.
 ``async``, ``blockSequential``
