@@ -142,11 +142,11 @@ def failures(graph: Graph) -> tuple[Stream[list[float]], Stream[list[int]]]:
 def stages(graph: Graph) -> tuple[Stream[list[str]], Stream[float]]:
     small, large = graph.stage(split, graph.source(range(6)))
     assert_type(large, Stream[str])
-    _, _, _, rest = graph.stage(sorted_out, graph.source(range(6)))
+    a, b, c, rest = graph.stage(sorted_out, graph.source(range(6)))
     assert_type(rest, Stream[bytes])
-    _, _, _, _, _, _, last = graph.stage(seven)
-    for stream in (rest, last):
-        stream.sink(print)
+    of_seven = graph.stage(seven)
+    for stream in (a, b, c, rest, *of_seven):
+        stream.sink(id)
     means = graph.stage(sums, small, workers=2)
     total = means.reduce(operator.add)
     again: Feedback[int] = graph.feedback("again")
