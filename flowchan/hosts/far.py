@@ -32,6 +32,7 @@ from flowchan.items.whole import is_whole
 from flowchan.transport import descriptors
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 class _FarPort(Generic[T]):
@@ -64,12 +65,27 @@ class _FarPort(Generic[T]):
 class FarIn(_FarPort[T], In[T]):
     """A reading end of a channel whose home is elsewhere."""
 
+    def get(self, timeout: float | None = None) -> T:
+        """As every port's; but an item that is at home now has two round trips, however short the time."""
+        return self._in_two_round_trips(super().get, timeout)
+
+    def get_many(self, max: int, timeout: float | None = None) -> list[T]:
+        """As every port's, with the same difference."""
+        return self._in_two_round_trips(functools.partial(super().get_many, max), timeout)
+
     def get_nowait(self) -> T:
-        """As ``get`` with a timeout of about two round trips: so long an item takes that is at home now."""
+        """As ``get`` with no time at all."""
+        return self.get(0)
+
+    def _in_two_round_trips(self, call: Callable[[float | None], R], timeout: float | None) -> R:
         try:
-            return super().get_nowait()
+            return call(timeout)
         except Empty:
-            return super().get(self._far._two_round_trips())
+            assert timeout is not None
+            rest = self._far._two_round_trips() - timeout
+            if rest <= 0:
+                raise
+        return call(rest)
 
 
 class FarOut(_FarPort[T], Out[T]):

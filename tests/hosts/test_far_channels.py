@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 
 import pytest
@@ -138,6 +139,29 @@ def test_a_reader_elsewhere_holds_nothing_that_others_could_get():
     go_on.put(None)
     channel.close()
     assert peer.result() == [4]
+
+
+def test_polls_at_a_port_elsewhere_get_what_is_at_home_and_see_the_end():
+    """One that is too short for the wire may find nothing; the next one does."""
+    numbers = make()
+    numbers.put_many(range(9))
+    numbers.close()
+
+    def poll(numbers):
+        def found(call):
+            while True:
+                with contextlib.suppress(Empty):
+                    return call()
+
+        with numbers.reader() as reader:
+            got = [found(lambda: reader.get(timeout=0)), found(lambda: reader.get(0.0001))]
+            while len(got) < 9:
+                got += found(lambda: reader.get_many(3, timeout=0))
+            with pytest.raises(Drained):
+                found(lambda: reader.get(0))
+        return got
+
+    assert HostPeer(poll, numbers).result() == list(range(9))
 
 
 def test_coroutines_wait_elsewhere():
