@@ -33,6 +33,7 @@ PUBLIC = {
     "flowchan.hosts": "flowchan/hosts/__init__.py",
     "flowchan.collective": "flowchan/collective/__init__.py",
     "flowchan.collective.parallel": "flowchan/collective/parallel.py",
+    "flowchan.collective.engine": "flowchan/collective/engine.py",
     "flowchan.viz": "viz/__init__.py",
 }
 

@@ -63,7 +63,7 @@ class Interrupt:
             if self._before.get(frame) in LOOKS_AFTER:
                 self._look(frame)
             self._before[frame] = instructions(frame.f_code)[frame.f_lasti]
-        elif event == "return":
+        elif event in ("return", "exception"):  # where what was called has raised, Python looks for no signal
             self._before.pop(frame, None)
         return self._follow
 
@@ -134,14 +134,15 @@ def test_what_comes_to_a_get_that_ctrl_c_ended_is_the_next_one(how, there):
     wait_stats(one, waiting_readers=0, selecting=0, inside=0)
 
 
-def test_a_writer_whose_opening_ctrl_c_ended_is_left():
+@pytest.mark.parametrize("end", ["reader", "writer"])
+def test_a_port_whose_opening_ctrl_c_ended_is_left(end):
     """C5, C12: it does not count at home, and nothing keeps the connection."""
     one, over = make(), make()
 
     def walk():
         for number in itertools.count(1):
             interrupt = Interrupt(number)
-            port = interrupt.during(one.writer)
+            port = interrupt.during(getattr(one, end))
             if port is not None:
                 port.close()
             if not interrupt.where:

@@ -14,7 +14,7 @@ from peers import HostPeer, ThreadPeer
 from waiting import wait_blocked, wait_until
 
 from flowchan import Channel, Drained, Empty, NothingReady, select
-from flowchan.hosts import calls, connection
+from flowchan.hosts import calls, connection, serve
 
 pytestmark = pytest.mark.usefixtures("impatient")
 
@@ -165,6 +165,7 @@ def test_an_item_that_came_for_a_cancelled_call_goes_to_who_waits(how):
 def test_a_time_elsewhere_is_kept_though_home_does_not_answer(monkeypatch):
     """C9: and what home gives for such a call comes to the next."""
     monkeypatch.setattr(connection, "UNHEARD", 0.01)
+    serve()  # as patient as usual: the home is to be slow, not lost
     told = make()
     home = HostPeer(be_a_home, told)
     theirs = told.get()
@@ -190,6 +191,7 @@ def test_a_time_elsewhere_is_kept_though_home_does_not_answer(monkeypatch):
 
 
 def be_a_home(told):
+    serve()
     mine = make()
     told.put(mine)
     wait_until(lambda: mine.closed)
