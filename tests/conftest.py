@@ -221,6 +221,15 @@ def impatient() -> Iterator[None]:
     serve()
 
 
+@pytest.fixture
+def no_agent_stays() -> Iterator[None]:
+    """Of runs over hosts: when a test is over, so are the agents that it has started."""
+    yield
+    from hosted import agents  # not every test needs it
+
+    assert not agents()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config) -> None:
     """Processes that share the tests share a template, too."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import os
 import signal
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +23,16 @@ def in_step(items: In[T], group: Group, out: Out[T]) -> None:
         out.put(item)
     for _ in group.rest(operator.add):
         pass
+
+
+def check_each_once(found: list[tuple[int, int, int]]) -> list[int]:
+    """Of an item, the worker's number, and its process: no item is missing or there twice. Says how many
+    processes each worker had, the fewest first."""
+    assert sorted(item for item, *_ in found) == list(range(len(found)))
+    processes = defaultdict(set)
+    for _, number, pid in found:
+        processes[number].add(pid)
+    return sorted(map(len, processes.values()))
 
 
 def kill_worker() -> None:

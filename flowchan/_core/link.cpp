@@ -225,8 +225,13 @@ void Link::tell(std::string event) {
 std::string Link::next_event(int64_t until) {
     std::unique_lock lock(mutex_);
     while (events_.empty() && !closed_) {
-        const int64_t left = until - now_ns();
-        if (left <= 0) return "";
+        const int64_t now = now_ns(), left = until - now;
+        if (left <= 0) {
+            // Who wakes late was held up itself, and that time says nothing about the other side.
+            heard_at_.store(std::min(now, heard_at_.load(std::memory_order_relaxed) - left),
+                            std::memory_order_relaxed);
+            return "";
+        }
         told_.wait_for(lock, std::chrono::nanoseconds(left));
     }
     if (events_.empty()) return "closed";

@@ -5,12 +5,12 @@ shows what no other test does."""
 from __future__ import annotations
 
 import platform
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from named import there_is
 
 TESTS = Path(__file__).parents[1]
 
@@ -81,8 +81,7 @@ COMPLAINTS: dict[str, tuple[str, tuple[str, ...]]] = {
 @pytest.mark.parametrize("source", COMPLAINTS)
 def test_each_complaint_of_collectives_has_its_tests(source: str) -> None:
     for name in COMPLAINTS[source][1]:
-        file, _, test = name.partition("::")
-        assert re.search(rf"^def {test}\(", (TESTS / file).read_text(), re.MULTILINE), name
+        assert there_is(name), name
 
 
 WITHOUT_MEMORY = """

@@ -15,13 +15,13 @@ READS = ["ch.get()", "ch.get(timeout=1e6)", "ch.get_many(3)", "next(ch)", "list(
 WRITES = ["ch.put(2)", "ch.put(2, timeout=1e6)", "ch.put_many([2, 3])", "ch.writer().put(2)"]
 
 SCRIPT = """
-import signal, sys, threading
+import os, signal, sys, threading
 from waiting import wait_blocked
 from flowchan import Channel
 
 def tell_when_blocked():
     wait_blocked(ch, {side}=1)
-    print("blocked", flush=True)
+    os.write(1, b"blocked\\n")  # no interpreter can end while a daemon is at its stdout
 
 ch = Channel(1, across={across!r})
 {prepare}

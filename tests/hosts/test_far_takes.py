@@ -187,6 +187,7 @@ def test_a_time_elsewhere_is_kept_though_home_does_not_answer(monkeypatch):
     theirs.close()
     with pytest.raises(Drained):
         theirs.get(timeout=20)
+    told.close()
     home.result()
 
 
@@ -194,7 +195,7 @@ def be_a_home(told):
     serve()
     mine = make()
     told.put(mine)
-    wait_until(lambda: mine.closed)
+    wait_until(lambda: told.closed)
 
 
 def test_a_late_answer_is_heard_once():

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gates import Gate
-from hosted import agents
 
 from flowchan import Graph, HostError, RunError, worker
 from flowchan.hosts import local
 from flowchan.run.gpus import present
 
-
-@pytest.fixture(autouse=True)
-def _no_agent_stays() -> Iterator[None]:
-    yield
-    assert not agents()
+pytestmark = pytest.mark.usefixtures("no_agent_stays")
 
 
 @pytest.fixture(autouse=True)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hosted import agents
 from waiting import wait_until
 
 from benchmarks.far import cut
@@ -17,10 +15,7 @@ from flowchan.hosts.life import Life
 ITEMS = 3000
 
 
-@pytest.fixture(autouse=True)
-def _no_agent_stays() -> Iterator[None]:
-    yield
-    assert not agents()
+pytestmark = pytest.mark.usefixtures("no_agent_stays")
 
 
 def breaks(run: Run) -> list[int]:

@@ -19,13 +19,7 @@ from flowchan import Graph
 from flowchan.hosts import crew, local
 from flowchan.run import recovery
 
-pytestmark = pytest.mark.timeout(1800)
-
-
-@pytest.fixture(autouse=True)
-def _no_agent_stays() -> Iterator[None]:
-    yield
-    assert not agents()
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.usefixtures("no_agent_stays")]
 
 
 def double(item: int) -> int:

@@ -6,20 +6,17 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from hosted import agents, workers_of
+from named import there_is
 from wires import Wire, wired
 
 from flowchan import Graph, Run
 from flowchan.hosts import local
-
-TESTS = Path(__file__).parents[1]
 
 COMPLAINTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "gloo#223, sglang#3226": (
@@ -86,17 +83,13 @@ COMPLAINTS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _no_agent_stays() -> Iterator[None]:
-    yield
-    assert not agents()
+pytestmark = pytest.mark.usefixtures("no_agent_stays")
 
 
 @pytest.mark.parametrize("source", COMPLAINTS)
 def test_each_complaint_has_its_tests(source: str) -> None:
     for name in COMPLAINTS[source][1]:
-        file, _, test = name.partition("::")
-        assert re.search(rf"^def {test}\(", (TESTS / file).read_text(), re.MULTILINE), name
+        assert there_is(name), name
 
 
 def lives_of(run: Run) -> list[tuple[int, int, tuple[str, ...]]]:

@@ -22,10 +22,7 @@ from flowchan.hosts.provider import Launch
 ITEMS = 300
 
 
-@pytest.fixture(autouse=True)
-def _no_agent_stays() -> Iterator[None]:
-    yield
-    assert not agents()
+pytestmark = pytest.mark.usefixtures("no_agent_stays")
 
 
 def once(folder: Path, at: int, deed: Callable[[], Any]) -> Callable[[int], int]:

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 from gangs import kill_agent, kill_worker, once
-from hosted import agents
 from waiting import wait_until
 
 from flowchan import Graph, In, Out, Reduced, RunError, worker
@@ -24,10 +23,7 @@ from flowchan.viz import to_mermaid
 ITEMS = 60
 
 
-@pytest.fixture(autouse=True)
-def _no_agent_stays() -> Iterator[None]:
-    yield
-    assert not agents()
+pytestmark = pytest.mark.usefixtures("no_agent_stays")
 
 
 def add(a: int, b: int) -> int:

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 
 import pytest
-from hosted import agents
 
 from flowchan import Graph, worker
 from flowchan.hosts import local
 
-
-@pytest.fixture(autouse=True)
-def _no_agent_stays() -> Iterator[None]:
-    yield
-    assert not agents()
+pytestmark = pytest.mark.usefixtures("no_agent_stays")
 
 
 def work(number: int) -> int:

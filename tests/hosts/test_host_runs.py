@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from gates import Gate
-from hosted import agents, host_of
+from hosted import host_of
 
 from flowchan import Channel, Failed, Graph, In, Out, RunError, StageError, worker
 from flowchan.hosts import local
@@ -21,11 +21,7 @@ from flowchan.hosts.pool import pool_of
 from flowchan.hosts.provider import Launch
 from tests.waiting import wait_until
 
-
-@pytest.fixture(autouse=True)
-def _no_agent_stays() -> Any:
-    yield
-    assert not agents()
+pytestmark = pytest.mark.usefixtures("no_agent_stays")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
-from hosted import agents
 
 from flowchan import Failed, Feedback, Graph, GraphError, In, Out, Stream, worker
 from flowchan.declare.verbs import VERBS
@@ -17,10 +16,7 @@ from flowchan.hosts import local
 POOL = local(2)
 
 
-@pytest.fixture(autouse=True)
-def _no_agent_stays() -> Any:
-    yield
-    assert not agents()
+pytestmark = pytest.mark.usefixtures("no_agent_stays")
 
 
 def same(item: Any) -> Any:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-from collections.abc import Iterator
 from typing import Any
 
 import psutil
@@ -26,10 +25,7 @@ from flowchan.run.deadlock import Elsewhere
 POOL = local(2)
 
 
-@pytest.fixture(autouse=True)
-def _no_agent_stays() -> Iterator[None]:
-    yield
-    assert not agents()
+pytestmark = pytest.mark.usefixtures("no_agent_stays")
 
 
 @pytest.fixture

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import socket
 import threading
+import time
 from typing import Any
 
+import psutil
 import pytest
 
-from flowchan import Broken, Channel
+from flowchan import Broken, Channel, _core
 from tests.link.linked import FarWorker, Linked
+from tests.peers import ProcessPeer
 from tests.waiting import PATIENCE, wait_until
 
 
@@ -46,6 +51,38 @@ def test_an_idle_link_costs_no_cpu() -> None:
         passed += os.times().elapsed
         assert seconds(*own) - spent < 0.1 * passed
         del far
+
+
+def test_who_was_stopped_does_not_take_the_time_for_silence() -> None:
+    """R11: a program that did not run for a while looks at what has come meanwhile, and blames nobody."""
+    here, silent = socket.socketpair()
+    told = Channel[float](10_000, across="processes")
+
+    def wait() -> None:
+        link = _core.Link(False)
+        link.attach(here.detach())
+        while not link.wait(0.1):
+            told.put(link.state()["heard_ago"])
+
+    began = time.monotonic()
+    waiting = ProcessPeer(wait)
+    told.get()
+    number = waiting.pid()
+    assert number is not None
+    wait_until(lambda: psutil.Process(number).status() == psutil.STATUS_SLEEPING)
+    os.kill(number, signal.SIGSTOP)
+    stopped = -time.monotonic()
+    wait_until(lambda: stopped + time.monotonic() > 2)
+    while len(told):
+        told.get()
+    stopped += time.monotonic()
+    os.kill(number, signal.SIGCONT)
+    heard_ago = told.get()
+    assert heard_ago < time.monotonic() - began - 0.9 * stopped
+    waiting.kill()
+    waiting.join()
+    here.close()
+    silent.close()
 
 
 def test_two_may_close_a_link_at_once() -> None:

@@ -191,16 +191,15 @@ def test_a_lock_is_an_argument_of_a_spawned_process() -> None:
 @pytest.mark.usefixtures("impatient")
 def test_a_process_that_is_silent_holds_it_no_longer_than_the_patience() -> None:
     """C11: as one whose host is lost, though it lives; and when it is heard of again it has nothing."""
-    lock, told = Lock(across="hosts"), Channel[str](across="hosts")
+    lock, silence = Lock(across="hosts"), Channel[None](across="hosts")
 
     def hold() -> None:
         lock.acquire()
-        told.put("acquired")
         with pytest.raises(Broken):
-            told.get()
+            silence.get()
 
     holder = PEERS["hosts"](hold)
-    assert told.get() == "acquired"
+    wait_blocked(silence, readers=1)
     os.kill(holder.pid(), signal.SIGSTOP)
     with lock:
         os.kill(holder.pid(), signal.SIGCONT)
