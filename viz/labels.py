@@ -154,12 +154,8 @@ def option_text(stage: Stage) -> str:
 
 
 def _options(stage: Stage) -> Iterator[str]:
-    options = stage.options
-    if "size" in options:
-        waits = options.get("timeout")
-        yield f"{options['size']:,} items" + (f" or {waits:g} s" if waits is not None else "")
-    elif "n" in options and stage.kind == "take":
-        yield f"{options['n']:,} items"
+    if stage.verb.says is not None:
+        yield stage.verb.says(stage.options)
     if stage.function is not None and is_async(stage.function):
         yield "async"
     if stage.workers > 1 and stage.verb.ordered and not stage.ordered:

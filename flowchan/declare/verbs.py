@@ -69,6 +69,8 @@ class Verb:
     expects: Callable[[Mapping[str, Any], list[int]], int | None] | None = None
     """How many items come out, given the stage's options and how many go in at each input; ``None`` where
     nobody can say before it has ended."""
+    says: Callable[[Mapping[str, Any]], str] | None = None
+    """What a picture says of the stage's options."""
 
     @property
     def begins(self) -> bool:
@@ -106,8 +108,17 @@ def _batches(options: Mapping[str, Any], into: list[int]) -> int | None:
     return -(-sum(into) // options["size"]) if options["timeout"] is None else None
 
 
+def _batch_size(options: Mapping[str, Any]) -> str:
+    waits = options["timeout"]
+    return f"{options['size']:,} items" + (f" or {waits:g} s" if waits is not None else "")
+
+
 def _taken(options: Mapping[str, Any], into: list[int]) -> int:
     return min([*into, int(options["n"])])
+
+
+def _most_taken(options: Mapping[str, Any]) -> str:
+    return f"{options['n']:,} items"
 
 
 def _as_the_shortest(_: Mapping[str, Any], into: list[int]) -> int:
@@ -170,9 +181,18 @@ _ROWS = (
     ),
     Verb(name="reduce", body=f"{_BODIES}:reduce", calls="fold", result=True),
     Verb(name="collect", answers=True, body=f"{_BODIES}:collect", result=True, gathers=True),
-    Verb(name="batch", answers=True, body=f"{_BODIES}:batch", groups=True, expects=_batches),
+    Verb(
+        name="batch", answers=True, body=f"{_BODIES}:batch", groups=True, expects=_batches, says=_batch_size
+    ),
     Verb(name="unbatch", answers=True, body=f"{_BODIES}:unbatch"),
-    Verb(name="take", answers=True, body=f"{_BODIES}:take", lets_go="not taken", expects=_taken),
+    Verb(
+        name="take",
+        answers=True,
+        body=f"{_BODIES}:take",
+        lets_go="not taken",
+        expects=_taken,
+        says=_most_taken,
+    ),
     Verb(name="tee", answers=True, body=f"{_BODIES}:tee", repeats=True, expects=_as_many),
     Verb(name="zip", body=f"{_BODIES}:zip_", expects=_as_the_shortest),
     Verb(name="allreduce", body=f"{_BODIES}:allreduce", calls="leaves"),

@@ -31,7 +31,12 @@ def every_other(job: Job, *, items: In[Any], out: Out[Any]) -> None:
 
 
 EVERY_OTHER = Verb(
-    name="every_other", body=f"{__name__}:every_other", calls="item", per_item=True, lets_go="skipped"
+    name="every_other",
+    body=f"{__name__}:every_other",
+    calls="item",
+    per_item=True,
+    lets_go="skipped",
+    says=lambda options: "one of 2",
 )
 
 
@@ -103,3 +108,4 @@ def test_it_is_drawn() -> None:
     declare(graph.source([1], name="numbers"), half).collect()
     for text in (to_dot(graph), to_mermaid(graph)):
         assert "every_other · " in text
+        assert "one of 2" in text

@@ -13,6 +13,7 @@ from typing import Any, Optional
 import pytest
 from picture_graphs import HERE, Declared, chain, declared, leading_back, link, stage, wordcount
 
+from flowchan.declare.verbs import VERBS
 from flowchan.errors import Where
 from flowchan.hosts import local
 from flowchan.viz import to_dot
@@ -94,8 +95,9 @@ def test_a_channel_shows_its_item_type_and_what_is_unusual() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"options": {"size": 32, "timeout": None}}, "32 items"),
-        ({"options": {"size": 32, "timeout": 0.5}}, "32 items or 0.5 s"),
+        ({"verb": VERBS["batch"], "options": {"size": 32, "timeout": None}}, "32 items"),
+        ({"verb": VERBS["batch"], "options": {"size": 32, "timeout": 0.5}}, "32 items or 0.5 s"),
+        ({"verb": VERBS["take"], "options": {"n": 1_000}}, "1,000 items"),
         ({"retries": 2}, "2 retries"),
         ({"timeout": 5.0}, "5 s each"),
         ({"workers": 4, "ordered": False}, "unordered"),
