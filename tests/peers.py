@@ -117,6 +117,15 @@ class ProcessPeer:
         os.kill(self._process.pid, signal.SIGKILL)
 
 
+def child_of_multiprocessing(function: Callable[..., Any], *args: Any) -> None:
+    """Calls it in a forked process that ends as Python's do: with finalizers, and without ``atexit``."""
+    child = FORK.Process(target=function, args=args)
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    child.close()
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Sends methods of native objects, too."""
 

@@ -25,6 +25,7 @@ from flowchan.hosts.asking import Answer, Finished, Over, cause_in
 from flowchan.hosts.calls import Calls
 from flowchan.hosts.messages import AHEAD, BEHIND, differs, versions
 from flowchan.hosts.neighbours import card
+from flowchan.run.exits import before_exit
 from flowchan.run.latch import Latch
 from flowchan.transport.dialling import reach
 
@@ -74,6 +75,7 @@ class Connection(Calls):
         self._users: weakref.WeakSet[Any] = weakref.WeakSet()
         self._known: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # of these
         self._left = False
+        self._told_all = Latch()
         sock, theirs = self._dial(timeout, f"can't open a channel of {address}")
         self.home, self._patience = theirs["home"], float(theirs["patience"])
         self._hello["again"] = True
@@ -92,6 +94,7 @@ class Connection(Calls):
         ]
         for thread in self._threads:
             thread.start()
+        before_exit(_leave_all, 1)  # before a home here is closed, which may have what was put
 
     def _dial(self, within: float, why: str) -> Any:
         try:
@@ -207,6 +210,12 @@ class Connection(Calls):
         if what in ("come", "drop"):
             with contextlib.suppress(Broken):
                 self.post(number, what, ())
+        elif what == "end":
+            try:
+                self.post(0, "leave", (), done=self._told_all.set)
+            except Broken:
+                self._told_all.set()
+            return
         self._look_for_users()
 
     def _look_for_users(self) -> None:
@@ -283,6 +292,7 @@ class Connection(Calls):
 
     def _end(self) -> None:
         self.lost = self.lost or "they were left"
+        self._told_all.set()
         self.link.close()
         for end in self._ends:
             end.close()
@@ -297,10 +307,8 @@ class Connection(Calls):
                 line.finished.wait(max(0.0, give_up - time.monotonic()))
             while not self.lost and line.has_more() and time.monotonic() < give_up:
                 time.sleep(0.005)
-        with contextlib.suppress(Broken):
-            left = Latch()
-            self.post(0, "leave", (), done=left.set)
-            left.wait(LAST_WORD)
+        _nudge(self._nudges, "end", 0)  # behind all that home is to hear
+        self._told_all.wait(LAST_WORD)
         self._left = True
         self._end()
         for thread in self._threads:

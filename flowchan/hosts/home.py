@@ -33,6 +33,7 @@ from flowchan.hosts.connection import Connection, using
 from flowchan.hosts.guest import Guest
 from flowchan.hosts.messages import differs, versions
 from flowchan.hosts.neighbours import neighbour
+from flowchan.run.exits import before_exit
 from flowchan.transport.authentication import SECRET
 from flowchan.transport.door import Door
 from flowchan.transport.tcp import listen
@@ -82,6 +83,7 @@ class Home:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
         _homes[self.id] = self
+        before_exit(_close_all, 0)
 
     def __repr__(self) -> str:
         return f"<home of {len(self._channels)} channels at {self.address}>"

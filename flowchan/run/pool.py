@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
-import multiprocessing.util
 import os
 import threading
 import weakref
@@ -19,6 +17,7 @@ from flowchan.declare.values import Stage
 from flowchan.errors import GraphError, Problem, RunError, StageError
 from flowchan.run.decisions import AbortAsked
 from flowchan.run.events import WorkerId
+from flowchan.run.exits import before_exit
 from flowchan.run.failures import text_of
 from flowchan.run.guard import starts_of
 from flowchan.run.lasting import LastingProcesses
@@ -63,7 +62,7 @@ class WorkerPool(Runnable):
         self._lasting = LastingProcesses(self._graph.name)
         self._leaving, self._stages = False, ()
         _open.add(self)
-        _close_before_exit(os.getpid())
+        before_exit(_close_all, 101)  # before runs are aborted
         return self
 
     def _begin(self, plan: Plan) -> Run:
@@ -225,13 +224,6 @@ def _not_closed(id: WorkerId, raised: BaseException) -> StageError:
 
 # Pools whose block was not left yet.
 _open: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
-
-
-@functools.cache
-def _close_before_exit(_: int) -> None:
-    """In this process, if it is one that ``multiprocessing`` has started: such a one runs its finalizers, and
-    none of ``atexit``."""
-    multiprocessing.util.Finalize(None, _close_all, exitpriority=101)  # before runs are aborted
 
 
 @atexit.register

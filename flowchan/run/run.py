@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 
 # registers its own exit function, which waits for all processes, before ours
-import multiprocessing.util
 import os
 import signal
 import sys
@@ -25,6 +23,7 @@ from flowchan.errors import Broken, Deadlock, Interrupted, RunError, StageError
 from flowchan.run.asking import NOTHING, Asking, answering_ends
 from flowchan.run.decisions import AbortAsked, StopAsked
 from flowchan.run.events import Failure, WorkerId
+from flowchan.run.exits import before_exit
 from flowchan.run.explain import explain
 from flowchan.run.failures import text_of
 from flowchan.run.guard import Unguarded
@@ -73,7 +72,7 @@ class Run:
             self._supervisor.unheard.append(self)
         self._supervisor.start()
         _running.add(self._supervisor)
-        _abort_before_exit(os.getpid())
+        before_exit(_abort_unfinished, 100)
 
     # --- what goes in and comes out ---
 
@@ -411,13 +410,6 @@ def _channel_error(failure: Failure, plan: Plan) -> StageError:
 # Supervisors whose thread still lives, whether or not anybody kept the handle of the run. A forked child
 # inherits the set but not the runs.
 _running: weakref.WeakSet[Supervisor] = weakref.WeakSet()
-
-
-@functools.cache
-def _abort_before_exit(_: int) -> None:
-    """In this process, if it is one that ``multiprocessing`` has started: such a one runs its finalizers, and
-    none of ``atexit``."""
-    multiprocessing.util.Finalize(None, _abort_unfinished, exitpriority=100)
 
 
 @atexit.register

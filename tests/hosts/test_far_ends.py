@@ -12,7 +12,7 @@ import threading
 import weakref
 
 import pytest
-from peers import HostPeer, ProcessPeer, ThreadPeer
+from peers import HostPeer, ProcessPeer, ThreadPeer, child_of_multiprocessing
 from waiting import wait_stats, wait_until
 
 from benchmarks.far import cut
@@ -114,6 +114,19 @@ def test_what_a_program_has_put_comes_home_before_it_ends():
             found.append(number)
     peer.result()
     assert found == list(range(1000))
+
+
+def test_so_does_what_a_child_of_that_program_has_put():
+    """C1: such a process runs none of ``atexit``."""
+    channel = make(10_000)
+
+    def put_all():
+        out = channel.writer()
+        for number in range(1000):
+            out.put(bytes([number % 251]) * 20_000)
+
+    HostPeer(child_of_multiprocessing, put_all).result()
+    assert [channel.get(timeout=60)[0] for _ in range(1000)] == [n % 251 for n in range(1000)]
 
 
 @pytest.mark.parametrize("cause", [None, ValueError("why")])

@@ -13,7 +13,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from peers import HostPeer, ProcessPeer
+from peers import HostPeer, child_of_multiprocessing
 from waiting import wait_stats, wait_until
 
 from flowchan import Broken, Channel, ChannelError, pack, select, unpack
@@ -217,7 +217,7 @@ def test_what_is_packed_keeps_its_channels():
     HostPeer(use).result()
 
 
-@pytest.mark.parametrize("place", [ProcessPeer, HostPeer])
+@pytest.mark.parametrize("place", [child_of_multiprocessing, lambda function: HostPeer(function).result()])
 def test_a_channel_lasts_in_an_item_that_is_put_again(place):
     """C14: by a forked child of its home, or elsewhere. C12: and no longer."""
     carrier = make()
@@ -228,7 +228,7 @@ def test_a_channel_lasts_in_an_item_that_is_put_again(place):
         for _ in range(3):
             carrier.put(carrier.get())
 
-    place(put_again).result()
+    place(put_again)
     received = carrier.get()
     received.put("still there")
     assert received.get() == "still there"
