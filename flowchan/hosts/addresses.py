@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 from collections.abc import Mapping
 
@@ -17,6 +18,13 @@ def address_towards(call: str, peers: Mapping[str, str]) -> str:
         try:
             ours.setdefault(route_to(peer), host)
         except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise HostError(
+                    f"{call}: {host} can't be found from this machine ({error.strerror}): look at how it is "
+                    "written; where only a jump host knows it, say with address= at which address of this "
+                    "machine the hosts reach it",
+                    host,
+                ) from error
             raise HostError(
                 f"{call}: at which address {host} reaches this machine is not known ({error.strerror}): "
                 "say it with address=",

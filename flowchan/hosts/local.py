@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flowchan.hosts.forked import Forked
@@ -23,7 +24,7 @@ class Local:
     def hosts(self) -> tuple[str, ...]:
         return tuple(f"local-{number + 1}" for number in range(self.count))
 
-    def listen_at(self) -> str:
+    def listen_at(self, hosts: Sequence[str] | None = None) -> str:
         return "127.0.0.1"
 
     def start(self, number: int, launch: Launch) -> Forked:

@@ -58,13 +58,15 @@ def look(provider: Provider, patience: float = PATIENCE) -> list[Facts]:
     """Starts a probe on every host, and measures the ways to them one after the other. Raises
     :class:`flowchan.HostError` where nothing could be tried."""
     secret = secrets.token_bytes(32)
-    address = provider.listen_at()
     found: dict[int, Facts] = {}
+    address = _listen_at(provider, found)
     with ExitStack() as left:
         listener = listen(f"[{address}]:0" if ":" in address else f"{address}:0")
         door = left.enter_context(Door(listener, secret, {}))
         started: dict[int, Started] = {}
         for number, host in enumerate(provider.hosts):
+            if number in found:
+                continue
             told = {"address": door.address, "secret": secret.hex(), "number": number}
             launch = Launch(("-m", "flowchan.hosts.probe"), json.dumps(told).encode() + b"\n")
             try:
@@ -81,6 +83,20 @@ def look(provider: Provider, patience: float = PATIENCE) -> list[Facts]:
             late = f"did not dial {door.address} within {patience:g} s"
             found[number] = Facts(provider.hosts[number], one.ended() or f"{provider.hosts[number]} {late}")
     return [found[number] for number in range(len(provider.hosts))]
+
+
+def _listen_at(provider: Provider, found: dict[int, Facts]) -> str:
+    """Where those hosts reach us that can be; the others are found to be wrong."""
+    hosts = list(provider.hosts)
+    while hosts:
+        try:
+            return provider.listen_at(hosts)
+        except HostError as error:
+            if error.host not in hosts:
+                raise
+            hosts.remove(error.host)
+            found[provider.hosts.index(error.host)] = Facts(error.host, str(error))
+    return "127.0.0.1"  # nobody is to come
 
 
 def _guests(

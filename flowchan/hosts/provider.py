@@ -7,6 +7,7 @@ host: no port is opened there, and no file is copied.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -48,9 +49,10 @@ class Provider(Protocol):
     def hosts(self) -> tuple[str, ...]:
         """The hosts' names, in order, each once: ``local-1``, ``gpu1``, ``ray-1``."""
 
-    def listen_at(self) -> str:
-        """The address of this machine, without a port, at which all these hosts reach the driver. Raises
-        :class:`flowchan.HostError` where there is none."""
+    def listen_at(self, hosts: Sequence[str] | None = None) -> str:
+        """The address of this machine, without a port, at which all hosts, or those given, reach the driver.
+        Raises :class:`flowchan.HostError` where there is none; it has the ``host`` if it is about one
+        alone."""
 
     def start(self, number: int, launch: Launch) -> Started:
         """Starts the agent of ``hosts[number]``. A host that can't be reached is told by ``ended()``; what is

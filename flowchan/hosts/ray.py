@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import numbers
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,7 +58,7 @@ class Ray:
         """What is reserved on each node."""
         return {"CPU": 1, **dict(self.resources)}
 
-    def listen_at(self) -> str:
+    def listen_at(self, hosts: Sequence[str] | None = None) -> str:
         if self.address is not None:
             return self.address
         nodes = [node["NodeManagerAddress"] for node in _connected().nodes() if node["Alive"]]

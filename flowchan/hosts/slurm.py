@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -56,12 +57,13 @@ class Slurm:
             )
         return _names(nodes)
 
-    def listen_at(self) -> str:
+    def listen_at(self, hosts: Sequence[str] | None = None) -> str:
         if self.address is not None:
             return self.address
-        told = _scontrol("show", "node", "--oneliner", ",".join(self.hosts))
+        hosts = self.hosts if hosts is None else hosts
+        told = _scontrol("show", "node", "--oneliner", ",".join(hosts))
         found = dict(NODE.findall(told))
-        return address_towards("slurm", {host: found.get(host, host) for host in self.hosts})
+        return address_towards("slurm", {host: found.get(host, host) for host in hosts})
 
     def start(self, number: int, launch: Launch) -> Child:
         host = self.hosts[number]

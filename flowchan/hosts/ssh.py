@@ -4,6 +4,7 @@ jump hosts and agents of keys are as in a terminal."""
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -47,8 +48,9 @@ class Ssh:
             given.append(f"address={self.address!r}")
         return f"ssh({', '.join(given)})"
 
-    def listen_at(self) -> str:
-        return self.address or address_towards("ssh", {host: _machine(host) for host in self.hosts})
+    def listen_at(self, hosts: Sequence[str] | None = None) -> str:
+        hosts = self.hosts if hosts is None else hosts
+        return self.address or address_towards("ssh", {host: _machine(host) for host in hosts})
 
     def start(self, number: int, launch: Launch) -> Child:
         host = self.hosts[number]

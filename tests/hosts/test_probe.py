@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +16,13 @@ from click.testing import CliRunner
 from flowchan.cli.commands import main
 from flowchan.errors import HostError
 from flowchan.hosts import probe
+from flowchan.hosts.addresses import address_towards
 from flowchan.hosts.local import Local, local
 from flowchan.hosts.provider import Launch
 from flowchan.hosts.spec import Spec
+from flowchan.hosts.ssh import ssh
+
+TOWARDS = {"local-1": "127.0.0.1", "local-2": "127.0.0.1", "local-3": "no.such.host.invalid"}
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,9 @@ class Odd(Local):
     """The first host is sound, and each of the others odd in a way of its own."""
 
     programs: tuple[str, ...] = ()
+
+    def listen_at(self, hosts: Sequence[str] | None = None) -> str:
+        return address_towards("odd", {host: TOWARDS.get(host, host) for host in hosts or self.hosts})
 
     def start(self, number: int, launch: Launch) -> Any:
         if number == 0:
@@ -73,6 +81,21 @@ def test_a_host_that_can_not_be_used_says_why_and_the_others_are_measured(progra
     one, two = probe.look(odd(program))
     assert (one.problem, two.problem[: len(problem)]) == ("", problem)
     assert one.rate > 0
+
+
+def test_a_name_that_nobody_knows_is_told_beside_the_others():
+    """So is one whose address has a problem alone."""
+    one, two, three = probe.look(odd("", ""))
+    assert (one.problem, two.problem) == ("", "local-2 is closed today")
+    assert one.rate > 0
+    assert three.problem.startswith("odd: local-3 can't be found from this machine (")
+    assert "look at how it is written" in three.problem
+
+
+def test_where_no_name_is_known_each_is_told():
+    found = probe.look(ssh("one.invalid", "two.invalid"))
+    for facts, host in zip(found, ("one.invalid", "two.invalid"), strict=True):
+        assert facts.problem.startswith(f"ssh: {host} can't be found from this machine (")
 
 
 def test_a_host_that_does_not_dial_is_given_up():
