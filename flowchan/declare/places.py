@@ -18,6 +18,8 @@ class Place:
     Else the workers run on threads of the program's own process, and end with it.
 
     ``hosts``: the names of the hosts on which the workers run in turn; without any they run on this machine.
+    ``shares``: of as many workers as these are together, how many each host takes; without any all take as
+    many.
     ``nowhere``: the hosts are still to be given. ``missing``: why they can't be known here, which matters
     once the graph is to run.
     """
@@ -25,6 +27,7 @@ class Place:
     name: str
     apart: bool
     hosts: tuple[str, ...] = ()
+    shares: tuple[int, ...] = ()
     nowhere: bool = False
     missing: str = ""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ from flowchan.declare.places import Place
 from flowchan.errors import HostError
 from flowchan.hosts.provider import Provider
 from flowchan.items.text import shown
+from flowchan.items.whole import whole
 
 if TYPE_CHECKING:
     from flowchan.hosts.crew import HostCrew  # slow to import, and there where a run begins
@@ -25,8 +26,9 @@ PATIENCE = 10.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool(Place):
     """Hosts, for ``on=``: each worker of the stage runs on that of them which has the fewest.
-    ``pool["gpu1"]`` and ``pool["gpu1", "gpu2"]`` are a part of it. Pools of one provider share its agents
-    within a run.
+    ``pool["gpu1"]`` and ``pool["gpu1", "gpu2"]`` are a part of it; of four
+    workers on ``pool[{"gpu1": 3, "gpu2": 1}]`` three are on ``gpu1``, and of eight six. Pools of one provider
+    share its agents within a run.
 
     ``patience``: for how many seconds an agent waits for a driver that it does not hear, before it ends and
     its workers with it; the driver gives it up after half as long again. ``tls``: whether the connections are
@@ -39,16 +41,19 @@ class Pool(Place):
     def __repr__(self) -> str:
         return self.name
 
-    def __getitem__(self, hosts: str | Sequence[str]) -> Pool:
+    def __getitem__(self, hosts: str | Sequence[str] | Mapping[str, int]) -> Pool:
         if self.missing:
             return self
+        shares: tuple[int, ...] = ()
+        if isinstance(hosts, Mapping):
+            shares = tuple(whole(self.name, f"the share of {host}", n, 1) for host, n in hosts.items())
         chosen = (hosts,) if isinstance(hosts, str) else tuple(hosts)
         for host in chosen:
             if host not in self.hosts:
                 raise KeyError(f"{self.name} has no host {shown(host)}; it has {', '.join(self.hosts)}")
         if not chosen:
             raise KeyError(f"{self.name}[…] needs a host; it has {', '.join(self.hosts)}")
-        return dataclasses.replace(self, name=", ".join(chosen), hosts=chosen)
+        return dataclasses.replace(self, name=", ".join(chosen), hosts=chosen, shares=shares)
 
     def is_beside(self, other: Place) -> bool:
         return isinstance(other, Pool) and other.provider == self.provider

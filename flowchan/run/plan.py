@@ -7,11 +7,17 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
 
 from flowchan.declare.blueprint import Blueprint
 from flowchan.declare.callables import is_async
+from flowchan.declare.places import Place
 from flowchan.declare.values import Link, Stage
 from flowchan.run.events import WorkerId
+
+Taken = Counter[tuple[Any, str]]
+"""How many workers each host has so far: of all, and of those dealt by the same shares."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,23 +113,24 @@ def plan(graph: Blueprint, seed: int, memory: int) -> Plan:
     workers: list[PlannedWorker] = []
     inputs: dict[str, str] = {}
     writing = {(link.writer, link.writer_port): link.name for link in links}
-    taken: Counter[str] = Counter()  # workers of each host so far
+    taken: Taken = Counter()
     for stage in graph.stages:
         if stage.verb.outside:
             inputs[stage.name] = writing[stage.name, "out"]
         else:
-            workers += _hosted(_workers(stage, links), stage.place.hosts, taken)
+            workers += _hosted(_workers(stage, links), stage.place, taken)
     return Plan(graph, links, tuple(workers), inputs, seed, memory)
 
 
-def _hosted(
-    workers: Iterator[PlannedWorker], hosts: tuple[str, ...], taken: Counter[str]
-) -> Iterator[PlannedWorker]:
-    """Gives each worker of a stage to that of its ``hosts`` which has the fewest, the first of several."""
+def _hosted(workers: Iterator[PlannedWorker], place: Place, taken: Taken) -> Iterator[PlannedWorker]:
+    """Gives each worker of a stage to that of its hosts which has the fewest, the first of several. With
+    shares the workers of such a place count alone, so that others' change nothing of its shares."""
+    counted = (place.hosts, place.shares) if place.shares else None
+    shares = dict(zip(place.hosts, place.shares, strict=True)) if place.shares else {}
     for worker in workers:
-        if hosts:
-            host = min(hosts, key=taken.__getitem__)
-            taken[host] += 1
+        if place.hosts:
+            host = min(place.hosts, key=lambda name: Fraction(taken[counted, name] + 1, shares.get(name, 1)))
+            taken.update({(None, host), (counted, host)})
             worker = dataclasses.replace(worker, host=host)
         yield worker
 

@@ -205,6 +205,10 @@ def check_choices(
         raise ValueError(
             f'Sequential: on must be "thread", "process" or a pool of flowchan.hosts, not {shown(on)}'
         )
+    if isinstance(on, Place) and on.shares:
+        raise ValueError(
+            f"Sequential: a part goes to each host of the pool in turn, so {on} can't have shares of workers"
+        )
     if chunks is not None and not is_whole(chunks):
         raise TypeError(f"Sequential: chunks must be an int of at least 1, or None, not {shown(chunks)}")
     if chunks is not None and chunks < 1:

@@ -9,6 +9,7 @@ from hosted import agents
 
 from flowchan import Graph, GraphError
 from flowchan.hosts import local
+from flowchan.run.plan import plan
 
 
 def test_a_pool_compares_pickles_and_prints_as_what_was_written() -> None:
@@ -26,6 +27,45 @@ def test_a_part_of_a_pool_has_the_hosts_that_were_named() -> None:
     assert pool["local-2"].hosts == ("local-2",)
     assert pool["local-1", "local-3"].hosts == ("local-1", "local-3")
     assert pool["local-2"].is_beside(pool)
+
+
+def test_hosts_take_as_many_workers_of_a_stage_as_is_their_share() -> None:
+    """Whatever stages on other pools have there."""
+    pool = local(3)
+    uneven = pool[{"local-3": 1, "local-1": 3}]
+    assert (uneven.hosts, uneven.shares) == (("local-3", "local-1"), (1, 3))
+    assert uneven.is_beside(pool)
+    assert pickle.loads(pickle.dumps(uneven)) == uneven != pool["local-3", "local-1"]
+    for workers, on_first in ((1, 1), (2, 2), (4, 3), (8, 6), (9, 7)):
+        graph = Graph("uneven")
+        graph.source(range(3), on=pool["local-1"]).map(abs, on=uneven, workers=workers, name="far").sink(abs)
+        planned = [worker.host for worker in plan(graph, 0, 0).workers if worker.id.stage == "far"]
+        assert (len(planned), planned.count("local-1")) == (workers, on_first)
+
+
+def test_stages_on_hosts_with_shares_share_them() -> None:
+    pool = local(2)[{"local-1": 1, "local-2": 2}]
+    graph = Graph("chain")
+    stream = graph.source(range(3))
+    for number in range(6):
+        stream = stream.map(abs, on=pool, name=f"far {number}")
+    stream.sink(abs)
+    hosts = [worker.host for worker in plan(graph, 0, 0).workers if worker.host]
+    assert (len(hosts), hosts.count("local-2")) == (6, 4)
+
+
+@pytest.mark.parametrize(
+    ("shares", "error", "message"),
+    [
+        ({"local-1": 0}, ValueError, r"local\(2\): the share of local-1 must be at least 1, not 0"),
+        ({"local-1": 0.5}, TypeError, "the share of local-1 must be an int"),
+        ({"gpu1": 1}, KeyError, "has no host 'gpu1'"),
+        ({}, KeyError, "needs a host"),
+    ],
+)
+def test_a_share_that_is_none_is_refused(shares: object, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        local(2)[shares]  # type: ignore[index]
 
 
 @pytest.mark.parametrize("wrong", ["gpu1", (), ("local-1", "gpu1"), 1])

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flowchan.declare.places import PLACES
+from flowchan.hosts import local
 from flowchan.pipelines import Sequential
 from flowchan.pipelines.sequential.checks import checked_devices
 
@@ -85,6 +86,11 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "a device without numbers": ({"devices": ["meta", "cpu"]}, ValueError, ["device 'meta'"]),
     "a device that is none": ({"devices": ["cpu", None]}, ValueError, ["device None"]),
     "too few devices": ({"devices": ["cpu"]}, ValueError, ["devices must be 2, one for each part, not 1"]),
+    "a pool with shares of workers": (
+        {"on": local(2)[{"local-1": 1}]},
+        ValueError,
+        ["a part goes to each host of the pool in turn", "local-1 can't have shares"],
+    ),
     "devices is a text": ({"devices": "cpu"}, TypeError, ["devices must be a list", "'cpu' (str)"]),
 }
 
