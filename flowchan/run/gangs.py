@@ -15,7 +15,7 @@ from typing import Any
 
 from flowchan.channel.channel import Channel
 from flowchan.declare.values import Stage
-from flowchan.errors import Broken, Empty, MemberDied
+from flowchan.errors import Broken, Empty, MemberDied, MemberLeft
 from flowchan.run.events import Bereft, Event, Failure, WorkerId
 from flowchan.run.failures import Portable
 from flowchan.run.opening import Ports
@@ -141,12 +141,13 @@ class Membership:
             if any(port.channel.broken for port in self._ports.everything()):
                 raise Broken("no group follows in a run that is over")
 
-    def close(self) -> None:
-        """The others hear that it has left; that it is gone, if its channels broke under it: its agent may
-        have died, and then all begin again."""
+    def close(self, ended_by: BaseException | None) -> None:
+        """The others hear that it has left; that it is gone, if it misses a mate itself, or its channels broke
+        under it: its agent may have died. Then all begin again."""
         if self._member is None:
             return
-        if any(port.channel.broken for port in self._ports.everything()):
+        misses = isinstance(ended_by, MemberDied) and not isinstance(ended_by, MemberLeft)
+        if misses or any(port.channel.broken for port in self._ports.everything()):
             self._member._abandon()
         else:
             self._member.close()

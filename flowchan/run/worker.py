@@ -101,7 +101,7 @@ def work(
             tell(Failure(worker, Portable(error) if sends else error, None, os.getpid()))
     hears_aborts.set(None)  # from Python 3.14 on a thread that has ended keeps its context
     if membership is not None:  # the others hear of it after the supervisor
-        membership.close()
+        membership.close(ended_by)
     return outcome
 
 

@@ -15,7 +15,7 @@ import pytest
 from gangs import kill_agent, kill_worker, once
 from waiting import wait_until
 
-from flowchan import Graph, In, Out, Reduced, RunError, worker
+from flowchan import Graph, In, MemberDied, Out, Reduced, RunError, worker
 from flowchan.collective import Group
 from flowchan.hosts import local
 from flowchan.viz import to_mermaid
@@ -137,6 +137,26 @@ def test_who_loses_his_agent_has_not_left_his_mates_in_order(tmp_path: Path) -> 
         run[numbers].put(1)
         run[numbers].close()
     assert run.wait()[result] == [1]
+
+
+def test_who_misses_a_mate_has_not_left_the_others_in_order(tmp_path: Path) -> None:
+    """They may hear of him before they hear of that one."""
+
+    def miss() -> None:
+        raise MemberDied("one is missed")
+
+    def work(numbers: In[int], group: Group, out: Out[int]) -> None:
+        if group.rank == 0:
+            once(tmp_path, "missed", miss)
+        group.barrier()
+        for number in numbers:
+            out.put(number)
+
+    graph = Graph("gang")
+    result = graph.stage(
+        work, graph.source(range(9)), on=local(2), workers=2, restartable=True, name="work"
+    ).collect()
+    assert sorted(graph.run()[result]) == list(range(9))
 
 
 def cut(group: Any) -> None:
