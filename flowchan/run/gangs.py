@@ -142,8 +142,8 @@ class Membership:
                 raise Broken("no group follows in a run that is over")
 
     def close(self, ended_by: BaseException | None) -> None:
-        """The others hear that it has left; that it is gone, if it misses a mate itself, or its channels broke
-        under it: its agent may have died. Then all begin again."""
+        """The others hear that it has left; that it is gone, if it misses a mate itself, or its channels
+        broke under it, for its agent may have died: then all begin again."""
         if self._member is None:
             return
         misses = isinstance(ended_by, MemberDied) and not isinstance(ended_by, MemberLeft)
