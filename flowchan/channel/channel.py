@@ -43,8 +43,8 @@ hears_aborts: ContextVar[Callable[[Channel[Any], BaseException | None], None] | 
 hears_aborts = ContextVar("hears_aborts", default=None)
 
 _NO_LIMIT = 2**64 - 1
-_LARGEST = 10**15
-_UNBOUNDED = 2 * _LARGEST  # more than memory holds; no number that somebody gives
+LARGEST = 10**15
+_UNBOUNDED = 2 * LARGEST  # more than memory holds; no number that somebody gives
 _MOST_BY_DEFAULT = 16 << 30
 
 
@@ -131,7 +131,7 @@ class Channel(_core.Channel[T]):
             raise ValueError(f"across must be {' or '.join(map(repr, MEDIA))}, not {across!r}")
         capacity = _places(capacity, medium)
         if max_bytes is not None:
-            whole("Channel", "max_bytes", max_bytes, 1, _LARGEST)
+            whole("Channel", "max_bytes", max_bytes, 1, LARGEST)
         else:
             max_bytes = most_bytes() if medium.copies else _NO_LIMIT
         super().__init__(capacity=capacity, processes=medium.copies, max_bytes=max_bytes, name="")
@@ -228,7 +228,7 @@ def _places(capacity: int | None, medium: Medium) -> int:
             "Channel: capacity must be at least 1, not 0: a put does not wait until somebody has the item; "
             "let the reader answer on another channel, put((item, answers)), where that matters"
         )
-    return whole("Channel", "capacity", capacity, 1, _LARGEST)
+    return whole("Channel", "capacity", capacity, 1, LARGEST)
 
 
 # The channels of this process by the inode of their memory: one that arrives here again is the same object.

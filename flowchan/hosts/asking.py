@@ -7,11 +7,12 @@ home, and takes a round trip more."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from flowchan.channel.channel import Channel
+from flowchan.channel.channel import LARGEST, Channel
 from flowchan.errors import ChannelError
 from flowchan.items.codec import Opening, Sealed, pack_to_pass_on
 from flowchan.items.text import short
@@ -19,6 +20,11 @@ from flowchan.items.together import is_storage
 
 PLAIN = (bool, int, float, str, bytes, type(None))
 """Of what needs no seal: nobody's code runs when it is unpickled."""
+
+
+def control_ring() -> Channel[Any]:
+    """For what goes one way over a control line. It takes every item that any channel takes."""
+    return Channel(1024, across="processes", max_bytes=LARGEST)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +133,16 @@ def sealed_cause(cause: BaseException | Sealed | None) -> Sealed | None:
         found = sealed(RuntimeError(f"{type(cause).__name__}: {cause}"))
     assert isinstance(found, Sealed)
     return found
+
+
+def size_of(item: Any) -> int:
+    """About how many bytes an item has that travels so."""
+    packed = item.packed if isinstance(item, Sealed) else item
+    size = 0
+    for part in packed if isinstance(packed, list) else [packed]:
+        with contextlib.suppress(TypeError):  # a number, a channel
+            size += len(part) if isinstance(part, str) else memoryview(part).nbytes
+    return size
 
 
 def cause_in(cause: Sealed | None) -> BaseException | None:

@@ -152,11 +152,12 @@ class Calls:
             self._asked[asked.number] = asked
         try:
             self._asks.put(Ask(asked.number, channel, what, arguments))
-        except (Closed, ValueError):
+        except Exception as error:
             self._asked.pop(asked.number, None)
-            raise self.broken() from None
-        except Exception:
-            self._asked.pop(asked.number, None)
+            if isinstance(error, Closed) or (
+                isinstance(error, ValueError) and self.lost
+            ):  # the port is closed
+                raise self.broken() from None
             raise
         if self.lost:
             self._answer_all()

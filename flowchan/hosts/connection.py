@@ -21,7 +21,7 @@ from flowchan import _core
 from flowchan.channel.channel import Channel, In, Out
 from flowchan.channel.select import select
 from flowchan.errors import Broken, ChannelError, Closed, HostError
-from flowchan.hosts.asking import Answer, Finished, Over, cause_in
+from flowchan.hosts.asking import Answer, Finished, Over, cause_in, control_ring
 from flowchan.hosts.calls import Calls
 from flowchan.hosts.messages import AHEAD, BEHIND, differs, versions
 from flowchan.hosts.neighbours import card
@@ -79,8 +79,7 @@ class Connection(Calls):
         sock, theirs = self._dial(timeout, f"can't open a channel of {address}")
         self.home, self._patience = theirs["home"], float(theirs["patience"])
         self._hello["again"] = True
-        asks: Channel[Any] = Channel(1024, across="processes")
-        answers: Channel[Any] = Channel(1024, across="processes")
+        asks, answers = control_ring(), control_ring()
         self._asks, to_say = asks.writer(), asks.reader()
         self._answers, letterbox = answers.reader(), answers.writer()
         self._nudges: Channel[tuple[str, int]] = Channel(2**20)

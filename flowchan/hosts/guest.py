@@ -24,7 +24,9 @@ from flowchan.hosts.asking import (
     Over,
     Recalled,
     cause_in,
+    control_ring,
     sealed_cause,
+    size_of,
     to_put,
     wrong,
 )
@@ -38,6 +40,9 @@ LAST_WORD = 1.0
 """Seconds within which a guest should hear that its home is over."""
 LOOK = 0.05
 """Seconds between two looks whether a process of this machine, whose connection has ended, has ended, too."""
+
+TOGETHER = 64 << 20
+"""Bytes of items with which an answer has enough."""
 
 
 class Host(Protocol):
@@ -72,8 +77,7 @@ class Guest:
         self._ports: dict[int, In[Any] | Out[Any]] = {}  # by their lines
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._answering: set[int] = set()  # what they are answered is on its way
-        self._answers: Channel[Any] = Channel(1024, across="processes")
-        letters: Channel[Any] = Channel(1024, across="processes")
+        self._answers, letters = control_ring(), control_ring()
         self._letters, self._letterbox = letters.reader(), letters.writer()
         self._to_say = self._answers.reader()
         self.link = _core.Link(True)
@@ -185,9 +189,15 @@ class Guest:
             return
         self._tasks.pop(answer.number, None)  # from here on it can't be cancelled
         self._answering.add(answer.number)
-        with contextlib.suppress(Closed, Broken):
+        try:
             await self._answers.aput(answer)
-        self._answering.discard(answer.number)
+        except (Closed, Broken):
+            pass
+        except Exception as error:  # lack of memory: who asked must not wait for ever
+            with contextlib.suppress(Closed, Broken):
+                await self._answers.aput(Answer(answer.number, wrong=wrong(error)))
+        finally:
+            self._answering.discard(answer.number)
 
     async def _do(self, ask: Ask) -> Any:
         if ask.what == "leave":
@@ -256,9 +266,11 @@ class Guest:
 
     async def _do_get_many(self, channel: Channel[Any], most: int, timeout: float | None) -> list[Any]:
         items = [await self._do_get(channel, timeout)]
+        size = size_of(items[0])
         with contextlib.suppress(Exception):  # whatever it is, the next call says it
-            while len(items) < most:
+            while len(items) < most and size < TOGETHER:
                 items.append(channel.get_nowait())
+                size += size_of(items[-1])
         return items
 
     async def _select(

@@ -76,7 +76,8 @@ class _Questions(pickle.Unpickler):
     """Makes nothing of a pickle but its questions, so that it is safe to look where unpickling is not."""
 
     def find_class(self, module: str, name: str) -> Any:
-        return _question if (module, name) == (_arrived.__module__, _arrived.__name__) else _Unknown
+        asked = module == __name__ and name in (Asked.__name__, _arrived.__name__)
+        return _question if asked else _Unknown
 
 
 def _question(number: int, _: Any, board: str) -> Asked:

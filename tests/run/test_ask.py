@@ -304,6 +304,27 @@ def test_an_item_that_can_not_be_unpickled_is_told_to_who_asked(way: Any, item: 
     asked(way, use)
 
 
+@pytest.mark.parametrize("item", [5, "five", [5]], ids=str)
+def test_who_shares_a_batch_that_can_not_be_unpickled_is_told(item: Any) -> None:
+    """Also if nobody asked for what can't be, and the plain item alone would have come."""
+
+    async def main() -> None:
+        graph = Graph("asked")
+        questions: Any = graph.input("questions")
+        batches = questions.batch(2).map(list, on="process", name="copy")
+        batches.collect()
+        failed = batches.errors.collect()
+        with graph.start() as run:
+            answer = asyncio.create_task(run.ask(questions, item, timeout=60))
+            await asyncio.to_thread(wait_until, lambda: stage_of(run, "batch").items_in == 1)
+            await run[questions].aput(NeverArrives())
+            with pytest.raises(ZeroDivisionError):
+                await answer
+        assert len(run.wait()[failed]) == 1
+
+    asyncio.run(main())
+
+
 def test_a_run_that_ends_by_an_asked_item_names_the_item_alone() -> None:
     async def use(run: Run, questions: Any) -> None:
         with pytest.raises(RunError):

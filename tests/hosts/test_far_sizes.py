@@ -1,0 +1,62 @@
+"""Items elsewhere that are large for the line on which calls and answers go (C1, C9)."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from peers import HostPeer
+
+from flowchan import Channel, Drained
+from flowchan.channel import channel as channels
+from flowchan.hosts import guest
+
+pytestmark = pytest.mark.usefixtures("impatient")
+
+
+def test_what_the_channel_takes_its_line_takes(monkeypatch):
+    """C1: also where the channel has more ``max_bytes`` than channels have by default."""
+    channel, back = (Channel(8, across="hosts", max_bytes=1 << 20) for _ in range(2))
+    monkeypatch.setattr(channels, "_MOST_BY_DEFAULT", 1 << 16)
+
+    def use():
+        channels._MOST_BY_DEFAULT = 1 << 16
+        items = channel.get_many(3)
+        back.put(items[0] * 4)
+        return len(items)
+
+    channel.put_many([os.urandom(40_000)] * 3)
+    assert HostPeer(use).result() == 3
+    assert len(back.get()) == 160_000
+
+
+def test_an_answer_has_items_up_to_a_bound(monkeypatch):
+    """C9: the others stay where they are."""
+    channel = Channel(64, across="hosts")
+    monkeypatch.setattr(guest, "TOGETHER", 100)
+    items = [b"x" * 60, "y" * 60, [b"z" * 60], 4, 5]
+    channel.put_many(items)
+    channel.close()
+
+    def use():
+        found = []
+        try:
+            while True:
+                found.append(channel.get_many(64))
+        except Drained:
+            return found
+
+    assert HostPeer(use).result() == [items[:2], items[2:]]
+
+
+def test_who_asks_hears_that_the_answer_can_not_be_given(monkeypatch):
+    channel = Channel(8, across="hosts")
+    monkeypatch.setattr(guest, "control_ring", lambda: Channel(64, across="processes", max_bytes=10_000))
+    channel.put_many([b"x" * 20_000, "after"])
+
+    def use():
+        with pytest.raises(ValueError, match="takes items of at most max_bytes=10000"):
+            channel.get(timeout=60)
+        return channel.get()
+
+    assert HostPeer(use).result() == "after"
