@@ -25,9 +25,9 @@ demo: .venv/installed
 	mkdir -p out
 	$(BIN)/flowchan viz examples/wordcount.py -o out/wordcount.svg || $(BIN)/flowchan viz examples/wordcount.py -o out/wordcount.mmd
 
-# Four processes share the test files, twice as many as two cores need, for tests wait as often as they compute. Each looks
+# Five processes share the test files, more than two cores need, for tests wait as often as they compute. Each looks
 # at what its own tests leave, and a hang ends it.
-SIDE_BY_SIDE := -n 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+SIDE_BY_SIDE := -n 5 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 # Twice: processes that have not loaded torch are forked at a quarter of the cost.
 test: .venv/installed-test
