@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import sys
 from typing import Any
@@ -123,8 +124,14 @@ def of_library(like: Any, x: Any) -> Any:
 def memory(x: Any) -> memoryview:
     """The bytes of one that lies in one piece, to be read and written; of bytes themselves."""
     if is_tensor(x):
-        x = x.detach().reshape(-1).view(sys.modules["torch"].uint8).numpy()
-    elif is_numpy(x):
+        if not is_here(x):
+            raise TypeError(f"{described(x)} is not in this machine's memory: copy it, as by .cpu()")
+        if not x.nbytes:
+            return memoryview(bytearray())
+        lent: Any = (ctypes.c_char * x.nbytes).from_address(x.data_ptr())  # by numpy() it could not be
+        lent.tensor = x  # resized any more, as FSDP does
+        return memoryview(lent).cast("B")
+    if is_numpy(x):
         x = x.reshape(-1).view("u1")
     return memoryview(x)
 

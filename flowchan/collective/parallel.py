@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from flowchan.collective.arrays import described
+from flowchan.collective.arrays import contiguous, described, memory
 from flowchan.collective.codes import Code, TopK, mean_by
 from flowchan.collective.group import Group
 from flowchan.collective.handles import Handle
@@ -49,7 +49,7 @@ def _state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _digest(x: Tensor) -> bytes:
-    return hashlib.blake2b(x.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data).digest()
+    return hashlib.blake2b(memory(contiguous(x.cpu()))).digest()
 
 
 def _raise_for_difference(mine: list[tuple[Any, ...]], group: Group) -> None:

@@ -228,6 +228,15 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def pg_name(self) -> str:
         return self._name
 
+    # --- for what torch asks of the backends of a process group: this is the one of all devices ---
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
+
+    def _get_backend(self, device: torch.device) -> ProcessGroup:
+        return self
+
     def shutdown(self) -> None:
         self._receives.close()
         self._group.close()

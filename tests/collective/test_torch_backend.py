@@ -34,7 +34,7 @@ def answers(programs: Template, backend: str, store: Path) -> list[Any]:
     found = [rank.communicate(timeout=500) for rank in ranks]
     for rank, (_, errors) in zip(ranks, found, strict=True):
         assert rank.returncode == 0, errors
-    return [json.loads(output) for output, _ in found]
+    return [json.loads(output.splitlines()[-1]) for output, _ in found]  # gloo of torch 2.8 prints, too
 
 
 @pytest.fixture(scope="module")
@@ -103,8 +103,8 @@ def test_another_backend_beside_it_is_refused(torch_programs: Template, named: s
     """For torch drops it."""
     program = torch_programs.popen("-c", BESIDE, named, stdout=subprocess.PIPE, text=True)
     lines = program.communicate(timeout=100)[0].splitlines()
-    assert len(lines) == 2
-    for line in lines:
+    assert len(lines) >= 2
+    for line in lines[-2:]:  # gloo of torch 2.8 says something before
         assert f'stands for all of a process group, and this one, "{named}", names others' in line
 
 

@@ -19,6 +19,7 @@ import flowchan.collective.torch_backend  # noqa: F401
 from flowchan.collective import gathering
 
 Case = Callable[[], Any]
+FOLDER: list[str] = []  # the path that checkpoints' folders begin with
 CASES: dict[str, Case] = {}
 
 
@@ -144,7 +145,14 @@ def objects() -> Any:
     dist.broadcast_object_list(shared, 1)
     out: list[Any] = [None]
     dist.scatter_object_list(out, [f"part {r}" for r in range(size())], 0)
-    return json.dumps([found, shared, out])
+    gathered: list[Any] | None = [None] * size() if rank() == 1 else None
+    dist.gather_object({"length": "y" * rank()}, gathered, dst=1)
+    sent: list[Any] = [("to", 1), {"text": "z" * 1000}] if rank() == 0 else [None, None]
+    if rank() == 0:
+        dist.send_object_list(sent, dst=1)
+    elif rank() == 1:
+        dist.recv_object_list(sent, src=0)
+    return json.dumps([found, shared, out, gathered, sent])
 
 
 @case
@@ -173,8 +181,8 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(20, 300), nn.ReLU(), nn.BatchNorm1d(300), nn.Linear(300, 5))
 
 
-def trained(net: Any, steps: int = 4) -> Any:
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+def trained(net: Any, steps: int = 4, optimizer: Any = None) -> Any:
+    optimizer = optimizer or torch.optim.SGD(net.parameters(), lr=0.1)
     for step in range(steps):
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(net(mine(16, 20, seed=step)), mine(16, 5, seed=step + 50))
@@ -221,6 +229,53 @@ def ddp_join_with_uneven_inputs() -> Any:
     return [p.grad for p in net.parameters()]
 
 
+@case
+def ddp_with_zero_redundancy_optimizer() -> Any:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    net = DistributedDataParallel(model())
+    optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.Adam, lr=0.01)
+    found = trained(net, optimizer=optimizer)
+    optimizer.consolidate_state_dict(to=1)
+    return found, [
+        one["exp_avg"] for one in optimizer.state_dict()["state"].values()
+    ] if rank() == 1 else None
+
+
+@case
+def ddp_with_halved_gradients() -> Any:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    net = DistributedDataParallel(model())
+    net.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    return trained(net)
+
+
+@case
+def ddp_with_power_sgd() -> Any:
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    net = DistributedDataParallel(model())
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+    net.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return trained(net)
+
+
+@case
+def fsdp1() -> Any:
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+    found = []
+    for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP):
+        net = FullyShardedDataParallel(
+            model(), sharding_strategy=strategy, device_id=torch.device("cpu"), use_orig_params=True
+        )
+        trained(net)
+        with FullyShardedDataParallel.summon_full_params(net):
+            found.append([p.detach().clone() for p in net.parameters()])
+    return found
+
+
 def fsdp2() -> Any:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -244,6 +299,97 @@ def tensor_parallel() -> Any:
     mesh = init_device_mesh("cpu", (size(),))
     parallelize_module(net, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     return net(mine_of(0, 8, 20)).detach()
+
+
+@case
+def tensor_parallel_of_sequences() -> Any:
+    """What is not in a linear layer: embeddings, norms, a loss over parts of the classes; and backward."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor import parallel as tp
+
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(30, 16), nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 8))
+    plan = {
+        "0": tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "1": tp.SequenceParallel(),
+        "2": tp.ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        "3": tp.ColwiseParallel(use_local_output=False),
+    }
+    tp.parallelize_module(net, init_device_mesh("cpu", (size(),)), plan)
+    words = torch.arange(24).reshape(4, 6)
+    with tp.loss_parallel():
+        loss = nn.functional.cross_entropy(net(words).flatten(0, 1), words.flatten() % 8)
+        loss.backward()
+    return [loss.full_tensor().detach(), *(p.grad.full_tensor() for p in net.parameters())]
+
+
+@case
+def pipelining() -> Any:
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+    found = []
+    for schedule in (ScheduleGPipe, Schedule1F1B):
+        torch.manual_seed(0)
+        whole = [nn.Linear(20, 30), nn.Linear(30, 5)]
+        part = whole[rank()] if rank() < len(whole) else nn.Identity()
+        stage = PipelineStage(part, rank(), size(), torch.device("cpu"))
+        steps = schedule(stage, n_microbatches=4, loss_fn=nn.functional.mse_loss)
+        losses: list[torch.Tensor] = []
+        arguments = (mine_of(0, 8, 20),) if rank() == 0 else ()
+        steps.step(*arguments, target=mine_of(1, 8, 5), losses=losses)
+        found.append([*(p.grad for p in part.parameters()), *(loss.detach() for loss in losses)])
+    return found
+
+
+@case
+def checkpoints() -> Any:
+    """Of sharded tensors, saved at once and meanwhile, and read where they are sharded otherwise."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (size(),))
+    whole = mine_of(0, 10, 6)
+    state = {"w": distribute_tensor(whole, mesh, [Shard(0)]), "step": torch.tensor(7)}
+    dcp.save(state, checkpoint_id=f"{FOLDER[0]}.now")
+    dcp.async_save(state, checkpoint_id=f"{FOLDER[0]}.later").result()
+    found = []
+    for when, placement in (("now", Shard(1)), ("later", Replicate())):
+        empty = {"w": distribute_tensor(torch.zeros(10, 6), mesh, [placement]), "step": torch.tensor(0)}
+        dcp.load(empty, checkpoint_id=f"{FOLDER[0]}.{when}")
+        assert torch.equal(empty["w"].full_tensor(), whole)
+        found.append((empty["w"].to_local(), empty["step"]))
+    return found
+
+
+@case
+def state_of_rank_0() -> Any:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    net = model()
+    state = {name: x + 1 for name, x in net.state_dict().items()} if rank() == 0 else {}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(net, state, options=options)
+    return list(net.state_dict().values())
+
+
+@case
+def compiled() -> Any:
+    """Traced with their collectives in the graph."""
+    group = dist.group.WORLD
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def step(x: torch.Tensor) -> Any:
+        parts = functional.all_gather_tensor(x * 2, 0, group)
+        mean = functional.all_reduce(x + 1, "sum", group) / size()
+        part = functional.reduce_scatter_tensor(parts, "sum", 0, group)
+        swapped = functional.all_to_all_single(parts, None, None, group)
+        y = x.clone()
+        dist.all_reduce(y)
+        return parts.sum(0), mean, part, swapped + 1, y
+
+    return step(mine(6, 3))
 
 
 @case
@@ -282,6 +428,7 @@ def text(value: Any) -> Any:
 
 def main(backend: str, number: str, count: str, store: str) -> None:
     torch.set_num_threads(1)
+    FOLDER.append(store)
     if backend == "over hosts":
         backend, gathering.this_host = "flowchan", lambda: f"host {number}"
     dist.init_process_group(backend, init_method=f"file://{store}", rank=int(number), world_size=int(count))
