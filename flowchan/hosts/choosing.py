@@ -137,6 +137,7 @@ class _There:
 
     def _ask(self, timeout: float | None) -> Done:
         to_put = self.take_back
+        mine: tuple[Any, Any] | None = None  # what this call has got; a late answer may come after the next
 
         def take_back(done: int = NOT_NOW) -> None:
             for place, call in to_put.items():
@@ -144,9 +145,10 @@ class _There:
                     call()
 
         def take(answer: tuple[int, Any, Any]) -> Done:
+            nonlocal mine
             index, item, self.moves = answer
             if 0 <= index < len(self._gets):
-                self._got = self._gets[index], item
+                self._got = mine = self._gets[index], item
             elif index >= 0:
                 self.take_back.pop(self.places[index], None)
             return index, item
@@ -155,7 +157,8 @@ class _There:
             """Nobody waits any more: an item that has come is the next one of its channel here."""
             if answer.wrong is None:
                 index, item, _ = answer.value
-                self._got = None
+                if self._got is mine:
+                    self._got = None
                 if 0 <= index < len(self._gets):
                     self._gets[index].put_back([item])
                 take_back(self.places[index] if index >= 0 else NOT_NOW)

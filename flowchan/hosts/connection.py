@@ -22,7 +22,7 @@ from flowchan.channel.channel import Channel, In, Out
 from flowchan.channel.select import select
 from flowchan.errors import Broken, ChannelError, Closed, HostError
 from flowchan.hosts.asking import Answer, Finished, Over, cause_in, control_ring
-from flowchan.hosts.calls import Calls
+from flowchan.hosts.calls import Calls, Unanswered
 from flowchan.hosts.messages import AHEAD, BEHIND, differs, versions
 from flowchan.hosts.neighbours import card
 from flowchan.run.exits import before_exit
@@ -117,14 +117,20 @@ class Connection(Calls):
 
     # --- what home is asked for ---
 
-    def open(self, channel: int) -> Any:
-        """What home says of the channel, which is open here until home is told to drop it."""
+    def open(self, channel: int, within: float | None = None) -> Any:
+        """What home says of the channel, which is open here until home is told to drop it. Raises
+        :class:`HostError` when it says nothing for ``within`` seconds, and two round trips."""
 
         def drop(answer: Answer) -> None:
             if answer.wrong is None:
                 self.tell("drop", channel)
 
-        return self.ask(channel, "open", late=drop)
+        wait = None if within is None else within + self.two_round_trips()
+        try:
+            return self.ask(channel, "open", late=drop, within=wait)
+        except Unanswered:
+            why = f"can't open a channel of {self.address}: it has not answered for {wait:.3g} s"
+            raise HostError(why, self.address) from None
 
     def send(self, channel: int) -> bool:
         """See :meth:`Home.send`."""

@@ -99,8 +99,10 @@ class FarChannel(Channel[T]):
     across = HOSTS.name
     is_elsewhere = True
 
-    def __init__(self, at: tuple[str, bytes, bool], connection: Connection) -> None:
-        capacity, max_bytes, name = connection.open(number_in(at[0]))
+    def __init__(
+        self, at: tuple[str, bytes, bool], connection: Connection, within: float | None = None
+    ) -> None:
+        capacity, max_bytes, name = connection.open(number_in(at[0]), within)
         _core.Channel.__init__(  # it is empty for ever: all calls go to home
             self, capacity=capacity, processes=False, max_bytes=max_bytes or 2**64 - 1, name=name
         )
@@ -394,13 +396,17 @@ def arrive(address: str, secret: bytes, tls: bool, home: str, sent: bool) -> Cha
         raise lacking from error
 
 
-def far_channel(address: str, secret: bytes, tls: bool, timeout: float) -> FarChannel[Any]:
-    """That of this process for a channel whose home is elsewhere."""
+def far_channel(
+    address: str, secret: bytes, tls: bool, timeout: float, give_up: float | None = None
+) -> FarChannel[Any]:
+    """That of this process for a channel whose home is elsewhere. ``timeout``: for a home that this process
+    does not know yet. ``give_up``: when to, whether it knows it or not."""
     with using(place_in(address), secret, tls, timeout) as connection:
         known: FarChannel[Any] | None = connection.user(number_in(address))
         if known is not None:
             return known
-        opened: FarChannel[Any] = FarChannel((address, secret, tls), connection)
+        within = None if give_up is None else max(0.0, give_up - time.monotonic())
+        opened: FarChannel[Any] = FarChannel((address, secret, tls), connection, within)
         adopted: FarChannel[Any] = connection.adopt(opened._number, opened)
         return adopted
 
@@ -439,7 +445,9 @@ def open_channel(
     try:
         if here is not None:
             return here.find(number)
-        return far_channel(address, secret, tls, math.inf if wait is None else wait)
+        if wait is None:
+            return far_channel(address, secret, tls, math.inf)
+        return far_channel(address, secret, tls, wait, time.monotonic() + wait)
     except ChannelError as error:
         raise HostError(str(error), address) from None
 

@@ -157,11 +157,14 @@ class Home:
 
     def find(self, number: int) -> Channel[Any]:
         """Raises :class:`ChannelError` when it is gone, or never was."""
-        found = self._channels.get(number)
-        if found is None and (sent := self._sent.get(number)) is not None:
-            # What is under way keeps no home alive, so it is none of those that somebody has.
-            found = self._channels[number] = _twin(sent)
-            self._hear_of_the_end_of(found)
+        with self._counting:  # several threads may look for it
+            found = self._channels.get(number)
+            if found is None and (sent := self._sent.get(number)) is not None:
+                # What is under way keeps no home alive, so it is none of those that somebody has.
+                twin = _twin(sent)
+                found = self._channels.setdefault(number, twin)  # the collector may have run meanwhile
+                if found is twin:
+                    self._hear_of_the_end_of(found)
         if found is not None:
             return found
         raise ChannelError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
 import os
 import signal
 import threading
@@ -18,6 +19,7 @@ from waiting import wait_stats, wait_until
 
 from flowchan import Broken, Channel, ChannelError, pack, select, unpack
 from flowchan.hosts import far, hosting, open_channel
+from flowchan.hosts import home as home_module
 from flowchan.hosts.calls import Asked
 from flowchan.hosts.connection import Connection
 
@@ -91,6 +93,25 @@ def test_the_same_channel_is_one_object():
         return first is channel and first is open_channel(channel.address, channel.secret)
 
     assert HostPeer(look).result()
+
+
+def test_a_channel_that_was_only_under_way_is_one_object_at_home(monkeypatch):
+    """C13: also where two look for it at a time."""
+    carrier, sent = make(), make()
+    carrier.put(sent)
+    home, number = sent._reached.home, sent._reached.number
+    del sent
+    gc.collect()
+    found, twin = [], home_module._twin
+
+    def find_first(channel):
+        monkeypatch.setattr(home_module, "_twin", twin)
+        found.append(home.find(number))
+        return twin(channel)
+
+    monkeypatch.setattr(home_module, "_twin", find_first)
+    assert home.find(number) is found[0]
+    assert carrier.get() is found[0]
 
 
 def test_who_opens_the_same_channel_at_once_has_one_object():

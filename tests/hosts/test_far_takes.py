@@ -13,8 +13,9 @@ import pytest
 from peers import HostPeer, ThreadPeer
 from waiting import wait_blocked, wait_until
 
-from flowchan import Channel, Drained, Empty, NothingReady, select
-from flowchan.hosts import calls, connection, serve
+from flowchan import Channel, Drained, Empty, HostError, NothingReady, select
+from flowchan.hosts import calls, choosing, connection, far, open_channel, serve
+from flowchan.hosts.asking import Answer
 
 pytestmark = pytest.mark.usefixtures("impatient")
 
@@ -189,6 +190,62 @@ def test_a_time_elsewhere_is_kept_though_home_does_not_answer(monkeypatch):
         theirs.get(timeout=20)
     told.close()
     home.result()
+
+
+def test_a_home_that_is_known_and_stopped_is_opened_in_time_or_not():
+    """C9: and when it goes on, it is as if nobody had opened the channel."""
+    serve()
+    told = make()
+    home = HostPeer(be_a_home, told)
+    theirs = told.get()
+    other = theirs._another(8)
+    address, secret = other.address, other.secret
+    keep = make()
+    keep.put(other)  # home has it still
+    del other
+    wait_until(lambda: theirs._connection.user(far.number_in(address)) is None)
+    os.kill(home.pid(), signal.SIGSTOP)
+    try:
+        with pytest.raises(HostError, match="it has not answered for"):
+            open_channel(address, secret, timeout=0.05)
+    finally:
+        os.kill(home.pid(), signal.SIGCONT)
+    assert open_channel(address, secret, timeout=20).capacity == 8
+    keep.get()
+    told.close()
+    home.result()
+
+
+def test_an_answer_that_comes_late_forgets_nothing_that_came_since():
+    """C9: Ctrl-C finds what the second call has got, and puts it back."""
+    heard, back = [], []
+
+    class Line:
+        def answered_within(self, timeout):
+            return timeout
+
+        def ask(self, *_, late, take, **__):
+            heard.append(late)
+            if len(heard) == 1:
+                raise calls.Unanswered
+            return take((0, "second", []))
+
+    class Far:
+        _number, _returned = 1, ()
+
+        def _came_before(self):
+            return []
+
+        def put_back(self, items):
+            back.append(items)
+
+    group = choosing._There(Line())
+    group.add(choosing.GET, 0, Far())
+    assert group.select(0) == (choosing.NOT_NOW, None)
+    assert group.select(0) == (0, "second")
+    heard[0](Answer(1, (0, "first", [])))
+    group.put_back()
+    assert back == [["first"], ["second"]]
 
 
 def be_a_home(told):
