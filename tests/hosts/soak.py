@@ -1,5 +1,6 @@
-"""Graphs over hosts under chaos, for some minutes: workers and agents are killed and connections cut, and
-every result is compared exactly: ``python -m tests.hosts.soak --minutes 5 --seed 1``."""
+"""Graphs over hosts under chaos, for some minutes: workers and agents are killed, connections cut and reset,
+hosts silent for less and for more than the patience, over wires with a delay; and every result is compared
+exactly: ``python -m tests.hosts.soak --minutes 5 --seed 1``."""
 
 from __future__ import annotations
 
@@ -19,12 +20,19 @@ import psutil
 
 from benchmarks.far import cut
 from flowchan import Graph, Reduced
-from flowchan.hosts import local
+from flowchan.hosts.pool import Pool
 from tests.agents_of_local import agents_of
 from tests.gangs import in_step
+from tests.hosts.wires import Wire, wired
 
 HANG = 120.0
-MOST_AGENTS = 8  # killed in one run: a host whose agents die too often is given up
+MOST_AGENTS = 8  # killed or cut off in one run: a host whose agents die too often is given up
+PATIENCE = 2.0  # seconds
+DEEDS = {
+    "connections cut": 4, "connections reset": 4, "workers killed": 4, "agents killed": 4,
+    "short silences": 2, "long silences": 1,
+}  # fmt: skip
+FATAL = ("agents killed", "long silences")
 
 
 def slow(item: int) -> int:
@@ -63,25 +71,41 @@ def agents() -> list[psutil.Process]:
     return found
 
 
-def chaos(chance: random.Random, over: threading.Event, deeds: Counter[str]) -> None:
-    most = deeds["agents killed"] + MOST_AGENTS
+def chaos(chance: random.Random, over: threading.Event, deeds: Counter[str], wires: tuple[Wire, ...]) -> None:
+    fatal = 0
     while not over.wait(chance.uniform(0.05, 0.4)):
         with contextlib.suppress(psutil.Error, IndexError):  # they have ended by themselves
-            deed = chance.choice(["connections cut", "workers killed", "agents killed"])
+            (deed,) = chance.choices(list(DEEDS), list(DEEDS.values()))
+            if deed in FATAL:
+                fatal += 1
+                if fatal > MOST_AGENTS:
+                    continue
             if deed == "connections cut":
                 cut()
+            elif deed == "connections reset":
+                chance.choice(wires).reset()
+            elif deed == "short silences":
+                chance.choice(wires).be_silent(chance.uniform(0.1, 0.7) * PATIENCE)
+            elif deed == "long silences":
+                chance.choice(wires).be_silent(chance.uniform(1.2, 2.5) * PATIENCE)
             elif deed == "workers killed":
                 chance.choice(chance.choice(agents()).children()).kill()
-            elif deeds[deed] < most:
-                chance.choice(agents()).kill()
             else:
-                continue
+                chance.choice(agents()).kill()
             deeds[deed] += 1
 
 
 def one_run(seed: int, items: int, deeds: Counter[str]) -> None:
     chance = random.Random(seed)
-    ordered, pool = chance.random() < 0.5, local(2)
+    wires = tuple(Wire(chance.choice([0, 0.001, 0.02])) for _ in range(2))
+    with wired(2, *wires, patience=PATIENCE) as pool:
+        _one_run(seed, chance, items, deeds, pool, wires)
+
+
+def _one_run(
+    seed: int, chance: random.Random, items: int, deeds: Counter[str], pool: Pool, wires: tuple[Wire, ...]
+) -> None:
+    ordered = chance.random() < 0.5
     options: dict[str, Any] = {"on": pool, "ordered": ordered, "restarts": 10**6, "max_deaths": 10**6}
     graph = Graph(f"soak {seed}")
     stream = graph.source(range(items)).map(slow, workers=chance.choice([1, 2, 4]), **options)
@@ -100,7 +124,7 @@ def one_run(seed: int, items: int, deeds: Counter[str]) -> None:
         stream, ordered = rounds.map(parted).unbatch(), False
     result, over = stream.collect(), threading.Event()
     run = graph.start()
-    thread = threading.Thread(target=chaos, args=(chance, over, deeds))
+    thread = threading.Thread(target=chaos, args=(chance, over, deeds, wires))
     thread.start()
     try:
         found = run.wait()[result]
