@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowchan import Broken, Channel, Closed, Empty, In, NothingReady, Out, select
+from flowchan.declare.arguments import flag
 from flowchan.hosts.joining import Clients, Member, join, sealed_once
 
 LATE = 300.0
@@ -92,6 +93,7 @@ class Client(_End):
     def __init__(
         self, address: str, secret: bytes, *, tag: str = "", tls: bool = False, timeout: float = LATE
     ) -> None:
+        flag("Client", "tls", tls)
         id, inbox, outbox, link = join(address, secret, tls, timeout, tag)
         super().__init__("client", id, tag, inbox, outbox, link)
 
@@ -113,6 +115,7 @@ class Server:
     def __init__(
         self, address: str = "127.0.0.1:0", *, secret: bytes | None = None, tls: bool = False
     ) -> None:
+        flag("Server", "tls", tls)
         self._lock = threading.Lock()
         self._all: list[ServedClient] = []
         self._told: list[Channel[None]] = []  # whoever waits hears of each client that comes

@@ -12,9 +12,8 @@ import threading
 import time
 
 from flowchan import Channel, Empty, In
-from flowchan.channel.media import Across
 from flowchan.items.whole import whole
-from flowchan.pipelines.sharing import Held, Shared, give_back
+from flowchan.pipelines.sharing import Among, Held, Shared, check_among, give_back
 
 
 class Lock(Held, Shared):
@@ -26,7 +25,8 @@ class Lock(Held, Shared):
     does not hold what its parent's thread holds.
     """
 
-    def __init__(self, *, across: Across = "processes") -> None:
+    def __init__(self, *, across: Among = "processes") -> None:
+        check_among("Lock", across)
         channel: Channel[None] = Channel(1, across=across)
         channel.put_nowait(None)
         channel.close()  # nobody can put a second token
@@ -109,7 +109,8 @@ class Semaphore(Held, Shared):
     forked child has acquired nothing.
     """
 
-    def __init__(self, value: int = 1, *, across: Across = "processes") -> None:
+    def __init__(self, value: int = 1, *, across: Among = "processes") -> None:
+        check_among("Semaphore", across)
         whole("Semaphore", "value", value, 1)
         permits: Channel[None] = Channel(value, across=across)
         permits.put_many([None] * value)

@@ -22,17 +22,24 @@ from flowchan.items.text import shown
 
 def seconds(call: str, argument: str, value: Any) -> float | None:
     """A number of seconds greater than zero, or ``None`` for no limit."""
-    if value is None:
-        return None
+    return None if value is None else _seconds(call, argument, value, " or None", " (None: no limit)")
+
+
+def finite_seconds(call: str, argument: str, value: Any) -> float:
+    """A number of seconds greater than zero."""
+    return _seconds(call, argument, value, "", "")
+
+
+def _seconds(call: str, argument: str, value: Any, or_none: str, no_limit: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (numbers.Real, Decimal)):
-        raise TypeError(f"{call}: {argument} must be a number of seconds or None, not {shown(value)}")
+        raise TypeError(f"{call}: {argument} must be a number of seconds{or_none}, not {shown(value)}")
     try:
         length = float(value)
     except OverflowError:
         # typeshed's Real has no order
         length = math.inf if value > 0 else -math.inf  # type: ignore[operator]
     if not length > 0:
-        raise ValueError(f"{call}: {argument} must be greater than 0 seconds (None: no limit), not {value}")
+        raise ValueError(f"{call}: {argument} must be greater than 0 seconds{no_limit}, not {value}")
     return min(length, threading.TIMEOUT_MAX)
 
 

@@ -102,7 +102,10 @@ class Connection(Calls):
                 why=why, within=within, tls=self._tls, wanted=lambda: not self._left,
             )  # fmt: skip
         except OSError as error:
-            raise HostError(str(error), self.address) from None
+            remedy = ""
+            if isinstance(error.__cause__, ConnectionRefusedError):
+                remedy = "; nothing listens there: look whether that program runs, and at which address"
+            raise HostError(f"{error}{remedy}", self.address) from None
         why_not = differs(theirs)
         if not why_not and "home" not in theirs:
             why_not = "no channels are reached there"

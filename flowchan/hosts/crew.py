@@ -75,6 +75,7 @@ class _Host:
     lacking: set[str] = field(default_factory=set)  # modules that are missing there
     given_up: str = ""  # why
     before: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))  # of lives that are over
+    round_trip: float = 0.0  # of the last of them
 
 
 class HostCrew:
@@ -481,6 +482,7 @@ class HostCrew:
         with self._lock:
             for word in COUNTS:
                 host.before[word] += state[word]
+            host.round_trip = state["round_trip"] or host.round_trip
 
     def hosts(self) -> tuple[HostStats, ...]:
         with self._lock:
@@ -493,6 +495,6 @@ class HostCrew:
         return HostStats(
             name=host.name, state=how,
             workers=sum(line.life.host == host.name for line in self._lines.values()),
-            agents=host.lives, deaths=tuple(host.deaths), breaks=counts["breaks"],
-            sent=counts["bytes_out"], received=counts["bytes_in"], round_trip=state.get("round_trip", 0.0),
+            agents=host.lives, deaths=tuple(host.deaths), breaks=counts["breaks"], sent=counts["bytes_out"],
+            received=counts["bytes_in"], round_trip=state.get("round_trip") or host.round_trip,
         )  # fmt: skip

@@ -22,6 +22,7 @@ from flowchan import _core
 from flowchan.channel.channel import Channel, ChannelStats, beside_packed, hears_aborts
 from flowchan.channel.media import HOSTS
 from flowchan.channel.ports import In, Out, moved
+from flowchan.declare.arguments import flag
 from flowchan.errors import Broken, ChannelError, Drained, Empty, FlowchanError, HostError
 from flowchan.hosts import choosing
 from flowchan.hosts.asking import Answer, Recalled, opened, seal, sealed_cause
@@ -440,6 +441,7 @@ def open_channel(
     if not isinstance(secret, bytes):
         kind = type(secret).__name__
         raise TypeError(f"open_channel: secret must be bytes, as channel.secret is, not {kind}")
+    flag("open_channel", "tls", tls)
     wait = _seconds(timeout)
     here = home_at(place, secret)
     try:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowchan.channel.channel import Channel
+from flowchan.declare.arguments import finite_seconds, flag
 from flowchan.errors import ChannelError
 from flowchan.hosts.connection import using
 from flowchan.hosts.far import arrive, make_elsewhere
@@ -65,6 +66,8 @@ def serve(
     has to be proved there. ``tls``: whether what crosses is encrypted. ``patience``: for how many seconds who
     has a channel open elsewhere goes on without hearing of this program."""
     split(address)
+    flag("serve", "tls", tls)
+    patience = finite_seconds("serve", "patience", patience)
     with _lock:
         _settings.update(address=address, secret=secret, tls=tls, patience=patience)
         _homes.clear()

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from flowchan.declare.arguments import flag, seconds
+from flowchan.declare.arguments import finite_seconds, flag
 from flowchan.declare.places import Place
 from flowchan.errors import HostError
 from flowchan.hosts.provider import Provider
@@ -66,9 +66,7 @@ class Pool(Place):
 
 def pool_of(call: str, provider: Provider, patience: float = PATIENCE, tls: bool = False) -> Pool:
     """All hosts of a provider. ``call``: the function that was called for it, for messages."""
-    waits = seconds(call, "patience", patience)
-    if waits is None:
-        raise ValueError(f"{call}: patience must be a number of seconds, not None")
+    waits = finite_seconds(call, "patience", patience)
     names: tuple[str, ...] = ()
     missing = ""
     try:

@@ -145,7 +145,7 @@ def _link_table(links: Sequence[LinkStats], width: int) -> str:
 
 
 def _host_table(hosts: Sequence[HostStats], width: int) -> str:
-    titles = ["host", "state", "agents", "breaks", "sent", "received"]
+    titles = ["host", "state", "agents", "breaks", "sent", "received", "round trip"]
     rows = [
         [
             host.name,
@@ -154,6 +154,7 @@ def _host_table(hosts: Sequence[HostStats], width: int) -> str:
             count(host.breaks),
             amount(host.sent),
             amount(host.received),
+            f"{host.round_trip * 1e3:.2f} ms" if host.round_trip else "-",
         ]
         for host in hosts
     ]

@@ -26,20 +26,22 @@ def reach(
 ) -> tuple[socket.socket, Hello]:
     """A connection over which both have proved the secret, and the other side's hello. Tries again and again,
     while it is ``wanted``; raises an ``OSError`` that begins with ``why`` when there is none within so many
-    seconds, and ends with why the last try failed that was not cut short by that."""
+    seconds, and ends with why the last try failed that was not cut short by that, which is its cause."""
     give_up = time.monotonic() + within
-    pause, wait, failed = SHORTEST, threading.Event(), ""
+    pause, wait = SHORTEST, threading.Event()
+    failed: OSError | None = None
     while True:
         left = give_up - time.monotonic()
         if left <= 0 or not wanted():
-            raise OSError(f"{why}{failed} at {address} for {within:g} s")
+            last = "" if failed is None else f": {failed.strerror or failed}"
+            raise OSError(f"{why}{last} at {address} for {within:g} s") from failed
         try:
             sock = dial(address, left)
             pause = SHORTEST  # somebody is there
             left = max(0.0, give_up - time.monotonic())
             return meet(sock, secret, dialled=True, hello=hello, timeout=left, tls=tls)
         except OSError as error:
-            if not failed or time.monotonic() < give_up:
-                failed = f": {error}"
+            if failed is None or time.monotonic() < give_up:
+                failed = error
             wait.wait(min(pause, max(0.0, give_up - time.monotonic())))
             pause = min(2 * pause, LONGEST)

@@ -78,13 +78,23 @@ def test_wrong_addresses_say_what_is_right():
         open_channel(channel.address, channel.secret.hex())
     with pytest.raises(HostError, match="no channel 99"):
         open_channel(channel.address.partition("/")[0] + "/99", channel.secret)
-    with pytest.raises(HostError, match=r"127\.0\.0\.1:1 for 0\.2 s"):
+    told = r"^can't open a channel of .*: .* refused at 127\.0\.0\.1:1 for 0\.2 s; nothing listens there"
+    with pytest.raises(HostError, match=told):
         open_channel("127.0.0.1:1/1", channel.secret, timeout=0.2)
 
 
 def test_only_channels_across_hosts_have_an_address():
     with pytest.raises(ChannelError, match="across='hosts'"):
         _ = Channel(across="processes").address
+
+
+def test_wrong_words_are_refused_with_what_is_allowed():
+    with pytest.raises(TypeError, match="open_channel: tls must be True or False, not 'x'"):
+        open_channel("127.0.0.1:1/1", bytes(32), tls="x")
+    with pytest.raises(TypeError, match="serve: tls must be True or False, not 1"):
+        serve(tls=1)
+    with pytest.raises(ValueError, match="serve: patience must be greater than 0 seconds, not -1"):
+        serve(patience=-1)
 
 
 def test_no_secret_is_shown():

@@ -236,6 +236,8 @@ def test_the_report_names_the_hosts() -> None:
     report = run.report()
     assert "local(2)" in report
     assert "local-1" in report
+    assert all(host.round_trip > 0 for host in run.stats().hosts)
+    assert "received  round trip\n" in report
 
 
 def test_an_item_that_only_one_machine_can_have_ends_the_run_and_names_the_channel() -> None:

@@ -340,6 +340,12 @@ def test_a_server_that_dies_is_told_apart_from_one_that_goes():
             client.recv()
 
 
+@pytest.mark.parametrize("end", [Server, partial(Client, "127.0.0.1:1", bytes(32))])
+def test_tls_is_yes_or_no(end):
+    with pytest.raises(TypeError, match=r"(Server|Client): tls must be True or False, not 'x'"):
+        end(tls="x")
+
+
 def test_a_wrong_secret_lets_nobody_in(server):
     with pytest.raises(HostError, match="secret"):
         Client(server.address, SECRET, timeout=0.5)

@@ -19,7 +19,7 @@ from waiting import wait_blocked, wait_stats, wait_until
 
 from flowchan import Broken, Channel
 from flowchan.hosts import serve
-from flowchan.pipelines import Barrier, Condition, Event, Lock, SharedDict, map  # noqa: A004
+from flowchan.pipelines import Barrier, Condition, Event, Lock, Semaphore, SharedDict, map  # noqa: A004
 
 # Barrier
 
@@ -455,7 +455,11 @@ def test_gates_that_are_not_used_any_more_leave_nothing(across: Any, on: Any) ->
     assert barrier.wait() == 0
 
 
-@pytest.mark.parametrize("pattern", [functools.partial(Barrier, 2), Event, Condition, SharedDict])
-def test_what_is_made_of_copies_is_not_made_between_threads(pattern: Any) -> None:
-    with pytest.raises(ValueError, match="across must be 'processes' or 'hosts', not 'threads'"):
-        pattern(across="threads")
+@pytest.mark.parametrize(
+    "pattern", [functools.partial(Barrier, 2), Event, Condition, SharedDict, Lock, Semaphore]
+)
+@pytest.mark.parametrize("across", ["threads", "planets"])
+def test_what_holds_between_processes_is_not_made_between_threads(pattern: Any, across: Any) -> None:
+    name = pattern.func.__name__ if isinstance(pattern, functools.partial) else pattern.__name__
+    with pytest.raises(ValueError, match=f"{name}: across must be 'processes' or 'hosts', not '{across}'"):
+        pattern(across=across)
