@@ -13,6 +13,7 @@ from peers import HostPeer
 from flowchan import Channel, ChannelError, Graph
 from flowchan.hosts import local
 from flowchan.items.device import crossing
+from flowchan.pipelines import Client, Server
 
 pytestmark = pytest.mark.usefixtures("fake_device")
 
@@ -98,3 +99,73 @@ def test_stages_on_hosts_pass_them_on(monkeypatch):
     for n, tensor in enumerate(found, 1):
         assert np.array_equal(tensor.numpy(), 4 * np.arange(n * 10_000))
     assert through_the_host() == (5, 5, 0)
+
+
+# --- servers and clients, as torch-ipc's with CUDA ---
+
+VIEWS = {
+    "whole": lambda: np.arange(12.0).reshape(3, 4),
+    "easy": lambda: np.arange(24.0).reshape(4, 6)[:, 1:4],
+    "hard": lambda: np.arange(360.0).reshape(3, 4, 5, 6)[1:, ::2, 1:4, 2:5],
+    "transposed": lambda: np.arange(12.0).reshape(3, 4).T,
+    "no elements": lambda: np.zeros((0, 3)),
+    "no dimensions": lambda: np.array(7.0),
+}
+
+
+def elsewhere(server, function):
+    """A client on another host, which has two devices of its own."""
+    address, secret = server.address, server.secret
+
+    def work():
+        of_another_host("other-A", "other-B")
+        with Client(address, secret) as client:
+            return function(client)
+
+    return HostPeer(work)
+
+
+def test_bytes_on_a_device_go_to_a_server_and_back():
+    """testCUDAStoragePingPong."""
+
+    def echo(client):
+        tensor = client.recv()
+        client.send(FakeTensor(tensor.numpy() + 1, tensor.device))
+        return tensor.device
+
+    with Server() as server:
+        peer = elsewhere(server, echo)
+        (client,) = server.clients(1)
+        client.send(FakeTensor(np.arange(100, dtype="u1"), "fake-B"))
+        back = client.recv()
+        assert peer.result() == "other-B"
+    assert (back.device, back.numpy().dtype) == ("fake-B", "u1")
+    assert np.array_equal(back.numpy(), np.arange(1, 101))
+    assert through_the_host() == (1, 1, 0)
+    assert kept() == 0
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_tensors_on_a_device_go_to_a_server_and_to_all_its_clients(view):
+    """testCUDATensor, testNoncontiguousCUDATensor; and a broadcast, which copies it to host memory once."""
+    there = VIEWS[view]()
+
+    def send(client):
+        client.send(FakeTensor(there, "other-A"))
+        tensor = client.recv()
+        return tensor.device, tensor.numpy()
+
+    with Server() as server:
+        peers = [elsewhere(server, send) for _ in range(2)]
+        for client in server.clients(2):
+            came = client.recv()
+            assert came.device == "fake-A"
+            assert np.array_equal(came.numpy(), there)
+            assert came.numpy().shape == there.shape
+        server.broadcast(FakeTensor(came.numpy() + 1, "fake-B"))
+        for peer in peers:
+            device, array = peer.result()
+            assert device == "other-B"
+            assert np.array_equal(array, there + 1)
+    assert through_the_host() == (1, 2, 0)
+    assert kept() == 0
