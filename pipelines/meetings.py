@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from flowchan import Broken, Channel, ChannelError, Closed, Drained, Empty, Full
 from flowchan.items.whole import whole
@@ -201,7 +201,7 @@ class Condition(Held):
         if across is not None:
             check_among("Condition", across)
         self._lock = Lock(across=across or "processes") if lock is None else lock
-        its: Among = "hosts" if self._lock.channels[0].across == "hosts" else "processes"
+        its = cast(Among, self._lock.channels[0].across)
         if across not in (None, its):
             raise ValueError(
                 f"Condition: across={across!r} can't be with a lock across {its!r}: give it "
