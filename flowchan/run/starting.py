@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import sys
 import traceback
+from multiprocessing import context, reduction
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -31,9 +32,40 @@ def start_process(process: BaseProcess) -> None:
         raise
 
 
+class Streams:
+    """Where standard output and errors of this process lead, for a process that it starts. One that comes
+    from Python's forkserver begins with those of the server, which may have started when they led elsewhere;
+    all others have them from their start."""
+
+    def __init__(self) -> None:
+        self._sent: dict[int, Any] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        popen: Any = context.get_spawning_popen()
+        if popen is None or popen.method != "forkserver":
+            return {"_sent": {}}
+        return {"_sent": {fd: reduction.DupFd(fd) for fd in (1, 2) if _is_open(fd)}}
+
+    def take(self) -> None:
+        """In the process that was started."""
+        while self._sent:
+            fd, sent = self._sent.popitem()
+            came = sent.detach()
+            os.dup2(came, fd)
+            os.close(came)
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
 def start_server() -> None:
     """Starts Python's forkserver, where new processes come from it, unless it runs already. It keeps the
-    standard streams that it begins with, for itself and for all that come from it."""
+    standard streams that it begins with."""
     # without settling the default one, which the program may still change
     method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
     if method == "forkserver":

@@ -27,6 +27,7 @@ from flowchan.run.failures import Portable
 from flowchan.run.gpus import see_only
 from flowchan.run.opening import Ports
 from flowchan.run.recovery import RETIRED
+from flowchan.run.starting import Streams
 from flowchan.run.worker import Outcome, work
 
 
@@ -54,9 +55,12 @@ class Left:
     error: Any = None  # as that of a Failure
 
 
-def process_main(id: WorkerId, stage: bytes, order: Order, parent: int, devices: str | None) -> None:
+def process_main(
+    id: WorkerId, stage: bytes, order: Order, parent: int, devices: str | None, streams: Streams
+) -> None:
     """Works in one run. ``stage``: what it does, pickled. ``parent``: whose end is its own. ``devices``: the
-    GPUs that it is to see, if these were given to it."""
+    GPUs that it is to see, if these were given to it. ``streams``: by which it prints."""
+    streams.take()
     _prepare(id, parent, devices)
     if _Work(stage, built).do(order) == "retired":
         sys.exit(RETIRED)

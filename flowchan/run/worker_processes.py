@@ -19,6 +19,7 @@ from flowchan.run.logs import Logged
 from flowchan.run.opening import Ports
 from flowchan.run.processes import WorkerProcess
 from flowchan.run.recovery import Death, deaths_in_hand
+from flowchan.run.starting import Streams
 from flowchan.run.watch import Watch
 from flowchan.run.worker_main import Order, process_main
 
@@ -60,7 +61,7 @@ class WorkerProcesses:
 
     def _begin(self, id: WorkerId, stage: bytes, order: Order, devices: str | None) -> WorkerProcess:
         """Has a process begin with its work."""
-        arguments = (id, stage, order, os.getpid(), devices)
+        arguments = (id, stage, order, os.getpid(), devices, Streams())
         return WorkerProcess(ProcessName(f"{self._graph}/{id}"), process_main, arguments)
 
     def watch(self) -> None:

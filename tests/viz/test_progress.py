@@ -109,26 +109,28 @@ def test_items_that_fail_are_not_expected_behind() -> None:
 
 
 PROGRAM = """
-    import multiprocessing
+    import multiprocessing, os, sys
     from flowchan import Graph
 
     def work(number):
         if number == 50:
-            print("said by a worker")
+            print("said by a worker, through the bars:", os.ttyname(1) == terminal)
         return number
 
     if __name__ == "__main__":
-        multiprocessing.set_start_method("fork")  # a forkserver's workers write past the bars
+        multiprocessing.set_start_method(sys.argv[1])
+        terminal = os.ttyname(1)
         graph = Graph("far")
         result = graph.source(range(100)).map(work, on="process").collect(name="end")
         print(sum(graph.run(progress=True)[result]))
 """
 
 
-def test_a_terminal_shows_bars_and_above_them_what_is_printed(tmp_path: Path) -> None:
-    lines, code = on_terminal([sys.executable, str(script(tmp_path, PROGRAM))], tmp_path)
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_a_terminal_shows_bars_and_above_them_what_is_printed(method: str, tmp_path: Path) -> None:
+    lines, code = on_terminal([sys.executable, str(script(tmp_path, PROGRAM)), method], tmp_path)
     assert code == 0, lines
-    assert "said by a worker" in lines
+    assert "said by a worker, through the bars: False" in lines
     assert any(line.startswith("end ") and "100/100" in line for line in lines)
     assert "4950" in lines
     assert max(map(len, lines)) <= 80
