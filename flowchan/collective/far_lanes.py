@@ -37,6 +37,7 @@ PAUSE = 0.01
 QUICK, STRANGE = 1.0, 30.0
 """Who sends us away within so many seconds each time, for so many seconds, is no member. A member does so
 while too many dial at once; one that does something else lets us wait."""
+BRIEF = 0.05  # seconds, besides some round trips, in which such a one has sent away who only looks
 PIECE = 1 << 20  # bytes for one call of the system
 _chance = random.Random()  # the program's own numbers stay as they are
 
@@ -92,6 +93,7 @@ class FarLanes:
         self._over: dict[int, MemberDied] = {}  # what comes when all is received that somebody has sent
         self._pause, self._next_look = LOOK, time.monotonic() + LOOK
         self._looks: dict[int, tuple[float, float]] = {}  # for whom let_in waits: the next one, and the pause
+        self._strange_since: dict[int, float] = {}
 
     def send(self, x: Any, to: int, timeout: float | None) -> None:
         outgoing = self._outgoing(to)
@@ -167,7 +169,7 @@ class FarLanes:
             _hold(self._lock, held, 0.0)
             if held == [True]:
                 with contextlib.suppress(TimeoutError):
-                    self.adopt(*self.door.accept(0.0))
+                    self.adopt(*self._accept(0.0))
         finally:
             if held == [True]:
                 self._lock.release()
@@ -195,13 +197,22 @@ class FarLanes:
             gone = [member for member in late if self._is_gone(member, give_up)]
             left = max(0.0, give_up - time.monotonic())
             try:
-                return self.door.accept(0.0 if gone else min(wait, left))
+                return self._accept(0.0 if gone else min(wait, left))
             except TimeoutError:
                 if gone:
                     raise _gone(gone[0], call) from None
                 if not left:
                     raise
             wait = min(2 * wait, 5.0)
+
+    def _accept(self, wait: float) -> tuple[socket.socket, Hello]:
+        """Who dials next, but for who only looks whether it is us who listen here."""
+        until = time.monotonic() + wait
+        while True:
+            sock, hello = self.door.accept(max(0.0, until - time.monotonic()))
+            if "looks" not in hello:
+                return sock, hello
+            sock.close()
 
     def _may_look_for(self, member: int) -> bool:
         """Ever later, also for who asks again and again with little patience: it may be long until those who
@@ -225,13 +236,31 @@ class FarLanes:
         self._over.pop(hello["rank"], None)  # it had dialled before it went
 
     def _is_gone(self, member: int, give_up: float) -> bool:
-        """Whether nobody listens there any more."""
+        """Whether nobody listens there any more, or another program does."""
+        begun = time.monotonic()
         try:
-            dial(self.addresses[member], min(1.0, give_up - time.monotonic())).close()
+            sock = dial(self.addresses[member], min(1.0, give_up - begun))
         except ConnectionRefusedError:
             return True
         except OSError:
             return False  # perhaps the way there is cut
+        now = time.monotonic()
+        if not self._sends_us_away(sock, min(BRIEF + 6 * (now - begun), give_up - now)):
+            self._strange_since.pop(member, None)
+            return False
+        return now - self._strange_since.setdefault(member, now) >= STRANGE
+
+    def _sends_us_away(self, sock: socket.socket, wait: float) -> bool:
+        """Whether who listens there does so within this time: a member that has other work lets us wait, and
+        one that is here lets us in. TLS takes longer, and a process, so then nobody is asked."""
+        if self._way.tls or wait <= 0:
+            sock.close()
+            return False
+        begun = time.monotonic()
+        try:
+            meet(sock, self._way.secret, dialled=True, hello={"looks": self._rank}, timeout=wait)[0].close()
+        except OSError:
+            return time.monotonic() - begun < wait
         return False
 
     def close(self, wait: bool = True) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from collective_members import SECRET
 from peers import ThreadPeer
 from waiting import wait_until
 
-from flowchan import GroupError
+from flowchan import GroupError, MemberDied
 from flowchan.collective import far_lanes, members
 from flowchan.collective.far_lanes import FarLanes, Way
 from flowchan.transport.door import Door
@@ -120,21 +121,64 @@ def test_who_has_left_sends_nothing_to_another_host() -> None:
             mine.send("after", 1, None)
 
 
+@contextmanager
+def stranger() -> Iterator[Door]:
+    """Another program at a port of this host, which knows another secret."""
+    over = threading.Event()
+
+    def listen() -> None:
+        while not over.is_set():
+            with suppress(TimeoutError):
+                door.accept(0.02)
+
+    with Door(listen_at("127.0.0.1:0"), b"of another program", {}) as door:
+        listener = ThreadPeer(listen)
+        try:
+            yield door
+        finally:
+            over.set()
+            listener.result()
+
+
 def test_a_member_whose_port_another_program_has_now_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who has sent to it ends, and waits no longer for it."""
     monkeypatch.setattr(far_lanes, "STRANGE", 0.0)
-    over = threading.Event()
-
-    def listen(stranger: Door) -> None:
-        while not over.is_set():
-            with suppress(TimeoutError):
-                stranger.accept(0.02)
-
-    with Door(listen_at("127.0.0.1:0"), b"of another program", {}) as stranger, WAY.door({}) as door:
-        listener = ThreadPeer(listen, stranger)
-        mine = FarLanes(0, door, ["", stranger.address], WAY)
+    with stranger() as there, WAY.door({}) as door:
+        mine = FarLanes(0, door, ["", there.address], WAY)
         mine.send("in vain", 1, None)
         ThreadPeer(mine.close).result()
-        over.set()
-        listener.result()
-    assert stranger.refused
+    assert there.refused
+
+
+@pytest.mark.parametrize("call", ["receive", "receive_any"])
+def test_nor_is_it_waited_for_by_who_receives(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(far_lanes, "STRANGE", 0.0)
+    monkeypatch.setattr(far_lanes, "BRIEF", 20.0)
+
+    def receive() -> Any:
+        if call == "receive":
+            return mine.receive(1, None)
+        while True:
+            with suppress(TimeoutError):
+                return mine.receive_any([1], 0.1, far_lanes.LONG + time.monotonic())
+
+    with stranger() as there, WAY.door({}) as door:
+        mine = FarLanes(0, door, ["", there.address], WAY)
+        with pytest.raises(MemberDied, match=r"rank 1, on another host, (died|has left)"):
+            ThreadPeer(receive).result()
+        mine.close()
+
+
+def test_who_only_looks_is_none_who_has_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is let in by a member that is there, waits for one that is not, and either way that is not gone."""
+    monkeypatch.setattr(far_lanes, "STRANGE", 0.0)
+    with ExitStack() as stack:
+        mine, other = far(stack)
+        give_up = time.monotonic() + 1000
+        assert not mine._is_gone(1, give_up)  # it does not look at its door now
+        monkeypatch.setattr(far_lanes, "BRIEF", 20.0)
+        peer = ThreadPeer(other.receive, 0, None)
+        assert not mine._is_gone(1, give_up)
+        assert not mine._strange_since
+        mine.send("at last", 1, None)
+        assert peer.result() == "at last"
