@@ -222,12 +222,15 @@ class Group:
         handle."""
     def _choose(self, doing: int, way: int) -> None: ...
     def _way(self, doing: int, size: int, combining: bool) -> int: ...
-    def alltoall(self, xs: Any, out: Any = None, timeout: float | None = None) -> Any:
+    def alltoall(self, xs: Any, out: Any = None, timeout: float | None = None, wait: bool = True) -> Any:
         """What each member has for this one: a list in the order of the ranks. ``xs[i]`` goes to member i.
-        ``out``: arrays to be filled instead, then all of ``xs`` are arrays, too."""
-    def reduce_scatter(self, x: Any, op: Any = "sum", out: Any = None, timeout: float | None = None) -> Any:
+        ``out``: arrays to be filled instead, then all of ``xs`` are arrays, too. ``wait=False`` gives a
+        handle."""
+    def reduce_scatter(
+        self, x: Any, op: Any = "sum", out: Any = None, timeout: float | None = None, wait: bool = True
+    ) -> Any:
         """Combine arrays as ``allreduce`` does, and give each member its part of the result: the first of
-        ``size`` equal parts along the first dimension to rank 0, and so on."""
+        ``size`` equal parts along the first dimension to rank 0, and so on. ``wait=False`` gives a handle."""
     @property
     def rank(self) -> int:
         """Which member this is, from 0."""

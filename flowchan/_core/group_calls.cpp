@@ -85,8 +85,8 @@ End swap_arrays(PyObject* self, Member::Call call, const Arrays& in, const Array
 namespace {
 
 constexpr const char* ALLGATHER_NAMES[] = {"x", "out", "timeout", "wait"};
-constexpr const char* ALLTOALL_NAMES[] = {"xs", "out", "timeout"};
-constexpr const char* REDUCE_SCATTER_NAMES[] = {"x", "op", "out", "timeout"};
+constexpr const char* ALLTOALL_NAMES[] = {"xs", "out", "timeout", "wait"};
+constexpr const char* REDUCE_SCATTER_NAMES[] = {"x", "op", "out", "timeout", "wait"};
 constexpr const char* ALLREDUCE_NAMES[] = {"x", "op", "out", "timeout", "wait"};
 constexpr const char* BROADCAST_NAMES[] = {"x", "root", "timeout", "wait"};
 constexpr const char* BARRIER_NAMES[] = {"timeout", "wait"};
@@ -187,27 +187,27 @@ PyObject* alltoall_arrays(PyObject* self, PyObject* xs, PyObject* out, PyObject*
 
 PyObject* alltoall(PyObject* self, PyObject* const* args, Py_ssize_t n, PyObject* keywords) {
     return guarded([&]() -> PyObject* {
-        PyObject* v[3];
+        PyObject* v[4];
         if (!parse("alltoall", ALLTOALL_NAMES, 1, args, n, keywords, v)) return nullptr;
-        if (!is_default(v[1]) && !goes_later(self, nullptr)) {
+        if (!is_default(v[1]) && !goes_later(self, v[3])) {
             PyObject* result = alltoall_arrays(self, v[0], v[1], v[2]);
             if (result != Py_NotImplemented) return result;
             Py_DECREF(result);
         }
-        return call_general(self, "_alltoall_any", v, 3);
+        return call_general(self, "_alltoall_any", v, 4);
     });
 }
 
 PyObject* reduce_scatter(PyObject* self, PyObject* const* args, Py_ssize_t n, PyObject* keywords) {
     return guarded([&]() -> PyObject* {
-        PyObject* v[4];
+        PyObject* v[5];
         if (!parse("reduce_scatter", REDUCE_SCATTER_NAMES, 1, args, n, keywords, v)) return nullptr;
-        if (!is_default(v[2]) && !goes_later(self, nullptr)) {
+        if (!is_default(v[2]) && !goes_later(self, v[4])) {
             PyObject* result = reduce_scatter_array(self, v[0], v[2], v[1], v[3]);
             if (result != Py_NotImplemented) return result;
             Py_DECREF(result);
         }
-        return call_general(self, "_reduce_scatter_any", v, 4);
+        return call_general(self, "_reduce_scatter_any", v, 5);
     });
 }
 
@@ -233,13 +233,14 @@ PyMethodDef group_methods[] = {
      "``out``: an array of ``size`` times as many elements, or a list of arrays, to be filled instead and "
      "returned; raises ValueError where what a member gave does not fit. ``wait=False`` gives a handle."},
     {"alltoall", fast(alltoall), FASTCALL,
-     "alltoall($self, /, xs, out=None, timeout=None)\n--\n\n"
+     "alltoall($self, /, xs, out=None, timeout=None, wait=True)\n--\n\n"
      "What each member has for this one: a list in the order of the ranks. ``xs[i]`` goes to member i. "
-     "``out``: arrays to be filled instead, then all of ``xs`` are arrays, too."},
+     "``out``: arrays to be filled instead, then all of ``xs`` are arrays, too. ``wait=False`` gives a "
+     "handle."},
     {"reduce_scatter", fast(reduce_scatter), FASTCALL,
-     "reduce_scatter($self, /, x, op='sum', out=None, timeout=None)\n--\n\n"
+     "reduce_scatter($self, /, x, op='sum', out=None, timeout=None, wait=True)\n--\n\n"
      "Combine arrays as ``allreduce`` does, and give each member its part of the result: the first of "
-     "``size`` equal parts along the first dimension to rank 0, and so on."},
+     "``size`` equal parts along the first dimension to rank 0, and so on. ``wait=False`` gives a handle."},
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace

@@ -138,7 +138,11 @@ inline bool check_out(const Array& in, const Array& out, PyObject* given, size_t
 inline bool has_kernel(const Array& array, Op op, PyObject* x) {
     if (find_kernel(array.element, op)) return true;
     PyObject* type = PyObject_GetAttrString(x, "dtype");
-    const char* remedy = array.element == Element::Raw ? "; convert them first, as to float32"
+    PyObject* name = type ? PyObject_Str(type) : nullptr;
+    const bool is_complex = name && PyUnicode_CompareWithASCIIString(name, "torch.complex32") == 0;
+    Py_XDECREF(name);
+    const char* remedy = is_complex                      ? "; convert them first, as to complex64"
+                         : array.element == Element::Raw ? "; convert them first, as to float32"
                          : op == Op::Mean ? "; take the sum, or convert them to a floating-point type"
                                           : "";
     PyErr_Format(PyExc_TypeError, "there is no %s of elements of type %S%s", OPS[size_t(op)],

@@ -9,6 +9,7 @@ from collections.abc import Sequence, Sized
 from typing import Any
 
 from flowchan.collective import arrays
+from flowchan.errors import Mismatch
 from flowchan.items.combining import OPERATIONS
 from flowchan.items.text import shown
 
@@ -57,6 +58,18 @@ def parts_argument(call: str, argument: str, xs: Any, size: int) -> Sequence[Any
         raise ValueError(f"{call} takes a part for each of the {size} members, not {len(xs)}")
     parts: Sequence[Any] = xs  # type: ignore[assignment]
     return parts
+
+
+def received(x: Any, source: int, out: Any, rank: int) -> Any:
+    """What has come from ``source`` for ``rank``, in ``out`` if there is one, which has to fit."""
+    if out is None:
+        return x
+    fits = arrays.is_array(x) and arrays.kind(x)[0] == arrays.kind(out)[0] and x.nbytes == out.nbytes
+    if not fits:
+        raise Mismatch(
+            f"rank {source} sent {arrays.described(x)}; rank {rank} has room for {arrays.described(out)}"
+        )
+    return arrays.fill(out, arrays.of_library(out, x).reshape(out.shape))
 
 
 def secret_argument(call: str, secret: Any) -> bytes:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from flowchan.collective import arrays
 from flowchan.collective.countdown import countdown
 from flowchan.collective.given import array_argument, function_argument, op_argument, parts_argument
-from flowchan.collective.handles import Handle, Later
+from flowchan.collective.handles import Starting
 from flowchan.collective.links import Edge
 from flowchan.collective.once import is_repeatable, run_once
 from flowchan.collective.operations import (
@@ -34,7 +34,7 @@ from flowchan.collective.operations import (
 )
 from flowchan.collective.values import dumps, loads
 from flowchan.collective.ways import Ways, not_here
-from flowchan.errors import MemberDied, Mismatch
+from flowchan.errors import MemberDied
 from flowchan.items.combining import OPERATIONS, combined
 from flowchan.items.whole import is_whole
 
@@ -47,7 +47,7 @@ _NUMBERS: dict[str | None, int] = {op: number for number, op in enumerate([*OPER
 """What calls on values are compared by. Functions have one number: each process may make them anew."""
 
 
-class Group(Ways):
+class Group(Ways, Starting):
     """A member of a group; ``rank`` and ``size`` say which of how many. Made by :func:`group` or
     :func:`members`.
 
@@ -65,7 +65,7 @@ class Group(Ways):
     def _begin(self, name: str) -> None:
         self.name = name
         self._failure: BaseException | None = None
-        self._later: Later | None = None
+        self._later = None
         self._begin_ways()
 
     _loads = staticmethod(loads)
@@ -136,54 +136,75 @@ class Group(Ways):
         return self._allgather(x, out, timeout, wait)
 
     def alltoall(
-        self, xs: Sequence[Any], out: Sequence[Any] | None = None, timeout: float | None = None
-    ) -> list[Any]:
+        self,
+        xs: Sequence[Any],
+        out: Sequence[Any] | None = None,
+        timeout: float | None = None,
+        wait: bool = True,
+    ) -> Any:
         """What each member has for this one: a list in the order of the ranks. ``xs[i]`` goes to member i.
-        ``out``: arrays to be filled instead, then all of ``xs`` are arrays, too."""
-        return self._alltoall_any(xs, out, timeout)
+        ``out``: arrays to be filled instead, then all of ``xs`` are arrays, too. ``wait=False`` gives a
+        handle."""
+        return self._alltoall_any(xs, out, timeout, wait)
 
-    def reduce_scatter(self, x: Any, op: str = "sum", out: Any = None, timeout: float | None = None) -> Any:
+    def reduce_scatter(
+        self, x: Any, op: str = "sum", out: Any = None, timeout: float | None = None, wait: bool = True
+    ) -> Any:
         """Combine arrays as ``allreduce`` does, and give each member its part of the result: the first of
-        ``size`` equal parts along the first dimension to rank 0, and so on."""
-        return self._reduce_scatter_any(x, op, out, timeout)
+        ``size`` equal parts along the first dimension to rank 0, and so on. ``wait=False`` gives a handle."""
+        return self._reduce_scatter_any(x, op, out, timeout, wait)
 
     def reduce(
-        self, x: Any, root: int = 0, op: Op = "sum", *, out: Any = None, timeout: float | None = None
+        self,
+        x: Any,
+        root: int = 0,
+        op: Op = "sum",
+        *,
+        out: Any = None,
+        timeout: float | None = None,
+        wait: bool = True,
     ) -> Any:
         """As ``allreduce``, but only ``root`` gets the result; the others get None, and what they gave is
         left as it is."""
         self._check_root(root)
-        result = self._reduced(REDUCE, x, op, out, root, self._settle(timeout))
-        return result if self.rank == root else None
+
+        def do(left: float | None) -> Any:
+            result = self._reduced(REDUCE, x, op, out, root, left)
+            return result if self.rank == root else None
+
+        return self._do(do, timeout, wait, x)
 
     def gather(self, x: Any, root: int = 0, *, timeout: float | None = None, wait: bool = True) -> Any:
         """As ``allgather``, but only ``root`` gets the list; the others get None."""
         self._check_root(root)
-        if not wait:
-            left = countdown(timeout)
-            return self._start(lambda: self._gather(x, root, left()), x)
-        return self._gather(x, root, self._settle(timeout))
+        return self._do(lambda left: self._gather(x, root, left), timeout, wait, x)
 
-    def scatter(self, xs: Sequence[Any] | None, root: int = 0, *, timeout: float | None = None) -> Any:
+    def scatter(
+        self, xs: Sequence[Any] | None, root: int = 0, *, timeout: float | None = None, wait: bool = True
+    ) -> Any:
         """The part of ``xs`` at ``root`` that stands at this member's rank; the others give None."""
         self._check_root(root)
-        timeout = self._settle(timeout)
         parts = [b""] * self.size
         if self.rank == root:
             parts = [dumps(x) for x in parts_argument("scatter", "xs", xs, self.size)]
-        return loads(self._swap(SCATTER, parts, timeout, root)[root])
+        return self._do(lambda left: loads(self._swap(SCATTER, parts, left, root)[root]), timeout, wait)
 
     # --- values from members that may run out of them ---
 
     def combine(
-        self, value: Any, function: Callable[[Any, Any], Any], *, timeout: float | None = None
-    ) -> tuple[Any, int]:
+        self,
+        value: Any,
+        function: Callable[[Any, Any], Any],
+        *,
+        timeout: float | None = None,
+        wait: bool = True,
+    ) -> Any:
         """Combine ``value`` with those of all who contribute, by a function of two: leaf by leaf through
         dictionaries, lists and tuples, in the order of the ranks. Returns the result and how many have
         contributed. The function may change its first argument. Rank 0 runs it for all, and what it raises is
         raised on all; Python's operators, ``min`` and ``max`` are run by everybody, in one step less.
         """
-        return self._combine((True, value), function, timeout)
+        return self._combine((True, value), function, timeout, wait)
 
     def rest(
         self, function: Callable[[Any, Any], Any], *, timeout: float | None = None
@@ -264,29 +285,16 @@ class Group(Ways):
 
     def _allreduce(self, x: Any, op: Op | None, out: Any, timeout: float | None, wait: bool | None) -> Any:
         op = "sum" if op is None else op
-        if wait is False:
-            left = countdown(timeout)
-            return self._start(lambda: self._reduced(ALLREDUCE, x, op, out, -1, left()), x)
-        return self._reduced(ALLREDUCE, x, op, out, -1, self._settle(timeout))
+        return self._do(lambda left: self._reduced(ALLREDUCE, x, op, out, -1, left), timeout, wait, x)
 
     def _broadcast(self, x: Any, root: int | None, timeout: float | None, wait: bool | None) -> Any:
-        root = root or 0
-        if wait is False:
-            left = countdown(timeout)
-            return self._start(lambda: self._spread_any(x, root, left()), x)
-        return self._spread_any(x, root, self._settle(timeout))
+        return self._do(lambda left: self._spread_any(x, root or 0, left), timeout, wait, x)
 
     def _barrier(self, timeout: float | None, wait: bool | None) -> Any:
-        if wait is False:
-            left = countdown(timeout)
-            return self._start(lambda: self._wait_for_all(left()))
-        return self._wait_for_all(self._settle(timeout))
+        return self._do(self._wait_for_all, timeout, wait)
 
     def _allgather(self, x: Any, out: Any, timeout: float | None, wait: bool | None) -> Any:
-        if wait is False:
-            left = countdown(timeout)
-            return self._start(lambda: self._gathered_from_all(x, out, left()), x)
-        return self._gathered_from_all(x, out, self._settle(timeout))
+        return self._do(lambda left: self._gathered_from_all(x, out, left), timeout, wait, x)
 
     def _gathered_from_all(self, x: Any, out: Any, timeout: float | None) -> Any:
         if out is not None:
@@ -304,24 +312,31 @@ class Group(Ways):
             found = self._exchange(GATHER, key, dumps(x), -1 if mine else self.rank, timeout, x, root)
         return (found if arrays.is_array(x) else [loads(part) for part in found]) if mine else None
 
-    def _alltoall_any(self, xs: Sequence[Any], out: Sequence[Any] | None, timeout: float | None) -> list[Any]:
-        timeout = self._settle(timeout)
+    def _alltoall_any(
+        self, xs: Sequence[Any], out: Sequence[Any] | None, timeout: float | None, wait: bool | None
+    ) -> Any:
         parts_argument("alltoall", "xs", xs, self.size)
         if out is None:
-            return [loads(part) for part in self._swap(ALLTOALL, [dumps(x) for x in xs], timeout)]
+            mine = [dumps(x) for x in xs]
+            return self._do(lambda left: list(map(loads, self._swap(ALLTOALL, mine, left))), timeout, wait)
         for argument, parts in (("xs", xs), ("out", parts_argument("alltoall", "out", out, self.size))):
             for part in parts:
                 array_argument("alltoall with out", f"each of {argument}", part)
-        self._swap_arrays(ALLTOALL, xs, out, timeout)
-        return list(out)
 
-    def _reduce_scatter_any(self, x: Any, op: str | None, out: Any, timeout: float | None) -> Any:
-        timeout = self._settle(timeout)
+        def do(left: float | None) -> list[Any]:
+            self._swap_arrays(ALLTOALL, xs, out, left)
+            return list(out)
+
+        return self._do(do, timeout, wait, *xs)
+
+    def _reduce_scatter_any(
+        self, x: Any, op: str | None, out: Any, timeout: float | None, wait: bool | None
+    ) -> Any:
         array_argument("reduce_scatter", "x", x)
         if out is not None:
             array_argument("reduce_scatter", "out", out)
         target = arrays.part_like(x, self.size) if out is None else out
-        return self._part_reduced(x, target, "sum" if op is None else op, timeout)
+        return self._do(lambda left: self._part_reduced(x, target, op or "sum", left), timeout, wait, x)
 
     # --- parts of the above ---
 
@@ -374,18 +389,23 @@ class Group(Ways):
         (found,) = self._exchange(BROADCAST, VALUES + 4 * root, mine, root, timeout, x, root)
         return x if self.rank == root else loads(found)
 
-    def _combine(self, mine: tuple[bool, Any], function: Any, timeout: float | None) -> tuple[Any, int]:
+    def _combine(
+        self, mine: tuple[bool, Any], function: Any, timeout: float | None, wait: bool = True
+    ) -> Any:
         function_argument("combine", function)
-        left = self._settle(timeout)
 
         def result(found: list[bytes]) -> tuple[Any, int]:
             values = [value for contributes, value in map(loads, found) if contributes]
             return combined(values, function), len(values)
 
-        if not is_repeatable(function):
-            both: tuple[Any, int] = run_once(self, COMBINE, dumps(mine), result, left, mine[1], function)
-            return both
-        return result(self._exchange(COMBINE, VALUES, dumps(mine), -1, left, mine[1], function))
+        given = dumps(mine)
+
+        def do(left: float | None) -> Any:
+            if not is_repeatable(function):
+                return run_once(self, COMBINE, given, result, left, mine[1], function)
+            return result(self._exchange(COMBINE, VALUES, given, -1, left, mine[1], function))
+
+        return self._do(do, timeout, wait)
 
     def _values(self, x: Any, timeout: float | None) -> list[Any]:
         return [loads(part) for part in self._exchange(ALLGATHER, VALUES, dumps(x), -1, timeout, x, None)]
@@ -431,7 +451,8 @@ class Group(Ways):
         return arrays.give_back(flat, target)
 
     def _swap_arrays(self, doing: int, xs: Sequence[Any], out: Sequence[Any], timeout: float | None) -> None:
-        for x in out:
+        parts_argument(NAMES[doing], "xs", xs, self.size)
+        for x in parts_argument(NAMES[doing], "out", out, self.size):
             arrays.check_writable(x)
         flats = [arrays.contiguous(x) for x in out]
         by = self._by(doing, flats[0])
@@ -448,17 +469,6 @@ class Group(Ways):
         self._alltoall(doing, KNOWN, list(parts), list(rooms), left())
         return [bytes(room) for room in rooms]
 
-    def _received(self, x: Any, source: int, out: Any) -> Any:
-        if out is None:
-            return x
-        fits = arrays.is_array(x) and arrays.kind(x)[0] == arrays.kind(out)[0] and x.nbytes == out.nbytes
-        if not fits:
-            raise Mismatch(
-                f"rank {source} sent {arrays.described(x)}; rank {self.rank} has room for "
-                f"{arrays.described(out)}"
-            )
-        return arrays.fill(out, arrays.of_library(out, x).reshape(out.shape))
-
     def _check_root(self, root: int) -> None:
         if not is_whole(root) or not 0 <= root < self.size:
             raise ValueError(f"root must be a rank of the group, from 0 to {self.size - 1}, not {root!r}")
@@ -473,20 +483,6 @@ class Group(Ways):
         self._check_other("source", source)
         if out is not None:
             array_argument("receive", "out", out)
-
-    def _start(self, call: Callable[[], Any], *given: Any) -> Handle:
-        if self._later is None:
-            self._later = Later(self)
-        return self._later.start(call, given)
-
-    def _settle(self, timeout: float | None = None) -> float | None:
-        """Returns when what was started before is done: operations keep their order. Gives what is left of
-        the time."""
-        if self._later is None:
-            return timeout
-        left = countdown(timeout)
-        self._later.settle(left())
-        return left()
 
     def _failed_before(self, call: str) -> BaseException:
         """What a call of a group that can't be used any more raises."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from flowchan.collective import arrays
+from flowchan.collective.countdown import countdown
 
 
 class Handle:
@@ -71,3 +72,37 @@ class Later:
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)
+
+
+class Starting:
+    """What a member has for its operations to be done now or later."""
+
+    _later: Later | None
+
+    if TYPE_CHECKING:  # the core has it
+
+        def _queue(self, change: int) -> None: ...
+
+    def _do(
+        self, call: Callable[[float | None], Any], timeout: float | None, wait: bool | None, *given: Any
+    ) -> Any:
+        """Now, when what was started before is done; or later, by a handle. ``call`` takes what is left of
+        the time, ``given`` is what it works on."""
+        if wait is not False:
+            return call(self._settle(timeout))
+        left = countdown(timeout)
+        return self._start(lambda: call(left()), *given)
+
+    def _start(self, call: Callable[[], Any], *given: Any) -> Handle:
+        if self._later is None:
+            self._later = Later(self)
+        return self._later.start(call, given)
+
+    def _settle(self, timeout: float | None = None) -> float | None:
+        """Returns when what was started before is done: operations keep their order. Gives what is left of
+        the time."""
+        if self._later is None:
+            return timeout
+        left = countdown(timeout)
+        self._later.settle(left())
+        return left()

@@ -21,7 +21,7 @@ from flowchan import _core
 from flowchan.collective import arrays
 from flowchan.collective.countdown import Left, countdown
 from flowchan.collective.far_lanes import FarLanes
-from flowchan.collective.given import called
+from flowchan.collective.given import called, received
 from flowchan.collective.group import Group
 from flowchan.collective.links import Call, Differs, Edge, Links
 from flowchan.collective.operations import BARRIER, BROADCAST, COMBINING, NAMES, REDUCE_SCATTER, TELL
@@ -89,7 +89,7 @@ class LinkedGroup(Group):
         ours = self._hosts[self._host]
         if source in ours:
             return self._node.receive(ours.index(source), out=out, timeout=timeout)
-        return self._received(self._lanes.receive(source, timeout), source, out)
+        return received(self._lanes.receive(source, timeout), source, out, self.rank)
 
     def receive_any(self, *, timeout: float | None = None) -> tuple[Any, int]:
         """As on one host; who is on another one, and has never sent anything to this member, has left."""

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from flowchan import _core
 from flowchan.collective import arrays
 from flowchan.collective.countdown import countdown
-from flowchan.collective.given import called
+from flowchan.collective.given import called, received
 from flowchan.collective.group import Group
 from flowchan.collective.lanes import Lanes
 from flowchan.collective.operations import COMBINING, NAMES, TELL
@@ -76,7 +76,7 @@ class SharedGroup(_core.Group, Group):
         received, and it is gone."""
         self._check_receive(source, out)
         self._take_seat()
-        return self._received(self._lanes.receive(source, timeout), source, out)
+        return received(self._lanes.receive(source, timeout), source, out, self.rank)
 
     def receive_any(self, *, timeout: float | None = None) -> tuple[Any, int]:
         """The next value that any other member has sent to this one, and the rank of that. Raises

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from flowchan.collective.arrays import described
+from flowchan.collective.given import parts_argument
 from flowchan.collective.group import Group
 from flowchan.collective.operations import ALLREDUCE, ALLTOALL, GATHER, REDUCE, SCATTER
 from flowchan.collective.torch_store import meet_by_store
@@ -284,6 +285,8 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> Work:
         op = _op(opts)
+        for parts in inputs:
+            parts_argument("reduce_scatter", "input_list", parts, self._group.size)
 
         def run() -> None:
             for out, parts in zip(outputs, inputs, strict=True):
@@ -377,7 +380,7 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """Now, or by the thread where that pays: torch's autograd goes on meanwhile."""
         self._check_alone()
         result = list(tensors) if result is None else result
-        if _FORGETS or sum(x.nbytes for x in tensors) < _LATER:
+        if _FORGETS or sum(x.numel() * x.element_size() for x in tensors) < _LATER:
             self._group._settle()
             run()
             return _done(result)

@@ -4,6 +4,8 @@ way of doing it changes, and everybody gets the same bits."""
 from __future__ import annotations
 
 import functools
+import operator
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -229,6 +231,37 @@ def test_started_operations_keep_their_order_and_carry_their_errors(run: Any) ->
     for found, total, more in run(2, body):
         assert found == [2.0 * i for i in range(10)]
         assert (total, more) == (2.0, ["no number", 1])
+
+
+def test_every_operation_can_be_started_and_carries_its_error(run: Any) -> None:
+    def body(g: Any) -> Any:
+        x = np.arange(4.0) + g.rank
+        room = [np.empty(2) for _ in range(g.size)]
+        calls: dict[str, Callable[..., Any]] = {
+            "reduce": lambda **now: g.reduce(x.copy(), 1, **now),
+            "reduce_scatter": lambda **now: g.reduce_scatter(x.copy(), **now),
+            "reduce_scatter into": lambda **now: g.reduce_scatter(x.copy(), out=np.empty(2), **now),
+            "scatter": lambda **now: g.scatter(["a", x] if g.rank == 1 else None, 1, **now),
+            "alltoall": lambda **now: g.alltoall(["b", g.rank], **now),
+            "alltoall into": lambda **now: g.alltoall(list(x.reshape(2, 2)), out=room, **now),
+            "combine": lambda **now: g.combine({"c": g.rank}, operator.add, **now),
+            "combine by a function": lambda **now: g.combine(x, lambda a, b: a + b, **now),
+        }
+        right = {name: str(call()) for name, call in calls.items()}
+        handles = {name: call(wait=False) for name, call in calls.items()}
+        assert {name: str(handle.wait()) for name, handle in handles.items()} == right
+        wrong = [
+            g.reduce(x, 0, ["sum", "max"][g.rank], wait=False),
+            g.reduce_scatter(x, ["sum", "max"][g.rank], wait=False),
+            g.scatter(["a", "b"], g.rank, wait=False),
+            g.alltoall([np.ones(2 + g.rank)] * 2, out=[np.ones(2)] * 2, wait=False),
+            g.combine(1, lambda a, b: a / 0, wait=False),
+        ]
+        raised = [type(handle._future.exception()).__name__ for handle in wrong]
+        return raised, g.allreduce(1)
+
+    mismatches = ["Mismatch"] * 4
+    assert run(2, body) == [([*mismatches, "ZeroDivisionError"], 2)] * 2
 
 
 def test_groups_within_a_group(run: Any) -> None:

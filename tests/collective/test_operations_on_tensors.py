@@ -131,11 +131,18 @@ def test_tensors_that_do_not_lie_in_memory_as_they_are_are_refused_with_a_remedy
     assert raised(over_hosts(2, body)) == [2, 2]
 
 
-@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "complex32"])
-def test_a_type_that_can_only_be_moved_is_refused_with_a_remedy(run: Any, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "remedy"),
+    [("float8_e4m3fn", "float32"), ("float8_e5m2", "float32"), ("complex32", "complex64")],
+)
+def test_a_type_that_can_only_be_moved_is_refused_with_a_remedy(run: Any, dtype: str, remedy: str) -> None:
+    said = f"no sum of elements of type torch.{dtype}; convert them first, as to {remedy}"
+
     def body(g: Any) -> int:
-        with pytest.raises(TypeError, match=f"no sum of elements of type torch.{dtype}; convert them first"):
-            g.allreduce(torch.zeros(2).to(getattr(torch, dtype)))
+        x = torch.zeros(2).to(getattr(torch, dtype))
+        for call in (g.allreduce, g.reduce, g.reduce_scatter):
+            with pytest.raises(TypeError, match=said):
+                call(x)
         return int(g.allreduce(1))
 
     assert run(2, body) == [2, 2]

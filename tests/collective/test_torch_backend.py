@@ -114,6 +114,47 @@ def test_nccl_beside_it_says_what_happens_anyway(torch_programs: Template, named
     assert program.communicate(timeout=100)[0] == "done\ndone\n"
 
 
+ODD = """
+import torch, torch.distributed as dist
+import flowchan.collective.torch_backend
+dist.init_process_group("flowchan", store=dist.HashStore(), rank=0, world_size=1)
+x = torch.ones(3)
+for call in (
+    lambda: dist.all_gather([x, x], x),
+    lambda: dist.gather(x, [x, x]),
+    lambda: dist.scatter(x, [x, x]),
+    lambda: dist.reduce_scatter(x, [x, x]),
+    lambda: dist.all_to_all([x, x], [x, x]),
+    lambda: dist.all_to_all([x], [x, x]),
+    lambda: dist.all_gather_into_tensor(torch.empty(6), x),
+    lambda: dist.reduce_scatter_tensor(x, torch.ones(6)),
+    lambda: dist.all_reduce(torch.eye(2).to_sparse()),
+):
+    try:
+        print("no error", call())
+    except (ValueError, TypeError) as error:
+        print(error)
+"""
+
+
+def test_lists_of_another_length_than_the_group_and_what_is_not_dense_are_refused(
+    torch_programs: Template,
+) -> None:
+    program = torch_programs.popen("-W", "ignore", "-c", ODD, stdout=subprocess.PIPE, text=True)
+    assert program.communicate(timeout=100)[0].splitlines() == [
+        "out must have a part for each of the 1 members, not 2",
+        "gather takes a part for each of the 1 members, not 2",
+        "scatter takes a part for each of the 1 members, not 2",
+        "reduce_scatter takes a part for each of the 1 members, not 2",
+        "alltoall takes a part for each of the 1 members, not 2",
+        "alltoall takes a part for each of the 1 members, not 2",
+        "rank 0 gives 12 bytes, and out has room for 24 from it",
+        "out must have the type of the input, and 6 elements, not float32[3]",
+        "a group's operations take dense tensors, not float32[2, 2] in the layout sparse_coo: convert "
+        "it, as by .to_dense()",
+    ]
+
+
 ON_A_DEVICE = """
 import torch, torch.distributed as dist
 import flowchan.collective.torch_backend
