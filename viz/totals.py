@@ -21,8 +21,8 @@ class Bar:
 
 
 def bars(graph: Blueprint, stats: RunStats) -> list[Bar]:
-    """One for each end of the graph: of the stage nearest to it whose total is known, or else of the end
-    itself."""
+    """One for each end of the graph: of the stage nearest to it whose total is known; or else that gathers
+    items, for what stands behind it has little to do until the end; or else of the end itself."""
     known = _Totals(graph, stats)
     read = {link.writer for link in stats.links if link.reader is not None}
     ends = [stage.name for stage in graph.stages if stage.name not in read]
@@ -47,15 +47,17 @@ class _Totals:
         return Bar(name, done, self.total(name), about.rate)
 
     def nearest(self, end: str) -> str:
-        """The stage nearest to an end whose total is known, or the end."""
+        """The stage nearest to an end whose total is known, or else that gathers, or else the end."""
         now, seen = [end], {end}
+        gathers: list[str] = []
         while now:
             for name in now:
                 if self.total(name) is not None:
                     return name
+            gathers += [name for name in now if self._stages[name].verb.holds_back]
             now = [writer for writer in self._writers(now) if writer not in seen]
             seen.update(now)
-        return end
+        return [*gathers, end][0]
 
     def _writers(self, names: list[str]) -> list[str]:
         return list(dict.fromkeys(link.writer for name in names for link in self._into[name]))

@@ -73,6 +73,11 @@ class Verb:
     """What a picture says of the stage's options."""
 
     @property
+    def holds_back(self) -> bool:
+        """Whether it takes in many items for each that it gives."""
+        return self.result or self.groups
+
+    @property
     def begins(self) -> bool:
         """Whether items enter the graph here."""
         return self.role == "source"

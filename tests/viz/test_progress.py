@@ -50,6 +50,10 @@ GRAPHS: dict[str, tuple[Callable[[Graph], Any], list[tuple[str, int | None]]]] =
         lambda graph: numbers(graph).filter(lambda n: True, name="sieve").sink(held),
         [("sieve", 100)],
     ),
+    "a collect of items that nobody can count": (
+        lambda graph: graph.source(lambda: iter(range(100))).map(held).collect().sink(abs, name="end"),
+        [("collect", None)],
+    ),
     "an allreduce": (
         lambda graph: (
             numbers(graph).map(lambda n: held(n) or n, workers=4, name="parts").allreduce().sink(held)
