@@ -17,7 +17,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +39,7 @@ QUICK, STRANGE = 1.0, 30.0
 while too many dial at once; one that does something else lets us wait."""
 BRIEF = 0.05  # seconds, besides some round trips, in which such a one has sent away who only looks
 PIECE = 1 << 20  # bytes for one call of the system
+Take = Callable[[socket.socket, Hello], object]
 _chance = random.Random()  # the program's own numbers stay as they are
 
 
@@ -128,7 +129,7 @@ class FarLanes:
                     if time.monotonic() > give_up:
                         raise TimeoutError
                 elif source not in self._in:
-                    self.adopt(*self.let_in([source], give_up, "receive"))
+                    self.let_in([source], give_up, "receive", self.adopt)
             finally:
                 if held == [True]:
                     self._lock.release()
@@ -169,7 +170,7 @@ class FarLanes:
             _hold(self._lock, held, 0.0)
             if held == [True]:
                 with contextlib.suppress(TimeoutError):
-                    self.adopt(*self._accept(0.0))
+                    self.door.accept(0.0, self.adopt)
         finally:
             if held == [True]:
                 self._lock.release()
@@ -188,31 +189,24 @@ class FarLanes:
         self._next_look = time.monotonic() + self._pause
         self._pause = min(2 * self._pause, 5.0)
 
-    def let_in(self, awaited: Sequence[int], give_up: float, call: str) -> tuple[socket.socket, Hello]:
-        """Who dials next. Raises ``TimeoutError``, and :class:`MemberDied` when one of the ``awaited`` is
-        gone."""
+    def let_in(
+        self, awaited: Sequence[int], give_up: float, call: str, take: Take | None = None
+    ) -> tuple[socket.socket, Hello]:
+        """Who dials next, given to ``take`` as by :meth:`Door.accept`. Raises ``TimeoutError``, and
+        :class:`MemberDied` when one of the ``awaited`` is gone."""
         wait = LOOK
         while True:
             late = [member for member in awaited if wait > LOOK and self._may_look_for(member)]
             gone = [member for member in late if self._is_gone(member, give_up)]
             left = max(0.0, give_up - time.monotonic())
             try:
-                return self._accept(0.0 if gone else min(wait, left))
+                return self.door.accept(0.0 if gone else min(wait, left), take)
             except TimeoutError:
                 if gone:
                     raise _gone(gone[0], call) from None
                 if not left:
                     raise
             wait = min(2 * wait, 5.0)
-
-    def _accept(self, wait: float) -> tuple[socket.socket, Hello]:
-        """Who dials next, but for who only looks whether it is us who listen here."""
-        until = time.monotonic() + wait
-        while True:
-            sock, hello = self.door.accept(max(0.0, until - time.monotonic()))
-            if "looks" not in hello:
-                return sock, hello
-            sock.close()
 
     def _may_look_for(self, member: int) -> bool:
         """Ever later, also for who asks again and again with little patience: it may be long until those who
@@ -231,7 +225,12 @@ class FarLanes:
             raise _gone(member, "connecting") from None
 
     def adopt(self, sock: socket.socket, hello: Hello) -> None:
-        """One who has something for us is let in."""
+        """One who has something for us is let in, once; or one who only looks whether it is us who listen."""
+        if "looks" in hello:
+            sock.close()
+            return
+        if (known := self._in.get(hello["rank"])) is not None and known.is_over(sock):
+            return
         self._in[hello["rank"]] = _Incoming(sock)
         self._over.pop(hello["rank"], None)  # it had dialled before it went
 
@@ -373,6 +372,9 @@ class _Incoming:
                 raise _gone(source, "receive") from error
             if not came[-1]:
                 raise _gone(source, "receive")
+
+    def is_over(self, sock: socket.socket) -> bool:
+        return self._sock is sock
 
     def fileno(self) -> int:
         return self._sock.fileno()

@@ -55,6 +55,12 @@ class Encrypt:
     theirs: bytes
 
 
+class Last(bytes):
+    """What the listening end sends last, for it has ``heard`` all: with it the peer counts as let in."""
+
+    heard: Hello
+
+
 Handshake = Generator[bytes | int | Encrypt, bytes, Hello]
 """Gives bytes to send, the number of bytes that it wants to be sent, or where TLS begins. Returns the peer's
 hello. Raises :class:`Refused` with a reason that does not name the peer."""
@@ -102,6 +108,8 @@ class Guest:
         self._wanted = 0
         self._came = bytearray()
         self._relay: Relay | None = None
+        self._last: Last | None = None
+        self._sent: list[int] = []
         self.peer = "a peer that has gone"
         with contextlib.suppress(OSError):
             self.peer = joined(sock.getpeername())
@@ -109,7 +117,11 @@ class Guest:
         self._proceed(None)
 
     def go_on(self) -> None:
-        """Receives no more than the step at hand wants. Raises :class:`Refused`."""
+        """Receives no more than the step at hand wants. Raises :class:`Refused`. Where Ctrl-C has come when
+        all was heard, it goes on with the next call."""
+        if self._last is not None:
+            self._end(self._last)
+            return
         try:
             came = self.sock.recv(self._wanted - len(self._came))
         except BlockingIOError:
@@ -155,6 +167,10 @@ class Guest:
         try:
             step = next(self._steps) if message is None else self._steps.send(message)
             while not isinstance(step, int):
+                if isinstance(step, Last):
+                    self._last = step
+                    self._end(step)
+                    return
                 if isinstance(step, bytes):
                     self._send(step)
                 else:
@@ -166,13 +182,24 @@ class Guest:
         except Refused as refused:
             self._refuse(str(refused))
 
-    def _send(self, message: bytes) -> None:
-        """A few thousand bytes in all, which fit into any send buffer."""
+    def has_proved(self) -> bool:
+        """Whether it is let in, perhaps once :meth:`go_on` is called again."""
+        return self._last is not None
+
+    def _end(self, last: Last) -> None:
+        self._send(last, self._sent)
+        self.hello = last.heard
+
+    def _send(self, message: bytes, sent: list[int] | None = None) -> None:
+        """A few thousand bytes in all, which fit into any send buffer. ``sent`` says when that is done."""
+        sent = [] if sent is None else sent
         try:
-            sent = self.sock.send(message)
+            if not sent:
+                # Sent and noted in one call of the interpreter: Ctrl-C is raised before or behind it.
+                sent.extend(map(self.sock.send, (message,)))
         except OSError as error:
             self._refuse(self._why_it_ended(error))
-        if sent < len(message):
+        if sent[0] < len(message):
             self._refuse("it does not take what is sent")
 
     def _encrypt(self, step: Encrypt) -> None:
@@ -209,7 +236,9 @@ def handshake(secret: bytes, hello: Hello, *, dialled: bool, tls: bool = False) 
     if tls:
         yield Encrypt(certified, NO_CERTIFICATE)
     heard = read((yield HELLO + PROOF), key, them)
-    yield said + proof(key, us, b"hello", said)
+    last = Last(said + proof(key, us, b"hello", said))
+    last.heard = heard
+    yield last
     return heard
 
 

@@ -6,10 +6,12 @@ taken longest is sent away: those who know the secret need a few round trips onl
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import selectors
 import socket
 import time
+from collections.abc import Callable
 
 from flowchan.errors import Refused
 from flowchan.transport.authentication import Guest, Hello, handshake
@@ -50,16 +52,24 @@ class Door:
         self._ready = selectors.DefaultSelector()
         self._ready.register(listener, selectors.EVENT_READ)
 
-    def accept(self, timeout: float | None = None) -> tuple[socket.socket, Hello]:
+    def accept(
+        self, timeout: float | None = None, take: Callable[[socket.socket, Hello], object] | None = None
+    ) -> tuple[socket.socket, Hello]:
         """The next connection whose peer has proved the secret, and its hello. Raises ``TimeoutError``; the
-        handshakes that are going on then go on with the next call. Never raises because of a peer."""
+        handshakes that are going on then go on with the next call. Never raises because of a peer.
+
+        ``take`` is given the connection before it counts as handed over: where Ctrl-C comes first, the next
+        call gives it again, perhaps to who has it already."""
         give_up = None if timeout is None else time.monotonic() + timeout
         while True:
+            for guest in [guest for guest in self._guests if guest.has_proved()]:
+                if (met := self._hand_over(guest, take)) is not None:
+                    return met
             now = time.monotonic()
             for key, _ in self._ready.select(self._next_event(now, give_up)):
                 if key.fileobj is self._listener:
                     self._let_wait()
-                elif (met := self._go_on(key.data)) is not None:
+                elif self._go_on(key.data) and (met := self._hand_over(key.data, take)) is not None:
                     return met
             now = time.monotonic()
             self._send_away_the_late(now)
@@ -99,19 +109,24 @@ class Door:
         except BaseException:
             sock.close()
             raise
-        self._guests.append(guest)
         self._ready.register(guest.sock, selectors.EVENT_READ, guest)
+        self._guests.append(guest)
         if len(self._guests) > AT_ONCE:
             self._send_away(self._guests[0], f"more than {AT_ONCE} handshakes were going on at once")
 
-    def _go_on(self, guest: Guest) -> tuple[socket.socket, Hello] | None:
-        if guest not in self._guests:  # sent away since it was seen ready
-            return None
-        self._ready.unregister(guest.sock)  # which is another one when TLS begins
+    def _go_on(self, guest: Guest) -> bool:
+        """Whether it has proved the secret."""
+        sock = guest.sock
+        if guest not in self._guests:  # sent away since it was seen ready, or let wait while Ctrl-C came
+            self._forget(guest, sock)
+            guest.close()
+            return False
         try:
             guest.go_on()
         except BaseException as error:
-            self._guests.remove(guest)
+            if guest.has_proved() and not isinstance(error, Exception):
+                raise  # it counts on being let in: the next call goes on
+            self._forget(guest, sock)
             guest.close()
             if isinstance(error, OSError) and error.errno in SHORT_OF:  # TLS needs descriptors of its own
                 self._note(f"{guest.peer} was refused: {error.strerror}")
@@ -119,20 +134,39 @@ class Door:
                 self._note(str(error))
             else:
                 raise
+            return False
+        if guest.sock is not sock:  # TLS begins
+            self._unregister(sock)
+            self._ready.register(guest.sock, selectors.EVENT_READ, guest)
+        return guest.has_proved()
+
+    def _hand_over(
+        self, guest: Guest, take: Callable[[socket.socket, Hello], object] | None
+    ) -> tuple[socket.socket, Hello] | None:
+        """Of one that has proved the secret."""
+        if guest.hello is None and not self._go_on(guest):
             return None
-        if guest.hello is not None:
+        met = guest.come_in()
+        if take is not None:
+            take(*met)
+        self._forget(guest, guest.sock)
+        return met
+
+    def _forget(self, guest: Guest, sock: socket.socket) -> None:
+        self._unregister(sock)
+        with contextlib.suppress(ValueError):
             self._guests.remove(guest)
-            return guest.come_in()
-        self._ready.register(guest.sock, selectors.EVENT_READ, guest)
-        return None
+
+    def _unregister(self, sock: socket.socket) -> None:
+        with contextlib.suppress(KeyError):  # it has been, before Ctrl-C
+            self._ready.unregister(sock)
 
     def _send_away_the_late(self, now: float) -> None:
         while self._guests and self._guests[0].give_up <= now:
             self._send_away(self._guests[0], self._guests[0].late())
 
     def _send_away(self, guest: Guest, reason: str) -> None:
-        self._guests.remove(guest)
-        self._ready.unregister(guest.sock)
+        self._forget(guest, guest.sock)
         guest.close()
         self._note(f"{guest.peer} was refused: {reason}")
 
