@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.collectives_rank import LINKED
+from benchmarks.collectives_rank import BACKEND, LINKED
 from benchmarks.harness import Case, Effort, Report, at_most
 from flowchan import _core
 
@@ -28,7 +28,9 @@ ISOLATES = (
     "one operation after the other on the same arrays, by ranks that were started once and sleep while "
     "others are measured; the figure is the time per operation at the slowest rank, a barrier before the "
     "clock starts. allreduce is in place, of float32, a sum; of allgather, reduce_scatter and alltoall the "
-    "size is that of the whole. Objects are pickled by each. Over hosts means that each rank believes to be "
+    "size is that of the whole. Of a training step, forward and backward of one layer, it is that of the "
+    "gradients; gloo's is DDP's, flowchan's that of Gradients. Objects are pickled by each. Over hosts "
+    "means that each rank believes to be "
     "on one of its own, and is connected to the others over loopback."
 )
 
@@ -122,6 +124,10 @@ def measure(effort: Effort) -> Report:
         for size in (8, 16 * KB, MB, 64 * MB):
             compare(report, jobs, "allreduce", size, {"openmpi": 1, "mpich": 1, "gloo": 3}, effort)
         compare(report, jobs, "barrier", 0, {"openmpi": 1, "mpich": 1}, effort)
+    for kind, factor in ((BACKEND, 1.2), ("flowchan", 1.5)):  # by DDP, and by Gradients
+        with started(2, [kind, "gloo"]) as jobs:
+            for size in (MB, 16 * MB):
+                compare(report, jobs, "training step", size, {"gloo": factor}, effort)
     with started(2, [LINKED, "gloo"]) as jobs:
         for size in (KB, 64 * KB, MB, 16 * MB, 64 * MB):
             compare(report, jobs, "allreduce", size, {"gloo": 2 if size <= MB else 1}, effort)
@@ -175,7 +181,8 @@ def compare(
     effort: Effort,
 ) -> None:
     first = next(iter(jobs.values()))
-    work = f"{operation}, {in_bytes(size)}, {first.size} ranks{' over hosts' if first.kind == LINKED else ''}"
+    how = {LINKED: " over hosts", BACKEND: ", both by DDP"}.get(first.kind, "")
+    work = f"{operation}, {in_bytes(size)}, {first.size} ranks{how}"
     cases = [timed(job, operation, size, effort) for job in jobs.values()]
     mine, *peers = report.interleave(work, cases, effort.rounds)
     report.rows += [at_most(1 / factors.get(peer.name, 3), mine, peer) for peer in peers]

@@ -16,6 +16,7 @@ import numpy as np
 
 Operation = Callable[[], Any]
 LINKED = "flowchan over hosts"
+BACKEND = "flowchan in DDP"
 
 
 class Flowchan:
@@ -31,6 +32,8 @@ class Flowchan:
     def prepare(self, operation: str, x: Any, whole: Any) -> Operation:
         g = self.group
         parts, room = np.split(whole, self.size), np.split(np.empty_like(whole), self.size)
+        if operation == "training step":
+            return self.training(len(x))
         return {
             "allreduce": lambda: g.allreduce(x),
             "broadcast": lambda: g.broadcast(x),
@@ -40,6 +43,14 @@ class Flowchan:
             "objects": lambda: g.allgather({"content": x.tobytes(), "number": 1}),
             "barrier": lambda: g.barrier(),
         }[operation]
+
+    def training(self, elements: int) -> Operation:
+        """With gradients of so many elements, by ``Gradients``."""
+        from flowchan.collective.parallel import Gradients
+
+        net = dense(elements)
+        gradients = Gradients(net, self.group)
+        return step(net, gradients.wait)
 
 
 class Linked(Flowchan):
@@ -72,13 +83,35 @@ class Mpi:
         }[operation]
 
 
+def dense(elements: int) -> Any:
+    import torch
+
+    torch.set_num_threads(1)
+    return torch.nn.Linear(elements // 256, 256, bias=False)
+
+
+def step(net: Any, wait: Operation) -> Operation:
+    import torch
+
+    x = torch.ones(8, next(net.parameters()).shape[1])
+
+    def run() -> None:
+        net(x).sum().backward()
+        wait()
+
+    return run
+
+
 class Gloo:
+    def backend(self) -> str:
+        return "gloo"
+
     def __init__(self) -> None:
         import torch
         import torch.distributed as dist
 
         torch.set_num_threads(1)
-        dist.init_process_group("gloo")
+        dist.init_process_group(self.backend())
         self.torch, self.dist = torch, dist
         self.size, self.barrier = dist.get_world_size(), dist.barrier
 
@@ -87,6 +120,8 @@ class Gloo:
         t, w = torch.from_numpy(x), torch.from_numpy(whole)
         part, room = w[: len(whole) // self.size].clone(), torch.empty_like(w)
         found: list[Any] = [None] * self.size
+        if operation == "training step":
+            return self.training(len(x))
         return {
             "allreduce": lambda: d.all_reduce(t),
             "broadcast": lambda: d.broadcast(t, 0),
@@ -97,10 +132,24 @@ class Gloo:
             "barrier": lambda: d.barrier(),
         }[operation]
 
+    def training(self, elements: int) -> Operation:
+        """With gradients of so many elements, by DistributedDataParallel."""
+        net = self.torch.nn.parallel.DistributedDataParallel(dense(elements))
+        return step(net, lambda: None)
+
+
+class Backend(Gloo):
+    """flowchan as a backend of torch.distributed."""
+
+    def backend(self) -> str:
+        import flowchan.collective.torch_backend  # noqa: F401
+
+        return "flowchan"
+
 
 def main(kind: str, address: str) -> None:
     warnings.simplefilter("ignore", FutureWarning)  # torch renames its functions
-    side = {"flowchan": Flowchan, LINKED: Linked, "gloo": Gloo}.get(kind, Mpi)()
+    side = {"flowchan": Flowchan, LINKED: Linked, BACKEND: Backend, "gloo": Gloo}.get(kind, Mpi)()
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(f"\0{address}")
         with sock.makefile("rw") as file:
