@@ -1,0 +1,144 @@
+"""A long wire, which TCP itself sees: two network namespaces, each with a TUN device, and a process between
+them that holds back every packet. Acknowledgements take as long as what they acknowledge."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import select
+import shutil
+import socket
+import struct
+import subprocess
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from benchmarks.peers import CONTEXT
+from flowchan.transport.tcp import prepare
+
+NEW_NETWORK = 0x40000000
+TUN, TUNSETIFF, NO_HEADER = 0x0001, 0x400454CA, 0x1000
+ADDRESSES = "10.9.0.1", "10.9.0.2"
+PACKET = 65_000
+AT_ONCE = 64  # packets that are read from one side before the other has its turn
+
+
+def missing() -> str | None:
+    """What this machine lacks for a wire, or None."""
+    if os.geteuid() != 0:
+        return "needs root"
+    if not os.path.exists("/dev/net/tun"):
+        return "needs /dev/net/tun"
+    return None if shutil.which("ip") else "needs ip: apt-get install iproute2"
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """Its two networks, as descriptors that `enter` takes."""
+
+    near: int
+    far: int
+
+    def connected(self) -> tuple[socket.socket, socket.socket]:
+        """A connection between both, set up as an agent does. Leaves the caller in the near network."""
+        enter(self.near)
+        with socket.create_server((ADDRESSES[0], 0)) as server:
+            enter(self.far)
+            far = socket.create_connection(server.getsockname())
+            near, _ = server.accept()
+        enter(self.near)
+        for end in (near, far):
+            prepare(end, end.getpeername()[0])
+        return near, far
+
+
+@contextlib.contextmanager
+def wire(round_trip: float) -> Iterator[Wire]:
+    """A wire with this round-trip time in seconds."""
+    home = _here()
+    networks, devices = [], []
+    try:
+        try:
+            for address in ADDRESSES:
+                _call("unshare", NEW_NETWORK)
+                networks.append(_here())
+                devices.append(_device(address))
+        finally:
+            enter(home)
+        relay = CONTEXT.Process(target=_relay, args=(*devices, round_trip / 2), daemon=True)
+        relay.start()
+        try:
+            yield Wire(*networks)
+        finally:
+            relay.kill()
+            relay.join()
+    finally:
+        for fd in (home, *networks, *devices):
+            os.close(fd)
+
+
+def within(network: int, work: Callable[[], float]) -> float:
+    """What ``work`` gives in a process of its own in this network."""
+    told, tell = CONTEXT.Pipe(duplex=False)
+
+    def run() -> None:
+        enter(network)
+        tell.send(work())
+
+    process = CONTEXT.Process(target=run)
+    process.start()
+    tell.close()
+    try:
+        found: float = told.recv()  # EOFError: its traceback is out
+    finally:
+        process.join()
+    return found
+
+
+def enter(network: int) -> None:
+    """Moves this thread, and those that it starts, into a network."""
+    _call("setns", network, NEW_NETWORK)
+
+
+def _here() -> int:
+    return os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _call(name: str, *arguments: int) -> None:
+    if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments):
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")
+
+
+def _device(address: str) -> int:
+    """In the network of the caller."""
+    fd = os.open("/dev/net/tun", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    fcntl.ioctl(fd, TUNSETIFF, struct.pack("16sH22x", b"tun0", TUN | NO_HEADER))
+    for line in (
+        f"ip addr add {address}/24 dev tun0",
+        f"ip link set tun0 mtu {PACKET} txqueuelen 20000 up",
+        "ip link set lo up",
+    ):
+        subprocess.run(line.split(), check=True)
+    return fd
+
+
+def _relay(one: int, other: int, delay: float) -> None:
+    under_way: deque[tuple[float, int, bytes]] = deque()
+    while True:
+        now = time.perf_counter()
+        while under_way and under_way[0][0] <= now:
+            _, to, packet = under_way.popleft()
+            with contextlib.suppress(BlockingIOError):  # a full device loses it, as a wire does
+                os.write(to, packet)
+        wait = max(0.0, under_way[0][0] - now) if under_way else None
+        ready, _, _ = select.select((one, other), (), (), wait)
+        for fd in ready:
+            with contextlib.suppress(BlockingIOError):
+                for _ in range(AT_ONCE):
+                    packet = os.read(fd, PACKET)
+                    under_way.append((time.perf_counter() + delay, other if fd == one else one, packet))
