@@ -200,9 +200,10 @@ std::vector<LineCounts> Link::counts() {
     std::lock_guard lock(mutex_);
     std::vector<LineCounts> all;
     for (auto& [number, line] : lines_) {
-        LineCounts counts{number, 0, 0, 0, true};
+        LineCounts counts{number, 0, 0, 0, 0, true};
         for (Source& source : line->sources) {
             counts.ahead += source.entries.size();
+            counts.window += source.byte_window.size();
             counts.in_hand += home_ && !source.left ? source.in_hand : 0;
             counts.starved = counts.starved && source.starved;
         }

@@ -46,6 +46,7 @@ struct LinkLine {
 struct LineCounts {
     uint32_t number;
     uint64_t ahead, in_hand, staged;  // on their way or with the worker; begun; outputs that wait for room
+    uint64_t window;                  // bytes that may be on their way from here
     bool starved;                     // the worker waits for an item
 };
 
@@ -201,6 +202,7 @@ class Link {
     uint64_t pong_n_ = 0;
     int64_t pinged_at_ = 0;
     bool timed_ = false;  // over this connection
+    int64_t least_trip_ = 200'000;
 
     std::atomic<uint32_t> bell_{0};
     std::atomic<bool> asleep_{false};

@@ -91,6 +91,7 @@ nb::dict state_of(PyLink& link) {
         one["ahead"] = line.ahead;
         one["in_hand"] = line.in_hand;
         one["staged"] = line.staged;
+        one["window"] = line.window;
         one["starved"] = line.starved;
         lines[nb::int_(line.number)] = one;
     }

@@ -40,6 +40,19 @@ void Allowance::hear(uint64_t used, int64_t round_trip) {
     used_ = used;
 }
 
+void ByteWindow::look(uint64_t most, int64_t round_trip) {
+    const int64_t now = now_ns(), passed = now - at_;
+    const int64_t trip = round_trip + 1'000'000;  // as for `few`
+    if (passed < trip) return;
+    const double two_trips = double(freed_) / double(passed) * double(2 * trip), before = double(size_);
+    // It grows only when that lets more through: who reads slowly is far from emptying it in a round trip.
+    const double next = std::clamp(two_trips, before / 2, full_ ? 2 * before : before);
+    size_ = std::clamp(uint64_t(next), LEAST, std::clamp(most, LEAST, MOST));
+    at_ = now;
+    freed_ = 0;
+    full_ = false;
+}
+
 // --- Source ---
 
 void Source::Entries::grow() {
@@ -110,7 +123,8 @@ bool Source::take(uint64_t most) {
 // Several small items at once, if that can be. With the ring's lock held.
 bool Source::take_run(uint64_t most, Wakes& wakes) {
     Ring::InRun run[Redo::MOST];
-    const uint64_t room = MOST_BYTES - std::min(bytes, MOST_BYTES);  // as `wants`: the other side counts
+    // As `wants`: the other side counts.
+    const uint64_t room = byte_window.size() - std::min(bytes, byte_window.size());
     const uint64_t n = ring->take_run(reader, run, most, room, wakes);
     if (n && entries.empty()) progress_at = now_ns();
     for (uint64_t i = 0; i < n; ++i) {
@@ -125,7 +139,10 @@ bool Source::take_run(uint64_t most, Wakes& wakes) {
 void Source::free_oldest(uint64_t n) {
     n = std::min<uint64_t>(n, entries.size());
     if (!n) return;
-    for (uint64_t i = 0; i < n; ++i) bytes -= entries[i].size;
+    uint64_t freed = 0;
+    for (uint64_t i = 0; i < n; ++i) freed += entries[i].size;
+    byte_window.free(freed, bytes);
+    bytes -= freed;
     entries.drop_oldest(n);
     base += n;
     sent = std::max(sent, base);
@@ -219,7 +236,7 @@ Sink::~Sink() {
 }
 
 bool Sink::stage(const Received& item, std::vector<char> payload) {
-    if (staged.size() >= MOST_AHEAD || staged_bytes > Source::MOST_BYTES) return false;
+    if (staged.size() >= MOST_AHEAD || staged_bytes > ByteWindow::MOST) return false;
     staged_bytes += item.size;
     staged.push_back({item.key, item.kind, item.deaths, std::move(payload)});
     return true;

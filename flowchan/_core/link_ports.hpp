@@ -95,10 +95,28 @@ class Allowance {
     int64_t at_ = 0;
 };
 
+// How many bytes may be under way, and one item more: as many as the other side gets through in two round trips.
+// Those of an idle wire: on a busy one a round trip takes the longer the more is under way.
+class ByteWindow {
+  public:
+    static constexpr uint64_t LEAST = 4 << 20, MOST = 64 << 20;
+    uint64_t size() const { return size_; }
+    // The other side is done with that much, of so much under way.
+    void free(uint64_t bytes, uint64_t under_way) {
+        freed_ += bytes;
+        full_ = full_ || under_way >= size_;
+    }
+    void look(uint64_t most, int64_t round_trip);
+
+  private:
+    uint64_t size_ = LEAST, freed_ = 0;  // since the last look
+    int64_t at_ = 0;
+    bool full_ = false;  // it was, since then
+};
+
 class Source {
   public:
     static constexpr uint64_t MORE = 64;
-    static constexpr uint64_t MOST_BYTES = 4 << 20;  // under way, and one item more
     struct Entry {
         const char* at;
         uint64_t size, number, key;
@@ -160,7 +178,7 @@ class Source {
     }
     bool wants(uint64_t most) const {
         return ending == Ending::Open && !left && !refused && !recalling && entries.size() < most &&
-               (bytes < MOST_BYTES || in_hand >= entries.size());
+               (bytes < byte_window.size() || in_hand >= entries.size());
     }
     bool has_more() const {  // a hint, without the lock
         return std::atomic_ref(ring->header().head).load(std::memory_order_relaxed) != 0 ||
@@ -176,7 +194,9 @@ class Source {
     uint64_t base = 0, sent = 0, bytes = 0, done = 0;
     Window window;        // home
     Allowance allowance;  // away
-    bool known = false;   // over this connection the other side has said what it has got
+    ByteWindow byte_window;
+    void look_at_bytes(int64_t round_trip) { byte_window.look(ring->most_inside(), round_trip); }
+    bool known = false;  // over this connection the other side has said what it has got
     bool left = false;
     bool refused = false, refused_told = false;  // an item that can't go to another host was found
     bool told = false;                           // the ending, over this connection

@@ -161,6 +161,7 @@ bool Link::hear(const Head& head, const char* payload) {
     if (head.say == Say::PONG) {
         if (int64_t(head.n) < 0 || int64_t(head.n) > now_ns()) return false;
         const int64_t took = now_ns() - int64_t(head.n);
+        least_trip_ = timed_ ? std::min(least_trip_, took) : took;
         const int64_t before = std::exchange(timed_, true) ? round_trip() : took;
         round_trip_.store(std::max<int64_t>((3 * before + took) / 4, 1000), std::memory_order_relaxed);
         return true;
@@ -412,6 +413,7 @@ bool Link::hear_input(LinkLine& line, const Head& head, const char* payload) {
                  : head.flags & UNPICKLED ? Session::UNPICKLING
                                           : Session::OURS;
     settle(line);
+    source.look_at_bytes(least_trip_);
     source.window.hear(source.starved, head.flags & STARVED, head.n > 0, source.entries.size(), source.done,
                        round_trip());
     return true;
@@ -424,6 +426,7 @@ bool Link::hear_output(LinkLine& line, const Head& head, const char* payload) {
     source.hear_got(head.a);
     source.free_oldest(head.b - source.base);
     source.allowance.hear(head.b, round_trip());
+    source.look_at_bytes(least_trip_);
     if (head.flags & BREAK) {
         Holding holding(*source.ring);
         source.ring->break_(std::string(payload, head.size), holding.wakes);

@@ -355,3 +355,53 @@ def test_over_a_long_wire_more_is_under_way_the_quicker_the_worker_is(one_output
             for thread in (feeder, working, reading):
                 thread.join(PATIENCE)
         assert outputs == (list(range(len(outputs))) if one_output else [])
+
+
+@pytest.mark.parametrize("one_output", [True, False], ids=["back", "there"])
+def test_over_a_long_wire_more_bytes_are_under_way_while_the_worker_is_quick(one_output: bool) -> None:
+    """As many as fill the wire, and no more than at first when who takes them is slow (C2)."""
+    size, least = 256 << 10, 4 << 20
+    quick, over = threading.Event(), threading.Event()
+    quick.set()
+
+    def linger() -> None:
+        if not quick.is_set():
+            over.wait(0.1)
+
+    def work(item: bytes) -> list[tuple[int, Any]]:
+        if one_output:
+            return [(0, item)]
+        linger()
+        return []
+
+    with Linked(delay=0.1) as linked:
+        source, results = channel(), channel()
+        working = FarWorker(linked, 1, source, results).start(work)
+        feeder = feeding(
+            source, itertools.takewhile(lambda _: not over.is_set(), itertools.repeat(bytes(size)))
+        )
+        outputs = 0
+
+        def read() -> None:
+            nonlocal outputs
+            for _ in results:
+                outputs += 1
+                linger()
+
+        reading = threading.Thread(target=read)
+        reading.start()
+        side = linked.away if one_output else linked.home
+
+        def line() -> dict[str, int]:
+            found: dict[str, int] = side.state()["lines"][1]
+            return found
+
+        try:
+            wait_until(lambda: line()["window"] > least and line()["ahead"] * size > least, what=side.state)
+            quick.clear()
+            wait_until(lambda: line()["window"] == least, what=side.state)
+        finally:
+            over.set()
+            for thread in (feeder, working, reading):
+                thread.join(PATIENCE)
+        assert outputs == (source.stats().items_out if one_output else 0)
