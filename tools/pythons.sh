@@ -6,11 +6,12 @@ without_torch='--ignore=tests/docs --ignore=tests/examples --ignore=tests/typed'
 wheels='hypothesis cryptography pillow polars pyarrow'  # as there are some; without one, its tests are skipped
 done='' failed=''
 for python in ${PYTHONS:-python3.11 python3.12 python3.13 python3.13t python3.14 python3.14t}; do
-    path=$(command -v "$python") || { [ -z "$PYTHONS" ] || failed="$failed $python"; continue; }
-    version=$("$path" -VV | tr -s ' \n' ' ')
+    # What the PATH has may be pyenv's launcher of a Python that is not in use, which only says so.
+    version=$("$python" -VV 2>/dev/null) || { [ -z "$PYTHONS" ] || failed="$failed $python"; continue; }
+    path=$(command -v "$python")
     tag=$("$path" -c 'import sys; print("%d.%d" % sys.version_info[:2] + sys.abiflags)')
     venv=build/pythons/$tag
-    echo "== $version"
+    echo "==" $version
     install="$venv/bin/python -m pip install --quiet --disable-pip-version-check"
     { [ -x "$venv/bin/python" ] || "$path" -m venv "$venv"; } &&
         $install -c constraints.txt -e '.[test-anywhere]' && for package in $wheels; do
