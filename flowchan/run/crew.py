@@ -292,7 +292,9 @@ class LocalCrew:
                     channel.close()
 
     def break_channels(self, cause: BaseException | None) -> None:
-        for channel in self.channels.values():
+        # The last ones first: a stage that meets the break ends, and what is behind it must not take that for
+        # the end of all items.
+        for channel in reversed(self.channels.values()):
             channel.abort(cause)
 
     def release_ports(self, id: WorkerId) -> None:
