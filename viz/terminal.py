@@ -4,6 +4,7 @@ values it is given and knows nothing of the run itself."""
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
 from flowchan.declare.verbs import VERBS
+from flowchan.run.failures import text_of
 from flowchan.run.report import count, rate, share
 from flowchan.run.signals import interrupts_held
 from flowchan.run.stats import LinkStats, RunStats, StageStats
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.live import Live
     from rich.table import Table
+
+log = logging.getLogger("flowchan.viz")
 
 PLAIN_EVERY = 5.0
 PLAIN_STAGES = 6
@@ -40,7 +44,7 @@ class LiveView:
         self._clock = clock
         self._next = clock() + PLAIN_EVERY
         self._live: Live | None = None
-        self._fails = False
+        self._has_failed = False
         self._ends = contextlib.ExitStack()
 
     def __enter__(self) -> LiveView:
@@ -60,33 +64,34 @@ class LiveView:
 
     def show(self, stats: RunStats) -> None:
         """Show ``stats``: at once on a terminal, if a line is due elsewhere."""
-        with self._as_long_as_it_can():
+        with self._whatever_fails():
             if self._live is not None:
                 width, height = self._live.console.size
                 self._live.update(_view(stats, width, max(1, height - AROUND)), refresh=True)
             elif self._clock() >= self._next:
                 self._next = self._clock() + PLAIN_EVERY
-                self._print(plain_line(stats))
+                print(plain_line(stats), file=self._stream, flush=True)
 
     def say(self, line: str) -> None:
         """Write one line above the table."""
-        with self._as_long_as_it_can():
+        with self._whatever_fails():
             if self._live is not None:
                 self._live.console.print(line, markup=False, highlight=False)
-            else:
-                self._print(line)
-
-    def _print(self, line: str) -> None:
-        if not self._fails:
+                return
+        with self._whatever_fails():
             print(line, file=self._stream, flush=True)
 
     @contextlib.contextmanager
-    def _as_long_as_it_can(self) -> Iterator[None]:
-        """When the view fails, the run has not: it goes on without one."""
+    def _whatever_fails(self) -> Iterator[None]:
+        """When the view fails, the run has not: it goes on, with plain lines. Those that the stream does not
+        take are lost, but it may take the next."""
         try:
             yield
-        except Exception:
-            self._live, self._fails = None, True
+        except Exception as error:
+            self._live = None
+            if not self._has_failed:
+                self._has_failed = True
+                log.warning("the live view could not be written: %s", text_of(error))
 
 
 def _table_on(console: Console) -> Live:

@@ -8,14 +8,14 @@ from collections import defaultdict
 
 from flowchan.collective.at_address import meet_at
 from flowchan.collective.environment import Place, place
-from flowchan.collective.given import seconds_argument, secret_argument
+from flowchan.collective.given import seconds_argument
 from flowchan.collective.group import Group
 from flowchan.collective.handles import Handle
 from flowchan.collective.links import Edge
 from flowchan.collective.meeting import meet
 from flowchan.collective.seats import Seat
 from flowchan.collective.shared import make_all
-from flowchan.declare.arguments import text
+from flowchan.declare.arguments import secret_bytes, text
 from flowchan.errors import GroupError, MemberDied, MemberLeft, Mismatch
 from flowchan.items.whole import whole
 
@@ -66,7 +66,7 @@ def group(
     whole("group", "rank", rank, 0, size - 1)
     text("group", "at", at)
     if secret is not None:
-        return meet_at(at, secret_argument("group", secret), rank, size, timeout, name)
+        return meet_at(at, secret_bytes("group", secret), rank, size, timeout, name)
     return meet(f"at {at}\n{_number(at, rank)}", rank, size, timeout, name)
 
 
@@ -77,7 +77,7 @@ def _launched(mine: Place, name: str, timeout: float) -> Group:
     at, secret = os.environ.get("FLOWCHAN_AT"), os.environ.get("FLOWCHAN_SECRET")
     if at and secret:
         return meet_at(
-            at, secret_argument("FLOWCHAN_SECRET", secret.encode()), mine.rank, mine.size, timeout, name
+            at, secret_bytes("FLOWCHAN_SECRET", secret.encode()), mine.rank, mine.size, timeout, name
         )
     if mine.launcher == "torchrun":
         from flowchan.collective.torch_store import meet_by_torchrun

@@ -13,9 +13,6 @@ from flowchan.errors import Mismatch
 from flowchan.items.combining import OPERATIONS
 from flowchan.items.text import shown
 
-LEAST_SECRET = 16
-"""Bytes."""
-
 
 def called(call: str, x: Any, more: Any) -> str:
     """``more``: what else it was given; several of them are a tuple."""
@@ -70,21 +67,6 @@ def received(x: Any, source: int, out: Any, rank: int) -> Any:
             f"rank {source} sent {arrays.described(x)}; rank {rank} has room for {arrays.described(out)}"
         )
     return arrays.fill(out, arrays.of_library(out, x).reshape(out.shape))
-
-
-def secret_argument(call: str, secret: Any) -> bytes:
-    """What proves that who comes belongs to it."""
-    if not isinstance(secret, bytes):
-        raise TypeError(
-            f"{call}: secret must be bytes, at least {LEAST_SECRET} of them, not {type(secret).__name__}; "
-            "secrets.token_bytes(16) makes some"
-        )
-    if len(secret) < LEAST_SECRET:
-        raise ValueError(
-            f"{call}: secret must have at least {LEAST_SECRET} bytes, not {len(secret)}, for who guesses it "
-            "can join; secrets.token_bytes(16) makes some"
-        )
-    return secret
 
 
 def seconds_argument(call: str, argument: str, value: Any) -> float:

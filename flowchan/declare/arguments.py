@@ -73,6 +73,22 @@ def flag(call: str, argument: str, value: Any) -> bool:
     return value
 
 
+def secret_bytes(call: str, secret: Any, advice: str = "secrets.token_bytes(16) makes some") -> bytes:
+    """What proves that who comes belongs to it."""
+    from flowchan.transport.authentication import SECRET  # slow to import, and most programs do without
+
+    if not isinstance(secret, bytes):
+        raise TypeError(
+            f"{call}: secret must be bytes, at least {SECRET} of them, not {type(secret).__name__}; {advice}"
+        )
+    if len(secret) < SECRET:
+        raise ValueError(
+            f"{call}: secret must have at least {SECRET} bytes, not {len(secret)}, for who guesses it can "
+            f"join; {advice}"
+        )
+    return secret
+
+
 def text(call: str, argument: str, value: Any) -> str:
     """A string that is not empty."""
     if not isinstance(value, str):

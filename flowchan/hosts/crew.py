@@ -100,7 +100,7 @@ class HostCrew:
         self._packed: dict[tuple[str, tuple[str, ...]], tuple[bytes, tuple[str, ...]]] = {}
         self._lock = threading.RLock()
         self._tell: Callable[[Event], None] = lambda _: None
-        self._epochs: dict[str, int] = {}  # by number, as text
+        self._epochs: dict[str, int] = {}  # by number, as text; of who is not there it is 0
         self._hello = {**versions(), "epochs": self._epochs}
         self._secret = secrets.token_bytes(32)
         self._reception: Reception | None = None
@@ -153,7 +153,7 @@ class HostCrew:
             Heard(self._hear, self._finished, self._refused, self._ends, self._over, self._home.help),
         )
         host.life = life
-        self._epochs[str(host.number)] = host.lives
+        self._epochs |= {str(host.number): host.lives} if host.lives else {}  # a hello has room for few
         host.lives += 1
         host.births.append(time.monotonic())
         said = {

@@ -22,7 +22,7 @@ from flowchan import _core
 from flowchan.channel.channel import Channel, ChannelStats, beside_packed, hears_aborts
 from flowchan.channel.media import HOSTS
 from flowchan.channel.ports import In, Out, moved
-from flowchan.declare.arguments import flag
+from flowchan.declare.arguments import flag, secret_bytes
 from flowchan.errors import Broken, ChannelError, Drained, Empty, FlowchanError, HostError
 from flowchan.hosts import choosing
 from flowchan.hosts.asking import Answer, Recalled, opened, seal, sealed_cause
@@ -438,9 +438,7 @@ def open_channel(
     there. ``tls``: as that program has said in ``serve``. Raises :class:`HostError` when it is not reached
     within ``timeout`` seconds."""
     place, number = place_in(address), number_in(address)
-    if not isinstance(secret, bytes):
-        kind = type(secret).__name__
-        raise TypeError(f"open_channel: secret must be bytes, as channel.secret is, not {kind}")
+    secret_bytes("open_channel", secret, "it is what channel.secret says")
     flag("open_channel", "tls", tls)
     wait = _seconds(timeout)
     here = home_at(place, secret)

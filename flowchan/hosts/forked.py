@@ -24,6 +24,7 @@ from typing import Any
 from flowchan.errors import HostError
 from flowchan.hosts.provider import Launch
 from flowchan.run.processes import exit_text
+from flowchan.run.run import abort_unfinished
 
 LENGTH = 8  # bytes, in which a file that says what an agent is says how long that is
 GENTLY = 5.0  # seconds for a seed to end by itself
@@ -245,8 +246,8 @@ def _seed(*, new: bool = False) -> _Seed:
     inherited = _inherited()
     if new or not _seeds or not _seeds[-1].serves(inherited):
         _seeds.append(_Seed(inherited))
-        atexit.unregister(end_seeds)
-        atexit.register(end_seeds)
+        atexit.unregister(_end_at_exit)
+        atexit.register(_end_at_exit)
         _end_unused()
     return _seeds[-1]
 
@@ -271,6 +272,11 @@ def end_seeds() -> None:
         _seeds.clear()
     for seed in seeds:
         seed.end()
+
+
+def _end_at_exit() -> None:
+    abort_unfinished()  # which else would take their agents for lost, and start others
+    end_seeds()
 
 
 def seeds() -> list[_Seed]:

@@ -33,13 +33,11 @@ from flowchan.hosts.connection import Connection, using
 from flowchan.hosts.guest import Guest
 from flowchan.hosts.messages import differs, versions
 from flowchan.hosts.neighbours import neighbour
+from flowchan.hosts.pool import PATIENCE
 from flowchan.run.exits import before_exit
-from flowchan.transport.authentication import SECRET
 from flowchan.transport.door import Door
 from flowchan.transport.tcp import listen
 
-PATIENCE = 10.0
-"""Seconds for which a process elsewhere goes on without hearing of home."""
 ANYWHERE = "127.0.0.1:0"
 KNOWN = 32  # guests that were given up and would be told so
 NEAR = 1.0  # seconds within which a home that lives answers its children
@@ -47,7 +45,8 @@ NEAR = 1.0  # seconds within which a home that lives answers its children
 
 class Home:
     """Channels under one address, by their numbers there. It ends with the last of them, unless it is
-    ``kept``. Raises ``ValueError`` or ``OSError`` when it can't listen at ``address``."""
+    ``kept``. ``patience``: for how many seconds a process elsewhere goes on without hearing of it. Raises
+    ``ValueError`` or ``OSError`` when it can't listen at ``address``."""
 
     def __init__(
         self,
@@ -60,10 +59,6 @@ class Home:
         self.id, self.pid = secrets.token_hex(16), os.getpid()
         self.tls, self.patience = tls, patience
         self.secret = secrets.token_bytes(32) if secret is None else secret
-        if len(self.secret) < SECRET:
-            raise ValueError(
-                f"a secret has at least {SECRET} bytes, not {len(self.secret)}: secrets.token_bytes(32)"
-            )
         self.asked: dict[str, Callable[..., Any]] = {}  # what else guests may ask for
         self.left: Callable[[Guest], None] = lambda _: None  # hears of each guest that is gone
         self._stays, self._kept, self._over = kept, True, False
@@ -217,8 +212,8 @@ class Home:
                     break
         self._loop.remove_reader(self._door.fileno())
         self._door.close()
-        for guest in list(self._guests.values()):
-            await guest.leave_alone(f"the program at {self.address} has ended it")
+        why = f"the program at {self.address} has ended it"
+        await asyncio.gather(*(guest.leave_alone(why) for guest in self.guests()))
         self._sent.clear()
         rest = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in rest:

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowchan.channel.channel import Channel
-from flowchan.declare.arguments import finite_seconds, flag
+from flowchan.declare.arguments import finite_seconds, flag, secret_bytes
 from flowchan.errors import ChannelError
 from flowchan.hosts.connection import using
 from flowchan.hosts.far import arrive, make_elsewhere
-from flowchan.hosts.home import ANYWHERE, PATIENCE, Home, chosen
+from flowchan.hosts.home import ANYWHERE, Home, chosen
+from flowchan.hosts.pool import PATIENCE
 from flowchan.transport import descriptors
 from flowchan.transport.tcp import split
 
@@ -67,6 +68,8 @@ def serve(
     has a channel open elsewhere goes on without hearing of this program."""
     split(address)
     flag("serve", "tls", tls)
+    if secret is not None:
+        secret_bytes("serve", secret)
     patience = finite_seconds("serve", "patience", patience)
     with _lock:
         _settings.update(address=address, secret=secret, tls=tls, patience=patience)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowchan.channel.channel import Channel, In, Out
+from flowchan.declare.arguments import secret_bytes
 from flowchan.errors import Closed, HostError
 from flowchan.hosts.asking import sealed, to_put
 from flowchan.hosts.connection import using
@@ -39,6 +40,8 @@ class Clients:
         self, address: str, secret: bytes | None, tls: bool, capacity: int, came: Callable[[Member], None]
     ) -> None:
         split(address)
+        if secret is not None:
+            secret_bytes("Server", secret)
         self._capacity, self._came = capacity, came
         self._closed = False
         self._joined: list[tuple[Guest, Channel[Any], Channel[Any]]] = []

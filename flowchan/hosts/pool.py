@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from flowchan.run.plan import PlannedWorker
 
 PATIENCE = 10.0
-"""Seconds for which an agent goes on without hearing the driver."""
+"""Seconds for which an agent goes on without hearing the driver, and others without the home of a channel."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,7 +72,7 @@ class Run:
             self._supervisor.unheard.append(self)
         self._supervisor.start()
         _running.add(self._supervisor)
-        before_exit(_abort_unfinished, 100)
+        before_exit(_end_runs, 100)
 
     # --- what goes in and comes out ---
 
@@ -412,13 +412,18 @@ def _channel_error(failure: Failure, plan: Plan) -> StageError:
 _running: weakref.WeakSet[Supervisor] = weakref.WeakSet()
 
 
-@atexit.register
-def _abort_unfinished() -> None:
-    """The interpreter exits: nothing of a run may outlive it."""
+def abort_unfinished() -> None:
+    """The interpreter exits: nothing of a run may outlive it. May be called before, by what a run needs until
+    its end."""
     for supervisor in list(_running):
         if supervisor.pid == os.getpid() and not supervisor.ended.is_set():
             supervisor.ask(AbortAsked())
             supervisor.ended.wait()
+
+
+@atexit.register
+def _end_runs() -> None:
+    abort_unfinished()
     if isinstance(getattr(sys, "last_value", None), Interrupted) and not hasattr(sys, "ps1"):
         # nobody caught it: the exit code of an uncaught KeyboardInterrupt, which it is
         _core._die_of(signal.SIGINT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import builtins
 import contextlib
@@ -19,7 +20,9 @@ from benchmarks.far import cut
 from flowchan import Broken, Channel, Closed, HostError, WorkerDied
 from flowchan.hosts import hosting, open_channel, serve
 from flowchan.hosts.guest import Guest
+from flowchan.hosts.home import Home
 from flowchan.hosts.neighbours import Neighbour
+from flowchan.pipelines import Server
 
 pytestmark = pytest.mark.usefixtures("impatient")
 
@@ -305,3 +308,47 @@ def test_a_home_that_does_not_answer_holds_up_no_other():
     peer = HostPeer(use)
     assert one.get() == "sent"
     assert peer.result() == (other.capacity, True, None)
+
+
+def test_a_home_says_goodbye_to_all_at_a_time():
+    """One that does not hear it keeps nobody else waiting."""
+    home, said = Home(kept=True), []
+
+    class Deaf:
+        def __init__(self):
+            self.told = asyncio.Event()
+
+        async def leave_alone(self, why):
+            self.told.set()
+            async with asyncio.timeout(20):
+                await guests[1 - guests.index(self)].told.wait()
+            said.append(why)
+
+    guests = [Deaf(), Deaf()]
+    home._guests.update(enumerate(guests))
+    home.close()
+    assert len(said) == 2
+
+
+WRONG = [
+    ({"secret": "x" * 40}, TypeError, "serve: secret must be bytes, at least 16 of them, not str"),
+    ({"secret": b"x"}, ValueError, "serve: secret must have at least 16 bytes, not 1"),
+    ({"patience": 0}, ValueError, "serve: patience must be greater than 0"),
+    ({"patience": "3"}, TypeError, "serve: patience must be a number of seconds"),
+    ({"patience": None}, TypeError, "serve: patience must be a number of seconds, not None"),
+    ({"tls": "no"}, TypeError, "serve: tls must be True or False, not 'no'"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), WRONG)
+def test_serve_takes_nothing_that_a_home_can_not_have(options, error, message):
+    with pytest.raises(error, match=message):
+        serve(**options)
+    assert make().capacity == 64  # as it was
+
+
+def test_a_secret_that_can_not_be_one_is_refused_by_name():
+    with pytest.raises(ValueError, match="open_channel: secret must have at least 16 bytes, not 3"):
+        open_channel("127.0.0.1:1/1", b"abc")
+    with pytest.raises(TypeError, match="Server: secret must be bytes"):
+        Server(secret="x" * 40)

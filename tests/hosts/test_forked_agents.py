@@ -216,6 +216,31 @@ def test_a_program_that_ends_normally_has_collected_it(tmp_path: Path) -> None:
     assert program(tmp_path, text) == "no child is left\n"
 
 
+def test_a_run_that_goes_on_at_the_end_is_broken_off_with_its_agents(tmp_path: Path) -> None:
+    """And not failed for want of them; nor is another seed started."""
+    text = """
+    import logging
+
+    logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
+    held = pathlib.Path(sys.argv[0]).with_name("held")
+
+    def hold(_):
+        held.touch()
+        threading.Event().wait()
+
+    begun = forked._Seed.__init__
+    forked._Seed.__init__ = lambda *seed: print("a seed", flush=True) or begun(*seed)
+    graph = Graph("goes on")
+    graph.source([1]).map(hold, on=local(1)).sink(abs)
+    run = graph.start()
+    while not held.exists():
+        pass
+    """
+    said = program(tmp_path, text)
+    assert said.count("a seed") == 1
+    assert "graph 'goes on' is aborted after" in said
+
+
 def test_agents_end_with_a_killed_program_though_a_forked_child_of_it_lives_on(tmp_path: Path) -> None:
     text = """
     held = pathlib.Path(sys.argv[1], "held")

@@ -15,10 +15,11 @@ from gates import Gate
 from hosted import host_of
 
 from flowchan import Channel, Failed, Graph, In, Out, RunError, StageError, worker
-from flowchan.hosts import local
+from flowchan.hosts import crew, local
 from flowchan.hosts.local import Local
 from flowchan.hosts.pool import pool_of
 from flowchan.hosts.provider import Launch
+from flowchan.transport.door import Door
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("no_agent_stays")
@@ -256,3 +257,18 @@ def test_a_result_that_only_one_machine_can_have_ends_the_run_and_names_the_chan
     with pytest.raises(RunError) as caught:
         graph.run()
     assert "channel 'made' can't go from host 'local-1'" in str(caught.value.exceptions[0])
+
+
+def test_a_greeting_tells_of_those_hosts_alone_that_had_an_agent_before(monkeypatch: Any) -> None:
+    """It has room for some hundred."""
+    hellos = []
+
+    def door(listener: Any, secret: bytes, hello: Any, tls: bool) -> Door:
+        hellos.append(hello)
+        return Door(listener, secret, hello, tls=tls)
+
+    monkeypatch.setattr(crew, "Door", door)
+    graph = Graph("greeted")
+    found = graph.source(range(4)).map(abs, on=local(2), workers=2).collect()
+    assert results(graph, found) == [0, 1, 2, 3]
+    assert [hello["epochs"] for hello in hellos] == [{}]

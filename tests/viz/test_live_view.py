@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import itertools
+from typing import Any
 
 import pytest
 
@@ -44,3 +45,25 @@ def test_a_view_that_fails_ends_no_run(terminal: bool) -> None:
         view.show(run.stats())
         assert stream.getvalue() == shown
         assert run.wait()[numbers] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_view_that_fails_once_goes_on_with_plain_lines(terminal: bool, caplog: Any) -> None:
+    graph = Graph("shown")
+    graph.source(range(3)).map(abs).sink(abs)
+    stream = Stream(terminal, takes=10**6)
+    with LiveView(stream, itertools.count(0, 10).__next__) as view, graph.start() as run:
+        view.show(run.stats())
+        for _ in range(2):
+            stream.left = 0
+            view.show(run.stats())
+        stream.left = 10**6
+        before = len(stream.getvalue())
+        view.say("stopping: Ctrl-C again breaks off")
+        view.show(run.stats())
+        said, shown = stream.getvalue()[before:].splitlines()[:2]
+        run.wait()
+    assert said == "stopping: Ctrl-C again breaks off"
+    assert "source" in shown
+    told = [record.getMessage() for record in caplog.records if record.name == "flowchan.viz"]
+    assert told == ["the live view could not be written: OSError: [Errno 28] no space left"]
