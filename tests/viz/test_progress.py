@@ -134,9 +134,9 @@ PROGRAM = """
 def test_a_terminal_shows_bars_and_above_them_what_is_printed(method: str, tmp_path: Path) -> None:
     lines, code = on_terminal([sys.executable, str(script(tmp_path, PROGRAM)), method], tmp_path)
     assert code == 0, lines
-    assert "said by a worker, through the bars: False" in lines
+    assert "said by a worker, through the bars: False" in lines, lines
     assert any(line.startswith("end ") and "100/100" in line for line in lines)
-    assert "4950" in lines
+    assert "4950" in lines, lines
     assert max(map(len, lines)) <= 80
 
 
