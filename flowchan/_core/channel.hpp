@@ -1,8 +1,8 @@
 // The Python objects: Channel over its medium, and its ports In and Out.
 //
 // What a medium's lock does not guard of a port is guarded by the GIL, and where there is none by the critical
-// section of the port's object: whoever uses a port for a thread holds it, and it is given away and taken back
-// exactly where the GIL is.
+// section of the port's object: every thread holds that section while it uses the port, and releases it wherever
+// it would release the GIL.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -13,6 +13,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 #include <cstring>
+#include <mutex>
 #include <new>
 #include <stdexcept>
 #include <thread>
@@ -153,7 +154,7 @@ bool Member::may_join(uint32_t member) const {
 
 End Member::join() {
     if (joined()) return End::Done;
-    if (joined_) return End::Taken;  // by the process that this one was forked from
+    if (is_taken()) return End::Taken;
     uint64_t nobody = 0;
     if (!seat(rank).owner.compare_exchange_strong(nobody, process_number())) return End::Taken;
     joined_ = process_number();
@@ -175,7 +176,7 @@ void Member::leave() {
 
 void Member::retire() {
     broken_ = true;
-    if (in_use_.is_mine()) return;
+    if (is_taken() || in_use_.is_mine()) return;
     const std::lock_guard lock(in_use_);
     give_up();
 }

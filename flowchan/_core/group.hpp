@@ -32,7 +32,6 @@
 
 #include <algorithm>
 #include <memory>
-#include <mutex>
 #include <thread>
 
 namespace flowchan {
@@ -122,7 +121,9 @@ struct Lane {
 enum class Way : uint8_t { Any, Exchange, Slices, Chunks, Direct };
 
 // How an operation ended.
-enum class End { Done, Gone, Mismatch, NoMemory, TimedOut, Interrupted, Closed, Taken };
+// Not begun: Closed; Taken, by another process; Within one, as the handler of a signal; Busy, another thread
+// was in one till time was up.
+enum class End { Done, Gone, Mismatch, NoMemory, TimedOut, Interrupted, Closed, Taken, Within, Busy };
 
 // Until when a call waits, and what it does meanwhile.
 class Patience {
@@ -158,6 +159,7 @@ class Member {
     void hold();
     End join();  // this process is the member from now on; Taken: another one is
     bool joined() const { return joined_ == process_number_now(); }
+    bool is_taken() const { return joined_ && !joined(); }  // by the process that this one was forked from
     // Any number of times. An operation that another thread is inside ends first, and publishes nothing after; in
     // one that the caller is inside, as the handler of a signal, it is done at the end.
     void leave();
@@ -166,6 +168,7 @@ class Member {
     // By anybody who has the memory. Each that would begin an operation gives up instead, so what others are in
     // ends as it does when one dies between two of them.
     void disband() { header_->disbanded = 1; }
+    bool disbanded() const { return header_->disbanded; }
     Sight see(uint32_t member) const;
     // Shows `member` where this one has something for it. False, with errno: there is no memory.
     bool show_lane(Table table, uint32_t member, uint64_t fd, uint64_t inode);
@@ -192,13 +195,28 @@ class Member {
     // One operation at a time, by the thread that has this.
     class Use {
       public:
-        void lock() { mutex_.lock(), by_ = std::this_thread::get_id(); }
-        bool try_lock() { return mutex_.try_lock() && (by_ = std::this_thread::get_id(), true); }
-        void unlock() { by_ = std::thread::id(), mutex_.unlock(); }
+        void lock() {
+            while (!try_lock_for(SLICE_NS)) {}
+        }
+        bool try_lock() {
+            uint32_t free = 0;
+            return word_.compare_exchange_strong(free, 1) && mine();  // partner: unlock
+        }
+        bool try_lock_for(int64_t ns) {
+            if (word_.exchange(2) == 0) return mine();
+            futex_wait(word_, 2, ns, false);
+            return word_.exchange(2) == 0 && mine();
+        }
+        void unlock() {
+            by_ = std::thread::id();
+            if (word_.exchange(0) == 2) futex_wake(word_, 1, false);
+        }
         bool is_mine() const { return by_ == std::this_thread::get_id(); }
 
       private:
-        std::mutex mutex_;
+        bool mine() { return by_ = std::this_thread::get_id(), true; }
+
+        std::atomic<uint32_t> word_{0};  // 1: held; 2: others may sleep until it is free
         std::atomic<std::thread::id> by_{};
     };
     Use& in_use() { return in_use_; }

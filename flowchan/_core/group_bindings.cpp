@@ -87,9 +87,11 @@ void allgather_into(nb::handle self, uint32_t doing, uint64_t key, nb::list mine
     PyGroup& group = group_of(self.ptr());
     Arrays in(mine.ptr()), out(outs.ptr());
     need_each(out, group, "allgather");
+    std::vector<char> copy;
+    const void* from = out.kept(in[0], group.rank, copy);
     Calling calling(self.ptr(), doing, deadline_of(timeout));
     const End end = calling.run([&](Patience& patience) {
-        return group.allgather({doing, mixed(key, doing)}, in[0].data, in[0].bytes, out, patience);
+        return group.allgather({doing, mixed(key, doing)}, from, in[0].bytes, out, patience);
     });
     raise_unless_done(self, end, doing, mine[0], nb::none());
     if (!out.check()) throw nb::python_error();
@@ -114,7 +116,7 @@ void combine(nb::handle out, nb::list ins, nb::handle op_name) {
     const Arrays from(ins.ptr());
     std::vector<const void*> in;
     for (size_t i = 0; i < from.size(); ++i) {
-        if (!check_out(from[i], to, out.ptr(), from[i].count)) throw nb::python_error();
+        if (!fits(from[i], to, from[i].count)) throw nb::value_error("out must be like each of the arrays");
         in.push_back(from[i].data);
     }
     if (in.empty()) return;
@@ -192,6 +194,7 @@ void bind_group(nb::module_& m) {
             },
             "doing"_a, "size"_a, "combining"_a)
         .def("_disband", &PyGroup::disband)
+        .def_prop_ro("_disbanded", &PyGroup::disbanded)
         .def("_count_out", &PyGroup::count_out, "member"_a)
         .def("_show_lane", show_lane, "member"_a, "fd"_a, "inode"_a, "offer"_a = false)
         .def("_lane_from", lane_from, "member"_a, "offer"_a = false)

@@ -4,7 +4,8 @@
 
 namespace flowchan {
 
-// Each member's part of the combination into `out`. NotImplemented: `x` or `out` is no such array.
+// Each member's part of the combination into `out`. NotImplemented: `x` or `out` is no such array, or they do
+// not fit.
 PyObject* reduce_scatter_array(PyObject* self, PyObject* x, PyObject* out, PyObject* op_name,
                                PyObject* timeout) {
     PyGroup& group = group_of(self);
@@ -13,11 +14,8 @@ PyObject* reduce_scatter_array(PyObject* self, PyObject* x, PyObject* out, PyObj
     Array in, to;
     if (!parse_op(op_name, op) || !parse_deadline(timeout, deadline)) return nullptr;
     if (!in.read(x) || !to.read(out)) return PyErr_Occurred() ? nullptr : Py_NewRef(Py_NotImplemented);
-    if (!has_kernel(in, op, x) || !check_out(in, to, out, in.count / group.size)) return nullptr;
-    if (in.count % group.size) {
-        PyErr_SetString(PyExc_ValueError, "reduce_scatter takes as many elements for each member");
-        return nullptr;
-    }
+    if (!has_kernel(in, op, x)) return nullptr;
+    if (in.count % group.size || !fits(in, to, in.count / group.size)) return Py_NewRef(Py_NotImplemented);
     const uint64_t key = mixed(mixed(in.what, REDUCE_SCATTER), uint64_t(op));
     Calling calling(self, REDUCE_SCATTER, deadline);
     const End end = calling.run([&](Patience& patience) {
@@ -27,7 +25,8 @@ PyObject* reduce_scatter_array(PyObject* self, PyObject* x, PyObject* out, PyObj
     return end == End::Done ? Py_NewRef(out) : raise_end(self, end, REDUCE_SCATTER, x, op_name);
 }
 
-// Combines arrays of all members. root < 0: for everybody. NotImplemented: `x` is no such array.
+// Combines arrays of all members. root < 0: for everybody. NotImplemented: `x` or `out` is no such array, or
+// they do not fit.
 PyObject* reduce_arrays(PyObject* self, uint32_t doing, PyObject* x, PyObject* out, PyObject* op_name,
                         int root, PyObject* timeout) {
     PyGroup& group = group_of(self);
@@ -39,8 +38,8 @@ PyObject* reduce_arrays(PyObject* self, uint32_t doing, PyObject* x, PyObject* o
         return PyErr_Occurred() ? nullptr : Py_NewRef(Py_NotImplemented);
     const Array& result = is_default(out) ? in : to;
     const bool gets = root < 0 || uint32_t(root) == group.rank;
-    if (!has_kernel(in, op, x) || (gets && !check_out(in, result, is_default(out) ? x : out, in.count)))
-        return nullptr;
+    if (!has_kernel(in, op, x)) return nullptr;
+    if (gets && !fits(in, result, in.count)) return Py_NewRef(Py_NotImplemented);
     const uint64_t key = mixed(mixed(mixed(in.what, doing), uint64_t(op)), uint64_t(root + 1));
     Calling calling(self, doing, deadline);
     const End end = calling.run([&](Patience& patience) {
@@ -56,7 +55,7 @@ PyObject* broadcast_array(PyObject* self, PyObject* x, uint32_t root, PyObject* 
     Array array;
     if (!parse_deadline(timeout, deadline)) return nullptr;
     if (!array.read(x)) return PyErr_Occurred() ? nullptr : Py_NewRef(Py_NotImplemented);
-    if (group.rank != root && !check_out(array, array, x, array.count)) return nullptr;
+    if (group.rank != root && !array.writable) return Py_NewRef(Py_NotImplemented);
     const uint64_t key = mixed(mixed(array.what, BROADCAST), root);
     Calling calling(self, BROADCAST, deadline);
     const End end = calling.run([&](Patience& patience) {
@@ -65,17 +64,12 @@ PyObject* broadcast_array(PyObject* self, PyObject* x, uint32_t root, PyObject* 
     return end == End::Done ? Py_NewRef(x) : raise_end(self, end, BROADCAST, x, nullptr, int(root));
 }
 
-// What lies where something comes in goes out from a copy: others still read it while that comes.
 End swap_arrays(PyObject* self, Member::Call call, const Arrays& in, const Arrays& out, Deadline deadline) {
     PyGroup& group = group_of(self);
     auto from = in.places<const void*>();
-    std::vector<std::vector<char>> copies;
-    for (size_t i = 0; i < in.size(); ++i) {
-        const bool stays = i == group.rank && in[i].data == out[i].data;
-        if (stays || !out.overlap(in[i])) continue;
-        const char* first = static_cast<const char*>(in[i].data);
-        from[i] = copies.emplace_back(first, first + in[i].bytes).data();
-    }
+    std::vector<std::vector<char>> copies(in.size());
+    for (size_t i = 0; i < in.size(); ++i)
+        from[i] = out.kept(in[i], i == group.rank ? i : in.size(), copies[i]);
     Calling calling(self, call.doing, deadline);
     return calling.run([&](Patience& patience) {
         return group.alltoall(call, from, in.sizes(), out.places<void*>(), out.sizes(), patience);
@@ -148,10 +142,12 @@ PyObject* allgather_arrays(PyObject* self, PyObject* x, PyObject* out, PyObject*
     if (!parse_deadline(timeout, deadline)) return nullptr;
     if (!in.read(x) || !room.read(out) || room.size() != group.size)
         return PyErr_Occurred() ? nullptr : Py_NewRef(Py_NotImplemented);
-    if (!room.are_writable(out)) return nullptr;
+    if (!room.are_writable()) return Py_NewRef(Py_NotImplemented);
+    std::vector<char> copy;
+    const void* from = room.kept(in, group.rank, copy);
     Calling calling(self, ALLGATHER, deadline);
     const End end = calling.run([&](Patience& patience) {
-        return group.allgather({ALLGATHER, mixed(KNOWN, ALLGATHER)}, in.data, in.bytes, room, patience);
+        return group.allgather({ALLGATHER, mixed(KNOWN, ALLGATHER)}, from, in.bytes, room, patience);
     });
     if (end != End::Done) return raise_end(self, end, ALLGATHER, x, nullptr);
     return room.check() ? Py_NewRef(out) : nullptr;
@@ -179,7 +175,7 @@ PyObject* alltoall_arrays(PyObject* self, PyObject* xs, PyObject* out, PyObject*
     if (!parse_deadline(timeout, deadline)) return nullptr;
     if (!in.read(xs) || !room.read(out) || in.size() != group.size || room.size() != group.size)
         return PyErr_Occurred() ? nullptr : Py_NewRef(Py_NotImplemented);
-    if (!room.are_writable(out)) return nullptr;
+    if (!room.are_writable()) return Py_NewRef(Py_NotImplemented);
     const End end = swap_arrays(self, {ALLTOALL, mixed(KNOWN, ALLTOALL)}, in, room, deadline);
     if (end != End::Done) return raise_end(self, end, ALLTOALL, xs, nullptr);
     return PySequence_List(out);

@@ -7,6 +7,7 @@
 #include "group_arrays.hpp"
 
 #include <algorithm>
+#include <mutex>
 #include <utility>
 #include <vector>
 
@@ -39,10 +40,9 @@ class Calling : public Patience {
 
     template <class F>
     End run(F operation) {
-        End end;
-        {
-            std::unique_lock lock(group_of(self_).in_use(), std::try_to_lock);
-            if (!lock) waits(), lock.lock();
+        End end = await_turn();
+        if (end == End::Done) {
+            const std::unique_lock lock(group_of(self_).in_use(), std::adopt_lock);
             end = operation(*this);
         }
         take_back();
@@ -71,6 +71,20 @@ class Calling : public Patience {
     }
 
   private:
+    // Until no other thread is in an operation. In a process that was forked meanwhile that would be for ever.
+    End await_turn() {
+        PyGroup& group = group_of(self_);
+        Member::Use& use = group.in_use();
+        if (group.is_taken()) return End::Taken;
+        if (use.is_mine()) return End::Within;
+        if (use.try_lock()) return End::Done;
+        waits();
+        while (!use.try_lock_for(std::min(SLICE_NS, deadline.left()))) {
+            if (interrupted(0)) return End::Interrupted;
+            if (deadline.passed()) return End::Busy;
+        }
+        return End::Done;
+    }
     bool take_back() {
         if (!state_) return false;
         take_gil(std::exchange(state_, nullptr));
@@ -123,16 +137,13 @@ inline bool parse_root(PyObject* value, const Member& group, uint32_t& root) {
 
 inline bool is_default(PyObject* value) { return !value || value == Py_None; }
 
-// Where a result goes; false with an error.
-inline bool check_out(const Array& in, const Array& out, PyObject* given, size_t count) {
-    if (out.element != in.element || out.count != count) {
-        PyErr_Format(PyExc_ValueError, "out must have the type of the input, and %zu elements, not %zu",
-                     count, out.count);
-        return false;
-    }
-    if (!out.writable)
-        PyErr_Format(PyExc_ValueError, "the result can't be written into a read-only array: %R", given);
-    return out.writable;
+// Whether a result can go there; arrays.py has the words for what can't. `out` may be `in`, or one of its parts
+// of that size: each is read before it is written.
+inline bool fits(const Array& in, const Array& out, size_t count) {
+    if (out.element != in.element || out.count != count || !out.writable) return false;
+    const auto from = reinterpret_cast<uintptr_t>(in.data), to = reinterpret_cast<uintptr_t>(out.data);
+    const bool overlap = to < from + in.bytes && from < to + out.bytes;
+    return !overlap || (std::max(from, to) - std::min(from, to)) % out.bytes == 0;
 }
 
 inline bool has_kernel(const Array& array, Op op, PyObject* x) {
@@ -198,20 +209,23 @@ class Arrays : public Member::Place {
                          misfit_, static_cast<unsigned long long>(has_), many_[size_t(misfit_)].bytes);
         return misfit_ < 0;
     }
-    bool are_writable(PyObject* given) const {
-        for (const Array& one : many_)
-            if (!one.writable) {
-                PyErr_Format(PyExc_ValueError, "the result can't be written into a read-only array: %R",
-                             given);
-                return false;
-            }
-        return true;
+    bool are_writable() const {
+        return std::all_of(many_.begin(), many_.end(), [](const Array& one) { return one.writable; });
     }
-    bool overlap(const Array& other) const {
-        return std::any_of(many_.begin(), many_.end(), [&](const Array& one) {
-            const auto begins = [](const Array& array) { return reinterpret_cast<uintptr_t>(array.data); };
-            return begins(one) < begins(other) + other.bytes && begins(other) < begins(one) + one.bytes;
-        });
+    // Where `in`, which goes to others while these come, can be read to the end: in `copy` where one of these
+    // is written over it. At place `own` it may lie already.
+    const void* kept(const Array& in, size_t own, std::vector<char>& copy) const {
+        const auto begins = [](const Array& array) { return reinterpret_cast<uintptr_t>(array.data); };
+        for (size_t i = 0; i < many_.size(); ++i) {
+            const Array& one = many_[i];
+            if ((i == own && one.data == in.data) || begins(one) >= begins(in) + in.bytes ||
+                begins(in) >= begins(one) + one.bytes)
+                continue;
+            const char* first = static_cast<const char*>(in.data);
+            copy.assign(first, first + in.bytes);
+            return copy.data();
+        }
+        return in.data;
     }
     template <class P>
     ByRank<P> places() const {

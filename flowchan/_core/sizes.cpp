@@ -82,6 +82,7 @@ struct Estimate {
 
     // The elements of a list or a tuple, and the references to them.
     uint64_t row(PyObject* o, int depth) {
+        if (!deeper(depth)) return uint64_t(Py_SIZE(o)) * 8;
         Samples samples;
         if (PyTuple_CheckExact(o)) {
             samples.row(PyTuple_GET_SIZE(o), [&](Py_ssize_t i) { return PyTuple_GET_ITEM(o, i); });
@@ -90,13 +91,14 @@ struct Estimate {
             samples.row(PyList_GET_SIZE(o), [&](Py_ssize_t i) { return PyList_GET_ITEM(o, i); });
         }
         const uint64_t n = uint64_t(samples.among);
-        if (!n || !deeper(depth)) return n * 8;
+        if (!n) return 0;
         uint64_t seen;
         const uint64_t bytes = sum(samples, depth, seen);
         return n * 8 + bytes * n / std::max<uint64_t>(seen, 1);
     }
 
     uint64_t entries(PyObject* dict, int depth) {
+        if (!deeper(depth)) return uint64_t(PyDict_GET_SIZE(dict)) * 50;
         Samples samples;
         {
             nb::ft_object_guard guard(dict);
@@ -106,7 +108,7 @@ struct Estimate {
                 if (samples.add(key), !samples.add(value)) break;
         }
         const uint64_t n = uint64_t(samples.among);
-        if (!n || !deeper(depth)) return n * 50;
+        if (!n) return 0;
         uint64_t seen;
         const uint64_t bytes = sum(samples, depth, seen);
         return n * 50 + bytes * n / std::max<uint64_t>((seen + 1) / 2, 1);

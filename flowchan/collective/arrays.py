@@ -24,7 +24,8 @@ def is_array(x: Any) -> bool:
 
 
 def is_dense(x: Any) -> bool:
-    """The same. Raises ``TypeError`` for tensors whose contents do not lie in memory as they are."""
+    """As :func:`is_array`. Raises ``TypeError`` for tensors whose contents do not lie in memory as they
+    are."""
     if is_tensor(x):
         if x.layout is not sys.modules["torch"].strided:
             kind = str(x.layout).removeprefix("torch.")
@@ -65,7 +66,28 @@ def check_out(x: Any, out: Any, parts: int = 1) -> None:
     count, has = math.prod(x.shape) // parts, math.prod(out.shape)
     if kind(out)[0] != kind(x)[0] or has != count:
         raise ValueError(f"out must have the type of the input, and {count} elements, not {described(out)}")
+    check_place(x, out)
     check_writable(out)
+
+
+def check_place(x: Any, out: Any) -> None:
+    """Raises ``ValueError`` unless both lie on the same device."""
+    place, has = (str(place_of(one) or "cpu") for one in (x, out))
+    if has != place:
+        raise ValueError(f"out must lie on {place}, as what is given does, not on {has}")
+
+
+def check_apart(x: Any, out: Any) -> None:
+    """Raises ``ValueError`` where a result is written over parts of ``x``, both in one piece, that are still
+    to be read. ``out`` may be ``x`` itself, or one of its parts of that size."""
+    begins, of_out = _address(x), _address(out)
+    overlap = of_out < begins + x.nbytes and begins < of_out + out.nbytes
+    if overlap and (of_out - begins) % out.nbytes:
+        raise ValueError("x and out overlap, and do not begin alike: give a copy of one")
+
+
+def _address(x: Any) -> int:
+    return int(x.data_ptr() if is_tensor(x) else x.__array_interface__["data"][0])
 
 
 def check_room(rank: int, given: int, room: int) -> None:
@@ -77,6 +99,12 @@ def check_room(rank: int, given: int, room: int) -> None:
 def check_writable(x: Any) -> None:
     if is_numpy(x) and not x.flags.writeable:
         raise ValueError(f"the result can't be written into a read-only array: {x!r}")
+    strides = x.stride() if is_tensor(x) else x.strides
+    if x.nbytes and any(not by and extent > 1 for by, extent in zip(strides, x.shape, strict=True)):
+        raise ValueError(
+            f"the result can't be written into {described(x)} whose elements share memory, as after expand: "
+            "give a copy"
+        )
 
 
 def contiguous(x: Any) -> Any:

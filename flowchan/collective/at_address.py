@@ -85,10 +85,13 @@ class Place:
         for _ in range(old.size):
             try:
                 met = meet(old, self, secret, name, give_up)
+                if met._has_met(_patience(give_up)):
+                    return replace(self, number=number).of(met)
             except (Over, MemberDied):
                 continue
-            if met._has_met(_patience(give_up)):
-                return replace(self, number=number).of(met)
+            except TimeoutError:  # one that had come is late
+                if time.monotonic() >= give_up:
+                    raise
         raise GroupError(
             f"{old!r} can't be shrunk: again and again one of those that are left ended; {REMEDY}"
         )

@@ -34,6 +34,7 @@ LOOK = 0.2
 """Seconds until a receiver looks first whether a member that has sent nothing is there; then ever later."""
 LONG = 1e6
 PAUSE = 0.01
+SLICE = 5.0  # seconds after which one who dials looks whether anybody still wants it
 QUICK, STRANGE = 1.0, 30.0
 """Who sends us away within so many seconds each time, for so many seconds, is no member. A member does so
 while too many dial at once; one that does something else lets us wait."""
@@ -57,17 +58,61 @@ class Way:
         return Door(listen(joined((self.listen_at, 0))), self.secret, hello, tls=self.tls)
 
 
-def reach(address: str, way: Way, hello: Hello, give_up: float) -> socket.socket:
+class _Wire:
+    """What a thread dials or sends by, for another one to end it."""
+
+    def __init__(self) -> None:
+        self.is_cut = False
+        self._sock: socket.socket | None = None
+        self._lock = threading.Lock()
+
+    def hold(self, sock: socket.socket | None) -> None:
+        with self._lock:
+            self._sock = sock
+            if self.is_cut:
+                _shut_down(sock)
+
+    def cut(self) -> None:
+        with self._lock:
+            self.is_cut = True
+            _shut_down(self._sock)
+
+
+def _shut_down(sock: socket.socket | None) -> None:
+    """So whoever waits for it or sends by it fails. That of an encrypted one would let others go on in plain
+    text."""
+    if sock is not None:
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
+
+def _dialled(address: str, give_up: float, wire: _Wire) -> socket.socket:
+    while True:
+        try:
+            return dial(address, max(0.001, min(SLICE, give_up - time.monotonic())))
+        except TimeoutError:
+            if wire.is_cut or time.monotonic() > give_up:
+                raise
+
+
+def reach(address: str, way: Way, hello: Hello, give_up: float, wire: _Wire | None = None) -> socket.socket:
     """A connection, made when the other one lets us in. Raises ``ConnectionRefusedError`` when it is gone, or
-    another program has its port now, another ``OSError`` when time is up."""
-    refused_since = math.inf
+    another program has its port now, another ``OSError`` when time is up or the ``wire`` is cut."""
+    wire, refused_since = wire or _Wire(), math.inf
     while True:
         begun = time.monotonic()
-        left = max(0.001, give_up - begun)
-        sock = dial(address, left)
+        sock = _dialled(address, give_up, wire)
+        left = max(0.001, give_up - time.monotonic())
         try:
-            return meet(sock, way.secret, dialled=True, hello=hello, timeout=left, tls=way.tls)[0]
+            with sock.dup() as copy:  # to meet takes the socket itself
+                wire.hold(copy)
+                try:
+                    return meet(sock, way.secret, dialled=True, hello=hello, timeout=left, tls=way.tls)[0]
+                finally:
+                    wire.hold(None)
         except OSError as error:  # it is gone, or sent us away, or another program has its port
+            if wire.is_cut:
+                raise
             now = time.monotonic()
             is_quick = isinstance(error, Refused) and now - begun < QUICK
             refused_since = min(refused_since, begun) if is_quick else math.inf
@@ -122,6 +167,8 @@ class FarLanes:
 
     def _from(self, source: int, give_up: float) -> _Incoming:
         while source not in self._in:
+            if self._closed:
+                raise _left("receive")
             held: list[bool] = []
             try:
                 _hold(self._lock, held, min(LOOK, max(0.0, give_up - time.monotonic())))
@@ -196,6 +243,8 @@ class FarLanes:
         :class:`MemberDied` when one of the ``awaited`` is gone."""
         wait = LOOK
         while True:
+            if self._closed:
+                raise _left(call)
             late = [member for member in awaited if wait > LOOK and self._may_look_for(member)]
             gone = [member for member in late if self._is_gone(member, give_up)]
             left = max(0.0, give_up - time.monotonic())
@@ -233,6 +282,8 @@ class FarLanes:
             return
         self._in[hello["rank"]] = _Incoming(sock)
         self._over.pop(hello["rank"], None)  # it had dialled before it went
+        if self._closed:
+            self._in[hello["rank"]].close()
 
     def _is_gone(self, member: int, give_up: float) -> bool:
         """Whether nobody listens there any more, or another program does."""
@@ -269,12 +320,12 @@ class FarLanes:
                 return
             self._closed = True
         for outgoing in self._out.values():
-            outgoing.messages.close() if wait else outgoing.messages.abort()
+            outgoing.messages.close() if wait else outgoing.abandon()
         while wait and any(outgoing.is_open() for outgoing in self._out.values()):
             with contextlib.suppress(TimeoutError):
                 self.door.accept(0.02)[0].close()  # it may be closing, too, and wait for us
         self.door.close()  # from now on who sends to us learns that we are gone
-        for incoming in self._in.values():
+        for incoming in list(self._in.values()):
             incoming.close()
 
 
@@ -284,7 +335,8 @@ class _Outgoing:
     def __init__(self, rank: int, address: str, way: Way) -> None:
         self.messages: Channel[bytes] = Channel()
         self._open = self.messages.writer()
-        goes = self.messages, address, way, {"rank": rank}
+        self._wire = _Wire()
+        goes = self.messages, self._wire, address, way, {"rank": rank}
         self._thread = threading.Thread(
             target=_pass_on, args=goes, name="flowchan-collective-send", daemon=True
         )
@@ -294,13 +346,19 @@ class _Outgoing:
         """Whether something is left to be sent."""
         return self._thread.is_alive()
 
+    def abandon(self) -> None:
+        """Nothing more is sent."""
+        self.messages.abort()
+        self._wire.cut()
 
-def _pass_on(messages: Channel[bytes], address: str, way: Way, hello: Hello) -> None:
+
+def _pass_on(messages: Channel[bytes], wire: _Wire, address: str, way: Way, hello: Hello) -> None:
     """Dials when there is a message: where Ctrl-C has cut off the first send, the next one has a connection
     of its own, and there must be no other."""
     try:
         first = messages.get()
-        with reach(address, way, hello, time.monotonic() + LONG) as sock:
+        with reach(address, way, hello, time.monotonic() + LONG, wire) as sock:
+            wire.hold(sock)
             for message in itertools.chain([first], messages):
                 sock.sendall(SIZE.pack(len(message)))
                 sock.sendall(message)
@@ -309,6 +367,8 @@ def _pass_on(messages: Channel[bytes], address: str, way: Way, hello: Hello) -> 
         messages.abort(error)
     except (Drained, Broken):
         pass  # nothing has been sent, or nobody is to wait for it
+    finally:
+        wire.hold(None)
 
 
 class _Message:
@@ -328,6 +388,7 @@ class _Incoming:
         self._sock = sock
         self._now = _Message()
         self._lock = threading.Lock()
+        self._closed = False
 
     def receive(self, source: int, give_up: float) -> Any:
         held: list[bool] = []
@@ -355,6 +416,8 @@ class _Incoming:
         finally:
             if held == [True]:
                 self._lock.release()
+            if self._closed:
+                self._sock.close()
 
     def _fill(self, room: bytearray, start: int, source: int, give_up: float) -> None:
         """``start``: bytes of the message before ``room``."""
@@ -369,9 +432,9 @@ class _Incoming:
             except TimeoutError:
                 raise
             except OSError as error:
-                raise _gone(source, "receive") from error
+                raise (_left("receive") if self._closed else _gone(source, "receive")) from error
             if not came[-1]:
-                raise _gone(source, "receive")
+                raise _left("receive") if self._closed else _gone(source, "receive")
 
     def is_over(self, sock: socket.socket) -> bool:
         return self._sock is sock
@@ -380,7 +443,12 @@ class _Incoming:
         return self._sock.fileno()
 
     def close(self) -> None:
-        self._sock.close()
+        """Ends a :meth:`receive` in another thread, too."""
+        self._closed = True
+        _shut_down(self._sock)
+        if self._lock.acquire(blocking=False):  # who has it closes it
+            self._sock.close()
+            self._lock.release()
 
 
 def _hold(lock: threading.Lock, held: list[bool], wait: float) -> None:

@@ -106,7 +106,8 @@ def meet_by(
     host: str | None = None,
     wanted: Callable[[], bool] = always,
 ) -> Group:
-    """The same by any way to tell each other a few words, as long as it is ``wanted``."""
+    """The group of all who ``gather``, which is any way to tell each other a few words, as long as it is
+    ``wanted``."""
     left = countdown(timeout)
     said = gather([host or this_host(), secrets.token_hex(16)])
     by_host: dict[str, list[int]] = {}

@@ -18,7 +18,8 @@ from flowchan.collective.countdown import countdown
 from flowchan.collective.given import array_argument, function_argument, op_argument, parts_argument
 from flowchan.collective.handles import Starting
 from flowchan.collective.links import Edge
-from flowchan.collective.once import is_repeatable, run_once
+from flowchan.collective.moving import VALUES, Moving
+from flowchan.collective.once import REPEATABLE, number_of_function, run_once
 from flowchan.collective.operations import (
     ALLGATHER,
     ALLREDUCE,
@@ -28,26 +29,22 @@ from flowchan.collective.operations import (
     GATHER,
     NAMES,
     REDUCE,
-    REDUCE_SCATTER,
     SCATTER,
     SPLIT,
 )
 from flowchan.collective.values import dumps, loads
-from flowchan.collective.ways import Ways, not_here
+from flowchan.collective.ways import not_here
 from flowchan.errors import MemberDied
 from flowchan.items.combining import OPERATIONS, combined
 from flowchan.items.whole import is_whole
 
-VALUES, ARRAYS, KNOWN = 1, 2, 3
-"""What an operation's members give: values of Python, arrays of any size, arrays whose sizes all know."""
-
 Op = str | Callable[[Any, Any], Any]
 
-_NUMBERS: dict[str | None, int] = {op: number for number, op in enumerate([*OPERATIONS, None])}
-"""What calls on values are compared by. Functions have one number: each process may make them anew."""
+_NUMBERS = {op: number for number, op in enumerate(OPERATIONS)}
+"""What calls on values are compared by; the functions that all run have numbers after these."""
 
 
-class Group(Ways, Starting):
+class Group(Moving, Starting):
     """A member of a group; ``rank`` and ``size`` say which of how many. Made by :func:`group` or
     :func:`members`.
 
@@ -78,8 +75,6 @@ class Group(Ways, Starting):
 
     if TYPE_CHECKING:  # what a group on one host and one over several have, each in its own way
 
-        @property
-        def rank(self) -> int: ...
         def close(self) -> None: ...
         def send(self, x: Any, to: int, *, timeout: float | None = None) -> None: ...
         def receive(self, source: int, *, out: Any = None, timeout: float | None = None) -> Any: ...
@@ -93,15 +88,6 @@ class Group(Ways, Starting):
         def _take_seat(self) -> None: ...
         def _abandon(self) -> None: ...
         def _disbanding(self) -> Callable[[], None]: ...
-        def _exchange(
-            self, doing: int, key: int, data: Any, only: int, timeout: float | None, x: Any, more: Any
-        ) -> list[bytes]: ...
-        def _allgather_into(
-            self, doing: int, key: int, mine: list[Any], outs: list[Any], timeout: float | None
-        ) -> None: ...
-        def _alltoall(
-            self, doing: int, key: int, ins: list[Any], outs: list[Any], timeout: float | None
-        ) -> None: ...
         def _reduce(self, doing: int, x: Any, out: Any, op: str, root: int, timeout: float | None) -> Any: ...
         def _spread(self, x: Any, root: int, timeout: float | None) -> Any: ...
         def _wait_for_all(self, timeout: float | None) -> None: ...
@@ -352,6 +338,7 @@ class Group(Ways, Starting):
             source = flat if target is x else arrays.contiguous(x)
             if root in (-1, self.rank):
                 arrays.check_out(x, target)
+                arrays.check_apart(source, flat)
             by = self._by(doing, source)
             if by._reduce(doing, source, flat, op, root, timeout) is NotImplemented:
                 raise TypeError(not_here(NAMES[doing], x))
@@ -361,10 +348,12 @@ class Group(Ways, Starting):
         def result(found: list[bytes]) -> Any:
             return functools.reduce(function, map(loads, found))
 
-        if root < 0 and not is_repeatable(function):
+        number = number_of_function(function)
+        if root < 0 and number == len(REPEATABLE):
             total = run_once(self, doing, dumps(x), result, timeout, x, op)
         else:
-            key = VALUES + 4 * (len(_NUMBERS) * (root + 1) + _NUMBERS[op if isinstance(op, str) else None])
+            by = _NUMBERS[op] if isinstance(op, str) else len(_NUMBERS) + number
+            key = VALUES + 4 * ((len(_NUMBERS) + len(REPEATABLE) + 1) * (root + 1) + by)
             mine = root in (-1, self.rank)
             more, only = op if root < 0 else (root, op), -1 if mine else self.rank
             found = self._exchange(doing, key, dumps(x), only, timeout, x, more)
@@ -398,12 +387,12 @@ class Group(Ways, Starting):
             values = [value for contributes, value in map(loads, found) if contributes]
             return combined(values, function), len(values)
 
-        given = dumps(mine)
+        given, number = dumps(mine), number_of_function(function)
 
         def do(left: float | None) -> Any:
-            if not is_repeatable(function):
+            if number == len(REPEATABLE):
                 return run_once(self, COMBINE, given, result, left, mine[1], function)
-            return result(self._exchange(COMBINE, VALUES, given, -1, left, mine[1], function))
+            return result(self._exchange(COMBINE, VALUES + 4 * number, given, -1, left, mine[1], function))
 
         return self._do(do, timeout, wait)
 
@@ -412,62 +401,6 @@ class Group(Ways, Starting):
 
     def _gathered(self, value: Any, timeout: float | None) -> list[Any]:
         return [loads(part) for part in self._exchange(SPLIT, VALUES, dumps(value), -1, timeout, None, None)]
-
-    def _gather_arrays(
-        self, doing: int, x: Any, wanted: Sequence[int], timeout: float | None, root: int = 0
-    ) -> list[Any]:
-        left = countdown(timeout)
-        more = root if doing == GATHER else None
-        likes = self._exchange(doing, ARRAYS + 4 * root, dumps(arrays.like(x)), -1, left(), x, more)
-        place = arrays.place_of(x)
-        made = [arrays.make(loads(one), place) if rank in wanted else None for rank, one in enumerate(likes)]
-        source = arrays.contiguous(x)
-        self._by(doing, x)._allgather_into(doing, KNOWN, [source], made, left())
-        return made
-
-    def _gather_into(self, x: Any, out: Any, timeout: float | None) -> Any:
-        array_argument("allgather with out", "x", x)
-        for part in out if isinstance(out, list | tuple) else [out]:
-            array_argument("allgather", "out, or each in its list,", part)
-        parts = list(out) if isinstance(out, list | tuple) else arrays.parts_of(out, self.size)
-        if len(parts) != self.size:
-            raise ValueError(f"out must have a part for each of the {self.size} members, not {len(parts)}")
-        for part in parts:
-            arrays.check_writable(part)
-        flats = [arrays.contiguous(part) for part in parts]
-        self._by(ALLGATHER, x)._allgather_into(ALLGATHER, KNOWN, [arrays.contiguous(x)], flats, timeout)
-        for flat, part in zip(flats, parts, strict=True):
-            arrays.give_back(flat, part)
-        return out
-
-    def _part_reduced(self, x: Any, target: Any, op: str, timeout: float | None) -> Any:
-        if math.prod(x.shape) % self.size:
-            raise ValueError("reduce_scatter takes as many elements for each member")
-        arrays.check_out(x, target, self.size)
-        flat = arrays.contiguous(target)
-        by = self._by(REDUCE_SCATTER, x)
-        if by._reduce_scatter(arrays.contiguous(x), flat, op, timeout) is NotImplemented:
-            raise TypeError(not_here("reduce_scatter", x))
-        return arrays.give_back(flat, target)
-
-    def _swap_arrays(self, doing: int, xs: Sequence[Any], out: Sequence[Any], timeout: float | None) -> None:
-        parts_argument(NAMES[doing], "xs", xs, self.size)
-        for x in parts_argument(NAMES[doing], "out", out, self.size):
-            arrays.check_writable(x)
-        flats = [arrays.contiguous(x) for x in out]
-        by = self._by(doing, flats[0])
-        by._alltoall(doing, KNOWN, [arrays.contiguous(x) for x in xs], flats, timeout)
-        for flat, x in zip(flats, out, strict=True):
-            arrays.give_back(flat, x)
-
-    def _swap(self, doing: int, parts: list[bytes], timeout: float | None, root: int = 0) -> list[bytes]:
-        """Bytes for each member against those that each has for this one."""
-        lengths, left = dumps([len(part) for part in parts]), countdown(timeout)
-        more = root if doing == SCATTER else None
-        said = self._exchange(doing, VALUES + 4 * root, lengths, -1, left(), parts, more)
-        rooms = [bytearray(loads(one)[self.rank]) for one in said]
-        self._alltoall(doing, KNOWN, list(parts), list(rooms), left())
-        return [bytes(room) for room in rooms]
 
     def _check_root(self, root: int) -> None:
         if not is_whole(root) or not 0 <= root < self.size:
@@ -483,6 +416,7 @@ class Group(Ways, Starting):
         self._check_other("source", source)
         if out is not None:
             array_argument("receive", "out", out)
+            arrays.check_writable(out)
 
     def _failed_before(self, call: str) -> BaseException:
         """What a call of a group that can't be used any more raises."""

@@ -34,7 +34,7 @@ WHOLE, WHOLE_OF_TWO = 64 * 1024, 1 << 20
 """Bytes up to which leaders give each other all they have; of more, each combines a slice for all. Two
 send as much either way, and the first way is one step in place of two."""
 BLOCK = 8 << 20
-"""Bytes that are sliced at a time: what comes lies in memory that is used again, and warm."""
+"""Bytes that are sliced at a time: what comes is combined while it is still in the caches."""
 DONE, FAILED = b"\0", b"\1"
 NEAR, FAR = 0.002, 0.05
 """Seconds that receive_any waits for other hosts until it looks again: at members here, and at the time."""

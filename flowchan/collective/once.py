@@ -14,14 +14,16 @@ from flowchan.items.combining import OPERATIONS
 from flowchan.run.failures import Portable
 
 _GIVEN, _TOLD = 4, 8
-"""Keys of its two steps, beside those of ``group.py``."""
+"""Keys of its two steps, beside those of ``moving.py``."""
 
-_REPEATABLE = (*OPERATIONS.values(), min, max)
+REPEATABLE = (*OPERATIONS.values(), min, max)
+"""Python's operators that have a name: they give each member the same, so all may run them."""
 
 
-def is_repeatable(function: Any) -> bool:
-    """Whether it gives each member the same, so that all may run it: Python's operators that have a name."""
-    return any(function is one for one in _REPEATABLE)
+def number_of_function(function: Any) -> int:
+    """Its place among :data:`REPEATABLE`, by which members compare their calls; how many these are for any
+    other one: each process may make those anew, so they have one number."""
+    return next((number for number, one in enumerate(REPEATABLE) if function is one), len(REPEATABLE))
 
 
 class Member(Protocol):

@@ -300,8 +300,10 @@ class ElasticAverage:
         for pulls, centre in zip(self._pulls, self._centre, strict=True):
             for parameter, pull in pulls.views.items():
                 torch.sub(parameter, centre.views[parameter], out=pull).mul_(self._strength)
-                parameter.sub_(pull)
+        mine = [(parameter, pull.clone()) for pulls in self._pulls for parameter, pull in pulls.views.items()]
         self._move(contributes=True)
+        for parameter, pull in mine:  # now that the centre has moved: a member may have died
+            parameter.sub_(pull)
 
     def rest(self) -> None:
         """This member has no batch left: its centre follows that of the others until nobody has one."""

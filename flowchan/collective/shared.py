@@ -25,7 +25,7 @@ from flowchan.collective.ways import not_here, number_of
 from flowchan.errors import GroupError, MemberDied, MemberLeft, Mismatch
 from flowchan.transport.descriptors import Borrowed, Inherited, Sent, hand_over, take_over
 
-GONE, MISMATCH, NO_MEMORY, TIMED_OUT, _INTERRUPTED, CLOSED, TAKEN = range(1, 8)
+GONE, MISMATCH, NO_MEMORY, TIMED_OUT, _INTERRUPTED, CLOSED, TAKEN, WITHIN, BUSY = range(1, 10)
 """How an operation ended, as the core says it."""
 
 HERE, LEFT, _GAVE_UP = range(3)
@@ -194,6 +194,15 @@ class SharedGroup(_core.Group, Group):
             raise GroupError(f"{self!r} is used by another process already; each member is one process's")
         if end == CLOSED:
             raise GroupError(f"{self!r} was closed")
+        if end == WITHIN:
+            raise GroupError(
+                f"{call} was called by the handler of a signal, while its thread was in another operation of "
+                f"{self!r}: let the handler set a flag, and call it afterwards"
+            )
+        if end == BUSY:
+            raise TimeoutError(
+                f"{call} of {self._title()} was not begun in time: another thread was in an operation of it"
+            )
         if self._failure is None:
             self._failure = self._late(call) if end == TIMED_OUT else self._death(call)
             raise self._failure
@@ -264,6 +273,15 @@ class SharedGroup(_core.Group, Group):
 
     def _death(self, call: str) -> MemberDied:
         seen = {rank: self._see(rank) for rank in range(self.size) if rank != self.rank}
+        if self._disbanded:
+            died = [rank for rank, s in seen.items() if s[1] != LEFT and not s[5]]
+            who = "".join(f"; rank {self._ranks[rank]} {_state(*seen[rank][:6])}" for rank in died)
+            return MemberDied(
+                f"{call} of {self._title()} can't be done: the group was ended: a member on another host has "
+                f"died, or the gang meets anew{who}",
+                tuple(self._ranks[rank] for rank in died),
+                call,
+            )
         if self._gave_up_alone(seen):
             return MemberDied(
                 f"{self!r} has given up in the middle of an operation", (self._ranks[self.rank],), call

@@ -326,10 +326,10 @@ class TorchWay:
 
 
 def _tensor(x: Any) -> torch.Tensor:
-    """The same memory."""
+    """The same memory; a copy of what can't be written, and so is only read."""
     if isinstance(x, torch.Tensor):
         return x
-    found: torch.Tensor = torch.from_numpy(x)
+    found: torch.Tensor = torch.from_numpy(x if x.flags.writeable else x.copy())
     return found
 
 

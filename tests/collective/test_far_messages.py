@@ -8,8 +8,10 @@ import errno
 import itertools
 import math
 import os
+import select
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -20,7 +22,7 @@ from collective_members import SECRET, free_address, in_threads, over_hosts, rai
 from peers import ProcessPeer, ThreadPeer
 from waiting import wait_until
 
-from flowchan import MemberDied
+from flowchan import GroupError, MemberDied
 from flowchan.collective import far_lanes
 from flowchan.collective.at_address import meet_at
 from flowchan.collective.far_lanes import SIZE, FarLanes, Way
@@ -297,3 +299,47 @@ def test_members_of_two_users_of_one_machine_are_connected_as_two_hosts() -> Non
     raised(over_hosts(2, work))  # imports here what the other user may not be allowed to read
     peers = [ProcessPeer(member, rank, user) for rank, user in ((0, 0), (1, 65534))]
     assert [peer.result() for peer in peers] == [(3, "LinkedGroup")] * 2
+
+
+def test_who_closes_ends_the_receive_of_another_thread(lanes: FarLanes) -> None:
+    found: list[BaseException] = []
+
+    def receive() -> None:
+        try:
+            lanes.receive(1, None)
+        except BaseException as error:
+            found.append(error)
+
+    with sender(lanes, 1) as there:
+        there.sendall(b"the begin of a size"[:3])
+        thread = threading.Thread(target=receive)
+        thread.start()
+        wait_until(lambda: lanes._in[1]._now.came == [3])
+        lanes.close()
+        thread.join()
+    assert type(found[0]) is GroupError
+    assert str(found[0]) == "receive was not done: this member has left"
+
+
+def sending() -> list[threading.Thread]:
+    return [one for one in threading.enumerate() if one.name == "flowchan-collective-send"]
+
+
+@pytest.mark.parametrize("lets_in", [False, True])
+@pytest.mark.parametrize("tls", [False, True])
+def test_who_gives_up_leaves_no_thread_that_sends(lets_in: bool, tls: bool) -> None:
+    """Whether the other one never lets it in, or takes nothing."""
+    way = Way(SECRET, "127.0.0.1", tls)
+    doors = [way.door({"rank": rank}) for rank in range(2)]
+    here, there = (
+        FarLanes(rank, door, [door.address for door in doors], way) for rank, door in enumerate(doors)
+    )
+    here.send(bytes(64 << 20), 1, None)
+    if lets_in:
+        there.adopt(*there.let_in([0], math.inf, "receive"))
+        wait_until(lambda: select.select([there._in[0]], [], [], 0)[0])
+    else:
+        wait_until(lambda: select.select([there.door], [], [], 0)[0])
+    here.close(wait=False)
+    wait_until(lambda: not sending())
+    there.close()

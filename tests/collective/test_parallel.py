@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from collective_members import in_processes, in_threads, over_hosts
 
-from flowchan import Mismatch
+from flowchan import GroupError, Mismatch
 from flowchan.collective import arrays
 
 torch = pytest.importorskip("torch")
@@ -302,6 +302,23 @@ def test_elastic_averaging_does_what_its_formula_says() -> None:
     assert ok(in_threads(2, train)) == [[4.0, 4.0], [7.0, 4.0]]  # pulls of 1 and 2 on a centre of 1
     with pytest.raises(ValueError, match="strength must be between 0 and 1"):
         ElasticAverage(nn.Linear(1, 1), None, every=1, strength=1.5)  # type: ignore[arg-type]
+
+
+def test_elastic_averaging_moves_nothing_when_the_members_can_not_meet() -> None:
+    def train(g: Any) -> list[float]:
+        net = nn.Linear(1, 1, bias=False)
+        with torch.no_grad():
+            net.weight.fill_(1.0)
+            average = ElasticAverage(net, g, every=1, strength=0.5)
+            net.weight.fill_(5.0)
+        g.close()
+        with pytest.raises(GroupError):
+            average.step()
+        mine = net.weight.item()
+        average.to_centre()
+        return [mine, net.weight.item()]
+
+    assert ok(in_threads(2, train)) == [[5.0, 1.0]] * 2
 
 
 def other_values(net: Any, rank: int) -> None:

@@ -106,6 +106,35 @@ def test_who_is_late_is_waited_for(late: int, hosts: str, monkeypatch: pytest.Mo
     assert OverHosts(hosts, body).results(len(left)) == expected
 
 
+def test_who_stops_when_all_have_come_is_met_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No time-out was given, so none is raised."""
+    monkeypatch.setattr(at_address, "PATIENCE", 1.0)
+    was_late: Channel[None] = Channel(across="processes")
+    meet_by = at_address.meet_by
+
+    def body(g: Any) -> Any:
+        tries: list[int] = []
+
+        def meets(*given: Any) -> Any:
+            tries.append(g.rank)
+            if len(tries) == 1 and g.rank == 2:
+                was_late.get()
+            try:
+                return meet_by(*given)
+            finally:
+                if len(tries) == 1 and g.rank == 0:
+                    was_late.put(None)
+
+        g.barrier()
+        if g.rank == 1:
+            die()
+        monkeypatch.setattr(at_address, "meet_by", meets)
+        return shrunk(g), len(tries)
+
+    found = OverHosts("aab", body).results(2)
+    assert found == {0: ((0, 2, 2, [0, 2]), 2), 2: ((1, 2, 2, [0, 2]), 2)}
+
+
 def test_a_time_out_ends_the_wait_for_who_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of who has come to rank 0, too."""
     monkeypatch.setattr(at_address, "PATIENCE", 1.0)

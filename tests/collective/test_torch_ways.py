@@ -131,6 +131,15 @@ def test_what_can_not_take_the_result_is_refused_before_anything_is_done(run: An
     assert run(2, body) == [([0.0] * 4, [[3.0, 3.0]] * 2)] * 2
 
 
+@pytest.mark.filterwarnings("error")
+def test_an_array_that_is_only_read_may_be_read_only(run: Any) -> None:
+    def body(g: Any) -> Any:
+        by(g, "gloo")
+        return g.allreduce(np.frombuffer(np.arange(4.0).tobytes()), out=np.zeros(4)).tolist()
+
+    assert run(2, body) == [[0.0, 2.0, 4.0, 6.0]] * 2
+
+
 def test_an_array_and_a_tensor_match_and_a_mean_of_halves_does_not_overflow(run: Any) -> None:
     def body(g: Any) -> Any:
         by(g, "gloo")

@@ -1,0 +1,100 @@
+"""The operations of a group that move arrays, or combine them into parts: what is checked before anything is
+sent, and in which memory the result comes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from flowchan.collective import arrays
+from flowchan.collective.countdown import countdown
+from flowchan.collective.given import array_argument, parts_argument
+from flowchan.collective.operations import ALLGATHER, GATHER, NAMES, REDUCE_SCATTER, SCATTER
+from flowchan.collective.values import dumps, loads
+from flowchan.collective.ways import Ways, not_here
+
+VALUES, ARRAYS, KNOWN = 1, 2, 3
+"""What an operation's members give: values of Python, arrays of any size, arrays whose sizes all know."""
+
+
+class Moving(Ways):
+    """What a group has of it."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def rank(self) -> int: ...
+        def _exchange(
+            self, doing: int, key: int, data: Any, only: int, timeout: float | None, x: Any, more: Any
+        ) -> list[bytes]: ...
+        def _allgather_into(
+            self, doing: int, key: int, mine: list[Any], outs: list[Any], timeout: float | None
+        ) -> None: ...
+        def _alltoall(
+            self, doing: int, key: int, ins: list[Any], outs: list[Any], timeout: float | None
+        ) -> None: ...
+
+    def _gather_arrays(
+        self, doing: int, x: Any, wanted: Sequence[int], timeout: float | None, root: int = 0
+    ) -> list[Any]:
+        left = countdown(timeout)
+        by, source = self._by(doing, x), arrays.contiguous(x)
+        if by is self and not arrays.is_here(x):
+            raise TypeError(not_here("gather" if doing == GATHER else "allgather", x))
+        more = root if doing == GATHER else None
+        likes = self._exchange(doing, ARRAYS + 4 * root, dumps(arrays.like(x)), -1, left(), x, more)
+        place = arrays.place_of(x)
+        made = [arrays.make(loads(one), place) if rank in wanted else None for rank, one in enumerate(likes)]
+        by._allgather_into(doing, KNOWN, [source], made, left())
+        return made
+
+    def _gather_into(self, x: Any, out: Any, timeout: float | None) -> Any:
+        array_argument("allgather with out", "x", x)
+        each = isinstance(out, list | tuple)
+        given = list(out) if each else [out]
+        for part in given:
+            array_argument("allgather", "out, or each in its list,", part)
+            arrays.check_place(x, part)
+            arrays.check_writable(part)
+        if each and len(given) != self.size:
+            raise ValueError(f"out must have a part for each of the {self.size} members, not {len(given)}")
+        flats = [arrays.contiguous(part) for part in given]
+        parts = flats if each else arrays.parts_of(flats[0], self.size)
+        self._by(ALLGATHER, x)._allgather_into(ALLGATHER, KNOWN, [arrays.contiguous(x)], parts, timeout)
+        for flat, part in zip(flats, given, strict=True):
+            arrays.give_back(flat, part)
+        return out
+
+    def _part_reduced(self, x: Any, target: Any, op: str, timeout: float | None) -> Any:
+        if math.prod(x.shape) % self.size:
+            raise ValueError(
+                f"reduce_scatter: x must have a number of elements that {self.size} divides, not "
+                f"{arrays.described(x)}: pad it"
+            )
+        arrays.check_out(x, target, self.size)
+        flat, source = arrays.contiguous(target), arrays.contiguous(x)
+        arrays.check_apart(source, flat)
+        if self._by(REDUCE_SCATTER, x)._reduce_scatter(source, flat, op, timeout) is NotImplemented:
+            raise TypeError(not_here("reduce_scatter", x))
+        return arrays.give_back(flat, target)
+
+    def _swap_arrays(self, doing: int, xs: Sequence[Any], out: Sequence[Any], timeout: float | None) -> None:
+        parts_argument(NAMES[doing], "xs", xs, self.size)
+        for x in parts_argument(NAMES[doing], "out", out, self.size):
+            arrays.check_place(xs[0], x)
+            arrays.check_writable(x)
+        flats = [arrays.contiguous(x) for x in out]
+        by = self._by(doing, flats[0])
+        by._alltoall(doing, KNOWN, [arrays.contiguous(x) for x in xs], flats, timeout)
+        for flat, x in zip(flats, out, strict=True):
+            arrays.give_back(flat, x)
+
+    def _swap(self, doing: int, parts: list[bytes], timeout: float | None, root: int = 0) -> list[bytes]:
+        """Bytes for each member against those that each has for this one."""
+        lengths, left = dumps([len(part) for part in parts]), countdown(timeout)
+        more = root if doing == SCATTER else None
+        said = self._exchange(doing, VALUES + 4 * root, lengths, -1, left(), parts, more)
+        rooms = [bytearray(loads(one)[self.rank]) for one in said]
+        self._alltoall(doing, KNOWN, list(parts), list(rooms), left())
+        return [bytes(room) for room in rooms]

@@ -1,0 +1,126 @@
+"""What lies in the memory that a call is given comes whole to the others, and their results into it, however
+it lies; what can't be is refused before anything is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from collective_members import in_threads, raised
+
+LENGTHS = [4, 300_000]
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_a_result_comes_into_an_out_that_does_not_lie_in_one_piece(run: Any, length: int) -> None:
+    def body(g: Any) -> Any:
+        whole = np.zeros((g.size, 2 * length), np.float32)
+        for out in (whole[:, :length], whole[:, ::2]):
+            whole[:] = 0
+            assert g.allgather(np.full(length, g.rank + 1, np.float32), out=out) is out
+            assert (out == [[1], [2]]).all()
+            assert whole.sum() == 3 * length
+        return True
+
+    assert run(2, body) == [True, True]
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("listed", [True, False])
+def test_what_lies_in_the_place_of_another_member_comes_whole_to_the_others(
+    run: Any, length: int, listed: bool
+) -> None:
+    """Its own place may be its own."""
+
+    def body(g: Any, own: int) -> Any:
+        room = np.zeros((g.size, length), np.float32)
+        x = room[(g.rank + own) % g.size]
+        for _ in range(5):
+            room[:] = 0
+            x[:] = g.rank + 1
+            g.allgather(x, out=list(room) if listed else room)
+            assert (room == [[1], [2]]).all()
+        return True
+
+    assert run(2, body, 0) == run(2, body, 1) == [True, True]
+
+
+@pytest.mark.parametrize("length", [9, 1_001, 300_001])
+def test_a_result_that_would_be_written_over_part_of_the_input_is_refused(run: Any, length: int) -> None:
+    def body(g: Any) -> Any:
+        memory = np.arange(length, dtype=np.float64)
+        for x, out in ((memory[:-1], memory[1:]), (memory[1:], memory[:-1])):
+            for call in (g.allreduce, lambda x, out: g.reduce(x, g.rank, out=out)):
+                with pytest.raises(
+                    ValueError, match="x and out overlap, and do not begin alike: give a copy"
+                ):
+                    call(x, out=out)
+        with pytest.raises(ValueError, match="x and out overlap"):
+            g.reduce_scatter(memory[:-1], out=memory[1 : length // 2 + 1])
+        assert (memory == np.arange(length)).all()
+        return g.allreduce(memory, out=memory)[-1]
+
+    assert run(2, body) == [2 * (length - 1)] * 2
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_a_part_of_the_sum_may_be_written_over_a_part_of_the_input(run: Any, length: int) -> None:
+    def body(g: Any, own: int) -> Any:
+        x = np.arange(2 * length, dtype=np.float64).reshape(2, length)
+        want = 2 * x[g.rank]
+        return (g.reduce_scatter(x, out=x[(g.rank + own) % 2]) == want).all()
+
+    assert run(2, body, 0) == run(2, body, 1) == [True, True]
+
+
+def read_only(length: int) -> Any:
+    made = np.zeros(length)
+    made.flags.writeable = False
+    return made
+
+
+def shared(length: int) -> Any:
+    return np.lib.stride_tricks.as_strided(np.zeros(1), (length,), (0,))
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda g: g.allreduce(np.ones(4, np.float32), out=np.ones(4)),
+         r"out must have the type of the input, and 4 elements, not float64\[4\]"),
+        (lambda g: g.allreduce(read_only(4)), "into a read-only array"),
+        (lambda g: g.allreduce(np.ones(4), out=shared(4)), "whose elements share memory, as after expand"),
+        (lambda g: g.allgather(np.ones(2), out=read_only(4)), "into a read-only array"),
+        (lambda g: g.allgather(np.ones(2), out=[read_only(2), np.ones(2)]), "into a read-only array"),
+        (lambda g: g.alltoall([np.ones(2)] * 2, out=[read_only(2), np.ones(2)]), "into a read-only array"),
+        (lambda g: g.reduce_scatter(np.ones(3), out=np.ones(1)),
+         r"x must have a number of elements that 2 divides, not float64\[3\]: pad it"),
+    ],
+    ids=range(7),
+)  # fmt: skip
+def test_memory_that_can_not_take_the_result_is_refused(
+    run: Any, call: Callable[..., Any], said: str
+) -> None:
+    """And the group goes on."""
+
+    def body(g: Any) -> Any:
+        with pytest.raises(ValueError, match=said):
+            call(g)
+        return g.allreduce(1)
+
+    assert run(2, body) == [2, 2]
+
+
+@pytest.mark.parametrize("out", [read_only(4), shared(4)], ids=["read-only", "shared"])
+def test_no_message_is_lost_for_an_out_that_can_not_be_written(out: Any) -> None:
+    def body(g: Any) -> Any:
+        if g.rank == 0:
+            g.send(np.arange(4.0), 1)
+            return None
+        with pytest.raises(ValueError, match="the result can't be written into"):
+            g.receive(0, out=out)
+        return g.receive(0).tolist()
+
+    assert raised(in_threads(2, body)) == [None, [0, 1, 2, 3]]

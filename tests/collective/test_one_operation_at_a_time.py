@@ -1,0 +1,119 @@
+"""A member does one operation at a time. Who calls another one meanwhile waits, or is told why that would be
+for ever."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from waiting import wait_until
+
+from flowchan import GroupError, MemberDied, collective
+
+pytestmark = pytest.mark.filterwarnings("ignore:This process")
+
+
+@pytest.fixture
+def members() -> Iterator[Any]:
+    made = collective.members(2)
+    yield made
+    for member in made:
+        member.close()
+    made.clear()  # the list outlives the test
+    del member
+
+
+def is_inside(member: Any) -> bool:
+    return bool(member._see(member.rank)[4])
+
+
+@contextlib.contextmanager
+def inside(members: Any) -> Iterator[Any]:
+    """One of these, while its other thread is in an operation."""
+    thread = threading.Thread(target=members[0].barrier)
+    thread.start()
+    wait_until(lambda: is_inside(members[0]))
+    try:
+        yield members[0]
+    finally:
+        members[1].barrier()
+        thread.join()
+
+
+def test_a_handler_of_a_signal_is_told_that_its_thread_is_in_another_one(members: Any) -> None:
+    said: list[str] = []
+
+    def handler(*_: Any) -> None:
+        try:
+            members[0].allreduce(1)
+        except GroupError as error:
+            said.append(str(error))
+
+    def other() -> None:
+        wait_until(lambda: is_inside(members[0]))
+        os.kill(os.getpid(), signal.SIGUSR1)
+        wait_until(lambda: bool(said))
+        members[1].barrier()
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    thread = threading.Thread(target=other)
+    try:
+        thread.start()
+        members[0].barrier()
+    finally:
+        thread.join()
+        signal.signal(signal.SIGUSR1, before)
+    assert (
+        "allreduce was called by the handler of a signal, while its thread was in another operation"
+        in said[0]
+    )
+
+
+def test_time_is_up_also_while_another_thread_is_in_one_and_the_group_goes_on(members: Any) -> None:
+    said = "barrier of a group of 2 was not begun in time: another thread was in an operation of it"
+    with inside(members) as member, pytest.raises(TimeoutError, match=said):
+        member.barrier(timeout=0.01)
+
+
+def test_ctrl_c_is_heard_also_while_another_thread_is_in_one(members: Any) -> None:
+    def handler(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        with inside(members) as member:
+            signal.setitimer(signal.ITIMER_REAL, 0.01)
+            with pytest.raises(KeyboardInterrupt):
+                member.barrier()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_process_forked_while_a_thread_is_in_one_is_told_and_harms_nobody(members: Any) -> None:
+    with inside(members) as member:
+        pid = os.fork()
+        if not pid:
+            code = 1
+            try:
+                member._give_up()
+                member.barrier()
+            except GroupError as error:
+                code = 0 if "is used by another process already" in str(error) else 2
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_who_calls_after_the_group_was_ended_is_told_so(members: Any) -> None:
+    members[0]._disbanding()()
+    for member in members:
+        with pytest.raises(
+            MemberDied, match="barrier of a group of 2 can't be done: the group was ended"
+        ) as info:
+            member.barrier()
+        assert info.value.ranks == ()
