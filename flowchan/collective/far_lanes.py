@@ -191,8 +191,11 @@ class FarLanes:
         waiting = select.poll()
         for fd in (self.door.fileno(), *open_now):
             waiting.register(fd, select.POLLIN)
-        ready = [fd for fd, _ in waiting.poll(wait * 1000)]
-        for fd in _chance.sample(ready, len(ready)):
+        one_waits = self.door.has_let_wait()
+        ready = {fd for fd, _ in waiting.poll(0 if one_waits else wait * 1000)}
+        if one_waits:
+            ready.add(self.door.fileno())
+        for fd in _chance.sample(sorted(ready), len(ready)):
             source = open_now.get(fd)
             try:
                 if source is not None:

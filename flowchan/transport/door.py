@@ -175,8 +175,12 @@ class Door:
         self.last_refused = reason
 
     def fileno(self) -> int:
-        """Is readable when ``accept`` has something to do."""
+        """Is readable when ``accept`` has something to do, but for who :meth:`has_let_wait`."""
         return self._ready.fileno()
+
+    def has_let_wait(self) -> bool:
+        """Whether somebody has proved the secret and waits for an ``accept``, for Ctrl-C came in the last."""
+        return any(guest.has_proved() for guest in self._guests)
 
     def close(self) -> None:
         """Sends away who is still proving, and listens no more."""

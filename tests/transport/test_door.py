@@ -57,6 +57,29 @@ def test_nobody_comes() -> None:
         door.accept(0.01)
 
 
+def test_who_has_proved_it_when_ctrl_c_comes_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for the last word, and sends nothing, so who polls the door has to ask."""
+    end = authentication.Guest._end
+    with opened() as door:
+
+        def interrupted(guest: authentication.Guest, last: Any) -> None:
+            if guest in door._guests:
+                raise KeyboardInterrupt
+            end(guest, last)
+
+        peer = ThreadPeer(dialled, door)
+        with monkeypatch.context() as planted:
+            planted.setattr(authentication.Guest, "_end", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                door.accept(30)
+        assert door.has_let_wait()
+        sock, _ = door.accept(30)
+        with sock:
+            sock.sendall(b"hello")
+        assert peer.result() == b"hello"
+        assert not door.has_let_wait()
+
+
 def test_who_does_not_know_it_is_counted_and_named() -> None:
     with opened() as door:
         peer = ThreadPeer(lambda: dialled(door, OTHER))
