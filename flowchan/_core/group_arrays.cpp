@@ -220,8 +220,8 @@ bool Array::read_bytes(PyObject* object) {
 
 bool Array::read_tensor(PyObject* tensor) {
     static const Word contiguous("is_contiguous"), cpu("is_cpu"), pointer("data_ptr"), dtype("dtype"),
-        shape("shape"), width("itemsize"), conjugate("is_conj"),
-        negative("is_neg"), quantized("is_quantized");
+        shape("shape"), width("itemsize"), conjugate("is_conj"), negative("is_neg"),
+        quantized("is_quantized");
     if (!truth(PyObject_GetAttr(tensor, cpu.text))) return false;
     if (!truth(PyObject_CallMethodNoArgs(tensor, contiguous.text))) {
         PyErr_Clear();  // it is sparse: arrays.py has the words for it
