@@ -210,10 +210,12 @@ def viz(file: str, args: tuple[str, ...], debug: bool, output: str | None, show:
 
 @main.command(context_settings={"allow_interspersed_args": False})
 @click.option(
-    *("-n", "--nproc-per-node", "--nproc_per_node", "count"),
+    *("-n", "count"), type=click.IntRange(1, 1024), help="How many processes, on all hosts together."
+)
+@click.option(
+    *("--nproc-per-node", "--nproc_per_node", "each"),
     type=click.IntRange(1, 1024),
-    required=True,
-    help="How many processes, on all hosts together; as torchrun spells it, too.",
+    help="How many processes on each host, as torchrun spells it, in place of -n.",
 )
 @click.option("--hosts", "spec", metavar="HOSTS", help="On these, evenly: ssh:a,b, slurm, ray:2.")
 @click.option(
@@ -226,7 +228,8 @@ def viz(file: str, args: tuple[str, ...], debug: bool, output: str | None, show:
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def launch(
-    count: int,
+    count: int | None,
+    each: int | None,
     spec: str | None,
     log_dir: Path | None,
     pin: bool,
@@ -243,13 +246,17 @@ def launch(
 
     On a host with as many cores as ranks, or more, each rank has an equal share of them for itself.
     """
+    if (count is None) == (each is None):
+        raise click.UsageError("it takes one of -n (on all hosts) and --nproc-per-node (on each host)")
     if not module:
         click.Path(exists=True, dir_okay=False)(script, ctx=click.get_current_context())
     command = [*(["-m"] if module else []), script, *args]
-    raise SystemExit(_exit_code(lambda: _launch(count, spec, log_dir, pin, command), debug=False))
+    raise SystemExit(_exit_code(lambda: _launch(count, each, spec, log_dir, pin, command), debug=False))
 
 
-def _launch(count: int, spec: str | None, log_dir: Path | None, pin: bool, script: list[str]) -> int:
+def _launch(
+    count: int | None, each: int | None, spec: str | None, log_dir: Path | None, pin: bool, script: list[str]
+) -> int:
     from flowchan.cli.launch import Logs, launch, show
 
     with contextlib.ExitStack() as stack:
@@ -257,9 +264,11 @@ def _launch(count: int, spec: str | None, log_dir: Path | None, pin: bool, scrip
         if spec is not None:
             from flowchan.cli.launch_over import launch_over
 
-            failure, interrupted = launch_over(_pool(spec), count, script, tell, pin)
+            pool = _pool(spec)
+            ranks = count or (each or 1) * len(pool.hosts)
+            failure, interrupted = launch_over(pool, ranks, script, tell, pin)
         else:
-            failure, interrupted = launch(count, script, tell, pin)
+            failure, interrupted = launch(count or each or 1, script, tell, pin)
     if failure and not interrupted:
         click.echo(f"flowchan: {failure}", err=True)
     return INTERRUPTED if interrupted else FAILED if failure else DONE

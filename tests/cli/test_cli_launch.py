@@ -112,7 +112,8 @@ def test_torchruns_name_for_the_number_of_ranks_is_taken(tmp_path: Path, spelled
         (["-n", "2", "--standalone"], "No such option:? '?--standalone"),
         (["-n", "2", "-m", "--lr"], "No such option:? '?--lr"),
         (["-n", "2", "nowhere.py"], "File 'nowhere.py' does not exist"),
-        ([], "Missing option '-n' / '--nproc-per-node'"),
+        ([], "it takes one of -n .* and --nproc-per-node"),
+        (["-n", "2", "--nproc-per-node", "2"], "it takes one of -n .* and --nproc-per-node"),
     ],
 )
 def test_what_it_does_not_take_is_not_taken_for_the_script(
@@ -213,6 +214,13 @@ def test_ranks_on_several_hosts_form_a_group(tmp_path: Path) -> None:
     numbers = {0: "3 0 2 0 2", 1: "3 1 2 0 2", 2: "3 0 1 1 2"}
     expected = [f"[{rank}] {line}" for rank in range(3) for line in ("sum 3", f"numbers {numbers[rank]}")]
     assert sorted(done.stdout.splitlines()) == sorted(expected)
+
+
+def test_torchruns_name_counts_the_ranks_of_each_host(tmp_path: Path) -> None:
+    with started(tmp_path, NUMBERS, "--nproc-per-node", "2", "--hosts", "local:2") as launcher:
+        lines = launcher.communicate(timeout=100)[0].splitlines()
+    expected = [f"[{rank}] numbers 4 {rank % 2} 2 {rank // 2} 2" for rank in range(4)]
+    assert sorted(lines) == expected
 
 
 def test_a_rank_that_fails_on_another_host_ends_the_job(tmp_path: Path) -> None:
