@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from histories import histories
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -221,14 +221,7 @@ class Machine(RuleBasedStateMachine):
 
 def test_a_channel_answers_like_its_model(medium, pytestconfig):
     """C1 to C7, C15, over many random histories of one caller."""
-    histories = 150 if pytestconfig.getoption("--long") else 50
     run_state_machine_as_test(
         lambda: Machine(medium.make),
-        settings=settings(
-            max_examples=histories,
-            stateful_step_count=60,
-            deadline=None,
-            database=None,
-            suppress_health_check=[HealthCheck.too_slow],  # of the machine it tells, not of the test
-        ),
+        settings=histories(pytestconfig, 50, 150),
     )

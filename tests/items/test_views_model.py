@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy
 import pytest
-from hypothesis import HealthCheck, settings
+from histories import histories
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -219,14 +219,7 @@ class Machine(RuleBasedStateMachine):
 def test_c1_arrays_in_shared_memory_keep_their_contents_in_any_order_of_use(
     pytestconfig: pytest.Config,
 ) -> None:
-    histories = 200 if pytestconfig.getoption("--long") else 70
     run_state_machine_as_test(
         Machine,
-        settings=settings(
-            max_examples=histories,
-            stateful_step_count=60,
-            deadline=None,
-            database=None,
-            suppress_health_check=[HealthCheck.too_slow],  # of the machine it tells, not of the test
-        ),
+        settings=histories(pytestconfig, 70, 200),
     )
