@@ -48,6 +48,17 @@ def raised(found: list[Any]) -> list[Any]:
     return found
 
 
+def refused(run: Callable[..., list[Any]], call: Callable[[Any], Any], said: str) -> None:
+    """Every one of two members is told so by a ``ValueError``, and the group goes on."""
+
+    def body(g: Any) -> Any:
+        with pytest.raises(ValueError, match=said):
+            call(g)
+        return g.allreduce(1)
+
+    assert run(2, body) == [2, 2]
+
+
 def free_address() -> str:
     with socket.create_server(("127.0.0.1", 0)) as sock:
         return f"127.0.0.1:{sock.getsockname()[1]}"

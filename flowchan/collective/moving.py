@@ -28,9 +28,6 @@ class Moving(Ways):
         def _exchange(
             self, doing: int, key: int, data: Any, only: int, timeout: float | None, x: Any, more: Any
         ) -> list[bytes]: ...
-        def _allgather_into(
-            self, doing: int, key: int, mine: list[Any], outs: list[Any], timeout: float | None
-        ) -> None: ...
         def _alltoall(
             self, doing: int, key: int, ins: list[Any], outs: list[Any], timeout: float | None
         ) -> None: ...

@@ -287,13 +287,19 @@ def test_elastic_averaging_keeps_one_centre_that_learns(run: Any, digits: Any) -
         assert reached > 0.85
 
 
+def pulled(g: Any, to: float) -> tuple[Any, ElasticAverage]:
+    """A weight of 1 that has become ``to`` since."""
+    net = nn.Linear(1, 1, bias=False)
+    with torch.no_grad():
+        net.weight.fill_(1.0)
+        average = ElasticAverage(net, g, every=1, strength=0.5)
+        net.weight.fill_(to)
+    return net, average
+
+
 def test_elastic_averaging_does_what_its_formula_says() -> None:
     def train(g: Any) -> list[float]:
-        net = nn.Linear(1, 1, bias=False)
-        with torch.no_grad():
-            net.weight.fill_(1.0)
-            average = ElasticAverage(net, g, every=1, strength=0.5)
-            net.weight.fill_(5.0 if g.rank == 0 else 9.0)
+        net, average = pulled(g, to=5.0 if g.rank == 0 else 9.0)
         average.step()
         mine = net.weight.item()
         average.to_centre()
@@ -306,11 +312,7 @@ def test_elastic_averaging_does_what_its_formula_says() -> None:
 
 def test_elastic_averaging_moves_nothing_when_the_members_can_not_meet() -> None:
     def train(g: Any) -> list[float]:
-        net = nn.Linear(1, 1, bias=False)
-        with torch.no_grad():
-            net.weight.fill_(1.0)
-            average = ElasticAverage(net, g, every=1, strength=0.5)
-            net.weight.fill_(5.0)
+        net, average = pulled(g, to=5.0)
         g.close()
         with pytest.raises(GroupError):
             average.step()
