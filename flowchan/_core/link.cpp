@@ -82,6 +82,7 @@ Link::~Link() {
     // In a forked child nothing of this is its own.
     sender_.detach();
     receiver_.detach();
+    lookouts_.leave_alone();
     for (auto& [number, line] : lines_) line.release();
 }
 
@@ -99,6 +100,7 @@ void Link::close() {
     ring_bell();
     for (std::thread* thread : {&sender_, &receiver_})
         if (thread->joinable()) thread->join();
+    lookouts_.end();
     std::lock_guard lock(mutex_);
     if (fd_ >= 0) ::close(std::exchange(fd_, -1));
     again_.close();

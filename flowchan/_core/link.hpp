@@ -14,7 +14,8 @@
 // Nothing waits for a receiver: items are sent only as far as the worker's window goes, outputs only until so
 // many wait for room at home (staged). So one slow stage does not hold up the frames of the others.
 //
-// Two threads serve a link: one sends, and moves what is staged; one receives. Both work under `mutex_`, but
+// Two threads serve a link: one sends, and moves what is staged; one receives. (With many workers further ones
+// sleep on their rings, and wake the sender.) Both work under `mutex_`, but
 // not while they send or receive, or copy a large item. Neither ever needs the GIL.
 #pragma once
 
@@ -29,6 +30,7 @@
 
 #include "link_again.hpp"
 #include "link_ports.hpp"
+#include "lookouts.hpp"
 
 namespace flowchan {
 
@@ -127,8 +129,7 @@ class Link {
     bool settle(LinkLine& line);
     void tell_if_finished(LinkLine& line);
     void tell_if_refused(const LinkLine& line, Source& source, uint16_t port);
-    bool collect(LinkLine& line, std::vector<WaitedWord>& words, std::vector<std::shared_ptr<Ring>>& rings,
-                 int64_t& until);
+    bool collect(LinkLine& line, Watched& all, int64_t& until);
     bool settle_sink(LinkLine& line, Sink& sink, uint64_t upto, Wakes& wakes);
     void sleep(uint32_t heard);
     void say(const Head& head, const std::string& payload = {});
@@ -210,6 +211,7 @@ class Link {
     std::deque<std::string> events_;
     std::condition_variable& told_ = *new std::condition_variable;  // likewise
     std::thread sender_, receiver_;
+    Lookouts lookouts_{[this] { ring_bell(); }};  // the sender's
 };
 
 }  // namespace flowchan

@@ -15,8 +15,7 @@ constexpr uint64_t SOME = 8, MANY = 256;   // items of a run
 constexpr std::chrono::microseconds REST{20};
 constexpr size_t MOST_PIECES = 64;
 constexpr uint64_t IN_PLACE = 16 << 10;    // items from here on are sent from where they lie
-constexpr size_t MOST_WORDS = 128;         // that the kernel takes at a time
-constexpr int64_t CROWDED_NS = 2'000'000;  // with more than that, the rest is looked at so often
+constexpr int64_t CROWDED_NS = 2'000'000;  // so often is looked at what no thread can sleep on
 
 }  // namespace
 
@@ -366,36 +365,34 @@ bool Link::settle_sink(LinkLine& line, Sink& sink, uint64_t upto, Wakes& wakes) 
 
 // Sleeps until something may be done: a ring has changed at whose gate this thread stands, or the bell rings.
 void Link::sleep(uint32_t heard) {
-    std::vector<WaitedWord> words{
-        {heard, reinterpret_cast<uint64_t>(&bell_), FUTEX_WORD_32 | FUTEX_PRIVATE_FLAG, 0}};
-    std::vector<std::shared_ptr<Ring>> rings;  // mapped until the sleep is over
+    // What this thread sleeps on itself, and the lookouts. So many words belong to a line as it has ports, watched
+    // or not: so a busy line changes what one of them watches, and does not shift what the others do.
+    Watched own;
+    std::vector<Watched> others;
+    size_t ports = 0;
+    own.add({heard, reinterpret_cast<uint64_t>(&bell_), FUTEX_WORD_32 | FUTEX_PRIVATE_FLAG, 0}, {});
     int64_t until = now_ns() + SLICE_NS;
     {
         std::lock_guard lock(mutex_);
         if (closed_) return;
         for (auto& [number, line] : lines_) {
-            if (!collect(*line, words, rings, until)) return;
+            const size_t more = line->sources.size() + line->sinks.size();
+            if ((ports += more) >= words_at_once()) ports = more, others.emplace_back();
+            if (!collect(*line, others.empty() ? own : others.back(), until)) return;
             if (home_ && std::ranges::any_of(line->sources, &Source::may_recall))
                 until = std::min(until, now_ns() + RECALL_NS);
         }
-    }
-    if (words.size() > MOST_WORDS) {
-        words.resize(MOST_WORDS);
-        until = std::min(until, now_ns() + CROWDED_NS);
+        if (!lookouts_.watch(std::move(others))) until = std::min(until, now_ns() + CROWDED_NS);
     }
     asleep_.store(true, std::memory_order_seq_cst);
-    if (bell_.load(std::memory_order_seq_cst) == heard) sleep_on_any(words, until);
+    if (bell_.load(std::memory_order_seq_cst) == heard) sleep_on_any(own.words, until);
     asleep_.store(false, std::memory_order_relaxed);
 }
 
 // The words of a line that are to be watched. False: there is something to do.
-bool Link::collect(LinkLine& line, std::vector<WaitedWord>& words, std::vector<std::shared_ptr<Ring>>& rings,
-                   int64_t& until) {
+bool Link::collect(LinkLine& line, Watched& all, int64_t& until) {
     const bool connected = fd_ >= 0 && !lost_;
-    auto watch = [&](Stand& gate, const std::shared_ptr<Ring>& ring) {
-        words.push_back(gate.waited());
-        rings.push_back(ring);
-    };
+    auto watch = [&](Stand& gate, const std::shared_ptr<Ring>& ring) { all.add(gate.waited(), ring); };
     for (Source& source : line.sources) {
         if (connected && source.known && source.wants(allowed(source))) {
             if (!source.stand()) return false;

@@ -10,14 +10,13 @@ namespace flowchan {
 
 namespace {
 
+constexpr size_t WAITV_MAX = 128;  // FUTEX_WAITV_MAX
 std::atomic<bool> waitv_refused{
     false};  // by this kernel or a filter of system calls, so for good; no partner
 
 std::atomic<uint32_t>& word(const WaitedWord& w) {
     return *reinterpret_cast<std::atomic<uint32_t>*>(w.uaddr);
 }
-bool is_changed(const WaitedWord& w) { return word(w).load(std::memory_order_relaxed) != uint32_t(w.val); }
-
 // Without futex_waitv: asleep on one of the words, looking at the others now and then, ever less often. A
 // single word needs no looking. Costs at most 4 ms of delay, and 250 looks a second.
 bool sleep_by_turns(const std::vector<WaitedWord>& words, int64_t at) {
@@ -37,6 +36,10 @@ int wait_for_any(WaitedWord* words, size_t count, const timespec& until) {
 }
 
 }  // namespace
+
+bool is_changed(const WaitedWord& w) { return word(w).load(std::memory_order_relaxed) != uint32_t(w.val); }
+
+size_t words_at_once() { return waitv_refused.load(std::memory_order_relaxed) ? SIZE_MAX : WAITV_MAX; }
 
 bool sleep_on_any(std::vector<WaitedWord>& words, int64_t at) {
     if (waitv_refused.load(std::memory_order_relaxed)) return sleep_by_turns(words, at);

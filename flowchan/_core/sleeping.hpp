@@ -1,6 +1,7 @@
 // Asleep on several futex words at once.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -15,6 +16,11 @@ struct WaitedWord {
     uint32_t flags;
     uint32_t reserved;
 };
+
+bool is_changed(const WaitedWord& word);
+
+// How many words one thread can sleep on.
+size_t words_at_once();
 
 // Until one of the words changes or the time has come. True when it has.
 bool sleep_on_any(std::vector<WaitedWord>& words, int64_t at);

@@ -53,6 +53,47 @@ def test_an_idle_link_costs_no_cpu() -> None:
         del far
 
 
+def switches(*numbers: str) -> int:
+    """How often these threads went to sleep, as far as they have not ended."""
+    times = 0
+    for number in numbers:
+        with contextlib.suppress(FileNotFoundError), open(f"/proc/self/task/{number}/status") as file:
+            times += int(file.read().partition("\nvoluntary_ctxt_switches:")[2].split()[0])
+    return times
+
+
+def test_a_link_of_many_workers_sleeps_as_soundly() -> None:
+    """Their rings are more than one thread can sleep on, so others do; an item of each worker wakes it."""
+    before = threads()
+    with Linked() as linked:
+        far = []
+        for number in range(100):
+            channels = [Channel[int](4, across="processes", max_bytes=1 << 12) for _ in range(4)]
+            source, into, out, results = channels
+            users = source.writer(), into.reader(), out.writer(), results.reader()
+            ports = source.reader(), results.writer(), into.writer(), out.reader()
+            linked.home.line(number, [ports[0]], [ports[1]])
+            linked.away.line(number, [ports[2]], [ports[3]])
+            far.append((users, channels, ports))
+        spent = []
+        for _ in range(2):  # the first time they go to sleep, and the threads are there that they need
+            own, passed = threads() - before, -os.times().elapsed
+            slept, pings = switches(*own), linked.away.state()["bytes_in"] + 4 * 10
+            wait_until(lambda pings=pings: linked.away.state()["bytes_in"] > pings)
+            spent.append((switches(*own) - slept) / (passed + os.times().elapsed))
+        assert spent[1] < 150  # a second
+        for number, ((feed, worker_in, worker_out, outcome), *_) in enumerate(far):
+            feed.put(number)
+            worker_out.put(worker_in.get(timeout=PATIENCE) + 1)
+            assert outcome.get(timeout=PATIENCE) == number + 1
+        child = os.fork()
+        if child == 0:
+            linked.home.close()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    assert threads() <= before
+
+
 def test_who_was_stopped_does_not_take_the_time_for_silence() -> None:
     """R11: a program that did not run for a while looks at what has come meanwhile, and blames nobody."""
     here, silent = socket.socketpair()

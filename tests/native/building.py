@@ -21,7 +21,7 @@ RING = (
 LINK = (
     *RING,
     *(CORE / f"link{part}.cpp" for part in ("", "_again", "_ports", "_receive", "_send")),
-    *(CORE / f"{name}.cpp" for name in ("hmac", "sleeping")),
+    *(CORE / f"{name}.cpp" for name in ("hmac", "lookouts", "sleeping")),
 )
 GROUP = tuple(CORE / f"{name}.cpp" for name in ("group", "group_ops", "kernels", "memory", "process"))
 WARNINGS = ("-Wall", "-Wextra", "-Wno-missing-field-initializers")

@@ -15,7 +15,12 @@ SOURCES = ("links.cpp", "plants.cpp")
 # The thread sanitizer notes what was sent when the call is over. By then it may have arrived, so that its
 # memory is used again.
 ENVIRONMENTS = OPTIONS | {"thread": {"TSAN_OPTIONS": OPTIONS["thread"]["TSAN_OPTIONS"] + ":intercept_send=0"}}
-WALKS = [("2", "unordered", "100"), ("3", "ordered", "100"), ("3", "ordered", "0")]
+WALKS = [
+    ("2", "unordered", "100"),
+    ("100", "unordered", "100"),  # more rings than one thread sleeps on
+    ("3", "ordered", "100"),
+    ("3", "ordered", "0"),
+]
 
 
 @pytest.mark.parametrize("walk", WALKS, ids=" ".join)
@@ -32,7 +37,7 @@ def test_r4_workers_over_a_link_that_breaks_end_in_exact_totals(
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
 def test_a_link_is_clean_under_each_sanitizer(builder: Builder, sanitizer: str) -> None:
     program = builder.program(*SOURCES, flags=flags(sanitizer), core=LINK)
-    for walk in WALKS[:2]:
+    for walk in WALKS[:3]:
         ended = run(program, "400", *walk, **ENVIRONMENTS[sanitizer])
         assert ended.returncode == 0, ended.stderr
         assert "all totals are exact" in ended.stdout
