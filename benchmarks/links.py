@@ -6,6 +6,7 @@ from __future__ import annotations
 import multiprocessing.connection
 import pickle
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -40,7 +41,8 @@ ISOLATES = (
     "what pickle makes of each item, arrays with copy=False. The bare socket moves nothing but the bytes, "
     "from and into memory that is there already. Over a wire, which joins two network namespaces, every "
     "packet is held back for half of the round-trip time, acknowledgements too; with 0 ms it takes the same "
-    "way."
+    "way. Beside Python code: a thread of the sending process computes meanwhile and keeps the GIL as long "
+    "as it may."
 )
 
 ROOM = 1024
@@ -185,13 +187,14 @@ def _encrypted(report: Report, effort: Effort) -> None:
         ("int", range, 1, "items/s"),
         ("array of 1 MB", partial(repeat, np.ones(1 << 20, np.uint8)), 1 << 20, "B/s"),
     ):
-        moves: dict[str, Callable[[int], float]] = {
-            "TLS": partial(move, TLS_LINK, items),
-            "plain": partial(move, LINK, items),
-        }
-        cases = [throughput(case, move, effort, scale=scale, unit=unit) for case, move in moves.items()]
-        encrypted, plain = report.interleave(f"link, {name}, 1→1, TLS", cases, effort.rounds)
-        report.rows.append(at_least(0.2, encrypted, plain))
+        for busy, way in (("", move), (", beside Python code", _move_beside_code)):
+            moves: dict[str, Callable[[int], float]] = {
+                "TLS": partial(way, TLS_LINK, items),
+                "plain": partial(way, LINK, items),
+            }
+            cases = [throughput(case, way, effort, scale=scale, unit=unit) for case, way in moves.items()]
+            encrypted, plain = report.interleave(f"link, {name}, 1→1, TLS{busy}", cases, effort.rounds)
+            report.rows.append(at_least(0.2, encrypted, plain))
 
 
 def _small(
@@ -235,6 +238,23 @@ def _connected() -> tuple[socket.socket, socket.socket]:
 
 def move(wire: Wire, items: Callable[[int], Iterable[Any]], count: int) -> float:
     return _move_over(wire, items, count, *_connected())
+
+
+def _move_beside_code(wire: Wire, items: Callable[[int], Iterable[Any]], count: int) -> float:
+    """While another thread here holds the GIL whenever it can."""
+    over = threading.Event()
+
+    def compute() -> None:
+        while not over.is_set():
+            sum(range(10_000))
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    try:
+        return move(wire, items, count)
+    finally:
+        over.set()
+        thread.join()
 
 
 def _move_far(wire: Wire, items: Callable[[int], Iterable[Any]], round_trip: float, count: int) -> float:
