@@ -52,6 +52,7 @@ from flowchan.run.decisions import Terminate
 from flowchan.run.events import Aborted, Began, Bereft, CrossedOff, Ended, Event, Failure, Gone, WorkerId
 from flowchan.run.plan import PlannedWorker
 from flowchan.run.recovery import Death, deaths_in_hand
+from flowchan.run.signals import interrupts_let_through
 from flowchan.run.stats import HostStats
 from flowchan.run.worker import join_ports
 from flowchan.transport.door import Door
@@ -119,8 +120,7 @@ class HostCrew:
         """Starts an agent on every host that gets workers, and these once all have dialled. Raises
         ``HostError``."""
         self._tell = tell
-        listener = listen(joined((self._provider.listen_at(), 0)))
-        door = Door(listener, self._secret, self._hello, tls=self._tls)
+        door = Door(listen(joined((self._provider.listen_at(), 0))), self._secret, self._hello, tls=self._tls)
         self._reception = Reception(door, f"{self._name} door", self._home.help, self._let_in)
         for stage in {worker.stage.name: worker.stage for worker in self._workers.values()}.values():
             if stage.gang is not None:
@@ -131,7 +131,8 @@ class HostCrew:
         for worker in self._workers.values():
             self._pack(worker.stage)  # while the agents start
         for life in lives:
-            life.is_decided.wait()
+            with interrupts_let_through():
+                life.is_decided.wait()
             if life.why:
                 raise HostError(f"host {life.host!r} can't be used: {life.why}", life.host)
         with self._lock:
@@ -218,8 +219,7 @@ class HostCrew:
 
     def _seat(self, id: WorkerId, line: Line) -> Any:
         """In the group of its gang, if it is in one."""
-        stage = self._workers[id].stage
-        place = self._groups.get(id)
+        stage, place = self._workers[id].stage, self._groups.get(id)
         if stage.gang is None or place is None:
             return None
         number, rank, size = place

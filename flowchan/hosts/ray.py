@@ -8,8 +8,10 @@ know that it does.
 from __future__ import annotations
 
 import importlib
+import logging
 import numbers
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +24,9 @@ from flowchan.hosts.relay import LAST, Said
 from flowchan.hosts.remote import how_it_ended
 from flowchan.items.text import shown
 from flowchan.items.whole import whole
+
+SAY = 10.0
+"""Seconds after which a log line says what is waited for: a cluster may have to grow, or others to end."""
 
 REMEDY = "the environment of Ray's workers must bring it"
 
@@ -75,11 +80,34 @@ class _Reservation:
 
     group: Any
     taken: set[int] = field(default_factory=set)
+    say_at: float = field(default_factory=lambda: time.monotonic() + SAY)
+
+    def say_if_late(self, ray: Any, provider: Ray) -> None:
+        """Logs, once, what was asked for and what there is. That Ray calls it infeasible is no error: a
+        cluster with an autoscaler may grow, and nothing public tells which has one."""
+        with _lock:
+            if time.monotonic() < self.say_at:
+                return
+            self.say_at = float("inf")
+        table = importlib.import_module("ray.util.placement_group").placement_group_table(self.group)
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        there = ", ".join(f"{node['NodeManagerAddress']} has {_amounts(node['Resources'])}" for node in nodes)
+        infeasible = table.get("stats", {}).get("scheduling_state") == "INFEASIBLE"
+        why = (
+            "Ray calls that infeasible: it waits for the cluster to grow"
+            if infeasible
+            else "it waits until others give back what they have of it"
+        )
+        _log.warning(
+            "%r has no place yet: it asks for %s on each of %d different nodes, and of the %d in the cluster "
+            "%s; %s",
+            *(provider, _amounts(provider.bundle), provider.count, len(nodes), there, why),
+        )
 
 
-_reservations: dict[
-    tuple[str, Ray], list[_Reservation]
-] = {}  # by the connection to Ray, and what is reserved
+_log = logging.getLogger("flowchan.hosts")
+_reservations: dict[tuple[str, Ray], list[_Reservation]] = {}
+"""By the connection to Ray, and what is reserved."""
 _lock = threading.Lock()
 
 
@@ -134,6 +162,8 @@ class HeldByRay:
         if self._placed or reservation is None or not self._ray.is_initialized():
             return False
         self._placed = bool(reservation.group.wait(0))
+        if not self._placed:
+            reservation.say_if_late(self._ray, self._key[1])
         return not self._placed
 
     def _explain(self) -> str | None:
@@ -176,6 +206,17 @@ class HeldByRay:
     def close(self) -> None:
         if self._why is None:
             self.kill()
+
+
+def _amounts(resources: Mapping[str, float]) -> str:
+    """Without what Ray has for itself: who holds which bundle, the nodes' names, and bytes of memory that
+    nobody asks for by chance."""
+    own = {
+        name: amount
+        for name, amount in resources.items()
+        if ":" not in name and "_group_" not in name and name not in ("memory", "object_store_memory")
+    }
+    return ", ".join(f"{amount:g} {name}" for name, amount in sorted(own.items())) or "nothing"
 
 
 def _gist(message: str) -> str:

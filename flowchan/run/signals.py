@@ -36,21 +36,64 @@ def interrupts_held() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    came: list[tuple[Any, ...]] = []
     handlers: dict[signal.Signals, Any] = {}
     for number in (signal.SIGINT, signal.SIGTERM):
         handler = signal.getsignal(number)
         if callable(handler):
             handlers[number] = handler
+    held = _Held(handlers)
     for number in handlers:
-        signal.signal(number, lambda *arguments: came.append(arguments))
+        signal.signal(number, held.hear)
+    _holding.append(held)
     try:
         yield
     finally:
+        _holding.remove(held)
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        for came_number, frame in came[:1]:
-            handlers[signal.Signals(came_number)](came_number, frame)
+        held.count()
+
+
+@contextlib.contextmanager
+def interrupts_let_through() -> Iterator[None]:
+    """Around a wait that may last long and leaves nothing half-done: within it, what was held back counts at
+    once."""
+    if threading.current_thread() is not threading.main_thread() or not _holding:
+        yield
+        return
+    held = list(_holding)  # the handlers of one are those of the one around it
+    try:
+        for one in held:
+            one.lets_through = True
+        held[-1].count()
+        yield
+    finally:
+        for one in held:
+            one.lets_through = False
+
+
+class _Held:
+    """The signals that came and do not count yet. ``handlers``: what they are for when they do."""
+
+    def __init__(self, handlers: dict[signal.Signals, Any]) -> None:
+        self.lets_through = False
+        self._handlers = handlers
+        self._came: list[tuple[int, Any]] = []
+
+    def hear(self, number: int, frame: Any) -> None:
+        self._came.append((number, frame))
+        if self.lets_through:
+            self.count()
+
+    def count(self) -> None:
+        """The first of them counts; the others were the same wish."""
+        came, self._came = self._came[:1], []
+        for number, frame in came:
+            self._handlers[signal.Signals(number)](number, frame)
+
+
+_holding: list[_Held] = []
+"""Those of the main thread."""
 
 
 class Ears:

@@ -4,6 +4,8 @@ waited for; and one that does not come is told with what may be wrong."""
 from __future__ import annotations
 
 import dataclasses
+import signal
+import threading
 
 import pytest
 
@@ -66,4 +68,20 @@ def test_who_does_not_dial_is_told_with_the_address(monkeypatch: pytest.MonkeyPa
     graph = Graph("late")
     graph.source(range(3)).map(str, on=pool_of("late", Queue(monkeypatch)), restarts=0).collect()
     with pytest.raises(HostError, match=r"has not dialled 127\.0\.0\.1:\d+ within 0\.2 s; .* address="):
+        graph.run()
+
+
+def test_ctrl_c_ends_the_wait_for_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is left of it."""
+
+    def interrupt(queued: Queued) -> bool:
+        queued._looks += 1
+        if queued._looks == 3:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        return True
+
+    monkeypatch.setattr(Queued, "waits", interrupt)
+    graph = Graph("late")
+    graph.source(range(3)).map(str, on=pool_of("late", Queue(monkeypatch))).collect()
+    with pytest.raises(KeyboardInterrupt):
         graph.run()

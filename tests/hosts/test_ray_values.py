@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pickle
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from flowchan.errors import HostError
-from flowchan.hosts.ray import ray
+from flowchan.hosts.ray import _Reservation, ray
 
 
 def test_a_provider_is_a_value():
@@ -47,3 +48,33 @@ def test_without_ray_the_remedy_is_named(monkeypatch):
 def test_an_address_that_was_given_is_taken_without_asking_ray(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     assert ray(2, address="10.0.0.1").listen_at() == "10.0.0.1"
+
+
+NODES = [
+    {"Alive": True, "NodeManagerAddress": "10.0.0.1", "Resources": {"CPU": 8.0, "memory": 1e9}},
+    {"Alive": True, "NodeManagerAddress": "10.0.0.2", "Resources": {"CPU": 4.0, "node:10.0.0.2": 1.0}},
+    {"Alive": False, "NodeManagerAddress": "10.0.0.3", "Resources": {"CPU": 4.0}},
+]
+
+
+@pytest.mark.parametrize(
+    ("state", "why"),
+    [
+        ("INFEASIBLE", "Ray calls that infeasible: it waits for the cluster to grow"),
+        ("NO_RESOURCES", "it waits until others give back what they have of it"),
+    ],
+)
+def test_who_gets_no_place_says_what_was_asked_for_and_what_there_is(monkeypatch, caplog, state, why):
+    placement = SimpleNamespace(placement_group_table=lambda _: {"stats": {"scheduling_state": state}})
+    monkeypatch.setitem(sys.modules, "ray.util.placement_group", placement)
+    cluster = SimpleNamespace(nodes=lambda: NODES)
+    asked = _Reservation(None)
+    asked.say_if_late(cluster, ray(3, resources={"GPU": 1}))
+    assert not caplog.messages
+    asked.say_at = 0.0
+    for _ in range(2):
+        asked.say_if_late(cluster, ray(3, resources={"GPU": 1}))
+    assert caplog.messages == [
+        "ray(3, resources={'GPU': 1.0}) has no place yet: it asks for 1 CPU, 1 GPU on each of 3 different "
+        f"nodes, and of the 2 in the cluster 10.0.0.1 has 8 CPU, 10.0.0.2 has 4 CPU; {why}"
+    ]
