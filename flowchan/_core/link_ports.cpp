@@ -19,7 +19,7 @@ void Window::hear(bool starved, bool waits, bool gathers, uint64_t ahead, uint64
     const double few = passed ? double(finished) / double(passed) * double(4 * round_trip + 1'000'000) : 0;
     if (starved) {
         const bool quick = finished && passed / int64_t(finished) < worth;
-        if (quick) size_ = std::max(size_, std::min(2 * size_, 1 + 2 * few));
+        if (quick) size_ = std::max(size_, std::min(4 * size_, 1 + 2 * few));
         if (gathers || quick) size_ = std::max(size_, double(ahead + 1));
         size_ = std::min(size_, double(MOST_AHEAD));
         starved_ = true;
