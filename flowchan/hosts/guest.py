@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from typing import TYPE_CHECKING, Any, Protocol
 
 from flowchan import _core
@@ -30,6 +30,7 @@ from flowchan.hosts.asking import (
     to_put,
     wrong,
 )
+from flowchan.hosts.calls import is_not_now
 from flowchan.hosts.neighbours import Neighbour
 from flowchan.items.codec import keeps_sealed
 
@@ -77,6 +78,8 @@ class Guest:
         self._ports: dict[int, In[Any] | Out[Any]] = {}  # by their lines
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._answering: set[int] = set()  # what they are answered is on its way
+        # By channels: what was taken out for it, and there was no memory to send it. Its next call has it.
+        self._kept: defaultdict[int, deque[Any]] = defaultdict(deque)
         self._answers, letters = control_ring(), control_ring()
         self._letters, self._letterbox = letters.reader(), letters.writer()
         self._to_say = self._answers.reader()
@@ -169,7 +172,7 @@ class Guest:
             self._tasks[number] = self._loop.create_task(self._answer_cancelled(number))
 
     async def _answer_cancelled(self, number: int) -> None:
-        await self._give(Answer(number, wrong=wrong(Recalled())))
+        await self._give(Answer(number, wrong=wrong(Recalled())), None)
 
     async def _answer(self, ask: Ask) -> None:
         try:
@@ -179,25 +182,45 @@ class Guest:
             answer = Answer(ask.number, wrong=wrong(Recalled()))
         except Exception as error:
             answer = Answer(ask.number, wrong=wrong(error))
-        await self._give(answer)
+        await self._give(answer, ask)
         if ask.what == "leave" and not self._over:
             self._left = True
             self._last_word = self._loop.call_later(LAST_WORD, self._give_up)
 
-    async def _give(self, answer: Answer) -> None:
+    async def _give(self, answer: Answer, ask: Ask | None) -> None:
         if self._over:
-            return
+            return None
         self._tasks.pop(answer.number, None)  # from here on it can't be cancelled
         self._answering.add(answer.number)
         try:
-            await self._answers.aput(answer)
-        except (Closed, Broken):
-            pass
-        except Exception as error:  # lack of memory: who asked must not wait for ever
-            with contextlib.suppress(Closed, Broken):
-                await self._answers.aput(Answer(answer.number, wrong=wrong(error)))
+            await self._give_now(answer)
+        except Exception as error:
+            lacks = is_not_now(error)
+            if ask is None or not lacks or self._keep_items(ask, answer.value):
+                answer = Answer(answer.number, wrong=wrong(error))  # who asked must not wait for ever
+            while lacks:  # what is said now is short, and what was done is done
+                await asyncio.sleep(LOOK)
+                with contextlib.suppress(MemoryError, OSError):
+                    return await self._give_now(answer)
+            await self._give_now(answer)
         finally:
             self._answering.discard(answer.number)
+
+    async def _give_now(self, answer: Answer) -> None:
+        with contextlib.suppress(Closed, Broken):
+            await self._answers.aput(answer)
+
+    def _keep_items(self, ask: Ask, value: Any) -> bool:
+        """Whether there are any among what it would have been answered."""
+        if value is None or ask.what not in ("get", "get_many", "select"):
+            return False
+        if ask.what != "select":
+            self._kept[ask.channel].extend(value if ask.what == "get_many" else [value])
+        elif 0 <= value[0] < len(gets := ask.arguments[0]):
+            self._kept[gets[value[0]]].append(value[1])
+        else:
+            return False
+        return True
 
     async def _do(self, ask: Ask) -> Any:
         if ask.what == "leave":
@@ -218,6 +241,8 @@ class Guest:
             return self._drop(ask.channel)
         if ask.what == "come":
             return self._home.come(ask.channel)
+        if ask.what in ("get", "get_many") and (kept := self._kept[ask.channel]):
+            return kept.popleft() if ask.what == "get" else _first(kept, ask.arguments[0])
         done = getattr(self, f"_do_{ask.what}")(self._open[ask.channel], *ask.arguments)
         return await done if asyncio.iscoroutine(done) else done
 
@@ -233,9 +258,13 @@ class Guest:
 
     def keep(self, channel: Channel[Any]) -> int:
         """It is there for it, until it has opened and dropped it. Its number."""
-        number = int(channel.address.rpartition("/")[2])
+        number = self._number_of(channel)
         self._open[number] = channel
         return number
+
+    @staticmethod
+    def _number_of(channel: Channel[Any]) -> int:
+        return int(channel.address.rpartition("/")[2])
 
     def _drop(self, number: int) -> None:
         """Once for each time that it was opened: one drop may be heard after the next opening."""
@@ -243,6 +272,7 @@ class Guest:
         if self._opened[number] <= 0:
             del self._opened[number]
             self._open.pop(number, None)
+            self._kept.pop(number, None)
 
     async def _do_put(self, channel: Channel[Any], item: Any, timeout: float | None) -> None:
         item = to_put(item)
@@ -281,15 +311,28 @@ class Guest:
         reading, looking = self._all_open(gets), self._all_open(looks)
         writing = [(self._open[number], to_put(item)) for number, item in puts]
         stats = [one.stats() for one in (*reading, *(one for one, _ in writing), *looking)]
-        done = _core._select(reading, writing, 0, looking)
+        done = self._kept_one(gets, looks, len(puts))
+        if done is None:
+            done = _core._select(reading, writing, 0, looking)
         if done[0] == -1 and timeout != 0:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout):
                     done = await awaiting.aselect(reading, writing, looking)
         return *done, [(one.items_in, one.items_out) for one in stats]
 
+    def _kept_one(self, gets: list[int], looks: list[int], puts: int) -> tuple[int, Any] | None:
+        for index, number in enumerate(gets):
+            if kept := self._kept[number]:
+                return index, kept.popleft()
+        for index, number in enumerate(looks, len(gets) + puts):
+            if self._kept[number]:
+                return index, None
+        return None
+
     async def _stand(self, reading: list[int], writing: list[int], again: bool) -> None:
         """Until something has happened to one of these channels that may let it go on."""
+        if any(self._kept[number] for number in reading):
+            return
         waits = [_core.Await(one, True, again) for one in self._all_open(reading)]
         waits += [_core.Await(one, False, again) for one in self._all_open(writing)]
         await awaiting.any_changed(waits)
@@ -304,7 +347,9 @@ class Guest:
         channel.abort(cause_in(cause))
 
     def _do_look(self, channel: Channel[Any]) -> tuple[Any, ...]:
-        return len(channel), channel.closed, channel.drained, channel.broken, channel.stats()
+        kept = len(self._kept[self._number_of(channel)])
+        drained = channel.drained and not kept
+        return len(channel) + kept, channel.closed, drained, channel.broken, channel.stats()
 
     def _do_reader(self, channel: Channel[Any], line: int) -> None:
         self._ports[line] = port = channel.reader()
@@ -374,7 +419,12 @@ class Guest:
         self._ports.clear()
         self._open.clear()
         self._opened.clear()
+        self._kept.clear()
         self._home.forget(self)
+
+
+def _first(kept: deque[Any], most: int) -> list[Any]:
+    return [kept.popleft() for _ in range(min(most, len(kept)))]
 
 
 def _broken_by(channel: Channel[Any]) -> Broken | None:

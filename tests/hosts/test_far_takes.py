@@ -14,7 +14,8 @@ from peers import HostPeer, ThreadPeer
 from waiting import wait_blocked, wait_until
 
 from flowchan import Channel, Drained, Empty, HostError, NothingReady, select
-from flowchan.hosts import calls, choosing, connection, far, open_channel, serve
+from flowchan.channel.channel import LARGEST
+from flowchan.hosts import calls, choosing, connection, far, guest, open_channel, serve
 from flowchan.hosts.asking import Answer
 
 pytestmark = pytest.mark.usefixtures("impatient")
@@ -271,3 +272,70 @@ def test_a_late_answer_is_heard_once():
         for thread in threads:
             thread.result()
         assert len(heard) == 1
+
+
+class Scarce(Channel):
+    """Of answers: it has no memory for some that hold an item, once each."""
+
+    lacking: list[object] = []
+
+    async def aput(self, item):
+        if isinstance(item, Answer) and item.wrong is None:
+            value = item.value[1] if isinstance(item.value, tuple) and len(item.value) == 3 else item.value
+            first = value[0] if isinstance(value, list) else value
+            if first in self.lacking:
+                self.lacking.remove(first)
+                raise MemoryError
+        await super().aput(item)
+
+
+@pytest.fixture
+def scarce(monkeypatch):
+    monkeypatch.setattr(guest, "control_ring", lambda: Scarce(1024, across="processes", max_bytes=LARGEST))
+    monkeypatch.setattr(Scarce, "lacking", ["first", "second"])
+
+
+@pytest.mark.parametrize("how", TAKES)
+def test_what_home_has_no_memory_to_send_is_the_next_item_again(how, scarce):
+    """C9: nobody else gets it meanwhile, and it is not lost."""
+    channel, take = make(), TAKES[how]
+    channel.put_many(["first", "second", "third"])
+    channel.close()
+
+    def use():
+        found = []
+        while len(found) < 3:
+            with contextlib.suppress(MemoryError):
+                found.append(take(channel))
+        return found, channel.drained
+
+    assert HostPeer(use).result() == (["first", "second", "third"], True)
+    assert not Scarce.lacking
+
+
+def test_what_home_keeps_to_send_counts_as_there(scarce):
+    channel = make()
+    channel.put_many(["first", "second", "third"])
+    channel.close()
+
+    def use():
+        with pytest.raises(MemoryError):
+            channel.get_many(2)
+        assert (len(channel), channel.drained) == (3, False)
+        return select([Channel()], ready=[channel]).channel is channel, channel.get_many(3)
+
+    assert HostPeer(use).result() == (True, ["first", "second"])
+    assert channel.get() == "third"
+
+
+def test_a_call_that_took_nothing_is_answered_as_soon_as_there_is_memory(scarce, monkeypatch):
+    """C9: an item that home has taken in is not refused for lack of memory for the answer."""
+    monkeypatch.setattr(Scarce, "lacking", [None, None])
+    channel = make()
+
+    def use():
+        channel.put(1)
+        return channel.get()
+
+    assert HostPeer(use).result() == 1
+    assert not Scarce.lacking
