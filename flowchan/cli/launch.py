@@ -8,7 +8,6 @@ started.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import secrets
 import selectors
@@ -22,15 +21,14 @@ from typing import BinaryIO, TextIO
 
 import click
 
+from flowchan.run.exits import die_with
 from flowchan.run.processes import signal_name
 from flowchan.transport.tcp import joined, listen
 
 PATIENCE = 5.0  # seconds from the request to end until the kill
 _OWN_END = 1.0  # seconds in which the others may end by themselves when one has failed
 _LOOK = 0.05
-_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _FOLLOWED = ("MemberDied", "MemberLeft")  # what a rank says that failed because another one had
-_libc = ctypes.CDLL(None)
 
 _GUARD = """
 import os, sys
@@ -126,8 +124,10 @@ class Rank:
     def __init__(
         self, number: int, command: Sequence[str], environ: dict[str, str], tell: Tell, cores: list[int]
     ) -> None:
+        launcher = os.getpid()
+
         def prepare() -> None:
-            _libc.prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+            die_with(launcher)
             if cores:
                 os.sched_setaffinity(0, cores)
 

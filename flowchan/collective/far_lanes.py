@@ -25,7 +25,8 @@ from flowchan.channel.channel import Channel
 from flowchan.collective.values import dumps, loads
 from flowchan.errors import Broken, Closed, Drained, GroupError, MemberDied, MemberLeft, Refused
 from flowchan.transport.authentication import Hello, meet
-from flowchan.transport.door import SHORT_OF, Door
+from flowchan.transport.descriptors import lacks
+from flowchan.transport.door import Door
 from flowchan.transport.tcp import dial, joined, listen
 
 SIZE = struct.Struct("<q")
@@ -461,7 +462,7 @@ def _hold(lock: threading.Lock, held: list[bool], wait: float) -> None:
 
 def _may_be_received_later(error: BaseException) -> bool:
     """Whether it says nothing of the message: the call was interrupted, or this process lacks something."""
-    short = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in SHORT_OF)
+    short = lacks(error)
     return short or not isinstance(error, Exception)
 
 

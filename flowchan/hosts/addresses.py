@@ -1,4 +1,5 @@
-"""At which of its addresses the driver listens, so that all hosts of a provider reach it."""
+"""At which of its addresses the driver listens, so that all hosts of a provider reach it; and the addresses
+of channels."""
 
 from __future__ import annotations
 
@@ -38,6 +39,26 @@ def address_towards(call: str, peers: Mapping[str, str]) -> str:
             "say with address= at which one all of them reach it"
         )
     return next(iter(outside or ours))
+
+
+def channel_address(place: str, number: int) -> str:
+    """``place``: where its home listens; ``number``: which of its home's it is."""
+    return f"{place}/{number}"
+
+
+def place_in(address: str) -> str:
+    """Where the home of a channel listens."""
+    place, slash, number = str(address).rpartition("/")
+    if not (slash and place and number.isascii() and number.isdigit()):
+        raise ValueError(
+            f"{address!r} is no address of a channel: it is what channel.address says, as '127.0.0.1:4711/1'"
+        )
+    return place
+
+
+def number_in(address: str) -> int:
+    """Which of its home's channels it is."""
+    return int(address.rpartition("/")[2])
 
 
 def _is_loopback(address: str) -> bool:

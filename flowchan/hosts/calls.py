@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import functools
 import threading
 from collections.abc import Callable
@@ -15,10 +14,9 @@ from flowchan.channel.channel import Out
 from flowchan.errors import Broken, ChannelError, Closed, HostError
 from flowchan.hosts.asking import Answer, Ask, Cancel, Recalled, wrong
 from flowchan.run.latch import Latch
+from flowchan.transport.descriptors import lacks
 
 T = TypeVar("T")
-
-SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 class Unanswered(Exception):
@@ -28,9 +26,7 @@ class Unanswered(Exception):
 def is_not_now(error: BaseException) -> bool:
     """Whether an error in the making of an item says nothing of the item: the call was interrupted, or this
     process lacks memory or descriptors."""
-    if not isinstance(error, Exception) or isinstance(error, MemoryError):
-        return True
-    return isinstance(error, OSError) and error.errno in SHORTAGES
+    return not isinstance(error, Exception) or lacks(error)
 
 
 class Asked:

@@ -25,6 +25,7 @@ from flowchan.channel.ports import In, Out, moved
 from flowchan.declare.arguments import flag, secret_bytes
 from flowchan.errors import Broken, ChannelError, Drained, Empty, FlowchanError, HostError
 from flowchan.hosts import choosing
+from flowchan.hosts.addresses import channel_address, number_in, place_in
 from flowchan.hosts.asking import Answer, Recalled, opened, seal, sealed_cause
 from flowchan.hosts.calls import Unanswered, is_not_now
 from flowchan.hosts.connection import PATIENCE, Connection, Line, using
@@ -423,7 +424,7 @@ def make_elsewhere(
 
     number = connection.ask(0, "make", capacity, late=drop)
     try:
-        made: FarChannel[Any] = FarChannel((f"{place}/{number}", secret, tls), connection)
+        made: FarChannel[Any] = FarChannel((channel_address(place, number), secret, tls), connection)
         connection.adopt(number, made)
         return made
     except BaseException:
@@ -454,21 +455,6 @@ def open_channel(
 
 def _first_opened(found: list[Any]) -> Any:
     return opened(found[0])
-
-
-def place_in(address: str) -> str:
-    """Where the home of a channel listens."""
-    place, slash, number = str(address).rpartition("/")
-    if not (slash and place and number.isascii() and number.isdigit()):
-        raise ValueError(
-            f"{address!r} is no address of a channel: it is what channel.address says, as '127.0.0.1:4711/1'"
-        )
-    return place
-
-
-def number_in(address: str) -> int:
-    """Which of its home's channels it is."""
-    return int(address.rpartition("/")[2])
 
 
 def _seconds(timeout: Any) -> float | None:

@@ -91,6 +91,7 @@ class _Seed:
         socket.send_fds(self._control, [b"+"], given, socket.MSG_NOSIGNAL)
 
     def how_it_ended(self) -> str:
+        """After it has left a request unanswered. One that goes on could not receive what came with it."""
         try:
             return exit_text(self._process.wait(GENTLY))
         except subprocess.TimeoutExpired:
@@ -177,8 +178,8 @@ class Forked:
         return word != ""
 
     def _lose(self) -> None:
-        """The seed is dead. With it died the agent, by the kernel, and with that its workers; but perhaps not
-        what these have started."""
+        """The seed has died, or it lacked descriptors and the agent never began. With a dead seed the kernel
+        ended the agent, and with that its workers; but perhaps not what these have started."""
         self._why = f"the agent {self._host} was lost with the process that forks agents here, which "
         self._why += self._seed.how_it_ended()
         if self._pid is not None:

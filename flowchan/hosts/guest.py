@@ -16,6 +16,7 @@ from flowchan import _core
 from flowchan.channel import awaiting
 from flowchan.channel.channel import Channel, In, Out
 from flowchan.errors import Broken, Closed, Full
+from flowchan.hosts.addresses import number_in
 from flowchan.hosts.asking import (
     Answer,
     Ask,
@@ -30,9 +31,9 @@ from flowchan.hosts.asking import (
     to_put,
     wrong,
 )
-from flowchan.hosts.calls import is_not_now
 from flowchan.hosts.neighbours import Neighbour
 from flowchan.items.codec import keeps_sealed
+from flowchan.transport.descriptors import lacks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -195,10 +196,10 @@ class Guest:
         try:
             await self._give_now(answer)
         except Exception as error:
-            lacks = is_not_now(error)
-            if ask is None or not lacks or self._keep_items(ask, answer.value):
+            scarce = lacks(error)
+            if ask is None or not scarce or self._keep_items(ask, answer.value):
                 answer = Answer(answer.number, wrong=wrong(error))  # who asked must not wait for ever
-            while lacks:  # what is said now is short, and what was done is done
+            while scarce:  # what is said now is short, and what was done is done
                 await asyncio.sleep(LOOK)
                 with contextlib.suppress(MemoryError, OSError):
                     return await self._give_now(answer)
@@ -258,13 +259,9 @@ class Guest:
 
     def keep(self, channel: Channel[Any]) -> int:
         """It is there for it, until it has opened and dropped it. Its number."""
-        number = self._number_of(channel)
+        number = number_in(channel.address)
         self._open[number] = channel
         return number
-
-    @staticmethod
-    def _number_of(channel: Channel[Any]) -> int:
-        return int(channel.address.rpartition("/")[2])
 
     def _drop(self, number: int) -> None:
         """Once for each time that it was opened: one drop may be heard after the next opening."""
@@ -347,7 +344,7 @@ class Guest:
         channel.abort(cause_in(cause))
 
     def _do_look(self, channel: Channel[Any]) -> tuple[Any, ...]:
-        kept = len(self._kept[self._number_of(channel)])
+        kept = len(self._kept[number_in(channel.address)])
         drained = channel.drained and not kept
         return len(channel) + kept, channel.closed, drained, channel.broken, channel.stats()
 

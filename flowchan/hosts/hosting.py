@@ -11,6 +11,7 @@ from typing import Any
 from flowchan.channel.channel import Channel
 from flowchan.declare.arguments import finite_seconds, flag, secret_bytes
 from flowchan.errors import ChannelError
+from flowchan.hosts.addresses import channel_address
 from flowchan.hosts.connection import using
 from flowchan.hosts.far import arrive, make_elsewhere
 from flowchan.hosts.home import ANYWHERE, Home, chosen
@@ -28,7 +29,7 @@ class Hosted:
 
     @property
     def address(self) -> str:
-        return f"{self.home.address}/{self.number}"
+        return channel_address(self.home.address, self.number)
 
     @property
     def secret(self) -> bytes:

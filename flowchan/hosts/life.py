@@ -28,10 +28,10 @@ last outputs of a worker are on their way."""
 
 class Heard(NamedTuple):
     """What becomes of what is heard of a life. ``told`` gets what the agent and its workers tell;
-    ``finished`` the number of a line from which nothing more comes; ``refused``
-    the numbers of a line and of an input port in it where an item can't leave this machine; ``ends``
-    looks whether workers have ended whose outputs are all here now, and says whether there are more to wait
-    for; ``over`` is called once at the end, unless the life was closed before. ``help`` runs all of that."""
+    ``finished`` the number of a line from which nothing more comes; ``refused`` the numbers of a line and of
+    an input port in it where an item can't leave this machine; ``ends`` looks whether workers have ended
+    whose outputs are all here now, and says whether there are more to wait for; ``over`` is called once at
+    the end, unless the life was closed before. ``help`` runs all of that."""
 
     told: Callable[[Life, Told], None]
     finished: Callable[[Life, int], None]

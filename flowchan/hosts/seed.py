@@ -12,7 +12,6 @@ The seed has one thread, so its children may be copies of it. It ends with the s
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import json
@@ -27,13 +26,11 @@ from typing import Any, NoReturn
 from flowchan.hosts import agent
 from flowchan.hosts.forked import LENGTH
 from flowchan.hosts.provider import AGENT
+from flowchan.run.exits import die_with
 from flowchan.run.worker_main import show_name
 
 SOON = ("encodings.idna", "multiprocessing.popen_fork")
 """What each agent would import as soon as it dials, and starts a worker."""
-DIE_WITH_PARENT = 1
-
-_libc = ctypes.CDLL(None)
 
 
 class _Agent:
@@ -158,9 +155,7 @@ class Seed:
     def _leave(self) -> None:
         """In a new process: what the seed has is none of its own, and it ends if the seed dies."""
         os.setsid()
-        _libc.prctl(DIE_WITH_PARENT, signal.SIGKILL)
-        if os.getppid() != self._pid:  # it has died already
-            os._exit(1)
+        die_with(self._pid)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for one in (self._selector, self._control, self._woken, self._wakes):

@@ -39,6 +39,8 @@ def parse(spec: str) -> Spec:
     given = [word for word in words if "=" not in word and word != "tls"]
     options = dict(word.split("=", 1) for word in words if "=" in word)
     patience = _number(spec, "patience", options.pop("patience", str(PATIENCE)))
+    if not patience:
+        raise ValueError(f"{spec!r}: patience= takes a number of seconds greater than 0")
     resources = {
         name: _number(spec, name, options.pop(name))
         for name in list(options)

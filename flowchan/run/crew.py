@@ -413,8 +413,7 @@ class LocalCrew:
                 continue
             warnings.warn(
                 f"worker {id} of graph {self.plan.graph.name!r} still runs code of yours that "
-                "nothing can interrupt "
-                "from outside; its thread ends when that code returns",
+                "nothing can interrupt from outside; its thread ends when that code returns",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -1,4 +1,5 @@
-"""What a worker tells of itself, and by which name it is known. Values, which cross between processes."""
+"""What a run hears of its workers, from themselves and from who watches over them, and by which name each is
+known. Values: most cross between processes."""
 
 from __future__ import annotations
 

@@ -26,8 +26,9 @@ from flowchan.run.run import Run
 from flowchan.run.runnable import Runnable
 from flowchan.run.signals import interrupts_held
 from flowchan.run.supervisor import Supervisor
+from flowchan.transport.descriptors import CHANNELS_IN_AN_ITEM
 
-MOST_PORTS = 125
+MOST_PORTS = CHANNELS_IN_AN_ITEM - 1
 """A worker's ports come as one item, and with them the channel by which it tells. One of an elastic gang
 gets a channel more, by which its groups come."""
 

@@ -23,9 +23,10 @@ class Over(Exception):
 
 
 class Circle:
-    """The one in the middle, for ranks from 0 up to ``size``. Never waits for any of them. ``over``: why it
-    has ended; connections stay until the others have closed them, for what is unread when one is closed takes
-    the last words to the other side with it. ``settled``: all have met, and stay to hear when it ends."""
+    """The one in the middle, for ranks from 0 up to ``size``. It waits for none of them to speak, but for one
+    that does not read when the kernel takes no more for it. ``over``: why it has ended; connections stay
+    until the others have closed them, for what is unread when one is closed takes the last words to the other
+    side with it. ``settled``: all have met, and stay to hear when it ends."""
 
     def __init__(self, size: int) -> None:
         self.over = ""

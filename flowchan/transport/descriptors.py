@@ -17,19 +17,28 @@ from typing import Any, NamedTuple
 
 from flowchan import _core
 
-_SHORTAGES = {
+CHANNELS_IN_AN_ITEM = 253 // 2
+"""The kernel passes 253 descriptors at once (SCM_MAX_FD), and a channel has two."""
+
+_REMEDIES = {
     errno.EMFILE: "this process has as many descriptors open as it may. Close some, or "
     "allow more (ulimit -n)",
     errno.ENFILE: "this machine has as many descriptors open as it may. Close some, or allow more "
     "(sysctl fs.file-max)",
     errno.ENOMEM: "this process may not map so much memory. Free some, or allow more (ulimit -v)",
 }
+SHORTAGES = {*_REMEDIES, errno.ENOBUFS}
+
+
+def lacks(error: BaseException) -> bool:
+    """Whether this process just lacks memory or descriptors: it may go well later."""
+    return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in SHORTAGES)
 
 
 def shortage(what: str, error: OSError) -> OSError | None:
     """What to raise in place of ``error`` when this process just lacks something to receive ``what``; else
     None. Who gets this from unpickling finds the item in its channel again: the core puts it back."""
-    reason = _SHORTAGES.get(error.errno or 0)
+    reason = _REMEDIES.get(error.errno or 0)
     return (
         OSError(error.errno, f"{what} can't be received now, and stays where it is: {reason}")
         if reason

@@ -7,7 +7,6 @@ taken longest is sent away: those who know the secret need a few round trips onl
 from __future__ import annotations
 
 import contextlib
-import errno
 import selectors
 import socket
 import time
@@ -15,12 +14,12 @@ from collections.abc import Callable
 
 from flowchan.errors import Refused
 from flowchan.transport.authentication import Guest, Hello, handshake
+from flowchan.transport.descriptors import lacks
 from flowchan.transport.tcp import Listener
 from flowchan.transport.tls import certificate
 
 AT_ONCE = 64
 PATIENCE = 10.0  # seconds that a handshake may take
-SHORT_OF = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 PAUSE = 0.1  # seconds without accepting when this process lacks descriptors
 
 
@@ -92,7 +91,7 @@ class Door:
         try:
             sock = self._listener.accept_now()
         except OSError as error:
-            if error.errno not in SHORT_OF:
+            if not lacks(error):
                 raise
             self._ready.unregister(self._listener)
             self._closed_until = time.monotonic() + PAUSE
@@ -128,7 +127,7 @@ class Door:
                 raise  # it counts on being let in: the next call goes on
             self._forget(guest, sock)
             guest.close()
-            if isinstance(error, OSError) and error.errno in SHORT_OF:  # TLS needs descriptors of its own
+            if isinstance(error, OSError) and lacks(error):  # TLS needs descriptors of its own
                 self._note(f"{guest.peer} was refused: {error.strerror}")
             elif isinstance(error, Refused):
                 self._note(str(error))

@@ -130,9 +130,7 @@ def dial(address: str, timeout: float) -> socket.socket:
             prepare(sock, name[0])
             sock.settimeout(max(0.001, give_up - time.monotonic()))
             sock.connect(name)
-            if (
-                sock.getsockname() == sock.getpeername()
-            ):  # a free port of this host can be dialled from itself
+            if sock.getsockname() == sock.getpeername():  # a free port of this host was dialled from itself
                 raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
             sock.settimeout(None)
             return sock

@@ -75,6 +75,7 @@ def test_what_means_none_is_refused_with_the_forms_that_do(spec):
         ("ssh:a,user=b", "ssh takes tls, python=, address= and patience=, not user="),
         ("ssh:a,tls=1", "ssh takes tls, python=, address= and patience=, not tls="),
         ("ray:2,GPU=x", "'ray:2,GPU=x': GPU= takes a number of at least 0, not 'x'"),
+        ("local:2,patience=0", "'local:2,patience=0': patience= takes a number of seconds greater than 0"),
         ("local:2,patience=-1", "patience= takes a number of at least 0, not '-1'"),
         ("k8s:2,a=b", "hosts are given as"),
         ("ssh:python=x", "hosts are given as"),
