@@ -49,25 +49,33 @@ def claim(ends: contextlib.ExitStack) -> bool:
     return True
 
 
-def draw_on(stream: TextIO, make: Callable[[Console], D], ends: contextlib.ExitStack) -> D:
+def draw_on(
+    stream: TextIO, make: Callable[[Console], D], ends: contextlib.ExitStack
+) -> tuple[D, threading.RLock]:
     """What ``make`` gives for a console on ``stream``, drawn until ``ends``. If that is the standard error
     stream, what is printed meanwhile by this process and by those that it starts appears above it. Both at
-    its beginning and at its end the caller holds interrupts."""
+    its beginning and at its end the caller holds interrupts.
+
+    Whoever draws holds the lock that comes with it: rich settles what is to be drawn over before it writes,
+    and of two threads the later would go by what the other has drawn over already."""
     from rich.console import Console
     from rich.text import Text
 
-    captured = None
+    def show(line: str) -> None:
+        with lock:
+            console.print(Text.from_ansi(line), soft_wrap=True)
+
+    lock, captured = threading.RLock(), None
     if _is_standard_error(stream):
-        captured = ends.enter_context(
-            Captured(lambda line: console.print(Text.from_ansi(line), soft_wrap=True))
-        )
+        captured = ends.enter_context(Captured(show))
     console = Console(file=stream if captured is None else captured.terminal)
     drawn = make(console)
     ends.callback(_quietly, drawn.stop)
     drawn.start()
     if captured is not None:
+        ends.callback(captured.stop)  # before the drawing, or what came last would be drawn with it once more
         captured.start()
-    return drawn
+    return drawn, lock
 
 
 def _is_standard_error(stream: TextIO) -> bool:
@@ -101,18 +109,23 @@ class Captured:
                 self.terminal = open(os.dup(2), "w", 1, encoding=encoding, errors="backslashreplace")
                 ends.callback(_quietly, self.terminal.close)
                 self._reader = threading.Thread(target=self._read, name="flowchan terminal", daemon=True)
-                ends.callback(self._end_reader)
+                self._captures = ends.enter_context(contextlib.ExitStack())
+                self._captures.callback(self._end_reader)
                 _flush()
                 for fd in (1, 2):
                     if os.isatty(fd):
-                        _lead(fd, theirs, ends)
-                ends.callback(_flush)
+                        _lead(fd, theirs, self._captures)
+                self._captures.callback(_flush)
             self._ends = ends.pop_all()
         return self
 
     def start(self) -> None:
         """From now on ``show`` is called, on another thread."""
         self._reader.start()
+
+    def stop(self) -> None:
+        """The streams lead where they led; what came by them until now has been shown."""
+        self._captures.close()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -131,20 +131,21 @@ class Terminal:
     """rich's bars. ``ends``: what comes at the end."""
 
     def __init__(self, ends: contextlib.ExitStack) -> None:
-        self._bars = draw_on(sys.stderr, _bars_on, ends)
+        self._bars, self._lock = draw_on(sys.stderr, _bars_on, ends)
         self._tasks: dict[str, Any] = {}
 
     def show(self, bars: list[Bar], stats: RunStats) -> None:
         trouble = _trouble(stats)
-        for bar in bars:
-            if bar.stage not in self._tasks:
-                self._tasks[bar.stage] = self._bars.add_task(bar.stage, total=None, told="")
-            told = ", ".join(filter(None, [_headline(bar), _times(bar, stats), trouble]))
-            self._bars.update(self._tasks[bar.stage], completed=bar.done, total=bar.total, told=told)
-        gone = self._tasks.keys() - {bar.stage for bar in bars}  # a nearer one is known now
-        for stage in gone:
-            self._bars.remove_task(self._tasks.pop(stage))
-        self._bars.refresh()
+        with self._lock:  # add_task draws, too
+            for bar in bars:
+                if bar.stage not in self._tasks:
+                    self._tasks[bar.stage] = self._bars.add_task(bar.stage, total=None, told="")
+                told = ", ".join(filter(None, [_headline(bar), _times(bar, stats), trouble]))
+                self._bars.update(self._tasks[bar.stage], completed=bar.done, total=bar.total, told=told)
+            gone = self._tasks.keys() - {bar.stage for bar in bars}  # a nearer one is known now
+            for stage in gone:
+                self._bars.remove_task(self._tasks.pop(stage))
+            self._bars.refresh()
 
 
 def _bars_on(console: Console) -> RichProgress:

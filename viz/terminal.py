@@ -51,7 +51,7 @@ class LiveView:
         with contextlib.ExitStack() as ends:
             with interrupts_held():
                 if self._stream.isatty() and claim(ends):
-                    self._live = draw_on(self._stream, _table_on, ends)
+                    self._live, self._lock = draw_on(self._stream, _table_on, ends)
             self._ends = ends.pop_all()
         return self
 
@@ -67,7 +67,9 @@ class LiveView:
         with self._whatever_fails():
             if self._live is not None:
                 width, height = self._live.console.size
-                self._live.update(_view(stats, width, max(1, height - AROUND)), refresh=True)
+                view = _view(stats, width, max(1, height - AROUND))
+                with self._lock:
+                    self._live.update(view, refresh=True)
             elif self._clock() >= self._next:
                 self._next = self._clock() + PLAIN_EVERY
                 print(plain_line(stats), file=self._stream, flush=True)
@@ -76,7 +78,8 @@ class LiveView:
         """Write one line above the table."""
         with self._whatever_fails():
             if self._live is not None:
-                self._live.console.print(line, markup=False, highlight=False)
+                with self._lock:
+                    self._live.console.print(line, markup=False, highlight=False)
                 return
         with self._whatever_fails():
             print(line, file=self._stream, flush=True)

@@ -111,6 +111,78 @@ def test_the_streams_lead_back_to_the_terminal_however_it_ends(tmp_path: Path) -
     assert (code, lines[-2:]) == (0, ["all as at first", ""]), lines
 
 
+LATE = """
+    import contextlib, sys, threading
+    from rich.live import Live
+    from flowchan.viz.captured import Captured, draw_on
+    from flowchan.viz.progress import _bars_on
+
+    came, ending = threading.Event(), threading.Event()
+    process, stop, end_reader = Live.process_renderables, Live.stop, Captured._end_reader
+
+    def drawn(live, renderables):
+        made = process(live, renderables)
+        if threading.current_thread() is not threading.main_thread():
+            came.set()
+            ending.wait()
+        return made
+
+    def stopped(live):
+        stop(live)
+        ending.set()
+
+    def reader_ended(captured):
+        ending.set()
+        end_reader(captured)
+
+    Live.process_renderables, Live.stop, Captured._end_reader = drawn, stopped, reader_ended
+    with contextlib.ExitStack() as ends:
+        bars, lock = draw_on(sys.stderr, _bars_on, ends)
+        with lock:
+            bars.add_task("bar", total=None, told="")
+            bars.refresh()
+        print("said last")
+        came.wait()
+    print("alone")
+"""
+
+
+def test_what_is_printed_last_does_not_draw_the_bars_once_more(tmp_path: Path) -> None:
+    """They would stand on the line where the program writes on."""
+    lines, code = on_terminal([sys.executable, str(script(tmp_path, LATE))], tmp_path)
+    assert code == 0, lines
+    assert {"said last", "alone"} <= set(lines), lines
+
+
+AT_A_TIME = """
+    import contextlib, sys, threading
+    from rich.live import Live
+    from flowchan.viz.captured import draw_on
+    from flowchan.viz.progress import _bars_on
+
+    drawing, process = [], Live.process_renderables
+
+    def drawn(live, renderables):
+        drawing.append(threading.current_thread().name)
+        held.append(lock._is_owned())
+        return process(live, renderables)
+
+    with contextlib.ExitStack() as ends:
+        bars, lock = draw_on(sys.stderr, _bars_on, ends)
+        held = []
+        Live.process_renderables = drawn
+        print("said")
+    Live.process_renderables = process
+    print("flowchan terminal" in drawing, held[0])
+"""
+
+
+def test_who_shows_what_was_printed_draws_alone(tmp_path: Path) -> None:
+    lines, code = on_terminal([sys.executable, str(script(tmp_path, AT_A_TIME))], tmp_path)
+    assert code == 0, lines
+    assert "True True" in lines, lines
+
+
 def test_of_a_line_that_is_drawn_over_for_ever_only_the_last_is_kept() -> None:
     shown: list[str] = []
     captured, text = Captured(shown.append), b""
