@@ -142,6 +142,7 @@ class Rank:
             process_group=0,
             preexec_fn=prepare,
         )
+        self._code: int | None = None
         self.last = ""
         self._unfinished = {False: b"", True: b""}
 
@@ -156,13 +157,30 @@ class Rank:
             self._tell(self.number, text, is_error)
             self.last = text if is_error and text.strip() else self.last
 
+    def code(self) -> int | None:
+        """How it ended, as ``Popen`` says it. It is not collected before :meth:`close`, so that its number,
+        and that of its group, mean nobody else."""
+        if self._code is None:
+            end = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if end is not None:
+                self._code = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+        return self._code
+
+    def close(self) -> None:
+        """Leaves nothing of it."""
+        self.signal(signal.SIGKILL)
+        self.process.wait()
+        for pipe in (self.process.stdout, self.process.stderr):
+            if pipe is not None:
+                pipe.close()
+
     def signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
     def failure(self) -> str:
         """Why it failed, in a line; empty if it did not, or has not ended."""
-        code = self.process.poll()
+        code = self.code()
         if not code:
             return ""
         how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
@@ -218,16 +236,12 @@ class Job:
                 self.interrupt()
 
     def goes_on(self) -> bool:
-        return bool(self._selector.get_map()) or any(rank.process.poll() is None for rank in self.ranks)
+        return bool(self._selector.get_map()) or any(rank.code() is None for rank in self.ranks)
 
     def close(self) -> None:
         """Leaves nothing, whatever has happened."""
         for rank in self.ranks:
-            rank.signal(signal.SIGKILL)
-            rank.process.wait()
-            for pipe in (rank.process.stdout, rank.process.stderr):
-                if pipe is not None:
-                    pipe.close()
+            rank.close()
         self._guard.close()
         self._selector.close()
 
@@ -261,7 +275,7 @@ class Job:
     def _end(self, number: int, now: float) -> None:
         self._end_by, self._kill_by = float("inf"), now + PATIENCE
         for rank in self.ranks:
-            if rank.process.poll() is None or number == signal.SIGKILL:
+            if rank.code() is None or number == signal.SIGKILL:
                 rank.signal(number)
 
 

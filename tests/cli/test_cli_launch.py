@@ -16,6 +16,8 @@ import pytest
 from agents_of_local import agents_of
 from waiting import wait_until
 
+from flowchan.cli import launch
+
 COMMAND = [sys.executable, "-c", "from flowchan.cli.commands import main; main()", "launch"]
 
 SUMS = """
@@ -201,6 +203,20 @@ def test_nothing_is_left_when_the_launcher_ends(tmp_path: Path, number: int, whe
         assert launcher.wait(timeout=100) == (130 if number == signal.SIGINT else -number)
         wait_until(lambda: not any(map(psutil.pid_exists, ranks)))
         wait_until(lambda: not any(map(psutil.pid_exists, grandchildren)))
+
+
+def test_a_group_is_signalled_only_while_its_number_is_that_of_the_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Once a rank that has ended is collected, another process may have its number."""
+    found: list[bool] = []
+    monkeypatch.setattr(os, "killpg", lambda pid, _: found.append(psutil.pid_exists(pid)))
+    job = launch.Job(2, [sys.executable, "-c", ""], dict(os.environ), launch.show, False)
+    job.run()
+    job.interrupt()
+    job.interrupt()
+    job.close()
+    assert found == [True] * 4
 
 
 def test_ranks_on_several_hosts_form_a_group(tmp_path: Path) -> None:
