@@ -31,6 +31,13 @@ def rows_of(file: Path) -> list[dict[str, Any]]:
     return list(table.to_pylist())
 
 
+@pytest.mark.parametrize(
+    "example", ["thumbnails", "logs_to_parquet", "crawler", "web_service", "training_loop"]
+)
+def test_an_example_over_real_input_is_short_enough_to_read(example: str) -> None:
+    assert len((EXAMPLES / f"{example}.py").read_text().splitlines()) < 80
+
+
 def test_thumbnails_of_all_pictures_stand_on_one_sheet(tmp_path: Path) -> None:
     for place, colour in enumerate(("red", "green", "blue")):
         Image.new("RGB", (400, 300), colour).save(tmp_path / f"{place}.png")
