@@ -454,7 +454,7 @@ def test_ctrl_c_in_a_block_that_iterates_stops_the_run(tmp_path: Path) -> None:
             for number in run.iter(numbers):
                 if number == 10:
                     print("going", flush=True)
-                seen = number  # where an `if` ends the loop, Python 3.12 and later leave the block without its end
+                seen = number  # or Python from 3.12 on may leave the block without its end
     """
     with start(script(tmp_path, text)) as process:
         going(process)
