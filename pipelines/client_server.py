@@ -14,6 +14,7 @@ from typing import Any
 from flowchan import Broken, Channel, Closed, Empty, In, NothingReady, Out, select
 from flowchan.declare.arguments import flag
 from flowchan.hosts.joining import Clients, Member, join, sealed_once
+from flowchan.items.misspelt import refuses_misspelt
 
 LATE = 300.0
 """Seconds for which a client waits for its server, and a server for its clients."""
@@ -90,6 +91,7 @@ class Client(_End):
     ``secret`` (``server.secret``). The server may come later, by up to ``timeout`` seconds. ``tag``: what the
     server may call it. Raises ``HostError`` when there is none by then."""
 
+    @refuses_misspelt("Client")
     def __init__(
         self, address: str, secret: bytes, *, tag: str = "", tls: bool = False, timeout: float = LATE
     ) -> None:
@@ -112,6 +114,7 @@ class Server:
     """Listens at ``address``, a host and a port (0: any free one), for any number of clients that know the
     ``secret``: 32 random bytes, unless told otherwise."""
 
+    @refuses_misspelt("Server")
     def __init__(
         self, address: str = "127.0.0.1:0", *, secret: bytes | None = None, tls: bool = False
     ) -> None:

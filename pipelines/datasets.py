@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from flowchan import Graph, Stream, WorkerPool
+from flowchan.items.misspelt import refuses_misspelt
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -65,6 +66,7 @@ class Dataset(IterableDataset[T_co]):
         return int.from_bytes(hashlib.blake2b(f"{self._seed} {epoch}".encode(), digest_size=6).digest())
 
 
+@refuses_misspelt("dataset")
 def dataset(stream: Stream[T], *, seed: int | None = None, pin_memory: bool = False) -> Dataset[T]:
     """The items of ``stream`` as an iterable for training loops and for ``DataLoader(…, batch_size=None)``,
     which takes it as an ``IterableDataset``. Each iteration is an epoch, a run of the whole graph; leaving

@@ -12,6 +12,7 @@ import threading
 import time
 
 from flowchan import Channel, Empty, In
+from flowchan.items.misspelt import refuses_misspelt
 from flowchan.items.whole import whole
 from flowchan.pipelines.sharing import Among, Held, Shared, check_among, give_back
 
@@ -25,6 +26,7 @@ class Lock(Held, Shared):
     does not hold what its parent's thread holds.
     """
 
+    @refuses_misspelt("Lock")
     def __init__(self, *, across: Among = "processes") -> None:
         check_among("Lock", across)
         channel: Channel[None] = Channel(1, across=across)
@@ -109,6 +111,7 @@ class Semaphore(Held, Shared):
     forked child has acquired nothing.
     """
 
+    @refuses_misspelt("Semaphore")
     def __init__(self, value: int = 1, *, across: Among = "processes") -> None:
         check_among("Semaphore", across)
         whole("Semaphore", "value", value, 1)

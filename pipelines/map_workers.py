@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Never
+from typing import Any
 
 from flowchan import Channel, Empty, Failed, Graph, RunError, StageError
-from flowchan.declare.arguments import known_options
 from flowchan.declare.places import Placement
+from flowchan.items.misspelt import refuses_misspelt
 from flowchan.pipelines.calls import call, name_of, reason
 
 
@@ -87,12 +87,12 @@ class _Call:
         return worker, call(self.fn, *self.args, worker)
 
 
+@refuses_misspelt("map")
 def map(  # noqa: A001
     n: int,
     fn: Callable[..., Any],
     *args: Any,
     on: Placement = "thread",
-    **misspelt: Never,
 ) -> Workers:
     """Starts ``n`` workers, each of which runs ``fn(*args, worker)``, where ``worker`` is its number from 1
     to n. Returns at once; ``join()`` gives the results.
@@ -101,7 +101,6 @@ def map(  # noqa: A001
     and its arguments; what can't be sent raises ``GraphError`` here. A worker process that dies is a failure
     of that worker. On a pool of hosts (``flowchan.hosts``) the processes are spread over them.
     """
-    known_options("map", misspelt, ("on",))
     if not callable(fn):
         raise TypeError(f"map: fn must be callable, not {fn!r}")
     return Workers(n, fn, args, on)

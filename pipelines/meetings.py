@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from flowchan import Broken, Channel, ChannelError, Closed, Drained, Empty, Full
+from flowchan.items.misspelt import refuses_misspelt
 from flowchan.items.whole import whole
 from flowchan.pipelines.locks import Lock
 from flowchan.pipelines.shared_dict import SharedDict
@@ -61,6 +62,7 @@ class Barrier:
     the barriers of the standard library: give ``wait`` a timeout where that can happen.
     """
 
+    @refuses_misspelt("Barrier")
     def __init__(
         self, parties: int, action: Callable[[], object] | None = None, *, across: Among = "processes"
     ) -> None:
@@ -153,6 +155,7 @@ class Event:
     set it, clear it, or keep others waiting.
     """
 
+    @refuses_misspelt("Event")
     def __init__(self, *, across: Among = "processes") -> None:
         check_among("Event", across)
         gate: Channel[None] = Channel(1, across=across)
@@ -195,6 +198,7 @@ class Condition(Held):
     wakes another one. About a hundred processes of one machine can wait at a time.
     """
 
+    @refuses_misspelt("Condition")
     def __init__(self, lock: Lock | None = None, *, across: Among | None = None) -> None:
         if lock is not None and not isinstance(lock, Lock):
             raise TypeError(f"Condition: lock must be a flowchan.pipelines.Lock, or None, not {lock!r}")

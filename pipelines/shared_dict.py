@@ -13,6 +13,7 @@ from pickle import PickleBuffer
 from typing import Any, TypeVar
 
 from flowchan import Channel, pack, unpack
+from flowchan.items.misspelt import refuses_misspelt
 from flowchan.pipelines.locks import Lock
 from flowchan.pipelines.sharing import Among, Shared, arrive, check_among, give_back
 
@@ -30,6 +31,7 @@ class SharedDict(Shared, MutableMapping[K, V]):
     made of them, and tensors after ``share_memory_()``, all of which stay shared.
     """
 
+    @refuses_misspelt("SharedDict")
     def __init__(
         self, items: Mapping[K, V] | Iterable[tuple[K, V]] = (), *, across: Among = "processes"
     ) -> None:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar
 from flowchan import Broken, ChannelError, Failed, Graph, Run, pack, unpack
 from flowchan.declare.arguments import placed
 from flowchan.declare.places import Place, Placement
+from flowchan.items.misspelt import refuses_misspelt
 from flowchan.items.whole import whole
 from flowchan.pipelines.calls import call, name_of, reason
 from flowchan.run.failures import Retires
@@ -53,6 +54,7 @@ class TaskPool(Executor):
     ``close()``, to wait for the tasks; the end of the program waits for them too.
     """
 
+    @refuses_misspelt("TaskPool")
     def __init__(
         self,
         workers: int | None = None,

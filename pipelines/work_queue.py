@@ -19,6 +19,7 @@ from typing import Any
 
 from flowchan import Channel, Drained, Empty, In
 from flowchan.channel.media import MEDIA, Across
+from flowchan.items.misspelt import refuses_misspelt
 from flowchan.pipelines.names import claim, find, naming
 from flowchan.pipelines.sharing import Shared
 
@@ -241,6 +242,7 @@ def _arrive(sides: _Sides, name: str | None) -> WorkQueue:
     return WorkQueue(sides, creator=False)
 
 
+@refuses_misspelt("workqueue")
 def workqueue(name: str | None = None, capacity: int = 64, across: Across = "threads") -> WorkQueue:
     """A work queue. With a ``name``, whoever asks for the name first makes the queue and owns it; every other
     call with it opens that queue as a worker's. The options count for the maker. ``capacity``: how many

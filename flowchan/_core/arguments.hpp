@@ -19,6 +19,23 @@ PyObject* guarded(F&& f) {
     return nullptr;
 }
 
+// That a call has no such argument, and which of its own it is most like.
+inline void refuse_argument(const char* function, PyObject* name, const char* const* names, size_t n) {
+    guarded([&]() -> PyObject* {
+        nb::list known;
+        for (size_t i = 0; i < n; ++i) known.append(names[i]);
+        nb::object near =
+            nb::module_::import_("difflib").attr("get_close_matches")(nb::handle(name), known, 1);
+        if (nb::len(near))
+            PyErr_Format(PyExc_TypeError, "%s: has no option %R; did you mean %R?", function, name,
+                         nb::object(near[0]).ptr());
+        else
+            PyErr_Format(PyExc_TypeError, "%s: has no option %R; it has %U", function, name,
+                         nb::str(", ").attr("join")(known).ptr());
+        return nullptr;
+    });
+}
+
 // Parses at most `want` required arguments and an optional `timeout`, by position or by name.
 template <size_t N>
 bool parse(const char* function, const char* const (&names)[N], size_t required, PyObject* const* args,
@@ -33,10 +50,12 @@ bool parse(const char* function, const char* const (&names)[N], size_t required,
         PyObject* name = PyTuple_GET_ITEM(keywords, k);
         size_t i = 0;
         while (i < N && PyUnicode_CompareWithASCIIString(name, names[i]) != 0) ++i;
-        if (i == N || values[i]) {
-            PyErr_Format(PyExc_TypeError,
-                         i == N ? "%s() has no argument %R" : "%s() got two values for argument %R", function,
-                         name);
+        if (i == N) {
+            refuse_argument(function, name, names, N);
+            return false;
+        }
+        if (values[i]) {
+            PyErr_Format(PyExc_TypeError, "%s() got two values for argument %R", function, name);
             return false;
         }
         values[i] = args[n + k];

@@ -22,6 +22,7 @@ from flowchan.channel.media import MEDIA, Across, Medium
 from flowchan.channel.ports import In, Out
 from flowchan.errors import Broken, ChannelError
 from flowchan.items import arrays
+from flowchan.items.misspelt import refuses_misspelt
 from flowchan.items.whole import is_whole, whole
 from flowchan.transport.descriptors import (
     Beside,
@@ -120,6 +121,7 @@ class Channel(_core.Channel[T]):
     Raises ``ValueError`` or ``TypeError`` for wrong arguments, ``OSError`` when there is no memory.
     """
 
+    @refuses_misspelt("Channel")
     def __init__(
         self,
         capacity: int | None = 64,

@@ -14,11 +14,13 @@ import click
 _ANY = (object, Any, list, tuple, set, frozenset, dict)
 """Types that do not say what a text is to become; the collections would take its letters."""
 
+_TRUTH = ("true", "false", "yes", "no", "on", "off", "1", "0")
+
 
 def converted(text: str, annotation: Any) -> Any:
-    """``text`` as a value of that type: numbers, truth values (yes, no, true, false, 1, 0), paths, members of
-    an ``Enum`` by name, a ``Literal``'s values, ``X | None``, and classes that take one text. The text itself
-    where the annotation says nothing of that. Raises ``ValueError`` with what is allowed."""
+    """``text`` as a value of that type: numbers, truth values (yes, no, true, false, on, off, 1, 0), paths,
+    members of an ``Enum`` by name, a ``Literal``'s values, ``X | None``, and classes that take one text. The
+    text itself where the annotation says nothing of that. Raises ``ValueError`` with what is allowed."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return _any_of(text, [one for one in typing.get_args(annotation) if one is not types.NoneType])
     if typing.get_origin(annotation) is typing.Literal:
@@ -32,7 +34,9 @@ def converted(text: str, annotation: Any) -> Any:
     try:
         return click.types.convert_type(annotation).convert(text, None, None)
     except click.BadParameter as error:
-        raise ValueError(error.message) from error
+        # of truth values click names an empty word, too
+        told = f"{text!r} is none of {', '.join(_TRUTH)}" if annotation is bool else error.message
+        raise ValueError(told) from error
     except Exception as error:
         raise ValueError(f"{text!r} is no {annotation.__name__}: {error}") from error
 

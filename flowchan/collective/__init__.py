@@ -17,6 +17,7 @@ from flowchan.collective.seats import Seat
 from flowchan.collective.shared import make_all
 from flowchan.declare.arguments import secret_bytes, text
 from flowchan.errors import GroupError, MemberDied, MemberLeft, Mismatch
+from flowchan.items.misspelt import refuses_misspelt
 from flowchan.items.whole import whole
 
 __all__ = [
@@ -39,6 +40,7 @@ MOST = 1024
 _counts: defaultdict[tuple[str, int], itertools.count[int]] = defaultdict(itertools.count)
 
 
+@refuses_misspelt("group")
 def group(
     *,
     rank: int | None = None,
@@ -95,6 +97,7 @@ def _number(job: str, rank: int) -> int:
     return next(_counts[job, rank])
 
 
+@refuses_misspelt("members")
 def members(size: int, *, name: str = "") -> list[Group]:
     """All members of a new group, to be given to the threads or processes that use them: each to one, before
     its first use. A member counts as joined when it arrives in another process, enters ``with``, or calls

@@ -7,7 +7,6 @@ allowed) with the name of the call, the argument, the value and what is allowed.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
 import numbers
@@ -17,6 +16,7 @@ from decimal import Decimal
 from typing import Any
 
 from flowchan.declare.places import PLACES, Place
+from flowchan.items.misspelt import known_options, near_misses
 from flowchan.items.text import shown
 
 
@@ -30,7 +30,23 @@ def finite_seconds(call: str, argument: str, value: Any) -> float:
     return _seconds(call, argument, value, "", "")
 
 
+def pause(call: str, argument: str, value: Any) -> float | None:
+    """A number of seconds, zero included, or ``None`` for no pause."""
+    length = None if value is None else _number(call, argument, value, " or None")
+    if length is not None and not length >= 0:
+        raise ValueError(f"{call}: {argument} must be at least 0 seconds, not {value}")
+    return length
+
+
 def _seconds(call: str, argument: str, value: Any, or_none: str, no_limit: str) -> float:
+    length = _number(call, argument, value, or_none)
+    if not length > 0:
+        raise ValueError(f"{call}: {argument} must be greater than 0 seconds{no_limit}, not {value}")
+    return length
+
+
+def _number(call: str, argument: str, value: Any, or_none: str) -> float:
+    """No longer than what Python can wait for."""
     if isinstance(value, bool) or not isinstance(value, (numbers.Real, Decimal)):
         raise TypeError(f"{call}: {argument} must be a number of seconds{or_none}, not {shown(value)}")
     try:
@@ -38,8 +54,6 @@ def _seconds(call: str, argument: str, value: Any, or_none: str, no_limit: str) 
     except OverflowError:
         # typeshed's Real has no order
         length = math.inf if value > 0 else -math.inf  # type: ignore[operator]
-    if not length > 0:
-        raise ValueError(f"{call}: {argument} must be greater than 0 seconds{no_limit}, not {value}")
     return min(length, threading.TIMEOUT_MAX)
 
 
@@ -98,21 +112,12 @@ def text(call: str, argument: str, value: Any) -> str:
     return value
 
 
-def known_options(call: str, options: Iterable[str], known: Iterable[str]) -> None:
-    """``TypeError`` for an option that the call does not have, with the one that was meant."""
-    known = tuple(known)
-    for name in options:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            rest = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}"
-            raise TypeError(f"{call}: has no option {name!r}; {rest}")
-
-
 def no_misspelt_option(
     call: str, function: Callable[..., Any], passed: Iterable[str], known: Iterable[str]
 ) -> None:
-    """The same where ``passed`` goes to the user's function: only what that does not take and what looks like
-    an option is refused here; the rest is for the check to report, with the function's line."""
+    """``TypeError`` for a misspelt option where ``passed`` goes to the user's function: only what that does
+    not take and what looks like an option is refused here; the rest is for the check to report, with the
+    function's line."""
     known = tuple(known)
     try:
         takes = inspect.signature(function).parameters.values()
@@ -123,7 +128,7 @@ def no_misspelt_option(
     names = {parameter.name for parameter in takes}
     known_options(
         call,
-        (name for name in passed if name not in names and difflib.get_close_matches(name, known, 1)),
+        (name for name in passed if name not in names and near_misses(name, known)),
         known,
     )
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterable, Callable, Iterable
-from typing import Any, Never, TypeVar, Unpack
+from typing import Any, TypeVar, Unpack
 
 from flowchan.declare.annotations import element_type, returned_type
-from flowchan.declare.arguments import known_options, no_misspelt_option, text
+from flowchan.declare.arguments import no_misspelt_option, text
 from flowchan.declare.general import General
 from flowchan.declare.options import SOURCE_OPTIONS, PlainOptions, shows
 from flowchan.declare.places import Placement
 from flowchan.declare.shapes import Many, Opened
 from flowchan.declare.stream import Feedback, Stream, origins, streams_argument, streams_of
 from flowchan.declare.values import DEFAULT_CAPACITY, DEFAULT_RESTARTS
+from flowchan.items.misspelt import known_options, refuses_misspelt
 from flowchan.items.text import shown
 
 T = TypeVar("T")
@@ -26,6 +27,7 @@ class Blueprint(General):
     ``Stream`` values which these return. :meth:`feedback` lets a graph lead back.
     """
 
+    @refuses_misspelt("Graph")
     def __init__(self, name: str = "graph") -> None:
         super().__init__(name)
         self._started: set[str] = set()  # stages that a run has started: an iterator of theirs is read
@@ -84,11 +86,9 @@ class Blueprint(General):
         )
         return streams_of(self, stage)[0]
 
-    def input(
-        self, name: str | None = None, capacity: int = DEFAULT_CAPACITY, **misspelt: Never
-    ) -> Stream[Any]:
+    @refuses_misspelt("input")
+    def input(self, name: str | None = None, capacity: int = DEFAULT_CAPACITY) -> Stream[Any]:
         """A stream of the items that are put from outside while the graph runs."""
-        known_options("input", misspelt, ("name", "capacity"))
         stage = self._declare("input", name=name, input_ports=(), outputs=[("out", None)], capacity=capacity)
         return streams_of(self, stage)[0]
 
@@ -108,6 +108,7 @@ class Blueprint(General):
         )
         return streams_of(self, stage)[0]
 
+    @refuses_misspelt("feedback")
     def feedback(self, name: str = "feedback") -> Feedback[Any]:
         """A stream of the items that a stage declared later puts: how a graph leads back. A :meth:`stage`
         reads it, and ``feedback.feed(stream)`` says what it is once that stage is declared. ``name`` stands

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from flowchan.declare.arguments import errors_argument, flag, placed, seconds, text
+from flowchan.declare.arguments import errors_argument, flag, pause, placed, seconds, text
 from flowchan.declare.callables import is_async, name_of
 from flowchan.declare.places import Place, Placement
 from flowchan.declare.values import (
@@ -164,7 +164,7 @@ class Builder:
             workers=workers,
             ordered=ordered,
             retries=retries,
-            retry_delay=seconds(kind, "retry_delay", retry_delay),
+            retry_delay=pause(kind, "retry_delay", retry_delay),
             retry_on=errors_argument(kind, "retry_on", retry_on),
             timeout=limit,
             restarts=restarts,

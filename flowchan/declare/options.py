@@ -37,7 +37,7 @@ class WorkOptions(NameOption, total=False):
     retries: int
     """How many times an item for which the function raised is tried again; 0 if left out."""
     retry_delay: float | None
-    """Seconds before each further try; none if left out."""
+    """Seconds before each further try; at once if left out, or 0."""
     retry_on: type[Exception] | tuple[type[Exception], ...]
     """Of which errors an item is tried again; of all if left out."""
     timeout: float | None

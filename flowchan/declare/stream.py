@@ -13,7 +13,7 @@ from types import GenericAlias
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, Unpack, overload
 
 from flowchan.declare.annotations import element_type, returned_type, type_name
-from flowchan.declare.arguments import callable_argument, known_options, seconds
+from flowchan.declare.arguments import callable_argument, seconds
 from flowchan.declare.builder import Builder
 from flowchan.declare.options import (
     ItemOptions,
@@ -27,6 +27,7 @@ from flowchan.declare.shapes import AnyFunction, Awaited, Built, Effect, Fold, M
 from flowchan.declare.values import Origin, Stage
 from flowchan.items.combining import OPERATIONS, Function, Named, Reduced
 from flowchan.items.failed import Failed
+from flowchan.items.misspelt import known_options, refuses_misspelt
 from flowchan.items.text import shown
 from flowchan.items.whole import whole
 
@@ -234,6 +235,7 @@ class Stream(Generic[T_co]):
         self.graph._tell_apart(origin)
         return stream
 
+    @refuses_misspelt("buffer")
     def buffer(self, capacity: int) -> Self:
         """This stream, with a channel of ``capacity`` items. It adds no stage."""
         self.graph._resize(self._own("buffer"), whole("buffer", "capacity", capacity, 1))

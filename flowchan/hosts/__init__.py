@@ -21,6 +21,7 @@ from flowchan.hosts.ray import ray as _ray
 from flowchan.hosts.slurm import slurm as _slurm
 from flowchan.hosts.spec import parse as _parse
 from flowchan.hosts.ssh import ssh as _ssh
+from flowchan.items.misspelt import refuses_misspelt
 
 if TYPE_CHECKING:
     from flowchan.hosts.far import open_channel
@@ -29,12 +30,14 @@ if TYPE_CHECKING:
 __all__ = ["HostError", "Pool", "local", "open_channel", "parse", "ray", "serve", "slurm", "ssh"]
 
 
+@refuses_misspelt("local")
 def local(count: int, *, patience: float = PATIENCE, tls: bool = False) -> Pool:
     """``count`` agents on this machine: to try a graph that will span hosts. They have its memory, cores and
     files in common with this program, and talk to it over loopback as agents elsewhere do."""
     return pool_of("local", _local(count), patience, tls)
 
 
+@refuses_misspelt("ssh")
 def ssh(
     *hosts: str,
     python: str = "python3",
@@ -48,12 +51,14 @@ def ssh(
     return pool_of("ssh", _ssh(*hosts, python=python, address=address), patience, tls)
 
 
+@refuses_misspelt("slurm")
 def slurm(*, address: str | None = None, patience: float = PATIENCE, tls: bool = False) -> Pool:
     """An agent on each node of the Slurm allocation that this program runs in. ``address`` as for
     :func:`ssh`."""
     return pool_of("slurm", _slurm(address=address), patience, tls)
 
 
+@refuses_misspelt("ray")
 def ray(
     count: int,
     *,

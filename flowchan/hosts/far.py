@@ -30,6 +30,7 @@ from flowchan.hosts.asking import Answer, Recalled, opened, seal, sealed_cause
 from flowchan.hosts.calls import Unanswered, is_not_now
 from flowchan.hosts.connection import PATIENCE, Connection, Line, using
 from flowchan.hosts.home import home_at, home_of
+from flowchan.items.misspelt import refuses_misspelt
 from flowchan.items.whole import is_whole
 from flowchan.transport import descriptors
 
@@ -432,6 +433,7 @@ def make_elsewhere(
         raise
 
 
+@refuses_misspelt("open_channel")
 def open_channel(
     address: str, secret: bytes, *, tls: bool = False, timeout: float = PATIENCE
 ) -> Channel[Any]:

@@ -16,6 +16,7 @@ from flowchan.hosts.connection import using
 from flowchan.hosts.far import arrive, make_elsewhere
 from flowchan.hosts.home import ANYWHERE, Home, chosen
 from flowchan.hosts.pool import PATIENCE
+from flowchan.items.misspelt import refuses_misspelt
 from flowchan.transport import descriptors
 from flowchan.transport.tcp import split
 
@@ -56,6 +57,7 @@ _settings: dict[str, Any] = {}
 _homes: list[Home] = []  # at most one
 
 
+@refuses_misspelt("serve")
 def serve(
     address: str = ANYWHERE,
     *,

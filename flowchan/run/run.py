@@ -20,6 +20,7 @@ from flowchan.channel.channel import Out
 from flowchan.declare.arguments import seconds
 from flowchan.declare.stream import Stream
 from flowchan.errors import Broken, Deadlock, Interrupted, RunError, StageError
+from flowchan.items.misspelt import refuses_misspelt
 from flowchan.run.asking import NOTHING, Asking, answering_ends
 from flowchan.run.decisions import AbortAsked, StopAsked
 from flowchan.run.events import Failure, WorkerId
@@ -179,6 +180,7 @@ class Run:
 
     # --- the end ---
 
+    @refuses_misspelt("wait")
     def wait(self, timeout: float | None = None) -> Results:
         """Waits for the end and gives the results. Raises ``TimeoutError`` when the run still goes on after
         ``timeout`` seconds, ``RunError`` when a stage failed, and :class:`~flowchan.Interrupted` after a

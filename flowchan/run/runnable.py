@@ -12,6 +12,7 @@ from flowchan.check.rules import raise_for
 from flowchan.declare.arguments import flag
 from flowchan.declare.blueprint import Blueprint
 from flowchan.errors import Interrupted
+from flowchan.items.misspelt import refuses_misspelt
 from flowchan.items.whole import whole
 from flowchan.run.guard import leave_if_unguarded
 from flowchan.run.memory import budget
@@ -35,6 +36,7 @@ class Runnable(ABC):
         watching = pkgutil.resolve_name("flowchan.viz.progress:watching")
         return watching(self._blueprint())  # type: ignore[no-any-return]
 
+    @refuses_misspelt("start")
     def start(self, *, seed: int | None = None, memory: int | None = None) -> Run:
         """Checks the graph and starts it. Raises ``GraphError`` with everything that is wrong with it, and
         ``OSError`` when there is no memory for its channels. With the same ``seed`` the workers draw the same
@@ -57,6 +59,7 @@ class Runnable(ABC):
             raise
         return run
 
+    @refuses_misspelt("run")
     def run(self, *, seed: int | None = None, memory: int | None = None, progress: bool = False) -> Results:
         """Runs the graph to its end and gives the results by stream; ``seed`` and ``memory`` as for
         :meth:`start`. With ``progress`` it shows how far it is: on a terminal, in a notebook or by plain

@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from flowchan import Graph
 from flowchan.declare.arguments import placed
 from flowchan.declare.places import Place
+from flowchan.items.misspelt import refuses_misspelt
 from flowchan.pipelines.sequential import balance as balancing
 from flowchan.pipelines.sequential.autograd import Differentiable
 from flowchan.pipelines.sequential.checks import (
@@ -78,6 +79,7 @@ class Sequential(nn.Module):
     _line: nn.Sequential
     _traced: Traced | None
 
+    @refuses_misspelt("Sequential")
     def __init__(
         self,
         module: nn.Module | Iterable[nn.Module],

@@ -129,5 +129,11 @@ def test_a_text_stays_one_where_the_annotation_does_not_say_what_it_is_to_become
     assert converted("a text", annotation) == "a text"
 
 
+def test_a_truth_value_is_told_from_what_is_none() -> None:
+    assert [converted(word, bool) for word in ("yes", "off", "1")] == [True, False, True]
+    with pytest.raises(ValueError, match=r"^'maybe' is none of true, false, yes, no, on, off, 1, 0$"):
+        converted("maybe", bool)
+
+
 def test_the_version_is_that_of_the_package() -> None:
     assert flowchan("--version").output == f"flowchan {importlib.metadata.version('flowchan')}\n"

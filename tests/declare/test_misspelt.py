@@ -11,7 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+import flowchan.hosts as hosts
+import flowchan.pipelines as pipelines
 from flowchan import Channel, Empty, Graph, In, Out, Stream, select
+from flowchan.collective import group, members
 from flowchan.declare.builder import Builder
 
 
@@ -50,6 +53,65 @@ def test_a_misspelt_option_names_the_verb_and_what_was_meant(verb: str, meant: s
     graph = Graph("g")
     with pytest.raises(TypeError, match=rf"^{verb}: has no option '\w+'; did you mean '{meant}'\?$"):
         call(graph, graph.source([1]))
+
+
+CALLS: list[tuple[str, str, Callable[..., Any], tuple[Any, ...]]] = [
+    ("Graph", "name", Graph, ()),
+    ("feedback", "name", Graph().feedback, ()),
+    ("buffer", "capacity", Graph().source([1]).buffer, ()),
+    ("run", "progress", Graph().run, ()),
+    ("run", "progress", Graph().pool().run, ()),
+    ("start", "memory", Graph().start, ()),
+    ("Channel", "capacity", Channel, ()),
+    ("put", "timeout", Channel(1).put, (1,)),
+    ("get", "timeout", Channel(1, across="processes").get, ()),
+    ("get_many", "timeout", Channel(1).reader().get_many, (1,)),
+    ("local", "patience", hosts.local, (1,)),
+    ("ssh", "python", hosts.ssh, ("nowhere",)),
+    ("slurm", "address", hosts.slurm, ()),
+    ("ray", "resources", hosts.ray, (1,)),
+    ("serve", "secret", hosts.serve, ()),
+    ("open_channel", "timeout", hosts.open_channel, ("127.0.0.1:1/1", b"")),
+    ("group", "secret", group, ()),
+    ("members", "name", members, (1,)),
+    ("map", "on", pipelines.map, (1, abs)),
+    ("TaskPool", "initializer", pipelines.TaskPool, ()),
+    ("Server", "secret", pipelines.Server, ()),
+    ("Client", "timeout", pipelines.Client, ("127.0.0.1:1", b"")),
+    ("Lock", "across", pipelines.Lock, ()),
+    ("Semaphore", "value", pipelines.Semaphore, ()),
+    ("Event", "across", pipelines.Event, ()),
+    ("Condition", "across", pipelines.Condition, ()),
+    ("Barrier", "across", pipelines.Barrier, (1,)),
+    ("SharedDict", "across", pipelines.SharedDict, ()),
+    ("workqueue", "capacity", pipelines.workqueue, ()),
+]
+
+
+@pytest.mark.parametrize(("name", "meant", "call", "given"), CALLS)
+def test_other_calls_do_the_same(name: str, meant: str, call: Callable[..., Any], given: tuple[Any]) -> None:
+    misspelt = f"{meant[0]}{meant}"
+    with pytest.raises(TypeError, match=f"^{name}: has no option '{misspelt}'; did you mean '{meant}'\\?$"):
+        call(*given, **{misspelt: 1})
+
+
+def test_operations_of_a_group_do_the_same() -> None:
+    (alone,) = members(1)
+    with (
+        alone,
+        pytest.raises(TypeError, match=r"^allreduce: has no option 'tiemout'; did you mean 'timeout'"),
+    ):
+        alone.allreduce(1, tiemout=1)
+
+
+def test_help_shows_the_options_that_a_call_has() -> None:
+    assert list(inspect.signature(Graph.run).parameters) == ["self", "seed", "memory", "progress"]
+    assert list(inspect.signature(Channel).parameters) == ["capacity", "across", "max_bytes"]
+
+
+def test_an_option_like_no_other_of_a_native_call_is_told_what_there_is() -> None:
+    with pytest.raises(TypeError, match=r"^put: has no option 'colour'; it has item, timeout$"):
+        Channel(1).put(1, colour=1)  # type: ignore[call-arg]
 
 
 def test_an_option_like_no_other_is_told_what_there_is() -> None:

@@ -40,6 +40,7 @@ SHARED = {
     "flowchan.declare.arguments",
     "flowchan.declare.callables",
     "flowchan.declare.places",
+    "flowchan.items.misspelt",
     "flowchan.items.refusal",
     "flowchan.hosts.joining",
     "flowchan.items.text",

@@ -54,6 +54,19 @@ def test_an_item_is_tried_again_after_the_delay(how: str) -> None:
     assert third - second >= 0.05
 
 
+@pytest.mark.parametrize("none", [0, 0.0, None])
+def test_a_delay_of_nothing_is_none(none: float | None) -> None:
+    graph = Graph("at once")
+    result = graph.source([7]).map(Fails(2), retries=2, retry_delay=none).collect()
+    assert graph.run()[result] == [7]
+
+
+@pytest.mark.parametrize("wrong", [-1, float("nan")])
+def test_a_delay_is_not_negative(wrong: float) -> None:
+    with pytest.raises(ValueError, match=rf"^map: retry_delay must be at least 0 seconds, not {wrong}$"):
+        Graph().source([7]).map(abs, retries=1, retry_delay=wrong)
+
+
 def test_a_run_that_breaks_off_does_not_wait_for_the_next_try() -> None:
     fails = Fails(10)
     graph = Graph("delayed")
