@@ -121,6 +121,8 @@ Member::Member(int fd, uint32_t rank) : rank(rank), size(size_of_group(fd)), fd_
     big_ = static_cast<unsigned char*>(at) + control_;
     lanes_ = reinterpret_cast<Lane*>(big_ + big_length_);
     pauses_ = most_pauses(size);
+    std::fill_n(by_slices_, TRIED, size > 2);  // two read as much either way, and copy less by exchange
+    std::fill_n(trials_, TRIED, Trial(size > 2));
     identity_ = number_of_memory(fd);
 }
 
@@ -253,7 +255,7 @@ End Member::finish(End end) {
 
 void Member::publish(Call call, uint32_t flags, uint64_t bytes) {
     Cell& mine = cell(rank);
-    mine.flags = flags;
+    mine.flags = flags | says_;
     mine.key = key_of(call);
     mine.bytes = bytes;
     fault_point();

@@ -28,9 +28,11 @@
 #pragma once
 
 #include "kernels.hpp"
+#include "trial.hpp"
 #include "waiting.hpp"
 
 #include <algorithm>
+#include <bit>
 #include <memory>
 #include <thread>
 
@@ -76,7 +78,8 @@ static_assert(sizeof(Cell) == LINE);
 
 enum Gone : uint32_t { HERE, LEFT, GAVE_UP };
 // What a cell says besides. IN_PLACE: what is to be read lies in its owner's memory.
-constexpr uint32_t NO_MEMORY = 1, IN_PLACE = 2, COULD_NOT = 4;
+// BY_SLICES: of rank 0 in an allreduce, that the next one of about this size is done so.
+constexpr uint32_t NO_MEMORY = 1, IN_PLACE = 2, COULD_NOT = 4, BY_SLICES = 8;
 
 struct Seat {
     Cell cell[2];
@@ -100,13 +103,18 @@ struct Plan {
     uint64_t past = 0;      // from so many on, what is only moved is written past the caches
 };
 
+// Sizes of which the quicker way is found by trial, up to twice as much each; larger ones are like the last.
+constexpr uint64_t UNTRIED = 32 * 1024;
+constexpr uint32_t TRIED = 16;
+
 struct GroupHeader {
-    static constexpr uint64_t MAGIC = 0x32707567'776f6c66;  // "flowgrup"2
+    static constexpr uint64_t MAGIC = 0x33707567'776f6c66;  // "flowgrup"3
     uint64_t magic = MAGIC;
     Plan plan;  // the same for all, so it is its maker's
     uint32_t size = 0;
     std::atomic<uint32_t> fenced{0};
-    std::atomic<uint32_t> disbanded{0};  // nobody begins an operation any more
+    std::atomic<uint32_t> disbanded{0};        // nobody begins an operation any more
+    std::atomic<int64_t> took[TRIED][2] = {};  // by exchange and by slices, in ns, when both were last tried
 };
 
 // Where a member has something for another one, a channel or the memory of another group: a descriptor of its
@@ -178,10 +186,15 @@ class Member {
     bool broken() const { return broken_; }
 
     // How an operation on so many bytes is done: as chosen, where that can be, else by the plan.
-    Way way_of_combining(uint32_t doing, uint64_t bytes) const {
-        const Way way = chosen_[doing % OPERATIONS];
-        const uint64_t most = way == Way::Exchange ? BIG : way == Way::Slices ? 0 : plan_.exchange;
-        return bytes <= most ? Way::Exchange : Way::Slices;
+    Way way_of_combining(uint32_t doing, uint64_t bytes, bool for_all) const {
+        if (const Way way = chosen_[doing % OPERATIONS]; way != Way::Any) return way;
+        if (for_all && bytes > UNTRIED) return by_slices_[class_of(bytes)] ? Way::Slices : Way::Exchange;
+        return bytes <= plan_.exchange ? Way::Exchange : Way::Slices;
+    }
+    // How long an allreduce of about that size took at least, when both ways were last tried; 0: not yet.
+    int64_t took(uint64_t bytes, Way way) const {
+        if (bytes <= UNTRIED) return 0;
+        return header_->took[class_of(bytes)][way == Way::Slices].load(std::memory_order_relaxed);
     }
     Way way_of_moving(uint32_t doing, uint64_t bytes, bool from_one = false) const {
         const Way way = chosen_[doing % OPERATIONS];
@@ -274,6 +287,9 @@ class Member {
     unsigned char* payload(uint32_t member, size_t bytes) const {
         return bytes <= INLINE ? cell(member).data : bytes <= SMALL ? small(member) : big(member);
     }
+    static uint32_t class_of(uint64_t bytes) {
+        return std::min<uint32_t>(std::bit_width((bytes - 1) / UNTRIED) - 1, TRIED - 1);
+    }
     uint64_t shown_at(uint32_t member) const { return *reinterpret_cast<const uint64_t*>(cell(member).data); }
     End begin(Call call);
     End finish(End end);
@@ -299,6 +315,10 @@ class Member {
     bool may_join(uint32_t member) const;
     bool any_is_lost(uint32_t from) const;
     bool reserve_big();  // this member's big slots
+    End try_next(Call call, const void* in, void* out, size_t count, Element element, Op op,
+                 Patience& patience);
+    End combine(Way way, Call call, const void* in, void* out, size_t count, Element element, Op op, int root,
+                Patience& patience);
     End alone(Call call, const void* in, void* out, size_t bytes);
     End exchange(Call call, const void* in, void* out, size_t count, Element element, Op op, int root,
                  Patience&);
@@ -310,6 +330,11 @@ class Member {
     GroupHeader* header_ = nullptr;
     Plan plan_;
     Way chosen_[OPERATIONS] = {};
+    bool by_slices_[TRIED];  // the next allreduce: the same for all, as rank 0 has said in the last one
+    Trial trials_[TRIED];    // of rank 0
+    bool timed_ = false;
+    int64_t since_ = 0;  // when all had come, less what was done before that
+    uint32_t says_ = 0;  // flags of all rounds
     Seat* seats_ = nullptr;
     unsigned char* small_ = nullptr;
     unsigned char* big_ = nullptr;

@@ -189,10 +189,16 @@ void bind_group(nb::module_& m) {
         .def(
             "_way",
             [](PyGroup& group, uint32_t doing, uint64_t bytes, bool combining) {
-                return int(combining ? group.way_of_combining(doing, bytes)
+                return int(combining ? group.way_of_combining(doing, bytes, doing == ALLREDUCE)
                                      : group.way_of_moving(doing, bytes, doing == BROADCAST));
             },
             "doing"_a, "size"_a, "combining"_a)
+        .def(
+            "_took",
+            [](PyGroup& group, uint64_t bytes) {
+                return nb::make_tuple(group.took(bytes, Way::Exchange), group.took(bytes, Way::Slices));
+            },
+            "size"_a)
         .def("_disband", &PyGroup::disband)
         .def_prop_ro("_disbanded", &PyGroup::disbanded)
         .def("_count_out", &PyGroup::count_out, "member"_a)

@@ -76,9 +76,12 @@ End Member::show(Call call, uint64_t bytes, size_t payload_size, Fill fill, Pati
     const bool fits = payload_size <= SMALL || reserve_big();
     unsigned char* to = payload(rank, payload_size);
     for (size_t i = LINE; payload_size <= SMALL && i < payload_size; i += LINE) prefetch(to + i);
+    const int64_t began = timed_ ? now_ns() : 0;
     if (fits) fill(to);
+    const int64_t filled = timed_ ? now_ns() - began : 0;
     publish(call, flags | (fits ? 0 : NO_MEMORY), bytes);
     if (const End end = await_all(patience); end != End::Done) return end;
+    if (timed_) since_ = now_ns() - filled;
     return judge(call);
 }
 
@@ -136,19 +139,58 @@ End Member::alone(Call call, const void* in, void* out, size_t bytes) {
 End Member::allreduce(Call call, const void* in, void* out, size_t count, Element element, Op op, int root,
                       Patience& patience) {
     if (size == 1) return alone(call, in, out, count * size_of_element(element));
-    const Way way = way_of_combining(call.doing, count * size_of_element(element));
-    return finish(way == Way::Exchange ? exchange(call, in, out, count, element, op, root, patience)
-                                       : slices(call, in, out, count, element, op, root, patience));
+    const uint64_t bytes = count * size_of_element(element);
+    if (root < 0 && bytes > UNTRIED && chosen_[call.doing % OPERATIONS] == Way::Any)
+        return finish(try_next(call, in, out, count, element, op, patience));
+    const Way way = way_of_combining(call.doing, bytes, root < 0);
+    return finish(combine(way, call, in, out, count, element, op, root, patience));
 }
 
+End Member::combine(Way way, Call call, const void* in, void* out, size_t count, Element element, Op op,
+                    int root, Patience& patience) {
+    return way == Way::Exchange ? exchange(call, in, out, count, element, op, root, patience)
+                                : slices(call, in, out, count, element, op, root, patience);
+}
+
+// Rank 0 sees which way is the quicker one, and says in each operation how the next one is done: so all know it
+// when they begin that, and no word more is sent. Who has failed in one begins no other.
+End Member::try_next(Call call, const void* in, void* out, size_t count, Element element, Op op,
+                     Patience& patience) {
+    const uint32_t kind = class_of(count * size_of_element(element));
+    const bool sliced = by_slices_[kind];
+    timed_ = rank == 0;
+    if (timed_ && trials_[kind].next()) says_ = BY_SLICES;
+    const End end =
+        combine(sliced ? Way::Slices : Way::Exchange, call, in, out, count, element, op, -1, patience);
+    says_ = 0;
+    if (end == End::Done) by_slices_[kind] = cell(0).flags & BY_SLICES;
+    if (end == End::Done && timed_ && trials_[kind].took(sliced, now_ns() - since_))
+        for (const bool way : {false, true})
+            header_->took[kind][way].store(trials_[kind].least(way), std::memory_order_relaxed);
+    timed_ = false;
+    return end;
+}
+
+// Chunk by chunk, where it is large.
 End Member::exchange(Call call, const void* in, void* out, size_t count, Element element, Op op, int root,
                      Patience& patience) {
-    const size_t bytes = count * size_of_element(element);
-    const End end = show(call, bytes, bytes, [&](void* to) { copy(to, in, bytes); }, patience);
-    if (end != End::Done || (root >= 0 && uint32_t(root) != rank)) return end;
+    const size_t width = size_of_element(element), bytes = count * width;
+    const size_t chunk = bytes <= plan_.exchange ? std::max<size_t>(bytes, 1) : chunk_of(bytes, plan_.chunk);
+    const size_t rounds = chunks(bytes, chunk), shown = std::min(bytes, chunk);
+    const Kernel kernel = find_kernel(element, op);
+    const auto length = [&](size_t t) { return std::min(chunk, bytes - t * chunk); };
+    const auto stage = [&](size_t t) { copy(payload(rank, shown), at(in, t * chunk), length(t)); };
     Inputs inputs(size);
-    for (uint32_t r = 0; r < size; ++r) inputs[r] = r == rank ? in : payload(r, bytes);
-    find_kernel(element, op)(out, inputs.data(), size, count);
+    End end = show(call, bytes, shown, [&](void*) { stage(0); }, patience);
+    for (size_t t = 0; end == End::Done; ++t) {
+        for (uint32_t r = 0; r < size; ++r) inputs[r] = r == rank ? at(in, t * chunk) : payload(r, shown);
+        if (root < 0 || uint32_t(root) == rank)
+            kernel(at(out, t * chunk), inputs.data(), size, length(t) / width);
+        if (t + 1 == rounds) break;
+        round_ += 1;
+        stage(t + 1);
+        end = next(call, patience);
+    }
     return end;
 }
 

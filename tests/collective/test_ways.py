@@ -4,6 +4,9 @@ is taken is said, and can be chosen. Values of built-in types arrive as they wer
 from __future__ import annotations
 
 import os
+import random
+import re
+import time
 from typing import Any
 
 import numpy as np
@@ -114,6 +117,41 @@ def test_an_alltoall_may_fill_what_it_sends(way: str | None) -> None:
             assert [set(x.tolist()) for x in outs] == [{10 * source + g.rank} for source in range(g.size)]
 
     raised(in_processes(3, body))
+
+
+def test_the_quicker_way_of_an_allreduce_is_found_and_all_take_it(run_on_one_host: Any) -> None:
+    """By figures that all of them say alike. What was chosen is taken whatever the figures are."""
+
+    def body(g: Any) -> Any:
+        x = np.ones(100_000, np.float32)
+        before = g.explain("allreduce", x)
+        for _ in range(20):  # some in either way
+            g.allreduce(x)
+        found = g.explain("allreduce", x)
+        g.barrier()
+        g.select("allreduce", "exchange" if " slices: " in found else "slices")
+        return before, found, g.explain("allreduce", x), g.explain("allreduce", x[:100])
+
+    (before, found, chosen, small), *others = run_on_one_host(3, body)
+    assert others == [(before, found, chosen, small)] * 2
+    assert not any("measured" in one for one in (before, chosen, small))
+    measured = re.search(r"as measured: exchange (\d+) µs, slices (\d+) µs", found)
+    assert measured
+    exchange, slices = map(int, measured.groups())
+    assert exchange == slices or (" exchange: " in found) == (exchange < slices)
+    assert (" exchange: " in chosen) != (" exchange: " in found)
+
+
+def test_members_that_come_late_take_the_same_ways(run_on_one_host: Any) -> None:
+    def body(g: Any) -> None:
+        sizes, mine = random.Random(1), random.Random(g.rank)
+        for turn in range(300):
+            x = np.full(sizes.choice([10_000, 30_000, 70_000]), turn + g.rank)
+            if mine.random() < 0.1:
+                time.sleep(mine.random() / 1000)
+            assert set(g.allreduce(x).tolist()) == {g.size * turn + 3}
+
+    run_on_one_host(3, body)
 
 
 def test_ways_that_differ_do_not_match() -> None:
