@@ -12,7 +12,7 @@ started.
 | read-twice | several stages read one stream |
 | ports | streams and arguments do not fit the function's parameters |
 | type | the items are not what the reader's annotation asks for |
-| async | an ``async def`` function in a stage that takes none, or in one whose workers are processes |
+| async | an ``async def`` function in a stage that takes none |
 | pickle | something cannot be sent to a stage's process |
 | hosts | the hosts of a stage are still to be given, or can't be known here |
 | gang | the workers of a stage can't form a group as they are declared |
@@ -307,12 +307,6 @@ def _asyncs(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
         if not stage.verb.async_body:
             others = ", ".join(sorted(verb.name for verb in VERBS.values() if verb.async_body))
             message = f"{stage.kind} takes no async function; {others} do"
-            yield place, Problem("async", stage.name, stage.where, message)
-        elif stage.place.apart:
-            message = (
-                f"an async function runs as {stage.workers} tasks of one event loop, "
-                f"on='thread', not {stage.place.name!r}"
-            )
             yield place, Problem("async", stage.name, stage.where, message)
 
 

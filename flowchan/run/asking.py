@@ -135,7 +135,7 @@ class Answering:
             wanted = self._wanted(item)
             return self._given(wanted, function(bare(wanted)))
 
-        return call_later if is_async(self._stage.function) else call
+        return call_later if is_async(function) else call
 
     def _wanted(self, item: Any) -> Any:
         """The item, of a batch what is left of it. Raises ``Dropped`` when nobody waits for it, and what its

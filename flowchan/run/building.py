@@ -4,11 +4,12 @@ once and closed at the end."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
-from flowchan.declare.callables import is_callable_class
+from flowchan.declare.callables import is_async, is_callable_class
 from flowchan.errors import Broken, Closed
 
 Function = Callable[..., Any]
@@ -26,10 +27,21 @@ def _made(function: Function | None) -> tuple[Function, Callable[[], Any]]:
     return instance, close if callable(close) else nothing
 
 
+def _made_to_call(function: Function | None) -> tuple[Function, Callable[[], Any]]:
+    """The same for who waits for each call. Only in processes a worker of its own has an async function."""
+    call, close = _made(function)
+    if not is_async(call):
+        return call, close
+    from flowchan.run.driven import Driven  # asyncio is slow to import
+
+    driven = Driven()
+    return driven.around(call), functools.partial(driven.close, close)
+
+
 @contextlib.contextmanager
 def built(function: Function | None) -> Iterator[Function]:
     """What a worker calls in one run."""
-    call, close = _made(function)
+    call, close = _made_to_call(function)
     try:
         yield call
     finally:
@@ -57,7 +69,7 @@ class Lasting:
     def built(self, function: Function | None) -> Iterator[Function]:
         """For one run."""
         if self._made is None:
-            self._made = _made(function)
+            self._made = _made_to_call(function)
         try:
             yield self._made[0]
         except (Closed, Broken):  # the run has ended

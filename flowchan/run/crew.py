@@ -187,7 +187,7 @@ class LocalCrew:
             if not worker.stage.place.apart and not worker.gathers and not worker.is_task:
                 self.start_thread(worker.id)
         for stage in self.plan.graph.stages:
-            if is_async(stage.function):
+            if is_async(stage.function) and not stage.place.apart:
                 self._start_loop(stage)
         if self._apart is not None:
             self.helpers.append(self._started(" mail", self.help, self._deliver))

@@ -35,8 +35,8 @@ class PlannedWorker:
 
     @property
     def is_task(self) -> bool:
-        """Whether it is a task of its stage's event loop, beside the stage's other workers."""
-        return is_async(self.stage.function)
+        """Whether it is a task of its stage's event loop, beside the stage's other workers on one thread."""
+        return is_async(self.stage.function) and not self.stage.place.apart
 
     @property
     def gathers(self) -> bool:

@@ -456,12 +456,6 @@ def problems_of(graph: Graph) -> list[tuple[str, str]]:
     return [(problem.rule, problem.stage) for problem in graph.check()]
 
 
-def test_async_functions_do_not_run_in_processes() -> None:
-    graph = Graph("async")
-    graph.source(range(3)).map(same, on="process", name="remote").sink(print)
-    assert problems_of(graph) == [("async", "remote")]
-
-
 async def numbers() -> AsyncIterator[int]:
     yield 1
 

@@ -151,10 +151,8 @@ def test_its_annotation_gives_the_type_of_the_items(annotation: Any) -> None:
     assert (problem.rule, problem.stage) == ("type", "shout")
 
 
-def test_an_async_generator_does_not_run_in_a_process_and_must_not_be_called_already(log: Log) -> None:
+def test_an_async_generator_must_not_be_called_already(log: Log) -> None:
     graph = Graph("polls")
-    graph.source(log.tail, 1, on="process").sink(same)
-    assert "async" in [problem.rule for problem in graph.check()]
     with pytest.raises(
         TypeError, match=r"give the function, to be called inside the run, .*graph.source\(tail, path\)"
     ):
