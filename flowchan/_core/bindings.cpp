@@ -306,6 +306,7 @@ NB_MODULE(_core, m) {
             },
             "deaths"_a, "handler"_a.none())
         .def("_hand_over", hand_over<In>)
+        .def("_leave_open", [](In& in) { in.open = false; })  // another process, which has it too, ends it
         .def("__enter__", [](nb::handle self) { return self; })
         .def(
             "__exit__", [](In& in, nb::handle type, nb::handle, nb::handle) { in.close(type.is_none()); },
@@ -341,6 +342,7 @@ NB_MODULE(_core, m) {
             "size"_a, "timeout"_a.none())
         .def("_supervise", supervise<Out>)
         .def("_hand_over", hand_over<Out>)
+        .def("_leave_open", [](Out& out) { out.open = false; })
         .def("__enter__", [](nb::handle self) { return self; })
         .def(
             "__exit__", [](Out& out, nb::handle, nb::handle, nb::handle) { out.close(); }, nb::lock_self(),

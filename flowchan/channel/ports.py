@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copyreg
+from collections.abc import Callable
+from types import TracebackType
 from typing import Any, TypeVar
 
 from flowchan import _core
@@ -13,10 +15,32 @@ T_co = TypeVar("T_co", covariant=True)
 T_contra = TypeVar("T_contra", contravariant=True)
 
 
+Asked = Callable[[Any, BaseException | None], bool]
+"""Whether this port is closed; by an error, if there is one that ends a block."""
+
+
+def _leaves(port: In[Any] | Out[Any], error: BaseException | None) -> bool:
+    ask: Asked | None = getattr(port, "_may_close", None)
+    return ask is None or ask(port, error)
+
+
 class In(_core.In[T_co]):
     """A stage's reading end of a channel. Taking the next item finishes the one before."""
 
-    __slots__ = ()
+    __slots__ = ("_may_close",)  # what runs a stage is asked before one of its ports is closed
+    _may_close: Asked | None
+
+    def close(self) -> None:
+        """Leave: the items in hand count as finished."""
+        if _leaves(self, None):
+            super().close()
+
+    def __exit__(
+        self, type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if _leaves(self, error):
+            super().__exit__(type, error, traceback)
+
     aget = awaiting.aget
     __aiter__ = awaiting.aiter_items
     __anext__ = awaiting.anext_item
@@ -25,7 +49,20 @@ class In(_core.In[T_co]):
 class Out(_core.Out[T_contra]):
     """A stage's writing end of a channel."""
 
-    __slots__ = ()
+    __slots__ = ("_may_close",)  # what runs a stage is asked before one of its ports is closed
+    _may_close: Asked | None
+
+    def close(self) -> None:
+        """Leave; the last writer to leave closes the channel."""
+        if _leaves(self, None):
+            super().close()
+
+    def __exit__(
+        self, type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if _leaves(self, error):
+            super().__exit__(type, error, traceback)
+
     aput = awaiting.aput
     loan = arrays.loan
 

@@ -18,6 +18,7 @@ from flowchan.run.bodies import Job
 from flowchan.run.building import built_async, nothing
 from flowchan.run.chance import Worker
 from flowchan.run.events import Began, Event, Failure, WorkerId
+from flowchan.run.leaving import Leaving
 from flowchan.run.opening import Ports
 from flowchan.run.worker import end, job_of, join_ports, let_go, tell_aborts
 
@@ -75,6 +76,7 @@ def work_together(
         chance.enter(here)
         job = Job(kind=stage.kind, function=nothing)
         ended_by: BaseException | None = None
+        leaving = Leaving(worker, ports, tell)
         tell_aborts(worker, ports, tell, sends=False)
         try:
             join_ports(ports, stage)
@@ -87,7 +89,8 @@ def work_together(
         except BaseException as error:
             ended_by = let_go(error, ports)
         silent.discard(worker)
-        end(worker, job, ports, ended_by, tell, sends=False)
+        end(worker, job, ports, leaving, ended_by, tell, sends=False)
+        leaving.done()
 
     silent = {WorkerId(here.stage, here.number) for here in workers}
     together = tasks.run(one(here, ports) for here, ports in workers.items())

@@ -3,7 +3,8 @@
 A worker that aborts one of its channels says so before it does. But words come two ways, from threads at once
 and from processes by mail, so the end of a worker that met the break may be heard first; and a break by the
 program, or in a thread of the user's own, is told by nobody. So a break that is found counts once everything
-has been heard, and the first who told of one is to blame: all others met its consequences.
+has been heard, and the first who told of one is to blame: all others met its consequences. Who meets a break
+passes it on to its other channels; where nobody told, the break began in a channel to which nobody passed it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import time
 from collections.abc import Callable
 
-from flowchan.run.events import Aborted, Ended, Failure, WorkerId
+from flowchan.run.events import Aborted, Ended, Failure, Met, WorkerId
 from flowchan.run.plan import Plan
 
 LOOK = 0.5
@@ -37,6 +38,7 @@ class Breaks:
         self._cause_of = cause_of
         self._told: list[Aborted] = []
         self._found: list[str] = []
+        self._passed_on: set[str] = set()
         self._ends: list[Ended] = []
         self._next_look = 0.0
         self._over = False
@@ -55,6 +57,13 @@ class Breaks:
         new."""
         if not self._over:
             self._told.append(aborted)
+
+    def hear_met(self, met: Met) -> None:
+        """A worker has met a break, and passes it on."""
+        if not self._over:
+            worker = next(worker for worker in self._plan.workers if worker.id == met.worker)
+            self._found += met.channels
+            self._passed_on |= {*worker.channels()} - {*met.channels}
 
     @property
     def pending(self) -> bool:
@@ -95,7 +104,7 @@ class Breaks:
             error = told.error or self._cause_of(told.channel)
             return Failure(told.worker, error, None, told.pid, told.channel, told.host)
         if found:
-            name = found[0]
+            name = next((name for name in found if name not in self._passed_on), found[0])
             writer = next(link.writer for link in self._plan.links if link.name == name)
             return Failure(WorkerId(writer, 0), self._cause_of(name), None, os.getpid(), name)
         return None

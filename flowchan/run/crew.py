@@ -16,7 +16,7 @@ from flowchan.channel.awaiting import waits_of_loops
 from flowchan.channel.channel import Channel, In
 from flowchan.declare.callables import is_async
 from flowchan.declare.values import Stage
-from flowchan.errors import Broken, ChannelError, Closed
+from flowchan.errors import Broken, Closed
 from flowchan.items.codec import dumps_for_worker
 from flowchan.run import chance, decisions
 from flowchan.run.deadlock import Elsewhere, Glance
@@ -25,6 +25,7 @@ from flowchan.run.events import Began, Crashed, Event, Started, WorkerId
 from flowchan.run.gangs import Gangs
 from flowchan.run.guard import starts_of
 from flowchan.run.lasting import Employed, LastingProcesses
+from flowchan.run.leaving import broken_by
 from flowchan.run.logs import Logged, log_here
 from flowchan.run.measure import Snapshot, measure
 from flowchan.run.opening import Ports, open_plan, open_ports
@@ -287,18 +288,17 @@ class LocalCrew:
 
     def end_unwanted(self) -> None:
         for inputs, outputs in self._between:
-            if all(out.closed for out in outputs):
+            if all(out.closed and not out.broken for out in outputs):
                 for channel in inputs:
                     channel.close()
 
     def break_channels(self, cause: BaseException | None) -> None:
-        # The last ones first: a stage that meets the break ends, and what is behind it must not take that for
-        # the end of all items.
-        for channel in reversed(self.channels.values()):
+        for channel in self.channels.values():
             channel.abort(cause)
 
     def release_ports(self, id: WorkerId) -> None:
         for port in self._opened.ports[id].everything():
+            port._may_close = None  # its worker has ended, or is given up
             port.close()
 
     def broken(self, id: WorkerId | None) -> list[str]:
@@ -306,13 +306,8 @@ class LocalCrew:
         return [name for name in names if self.channels[name].broken]
 
     def cause_of(self, channel: str) -> BaseException:
-        try:
-            self.channels[channel].get_nowait()
-        except Broken as error:
-            return error.__cause__ or error.with_traceback(None)
-        except ChannelError:
-            pass
-        return Broken(f"channel {channel!r} is broken")
+        error = broken_by(self.channels[channel])
+        return error.__cause__ or error
 
     def snapshots(self) -> tuple[Snapshot, ...]:
         return measure(self.plan, self.channels)

@@ -70,6 +70,14 @@ class Aborted:
 
 
 @dataclass(frozen=True, slots=True)
+class Met:
+    """The worker has found these of its channels broken, and is about to break all others that it has."""
+
+    worker: WorkerId
+    channels: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Retried:
     """The worker tries an item again."""
 
@@ -141,6 +149,7 @@ Event = (
     | Ended
     | Failure
     | Aborted
+    | Met
     | Retried
     | Troubled
     | Answered

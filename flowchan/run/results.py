@@ -116,17 +116,28 @@ class Gathering:
         if stage not in self._kept:
             self._end(stage)
 
-    def leave_all(self, of_thread: int | None = None) -> None:
-        """Nobody iterates over the results that a thread, or any, was iterating over."""
+    def leave_all(self, of_thread: int) -> None:
+        """Nobody iterates over the results that a thread was iterating over."""
         for stage, reader in list(self._iterated.items()):
-            if reader is not None and of_thread in (None, reader):
+            if reader == of_thread:
                 self._end(stage)
+
+    def break_all(self) -> None:
+        """The run was asked to break off, and nobody iterates any more."""
+        for stage, reader in list(self._iterated.items()):
+            if reader is not None:
+                self._break(stage)
 
     def leave_kept(self) -> None:
         """The program has caught the Ctrl-C that ended its loop, and goes on."""
         for stage in self._kept:
             self._end(stage)
         self._kept.clear()
+
+    def _break(self, stage: str) -> None:
+        """Not as an early end: what the stages before it give besides would be taken for the whole."""
+        self._crew.port(_worker(stage)).channel.abort()
+        self._end(stage)
 
     def _end(self, stage: str) -> None:
         self._iterated[stage] = None
@@ -176,7 +187,7 @@ class Gathering:
         except BaseException:  # nobody will read these results, so the run would wait for ever
             self._supervisor.ask(AbortAsked())
             for id in waiting:
-                self._end(id.stage)
+                self._break(id.stage)
             self._supervisor.ended.wait()
             raise
 

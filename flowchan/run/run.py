@@ -316,8 +316,8 @@ class Run:
 
     def _break_block(self, error: BaseException | None) -> None:
         """It is left by this exception."""
-        self._gathering.leave_all()
         self.abort()
+        self._gathering.break_all()
         try:
             self.wait()
         except RunError:

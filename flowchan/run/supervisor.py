@@ -9,7 +9,9 @@ The run contract. If the code disagrees with it, that is a bug; each clause name
 - R3 Failure. An exception that no ``errors`` stream receives ends the run: sources stop, channels break,
   workers end, and ``run()`` raises one RunError whose members are StageErrors with stage, item, worker and
   the original traceback. The first failure is first. No error is lost, BaseException in a worker included.
-  (test_failure.py)
+  A channel ends cleanly only if all who wrote it came to their ends in order: who meets a break breaks all of
+  its channels before it leaves one, and those of who failed end once all are broken. So of a run that breaks
+  off, aborted ones too, nobody takes a part for the whole. (test_failure.py, test_half_results.py)
 - R4 Death. A worker that dies is noticed within 200 ms and reported with signal and exit code.
   (test_death.py)
 - R5 Stop. First Ctrl-C, SIGTERM or ``run.stop()``: sources stop, everything in flight is finished. Second, or
@@ -85,6 +87,7 @@ from flowchan.run.events import (
     Event,
     Failure,
     Gone,
+    Met,
     Result,
     Retried,
     Started,
@@ -299,6 +302,8 @@ class Supervisor:
             self.tell(event)
         elif isinstance(event, Aborted):
             self._breaks.hear(event)
+        elif isinstance(event, Met):
+            self._breaks.hear_met(event)
         elif isinstance(event, Gone):
             self._bury(event.worker)
         elif isinstance(event, Crashed):

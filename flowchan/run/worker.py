@@ -27,6 +27,7 @@ from flowchan.run.chance import Worker
 from flowchan.run.events import Aborted, Began, Ended, Event, Failure, Result, Retried, Troubled, WorkerId
 from flowchan.run.failures import ItemFailed, Portable, Retires
 from flowchan.run.gangs import Membership
+from flowchan.run.leaving import Leaving
 from flowchan.run.opening import Ports
 
 Outcome = Literal["done", "failed", "retired"]
@@ -72,6 +73,7 @@ def work(
     chance.enter(here)
     job = Job(kind=stage.kind, function=nothing)
     ended_by: BaseException | None = None
+    leaving = Leaving(worker, ports, tell)
     tell_aborts(worker, ports, tell, sends)
     try:
         join_ports(ports, stage)
@@ -92,14 +94,16 @@ def work(
     if sends and isinstance(ended_by, ItemFailed) and isinstance(ended_by.__cause__, Retires):
         for reader in ports.inputs.values():
             reader._leave_alone()
+        leaving.leave_open()
         return "retired"
     outcome: Outcome = "failed"
     try:
-        outcome = end(worker, job, ports, ended_by, tell, sends)
+        outcome = end(worker, job, ports, leaving, ended_by, tell, sends)
     except BaseException as error:  # no worker may end without a word, or the run waits for it for ever
         with contextlib.suppress(Closed, Broken):  # a run that is over hears nobody any more
             tell(Failure(worker, Portable(error) if sends else error, None, os.getpid()))
     hears_aborts.set(None)  # from Python 3.14 on a thread that has ended keeps its context
+    leaving.done()
     if membership is not None:  # the others hear of it after the supervisor
         membership.close(ended_by)
     return outcome
@@ -182,6 +186,7 @@ def end(
     worker: WorkerId,
     job: Job,
     ports: Ports,
+    leaving: Leaving,
     error: BaseException | None,
     tell: Callable[[Event], None],
     sends: bool,
@@ -207,8 +212,9 @@ def end(
     # The supervisor ends the ports of one that failed once it has broken the channels. Ended here, they would
     # let the stages behind see a clean end of half the items, and another worker do the failed item again.
     if not (failed and heard):
-        for port in ports.everything():
-            port.close()
+        leaving.close()
+    elif sends:
+        leaving.leave_open()
     return "failed" if failed else "done"
 
 

@@ -1,0 +1,269 @@
+"""R3 and R5 for what is gathered: of a run that breaks off nobody takes a part for the whole, in whatever
+order its channels come to break, and however the stages leave their ports."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from gates import Gate
+from runs import everywhere
+from waiting import wait_until
+
+from flowchan import Broken, Graph, In, Out, Run, RunError
+from flowchan.hosts import local
+from flowchan.run.crew import LocalCrew
+
+WHERE = pytest.mark.parametrize("on", ["thread", "process", local(1)], ids=["thread", "process", "host"])
+
+
+def let_end(crew: LocalCrew, *names: str) -> None:
+    """Returns once these channels have ended, in one way or the other; or a worker on a host has, whose ports
+    here the supervisor closes."""
+    far = sum(bool(worker.host) for worker in crew.plan.workers)
+
+    def ended() -> bool:
+        left = sum(len(away._lines) for away in getattr(crew, "_away", []))
+        return left < far or all(crew.channels[name].drained or crew.channels[name].broken for name in names)
+
+    wait_until(ended)
+
+
+@pytest.fixture
+def before_the_break(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[LocalCrew], None]], None]:
+    """What is to be done before the supervisor breaks the channels of a run."""
+
+    def plant(first: Callable[[LocalCrew], None]) -> None:
+        def break_channels(crew: LocalCrew, cause: BaseException | None) -> None:
+            first(crew)
+            usual(crew, cause)
+
+        monkeypatch.setattr(LocalCrew, "break_channels", break_channels)
+
+    usual = LocalCrew.break_channels
+    return plant
+
+
+class Lost(Exception):
+    """What stages and programs break and fail with."""
+
+
+def same(item: Any) -> Any:
+    return item
+
+
+def endless(gate: Gate) -> Iterator[int]:
+    yield from range(3)
+    gate.wait()
+
+
+# --- the run is aborted: its channels break one after the other ---
+
+
+@WHERE
+@pytest.mark.parametrize("first", ["numbers", "one", "two"])
+def test_what_is_behind_a_stage_that_meets_the_abort_sees_no_clean_end(
+    first: str, on: Any, before_the_break: Any
+) -> None:
+    gate = Gate()
+    graph = Graph("r5")
+    numbers = graph.source(endless, gate, name="numbers")
+    result = numbers.map(same, on=on, name="one").map(same, on=on, name="two").collect()
+    behind = [name for name in ("one", "two") if name >= first or first == "numbers"]
+
+    def break_one(crew: LocalCrew) -> None:
+        crew.channels[first].abort()
+        let_end(crew, *behind)
+        gate.open()
+
+    before_the_break(break_one)
+    run = graph.start()
+    gather(run, result, 3)
+    run.abort()
+    assert result not in run.wait()
+
+
+def gather(run: Run, result: Any, number: int) -> None:
+    """Has the run take in its results, and returns once it has so many of one."""
+    run._gathering.begin()
+    (name,) = [link.name for link in run._plan.links if link.reader == result.stage]
+    wait_until(lambda: run._crew.channels[name].stats().items_out >= number)
+
+
+def round_and_round(again: In[int], work: Out[int], done: Out[int]) -> None:
+    work.put(0)
+    for number in again:
+        if number < 3:
+            done.put(number)
+        work.put(number + 1)
+
+
+@WHERE
+@pytest.mark.parametrize("first", ["step", "round_and_round.work"])
+def test_what_leaves_a_loop_sees_no_clean_end(first: str, on: Any, before_the_break: Any) -> None:
+    graph = Graph("loop")
+    again = graph.feedback("again")
+    work, done = graph.stage(round_and_round, again, on=on)
+    again.feed(work.map(same, on=on, name="step"))
+    result = done.map(same, name="last").collect()
+
+    def break_one(crew: LocalCrew) -> None:
+        crew.channels[first].abort()
+        let_end(crew, "round_and_round.done", "last")
+
+    before_the_break(break_one)
+    run = graph.start()
+    gather(run, result, 3)
+    run.abort()
+    assert result not in run.wait()
+
+
+def both(left: Out[int], right: Out[int]) -> None:
+    for number in range(3):
+        right.put(number)
+    for number in itertools.count():
+        left.put(number)
+
+
+@everywhere
+def test_a_branch_sees_no_clean_end_when_the_other_one_meets_the_abort(
+    on: Any, before_the_break: Any
+) -> None:
+    """The stage before both only hears that nobody reads its left output any more."""
+    gate = Gate()
+    graph = Graph("branches")
+    left, right = graph.stage(both, on=on)
+    left.map(gate.wait, on=on, name="hold").map(same, name="end").sink(same)
+    result = right.collect()
+
+    def break_one(crew: LocalCrew) -> None:
+        crew.channels["hold"].abort()
+        gate.open()
+        let_end(crew, "both.right")
+
+    before_the_break(break_one)
+    run = graph.start()
+    gather(run, result, 3)
+    gate.wait_held()
+    run.abort()
+    assert result not in run.wait()
+
+
+@everywhere
+def test_a_branch_sees_no_clean_end_when_an_error_ends_the_block_that_reads_the_other_one(
+    on: Any, before_the_break: Any
+) -> None:
+    seen: list[Any] = []
+    graph = Graph("branches")
+    left, right = graph.stage(both, on=on)
+    items = left.collect()
+    right.collect(name="all").sink(seen.append)
+    before_the_break(lambda crew: let_end(crew, "both.right", "all"))
+    run = graph.start()
+    wait_until(lambda: run._crew.channels["both.right"].stats().items_out == 3)
+    read = run.iter(items)
+    with pytest.raises(Lost), run:
+        raise Lost(next(read))
+    assert seen == []
+    assert run.state == "aborted"
+
+
+# --- a stage breaks a channel of its own, or fails ---
+
+
+def break_the_input(numbers: In[int], out: Out[int]) -> None:
+    for _ in range(3):
+        out.put(numbers.get())
+    numbers.channel.abort(Lost())
+
+
+def break_the_input_and_close(numbers: In[int], out: Out[int]) -> None:
+    try:
+        break_the_input(numbers, out)
+    finally:
+        out.close()
+
+
+def meet_a_break_in_a_block(numbers: In[int], out: Out[int]) -> None:
+    with numbers, out:
+        for _ in range(3):
+            out.put(numbers.get())
+        numbers.channel.abort(Lost())
+        numbers.get()
+
+
+def meet_a_break_and_say_nothing(numbers: In[int], out: Out[int]) -> None:
+    with out:
+        try:
+            break_the_input(numbers, out)
+            numbers.get()
+        except Broken:
+            pass
+
+
+def fail_in_a_block(numbers: In[int], out: Out[int]) -> None:
+    with numbers, out:
+        for _ in range(3):
+            out.put(numbers.get())
+        raise Lost
+
+
+def fail(numbers: In[int], out: Out[int]) -> None:
+    for _ in range(3):
+        out.put(numbers.get())
+    raise Lost
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        break_the_input, break_the_input_and_close, meet_a_break_in_a_block, meet_a_break_and_say_nothing,
+        fail_in_a_block, fail,
+    ],
+)  # fmt: skip
+@WHERE
+def test_what_is_behind_a_stage_that_does_harm_gets_nothing(
+    harm: Any, on: Any, before_the_break: Any
+) -> None:
+    seen: list[Any] = []
+    early: list[bool] = []
+    graph = Graph("r3")
+    guilty = graph.stage(harm, graph.source(itertools.count), on=on, name="guilty")
+    guilty.map(same, on=on, name="between").collect(name="all").sink(seen.append)
+
+    def let_all_end(crew: LocalCrew) -> None:
+        if "fail" in harm.__name__:  # it waits for the supervisor
+            early.append(crew.channels["guilty"].closed)
+        else:
+            let_end(crew, "guilty", "between", "all")
+
+    before_the_break(let_all_end)
+    with pytest.raises(RunError) as caught:
+        graph.run()
+    (error,) = caught.value.exceptions
+    assert (error.stage, type(error.__cause__).__name__) == ("guilty", "Lost")
+    assert seen == []
+    assert not any(early)
+
+
+@pytest.mark.usefixtures("_method")
+@pytest.mark.parametrize("lasting", [False, True])
+def test_a_process_that_fails_ends_nothing_by_its_own_end(lasting: bool, before_the_break: Any) -> None:
+    seen: list[Any] = []
+    early: list[bool] = []
+    graph = Graph("r3")
+    guilty = graph.stage(fail, graph.source(itertools.count), on="process", name="guilty")
+    guilty.collect(name="all").sink(seen.append)
+
+    def let_it_end(crew: LocalCrew) -> None:
+        wait_until(lambda: all(process.ended() for process in crew.processes.values()))
+        early.append(crew.channels["guilty"].closed)
+
+    before_the_break(let_it_end)
+    with contextlib.ExitStack() as stack, pytest.raises(RunError):
+        (stack.enter_context(graph.pool()) if lasting else graph).run()
+    assert seen == []
+    assert early == [False]
