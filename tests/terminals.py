@@ -11,9 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 
-def on_terminal(command: Sequence[str], folder: Path, until: Sequence[str] = ()) -> tuple[list[str], int]:
+def on_terminal(
+    command: Sequence[str], folder: Path, until: Sequence[str] = (), then: str = ""
+) -> tuple[list[str], int]:
     """The lines that a program writes to a terminal of 80 columns, each as it was written, without what moves
-    the cursor; and its exit code. It gets Ctrl-C once it has written all of ``until``."""
+    the cursor; and its exit code. It gets Ctrl-C once it has written all of ``until``. When it has written
+    ``then`` there is a file "seen" in the folder."""
     ours, theirs = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "30"}
     shown, wanted = b"", [word.encode() for word in until]
@@ -26,6 +29,9 @@ def on_terminal(command: Sequence[str], folder: Path, until: Sequence[str] = ())
                 shown += os.read(ours, 65536)
             except OSError:  # it has ended
                 break
+            if then and then.encode() in shown:
+                (folder / "seen").touch()
+                then = ""
             if wanted and all(word in shown for word in wanted):
                 wanted = []
                 process.send_signal(signal.SIGINT)

@@ -10,6 +10,7 @@ replacement within a run, which has these, does not outlast it.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import multiprocessing
 import os
@@ -29,6 +30,7 @@ from flowchan.run.logs import Logged
 from flowchan.run.plan import PlannedWorker
 from flowchan.run.processes import WorkerProcess
 from flowchan.run.signals import interrupts_held
+from flowchan.run.starting import terminals
 from flowchan.run.worker_main import Left, Order, lasting_main
 from flowchan.run.worker_processes import WorkerProcesses, end_all
 
@@ -205,6 +207,7 @@ class Employed(WorkerProcesses):
         self._gpus = lasting.gpus
 
     def _begin(self, id: WorkerId, stage: bytes, order: Order, devices: str | None) -> WorkerProcess:
+        order = dataclasses.replace(order, terminals=terminals())
         return self._lasting.employ(id, stage, order, devices)
 
     def forget(self, id: WorkerId) -> None:

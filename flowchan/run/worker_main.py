@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from flowchan.run.failures import Portable
 from flowchan.run.gpus import see_only
 from flowchan.run.opening import Ports
 from flowchan.run.recovery import RETIRED
-from flowchan.run.starting import Streams
+from flowchan.run.starting import Streams, printing_to
 from flowchan.run.worker import Outcome, work
 
 
@@ -36,7 +36,7 @@ class Order:
     """What a process is to do in one run: to be ``here``, with these ports. ``mail`` gets what it tells.
     ``predecessors``: how those died with whose item it begins. ``member``: of a group, if its stage is a
     gang; ``next_seats``: by which those of later groups come. ``levels``: from which on the program's loggers
-    want records."""
+    want records. ``terminals``: where it prints meanwhile, if it lasts longer than the run."""
 
     here: chance.Worker
     ports: Ports
@@ -45,6 +45,7 @@ class Order:
     member: Any
     next_seats: Channel[Any] | None
     levels: Mapping[str, int]
+    terminals: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,8 @@ def lasting_main(
     runs = _Work(stage, lasting.built)
     outcome: Outcome = "done"
     for order in orders:
-        outcome = runs.do(order)
+        with printing_to(order.terminals):
+            outcome = runs.do(order)
         del order  # and with it all that there is of the run
         if outcome != "done":
             break

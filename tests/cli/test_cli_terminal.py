@@ -43,11 +43,11 @@ SAID = [
 ]
 
 
-def seen(folder: Path, text: str, until: Sequence[str] = ()) -> tuple[list[str], int]:
+def seen(folder: Path, text: str, until: Sequence[str] = (), then: str = "") -> tuple[list[str], int]:
     """What ``flowchan run`` shows of this file."""
     (folder / "case.py").write_text(text)
     command = [sys.executable, "-c", "from flowchan.cli.commands import main; main()", "run", "case.py"]
-    return on_terminal(command, folder, until)
+    return on_terminal(command, folder, until, then)
 
 
 def test_what_is_printed_appears_above_the_table_and_the_table_fits(tmp_path: Path) -> None:
@@ -60,6 +60,27 @@ def test_what_is_printed_appears_above_the_table_and_the_table_fits(tmp_path: Pa
     assert any(line.endswith("/64") for line in ours), "the last column is cut"
     assert any("exited with code 7" in line for line in written)
     assert any("loud · running · " in line for line in written)
+
+
+def test_a_run_that_has_been_stopped_is_shown_as_stopping_until_it_has_ended(tmp_path: Path) -> None:
+    text = """
+import itertools, os, threading
+from flowchan import Graph
+
+def hold(number):
+    print("has begun", flush=True)
+    while not os.path.exists("seen"):
+        threading.Event().wait(0.01)
+
+graph = Graph("held")
+graph.source(itertools.count).sink(hold)
+"""
+    written, code = seen(tmp_path, text, until=["has begun"], then="held · stopping · ")
+    assert code == 130
+    states = [line.split(" · ")[1] for line in written if line.startswith("held · ")]
+    assert "stopping" in states[1:]
+    assert set(states[states.index("stopping") :]) == {"stopping"}
+    assert any(line.startswith("stopping: the sources have stopped") for line in written), written
 
 
 def test_results_are_shown_at_the_end(tmp_path: Path) -> None:

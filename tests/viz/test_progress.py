@@ -166,6 +166,42 @@ def test_workers_of_a_forkserver_print_on_when_the_bars_have_gone(tmp_path: Path
     assert {"said 3", "[1, 2, 3]"} <= set(lines)
 
 
+POOLED = """
+    import multiprocessing, os, sys
+    from flowchan import Graph
+
+    def work(number):
+        if number == 50:
+            print("said by a worker, on the terminal itself:", os.ttyname(1) == terminal)
+        return number
+
+    if __name__ == "__main__":
+        multiprocessing.set_start_method(sys.argv[1])
+        terminal = os.ttyname(1)
+        graph = Graph("far")
+        result = graph.source(range(100)).map(work, on="process", name="work").collect(name="end")
+        with graph.pool() as pool:
+            for progress in (False, True, True, False):
+                print(progress, sum(pool.run(progress=progress)[result]), flush=True)
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_workers_that_last_print_above_the_bars_of_each_run(method: str, tmp_path: Path) -> None:
+    """They were started before the bars, and print on when these have gone."""
+    lines, code = on_terminal([sys.executable, str(script(tmp_path, POOLED)), method], tmp_path)
+    assert code == 0, lines
+    said = [line for line in lines if line.startswith("said")]
+    assert said == [
+        f"said by a worker, on the terminal itself: {there}" for there in (True, False, False, True)
+    ]
+    assert [line for line in lines if line.endswith(" 4950")] == [
+        "False 4950",
+        *["True 4950"] * 2,
+        "False 4950",
+    ]
+
+
 UNGUARDED = """
     import multiprocessing
     from flowchan import Graph
