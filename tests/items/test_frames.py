@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -107,6 +108,31 @@ def test_an_image_arrives_equal(mode: str, size: tuple[int, int]) -> None:
     arrived, _ = sent(image)
     assert (arrived.mode, arrived.size, arrived.info) == (mode, size, image.info)
     assert arrived.tobytes() == image.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode"), [("png", "P"), ("png", "RGBA"), ("gif", "L"), ("tiff", "I;16"), ("bmp", "1")]
+)
+@pytest.mark.parametrize("loaded", [False, True])
+def test_an_image_of_a_file_arrives_equal(kind: str, mode: str, loaded: bool, tmp_path: Path) -> None:
+    """By Pillow's own pickling: it knows its format."""
+    path = tmp_path / f"image.{kind}"
+    Image.linear_gradient("L").convert(mode).save(path)
+    with Image.open(path) as image:
+        if loaded:
+            image.load()
+        arrived, _ = sent(image)
+        assert (arrived.format, arrived.mode, arrived.size) == (image.format, image.mode, image.size)
+        assert (arrived.info, arrived.getpalette()) == (image.info, image.getpalette())
+        assert arrived.tobytes() == image.tobytes()
+
+
+@pytest.mark.parametrize("mode", ["L", "RGB", "RGBA", "CMYK"])
+def test_a_copy_of_an_image_of_a_file_goes_beside_the_pickle(mode: str, tmp_path: Path) -> None:
+    Image.linear_gradient("L").convert(mode).save(tmp_path / "image.tiff")
+    with Image.open(tmp_path / "image.tiff") as image:
+        assert in_band(image) > 60_000
+        assert in_band(image.copy()) < 5000
 
 
 def test_who_changes_an_image_that_arrived_changes_a_copy() -> None:
