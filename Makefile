@@ -52,7 +52,8 @@ lint: .venv/installed-test
 	$(BIN)/clang-format --dry-run -Werror $$(git ls-files '*.cpp' '*.hpp')
 	rm -rf build/types && mkdir -p build/types && cp -a flowchan build/types/flowchan
 	cp -a pipelines viz build/types/flowchan/
-	cd build/types && ../../$(BIN)/mypy --strict --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p flowchan
+	cp -a flowchan_torch build/types/
+	cd build/types && ../../$(BIN)/mypy --strict --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p flowchan -p flowchan_torch
 	cd build/types && ../../$(BIN)/python ../../tools/typed.py
 
 # The site, in build/site. A warning is an error, a link that leads nowhere among them.
@@ -99,7 +100,7 @@ $(BIN)/python:
 
 # The editable install lists its modules: one that was added or moved makes it stale, one that was changed does not.
 .venv/modules: always | $(BIN)/python
-	@find flowchan pipelines viz -name '*.py' | sort > $@.now; cmp -s $@.now $@ && rm $@.now || mv $@.now $@
+	@find flowchan flowchan_torch pipelines viz -name '*.py' | sort > $@.now; cmp -s $@.now $@ && rm $@.now || mv $@.now $@
 
 .PHONY: always
 always:

@@ -1,7 +1,8 @@
-"""The backend ``"flowchan"`` of ``torch.distributed``: importing this module registers it.
+"""The backend ``"flowchan"`` of ``torch.distributed``.
 
-    import flowchan.collective.torch_backend
     torch.distributed.init_process_group("flowchan")
+
+From torch 2.5 on that is enough; before, importing this module registers it.
 
 For CPU tensors; CUDA tensors go to NCCL, as in any group. Errors are those of groups: a death raises
 :class:`flowchan.MemberDied` on all survivors, calls that do not match raise :class:`flowchan.Mismatch`.
