@@ -3,11 +3,13 @@ rules. The site names everything that is public."""
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -110,3 +112,50 @@ def test_every_exception_has_an_entry_in_troubleshooting() -> None:
     }
     headings = re.findall(r"^### (\w+)$", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
     assert named - {"FlowchanError"} <= set(headings)
+
+
+def template(node: ast.expr) -> str:
+    """A message as the table of messages has it: what is put in is an ellipsis."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.JoinedStr(values=parts):
+            return "".join(template(part) for part in parts)
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return template(left) + template(right)
+    return "…"
+
+
+def messages() -> Iterator[tuple[str, str]]:
+    """What flowchan's own exceptions are made with anywhere, with the place; not those that say next to
+    nothing by themselves."""
+    for file in (file for room in ("flowchan", "pipelines", "viz") for file in (ROOT / room).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args:
+                error = getattr(flowchan, node.func.id, None)
+                if isinstance(error, type) and issubclass(error, flowchan.FlowchanError):
+                    text = template(node.args[0])
+                    if len(text.replace("…", " ").split()) > 2:
+                        yield f"{file.relative_to(ROOT)}:{node.lineno}", text
+
+
+NEVER_SHOWN = {"the run is over"}
+"""A sign from one thread of flowchan to another."""
+
+
+def says(one: str, other: str) -> bool:
+    """Whether the second text holds the first one, an ellipsis of which stands for anything."""
+    return re.search(".*".join(map(re.escape, one.strip("… ").split("…"))), other, re.DOTALL) is not None
+
+
+def test_troubleshooting_has_a_row_for_every_message() -> None:
+    quoted = re.findall(r"`([^`]+)`", (DOCS / "troubleshooting.md").read_text())
+    rows = [text for text in quoted if len(text.replace("…", " ").split()) > 1]
+    found = dict(messages())
+    assert len(found) > 90  # it looks where they are
+    missing = {
+        place: text
+        for place, text in found.items()
+        if text not in NEVER_SHOWN and not any(says(row, text) or says(text, row) for row in rows)
+    }
+    assert missing == {}
