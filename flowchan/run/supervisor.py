@@ -11,7 +11,8 @@ The run contract. If the code disagrees with it, that is a bug; each clause name
   the original traceback. The first failure is first. No error is lost, BaseException in a worker included.
   A channel ends cleanly only if all who wrote it came to their ends in order: who meets a break breaks all of
   its channels before it leaves one, and those of who failed end once all are broken. So of a run that breaks
-  off, aborted ones too, nobody takes a part for the whole. (test_failure.py, test_half_results.py)
+  off, aborted ones too, nobody takes a part for the whole.
+  (test_failure.py, test_half_results.py, test_random_breaks.py)
 - R4 Death. A worker that dies is noticed within 200 ms and reported with signal and exit code.
   (test_death.py)
 - R5 Stop. First Ctrl-C, SIGTERM or ``run.stop()``: sources stop, everything in flight is finished. Second, or
