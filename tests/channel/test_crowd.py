@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import sys
+import sysconfig
 import threading
 from typing import Any
 
@@ -119,6 +120,7 @@ def test_of_the_workers_of_a_stage_the_same_few_go_first(stage: bool, across: An
         assert (len(set(takers)) < WORKERS // 3) == stage
 
 
+@pytest.mark.skipif(sysconfig.get_config_var("Py_GIL_DISABLED") == 1, reason="needs the GIL")
 def test_no_more_readers_are_on_their_way_than_there_are_cores() -> None:
     """Each of them that takes an item and leaves one calls the next. (While this thread has the GIL, none
     arrives.)"""
