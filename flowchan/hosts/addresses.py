@@ -61,5 +61,11 @@ def number_in(address: str) -> int:
     return int(address.rpartition("/")[2])
 
 
+def mark_of(home: str, number: int | str) -> str:
+    """Stands in an item for each channel that was sent in it: nothing else is so, for the id of a home is
+    random."""
+    return f"sent by {home}/{number}"
+
+
 def _is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback

@@ -8,7 +8,7 @@ home, and takes a round trip more."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,6 +143,16 @@ def size_of(item: Any) -> int:
         with contextlib.suppress(TypeError):  # a number, a channel
             size += len(part) if isinstance(part, str) else memoryview(part).nbytes
     return size
+
+
+def packed_in(value: Any) -> Iterator[bytes]:
+    """The pickles of all items that are still sealed in what a call is answered."""
+    if isinstance(value, list | tuple):
+        for one in value:
+            yield from packed_in(one)
+    elif isinstance(value, Sealed):
+        parts = value.packed if isinstance(value.packed, list) else [value.packed]
+        yield from (part for part in parts if isinstance(part, bytes))
 
 
 def cause_in(cause: Sealed | None) -> BaseException | None:

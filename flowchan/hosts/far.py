@@ -25,7 +25,7 @@ from flowchan.channel.ports import In, Out, moved
 from flowchan.declare.arguments import flag, secret_bytes
 from flowchan.errors import Broken, ChannelError, Drained, Empty, FlowchanError, HostError
 from flowchan.hosts import choosing
-from flowchan.hosts.addresses import channel_address, number_in, place_in
+from flowchan.hosts.addresses import channel_address, mark_of, number_in, place_in
 from flowchan.hosts.asking import Answer, Recalled, opened, seal, sealed_cause
 from flowchan.hosts.calls import Unanswered, is_not_now
 from flowchan.hosts.connection import PATIENCE, Connection, Line, using
@@ -373,12 +373,13 @@ class FarChannel(Channel[T]):
                 sent = self._connection.send(self._number)
         if parcel is not None and sent:
             parcel.counted.append(self.came)
-        return arrive, (*self._at, self._link.home, sent)
+        home = self._link.home
+        return arrive, (*self._at, home, sent and mark_of(home, self._number))
 
 
-def arrive(address: str, secret: bytes, tls: bool, home: str, sent: bool) -> Channel[Any]:
-    """The channel of that address: the one that was made here, if it was. ``sent``: it has come in an item,
-    for which its home keeps it until that is finished."""
+def arrive(address: str, secret: bytes, tls: bool, home: str, sent: str | bool) -> Channel[Any]:
+    """The channel of that address: the one that was made here, if it was. ``sent``: a mark, if it has come in
+    an item, for which its home keeps it until that is finished."""
     here = home_of(home)
     try:
         if here is not None and here.is_here(number_in(address)):

@@ -57,6 +57,7 @@ class Host(Protocol):
     def make(self, capacity: int) -> Channel[Any]: ...
     def find(self, number: int) -> Channel[Any]: ...
     def come(self, number: int) -> None: ...
+    def sent_in(self, value: Any) -> Counter[int]: ...
     def send(self, number: int) -> bool: ...
     def forget(self, guest: Guest) -> None: ...
 
@@ -77,6 +78,7 @@ class Guest:
         self._opened: Counter[int] = Counter()  # so often
         self._read: weakref.WeakSet[Channel[Any]] = weakref.WeakSet()  # it has had a port of these
         self._ports: dict[int, In[Any] | Out[Any]] = {}  # by their lines
+        self._handed: Counter[int] = Counter()  # channels in what calls were answered, until they have come
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._answering: set[int] = set()  # what they are answered is on its way
         # By channels: what was taken out for it, and there was no memory to send it. Its next call has it.
@@ -193,11 +195,14 @@ class Guest:
             return None
         self._tasks.pop(answer.number, None)  # from here on it can't be cancelled
         self._answering.add(answer.number)
+        handed = self._home.sent_in(answer.value)
+        self._handed += handed
         try:
             await self._give_now(answer)
         except Exception as error:
             scarce = lacks(error)
             if ask is None or not scarce or self._keep_items(ask, answer.value):
+                self._handed -= handed
                 answer = Answer(answer.number, wrong=wrong(error))  # who asked must not wait for ever
             while scarce:  # what is said now is short, and what was done is done
                 await asyncio.sleep(LOOK)
@@ -241,6 +246,7 @@ class Guest:
         if ask.what == "drop":
             return self._drop(ask.channel)
         if ask.what == "come":
+            self._handed -= Counter([ask.channel])
             return self._home.come(ask.channel)
         if ask.what in ("get", "get_many") and (kept := self._kept[ask.channel]):
             return kept.popleft() if ask.what == "get" else _first(kept, ask.arguments[0])
@@ -417,6 +423,8 @@ class Guest:
         self._open.clear()
         self._opened.clear()
         self._kept.clear()
+        for number in self._handed.elements():
+            self._home.come(number)
         self._home.forget(self)
 
 

@@ -16,6 +16,7 @@ import atexit
 import contextlib
 import hmac
 import os
+import re
 import secrets
 import threading
 import weakref
@@ -29,6 +30,8 @@ from flowchan.channel import awaiting
 from flowchan.channel.channel import Channel
 from flowchan.channel.media import HOSTS
 from flowchan.errors import Broken, ChannelError, FlowchanError
+from flowchan.hosts.addresses import mark_of
+from flowchan.hosts.asking import packed_in
 from flowchan.hosts.connection import Connection, using
 from flowchan.hosts.guest import Guest
 from flowchan.hosts.messages import differs, versions
@@ -65,6 +68,7 @@ class Home:
         self._channels: weakref.WeakValueDictionary[int, Channel[Any]] = weakref.WeakValueDictionary()
         self._sent: dict[int, Channel[Any]] = {}
         self._under_way: Counter[int] = Counter()  # in so many items
+        self._mark = re.compile(re.escape(mark_of(self.id, "").encode()) + rb"(\d+)")
         self._counting = threading.RLock()  # the collector may finish an item in whoever has it
         self._numbers = 0
         self._guests: dict[str, Guest] = {}
@@ -134,6 +138,14 @@ class Home:
             del self._under_way[number]
             last = self._sent.pop(number, None)
         del last  # not under the lock: it may be the end of the channel
+
+    def sent_in(self, value: Any) -> Counter[int]:
+        """How often which channels of this home are in what a call is answered."""
+        found: Counter[int] = Counter()
+        if self._sent:
+            for packed in packed_in(value):
+                found.update(int(match) for match in self._mark.findall(packed))
+        return found
 
     def _from_child(self) -> Connection | None:
         """How a forked child tells its parent what is sent and has come, as others elsewhere do: over a

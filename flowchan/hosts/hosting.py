@@ -11,7 +11,7 @@ from typing import Any
 from flowchan.channel.channel import Channel
 from flowchan.declare.arguments import finite_seconds, flag, secret_bytes
 from flowchan.errors import ChannelError
-from flowchan.hosts.addresses import channel_address
+from flowchan.hosts.addresses import channel_address, mark_of
 from flowchan.hosts.connection import using
 from flowchan.hosts.far import arrive, make_elsewhere
 from flowchan.hosts.home import ANYWHERE, Home, chosen
@@ -41,7 +41,8 @@ class Hosted:
         sent = parcel is not None and self.home.send(self.number)
         if parcel is not None and sent:
             parcel.counted.append(functools.partial(self.home.come, self.number))
-        return arrive, (self.address, self.secret, self.home.tls, self.home.id, sent)
+        mark = sent and mark_of(self.home.id, self.number)
+        return arrive, (self.address, self.secret, self.home.tls, self.home.id, mark)
 
     def another(self, capacity: int) -> Channel[Any]:
         home = self.home

@@ -339,3 +339,45 @@ def test_a_call_that_took_nothing_is_answered_as_soon_as_there_is_memory(scarce,
 
     assert HostPeer(use).result() == 1
     assert not Scarce.lacking
+
+
+def test_a_channel_in_an_item_that_its_receiver_never_received_goes_with_it():
+    """C12: home has answered, and who asked dies before it has the item in hand."""
+    channel, inner, received = make(), make(), make()
+    home = channel._reached.home
+    channel.put_many([(Arrives(), inner), (inner, inner), inner])
+
+    def use():
+        Arrives.errors = [MemoryError()]
+        with pytest.raises(MemoryError):
+            channel.get_many(2)
+        received.put(channel.address)
+        os._exit(0)
+
+    peer = HostPeer(use)
+    received.get()
+    assert sum(home._under_way.values()) > 1
+    peer.join()
+    wait_until(lambda: sum(home._under_way.values()) == 1, what=lambda: home._under_way)
+    assert channel.get() is inner
+    wait_until(lambda: not home._under_way)
+    inner.put(1)
+
+
+def test_a_channel_that_was_received_is_counted_once(scarce):
+    """C12: also where home lacked memory to send it at first."""
+    channel, inner, done = make(), make(), make()
+    home = channel._reached.home
+    channel.put_many(["first", inner, inner])
+
+    def use():
+        with pytest.raises(MemoryError):
+            channel.get_many(2)
+        assert channel.get_many(2)[0] == "first"
+        held = channel.get()
+        done.put(held)
+
+    HostPeer(use).result()
+    assert home._under_way.total() > 0
+    done.get()
+    wait_until(lambda: home._under_way.total() <= 1, what=lambda: home._under_way)
