@@ -8,6 +8,7 @@ import contextlib
 import errno
 import os
 import signal
+from pathlib import Path
 
 import pytest
 from peers import HostPeer, ThreadPeer
@@ -193,6 +194,12 @@ def test_a_time_elsewhere_is_kept_though_home_does_not_answer(monkeypatch):
     home.result()
 
 
+def has_stopped(pid):
+    """Each of its threads has, which is later than the signal."""
+    threads = Path(f"/proc/{pid}/task").glob("*/stat")
+    return all(thread.read_text().rpartition(") ")[2].startswith("T") for thread in threads)
+
+
 def test_a_home_that_is_known_and_stopped_is_opened_in_time_or_not():
     """C9: and when it goes on, it is as if nobody had opened the channel."""
     serve()
@@ -206,6 +213,7 @@ def test_a_home_that_is_known_and_stopped_is_opened_in_time_or_not():
     del other
     wait_until(lambda: theirs._connection.user(far.number_in(address)) is None)
     os.kill(home.pid(), signal.SIGSTOP)
+    wait_until(lambda: has_stopped(home.pid()))  # until then it may answer
     try:
         with pytest.raises(HostError, match="it has not answered for"):
             open_channel(address, secret, timeout=0.05)
