@@ -276,9 +276,9 @@ void copy(char* to, const char* from, uint64_t n) {
     memcpy(to, from, n);
 }
 
-// `dumps` is told if the item leaves this host. It gives the pickle; or a list, the pickle and then its out-of-band buffers; or a tuple: an id, such a
-// list, what is called with the channel once the item has been put (see `tell_put`) or None, the id of its
-// parcel or 0, and the descriptors in that.
+// `dumps` is told if the item leaves this host. It gives the pickle; or a list, the pickle and then its out-of-band
+// buffers; or a tuple: an id, such a list, what is called with the channel once the item has been put (see
+// `tell_put`) or None, the id of its parcel or 0, and the descriptors in that.
 bool encode_pickle(PyObject* object, ObjectFrame& frame) {
     frame.keep = frame.leaves ? PyObject_CallFunctionObjArgs(py_dumps, object, Py_True, nullptr)
                               : PyObject_CallOneArg(py_dumps, object);

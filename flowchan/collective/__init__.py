@@ -7,7 +7,7 @@ import os
 from collections import defaultdict
 
 from flowchan.collective.at_address import meet_at
-from flowchan.collective.environment import Place, place
+from flowchan.collective.environment import Launched, place
 from flowchan.collective.given import seconds_argument
 from flowchan.collective.group import Group
 from flowchan.collective.handles import Handle
@@ -72,7 +72,7 @@ def group(
     return meet(f"at {at}\n{_number(at, rank)}", rank, size, timeout, name)
 
 
-def _launched(mine: Place, name: str, timeout: float) -> Group:
+def _launched(mine: Launched, name: str, timeout: float) -> Group:
     number = _number(mine.job, mine.rank)
     if mine.here == mine.size:
         return meet(f"{mine.job}\n{number}", mine.rank, mine.size, timeout, name)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from flowchan.errors import GroupError
 
 
-class Place(NamedTuple):
+class Launched(NamedTuple):
     """``job`` is the same text for all members, and another one for other jobs of this host. ``here``: how
     many of them are on this host."""
 
@@ -43,15 +43,15 @@ LAUNCHERS = (
 )  # fmt: skip
 
 
-def place(environ: Mapping[str, str] = os.environ) -> Place:
+def place(environ: Mapping[str, str] = os.environ) -> Launched:
     """Without any launcher this process is the only member. Raises :class:`GroupError`."""
     for launcher in LAUNCHERS:
         if launcher.rank in environ and launcher.size in environ:
             return _place_by(launcher, environ)
-    return Place(0, 1, f"alone {os.getpid()}", 1, "")
+    return Launched(0, 1, f"alone {os.getpid()}", 1, "")
 
 
-def _place_by(launcher: Launcher, environ: Mapping[str, str]) -> Place:
+def _place_by(launcher: Launcher, environ: Mapping[str, str]) -> Launched:
     try:
         rank, size = int(environ[launcher.rank]), int(environ[launcher.size])
     except ValueError:
@@ -65,7 +65,7 @@ def _place_by(launcher: Launcher, environ: Mapping[str, str]) -> Place:
     here = next(said, _slurm_here(environ) if launcher.name == "Slurm" else size)
     named = [environ.get(name, "") for name in launcher.job]
     parent = [str(os.getppid())] if launcher.ppid else []
-    return Place(rank, size, "\n".join([launcher.name, *named, *parent]), here, launcher.name)
+    return Launched(rank, size, "\n".join([launcher.name, *named, *parent]), here, launcher.name)
 
 
 def _slurm_here(environ: Mapping[str, str]) -> int:

@@ -96,7 +96,7 @@ def _dialled(address: str, give_up: float, wire: _Wire) -> socket.socket:
                 raise
 
 
-def reach(address: str, way: Way, hello: Hello, give_up: float, wire: _Wire | None = None) -> socket.socket:
+def _let_in(address: str, way: Way, hello: Hello, give_up: float, wire: _Wire | None = None) -> socket.socket:
     """A connection, made when the other one lets us in. Raises ``ConnectionRefusedError`` when it is gone, or
     another program has its port now, another ``OSError`` when time is up or the ``wire`` is cut."""
     wire, refused_since = wire or _Wire(), math.inf
@@ -270,10 +270,10 @@ class FarLanes:
             self._looks[member] = now + pause, min(2 * pause, 5.0)
         return now >= due
 
-    def reach(self, member: int, hello: Hello, give_up: float) -> socket.socket:
+    def dial(self, member: int, hello: Hello, give_up: float) -> socket.socket:
         """A connection to where it listens. Raises :class:`MemberDied` when it is gone."""
         try:
-            return reach(self.addresses[member], self._way, hello, give_up)
+            return _let_in(self.addresses[member], self._way, hello, give_up)
         except ConnectionRefusedError:
             raise _gone(member, "connecting") from None
 
@@ -361,7 +361,7 @@ def _pass_on(messages: Channel[bytes], wire: _Wire, address: str, way: Way, hell
     of its own, and there must be no other."""
     try:
         first = messages.get()
-        with reach(address, way, hello, time.monotonic() + LONG, wire) as sock:
+        with _let_in(address, way, hello, time.monotonic() + LONG, wire) as sock:
             wire.hold(sock)
             for message in itertools.chain([first], messages):
                 sock.sendall(SIZE.pack(len(message)))

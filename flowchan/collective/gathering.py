@@ -159,7 +159,7 @@ def connect(lanes: FarLanes, hosts: list[list[int]], host: int, timeout: float) 
     with contextlib.ExitStack() as stack:
         sockets = {}
         for other in range(host):
-            sockets[other] = stack.enter_context(lanes.reach(hosts[other][0], {"host": host}, give_up))
+            sockets[other] = stack.enter_context(lanes.dial(hosts[other][0], {"host": host}, give_up))
         while missing := set(range(len(hosts))) - {host, *sockets}:
             sock, hello = lanes.let_in([hosts[other][0] for other in missing], give_up, "connecting")
             if "host" in hello:

@@ -1,4 +1,4 @@
-"""torch knows the backend ``flowchan`` as soon as it is imported, and imports nothing of it before its use."""
+"""torch knows the backend ``flowchan`` once it is imported, and imports nothing of it before its use."""
 
 from __future__ import annotations
 
