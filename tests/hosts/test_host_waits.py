@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -149,6 +150,12 @@ def test_one_of_two_workers_that_works_is_no_deadlock(looks: list[Elsewhere]) ->
     assert found == [0]
 
 
+def sleeps(pid: int) -> bool:
+    """All threads do: none of them holds the lock of a channel, for which its agent would wait, too."""
+    threads = Path(f"/proc/{pid}/task").glob("*/stat")
+    return all(thread.read_text().rpartition(") ")[2].startswith("S") for thread in threads)
+
+
 def test_a_stopped_worker_that_has_an_item_is_no_deadlock(looks: list[Elsewhere]) -> None:
     """It has been woken and can't look: the others wait for it, and it goes on when it is continued."""
     graph = Graph("stopped")
@@ -159,6 +166,7 @@ def test_a_stopped_worker_that_has_an_item_is_no_deadlock(looks: list[Elsewhere]
         run[numbers].put(0)
         wait_until(lambda: found == [0])
         ((worker,),) = map(workers_of, agents())
+        wait_until(lambda: sleeps(worker.pid))
         os.kill(worker.pid, signal.SIGSTOP)
         wait_until(lambda: worker.status() == psutil.STATUS_STOPPED)
         run[numbers].put(1)
