@@ -157,7 +157,7 @@ class TorchWay:
             whole = given if len(given) == largest else torch.cat([given, found[0][len(given) :]])
             return backend.allgather([found], [whole])
 
-        self._do(doing, key, start, given.device, timeout, mine[0], None, len(given), sizes)
+        self._do(doing, key, start, given.device, timeout, mine[0], None, len(given), sizes.extend)
         for rank, (room, part, size) in enumerate(zip(rooms, found, sizes, strict=True)):
             if room is not None:
                 arrays.check_room(rank, size, len(room))
@@ -166,10 +166,9 @@ class TorchWay:
     def _alltoall(self, doing: int, key: int, ins: list[Any], outs: list[Any], timeout: float | None) -> None:
         given, rooms = list(map(_bytes, ins)), list(map(_bytes, outs))
         sizes = list(map(len, given)), list(map(len, rooms))
-        tables: list[tuple[list[int], list[int]]] = []
         found: Any = rooms[0].new_empty(sum(sizes[1]))
 
-        def start(backend: Any) -> Any:
+        def hear(tables: list[tuple[list[int], list[int]]]) -> None:
             for giver, (gives, _) in enumerate(tables):
                 for taker, (_, takes) in enumerate(tables):
                     if gives[taker] != takes[giver]:
@@ -177,10 +176,12 @@ class TorchWay:
                             f"rank {giver} gives {gives[taker]} bytes to rank {taker}, which has room for "
                             f"{takes[giver]}"
                         )
+
+        def start(backend: Any) -> Any:
             swap = getattr(backend, "alltoall_base", None) or backend.all_to_all_single
             return swap(found, torch.cat(given), sizes[1], sizes[0])
 
-        self._do(doing, key, start, given[0].device, timeout, ins, None, sizes, tables)
+        self._do(doing, key, start, given[0].device, timeout, ins, None, sizes, hear)
         for room, part in zip(rooms, found.split(sizes[1]), strict=True):
             room.copy_(part)
 
@@ -204,14 +205,22 @@ class TorchWay:
         x: Any,
         more: Any,
         say: Any = None,
-        said: list[Any] | None = None,
+        hear: Callable[[list[Any]], None] | None = None,
     ) -> None:
-        """``what`` is the same for all. What each has to ``say`` is in ``said`` before ``start``."""
-        group, left = self._group, countdown(timeout)
-        key = zlib.crc32(repr((self.name, what)).encode())
+        """``what`` is the same for all. What each has to ``say``, all ``hear`` before ``start``."""
+        left, key = countdown(timeout), zlib.crc32(repr((self.name, what)).encode())
 
         def all_say(word: Any) -> list[Any]:
-            return list(map(loads, group._exchange(doing, key, dumps(word), -1, left(), x, more)))
+            return list(map(loads, self._group._exchange(doing, key, dumps(word), -1, left(), x, more)))
+
+        def act() -> None:
+            if failed is not None:
+                raise failed
+            if hear is not None:
+                hear([word for _, word in heard])  # before there are connections that an error here would end
+            if self._backend is None:
+                self._connect(heard[0][0], device, left)
+            self._finish(start(self._backend), device, left)
 
         failed: Exception | None = None
         try:
@@ -219,30 +228,34 @@ class TorchWay:
         except Exception as error:  # which the others hear in the last round
             address, failed = "", error
         heard = all_say((address, say))
-        if said is not None:
-            said[:] = [word for _, word in heard]
+        failed = self._failure_of(act, doing)
+        self._judge(
+            all_say(None if failed is None else (isinstance(failed, Mismatch), _words(failed))), doing, failed
+        )
+
+    def _failure_of(self, act: Callable[[], None], doing: int) -> Exception | None:
+        """What ``act`` has raised, after which the backend has ended."""
         try:
-            if failed is not None:
-                raise failed
-            if self._backend is None:
-                self._connect(heard[0][0], device, left)
-            self._finish(start(self._backend), device, left)
+            act()
         except Exception as error:  # whatever torch raises, all are told
-            failed = error.with_traceback(None)  # whose frames keep connections
             self._end(stuck=isinstance(error, Stuck | TimeoutError))
             if isinstance(error, Stuck):
-                group._cut_off(NAMES[doing])
+                self._group._cut_off(NAMES[doing])
+            return error.with_traceback(None)  # whose frames keep connections
         except BaseException:  # Ctrl-C
             self._end(stuck=True)
-            group._give_up_all()
+            self._group._give_up_all()
             raise
-        errors = all_say(None if failed is None else (isinstance(failed, Mismatch), _words(failed)))
+        return None
+
+    def _judge(self, errors: list[Any], doing: int, failed: Exception | None) -> None:
+        """Raises the same for all."""
         told = {rank: error for rank, error in enumerate(errors) if error is not None}
         if told:
             self.close()
             (rank, (differ, words)), *_ = told.items()
             if differ:
-                raise Mismatch(f"the members of {group._title()} did not call the same: {words}")
+                raise Mismatch(f"the members of {self._group._title()} did not call the same: {words}")
             raise GroupError(f"{NAMES[doing]} by {self.name} has failed at rank {rank}: {words}") from failed
 
     def _address(self) -> str | None:
