@@ -229,9 +229,8 @@ class TorchWay:
             address, failed = "", error
         heard = all_say((address, say))
         failed = self._failure_of(act, doing)
-        self._judge(
-            all_say(None if failed is None else (isinstance(failed, Mismatch), _words(failed))), doing, failed
-        )
+        word = None if failed is None else (isinstance(failed, Mismatch), _words(failed))
+        self._judge(all_say(word), doing, failed)
 
     def _failure_of(self, act: Callable[[], None], doing: int) -> Exception | None:
         """What ``act`` has raised, after which the backend has ended."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flowchan import Failed, Feedback, Graph, GraphError, In, Out, Stream, worker
+from flowchan import Failed, Feedback, Graph, In, Out, Stream, worker
 from flowchan.declare.verbs import VERBS
 from flowchan.hosts import local
 
