@@ -79,9 +79,9 @@ Link::~Link() {
         delete &told_;
         return;
     }
-    // In a forked child nothing of this is its own.
-    sender_.detach();
-    receiver_.detach();
+    // In a forked child nothing of this is its own. The parent may have ended the threads before.
+    for (std::thread* thread : {&sender_, &receiver_})
+        if (thread->joinable()) thread->detach();
     lookouts_.leave_alone();
     for (auto& [number, line] : lines_) line.release();
 }

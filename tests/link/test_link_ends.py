@@ -174,6 +174,16 @@ def test_a_forked_child_has_no_copy_of_the_connection() -> None:
         working.join(PATIENCE)
 
 
+def test_a_forked_child_may_drop_a_link_that_its_parent_has_closed() -> None:
+    link = _core.Link(True)
+    link.close()
+    child = os.fork()
+    if not child:
+        del link
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+
+
 def _sockets() -> set[str]:
     """Those that this process has open."""
     found = set()
