@@ -1,4 +1,4 @@
-"""The stored figures as tables: all of them in ``benchmarks/README.md``, six rows in the project's README.
+"""The stored figures as tables: all of them in ``benchmarks/README.md``, some rows in the project's README.
 ``make bench`` writes them; ``python -m benchmarks.table`` does it again from what is stored."""
 
 from __future__ import annotations
@@ -20,6 +20,12 @@ FRONT_ROWS = (
     ("round trip between two processes", "multiprocessing.Queue"),
     ("map of the identity, 2 processes", "multiprocessing.Pool.imap"),
     ("stream of batches, 2 parts", "torch.distributed.pipelining"),
+    ("epoch of decoded pictures, 2 processes", "DataLoader"),
+    ("link, int, 1→1", "pyzmq"),
+    ("beside Ray: calls, pipelined", "Ray"),
+    ("allreduce, 1 MB, 2 ranks", "openmpi"),
+    ("allreduce, 1 MB, 2 ranks over hosts", "gloo"),
+    ("training step, 16 MB, 2 ranks", "gloo"),
 )
 """The work and the peer of the rows that the project's README shows."""
 
