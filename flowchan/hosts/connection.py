@@ -99,7 +99,7 @@ class Connection(Calls):
         try:
             sock, theirs = reach(
                 self.address, self._secret, self._hello,
-                why=why, within=within, tls=self._tls, wanted=lambda: not self._left,
+                why=why, within=within, tls=self._tls, wanted=lambda: not self._told_all.is_set(),
             )  # fmt: skip
         except OSError as error:
             remedy = ""
@@ -237,6 +237,7 @@ class Connection(Calls):
                 return
             self._left = True
             forget(self)
+            _leaving.add(self)
         if self.lost:
             self._end()
         else:
@@ -249,7 +250,8 @@ class Connection(Calls):
         """Dials again when the connection breaks."""
         while (word := self.link.wait(self._patience / 4)) != "closed":
             what, _, about = word.partition(": ")
-            if what == "broken" and not self._left:
+            # Also of who leaves: what it has said goes first.
+            if what == "broken" and not self._told_all.is_set():
                 try:
                     sock, _ = self._dial(self._patience, f"lost the channels' home ({about})")
                 except HostError as error:
@@ -306,6 +308,7 @@ class Connection(Calls):
             end.close()
         self._asks.close()
         self._nudges.close()
+        _leaving.discard(self)
 
     def leave(self) -> None:
         """This process ends: what it has put goes first."""
@@ -325,6 +328,8 @@ class Connection(Calls):
 
 _registry_lock = threading.RLock()
 _connections: dict[tuple[str, bytes], Connection] = {}
+_leaving: set[Connection] = set()
+"""Home is still to hear what they have said before; a program waits for that when it ends."""
 _dialling: weakref.WeakValueDictionary[tuple[str, bytes], Any] = weakref.WeakValueDictionary()
 """Held by who dials that home."""
 
@@ -375,7 +380,7 @@ def _nudge(nudges: Channel[tuple[str, int]], what: str, number: int) -> None:
 
 
 def _leave_all() -> None:
-    for connection in list(_connections.values()):
+    for connection in [*_connections.values(), *_leaving]:
         if connection.pid == os.getpid():
             connection.leave()
 
@@ -385,6 +390,7 @@ def _begin_anew() -> None:
     global _registry_lock
     _registry_lock = threading.RLock()
     _connections.clear()
+    _leaving.clear()
     _dialling.clear()
 
 

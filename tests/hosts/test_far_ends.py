@@ -18,7 +18,7 @@ from waiting import wait_stats, wait_until
 
 from benchmarks.far import cut
 from flowchan import Broken, Channel, Closed, HostError, WorkerDied
-from flowchan.hosts import hosting, open_channel, serve
+from flowchan.hosts import connection, hosting, open_channel, serve
 from flowchan.hosts.guest import Guest
 from flowchan.hosts.home import Home
 from flowchan.hosts.neighbours import Neighbour
@@ -130,6 +130,23 @@ def test_so_does_what_a_child_of_that_program_has_put():
 
     HostPeer(child_of_multiprocessing, put_all).result()
     assert [channel.get(timeout=60)[0] for _ in range(1000)] == [n % 251 for n in range(1000)]
+
+
+def test_so_does_what_home_is_to_hear_of_items():
+    """C12: also of a program that has just left that home, for it uses no channel there any more."""
+    channel = make()
+    home = channel._reached.home
+
+    def use():
+        inner = channel._another(1)
+        channel.put(inner)
+        cut()
+        assert channel.get() is inner
+        del inner
+        wait_until(lambda: not connection._connections)
+
+    child_of_multiprocessing(use)
+    wait_until(lambda: not home._under_way, what=lambda: home._under_way)
 
 
 @pytest.mark.parametrize("cause", [None, ValueError("why")])
