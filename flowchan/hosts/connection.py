@@ -231,6 +231,8 @@ class Connection(Calls):
         with _registry_lock:
             if self._left or self._begun or (self.is_kept and not self.lost):
                 return
+            if len(self._nudges):  # home is to hear of those first, and then this is asked again
+                return
             if self._users or any(line.is_open() for line in self._lines.values()):
                 return
             if self._lines and not self.lost:  # what was put here is still under way

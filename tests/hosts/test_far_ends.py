@@ -132,18 +132,39 @@ def test_so_does_what_a_child_of_that_program_has_put():
     assert [channel.get(timeout=60)[0] for _ in range(1000)] == [n % 251 for n in range(1000)]
 
 
-def test_so_does_what_home_is_to_hear_of_items():
+@pytest.mark.parametrize("broken", [False, True])
+def test_so_does_what_home_is_to_hear_of_items(broken, monkeypatch):
     """C12: also of a program that has just left that home, for it uses no channel there any more."""
-    channel = make()
-    home = channel._reached.home
+    channel, done = make(), threading.Event()
+    home, look, post = (
+        channel._reached.home,
+        connection.Connection._look_for_users,
+        connection.Connection.post,
+    )
+    said = []
+
+    def look_late(self):
+        done.wait()
+        look(self)
+
+    def post_and_say(self, number, what, *arguments, **options):
+        said.append(what)
+        post(self, number, what, *arguments, **options)
 
     def use():
         inner = channel._another(1)
         channel.put(inner)
-        cut()
+        monkeypatch.setattr(connection.Connection, "_look_for_users", look_late)
+        monkeypatch.setattr(connection.Connection, "post", post_and_say)
+        (one,) = connection._connections.values()
+        one.tell("used", 0)
+        if broken:
+            cut()
         assert channel.get() is inner
         del inner
+        done.set()
         wait_until(lambda: not connection._connections)
+        assert said[-1] == "leave"
 
     child_of_multiprocessing(use)
     wait_until(lambda: not home._under_way, what=lambda: home._under_way)
