@@ -126,17 +126,43 @@ def template(node: ast.expr) -> str:
     return "…"
 
 
+def assigned(function: ast.AST) -> Iterator[tuple[str, ast.expr]]:
+    """What the names in a function stand for."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign):
+            yield from ((to.id, node.value) for to in node.targets if isinstance(to, ast.Name))
+
+
+def wordings(node: ast.expr, names: list[tuple[str, ast.expr]]) -> Iterator[str]:
+    """What an argument may say: a name says whatever was assigned to it."""
+    match node:
+        case ast.Name(id=name):
+            yield from (template(value) for assigned_name, value in names if assigned_name == name)
+        case ast.IfExp(body=body, orelse=otherwise):
+            yield from map(template, (body, otherwise))
+        case _:
+            yield template(node)
+
+
 def messages() -> Iterator[tuple[str, str]]:
-    """What flowchan's own exceptions are made with anywhere, with the place; not those that say next to
-    nothing by themselves."""
+    """What flowchan's own exceptions and the problems of a graph are made with anywhere, with the place; not
+    those that say next to nothing by themselves."""
     for file in (file for room in ("flowchan", "pipelines", "viz") for file in (ROOT / room).rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args:
-                error = getattr(flowchan, node.func.id, None)
-                if isinstance(error, type) and issubclass(error, flowchan.FlowchanError):
-                    text = template(node.args[0])
-                    if len(text.replace("…", " ").split()) > 2:
-                        yield f"{file.relative_to(ROOT)}:{node.lineno}", text
+        for function in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            names = list(assigned(function))
+            for node in ast.walk(function):
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args:
+                    error = getattr(flowchan, node.func.id, None)
+                    if not (
+                        isinstance(error, type)
+                        and issubclass(error, flowchan.FlowchanError | flowchan.Problem)
+                    ):
+                        continue
+                    for text in wordings(node.args[-1 if error is flowchan.Problem else 0], names):
+                        if len(text.replace("…", " ").split()) > 2:
+                            yield f"{file.relative_to(ROOT)}:{node.lineno}: {text}", text
 
 
 NEVER_SHOWN = {"the run is over"}
