@@ -234,7 +234,8 @@ def test_an_exception_in_the_loop_aborts_the_run_and_is_not_hidden(on: Any) -> N
     graph = Graph("handle")
     numbers = graph.source(itertools.count, on=on).collect()
     with pytest.raises(LookupError, match="mine"), graph.start() as run:  # noqa: PT012
-        for _ in run.iter(numbers):
+        found = run.iter(numbers)  # held: who drops it wants no more, and without a GIL that may be all
+        for _ in found:
             raise LookupError("mine")
     assert run.stats().state == "aborted"
 

@@ -414,16 +414,19 @@ def test_ctrl_c_while_the_run_is_being_started_stops_it(tmp_path: Path) -> None:
         from flowchan import Graph
         from flowchan.run.crew import LocalCrew
 
-        held = threading.Event()
+        held, seen_by_us = threading.Event(), threading.Event()
 
         def camera():
             yield 1
+            seen_by_us.set()
             held.wait()
 
         usual = LocalCrew.start_thread
 
         def start_thread(self, id):
             usual(self, id)
+            if id.stage == "camera":
+                seen_by_us.wait()
             os.kill(os.getpid(), signal.SIGINT)
 
         LocalCrew.start_thread = start_thread
