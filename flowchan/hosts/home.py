@@ -33,6 +33,7 @@ from flowchan.errors import Broken, ChannelError, FlowchanError
 from flowchan.hosts.addresses import mark_of
 from flowchan.hosts.asking import packed_in
 from flowchan.hosts.connection import Connection, using
+from flowchan.hosts.dropped import Dropped, Memory
 from flowchan.hosts.guest import Guest
 from flowchan.hosts.messages import differs, versions
 from flowchan.hosts.neighbours import neighbour
@@ -68,6 +69,7 @@ class Home:
         self._channels: weakref.WeakValueDictionary[int, Channel[Any]] = weakref.WeakValueDictionary()
         self._sent: dict[int, Channel[Any]] = {}
         self._under_way: Counter[int] = Counter()  # in so many items
+        self._dropped: list[Dropped] = []  # which may be nobody's now
         self._mark = re.compile(re.escape(mark_of(self.id, "").encode()) + rb"(\d+)")
         self._counting = threading.RLock()  # the collector may finish an item in whoever has it
         self._numbers = 0
@@ -96,9 +98,10 @@ class Home:
                 return None
             self._numbers += 1
             self._channels[self._numbers] = channel
+            number = self._numbers
         self._kept = self._stays
-        self._hear_of_the_end_of(channel)
-        return self._numbers
+        self._hear_of_the_end_of(channel, number)
+        return number
 
     def make(self, capacity: int) -> Channel[Any]:
         """A new channel that is reached here."""
@@ -137,6 +140,8 @@ class Home:
                 return
             del self._under_way[number]
             last = self._sent.pop(number, None)
+        if last is not None:
+            self.drop(number, Memory(last))
         del last  # not under the lock: it may be the end of the channel
 
     def sent_in(self, value: Any) -> Counter[int]:
@@ -171,7 +176,7 @@ class Home:
                 twin = _twin(sent)
                 found = self._channels.setdefault(number, twin)  # the collector may have run meanwhile
                 if found is twin:
-                    self._hear_of_the_end_of(found)
+                    self._hear_of_the_end_of(found, number)
         if found is not None:
             return found
         raise ChannelError(
@@ -179,8 +184,29 @@ class Home:
             "across hosts lasts as long as its home, or somebody who has opened it, holds it"
         )
 
-    def _hear_of_the_end_of(self, channel: Channel[Any]) -> None:
-        weakref.finalize(channel, _look_again, weakref.ref(self)).atexit = False
+    def _hear_of_the_end_of(self, channel: Channel[Any], number: int) -> None:
+        weakref.finalize(channel, _dropped, weakref.ref(self), number, Memory(channel)).atexit = False
+
+    def drop(self, number: int, memory: Memory) -> None:
+        """An object for the channel is about to end. May be called from anywhere, also by the collector."""
+        if os.getpid() != self.pid:
+            return
+        if (dropped := memory.dropped(number)) is not None:
+            self._dropped.append(dropped)
+        if self._over:  # perhaps just now
+            self._dropped.clear()
+        self.look_again()
+
+    def _look_at_dropped(self) -> None:
+        """What was put into the items of a channel that nobody has any more has come nowhere."""
+        for dropped in list(self._dropped):
+            lives = dropped.number in self._channels or dropped.number in self._sent
+            if not lives and not dropped.is_nobodys():
+                continue  # a forked child has it: looked at again
+            self._dropped.remove(dropped)
+            if not lives:
+                for number in self.sent_in(dropped.items()).elements():
+                    self.come(number)
 
     def is_over(self) -> bool:
         # By those that live: who hears of an end may hear of it before the dictionary does.
@@ -216,6 +242,7 @@ class Home:
             with contextlib.suppress(asyncio.TimeoutError):  # now and then it sends away who says nothing
                 await asyncio.wait_for(self._changed.wait(), 1.0)
             self._changed.clear()
+            self._look_at_dropped()
             self._open_door()
             with _ending:
                 if self.is_over():
@@ -227,6 +254,7 @@ class Home:
         why = f"the program at {self.address} has ended it"
         await asyncio.gather(*(guest.leave_alone(why) for guest in self.guests()))
         self._sent.clear()
+        self._dropped.clear()
         rest = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in rest:
             task.cancel()
@@ -282,9 +310,9 @@ def _twin(channel: Channel[Any]) -> Channel[Any]:
     return twin
 
 
-def _look_again(home: weakref.ref[Home]) -> None:
+def _dropped(home: weakref.ref[Home], number: int, memory: Memory) -> None:
     if (one := home()) is not None:
-        one.look_again()
+        one.drop(number, memory)
 
 
 def home_of(id: str) -> Home | None:

@@ -14,7 +14,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from peers import HostPeer, child_of_multiprocessing
+from peers import HostPeer, ProcessPeer, child_of_multiprocessing
 from waiting import wait_stats, wait_until
 
 from flowchan import Broken, Channel, ChannelError, pack, select, unpack
@@ -370,3 +370,37 @@ def test_a_channel_whose_last_item_is_finished_just_then_is_sent_no_more():
     assert not home.send(number)
     assert not home._under_way
     del spare
+
+
+def test_channels_in_items_that_nobody_takes_end_with_their_carrier():
+    """C12: also those in the items of such a channel."""
+    kept, carrier, other, inner = make(), make(), make(), make()
+    (home,) = hosting._homes
+    other.put(inner)
+    carrier.put_many([other, inner, 1])
+    carrier.put([other] * 2)
+    del other, inner
+    assert home._under_way.total() == 4
+    del carrier
+    wait_until(lambda: not home._under_way, what=lambda: home._under_way)
+    assert kept.address.startswith(home.address)  # it has not ended
+
+
+def test_they_last_while_a_forked_child_has_their_carrier():
+    carrier, inner, go, kept = make(), make(), make(), make()
+    (home,) = hosting._homes
+    carrier.put(inner)
+
+    def take(carrier):
+        go.get()
+        received = carrier.get()
+        received.put(7)
+        return received.get()
+
+    peer = ProcessPeer(take, carrier)
+    del carrier, inner
+    wait_until(lambda: len(home._dropped) > 0)
+    go.put(None)
+    assert peer.result() == 7
+    wait_until(lambda: not home._under_way and not home._dropped, what=lambda: home._under_way)
+    assert not len(kept)
