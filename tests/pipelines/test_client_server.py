@@ -229,6 +229,19 @@ def test_tensors(server, view):
     peer.result()
 
 
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="no CUDA device: run these on a machine that has one"
+)
+@pytest.mark.parametrize("view", VIEWS)
+def test_tensors_of_the_host_into_those_of_a_device(server, view):
+    """testCUDAStoragePingPong, testCUDATensor, testNoncontiguousCUDATensor."""
+    peer = beside(server, lambda client: client.send(VIEWS[view]()))
+    (client,) = server.clients(1)
+    into = torch.full_like(VIEWS[view](), -1, device="cuda")
+    assert torch.equal(client.recv(into=into).cpu(), VIEWS[view]())
+    peer.result()
+
+
 def test_a_client_moves_from_thread_to_thread(server):
     """testSerialize."""
     client = ThreadPeer(lambda: Client(server.address, server.secret)).result()
