@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import multiprocessing
 import os
 import secrets
 import socket
@@ -17,12 +18,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from benchmarks.collectives_rank import BACKEND, LINKED
-from benchmarks.harness import Case, Effort, Report, at_most
-from flowchan import _core
+from benchmarks.harness import Case, Effort, Report, Result, Row, at_most, in_words
+from flowchan import MemberDied, _core, collective
 
 ISOLATES = (
     "one operation after the other on the same arrays, by ranks that were started once and sleep while "
@@ -31,7 +33,9 @@ ISOLATES = (
     "size is that of the whole. Of a training step, forward and backward of one layer, it is that of the "
     "gradients; gloo's is DDP's, flowchan's that of Gradients. Objects are pickled by each. Over hosts "
     "means that each rank believes to be "
-    "on one of its own, and is connected to the others over loopback."
+    "on one of its own, and is connected to the others over loopback. After a death: from kill -9 of one "
+    "rank, in the midst of allreduces, until the last of the others has MemberDied, and until the group that "
+    "shrink gives them has done a barrier."
 )
 
 ENVIRONMENT = Path(sys.executable).parent
@@ -124,6 +128,8 @@ def measure(effort: Effort) -> Report:
         for size in (8, 16 * KB, MB, 64 * MB):
             compare(report, jobs, "allreduce", size, {"openmpi": 1, "mpich": 1, "gloo": 3}, effort)
         compare(report, jobs, "barrier", 0, {"openmpi": 1, "mpich": 1}, effort)
+    for ranks in (2, 4):
+        after_a_death(report, ranks, effort)
     for kind, factor in ((BACKEND, 1.2), ("flowchan", 1.5)):  # by DDP, and by Gradients
         with started(2, [kind, "gloo"]) as jobs:
             for size in (MB, 16 * MB):
@@ -170,6 +176,48 @@ def loaded(report: Report, jobs: dict[str, Ranks], effort: Effort) -> None:
             process.kill()
             process.wait()
     report.rows += [at_most(20, mine, quiet), *(at_most(1, mine, peer) for peer in peers)]
+
+
+def after_a_death(report: Report, ranks: int, effort: Effort) -> None:
+    deaths = [death(ranks) for _ in range(5 * effort.rounds)]
+    for until, seconds in zip(("all know", "they have a group"), zip(*deaths, strict=True), strict=True):
+        work = f"death of one of {ranks} ranks, until {until}"
+        result = Result(work, "flowchan", "s", list(seconds), [0.0])
+        report.results.append(result)
+        report.rows.append(Row(work, "published", in_words(result.figure(), "s"), "", "", True))
+
+
+def death(ranks: int) -> tuple[float, float]:
+    """Seconds from the death of one until the last of the others knows it, and until they have a group."""
+    fork, pipes, processes = multiprocessing.get_context("fork"), [], []
+    for member in collective.members(ranks):
+        pipe, theirs = fork.Pipe()
+        processes.append(fork.Process(target=survive, args=(member, theirs)))
+        processes[-1].start()
+        theirs.close()
+        pipes.append(pipe)
+    for pipe in pipes:
+        pipe.recv()
+    began = time.perf_counter()
+    processes[-1].kill()
+    told, joined = zip(*(pipe.recv() for pipe in pipes[:-1]), strict=True)
+    for process in processes:
+        process.join()
+    return max(told) - began, max(joined) - began
+
+
+def survive(member: Any, pipe: Any) -> None:
+    x = np.ones(KB // 4, np.float32)
+    member.allreduce(x, op="max")
+    pipe.send(None)
+    try:
+        while True:
+            member.allreduce(x, op="max")
+    except MemberDied:
+        told = time.perf_counter()
+        with member.shrink() as rest:
+            rest.barrier()
+            pipe.send((told, time.perf_counter()))
 
 
 def compare(
