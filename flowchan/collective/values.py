@@ -8,7 +8,7 @@ from typing import Any
 from flowchan import _core
 from flowchan.items.codec import pack_away, unpack
 
-_WHOLE, _PARTS, _PLAIN = b"\0", b"\1", b"\2"
+_WHOLE, _PARTS, _PLAIN = 0, 1, 2
 """The last byte: a pickle; one of a pickle and its buffers; what the core writes for built-in types."""
 
 
@@ -19,18 +19,19 @@ def dumps(value: Any) -> bytes:
         return plain
     packed = pack_away(value)
     if isinstance(packed, bytes):
-        return packed + _WHOLE
+        return packed + bytes([_WHOLE])
     if any(isinstance(part, _core.Channel) for part in packed):
         raise TypeError(
             "a channel can't be given to a group's members by a collective; put it into a channel"
         )
-    return pickle.dumps([bytes(part) for part in packed], 5) + _PARTS
+    return pickle.dumps([bytes(part) for part in packed], 5) + bytes([_PARTS])
 
 
 def loads(data: bytes | bytearray) -> Any:
-    kind, packed = data[-1:], memoryview(data)[:-1]
+    kind = data[-1]
     if kind == _PLAIN:
-        return _core._from_plain_bytes(bytes(data))
+        return _core._from_plain_bytes(data if type(data) is bytes else bytes(data))
+    packed = memoryview(data)[:-1]
     if kind == _WHOLE:
         return pickle.loads(packed)
     first, *buffers = pickle.loads(packed)
