@@ -57,9 +57,6 @@ LOADS = re.compile(
 """Lines by which a file loads a large library into the process that runs it."""
 ENDING = ("thread ", "process ")
 """What ends by itself a moment after a test has seen the last of it; descriptors and mappings have owners."""
-GIL: bool = getattr(sys, "_is_gil_enabled", lambda: True)()
-CLASSES_LAST = sys.version_info[:2] == (3, 13) and not GIL
-"""This Python never frees a class, nor what its functions refer to, as the channels of a test."""
 PASSED = pytest.StashKey[bool]()
 STDERR = pytest.StashKey[int]()
 BEGAN = pytest.StashKey[float]()
@@ -296,10 +293,7 @@ def no_leftovers(request: pytest.FixtureRequest) -> Iterator[None]:
         # a joined thread's task ends a moment after its join
         wait_until(lambda: not any(left.startswith(ENDING) for left in leftovers(before)))
     gc.collect()  # a thread that ended only now may have held the last reference to such a cycle
-    left = leftovers(before)
-    if CLASSES_LAST:
-        left = {one for one in left if one.startswith(ENDING)}
-    if left:
+    if left := leftovers(before):
         pytest.fail(f"left behind: {', '.join(sorted(left))}", pytrace=False)
 
 

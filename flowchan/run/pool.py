@@ -171,7 +171,7 @@ class WorkerPool(Runnable):
                 if (supervisor := self._going_on()) is not None:  # Ctrl-C has come, for the last time
                     supervisor.ask(AbortAsked())
                     lasting.kill()
-                    supervisor.ended.wait()
+                    supervisor.wait()
         except BaseException:
             at_once = True
             raise

@@ -188,7 +188,7 @@ class Gathering:
             self._supervisor.ask(AbortAsked())
             for id in waiting:
                 self._break(id.stage)
-            self._supervisor.ended.wait()
+            self._supervisor.wait()
             raise
 
     def results(self) -> Results:

@@ -190,7 +190,7 @@ class Run:
                 if self._told is None:
                     self._gathering.leave_kept()
                 self._gathering.begin()
-            if not self._supervisor.ended.wait(timeout):
+            if not self._supervisor.wait(timeout):
                 raise TimeoutError(
                     f"the run of graph {self._plan.graph.name!r} still goes on after {timeout} s"
                 )
@@ -274,12 +274,12 @@ class Run:
                     out.close()
                 self._gathering.take_in_the_rest()
                 self._gathering.begin()
-            self._supervisor.ended.wait()
+            self._supervisor.wait()
         except KeyboardInterrupt:
             with contextlib.suppress(KeyboardInterrupt):
                 self.abort()
                 _say("broken off, what was in flight is discarded")
-                self._supervisor.ended.wait()
+                self._supervisor.wait()
         ended = self._supervisor.ended.is_set()
         self._told = self._gathering.results() if ended else Results(self._plan.graph.name, {})
         self._supervisor.unheard.clear()
@@ -420,7 +420,7 @@ def abort_unfinished() -> None:
     for supervisor in list(_running):
         if supervisor.pid == os.getpid() and not supervisor.ended.is_set():
             supervisor.ask(AbortAsked())
-            supervisor.ended.wait()
+            supervisor.wait()
 
 
 @atexit.register

@@ -100,6 +100,7 @@ from flowchan.run.journal import Journal
 from flowchan.run.latch import Latch
 from flowchan.run.measure import Account, Spans, summarise
 from flowchan.run.plan import Plan
+from flowchan.run.signals import interrupts_held
 from flowchan.run.stats import RunStats
 
 LOOK = 0.05
@@ -188,6 +189,17 @@ class Supervisor:
         else:
             self._events.put(event)
 
+    def wait(self, timeout: float | None = None) -> bool:
+        """Whether the run ends within ``timeout`` seconds. Then the supervisor's thread is gone, and what
+        it held, too (R6); but nobody waits while it warns of threads that are stuck."""
+        if not self.ended.wait(timeout):
+            return False
+        thread, us = self._thread, threading.current_thread()
+        if thread is not None and thread is not us and not self.state.abandoned:
+            with interrupts_held():
+                thread.join()
+        return True
+
     def ask(self, happening: Happening) -> None:
         """Asks for a stop or an abort; returns at once. Does nothing when the run has ended."""
         with contextlib.suppress(Closed):
@@ -241,11 +253,11 @@ class Supervisor:
             try:
                 self._journal.ends(*self._how_it_ended())
             finally:  # what a handler of the program's may raise keeps nobody waiting
+                if self.asking is not None:
+                    self.asking.end()
                 self.ended.set()
                 if self.crashed is None and not self.state.failures:
                     self.unheard.clear()  # until now the end of a pool's block has to find it
-                if self.asking is not None:
-                    self.asking.end()
         # Comes last: it may raise, and the run must have ended for all who wait.
         self.crew.warn_of(self.state.abandoned)
 

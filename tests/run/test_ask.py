@@ -414,6 +414,22 @@ def test_a_run_that_has_ended_answers_no_more() -> None:
     asyncio.run(main())
 
 
+def test_a_run_has_not_ended_before_it_takes_no_more_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    had_ended: list[bool] = []
+    usual = asking.Asking.end
+
+    def end(self: asking.Asking) -> None:
+        had_ended.append(run._supervisor.ended.is_set())
+        usual(self)
+
+    monkeypatch.setattr(asking.Asking, "end", end)
+    graph = Graph("asked")
+    graph.input("questions").collect()
+    with graph.start() as run:
+        pass
+    assert had_ended == [False]
+
+
 @pytest.mark.parametrize(
     ("declare", "message"),
     [

@@ -3,6 +3,7 @@ outputs; the run ends when all sinks have."""
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -122,14 +123,18 @@ def test_a_callable_class_is_closed_before_its_output(on: Any) -> None:
     gate = Gate()
 
     class Model:
+        def __init__(self, gate: Gate) -> None:
+            self.gate = gate
+
         def __call__(self, item: int) -> int:
             return item
 
         def close(self) -> None:
-            gate.wait()
+            self.gate.wait()
 
     graph = Graph("r1")
-    items = graph.source([1, 2]).map(Model, on=on, name="model").collect()
+    model = functools.partial(Model, gate)
+    items = graph.source([1, 2]).map(model, on=on, name="model").collect()
     run = graph.start()
     gate.wait_held()
     assert stage_of(run, "collect").alive == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 from collections.abc import Iterator
@@ -71,14 +72,17 @@ def test_a_callable_class_that_is_stopped_is_closed(on: Any) -> None:
     closed = Gate()
 
     class Model:
+        def __init__(self, closed: Gate) -> None:
+            self.closed = closed
+
         def __call__(self, item: int) -> int:
             return item
 
         def close(self) -> None:
-            closed.open()
+            self.closed.open()
 
     graph = Graph("r2")
-    first = graph.source(forever).map(Model, on=on).take(2).collect()
+    first = graph.source(forever).map(functools.partial(Model, closed), on=on).take(2).collect()
     assert graph.run()[first] == [0, 1]
     closed.wait()
 

@@ -97,6 +97,7 @@ PROGRAM = """
             return
         announcer.start()
         graph.run()
+        announcer.join()  # a program that ends while a thread prints is aborted by Python
         print("done")
 
     def announce():

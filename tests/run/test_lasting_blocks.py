@@ -83,9 +83,13 @@ def test_a_run_that_has_succeeded_is_no_reason_to_kill_while_its_end_is_logged(
     gate, life = Gate(), Channel[str](10, across="processes")
 
     class Busy(logging.Handler):
+        def __init__(self, gate: Gate) -> None:
+            super().__init__()
+            self.gate = gate
+
         def emit(self, record: logging.LogRecord) -> None:
             if " is done " in record.getMessage():
-                gate.wait()
+                self.gate.wait()
 
     graph = Graph("logged")
     graph.source([1]).map(functools.partial(Square, life), on="process").sink(str)
@@ -103,7 +107,7 @@ def test_a_run_that_has_succeeded_is_no_reason_to_kill_while_its_end_is_logged(
         if error is not None:
             raise error
 
-    log, busy, opens = logging.getLogger("flowchan.run"), Busy(), list[threading.Thread]()
+    log, busy, opens = logging.getLogger("flowchan.run"), Busy(gate), list[threading.Thread]()
     log.addHandler(busy)
     try:
         with contextlib.suppress(LookupError, KeyboardInterrupt), graph.pool() as pool:
@@ -224,19 +228,23 @@ def test_a_replacement_may_take_its_time_to_close_its_callable() -> None:
     gate, life = Gate(), Channel[str](10, across="processes")
 
     class Slow:
+        def __init__(self, gate: Gate, life: Channel[str]) -> None:
+            self.gate, self.life = gate, life
+
         def __call__(self, number: int) -> int:
             if number == -1:
                 os.kill(os.getpid(), signal.SIGKILL)
             return number
 
         def close(self) -> None:
-            life.put("closing")
-            gate.wait()
+            self.life.put("closing")
+            self.gate.wait()
             raise OSError("the disk is full")
 
     graph = Graph("slow")
     numbers = graph.input("numbers")
-    found = numbers.map(Slow, on="process", max_deaths=1, name="slow")
+    slow = functools.partial(Slow, gate, life)
+    found = numbers.map(slow, on="process", max_deaths=1, name="slow")
     kept, _ = found.collect(), found.errors.collect()
 
     def use(pool: WorkerPool) -> None:

@@ -7,6 +7,7 @@ import gc
 import itertools
 import os
 import signal
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -349,3 +350,25 @@ def test_ports_kept_by_a_stage_do_not_keep_the_run() -> None:
     numbers = graph.stage(keep, graph.source(range(3))).collect()
     assert graph.run()[numbers] == [0, 1, 2]
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("flowchan")]
+
+
+def test_who_has_waited_for_a_run_finds_no_thread_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long that needs to end once it has told that the run has: it holds channels of the run."""
+    us, looked = threading.get_ident(), threading.Event()
+
+    def we_join() -> bool:
+        frame = sys._current_frames()[us]
+        while frame.f_back is not None and frame.f_code.co_name != "join":
+            frame = frame.f_back
+        return frame.f_code.co_name == "join"
+
+    def warn_of(*_: object) -> None:
+        wait_until(lambda: looked.is_set() or we_join())
+
+    monkeypatch.setattr("flowchan.run.crew.LocalCrew.warn_of", warn_of)
+    graph = Graph("r6")
+    graph.source(range(3)).sink(id)
+    graph.run()
+    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("flowchan")]
+    looked.set()
+    assert left == []

@@ -3,6 +3,7 @@ callable classes."""
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections import Counter
@@ -231,11 +232,15 @@ def test_every_worker_has_an_instance_of_its_own(on: Any) -> None:
     gate = Gate()
 
     class Held(Counting):
+        def __init__(self, gate: Gate) -> None:
+            super().__init__()
+            self.gate = gate
+
         def __call__(self, item: int) -> int:
-            gate.wait()
+            self.gate.wait()
             return super().__call__(item)
 
-    stream = numbers(2).map(Held, on=on, workers=2)
+    stream = numbers(2).map(functools.partial(Held, gate), on=on, workers=2)
     result = stream.collect()
     run = stream.graph.start()
     gate.wait_held(2)
