@@ -20,6 +20,9 @@ from typing import Any
 from flowchan.channel.awaiting import waits_of_loops
 
 Futures = set[Any]
+GIL: bool = getattr(sys, "_is_gil_enabled", lambda: True)()
+PATIENCE = 0.05
+"""Seconds that a loop without a GIL has to say whether it has work."""
 
 
 def only_wait_for(channels: Collection[Any]) -> bool:
@@ -29,12 +32,35 @@ def only_wait_for(channels: Collection[Any]) -> bool:
         wanted = {id(channel) for channel in channels}
         for loop, waits in waits_of_loops():
             there = {future for future, channel in waits.items() if id(channel) in wanted}
-            tasks = asyncio.all_tasks(loop)
-            if there and (_has_work(loop) or not tasks <= _all_stuck(there, tasks)):
+            if there and not (_only_waits(loop, there) if GIL else _in_it(loop, there)):
                 return False
     except (AttributeError, RuntimeError, ValueError):  # another kind of loop, or one that has just changed
         return False
     return True
+
+
+def _only_waits(loop: Any, there: Futures) -> bool:
+    tasks = asyncio.all_tasks(loop)
+    return not _has_work(loop) and tasks <= _all_stuck(there, tasks)
+
+
+def _in_it(loop: Any, there: Futures) -> bool:
+    """The same, found out by the loop itself. Without a GIL nobody else may read its futures: asyncio's
+    native ones are freed meanwhile. One that has no time for it has work."""
+    found: concurrent.futures.Future[bool] = concurrent.futures.Future()
+
+    def look() -> None:
+        try:
+            found.set_result(_only_waits(loop, there))
+        except BaseException as error:
+            found.set_exception(error)
+
+    # What has woken it up for us comes between the two, and does not count as work.
+    loop.call_soon_threadsafe(loop.call_soon, look)
+    try:
+        return found.result(PATIENCE)
+    except TimeoutError:
+        return False
 
 
 def _has_work(loop: Any) -> bool:

@@ -5,6 +5,7 @@ Any Python runs these; they say more on a free-threaded one (``make test-pythons
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import subprocess
@@ -17,6 +18,7 @@ from collections.abc import Callable
 import pytest
 
 from flowchan import Channel, ChannelError, Graph
+from flowchan.channel.loops import only_wait_for
 
 AT_ONCE = 6
 free_threaded = pytest.mark.skipif(
@@ -173,3 +175,38 @@ def test_a_graph_of_threads_keeps_its_order_and_counts() -> None:
     results = graph.run()
     assert results[squares] == [number * number for number in range(3000)]
     assert [text for batch in results[evens] for text in batch] == [str(n) for n in range(0, 3000, 2)]
+
+
+def test_an_event_loop_may_be_looked_at_while_it_goes_on() -> None:
+    """As the supervisor of a run does, which looks for deadlocks."""
+    channel, over = Channel[int](), threading.Event()
+
+    def look() -> None:
+        while not over.is_set():
+            only_wait_for([channel])
+
+    async def one(future: asyncio.Future[None]) -> None:
+        await asyncio.gather(future, asyncio.sleep(0))
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        waiting = [asyncio.create_task(channel.aget()) for _ in range(3)]
+        await asyncio.sleep(0)
+        looks = threading.Thread(target=look)
+        looks.start()
+        for _ in range(3000):
+            asyncio.gather(*waiting).add_done_callback(asyncio.Future.exception)
+            waits = asyncio.create_task(asyncio.wait(waiting))
+            futures = [loop.create_future() for _ in range(5)]
+            tasks = [asyncio.create_task(one(future)) for future in futures]
+            await asyncio.sleep(0)
+            waits.cancel()
+            for future in futures:
+                future.set_result(None)
+            await asyncio.gather(*tasks)
+        over.set()
+        channel.put_many(range(3))
+        assert sorted(await asyncio.gather(*waiting)) == [0, 1, 2]
+        looks.join()
+
+    asyncio.run(main())

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import sysconfig
 import time
 from typing import Any
 
@@ -227,8 +228,10 @@ def test_values_arrive_as_they_were(value: Any) -> None:
 
 
 def test_only_values_of_built_in_types_are_written_without_a_pickle() -> None:
-    """And no very large ones."""
-    assert {dumps(value)[-1:] for value in PLAIN} == {b"\2"}
+    """And no very large ones. Without a GIL no list and no dictionary, which others may change meanwhile."""
+    fixed = [value for value in PLAIN if not isinstance(value, list | dict)]
+    without_gil = sysconfig.get_config_var("Py_GIL_DISABLED")
+    assert {dumps(value)[-1:] for value in (fixed if without_gil else PLAIN)} == {b"\2"}
     assert b"\2" not in {dumps(value)[-1:] for value in OTHERS}
 
 
