@@ -3,6 +3,7 @@ one has taken its place."""
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 from collections import Counter
@@ -30,7 +31,8 @@ def test_the_others_go_on_with_fewer_and_the_group_becomes_whole_again() -> None
     deaths = Deaths(5)
 
     class Work:
-        def __init__(self) -> None:
+        def __init__(self, fewer: Channel[None], whole: Channel[None], deaths: Deaths) -> None:
+            self.fewer, self.whole, self.deaths = fewer, whole, deaths
             self.sizes: list[int] = []
             self.sum = np.zeros(1)
             if worker().incarnation:
@@ -40,11 +42,11 @@ def test_the_others_go_on_with_fewer_and_the_group_becomes_whole_again() -> None
             self.sizes.append(group.size)
             group.broadcast(self.sum)  # of one that has it, whoever else is new
             for number in numbers:
-                deaths.at(number)
+                self.deaths.at(number)
                 total, n = group.combine(np.array([0.1 * number]), add)
                 self.sum += total
                 same = group.combine({self.sum.tobytes()}, set.union)[0]
-                seen = {(3, 2): fewer, (3, 2, 3): whole}.get(tuple(self.sizes))
+                seen = {(3, 2): self.fewer, (3, 2, 3): self.whole}.get(tuple(self.sizes))
                 if seen is not None and not seen.stats().items_in:
                     seen.put(None)
                 out.put((number, worker().number, os.getpid(), tuple(self.sizes), len(same), n))
@@ -58,8 +60,9 @@ def test_the_others_go_on_with_fewer_and_the_group_becomes_whole_again() -> None
             number += 1
 
     graph = Graph("elastic")
+    work = functools.partial(Work, fewer, whole, deaths)
     result = graph.stage(
-        Work, graph.source(numbers, capacity=4), on="process", workers=3, elastic=True, name="work"
+        work, graph.source(numbers, capacity=4), on="process", workers=3, elastic=True, name="work"
     ).collect()
     run = graph.start()
     found = run.wait()[result]
