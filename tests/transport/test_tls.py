@@ -24,6 +24,12 @@ from flowchan.transport.authentication import GREETING, PROOF
 from flowchan.transport.door import Door
 
 
+@pytest.fixture(autouse=True)
+def _certificates(request: pytest.FixtureRequest) -> None:
+    if "without_cryptography" not in request.node.name:
+        pytest.importorskip("cryptography")
+
+
 @contextlib.contextmanager
 def encrypted() -> Iterator[tuple[socket.socket, socket.socket]]:
     """Both plain ends."""
