@@ -385,6 +385,7 @@ def arrive(address: str, secret: bytes, tls: bool, home: str, sent: str | bool) 
         if here is not None and here.is_here(number_in(address)):
             found = here.find(number_in(address))
             if sent:
+                here.keep(found, number_in(address))
                 _core._when_finished(functools.partial(here.come, number_in(address)))
             return found
         far = far_channel(address, secret, tls, PATIENCE)

@@ -20,7 +20,7 @@ import re
 import secrets
 import threading
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
@@ -69,7 +69,7 @@ class Home:
         self._channels: weakref.WeakValueDictionary[int, Channel[Any]] = weakref.WeakValueDictionary()
         self._sent: dict[int, Channel[Any]] = {}
         self._under_way: Counter[int] = Counter()  # in so many items
-        self._dropped: list[Dropped] = []  # which may be nobody's now
+        self._dropped: deque[Dropped] = deque()  # which may be nobody's now
         self._mark = re.compile(re.escape(mark_of(self.id, "").encode()) + rb"(\d+)")
         self._counting = threading.RLock()  # the collector may finish an item in whoever has it
         self._numbers = 0
@@ -152,6 +152,16 @@ class Home:
                 found.update(int(match) for match in self._mark.findall(packed))
         return found
 
+    def keep(self, channel: Channel[Any], number: int) -> None:
+        """The channel has come in an item. A forked child opens it, as who is elsewhere does: the parent, who
+        may have no more of it than that item, keeps it for as long as the child has it."""
+        if os.getpid() == self.pid:
+            return
+        with contextlib.suppress(FlowchanError):  # the parent is gone
+            if (connection := self._from_child()) is not None:
+                connection.open(number, NEAR)
+                weakref.finalize(channel, connection.tell, "drop", number).atexit = False
+
     def _from_child(self) -> Connection | None:
         """How a forked child tells its parent what is sent and has come, as others elsewhere do: over a
         connection that is kept. None when the parent is gone."""
@@ -199,12 +209,15 @@ class Home:
 
     def _look_at_dropped(self) -> None:
         """What was put into the items of a channel that nobody has any more has come nowhere."""
-        for dropped in list(self._dropped):
+        for _ in range(len(self._dropped)):
+            try:
+                dropped = self._dropped.popleft()
+            except IndexError:  # this home has ended meanwhile
+                return
             lives = dropped.number in self._channels or dropped.number in self._sent
             if not lives and not dropped.is_nobodys():
-                continue  # a forked child has it: looked at again
-            self._dropped.remove(dropped)
-            if not lives:
+                self._dropped.append(dropped)  # a forked child has it: looked at again
+            elif not lives:
                 for number in self.sent_in(dropped.items()).elements():
                     self.come(number)
 

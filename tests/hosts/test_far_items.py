@@ -404,3 +404,26 @@ def test_they_last_while_a_forked_child_has_their_carrier():
     assert peer.result() == 7
     wait_until(lambda: not home._under_way and not home._dropped, what=lambda: home._under_way)
     assert not len(kept)
+
+
+def test_a_channel_that_a_forked_child_has_received_can_be_sent_on():
+    """C14: also when its item is finished, and nobody else has it. C12: then it goes."""
+    carrier, target, go = make(), make(), make()
+    (home,) = hosting._homes
+    carrier.put(make())
+
+    def pass_on():
+        inner = carrier.get()
+        go.get()
+        inner.put("inside")
+        target.put(inner)
+
+    peer = ProcessPeer(pass_on)
+    wait_until(lambda: not home._under_way)
+    go.put(None)
+    peer.result()
+    received = target.get()
+    assert received.get() == "inside"
+    number = int(received.address.rpartition("/")[2])
+    del received
+    wait_until(lambda: number not in home._channels and number not in home._sent)
