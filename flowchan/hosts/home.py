@@ -201,7 +201,7 @@ class Home:
         """An object for the channel is about to end. May be called from anywhere, also by the collector."""
         if os.getpid() != self.pid:
             return
-        if (dropped := memory.dropped(number)) is not None:
+        if self._sent and (dropped := memory.dropped(number)) is not None:  # else none can be in its items
             self._dropped.append(dropped)
         if self._over:  # perhaps just now
             self._dropped.clear()
