@@ -1,4 +1,4 @@
-"""Members of a group: threads of this process, processes, or threads that believe to be on two hosts."""
+"""Members of a group: threads of this process, processes, or threads that believe to be on several hosts."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def in_threads(size: int, body: Body, *arguments: Any) -> list[Any]:
 
 
 def over_hosts(size: int, body: Body, *arguments: Any) -> list[Any]:
-    """The same with even ranks on one host, and odd ones on another."""
-    at = free_address()
+    """The same in turn on two hosts, an odd number of them on three."""
+    at, hosts = free_address(), 2 + size % 2
 
     def member(rank: int) -> collective.Group:
-        return meet_at(at, SECRET, rank, size, 60, host=f"host {rank % 2}")
+        return meet_at(at, SECRET, rank, size, 60, host=f"host {rank % hosts}")
 
     return _in_threads(member, size, body, arguments)
 

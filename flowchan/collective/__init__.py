@@ -11,10 +11,10 @@ from flowchan.collective.environment import Launched, place
 from flowchan.collective.given import seconds_argument
 from flowchan.collective.group import Group
 from flowchan.collective.handles import Handle
-from flowchan.collective.links import Edge
 from flowchan.collective.meeting import meet
 from flowchan.collective.seats import Seat
 from flowchan.collective.shared import make_all
+from flowchan.collective.steps import Edge
 from flowchan.declare.arguments import secret_bytes, text
 from flowchan.errors import GroupError, MemberDied, MemberLeft, Mismatch
 from flowchan.items.misspelt import refuses_misspelt

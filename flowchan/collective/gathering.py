@@ -166,8 +166,11 @@ def connect(lanes: FarLanes, hosts: list[list[int]], host: int, timeout: float) 
                 sockets[hello["host"]] = stack.enter_context(sock)
             else:
                 lanes.adopt(sock, hello)  # it is quick, and has sent us something already
+        links = Links(dict(sorted(sockets.items())), {other: hosts[other][0] for other in sockets}, host)
+        if len(hosts) > 2:
+            links.measure(max(0.0, give_up - time.monotonic()))
         stack.pop_all()
-    return Links(dict(sorted(sockets.items())), {other: hosts[other][0] for other in sockets})
+    return links
 
 
 def within(

@@ -17,7 +17,6 @@ from flowchan.collective import arrays
 from flowchan.collective.countdown import countdown
 from flowchan.collective.given import array_argument, function_argument, op_argument, parts_argument
 from flowchan.collective.handles import Starting
-from flowchan.collective.links import Edge
 from flowchan.collective.moving import VALUES, Moving
 from flowchan.collective.once import REPEATABLE, number_of_function, run_once
 from flowchan.collective.operations import (
@@ -32,6 +31,7 @@ from flowchan.collective.operations import (
     SCATTER,
     SPLIT,
 )
+from flowchan.collective.steps import Edge
 from flowchan.collective.values import dumps, loads
 from flowchan.collective.ways import not_here
 from flowchan.errors import MemberDied
@@ -293,7 +293,7 @@ class Group(Moving, Starting):
             found = self._gather_arrays(GATHER, x, range(self.size) if mine else (), timeout, root)
         else:
             key = VALUES + 4 * root
-            found = self._exchange(GATHER, key, dumps(x), -1 if mine else self.rank, timeout, x, root)
+            found = self._collect(GATHER, key, dumps(x), root, timeout, x, root)
         return (found if arrays.is_array(x) else [loads(part) for part in found]) if mine else None
 
     def _alltoall_any(
@@ -352,10 +352,11 @@ class Group(Moving, Starting):
         else:
             by = _NUMBERS[op] if isinstance(op, str) else len(_NUMBERS) + number
             key = VALUES + 4 * ((len(_NUMBERS) + len(REPEATABLE) + 1) * (root + 1) + by)
-            mine = root in (-1, self.rank)
-            more, only = op if root < 0 else (root, op), -1 if mine else self.rank
-            found = self._exchange(doing, key, dumps(x), only, timeout, x, more)
-            if not mine:
+            if root < 0:
+                found = self._exchange(doing, key, dumps(x), -1, timeout, x, op)
+            else:
+                found = self._collect(doing, key, dumps(x), root, timeout, x, (root, op))
+            if root not in (-1, self.rank):
                 return None
             total = result(found)
         if op == "mean":
@@ -373,7 +374,7 @@ class Group(Moving, Starting):
                 raise TypeError(not_here("broadcast", x))
             return arrays.give_back(flat, x)
         mine = dumps(x) if self.rank == root else b""
-        (found,) = self._exchange(BROADCAST, VALUES + 4 * root, mine, root, timeout, x, root)
+        found = self._tell(BROADCAST, VALUES + 4 * root, mine, root, timeout, x, root)
         return x if self.rank == root else loads(found)
 
     def _combine(

@@ -1,10 +1,11 @@
 """A group over several hosts: on each of them a part that shares memory, and connections between the first
 members of these parts, their leaders.
 
-An operation goes through the parts, then once over the connections, and through the parts again: inputs are
+An operation goes through the parts, then once over the connections, and through the parts again: arrays are
 combined on each host in the order of the ranks, and these results in the order of the hosts, by everybody in
-the same way; so all get the same bits. What goes wrong between the hosts every leader tells its part, and
-what goes wrong in a part its leader tells the others.
+the same way; so all get the same bits. What one has for all, and what all have for one, goes along a tree.
+What goes wrong between the hosts every leader tells its part, and what goes wrong in a part its leader tells
+the others.
 """
 
 from __future__ import annotations
@@ -18,23 +19,28 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from flowchan import _core
-from flowchan.collective import arrays
+from flowchan.collective import arrays, slicing
 from flowchan.collective.countdown import Left, countdown
 from flowchan.collective.far_lanes import FarLanes
 from flowchan.collective.given import called, received
 from flowchan.collective.group import Group
-from flowchan.collective.links import Call, Differs, Edge, Links
-from flowchan.collective.operations import BARRIER, BROADCAST, COMBINING, NAMES, REDUCE_SCATTER, TELL
+from flowchan.collective.links import Links
+from flowchan.collective.operations import (
+    ALONG_TREES,
+    BARRIER,
+    BROADCAST,
+    COMBINING,
+    GATHER,
+    NAMES,
+    REDUCE_SCATTER,
+    TELL,
+)
 from flowchan.collective.shared import SharedGroup
+from flowchan.collective.steps import Call, Differs, Edge
 from flowchan.collective.values import dumps, loads
 from flowchan.errors import GroupError, MemberDied, MemberLeft, Mismatch
 from flowchan.transport.tcp import split
 
-WHOLE, WHOLE_OF_TWO = 64 * 1024, 1 << 20
-"""Bytes up to which leaders give each other all they have; of more, each combines a slice for all. Two
-send as much either way, and the first way is one step in place of two."""
-BLOCK = 8 << 20
-"""Bytes that are sliced at a time: what comes is combined while it is still in the caches."""
 DONE, FAILED = b"\0", b"\1"
 NEAR, FAR = 0.002, 0.05
 """Seconds that receive_any waits for other hosts until it looks again: at members here, and at the time."""
@@ -138,8 +144,14 @@ class LinkedGroup(Group):
     def _explain(self, operation: str, x: Any) -> str:
         here = self._node._explain(operation, x)
         size, hosts = arrays.size_of(x), len(self._hosts)
-        sliced = operation in COMBINING and size is not None and size > self._whole()
+        sliced = operation in COMBINING and size is not None and size > slicing.whole(hosts)
         how = "a slice for each" if sliced else "all that each has"
+        if hosts > 2 and operation in ALONG_TREES:
+            how = "along a tree"
+            if self._links is not None:
+                small = operation == NAMES[BROADCAST] and size is not None and size <= slicing.WHOLE
+                tree = self._links.tree(0, small).shown([ranks[0] for ranks in self._hosts])
+                how += f" by what was measured: {tree}"
         return f"{here}; over connections between the {hosts} hosts' leaders, {how}"
 
     def _select(self, doing: int, way: str | None) -> None:
@@ -240,11 +252,58 @@ class LinkedGroup(Group):
                 parts[rank] = part
         return parts if only < 0 else [parts[only]]
 
+    def _collect(
+        self, doing: int, key: int, data: Any, root: int, timeout: float | None, x: Any, more: Any
+    ) -> list[bytes]:
+        call, left, source = (NAMES[doing], doing, key), countdown(timeout), self._host_of(root)
+        only = -1 if self._links is not None else self._node.rank
+        here = self._on_node(
+            call, lambda: self._node._exchange(doing, key, data, only, left(), x, more), first=True
+        )
+
+        def gather(links: Links) -> bytes:
+            mine = pickle.dumps(here, 5)
+            found = links.gather(call, mine, links.tree(source), left())
+            return pickle.dumps({host: bytes(part) for host, part in found.items()} | {source: mine}, 5)
+
+        there = self._over_links(call, gather, (x, more), left)
+        if self.rank != root:
+            return []
+        by_host = {host: pickle.loads(part) for host, part in pickle.loads(there).items()}
+        parts = {
+            rank: part
+            for host, ranks in enumerate(self._hosts)
+            for rank, part in zip(ranks, by_host[host], strict=True)
+        }
+        return [parts[rank] for rank in range(self.size)]
+
+    def _tell(
+        self, doing: int, key: int, data: Any, root: int, timeout: float | None, x: Any, more: Any
+    ) -> bytes:
+        call, left, source = (NAMES[doing], doing, key), countdown(timeout), self._host_of(root)
+        mine = source == self._host
+        only = self._hosts[source].index(root) if mine else self._node.rank
+        (said,) = self._on_node(
+            call, lambda: self._node._exchange(doing, key, data, only, left(), x, more), first=True
+        )
+
+        def spread(links: Links) -> bytes:
+            found = links.spread(call, said if mine else None, links.tree(source), left())
+            return b"" if mine else bytes(found)
+
+        found = self._over_links(call, spread, (x, more), left)
+        return bytes(said) if mine else found
+
     def _allgather_into(
         self, doing: int, key: int, mine: list[Any], outs: list[Any], timeout: float | None
     ) -> None:
-        parts = self._exchange(doing, key, arrays.memory(mine[0]), -1, timeout, mine[0], None)
-        self._fill(outs, parts)
+        x, root = mine[0], key // 4
+        if doing == GATHER:
+            parts = self._collect(doing, key, arrays.memory(x), root, timeout, x, root)
+        else:
+            parts = self._exchange(doing, key, arrays.memory(x), -1, timeout, x, None)
+        if parts:
+            self._fill(outs, parts)
 
     def _alltoall(self, doing: int, key: int, ins: list[Any], outs: list[Any], timeout: float | None) -> None:
         call, left = (NAMES[doing], doing, key), countdown(timeout)
@@ -304,7 +363,7 @@ class LinkedGroup(Group):
             self._node._stands_for = None
 
         def swap(links: Links) -> bytes:
-            self._combine_hosts(links, call, total, of_sum, left)
+            slicing.combine(links, call, total, of_sum, left)
             if op == "mean":
                 arrays.divide(total, self.size)
             return b""
@@ -327,66 +386,22 @@ class LinkedGroup(Group):
         if not arrays.is_here(x):
             return NotImplemented
         call, left = (NAMES[BROADCAST], BROADCAST, _key(x, "", root)), countdown(timeout)
-        (source,) = (host for host, ranks in enumerate(self._hosts) if root in ranks)
+        source = self._host_of(root)
         mine, memory = source == self._host, arrays.memory(x)
         if mine:
             local = self._hosts[source].index(root)
             self._on_node(call, lambda: self._node._spread(x, local, left()), first=True)
 
-        def swap(links: Links) -> bytes:
-            links.swap(
-                call,
-                lambda _: [memory] if mine else [],
-                lambda host: memory if host == source else None,
-                left(),
-            )
+        def spread(links: Links) -> bytes:
+            links.spread(call, memory, links.tree(source, small=len(memory) <= slicing.WHOLE), left())
             return b""
 
-        self._over_links(call, swap, (x, root), left)
+        self._over_links(call, spread, (x, root), left)
         if not mine:
             self._on_node(call, lambda: self._node._spread(x, 0, left()))
         return x
 
     # --- parts of these ---
-
-    def _combine_hosts(self, links: Links, call: Call, total: Any, op: str, left: Left) -> None:
-        """Among leaders: ``total``, which holds what this host has, becomes the combination of all hosts'."""
-        flat, size = total.reshape(-1), int(total.nbytes)
-        if size <= self._whole():
-            self._add_others(links, call, lambda _: flat, flat, op, left)
-            return
-        length = BLOCK * len(flat) // size
-        for at in range(0, len(flat), length):
-            self._combine_slices(links, call, flat[at : at + length], op, left)
-
-    def _whole(self) -> int:
-        return WHOLE_OF_TWO if len(self._hosts) == 2 else WHOLE
-
-    def _combine_slices(self, links: Links, call: Call, flat: Any, op: str, left: Left) -> None:
-        hosts, count = range(len(self._hosts)), len(flat)
-        slices = [flat[count * i // len(hosts) : count * (i + 1) // len(hosts)] for i in hosts]
-        mine = slices[self._host]
-        self._add_others(links, call, slices.__getitem__, mine, op, left)
-        links.swap(
-            call,
-            lambda _: [arrays.memory(mine)],
-            lambda host: arrays.memory(slices[host]),
-            left(),
-        )
-
-    def _add_others(
-        self, links: Links, call: Call, out: Callable[[int], Any], mine: Any, op: str, left: Left
-    ) -> None:
-        """Gives each other host ``out(host)``, and combines ``mine`` with what they give, in the order of the
-        hosts."""
-        found = {host: arrays.empty_like(mine) for host in links.sockets}
-        links.swap(
-            call,
-            lambda host: [arrays.memory(out(host))],
-            lambda host: arrays.memory(found[host]),
-            left(),
-        )
-        _core._combine(mine, [found.get(host, mine) for host in range(len(self._hosts))], op)
 
     def _fill(self, outs: Sequence[Any], parts: Sequence[bytes]) -> None:
         for rank, (out, part) in enumerate(zip(outs, parts, strict=True)):

@@ -1,96 +1,52 @@
-"""The connections of one host's leader to the leaders of the other hosts of a group.
-
-In each step of an operation every leader sends one message to each of the others, and receives one of each:
-all at the same time, so that nobody waits for somebody who waits for him. A message says what its sender is
-doing, so calls that differ are found here.
-"""
+"""The connections of one host's leader to the leaders of the other hosts of a group."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
-import select
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from flowchan.collective.values import dumps, loads
-from flowchan.errors import GroupError, MemberDied, MemberLeft
+from flowchan.collective import trees
+from flowchan.collective.countdown import countdown
+from flowchan.collective.steps import (
+    DATA,
+    FAILED,
+    HEADER,
+    LEFT,
+    Call,
+    Connections,
+    Differs,
+    Edge,
+    Gathering,
+    Leaves,
+    Peer,
+    Spreading,
+    Step,
+    segments,
+)
+from flowchan.collective.trees import REFERENCE, Table, Tree
+from flowchan.collective.values import dumps
+from flowchan.errors import GroupError, MemberDied
 
-HEADER = struct.Struct("<BIQQ")  # kind, operation, what the call is, bytes that follow
-DATA, FAILED, LEFT = range(3)
-STALLED = 10.0
-"""Seconds of waiting after which the log says for whom."""
 LAST = 1.0
 """Seconds for a last word to come that has begun to."""
-PIECE = 1 << 20  # bytes for one call of the system
-
-log = logging.getLogger("flowchan.collective")
 
 
-Call = tuple[str, int, int]
-"""An operation: its name, its number, and what it is called with, as a number."""
+class Links(Connections):
+    """See :class:`Connections`. ``host`` is our own."""
 
-
-class Differs(Exception):
-    """The leaders' calls are not the same."""
-
-
-@dataclass(slots=True)
-class Edge:
-    """What has crossed between two hosts' leaders: bytes sent and received, in how many steps of operations,
-    and the seconds that these took from their beginning on this side. An operation has one step or more."""
-
-    sent: int = 0
-    received: int = 0
-    steps: int = 0
-    seconds: float = 0.0
-
-
-class _Peer:
-    """What is under way from and to one leader in one step."""
-
-    def __init__(self, out: Sequence[Any], header: bytes) -> None:
-        self.out = [memoryview(header), *(memoryview(part).cast("B") for part in out if len(part))]
-        self.header = bytearray(HEADER.size)
-        self.sent = self.got = 0
-        self.into: memoryview | None = None
-        self.kind = DATA
-        self.differs = False
-
-    @property
-    def has_come(self) -> bool:
-        return self.into is not None and self.got == HEADER.size + len(self.into)
-
-    @property
-    def is_done(self) -> bool:
-        return not self.out and self.has_come
-
-    @property
-    def is_torn(self) -> bool:
-        """Whether our message has been sent in part."""
-        return bool(self.sent and self.out)
-
-
-class Links:
-    """``sockets`` and ``ranks`` by host: the connection to its leader, and the leader's rank in the group."""
-
-    def __init__(self, sockets: Mapping[int, socket.socket], ranks: Mapping[int, int]) -> None:
-        self.sockets = dict(sockets)
-        self.ranks = ranks
-        self.edges_by_host = {host: Edge() for host in self.sockets}
-        self.leaves = os.fdopen(os.eventfd(0, os.EFD_CLOEXEC), "r+b", 0)
-        """Is readable once this member is about to leave."""
+    def __init__(self, sockets: Mapping[int, socket.socket], ranks: Mapping[int, int], host: int) -> None:
+        super().__init__(sockets, ranks, host)
+        self._table: Table = trees.alike(len(self.sockets) + 1)
+        self._trees: dict[tuple[int, bool], Tree] = {}
         self._torn: set[int] = set()  # hosts to which a part of a message was sent
         self._leaving = self._closed = False
         self._in_use = threading.RLock()
-        for sock in self.sockets.values():
-            sock.setblocking(False)
 
     @property
     def edges(self) -> dict[int, Edge]:
@@ -107,18 +63,60 @@ class Links:
         """One step. ``out(host)`` goes there, one piece after the other; what comes from there is written
         ``into(host)``, or into new memory. Raises what another leader has failed by, :class:`Differs`,
         ``TimeoutError``, :class:`MemberDied`."""
-        _, doing, key = call
-        peers = {}
+        peers = {host: Peer(call, out(host)) for host in self.sockets}
+        return self._heard(Step(self, call, peers, into, timeout))
+
+    def gather(self, call: Call, mine: Any, tree: Tree, timeout: float | None) -> dict[int, memoryview]:
+        """One step: at the tree's root what every other leader has given as ``mine``, by host. Raises what
+        :meth:`swap` does."""
+        found = self._heard(Gathering(self, call, mine, tree, timeout))
+        if tree.root != self.host:
+            return {}
+        return dict(segments(found[child] for child in tree.children[self.host]))
+
+    def spread(self, call: Call, memory: Any, tree: Tree, timeout: float | None) -> memoryview:
+        """One step: what the leader at the tree's root gives as ``memory``, at the others in theirs, or in
+        new memory if it is None. Raises what :meth:`swap` does."""
+        found = self._heard(Spreading(self, call, memory, tree, timeout))
+        return memory if tree.root == self.host else found[tree.parent[self.host]]
+
+    def tree(self, root: int, small: bool = False) -> Tree:
+        """Of that root, for messages of that kind: the same on all leaders."""
+        if (root, small) not in self._trees:
+            self._trees[root, small] = trees.grown(len(self.sockets) + 1, root, self._table, small)
+        return self._trees[root, small]
+
+    def measure(self, timeout: float | None) -> None:
+        """What the connections are like, from which trees grow. All leaders do it at once. Raises what
+        :meth:`swap` does."""
+        call, left = ("measuring the connections", 0, 0), countdown(timeout)
+        hosts, measured = len(self.sockets) + 1, {}
+        for host in trees.meetings(hosts, self.host):
+            quick, large = (
+                min([self._time_with(host, call, bytes(size), left()) for _ in range(count)][1:])
+                for size, count in ((1, 9), (REFERENCE, 4))
+            )
+            measured[host] = trees.times_between(quick, large)
+        mine = trees.packed(measured, hosts)
+        rows = self.swap(call, lambda _: [mine], timeout=left())
+        self._table = trees.table_of({self.host: mine} | {host: bytes(row) for host, row in rows.items()})
         for host in self.sockets:
-            parts = list(out(host))
-            length = sum(len(memoryview(part).cast("B")) for part in parts if len(part))
-            peers[host] = _Peer(parts, HEADER.pack(DATA, doing, key, length))
-        step = _Step(self, call, peers, into, timeout)
+            times = self._table[min(host, self.host), max(host, self.host)]
+            self.edges_by_host[host] = Edge(delay=times.delay, bytes_per_second=times.bytes_per_second)
+
+    def _time_with(self, host: int, call: Call, data: bytes, timeout: float | None) -> float:
+        begun = time.perf_counter()
+        step = Step(self, call, {host: Peer(call, [data])}, lambda _: None, timeout)
         self._go(step)
         step.raise_what_they_say()
-        if any(peer.differs for peer in peers.values()):
+        return time.perf_counter() - begun
+
+    def _heard(self, step: Step) -> dict[int, memoryview]:
+        self._go(step)
+        step.raise_what_they_say()
+        if any(peer.differs for peer in step.peers.values()):
             raise Differs
-        return {host: peer.into for host, peer in peers.items() if peer.into is not None}
+        return {host: peer.into for host, peer in step.peers.items() if peer.into is not None}
 
     def fail(self, error: BaseException, call: Call, goes_on: bool) -> None:
         """Tells the others in this step why it can't be done. ``goes_on``: takes what they have sent in it,
@@ -126,17 +124,16 @@ class Links:
         if self._leaving:
             return  # that is what they are to hear
         word = dumps(error)
-        _, doing, key = call
-        peers = {host: _Peer([word], HEADER.pack(FAILED, doing, key, len(word))) for host in self.sockets}
+        peers = {host: Peer(call, [word], FAILED) for host in self.sockets}
         if goes_on:
-            self._go(_Step(self, call, peers, lambda _: None, None))
+            self._go(Step(self, call, peers, lambda _: None, None))
             return
         for host, peer in peers.items():
             with contextlib.suppress(OSError):  # it is gone, too, or takes nothing: then it hears the end
                 self.sockets[host].sendmsg(peer.out)
         self.close()
 
-    def _go(self, step: _Step) -> None:
+    def _go(self, step: Step) -> None:
         """Whatever it raises, nobody knows where in a message the connections are: they are closed, or are
         about to be."""
         with self._in_use:
@@ -149,9 +146,21 @@ class Links:
             except Leaves:
                 self._torn = {host for host, peer in step.peers.items() if peer.is_torn}
                 raise GroupError(f"{step.call[0]} was not done: this member has left") from None
+            except MemberDied as error:
+                self._say_last(step, error)
+                raise
             except BaseException:
                 self.close()
                 raise
+
+    def _say_last(self, step: Step, error: MemberDied) -> None:
+        """So the others hear who has died, and do not take it for us."""
+        word = Peer(step.call, [dumps(error)], FAILED)
+        for host, peer in step.peers.items():
+            if not peer.is_torn:
+                with contextlib.suppress(OSError):  # it is gone, too
+                    self.sockets[host].sendmsg(word.out)
+        self.close()
 
     def ended(self) -> int | None:
         """Between two steps: a host whose leader will take no part in the next."""
@@ -169,8 +178,8 @@ class Links:
     def last_word(self, host: int, call: str) -> BaseException:
         """What the leader of that host, which :meth:`ended` has given, ended by. These connections can't be
         used any more."""
-        peers = {host: _Peer([], HEADER.pack(DATA, 0, 0, 0))}
-        step = _Step(self, (call, 0, 0), peers, lambda _: None, LAST)
+        peers = {host: Peer((call, 0, 0), [])}
+        step = Step(self, (call, 0, 0), peers, lambda _: None, LAST)
         try:
             self._go(step)
             step.raise_what_they_say()
@@ -178,16 +187,6 @@ class Links:
             if peers[host].has_come or not isinstance(error, TimeoutError):
                 return error
         return self.gone(host, call, "its last word has not come")
-
-    def gone(self, host: int, call: str, why: str) -> MemberDied:
-        """What to raise when the leader of that host is lost."""
-        rank = self.ranks[host]
-        return MemberDied(
-            f"{call} can't be done: rank {rank}, which connects its host to the others, died, gave up, "
-            f"or is out of reach ({why})",
-            (rank,),
-            call,
-        )
 
     def interrupt(self) -> None:
         """Ends the step that another thread is in, before :meth:`leave`."""
@@ -217,141 +216,3 @@ class Links:
                 self.leaves.close()
                 for sock in self.sockets.values():
                     sock.close()
-
-
-class Leaves(Exception):
-    """This member is about to leave."""
-
-
-class _Step:
-    """One step: to all other leaders, and from them."""
-
-    def __init__(
-        self,
-        links: Links,
-        call: Call,
-        peers: dict[int, _Peer],
-        into: Callable[[int], memoryview | None],
-        timeout: float | None,
-    ) -> None:
-        self.call, self.peers = call, peers
-        self._links, self._into, self._timeout = links, into, timeout
-        self._waiting: set[int] = set()
-        self._begun = time.monotonic()
-
-    def run(self) -> None:
-        """Raises ``TimeoutError``, :class:`MemberDied`, :class:`Leaves`."""
-        said = False
-        for host in self.peers:
-            self._send(host)
-        self._waiting = {host for host, peer in self.peers.items() if not peer.is_done}
-        while self._waiting:
-            ready = self._ready()
-            for host, event in ready:
-                if event & ~select.POLLOUT:
-                    self._receive(host)
-                if event & select.POLLOUT and self.peers[host].out:
-                    self._send(host)
-                if self.peers[host].is_done:
-                    self._done(host)
-            passed = time.monotonic() - self._begun
-            if self._timeout is not None and passed > self._timeout:
-                raise TimeoutError(f"{self.call[0]} was not done in time: {self._absent()} has not come")
-            if passed > STALLED and not ready and not said:
-                said = True
-                log.warning("%s has waited for %.0f s: for %s", self.call[0], passed, self._absent())
-
-    def _done(self, host: int) -> None:
-        self._waiting.discard(host)
-        edge = self._links.edges_by_host[host]
-        edge.steps += 1
-        edge.seconds += time.monotonic() - self._begun
-
-    def _ready(self) -> list[tuple[int, int]]:
-        """Hosts whose connection can go on, and how; waits for them a while."""
-        poll, host_of = select.poll(), {}
-        poll.register(self._links.leaves, select.POLLIN)
-        for host in self._waiting:
-            sock, peer = self._links.sockets[host], self.peers[host]
-            poll.register(sock, (0 if peer.has_come else select.POLLIN) | (select.POLLOUT if peer.out else 0))
-            host_of[sock.fileno()] = host
-        passed = time.monotonic() - self._begun
-        longest = STALLED if self._timeout is None else min(STALLED, max(0.0, self._timeout - passed))
-        found = dict(poll.poll(longest * 1000 + 1))
-        if found.pop(self._links.leaves.fileno(), None):
-            raise Leaves
-        return [(host_of[fd], event) for fd, event in found.items()]
-
-    def _send(self, host: int) -> None:
-        sock, peer = self._links.sockets[host], self.peers[host]
-        while peer.out:
-            try:
-                sent = sock.sendmsg([part[:PIECE] for part in peer.out[:2]])
-            except BlockingIOError:
-                return
-            except OSError as error:
-                self._receive(host, keeps=False)  # its last word may be here
-                if peer.kind != FAILED or not peer.has_come:
-                    raise self._gone(host, error.strerror or "") from error
-                peer.out.clear()
-                return
-            peer.sent += sent
-            self._links.edges_by_host[host].sent += sent
-            while sent:
-                taken = min(sent, len(peer.out[0]))
-                peer.out[0], sent = peer.out[0][taken:], sent - taken
-                if not peer.out[0]:
-                    del peer.out[0]
-
-    def _receive(self, host: int, keeps: bool = True) -> None:
-        """``keeps``: what comes is wanted where it belongs."""
-        sock, peer = self._links.sockets[host], self.peers[host]
-        try:
-            while peer.into is None:
-                self._take(host, sock.recv_into(memoryview(peer.header)[peer.got :]))
-                if peer.got == HEADER.size:
-                    self._begin(host, keeps)
-            while peer.got < HEADER.size + len(peer.into):
-                start = peer.got - HEADER.size
-                self._take(host, sock.recv_into(peer.into[start : start + PIECE]))
-        except BlockingIOError:
-            return
-        except OSError as error:
-            raise self._gone(host, error.strerror or "") from error
-
-    def _take(self, host: int, count: int) -> None:
-        if not count:
-            raise self._gone(host, "it ended the connection")
-        self.peers[host].got += count
-        self._links.edges_by_host[host].received += count
-
-    def _begin(self, host: int, keeps: bool) -> None:
-        """Its header has come."""
-        peer = self.peers[host]
-        peer.kind, doing, key, length = HEADER.unpack(peer.header)
-        if peer.kind == LEFT:
-            raise self._left(host)
-        peer.differs = (doing, key) != self.call[1:]
-        given = self._into(host) if keeps and peer.kind == DATA and not peer.differs else None
-        if given is not None and len(given) != length:
-            given, peer.differs = None, True
-        peer.into = memoryview(bytearray(length)) if given is None else given
-
-    # --- words ---
-
-    def raise_what_they_say(self) -> None:
-        for peer in self.peers.values():
-            if peer.kind != DATA:
-                assert peer.into is not None
-                error: BaseException = loads(bytes(peer.into))
-                raise error
-
-    def _left(self, host: int) -> MemberLeft:
-        rank, call = self._links.ranks[host], self.call[0]
-        return MemberLeft(f"{call} can't be done: rank {rank} and its host have left", (rank,), call)
-
-    def _gone(self, host: int, why: str) -> MemberDied:
-        return self._links.gone(host, self.call[0], why)
-
-    def _absent(self) -> str:
-        return " and ".join(f"rank {self._links.ranks[host]} with its host" for host in sorted(self._waiting))

@@ -32,6 +32,20 @@ class Moving(Ways):
             self, doing: int, key: int, ins: list[Any], outs: list[Any], timeout: float | None
         ) -> None: ...
 
+    def _collect(
+        self, doing: int, key: int, data: Any, root: int, timeout: float | None, x: Any, more: Any
+    ) -> list[bytes]:
+        """What all have, at ``root``."""
+        only = -1 if self.rank == root else self.rank
+        return self._exchange(doing, key, data, only, timeout, x, more)
+
+    def _tell(
+        self, doing: int, key: int, data: Any, root: int, timeout: float | None, x: Any, more: Any
+    ) -> bytes:
+        """What ``root`` has, at all."""
+        (told,) = self._exchange(doing, key, data, root, timeout, x, more)
+        return told
+
     def _gather_arrays(
         self, doing: int, x: Any, wanted: Sequence[int], timeout: float | None, root: int = 0
     ) -> list[Any]:
@@ -43,7 +57,7 @@ class Moving(Ways):
         likes = self._exchange(doing, ARRAYS + 4 * root, dumps(arrays.like(x)), -1, left(), x, more)
         place = arrays.place_of(x)
         made = [arrays.make(loads(one), place) if rank in wanted else None for rank, one in enumerate(likes)]
-        by._allgather_into(doing, KNOWN, [source], made, left())
+        by._allgather_into(doing, KNOWN + 4 * root, [source], made, left())
         return made
 
     def _gather_into(self, x: Any, out: Any, timeout: float | None) -> Any:

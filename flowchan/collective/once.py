@@ -31,9 +31,12 @@ class Member(Protocol):
 
     @property
     def rank(self) -> int: ...
-    def _exchange(
-        self, doing: int, key: int, data: Any, only: int, timeout: float | None, x: Any, more: Any
+    def _collect(
+        self, doing: int, key: int, data: Any, root: int, timeout: float | None, x: Any, more: Any
     ) -> list[bytes]: ...
+    def _tell(
+        self, doing: int, key: int, data: Any, root: int, timeout: float | None, x: Any, more: Any
+    ) -> bytes: ...
     def _give_up_all(self) -> None: ...
 
 
@@ -49,7 +52,7 @@ def run_once(
     """What ``run`` gives of what all members have; if it raises, so do all. ``x`` and ``function``: what the
     operation was called with."""
     left, first = countdown(timeout), group.rank == 0
-    found = group._exchange(doing, _GIVEN, mine, -1 if first else group.rank, left(), x, function)
+    found = group._collect(doing, _GIVEN, mine, 0, left(), x, function)
     result, error, told = None, None, b""
     if first:
         try:
@@ -62,7 +65,7 @@ def run_once(
         except BaseException:  # Ctrl-C: the others wait for this member
             group._give_up_all()
             raise
-    (told,) = group._exchange(doing, _TOLD, told, 0, left(), x, function)
+    told = group._tell(doing, _TOLD, told, 0, left(), x, function)
     if not first:
         result, error = loads(told)
     if error is not None:

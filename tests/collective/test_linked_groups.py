@@ -16,7 +16,7 @@ from collective_members import SECRET, OverHosts, free_address, over_hosts, rais
 from waiting import wait_until
 
 from flowchan import collective
-from flowchan.collective import GroupError, MemberDied, MemberLeft, Mismatch, gathering, linked
+from flowchan.collective import GroupError, MemberDied, MemberLeft, Mismatch, gathering, slicing
 from flowchan.collective.links import Links
 
 
@@ -40,7 +40,7 @@ def test_a_sum_is_the_same_whole_in_slices_and_piece_by_piece(
     hosts: str, whole: int, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, size in (("WHOLE", whole), ("WHOLE_OF_TWO", whole), ("BLOCK", block)):
-        monkeypatch.setattr(linked, name, size)
+        monkeypatch.setattr(slicing, name, size)
     parts = [np.random.default_rng(rank).standard_normal(100_003, np.float32) for rank in range(len(hosts))]
 
     def body(g: Any) -> Any:
@@ -73,7 +73,7 @@ def test_a_death_is_told_on_all_hosts(victim: int) -> None:
 
 def test_what_another_host_failed_by_is_heard_also_when_it_takes_nothing_any_more() -> None:
     here, there = socket.socketpair()
-    ours, theirs = Links({1: here}, {1: 1}), Links({0: there}, {0: 0})
+    ours, theirs = Links({1: here}, {1: 1}, 0), Links({0: there}, {0: 0}, 1)
     call = ("allreduce", 4, 0)
     theirs.fail(MemberDied("rank 2 died", (2,), "allreduce"), call, goes_on=False)
     with pytest.raises(MemberDied, match="rank 2 died"):
@@ -340,8 +340,8 @@ def test_stats_say_what_each_connection_has_carried() -> None:
 
 
 def test_a_time_out_is_for_all_pieces_of_an_operation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linked, "WHOLE_OF_TWO", 0)
-    monkeypatch.setattr(linked, "BLOCK", 4096)
+    monkeypatch.setattr(slicing, "WHOLE_OF_TWO", 0)
+    monkeypatch.setattr(slicing, "BLOCK", 4096)
 
     def body(g: Any) -> Any:
         lefts: list[float] = []

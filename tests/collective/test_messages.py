@@ -264,4 +264,4 @@ def test_errors_of_messages_over_hosts_name_members_as_the_group_does() -> None:
             return info.value.ranks
         return None
 
-    assert raised(over_hosts(3, body)) == [(2,), None, None]
+    assert raised(over_hosts(4, body)) == [(2,), None, None, None]

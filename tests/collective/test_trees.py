@@ -1,0 +1,310 @@
+"""Trees over the hosts of a group: how they grow from measured times, and what goes along them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import signal
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from collective_members import OverHosts
+from hypothesis import given
+from hypothesis import strategies as st
+from waiting import wait_until
+
+from flowchan.collective import MemberDied, Mismatch, steps, trees
+from flowchan.collective.links import Links
+from flowchan.collective.steps import HEADER
+from flowchan.collective.trees import Table, Times, Tree, grown, meetings
+
+NEAR, FAR = Times(3e-5, 2e-4), Times(1e-2, 2e-4)
+EMPTY = 20 * HEADER.size
+"""More than the messages of these tests have when they bring nothing."""
+
+
+def all_alike(hosts: int, times: Times) -> Table:
+    return dict.fromkeys(itertools.combinations(range(hosts), 2), times)
+
+
+def depth(tree: Tree, host: int) -> int:
+    return 0 if host == tree.root else 1 + depth(tree, tree.parent[host])
+
+
+@given(st.data(), st.integers(2, 9), st.booleans())
+def test_a_tree_joins_all_hosts_to_its_root(data: Any, hosts: int, small: bool) -> None:
+    seconds = st.floats(1e-6, 10)
+    table = {pair: Times(data.draw(seconds), data.draw(seconds)) for pair in all_alike(hosts, NEAR)}
+    root = data.draw(st.integers(0, hosts - 1))
+    tree = grown(hosts, root, table, small)
+    assert set(tree.parent) == set(range(hosts)) - {root}
+    assert all(depth(tree, host) < hosts for host in range(hosts))
+    for host, children in tree.children.items():
+        assert sorted(children) == [child for child in sorted(tree.parent) if tree.parent[child] == host]
+
+
+def test_where_sending_takes_the_time_each_that_has_it_sends_on() -> None:
+    """A binomial tree: with each round twice as many have it."""
+    tree = grown(8, 0, all_alike(8, Times(1e-6, 1e-2)))
+    assert Counter(depth(tree, host) for host in range(8)) == {0: 1, 1: 3, 2: 3, 3: 1}
+
+
+def test_where_the_way_takes_the_time_the_root_sends_to_all() -> None:
+    assert grown(8, 2, all_alike(8, FAR)).children[2] == [0, 1, 3, 4, 5, 6, 7]
+    assert grown(8, 2, all_alike(8, NEAR), small=True).children[2] == [0, 1, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("small", [False, True])
+def test_a_link_that_is_much_slower_than_others_is_left_out(small: bool) -> None:
+    for slow in itertools.combinations(range(5), 2):
+        table = all_alike(5, NEAR) | {slow: Times(1e-2, 1e-1)}
+        for root in range(5):
+            parent = grown(5, root, table, small).parent
+            assert not {(host, other) for host, other in parent.items() if {host, other} == set(slow)}
+
+
+def test_two_sites_are_joined_by_one_connection() -> None:
+    site = "aabba"
+    between = Times(FAR.delay, 1.0)
+    table = {pair: NEAR if site[pair[0]] == site[pair[1]] else between for pair in all_alike(5, NEAR)}
+    for root in range(5):
+        parent = grown(5, root, table).parent
+        assert sum(site[host] != site[other] for host, other in parent.items()) == 1
+
+
+def test_noise_makes_no_detours() -> None:
+    chance = np.random.default_rng(1)
+    plain = grown(8, 0, all_alike(8, NEAR))
+    for _ in range(50):
+        noisy = {
+            pair: Times(*(float(one * chance.uniform(0.95, 1.05)) for one in (NEAR.delay, NEAR.sending)))
+            for pair in all_alike(8, NEAR)
+        }
+        assert grown(8, 0, noisy) == plain
+
+
+@pytest.mark.parametrize("hosts", range(2, 10))
+def test_to_measure_each_two_meet_once_and_nobody_two_at_a_time(hosts: int) -> None:
+    lists = [list(meetings(hosts, host)) for host in range(hosts)]
+    assert all(sorted(met) == [x for x in range(hosts) if x != host] for host, met in enumerate(lists))
+    while any(lists):  # whoever is next on both sides meets; if there are none, all would wait for ever
+        pairs = {tuple(sorted((host, met[0]))) for host, met in enumerate(lists) if met}
+        meeting = [(low, high) for low, high in pairs if lists[low][0] == high and lists[high][0] == low]
+        assert meeting
+        for host in itertools.chain(*meeting):
+            lists[host].pop(0)
+
+
+def pump(source: socket.socket, sink: socket.socket) -> None:
+    """A slow wire."""
+    while data := source.recv(16384):
+        time.sleep(0.002)
+        sink.sendall(data)
+    sink.close()
+
+
+def joined(hosts: int, slow: tuple[int, int]) -> list[Links]:
+    """The leaders of so many hosts, with a slow connection between two of them."""
+    sockets: list[dict[int, socket.socket]] = [{} for _ in range(hosts)]
+    for low, high in itertools.combinations(range(hosts), 2):
+        sockets[low][high], sockets[high][low] = socket.socketpair()
+        if (low, high) == slow:
+            other = sockets[high][low]
+            middle, sockets[high][low] = socket.socketpair()
+            for ends in ((other, middle), (middle, other)):
+                threading.Thread(target=pump, args=ends, daemon=True).start()
+    return [Links(mine, {host: host for host in mine}, host) for host, mine in enumerate(sockets)]
+
+
+def at_all(links: list[Links], do: Any) -> list[Any]:
+    found: list[Any] = [None] * len(links)
+
+    def one(host: int) -> None:
+        found[host] = do(links[host])
+
+    threads = [threading.Thread(target=one, args=(host,)) for host in range(len(links))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+@pytest.fixture
+def links() -> Iterator[list[Links]]:
+    made = joined(4, slow=(0, 3))
+    yield made
+    for one in made:
+        one.close()
+
+
+def test_what_is_measured_keeps_large_messages_off_a_slow_connection(links: list[Links]) -> None:
+    at_all(links, lambda one: one.measure(None))
+    grown_trees = at_all(links, lambda one: [one.tree(root) for root in range(4)])
+    assert all(one == grown_trees[0] for one in grown_trees)  # the same on all
+    for tree in grown_trees[0]:
+        assert not {pair for pair in tree.parent.items() if set(pair) == {0, 3}}
+    slow, quick = links[0].edges[3], links[0].edges[1]
+    assert (slow.delay or 0) > (quick.delay or 1)
+    assert (slow.bytes_per_second or math.inf) < (quick.bytes_per_second or 0)
+
+    call, large = ("broadcast", 2, 0), os.urandom(3_000_000)
+
+    def do(one: Links) -> Any:
+        told = one.spread(call, large if one.host == 0 else None, one.tree(0), None)
+        brought = one.gather(call, bytes([one.host]) * 500_000, one.tree(3), None)
+        return bytes(told), {host: bytes(part) for host, part in brought.items()}
+
+    found = at_all(links, do)
+    assert [told for told, _ in found] == [large] * 4
+    assert [brought for _, brought in found] == [
+        *({} for _ in range(3)),
+        {host: bytes([host]) * 500_000 for host in range(3)},
+    ]
+    assert links[0].edges[3].sent + links[0].edges[3].received < EMPTY
+
+
+def test_what_comes_is_passed_on_before_all_of_it_has_come() -> None:
+    """The middle of a chain has its message's beginning out while its end is still to come."""
+    table = {(0, 1): NEAR, (1, 2): NEAR, (0, 2): Times(10, 10)}
+    links = joined(3, slow=(-1, -1))
+    call, size = ("broadcast", 2, 0), 30_000_000
+    tree = grown(3, 0, table)
+    assert tree.parent == {1: 0, 2: 1}
+    first, last = links[0].sockets, links[2].sockets
+    thread = threading.Thread(target=lambda: links[1].spread(call, None, tree, None))
+    thread.start()
+    for sock in (first[1], first[2], last[0], last[1]):
+        sock.setblocking(True)
+    data, empty = os.urandom(size), HEADER.pack(0, 2, 0, 0)
+    first[1].sendall(HEADER.pack(0, 2, 0, size) + data[: size // 2])
+    passed_on = last[1].recv(HEADER.size + size // 4, socket.MSG_WAITALL)
+    assert passed_on == HEADER.pack(0, 2, 0, size) + data[: size // 4]
+    last[1].sendall(empty)
+    first[1].sendall(data[size // 2 :])
+    assert last[1].recv(size - size // 4, socket.MSG_WAITALL) == data[size // 4 :]
+    thread.join()
+    for one in links:
+        one.close()
+
+
+SLOW = (0, 3)
+
+
+@pytest.fixture
+def uneven(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups that find that connection slow."""
+
+    def measure(links: Links, timeout: float | None) -> None:
+        hosts = len(links.sockets) + 1
+        links._table = trees.alike(hosts) | {SLOW: Times(1.0, 1.0)}
+
+    monkeypatch.setattr(Links, "measure", measure)
+
+
+@pytest.mark.usefixtures("uneven")
+def test_the_tree_is_shown_where_it_is_known() -> None:
+    def body(g: Any) -> Any:
+        return g.explain("broadcast", np.ones(10)), g.explain("combine")
+
+    found = OverHosts("aabcd", body).results(5)
+    along = "over connections between the 4 hosts' leaders, along a tree"
+    assert found[0][0].endswith(f"{along} by what was measured: 0 to 2 and 3, 2 to 4")
+    assert found[1][1].endswith(along)
+
+
+@pytest.mark.usefixtures("uneven")
+def test_functions_and_broadcasts_leave_out_a_slow_connection_and_give_the_same() -> None:
+    def body(g: Any) -> Any:
+        texts = g.combine({"x": f"{g.rank}{'.' * 100_000}"}, lambda a, b: f"({a[:9]}{b[:9]})")
+        rests = list(g.rest(max)) if g.rank == 2 else g.combine(g.rank, max)
+        if g.rank != 2:
+            rests = [rests, *g.rest(max)]
+        arrays = []
+        for root in range(g.size):
+            x = np.full(100_000, g.rank)
+            arrays.append(int(g.broadcast(x, root=root)[-1]))
+        told = g.broadcast("x" * 100_000 if g.rank == 4 else None, root=4)
+        lists = g.gather("y" * (100_000 + g.rank), root=3)
+        slow = g.stats().get(SLOW[1] if g.rank == SLOW[0] else SLOW[0])
+        moved = slow.sent + slow.received if slow and g.rank in SLOW else 0
+        return texts[0]["x"][:12], texts[1], rests, arrays, len(told), lists and [*map(len, lists)], moved
+
+    found = OverHosts("abcde", body).results(5)
+    for rank, (text, count, rests, arrays, told, lists, moved) in found.items():
+        assert (text, count, told) == (found[0][0], 5, 100_000)
+        assert rests == [(4, 4)]
+        assert arrays == [0, 1, 2, 3, 4]
+        assert lists == ([100_000 + one for one in range(5)] if rank == 3 else None)
+        assert moved < 2 * EMPTY
+    assert found[0][0].startswith("((((0")  # in the order of the ranks, one after the other
+
+
+@pytest.mark.usefixtures("uneven")
+@pytest.mark.parametrize("victim", range(1, 8))
+def test_a_death_of_whoever_passes_on_is_told_to_all(victim: int) -> None:
+    def work(g: Any) -> None:
+        for number in itertools.count():
+            if (g.rank, number) == (victim, 3):
+                os.kill(os.getpid(), signal.SIGKILL)
+            g.combine(np.ones(100), np.maximum)
+
+    def body(g: Any) -> Any:
+        with pytest.raises(MemberDied) as died:
+            work(g)
+        with pytest.raises(MemberDied):
+            g.barrier()
+        return died.value.ranks
+
+    found = OverHosts("abcdefgh", body).results(7)
+    assert set(found.values()) == {(victim,)}
+
+
+@pytest.mark.usefixtures("uneven")
+def test_what_a_function_raises_and_calls_that_differ_are_told_to_all_and_the_group_goes_on() -> None:
+    def fails(a: Any, b: Any) -> Any:
+        raise LookupError("no such thing")
+
+    def body(g: Any) -> Any:
+        with pytest.raises(LookupError, match="no such thing"):
+            g.combine("x" * 100_000, fails)
+        with pytest.raises(Mismatch) as info:
+            g.allreduce(np.ones(3)) if g.rank == 3 else g.combine(1, lambda a, b: a)
+        with pytest.raises(Mismatch):
+            g.broadcast(np.ones(100_000 if g.rank != 1 else 100_001), root=2)
+        return str(info.value), g.combine(1, lambda a, b: a + b)
+
+    for text, total in OverHosts("abcdd", body).results(5).values():
+        assert "rank 3" in text or "ranks 3, 4" in text
+        assert total == (5, 5)
+
+
+def test_who_is_late_is_named_and_not_who_waits_for_it(
+    links: list[Links], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 2 is late; rank 1, which is to bring what it has, is not."""
+    monkeypatch.setattr(steps, "STALLED", 0.1)
+    table = {pair: Times(9.0, 9.0) for pair in all_alike(4, NEAR)} | {
+        (0, 1): NEAR,
+        (1, 2): NEAR,
+        (0, 3): NEAR,
+    }
+    tree, call = grown(4, 0, table), ("combine", 12, 0)
+    assert tree.parent == {1: 0, 2: 1, 3: 0}
+
+    def do(one: Links) -> Any:
+        if one.host == 2:
+            wait_until(lambda: len(caplog.records) >= 3)
+        return sorted(one.gather(call, b"x", tree, None))
+
+    assert at_all(links, do)[0] == [1, 2, 3]
+    said = {record.getMessage() for record in caplog.records}
+    assert said
+    assert all(text.endswith("for rank 2 with its host") for text in said), said
