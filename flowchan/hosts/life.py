@@ -137,9 +137,9 @@ class Life:
 
     def close(self, give_up: float) -> None:
         """Once it is over, or after :meth:`leave`: waits for the agent to end, until ``give_up``, and leaves
-        nothing."""
+        nothing. One that has never come has nothing to finish."""
         pause = threading.Event()
-        while self._started is not None and self._started.ended() is None and time.monotonic() < give_up:
+        while self.has_met and not self._has_ended() and time.monotonic() < give_up:
             pause.wait(0.005)
         self.link.close()
         self._commands.close()
@@ -147,6 +147,9 @@ class Life:
         self.join()
         if self._started is not None:
             self._started.close()
+
+    def _has_ended(self) -> bool:
+        return self._started is None or self._started.ended() is not None
 
     def join(self) -> None:
         """Waits for its threads."""

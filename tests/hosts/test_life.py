@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,3 +42,13 @@ def test_a_break_that_has_just_happened_does_not_end_the_agent(monkeypatch):
         assert one.why == ""
     finally:
         one.close(0)
+
+
+def test_an_agent_that_has_not_come_yet_is_not_waited_for_at_the_end():
+    """It has nothing to finish: after Ctrl-C while the agents start the program ends at once."""
+    started = SimpleNamespace(ended=lambda: None, kill=lambda: None, close=lambda: None)
+    provider: Any = SimpleNamespace(hosts=("one",), start=lambda *_: started)
+    one = life.Life(provider, 0, 0, 10.0, life.Heard(*[lambda *_: None] * 6))
+    one._started = started
+    one.leave()
+    one.close(math.inf)
