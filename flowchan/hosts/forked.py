@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,20 @@ def _umask() -> str:
     return ""
 
 
+@contextlib.contextmanager
+def _errors() -> Iterator[int]:
+    """The descriptor of the program's standard error. Where that was closed before Python began, its number
+    means whatever was opened since, or nothing."""
+    if sys.__stderr__ is not None:
+        yield 2
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        yield nowhere
+    finally:
+        os.close(nowhere)
+
+
 class _Seed:
     """A seed of this program."""
 
@@ -64,11 +79,12 @@ class _Seed:
         self.agents = 0  # that are not closed
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            with theirs:
+            with theirs, _errors() as errors:
                 self._process: subprocess.Popen[bytes] = subprocess.Popen(
                     (sys.executable, "-m", "flowchan.hosts.seed"),
                     stdin=theirs.fileno(),
-                    stdout=2,
+                    stdout=errors,
+                    stderr=errors,
                     start_new_session=True,  # Ctrl-C in a terminal does not end it
                 )
         except BaseException:
@@ -87,8 +103,9 @@ class _Seed:
 
     def ask(self, agent: socket.socket, said: int) -> None:
         """Asks for an agent."""
-        given = [agent.fileno(), said, 2]
-        socket.send_fds(self._control, [b"+"], given, socket.MSG_NOSIGNAL)
+        with _errors() as errors:
+            given = [agent.fileno(), said, errors]
+            socket.send_fds(self._control, [b"+"], given, socket.MSG_NOSIGNAL)
 
     def how_it_ended(self) -> str:
         """After it has left a request unanswered. One that goes on could not receive what came with it."""

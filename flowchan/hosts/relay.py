@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import sys
 import threading
 from collections import deque
 from dataclasses import dataclass
@@ -75,6 +76,8 @@ class Relay:
                 return
             line = text.encode()  # what came before had no end of line
         self._last.append(text)
+        if sys.__stderr__ is None:  # it was closed before Python began, and 2 is something else
+            return
         try:
             os.write(2, self._prefix + line + b"\n")  # one call, so that lines of hosts do not mix
         except OSError:  # nobody reads our errors; the host must not wait for that

@@ -20,6 +20,8 @@ SCRIPT = f'echo "{MARK}started"; "$@"; echo "{MARK}ended $?"'
 ENDED = re.compile(r"ended (\d+)")
 NOT_FOUND = (126, 127)  # what a shell says of a program that is not there, or can't be executed
 
+RAISED = 1  # what Python ends with where an exception ends it; the last line is that
+
 
 def around(python: str, arguments: tuple[str, ...]) -> tuple[str, ...]:
     """The script and the agent's command, as arguments."""
@@ -75,4 +77,5 @@ def how_it_ended(host: str, python: str, code: int, said: Said, remedy: str) -> 
         return f"{host} has no Python at {python} ({said.last()}): {remedy}"
     if code and any("No module named" in line and "flowchan" in line for line in said.lines):
         return f"the Python at {python} on {host} has no flowchan: {remedy}"
-    return f"the agent {host} {exit_text(128 - code if code > 128 else code)}"
+    end = f"the agent {host} {exit_text(128 - code if code > 128 else code)}"
+    return f"{end} ({said.last()})" if code == RAISED else end

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -161,6 +163,23 @@ def test_output_goes_where_the_program_has_its_errors_by_now(tmp_path: Path) -> 
         out, err = process.communicate()
     assert out == ""
     assert sorted(err.split()) == sorted((tmp_path / "errors").read_text().split()) == ["printed", "written"]
+
+
+def test_a_program_without_standard_streams_has_agents(tmp_path: Path) -> None:
+    """Its files and sockets get the numbers of these streams."""
+    text = """
+    assert sys.stderr is None
+    def say(number):
+        print("printed")
+        os.write(2, b"written")
+        return number
+    with open(sys.argv[1] + "/found", "w") as file:
+        file.write(repr(found(say, 2)))
+    """
+    written = script(tmp_path, SCRIPT + text)
+    shell = 'exec "$0" "$@" <&- >&- 2>&-'
+    subprocess.run(("sh", "-c", shell, sys.executable, written, tmp_path), check=True)
+    assert (tmp_path / "found").read_text() == "[0, 1]"
 
 
 def test_a_forked_program_has_its_own_and_leaves_its_parents_alone(tmp_path: Path) -> None:

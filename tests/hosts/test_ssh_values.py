@@ -77,6 +77,11 @@ ENDS = [
         ("started", "ended 1"),
         "the Python at nopy on gpu1 has no flowchan: get one",
     ),
+    (
+        ("Traceback (most recent call last):", "OSError: [Errno 28] No space left on device", ""),
+        ("started", "ended 1"),
+        "the agent gpu1 exited with code 1 without finishing (OSError: [Errno 28] No space left on device)",
+    ),
     (("boo",), (), "not reached"),
     (("Connection closed",), ("started",), None),
     ((), ("started", "ended "), None),
