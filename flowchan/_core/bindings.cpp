@@ -253,6 +253,7 @@ NB_MODULE(_core, m) {
             [](Channel& ch, uint64_t bytes) { ch.with([&](auto& medium) { medium.share() = bytes; }); })
         .def("_leaves_host",
              [](Channel& ch) { locked_ring(ch, [](Ring& ring, Wakes&) { ring.header().leaves = 1; }); })
+        .def("_undo_abort", [](Channel& ch) { locked_ring(ch, [](Ring& ring, Wakes&) { ring.unbreak(); }); })
         .def_prop_ro("_socket",
                      [](Channel& ch) { return ch.with([](auto& medium) { return medium.socket(); }); })
         .def("_stats", channel_stats)

@@ -199,6 +199,13 @@ void Ring::break_(const std::string& cause, Wakes& wakes) {
     call_all_writers(wakes);
 }
 
+void Ring::unbreak() {
+    if (h_->state != BROKEN || h_->damaged) return;
+    Change change(record(Side::Reader), windows_);
+    change.set(h_->state, CLOSED);
+    change.commit();
+}
+
 Counts Ring::counts() const {
     const Header& h = *h_;
     const Gate &readers = h.reader_gate, &writers = h.writer_gate;

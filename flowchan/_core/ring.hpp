@@ -181,6 +181,7 @@ class Ring : public std::enable_shared_from_this<Ring> {
     // --- the channel; all under the lock ---
     void close(Wakes& wakes);
     void break_(const std::string& cause, Wakes& wakes);
+    void unbreak();  // closed in place of broken, for who alone has it: what was inside can be taken
     std::string cause() const;
 
     // --- sessions; all under the lock ---

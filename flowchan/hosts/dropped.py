@@ -52,7 +52,7 @@ class Dropped:
         return True
 
     def items(self) -> list[Any]:
-        """What was in it, sealed. None of a channel that was aborted: it has nothing to give."""
+        """What was in it, sealed. Also of a channel that was aborted: its memory has them still."""
         return contextvars.copy_context().run(self._items)
 
     def _items(self) -> list[Any]:
@@ -61,6 +61,7 @@ class Dropped:
         with contextlib.suppress(Exception):  # it is empty, or whatever can be wrong with what nobody wants
             channel: Channel[Any] = Channel.__new__(Channel)
             _core.Channel.__init__(channel, fd=os.dup(self.fd), socket=-1, name="")
+            channel._undo_abort()
             while True:
                 found.append(channel.get_nowait())
         return found

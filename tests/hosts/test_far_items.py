@@ -372,7 +372,8 @@ def test_a_channel_whose_last_item_is_finished_just_then_is_sent_no_more():
     del spare
 
 
-def test_channels_in_items_that_nobody_takes_end_with_their_carrier():
+@pytest.mark.parametrize("aborted", [False, True])
+def test_channels_in_items_that_nobody_takes_end_with_their_carrier(aborted):
     """C12: also those in the items of such a channel."""
     kept, carrier, other, inner = make(), make(), make(), make()
     (home,) = hosting._homes
@@ -381,6 +382,8 @@ def test_channels_in_items_that_nobody_takes_end_with_their_carrier():
     carrier.put([other] * 2)
     del other, inner
     assert home._under_way.total() == 4
+    if aborted:
+        carrier.abort(ValueError("enough"))
     del carrier
     wait_until(lambda: not home._under_way, what=lambda: home._under_way)
     assert kept.address.startswith(home.address)  # it has not ended
