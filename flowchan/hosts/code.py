@@ -98,7 +98,22 @@ class _Bundle:
         return _unpack, (self._classes, self._stage)
 
 
+class _Part(ModuleType):
+    """Of a module that is not here, what has come along."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # asked for by Python itself
+            raise AttributeError(name)
+        raise AttributeError(
+            f"module {self.__name__!r} is {self.__file__}, but not {name!r}: import it outside of the "
+            "function that needs it, and it comes along as a whole"
+        )
+
+
 def _unpack(classes: dict[str, dict[str, type]], stage: Any) -> Any:
     for name, members in classes.items():
-        vars(sys.modules.setdefault(name, ModuleType(name))).update(members)
+        if name not in sys.modules:
+            sys.modules[name] = _Part(name)
+            sys.modules[name].__file__ = "not on this host; its classes came along by value"  # import says it
+        vars(sys.modules[name]).update(members)
     return stage

@@ -47,6 +47,17 @@ def test_what_is_missing_is_found_without_importing_it(mine: str, tmp_path: Path
     assert "explodes" not in sys.modules
 
 
+@pytest.mark.parametrize("what", ["import only_mine; only_mine.use(1)", "from only_mine import use"])
+def test_what_has_not_come_along_is_told(what: str, mine: str, tmp_path: Path) -> None:
+    """A function that imports the module when it is called has no more of it than the classes."""
+    folder = tmp_path / "there"
+    folder.mkdir()
+    packed = pack_stage(sys.modules[mine].Number, [mine])
+    call = f"exec({what!r})"
+    with pytest.raises(AssertionError, match=r"'use'.*not on this host; its|not on this host; its.*'use'"):
+        elsewhere(packed, folder, call)
+
+
 def test_a_module_goes_by_value_with_its_classes(mine: str, tmp_path: Path) -> None:
     folder = tmp_path / "there"
     folder.mkdir()
