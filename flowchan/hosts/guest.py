@@ -438,7 +438,7 @@ def _broken_by(channel: Channel[Any]) -> Broken | None:
         try:
             channel.put_nowait(None)  # nothing gets into what has ended
         except Broken as error:
-            return error
+            return error.with_traceback(None)  # else it and who asks would keep each other, and the guest
         except Closed:  # a writer has died
             pass
     return None

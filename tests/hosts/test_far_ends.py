@@ -6,6 +6,7 @@ import asyncio
 import atexit
 import builtins
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -281,6 +282,30 @@ def test_nothing_is_left_when_the_last_handle_goes():
 
     HostPeer(come_and_go).result()
     assert channel.closed
+
+
+def test_of_who_wrote_to_what_was_aborted_nothing_waits_for_the_collector():
+    """C12: its links have descriptors, and in a program that allocates little the collector seldom comes."""
+    channel, ready = make(), make()
+    (home,) = hosting._homes
+
+    def write():
+        writer = channel.writer()
+        ready.put(None)
+        with contextlib.suppress(Broken):
+            while True:
+                writer.put(1)
+
+    gc.disable()
+    try:
+        peer = HostPeer(write)
+        ready.get()
+        found = [weakref.ref(guest) for guest in home.guests()]
+        channel.abort(ValueError("why"))
+        peer.result()
+        wait_until(lambda: not any(guest() for guest in found))
+    finally:
+        gc.enable()
 
 
 def test_a_home_is_over_as_soon_as_its_last_channel_goes():
