@@ -6,10 +6,14 @@ promise fails one test and not the whole suite.
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
+
+from flowchan.channel.loops import GIL
 
 PATIENCE = 60.0
 
@@ -24,6 +28,23 @@ def wait_until(
         if time.monotonic() > give_up:
             raise AssertionError(f"waited {patience:g} s in vain; last seen: {what() if what else condition}")
         tick.wait(0.001)  # lets other threads and processes have the CPU
+
+
+def wait_freed(gone: weakref.ref[Any]) -> None:
+    """Returns once the object is freed."""
+
+    def is_freed() -> bool:
+        merge_counts()
+        return gone() is None
+
+    wait_until(is_freed)
+
+
+def merge_counts() -> None:
+    """Without a GIL an object of which another thread than its maker drops the last reference is freed when
+    its maker next runs Python code, which may be late, or when the collector runs."""
+    if not GIL:
+        gc.collect()
 
 
 def wait_blocked(channel: Any, readers: int = 0, writers: int = 0) -> None:

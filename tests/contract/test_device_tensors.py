@@ -14,7 +14,7 @@ import weakref
 import numpy as np
 import pytest
 from fake_device import FAKE, FakeTensor, kept
-from waiting import wait_until
+from waiting import merge_counts, wait_until
 
 from flowchan import Channel, ChannelError, Full, select
 from flowchan.items.device import crossing, pool
@@ -285,6 +285,12 @@ def test_a_second_reader_of_an_item_in_view_copies_at_once(make, spawn_peer):
     assert (again.numpy() == 5).all()
     assert (arrived.numpy() == 5).all()
     second.close()
+
+    def has_ended() -> bool:
+        merge_counts()  # the last reference to a copy may be dropped by the thread that looks after them
+        return not peer.running()
+
+    wait_until(has_ended)
     peer.result()
 
 

@@ -38,7 +38,7 @@ from typing import Any
 import pytest
 from executors import WORKERS, Thing
 from gates import Gate
-from waiting import wait_until
+from waiting import wait_freed, wait_until
 
 from flowchan import Channel, WorkerDied
 from flowchan.pipelines import TaskPool
@@ -313,7 +313,7 @@ def test_no_stale_references(pool: TaskPool) -> None:
     gone = weakref.ref(thing)
     pool.submit(thing.method)
     del thing
-    wait_until(lambda: gone() is None)
+    wait_freed(gone)
 
 
 @pytest.mark.parametrize("workers", [0, -1])
@@ -330,7 +330,7 @@ def test_free_reference(pool: TaskPool) -> None:
     for thing in pool.map(made, range(10)):
         gone = weakref.ref(thing)
         del thing
-        wait_until(lambda: gone() is None)  # noqa: B023
+        wait_freed(gone)
 
 
 # ThreadPoolExecutorTest, ProcessPoolExecutorTest

@@ -12,7 +12,7 @@ from concurrent import futures
 import pytest
 from executors import Thing, cancelled, ended
 from gates import Gate
-from waiting import wait_until
+from waiting import wait_freed
 
 from flowchan.pipelines import TaskPool
 
@@ -129,7 +129,7 @@ def test_free_reference_yielded_future(pool: TaskPool) -> None:
         asked.remove(future)
         gone = weakref.ref(future)
         del future
-        wait_until(lambda: gone() is None)  # noqa: B023
+        wait_freed(gone)
 
 
 def test_correct_timeout_exception_msg(pool: TaskPool, gate: Gate) -> None:
