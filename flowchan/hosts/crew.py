@@ -321,7 +321,7 @@ class HostCrew:
                 over_item = deaths_in_hand(self._home.ports(id))
                 self._deaths[id] = Death(how, None, 0, 0.0, over_item, life.host, counts=False)
             host.life = None
-            self._dying.append(life)
+            self._dying = [*filter(Life.is_closing, self._dying), life]
             if self._lines and not host.given_up and not self._closing:
                 self._bring(host)
         with contextlib.suppress(Closed):  # the run is over
@@ -466,8 +466,8 @@ class HostCrew:
         give_up = time.monotonic() + decisions.GRACE
         for life in lives:
             life.close(give_up)
-        for life in self._dying:
-            life.join()
+        while self._dying:
+            self._dying.pop().join()
         if self._reception is not None:
             self._reception.close()
             self._reception = None

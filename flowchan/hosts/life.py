@@ -148,6 +148,10 @@ class Life:
         if self._started is not None:
             self._started.close()
 
+    def is_closing(self) -> bool:
+        """Whether a thread of it is still at work."""
+        return any(thread.is_alive() for thread in self._threads)
+
     def _has_ended(self) -> bool:
         return self._started is None or self._started.ended() is not None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -12,9 +13,11 @@ from typing import Any
 import pytest
 from gates import Gate
 from hosted import agents, wait_ended, workers_of
+from waiting import wait_until
 
 from flowchan import Graph, HostError, RunError, RunStats, WorkerDied
 from flowchan.hosts import local
+from flowchan.hosts.life import Life
 from flowchan.hosts.local import Local
 from flowchan.hosts.pool import pool_of
 from flowchan.hosts.provider import Launch
@@ -91,6 +94,26 @@ def test_the_workers_of_a_killed_agent_die_with_it() -> None:
     gate.wait_held(3)
     gate.open()
     assert run.wait()[result] == [0, 1, 2, 3]
+
+
+def test_of_agents_that_have_died_nothing_stays_while_the_run_goes_on() -> None:
+    """Their links have descriptors, and a run may last for days."""
+
+    def lives() -> int:
+        gc.collect()
+        return sum(isinstance(one, Life) for one in gc.get_objects())
+
+    gate = Gate()
+    graph = Graph("lasting")
+    result = graph.source(range(2)).map(gate.wait, on=local(1)).collect()
+    run = graph.start()
+    for number in range(4):
+        gate.wait_held(1)
+        wait_until(lambda born=number + 1: run.stats().hosts[0].agents == born and len(agents()) == 1)
+        agents()[0].kill()
+    wait_until(lambda: lives() <= 2, what=lives)
+    gate.open()
+    assert run.wait()[result] == [0, 1]
 
 
 @dataclass(frozen=True)
