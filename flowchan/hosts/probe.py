@@ -80,7 +80,10 @@ def look(provider: Provider, patience: float = PATIENCE) -> list[Facts]:
                 found[number] = _measured(_facts(provider.hosts[number], hello), sock)
             del started[number]
         for number, one in started.items():
-            late = f"did not dial {door.address} within {patience:g} s"
+            late = (
+                f"did not dial {door.address} within {patience:g} s; if that can't be reached from there, say "
+                "another address of this machine with address="
+            )
             found[number] = Facts(provider.hosts[number], one.ended() or f"{provider.hosts[number]} {late}")
     return [found[number] for number in range(len(provider.hosts))]
 
