@@ -52,11 +52,12 @@ def unreadable(failed: Any) -> None:
 
 
 def show(groups: list[list[Path]]) -> None:
-    """The groups that waste most come first; the files of a group are in order."""
+    """The groups that waste most come first, each with its first three files."""
     wasted = {min(files): min(files).stat().st_size * (len(files) - 1) for files in groups}
     lines = [f"{len(groups):,} groups of equal files, {sum(wasted.values()):,} bytes could be saved\n"]
     for files in sorted(map(sorted, groups), key=lambda files: (-wasted[files[0]], files[0])):
-        lines.append(f"{wasted[files[0]]:>12,}  {'  '.join(map(str, files))}\n")
+        more = f"  and {len(files) - 3:,} more" if len(files) > 3 else ""
+        lines.append(f"{wasted[files[0]]:>12,}  {'  '.join(map(str, files[:3]))}{more}\n")
     print("".join(lines), end="")
 
 
@@ -78,7 +79,7 @@ def duplicates(directory: str = str(STANDARD_LIBRARY)) -> Graph:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Find files with equal content below a directory.")
     parser.add_argument("directory", nargs="?", default=str(STANDARD_LIBRARY))
-    duplicates(parser.parse_args().directory).run()
+    duplicates(parser.parse_args().directory).run(progress=True)
 
 
 if __name__ == "__main__":

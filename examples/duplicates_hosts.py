@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("directory", nargs="?", default=str(STANDARD_LIBRARY))
     parser.add_argument("pool", nargs="?", default="local:2")
     asked = parser.parse_args()
-    duplicates_on_hosts(asked.directory, asked.pool).run()
+    duplicates_on_hosts(asked.directory, asked.pool).run(progress=True)
 
 
 if __name__ == "__main__":

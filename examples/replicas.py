@@ -9,6 +9,7 @@ Batches of scikit-learn's digits get some noise on two processes, and go to whic
 The replicas are a gang: each is a process with its member of a group, by which they average their gradients
 and stay equal, bit for bit, though one may get a batch more than the other. What they tell of each step is
 combined by a node of the graph. When the source ends, or with Ctrl-C, the whole graph drains and ends.
+It needs torch and scikit-learn.
 """
 
 from __future__ import annotations

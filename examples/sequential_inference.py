@@ -6,6 +6,7 @@ two processes.
 
 The network learns from half of scikit-learn's digits for a second or two and is asked about the other half,
 in as many batches as you like. The plain module and each part compute with one thread.
+It needs torch and scikit-learn.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ Both begin with the same weights and see the same batches of scikit-learn's digi
 same curve. They compute with double precision: the parts add up gradients in another order, and training lets
 every difference in rounding grow. A quarter of the digits is held out for the end. Each part, and the plain
 module, has one thread. With ``--picture FILE`` the last steps are drawn: which part did what and when.
+It needs torch and scikit-learn.
 """
 
 from __future__ import annotations

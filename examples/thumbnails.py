@@ -4,7 +4,7 @@
     flowchan viz examples/thumbnails.py -o thumbnails.svg
 
 The pictures are those of the installed Python packages unless a directory is named. Files that are none are
-counted and left out. Workers are threads, for Pillow lets others go on while it computes.
+counted and left out. Workers are threads, for Pillow lets others go on while it computes. It needs pillow.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python examples/training_loop.py [--epochs N] [--workers N] [--seed N]
     flowchan viz examples/training_loop.py -o digits.svg
 
-Each epoch is a run of the graph. The same seed gives the same epochs again, with any number of workers.
+Each epoch is a run of the graph; one seed gives the same epochs again. It needs torch and scikit-learn.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python examples/web_service.py [REQUESTS]
     flowchan viz examples/web_service.py -o service.svg
 
-The model reads scikit-learn's digits. The program asks its own service, with some clients at a time.
+The model reads the digits of scikit-learn, which it needs. The program asks its own service.
 """
 
 from __future__ import annotations

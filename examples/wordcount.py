@@ -69,7 +69,7 @@ def wordcount(directory: str = str(STANDARD_LIBRARY)) -> Graph:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Count the words of all Python files below a directory.")
     parser.add_argument("directory", nargs="?", default=str(STANDARD_LIBRARY))
-    wordcount(parser.parse_args().directory).run()
+    wordcount(parser.parse_args().directory).run(progress=True)
 
 
 if __name__ == "__main__":
