@@ -81,8 +81,8 @@ def look(provider: Provider, patience: float = PATIENCE) -> list[Facts]:
             del started[number]
         for number, one in started.items():
             late = (
-                f"did not dial {door.address} within {patience:g} s; if that can't be reached from there, say "
-                "another address of this machine with address="
+                f"did not dial {door.address} within {patience:g} s; if that can't be reached from there, "
+                "say another address of this machine with address="
             )
             found[number] = Facts(provider.hosts[number], one.ended() or f"{provider.hosts[number]} {late}")
     return [found[number] for number in range(len(provider.hosts))]

@@ -104,7 +104,7 @@ def test_a_host_that_does_not_dial_is_given_up():
     _, two = probe.look(odd("import signal; signal.pause()"), patience=5.0)
     assert two.problem.startswith("local-2 did not dial 127.0.0.1:")
     assert two.problem.endswith("say another address of this machine with address=")
-    assert two.problem.endswith(" within 5 s")
+    assert " within 5 s; " in two.problem
 
 
 QUITTING = (
