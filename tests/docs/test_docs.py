@@ -104,6 +104,17 @@ def test_the_reference_has_every_public_name_and_no_other() -> None:
     assert sorted(listed) == sorted(public.values())
 
 
+@pytest.mark.parametrize("name", ["Graph", "Stream"])
+def test_the_reference_of_a_class_has_all_its_public_members_in_its_own_order(name: str) -> None:
+    page = (DOCS / "reference/graphs.md").read_text()
+    (listed,) = re.findall(
+        rf"::: flowchan\.{name}\n    options:\n      group_by_category: false\n      members: \[(.*)\]", page
+    )
+    graph = flowchan.Graph("graph")
+    made = {"Graph": graph, "Stream": graph.source("abc")}[name]
+    assert {name for name in dir(made) if not name.startswith("_")} == set(listed.split(", "))
+
+
 def test_every_exception_has_an_entry_in_troubleshooting() -> None:
     named = {
         name
