@@ -31,6 +31,8 @@ class TopK:
     next (error feedback), so nothing is lost, only late."""
 
     def __init__(self, fraction: float = 0.01) -> None:
+        if not 0 < fraction <= 1:
+            raise ValueError(f"TopK: fraction must be above 0 and at most 1, not {fraction!r}")
         self._fraction = fraction
         self._left: Tensor | None = None
 
@@ -56,11 +58,14 @@ _TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _CODES: dict[str, Callable[[], Code]] = {"topk": TopK}
 
 
-def mean_by(compress: str | Callable[[], Code] | None) -> Mean:
-    """How one buffer is averaged. It may run in the member's own thread, while others wait for it."""
+def mean_by(compress: str | Callable[[], Code] | None, dtype: torch.dtype) -> Mean:
+    """How one buffer with elements of this type is averaged. It may run in the member's own thread, while
+    others wait for it."""
     if compress is None:
         return lambda group, x: group._reduced(ALLREDUCE, x, "mean", None, -1, None)
     if isinstance(compress, str) and compress in _TYPES:
+        if dtype.is_complex:
+            raise ValueError(f"compress={compress!r} has no imaginary parts, and a parameter is of {dtype}")
         return lambda group, x: _rounded(group, x, _TYPES[compress])
     made = _CODES.get(compress) if isinstance(compress, str) else compress
     if not callable(made):

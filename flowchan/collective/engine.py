@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from flowchan.collective.group import Group
 from flowchan.collective.parallel import AllReduceSGD, synchronize
 from flowchan.declare.stream import Stream
+from flowchan.items.text import shown
 
 __all__ = ["HOOKS", "Engine", "Mean", "State"]
 
@@ -67,7 +68,14 @@ class Engine:
     def train(self, batches: Batches, epochs: int) -> None:
         """Until so many epochs are done, those before :meth:`load` included. ``batches``: those of each
         epoch, or a function that gives them for its number. A stream of a graph that ends with ``collect()``
-        is made ahead while the module works."""
+        is made ahead while the module works. Raises :class:`ValueError` for an iterator where there are
+        several epochs: it would be at its end after the first."""
+        left = epochs - self.state.epoch
+        if isinstance(batches, Iterator) and left > 1:
+            raise ValueError(
+                f"train: {shown(batches)} ends with its first epoch, and {left} are to be done: "
+                "give a function that makes the batches of an epoch, or what can be iterated again"
+            )
         self.module.train()
         self.state.training = True
         if self.group:
@@ -164,9 +172,10 @@ class Mean:
     def __init__(self) -> None:
         self.total, self.count = 0.0, 0
 
-    def add(self, value: float, count: int = 1) -> None:
-        """``value`` is the mean of ``count``."""
-        self.total += value * count
+    def add(self, value: float | Tensor, count: int = 1) -> None:
+        """``value`` is the mean of ``count``: a number, or a tensor with one element."""
+        # Of a tensor its number alone: it would keep all that it was computed from.
+        self.total += (value.item() if isinstance(value, Tensor) else value) * count
         self.count += count
 
     def over(self, group: Group | None = None) -> float:

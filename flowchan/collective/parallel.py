@@ -94,7 +94,9 @@ class Gradients:
     ) -> None:
         self._group = group
         self._accumulating = False
-        self._buffers = [_Bucket(parameters, mean_by(compress)) for parameters in _in_buckets(module)]
+        self._buffers = [
+            _Bucket(parameters, mean_by(compress, parameters[0].dtype)) for parameters in _in_buckets(module)
+        ]
         self._started: list[Handle] = []  # of the first buffers: all members start them in this order
         self._buffer_of = {parameter: buffer for buffer in self._buffers for parameter in buffer.views}
         ready = weakref.WeakMethod(self._ready)  # no collector sees what a parameter's hooks hold
@@ -120,11 +122,11 @@ class Gradients:
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
         """In this block ``backward`` only adds to the gradients; the next one outside averages them all."""
-        self._accumulating = True
+        before, self._accumulating = self._accumulating, True  # it may stand in another such block
         try:
             yield
         finally:
-            self._accumulating = False
+            self._accumulating = before
 
     def close(self) -> None:
         """From now on gradients stay as ``backward`` makes them."""

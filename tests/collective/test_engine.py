@@ -154,3 +154,23 @@ def test_a_mean_weighs_what_is_added_and_is_nan_of_nothing() -> None:
     mean.add(2.0, 3)
     mean.add(6.0)
     assert mean.over() == 3.0
+
+
+def test_a_mean_keeps_nothing_of_what_a_tensor_was_computed_from() -> None:
+    def over(g: Any) -> tuple[float, type]:
+        mean = Mean()
+        for x in 2.0, 4.0:
+            mean.add(torch.tensor(x, requires_grad=True) * 2)
+        return mean.over(g), type(mean.total)
+
+    assert in_threads(2, over) == [(6.0, float)] * 2
+
+
+def test_an_iterator_does_not_pass_for_the_batches_of_several_epochs(batches: Batches) -> None:
+    made = engine()
+    with pytest.raises(ValueError, match="ends with its first epoch, and 2 are to be done"):
+        made.train(iter(batches), epochs=2)
+    assert made.state.step == 0
+    made.train(iter(batches), epochs=1)
+    made.train(iter(batches), epochs=2)
+    assert made.state.step == 2 * len(batches)

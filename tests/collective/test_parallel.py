@@ -128,6 +128,21 @@ def test_gradients_that_are_accumulated_are_averaged_once(digits: Any) -> None:
     torch.testing.assert_close(parts[0], parts[1], rtol=0, atol=0)
 
 
+def test_a_block_that_accumulates_may_stand_in_another() -> None:
+    def train(g: Any) -> Any:
+        net = nn.Linear(1, 1)
+        gradients = Gradients(net, g)
+        with gradients.accumulate():
+            with gradients.accumulate():
+                net(torch.ones(1)).backward()
+            net(torch.ones(1)).backward()
+            net(torch.ones(1)).backward()
+        gradients.wait()
+        return net.weight.grad.item()  # type: ignore[union-attr]
+
+    assert ok(in_threads(2, train)) == [3.0, 3.0]
+
+
 def test_gradients_in_many_buffers_start_in_one_order_whatever_the_losses_depend_on() -> None:
     """A parameter without a gradient counts as zero."""
 
@@ -202,6 +217,19 @@ def test_topk_loses_nothing_it_only_comes_late() -> None:
     left = code._left
     assert left is not None
     torch.testing.assert_close(total + left, 8 * x)
+
+
+@pytest.mark.parametrize("fraction", [0.0, -0.5, 1.5, float("nan")])
+def test_a_fraction_that_is_none_is_refused_where_it_is_given(fraction: float) -> None:
+    with pytest.raises(ValueError, match="fraction must be above 0 and at most 1"):
+        TopK(fraction)
+
+
+@pytest.mark.parametrize("compress", ["fp16", "bf16"])
+def test_no_code_drops_imaginary_parts(compress: str) -> None:
+    net = nn.ParameterList([nn.Parameter(torch.ones(2, dtype=torch.complex64))])
+    with pytest.raises(ValueError, match=f"'{compress}' has no imaginary parts.*torch.complex64"):
+        Gradients(net, None, compress=compress)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("run", [in_threads, over_hosts], ids=["one host", "two hosts"])
