@@ -115,8 +115,9 @@ class Wire:
                     return
 
         for work in (take, give):
-            self._threads.append(threading.Thread(target=work))
-            self._threads[-1].start()
+            thread = threading.Thread(target=work)
+            self._threads.append(thread)
+            thread.start()
 
 
 @dataclass(frozen=True)
