@@ -124,7 +124,7 @@ class Engine:
             return
         kept = {
             "module": self.module.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": _plain(self.optimizer.state_dict()),
             "done": (self.state.epoch, self.state.step),
         }
         new = Path(f"{os.fspath(path)}.new")
@@ -200,6 +200,15 @@ def _samples(batches: Batches, epoch: int) -> Iterator[Any]:
     graph: Any = found.graph
     with graph.start() as run:
         yield from run.iter(found)
+
+
+def _plain(state: Any) -> Any:
+    """Without NumPy's numbers, as a learning rate may be one: torch reads no such thing from a file."""
+    if isinstance(state, dict):
+        return {key: _plain(value) for key, value in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(map(_plain, state))
+    return state.item() if type(state).__module__ == "numpy" and hasattr(state, "item") else state
 
 
 def _known(hook: Any) -> Any:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from flowchan.collective.arrays import contiguous, described, memory
+from flowchan.collective.arrays import check_writable, contiguous, described, memory
 from flowchan.collective.codes import Code, TopK, mean_by
 from flowchan.collective.group import Group
 from flowchan.collective.handles import Handle
@@ -31,7 +31,9 @@ _BUCKET = 1 << 20
 
 def synchronize(module: nn.Module, group: Group, root: int = 0) -> None:
     """Gives every member the parameters and buffers of ``root``. Raises :class:`Mismatch` on all members when
-    their modules have others."""
+    their modules have others, ``ValueError`` where elements of one share memory."""
+    for _, x in _state(module):
+        check_writable(x)
     _raise_for_difference([(name, described(x)) for name, x in _state(module)], group)
     for _, x in _state(module):
         group.broadcast(x, root)

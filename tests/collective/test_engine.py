@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from collective_members import in_threads, raised
 
@@ -122,6 +123,16 @@ def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(
 
     assert raised(in_threads(2, train)) == [2 * len(batches)] * 2
     assert [one.name for one in tmp_path.iterdir()] == ["kept.pt"]
+
+
+@pytest.mark.parametrize("rate", [0.25, np.float64(0.25), np.float32(0.25), torch.tensor(0.25)])
+def test_a_learning_rate_of_any_type_is_kept(rate: Any, tmp_path: Path) -> None:
+    optimizer = torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=rate)
+    kept = Engine(nn.Linear(2, 1), nn.functional.mse_loss, optimizer)
+    kept.save(tmp_path / "kept.pt")
+    optimizer.param_groups[0]["lr"] = 1.0
+    kept.load(tmp_path / "kept.pt")
+    assert optimizer.param_groups[0]["lr"] == 0.25
 
 
 def test_a_hook_may_test_and_what_trains_goes_on_as_before(batches: Batches) -> None:

@@ -370,6 +370,17 @@ CHANGES: dict[str, tuple[Callable[[Any, int], Any], str]] = {
 }
 
 
+def test_a_buffer_whose_elements_share_memory_is_refused_on_all_members() -> None:
+    def train(g: Any) -> None:
+        net = nn.Linear(2, 2)
+        net.register_buffer("shared", torch.zeros(1).expand(3))
+        with pytest.raises(ValueError, match="share memory"):
+            synchronize(net, g)
+        g.barrier()
+
+    ok(in_threads(2, train))
+
+
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_differs_first_is_named_with_its_rank_on_all_members(change: str) -> None:
     """And modules that can't be made equal are refused before anything is written."""
