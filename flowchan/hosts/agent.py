@@ -74,9 +74,16 @@ class Orders:
 
     @classmethod
     def read(cls, line: str) -> Orders:
-        said = json.loads(line)
-        said["secret"] = bytes.fromhex(said["secret"])
-        return cls(**said)
+        """Raises ``ValueError`` when that is no line of a driver's."""
+        try:
+            said = json.loads(line)
+            said["secret"] = bytes.fromhex(said["secret"])
+            return cls(**said)
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(
+                "an agent gets its orders by its standard input, from a run that starts it: give a stage "
+                "on=pool (flowchan.hosts), or flowchan run --hosts"
+            ) from None
 
 
 class _Names(NamedTuple):
@@ -319,7 +326,10 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     # Nothing of the user's is loaded in this process, so its children may be copies of it.
     multiprocessing.set_start_method("fork")
-    orders = Orders.read(sys.stdin.readline())
+    try:
+        orders = Orders.read(sys.stdin.readline())
+    except ValueError as error:
+        sys.exit(str(error))
     sys.stdin.close()
     Agent(orders).run()
 

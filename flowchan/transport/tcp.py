@@ -180,6 +180,5 @@ def resolve(host: str, port: int, asked: str) -> list[tuple[int, int, int, str, 
         return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)  # type: ignore[return-value]
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise OSError(
-            errno.EADDRNOTAVAIL, f"{asked}: the host {host!r} is not known here ({reason})"
-        ) from None
+        of_it = "" if asked == host else f"{asked}: "
+        raise OSError(errno.EADDRNOTAVAIL, f"{of_it}the host {host!r} is not known here ({reason})") from None

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from flowchan.hosts import life
 
@@ -52,3 +56,19 @@ def test_an_agent_that_has_not_come_yet_is_not_waited_for_at_the_end():
     one._started = started
     one.leave()
     one.close(math.inf)
+
+
+@pytest.mark.parametrize(
+    "said", ["", "no orders", "{}", "[1]", '{"secret": 5}', '{"secret": "00", "more": 1}']
+)
+def test_an_agent_that_is_started_by_hand_says_what_starts_agents(said: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "flowchan.hosts.agent"],
+        input=said,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("an agent gets its orders by its standard input")
+    assert "Traceback" not in ended.stderr
