@@ -43,10 +43,8 @@ import pytest_timeout
 import scripts
 from optional import LARGE, LOADED, optional
 from peers import Apart
-from waiting import merge_counts, wait_until
+from waiting import wait_until
 from warm import TORCH, OurTemplate, SharedTemplate, Template
-
-from flowchan.channel.loops import GIL
 
 GRACE = 20.0  # seconds by which faulthandler's last word comes after pytest-timeout's
 REAL_HOSTS = Path(__file__).parent / "hosts_real"
@@ -295,16 +293,8 @@ def no_leftovers(request: pytest.FixtureRequest) -> Iterator[None]:
         # a joined thread's task ends a moment after its join; a home looks at dropped channels when it can
         wait_until(lambda: not any(left.startswith(ENDING) for left in leftovers(before)) and not dropped())
     gc.collect()  # a thread that ended only now may have held the last reference to such a cycle
-    if not GIL:  # what a thread of ours drops a moment later is freed by the next collection
-        with contextlib.suppress(AssertionError):
-            wait_until(lambda: not left_after_merging(before), patience=5)
     if left := leftovers(before):
         pytest.fail(f"left behind: {', '.join(sorted(left))}", pytrace=False)
-
-
-def left_after_merging(before: set[str]) -> set[str]:
-    merge_counts()
-    return leftovers(before)
 
 
 def holdings() -> set[str]:

@@ -72,8 +72,8 @@ class Connection(Calls):
         self._hello = {**versions(), **card(), "guest": secrets.token_hex(16), "again": False}
         self._line_numbers = 0
         self._lines: dict[int, Line] = {}
-        self._users: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._known: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # of these
+        self._users: set[object] = set()  # a token for each
+        self._known: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._left = False
         self._told_all = Latch()
         sock, theirs = self._dial(timeout, f"can't open a channel of {address}")
@@ -200,9 +200,10 @@ class Connection(Calls):
     def adopt(self, number: int, user: Any) -> Any:
         """``user`` has opened the channel of that number. Gives what is that channel here: who was first, of
         several that have opened it at a time."""
-        weakref.finalize(user, _nudge, self._nudges, "drop", number).atexit = False
+        token = object()
         with self._lock:
-            self._users.add(user)
+            self._users.add(token)
+            weakref.finalize(user, _dropped, self._users, token, self._nudges, number).atexit = False
             return self._known.setdefault(number, user)
 
     def tell(self, what: str, number: int) -> None:
@@ -379,6 +380,13 @@ def forget(connection: Connection) -> None:
 def _nudge(nudges: Channel[tuple[str, int]], what: str, number: int) -> None:
     with contextlib.suppress(ChannelError):
         nudges.put_nowait((what, number))
+
+
+def _dropped(users: set[object], token: object, nudges: Channel[tuple[str, int]], number: int) -> None:
+    """Who used that channel is gone. It must not be among the users any more when its drop is heard, in
+    whichever order a collector calls what else looks after it."""
+    users.discard(token)
+    _nudge(nudges, "drop", number)
 
 
 def _leave_all() -> None:
