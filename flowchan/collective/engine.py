@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from numbers import Number
 from pathlib import Path
 from typing import Any
 
@@ -208,7 +209,7 @@ def _plain(state: Any) -> Any:
         return {key: _plain(value) for key, value in state.items()}
     if type(state) in (list, tuple):
         return type(state)(map(_plain, state))
-    return state.item() if type(state).__module__ == "numpy" and hasattr(state, "item") else state
+    return state.item() if isinstance(state, Number) and hasattr(state, "item") else state
 
 
 def _known(hook: Any) -> Any:

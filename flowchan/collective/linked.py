@@ -15,7 +15,7 @@ import math
 import pickle
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from flowchan import _core
@@ -245,11 +245,7 @@ class LinkedGroup(Group):
             return pickle.dumps({host: bytes(part) for host, part in found.items()}, 5)
 
         there = pickle.loads(self._over_links(call, swap, (x, more), left))
-        parts: list[Any] = [None] * self.size
-        for host, ranks in enumerate(self._hosts):
-            found = here if host == self._host else pickle.loads(there[host])
-            for rank, part in zip(ranks, found, strict=True):
-                parts[rank] = part
+        parts = self._by_rank({host: pickle.loads(part) for host, part in there.items()} | {self._host: here})
         return parts if only < 0 else [parts[only]]
 
     def _collect(
@@ -269,13 +265,7 @@ class LinkedGroup(Group):
         there = self._over_links(call, gather, (x, more), left)
         if self.rank != root:
             return []
-        by_host = {host: pickle.loads(part) for host, part in pickle.loads(there).items()}
-        parts = {
-            rank: part
-            for host, ranks in enumerate(self._hosts)
-            for rank, part in zip(ranks, by_host[host], strict=True)
-        }
-        return [parts[rank] for rank in range(self.size)]
+        return self._by_rank({host: pickle.loads(part) for host, part in pickle.loads(there).items()})
 
     def _tell(
         self, doing: int, key: int, data: Any, root: int, timeout: float | None, x: Any, more: Any
@@ -402,6 +392,14 @@ class LinkedGroup(Group):
         return x
 
     # --- parts of these ---
+
+    def _by_rank(self, found: Mapping[int, Sequence[bytes]]) -> list[bytes]:
+        """``found``: what the members of each host have."""
+        parts: list[bytes] = [b""] * self.size
+        for host, ranks in enumerate(self._hosts):
+            for rank, part in zip(ranks, found[host], strict=True):
+                parts[rank] = part
+        return parts
 
     def _fill(self, outs: Sequence[Any], parts: Sequence[bytes]) -> None:
         for rank, (out, part) in enumerate(zip(outs, parts, strict=True)):

@@ -106,9 +106,7 @@ class Links(Connections):
 
     def _time_with(self, host: int, call: Call, data: bytes, timeout: float | None) -> float:
         begun = time.perf_counter()
-        step = Step(self, call, {host: Peer(call, [data])}, lambda _: None, timeout)
-        self._go(step)
-        step.raise_what_they_say()
+        self._heard(Step(self, call, {host: Peer(call, [data])}, lambda _: None, timeout))
         return time.perf_counter() - begun
 
     def _heard(self, step: Step) -> dict[int, memoryview]:

@@ -23,7 +23,7 @@ from flowchan import Graph, Reduced
 from flowchan.hosts.pool import Pool
 from tests.agents_of_local import agents_of
 from tests.gangs import in_step
-from tests.hosts.wires import Wire, wired
+from tests.wires import Wire, wired
 
 HANG = 120.0
 MOST_AGENTS = 8  # killed or cut off in one run: a host whose agents die too often is given up
