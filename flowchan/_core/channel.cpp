@@ -89,8 +89,7 @@ static void abort_medium(LocalQueue& queue, PyObject* cause) {
     Wakes wakes;
     std::vector<PyObject*> dropped;
     Locked locked(queue);
-    if (queue.state != BROKEN && cause != Py_None) queue.cause = Py_NewRef(cause);
-    queue.break_(dropped, wakes);
+    queue.break_(cause == Py_None ? nullptr : cause, dropped, wakes);
     locked.unlock(wakes);
     for (PyObject* o : dropped) Py_DECREF(o);
 }

@@ -210,7 +210,8 @@ int channel_clear(PyObject* self) {
     if (!nb::inst_ready(self)) return 0;
     std::vector<PyObject*> dropped;
     Wakes wakes;
-    channel_of(self).with(Each{[&](LocalQueue& queue) { queue.break_(dropped, wakes); }, [](Ring&) {}});
+    channel_of(self).with(
+        Each{[&](LocalQueue& queue) { queue.break_(nullptr, dropped, wakes); }, [](Ring&) {}});
     for (PyObject* o : dropped) Py_DECREF(o);
     return 0;
 }

@@ -7,7 +7,7 @@ namespace flowchan {
 LocalQueue::~LocalQueue() {
     std::vector<PyObject*> dropped;
     Wakes wakes;
-    break_(dropped, wakes);
+    break_(nullptr, dropped, wakes);
     for (PyObject* o : dropped) Py_DECREF(o);
     Py_XDECREF(cause);
 }
@@ -144,9 +144,10 @@ void LocalQueue::close(Wakes& wakes) {
     writer_line.call_all(wakes);
 }
 
-void LocalQueue::break_(std::vector<PyObject*>& dropped, Wakes& wakes) {
+void LocalQueue::break_(PyObject* by, std::vector<PyObject*>& dropped, Wakes& wakes) {
     if (state == BROKEN || drained()) return;
     state = BROKEN;
+    cause = Py_XNewRef(by);
     for (uint64_t i = 0; i < count_; ++i)
         dropped.push_back(buffer_[(head_ + i) & (buffer_.size() - 1)].object);
     for (Group& g : groups_)

@@ -81,7 +81,8 @@ class LocalQueue {
     void begin_item(WriterState& writer, uint64_t number);
     Step item_done(WriterState& writer, Wakes& wakes);
     void close(Wakes& wakes);
-    void break_(std::vector<PyObject*>& dropped, Wakes& wakes);  // the caller drops the references, unlocked
+    // The caller drops the references, unlocked.
+    void break_(PyObject* by, std::vector<PyObject*>& dropped, Wakes& wakes);
     void end_port(Side side, const void* port, Wakes& wakes);
     bool drained() const { return leased == 0 && nothing_coming(); }
     bool broken() const { return state == BROKEN; }

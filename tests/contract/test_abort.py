@@ -8,7 +8,7 @@ import weakref
 import pytest
 from waiting import wait_blocked
 
-from flowchan import Broken, Channel
+from flowchan import Broken, Channel, Drained
 
 CALLS = {
     "put": lambda ch: ch.put(1),
@@ -21,6 +21,10 @@ CALLS = {
     "get_many": lambda ch: ch.get_many(2),
     "iteration": lambda ch: next(ch),
 }
+
+
+class TooLate(Exception):
+    """Of which there are weak references."""
 
 
 def cause_seen(call, ch):
@@ -150,6 +154,22 @@ def test_abort_after_close_breaks_a_channel_that_is_not_drained(make):
     assert not ch.drained
     with pytest.raises(Broken):
         ch.get()
+
+
+def test_an_abort_of_a_drained_channel_is_no_error_and_changes_nothing(make):
+    """C6: the end is final, so nothing is kept of what comes after it."""
+    ch = make()
+    ch.close()
+    assert ch.drained
+    causes = [TooLate() for _ in range(2)]
+    kept = list(map(weakref.ref, causes))
+    for cause in causes:
+        ch.abort(cause)
+    assert not ch.broken
+    with pytest.raises(Drained):
+        ch.get()
+    del causes, cause
+    assert [one() for one in kept] == [None, None]
 
 
 def test_close_after_abort_is_no_error_and_changes_nothing(make):

@@ -135,6 +135,10 @@ def test_a_channel_put_into_itself_is_an_item(make):
     assert ch.get() == "through itself"
 
 
+class Cause(Exception):
+    """Of which there are weak references."""
+
+
 class Item:
     pass
 
@@ -168,6 +172,17 @@ def test_a_channel_that_holds_itself_is_collected():
     gone = weakref.ref(item)
     ch.put_many([ch, item])
     del item, ch
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_channel_that_is_held_by_the_cause_of_its_break_is_collected():
+    """As an exception holds whatever its traceback does."""
+    ch = Channel(across="threads")
+    cause = Cause(ch)
+    gone = weakref.ref(cause)
+    ch.abort(cause)
+    del cause, ch
     gc.collect()
     assert gone() is None
 
