@@ -20,7 +20,7 @@ from concurrent.futures import BrokenExecutor, Executor, Future, InvalidStateErr
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar
 
-from flowchan import Broken, ChannelError, Failed, Graph, Run, pack, unpack
+from flowchan import Broken, ChannelError, Failed, Graph, Run, pack, unpack, worker
 from flowchan.declare.arguments import placed
 from flowchan.declare.places import Place, Placement
 from flowchan.items.misspelt import refuses_misspelt
@@ -364,7 +364,14 @@ class _Called:
 
 def _answer(packed: Any) -> Any:
     """In a process: the call, everything of the user's included."""
-    fn, args, kwargs = unpack(packed)
+    try:
+        fn, args, kwargs = unpack(packed)
+    except ImportError as error:
+        if host := worker().host:
+            error.add_note(
+                f"raised on host {host!r}: what a task uses must be importable there, or of the main script"
+            )
+        raise
     if isinstance(packed, list):
         packed.clear()  # if the call fails, the item is sent back: its arrays need not be
     return pack(fn(*args, **kwargs))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import math
 import os
 import signal
@@ -50,6 +51,20 @@ def test_a_task_pool_on_a_pool_of_hosts_is_an_executor() -> None:
         assert list(pool.map(math.factorial, range(20))) == [math.factorial(number) for number in range(20)]
         with pytest.raises(ValueError, match="not defined for negative"):
             pool.submit(math.factorial, -1).result()
+
+
+def test_a_task_whose_module_is_not_on_its_host_fails_with_the_names_of_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "only_here.py").write_text("def use(): pass")
+    with pipelines.TaskPool(1, on=local(1)) as pool:
+        assert pool.submit(abs, -1).result() == 1  # so the agent is there, and looks elsewhere
+        monkeypatch.syspath_prepend(tmp_path)
+        task = pool.submit(importlib.import_module("only_here").use)
+        with pytest.raises(ModuleNotFoundError, match="No module named 'only_here'") as caught:
+            task.result()
+    note = caught.value.__notes__[0]
+    assert note.startswith("raised on host 'local-1': what a task uses must be importable there, or of")
 
 
 def test_a_process_on_a_host_makes_room_for_another_after_as_many_tasks_as_it_may_do() -> None:
