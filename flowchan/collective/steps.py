@@ -123,6 +123,11 @@ class Peer:
         self.out += pieces
         self.waits = False
 
+    def next_out(self) -> list[memoryview]:
+        """What is to be sent next: a second piece only behind the whole of the first."""
+        first = self.out[0]
+        return [first[:PIECE]] if len(first) > PIECE else [first, *(part[:PIECE] for part in self.out[1:2])]
+
     def begin(self, call: Call, length: int, kind: int = DATA) -> None:
         """Of a message of which the pieces follow."""
         _, doing, key = call
@@ -198,7 +203,7 @@ class Step:
         sock, peer = self._links.sockets[host], self.peers[host]
         while peer.out:
             try:
-                sent = sock.sendmsg([part[:PIECE] for part in peer.out[:2]])
+                sent = sock.sendmsg(peer.next_out())
             except BlockingIOError:
                 return
             except OSError as error:

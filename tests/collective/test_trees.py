@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -186,6 +186,29 @@ def test_what_comes_is_passed_on_before_all_of_it_has_come() -> None:
     first[1].sendall(data[size // 2 :])
     assert last[1].recv(size - size // 4, socket.MSG_WAITALL) == data[size // 4 :]
     thread.join()
+    for one in links:
+        one.close()
+
+
+class Willing(socket.socket):
+    """Takes at once all that it is given, as a connection with much room does."""
+
+    def sendmsg(self, parts: Iterable[Any], *_: Any) -> int:
+        data = b"".join(parts)
+        self.setblocking(True)
+        self.sendall(data)
+        self.setblocking(False)
+        return len(data)
+
+
+def test_what_several_have_comes_whole_however_much_a_connection_takes_at_once() -> None:
+    links, call, sizes = joined(3), ("combine", 12, 0), [0, 3 * steps.PIECE // 2, 2 * steps.PIECE + 1]
+    for one in links:
+        one.sockets = {host: Willing(fileno=sock.detach()) for host, sock in one.sockets.items()}
+    tree = grown(3, 0, {(0, 1): NEAR, (1, 2): NEAR, (0, 2): Times(10, 10)})
+    given = [os.urandom(size) for size in sizes]
+    found = at_all(links, lambda one: one.gather(call, given[one.host], tree, None))[0]
+    assert {host: bytes(part) for host, part in found.items()} == {1: given[1], 2: given[2]}
     for one in links:
         one.close()
 

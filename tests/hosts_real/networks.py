@@ -36,12 +36,34 @@ class Networks:
             ip(f"-n {name} addr add {self.address(name)}/24 dev cable")
             ip(f"-n {name} link set cable up")
 
+    def slow_way(self, first: str, second: str, rate: str) -> None:
+        """What goes between these two takes another way from now on, of that rate, by a router of its own."""
+        router = f"{first}-router"
+        self.names += (router,)
+        ip(f"netns add {router}")
+        inside(router, "sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward")
+        for number, (name, other) in enumerate([(first, second), (second, first)]):
+            ours, gate = f"10.78.{number}.2", f"10.78.{number}.1"
+            ip(f"link add way netns {name} type veth peer name way{number} netns {router}")
+            ip(f"-n {name} addr add {ours}/24 dev way")
+            ip(f"-n {name} link set way up")
+            ip(f"-n {name} route add {self.address(other)} via {gate} src {self.address(name)}")
+            ip(f"-n {router} addr add {gate}/24 dev way{number}")
+            ip(f"-n {router} link set way{number} up")
+            ip(f"-n {router} route add {self.address(name)} via {ours}")
+            shaping = f"tc qdisc add dev way{number} root tbf rate {rate} burst 64kbit latency 400ms"
+            inside(router, *shaping.split())
+
     def address(self, name: str) -> str:
         return f"10.77.0.{self.names.index(name) + 1}"
 
     def close(self) -> None:
         for name in self.names:
             subprocess.run(("ip", "netns", "del", name), stderr=subprocess.DEVNULL)
+
+
+def inside(name: str, *command: str) -> None:
+    subprocess.run(("ip", "netns", "exec", name, *command), check=True)
 
 
 def ip(command: str) -> None:

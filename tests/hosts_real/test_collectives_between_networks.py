@@ -7,6 +7,12 @@ import sys
 
 from networks import HEAD, Networks, ip
 
+
+def start(program: str, where: str, rank: int) -> subprocess.Popen[str]:
+    command = ("ip", "netns", "exec", where, sys.executable, "-c", program, str(rank), f"{HEAD}:4711")
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
 RANK = """
 import sys
 import numpy as np
@@ -25,16 +31,34 @@ with collective.group(rank=rank, size=4, at=address, secret=b"only members know 
 """
 
 
+UNLIKE = """
+import sys
+import numpy as np
+from flowchan import collective
+
+rank, address = int(sys.argv[1]), sys.argv[2]
+with collective.group(rank=rank, size=3, at=address, secret=b"only members know it") as g:
+    if rank == 0:
+        print(g.explain("combine").rpartition(": ")[2])
+    total, count = g.combine(np.full(1_000_000, g.rank + 1.0), np.add)
+    assert count == 3 and total.min() == total.max() == 6, (count, total.min(), total.max())
+    slow = g.stats().get(2 - rank)
+    print(slow and slow.sent + slow.received < 10_000)
+"""
+
+
+def test_a_slow_way_between_two_networks_is_left_out(networks: Networks) -> None:
+    """And what the one in the middle passes on comes whole."""
+    head, _, second = networks.names
+    names = networks.names
+    networks.slow_way(head, second, "20mbit")
+    ranks = [start(UNLIKE, where, rank) for rank, where in enumerate(names)]
+    assert [one.communicate()[0] for one in ranks] == ["0 to 1, 1 to 2\nTrue\n", "None\n", "True\n"]
+
+
 def test_a_group_over_three_networks_is_told_when_one_loses_its_cable(networks: Networks) -> None:
     head, first, second = networks.names
-    ranks = [
-        subprocess.Popen(
-            ("ip", "netns", "exec", where, sys.executable, "-c", RANK, str(rank), f"{HEAD}:4711"),
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank, where in enumerate((head, head, first, second))
-    ]
+    ranks = [start(RANK, where, rank) for rank, where in enumerate((head, head, first, second))]
     for one in ranks:
         assert one.stdout is not None
         said = one.stdout.readline()
