@@ -54,7 +54,7 @@ def meet_at(
             except OSError as error:
                 raise TimeoutError(str(error)) from None
             sock.settimeout(max(0.001, left() or 0.0))
-            with contextlib.closing(Voice(sock)) as voice:
+            with contextlib.closing(Voice(sock, "rank 0")) as voice:
                 way = Way(secret, route_to(where))
                 met = meet_by(voice.gather, rank, way, left() or 0.0, name, host)
     except Over as over:
@@ -186,7 +186,7 @@ def _follow(old: LinkedGroup, place: Place, secret: bytes, name: str, give_up: f
                 raise TimeoutError(f"shrink of {old._title()} was not done in time: {error}") from None
             if not late:
                 raise GroupError(f"{error}; {REMEDY}") from None
-    with contextlib.closing(Voice(sock)) as voice:
+    with contextlib.closing(Voice(sock, "rank 0")) as voice:
         # Rank 0 waits for who is late, however long; when it dies, the connection ends.
         sock.settimeout(None if give_up == math.inf else max(0.001, give_up - time.monotonic()))
         try:

@@ -51,7 +51,7 @@ class Seat:
         secret = hmac.digest(self.secret, f"group {self.group}".encode(), "sha256")
         way = Way(secret, route_to(split(self.at)[0]), self.tls)
         with contextlib.ExitStack() as stack:
-            voice = stack.enter_context(contextlib.closing(Voice(sock)))
+            voice = stack.enter_context(contextlib.closing(Voice(sock, "the driver")))
             meeting = self.name, self.host, voice.goes_on
             try:
                 self._member = meet_by(voice.gather, self.rank, way, WITHIN, *meeting)

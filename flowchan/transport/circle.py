@@ -98,10 +98,10 @@ def _tell(sock: socket.socket, line: bytes) -> None:
 
 
 class Voice:
-    """One of the circle, over its connection to the middle."""
+    """One of the circle, over its connection to the ``middle``, of which that is the name."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
+    def __init__(self, sock: socket.socket, middle: str) -> None:
+        self._sock, self._middle = sock, middle
         self._has = b""
 
     def gather(self, value: Any) -> list[Any]:
@@ -121,7 +121,9 @@ class Voice:
             raise TimeoutError(LATE) from None
         except OSError:
             line = b""
-        said = json.loads(line or '{"over": "the one in the middle has gone"}')
+        if not line:
+            raise Over(f"{self._middle} ended while the members met")
+        said = json.loads(line)
         if isinstance(said, dict):
             raise Over(said["over"])
         return said

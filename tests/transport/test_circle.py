@@ -22,7 +22,7 @@ def voice(circle: Circle, rank: int, ends: contextlib.ExitStack) -> Voice:
     here, there = socket.socketpair()
     circle.come(rank, here)
     ends.callback(circle.close)
-    return ends.enter_context(contextlib.closing(Voice(there)))
+    return ends.enter_context(contextlib.closing(Voice(there, "the driver")))
 
 
 def test_each_hears_what_all_have_said_in_each_round(ends: contextlib.ExitStack) -> None:
@@ -55,6 +55,6 @@ def test_when_one_has_left_the_others_hear_who_it_was_also_those_that_come_later
 def test_who_comes_twice_is_sent_away(ends: contextlib.ExitStack) -> None:
     circle = Circle(2)
     first, again = voice(circle, 0, ends), voice(circle, 0, ends)
-    with pytest.raises(Over, match="the one in the middle has gone"):
+    with pytest.raises(Over, match="the driver ended while the members met"):
         again.gather(None)
     assert first.goes_on()
