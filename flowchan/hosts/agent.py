@@ -275,7 +275,7 @@ class Agent:
         the patience. ``silent``: since when it has not been heard, in seconds."""
         orders = self._orders
         hello = {**versions(), "number": orders.number, "epoch": orders.epoch}
-        within = orders.patience - silent
+        within = max(0.0, orders.patience - silent)
         try:
             sock, theirs = reach(orders.address, orders.secret, hello, why=why, within=within, tls=orders.tls)
         except OSError as error:

@@ -34,7 +34,7 @@ def reach(
         left = give_up - time.monotonic()
         if left <= 0 or not wanted():
             last = "" if failed is None else f": {failed.strerror or failed}"
-            raise OSError(f"{why}{last} at {address} for {within:g} s") from failed
+            raise OSError(f"{why}{last} at {address} for {within:.3g} s") from failed
         try:
             sock = dial(address, left)
             pause = SHORTEST  # somebody is there
