@@ -51,9 +51,10 @@ Step before_put(Ring& ring, Out* out) {
 
 // Who puts faster than others read would use ever more memory for the first time, up to the channel's bound.
 // Waiting for what they give back costs less, for about as long as new memory would cost, and as long as they
-// do give some back.
+// do give some back. A MB that is new takes about 1 ms of a processor (to find and to clear it 0.25 ms, in faults at
+// the first touch 0.4 ms, to give it back at the end 0.2 ms), one that was used before 0.03 to 0.07 ms.
 Step await_warm_memory(Ring& ring, Channel& ch, Out* out, uint64_t size, Deadline deadline) {
-    constexpr uint64_t WORTH_IT = 64 << 10, BYTES_A_NS = 4;
+    constexpr uint64_t WORTH_IT = 64 << 10, BYTES_A_NS = 1;
     if (size < WORTH_IT || deadline.now_only()) return Step::Done;
     const Deadline soon{std::min(deadline.at, now_ns() + int64_t(size / BYTES_A_NS))};
     const uint32_t session = out ? out->state.session : ch.plain_session();
