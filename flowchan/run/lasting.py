@@ -26,7 +26,7 @@ from flowchan.run import decisions
 from flowchan.run.events import Event, Gone, WorkerId
 from flowchan.run.gpus import Gpus
 from flowchan.run.guard import ProcessName
-from flowchan.run.logs import Logged
+from flowchan.run.logs import Logged, log_here
 from flowchan.run.plan import PlannedWorker
 from flowchan.run.processes import WorkerProcess
 from flowchan.run.signals import interrupts_held
@@ -43,7 +43,7 @@ class LastingProcess:
 
     def __init__(self, graph: str, id: WorkerId, stage: bytes, devices: str | None) -> None:
         orders: Channel[Order] = Channel(2, across="processes")
-        words: Channel[Left | None] = Channel(2, across="processes")
+        words: Channel[Left | Logged | None] = Channel(64, across="processes")
         self._orders, self._words = orders.writer(), words.reader()
         # The process's own. Closed before it has them, they would end the channels.
         self._its = orders.reader(), words.writer()
@@ -61,9 +61,12 @@ class LastingProcess:
         while True:
             ended = self.process.ended()
             try:
-                return self._words.get(
+                said = self._words.get(
                     timeout=0.0 if ended else max(0.0, min(LOOK, until - time.monotonic()))
                 )
+                if not isinstance(said, Logged):
+                    return said
+                log_here(said)
             except Empty:
                 if ended:
                     return Left()
@@ -75,6 +78,10 @@ class LastingProcess:
     def dismiss(self) -> None:
         """There are no more orders."""
         self._orders.close()
+
+    def leave(self) -> None:
+        """Nobody listens to what it says."""
+        self._words.close()
 
 
 Leaving = list[tuple[WorkerId, LastingProcess]]
@@ -177,6 +184,8 @@ def _end_dropped(pid: int, known: dict[WorkerId, LastingProcess], leaving: Leavi
     """Those of a pool whose block nobody has left, in the process that has started them."""
     if pid == os.getpid():
         _dismiss(known, leaving)
+        for _, lasting in leaving:
+            lasting.leave()
         _end_leaving(leaving)
 
 

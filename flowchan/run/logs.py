@@ -43,7 +43,8 @@ def _loggers() -> Iterator[logging.Logger]:
 
 
 class Sending(logging.Handler):
-    """In a worker's process: sends what is logged here to the program, while there is a run."""
+    """In a worker's process: sends what is logged here to the program, while there is a run, and at the end of
+    a process that lasts over runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,6 +73,10 @@ class Sending(logging.Handler):
     def rest(self) -> None:
         """The run is over."""
         self._put = None
+
+    def end(self, put: Callable[[Logged], None]) -> None:
+        """No other run follows. ``put`` gets what is logged until the process has ended."""
+        self._put = put
 
     def emit(self, record: logging.LogRecord) -> None:
         """Never raises, as of any handler."""

@@ -68,10 +68,15 @@ def process_main(
 
 
 def lasting_main(
-    id: WorkerId, stage: bytes, orders: In[Order], says: Out[Left | None], parent: int, devices: str | None
+    id: WorkerId,
+    stage: bytes,
+    orders: In[Order],
+    says: Out[Left | logs.Logged | None],
+    parent: int,
+    devices: str | None,
 ) -> None:
     """Works in a run for each of its orders. It ``says`` ``None`` when it waits for another one; when there
-    are no more, or it has failed, it leaves."""
+    are no more, or it has failed, it leaves. What it logs after its last run it says, too."""
     _prepare(id, parent, devices)
     lasting = Lasting()
     runs = _Work(stage, lasting.built)
@@ -85,6 +90,8 @@ def lasting_main(
         runs.rest()
         with contextlib.suppress(Closed, Broken):  # nobody has the pool any more, so there are no more orders
             says.put(None)
+    else:
+        runs.end(says.put)
     left = Left()
     try:
         lasting.close()
@@ -154,3 +161,7 @@ class _Work:
     def rest(self) -> None:
         """Keeps nothing of the run that is over."""
         self._logs.rest()
+
+    def end(self, tell: Callable[[logs.Logged], None]) -> None:
+        """No other run follows."""
+        self._logs.end(tell)

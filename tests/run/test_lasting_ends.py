@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 from pathlib import Path
 
@@ -77,6 +78,53 @@ def test_what_closing_a_callable_raises_is_raised_by_the_block() -> None:
     (error,) = caught.value.exceptions
     assert (error.stage, error.worker) == ("save", "save 1")
     assert isinstance(error.__cause__, OSError)
+
+
+class Talking:
+    """Logs more when it is closed than what its pool has room for."""
+
+    def __call__(self, number: int) -> int:
+        return number
+
+    def close(self) -> None:
+        for number in range(200):
+            logging.getLogger("lasting").info("closes %d", number)
+
+
+@pytest.mark.usefixtures("_method")
+def test_what_is_logged_while_callables_are_closed_at_the_end_is_the_programs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    graph = Graph("talk")
+    graph.source(range(4)).map(Talking, on="process", workers=2, name="last").collect()
+    with graph.pool() as pool:
+        pool.run()
+    records = [record for record in caplog.records if record.name == "lasting"]
+    for number in (1, 2):
+        mine = [record for record in records if vars(record)["number"] == number]
+        assert [record.getMessage() for record in mine] == [f"closes {n}" for n in range(200)]
+        assert {record.processName for record in mine} == {f"flowchan talk/last {number}"}
+
+
+def test_a_pool_that_is_dropped_waits_for_nobody_who_logs_at_the_end(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """Nobody listens to them, and they close their callables all the same."""
+
+    class Writing(Talking):
+        def close(self) -> None:
+            super().close()
+            (tmp_path / "closed").touch()
+
+    caplog.set_level(logging.INFO)
+    graph = Graph("dropped")
+    graph.source(range(4)).map(Writing, on="process").collect()
+    pool = graph.pool().__enter__()
+    pool.run()
+    del pool
+    gc.collect()
+    assert (tmp_path / "closed").exists()
 
 
 PROGRAM = """
