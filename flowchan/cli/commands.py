@@ -44,11 +44,18 @@ def main() -> None:
     """
 
 
+class _Targeted(click.Command):
+    """A command whose FILE may be ``-:NAME``, which begins as an option does."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, [f"./{one}" if one.startswith("-:") else one for one in args])
+
+
 def _command(function: Callable[P, int]) -> Callable[..., None]:
     """Makes a subcommand of a function that returns the exit code: adds FILE, ARGS and --debug, and turns
     errors that are the caller's into one clear line."""
 
-    @main.command()
+    @main.command(cls=_Targeted)
     @click.argument("file")
     @click.argument("args", nargs=-1)
     @click.option("--debug", is_flag=True, help="Show the traceback of an error.")

@@ -43,8 +43,8 @@ def _loggers() -> Iterator[logging.Logger]:
 
 
 class Sending(logging.Handler):
-    """In a worker's process: sends what is logged here to the program, while there is a run, and at the end of
-    a process that lasts over runs."""
+    """In a worker's process: sends what is logged here to the program, while there is a run, and at the end
+    of a process that lasts over runs."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -102,6 +102,17 @@ def test_standard_input_is_a_target() -> None:
     assert "<stdin>: ZeroDivisionError: division by zero (line 1)" in result.output
 
 
+@pytest.mark.usefixtures("folder")
+def test_one_of_several_graphs_of_standard_input_is_chosen_by_its_name() -> None:
+    """As the message says that asks for it."""
+    two = f"{NUMBERS}\nother = Graph('other')\nother.source([1]).sink(print)\n"
+    assert "which graph? Say one of -:numbers, -:other" in flowchan("check", "-", stdin=two).output
+    for arguments in (["-:other"], ["--debug", "-:other"], ["--", "-:other"]):
+        result = flowchan("check", *arguments, stdin=two)
+        assert result.output.startswith("other: all clear: 2 stages"), arguments
+    assert "no 'third' inside; it has numbers, other" in flowchan("check", "-:third", stdin=two).output
+
+
 def test_arguments_become_what_the_parameters_are_annotated_with(folder: Path) -> None:
     (folder / "typed.py").write_text(TYPED)
     result = flowchan("run", "typed.py", "--", "3", "a/b", "fast", "b", "7", "1.5", "2")
