@@ -28,9 +28,13 @@ PyType_Slot channel_slots[] = {
     {Py_tp_methods, channel_methods},      {Py_tp_iter, (void*)PyObject_SelfIter},
     {Py_tp_iternext, (void*)channel_next}, {Py_tp_traverse, (void*)channel_traverse},
     {Py_tp_clear, (void*)channel_clear},   {0, nullptr}};
-PyType_Slot in_slots[] = {{Py_tp_methods, in_methods},      {Py_tp_iter, (void*)PyObject_SelfIter},
-                          {Py_tp_iternext, (void*)in_next}, {Py_tp_traverse, (void*)in_traverse},
-                          {Py_tp_clear, (void*)in_clear},   {0, nullptr}};
+PyType_Slot in_slots[] = {{Py_tp_methods, in_methods},
+                          {Py_tp_iter, (void*)PyObject_SelfIter},
+                          {Py_tp_iternext, (void*)in_next},
+                          {Py_tp_traverse, (void*)in_traverse},
+                          {Py_tp_clear, (void*)in_clear},
+                          {Py_tp_finalize, (void*)in_finalize},
+                          {0, nullptr}};
 PyType_Slot out_slots[] = {{Py_tp_methods, out_methods},
                            {Py_tp_traverse, (void*)out_traverse},
                            {Py_tp_clear, (void*)out_clear},

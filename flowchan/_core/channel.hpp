@@ -96,6 +96,12 @@ void look_for_dead(M& medium) {
 
 struct Out;
 
+// Unlocked. No container that the garbage collector looks at may still have them: what is in one of them may
+// call anything.
+inline void drop_items(const std::vector<LocalQueue::Item>& items) {
+    for (const LocalQueue::Item& item : items) Py_DECREF(item.object);
+}
+
 // Whose turn it is to get through a port: threads that share one get one after the other, since each get
 // finishes what the one before took. A thread may enter again, from a signal's handler or from what unpickles
 // an item.
@@ -141,6 +147,7 @@ struct In {
     In(nb::object channel, int session);
     ~In();
     void close(bool finished);
+    void drop();  // nobody has it any more: what it has in hand goes back
     void call_due();
 
   private:
@@ -276,6 +283,7 @@ int channel_clear(PyObject* self);
 int in_traverse(PyObject* self, visitproc visit, void* arg);
 int out_traverse(PyObject* self, visitproc visit, void* arg);
 int in_clear(PyObject* self);
+void in_finalize(PyObject* self);
 int out_clear(PyObject* self);
 PyObject* channel_next(PyObject* self);
 PyObject* in_next(PyObject* self);

@@ -185,9 +185,9 @@ Step get(LocalQueue& queue, Channel&, In* in, Deadline deadline, Taking taking, 
             return queue.try_take(item, reader, wakes);
         },
         deadline);
-    for (LocalQueue::Item& old : before) Py_DECREF(old.object);
     result = item.object;
     if (in && result) in->hand.push_back({Py_NewRef(result), item.size});
+    drop_items(before);  // last: what is in them may get from this port
     return step;
 }
 

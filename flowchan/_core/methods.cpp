@@ -227,8 +227,15 @@ int in_traverse(PyObject* self, visitproc visit, void* arg) {
 int in_clear(PyObject* self) {
     if (!nb::inst_ready(self)) return 0;
     in_of(self).on_poison.reset();
-    in_of(self).due.clear();
+    const auto calls = std::exchange(in_of(self).due, {});
+    drop_items(std::exchange(in_of(self).hand, {}));
     return 0;
+}
+// Before anything of what is garbage with it is cleared: items in hand go back whole.
+void in_finalize(PyObject* self) {
+    if (!nb::inst_ready(self)) return;
+    nb::error_scope kept;
+    in_of(self).drop();
 }
 int out_traverse(PyObject* self, visitproc visit, void* arg) {
     Py_VISIT(Py_TYPE(self));

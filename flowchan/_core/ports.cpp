@@ -160,10 +160,10 @@ static bool is_mine(Port& port) {
 }
 
 // Errors of what is called are nobody's business here.
-static void call_all(std::vector<nb::object> calls) {
+static void call_all(const std::vector<nb::object>& calls) {
     if (calls.empty()) return;
     nb::error_scope kept;
-    for (nb::object& call : calls) {
+    for (const nb::object& call : calls) {
         PyObject* none = PyObject_CallNoArgs(call.ptr());
         if (!none) PyErr_WriteUnraisable(call.ptr());
         Py_XDECREF(none);
@@ -177,12 +177,12 @@ void Receiving::when_finished(nb::object call) {
     if (current_)
         current_->calls_.push_back(std::move(one[0]));
     else
-        call_all(std::move(one));
+        call_all(one);
 }
 
 void Receiving::received(In* in) {
     if (calls_.empty()) return;
-    if (!in) return call_all(std::move(calls_));
+    if (!in) return call_all(calls_);
     for (nb::object& call : calls_) in->due.push_back(std::move(call));
 }
 
@@ -201,6 +201,10 @@ Out::Out(nb::object channel_, int session)
 
 In::~In() {
     for (Out* out : feeds) out->reader.reset();
+    drop();
+}
+
+void In::drop() {
     if (is_mine(*this)) close(false);
 }
 
@@ -213,22 +217,22 @@ void In::close(bool finished) {
     if (!open.exchange(false)) return;
     if (finished && !tell_followers(*this)) PyErr_Clear();  // interrupted; leaving goes on all the same
     ch->with([&](auto& medium) { leave(medium, finished); });
-    finished ? call_due() : due.clear();
+    const std::vector<nb::object> calls = std::exchange(due, {});
+    if (finished) call_all(calls);
 }
 
 void In::leave(LocalQueue& queue, bool finished) {
     Wakes wakes;
     Locked locked(queue);
-    if (finished || queue.state == BROKEN) {
+    const bool drops = finished || queue.state == BROKEN;
+    if (drops)
         queue.acknowledge(state, wakes);
-    } else {
+    else
         queue.give_back(hand, state, wakes);
-        hand.clear();
-    }
+    const std::vector<LocalQueue::Item> items = std::exchange(hand, {});
     queue.end_port(Side::Reader, this, wakes);
     locked.unlock(wakes);
-    for (LocalQueue::Item& item : hand) Py_DECREF(item.object);
-    hand.clear();
+    if (drops) drop_items(items);
 }
 
 void In::leave(Ring& ring, bool finished) {

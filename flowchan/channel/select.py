@@ -66,7 +66,8 @@ def select(
     """
     if isinstance(gets, Channel | In):  # iterating over it would take its items
         raise TypeError(f"select takes a list of channels and ports to get from, here [{gets!r}]")
-    reading, writing, looking = list(gets), list(puts), _channels(ready)
+    reading, looking = list(gets), _channels(ready)
+    writing = [(channel, item) for channel, item in puts]  # ours: the pairs may change while this waits
     targets: tuple[Any, ...] = (*reading, *(channel for channel, _ in writing), *looking)
     far = next(filter(is_elsewhere, targets), None)
     choose = _core._select if far is None else far._select

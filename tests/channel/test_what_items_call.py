@@ -1,0 +1,124 @@
+"""Between threads items are references, and Python's code runs when one of them goes: a destructor may use
+the port that had it in hand, and the garbage collector looks at what a port has in hand at any time."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from waiting import wait_blocked
+
+from flowchan import Channel, In, select
+
+
+class Item:
+    def __init__(self, number):
+        self.number = number
+
+
+def count(cls):
+    return [type(one) for one in gc.get_objects()].count(cls)
+
+
+def numbers(ch):
+    return [ch.get_nowait().number for _ in range(len(ch))]
+
+
+def test_a_port_that_is_closed_has_nothing_of_what_it_drops():
+    """A destructor may start the collector, which would find items there that are gone already."""
+    found = []
+
+    class Looks:
+        def __del__(self):
+            found.append([type(one) for one in gc.get_referents(into)].count(Looks))
+
+    ch = Channel(8)
+    ch.put_many([Looks(), Looks()])
+    into = ch.reader()
+    into.get_many(2)
+    into.close()
+    assert found == [0, 0]
+
+
+class Stage:
+    """In a cycle, as objects with callbacks are."""
+
+    def __init__(self, ch):
+        self.into = ch.reader()
+        self.item = self.into.get()
+        self.item.owner = self
+
+
+def test_an_item_in_hand_of_a_port_that_the_collector_finds_goes_back_whole():
+    """C4: it was not finished. The collector clears what it finds, and so an item that is still there."""
+    ch = Channel(8)
+    other = ch.reader()
+    ch.put(Item(7))
+    stage = Stage(ch)
+    assert ch.stats().leased == 1
+    del stage
+    gc.collect()
+    assert ch.stats().leased == 0
+    item = ch.get_nowait()
+    assert item.number == 7
+    with pytest.raises(ValueError, match="closed"):
+        item.owner.into.get_nowait()
+    gone = weakref.ref(item)
+    del item
+    gc.collect()
+    assert gone() is None
+    other.close()
+
+
+def test_a_port_in_an_item_that_it_has_in_hand_is_freed():
+    gc.collect()
+    before = count(In)
+    ch = Channel(8)
+    into = ch.reader()
+    ch.put((into,))
+    into.get()
+    del into, ch
+    gc.collect()
+    assert count(In) == before
+
+
+def test_a_destructor_may_get_from_the_port_that_drops_its_object():
+    """It finishes what was got meanwhile, as each get does, and what it got itself is in hand."""
+    got = []
+
+    class GetsAnother(Item):
+        def __del__(self):
+            got.append(into.get_nowait().number)
+
+    ch = Channel(8)
+    ch.put(GetsAnother(0))
+    ch.put_many([Item(1), Item(2), Item(3)])
+    into, other = ch.reader(), ch.reader()
+
+    def fail():
+        into.get()
+        assert into.get().number == 1
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), into:
+        fail()
+    assert got == [2]
+    assert ch.stats().leased == 0
+    assert numbers(ch) == [2, 3]
+    other.close()
+
+
+def test_select_puts_what_it_was_given_though_the_pair_changes_meanwhile():
+    """Lists as pairs, which their owner may change."""
+    ch = Channel(1)
+    ch.put("full")
+    pair = [ch, Item(1)]
+    with ThreadPoolExecutor(1) as threads:
+        selecting = threads.submit(lambda: select(puts=[pair]))
+        wait_blocked(ch, writers=1)
+        pair[1] = Item(2)
+        assert ch.get() == "full"
+        assert selecting.result().item.number == 1
+    assert numbers(ch) == [1]
