@@ -198,8 +198,11 @@ class Run:
             self._end_interrupted()
         failure = self._failure()
         self._supervisor.unheard.clear()
-        if failure is not None:
-            raise failure
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            failure = None  # a frame that names what it raised keeps it, and with it all of the run
         return self._gathering.results()
 
     def __await__(self) -> Generator[Any, None, Results]:

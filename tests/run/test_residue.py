@@ -209,6 +209,22 @@ def test_a_run_is_forgotten_when_nobody_holds_it() -> None:
     assert gone() is None
 
 
+@pytest.mark.skipif(
+    not getattr(sys, "_is_gil_enabled", lambda: True)(), reason="its counts are merged by the collector"
+)
+@pytest.mark.parametrize("end", [done, failed, exited, killed])
+def test_what_a_run_of_processes_held_goes_without_the_collector(end: Callable[[str], None]) -> None:
+    end("process")
+    gc.collect()
+    before = residue()
+    gc.disable()
+    try:
+        end("process")
+        wait_until(lambda: residue() <= before, 10, what=lambda: residue() - before)
+    finally:
+        gc.enable()
+
+
 many = pytest.mark.parametrize("runs", [50, pytest.param(200, marks=pytest.mark.long)])
 """Of which not one may leave anything; what may add up unseen in a few is looked for in more."""
 
