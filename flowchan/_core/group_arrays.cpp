@@ -138,12 +138,15 @@ struct Word {
     explicit Word(const char* word) : text(PyUnicode_InternFromString(word)) {}
 };
 
+uint64_t hash_of(const char* text) {
+    uint64_t hash = 1;
+    for (; text && *text; ++text) hash = mixed(hash, uint64_t(*text));
+    return hash;
+}
+
 uint64_t hash_of(PyObject* object) {
     PyObject* text = PyObject_Str(object);
-    Py_ssize_t n = 0;
-    const char* at = text ? PyUnicode_AsUTF8AndSize(text, &n) : nullptr;
-    uint64_t hash = 1;
-    for (Py_ssize_t i = 0; at && i < n; ++i) hash = mixed(hash, uint64_t(at[i]));
+    const uint64_t hash = hash_of(text ? PyUnicode_AsUTF8(text) : nullptr);
     Py_XDECREF(text);
     return hash;
 }
@@ -172,6 +175,12 @@ bool Array::read(PyObject* object) {
     return true;
 }
 
+// `named`: which type it is of those that the core does not know.
+void Array::begin(uint64_t named, size_t width) {
+    what = kind = mixed(mixed(named, uint64_t(element)), width);
+    count = 1;
+}
+
 void Array::add_shape(uint64_t extent) {
     what = mixed(what, extent);
     count *= extent;
@@ -186,8 +195,7 @@ bool Array::read_numpy(PyObject* object) {
     data = array->data;
     element = its;
     writable = array->flags & NumpyArray::WRITABLE;
-    what = mixed(uint64_t(element), size_of_element(element));
-    count = 1;
+    begin(0, size_of_element(element));
     for (int i = 0; i < array->dimensions; ++i) add_shape(uint64_t(array->shape[i]));
     bytes = count * size_of_element(element);
     return true;
@@ -203,8 +211,7 @@ bool Array::read_buffer(PyObject* array) {
     bytes = size_t(view_.len);
     writable = !view_.readonly;
     element = element_of(view_.format, size_t(view_.itemsize));
-    what = mixed(uint64_t(element), uint64_t(view_.itemsize));
-    count = 1;
+    begin(element == Element::Raw ? hash_of(view_.format) : 0, size_t(view_.itemsize));
     for (int i = 0; i < view_.ndim; ++i) add_shape(uint64_t(view_.shape[i]));
     return true;
 }
@@ -233,13 +240,12 @@ bool Array::read_tensor(PyObject* tensor) {
     element = known ? Element(PyLong_AsLong(known)) : Element::Raw;
     if (!known && truth(PyObject_GetAttr(tensor, quantized.text))) return Py_DECREF(type), false;
     const size_t size = known ? size_of_element(element) : size_t(number(PyObject_GetAttr(type, width.text)));
-    what = known ? mixed(uint64_t(element), size) : mixed(hash_of(type), size);
+    begin(known ? 0 : hash_of(type), size);
     Py_DECREF(type);
     if (element >= Element::C64 && truth(PyObject_CallMethodNoArgs(tensor, conjugate.text))) return false;
     if (truth(PyObject_CallMethodNoArgs(tensor, negative.text))) return false;
     PyObject* extents = PyObject_GetAttr(tensor, shape.text);
     if (!extents) return false;
-    count = 1;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(extents); ++i)
         add_shape(uint64_t(PyLong_AsLongLong(PyTuple_GET_ITEM(extents, i))));
     Py_DECREF(extents);

@@ -27,17 +27,20 @@ class Array {
     size_t bytes = 0, count = 0;
     Element element = Element::Raw;
     bool writable = true;
-    uint64_t what = 0;  // of its type and shape, the same in every process
+    // The same in every process: of the type of its elements, and of that and its shape.
+    uint64_t kind = 0, what = 0;
 
   private:
     bool read_tensor(PyObject* tensor);
     bool read_numpy(PyObject* array);
     bool read_buffer(PyObject* array);
+    void begin(uint64_t named, size_t width);
     void add_shape(uint64_t extent);
     Py_buffer view_{};
     PyObject* kept_ = nullptr;
 };
 
+// Numbers go in one after the other, the first of them into 0: mixed(1, 2) is mixed(2, 1).
 inline uint64_t mixed(uint64_t hash, uint64_t value) {
     hash = (hash ^ value) * 0x9e3779b97f4a7c15;
     return hash ^ (hash >> 29);

@@ -68,7 +68,7 @@ nb::list exchange(nb::handle self, uint32_t doing, uint64_t key, nb::handle data
     PlaceBytes place(calling, only);
     const End end = calling.run([&](Patience& patience) {
         return group_of(self.ptr())
-            .allgather({doing, mixed(key, doing)}, bytes.view.buf, size_t(bytes.view.len), place, patience);
+            .allgather({doing, key_of(doing, key)}, bytes.view.buf, size_t(bytes.view.len), place, patience);
     });
     raise_unless_done(self, end, doing, x, more);
     return place.found;
@@ -91,20 +91,21 @@ void allgather_into(nb::handle self, uint32_t doing, uint64_t key, nb::list mine
     const void* from = out.kept(in[0], group.rank, copy);
     Calling calling(self.ptr(), doing, deadline_of(timeout));
     const End end = calling.run([&](Patience& patience) {
-        return group.allgather({doing, mixed(key, doing)}, from, in[0].bytes, out, patience);
+        return group.allgather({doing, key_of(doing, key, &in[0])}, from, in[0].bytes, out, patience);
     });
     raise_unless_done(self, end, doing, mine[0], nb::none());
     if (!out.check()) throw nb::python_error();
 }
 
-void alltoall(nb::handle self, uint32_t doing, uint64_t key, nb::list ins, nb::list outs,
-              nb::handle timeout) {
+void alltoall(nb::handle self, uint32_t doing, uint64_t key, nb::list ins, nb::list outs, nb::handle timeout,
+              nb::handle more) {
     PyGroup& group = group_of(self.ptr());
     Arrays in(ins.ptr()), out(outs.ptr());
     need_each(in, group, "alltoall");
     need_each(out, group, "alltoall");
-    const End end = swap_arrays(self.ptr(), {doing, mixed(key, doing)}, in, out, deadline_of(timeout));
-    raise_unless_done(self, end, doing, ins, nb::none());
+    const Member::Call call{doing, key_of(doing, key, &in[0])};
+    const End end = swap_arrays(self.ptr(), call, in, out, deadline_of(timeout));
+    raise_unless_done(self, end, doing, ins, more);
 }
 
 // Combines arrays that are all here, in their order. Without any it only says whether it could.
@@ -208,7 +209,8 @@ void bind_group(nb::module_& m) {
         .def("_exchange", exchange, "doing"_a, "key"_a, "data"_a, "only"_a, "timeout"_a.none(), "x"_a.none(),
              "more"_a.none())
         .def("_allgather_into", allgather_into, "doing"_a, "key"_a, "mine"_a, "outs"_a, "timeout"_a.none())
-        .def("_alltoall", alltoall, "doing"_a, "key"_a, "ins"_a, "outs"_a, "timeout"_a.none())
+        .def("_alltoall", alltoall, "doing"_a, "key"_a, "ins"_a, "outs"_a, "timeout"_a.none(),
+             "more"_a.none())
         .def(
             "_reduce",
             [](nb::handle self, uint32_t doing, nb::handle x, nb::handle out, nb::handle op, int root,

@@ -142,12 +142,12 @@ PyObject* allgather_arrays(PyObject* self, PyObject* x, PyObject* out, PyObject*
     if (!parse_deadline(timeout, deadline)) return nullptr;
     if (!in.read(x) || !room.read(out) || room.size() != group.size)
         return PyErr_Occurred() ? nullptr : Py_NewRef(Py_NotImplemented);
-    if (!room.are_writable()) return Py_NewRef(Py_NotImplemented);
+    if (!room.are_writable() || !room.are_of_kind(in.kind)) return Py_NewRef(Py_NotImplemented);
     std::vector<char> copy;
     const void* from = room.kept(in, group.rank, copy);
     Calling calling(self, ALLGATHER, deadline);
     const End end = calling.run([&](Patience& patience) {
-        return group.allgather({ALLGATHER, mixed(KNOWN, ALLGATHER)}, from, in.bytes, room, patience);
+        return group.allgather({ALLGATHER, key_of(ALLGATHER, TYPED, &in)}, from, in.bytes, room, patience);
     });
     if (end != End::Done) return raise_end(self, end, ALLGATHER, x, nullptr);
     return room.check() ? Py_NewRef(out) : nullptr;
@@ -175,8 +175,10 @@ PyObject* alltoall_arrays(PyObject* self, PyObject* xs, PyObject* out, PyObject*
     if (!parse_deadline(timeout, deadline)) return nullptr;
     if (!in.read(xs) || !room.read(out) || in.size() != group.size || room.size() != group.size)
         return PyErr_Occurred() ? nullptr : Py_NewRef(Py_NotImplemented);
-    if (!room.are_writable()) return Py_NewRef(Py_NotImplemented);
-    const End end = swap_arrays(self, {ALLTOALL, mixed(KNOWN, ALLTOALL)}, in, room, deadline);
+    if (!room.are_writable() || !in.are_of_kind(in[0].kind) || !room.are_of_kind(in[0].kind))
+        return Py_NewRef(Py_NotImplemented);
+    const uint64_t key = key_of(ALLTOALL, TYPED, &in[0]);
+    const End end = swap_arrays(self, {ALLTOALL, key}, in, room, deadline);
     if (end != End::Done) return raise_end(self, end, ALLTOALL, xs, nullptr);
     return PySequence_List(out);
 }

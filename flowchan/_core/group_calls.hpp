@@ -17,8 +17,15 @@ using namespace nb::literals;
 
 // The numbers of the operations; flowchan/collective/operations.py has their names.
 enum Doing : uint32_t { BARRIER = 1, BROADCAST, REDUCE, ALLREDUCE, REDUCE_SCATTER, ALLGATHER, ALLTOALL = 9 };
-// What the members of an operation give: values of Python, or arrays whose sizes all know.
-constexpr uint64_t VALUES = 1, KNOWN = 3;
+// What the members of an operation give, as flowchan/collective/operations.py has it: arrays of one type, or values
+// of Python.
+constexpr uint64_t TYPED = 0, VALUES = 1, KINDS = 4;
+
+// What a call is, for the comparison with those of the others. `array`: of what it gives, if that is an array.
+inline uint64_t key_of(uint32_t doing, uint64_t key, const Array* array = nullptr) {
+    const uint64_t found = mixed(mixed(0, doing), key);
+    return array && key % KINDS == TYPED ? mixed(found, array->kind) : found;
+}
 
 constexpr const char* OPS[] = {"sum", "mean", "prod", "min", "max", "and", "or", "xor"};
 constexpr int64_t STALLED_NS = 10'000'000'000;
@@ -211,6 +218,9 @@ class Arrays : public Member::Place {
     }
     bool are_writable() const {
         return std::all_of(many_.begin(), many_.end(), [](const Array& one) { return one.writable; });
+    }
+    bool are_of_kind(uint64_t kind) const {
+        return std::all_of(many_.begin(), many_.end(), [=](const Array& one) { return one.kind == kind; });
     }
     // Where `in`, which goes to others while these come, can be read to the end: in `copy` where one of these
     // is written over it. At place `own` it may lie already.

@@ -75,7 +75,8 @@ PyObject* allgather_values(PyObject* self, PyObject* x, PyObject* timeout) {
     Calling calling(self, ALLGATHER, deadline);
     PlaceValues place(calling, found.ptr(), group.size);
     const End end = calling.run([&](Patience& patience) {
-        return group.allgather({ALLGATHER, mixed(VALUES, ALLGATHER)}, mine.from, mine.bytes, place, patience);
+        return group.allgather({ALLGATHER, key_of(ALLGATHER, VALUES)}, mine.from, mine.bytes, place,
+                               patience);
     });
     if (end != End::Done) return raise_end(self, end, ALLGATHER, x, nullptr);
     for (uint32_t r = 0; r < group.size; ++r) {

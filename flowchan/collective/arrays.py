@@ -70,6 +70,16 @@ def check_out(x: Any, out: Any, parts: int = 1) -> None:
     check_writable(out)
 
 
+def check_type(call: str, x: Any, other: Any) -> None:
+    """Raises ``ValueError`` unless the elements of both are of one type."""
+    type_of_x, its = kind(x)[0], kind(other)[0]
+    if its != type_of_x:
+        raise ValueError(
+            f"{call}: what is given and what is filled must be of one type, not {type_of_x} and {its}: "
+            "convert one of them"
+        )
+
+
 def check_place(x: Any, out: Any) -> None:
     """Raises ``ValueError`` unless both lie on the same device."""
     place, has = (str(place_of(one) or "cpu") for one in (x, out))
@@ -114,7 +124,13 @@ def contiguous(x: Any) -> Any:
         return x.detach().contiguous().resolve_conj().resolve_neg()
     numpy = sys.modules["numpy"]
     flat = x if x.flags.c_contiguous else numpy.ascontiguousarray(x)
-    return _plain(flat)
+    return flat.view("i8") if flat.dtype.kind in "Mm" else flat
+
+
+def to_move(x: Any) -> Any:
+    """The same of what is only moved. No buffer can have a type as that of dates: these have its name."""
+    flat = contiguous(x)
+    return flat.view([(str(x.dtype), "i8")]) if is_numpy(x) and x.dtype.kind in "Mm" else flat
 
 
 def give_back(flat: Any, x: Any) -> Any:
@@ -251,8 +267,3 @@ def parts_of(x: Any, parts: int) -> list[Any]:
     flat = x.reshape(-1) if is_numpy(x) else x.view(-1)
     each = count // parts
     return [flat[i * each : (i + 1) * each] for i in range(parts)]
-
-
-def _plain(x: Any) -> Any:
-    """Without a type that no buffer can have, as dates: their bytes are moved all the same."""
-    return x.view("i8") if x.dtype.kind in "Mm" else x

@@ -17,7 +17,7 @@ from flowchan.collective import arrays
 from flowchan.collective.countdown import countdown
 from flowchan.collective.given import array_argument, function_argument, op_argument, parts_argument
 from flowchan.collective.handles import Starting
-from flowchan.collective.moving import VALUES, Moving
+from flowchan.collective.moving import Moving
 from flowchan.collective.once import REPEATABLE, number_of_function, run_once
 from flowchan.collective.operations import (
     ALLGATHER,
@@ -30,6 +30,7 @@ from flowchan.collective.operations import (
     REDUCE,
     SCATTER,
     SPLIT,
+    VALUES,
 )
 from flowchan.collective.steps import Edge
 from flowchan.collective.values import dumps, loads
@@ -369,7 +370,7 @@ class Group(Moving, Starting):
         if arrays.is_dense(x):
             if self.rank != root:
                 arrays.check_writable(x)
-            flat = arrays.contiguous(x)
+            flat = arrays.to_move(x)
             if self._by(BROADCAST, flat)._spread(flat, root, timeout) is NotImplemented:
                 raise TypeError(not_here("broadcast", x))
             return arrays.give_back(flat, x)

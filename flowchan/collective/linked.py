@@ -34,6 +34,7 @@ from flowchan.collective.operations import (
     NAMES,
     REDUCE_SCATTER,
     TELL,
+    key_of,
 )
 from flowchan.collective.shared import SharedGroup
 from flowchan.collective.steps import Call, Differs, Edge
@@ -287,7 +288,7 @@ class LinkedGroup(Group):
     def _allgather_into(
         self, doing: int, key: int, mine: list[Any], outs: list[Any], timeout: float | None
     ) -> None:
-        x, root = mine[0], key // 4
+        x, root, key = mine[0], key // 4, key_of(key, mine[0])
         if doing == GATHER:
             parts = self._collect(doing, key, arrays.memory(x), root, timeout, x, root)
         else:
@@ -295,15 +296,17 @@ class LinkedGroup(Group):
         if parts:
             self._fill(outs, parts)
 
-    def _alltoall(self, doing: int, key: int, ins: list[Any], outs: list[Any], timeout: float | None) -> None:
-        call, left = (NAMES[doing], doing, key), countdown(timeout)
+    def _alltoall(
+        self, doing: int, key: int, ins: list[Any], outs: list[Any], timeout: float | None, more: Any
+    ) -> None:
+        call, left = (NAMES[doing], doing, key_of(key, ins[0])), countdown(timeout)
         ours = self._hosts[self._host]
         parts = [bytes(arrays.memory(x)) for x in ins]
         sizes = [*map(len, parts)], [len(arrays.memory(out)) for out in outs]
         mine = pickle.dumps((parts, sizes), 5)
         only = -1 if self._links is not None else self._node.rank
         bundles = self._on_node(
-            call, lambda: self._node._exchange(doing, key, mine, only, left(), ins, None), first=True
+            call, lambda: self._node._exchange(*call[1:], mine, only, left(), ins, more), first=True
         )
 
         def swap(links: Links) -> bytes:
@@ -324,7 +327,7 @@ class LinkedGroup(Group):
             self._check_sizes(call[0], all_sizes)
             return pickle.dumps(found, 5)
 
-        found = pickle.loads(self._over_links(call, swap, (ins, None), left))
+        found = pickle.loads(self._over_links(call, swap, (ins, more), left))
         self._fill(outs, [found[rank][self._node.rank] for rank in range(self.size)])
 
     def _check_sizes(self, call: str, sizes: dict[int, tuple[list[int], list[int]]]) -> None:

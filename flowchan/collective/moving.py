@@ -10,12 +10,19 @@ from typing import TYPE_CHECKING, Any
 from flowchan.collective import arrays
 from flowchan.collective.countdown import countdown
 from flowchan.collective.given import array_argument, parts_argument
-from flowchan.collective.operations import ALLGATHER, GATHER, NAMES, REDUCE_SCATTER, SCATTER
+from flowchan.collective.operations import (
+    ALLGATHER,
+    ARRAYS,
+    GATHER,
+    KNOWN,
+    NAMES,
+    REDUCE_SCATTER,
+    SCATTER,
+    TYPED,
+    VALUES,
+)
 from flowchan.collective.values import dumps, loads
 from flowchan.collective.ways import Ways, not_here
-
-VALUES, ARRAYS, KNOWN = 1, 2, 3
-"""What an operation's members give: values of Python, arrays of any size, arrays whose sizes all know."""
 
 
 class Moving(Ways):
@@ -29,7 +36,7 @@ class Moving(Ways):
             self, doing: int, key: int, data: Any, only: int, timeout: float | None, x: Any, more: Any
         ) -> list[bytes]: ...
         def _alltoall(
-            self, doing: int, key: int, ins: list[Any], outs: list[Any], timeout: float | None
+            self, doing: int, key: int, ins: list[Any], outs: list[Any], timeout: float | None, more: Any
         ) -> None: ...
 
     def _collect(
@@ -50,7 +57,7 @@ class Moving(Ways):
         self, doing: int, x: Any, wanted: Sequence[int], timeout: float | None, root: int = 0
     ) -> list[Any]:
         left = countdown(timeout)
-        by, source = self._by(doing, x), arrays.contiguous(x)
+        by, source = self._by(doing, x), arrays.to_move(x)
         if by is self and not arrays.is_here(x):
             raise TypeError(not_here("gather" if doing == GATHER else "allgather", x))
         more = root if doing == GATHER else None
@@ -67,12 +74,13 @@ class Moving(Ways):
         for part in given:
             array_argument("allgather", "out, or each in its list,", part)
             arrays.check_place(x, part)
+            arrays.check_type(NAMES[ALLGATHER], x, part)
             arrays.check_writable(part)
         if each and len(given) != self.size:
             raise ValueError(f"out must have a part for each of the {self.size} members, not {len(given)}")
-        flats = [arrays.contiguous(part) for part in given]
+        flats = [arrays.to_move(part) for part in given]
         parts = flats if each else arrays.parts_of(flats[0], self.size)
-        self._by(ALLGATHER, x)._allgather_into(ALLGATHER, KNOWN, [arrays.contiguous(x)], parts, timeout)
+        self._by(ALLGATHER, x)._allgather_into(ALLGATHER, TYPED, [arrays.to_move(x)], parts, timeout)
         for flat, part in zip(flats, given, strict=True):
             arrays.give_back(flat, part)
         return out
@@ -90,14 +98,25 @@ class Moving(Ways):
             raise TypeError(not_here("reduce_scatter", x))
         return arrays.give_back(flat, target)
 
-    def _swap_arrays(self, doing: int, xs: Sequence[Any], out: Sequence[Any], timeout: float | None) -> None:
+    def _swap_arrays(
+        self,
+        doing: int,
+        xs: Sequence[Any],
+        out: Sequence[Any],
+        timeout: float | None,
+        root: int | None = None,
+    ) -> None:
+        """All of them of one type."""
         parts_argument(NAMES[doing], "xs", xs, self.size)
         for x in parts_argument(NAMES[doing], "out", out, self.size):
             arrays.check_place(xs[0], x)
             arrays.check_writable(x)
-        flats = [arrays.contiguous(x) for x in out]
+        for x in (*xs, *out):
+            arrays.check_type(NAMES[doing], xs[0], x)
+        flats = [arrays.to_move(x) for x in out]
         by = self._by(doing, flats[0])
-        by._alltoall(doing, KNOWN, [arrays.contiguous(x) for x in xs], flats, timeout)
+        key = TYPED if root is None else TYPED + 4 * (root + 1)
+        by._alltoall(doing, key, [arrays.to_move(x) for x in xs], flats, timeout, root)
         for flat, x in zip(flats, out, strict=True):
             arrays.give_back(flat, x)
 
@@ -107,5 +126,5 @@ class Moving(Ways):
         more = root if doing == SCATTER else None
         said = self._exchange(doing, VALUES + 4 * root, lengths, -1, left(), parts, more)
         rooms = [bytearray(loads(one)[self.rank]) for one in said]
-        self._alltoall(doing, KNOWN, list(parts), list(rooms), left())
+        self._alltoall(doing, KNOWN, list(parts), list(rooms), left(), more)
         return [bytes(room) for room in rooms]

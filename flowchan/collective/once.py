@@ -14,7 +14,7 @@ from flowchan.items.combining import OPERATIONS
 from flowchan.run.failures import Portable
 
 _GIVEN, _TOLD = 4, 8
-"""Keys of its two steps, beside those of ``moving.py``."""
+"""Keys of its two steps, beside those of ``operations.py``."""
 
 REPEATABLE = (*OPERATIONS.values(), min, max)
 """Python's operators that have a name: they give each member the same, so all may run them."""

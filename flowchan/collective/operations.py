@@ -1,4 +1,11 @@
-"""The operations of groups."""
+"""The operations of groups, and how members know whether they call the same."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+from flowchan.collective import arrays
 
 NAMES = (
     "nothing", "barrier", "broadcast", "reduce", "allreduce", "reduce_scatter", "allgather", "gather",
@@ -11,3 +18,13 @@ SPLIT, TELL, COMBINE = 10, 11, 12
 COMBINING = (NAMES[ALLREDUCE], NAMES[REDUCE])
 ALONG_TREES = (NAMES[BROADCAST], NAMES[GATHER], NAMES[COMBINE])
 MOVING = (NAMES[BROADCAST], NAMES[ALLGATHER], NAMES[GATHER], NAMES[ALLTOALL])
+
+TYPED, VALUES, ARRAYS, KNOWN = range(4)
+"""What an operation's members give: arrays of one type whose sizes all know, values of Python, arrays of any
+size and type, what they have told each other the sizes of. A key that stands for a call is one of these, and
+four times as much as what else belongs to it."""
+
+
+def key_of(key: int, x: Any) -> int:
+    """``key``; of arrays of one type, with that type in it. (Where memory is shared, the core does that.)"""
+    return key if key % 4 != TYPED else zlib.crc32(repr((key, arrays.kind(x)[0])).encode())

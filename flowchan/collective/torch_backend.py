@@ -27,7 +27,7 @@ import torch.distributed as dist
 from flowchan.collective.arrays import described
 from flowchan.collective.given import parts_argument
 from flowchan.collective.group import Group
-from flowchan.collective.operations import ALLREDUCE, ALLTOALL, GATHER, REDUCE, SCATTER
+from flowchan.collective.operations import ALLREDUCE, ALLTOALL, GATHER, REDUCE, REDUCE_SCATTER, SCATTER
 from flowchan.collective.torch_store import meet_by_store
 from flowchan.errors import GroupError, Mismatch
 
@@ -272,7 +272,17 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
         return self._do(inputs, run, outputs)
 
-    allgather_coalesced = allgather
+    def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
+        """``outputs`` are by rank, and of each by tensor; for ``allgather`` it is the other way round."""
+        parts_argument("allgather_coalesced", "output_tensor_lists", outputs, self._group.size)
+        for rank, parts in enumerate(outputs):
+            if len(parts) != len(inputs):
+                raise ValueError(
+                    f"allgather_coalesced: output_tensor_lists[{rank}] must have a tensor for each of the "
+                    f"{len(inputs)} inputs, not {len(parts)}"
+                )
+        self.allgather(list(zip(*outputs, strict=True)), inputs).wait()
+        return _done([list(parts) for parts in outputs])
 
     def all_gather_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Work:
         return self._do([x], lambda: self._gather_into(x, output), [output])
@@ -292,7 +302,7 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
         def run() -> None:
             for out, parts in zip(outputs, inputs, strict=True):
                 for root, part in enumerate(parts):
-                    self._group._reduced(REDUCE, part, op, out, root, None)
+                    self._group._reduced(REDUCE_SCATTER, part, op, out, root, None)
 
         return self._do(outputs, run)
 
@@ -314,14 +324,14 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
         nothing = x.new_empty(0)
         ins = [x if rank == root else nothing for rank in range(self._group.size)]
         outs = list(outputs[0]) if self._group.rank == root else [nothing] * self._group.size
-        return self._do(inputs, lambda: self._group._swap_arrays(GATHER, ins, outs, None), outputs)
+        return self._do(inputs, lambda: self._group._swap_arrays(GATHER, ins, outs, None, root), outputs)
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> Work:
         (out,), root = outputs, opts.rootRank
         nothing = out.new_empty(0)
         ins = list(inputs[0]) if self._group.rank == root else [nothing] * self._group.size
         outs = [out if rank == root else nothing for rank in range(self._group.size)]
-        return self._do(outputs, lambda: self._group._swap_arrays(SCATTER, ins, outs, None))
+        return self._do(outputs, lambda: self._group._swap_arrays(SCATTER, ins, outs, None, root))
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         return self._do(inputs, lambda: self._group._swap_arrays(ALLTOALL, inputs, outputs, None), outputs)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from flowchan.collective import arrays
 from flowchan.collective.countdown import Left, countdown
-from flowchan.collective.operations import BROADCAST, NAMES, REDUCE_SCATTER
+from flowchan.collective.operations import BROADCAST, NAMES, REDUCE_SCATTER, key_of
 from flowchan.collective.values import dumps, loads
 from flowchan.errors import GroupError, Mismatch
 from flowchan.transport.tcp import joined, split
@@ -147,6 +147,7 @@ class TorchWay:
         self, doing: int, key: int, mine: list[Any], outs: list[Any], timeout: float | None
     ) -> None:
         """Members whose arrays differ in size fill them up to that of the largest."""
+        what = key_of(key, mine[0])
         given, rooms = _bytes(mine[0]), [None if out is None else _bytes(out) for out in outs]
         sizes: list[int] = []
         found: list[torch.Tensor] = []
@@ -157,13 +158,16 @@ class TorchWay:
             whole = given if len(given) == largest else torch.cat([given, found[0][len(given) :]])
             return backend.allgather([found], [whole])
 
-        self._do(doing, key, start, given.device, timeout, mine[0], None, len(given), sizes.extend)
+        self._do(doing, what, start, given.device, timeout, mine[0], None, len(given), sizes.extend)
         for rank, (room, part, size) in enumerate(zip(rooms, found, sizes, strict=True)):
             if room is not None:
                 arrays.check_room(rank, size, len(room))
                 room.copy_(part[:size])
 
-    def _alltoall(self, doing: int, key: int, ins: list[Any], outs: list[Any], timeout: float | None) -> None:
+    def _alltoall(
+        self, doing: int, key: int, ins: list[Any], outs: list[Any], timeout: float | None, more: Any
+    ) -> None:
+        what = key_of(key, ins[0])
         given, rooms = list(map(_bytes, ins)), list(map(_bytes, outs))
         sizes = list(map(len, given)), list(map(len, rooms))
         found: Any = rooms[0].new_empty(sum(sizes[1]))
@@ -181,7 +185,7 @@ class TorchWay:
             swap = getattr(backend, "alltoall_base", None) or backend.all_to_all_single
             return swap(found, torch.cat(given), sizes[1], sizes[0])
 
-        self._do(doing, key, start, given[0].device, timeout, ins, None, sizes, hear)
+        self._do(doing, what, start, given[0].device, timeout, ins, more, sizes, hear)
         for room, part in zip(rooms, found.split(sizes[1]), strict=True):
             room.copy_(part)
 

@@ -3,12 +3,13 @@ result: they raise on all sides, and both are named."""
 
 from __future__ import annotations
 
+import itertools
 import operator
 from typing import Any
 
 import numpy as np
 import pytest
-from collective_members import OverHosts
+from collective_members import OverHosts, refused
 
 from flowchan.collective import Mismatch
 
@@ -37,6 +38,15 @@ from flowchan.collective import Mismatch
         (lambda g: g.broadcast(3, 0), lambda g: g.broadcast(4, 1),
          ("broadcast(int, 0)", "broadcast(int, 1)")),
         (lambda g: g.gather(3, 0), lambda g: g.gather(4, 1), ("gather(int, 0)", "gather(int, 1)")),
+        (lambda g: g.broadcast(3, 1), lambda g: g.allgather(4), ("broadcast(int, 1)", "allgather(int)")),
+        (lambda g: g.allreduce(3), lambda g: g.gather(np.ones(2), 0),
+         ("allreduce(int, 'sum')", "gather(float64[2], 0)")),
+        (lambda g: g.allreduce(3), lambda g: g.allgather(np.ones(2), out=np.ones((2, 2))),
+         ("allreduce(int, 'sum')", "allgather(float64[2])")),
+        (lambda g: g.allreduce(3), lambda g: g.combine(4, operator.mul),
+         ("allreduce(int, 'sum')", "combine(int, <built-in function mul>)")),
+        (lambda g: g.scatter([1, 2], 0), lambda g: g.combine(4, operator.add),
+         ("scatter([bytes, bytes], 0)", "combine(int, <built-in function add>)")),
     ],
 )  # fmt: skip
 def test_other_operations_and_other_roots_raise_and_name_both_sides(
@@ -80,3 +90,74 @@ def test_functions_are_not_told_apart(run: Any) -> None:
     """They may be made anew in each process."""
     found = run(2, lambda g: g.allreduce(g.rank + 3, op=lambda a, b: a * b))
     assert found == [12, 12]
+
+
+TYPES = ["?", "b", "B", "h", "H", "i", "I", "q", "Q", "e", "f", "d", "F", "D"]
+MOVED = [*TYPES, "S4", "U1", "V4", ">f", ">i", "M8[s]", "m8[s]", "m8[ms]", [("x", "f4")], [("y", "f4")]]
+
+
+@pytest.mark.parametrize("call", ["allreduce", "reduce", "reduce_scatter", "broadcast"])
+def test_arrays_of_any_two_types_raise(run_on_one_host: Any, call: str) -> None:
+    """Also of as many bytes."""
+    pairs = list(itertools.combinations(map(np.dtype, MOVED if call == "broadcast" else TYPES), 2))
+
+    def body(g: Any) -> Any:
+        for both in pairs:
+            with pytest.raises(Mismatch) as info:
+                getattr(g, call)(np.zeros(4, both[g.rank]))
+            of_rank_0, _, of_rank_1 = str(info.value).partition("; ")
+            assert f"{call}({both[0]}[4]" in of_rank_0 or f"'{both[0]}'" in of_rank_0
+            assert f"{call}({both[1]}[4]" in of_rank_1 or f"'{both[1]}'" in of_rank_1
+        return g.allreduce(1)
+
+    assert run_on_one_host(2, body) == [2, 2]
+
+
+@pytest.mark.parametrize("way", ["at once", "by a handle", "not in one piece"])
+def test_memory_for_what_others_give_is_of_the_type_that_they_give(run: Any, way: str) -> None:
+    """Else bytes of one type would be read as another's."""
+
+    def numbers(count: int, dtype: str) -> Any:
+        return np.zeros(2 * count, dtype)[::2] if way == "not in one piece" else np.zeros(count, dtype)
+
+    def done(call: Any, *given: Any, **named: Any) -> Any:
+        return call(*given, **named, wait=False).wait() if way == "by a handle" else call(*given, **named)
+
+    def body(g: Any) -> Any:
+        dtype, said = ("i4", "f4")[g.rank], []
+        one, both = numbers(2, dtype), [numbers(2, dtype) for _ in range(2)]
+        for call in (
+            lambda: done(g.allgather, one, out=both),
+            lambda: done(g.allgather, one, out=numbers(4, dtype)),
+            lambda: done(g.alltoall, both, out=[numbers(2, dtype) for _ in range(2)]),
+        ):
+            with pytest.raises(Mismatch) as info:
+                call()
+            said.append(str(info.value).partition(": ")[2])
+        return said, g.allreduce(1)
+
+    first, second = run(2, body)
+    assert first == second
+    assert first[0] == [
+        "rank 0 called allgather(int32[2]); rank 1 called allgather(float32[2])",
+        "rank 0 called allgather(int32[2]); rank 1 called allgather(float32[2])",
+        "rank 0 called alltoall([int32[2], int32[2]]); rank 1 called alltoall([float32[2], float32[2]])",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda g, x, y: g.allgather(x, out=[y, y]), "allgather: what is given and what is filled must be"),
+        (
+            lambda g, x, y: g.allgather(x, out=np.zeros(4, "i4")),
+            "of one type, not float32 and int32: convert",
+        ),
+        (lambda g, x, y: g.alltoall([x, y], out=[x.copy(), x.copy()]), "of one type, not float32 and int32"),
+        (lambda g, x, y: g.alltoall([x, x], out=[x.copy(), y]), "of one type, not float32 and int32"),
+    ],
+)
+def test_memory_of_another_type_than_what_a_member_gives_itself_is_refused(
+    run: Any, call: Any, said: str
+) -> None:
+    refused(run, lambda g: call(g, np.zeros(2, "f4"), np.zeros(2, "i4")), said)

@@ -155,6 +155,51 @@ def test_lists_of_another_length_than_the_group_and_what_is_not_dense_are_refuse
     ]
 
 
+DIFFER = """
+import sys
+import torch, torch.distributed as dist
+import flowchan.collective.torch_backend
+rank = int(sys.argv[1])
+dist.init_process_group("flowchan", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+x, whole = torch.ones(2), [torch.ones(2)] * 2
+for calls in (
+    (lambda: dist.reduce(x, 0), lambda: dist.reduce_scatter(x, whole)),
+    (lambda: dist.gather(x, whole if not rank else None, 0), lambda: dist.gather(x, whole, 1)),
+    (lambda: dist.all_gather(whole, x), lambda: dist.all_gather([x.int(), x.int()], x.int())),
+    (lambda: dist.all_to_all_single(x, x.clone()), lambda: dist.all_to_all_single(x.int(), x.int())),
+    (lambda: dist.all_gather_into_tensor(torch.empty(4, dtype=torch.int32), x),) * 2,
+    (lambda: dist.all_gather_coalesced([[x], [x]], [x, x]),) * 2,
+):
+    try:
+        calls[rank]()
+    except Exception as error:
+        print(str(error).rpartition("did not call the same: ")[2])
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_calls_that_differ_raise_on_both_ranks(torch_programs: Template, tmp_path: Path) -> None:
+    ranks = [
+        torch_programs.popen(
+            *("-W", "ignore", "-c", DIFFER, rank, tmp_path / "store"), stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=100)[0].splitlines() for rank in ranks]
+    assert said[0] == said[1]
+    assert said[0] == [
+        "rank 0 called reduce(float32[2], 0, 'sum'); rank 1 called reduce_scatter(float32[2], 'sum')",
+        "rank 0 called gather([float32[2], float32[0]], 0); "
+        "rank 1 called gather([float32[0], float32[2]], 1)",
+        "rank 0 called allgather(float32[2]); rank 1 called allgather(int32[2])",
+        "rank 0 called alltoall([float32[1], float32[1]]); rank 1 called alltoall([int32[1], int32[1]])",
+        "allgather: what is given and what is filled must be of one type, not float32 and int32: convert "
+        "one of them",
+        "allgather_coalesced: output_tensor_lists[0] must have a tensor for each of the 2 inputs, not 1",
+    ]
+
+
 ON_A_DEVICE = """
 import torch, torch.distributed as dist
 import flowchan.collective.torch_backend

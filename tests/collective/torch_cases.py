@@ -90,6 +90,16 @@ def all_gather() -> Any:
 
 
 @case
+def coalesced() -> Any:
+    """As many tensors as ranks, so that they could be taken for these."""
+    given = [mine(5, seed=number) for number in range(size())]
+    found = [[torch.empty(5) for _ in given] for _ in range(size())]
+    dist.all_gather_coalesced(found, given)
+    dist.all_reduce_coalesced(given)
+    return found, given
+
+
+@case
 def reduce_scatter() -> Any:
     dist.reduce_scatter(a := torch.empty(10), list(mine(10 * size()).split(10)))
     dist.reduce_scatter_tensor(b := torch.empty(50_000), mine(50_000 * size()))
