@@ -18,8 +18,8 @@ from forking import ForkingProgram, started
 TORCH = ("torch", "torch._dynamo", "sklearn.datasets", "flowchan.pipelines.sequential")
 """``torch._dynamo`` is what the first optimizer of a process imports."""
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-"""OpenBLAS starts threads when it is imported. In a thread of gloo's own ``torch.set_num_threads`` says nothing,
-and what several threads add up is rounded otherwise now and then."""
+"""OpenBLAS starts threads when it is imported. In a thread of gloo's own ``torch.set_num_threads`` says
+nothing, and what several threads add up is rounded otherwise now and then."""
 PIPE_ENDS = [(pipe, end) for pipe in ("p2c", "c2p", "err") for end in ("read", "write")]
 
 
