@@ -43,7 +43,7 @@ class Running(Protocol):
 
 
 class Watching:
-    """Shows how far one run is. ``graph`` is what runs."""
+    """Shows how far one run is, whenever it is asked to. ``graph`` is what runs."""
 
     def __init__(self, graph: Blueprint, progress: Progress) -> None:
         self._graph = graph
@@ -55,15 +55,16 @@ class Watching:
             try:
                 results = run.wait(EVERY)
             except TimeoutError:
-                self._show(run)
+                self.show(run)
             except BaseException:
-                self._show(run)
+                self.show(run)
                 raise
             else:
-                self._show(run)
+                self.show(run)
                 return results
 
-    def _show(self, run: Running) -> None:
+    def show(self, run: Running) -> None:
+        """Where the run is now. Raises nothing of what the view fails by."""
         if self._progress is None:
             return
         stats = run.stats()

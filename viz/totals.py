@@ -35,6 +35,7 @@ class _Totals:
     def __init__(self, graph: Blueprint, stats: RunStats) -> None:
         self._stages = {stage.name: stage for stage in graph.stages}
         self._stats = {stage.name: stage for stage in stats.stages}
+        self._broken = stats.state in ("failed", "aborted")
         self._into: dict[str, list[LinkStats]] = {stage.name: [] for stage in graph.stages}
         for link in stats.links:
             if link.reader is not None:
@@ -68,9 +69,10 @@ class _Totals:
         return _sum([self._put(link) for link in into]) if into else self._gives(self._stages[name])
 
     def _put(self, link: LinkStats) -> int | None:
-        """How many items come into a channel. Whoever has ended has put what it puts."""
+        """How many items come into a channel. Whoever has ended has put what it puts, unless the run has
+        broken off."""
         writer = self._stages[link.writer]
-        if not writer.verb.outside and not self._stats[writer.name].alive:
+        if not self._broken and not writer.verb.outside and not self._stats[writer.name].alive:
             return link.passed + link.inside
         if link.name not in [output.name for output in writer.outputs]:
             return None  # it takes failures, or what a single worker puts

@@ -40,6 +40,9 @@ from flowchan.run.supervisor import Supervisor
 
 T = TypeVar("T")
 
+LOOK = 0.1
+"""Seconds between two looks at a run that is being finished."""
+
 
 class Run:
     """A run that has started. Use it as a context manager: leaving the block closes the inputs and waits for
@@ -60,6 +63,7 @@ class Run:
         self._in_block = False
         self._answering: set[str] = set()  # inputs whose items were asked
         self._told: Results | None = None  # by Interrupted
+        self._meanwhile: Callable[[], None] | None = None  # shows how it goes while it is finished
         take_in = weakref.WeakMethod(self._gathering.take_in)
         self._supervisor.take_in = lambda ids: method(ids) if (method := take_in()) is not None else None
         failure = weakref.WeakMethod(self._failure)
@@ -277,7 +281,7 @@ class Run:
                     out.close()
                 self._gathering.take_in_the_rest()
                 self._gathering.begin()
-            self._supervisor.wait()
+            self._await_end()
         except KeyboardInterrupt:
             with contextlib.suppress(KeyboardInterrupt):
                 self.abort()
@@ -286,6 +290,12 @@ class Run:
         ended = self._supervisor.ended.is_set()
         self._told = self._gathering.results() if ended else Results(self._plan.graph.name, {})
         self._supervisor.unheard.clear()
+
+    def _await_end(self) -> None:
+        """Without a bound on time."""
+        while not self._supervisor.wait(None if self._meanwhile is None else LOOK):
+            if self._meanwhile is not None:
+                self._meanwhile()
 
     def __enter__(self) -> Run:
         self._ears.open()

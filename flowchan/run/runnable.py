@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pkgutil
 from abc import ABC, abstractmethod
@@ -80,6 +81,8 @@ class Runnable(ABC):
                     run = self.start(seed=seed, memory=memory)
                     for out in run._crew.inputs.values():
                         out.close()  # nobody has the handle to put anything
+                    if watching is not None:
+                        run._meanwhile = functools.partial(watching.show, run)
                 return run.wait() if watching is None else watching.wait(run)
             except KeyboardInterrupt as interrupt:
                 if run is not None and not isinstance(interrupt, Interrupted):

@@ -8,8 +8,11 @@ import io
 import itertools
 import json
 import multiprocessing
+import os
 import re
+import signal
 import sys
+import threading
 from collections.abc import Callable
 from multiprocessing import forkserver
 from pathlib import Path
@@ -20,11 +23,11 @@ from gates import Gate
 from scripts import script, start
 from terminals import on_terminal
 
-from flowchan import Graph, RunError, Stream
+from flowchan import Graph, Interrupted, RunError, RunStats, Stream
 from flowchan.run import starting
 from flowchan.viz import captured, progress
 from flowchan.viz.terminal import LiveView
-from flowchan.viz.totals import bars
+from flowchan.viz.totals import Bar, bars
 
 GRAPHS: dict[str, tuple[Callable[[Graph], Any], list[tuple[str, int | None]]]] = {
     "a map": (lambda graph: numbers(graph).map(abs).sink(held, name="end"), [("end", 100)]),
@@ -110,6 +113,47 @@ def test_items_that_fail_are_not_expected_behind() -> None:
         ("end", 2, 2),
         ("bad", 1, 1),
     ]
+
+
+def test_a_run_that_failed_is_not_shown_as_done() -> None:
+    graph = Graph("far")
+    graph.source(range(100)).map(lambda number: 1 // (number - 7)).sink(abs, name="end")
+    graph.source(lambda: iter(range(100))).filter(bool, name="sieve").sink(abs, name="other end")
+    run = graph.start()
+    with pytest.raises(RunError):
+        run.wait()
+    end, other = bars(graph, run.stats())
+    assert (end.stage, end.total) == ("end", 99)
+    assert end.done < 99
+    assert (other.stage, other.total) == ("other end", None)
+
+
+class Seen:
+    """A progress that tells which states it has shown."""
+
+    def __init__(self) -> None:
+        self.stopping = threading.Event()
+
+    def show(self, bars: list[Bar], stats: RunStats) -> None:
+        if stats.state == "stopping":
+            self.stopping.set()
+
+
+def test_what_is_in_flight_after_ctrl_c_is_shown_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = Seen()
+    monkeypatch.setattr(progress, "_progress", lambda graph, ends: seen)
+
+    def pressed(number: int) -> int:
+        if number == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+            seen.stopping.wait()
+        return number
+
+    graph = Graph("far")
+    last = graph.source(itertools.count).map(pressed).reduce(max)
+    with pytest.raises(Interrupted) as caught:
+        graph.run(progress=True)
+    assert caught.value.results[last] > 0
 
 
 PROGRAM = """
