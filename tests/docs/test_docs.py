@@ -176,8 +176,24 @@ def messages() -> Iterator[tuple[str, str]]:
                             yield f"{file.relative_to(ROOT)}:{node.lineno}: {text}", text
 
 
-NEVER_SHOWN = {"the run is over"}
-"""A sign from one thread of flowchan to another."""
+def messages_of_the_core() -> Iterator[tuple[str, str]]:
+    """The same, of what the native core raises: what stands between its literals is an ellipsis."""
+    literal = r'"((?:[^"\\]|\\.)*)"'
+    for file in (ROOT / "flowchan" / "_core").glob("*.cpp"):
+        text = re.sub(r'"\s*"', "", file.read_text())  # a literal in several pieces
+        thrown = re.findall(r'\braise\("\w+",(.*?)\);', text, re.DOTALL)
+        found = [re.split(literal, one) for one in thrown]
+        whole = ["".join(part if place % 2 else "…" for place, part in enumerate(parts)) for parts in found]
+        broken = re.findall(r"\braise_broken\((.*?)\);", text, re.DOTALL)
+        listed = re.findall(r"std::length_error\((.*?)\);", text, re.DOTALL)
+        parts = [one for text in (*broken, *listed) for one in re.findall(literal, text)]
+        for one in (*whole, *parts):
+            if len(one.replace("…", " ").split()) > 2:
+                yield f"{file.relative_to(ROOT)}: {one}", one
+
+
+NEVER_SHOWN = {"there is no port number ", "the run is over"}
+"""A mistake of the core's own, and a sign from one thread of flowchan to another."""
 
 
 def says(one: str, other: str) -> bool:
@@ -188,11 +204,13 @@ def says(one: str, other: str) -> bool:
 def test_troubleshooting_has_a_row_for_every_message() -> None:
     quoted = re.findall(r"`([^`]+)`", (DOCS / "troubleshooting.md").read_text())
     rows = [text for text in quoted if len(text.replace("…", " ").split()) > 1]
+    native = dict(messages_of_the_core())
     found = dict(messages())
     assert len(found) > 90  # it looks where they are
+    assert len(native) > 10
     missing = {
         place: text
-        for place, text in found.items()
+        for place, text in (found | native).items()
         if text not in NEVER_SHOWN and not any(says(row, text) or says(text, row) for row in rows)
     }
     assert missing == {}
