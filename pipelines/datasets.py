@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from flowchan import Graph, Stream, WorkerPool
+from flowchan.declare.arguments import flag
 from flowchan.items.misspelt import refuses_misspelt
 
 T = TypeVar("T")
@@ -28,7 +29,7 @@ class Dataset(IterableDataset[T_co]):
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
             raise TypeError(f"dataset: seed must be an int or None, not {seed!r}")
         self._graph = stream.graph
-        if pin_memory and torch.cuda.is_available():
+        if flag("dataset", "pin_memory", pin_memory) and torch.cuda.is_available():
             stream = stream.map(_pinned, name="pin memory")
         self._items = stream.collect(name="dataset")
         self._seed = seed

@@ -14,6 +14,7 @@ from typing import Any
 from flowchan.channel.channel import In, Out
 from flowchan.errors import Closed
 from flowchan.run.bodies import SKIPPED, Job, OwnEnd, is_end_of
+from flowchan.run.limits import say
 
 
 async def _call(job: Job, item: Any) -> Any:
@@ -21,9 +22,10 @@ async def _call(job: Job, item: Any) -> Any:
     stream."""
     for attempt in range(1, job.retries + 2):
         try:
-            async with asyncio.timeout(job.timeout):
+            async with asyncio.timeout(job.timeout) as limit:
                 return await job.function(item)
         except BaseException as error:
+            say(f"the worker took longer than timeout={job.timeout} s", error, limit)
             if attempt > job.retries or not isinstance(error, job.retry_on):
                 job.give_up(item, error, attempt)
                 return SKIPPED
@@ -87,6 +89,7 @@ async def flat_map(job: Job, *, items: In[Any], out: Out[Any]) -> None:
             except OwnEnd as end:
                 raise end.__cause__ or Closed from None
             except BaseException as error:
+                say(f"the worker took longer than timeout={job.timeout} s", error, limit)
                 if attempt > job.retries or not isinstance(error, job.retry_on):
                     job.give_up(item, error, attempt)
                     break

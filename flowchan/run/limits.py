@@ -10,9 +10,12 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flowchan.declare.values import Stage
+
+if TYPE_CHECKING:
+    import asyncio
 
 LEAST = 1e-6
 """Seconds; zero would stop the timer."""
@@ -21,6 +24,12 @@ LEAST = 1e-6
 def exceeded(stage: Stage) -> str:
     """How a worker died, in words, that took too long."""
     return f"took longer than timeout={stage.timeout:g} s"
+
+
+def say(words: str, error: BaseException, limit: asyncio.Timeout) -> None:
+    """If the error is what ``limit`` raised, which says nothing, it says these words."""
+    if limit.expired() and isinstance(error, TimeoutError) and not error.args:
+        error.args = (words,)
 
 
 def has_exceeded(stage: Stage, exitcode: int | None) -> bool:

@@ -29,6 +29,7 @@ from flowchan.run.explain import explain
 from flowchan.run.failures import text_of
 from flowchan.run.guard import Unguarded
 from flowchan.run.lasting import LastingProcesses
+from flowchan.run.limits import say
 from flowchan.run.measure import state_of
 from flowchan.run.plan import Plan
 from flowchan.run.report import render
@@ -122,12 +123,15 @@ class Run:
             self._answering.add(stream.stage)
         asked, answer = self._asking.begin(item)
         try:
-            async with asyncio.timeout(limit):
+            async with asyncio.timeout(limit) as clock:
                 try:
                     await out.aput(cast(T, asked))
                 except Broken:  # the answer is why
                     pass
                 return await answer
+        except TimeoutError as error:
+            say(f"ask: no answer within timeout={timeout} s", error, clock)
+            raise
         finally:
             self._asking.forget(asked.question)
 

@@ -217,7 +217,7 @@ def test_what_nobody_waits_for_any_more_is_dropped_at_the_next_stage(on: Any) ->
             first = asyncio.create_task(run.ask(questions, 0))
             await asyncio.to_thread(gate.wait_held)
             cancelled = asyncio.create_task(run.ask(questions, 1))
-            with pytest.raises(TimeoutError):
+            with pytest.raises(TimeoutError, match=r"^ask: no answer within timeout=0\.01 s$"):
                 await run.ask(questions, 2, timeout=0.01)
             cancelled.cancel()
             await asyncio.gather(cancelled, return_exceptions=True)

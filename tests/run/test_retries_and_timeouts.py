@@ -190,11 +190,12 @@ def test_a_coroutine_that_takes_too_long_is_cancelled() -> None:
     one, other = graph.source(range(4)).tee(2)
     numbers = one.map(call, timeout=0.05)
     twice = other.flat_map(pour, timeout=0.05)
-    good, bad = numbers.collect(), numbers.errors.map(lambda one: (one.item, type(one.error))).collect()
-    poured, late = twice.collect(), twice.errors.map(lambda one: (one.item, type(one.error))).collect()
+    good, bad = numbers.collect(), numbers.errors.map(lambda one: (one.item, repr(one.error))).collect()
+    poured, late = twice.collect(), twice.errors.map(lambda one: (one.item, repr(one.error))).collect()
     results = graph.run()
     assert results[good] == [0, 1, 3]
-    assert results[bad] == results[late] == [(2, TimeoutError)]
+    said = "TimeoutError('the worker took longer than timeout=0.05 s')"
+    assert results[bad] == results[late] == [(2, said)]
     assert results[poured] == [0, 0, 1, 1, 2, 3, 3]
     assert cancelled == [2, 2]
 
