@@ -33,6 +33,7 @@ from benchmarks.peers import CONTEXT, across_processes, processes_channel
 from flowchan import Channel, _core
 from flowchan.hosts.messages import AHEAD, BEHIND
 from flowchan.transport.authentication import meet
+from flowchan.transport.tcp import prepare
 
 ISOLATES = (
     "one connection over loopback: this process puts, a forked child on the other end gets; the clock runs "
@@ -231,8 +232,7 @@ def _connected() -> tuple[socket.socket, socket.socket]:
         near = socket.create_connection(server.getsockname())
         far, _ = server.accept()
     for end in (near, far):
-        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 256 << 10)
+        prepare(end, "127.0.0.1")
     return near, far
 
 

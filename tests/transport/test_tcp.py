@@ -137,7 +137,7 @@ def test_a_connection_is_set_up_for_a_link() -> None:
             assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
             assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
             assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == tcp.UNHEARD
-            assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == 2 * tcp.UNSENT  # told so
+            assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == 2 * tcp.UNREAD  # told so
             assert not sock.get_inheritable()
 
 
