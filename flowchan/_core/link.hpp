@@ -68,6 +68,7 @@ class Outgoing {
         const char* at;
         uint64_t begin, size;
     };
+    void forget_sent();
     std::vector<char> copied_;
     std::deque<Piece> pieces_;
     uint64_t size_ = 0;

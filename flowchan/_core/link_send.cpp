@@ -253,9 +253,19 @@ std::string Outgoing::send(int fd, uint64_t most) {
             left -= part;
             if (!first.size) pieces_.pop_front();
         }
+        forget_sent();
     }
-    if (!size_) copied_.clear();
     return "";
+}
+
+// There may always be more to send, so what was sent leaves, half of it at a time: each byte moves once at most.
+void Outgoing::forget_sent() {
+    const auto first = std::ranges::find_if(pieces_, [](const Piece& piece) { return !piece.ring; });
+    const uint64_t sent = first == pieces_.end() ? copied_.size() : first->begin;
+    if (2 * sent < copied_.size()) return;
+    copied_.erase(copied_.begin(), copied_.begin() + ptrdiff_t(sent));
+    for (Piece& piece : pieces_)
+        if (!piece.ring) piece.begin -= sent;
 }
 
 // --- what waits for room ---

@@ -57,6 +57,14 @@ def test_each_sanitizer_finds_a_fault_that_is_planted_beside_a_link(
     assert report in ended.stderr
 
 
+@pytest.mark.parametrize("copied", [24, 3000, 15_000])
+def test_what_was_sent_is_not_kept_while_there_is_always_more_to_send(builder: Builder, copied: int) -> None:
+    """Else a host that sends faster than its wire takes would need ever more memory."""
+    ended = run(builder.program("outgoing.cpp", core=LINK), "1500", str(copied))
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == f"all {1500 * (copied + 100_000)} bytes came\n"
+
+
 @pytest.mark.timeout(3 * 3600)  # for as many frames as somebody wants
 @pytest.mark.parametrize("world", ["model", "home", "away"])
 def test_whatever_a_peer_sends_is_put_if_it_is_right_and_else_ends_the_connection(
