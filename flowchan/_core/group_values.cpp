@@ -12,20 +12,28 @@ namespace {
 constexpr char PLAIN = 2;
 constexpr size_t MOST_PLAIN = 64 * 1024;  // bytes; what is larger is pickled as quickly
 
-struct Written {
-    const char* from = nullptr;
-    size_t bytes = 0;
-};
+// In memory of its own, which the next one of this thread uses again: while a call waits, the handler of a signal
+// may write another one.
+class Written {
+  public:
+    explicit Written(PyObject* value) : room_(std::move(spare_)) {
+        if (!room_) room_ = std::make_unique<char[]>(MOST_PLAIN);
+        char* end = write_plain(value, room_.get(), room_.get() + MOST_PLAIN - 1);
+        if (!end) return;
+        *end++ = PLAIN;
+        bytes = size_t(end - room_.get());
+    }
+    ~Written() { spare_ = std::move(room_); }
+    Written(const Written&) = delete;
+    const char* from() const { return room_.get(); }
 
-// Until the next one is written by this thread.
-Written write_value(PyObject* value) {
-    static thread_local std::unique_ptr<char[]> room;
-    if (!room) room = std::make_unique<char[]>(MOST_PLAIN);
-    char* end = write_plain(value, room.get(), room.get() + MOST_PLAIN - 1);
-    if (!end) return {};
-    *end++ = PLAIN;
-    return {room.get(), size_t(end - room.get())};
-}
+    size_t bytes = 0;  // 0: it is no plain value
+
+  private:
+    static thread_local std::unique_ptr<char[]> spare_;
+    std::unique_ptr<char[]> room_;
+};
+thread_local std::unique_ptr<char[]> Written::spare_;
 
 bool is_plain(const void* at, size_t bytes) {
     return bytes && static_cast<const char*>(at)[bytes - 1] == PLAIN;
@@ -68,14 +76,14 @@ PyObject* allgather_values(PyObject* self, PyObject* x, PyObject* timeout) {
     PyGroup& group = group_of(self);
     Deadline deadline;
     if (!parse_deadline(timeout, deadline)) return nullptr;
-    const Written mine = write_value(x);
-    if (!mine.from) return Py_NewRef(Py_NotImplemented);
+    const Written mine(x);
+    if (!mine.bytes) return Py_NewRef(Py_NotImplemented);
     nb::object found = nb::steal(PyList_New(group.size));
     if (!found.is_valid()) return nullptr;
     Calling calling(self, ALLGATHER, deadline);
     PlaceValues place(calling, found.ptr(), group.size);
     const End end = calling.run([&](Patience& patience) {
-        return group.allgather({ALLGATHER, key_of(ALLGATHER, VALUES)}, mine.from, mine.bytes, place,
+        return group.allgather({ALLGATHER, key_of(ALLGATHER, VALUES)}, mine.from(), mine.bytes, place,
                                patience);
     });
     if (end != End::Done) return raise_end(self, end, ALLGATHER, x, nullptr);
@@ -88,9 +96,9 @@ PyObject* allgather_values(PyObject* self, PyObject* x, PyObject* timeout) {
 }
 
 PyObject* plain_bytes(PyObject* value) {
-    const Written written = write_value(value);
-    return written.from ? PyBytes_FromStringAndSize(written.from, Py_ssize_t(written.bytes))
-                        : Py_NewRef(Py_None);
+    const Written written(value);
+    return written.bytes ? PyBytes_FromStringAndSize(written.from(), Py_ssize_t(written.bytes))
+                         : Py_NewRef(Py_None);
 }
 
 PyObject* from_plain_bytes(PyObject* bytes) {

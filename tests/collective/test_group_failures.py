@@ -106,6 +106,30 @@ def test_a_signal_handler_may_close_a_group_whose_operation_it_interrupts() -> N
     assert Processes(2, body).results(2) == {0: None, 1: None}
 
 
+def test_a_signal_handler_may_gather_while_its_thread_waits_for_another_one() -> None:
+    """What it gives to another group is not given to this one."""
+
+    def body(g: Any) -> list[str]:
+        if g.rank == 1:
+            wait_until(lambda: bool(g._see(0)[4]))
+            for _ in range(20):  # the first may come before it waits
+                os.kill(g._see(0)[0], signal.SIGUSR1)
+                called.get(timeout=60)
+            g.barrier()
+            return g.allgather("of 1")
+        [alone] = collective.members(1)
+        signal.signal(signal.SIGUSR1, lambda *_: called.put(alone.allgather("of the handler")))
+        first = threading.Thread(target=g.barrier)
+        first.start()
+        wait_until(lambda: bool(g._see(0)[4]))
+        found = g.allgather("of 0")
+        first.join()
+        return found
+
+    called: Channel[Any] = Channel(2, across="processes")
+    assert Processes(2, body).results(2) == {0: ["of 0", "of 1"], 1: ["of 0", "of 1"]}
+
+
 def test_a_member_that_is_dropped_has_left() -> None:
     """At once, also if it has started operations."""
     first, second = collective.members(2)
