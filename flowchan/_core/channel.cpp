@@ -96,9 +96,9 @@ static void abort_medium(LocalQueue& queue, PyObject* cause) {
 
 static void abort_medium(Ring& ring, PyObject* cause) {
     Wakes wakes;
-    const std::string pickled = cause == Py_None ? "" : pickle_cause(cause);
+    const Cause pickled = cause == Py_None ? Cause{} : pickle_cause(cause);
     Locked locked(ring);
-    ring.break_(pickled, wakes);
+    ring.break_(pickled.whole, wakes, pickled.text);
     locked.unlock(wakes);
 }
 

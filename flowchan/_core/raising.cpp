@@ -1,5 +1,6 @@
 // How a call that did not work is told to the user, and how the cause of a break is kept.
 #include "raising.hpp"
+#include "wire.hpp"
 
 #include <cstring>
 
@@ -126,23 +127,34 @@ void raise_stays_here(Channel& ch, PyObject* item) {
         ch.describe().c_str(), Py_TYPE(item)->tp_name);
 }
 
-// The kind, then the payload. Of a cause that can't cross, its text; the break itself must always work.
-std::string pickle_cause(PyObject* cause) {
-    ObjectFrame frame, text;
-    const ObjectFrame* used = &frame;
-    if (!encode(cause, frame) || frame.parcel) {  // descriptors travel with items only
-        PyErr_Clear();
-        nb::object words = nb::steal(PyUnicode_FromFormat("%s: %S", Py_TYPE(cause)->tp_name, cause));
-        nb::object stand_in =
-            words ? nb::steal(PyObject_CallOneArg(PyExc_RuntimeError, words.ptr())) : nb::object();
-        used = stand_in && encode(stand_in.ptr(), text) ? &text : nullptr;
-        PyErr_Clear();
-    }
-    if (!used) return "";
-    std::string all(1 + used->size, char(used->kind));
-    used->write(all.data() + 1);
+namespace {
+
+// The kind, then the payload; "" if it can't cross.
+std::string pickled(PyObject* exception) {
+    ObjectFrame frame;
+    frame.leaves = true;  // for no slot keeps what lies on a device
+    const bool crosses = exception && encode(exception, frame);
+    PyErr_Clear();
+    if (!crosses || frame.parcel || frame.size >= MOST_CAUSE)
+        return "";  // descriptors travel with items only
+    std::string all(1 + frame.size, char(frame.kind));
+    frame.write(all.data() + 1);
     return all;
 }
+
+}  // namespace
+
+Cause pickle_cause(PyObject* cause) {
+    const std::string whole = pickled(cause);
+    if (!whole.empty() && whole.size() <= Taken::LOCAL) return {whole, ""};
+    nb::object words = nb::steal(PyUnicode_FromFormat("%s: %.8000S", Py_TYPE(cause)->tp_name, cause));
+    PyErr_Clear();
+    nb::object stand_in =
+        words ? nb::steal(PyObject_CallOneArg(PyExc_RuntimeError, words.ptr())) : nb::object();
+    const std::string text = pickled(stand_in.ptr());
+    return whole.empty() ? Cause{text, ""} : Cause{whole, text};
+}
+
 PyObject* raise_step(Channel& ch, Step step, Side side, uint64_t size, Deadline deadline) {
     const std::string who = ch.describe();
     switch (step) {

@@ -16,8 +16,12 @@ PyObject* raise_step(Channel& ch, Step step, Side side, uint64_t size, Deadline 
 // Sets an attribute of the error that is being raised; takes over the value.
 void add_to_error(const char* name, PyObject* value);
 
-// The cause of a break as another process can read it; empty for one without any text.
-std::string pickle_cause(PyObject* cause);
+// The cause of a break as another process can read it: itself, or an error with its text where it can't cross;
+// and, if that is large, its text, for where there is no memory for it. Empty for one without any text.
+struct Cause {
+    std::string whole, text;
+};
+Cause pickle_cause(PyObject* cause);
 
 // A put whose descriptors could not be sent, by this errno.
 void raise_refused(Channel& ch, int error);

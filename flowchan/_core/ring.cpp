@@ -185,13 +185,16 @@ void Ring::close_with(Change& change, Wakes& wakes) {
     call_all_writers(wakes);
 }
 
-void Ring::break_(const std::string& cause, Wakes& wakes) {
+void Ring::break_(const std::string& cause, Wakes& wakes, const std::string& in_short) {
     if (h_->state == BROKEN || at_end()) return;  // the end is final
     Change change(record(Side::Writer), windows_);
-    if (Slot* slot = cause.empty() || blind_ ? nullptr : take_slot(cause.size(), change)) {
-        memcpy(payload(slot), cause.data(), cause.size());
+    for (const std::string* said : {&cause, &in_short}) {
+        Slot* slot = said->empty() || blind_ ? nullptr : take_slot(said->size(), change);
+        if (!slot) continue;
+        memcpy(payload(slot), said->data(), said->size());
         change.set(h_->cause, offset(payload(slot)));
-        change.set(h_->cause_size, cause.size());
+        change.set(h_->cause_size, said->size());
+        break;
     }
     change.set(h_->state, BROKEN);
     change.commit();

@@ -180,7 +180,8 @@ class Ring : public std::enable_shared_from_this<Ring> {
 
     // --- the channel; all under the lock ---
     void close(Wakes& wakes);
-    void break_(const std::string& cause, Wakes& wakes);
+    // `in_short`: the cause, where there is no memory for all of it.
+    void break_(const std::string& cause, Wakes& wakes, const std::string& in_short = {});
     void unbreak();  // closed in place of broken, for who alone has it: what was inside can be taken
     std::string cause() const;
 

@@ -36,6 +36,11 @@ def cause_seen(call, ch):
     return None
 
 
+def beginning_of_cause_seen(ch):
+    kind, text = cause_seen(CALLS["get"], ch)
+    return kind, text[:60]
+
+
 @pytest.mark.parametrize("call", CALLS)
 def test_every_later_call_raises_broken_from_the_cause(make, call):
     """C6: also a second time, and whether or not items were inside."""
@@ -132,6 +137,18 @@ def test_a_cause_that_cannot_be_serialised_still_breaks_the_channel(make, spawn_
         return "not broken"
 
     assert "held a lock" in spawn_peer(words).result()
+
+
+@pytest.mark.parametrize("size", [100, 1 << 20, 17 << 20])
+def test_a_cause_is_told_of_however_large_it_is(make, spawn_peer, size):
+    """C6: itself, or else its text, where it is too large for the channel's memory."""
+    ch = make(max_bytes=1 << 16)
+    peer = spawn_peer(beginning_of_cause_seen, ch)
+    wait_blocked(ch, readers=1)
+    ch.abort(ValueError("bad wind", bytes(size)))
+    kind, text = peer.result()
+    assert "bad wind" in text
+    assert kind is ValueError or text.startswith("ValueError: ")
 
 
 def test_the_first_abort_names_the_cause(make):

@@ -199,6 +199,20 @@ def test_a_far_worker_that_breaks_its_channel_breaks_it_at_home(linked: Linked) 
     assert repr(caught.value.__cause__) == "ValueError('no more')"
 
 
+@pytest.mark.parametrize("size", [1 << 20, 17 << 20])
+def test_however_large_its_cause_is_the_connection_holds(linked: Linked, size: int) -> None:
+    channels = [channel() for _ in range(4)]
+    one, other = FarWorker(linked, 1, *channels[:2]), FarWorker(linked, 2, *channels[2:])
+    cause = ValueError("no more", bytes(size))
+    one.source.abort(cause)
+    other.outside[0].channel.abort(cause)
+    for broken in (one.inside, other.results[0]):
+        with pytest.raises(Broken) as caught:
+            broken.get(timeout=PATIENCE)
+        assert "no more" in str(caught.value.__cause__)
+    assert linked.home.state()["breaks"] == 0
+
+
 def test_when_nobody_reads_any_more_a_far_writer_hears_it(linked: Linked) -> None:
     source, results = channel(), channel()
     far = FarWorker(linked, 1, source, results)
