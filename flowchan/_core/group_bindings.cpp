@@ -214,11 +214,11 @@ void bind_group(nb::module_& m) {
         .def(
             "_reduce",
             [](nb::handle self, uint32_t doing, nb::handle x, nb::handle out, nb::handle op, int root,
-               nb::handle timeout) {
-                return checked(
-                    reduce_arrays(self.ptr(), doing, x.ptr(), out.ptr(), op.ptr(), root, timeout.ptr()));
+               nb::handle timeout, uint64_t part_of) {
+                return checked(reduce_arrays(self.ptr(), doing, x.ptr(), out.ptr(), op.ptr(), root,
+                                             timeout.ptr(), part_of));
             },
-            "doing"_a, "x"_a, "out"_a.none(), "op"_a, "root"_a, "timeout"_a.none())
+            "doing"_a, "x"_a, "out"_a.none(), "op"_a, "root"_a, "timeout"_a.none(), "part_of"_a = 0)
         .def(
             "_spread",
             [](nb::handle self, nb::handle x, uint32_t root, nb::handle timeout) {

@@ -26,9 +26,9 @@ PyObject* reduce_scatter_array(PyObject* self, PyObject* x, PyObject* out, PyObj
 }
 
 // Combines arrays of all members. root < 0: for everybody. NotImplemented: `x` or `out` is no such array, or
-// they do not fit.
+// they do not fit. `part_of`: the key of the call over several hosts of which this is a part.
 PyObject* reduce_arrays(PyObject* self, uint32_t doing, PyObject* x, PyObject* out, PyObject* op_name,
-                        int root, PyObject* timeout) {
+                        int root, PyObject* timeout, uint64_t part_of) {
     PyGroup& group = group_of(self);
     Op op;
     Deadline deadline;
@@ -40,7 +40,8 @@ PyObject* reduce_arrays(PyObject* self, uint32_t doing, PyObject* x, PyObject* o
     const bool gets = root < 0 || uint32_t(root) == group.rank;
     if (!has_kernel(in, op, x)) return nullptr;
     if (gets && !fits(in, result, in.count)) return Py_NewRef(Py_NotImplemented);
-    const uint64_t key = mixed(mixed(mixed(in.what, doing), uint64_t(op)), uint64_t(root + 1));
+    const uint64_t key =
+        mixed(mixed(mixed(mixed(in.what, doing), uint64_t(op)), uint64_t(root + 1)), part_of);
     Calling calling(self, doing, deadline);
     const End end = calling.run([&](Patience& patience) {
         return group.allreduce({doing, key}, in.data, result.data, in.count, in.element, op, root, patience);

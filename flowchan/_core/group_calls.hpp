@@ -262,7 +262,7 @@ class Arrays : public Member::Place {
 
 // For arrays that lie in one piece; NotImplemented for what is none.
 PyObject* reduce_arrays(PyObject* self, uint32_t doing, PyObject* x, PyObject* out, PyObject* op_name,
-                        int root, PyObject* timeout);
+                        int root, PyObject* timeout, uint64_t part_of = 0);
 PyObject* broadcast_array(PyObject* self, PyObject* x, uint32_t root, PyObject* timeout);
 PyObject* reduce_scatter_array(PyObject* self, PyObject* x, PyObject* out, PyObject* op_name,
                                PyObject* timeout);

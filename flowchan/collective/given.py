@@ -3,6 +3,7 @@ sent. So a mistake of one member is an error there, and the others wait for its 
 
 from __future__ import annotations
 
+import itertools
 import math
 import numbers
 from collections.abc import Sequence, Sized
@@ -55,6 +56,17 @@ def parts_argument(call: str, argument: str, xs: Any, size: int) -> Sequence[Any
         raise ValueError(f"{call} takes a part for each of the {size} members, not {len(xs)}")
     parts: Sequence[Any] = xs  # type: ignore[assignment]
     return parts
+
+
+def check_sizes(title: str, call: str, sizes: dict[int, tuple[list[int], list[int]]]) -> None:
+    """``sizes``: how many bytes each rank has for the others, and room for of them."""
+    for source, to in itertools.product(range(len(sizes)), repeat=2):
+        given, room = sizes[source][0][to], sizes[to][1][source : source + 1]
+        if room != [given]:
+            raise Mismatch(
+                f"the members of {title} did not call the same: in {call} rank {source} gives {given} bytes "
+                f"to rank {to}, which has room for {sum(room)} from it"
+            )
 
 
 def received(x: Any, source: int, out: Any, rank: int) -> Any:

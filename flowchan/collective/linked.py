@@ -10,7 +10,6 @@ the others.
 
 from __future__ import annotations
 
-import itertools
 import math
 import pickle
 import time
@@ -22,7 +21,7 @@ from flowchan import _core
 from flowchan.collective import arrays, slicing
 from flowchan.collective.countdown import Left, countdown
 from flowchan.collective.far_lanes import FarLanes
-from flowchan.collective.given import called, received
+from flowchan.collective.given import called, check_sizes, received
 from flowchan.collective.group import Group
 from flowchan.collective.links import Links
 from flowchan.collective.operations import (
@@ -33,6 +32,7 @@ from flowchan.collective.operations import (
     GATHER,
     NAMES,
     REDUCE_SCATTER,
+    SPLIT,
     TELL,
     key_of,
 )
@@ -177,7 +177,9 @@ class LinkedGroup(Group):
     def _part(self, key: Any, name: str, timeout: float | None) -> Group | None:
         """Members that are all on one host share its memory."""
         left = countdown(timeout)
-        part = self._node._part(key, name, left())
+        part = self._on_node(
+            (NAMES[SPLIT], SPLIT, 0), lambda: self._node._part(key, name, left()), first=True
+        )
         return self._link_up(self, part, key, name, left())
 
     def _shrunk(self, name: str, give_up: float) -> Group:
@@ -324,21 +326,11 @@ class LinkedGroup(Group):
                 parts, theirs = pickle.loads(said)
                 found |= parts
                 all_sizes |= theirs
-            self._check_sizes(call[0], all_sizes)
+            check_sizes(self._title(), call[0], all_sizes)  # all leaders know them, so all raise or none
             return pickle.dumps(found, 5)
 
         found = pickle.loads(self._over_links(call, swap, (ins, more), left))
         self._fill(outs, [found[rank][self._node.rank] for rank in range(self.size)])
-
-    def _check_sizes(self, call: str, sizes: dict[int, tuple[list[int], list[int]]]) -> None:
-        """What each has for the others, and room for of them: all leaders know it, so all raise or none."""
-        for source, to in itertools.product(range(self.size), repeat=2):
-            given, room = sizes[source][0][to], sizes[to][1][source : source + 1]
-            if room != [given]:
-                raise Mismatch(
-                    f"the members of {self._title()} did not call the same: in {call} rank {source} gives "
-                    f"{given} bytes to rank {to}, which has room for {sum(room)} from it"
-                )
 
     def _reduce(self, doing: int, x: Any, out: Any, op: str, root: int, timeout: float | None) -> Any:
         if not arrays.is_here(x):
@@ -351,7 +343,9 @@ class LinkedGroup(Group):
         of_sum = "sum" if op == "mean" else op
         given = self._node._stands_for = x, op if root < 0 else (root, op)
         try:
-            self._on_node(call, lambda: self._node._reduce(doing, wide, total, of_sum, 0, left()), first=True)
+            self._on_node(
+                call, lambda: self._node._reduce(doing, wide, total, of_sum, 0, left(), call[2]), first=True
+            )
         finally:
             self._node._stands_for = None
 
@@ -384,6 +378,8 @@ class LinkedGroup(Group):
         if mine:
             local = self._hosts[source].index(root)
             self._on_node(call, lambda: self._node._spread(x, local, left()), first=True)
+        elif self._node.size > 1:  # before it comes, to see that all wait for it
+            self._on_node(call, lambda: self._node._exchange(*call[1:], b"", 0, left(), x, root), first=True)
 
         def spread(links: Links) -> bytes:
             links.spread(call, memory, links.tree(source, small=len(memory) <= slicing.WHOLE), left())

@@ -107,21 +107,32 @@ def test_calls_that_differ_between_hosts_raise_on_all_name_both_and_the_group_go
         assert total == 4
 
 
-def test_calls_whose_difference_is_seen_late_end_the_group() -> None:
-    """On one host a sum and a mean look alike until the result is there. Another host has it by then: it
-    hears of it in its next call, and gets nothing wrong."""
+@pytest.mark.parametrize(
+    ("most", "one"),
+    [
+        (lambda g: g.allreduce(np.ones(3)), lambda g: g.allreduce(np.ones(3), op="mean")),
+        (lambda g: g.allreduce(np.ones(3, "f4")), lambda g: g.allreduce(np.ones(3, "f2"))),
+        (lambda g: g.reduce(np.ones(3), 1), lambda g: g.reduce(np.ones(3), 2)),
+        (lambda g: g.broadcast(np.ones(3), 0), lambda g: g.allreduce(np.ones(3))),
+        (lambda g: g.broadcast(np.ones(3), 2), lambda g: g.broadcast(np.ones(3), 1)),
+        (lambda g: g.broadcast(np.ones(3), 0), lambda g: g.broadcast(np.ones((3, 1)), 0)),
+        (lambda g: g.split(0), lambda g: g.barrier()),
+        (lambda g: g.barrier(), lambda g: g.split(0)),
+    ],
+)
+@pytest.mark.parametrize("hosts", ["aabb", "abb", "aab"])
+def test_calls_that_differ_on_one_host_are_found_before_others_have_done_them(
+    hosts: str, most: Any, one: Any
+) -> None:
+    """So all raise, and the group goes on."""
 
     def body(g: Any) -> Any:
-        x, found = np.ones(3), []
-        for _ in range(2):
-            try:
-                found.append(g.allreduce(x.copy(), op="mean" if g.rank == 1 else "sum").tolist())
-            except GroupError as error:
-                found.append(type(error).__name__)
-        return found
+        with pytest.raises(Mismatch):
+            (one if g.rank == 1 else most)(g)
+        return g.allreduce(1)
 
-    found = OverHosts("aab", body).results(3)
-    assert found == {0: ["Mismatch"] * 2, 1: ["Mismatch"] * 2, 2: [[3.0] * 3, "Mismatch"]}
+    found = OverHosts(hosts, body).results(len(hosts))
+    assert found == dict.fromkeys(range(len(hosts)), len(hosts))
 
 
 def test_calls_that_differ_on_one_host_raise_on_all() -> None:
