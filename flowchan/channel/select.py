@@ -39,11 +39,18 @@ def select(
     gets: Iterable[Readable[T]], puts: Iterable[tuple[Writable[U], U]], timeout: float | None = None
 ) -> Selected[T | U]: ...
 @overload
+def select(  # mypy looks for one type in a list, and finds none but this for channels of several
+    gets: Iterable[Readable[object]],
+    puts: Iterable[tuple[Writable[U], U]] = (),
+    timeout: float | None = None,
+) -> Selected[object]: ...
+@overload
 def select(
     gets: Iterable[Readable[Any]] = (),
     puts: Iterable[tuple[Writable[U], U]] = (),
     timeout: float | None = None,
-    ready: Iterable[Channel[Any]] = (),
+    *,
+    ready: Iterable[Channel[Any]],
 ) -> Selected[Any]: ...
 def select(
     gets: Iterable[Readable[Any]] = (),

@@ -19,7 +19,7 @@ from typing import Any
 
 from flowchan import _core
 from flowchan.channel.channel import Channel, In, Out
-from flowchan.channel.select import select
+from flowchan.channel.select import Selected, select
 from flowchan.errors import Broken, ChannelError, Closed, HostError
 from flowchan.hosts.asking import Answer, Finished, Over, cause_in, control_ring
 from flowchan.hosts.calls import Calls, Unanswered
@@ -268,7 +268,7 @@ class Connection(Calls):
     def _hear(self) -> None:
         with contextlib.suppress(Closed, Broken):
             while not self._left or not self.lost:
-                done = select([self._answers, self._nudges])
+                done: Selected[Any] = select([self._answers, self._nudges])
                 if done.channel is self._nudges:
                     self._nudged(*done.item)
                 else:

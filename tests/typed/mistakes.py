@@ -28,7 +28,8 @@ mixed: Channel[object] = numbers  # wrong: assignment, reportAssignmentType
 unbounded = Channel[int](across="process")  # wrong: arg-type, reportArgumentType
 closing = numbers.closed()  # wrong: operator, reportCallIssue
 chosen: str = select([numbers]).item  # wrong: assignment, reportAssignmentType
-select(puts=[(numbers, "x")])  # wrong: misc, reportArgumentType, reportCallIssue
+select([numbers, names]).item.upper()  # wrong: attr-defined, reportAttributeAccessIssue
+select(puts=[(numbers, "x")])  # wrong: misc, reportArgumentType
 select(reader)  # wrong: arg-type, reportArgumentType, reportCallIssue
 for number in reader:
     number.upper()  # wrong: attr-defined, reportAttributeAccessIssue
