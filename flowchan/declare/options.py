@@ -31,7 +31,8 @@ class WorkOptions(NameOption, total=False):
     """What every verb takes that calls a function of the user's for each item."""
 
     on: Placement
-    """Its workers run on a ``"thread"`` (default) or in a ``"process"`` each."""
+    """Its workers run on a ``"thread"`` (default) or in a ``"process"`` each; on the hosts of a pool, or on
+    ``"hosts"``, those of ``flowchan run --hosts``."""
     workers: int
     """How many of them; 1 if left out."""
     retries: int

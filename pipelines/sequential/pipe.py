@@ -259,6 +259,7 @@ class Sequential(nn.Module):
         checked = (without_gradient(batch, "call pipe(x)") for batch in batches)
         return self._inference.stream(checked, keep=self)
 
+    @refuses_misspelt("trainer")
     def trainer(
         self,
         *,

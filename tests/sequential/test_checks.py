@@ -168,6 +168,12 @@ def test_so_it_is_in_a_training(argument: str) -> None:
         Sequential(model()).trainer(**{"loss": nn.functional.mse_loss, argument: Shy()})
 
 
+def test_a_misspelt_option_of_a_training_is_told_which_one_was_meant() -> None:
+    misspelt: dict[str, Any] = {"optimiser": torch.optim.SGD}
+    with pytest.raises(TypeError, match=r"^trainer: has no option 'optimiser'; did you mean 'optimizer'\?$"):
+        Sequential(model()).trainer(loss=nn.functional.mse_loss, **misspelt)
+
+
 @pytest.mark.parametrize(
     ("module", "kind", "words"),
     [
