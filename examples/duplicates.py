@@ -25,9 +25,11 @@ STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
 
 
 def sized_files(directory: Path) -> Iterator[tuple[int, Path]]:
-    """All plain files below ``directory`` with their sizes. A link to a file is no second copy of it."""
+    """All plain files below ``directory`` with their sizes, without packages that are installed there. A link
+    to a file is no second copy of it."""
     for file in directory.rglob("*"):
-        if file.is_file() and not file.is_symlink():
+        installed = "site-packages" in file.relative_to(directory).parts
+        if not installed and file.is_file() and not file.is_symlink():
             yield file.stat().st_size, file
 
 

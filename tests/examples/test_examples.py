@@ -114,6 +114,8 @@ def test_duplicates_equal_a_comparison_of_whole_contents(tmp_path: Path, real_fi
     (tmp_path / "link").symlink_to(tmp_path / "a" / "b")
     expected = equal_files(tmp_path)
     assert len(expected) > 5
+    (tmp_path / "site-packages").mkdir()  # of a Python that has packages: these are left out
+    (tmp_path / "site-packages" / "again.py").write_bytes(content)
 
     head, *lines = python("duplicates.py", tmp_path).splitlines()
     found = {frozenset(re.split(r"  (?=/)", line[14:])) for line in lines}
