@@ -12,7 +12,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 
 class FlowchanError(Exception):
@@ -198,6 +198,11 @@ class Interrupted(KeyboardInterrupt):
 
 class RunError(ExceptionGroup[StageError], FlowchanError):
     """A run failed. ``exceptions`` holds one :class:`StageError` per failure, the first failure first."""
+
+    if TYPE_CHECKING:  # of a group Python says that it may hold others
+
+        @property
+        def exceptions(self) -> tuple[StageError, ...]: ...
 
     def derive(self, excs: Sequence[StageError]) -> RunError:  # type: ignore[override]
         return RunError(self.message, excs)

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any, assert_type
 
-from flowchan import Channel, Failed, Feedback, Graph, In, Out, Reduced, Stream, select
+from flowchan import Channel, Failed, Feedback, Graph, In, Out, Reduced, RunError, StageError, Stream, select
 from flowchan.collective import Group
 
 
@@ -139,6 +139,18 @@ def failures(graph: Graph) -> tuple[Stream[list[float]], Stream[list[int]]]:
     return reciprocals.collect(), reciprocals.errors.map(failed).collect()
 
 
+def blamed() -> list[str]:
+    """Which stages a run has failed at."""
+    graph = Graph("blamed")
+    graph.source([0]).map(lambda number: 1 // number, name="invert").sink(id)
+    try:
+        graph.run()
+    except RunError as error:
+        assert_type(error.exceptions, tuple[StageError, ...])
+        return [one.stage for one in error.exceptions]
+    return []
+
+
 def stages(graph: Graph) -> tuple[Stream[list[str]], Stream[float]]:
     small, large = graph.stage(split, graph.source(range(6)))
     assert_type(large, Stream[str])
@@ -187,6 +199,7 @@ def main() -> dict[str, Any]:
         "pairs": results[pairs][0],
         "good": results[good],
         "bad": results[bad],
+        "blamed": blamed(),
         "texts": sorted(results[texts]),
         "total": results[total],
         "largest": results[largest],

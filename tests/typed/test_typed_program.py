@@ -13,6 +13,7 @@ def test_the_typed_program_gives_what_its_types_say():
         "pairs": (4, b"pag"),
         "good": [1.0, 0.5],
         "bad": [0],
+        "blamed": ["invert"],
         "texts": ["0.0", "0.5", "10", "20", "3", "4", "5"],
         "total": 1.5,
         "largest": [1, 2],
