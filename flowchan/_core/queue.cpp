@@ -126,7 +126,7 @@ void LocalQueue::advance(Wakes& wakes) {
         linked += uint32_t(g.items.size());
         parked -= g.items.size();
         g.items.clear();
-        if (!g.complete) break;
+        if (!g.complete && state == OPEN) break;  // once it is closed, nothing that is missing comes
         groups_.pop_front();
         turn += 1;
     }
@@ -140,6 +140,7 @@ void LocalQueue::advance(Wakes& wakes) {
 void LocalQueue::close(Wakes& wakes) {
     if (state != OPEN) return;
     state = CLOSED;
+    advance(wakes);
     reader_line.call_all(wakes);
     writer_line.call_all(wakes);
 }

@@ -162,8 +162,10 @@ PyObject* raise_step(Channel& ch, Step step, Side side, uint64_t size, Deadline 
             if (side == Side::Writer)
                 raise("Full", who + " is full, nothing could be put " + seconds(deadline) + ": " + fill(ch));
             else
-                raise("Empty",
-                      who + " is empty, nothing could be got " + seconds(deadline) + "; it is not closed");
+                raise("Empty", who + " is empty, nothing could be got " + seconds(deadline) + "; it is " +
+                                   (ch.with([](auto& medium) { return medium.seen_state(); }) == OPEN
+                                        ? "not closed"
+                                        : "closed, but a reader may give back what it has in hand"));
             break;
         case Step::Closed:
             raise("Closed", who + " is closed: nothing can be put into it any more");

@@ -174,10 +174,11 @@ void Ring::close(Wakes& wakes) {
     Change change(record(Side::Writer), windows_);
     close_with(change, wakes);
     change.commit();
+    advance(wakes);
 }
 
 // Closes as a part of `change`: when the last port leaves, a death must not come between its leaving and the
-// close.
+// close. `advance` is to be called after that.
 void Ring::close_with(Change& change, Wakes& wakes) {
     if (h_->state != OPEN) return;
     change.set(h_->state, CLOSED);
@@ -207,6 +208,8 @@ void Ring::unbreak() {
     Change change(record(Side::Reader), windows_);
     change.set(h_->state, CLOSED);
     change.commit();
+    Wakes nobody;
+    advance(nobody);
 }
 
 Counts Ring::counts() const {

@@ -163,6 +163,7 @@ void Ring::end_session(uint32_t index, bool finished, Wakes& wakes, bool died) {
     if (looks) change.set(s.supervised, 0);  // when its process dies, whoever notices ends it
     change.set(s.role, looks ? Session::HOLDER : Session::NONE);
     change.commit();
+    if (h_->state == CLOSED) advance(wakes);
 }
 
 std::vector<Slot*> Ring::in_hand(uint32_t index) const {
@@ -196,6 +197,7 @@ void Ring::retire_writer(uint32_t index, const std::vector<uint64_t>& items, Wak
     change.set(h_->resumes, h_->resumes + 1);
     change.set(s.role, Session::RESUME);
     change.commit();
+    if (h_->state == CLOSED) advance(wakes);
 }
 
 void Ring::sweep(Wakes& wakes) {

@@ -3,9 +3,10 @@
 // Order (`ordered=True`). The workers of an ordered stage take items i = 0, 1, 2, … from one channel,
 // one each, and put the outputs for i into another. `turn` is the i whose outputs go straight into the FIFO.
 // Outputs for a later i are parked in its group. When the worker of `turn` says that i has no more outputs,
-// turn moves on, and what is parked for the new turn enters the FIFO. Invariants: nothing is parked for i =
-// turn; i - turn < groups for every parked i; the worker of `turn` never waits for anything but readers, so
-// parked outputs cannot deadlock the stage: parked items leave one place of `capacity` free for it.
+// turn moves on, and what is parked for the new turn enters the FIFO; so does all that is parked when the
+// channel is closed. Invariants: nothing is parked for i = turn, nor in a closed channel; i - turn < groups
+// for every parked i; the worker of `turn` never waits for anything but readers, so parked outputs cannot
+// deadlock the stage: parked items leave one place of `capacity` free for it.
 #include <algorithm>
 
 #include "ring.hpp"
@@ -48,6 +49,8 @@ Step Ring::item_done(WriterState& writer, Wakes& wakes) {
 void Ring::advance(Wakes& wakes) {
     Change change(record(Side::Writer), windows_);
     uint64_t before = h_->turn, linked = 0;
+    // Once it is closed, nothing that is missing comes: what is parked goes without it.
+    const auto waits = [&](const Group& g) { return !g.complete && (h_->state != CLOSED || !h_->parked); };
     while (!h_->damaged) {
         Group& g = group(h_->turn);
         if (g.count) {
@@ -64,7 +67,11 @@ void Ring::advance(Wakes& wakes) {
             change.set(g.count, 0);
             change.commit();
         }
-        if (!g.complete) break;
+        if (waits(g)) break;
+        if (h_->turn - before > groups_) {
+            found_damage();
+            break;
+        }
         change.set(g.complete, 0);
         change.set(h_->turn, h_->turn + 1);
         change.commit();

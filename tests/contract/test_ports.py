@@ -233,7 +233,7 @@ def test_an_item_in_hand_keeps_the_channel_from_being_drained(make, spawn_peer):
     assert into.get() == "in hand"
     ch.close()
     assert (len(ch), ch.stats().leased, ch.drained) == (0, 1, False)
-    with pytest.raises(Empty):
+    with pytest.raises(Empty, match="closed, but a reader may give back"):
         ch.get_nowait()
     peer = spawn_peer(ch.get)
     wait_blocked(ch, readers=1)

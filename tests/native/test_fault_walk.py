@@ -69,6 +69,8 @@ OPERATIONS = (
     "put single, parked",
     "put single, at its turn",
     "put unordered",
+    "close over what is parked",
+    "close over large ones",
     "retire a writer",
     "retire a writer, unordered",
     "begin an item with what a dead writer has put",

@@ -82,6 +82,29 @@ Scenario writing(const char* name, Kind kind, Outputs outputs, Values first, Val
     return s;
 }
 
+// Outputs for items 1 and 3 are parked when the channel is closed, and nobody can put those for items 0 and 2 any
+// more.
+Scenario closing(const char* name, Kind kind) {
+    Scenario s{name};
+    s.has_in = false, s.has_out = true;
+    s.prepare = [=](Scene& scene) {
+        scene.users.push_back(writer_of(scene, kind));
+        produce(scene, scene.users[0], 3, {30, 31}, kind.size);
+        produce(scene, scene.users[0], 1, {10, 11}, kind.size);
+        scene.journal->done = 0;
+    };
+    s.act = [](Scene& scene) {
+        locked(*scene.out, [&](Wakes& wakes) { scene.out->close(wakes); });
+        scene.did();
+    };
+    s.finish = [](Scene& scene) {
+        locked(*scene.out, [&](Wakes& wakes) { scene.out->close(wakes); });
+        scene.users[0].leave(true);
+        expect_out(scene, {10, 11, 30, 31}, true);
+    };
+    return s;
+}
+
 // A writer died after `put` of the outputs of item 0; the supervisor dies while it retires it.
 Scenario retiring(const char* name, Kind kind) {
     const Values outputs{1, 2, 3};
@@ -281,6 +304,8 @@ std::vector<Scenario> stage_scenarios() {
         writing("put single, parked", map, one, {}, {2, 3}, {0, 1}),
         writing("put single, at its turn", map, one, {1, 3}, {0, 2}, {}),
         writing("put unordered", loose, some, {1}, {0, 2, 3}, {4, 5}),
+        closing("close over what is parked", flat),
+        closing("close over large ones", large),
         retiring("retire a writer", flat),
         retiring("retire a writer, unordered", loose),
         resuming("begin an item with what a dead writer has put", flat),
