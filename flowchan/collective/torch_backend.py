@@ -196,7 +196,9 @@ class Receives:
 
 
 class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
-    """A group as torch sees it. Every collective has the same shape: lists of tensors, and options."""
+    """A group as torch sees it. Every collective has the same shape: lists of tensors, and options. They also
+    take one tensor, and of the options the operation or the root alone, as torch's own do: DDP's ``join``
+    calls them so."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
@@ -247,8 +249,8 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     # --- collectives ---
 
-    def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:
-        op = _op(opts)
+    def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None) -> Work:
+        op, tensors = _op(opts), _listed(tensors)
         return self._do(
             tensors, lambda: [self._group._reduced(ALLREDUCE, x, op, None, -1, None) for x in tensors]
         )
@@ -256,16 +258,19 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
         return self.allreduce(tensors, opts)
 
-    def broadcast(self, tensors: Tensors, opts: Any) -> Work:
-        return self._do(tensors, lambda: [self._group._spread_any(x, opts.rootRank, None) for x in tensors])
+    def broadcast(self, tensors: Tensors | torch.Tensor, opts: Any) -> Work:
+        root, tensors = _root(opts), _listed(tensors)
+        return self._do(tensors, lambda: [self._group._spread_any(x, root, None) for x in tensors])
 
-    def reduce(self, tensors: Tensors, opts: Any) -> Work:
-        op, root = _op(opts), opts.rootRank
+    def reduce(self, tensors: Tensors | torch.Tensor, opts: Any, op: Any = None) -> Work:
+        root, op, tensors = _root(opts), _op(op or opts), _listed(tensors)
         return self._do(
             tensors, lambda: [self._group._reduced(REDUCE, x, op, None, root, None) for x in tensors]
         )
 
-    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
+    def allgather(self, outputs: Any, inputs: Tensors | torch.Tensor, opts: Any = None) -> Work:
+        outputs, inputs = _alike(outputs, inputs), _listed(inputs)
+
         def run() -> None:
             for out, x in zip(outputs, inputs, strict=True):
                 self._gather_into(x, list(out))
@@ -294,8 +299,8 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
         return self._do(inputs, run, outputs)
 
-    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> Work:
-        op = _op(opts)
+    def reduce_scatter(self, outputs: Tensors | torch.Tensor, inputs: Any, opts: Any = None) -> Work:
+        op, inputs, outputs = _op(opts), _alike(inputs, outputs), _listed(outputs)
         for parts in inputs:
             parts_argument("reduce_scatter", "input_list", parts, self._group.size)
 
@@ -319,15 +324,17 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
         return self._do(inputs, run, outputs)
 
-    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> Work:
-        (x,), root = inputs, opts.rootRank
+    def gather(self, outputs: Any, inputs: Tensors | torch.Tensor, opts: Any) -> Work:
+        outputs, inputs, root = _alike(outputs, inputs), _listed(inputs), _root(opts)
+        (x,) = inputs
         nothing = x.new_empty(0)
         ins = [x if rank == root else nothing for rank in range(self._group.size)]
         outs = list(outputs[0]) if self._group.rank == root else [nothing] * self._group.size
         return self._do(inputs, lambda: self._group._swap_arrays(GATHER, ins, outs, None, root), outputs)
 
-    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> Work:
-        (out,), root = outputs, opts.rootRank
+    def scatter(self, outputs: Tensors | torch.Tensor, inputs: Any, opts: Any) -> Work:
+        inputs, outputs, root = _alike(inputs, outputs), _listed(outputs), _root(opts)
+        (out,) = outputs
         nothing = out.new_empty(0)
         ins = list(inputs[0]) if self._group.rank == root else [nothing] * self._group.size
         outs = [out if rank == root else nothing for rank in range(self._group.size)]
@@ -413,16 +420,30 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
 
 def _done(result: Any) -> Work:
-    if not _FORGETS:
-        return Work(result)
+    """torch's own: DDP's ``join`` gives its C++ one of which Python keeps nothing, and of ours that would be
+    left with a base that waits for ever."""
     promise: torch.futures.Future[Any] = torch.futures.Future()
     promise.set_result(result)
     work: Work = _c10d._create_work_from_future(promise)
     return work
 
 
+def _listed(tensors: Tensors | torch.Tensor) -> Tensors:
+    return [tensors] if isinstance(tensors, torch.Tensor) else tensors
+
+
+def _alike(parts: Any, tensors: Tensors | torch.Tensor) -> Any:
+    """``parts`` of these tensors: a list for each of them, also where it is one."""
+    return [parts] if isinstance(tensors, torch.Tensor) else parts
+
+
+def _root(opts: Any) -> int:
+    return int(getattr(opts, "rootRank", opts))
+
+
 def _op(opts: Any) -> str:
-    op = _Reduce.SUM if opts is None else getattr(opts.reduceOp, "op", opts.reduceOp)
+    op = getattr(opts, "reduceOp", _Reduce.SUM if opts is None or isinstance(opts, int) else opts)
+    op = getattr(op, "op", op)
     if op not in _OPS:
         raise ValueError(f"the backend flowchan has no reduction {op}; it has {', '.join(_OPS.values())}")
     return _OPS[op]

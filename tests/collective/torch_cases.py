@@ -240,6 +240,46 @@ def ddp_join_with_uneven_inputs() -> Any:
 
 
 @case
+def ddp_join_divided_by_who_is_left() -> Any:
+    """For which DDP waits in C++ for what its Python has started, and dropped."""
+    net = DistributedDataParallel(nn.Linear(20, 5))
+    with net.join(divide_by_initial_world_size=False):
+        for step in range(1 + 2 * rank()):
+            net.zero_grad()
+            net(mine(4, 20, seed=step)).sum().backward()
+    return [p.grad for p in net.parameters()]
+
+
+@case
+def ddp_join_with_unused_parameters() -> Any:
+    class Choice(nn.ModuleList):
+        def forward(self, x: torch.Tensor, which: int) -> Any:
+            return self[which](x)
+
+    torch.manual_seed(0)
+    net = DistributedDataParallel(Choice(nn.Linear(20, 5) for _ in range(2)), find_unused_parameters=True)
+    with net.join():
+        for step in range(2 + rank()):
+            net(mine(4, 20, seed=step), step % 2).sum().backward()
+    return [p.grad for p in net.parameters()]
+
+
+@case
+def one_tensor_in_place_of_lists() -> Any:
+    group: Any = dist.distributed_c10d._get_default_group()
+    group.allreduce(a := mine(5)).wait()
+    group.allreduce(b := mine(5), dist.ReduceOp.MAX).wait()
+    group.broadcast(c := mine(5), 1).wait()
+    group.reduce(d := mine(5), 1, dist.ReduceOp.MIN).wait()
+    parts = [torch.empty(5) for _ in range(size())]
+    group.allgather(parts, mine(5)).wait()
+    group.gather(e := [torch.empty(5) for _ in range(size() if rank() == 1 else 0)], mine(5), 1).wait()
+    group.scatter(f := torch.empty(5), list(mine(size(), 5)) if rank() == 1 else [], 1).wait()
+    group.reduce_scatter(g := torch.empty(5), list(mine(size(), 5))).wait()
+    return a, b, c, d if rank() == 1 else None, parts, e, f, g
+
+
+@case
 def ddp_with_zero_redundancy_optimizer() -> Any:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
