@@ -44,7 +44,7 @@ from flowchan.run.failures import text_of
 GRACE = 2.0
 """Seconds that a worker has to end by itself once it shall."""
 STOP_SECONDS = 30.0
-"""Seconds that a stopped run has to finish what is in flight before it is aborted."""
+"""Seconds that a stopped run may go on without that any item moves, before it is aborted."""
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0
 """Seconds before a worker is started again after the second death over the same item, and at most."""
@@ -156,7 +156,12 @@ class Tick:
     """Time has passed."""
 
 
-Happening = Ended | Failure | Died | Fell | Bereft | Stuck | Broke | StopAsked | AbortAsked | Tick
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Items have moved since the run was stopped, or since this was last told."""
+
+
+Happening = Ended | Failure | Died | Fell | Bereft | Stuck | Broke | StopAsked | AbortAsked | Moved | Tick
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +250,8 @@ def _decide(state: State, happening: Happening, now: float) -> tuple[State, tupl
         return dataclasses.replace(state, phase="stopping", since=now, stopped=True), (StopSources(),)
     if isinstance(happening, AbortAsked):
         return _abort(state, now)
+    if isinstance(happening, Moved):
+        return (dataclasses.replace(state, since=now) if state.phase == "stopping" else state), ()
     return _tick(state, now)
 
 

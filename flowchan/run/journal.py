@@ -49,8 +49,8 @@ class Journal:
         elif isinstance(happening, AbortAsked) and after.phase != before.phase:
             self._tell(logging.INFO, f"{self._graph} is broken off")
         elif isinstance(happening, Tick) and (before.phase, after.phase) == ("stopping", "aborting"):
-            text = f"has not finished what was in flight {decisions.STOP_SECONDS:g} s after its stop"
-            self._tell(logging.WARNING, f"{self._graph} {text}, and is broken off")
+            text = f"was stopped, and nothing has moved in it for {decisions.STOP_SECONDS:g} s"
+            self._tell(logging.WARNING, f"{self._graph} {text}: it is broken off")
 
     def _died(self, died: Died, before: State, after: State) -> None:
         stage, failure = died.worker.stage, died.failure

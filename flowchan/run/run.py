@@ -286,6 +286,8 @@ class Run:
                 self._gathering.take_in_the_rest()
                 self._gathering.begin()
             self._await_end()
+            if self._supervisor.state.aborted:
+                _say("broken off, what was in flight is discarded: nothing moved any more")
         except KeyboardInterrupt:
             with contextlib.suppress(KeyboardInterrupt):
                 self.abort()

@@ -15,11 +15,12 @@ The run contract. If the code disagrees with it, that is a bug; each clause name
   (test_failure.py, test_half_results.py, test_random_breaks.py)
 - R4 Death. A worker that dies is noticed within 200 ms and reported with signal and exit code.
   (test_death.py)
-- R5 Stop. First Ctrl-C, SIGTERM or ``run.stop()``: sources stop, everything in flight is finished. Second, or
-  ``run.abort()``: break at once. Both end within a bounded time, and what was finished is in the user's
-  hands: Ctrl-C in ``graph.run()``, ``wait()``, ``iter()``, a loop over it and the ``with`` block raises
-  ``Interrupted`` with results and report. The command prints one line and its report, and exits with 130.
-  (test_stop.py, test_interrupted.py)
+- R5 Stop. First Ctrl-C, SIGTERM or ``run.stop()``: sources stop, everything in flight is finished, however
+  long it takes as long as items move; if none does for half a minute, the run is broken off. Second, or
+  ``run.abort()``: break at once, within a bounded time. What was finished is in the user's hands: Ctrl-C in
+  ``graph.run()``, ``wait()``, ``iter()``, a loop over it and the ``with`` block raises ``Interrupted`` with
+  results and report. The command prints one line and its report, and exits with 130.
+  (test_stop.py, test_interrupted.py, test_supervisor.py)
 - R6 No residue. After any ending no process, thread, segment or descriptor of the run is left.
   (test_residue.py)
 - R7 Same everywhere. Under fork, forkserver and spawn, with lambdas and closures. (test_start_methods.py)
@@ -147,6 +148,7 @@ class Supervisor:
         self.asking: Asking | None = None
         self._deadlocks = Deadlocks(self.started_at)
         self._breaks = Breaks(plan, crew.broken, crew.cause_of)
+        self._moved = 0  # items that channels had passed when the run was stopped, or at the last look since
         self._due: dict[WorkerId, float] = {}  # when a replaced worker is to be started
         self._events: Channel[Happening | Event] = Channel(1024)  # as references
         self._thread: threading.Thread | None = None
@@ -289,6 +291,7 @@ class Supervisor:
 
     def turn(self, event: Happening | Event) -> None:
         """Hears what has happened, and does what it and the time that has passed ask for."""
+        self._look_for_movement()
         self._hear(event)
         self._breaks.look()
         if self._breaks.is_due(self._all_is_heard):
@@ -359,6 +362,7 @@ class Supervisor:
     def _act(self, action: Action) -> None:
         if isinstance(action, StopSources):
             self.crew.stop_sources()
+            self._moved = self.crew.glance().moved
         elif isinstance(action, BreakChannels):
             self._break(self.state.failures[0].error if self.state.failures else None)
         elif isinstance(action, ReleasePorts):
@@ -397,6 +401,14 @@ class Supervisor:
         late = time.monotonic() > self._late_at
         over = self.state.phase in ("failing", "aborting") or (self.state.phase == "finishing" and late)
         self.crew.cancel_tasks(over)
+
+    def _look_for_movement(self) -> None:
+        """What is in flight when a run is stopped may take its time, as long as it moves."""
+        waited = time.monotonic() - self.state.since
+        if self.state.phase == "stopping" and waited > decisions.STOP_SECONDS:
+            before, self._moved = self._moved, self.crew.glance().moved
+            if self._moved != before:
+                self._handle(decisions.Moved())
 
     def _tell_break(self) -> None:
         if (failure := self._breaks.failure()) is not None:

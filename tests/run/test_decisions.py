@@ -24,6 +24,7 @@ from flowchan.run.decisions import (
     Disband,
     Fell,
     Meet,
+    Moved,
     Phase,
     Regroup,
     ReleasePorts,
@@ -301,10 +302,18 @@ def test_a_stopped_run_whose_rest_has_drained_waits_no_longer_for_its_sources() 
     assert (state.phase, state.since, actions) == ("finishing", GRACE + 1, ())
 
 
-def test_a_stopped_run_that_does_not_drain_is_aborted() -> None:
+def test_a_stopped_run_in_which_nothing_moves_is_aborted() -> None:
     assert decide(at("stopping"), Tick(), STOP_SECONDS) == (at("stopping"), ())
     state, actions = decide(at("stopping"), Tick(), STOP_SECONDS + 1)
     assert (state.phase, actions) == ("aborting", (BreakChannels(),))
+
+
+def test_a_stopped_run_in_which_items_move_has_its_time_again() -> None:
+    state, actions = decide(at("stopping"), Moved(), STOP_SECONDS + 1)
+    assert (state, actions) == (dataclasses.replace(at("stopping"), since=STOP_SECONDS + 1), ())
+    assert decide(state, Tick(), 2 * STOP_SECONDS) == (state, ())
+    for phase in ("running", "finishing", "aborting"):
+        assert decide(at(phase), Moved(), 1.0) == (at(phase), ())
 
 
 @pytest.mark.parametrize("phase", ["finishing", "failing", "aborting"])

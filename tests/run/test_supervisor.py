@@ -14,7 +14,7 @@ from flowchan import Deadlock, Graph
 from flowchan.channel.channel import ChannelStats
 from flowchan.run import deadlock, decisions
 from flowchan.run.deadlock import Elsewhere, Glance
-from flowchan.run.decisions import AbortAsked, Died, StopAsked, Tick
+from flowchan.run.decisions import STOP_SECONDS, AbortAsked, Died, StopAsked, Tick
 from flowchan.run.events import Aborted, Crashed, Ended, Event, Failure, Gone, Result, Retried, WorkerId
 from flowchan.run.measure import Snapshot
 from flowchan.run.plan import Plan, plan
@@ -222,6 +222,22 @@ def test_a_stop_stops_the_sources_and_the_rest_drains(crew: FakeCrew, supervisor
     for id in (SOURCE, WORK, SINK):
         supervisor.turn(Ended(id))
     assert supervisor.stats().state == "stopped"
+
+
+def test_what_is_in_flight_may_take_its_time_while_it_moves(crew: FakeCrew, supervisor: Supervisor) -> None:
+    def look() -> str:
+        """When the time of a stopped run is up."""
+        late = supervisor.state.since - STOP_SECONDS - 1
+        supervisor.state = dataclasses.replace(supervisor.state, since=late)
+        supervisor.turn(Tick())
+        return supervisor.state.phase
+
+    crew.moved = 7
+    supervisor.turn(StopAsked())
+    for _ in range(3):
+        crew.moved += 1
+        assert look() == "stopping"
+    assert look() == "aborting"
 
 
 @pytest.mark.parametrize(("host", "told"), [("", 0), ("far", 1024)])
