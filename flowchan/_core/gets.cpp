@@ -186,7 +186,10 @@ Step get(LocalQueue& queue, Channel&, In* in, Deadline deadline, Taking taking, 
         },
         deadline);
     result = item.object;
-    if (in && result) in->hand.push_back({Py_NewRef(result), item.size});
+    if (in && result) {
+        in->hand.push_back(item);
+        Py_INCREF(result);
+    }
     drop_items(before);  // last: what is in them may get from this port
     return step;
 }

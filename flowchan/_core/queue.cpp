@@ -15,16 +15,25 @@ LocalQueue::~LocalQueue() {
 void LocalQueue::grow() {
     if (count_ < buffer_.size()) return;
     std::vector<Item> larger(buffer_.empty() ? 16 : 2 * buffer_.size());
-    for (uint64_t i = 0; i < count_; ++i) larger[i] = buffer_[(head_ + i) & (buffer_.size() - 1)];
+    for (uint64_t i = 0; i < count_; ++i) larger[i] = at(i);
     buffer_.swap(larger);
     head_ = 0;
 }
 
 void LocalQueue::push(const Item& item) {
     grow();
-    buffer_[(head_ + count_) & (buffer_.size() - 1)] = item;
-    count_ += 1;
+    at(count_++) = item;
     puts += 1;
+}
+
+// To its place at the front, where those that were put back before stand in the order of their numbers.
+void LocalQueue::put_back(const Item& item) {
+    grow();
+    head_ = (head_ - 1) & (buffer_.size() - 1);
+    count_ += 1;
+    uint64_t place = 0;
+    for (; place + 1 < count_ && at(place + 1).number < item.number; ++place) at(place) = at(place + 1);
+    at(place) = item;
 }
 
 Step LocalQueue::try_put(const Item& item, WriterState* writer, Wakes& wakes) {
@@ -68,8 +77,9 @@ Step LocalQueue::try_take(Item& item, ReaderState* reader, Wakes& wakes) {
     head_ = (head_ + 1) & (buffer_.size() - 1);
     count_ -= 1;
     bytes_out += item.size;
+    if (item.number == Item::UNNUMBERED) item.number = numbered_++;
     if (reader) {
-        if (reader->in_hand++ == 0) reader->number = takes;
+        if (reader->in_hand++ == 0) reader->number = item.number;
         leased += 1;
     }
     takes += 1;
@@ -91,10 +101,7 @@ void LocalQueue::give_back(const std::vector<Item>& items, ReaderState& reader, 
     takes -= reader.in_hand;
     reader.in_hand = 0;
     for (auto item = items.rbegin(); item != items.rend(); ++item) {
-        grow();
-        head_ = (head_ - 1) & (buffer_.size() - 1);
-        buffer_[head_] = *item;
-        count_ += 1;
+        put_back(*item);
         bytes_out -= item->size;
     }
     reader_line.call(wakes);
@@ -149,8 +156,7 @@ void LocalQueue::break_(PyObject* by, std::vector<PyObject*>& dropped, Wakes& wa
     if (state == BROKEN || drained()) return;
     state = BROKEN;
     cause = Py_XNewRef(by);
-    for (uint64_t i = 0; i < count_; ++i)
-        dropped.push_back(buffer_[(head_ + i) & (buffer_.size() - 1)].object);
+    for (uint64_t i = 0; i < count_; ++i) dropped.push_back(at(i).object);
     for (Group& g : groups_)
         for (Item& item : g.items) dropped.push_back(item.object);
     count_ = parked = 0;
@@ -197,7 +203,7 @@ void LocalQueue::call_waiting(Side side, Wakes& wakes) {
 }
 
 int LocalQueue::traverse(visitproc visit, void* arg) {
-    for (uint64_t i = 0; i < count_; ++i) Py_VISIT(buffer_[(head_ + i) & (buffer_.size() - 1)].object);
+    for (uint64_t i = 0; i < count_; ++i) Py_VISIT(at(i).object);
     for (Group& g : groups_)
         for (Item& item : g.items) Py_VISIT(item.object);
     Py_VISIT(cause);

@@ -58,8 +58,10 @@ using Mutex = HeldGil;
 class LocalQueue {
   public:
     struct Item {
+        static constexpr uint64_t UNNUMBERED = UINT64_MAX;
         PyObject* object;
-        uint64_t size;  // counted against max_bytes and the share; 0 where there are none
+        uint64_t size;                 // counted against max_bytes and the share; 0 where there are none
+        uint64_t number = UNNUMBERED;  // given when first taken, as in Slot
     };
 
     LocalQueue(uint64_t capacity, uint64_t max_bytes) : capacity_(capacity), max_bytes_(max_bytes) {}
@@ -127,6 +129,8 @@ class LocalQueue {
     }
     void grow();
     void push(const Item& item);
+    void put_back(const Item& item);
+    Item& at(uint64_t place) { return buffer_[(head_ + place) & (buffer_.size() - 1)]; }
     void advance(Wakes& wakes);
     bool is_parked(const WriterState* w) const { return w && w->keyed && w->ordered && w->number > turn; }
     uint64_t room() const { return capacity_ - std::min(capacity_, count_ + parked); }
@@ -151,6 +155,7 @@ class LocalQueue {
     uint64_t share_ = 0;  // as in Header
     std::vector<Item> buffer_;
     uint64_t head_ = 0, count_ = 0;
+    uint64_t numbered_ = 0;     // how many items have got their number
     std::deque<Group> groups_;  // groups_[i - turn], as long as the furthest parked i
 };
 

@@ -31,6 +31,9 @@ from flowchan.errors import Closed
 from flowchan.items import frames, together
 from flowchan.items.device import crossing
 
+MOST_LENT = 2**63
+"""Bytes: more than any channel takes."""
+
 _CODES = "bBcdfhHiIlLnNqQ?"  # what memoryview.cast takes, and so what can arrive
 
 _Reducers = dict[Any, Callable[[Any], Any]]
@@ -199,7 +202,7 @@ def loan(self: Any, shape: int | Sequence[int], dtype: Any = "float64", timeout:
         if channel.closed:
             raise Closed(f"{channel!r}: nothing can be put into it any more, so nothing is lent")
         return torch.empty(sizes, dtype=dtype) if torch and as_torch else numpy.empty(sizes, dtype)
-    view = self._loan(math.prod(sizes) * dtype.itemsize, timeout)
+    view = self._loan(min(math.prod(sizes) * dtype.itemsize, MOST_LENT), timeout)
     if torch and as_torch:
         return (
             torch.frombuffer(view, dtype=dtype).view(sizes)

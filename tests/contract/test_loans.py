@@ -152,9 +152,10 @@ def test_c7_a_loan_waits_for_memory(make):
 
 
 @pytest.mark.copying
-def test_c13_a_loan_larger_than_max_bytes_cannot_be(make):
+@pytest.mark.parametrize("shape", [10**7, 2**63, 2**64 - 1, (2**33, 2**33)])
+def test_c13_a_loan_larger_than_max_bytes_cannot_be(make, shape):
     with pytest.raises(ValueError, match="at most max_bytes=1000000 bytes"):
-        make(1, max_bytes=10**6).loan(10**7, "uint8")
+        make(1, max_bytes=10**6).loan(shape, "uint8")
 
 
 @pytest.mark.parametrize(

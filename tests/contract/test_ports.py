@@ -266,7 +266,6 @@ def test_iterating_a_reading_port(make):
         assert list(into) == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.copying
 def test_a_reader_that_leaves_by_an_exception_gives_its_items_back(make):
     """C4, C5: it was not done with them."""
     ch = make()
@@ -281,3 +280,25 @@ def test_a_reader_that_leaves_by_an_exception_gives_its_items_back(make):
         with pytest.raises(ZeroDivisionError):
             fail()
         assert other.get_many(5) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0), (1, 0, 2)])
+def test_what_several_readers_give_back_comes_in_its_old_order(make, order):
+    """C2, C4: whoever leaves first."""
+    ch = make()
+    ch.put_many(range(8))
+    readers = [ch.reader() for _ in range(3)]
+    for reader in readers:
+        reader.get_many(2)
+
+    def fail(reader):
+        with reader:
+            raise ZeroDivisionError
+
+    with ch.reader() as other:
+        for number in order:
+            with pytest.raises(ZeroDivisionError):
+                fail(readers[number])
+        assert other.get_many(3) == [0, 1, 2]
+        assert (len(ch), ch.stats().leased, ch.stats().items_out) == (5, 3, 3)
+        assert other.get_many(8) == [3, 4, 5, 6, 7]
