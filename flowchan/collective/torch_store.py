@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import itertools
 import json
 import os
 import secrets
@@ -21,17 +21,31 @@ from flowchan.transport.tcp import route_to
 
 def meet_by_store(store: Any, rank: int, size: int, timeout: float, name: str = "") -> Group:
     """The member of the group of all that use this store for it, on whatever hosts. Who can write to the
-    store can join."""
-    numbers = itertools.count()
+    store can join. Nothing is left in the store, for the next group of this name."""
+    told = 0
 
     def gather(value: Any) -> list[Any]:
-        number = next(numbers)
-        store.set(f"flowchan/{number}/{rank}", json.dumps(value))
-        return [json.loads(store.get(f"flowchan/{number}/{other}")) for other in range(size)]
+        nonlocal told
+        store.set(f"flowchan/{told}/{rank}", json.dumps(value))
+        said = [json.loads(store.get(f"flowchan/{told}/{other}")) for other in range(size)]
+        forget(told - 1)  # all have read that who have written this
+        told += 1
+        return said
+
+    def forget(number: int) -> None:
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # not every store can
+            store.delete_key(f"flowchan/{number}/{rank}")
 
     (secret, *_) = gather(secrets.token_hex(32))
     way = Way(bytes.fromhex(secret), route_to(os.environ.get("MASTER_ADDR", "127.0.0.1")))
-    return meet_by(gather, rank, way, timeout, name)
+    group = meet_by(gather, rank, way, timeout, name)
+    try:
+        group.barrier()  # all have read what was told last
+    except BaseException:
+        group.close()
+        raise
+    forget(told - 1)
+    return group
 
 
 def meet_by_torchrun(number: int, timeout: float, name: str) -> Group:

@@ -6,14 +6,20 @@ import json
 import os
 import signal
 import subprocess
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("torch")
+import torch
 from torch_cases import CASES, LACKS
 from warm import Template
+
+from flowchan.collective import gathering
+from flowchan.collective.torch_store import meet_by_store
 
 PROGRAM = Path(__file__).with_name("torch_cases.py")
 
@@ -82,6 +88,26 @@ def test_a_rank_that_dies_in_ddp_raises_on_the_other_one(torch_programs: Templat
     assert ranks[1].wait(timeout=100) == -signal.SIGKILL
     assert ranks[1].stdout is not None
     ranks[1].stdout.close()
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_groups_that_meet_by_one_store_leave_nothing_in_it(
+    hosts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else who begins again with it, as under torchrun, would take what the last group told for the new one's
+    words."""
+    store, ranks = torch.distributed.HashStore(), {}
+    monkeypatch.setattr(gathering, "this_host", lambda: f"host {ranks[threading.get_ident()] % hosts}")
+
+    def member(rank: int) -> Any:
+        ranks[threading.get_ident()] = rank
+        with meet_by_store(store, rank, 2, 60) as g:
+            return g.allreduce(1)
+
+    for _ in range(3):
+        with ThreadPoolExecutor(2) as pool:
+            assert list(pool.map(member, range(2))) == [2, 2]
+        assert store.num_keys() == 0
 
 
 BESIDE = """
