@@ -29,6 +29,10 @@ _LAST = 1.0
 """Seconds after which nobody listens any more to a process that prints on when the table has gone."""
 
 
+_PRINTS_ONLY = ("dumb", "unknown")
+"""Terminals on which rich draws nothing before the end."""
+
+
 class Drawn(Protocol):
     """What rich draws again and again, as its ``Live`` and its ``Progress``."""
 
@@ -41,8 +45,11 @@ D = TypeVar("D", bound=Drawn)
 _drawing = threading.Lock()
 
 
-def claim(ends: contextlib.ExitStack) -> bool:
-    """Whether nobody else in this process draws on the terminal. Then it is the caller's until ``ends``."""
+def claim(stream: TextIO, ends: contextlib.ExitStack) -> bool:
+    """Whether it leads to a terminal that can be drawn on, and nobody else in this process does. Then the
+    terminal is the caller's until ``ends``."""
+    if not stream.isatty() or os.environ.get("TERM", "").lower() in _PRINTS_ONLY:
+        return False
     if not _drawing.acquire(blocking=False):
         return False
     ends.callback(_drawing.release)

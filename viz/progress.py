@@ -90,7 +90,7 @@ def watching(graph: Blueprint) -> Iterator[Watching]:
 def _progress(graph: Blueprint, ends: contextlib.ExitStack) -> Progress:
     if in_notebook():
         return Notebook(graph)
-    if sys.stderr.isatty() and claim(ends):
+    if claim(sys.stderr, ends):
         start_server()  # it keeps the streams that it begins with, and goes on when we have ended
         return Terminal(ends)
     return Lines()

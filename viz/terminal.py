@@ -50,7 +50,7 @@ class LiveView:
     def __enter__(self) -> LiveView:
         with contextlib.ExitStack() as ends:
             with interrupts_held():
-                if self._stream.isatty() and claim(ends):
+                if claim(self._stream, ends):
                     self._live, self._lock = draw_on(self._stream, _table_on, ends)
             self._ends = ends.pop_all()
         return self

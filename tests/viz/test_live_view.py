@@ -67,3 +67,17 @@ def test_a_view_that_fails_once_goes_on_with_plain_lines(terminal: bool, caplog:
     assert "source" in shown
     told = [record.getMessage() for record in caplog.records if record.name == "flowchan.viz"]
     assert told == ["the live view could not be written: OSError: [Errno 28] no space left"]
+
+
+@pytest.mark.parametrize(("kind", "drawn"), [("xterm", True), ("dumb", False)])
+def test_a_terminal_that_can_t_be_drawn_on_has_plain_lines(
+    kind: str, drawn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", kind)
+    graph = Graph("shown")
+    graph.source(range(3)).map(abs).sink(abs)
+    stream = Stream(terminal=True, takes=10**6)
+    with LiveView(stream, itertools.count(0, 10).__next__) as view, graph.start() as run:
+        view.show(run.stats())
+        assert ("─" in stream.getvalue()) is drawn
+        assert "source" in stream.getvalue()

@@ -313,10 +313,11 @@ def test_of_several_runs_at_a_time_one_has_the_terminal(
     """The others write lines, whoever has it."""
     monkeypatch.setattr(progress, "PLAIN_EVERY", 0.0)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
     graph = Graph("second")
     graph.source(range(10)).sink(abs, name="end")
     with contextlib.ExitStack() as ends:
-        assert captured.claim(ends)
+        assert captured.claim(sys.stderr, ends)
         graph.run(progress=True)
         with LiveView() as view:
             view.show(graph.start().stats())
