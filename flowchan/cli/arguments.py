@@ -11,8 +11,11 @@ from typing import Any
 
 import click
 
-_ANY = (object, Any, list, tuple, set, frozenset, dict)
-"""Types that do not say what a text is to become; the collections would take its letters."""
+_ANY = (object, Any)
+"""Types that do not say what a text is to become."""
+
+_SEVERAL = (list, tuple, set, frozenset, dict)
+"""Types that would take the letters of a text."""
 
 _TRUTH = ("true", "false", "yes", "no", "on", "off", "1", "0")
 
@@ -20,11 +23,17 @@ _TRUTH = ("true", "false", "yes", "no", "on", "off", "1", "0")
 def converted(text: str, annotation: Any) -> Any:
     """``text`` as a value of that type: numbers, truth values (yes, no, true, false, on, off, 1, 0), paths,
     members of an ``Enum`` by name, a ``Literal``'s values, ``X | None``, and classes that take one text. The
-    text itself where the annotation says nothing of that. Raises ``ValueError`` with what is allowed."""
+    text itself where the annotation says nothing of that. Raises ``ValueError`` with what is allowed, also
+    for a collection: a function would take the letters of a text for its elements."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return _any_of(text, [one for one in typing.get_args(annotation) if one is not types.NoneType])
     if typing.get_origin(annotation) is typing.Literal:
         return _chosen(text, {str(value): value for value in typing.get_args(annotation)})
+    kind = typing.get_origin(annotation) or annotation
+    if kind in _SEVERAL:
+        raise ValueError(
+            f"{text!r} is one text, and no {kind.__name__}; annotate it as str, or take several: *names: str"
+        )
     if not isinstance(annotation, type) or annotation in _ANY or inspect.isabstract(annotation):
         return text
     if issubclass(annotation, str):

@@ -135,9 +135,15 @@ def test_an_argument_that_does_not_fit_is_named(folder: Path, arguments: list[st
     assert said in result.output
 
 
-@pytest.mark.parametrize("annotation", [Any, object, Sequence, Iterable, list, list[int], tuple, set, dict])
+@pytest.mark.parametrize("annotation", [Any, object, Sequence, Iterable, Sequence[str]])
 def test_a_text_stays_one_where_the_annotation_does_not_say_what_it_is_to_become(annotation: Any) -> None:
     assert converted("a text", annotation) == "a text"
+
+
+@pytest.mark.parametrize("annotation", [list, list[str], list[int] | None, tuple[int, ...], set, dict])
+def test_a_text_is_not_taken_for_a_list_of_its_letters(annotation: Any) -> None:
+    with pytest.raises(ValueError, match=r"^'ab' is one text, and no \w+; annotate it as str"):
+        converted("ab", annotation)
 
 
 def test_a_truth_value_is_told_from_what_is_none() -> None:
