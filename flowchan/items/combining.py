@@ -35,8 +35,8 @@ def combined(values: Sequence[Any], function: Function) -> Any:
 
 
 def reduced(values: Sequence[Any], op: str | Function) -> Any:
-    """The same by one of the :data:`OPERATIONS`, or by any function."""
-    total = combined(values, OPERATIONS[op] if isinstance(op, str) else op)
+    """The same by one of the :data:`OPERATIONS`, of arrays of one shape, or by any function."""
+    total = combined(values, _of_one_shape(OPERATIONS[op]) if isinstance(op, str) else op)
     return _divided(total, len(values)) if op == "mean" else total
 
 
@@ -58,6 +58,19 @@ def _together(a: Any, b: Any, function: Function, path: str) -> Any:
             _together(x, y, function, f"{path}[{i}]") for i, (x, y) in enumerate(zip(a, b, strict=True))
         )
     return function(a, b)
+
+
+def _of_one_shape(plain: Function) -> Function:
+    """``plain``, but arrays of two shapes are not stretched to one; what has no dimension is a number."""
+
+    def function(a: Any, b: Any) -> Any:
+        shapes = getattr(a, "shape", ()), getattr(b, "shape", ())
+        first, second = (tuple(shape) if isinstance(shape, tuple) else () for shape in shapes)
+        if first and second and first != second:
+            raise ValueError(f"only arrays of the same shape can be combined, not of {first} and {second}")
+        return plain(a, b)
+
+    return function
 
 
 def _divided(total: Any, by: int) -> Any:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from optional import optional
 
-from flowchan import Graph
+from flowchan import Graph, RunError
 
 torch = optional("torch")
 
@@ -27,3 +29,27 @@ def test_every_operation_works_leaf_by_leaf_on_numbers_arrays_and_tensors() -> N
         assert value["n"] == expected
         assert value["a"][0].tolist() == [expected] * 2
         assert value["t"][0].tolist() == [expected]
+
+
+@pytest.mark.parametrize("op", ["sum", "max"])
+@pytest.mark.parametrize(
+    "other", [np.ones(3), np.ones(1), torch and torch.ones(3)], ids=["row", "one", "tensor"]
+)
+def test_arrays_of_two_shapes_are_not_stretched_to_one(op: Any, other: Any) -> None:
+    graph = Graph("shapes")
+    column = np.ones((3, 1)) if isinstance(other, np.ndarray) else torch.ones(3, 1)
+    streams = [graph.source([{"w": x}], name=name) for name, x in (("a", column), ("b", other))]
+    graph.merge(*streams).allreduce(op).collect()
+    with pytest.raises(RunError) as info:
+        graph.run()
+    (failed,) = info.value.exceptions
+    said = f"only arrays of the same shape can be combined, not of (3, 1) and {tuple(other.shape)}"
+    assert said in str(failed)
+
+
+def test_a_number_is_added_to_each_element() -> None:
+    graph = Graph("number")
+    total = (
+        graph.merge(graph.source([np.ones(3)]), graph.source([0], name="other")).allreduce("sum").collect()
+    )
+    assert graph.run()[total][0].value.tolist() == [1, 1, 1]
