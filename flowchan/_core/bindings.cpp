@@ -373,10 +373,10 @@ NB_MODULE(_core, m) {
     for (const char* name : {"In", "Out"}) m.attr(name).attr("__module__") = "flowchan";
     m.def(
         "_set_codec",
-        [](nb::handle dumps, nb::handle loads, nb::handle unreadable) {
-            set_codec(dumps.ptr(), loads.ptr(), unreadable.ptr());
+        [](nb::handle dumps, nb::handle loads, nb::handle unreadable, nb::handle is_of_a_handler) {
+            set_codec(dumps.ptr(), loads.ptr(), unreadable.ptr(), is_of_a_handler.ptr());
         },
-        "dumps"_a, "loads"_a, "unreadable"_a);
+        "dumps"_a, "loads"_a, "unreadable"_a, "is_of_a_handler"_a);
     m.def("_when_finished", Receiving::when_finished, "call"_a,
           "``call`` is called when the item that is being unpickled in this thread is finished; at once, if "
           "none "

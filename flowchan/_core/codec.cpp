@@ -10,6 +10,7 @@ namespace flowchan {
 namespace {
 
 PyObject* py_unreadable = nullptr;
+PyObject* py_is_of_a_handler = nullptr;
 PyObject* py_dumps = nullptr;
 PyObject* py_loads = nullptr;
 
@@ -490,7 +491,16 @@ PyObject* unreadable(uint64_t kind, const char* at, uint64_t size) {
     return data.is_valid() ? PyObject_CallOneArg(py_unreadable, data.ptr()) : nullptr;
 }
 
-void set_codec(PyObject* dumps, PyObject* loads, PyObject* unreadable) {
+bool is_of_a_handler(PyObject* error) {
+    PyObject* is = PyObject_CallOneArg(py_is_of_a_handler, error);
+    const bool answer = !is || is == Py_True;  // null: a handler has raised this very moment
+    Py_XDECREF(is);
+    PyErr_Clear();
+    return answer;
+}
+
+void set_codec(PyObject* dumps, PyObject* loads, PyObject* unreadable, PyObject* is_of_a_handler) {
+    Py_XSETREF(py_is_of_a_handler, Py_NewRef(is_of_a_handler));
     Py_XSETREF(py_unreadable, Py_NewRef(unreadable));
     Py_XSETREF(py_dumps, Py_NewRef(dumps));
     Py_XSETREF(py_loads, Py_NewRef(loads));

@@ -36,22 +36,34 @@ PyObject* take_error() {
     return error;
 }
 
-// Whether the error that is being raised says nothing of the item: the call was interrupted, or this process
-// lacks memory or descriptors.
-bool may_be_received_later() {
-    if (!PyErr_ExceptionMatches(PyExc_Exception) || PyErr_ExceptionMatches(PyExc_MemoryError)) return true;
+void raise_again(const nb::object& error) {
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+}
+
+// Whether what is being raised interrupts the call, and no more: Ctrl-C, or what another handler has raised.
+bool is_interrupt() {
+    if (!PyErr_ExceptionMatches(PyExc_Exception)) return true;
+    nb::object error = nb::steal(take_error());
+    const bool is = is_of_a_handler(error.ptr());
+    raise_again(error);
+    return is;
+}
+
+// Whether the error that is being raised says nothing of the item: this process lacks memory or descriptors.
+bool is_shortage() {
+    if (PyErr_ExceptionMatches(PyExc_MemoryError)) return true;
     if (!PyErr_ExceptionMatches(PyExc_OSError)) return false;
     nb::object error = nb::steal(take_error());
     nb::object number = nb::getattr(error, "errno", nb::none());
     const long code = PyLong_Check(number.ptr()) ? PyLong_AsLong(number.ptr()) : 0;
-    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+    raise_again(error);
     return code == EMFILE || code == ENFILE || code == ENOMEM;
 }
 
 // After an item could not be unpickled, with the error set.
 Step not_received(Ring& ring, In* in, Taking taking, Taken& taken) {
-    const bool ordinary = PyErr_ExceptionMatches(PyExc_Exception);
-    const bool leave = (taking == Taking::Rest && ordinary) || may_be_received_later();
+    const bool ordinary = !is_interrupt();
+    const bool leave = !ordinary || taking == Taking::Rest || is_shortage();
     const bool handled = !leave && in && in->on_poison.is_valid() && !in->on_poison.is_none();
     nb::object error = leave || handled ? nb::steal(take_error()) : nb::object();
     nb::object item = handled ? nb::steal(unreadable(taken.kind, taken.at, taken.size)) : nb::object();
@@ -62,7 +74,7 @@ Step not_received(Ring& ring, In* in, Taking taking, Taken& taken) {
     locked.unlock(wakes);
     if (handled) return give_up(*in, item.release().ptr(), taken.deaths, error.release().ptr());
     if (taking == Taking::Rest && ordinary) return Step::NotNow;
-    if (leave) PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+    if (leave) raise_again(error);
     return Step::Interrupted;
 }
 

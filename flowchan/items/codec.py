@@ -20,6 +20,7 @@ from flowchan import _core
 from flowchan.items import together
 from flowchan.items.arrays import reducers
 from flowchan.items.device import crossing
+from flowchan.items.handlers import raised_by_a_handler
 from flowchan.items.refusal import smallest
 from flowchan.items.text import short
 from flowchan.transport import descriptors
@@ -80,7 +81,9 @@ def _pack(value: object) -> Packed:
         pickler.dispatch_table = reducers()
         pickler.dump(value)
         data = out.getvalue()
-    except Exception:
+    except Exception as error:
+        if raised_by_a_handler(error):
+            raise
         data = None
     if data is None or _names_what_is_only_here(data):
         del buffers[:]
@@ -145,6 +148,8 @@ def _dumps_by_value(item: object, aside: Any) -> bytes:
     try:
         _by_value_pickler()(out, protocol=5, buffer_callback=aside).dump(item)
     except Exception as error:
+        if raised_by_a_handler(error):
+            raise
         raise TypeError(f"can't send {short(item)} to another process: {_culprit(item, error)}") from error
     return out.getvalue()
 
@@ -243,4 +248,4 @@ def _culprit(item: object, error: BaseException) -> str:
     return f"{where} can't be pickled ({reason})"
 
 
-_core._set_codec(dumps, loads, Unreadable)
+_core._set_codec(dumps, loads, Unreadable, raised_by_a_handler)

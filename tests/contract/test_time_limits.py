@@ -1,0 +1,123 @@
+"""C9: the exception that the handler of a signal raises, as one does for a time limit, comes out of the call
+whatever that is doing, and costs no item."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+
+import pytest
+
+pytestmark = pytest.mark.copying
+
+
+class TimeIsUp(Exception):
+    """Raised by a handler."""
+
+
+def raises(*_):
+    raise TimeIsUp
+
+
+class Handler:
+    def method(self, *_):
+        raise TimeIsUp
+
+    def __call__(self, *_):
+        raise TimeIsUp
+
+
+HANDLERS = {
+    "function": raises,
+    "lambda": lambda *_: raises(),
+    "method": Handler().method,
+    "object": Handler(),
+    "partial": functools.partial(raises, 1),
+}
+left = []
+
+
+def end_of_time(value):
+    """The signal comes while this runs, as often as ``left`` says."""
+    if left:
+        left.pop()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        for _ in range(1000):  # the handler runs between two of these
+            pass
+    return value
+
+
+class Received:
+    """Is being unpickled when time is up."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __reduce__(self):
+        return end_of_time, (self.value,)
+
+
+class Sent:
+    """Is being pickled then."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __reduce__(self):
+        return str, (end_of_time(self.value),)
+
+
+@pytest.fixture(params=HANDLERS)
+def handler(request):
+    before = signal.signal(signal.SIGUSR1, HANDLERS[request.param])
+    left.append(1)
+    yield
+    left.clear()
+    signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize("port", [False, True])
+def test_a_get_takes_nothing(make, handler, port):
+    ch = make()
+    ch.put_many([Received("first"), "behind"])
+    end = ch.reader() if port else ch
+    with pytest.raises(TimeIsUp):
+        end.get()
+    assert (len(ch), ch.stats().leased) == (2, 0)
+    assert end.get_many(2) == ["first", "behind"]
+
+
+def test_a_get_many_ends_with_what_came_before(make, handler):
+    ch = make()
+    ch.put_many([1, Received(2), 3])
+    with pytest.raises(TimeIsUp) as caught:
+        ch.get_many(3)
+    assert caught.value.items_got == [1]
+    assert ch.get_many(3) == [2, 3]
+
+
+def test_a_put_puts_nothing(make, handler):
+    """And pickles the item no second time, by value, as what plain pickle can't."""
+    ch = make()
+    with pytest.raises(TimeIsUp) as caught:
+        ch.put_many([1, Sent("second")])
+    assert caught.value.items_put == 1
+    assert ch.get_many(2) == [1]
+
+
+def test_an_error_of_the_item_is_none_of_a_handler(make, handler):
+    """Though it has the same type, and one is there."""
+
+    def fails():
+        raise TimeIsUp
+
+    class Fails:
+        def __reduce__(self):
+            return fails, ()
+
+    ch = make()
+    ch.put_many([Fails(), "behind"])
+    with pytest.raises(TimeIsUp):
+        ch.get()
+    assert ch.get() == "behind"
