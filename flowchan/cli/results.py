@@ -27,8 +27,9 @@ def _size(value: Any) -> str:
     if isinstance(shape, tuple):
         return f"{type(value).__name__} of {' × '.join(map(str, shape)) or '1 number'}, "
     if isinstance(value, Sized) and len(short(value, WIDTH)) == WIDTH:
-        return f"{count(len(value))} {_UNITS.get(type(value), 'items')}, "
+        unit = _UNITS.get(type(value), "item")
+        return f"{count(len(value))} {unit}{'' if len(value) == 1 else 's'}, "
     return ""
 
 
-_UNITS = {str: "characters", bytes: "bytes"}
+_UNITS = {str: "character", bytes: "byte"}

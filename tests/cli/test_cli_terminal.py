@@ -8,6 +8,9 @@ from pathlib import Path
 
 from terminals import on_terminal
 
+from flowchan import Graph
+from flowchan.cli.results import result_lines
+
 PRINTS = """
 import itertools, logging, os, subprocess, sys, threading
 from flowchan import Graph
@@ -97,3 +100,10 @@ high.collect(name="all")
     assert after[1] == "  total: 4950"
     assert after[2].startswith("  all: 100 items, [0, 1, 2, 3")
     assert len(after[2]) == 80
+
+
+def test_a_single_large_item_is_one_item() -> None:
+    graph = Graph("r")
+    one, many = graph.source([]).tee(2)
+    lines = list(result_lines({one.collect(name="one"): ["x" * 100], many.collect(name="text"): "y" * 1000}))
+    assert [line.partition(", ")[0] for line in lines[1:]] == ["  one: 1 item", "  text: 1,000 characters"]
