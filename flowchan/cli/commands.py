@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import io
 import shutil
 import signal
 import sys
@@ -42,6 +43,8 @@ def main() -> None:
     as the types that its parameters are annotated with. With several of them, say FILE:NAME. A module does as
     well, package.module:NAME, and - for standard input.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # reports have names of stages, and signs, that it may lack
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 class _Targeted(click.Command):

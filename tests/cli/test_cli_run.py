@@ -145,3 +145,12 @@ def test_a_terminal_sees_a_live_table(tmp_path: Path) -> None:
                 break
     os.close(ours)
     assert process.returncode == 130
+
+
+def test_a_terminal_whose_encoding_lacks_a_sign_of_the_report_shows_its_number(tmp_path: Path) -> None:
+    (tmp_path / "named.py").write_text(
+        "from flowchan import Graph\ngraph = Graph('g')\ngraph.source([1]).sink(abs, name='\\u5927')\n"
+    )
+    result = CliRunner(charset="latin-1").invoke(main, ["run", str(tmp_path / "named.py")])
+    assert result.exit_code == 0, result.output
+    assert r"\u5927" in result.output
