@@ -24,6 +24,7 @@ from typing import Any
 from flowchan.channel.channel import Channel
 from flowchan.collective.values import dumps, loads
 from flowchan.errors import Broken, Closed, Drained, GroupError, MemberDied, MemberLeft, Refused
+from flowchan.items.handlers import raised_by_a_handler
 from flowchan.transport.authentication import Hello, meet
 from flowchan.transport.descriptors import lacks
 from flowchan.transport.door import Door
@@ -463,7 +464,7 @@ def _hold(lock: threading.Lock, held: list[bool], wait: float) -> None:
 def _may_be_received_later(error: BaseException) -> bool:
     """Whether it says nothing of the message: the call was interrupted, or this process lacks something."""
     short = lacks(error)
-    return short or not isinstance(error, Exception)
+    return short or raised_by_a_handler(error)
 
 
 def _left(call: str) -> GroupError:

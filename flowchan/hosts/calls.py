@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from flowchan.channel.channel import Out
 from flowchan.errors import Broken, ChannelError, Closed, HostError
 from flowchan.hosts.asking import Answer, Ask, Cancel, Recalled, wrong
+from flowchan.items.handlers import raised_by_a_handler
 from flowchan.run.latch import Latch
 from flowchan.transport.descriptors import lacks
 
@@ -26,7 +27,7 @@ class Unanswered(Exception):
 def is_not_now(error: BaseException) -> bool:
     """Whether an error in the making of an item says nothing of the item: the call was interrupted, or this
     process lacks memory or descriptors."""
-    return not isinstance(error, Exception) or lacks(error)
+    return raised_by_a_handler(error) or lacks(error)
 
 
 class Asked:

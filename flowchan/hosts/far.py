@@ -30,6 +30,7 @@ from flowchan.hosts.asking import Answer, Recalled, opened, seal, sealed_cause
 from flowchan.hosts.calls import Unanswered, is_not_now
 from flowchan.hosts.connection import PATIENCE, Connection, Line, using
 from flowchan.hosts.home import home_at, home_of
+from flowchan.items.handlers import raised_by_a_handler
 from flowchan.items.misspelt import refuses_misspelt
 from flowchan.items.whole import is_whole
 from flowchan.transport import descriptors
@@ -235,6 +236,8 @@ class FarChannel(Channel[T]):
             for item in found:
                 items.append(opened(item))
         except Exception as error:
+            if raised_by_a_handler(error):
+                raise
             stays = bool(items) or is_not_now(error)
             back = found[len(items) + (not stays) :]
             found.clear()  # nobody puts it back again

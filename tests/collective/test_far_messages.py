@@ -9,6 +9,7 @@ import itertools
 import math
 import os
 import select
+import signal
 import socket
 import sys
 import threading
@@ -153,7 +154,7 @@ def test_wherever_ctrl_c_comes_who_has_dialled_is_let_in(any_source: bool) -> No
 class Now:
     """Can't be unpickled now, and can later."""
 
-    error: BaseException | None = None
+    error: BaseException | Callable[[], BaseException] | None = None
 
     def __reduce__(self) -> Any:
         return Now._made, ()
@@ -162,7 +163,7 @@ class Now:
     def _made() -> str:
         error, Now.error = Now.error, None
         if error is not None:
-            raise error
+            raise error() if callable(error) else error
         return "made"
 
 
@@ -174,6 +175,29 @@ def test_what_can_not_be_unpickled_now_is_received_again(lanes: FarLanes, error:
         with pytest.raises(type(error)):
             lanes.receive(1, 60.0)
         assert lanes.receive(1, 60.0) == "made"
+
+
+def test_a_time_limit_that_a_handler_raises_costs_no_message(lanes: FarLanes) -> None:
+    class TimeIsUp(Exception):
+        pass
+
+    def time_is_up(*_: Any) -> None:
+        raise TimeIsUp
+
+    def comes() -> Exception:
+        signal.raise_signal(signal.SIGUSR1)
+        return AssertionError("the handler has raised before this")
+
+    before = signal.signal(signal.SIGUSR1, time_is_up)
+    try:
+        with sender(lanes, 1) as there:
+            there.sendall(SIZE.pack(len(message := dumps(Now()))) + message)
+            Now.error = comes
+            with pytest.raises(TimeIsUp):
+                lanes.receive(1, 60.0)
+            assert lanes.receive(1, 60.0) == "made"
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_what_can_never_be_unpickled_does_not_hold_up_what_follows(lanes: FarLanes) -> None:

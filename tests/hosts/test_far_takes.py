@@ -87,6 +87,49 @@ def test_an_item_that_can_not_be_received_now_is_the_next_one_again(error, how):
     assert HostPeer(use).result() == ["whole", "behind"]
 
 
+def time_is_up(*_):
+    raise TimeoutError("the handler's")
+
+
+class Slow:
+    """Time is up while it is unpickled, so many times."""
+
+    times = 0
+
+    def __reduce__(self):
+        return comes_in_the_end, ()
+
+
+def comes_in_the_end():
+    if Slow.times:
+        Slow.times -= 1
+        os.kill(os.getpid(), signal.SIGUSR1)
+        for _ in range(1000):  # the handler runs between two of these
+            pass
+    return "whole"
+
+
+@pytest.mark.parametrize("how", TAKES)
+def test_a_time_limit_that_a_handler_raises_costs_no_item(how):
+    """C9: as Ctrl-C."""
+    channel, take = make(), TAKES[how]
+
+    def use():
+        signal.signal(signal.SIGUSR1, time_is_up)
+        channel.put_many([Slow(), "behind", 1, Slow(), 3])
+        Slow.times = 2
+        for _ in range(2):
+            with pytest.raises(TimeoutError, match="the handler's"):
+                take(channel)
+        found = [take(channel), take(channel)]
+        Slow.times = 1
+        with pytest.raises(TimeoutError, match="the handler's"):
+            channel.get_many(8)
+        return found + channel.get_many(8)
+
+    assert HostPeer(use).result() == ["whole", "behind", 1, "whole", 3]
+
+
 def test_get_many_elsewhere_leaves_what_it_can_not_receive_now():
     """C9: what came before it is given, or left too when Ctrl-C ends the call."""
     channel = make()
