@@ -18,11 +18,13 @@ namespace {
 
 Channel::Channel(uint64_t capacity, bool processes, uint64_t max_bytes, std::string name)
     : name(std::move(name)), capacity(capacity), max_bytes(max_bytes) {
-    if (processes) need_proc();
-    if (processes)
-        ring_ = std::make_shared<Ring>(capacity, max_bytes);
-    else
+    if (!processes) {
         queue_ = std::make_unique<LocalQueue>(capacity, max_bytes);
+        return;
+    }
+    need_proc();
+    ring_ = std::make_shared<Ring>(capacity, max_bytes);
+    this->max_bytes = ring_->header().max_bytes;  // no more than it can keep in one block
 }
 
 Channel::Channel(int fd, int socket, std::string name) : name(std::move(name)) {

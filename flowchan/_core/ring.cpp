@@ -27,7 +27,7 @@ struct Layout : Constants {
         magic = MAGIC;
         version = VERSION;
         capacity = capacity_;
-        max_bytes = max_bytes_;
+        max_bytes = std::min(max_bytes_, class_size(CLASSES - 1));  // what a block can have: 1.9 TB
         groups = std::clamp<uint64_t>(capacity, 64, 4096);
         groups_at = align(sizeof(Header) + SESSIONS * sizeof(Session), UNIT);
         blocks_at = align(groups_end(), LARGEST_PAGE);

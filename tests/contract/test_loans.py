@@ -158,6 +158,13 @@ def test_c13_a_loan_larger_than_max_bytes_cannot_be(make, shape):
         make(1, max_bytes=10**6).loan(shape, "uint8")
 
 
+@pytest.mark.copying
+def test_c13_a_loan_larger_than_any_block_cannot_be(make):
+    ch = make(1, max_bytes=10**15)
+    with pytest.raises(ValueError, match=f"at most max_bytes={ch.max_bytes} bytes"):
+        ch.loan(2 * 10**12, "uint8")
+
+
 @pytest.mark.parametrize(
     ("shape", "dtype", "error", "said"),
     [
