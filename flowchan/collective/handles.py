@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,6 +36,7 @@ class Member(Protocol):
     """Whose operations they are. It is told how many are started and not done yet, by changes of that."""
 
     def _queue(self, change: int) -> None: ...
+    def close(self) -> None: ...
 
 
 class Later:
@@ -41,6 +46,8 @@ class Later:
         self._member = weakref.proxy(member)  # who drops a member leaves at once
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="flowchan-collective")
         self._last: Future[Any] | None = None
+        self._process = os.getpid()
+        _all.add(self)
 
     def start(self, call: Callable[[], Any], given: Sequence[Any] = ()) -> Handle:
         """``given``: what the call works on. Of what lies on a device the caller's stream finishes its part
@@ -70,8 +77,34 @@ class Later:
                 raise TimeoutError("what was started before, with wait=False, was not done in time") from None
             self._last = None
 
+    def leave(self) -> None:
+        """At the end of the program."""
+        if self._process == os.getpid():
+            with contextlib.suppress(ReferenceError):
+                self._member.close()
+
     def close(self) -> None:
         self._thread.shutdown(wait=True)
+
+
+_all: weakref.WeakSet[Later] = weakref.WeakSet()
+
+
+def _leave_all() -> None:
+    """When an exception has ended the program. Python waits for its threads then, and these would wait for
+    the other members, which may wait for this one."""
+    if hasattr(sys, "last_value"):
+        for later in list(_all):
+            later.leave()
+
+
+def before_threads_end(call: Callable[[], None]) -> None:
+    """Has it called when the program ends, before Python waits for the threads of pools."""
+    register: Any = threading._register_atexit  # type: ignore[attr-defined]
+    register(call)
+
+
+before_threads_end(_leave_all)
 
 
 class Starting:
@@ -79,9 +112,10 @@ class Starting:
 
     _later: Later | None
 
-    if TYPE_CHECKING:  # the core has it
+    if TYPE_CHECKING:  # the core has it, and each kind of group
 
         def _queue(self, change: int) -> None: ...
+        def close(self) -> None: ...
 
     def _do(
         self, call: Callable[[float | None], Any], timeout: float | None, wait: bool | None, *given: Any

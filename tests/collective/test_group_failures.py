@@ -392,3 +392,31 @@ def test_what_would_be_done_is_said_in_a_sentence() -> None:
     assert "written down" in second.explain("allgather", {})
     with pytest.raises(ValueError, match=r"operation must be one of barrier, .* not 'sum'"):
         first.explain("sum")
+
+
+MISTAKE = """
+import threading
+import numpy as np
+from flowchan import collective
+
+members = collective.members(2)
+
+def wait_for_the_other():
+    g = members[1].__enter__()
+    try:
+        g.receive(0)
+    except collective.MemberLeft as error:
+        print(error)
+
+threading.Thread(target=wait_for_the_other).start()
+started = members[0].__enter__().allreduce(np.ones(3), wait=False)
+raise ValueError("a mistake")
+"""
+
+
+def test_a_program_that_an_exception_ends_does_not_wait_for_what_it_has_started() -> None:
+    """It would wait for the other member, which waits for it."""
+    ended = subprocess.run([sys.executable, "-c", MISTAKE], capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 1
+    assert "ValueError: a mistake" in ended.stderr
+    assert "rank 0 has left" in ended.stdout

@@ -110,6 +110,41 @@ def test_groups_that_meet_by_one_store_leave_nothing_in_it(
         assert store.num_keys() == 0
 
 
+MISTAKE = """
+import sys
+import torch, torch.distributed as dist
+import flowchan.collective.torch_backend
+rank = int(sys.argv[1])
+dist.init_process_group("flowchan", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+if rank == 0:
+    works = dist.irecv(torch.ones(2), 1), dist.all_reduce(torch.ones(300_000), async_op=True)
+    raise ValueError("a mistake")
+try:
+    dist.recv(torch.ones(2), 0)
+except Exception as error:
+    print(error)
+"""
+
+
+def test_a_rank_that_an_exception_ends_does_not_wait_for_what_it_has_started(
+    torch_programs: Template, tmp_path: Path
+) -> None:
+    """It would wait for the other rank, which waits for it."""
+    ranks = [
+        torch_programs.popen(
+            *("-c", MISTAKE, rank, tmp_path / "store"),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    (_, errors), (said, _) = (rank.communicate(timeout=100) for rank in ranks)
+    assert "ValueError: a mistake" in errors
+    assert "rank 0 has left" in said
+    assert [rank.returncode for rank in ranks] == [1, 0]
+
+
 BESIDE = """
 import sys
 import torch, torch.distributed as dist
