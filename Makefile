@@ -73,7 +73,7 @@ MINUTES ?= 10
 SEED ?= 1
 FRAMES ?= 3000000
 soak: .venv/installed-test
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) --long --frames $(FRAMES) tests/model tests/native tests/transport tests/run/test_residue.py tests/run/test_random_breaks.py tests/run/test_lasting_after_harm.py tests/run/test_lasting_ends.py \
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) --durations 12 --long --frames $(FRAMES) tests/model tests/native tests/transport tests/run/test_residue.py tests/run/test_random_breaks.py tests/run/test_lasting_after_harm.py tests/run/test_lasting_ends.py \
 	    tests/run/test_blame.py tests/run/test_own_ends.py tests/hosts/test_host_chaos.py tests/channel/test_damage.py \
 	    tests/contract/test_a_new_medium.py tests/contract/test_model.py tests/contract/test_select.py \
 	    tests/contract/test_shared_ports.py tests/contract/test_stress.py tests/contract/test_values.py \

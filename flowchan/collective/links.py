@@ -93,8 +93,8 @@ class Links(Connections):
         hosts, measured = len(self.sockets) + 1, {}
         for host in trees.meetings(hosts, self.host):
             quick, large = (
-                min([self._time_with(host, call, bytes(size), left()) for _ in range(count)][1:])
-                for size, count in ((1, 9), (REFERENCE, 4))
+                trees.least([self._time_with(host, call, bytes(size), left()) for _ in range(count)][1:])
+                for size, count in ((1, 10), (REFERENCE, 5))
             )
             measured[host] = trees.times_between(quick, large)
         mine = trees.packed(measured, hosts)

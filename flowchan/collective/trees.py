@@ -9,6 +9,7 @@ and a star if the way does. A link that is much slower than the others is left o
 
 from __future__ import annotations
 
+import itertools
 import math
 import struct
 from collections.abc import Iterator, Sequence
@@ -60,6 +61,12 @@ Table = dict[tuple[int, int], Times]
 def times_between(quick: float, large: float) -> Times:
     """``quick`` and ``large``: what one byte and ``REFERENCE`` bytes took."""
     return Times(quick, max(large - quick, 1e-6))
+
+
+def least(exchanges: Sequence[float]) -> float:
+    """What an exchange takes one way, of how long several took one after the other. Who began later finds in
+    every second one that all has come, and waits twice as long in the next: so two are halved."""
+    return min(first + second for first, second in itertools.pairwise(exchanges)) / 2
 
 
 def alike(hosts: int) -> Table:
