@@ -166,10 +166,12 @@ def end_hang(item: pytest.Item, settings: Any) -> None:
     for child in children:
         os.write(stderr, f"hang in {item.nodeid}: stacks of child {child}\n".encode())
         if catches(child.pid, signal.SIGUSR1):
-            child.send_signal(signal.SIGUSR1)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.send_signal(signal.SIGUSR1)
             threading.Event().wait(0.5)  # one after the other, so that the dumps do not mix
     for child in children:
-        child.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
     os.write(stderr, f"hang in {item.nodeid}: stacks of the tests' own process\n".encode())
     faulthandler.dump_traceback(stderr, all_threads=True)
     pytest_timeout.timeout_timer(item, settings)
