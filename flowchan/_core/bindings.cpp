@@ -374,7 +374,8 @@ NB_MODULE(_core, m) {
     m.def(
         "_set_codec",
         [](nb::handle dumps, nb::handle loads, nb::handle unreadable, nb::handle is_of_a_handler) {
-            set_codec(dumps.ptr(), loads.ptr(), unreadable.ptr(), is_of_a_handler.ptr());
+            set_codec(dumps.ptr(), loads.ptr());
+            set_unreadable(unreadable.ptr(), is_of_a_handler.ptr());
         },
         "dumps"_a, "loads"_a, "unreadable"_a, "is_of_a_handler"_a);
     m.def("_when_finished", Receiving::when_finished, "call"_a,

@@ -199,6 +199,8 @@ struct Out {
 PyObject* put_item(Channel& ch, Out* out, PyObject* item, Deadline deadline);
 Caller writing(Channel& ch, const Out* out, uint64_t size, bool waits);  // as whom a put waits
 PyObject* get_item(Channel& ch, In* in, Deadline deadline, bool keep, bool iterating);
+// The class of what stands for an item that can't be unpickled, and what tells whose an error is.
+void set_unreadable(PyObject* unreadable, PyObject* is_of_a_handler);
 nb::object loan(Channel& ch, Out* out, uint64_t size, nb::handle timeout);
 PyObject* put_all(Channel& ch, Out* out, PyObject* items, Deadline deadline);
 PyObject* get_all(Channel& ch, In* in, Py_ssize_t most, Deadline deadline);

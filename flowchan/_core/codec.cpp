@@ -9,8 +9,6 @@ namespace flowchan {
 
 namespace {
 
-PyObject* py_unreadable = nullptr;
-PyObject* py_is_of_a_handler = nullptr;
 PyObject* py_dumps = nullptr;
 PyObject* py_loads = nullptr;
 
@@ -478,30 +476,7 @@ bool lay_into(ObjectFrame& frame, const Block& loan) {
     return true;
 }
 
-PyObject* unreadable(uint64_t kind, const char* at, uint64_t size) {
-    const uint64_t pin = needs_its_slot(kind) ? PIN : 0;
-    uint64_t from = 0, length = size;  // all of it, unless the table of its buffers says where the pickle is
-    if ((kind == BUFFERS || pin) && size >= pin + 24) {
-        memcpy(&from, at + pin + 8, 8);
-        memcpy(&length, at + pin + 16, 8);
-        from += pin;
-        if (from > size || length > size - from) from = 0, length = size;
-    }
-    nb::object data = nb::steal(PyBytes_FromStringAndSize(at + from, Py_ssize_t(length)));
-    return data.is_valid() ? PyObject_CallOneArg(py_unreadable, data.ptr()) : nullptr;
-}
-
-bool is_of_a_handler(PyObject* error) {
-    PyObject* is = PyObject_CallOneArg(py_is_of_a_handler, error);
-    const bool answer = !is || is == Py_True;  // null: a handler has raised this very moment
-    Py_XDECREF(is);
-    PyErr_Clear();
-    return answer;
-}
-
-void set_codec(PyObject* dumps, PyObject* loads, PyObject* unreadable, PyObject* is_of_a_handler) {
-    Py_XSETREF(py_is_of_a_handler, Py_NewRef(is_of_a_handler));
-    Py_XSETREF(py_unreadable, Py_NewRef(unreadable));
+void set_codec(PyObject* dumps, PyObject* loads) {
     Py_XSETREF(py_dumps, Py_NewRef(dumps));
     Py_XSETREF(py_loads, Py_NewRef(loads));
 }

@@ -52,13 +52,7 @@ void tell_put(const ObjectFrame& frame, PyObject* channel);
 constexpr uint64_t LOAN_HEAD = 4096;
 bool lay_into(ObjectFrame& frame, const Block& loan);
 
-// What stands for an item that can't be unpickled: a new reference, or null with a Python error set.
-PyObject* unreadable(uint64_t kind, const char* at, uint64_t size);
-
-// Whether the handler of a signal has raised this error, so that it says nothing of an item.
-bool is_of_a_handler(PyObject* error);
-
-// What flowchan.items.codec gives at import: its functions, and the class of what stands for an item.
-void set_codec(PyObject* dumps, PyObject* loads, PyObject* unreadable, PyObject* is_of_a_handler);
+// What flowchan.items.codec gives at import.
+void set_codec(PyObject* dumps, PyObject* loads);
 
 }  // namespace flowchan

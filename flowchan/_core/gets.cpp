@@ -6,6 +6,32 @@ namespace flowchan {
 
 namespace {
 
+PyObject* py_unreadable = nullptr;
+PyObject* py_is_of_a_handler = nullptr;
+
+// What stands for an item that can't be unpickled: a new reference, or null with a Python error set.
+PyObject* unreadable(uint64_t kind, const char* at, uint64_t size) {
+    const uint64_t pin = needs_its_slot(kind) ? PIN : 0;
+    uint64_t from = 0, length = size;  // all of it, unless the table of its buffers says where the pickle is
+    if ((kind == BUFFERS || pin) && size >= pin + 24) {
+        memcpy(&from, at + pin + 8, 8);
+        memcpy(&length, at + pin + 16, 8);
+        from += pin;
+        if (from > size || length > size - from) from = 0, length = size;
+    }
+    nb::object data = nb::steal(PyBytes_FromStringAndSize(at + from, Py_ssize_t(length)));
+    return data.is_valid() ? PyObject_CallOneArg(py_unreadable, data.ptr()) : nullptr;
+}
+
+// Whether the handler of a signal has raised this error, so that it says nothing of an item.
+bool is_of_a_handler(PyObject* error) {
+    PyObject* is = PyObject_CallOneArg(py_is_of_a_handler, error);
+    const bool answer = !is || is == Py_True;  // null: a handler has raised this very moment
+    Py_XDECREF(is);
+    PyErr_Clear();
+    return answer;
+}
+
 // What a get does about the items taken before it, and about its own when that can't be received. Next: those
 // in hand are finished. More: they stay in hand. Rest: as More, and what can't be received is left for the
 // next call to tell.
@@ -277,6 +303,11 @@ PyObject* get_all(Channel& ch, In* in, Py_ssize_t most, Deadline deadline) {
         }
     }
     return list;
+}
+
+void set_unreadable(PyObject* unreadable, PyObject* is_of_a_handler) {
+    Py_XSETREF(py_unreadable, Py_NewRef(unreadable));
+    Py_XSETREF(py_is_of_a_handler, Py_NewRef(is_of_a_handler));
 }
 
 }  // namespace flowchan

@@ -9,10 +9,12 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from flowchan.collective import arrays
 from flowchan.collective.countdown import countdown
+
+T = TypeVar("T")
 
 
 class Handle:
@@ -46,8 +48,7 @@ class Later:
         self._member = weakref.proxy(member)  # who drops a member leaves at once
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="flowchan-collective")
         self._last: Future[Any] | None = None
-        self._process = os.getpid()
-        _all.add(self)
+        end_before_threads(self, Later.leave)
 
     def start(self, call: Callable[[], Any], given: Sequence[Any] = ()) -> Handle:
         """``given``: what the call works on. Of what lies on a device the caller's stream finishes its part
@@ -78,8 +79,9 @@ class Later:
             self._last = None
 
     def leave(self) -> None:
-        """At the end of the program."""
-        if self._process == os.getpid():
+        """When an exception has ended the program. Its threads would wait for the other members, which may
+        wait for this one."""
+        if hasattr(sys, "last_value"):
             with contextlib.suppress(ReferenceError):
                 self._member.close()
 
@@ -87,24 +89,22 @@ class Later:
         self._thread.shutdown(wait=True)
 
 
-_all: weakref.WeakSet[Later] = weakref.WeakSet()
+_ends: weakref.WeakKeyDictionary[Any, tuple[int, Callable[[Any], None]]] = weakref.WeakKeyDictionary()
 
 
-def _leave_all() -> None:
-    """When an exception has ended the program. Python waits for its threads then, and these would wait for
-    the other members, which may wait for this one."""
-    if hasattr(sys, "last_value"):
-        for later in list(_all):
-            later.leave()
+def end_before_threads(owner: T, end: Callable[[T], None]) -> None:
+    """Has ``end(owner)`` called at the end of the program, before Python waits for the threads of pools. A
+    fork has none of these."""
+    _ends[owner] = os.getpid(), end
 
 
-def before_threads_end(call: Callable[[], None]) -> None:
-    """Has it called when the program ends, before Python waits for the threads of pools."""
-    register: Any = threading._register_atexit  # type: ignore[attr-defined]
-    register(call)
+def _end_all() -> None:
+    for owner, (process, end) in list(_ends.items()):
+        if process == os.getpid():
+            end(owner)
 
 
-before_threads_end(_leave_all)
+threading._register_atexit(_end_all)  # type: ignore[attr-defined]
 
 
 class Starting:

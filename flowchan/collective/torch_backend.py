@@ -14,9 +14,7 @@ A process group has this backend alone: torch drops those that are named beside 
 
 from __future__ import annotations
 
-import os
 import threading
-import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,7 +27,7 @@ import torch.distributed as dist
 from flowchan.collective.arrays import described
 from flowchan.collective.given import parts_argument
 from flowchan.collective.group import Group
-from flowchan.collective.handles import before_threads_end
+from flowchan.collective.handles import end_before_threads
 from flowchan.collective.operations import ALLREDUCE, ALLTOALL, GATHER, REDUCE, REDUCE_SCATTER, SCATTER
 from flowchan.collective.torch_store import meet_by_store
 from flowchan.errors import GroupError, Mismatch
@@ -120,8 +118,7 @@ class Receives:
         self._waiting: Counter[int | None] = Counter()  # for a message of whom
         self._hearing: set[int | None] = set()  # whose turn it is
         self._heard_anybody = self._closed = False
-        self.process = os.getpid()
-        _all_receives.add(self)
+        end_before_threads(self, Receives.close)
 
     def start(self, tensors: Tensors, source: int | None, tag: int) -> Work:
         if source not in self._threads:
@@ -198,19 +195,6 @@ class Receives:
             self._changed.notify_all()
         for thread in self._threads.values():
             thread.shutdown(wait=True, cancel_futures=True)
-
-
-_all_receives: weakref.WeakSet[Receives] = weakref.WeakSet()
-
-
-def _end_receives() -> None:
-    """At the end of the program, where Python would wait for their threads. A fork has none of these."""
-    for receives in list(_all_receives):
-        if receives.process == os.getpid():
-            receives.close()
-
-
-before_threads_end(_end_receives)
 
 
 class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
