@@ -20,8 +20,9 @@ restarts left: at once the first time, later after a pause that doubles with eve
 
 The workers of a gang begin again together: when one has died, the others are ended, and once all are gone,
 all are started. Those in whose group's operation a member is missing may say so before its death is heard
-of: they are *bereft*, and their word is not a failure of their own. When nobody died, connections between
-their hosts broke: they begin again, too, as long as their stage has restarts left.
+of: they are *bereft*, and their word is not a failure of their own. When nobody died, one has ended because
+nobody reads what they put, and then they end, too; or connections between their hosts broke, and then they
+begin again, too, as long as their stage has restarts left.
 
 Of an elastic gang only the worker that died is replaced. Who finds its group over waits for another one: all
 that are at work get it once none of them has a group, and who takes the place of a dead one ends their group
@@ -68,7 +69,8 @@ class State:
 
     ``gangs`` are the stages whose workers form a group, and begin again together. ``regrouping``: for which
     death a gang is being ended; ``fallen``: its workers that are gone, and not yet replaced. ``bereft``: what
-    those said in whose group somebody is missing.
+    those said in whose group somebody is missing. ``unread``: gangs of which one has ended because nobody
+    reads what it puts.
 
     ``elastic``: gangs that go on while one of them is replaced. ``waiting``: their workers that have no
     group, with what they heard; ``coming``: their workers that are replaced and have not come yet;
@@ -92,6 +94,7 @@ class State:
     bereft: Mapping[WorkerId, Failure] = field(default_factory=dict)
     regrouping: Mapping[str, Replace] = field(default_factory=dict)
     fallen: frozenset[WorkerId] = frozenset()
+    unread: frozenset[str] = frozenset()
     elastic: frozenset[str] = frozenset()
     waiting: Mapping[WorkerId, Failure | None] = field(default_factory=dict)
     coming: frozenset[WorkerId] = frozenset()
@@ -231,7 +234,7 @@ def decide(state: State, happening: Happening, now: float) -> tuple[State, tuple
 
 def _decide(state: State, happening: Happening, now: float) -> tuple[State, tuple[Action, ...]]:
     if isinstance(happening, Ended):
-        return _gone(state, happening.worker, now)
+        return _ended(state, happening, now)
     if isinstance(happening, Died):
         return _died(state, happening, now)
     if isinstance(happening, Fell):
@@ -264,6 +267,13 @@ def next_at(state: State) -> float:
     if not state.alive & state.processes or not state.terminated:
         return state.since + GRACE
     return math.inf if state.killed else state.since + 2 * GRACE
+
+
+def _ended(state: State, ended: Ended, now: float) -> tuple[State, tuple[Action, ...]]:
+    stage = ended.worker.stage
+    if ended.early and stage in state.gangs:
+        state = dataclasses.replace(state, unread=state.unread | {stage})
+    return _gone(state, ended.worker, now)
 
 
 def _gone(state: State, worker: WorkerId, now: float) -> tuple[State, tuple[Action, ...]]:
@@ -319,8 +329,10 @@ def _raised(state: State, failure: Failure, now: float) -> tuple[State, tuple[Ac
     if stage in state.gangs and not missed:  # those on other hosts may have missed it before it is heard
         own = tuple(one for one in state.failures if one.worker.stage != stage or not _missed(state, one))
         state = dataclasses.replace(state, failures=own)
+    if missed and stage in state.unread:
+        return _gone(state, failure.worker, now)
     if missed and state.phase not in ("running", "stopping"):
-        return _failed(state, failure, now, expected=bool(state.failures))
+        return _failed(state, failure, now, expected=bool(state.failures) or state.phase == "finishing")
     alone = isinstance(failure.error, MemberLeft) or failure.worker not in state.processes
     if not missed or alone or stage in state.elastic:
         return _failed(state, failure, now, expected=False)
@@ -339,7 +351,8 @@ def _settle_gangs(state: State, now: float) -> tuple[State, tuple[Action, ...]]:
         mates = frozenset(worker for worker in state.alive if worker.stage == stage)
         fallen = sorted(state.fallen & mates, key=lambda worker: worker.number)
         going_on, died = state.phase in ("running", "stopping"), state.regrouping.get(stage)
-        if going_on and len(fallen) < len(mates):
+        unread = stage in state.unread and died is None
+        if going_on and len(fallen) < len(mates) and not unread:
             continue
         bereft, used = state.bereft, state.restarts.get(stage, 0)
         state = dataclasses.replace(
@@ -351,12 +364,12 @@ def _settle_gangs(state: State, now: float) -> tuple[State, tuple[Action, ...]]:
         if going_on and died is not None and fallen:
             actions = (*actions, Regroup(tuple(fallen), died.pause, died.worker))
             continue
-        if going_on and fallen and used < state.limits.get(stage, 0):
+        if going_on and fallen and not unread and used < state.limits.get(stage, 0):
             state = dataclasses.replace(state, restarts={**state.restarts, stage: used + 1})
             actions = (*actions, Regroup(tuple(fallen), 0.0, None))
             continue
         for worker in fallen:
-            nobody_died = going_on and worker is fallen[0]
+            nobody_died = going_on and not unread and worker is fallen[0]
             state, more = (
                 _failed(state, bereft[worker], now, expected=False)
                 if nobody_died

@@ -37,10 +37,11 @@ class Began:
 @dataclass(frozen=True, slots=True)
 class Ended:
     """The worker has ended cleanly. ``unwanted``: how many of its items nobody wanted, because their readers
-    had left."""
+    had left. ``early``: because nobody reads what it puts."""
 
     worker: WorkerId
     unwanted: int = 0
+    early: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 from flowchan.channel.channel import Channel
 from flowchan.declare.values import Stage
-from flowchan.errors import Broken, Empty, MemberDied, MemberLeft
+from flowchan.errors import Broken, Closed, Empty, MemberDied, MemberLeft
 from flowchan.run.events import Bereft, Event, Failure, WorkerId
 from flowchan.run.failures import Portable
 from flowchan.run.opening import Ports
@@ -142,12 +142,14 @@ class Membership:
                 raise Broken("no group follows in a run that is over")
 
     def close(self, ended_by: BaseException | None) -> None:
-        """The others hear that it has left; that it is gone, if it misses a mate itself, or its channels
-        broke under it, for its agent may have died: then all begin again."""
+        """The others hear that it has left; that it is gone, if it misses a mate itself, if nobody reads what
+        it puts, or if its channels broke under it. In both these cases its agent may have died: then all
+        begin again."""
         if self._member is None:
             return
         misses = isinstance(ended_by, MemberDied) and not isinstance(ended_by, MemberLeft)
-        if misses or any(port.channel.broken for port in self._ports.everything()):
+        unread = isinstance(ended_by, Closed)
+        if misses or unread or any(port.channel.broken for port in self._ports.everything()):
             self._member._abandon()
         else:
             self._member.close()

@@ -33,10 +33,10 @@ The run contract. If the code disagrees with it, that is a bug; each clause name
 - R11 Gangs. The workers of a stage with a group start together. When one dies and the stage is restartable,
   all begin again, each with what it had in hand, and no item is blamed for the ends of the others. A
   survivor's MemberDied is no failure of its own. So over hosts, too, where connections that break count as a
-  death. Of an elastic gang the others go on meanwhile, in their processes, as a smaller group; the one that
-  takes its place makes it whole again, and each item has its outputs once. (test_gangs.py,
-  tests/crash/test_gang_deaths.py, tests/crash/test_elastic_gangs.py, tests/hosts/test_host_gangs.py,
-  tests/hosts/test_elastic_host_gangs.py)
+  death. When one ends because nobody reads what they put, all end. Of an elastic gang the others go on
+  meanwhile, in their processes, as a smaller group; the one that takes its place makes it whole again, and
+  each item has its outputs once. (test_gangs.py, tests/crash/test_gang_deaths.py,
+  tests/crash/test_elastic_gangs.py, tests/hosts/test_host_gangs.py, tests/hosts/test_elastic_host_gangs.py)
 - R12 Pools. The processes of a pool last from one run to the next, each with its callable, and keep nothing
   else of a run; forked ones keep memory of other runs that go on when the pool starts them. Each run is
   whole. Who has failed, died or not come to an end has a fresh process in the next. Leaving the block

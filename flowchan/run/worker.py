@@ -202,8 +202,8 @@ def end(
         cause = error.__cause__ if isinstance(error, ItemFailed) and error.__cause__ else error
         item = short(error.item, 120) if isinstance(error, ItemFailed) else None
         last = Failure(worker, Portable(cause) if sends else cause, item, os.getpid())
-    elif isinstance(error, Closed) and ports.inputs:
-        last = Ended(worker, job.unwanted + 1)  # the readers have left, so nobody wants the item in hand
+    elif isinstance(error, Closed):  # the readers have left, so nobody wants the item in hand
+        last = Ended(worker, job.unwanted + bool(ports.inputs), early=True)
     heard = True
     try:
         tell(last)

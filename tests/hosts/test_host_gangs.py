@@ -3,16 +3,18 @@ And ``allreduce`` tells workers apart there, too."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 import signal
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gangs import kill_agent, kill_worker, once
+from gangs import few, in_step, kill_agent, kill_worker, once
 from waiting import wait_until
 
 from flowchan import Graph, In, MemberDied, Out, Reduced, RunError, worker
@@ -62,6 +64,19 @@ def test_workers_that_share_a_stream_end_together(tls: bool) -> None:
     graph = Graph("gang")
     result = graph.stage(summed, graph.source(range(ITEMS)), on=local(2, tls=tls), workers=4).collect()
     assert sorted(graph.run()[result]) == list(range(ITEMS))
+
+
+@pytest.mark.parametrize("options", [(), ("restartable",), ("restartable", "elastic")], ids="+".join)
+@pytest.mark.parametrize("numbers", [functools.partial(range, 20), itertools.count], ids=["", "endless"])
+def test_they_end_when_nobody_reads_what_they_put(
+    numbers: Callable[[], Iterable[int]], options: tuple[str, ...]
+) -> None:
+    """Not all see it in the same round, and some miss others before it is heard why."""
+    graph = Graph("gang")
+    how: dict[str, Any] = dict.fromkeys(options, True)
+    gang = graph.stage(in_step, graph.source(numbers), on=local(2), workers=3, **how)
+    graph.stage(few, gang)
+    graph.run()
 
 
 def test_the_failure_of_one_is_the_only_one_that_is_reported() -> None:

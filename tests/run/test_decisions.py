@@ -201,6 +201,25 @@ def test_what_its_mates_missed_is_not_told_when_the_failure_of_one_is_heard_late
     assert state.failures == (why,)
 
 
+@pytest.mark.parametrize("heard", [0, 1, 2], ids=["first", "before its process is gone", "last"])
+def test_where_one_ends_because_nobody_reads_what_they_put_its_mates_end_too(heard: int) -> None:
+    """On other hosts they may have missed it before that is heard. The third waits for an item."""
+    first, second, third = GANG
+    happenings = [missing(second), *([Fell(second)] if heard else [])]
+    happenings.insert(heard, Ended(first, early=True))
+    state = GANG_AT_WORK
+    for happening in happenings:
+        state, _ = decide(state, happening, 0.0)
+    assert state == dataclasses.replace(GANG_AT_WORK, alive=frozenset({third}), unread=frozenset({"gang"}))
+    state, actions = decide(state, died(third), 0.0)
+    assert actions == (Regroup((third,), 0.0, third),)
+
+
+def test_whom_nobody_needs_any_more_may_miss_another() -> None:
+    state, actions = decide(dataclasses.replace(GANG_AT_WORK, phase="finishing"), missing(GANG[0]), 0.0)
+    assert (state.phase, state.failures, actions) == ("finishing", (), (ReleasePorts(GANG[0]),))
+
+
 def test_a_run_that_fails_waits_for_no_gang() -> None:
     first, second, third = GANG
     state = dataclasses.replace(GANG_AT_WORK, limits={})
@@ -406,7 +425,8 @@ class Runs(RuleBasedStateMachine):
     @precondition(lambda self: self.living - self.state.bereft.keys())
     @rule(data=st.data())
     def a_worker_ends(self, data: st.DataObject) -> None:
-        self.happens(Ended(self.some(data, self.living - self.state.bereft.keys())))
+        worker = self.some(data, self.living - self.state.bereft.keys())
+        self.happens(Ended(worker, early=data.draw(st.booleans())))
 
     @precondition(lambda self: self.living - self.state.bereft.keys())
     @rule(data=st.data())

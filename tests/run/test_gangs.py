@@ -3,15 +3,36 @@ with its member of a group."""
 
 from __future__ import annotations
 
+import functools
+import itertools
+import operator
 import os
 import signal
+import threading
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
+from gangs import few, in_step
 from runs import everywhere
 
-from flowchan import Graph, GraphError, In, Out, RunError, WorkerDied, worker
+from flowchan import (
+    Channel,
+    Closed,
+    Graph,
+    GraphError,
+    In,
+    MemberDied,
+    MemberLeft,
+    Out,
+    RunError,
+    WorkerDied,
+    worker,
+)
 from flowchan.collective import Group
+from flowchan.run.events import WorkerId
+from flowchan.run.gangs import Membership
+from flowchan.run.opening import Ports
 
 
 def add(a: int, b: int) -> int:
@@ -55,6 +76,16 @@ def test_workers_that_share_a_stream_end_together(on: Any) -> None:
 
 
 @everywhere
+@pytest.mark.parametrize("numbers", [functools.partial(range, 20), itertools.count], ids=["", "endless"])
+def test_they_end_when_nobody_reads_what_they_put(on: Any, numbers: Callable[[], Iterable[int]]) -> None:
+    """Not all see it in the same round."""
+    for _ in range(5):
+        graph = Graph("gang")
+        graph.stage(few, graph.stage(in_step, graph.source(numbers), on=on, workers=3))
+        graph.run()
+
+
+@everywhere
 def test_the_failure_of_one_is_the_only_one_that_is_reported(on: Any) -> None:
     def fail(group: Group, out: Out[int]) -> None:
         if group.rank == 1:
@@ -66,6 +97,25 @@ def test_the_failure_of_one_is_the_only_one_that_is_reported(on: Any) -> None:
     with pytest.raises(RunError) as caught:
         graph.run()
     assert [type(error.__cause__) for error in caught.value.exceptions] == [ValueError]
+
+
+def test_who_ends_because_nobody_reads_what_it_puts_is_gone_for_its_mates() -> None:
+    """It may be that its agent has died, with all who read: then that is a death, and no farewell."""
+    channel: Channel[int] = Channel(1)
+    ports = Ports({}, {"out": channel.writer()}, None)
+    channel.close()
+    first, second = Group._make_all(2, "gang")
+    one = Membership(WorkerId("gang", 1), first, None, lambda _: None, ports)
+    other = threading.Thread(target=one.enter)
+    other.start()
+    with second:
+        other.join()
+        with pytest.raises(Closed) as caught:
+            ports.outputs["out"].put(1)
+        one.close(caught.value)
+        with pytest.raises(MemberDied) as missed:
+            second.combine(1, operator.add)
+    assert not isinstance(missed.value, MemberLeft)
 
 
 def test_a_death_ends_the_run_when_the_stage_keeps_state_of_its_own() -> None:
