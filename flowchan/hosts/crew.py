@@ -333,8 +333,7 @@ class HostCrew:
     # --- what the supervisor asks for ---
 
     def release_ports(self, id: WorkerId) -> None:
-        if id in self._groups and self._reception is not None:
-            self._reception.dismiss(self._groups[id][0], if_meeting=True)
+        self._disband([id], if_meeting=True)
         with self._lock:
             line = self._lines.pop(id, None)
         if line is not None:
@@ -342,6 +341,7 @@ class HostCrew:
             line.life.say(Release(id))
 
     def terminate(self, id: WorkerId, force: bool) -> None:
+        self._disband([id], if_meeting=True)  # its process may not be there yet, and would wait for its mates
         with self._lock:
             line = self._lines.get(id)
         if line is not None:
@@ -381,10 +381,10 @@ class HostCrew:
     def disband(self, stage: str) -> None:
         self._disband([id for id in self._workers if id.stage == stage])
 
-    def _disband(self, ids: Sequence[WorkerId]) -> None:
-        assert self._reception is not None
+    def _disband(self, ids: Sequence[WorkerId], if_meeting: bool = False) -> None:
         for group in {self._groups[id][0] for id in ids if id in self._groups}:
-            self._reception.dismiss(group)
+            assert self._reception is not None
+            self._reception.dismiss(group, if_meeting)
 
     def _lost(self, id: WorkerId) -> bool:
         """Whether the worker's agent is no more. Then it has no line any more, and what it had in hand is

@@ -382,7 +382,9 @@ class Supervisor:
     def _regroup(self, action: Regroup) -> None:
         for worker in action.workers:
             self.crew.recover(worker, blame=worker == action.died)
-            self._due[worker] = time.monotonic() + action.pause
+        # All in one turn: the death of one that is heard before its mates are started can't end these, and they
+        # would wait for it for ever.
+        self._due.update(dict.fromkeys(action.workers, time.monotonic() + action.pause))
         try:
             self.crew.regroup(action.workers)
         except OSError as error:

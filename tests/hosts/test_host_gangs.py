@@ -20,6 +20,10 @@ from waiting import wait_until
 from flowchan import Graph, In, MemberDied, Out, Reduced, RunError, worker
 from flowchan.collective import Group
 from flowchan.hosts import local
+from flowchan.hosts.crew import HostCrew
+from flowchan.hosts.lines import Line
+from flowchan.hosts.messages import Lacking
+from flowchan.run.events import WorkerId
 from flowchan.viz import to_mermaid
 
 ITEMS = 60
@@ -77,6 +81,46 @@ def test_they_end_when_nobody_reads_what_they_put(
     gang = graph.stage(in_step, graph.source(numbers), on=local(2), workers=3, **how)
     graph.stage(few, gang)
     graph.run()
+
+
+class Mortal:
+    """Its first worker dies as soon as it may, before it meets the other."""
+
+    def __init__(self, may: Path) -> None:
+        if worker().number == 1 and not worker().incarnation:
+            wait_until(may.exists)
+            kill_worker()
+
+    def __call__(self, items: In[int], group: Group, out: Out[int]) -> None:
+        in_step(items, group, out)
+
+
+def test_who_begins_when_a_mate_is_dead_does_not_wait_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host that lacks a module asks for what the stage uses of it. Meanwhile a mate died, and this worker
+    was to end, which had no process yet."""
+    send, end, may = HostCrew._send_by_value, HostCrew.terminate, tmp_path / "may"
+    late: list[tuple[Lacking, Line]] = []
+
+    def send_late(crew: HostCrew, told: Lacking, line: Line) -> None:
+        if told.worker.number == 2 and not may.exists():
+            late.append((told, line))
+            may.touch()
+        else:
+            send(crew, told, line)
+
+    def end_early(crew: HostCrew, id: WorkerId, force: bool) -> None:
+        end(crew, id, force)
+        send(crew, *late.pop())
+
+    monkeypatch.setattr(HostCrew, "_send_by_value", send_late)
+    monkeypatch.setattr(HostCrew, "terminate", end_early)
+    graph = Graph("gang")
+    gang: dict[str, Any] = {"on": local(2), "workers": 2, "restartable": True}
+    result = graph.stage(functools.partial(Mortal, may), graph.source(range(ITEMS)), **gang).collect()
+    assert sorted(graph.run()[result]) == list(range(ITEMS))
+    assert not late
 
 
 def test_the_failure_of_one_is_the_only_one_that_is_reported() -> None:

@@ -4,10 +4,12 @@ asked for. No process, no thread but the supervisor's own, and no channel of ite
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
+from gangs import in_step
 from waiting import wait_until
 
 from flowchan import Deadlock, Graph
@@ -77,8 +79,11 @@ class FakeCrew:
     def obituary(self, id: WorkerId, used: int) -> Died:
         return Died(id, Failure(id, ValueError(f"died, {used} used"), None, 1), self.deaths)
 
-    def recover(self, id: WorkerId) -> None:
-        self.asked.append(("recover", id))
+    def recover(self, id: WorkerId, blame: bool | None = None) -> None:
+        self.asked.append(("recover", id) if blame is None else ("recover", id, blame))
+
+    def regroup(self, ids: Iterable[WorkerId]) -> None:
+        self.asked.append(("regroup", [*ids]))
 
     def start_again(self, id: WorkerId) -> None:
         self.asked.append(("start again", id))
@@ -200,6 +205,26 @@ def test_a_successor_whose_item_has_killed_before_is_started_after_a_pause(
     assert crew.asked == [("recover", WORK)]
     supervisor.turn(AbortAsked())  # nobody waits for it then
     assert crew.asked[1:] == [("break", None), ("release", WORK)]
+
+
+def test_a_gang_begins_again_in_one_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it takes to recover what each had in hand."""
+    graph = Graph("faked")
+    gang: dict[str, Any] = {"on": "process", "workers": 3, "restarts": 9, "restartable": True}
+    graph.stage(in_step, graph.source([], name="source"), name="gang", **gang).collect()
+    crew = FakeCrew(plan(graph, seed=1, memory=1 << 20))
+    supervisor, mates = Supervisor(crew.plan, crew), [WorkerId("gang", number) for number in (1, 2, 3)]
+    crew.deaths = 9
+    # The clock moves only here, and whenever one is recovered.
+    monkeypatch.setattr(time, "monotonic", lambda: float(turns + len(crew.asked)))
+    turns = 0
+    for mate in mates:
+        supervisor.turn(Gone(mate))
+    assert crew.asked[-4:] == [*(("recover", mate, mate == mates[0]) for mate in mates), ("regroup", mates)]
+    while crew.asked[-1][0] == "regroup":
+        turns += 1
+        supervisor.turn(Tick())
+    assert crew.asked[-3:] == [("start again", mate) for mate in mates]
 
 
 def test_a_successor_that_can_not_be_started_fails_the_run(crew: FakeCrew, supervisor: Supervisor) -> None:
