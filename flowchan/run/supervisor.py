@@ -382,7 +382,7 @@ class Supervisor:
     def _regroup(self, action: Regroup) -> None:
         for worker in action.workers:
             self.crew.recover(worker, blame=worker == action.died)
-        # All in one turn: the death of one that is heard before its mates are started can't end these, and they
+        # All in one turn: the death of one that is heard before its mates are started can't end these, which
         # would wait for it for ever.
         self._due.update(dict.fromkeys(action.workers, time.monotonic() + action.pause))
         try:

@@ -132,21 +132,26 @@ def test_outputs_come_once_through_breaks_and_deaths(
     assert shaking.done == {"cuts": 20, "agents": 4, "workers": 10}
 
 
-def test_so_do_those_of_a_gang_and_what_allreduce_combines(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("elastic", [False, True], ids=["", "elastic"])
+def test_so_do_those_of_a_gang_and_what_allreduce_combines(
+    elastic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """R11."""
+    monkeypatch.setattr(crew, "LIVES", 1_000)  # no host is given up
+    monkeypatch.setattr(crew, "TRIES", 1_000)
     monkeypatch.setattr(recovery, "HOPELESS", 1_000)  # a worker may be killed before it begins
-    shaking = Shaking(2_000, cuts=5, agents=3, workers=5, seed=2)
+    shaking = Shaking(2_000, cuts=5, agents=10, workers=5, seed=2)
     graph, pool = Graph("shaken"), local(2)
     stream = graph.source(shaking.source).map(
         lambda item: frozenset([item]), on=pool, workers=2, restarts=10_000
     )
     rounds = stream.allreduce("or").map(lambda found: list(found.value)).unbatch()
-    gang: Any = {"on": pool, "workers": 2, "restarts": 10_000, "restartable": True}
+    gang: Any = {"on": pool, "workers": 2, "restarts": 10_000, "restartable": True, "elastic": elastic}
     result = graph.stage(in_step, rounds, **gang).collect()
     with graph.start() as run, shaking:
         found = list(run.iter(result))
     assert sorted(found) == list(range(2_000))
-    assert shaking.done == {"cuts": 5, "agents": 3, "workers": 5}
+    assert shaking.done == {"cuts": 5, "agents": 10, "workers": 5}
 
 
 @pytest.mark.long
