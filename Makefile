@@ -70,12 +70,14 @@ coverage: .venv/installed-test
 # What takes too long for every change: models, crash walks and stress in full; then random graphs and random kills,
 # for MINUTES from SEED, whose result is compared exactly. FRAMES: from a peer of each kind that may send anything.
 # MODELS: nothing, where no model has changed: it finds what it found. On a slow machine one search takes minutes.
+# SKIP: tests by a part of their names, as pytest's -k has them.
 MINUTES ?= 10
 SEED ?= 1
 FRAMES ?= 3000000
 MODELS ?= tests/model
+SKIP ?=
 soak: .venv/installed-test
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) --timeout 1200 --durations 12 --long --frames $(FRAMES) $(MODELS) tests/native tests/transport tests/run/test_residue.py tests/run/test_random_breaks.py tests/run/test_lasting_after_harm.py tests/run/test_lasting_ends.py \
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) --timeout 1200 --durations 12 --long --frames $(FRAMES) $(if $(SKIP),-k "not ($(SKIP))") $(MODELS) tests/native tests/transport tests/run/test_residue.py tests/run/test_random_breaks.py tests/run/test_lasting_after_harm.py tests/run/test_lasting_ends.py \
 	    tests/run/test_blame.py tests/run/test_own_ends.py tests/hosts/test_host_chaos.py tests/channel/test_damage.py \
 	    tests/contract/test_a_new_medium.py tests/contract/test_model.py tests/contract/test_select.py \
 	    tests/contract/test_shared_ports.py tests/contract/test_stress.py tests/contract/test_values.py \
