@@ -2,7 +2,7 @@
 
 from flowchan.channel.channel import Channel, ChannelStats, Holder, In, Out
 from flowchan.channel.select import NothingReady, Selected, select
-from flowchan.declare.stream import Feedback, Stream
+from flowchan.declare.stream import Feedback, Input, Stream
 from flowchan.errors import (
     Broken,
     ChannelError,
@@ -50,6 +50,7 @@ __all__ = [
     "HostError",
     "HostStats",
     "In",
+    "Input",
     "Interrupted",
     "LinkStats",
     "MemberDied",

@@ -11,7 +11,7 @@ from flowchan.declare.general import General
 from flowchan.declare.options import SOURCE_OPTIONS, PlainOptions, shows
 from flowchan.declare.places import Placement
 from flowchan.declare.shapes import Many, Opened
-from flowchan.declare.stream import Feedback, Stream, origins, streams_argument, streams_of
+from flowchan.declare.stream import Feedback, Input, Stream, origins, streams_argument, streams_of
 from flowchan.declare.values import DEFAULT_CAPACITY, DEFAULT_RESTARTS
 from flowchan.items.misspelt import known_options, refuses_misspelt
 from flowchan.items.text import shown
@@ -87,10 +87,11 @@ class Blueprint(General):
         return streams_of(self, stage)[0]
 
     @refuses_misspelt("input")
-    def input(self, name: str | None = None, capacity: int = DEFAULT_CAPACITY) -> Stream[Any]:
+    def input(self, name: str | None = None, capacity: int = DEFAULT_CAPACITY) -> Input[Any]:
         """A stream of the items that are put from outside while the graph runs."""
         stage = self._declare("input", name=name, input_ports=(), outputs=[("out", None)], capacity=capacity)
-        return streams_of(self, stage)[0]
+        (out,) = stage.outputs
+        return Input(self, stage.name, out.port, out.name)
 
     @shows(PlainOptions)
     def merge(self, *streams: Stream[T], **options: Unpack[PlainOptions]) -> Stream[T]:

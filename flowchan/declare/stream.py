@@ -303,6 +303,12 @@ if TYPE_CHECKING:
         def errors(self) -> Stream[Failed[F_co]]: ...
 
 
+class Input(Stream[T]):
+    """A stream of the items that the program puts while the graph runs: ``run[stream]`` is where."""
+
+    __slots__ = ()
+
+
 class Feedback(Stream[T]):
     """A stream whose writer is declared later, which :meth:`feed` names. A ``graph.stage`` reads it."""
 

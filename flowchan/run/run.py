@@ -18,7 +18,7 @@ from typing import Any, NoReturn, TypeVar, cast
 from flowchan import _core
 from flowchan.channel.channel import Out
 from flowchan.declare.arguments import seconds
-from flowchan.declare.stream import Stream
+from flowchan.declare.stream import Input, Stream
 from flowchan.errors import Broken, Deadlock, Interrupted, RunError, StageError
 from flowchan.items.misspelt import refuses_misspelt
 from flowchan.run.asking import NOTHING, Asking, answering_ends
@@ -82,7 +82,7 @@ class Run:
 
     # --- what goes in and comes out ---
 
-    def __getitem__(self, stream: Stream[T]) -> Out[T]:
+    def __getitem__(self, stream: Input[T]) -> Out[T]:
         if not self._owns(stream) or stream.stage not in self._crew.inputs:
             raise KeyError(
                 f"{stream!r} is no input of this run; run[…] takes the stream that graph.input() returned"
@@ -109,7 +109,7 @@ class Run:
             raise ValueError(f"the items of {stream!r} are taken already: by wait(), or by another iter()")
         return stage.name
 
-    async def ask(self, stream: Stream[T], item: T, timeout: float | None = None) -> Any:
+    async def ask(self, stream: Input[T], item: T, timeout: float | None = None) -> Any:
         """Puts an item into an ``input()`` stream, and gives what comes of it at the end of the graph, or
         raises what it fails by. The stages between work item by item, or on batches. Raises ``TimeoutError``
         after ``timeout`` seconds; then, and when the call is cancelled, the next stage drops the item.

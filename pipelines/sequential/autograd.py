@@ -28,7 +28,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowchan import Broken, Channel, Closed, Drained, Full, Graph, In, Out, RunError, StageError, Stream
+from flowchan import (
+    Broken,
+    Channel,
+    Closed,
+    Drained,
+    Full,
+    Graph,
+    In,
+    Input,
+    Out,
+    RunError,
+    StageError,
+    Stream,
+)
 from flowchan.declare.places import Place
 from flowchan.pipelines.sequential import passes
 from flowchan.pipelines.sequential.copies import Copies
@@ -110,7 +123,7 @@ class _Line:
 
     def _declare(
         self, on: Place, chunks: int, recompute: bool, deferred: bool
-    ) -> tuple[Stream[Any], Stream[Any]]:
+    ) -> tuple[Input[Any], Input[Any]]:
         graph, last, capacity = self._graph, len(self.parts) - 1, 2 * chunks + 8
         stream = forward = graph.input("micro-batches", capacity)
         backward = graph.input("gradients", capacity)

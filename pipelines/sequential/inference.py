@@ -38,6 +38,7 @@ from flowchan import (
     Full,
     Graph,
     In,
+    Input,
     RunError,
     StageError,
     Stream,
@@ -179,7 +180,7 @@ class _Line:
         self._opened = Latch()
         self._ending: Channel[None] = Channel(1)
 
-    def start(self, graph: Graph, batches: Stream[Any]) -> None:
+    def start(self, graph: Graph, batches: Input[Any]) -> None:
         run = self._run = graph.start()
         self._port = run[batches]
         watcher = threading.Thread(target=self._watch, name=f"{graph.name} watcher", daemon=True)
@@ -305,7 +306,8 @@ class Inference:
         # for all that one stream or call has out, so that it need not wait for room, nor a part for the
         # program
         room = max(self._most, 2 * chunks)
-        stream = self._input = self.graph.input("micro-batches", capacity=room)
+        self._input = self.graph.input("micro-batches", capacity=room)
+        stream: Stream[Any] = self._input
         failures = []
         for part in parts:
             worker = partial(PartWorker, part, processes, hosts)

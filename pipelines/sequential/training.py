@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowchan import ChannelError, Feedback, Graph, Run, RunError, StageError, Stream, WorkerDied
+from flowchan import ChannelError, Feedback, Graph, Input, Run, RunError, StageError, Stream, WorkerDied
 from flowchan.declare.places import Place
 from flowchan.items.text import short
 from flowchan.pipelines.sequential import worker as stages
@@ -370,7 +370,7 @@ def add_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | Non
 
 def _declare(
     graph: Graph, jobs: Sequence[Assignment], on: Place, chunks: int
-) -> tuple[list[Stream[Any]], Stream[Any]]:
+) -> tuple[list[Input[Any]], Stream[Any]]:
     """The graph of a training: its inputs, and the stream of answers. In a ring the last worker's activations
     go on to the first one, and the first one's gradients back to the last."""
     size = len(jobs)

@@ -11,7 +11,20 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any, assert_type
 
-from flowchan import Channel, Failed, Feedback, Graph, In, Out, Reduced, RunError, StageError, Stream, select
+from flowchan import (
+    Channel,
+    Failed,
+    Feedback,
+    Graph,
+    In,
+    Input,
+    Out,
+    Reduced,
+    RunError,
+    StageError,
+    Stream,
+    select,
+)
 from flowchan.collective import Group
 
 
@@ -180,7 +193,7 @@ def main() -> dict[str, Any]:
     both = graph.merge(lower, upper).batch(2)
     assert_type(both, Stream[list[str]])
     letters = both.unbatch().take(2).collect()
-    asked: Stream[str] = graph.input("questions")
+    asked: Input[str] = graph.input("questions")
     answers = asked.map(len, on="thread").collect()
     frequency = frequencies.collect()
     with graph.start() as run:
