@@ -31,6 +31,7 @@ from flowchan.hosts.messages import (
     AHEAD,
     BEHIND,
     Ask,
+    Close,
     Command,
     Echo,
     Fell,
@@ -163,6 +164,9 @@ class Agent:
         elif isinstance(command, Ask):
             waits = {id: self._waits(worker) for id, worker in self._workers.items()}
             self._events.put(Waiting(command.number, waits))
+        elif isinstance(command, Close) and command.worker in self._workers:
+            for port in self._workers[command.worker].ports.everything():
+                port.close()
         elif isinstance(command, Release):
             self._release(command.worker)
         elif isinstance(command, CrossedOff):

@@ -29,6 +29,7 @@ from flowchan.hosts.life import Heard, Life
 from flowchan.hosts.lines import Line, together
 from flowchan.hosts.messages import (
     Ask,
+    Close,
     Echo,
     Fell,
     Lacking,
@@ -236,7 +237,11 @@ class HostCrew:
         if isinstance(told, Ended | Fell | Lacking):
             with self._lock:
                 line = self._lines.get(told.worker)
-                if line is None or line.life is not life or line.ended is not None:
+                if line is None or line.life is not life:
+                    return
+                if line.ended is not None:
+                    if not line.finished:  # it may have died before it closed its ports
+                        life.say(Close(told.worker))
                     return
                 if isinstance(told, Ended):
                     line.ended = told

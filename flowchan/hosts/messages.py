@@ -65,6 +65,13 @@ class Seated:
 
 
 @dataclass(frozen=True, slots=True)
+class Close:
+    """This worker has said that it has ended, and then its process died: end its ports in its place."""
+
+    worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
 class Release:
     """This worker is done with: leave nothing of it."""
 
@@ -90,7 +97,7 @@ class Leave:
     """The run is over: end, and every worker that is left."""
 
 
-Command = Start | Seated | Recover | Terminate | Release | CrossedOff | Echo | Ask | Leave
+Command = Start | Seated | Recover | Terminate | Close | Release | CrossedOff | Echo | Ask | Leave
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,13 @@ from gates import Gate
 from hosted import agents, wait_ended, workers_of
 from waiting import wait_until
 
-from flowchan import Graph, HostError, RunError, RunStats, WorkerDied
+from flowchan import Graph, HostError, RunError, RunStats, WorkerDied, worker
 from flowchan.hosts import local
 from flowchan.hosts.life import Life
 from flowchan.hosts.local import Local
 from flowchan.hosts.pool import pool_of
 from flowchan.hosts.provider import Launch
+from flowchan.run.leaving import Leaving
 
 ITEMS = 300
 
@@ -66,6 +67,20 @@ def test_a_worker_that_is_killed_is_replaced_on_its_host(tmp_path: Path, ordered
     assert (found if ordered else sorted(found)) == list(range(ITEMS))
     assert next(stage.restarts for stage in stats.stages if stage.name == "work") == 1
     assert [host.agents for host in stats.hosts] == [1, 1]
+
+
+@pytest.mark.parametrize("deed", [kill_worker, kill_agent], ids=["worker", "agent"])
+def test_a_worker_that_is_killed_before_it_leaves_its_ports_has_ended(deed: Callable[[], Any]) -> None:
+    """It had told so. With its agent it begins again, and finds nothing to do."""
+
+    def work(item: int) -> int:
+        if not worker().incarnation:
+            Leaving.close = lambda self: deed()  # type: ignore[method-assign]
+        return item
+
+    graph = Graph("ends")
+    result = graph.source(range(ITEMS)).map(work, on=local(1)).collect()
+    assert graph.run()[result] == list(range(ITEMS))
 
 
 @pytest.mark.parametrize("ordered", [True, False])
