@@ -330,7 +330,11 @@ bool Link::settle(LinkLine& line) {
     for (Source& source : line.sources) {
         uint64_t upto = source.done;
         for (Sink& sink : line.sinks) {
-            if (numbering(line, sink) != &source) continue;
+            if (numbering(line, sink) != &source) {
+                // Of a worker with several inputs nobody can tell for which item an output is.
+                if (line.sources.size() > 1 && !sink.staged.empty()) upto = source.base;
+                continue;
+            }
             uint64_t most = source.done;
             for (const Sink::Staged& staged : sink.staged)
                 if (staged.key != Slot::KEYLESS) {

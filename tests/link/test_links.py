@@ -14,7 +14,7 @@ from typing import Any
 import numpy
 import pytest
 
-from flowchan import Broken, Channel, Closed, Drained, _core
+from flowchan import Broken, Channel, Closed, Drained, Empty, _core
 from tests.link.linked import FarWorker, Linked, feeding
 from tests.waiting import PATIENCE, wait_until
 
@@ -286,6 +286,37 @@ def test_outputs_of_a_host_that_died_are_not_repeated() -> None:
             thread.join(PATIENCE)
             feeder.join(PATIENCE)
     assert sorted(outputs) == [(item, k) for item in range(3) for k in range(8)]
+
+
+def test_an_item_is_its_workers_until_what_several_inputs_gave_has_found_room(linked: Linked) -> None:
+    """R4: nobody can tell for which item an output is that still waits at home, and it dies with its host."""
+    sources, results = [channel(), channel()], channel(1)
+    readers, writer = [source.reader() for source in sources], results.writer()
+    rings, drains = [channel(), channel()], channel()
+    insides, outside = [ring.reader() for ring in rings], drains.writer()
+    feeds, drain = [ring.writer() for ring in rings], drains.reader()
+    for port in (*readers, writer, *insides, outside):
+        port._supervise()
+    linked.home.line(1, readers, [writer])
+    linked.away.line(1, feeds, [drain])
+
+    def wait_for(**counts: int) -> None:
+        wait_until(lambda: counts.items() <= linked.home.state()["lines"][1].items(), what=linked.home.state)
+
+    sources[0].put_many([0, 1])
+    for item in range(2):
+        assert insides[0].get(timeout=PATIENCE) == item
+        outside.put(item)
+    wait_for(staged=1, in_hand=1)
+    with pytest.raises(Empty):
+        insides[0].get_nowait()  # it has finished the item
+    wait_for(staged=1, in_hand=0)
+    linked.home.drop(1)
+    successors = [source.reader() for source in sources]
+    _core._take_up(readers, [writer], successors)
+    sources[0].close()
+    assert results.get_nowait() == 0
+    assert list(successors[0])[-1] == 1
 
 
 @pytest.mark.parametrize("ordered", [False, True], ids=["", "ordered"])
