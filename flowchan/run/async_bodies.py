@@ -54,9 +54,9 @@ async def source(job: Job, *, out: Out[Any]) -> None:
 async def map_(job: Job, *, items: In[Any], out: Out[Any]) -> None:
     async for item in items:
         result = await _call(job, item)
+        if "members" in job.options and result is not SKIPPED:
+            result = job.without_failed(item, result)
         if result is not SKIPPED:
-            if "members" in job.options:
-                result = job.without_failed(item, result)
             await _put(job, out, item, result)
         del item, result
 

@@ -84,9 +84,19 @@ class Job:
 
     def without_failed(self, items: Any, results: Any) -> Any:
         """Of what a function gave for a batch, the results: where it has put an exception, that member
-        failed."""
+        failed. Where nobody can say which member that is, the batch failed."""
         if not (isinstance(results, list) and isinstance(items, list) and len(results) == len(items)):
-            return results
+            if not (isinstance(items, list) and isinstance(results, list | tuple)):
+                return results
+            if not any(isinstance(result, Exception) for result in results):
+                return results
+            error = TypeError(
+                f"the function returned exceptions in a {type(results).__name__} of {len(results)} for a "
+                f"batch of {len(items)}; in the place of members that failed they stand in a list that is as "
+                "long as the batch"
+            )
+            self.give_up(items, error)
+            return SKIPPED
         for item, result in zip(items, results, strict=True):
             if isinstance(result, Exception):
                 self.give_up(item, result)
@@ -190,9 +200,9 @@ def map_(job: Job, *, items: In[Any], out: Out[Any]) -> None:
             result = function(item)
         except BaseException as error:
             result = job.recover(function, item, error)
+        if members and result is not SKIPPED:
+            result = job.without_failed(item, result)
         if result is not SKIPPED:
-            if members:
-                result = job.without_failed(item, result)
             try:
                 put(result)
             except Exception as error:

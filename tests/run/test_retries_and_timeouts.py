@@ -245,6 +245,43 @@ def test_a_member_that_failed_ends_the_run_when_nobody_reads_the_errors() -> Non
     assert (error.stage, error.item) == ("halve", "0")
 
 
+def halve_in_tuple(numbers: list[int]) -> tuple[Any, ...]:
+    return tuple(halve(numbers))
+
+
+def halve_shorter(numbers: list[int]) -> list[Any]:
+    return [result for result in halve(numbers) if result != 8]
+
+
+async def halve_shorter_later(numbers: list[int]) -> list[Any]:
+    return halve_shorter(numbers)
+
+
+@pytest.mark.parametrize(
+    ("function", "on", "kind"),
+    [
+        (halve_in_tuple, "thread", "tuple of 2"),
+        (halve_in_tuple, "process", "tuple of 2"),
+        (halve_shorter, "thread", "list of 1"),
+        (halve_shorter_later, "thread", "list of 1"),
+    ],
+)
+def test_exceptions_of_which_nobody_can_say_whose_they_are_fail_the_batch(
+    function: Any, on: Any, kind: str
+) -> None:
+    graph = Graph("members")
+    halves = graph.source([1, 0, 2, 4]).batch(2).map(function, on=on, name="halve")
+    good, bad = halves.collect(), failed(halves)
+    with graph.start() as run:
+        results = run.wait()
+    assert [sorted(given) for given in results[good]] == [[2, 4]]
+    ((item, error, text, _),) = results[bad]
+    assert (item, error) == ([1, 0], "TypeError")
+    assert f"exceptions in a {kind} for a batch of 2" in text
+    stage = stage_of(run, "halve")
+    assert (stage.items_in, stage.items_out, stage.failed, stage.members_failed) == (2, 1, 1, 0)
+
+
 def test_exceptions_in_lists_that_are_no_batches_are_values() -> None:
     graph = Graph("values")
     given = graph.source([[1, 0]]).map(halve).collect()
