@@ -291,7 +291,7 @@ def _gone(state: State, worker: WorkerId, now: float) -> tuple[State, tuple[Acti
 
 
 def _failed(state: State, failure: Failure, now: float, expected: bool) -> tuple[State, tuple[Action, ...]]:
-    """``expected``: the worker was ended by us, which is no failure of its own."""
+    """``expected``: it is no failure of the worker's own, for we have ended it, say."""
     breaking = state.phase in ("running", "stopping", "finishing") and not expected
     if not expected:
         state = dataclasses.replace(state, failures=_with(state.failures, failure))
@@ -305,9 +305,10 @@ def _died(state: State, died: Died, now: float) -> tuple[State, tuple[Action, ..
     stage = died.worker.stage
     used, limit = state.restarts.get(stage, 0), state.limits.get(stage, 0)
     replaceable = died.always or (used < limit if died.counts else limit > 0)
+    replaceable = replaceable and not died.hopeless
     going_on = state.phase in ("running", "stopping")
     mates = {worker for worker in state.alive if worker.stage == stage} - {died.worker}
-    if going_on and replaceable and not died.hopeless:
+    if going_on and replaceable:
         pause = 0.0 if died.deaths < 2 else min(FIRST_PAUSE * 2 ** min(died.deaths - 2, 30), LONGEST_PAUSE)
         restarts = {**state.restarts, stage: used + died.counts}
         state, replace = dataclasses.replace(state, restarts=restarts), Replace(died.worker, pause)
@@ -320,7 +321,9 @@ def _died(state: State, died: Died, now: float) -> tuple[State, tuple[Action, ..
         fallen = state.fallen | {died.worker}
         state = dataclasses.replace(state, regrouping=regrouping, fallen=fallen)
         return state, _terminate(frozenset(mates - fallen), force=True)
-    return _failed(state, died.failure, now, expected=state.terminated or state.phase == "finishing")
+    # A run that ends anyway has not failed by what it would have gone on after.
+    expected = replaceable or state.terminated or state.phase == "finishing"
+    return _failed(state, died.failure, now, expected)
 
 
 def _raised(state: State, failure: Failure, now: float) -> tuple[State, tuple[Action, ...]]:
@@ -332,7 +335,7 @@ def _raised(state: State, failure: Failure, now: float) -> tuple[State, tuple[Ac
     if missed and stage in state.unread:
         return _gone(state, failure.worker, now)
     if missed and state.phase not in ("running", "stopping"):
-        return _failed(state, failure, now, expected=bool(state.failures) or state.phase == "finishing")
+        return _failed(state, failure, now, expected=True)
     alone = isinstance(failure.error, MemberLeft) or failure.worker not in state.processes
     if not missed or alone or stage in state.elastic:
         return _failed(state, failure, now, expected=False)

@@ -141,6 +141,17 @@ def test_the_death_of_a_worker_that_we_ended_is_no_failure(phase: Phase) -> None
     assert actions == (ReleasePorts(MAP),)
 
 
+@pytest.mark.parametrize("phase", ["failing", "aborting"])
+def test_a_run_that_ends_anyway_has_not_failed_by_a_death_that_it_would_have_gone_on_after(
+    phase: Phase,
+) -> None:
+    state, actions = decide(at(phase, limits={"map": 2}, restarts={"map": 1}), died(MAP), 0.0)
+    assert (state.phase, state.failures) == (phase, ())
+    assert actions == (ReleasePorts(MAP),)
+    state, _ = decide(at(phase, limits={"map": 2}, restarts={"map": 2}), died(MAP), 0.0)
+    assert len(state.failures) == 1
+
+
 GANG = tuple(WorkerId("gang", number) for number in (1, 2, 3))
 GANG_AT_WORK = State(
     alive=frozenset(GANG), processes=frozenset(GANG), sources=frozenset(), ends=frozenset(GANG),
@@ -164,6 +175,12 @@ def test_a_gang_begins_again_once_all_that_are_left_of_it_are_gone() -> None:
     state, actions = decide(state, Fell(second), 0.0)
     assert actions == (Regroup(GANG, 0.0, first),)
     assert state == dataclasses.replace(GANG_AT_WORK, restarts={"gang": 1})
+
+
+def test_who_is_missing_in_a_gang_of_a_run_that_was_aborted_is_no_failure() -> None:
+    state = dataclasses.replace(GANG_AT_WORK, phase="aborting", processes=frozenset())  # on threads
+    state, actions = decide(state, missing(GANG[0]), 0.0)
+    assert (state.failures, actions) == ((), (ReleasePorts(GANG[0]),))
 
 
 def test_of_a_gang_only_those_begin_again_that_have_not_ended() -> None:
