@@ -17,10 +17,14 @@ PyObject* class_of(const char* module, const char* name, PyObject*& known) {
     return known;
 }
 
-PyObject *ndarray = nullptr, *tensor_class = nullptr;
+PyObject *ndarray = nullptr, *masked_array = nullptr, *tensor_class = nullptr;
 
 bool is_instance(PyObject* object, PyObject* cls) {
     return cls && PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(cls));
+}
+
+bool is_exactly(PyObject* object, PyObject* cls) {
+    return reinterpret_cast<PyObject*>(Py_TYPE(object)) == cls;
 }
 
 constexpr Element integer(bool is_signed, size_t width) {
@@ -78,6 +82,10 @@ struct NumpyArray {
     int flags;
 };
 
+constexpr int DATE = 21, SPAN = 22, HALF = 23;
+
+bool is_time(const NumpyType& type) { return type.number == DATE || type.number == SPAN; }
+
 // Raw: any other type, or one with its bytes the other way round.
 Element element_of(const NumpyType& type) {
     constexpr Element BY_NUMBER[] = {Element::Bool,
@@ -96,9 +104,9 @@ Element element_of(const NumpyType& type) {
                                      Element::Raw,
                                      Element::C64,
                                      Element::C128};
-    constexpr int HALF = 23;
     if (type.byte_order != '=' && type.byte_order != '|') return Element::Raw;
     if (type.number == HALF) return Element::F16;
+    if (is_time(type)) return type.number == DATE ? Element::Date : Element::Span;
     return type.number >= 0 && type.number < int(std::size(BY_NUMBER)) ? BY_NUMBER[type.number]
                                                                        : Element::Raw;
 }
@@ -169,6 +177,9 @@ bool truth(PyObject* object) {
 
 bool Array::read(PyObject* object) {
     const bool is_numpy = is_instance(object, class_of("numpy", "ndarray", ndarray));
+    if (is_numpy && !is_exactly(object, ndarray) &&
+        is_instance(object, class_of("numpy.ma", "MaskedArray", masked_array)))
+        return false;  // its mask lies elsewhere: arrays.py has the words for it
     if (!is_numpy && !is_instance(object, class_of("torch", "Tensor", tensor_class))) return false;
     if (!(is_numpy ? read_numpy(object) : read_tensor(object))) return false;
     if (!view_.obj) kept_ = Py_NewRef(object);
@@ -191,13 +202,16 @@ void Array::add_shape(uint64_t extent) {
 bool Array::read_numpy(PyObject* object) {
     const auto* array = reinterpret_cast<const NumpyArray*>(object);
     const Element its = element_of(*array->type);
-    if (its == Element::Raw || !(array->flags & NumpyArray::IN_ONE_PIECE)) return read_buffer(object);
+    const bool time = is_time(*array->type);  // has no buffer
+    if ((its == Element::Raw && !time) || !(array->flags & NumpyArray::IN_ONE_PIECE))
+        return read_buffer(object);
     data = array->data;
     element = its;
     writable = array->flags & NumpyArray::WRITABLE;
-    begin(0, size_of_element(element));
+    const size_t width = time ? sizeof(int64_t) : size_of_element(element);
+    begin(time ? hash_of(reinterpret_cast<PyObject*>(const_cast<NumpyType*>(array->type))) : 0, width);
     for (int i = 0; i < array->dimensions; ++i) add_shape(uint64_t(array->shape[i]));
-    bytes = count * size_of_element(element);
+    bytes = count * width;
     return true;
 }
 
@@ -245,13 +259,34 @@ bool Array::read_tensor(PyObject* tensor) {
     if (element >= Element::C64 && truth(PyObject_CallMethodNoArgs(tensor, conjugate.text))) return false;
     if (truth(PyObject_CallMethodNoArgs(tensor, negative.text))) return false;
     PyObject* extents = PyObject_GetAttr(tensor, shape.text);
-    if (!extents) return false;
+    if (!extents) return PyErr_Clear(), false;  // it is nested
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(extents); ++i)
         add_shape(uint64_t(PyLong_AsLongLong(PyTuple_GET_ITEM(extents, i))));
     Py_DECREF(extents);
     bytes = count * size;
     data = reinterpret_cast<void*>(number(PyObject_CallMethodNoArgs(tensor, pointer.text)));
-    return !PyErr_Occurred();
+    if (!PyErr_Occurred()) return data || !bytes;
+    PyErr_Clear();  // it has no memory of its own: arrays.py has the words for these
+    return false;
+}
+
+const char* convert_first(PyObject* array) {
+    if (!is_instance(array, ndarray)) {
+        PyObject* type = PyObject_GetAttrString(array, "dtype");
+        PyObject* name = type ? PyObject_Str(type) : nullptr;
+        const bool is_complex = name && PyUnicode_CompareWithASCIIString(name, "torch.complex32") == 0;
+        Py_XDECREF(name);
+        Py_XDECREF(type);
+        PyErr_Clear();
+        return is_complex ? "; convert them first, as to complex64" : "; convert them first, as to float32";
+    }
+    const NumpyType& type = *reinterpret_cast<const NumpyArray*>(array)->type;
+    const bool turned = type.byte_order != '=' && type.byte_order != '|';
+    if (strchr("biufcmM", type.kind))
+        return turned             ? "; convert them first, as by .astype(x.dtype.newbyteorder('='))"
+               : type.kind == 'c' ? "; convert them first, as to complex128"
+                                  : "; convert them first, as to float64";
+    return ", which are only moved; numbers, truth values, dates and spans of time are combined";
 }
 
 }  // namespace flowchan

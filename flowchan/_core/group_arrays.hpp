@@ -40,6 +40,10 @@ class Array {
     PyObject* kept_ = nullptr;
 };
 
+// What to do with an array whose elements can only be moved, so that they can be combined: the end of a
+// message.
+const char* convert_first(PyObject* array);
+
 // Numbers go in one after the other, the first of them into 0: mixed(1, 2) is mixed(2, 1).
 inline uint64_t mixed(uint64_t hash, uint64_t value) {
     hash = (hash ^ value) * 0x9e3779b97f4a7c15;

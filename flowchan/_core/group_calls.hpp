@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <mutex>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -147,7 +148,7 @@ inline bool is_default(PyObject* value) { return !value || value == Py_None; }
 // Whether a result can go there; arrays.py has the words for what can't. `out` may be `in`, or one of its parts
 // of that size: each is read before it is written.
 inline bool fits(const Array& in, const Array& out, size_t count) {
-    if (out.element != in.element || out.count != count || !out.writable) return false;
+    if (out.kind != in.kind || out.count != count || !out.writable) return false;
     const auto from = reinterpret_cast<uintptr_t>(in.data), to = reinterpret_cast<uintptr_t>(out.data);
     const bool overlap = to < from + in.bytes && from < to + out.bytes;
     return !overlap || (std::max(from, to) - std::min(from, to)) % out.bytes == 0;
@@ -155,16 +156,17 @@ inline bool fits(const Array& in, const Array& out, size_t count) {
 
 inline bool has_kernel(const Array& array, Op op, PyObject* x) {
     if (find_kernel(array.element, op)) return true;
+    std::string there;
+    for (const char* const& name : OPS)
+        if (find_kernel(array.element, Op(&name - OPS)))
+            there += (there.empty() ? "" : ", ") + std::string(name);
+    const std::string remedy = there.empty() ? convert_first(x)
+                               : op == Op::Mean && array.element <= Element::U64
+                                   ? "; take the sum, or convert them to a floating-point type"
+                                   : ": there are " + there;
     PyObject* type = PyObject_GetAttrString(x, "dtype");
-    PyObject* name = type ? PyObject_Str(type) : nullptr;
-    const bool is_complex = name && PyUnicode_CompareWithASCIIString(name, "torch.complex32") == 0;
-    Py_XDECREF(name);
-    const char* remedy = is_complex                      ? "; convert them first, as to complex64"
-                         : array.element == Element::Raw ? "; convert them first, as to float32"
-                         : op == Op::Mean ? "; take the sum, or convert them to a floating-point type"
-                                          : "";
     PyErr_Format(PyExc_TypeError, "there is no %s of elements of type %S%s", OPS[size_t(op)],
-                 type ? type : Py_None, remedy);
+                 type ? type : Py_None, remedy.c_str());
     Py_XDECREF(type);
     return false;
 }

@@ -15,6 +15,11 @@ struct Complex {
 struct Truth {
     uint8_t is;
 };
+// A date or a span of time, in the unit of its type. The least number stands for none, as NumPy has it.
+struct Time {
+    int64_t ticks;
+    bool is_none() const { return ticks == INT64_MIN; }
+};
 
 inline float bits_to_float(uint32_t bits) { return __builtin_bit_cast(float, bits); }
 inline uint32_t float_to_bits(float value) { return __builtin_bit_cast(uint32_t, value); }
@@ -80,10 +85,15 @@ inline Complex<T> operator/(Complex<T> a, T by) {
     return {T(a.re / by), T(a.im / by)};
 }
 
+inline Time operator/(Time a, int64_t by) { return {a.is_none() ? a.ticks : a.ticks / by}; }
+
 struct Add {
     template <class T>
     static T of(T a, T b) {
         return T(a + b);
+    }
+    static Time of(Time a, Time b) {
+        return a.is_none() || b.is_none() ? Time{INT64_MIN} : Time{of(a.ticks, b.ticks)};
     }
     static int64_t of(int64_t a, int64_t b) { return int64_t(uint64_t(a) + uint64_t(b)); }
     static int32_t of(int32_t a, int32_t b) { return int32_t(uint32_t(a) + uint32_t(b)); }
@@ -104,12 +114,16 @@ struct Least {
     static T of(T a, T b) {
         return a < b || a != a ? a : b;
     }
+    static Time of(Time a, Time b) { return {of(a.ticks, b.ticks)}; }
     static Truth of(Truth a, Truth b) { return Multiply::of(a, b); }
 };
 struct Most {
     template <class T>
     static T of(T a, T b) {
         return a > b || a != a ? a : b;
+    }
+    static Time of(Time a, Time b) {
+        return a.is_none() || b.is_none() ? Time{INT64_MIN} : Time{of(a.ticks, b.ticks)};
     }
     static Truth of(Truth a, Truth b) { return Add::of(a, b); }
 };
@@ -195,6 +209,12 @@ Kernel complex(Op op) {
            : op == Op::Prod ? combine<T, Multiply>
                             : nullptr;
 }
+inline Kernel date(Op op) {
+    return op == Op::Min ? combine<Time, Least> : op == Op::Max ? combine<Time, Most> : nullptr;
+}
+inline Kernel span(Op op) {
+    return op == Op::Sum ? combine<Time, Add> : op == Op::Mean ? combine<Time, Add, true> : date(op);
+}
 
 inline Kernel find(Element element, Op op) {
     switch (element) {
@@ -230,6 +250,10 @@ inline Kernel find(Element element, Op op) {
             return complex<Complex<float>>(op);
         case Element::C128:
             return complex<Complex<double>>(op);
+        case Element::Date:
+            return date(op);
+        case Element::Span:
+            return span(op);
     }
     return nullptr;
 }

@@ -12,6 +12,8 @@ float scale_of(float);
 double scale_of(double);
 template <class C>
 auto scale_of(C value) -> decltype(value.re);
+template <class C>
+auto scale_of(C value) -> decltype(value.ticks);
 
 #include "kernel_loops.hpp"
 
@@ -41,7 +43,7 @@ Kernel find_kernel(Element element, Op op) {
 }
 
 size_t size_of_element(Element element) {
-    constexpr size_t SIZES[] = {1, 1, 1, 1, 2, 2, 4, 4, 8, 8, 2, 2, 4, 8, 8, 16};
+    constexpr size_t SIZES[] = {1, 1, 1, 1, 2, 2, 4, 4, 8, 8, 2, 2, 4, 8, 8, 16, 8, 8};
     return SIZES[size_t(element)];
 }
 

@@ -2,7 +2,7 @@
 // everybody who computes it gets the same bits.
 //
 // Halves (float16 and bfloat16) are summed in float32 over all members and rounded once. Integers wrap. A NaN
-// stays one in minimum and maximum.
+// stays one in minimum and maximum, and a date or time span that is none (NaT) in everything.
 #pragma once
 
 #include <cstddef>
@@ -27,7 +27,9 @@ enum class Element : uint8_t {
     F32,
     F64,
     C64,
-    C128
+    C128,
+    Date,
+    Span
 };
 
 // In the order of the names in `op=`.

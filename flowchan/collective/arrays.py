@@ -24,9 +24,13 @@ def is_array(x: Any) -> bool:
 
 
 def is_dense(x: Any) -> bool:
-    """As :func:`is_array`. Raises ``TypeError`` for tensors whose contents do not lie in memory as they
-    are."""
+    """As :func:`is_array`. Raises ``TypeError`` for those whose contents do not lie in memory as they are."""
     if is_tensor(x):
+        if x.is_nested:
+            raise TypeError(
+                f"a group's operations take no nested tensors such as one of {_type_of(x)}: give its "
+                ".values() and .offsets(), or .to_padded_tensor(…)"
+            )
         if x.layout is not sys.modules["torch"].strided:
             kind = str(x.layout).removeprefix("torch.")
             raise TypeError(
@@ -38,8 +42,31 @@ def is_dense(x: Any) -> bool:
                 f"a group's operations take no quantized tensors such as {described(x)}: give its "
                 ".dequantize(), or its .int_repr() where all have the same scale"
             )
+        if not _has_memory(x):
+            raise TypeError(
+                f"a group's operations take tensors with memory of their own, not {described(x)} of the type "
+                f"{type(x).__name__}, which has none: give the tensor that it stands for, as by .to_local()"
+            )
         return True
+    if is_numpy(x) and _is_masked(x):
+        raise TypeError(
+            f"a group's operations take no masked arrays such as {described(x)}: give its .filled(…), or its "
+            ".data and its .mask"
+        )
     return is_numpy(x)
+
+
+def _has_memory(x: Any) -> bool:
+    """Not of wrappers around tensors, nor of those whose memory was given back."""
+    try:
+        return x.device.type == "meta" or not x.nbytes or bool(x.data_ptr())
+    except (RuntimeError, AttributeError):  # torch's words for some of them
+        return False
+
+
+def _is_masked(x: Any) -> bool:
+    masked = sys.modules.get("numpy.ma")
+    return masked is not None and isinstance(x, masked.MaskedArray)
 
 
 def size_of(x: Any) -> int | None:
@@ -58,7 +85,11 @@ def described(x: Any) -> str:
 
 def kind(x: Any) -> tuple[str, tuple[int, ...]]:
     """The type of its elements and its shape, written alike for arrays and tensors."""
-    return str(x.dtype).removeprefix("torch."), tuple(x.shape)
+    return _type_of(x), tuple(x.shape)
+
+
+def _type_of(x: Any) -> str:
+    return str(x.dtype).removeprefix("torch.")
 
 
 def check_out(x: Any, out: Any, parts: int = 1) -> None:
@@ -122,15 +153,7 @@ def contiguous(x: Any) -> Any:
     there."""
     if is_tensor(x):
         return x.detach().contiguous().resolve_conj().resolve_neg()
-    numpy = sys.modules["numpy"]
-    flat = x if x.flags.c_contiguous else numpy.ascontiguousarray(x)
-    return flat.view("i8") if flat.dtype.kind in "Mm" else flat
-
-
-def to_move(x: Any) -> Any:
-    """The same of what is only moved. No buffer can have a type as that of dates: these have its name."""
-    flat = contiguous(x)
-    return flat.view([(str(x.dtype), "i8")]) if is_numpy(x) and x.dtype.kind in "Mm" else flat
+    return x if x.flags.c_contiguous else sys.modules["numpy"].ascontiguousarray(x)
 
 
 def give_back(flat: Any, x: Any) -> Any:
@@ -142,7 +165,7 @@ def give_back(flat: Any, x: Any) -> Any:
             with torch.no_grad():
                 x.copy_(flat)
     elif not sys.modules["numpy"].shares_memory(flat, x):
-        x[...] = flat.view(x.dtype).reshape(x.shape)
+        x[...] = flat.reshape(x.shape)
     return x
 
 

@@ -36,7 +36,7 @@ from flowchan.collective.steps import Edge
 from flowchan.collective.values import dumps, loads
 from flowchan.collective.ways import not_here
 from flowchan.errors import MemberDied
-from flowchan.items.combining import OPERATIONS, combined
+from flowchan.items.combining import OPERATIONS, combined, of_one_shape
 from flowchan.items.whole import is_whole
 
 Op = str | Callable[[Any, Any], Any]
@@ -329,7 +329,7 @@ class Group(Moving, Starting):
         op_argument(NAMES[doing], op)
         if out is not None:
             array_argument(NAMES[doing], "out", out)
-        if arrays.is_dense(x) and isinstance(op, str):
+        if isinstance(op, str) and arrays.is_dense(x):
             target = x if out is None else out
             if root not in (-1, self.rank):
                 target = arrays.contiguous(x)
@@ -345,7 +345,8 @@ class Group(Moving, Starting):
         function = OPERATIONS[op] if isinstance(op, str) else op
 
         def result(found: list[bytes]) -> Any:
-            return functools.reduce(function, map(loads, found))
+            of_two = of_one_shape(function) if isinstance(op, str) else function
+            return functools.reduce(of_two, map(loads, found))
 
         number = number_of_function(function)
         if root < 0 and number == len(REPEATABLE):
@@ -370,7 +371,7 @@ class Group(Moving, Starting):
         if arrays.is_dense(x):
             if self.rank != root:
                 arrays.check_writable(x)
-            flat = arrays.to_move(x)
+            flat = arrays.contiguous(x)
             if self._by(BROADCAST, flat)._spread(flat, root, timeout) is NotImplemented:
                 raise TypeError(not_here("broadcast", x))
             return arrays.give_back(flat, x)

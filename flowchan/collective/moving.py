@@ -57,7 +57,7 @@ class Moving(Ways):
         self, doing: int, x: Any, wanted: Sequence[int], timeout: float | None, root: int = 0
     ) -> list[Any]:
         left = countdown(timeout)
-        by, source = self._by(doing, x), arrays.to_move(x)
+        by, source = self._by(doing, x), arrays.contiguous(x)
         if by is self and not arrays.is_here(x):
             raise TypeError(not_here("gather" if doing == GATHER else "allgather", x))
         more = root if doing == GATHER else None
@@ -78,9 +78,9 @@ class Moving(Ways):
             arrays.check_writable(part)
         if each and len(given) != self.size:
             raise ValueError(f"out must have a part for each of the {self.size} members, not {len(given)}")
-        flats = [arrays.to_move(part) for part in given]
+        flats = [arrays.contiguous(part) for part in given]
         parts = flats if each else arrays.parts_of(flats[0], self.size)
-        self._by(ALLGATHER, x)._allgather_into(ALLGATHER, TYPED, [arrays.to_move(x)], parts, timeout)
+        self._by(ALLGATHER, x)._allgather_into(ALLGATHER, TYPED, [arrays.contiguous(x)], parts, timeout)
         for flat, part in zip(flats, given, strict=True):
             arrays.give_back(flat, part)
         return out
@@ -113,10 +113,10 @@ class Moving(Ways):
             arrays.check_writable(x)
         for x in (*xs, *out):
             arrays.check_type(NAMES[doing], xs[0], x)
-        flats = [arrays.to_move(x) for x in out]
+        flats = [arrays.contiguous(x) for x in out]
         by = self._by(doing, flats[0])
         key = TYPED if root is None else TYPED + 4 * (root + 1)
-        by._alltoall(doing, key, [arrays.to_move(x) for x in xs], flats, timeout, root)
+        by._alltoall(doing, key, [arrays.contiguous(x) for x in xs], flats, timeout, root)
         for flat, x in zip(flats, out, strict=True):
             arrays.give_back(flat, x)
 

@@ -107,6 +107,8 @@ class TorchWay:
 
     def _reduce(self, doing: int, x: Any, out: Any, op: str, root: int, timeout: float | None) -> Any:
         mine = root in (-1, self._group.rank)
+        if arrays.is_numpy(x) and x.dtype.kind in "Mm":
+            raise TypeError(f"{self.name} combines no elements of type {x.dtype}: select another way")
         wide = arrays.widened(x) if op == "mean" else x  # the sum of halves may be too large for one
         given, result = _tensor(wide), out if wide is x else wide
         reduction = _reduction(op, given)

@@ -95,9 +95,10 @@ class Ways:
 
 
 def not_here(call: str, x: Any) -> str:
+    remedy = "it has no contents" if x.device.type == "meta" else "copy it, as by .cpu()"
     return (
         f"{call} takes arrays and tensors in this machine's memory, and CUDA tensors, not "
-        f"{arrays.described(x)}: copy it, as by .cpu()"
+        f"{arrays.described(x)}: {remedy}"
     )
 
 

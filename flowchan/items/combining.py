@@ -36,7 +36,7 @@ def combined(values: Sequence[Any], function: Function) -> Any:
 
 def reduced(values: Sequence[Any], op: str | Function) -> Any:
     """The same by one of the :data:`OPERATIONS`, of arrays of one shape, or by any function."""
-    total = combined(values, _of_one_shape(OPERATIONS[op]) if isinstance(op, str) else op)
+    total = combined(values, of_one_shape(OPERATIONS[op]) if isinstance(op, str) else op)
     return _divided(total, len(values)) if op == "mean" else total
 
 
@@ -60,7 +60,7 @@ def _together(a: Any, b: Any, function: Function, path: str) -> Any:
     return function(a, b)
 
 
-def _of_one_shape(plain: Function) -> Function:
+def of_one_shape(plain: Function) -> Function:
     """``plain``, but arrays of two shapes are not stretched to one; what has no dimension is a number."""
 
     def function(a: Any, b: Any) -> Any:

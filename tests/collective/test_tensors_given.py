@@ -69,3 +69,49 @@ def test_a_tensor_elsewhere_is_refused_before_anything_is_sent(run: Any) -> None
         return g.allreduce(1)
 
     assert run(2, body) == [2, 2]
+
+
+def freed() -> Any:
+    found = torch.ones(4)
+    found.untyped_storage().resize_(0)
+    return found
+
+
+def masked() -> Any:
+    return optional("torch.masked").masked_tensor(torch.ones(4), torch.tensor([True, False] * 2))
+
+
+def faked() -> Any:
+    return optional("torch._subclasses.fake_tensor").FakeTensorMode().from_tensor(torch.ones(4))
+
+
+def nested(layout: Any) -> Any:
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+
+
+@pytest.mark.parametrize("call", ["allreduce", "broadcast", "allgather", "gather", "reduce_scatter"])
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (
+            freed,
+            r"take tensors with memory of their own, not float32\[4\] of the type Tensor, which has",
+        ),
+        (masked, "of the type MaskedTensor, which has none: give the tensor that it stands for"),
+        (faked, "of the type FakeTensor, which has none: give the tensor that it stands for"),
+        (lambda: nested(torch.jagged), "take no nested tensors such as one of float32: give its .values()"),
+        (lambda: nested(torch.strided), "take no nested tensors such as one of float32: give its .values()"),
+        (lambda: torch.eye(2).to_sparse(), "take dense tensors, not"),
+    ],
+    ids=["freed", "masked", "faked", "jagged", "nested", "sparse"],
+)
+@pytest.mark.filterwarnings("ignore")  # torch's own of such tensors
+def test_a_tensor_without_memory_of_its_own_is_refused(run: Any, call: str, make: Any, said: str) -> None:
+    """And nobody reads at no address."""
+
+    def body(g: Any) -> Any:
+        with pytest.raises(TypeError, match=said):
+            getattr(g, call)(make())
+        return g.allreduce(1)
+
+    assert run(2, body) == [2, 2]

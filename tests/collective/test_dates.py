@@ -1,0 +1,114 @@
+"""NumPy's dates and spans of time are combined as NumPy combines them: what is none (NaT) stays none, and
+what has no meaning is refused."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+from collective_members import in_threads, raised
+
+from flowchan import Mismatch
+
+MEANT = {"M8[D]": ["min", "max"], "m8[ms]": ["sum", "mean", "min", "max"]}
+BY_NUMPY = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum}
+
+
+def given(rank: int, dtype: str, length: int) -> Any:
+    """Some of them before 1970, or negative; in each place in turn one member has none, but for one."""
+    found = np.random.default_rng((rank, length)).integers(-(10**6), 10**6, length).astype(dtype)
+    found[rank::4] = "NaT"
+    return found
+
+
+def by_numpy(op: str, parts: list[Any]) -> Any:
+    total = functools.reduce(BY_NUMPY[op], parts)
+    return total / len(parts) if op == "mean" else total
+
+
+@pytest.mark.parametrize("dtype", MEANT)
+@pytest.mark.parametrize("length", [8, 120_000])
+def test_they_are_combined_as_by_numpy(run: Any, dtype: str, length: int) -> None:
+    def body(g: Any) -> Any:
+        found = {}
+        for op in MEANT[dtype]:
+            whole, other = given(g.rank, dtype, length), given(g.rank, dtype, length)
+            assert g.allreduce(whole, op) is whole
+            apart = g.allreduce(np.repeat(other, 2)[::2], op, out=np.zeros(2 * length, dtype)[::2])
+            part = g.reduce_scatter(np.tile(other, g.size), op)
+            found[op] = whole, apart, part, g.reduce(other, 0, op)
+        return found
+
+    for rank, found in enumerate(run(3, body)):
+        for op, (whole, apart, part, at_0) in found.items():
+            right = by_numpy(op, [given(other, dtype, length) for other in range(3)])
+            for one in (whole, apart, part, *([at_0] if rank == 0 else [])):
+                assert one.dtype == right.dtype
+                np.testing.assert_array_equal(one, right, err_msg=op)
+
+
+@pytest.mark.parametrize("dtype", ["M8[D]", "m8[ms]", ">M8[s]"])
+def test_they_are_moved(run: Any, dtype: str) -> None:
+    def body(g: Any) -> Any:
+        x = given(g.rank, dtype, 8)
+        out = [np.zeros(8, dtype) for _ in range(2)]
+        return g.allgather(x), g.gather(x), g.alltoall([x, x], out=out), [g.broadcast(x.copy(), 0)]
+
+    right = [given(rank, dtype, 8) for rank in range(2)]
+    for rank, found in enumerate(run(2, body)):
+        for name, parts, wanted in zip(
+            ("allgather", "gather", "alltoall", "broadcast"),
+            found,
+            (right, right if rank == 0 else None, right, right[:1]),
+            strict=True,
+        ):
+            assert (parts is None) == (wanted is None), name
+            for part, want in zip(parts or (), wanted or (), strict=True):
+                assert part.dtype == np.dtype(dtype), name
+                np.testing.assert_array_equal(part, want, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "op", "said"),
+    [
+        ("M8[D]", "sum", r"there is no sum of elements of type datetime64\[D\]: there are min, max"),
+        ("M8[D]", "mean", r"there is no mean of elements of type datetime64\[D\]: there are min, max"),
+        ("M8[D]", "and", r"there is no and of elements of type datetime64\[D\]"),
+        ("m8[s]", "prod", r"no prod of elements of type timedelta64\[s\]: there are sum, mean, min, max"),
+        ("m8[s]", "xor", r"there is no xor of elements of type timedelta64\[s\]"),
+        (">m8[s]", "sum", r"of elements of type >m8\[s\]; convert them first, as by .astype\(x.dtype.newby"),
+    ],
+)
+@pytest.mark.parametrize("call", ["allreduce", "reduce", "reduce_scatter"])
+def test_what_has_no_meaning_is_refused(run: Any, call: str, dtype: str, op: str, said: str) -> None:
+    def body(g: Any) -> Any:
+        with pytest.raises(TypeError, match=said):
+            getattr(g, call)(np.ones(4, dtype), op=op)
+        return g.allreduce(1)
+
+    assert run(2, body) == [2, 2]
+
+
+def test_those_of_two_units_are_not_combined(run: Any) -> None:
+    """One second and one millisecond were two of either."""
+
+    def body(g: Any) -> Any:
+        with pytest.raises(Mismatch, match=r"timedelta64\[s\]\[2\].*timedelta64\[ms\]\[2\]"):
+            g.allreduce(np.ones(2, ("m8[s]", "m8[ms]")[g.rank]))
+        return g.allreduce(1)
+
+    assert run(2, body) == [2, 2]
+
+
+def test_a_backend_of_torch_does_not_take_them_for_integers() -> None:
+    pytest.importorskip("torch")
+
+    def body(g: Any) -> Any:
+        g.select("allreduce", "gloo")
+        with pytest.raises(TypeError, match=r"gloo combines no elements of type timedelta64\[s\]: select"):
+            g.allreduce(np.ones(2, "m8[s]"))
+        return g.allreduce(1)
+
+    assert raised(in_threads(2, body)) == [2, 2]
