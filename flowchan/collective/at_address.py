@@ -28,6 +28,7 @@ from flowchan.errors import GroupError, MemberDied
 from flowchan.transport.circle import Circle, Over, Voice
 from flowchan.transport.dialling import reach
 from flowchan.transport.door import Door
+from flowchan.transport.handlers import raised_by_a_handler
 from flowchan.transport.tcp import Listener, dial, listen, route_to, split
 
 PATIENCE = 10.0
@@ -52,6 +53,8 @@ def meet_at(
             try:
                 sock, _ = reach(at, secret, {"rank": rank, "size": size}, why=why, within=timeout, tls=False)
             except OSError as error:
+                if raised_by_a_handler(error):
+                    raise
                 raise TimeoutError(str(error)) from None
             sock.settimeout(max(0.001, left() or 0.0))
             with contextlib.closing(Voice(sock, "rank 0")) as voice:
@@ -89,8 +92,8 @@ class Place:
                     return replace(self, number=number).of(met)
             except (Over, MemberDied):
                 continue
-            except TimeoutError:  # one that had come is late
-                if time.monotonic() >= give_up:
+            except TimeoutError as error:  # one that had come is late
+                if raised_by_a_handler(error) or time.monotonic() >= give_up:
                     raise
         raise GroupError(
             f"{old!r} can't be shrunk: again and again one of those that are left ended; {REMEDY}"
@@ -144,13 +147,17 @@ def _let_in(old: LinkedGroup, door: Door, came: dict[int, socket.socket], give_u
         if (left := give_up - time.monotonic()) <= 0:
             late = sorted(expected - came.keys()) or "all of other hosts"
             raise TimeoutError(f"shrink of {old._title()} was not done in time: {late} have not come")
-        with contextlib.suppress(TimeoutError):
+        try:
             sock, hello = door.accept(min(LOOK, left))
-            rank = hello["rank"]
-            if rank in came:
-                came[rank].close()  # it comes once more
-            came[rank] = sock
-            alive[old._host_of(rank)] = hello["alive"]
+        except TimeoutError as error:
+            if raised_by_a_handler(error):
+                raise
+            continue
+        rank = hello["rank"]
+        if rank in came:
+            came[rank].close()  # it comes once more
+        came[rank] = sock
+        alive[old._host_of(rank)] = hello["alive"]
 
 
 def _is_late(old: LinkedGroup, ranks: list[int], give_up: float) -> bool:
@@ -160,10 +167,11 @@ def _is_late(old: LinkedGroup, ranks: list[int], give_up: float) -> bool:
         try:
             dial(old._lanes.addresses[rank], max(0.0, min(1.0, give_up - time.monotonic()))).close()
             return True
-        except TimeoutError:
-            return False
-        except OSError:
-            continue
+        except OSError as error:
+            if raised_by_a_handler(error):
+                raise
+            if isinstance(error, TimeoutError):
+                return False
     return False
 
 
@@ -181,6 +189,8 @@ def _follow(old: LinkedGroup, place: Place, secret: bytes, name: str, give_up: f
             sock, _ = reach(place.at, secret, hello, why=why, within=within, tls=False)
             break
         except OSError as error:
+            if raised_by_a_handler(error):
+                raise
             late = _is_late(old, [0], give_up)
             if time.monotonic() > give_up:
                 raise TimeoutError(f"shrink of {old._title()} was not done in time: {error}") from None
@@ -192,6 +202,8 @@ def _follow(old: LinkedGroup, place: Place, secret: bytes, name: str, give_up: f
         try:
             left = voice.hear()
         except TimeoutError as error:
+            if raised_by_a_handler(error):
+                raise
             raise TimeoutError(f"shrink of {old._title()} was not done in time: {error}") from None
         within = _patience(give_up)
         sock.settimeout(max(0.001, min(2 * PATIENCE, give_up - time.monotonic())))

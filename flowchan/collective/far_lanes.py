@@ -24,10 +24,10 @@ from typing import Any
 from flowchan.channel.channel import Channel
 from flowchan.collective.values import dumps, loads
 from flowchan.errors import Broken, Closed, Drained, GroupError, MemberDied, MemberLeft, Refused
-from flowchan.items.handlers import raised_by_a_handler
 from flowchan.transport.authentication import Hello, meet
 from flowchan.transport.descriptors import lacks
 from flowchan.transport.door import Door
+from flowchan.transport.handlers import raised_by_a_handler
 from flowchan.transport.tcp import dial, joined, listen
 
 SIZE = struct.Struct("<q")
@@ -92,8 +92,8 @@ def _dialled(address: str, give_up: float, wire: _Wire) -> socket.socket:
     while True:
         try:
             return dial(address, max(0.001, min(SLICE, give_up - time.monotonic())))
-        except TimeoutError:
-            if wire.is_cut or time.monotonic() > give_up:
+        except TimeoutError as error:
+            if raised_by_a_handler(error) or wire.is_cut or time.monotonic() > give_up:
                 raise
 
 
@@ -113,7 +113,7 @@ def _let_in(address: str, way: Way, hello: Hello, give_up: float, wire: _Wire | 
                 finally:
                     wire.hold(None)
         except OSError as error:  # it is gone, or sent us away, or another program has its port
-            if wire.is_cut:
+            if raised_by_a_handler(error) or wire.is_cut:
                 raise
             now = time.monotonic()
             is_quick = isinstance(error, Refused) and now - begun < QUICK
@@ -164,7 +164,9 @@ class FarLanes:
         give_up = time.monotonic() + (LONG if timeout is None else timeout)
         try:
             return self._from(source, give_up).receive(source, give_up)
-        except TimeoutError:
+        except TimeoutError as error:
+            if raised_by_a_handler(error):
+                raise
             raise TimeoutError(f"rank {source} has sent nothing to rank {self._rank} in time") from None
 
     def _from(self, source: int, give_up: float) -> _Incoming:
@@ -203,9 +205,12 @@ class FarLanes:
                 if source is not None:
                     return self._in[source].receive(source, until), source
                 self._let_in_now()
-            except TimeoutError:
-                pass
+            except TimeoutError as error:
+                if raised_by_a_handler(error):
+                    raise
             except MemberDied as error:
+                if raised_by_a_handler(error):
+                    raise
                 assert source is not None
                 self._over[source] = error
         self._look_for_silent(others, give_up)
@@ -221,8 +226,7 @@ class FarLanes:
         try:
             _hold(self._lock, held, 0.0)
             if held == [True]:
-                with contextlib.suppress(TimeoutError):
-                    self.door.accept(0.0, self.adopt)
+                self.door.accept(0.0, self.adopt)
         finally:
             if held == [True]:
                 self._lock.release()
@@ -255,7 +259,9 @@ class FarLanes:
             left = max(0.0, give_up - time.monotonic())
             try:
                 return self.door.accept(0.0 if gone else min(wait, left), take)
-            except TimeoutError:
+            except TimeoutError as error:
+                if raised_by_a_handler(error):
+                    raise
                 if gone:
                     raise _gone(gone[0], call) from None
                 if not left:
@@ -297,7 +303,9 @@ class FarLanes:
             sock = dial(self.addresses[member], min(1.0, give_up - begun))
         except ConnectionRefusedError:
             return True
-        except OSError:
+        except OSError as error:
+            if raised_by_a_handler(error):
+                raise
             return False  # perhaps the way there is cut
         now = time.monotonic()
         if not self._sends_us_away(sock, min(BRIEF + 6 * (now - begun), give_up - now)):
@@ -314,7 +322,9 @@ class FarLanes:
         begun = time.monotonic()
         try:
             meet(sock, self._way.secret, dialled=True, hello={"looks": self._rank}, timeout=wait)[0].close()
-        except OSError:
+        except OSError as error:
+            if raised_by_a_handler(error):
+                raise
             return time.monotonic() - begun < wait
         return False
 

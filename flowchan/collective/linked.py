@@ -37,9 +37,10 @@ from flowchan.collective.operations import (
     key_of,
 )
 from flowchan.collective.shared import SharedGroup
-from flowchan.collective.steps import Call, Differs, Edge
+from flowchan.collective.steps import Call, Differs, Edge, interrupts
 from flowchan.collective.values import dumps, loads
 from flowchan.errors import GroupError, MemberDied, MemberLeft, Mismatch
+from flowchan.transport.handlers import raised_by_a_handler
 from flowchan.transport.tcp import split
 
 DONE, FAILED = b"\0", b"\1"
@@ -116,10 +117,11 @@ class LinkedGroup(Group):
             for heard in (near, far) if len(ours) > 1 else (far,):
                 try:
                     return heard()
-                except MemberDied as error:
-                    over.append(error)
-                except TimeoutError:
-                    pass
+                except (MemberDied, TimeoutError) as error:
+                    if raised_by_a_handler(error):
+                        raise
+                    if isinstance(error, MemberDied):
+                        over.append(error)
             died = [error for error in over if not isinstance(error, MemberLeft)]
             if died or len(over) > (len(ours) > 1):
                 raise (died or over)[0]
@@ -416,16 +418,16 @@ class LinkedGroup(Group):
             raise self._failed_before(call[0]) from self._failure
         try:
             return work()
-        except (GroupError, TimeoutError, MemoryError) as error:
+        except BaseException as error:
+            if interrupts(error):
+                if self._node._broken and self._links is not None:
+                    self._links.close()
+                raise
             goes_on = first and isinstance(error, Mismatch)
             if not goes_on:
                 self._failure = error
             if self._links is not None:
                 self._links.fail(error, call, goes_on)
-            raise
-        except BaseException:
-            if self._node._broken and self._links is not None:
-                self._links.close()
             raise
 
     def _over_links(
@@ -437,11 +439,11 @@ class LinkedGroup(Group):
         if self._links is not None:
             try:
                 word = DONE + self._step(self._links, call, step, given)
-            except (GroupError, TimeoutError, MemoryError) as error:
+            except BaseException as error:
+                if interrupts(error):
+                    self._node._give_up()
+                    raise
                 word = FAILED + dumps(error)
-            except BaseException:  # Ctrl-C in the middle of it
-                self._node._give_up()
-                raise
         if self._node.size > 1:
             _, doing, key = call
             (word,) = self._on_node(call, lambda: self._node._exchange(doing, key, word, 0, left(), *given))

@@ -20,7 +20,8 @@ from typing import Any
 
 from flowchan.collective.trees import Tree
 from flowchan.collective.values import loads
-from flowchan.errors import MemberDied, MemberLeft
+from flowchan.errors import GroupError, MemberDied, MemberLeft
+from flowchan.transport.handlers import raised_by_a_handler
 
 HEADER = struct.Struct("<BIQQ")  # kind, operation, what the call is, bytes that follow
 SEGMENT = struct.Struct("<IQ")  # of a message that brings what several hosts have: which one, its bytes
@@ -132,6 +133,12 @@ class Peer:
         """Of a message of which the pieces follow."""
         _, doing, key = call
         self.out.append(memoryview(HEADER.pack(kind, doing, key, length)))
+
+
+def interrupts(error: BaseException) -> bool:
+    """Whether it says nothing of the operation in the middle of which it came: Ctrl-C, or what the handler of
+    another signal has raised."""
+    return not isinstance(error, GroupError | TimeoutError | MemoryError) or raised_by_a_handler(error)
 
 
 class Leaves(Exception):

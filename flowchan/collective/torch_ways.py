@@ -28,6 +28,7 @@ from flowchan.collective.countdown import Left, countdown
 from flowchan.collective.operations import BROADCAST, NAMES, REDUCE_SCATTER, key_of
 from flowchan.collective.values import dumps, loads
 from flowchan.errors import GroupError, Mismatch
+from flowchan.transport.handlers import raised_by_a_handler
 from flowchan.transport.tcp import joined, split
 
 LOOK = 0.02
@@ -243,15 +244,21 @@ class TorchWay:
         try:
             act()
         except Exception as error:  # whatever torch raises, all are told
+            if raised_by_a_handler(error):
+                self._give_up()
+                raise
             self._end(stuck=isinstance(error, Stuck | TimeoutError))
             if isinstance(error, Stuck):
                 self._group._cut_off(NAMES[doing])
             return error.with_traceback(None)  # whose frames keep connections
         except BaseException:  # Ctrl-C
-            self._end(stuck=True)
-            self._group._give_up_all()
+            self._give_up()
             raise
         return None
+
+    def _give_up(self) -> None:
+        self._end(stuck=True)
+        self._group._give_up_all()
 
     def _judge(self, errors: list[Any], doing: int, failed: Exception | None) -> None:
         """Raises the same for all."""

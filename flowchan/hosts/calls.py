@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 from flowchan.channel.channel import Out
 from flowchan.errors import Broken, ChannelError, Closed, HostError
 from flowchan.hosts.asking import Answer, Ask, Cancel, Recalled, wrong
-from flowchan.items.handlers import raised_by_a_handler
 from flowchan.run.latch import Latch
 from flowchan.transport.descriptors import lacks
+from flowchan.transport.handlers import raised_by_a_handler
 
 T = TypeVar("T")
 

@@ -30,10 +30,10 @@ from flowchan.hosts.asking import Answer, Recalled, opened, seal, sealed_cause
 from flowchan.hosts.calls import Unanswered, is_not_now
 from flowchan.hosts.connection import PATIENCE, Connection, Line, using
 from flowchan.hosts.home import home_at, home_of
-from flowchan.items.handlers import raised_by_a_handler
 from flowchan.items.misspelt import refuses_misspelt
 from flowchan.items.whole import is_whole
 from flowchan.transport import descriptors
+from flowchan.transport.handlers import raised_by_a_handler
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -20,10 +20,10 @@ from flowchan import _core
 from flowchan.items import together
 from flowchan.items.arrays import reducers
 from flowchan.items.device import crossing
-from flowchan.items.handlers import raised_by_a_handler
 from flowchan.items.refusal import smallest
 from flowchan.items.text import short
 from flowchan.transport import descriptors
+from flowchan.transport.handlers import raised_by_a_handler
 
 # Names of modules whose functions and classes other processes can't import.
 by_value_modules: set[str] = {"__main__", "__mp_main__"}

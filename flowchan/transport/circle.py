@@ -12,6 +12,8 @@ import select
 import socket
 from typing import Any
 
+from flowchan.transport.handlers import raised_by_a_handler
+
 AT_ONCE = 1 << 16
 SETTLED = b'"settled"\n'
 """What those say in their last round who stay: they have met, and wait for nobody who leaves."""
@@ -117,9 +119,11 @@ class Voice:
         try:
             self._sock.sendall(words)
             line = self._line()
-        except TimeoutError:
-            raise TimeoutError(LATE) from None
-        except OSError:
+        except OSError as error:
+            if raised_by_a_handler(error):
+                raise
+            if isinstance(error, TimeoutError):
+                raise TimeoutError(LATE) from None
             line = b""
         if not line:
             raise Over(f"{self._middle} ended while the members met")

@@ -14,6 +14,8 @@ import select
 import socket
 import time
 
+from flowchan.transport.handlers import raised_by_a_handler
+
 UNSENT = 256 * 1024
 """Bytes that wait in a connection: more would leave the processor's cache, and hold up what is small."""
 UNREAD = 128 * 1024
@@ -140,6 +142,8 @@ def dial(address: str, timeout: float) -> socket.socket:
             return sock
         except OSError as error:
             sock.close()
+            if raised_by_a_handler(error):
+                raise
             failure = error
         except BaseException:
             sock.close()

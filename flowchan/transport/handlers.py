@@ -1,5 +1,5 @@
-"""Which exceptions say nothing of an item that is being pickled or unpickled: those that the handler of a
-signal raised meanwhile, as one does for a time limit."""
+"""Which exceptions say nothing of what a call was at, an item that is being pickled or a connection that is
+waited for: those that the handler of a signal raised meanwhile, as one does for a time limit."""
 
 from __future__ import annotations
 

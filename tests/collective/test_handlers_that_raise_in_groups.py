@@ -1,0 +1,140 @@
+"""What the handler of a signal raises, as one does for a time limit, comes out of the call of a group that
+waits, also when it is a ``TimeoutError``: it is taken neither for the call's own nor for a connection's."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from collective_members import SECRET, free_address
+
+from flowchan import MemberDied, collective
+from flowchan.collective.at_address import meet_at
+
+
+class TimeIsUp(TimeoutError):
+    """Raised by a handler."""
+
+
+def raises(*_: Any) -> None:
+    raise TimeIsUp
+
+
+@pytest.fixture
+def interrupted() -> Iterator[Callable[..., None]]:
+    """Calls what waits, for ever but for the handler, which is called a little later."""
+
+    def run(call: Callable[..., Any], *arguments: Any) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        call(*arguments)
+
+    before = signal.signal(signal.SIGALRM, raises)
+    yield run
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def beside(hosts: str | None, others: Callable[[Any], Any]) -> tuple[Any, list[Any], Callable[[], None]]:
+    """Rank 0 of a group, what came of ``others`` in threads of their own, and what waits for these."""
+    size, found, at = len(hosts or "aa"), [None] * len(hosts or "aa"), free_address()
+    here = collective.members(size) if hosts is None else None
+
+    def member(rank: int) -> Any:
+        return here[rank] if here else meet_at(at, SECRET, rank, size, 60, host=(hosts or "")[rank])
+
+    def run(rank: int) -> None:
+        with member(rank) as g:
+            try:
+                found[rank] = others(g)
+            except MemberDied as error:
+                found[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(1, size)]
+    for thread in threads:
+        thread.start()
+
+    def wait() -> None:
+        for thread in threads:
+            thread.join()
+
+    return member(0), found, wait
+
+
+def after_what_was_started(g: Any) -> None:
+    g.allreduce(1, wait=False)
+    g.barrier()
+
+
+@pytest.mark.parametrize("hosts", [None, "ab"], ids=["one host", "two hosts"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda g: g.receive(1),
+        lambda g: g.receive(1, timeout=60),
+        lambda g: g.receive_any(),
+        lambda g: g.receive_any(timeout=60),
+        lambda g: g.allreduce(1),
+        lambda g: g.allreduce(np.ones(2)),
+        lambda g: g.split(0),
+        after_what_was_started,
+    ],
+    ids=range(8),
+)
+def test_it_comes_out_of_a_call_that_waits(
+    interrupted: Any, hosts: str | None, call: Callable[[Any], Any]
+) -> None:
+    over = threading.Event()
+    g, _, wait = beside(hosts, lambda _: over.wait())
+    try:
+        with pytest.raises(TimeIsUp):
+            interrupted(call, g)
+    finally:
+        over.set()
+        wait()
+        g._abandon()
+
+
+def test_others_hear_of_a_death_and_not_of_somebody_elses_time_limit(interrupted: Any) -> None:
+    """On the host of the one that it has interrupted between the hosts."""
+    over = threading.Event()
+
+    def others(g: Any) -> Any:
+        if g.rank == 2:
+            return over.wait()
+        return g.allreduce(np.ones(2))
+
+    g, found, wait = beside("aab", others)
+    try:
+        with pytest.raises(TimeIsUp):
+            interrupted(g.allreduce, np.ones(2))
+    finally:
+        over.set()
+        wait()
+        g._abandon()
+    assert isinstance(found[1], MemberDied)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_it_comes_out_of_a_meeting(interrupted: Any, rank: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        at = free_address() if rank == 0 else f"127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(TimeIsUp):
+            interrupted(lambda: collective.group(rank=rank, size=2, at=at, secret=SECRET))
+
+
+def test_it_comes_out_of_a_backend_of_torch(interrupted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    from flowchan.collective.torch_ways import TorchWay
+
+    monkeypatch.setattr(TorchWay, "_address", lambda _: "")
+    monkeypatch.setattr(TorchWay, "_connect", lambda *_: signal.raise_signal(signal.SIGALRM))
+    (g,) = collective.members(1)
+    g.select("allreduce", "gloo")
+    with pytest.raises(TimeIsUp):
+        g.allreduce(np.ones(2))
+    g._abandon()
