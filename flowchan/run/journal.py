@@ -18,7 +18,7 @@ from flowchan.run.events import Started, WorkerId
 from flowchan.run.plan import Plan
 
 log = logging.getLogger("flowchan.run")
-logging.getLogger("flowchan").addHandler(logging.NullHandler())
+log.addHandler(logging.NullHandler())
 
 
 class Journal:

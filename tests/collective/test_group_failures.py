@@ -222,6 +222,19 @@ def test_a_stall_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     assert said in caplog.text
 
 
+STALL = """
+from flowchan import Graph, collective
+first, second = collective.members(2)
+first._stalled(1, 10.0)
+"""
+
+
+def test_a_stall_is_shown_by_a_program_that_has_not_set_logging_up() -> None:
+    """Else who wonders why nothing goes on would see nothing."""
+    ended = subprocess.run([sys.executable, "-c", STALL], capture_output=True, text=True, timeout=300)
+    assert ended.stderr.startswith("barrier of a group of 2 has waited for 10 s: ")
+
+
 WAITS = """
 import os, signal, sys, threading
 from flowchan import Channel, collective
