@@ -28,9 +28,9 @@ from flowchan.collective.operations import (
     ALONG_TREES,
     BARRIER,
     BROADCAST,
-    COMBINING,
     GATHER,
     NAMES,
+    REDUCE,
     REDUCE_SCATTER,
     SPLIT,
     TELL,
@@ -145,11 +145,11 @@ class LinkedGroup(Group):
         self._close_backends()
 
     def _explain(self, operation: str, x: Any) -> str:
-        here = self._node._explain(operation, x)
         size, hosts = arrays.size_of(x), len(self._hosts)
-        sliced = operation in COMBINING and size is not None and size > slicing.whole(hosts)
-        how = "a slice for each" if sliced else "all that each has"
-        if hosts > 2 and operation in ALONG_TREES:
+        by = NAMES[REDUCE] if operation == NAMES[REDUCE_SCATTER] and size is not None else operation
+        here = operation + self._node._explain(by, x).removeprefix(by)
+        how = slicing.shown(operation, size, hosts)
+        if hosts > 2 and (operation in ALONG_TREES or (operation == NAMES[REDUCE] and size is None)):
             how = "along a tree"
             if self._links is not None:
                 small = operation == NAMES[BROADCAST] and size is not None and size <= slicing.WHOLE

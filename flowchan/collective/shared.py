@@ -18,7 +18,7 @@ from flowchan.collective.countdown import countdown
 from flowchan.collective.given import called, received
 from flowchan.collective.group import Group
 from flowchan.collective.lanes import Lanes
-from flowchan.collective.operations import ALLREDUCE, COMBINING, NAMES, TELL
+from flowchan.collective.operations import ALLREDUCE, COMBINING, MOVING, NAMES, REDUCE_SCATTER, TELL
 from flowchan.collective.shrinking import Shrinking
 from flowchan.collective.values import dumps, loads
 from flowchan.collective.ways import not_here, number_of
@@ -36,6 +36,18 @@ _HOW = {
     "chunks": "read where they were written, one after the other",
     "direct": "everybody reads it where it lies in the memory of the others",
 }
+_OF_VALUES = {
+    "barrier": "everybody waits until all have come, and nothing is moved",
+    "broadcast": "the root's value is written down as bytes, and everybody reads these",
+    "reduce": "values are written down as bytes, and the root reads those of the others",
+    "gather": "values are written down as bytes, and the root reads those of the others",
+    "scatter": "the root's values are written down as bytes, and everybody reads its own",
+    "alltoall": "values are written down as bytes, and everybody reads those for it",
+    "reduce_scatter": "it takes arrays and tensors only",
+    "combine": "values are written down as bytes, and everybody reads those of the others; with a function "
+    "of your own rank 0 does, and tells all",
+}
+_OF_ANY_VALUE = "values are written down as bytes, and everybody reads those of the others"
 _WAYS = ("", *_HOW)
 """In the order of the core."""
 
@@ -154,17 +166,20 @@ class SharedGroup(_core.Group, Group):
     def _explain(self, operation: str, x: Any) -> str:
         number = number_of(operation)
         size = arrays.size_of(x)
-        if size is None:
-            how = "values are written down as bytes, and everybody reads those of the others"
+        if size is None or operation not in (*COMBINING, *MOVING, NAMES[REDUCE_SCATTER]):
+            how = _OF_VALUES.get(operation, _OF_ANY_VALUE)
         elif not arrays.is_here(x):
             how = not_here(operation, x)
+        elif number == REDUCE_SCATTER:
+            how = "chunks: everybody combines its own part of each"
         else:
             way = _WAYS[self._way(number, size, operation in COMBINING)]
             how = f"{way}: {_HOW[way]}"
             if number == ALLREDUCE and not self._chosen.get(number) and all(took := self._took(size)):
                 exchange, slices = (round(one / 1000) for one in took)
                 how += f", as measured: exchange {exchange} µs, slices {slices} µs"
-        return f"{operation}: {how}; shared memory, {self.size} members on this host"
+        members = "1 member" if self.size == 1 else f"{self.size} members"
+        return f"{operation}: {how}; shared memory, {members} on this host"
 
     def _select(self, doing: int, way: str | None) -> None:
         self._choose(doing, 0 if way is None else _WAYS.index(way))

@@ -9,6 +9,15 @@ from flowchan import _core
 from flowchan.collective import arrays
 from flowchan.collective.countdown import Left
 from flowchan.collective.links import Links
+from flowchan.collective.operations import (
+    ALLTOALL,
+    BARRIER,
+    BROADCAST,
+    COMBINING,
+    NAMES,
+    REDUCE_SCATTER,
+    SCATTER,
+)
 from flowchan.collective.steps import Call
 
 WHOLE, WHOLE_OF_TWO = 64 * 1024, 1 << 20
@@ -16,11 +25,24 @@ WHOLE, WHOLE_OF_TWO = 64 * 1024, 1 << 20
 send as much either way, and the first way is one step in place of two."""
 BLOCK = 8 << 20
 """Bytes that are sliced at a time: what comes is combined while it is still in the caches."""
+_BETWEEN_HOSTS = {
+    NAMES[BARRIER]: "a word of each",
+    NAMES[BROADCAST]: "what the root has",
+    NAMES[SCATTER]: "to each what is for it",
+    NAMES[ALLTOALL]: "to each what is for it",
+}
 
 
 def whole(hosts: int) -> int:
     """Up to how many bytes so many hosts combine whole arrays."""
     return WHOLE_OF_TWO if hosts == 2 else WHOLE
+
+
+def shown(operation: str, size: int | None, hosts: int) -> str:
+    """What goes over the connections, where that is not along a tree. ``size``: of arrays, in bytes."""
+    if operation in (*COMBINING, NAMES[REDUCE_SCATTER]) and size is not None and size > whole(hosts):
+        return "a slice for each"
+    return _BETWEEN_HOSTS.get(operation, "all that each has")
 
 
 def combine(links: Links, call: Call, total: Any, op: str, left: Left) -> None:

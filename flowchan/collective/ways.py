@@ -39,6 +39,10 @@ class Ways:
 
     def explain(self, operation: str, x: Any = None) -> str:
         """How an operation would be done, in a sentence."""
+        try:
+            arrays.is_dense(x)
+        except TypeError as error:
+            return f"{operation}: not at all: {error}"
         backend = self._backend_for(number_of(operation), x) if arrays.is_array(x) else None
         if backend is None:
             return self._explain(operation, x)

@@ -403,6 +403,18 @@ def test_what_would_be_done_is_said_in_a_sentence() -> None:
     assert "chunks" in second.explain("broadcast", small)
     assert "direct" in second.explain("allgather", large)
     assert "written down" in second.explain("allgather", {})
+    for operation, how in {
+        "barrier": "everybody waits until all have come, and nothing is moved",
+        "broadcast": "the root's value is written down as bytes, and everybody reads these",
+        "gather": "values are written down as bytes, and the root reads those of the others",
+        "scatter": "the root's values are written down as bytes, and everybody reads its own",
+        "reduce_scatter": "it takes arrays and tensors only",
+    }.items():
+        assert first.explain(operation) == f"{operation}: {how}; shared memory, 2 members on this host"
+    for operation in ("scatter", "split", "combine"):
+        assert "written down" in first.explain(operation, large)
+    assert "everybody combines its own part of each" in first.explain("reduce_scatter", large)
+    assert "not at all: a group's operations take no masked" in first.explain("allreduce", np.ma.ones(2))
     with pytest.raises(ValueError, match=r"operation must be one of barrier, .* not 'sum'"):
         first.explain("sum")
 

@@ -319,10 +319,20 @@ def test_who_does_not_come_and_who_comes_twice_is_named() -> None:
 
 def test_how_an_operation_is_done_is_said() -> None:
     def body(g: Any) -> Any:
-        return g.explain("allreduce", np.ones(10)), g.explain("allreduce", np.ones(10**6))
+        found = (g.explain(name, 1) for name in ("scatter", "broadcast", "barrier"))
+        assert [one.rpartition(", ")[2] for one in found] == [
+            "to each what is for it",
+            "what the root has",
+            "a word of each",
+        ]
+        return g.explain("allreduce", np.ones(10)), g.explain("reduce_scatter", np.ones(10**6))
 
     small, large = OverHosts("ab", body).results(2)[0]
     assert small.endswith("over connections between the 2 hosts' leaders, all that each has")
+    assert small.startswith(
+        "allreduce: exchange: everybody reads the inputs of the others; shared memory, 1 member on"
+    )
+    assert large.startswith("reduce_scatter: slices: ")
     assert large.endswith("over connections between the 2 hosts' leaders, a slice for each")
 
 
