@@ -121,11 +121,13 @@ class Door:
             guest.close()
             return False
         try:
+            self._unregister(sock)  # where TLS begins, another process has it, and we would still hear of it
             guest.go_on()
+            self._ready.register(guest.sock, selectors.EVENT_READ, guest)
         except BaseException as error:
             if guest.has_proved() and not isinstance(error, Exception):
                 raise  # it counts on being let in: the next call goes on
-            self._forget(guest, sock)
+            self._forget(guest, guest.sock)
             guest.close()
             if isinstance(error, OSError) and lacks(error):  # TLS needs descriptors of its own
                 self._note(f"{guest.peer} was refused: {error.strerror}")
@@ -134,9 +136,6 @@ class Door:
             else:
                 raise
             return False
-        if guest.sock is not sock:  # TLS begins
-            self._unregister(sock)
-            self._ready.register(guest.sock, selectors.EVENT_READ, guest)
         return guest.has_proved()
 
     def _hand_over(
@@ -157,7 +156,7 @@ class Door:
             self._guests.remove(guest)
 
     def _unregister(self, sock: socket.socket) -> None:
-        with contextlib.suppress(KeyError):  # it has been, before Ctrl-C
+        with contextlib.suppress(KeyError, ValueError):  # it has been: before Ctrl-C, or before it was closed
             self._ready.unregister(sock)
 
     def _send_away_the_late(self, now: float) -> None:

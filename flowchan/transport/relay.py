@@ -221,8 +221,11 @@ class Pump:
 
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    told = json.loads(sys.stdin.readline())
-    parent = os.pidfd_open(told["parent"])
+    try:
+        told = json.loads(sys.stdin.readline() or "{}")
+        parent = os.pidfd_open(told["parent"])
+    except (KeyError, ProcessLookupError):  # who started it has died
+        return 1
     if os.getppid() != told["parent"]:
         return 1
     with socket.socket(fileno=told["local"]) as local, socket.socket(fileno=told["net"]) as sock:
@@ -232,7 +235,8 @@ def main() -> int:
             if not told["pem"]:
                 net.check_certificate(bytes.fromhex(told["fingerprint"]))
         except Failed as failed:
-            print(failed, flush=True)
+            with contextlib.suppress(BrokenPipeError):  # nobody asks
+                os.write(1, f"{failed}\n".encode())
             return 1
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nothing more will be said
         Pump(local, net, parent).run()

@@ -111,6 +111,21 @@ def test_many_that_are_silent_do_not_keep_one_that_knows_it_out() -> None:
                 one.close()
 
 
+def test_who_is_sent_away_for_another_may_just_have_said_something() -> None:
+    with opened() as door, contextlib.ExitStack() as open_ones:
+        silent = []
+        for _ in range(AT_ONCE):
+            silent.append(open_ones.enter_context(tcp.dial(door.address, 30)))
+            with pytest.raises(TimeoutError):
+                door.accept(0)
+        open_ones.enter_context(tcp.dial(door.address, 30))
+        silent[0].sendall(authentication.SPOKEN)
+        while not door.refused:
+            with pytest.raises(TimeoutError):
+                door.accept(0)
+        assert f"more than {AT_ONCE} handshakes were going on at once" in door.last_refused
+
+
 def test_the_silent_are_sent_away_in_time() -> None:
     with opened(patience=0.05) as door, tcp.dial(door.address, 30) as silent:
         serve_until_one_is_refused(door)

@@ -285,6 +285,16 @@ def test_a_door_with_tls() -> None:
         assert door.refused == 0
 
 
+def test_a_door_sees_nothing_of_whom_it_has_let_in_by_tls() -> None:
+    with Door(tcp.listen("127.0.0.1:0"), SECRET, {}, tls=True) as door:
+        peer = ThreadPeer(lambda: met(tcp.dial(door.address, 30), tls=True))
+        mine, _ = door.accept(60)
+        theirs, _ = peer.result()
+        with mine, theirs:
+            seen = Path(f"/proc/self/fdinfo/{door.fileno()}").read_text()
+            assert seen.count("tfd:") == 1  # who dials
+
+
 def test_without_cryptography_it_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the end that listens; who dials needs nothing."""
     tls.certificate.cache_clear()
