@@ -267,6 +267,8 @@ class _Book:
     def finish(self, item: tuple[int, Any]) -> None:
         """Takes what came back from a process. The user's own code may be part of the unpacking."""
         number, packed = item
+        if number not in self._tasks:
+            return
         future = self._tasks[number].future
         try:
             value = unpack(packed)
@@ -279,8 +281,10 @@ class _Book:
 
     def fail(self, failed: Failed[Any]) -> None:
         """Takes a failure: of a call, of a worker, or of a task that was too large to be sent, which is a
-        number yet."""
+        number yet. A host may have been lost whose worker had sent the result before."""
         number = failed.item if isinstance(failed.item, int) else failed.item[0]
+        if number not in self._tasks:
+            return
         error = reason(failed.error)
         if isinstance(error, _NotReady):
             self.broken = self.broken or error.args[0]

@@ -303,6 +303,7 @@ NB_MODULE(_core, m) {
              })
         .def("_begin_again", begin_again)
         .def("_read_alone", [](In& in) { in.state.alone = true; })
+        .def("_begin_once", [](In& in) { in.state.once = true; })
         .def(
             "_on_poison",
             [](In& in, uint64_t deaths, nb::object handler) {

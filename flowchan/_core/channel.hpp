@@ -210,6 +210,8 @@ void runs(In* in, Session::At at);
 
 // The items in hand are done with: the writers that follow pass their turn. False with a Python error set.
 bool tell_followers(In& in);
+// Whether the one output of the item in hand is out already: whoever had it before died behind that.
+bool has_its_output(In& in);
 
 // One try, no waiting: Done, NotNow, Drained, or a step with its Python error set.
 Step try_put(Channel& ch, Out* out, PyObject* item);

@@ -124,7 +124,7 @@ Step get_decoded(Ring& ring, Channel& ch, In* in, Deadline deadline, Taking taki
     Taken taken;
     uint32_t session = reader ? reader->session : ch.plain_session();
     bool finished = false;
-    runs(in, Session::OURS);
+    if (reader && !reader->once) runs(in, Session::OURS);
     Step step = perform(
         ring,
         [&](bool) {
@@ -136,6 +136,7 @@ Step get_decoded(Ring& ring, Channel& ch, In* in, Deadline deadline, Taking taki
             if (reader && taking == Taking::Next) {
                 finished = true;
                 ring.acknowledge(*reader, wakes);
+                ring.session(session).at = Session::OURS;
             }
             const Step tried = ring.try_take(taken, reader, session, wakes);
             if (in && tried == Step::Done) in->copying = true;
@@ -170,6 +171,10 @@ Step get_decoded(Ring& ring, Channel& ch, In* in, Deadline deadline, Taking taki
     }
     if (!killer) return Step::Done;
     runs(in, Session::OURS);
+    if (has_its_output(*in)) {
+        Py_CLEAR(result);
+        return Step::Wait;
+    }
     return give_up(*in, std::exchange(result, nullptr), taken.deaths, nullptr);
 }
 

@@ -163,7 +163,7 @@ Step put(Ring& ring, Channel& ch, Out* out, PyObject* item, Deadline deadline, u
     size = frame.size;
     if (ch.hosts && needs_its_slot(frame.kind)) return raise_stays_here(ch, item), Step::Interrupted;
     In* in = out ? out->follows() : nullptr;
-    runs(in, Session::OURS);
+    if (in && !in->state.once) runs(in, Session::OURS);
     Step step = put_frame(ring, ch, out, frame, deadline);
     runs(in, Session::USERS);
     if (step == Step::Refused) return raise_refused(ch, frame.refused), Step::Interrupted;
@@ -175,6 +175,16 @@ Step put_step(Channel& ch, Out* out, PyObject* item, Deadline deadline, uint64_t
     return ch.with([&](auto& medium) { return put(medium, ch, out, item, deadline, size); });
 }
 }  // namespace
+
+bool has_its_output(In& in) {
+    bool found = false;
+    for (Out* out : in.feeds)
+        locked_ring(*out->ch, [&](Ring& ring, Wakes&) {
+            begin(ring, *out);
+            found = found || (out->state.single && out->state.skip > 0);
+        });
+    return found;
+}
 
 Caller writing(Channel& ch, const Out* out, uint64_t size, bool waits) {
     Caller caller{Side::Writer, out, 0, size};

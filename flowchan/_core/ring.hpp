@@ -36,6 +36,9 @@ struct ReaderState {
                 // its next item matters more than the writer's, and their slices bound the delay.
     bool alone =
         false;  // what others have in hand never comes to it, so it does not wait for that at the end
+    bool once =
+        false;  // a death counts against the item in hand until that is finished, not only in the user's
+                // code: nothing is begun twice
 };
 struct WriterState {
     uint32_t session = 0;

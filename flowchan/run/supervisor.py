@@ -29,7 +29,8 @@ The run contract. If the code disagrees with it, that is a bug; each clause name
 - R9 Chance. Every worker has its own seed, derived from the run's, its stage, its number and its incarnation,
   and what its process draws begins there. (test_chance.py)
 - R10 Blame. An item is blamed only for deaths inside the user's code (or inside its own unpickling), by one
-  worker at a time while the others go on, and with how each of them died. (test_blame.py)
+  worker at a time while the others go on, and with how each of them died. With ``max_deaths=1`` also for
+  deaths until its output is out, so it is never begun twice. (test_blame.py, test_begun_once.py)
 - R11 Gangs. The workers of a stage with a group start together. When one dies and the stage is restartable,
   all begin again, each with what it had in hand, and no item is blamed for the ends of the others. A
   survivor's MemberDied is no failure of its own. So over hosts, too, where connections that break count as a

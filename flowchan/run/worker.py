@@ -168,6 +168,8 @@ def job_of(
         reader._wake_lazily()
         if stage.keeps_its_own:
             reader._read_alone()
+        if stage.max_deaths == 1:
+            reader._begin_once()
         reader._on_poison(stage.max_deaths, job.poisoned)
     return job
 

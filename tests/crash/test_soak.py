@@ -21,7 +21,7 @@ def test_the_soak_finds_an_item_that_was_lost_and_one_that_came_twice() -> None:
     wrong = case(1, 1)
     graph = Graph("wrong")
     wrong.out = graph.source([*wrong.expected[1:], wrong.expected[-1]]).collect()
-    wrong.graph = graph
+    wrong.graph, wrong.most = graph, None
     totals = Totals()
     one(wrong, random.Random(1), totals, "planted", end=0)
     assert (totals.lost, totals.repeated) == (1, 1)

@@ -1,0 +1,93 @@
+"""R10, with ``max_deaths=1``: an item is never begun a second time, wherever in between its worker dies."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from runs import Gate, waits
+from waiting import wait_until
+
+from flowchan import Failed, Graph, In, Out, WorkerDied
+from flowchan.pipelines import TaskPool
+
+ONCE: Any = {"on": "process", "workers": 1, "restarts": 10**6, "max_deaths": 1}
+
+
+def noted(folder: Path, number: int) -> int:
+    with (folder / str(number)).open("a") as file:
+        file.write("called ")
+    return number
+
+
+def calls(folder: Path) -> dict[int, int]:
+    return {int(path.name): len(path.read_text().split()) for path in folder.iterdir()}
+
+
+def test_who_dies_while_its_output_waits_for_a_place_has_died_over_the_item(tmp_path: Path) -> None:
+    gate = Gate()
+
+    def passes(items: In[int], out: Out[int]) -> None:
+        gate.wait()
+        for item in items:
+            out.put(item)
+
+    graph = Graph("once")
+    done = graph.source(range(6)).map(lambda item: noted(tmp_path, item), name="work", capacity=1, **ONCE)
+    good, bad = graph.stage(passes, done).collect(), done.errors.collect()
+    with graph.start() as run:
+        waits(run, "work", writers=1)
+        (process,) = run._crew.processes.values()
+        process.kill()
+        gate.open()
+        results = run.wait()
+    (failed,) = results[bad]
+    assert isinstance(failed, Failed)
+    assert isinstance(failed.error, WorkerDied)
+    assert sorted([*results[good], failed.item]) == list(range(6))
+    assert calls(tmp_path) == dict.fromkeys(range(6), 1)
+
+
+class KillsBehind:
+    """A number to whoever receives it. Where it was made, the process dies once nobody has it any more."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __reduce__(self) -> Any:
+        return int, (self.number,)
+
+    def __del__(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_who_dies_behind_its_output_has_done_the_item(tmp_path: Path) -> None:
+    def work(item: int) -> Any:
+        noted(tmp_path, item)
+        return KillsBehind(item) if item == 2 else item
+
+    graph = Graph("once")
+    done = graph.source(range(6)).map(work, **ONCE)
+    good, bad = done.collect(), done.errors.collect()
+    results = graph.run()
+    assert (results[good], results[bad]) == (list(range(6)), [])
+    assert calls(tmp_path) == dict.fromkeys(range(6), 1)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_task_of_a_pool_is_never_done_twice(tmp_path: Path, workers: int) -> None:
+    """Its future has a result, or the death."""
+    with TaskPool(workers, on="process") as pool:
+        tasks = [pool.submit(noted, tmp_path, number) for number in range(300)]
+        for number in range(0, 300, 30):
+            wait_until(tasks[number].done)
+            with contextlib.suppress(IndexError, psutil.NoSuchProcess):
+                psutil.Process().children()[0].kill()
+    ended = [task.exception() or task.result() for task in tasks]
+    assert all(end == number or isinstance(end, WorkerDied) for number, end in enumerate(ended))
+    assert max(calls(tmp_path).values()) == 1  # who dies in the call may not have written it
