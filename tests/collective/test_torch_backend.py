@@ -279,4 +279,4 @@ def test_a_thread_begins_with_a_tensor_when_its_device_has_made_it(torch_program
     program = torch_programs.popen("-c", ON_A_DEVICE, stdout=subprocess.PIPE, text=True)
     first, second = program.communicate(timeout=100)[0].splitlines()
     assert first == "finished meta"
-    assert "float32[65536] on meta: copy it" in second
+    assert "float32[65536] on meta: it has no contents" in second

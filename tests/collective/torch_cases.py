@@ -21,8 +21,6 @@ from flowchan.collective import gathering
 Case = Callable[[], Any]
 FOLDER: list[str] = []  # the path that checkpoints' folders begin with
 CASES: dict[str, Case] = {}
-
-
 LACKS = "this backend lacks it"
 
 
@@ -348,7 +346,7 @@ def tensor_parallel() -> Any:
     net = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 5))
     mesh = init_device_mesh("cpu", (size(),))
     parallelize_module(net, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    return net(mine_of(0, 8, 20)).detach()
+    return [net.to(dtype)(mine_of(0, 8, 20).to(dtype)).detach() for dtype in (torch.float32, torch.bfloat16)]
 
 
 @case
@@ -471,7 +469,7 @@ def receive_from_anybody_while_one_member_is_waited_for() -> Any:
 
 def text(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        content = hashlib.sha256(value.contiguous().numpy().tobytes()).hexdigest()[:16]
+        content = hashlib.sha256(value.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
         return f"{value.dtype}{list(value.shape)} {content}"
     return [text(one) for one in value] if isinstance(value, list | tuple) else str(value)
 
