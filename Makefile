@@ -64,7 +64,7 @@ docs: .venv/installed-docs
 coverage: .venv/installed-test
 	$(BIN)/python -m pytest --cov=flowchan --cov=viz --cov=pipelines --cov-report=term-missing:skip-covered \
 	    tests/declare tests/check tests/viz tests/cli tests/run/test_verbs.py tests/run/test_verbs_per_item.py tests/run/test_failure.py \
-	    tests/run/test_handle.py tests/run/test_decisions.py tests/run/test_async_stages.py tests/run/test_explain.py \
+	    tests/run/test_handle.py tests/run/test_decisions.py tests/run/test_decisions_at_random.py tests/run/test_async_stages.py tests/run/test_explain.py \
 	    tests/crash/test_exactly_once.py tests/pipelines tests/contract/test_values.py
 
 # What takes too long for every change: models, crash walks and stress in full; then random graphs and random kills,

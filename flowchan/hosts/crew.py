@@ -18,7 +18,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from flowchan.channel.channel import most_bytes
@@ -26,7 +25,7 @@ from flowchan.declare.values import Stage
 from flowchan.errors import Closed, HostError
 from flowchan.hosts.code import own_modules, pack_stage
 from flowchan.hosts.life import Heard, Life
-from flowchan.hosts.lines import Line, together
+from flowchan.hosts.lines import COUNTS, Host, Line, together
 from flowchan.hosts.messages import (
     Ask,
     Close,
@@ -59,25 +58,9 @@ from flowchan.run.worker import join_ports
 from flowchan.transport.door import Door
 from flowchan.transport.tcp import joined, listen
 
-COUNTS = ("breaks", "bytes_out", "bytes_in")  # of a link's state
 LIVES, WITHIN, TRIES = 10, 60.0, 3
 """A host is given up when so many agents have been started there within so many seconds, or so many in a row
 that never came."""
-
-
-@dataclass
-class _Host:
-    name: str
-    number: int
-    life: Life | None = None
-    lives: int = 0
-    births: list[float] = field(default_factory=list)  # of the last lives
-    stillborn: int = 0  # the last ones that never came
-    deaths: list[str] = field(default_factory=list)
-    lacking: set[str] = field(default_factory=set)  # modules that are missing there
-    given_up: str = ""  # why
-    before: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))  # of lives that are over
-    round_trip: float = 0.0  # of the last of them
 
 
 class HostCrew:
@@ -95,7 +78,7 @@ class HostCrew:
         self._provider, self._patience = provider, patience
         self._tls = tls
         self._workers = {worker.id: worker for worker in workers}
-        self._hosts = {name: _Host(name, number) for number, name in enumerate(provider.hosts)}
+        self._hosts = {name: Host(name, number) for number, name in enumerate(provider.hosts)}
         self._lines: dict[WorkerId, Line] = {}
         self._numbers = 0
         self._deaths: dict[WorkerId, Death] = {}
@@ -144,7 +127,7 @@ class HostCrew:
     def _name(self) -> str:
         return f"flowchan {self._home.plan.graph.name}"
 
-    def _bring(self, host: _Host) -> Life:
+    def _bring(self, host: Host) -> Life:
         """Starts an agent there."""
         assert self._reception is not None
         life = Life(
@@ -181,7 +164,7 @@ class HostCrew:
             return
         sock.close()
 
-    def _send(self, id: WorkerId, host: _Host) -> None:
+    def _send(self, id: WorkerId, host: Host) -> None:
         """Starts a worker on a host, on a new line."""
         life = host.life or self._bring(host)
         ports, stage = self._home.ports(id), self._workers[id].stage
@@ -412,7 +395,7 @@ class HostCrew:
                 line.gone, line.blame, line.here = False, True, self._begun(id, line.life)
                 self._say_start(id, line)
 
-    def _host_for(self, id: WorkerId) -> _Host:
+    def _host_for(self, id: WorkerId) -> Host:
         """The host on which a worker was planned, or else that of its pool with the fewest workers."""
         worker = self._workers[id]
         hosts = [self._hosts[name] for name in (worker.host, *worker.stage.place.hosts)]
@@ -482,7 +465,7 @@ class HostCrew:
 
     # --- what it looks like ---
 
-    def _count(self, host: _Host, life: Life) -> None:
+    def _count(self, host: Host, life: Life) -> None:
         state = life.link.state()
         with self._lock:
             for word in COUNTS:
@@ -493,7 +476,7 @@ class HostCrew:
         with self._lock:
             return tuple(self._about(host) for host in self._hosts.values() if host.lives)
 
-    def _about(self, host: _Host) -> HostStats:
+    def _about(self, host: Host) -> HostStats:
         state = host.life.link.state() if host.life is not None else {}
         counts = {word: host.before[word] + state.get(word, 0) for word in COUNTS}
         how = "connected" if state.get("connected") else "waiting" if state else host.given_up or "ended"

@@ -1,10 +1,10 @@
-"""The lines of a run's workers on its links to hosts, and what those workers wait for."""
+"""The hosts of a run, the lines of its workers on the links to them, and what those workers wait for."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from flowchan.hosts.life import Life
 from flowchan.run.chance import Worker
@@ -25,6 +25,26 @@ class Line:
     blame: bool = True
     ended: Ended | None = None
     finished: bool = False
+
+
+COUNTS = ("breaks", "bytes_out", "bytes_in")  # of a link's state
+
+
+@dataclass
+class Host:
+    """One of a pool, as a run has it: the life of its agent now, and what it was like before."""
+
+    name: str
+    number: int
+    life: Life | None = None
+    lives: int = 0
+    births: list[float] = field(default_factory=list)  # of the last lives
+    stillborn: int = 0  # the last ones that never came
+    deaths: list[str] = field(default_factory=list)
+    lacking: set[str] = field(default_factory=set)  # modules that are missing there
+    given_up: str = ""  # why
+    before: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))  # of lives that are over
+    round_trip: float = 0.0  # of the last of them
 
 
 def together(lives: Sequence[Life], lines: Mapping[WorkerId, Line | None]) -> Elsewhere:

@@ -85,11 +85,11 @@ class Job:
     def without_failed(self, items: Any, results: Any) -> Any:
         """Of what a function gave for a batch, the results: where it has put an exception, that member
         failed. Where nobody can say which member that is, the batch failed."""
-        if not (isinstance(results, list) and isinstance(items, list) and len(results) == len(items)):
-            if not (isinstance(items, list) and isinstance(results, list | tuple)):
-                return results
-            if not any(isinstance(result, Exception) for result in results):
-                return results
+        if not (isinstance(items, list) and isinstance(results, list | tuple)):
+            return results
+        if not any(isinstance(result, Exception) for result in results):
+            return results
+        if not isinstance(results, list) or len(results) != len(items):
             error = TypeError(
                 f"the function returned exceptions in a {type(results).__name__} of {len(results)} for a "
                 f"batch of {len(items)}; in the place of members that failed they stand in a list that is as "

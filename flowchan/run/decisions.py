@@ -304,8 +304,8 @@ def _failed(state: State, failure: Failure, now: float, expected: bool) -> tuple
 def _died(state: State, died: Died, now: float) -> tuple[State, tuple[Action, ...]]:
     stage = died.worker.stage
     used, limit = state.restarts.get(stage, 0), state.limits.get(stage, 0)
-    replaceable = died.always or (used < limit if died.counts else limit > 0)
-    replaceable = replaceable and not died.hopeless
+    has_left = used < limit if died.counts else limit > 0
+    replaceable = (died.always or has_left) and not died.hopeless
     going_on = state.phase in ("running", "stopping")
     mates = {worker for worker in state.alive if worker.stage == stage} - {died.worker}
     if going_on and replaceable:

@@ -1,26 +1,22 @@
-"""What the supervisor decides, without a process, a thread or a clock: every phase and every happening, and
-that a run is never stuck."""
+"""What the supervisor decides, without a process, a thread or a clock: every phase and every happening."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from deciding import died, failure, missing
 
-from flowchan.errors import MemberDied, MemberLeft
+from flowchan.errors import MemberLeft
 from flowchan.run import decisions, measure
 from flowchan.run.decisions import (
     GRACE,
     STOP_SECONDS,
     AbortAsked,
     BreakChannels,
-    Died,
     Disband,
     Fell,
     Meet,
@@ -35,7 +31,6 @@ from flowchan.run.decisions import (
     Terminate,
     Tick,
     decide,
-    next_at,
 )
 from flowchan.run.events import Bereft, Ended, Failure, WorkerId
 
@@ -43,14 +38,6 @@ SOURCE, MAP, SINK = (WorkerId(name, 1) for name in ("source", "map", "sink"))
 ALL = frozenset({SOURCE, MAP, SINK})
 START = State(alive=ALL, processes=frozenset({MAP}), sources=frozenset({SOURCE}), ends=frozenset({SINK}))
 GOING_ON = [phase for phase in get_args(Phase) if phase != "ended"]
-
-
-def failure(worker: WorkerId, text: str = "wrong") -> Failure:
-    return Failure(worker, ValueError(text), "item", 1)
-
-
-def died(worker: WorkerId) -> Died:
-    return Died(worker, failure(worker, "killed"))
 
 
 def at(phase: Phase, **values: Any) -> State:
@@ -157,10 +144,6 @@ GANG_AT_WORK = State(
     alive=frozenset(GANG), processes=frozenset(GANG), sources=frozenset(), ends=frozenset(GANG),
     limits={"gang": 2}, gangs=frozenset({"gang"}),
 )  # fmt: skip
-
-
-def missing(worker: WorkerId) -> Failure:
-    return Failure(worker, MemberDied("another died"), None, 1)
 
 
 def test_a_gang_begins_again_once_all_that_are_left_of_it_are_gone() -> None:
@@ -367,158 +350,3 @@ def test_after_the_grace_threads_are_given_up(phase: Phase) -> None:
     state, actions = decide(at(phase, alive=frozenset({SOURCE, SINK})), Tick(), GRACE + 1)
     assert (state.phase, state.alive, state.abandoned) == ("ended", frozenset(), frozenset({SOURCE, SINK}))
     assert actions == ()
-
-
-class Runs(RuleBasedStateMachine):
-    """A run in a world that behaves as badly as it can: workers ignore everything but their death."""
-
-    @initialize(
-        stages=st.lists(st.integers(1, 3), min_size=1, max_size=4),
-        processes=st.sets(st.integers(0, 3)),
-        ends=st.sets(st.integers(0, 3), min_size=1),
-        restarts=st.integers(0, 2),
-        gangs=st.sets(st.integers(0, 3)),
-        elastic=st.booleans(),
-    )
-    def begin(
-        self,
-        stages: list[int],
-        processes: set[int],
-        ends: set[int],
-        restarts: int,
-        gangs: set[int],
-        elastic: bool,
-    ) -> None:
-        workers = [WorkerId(str(s), n + 1) for s, count in enumerate(stages) for n in range(count)]
-        self.now = 0.0
-        self.failed = 0
-        self.broken = False
-        self.released: set[WorkerId] = set()
-        self.killed: set[WorkerId] = set()
-        last = len(stages) - 1
-        self.state = State(
-            alive=frozenset(workers),
-            processes=frozenset(worker for worker in workers if int(worker.stage) in processes),
-            sources=frozenset(worker for worker in workers if worker.stage == "0"),
-            ends=frozenset(
-                worker for worker in workers if int(worker.stage) in {min(end, last) for end in ends}
-            ),
-            limits=dict.fromkeys(map(str, range(len(stages))), restarts),
-            gangs=frozenset(map(str, gangs)),
-            elastic=frozenset(map(str, gangs & processes if elastic else ())),
-        )
-
-    @property
-    def living(self) -> frozenset[WorkerId]:
-        return self.state.alive - self.state.fallen
-
-    def happens(self, happening: Any) -> None:
-        before = self.state
-        self.state, actions = decide(before, happening, self.now)
-        for action in actions:
-            if isinstance(action, BreakChannels):
-                assert not self.broken, "channels are broken once"
-                self.broken = True
-            elif isinstance(action, ReleasePorts):
-                self.released.add(action.worker)
-            elif isinstance(action, Terminate):
-                assert action.worker in before.processes & before.alive - before.fallen
-                if action.force:
-                    self.killed.add(action.worker)
-            elif isinstance(action, StopSources):
-                assert before.phase == "running"
-            elif isinstance(action, Meet):
-                stage = action.workers[0].stage
-                mates = {worker for worker in self.state.alive - self.state.coming if worker.stage == stage}
-                assert set(action.workers) == mates, "all that are at work"
-
-    def some(self, data: st.DataObject, workers: frozenset[WorkerId]) -> WorkerId:
-        return data.draw(st.sampled_from(sorted(workers, key=str)))
-
-    def goes(self, worker: WorkerId) -> None:
-        """A process is gone that has not told how it ended."""
-        self.happens(Fell(worker) if self.state.ends_with_mates(worker) else died(worker))
-
-    @precondition(lambda self: self.living - self.state.bereft.keys())
-    @rule(data=st.data())
-    def a_worker_ends(self, data: st.DataObject) -> None:
-        worker = self.some(data, self.living - self.state.bereft.keys())
-        self.happens(Ended(worker, early=data.draw(st.booleans())))
-
-    @precondition(lambda self: self.living - self.state.bereft.keys())
-    @rule(data=st.data())
-    def a_worker_fails(self, data: st.DataObject) -> None:
-        self.failed += 1
-        self.happens(failure(self.some(data, self.living - self.state.bereft.keys())))
-
-    @precondition(lambda self: self.living - self.state.bereft.keys())
-    @rule(data=st.data())
-    def a_worker_misses_another_of_its_group(self, data: st.DataObject) -> None:
-        self.happens(missing(self.some(data, self.living - self.state.bereft.keys())))
-
-    @precondition(lambda self: self.without_group)
-    @rule(data=st.data())
-    def a_worker_finds_its_group_over(self, data: st.DataObject) -> None:
-        worker = self.some(data, self.without_group)
-        self.happens(Bereft(worker, None if worker in self.state.coming else missing(worker)))
-
-    @property
-    def without_group(self) -> frozenset[WorkerId]:
-        """Of elastic gangs, who may say so."""
-        state = self.state
-        return frozenset(one for one in state.alive - state.waiting.keys() if one.stage in state.elastic)
-
-    @precondition(lambda self: self.living & self.state.processes)
-    @rule(data=st.data())
-    def a_process_dies(self, data: st.DataObject) -> None:
-        self.goes(self.some(data, self.living & self.state.processes))
-
-    @rule()
-    def somebody_stops_the_run(self) -> None:
-        self.happens(StopAsked())
-
-    @rule()
-    def somebody_aborts_the_run(self) -> None:
-        self.happens(AbortAsked())
-
-    @rule(seconds=st.floats(0, 40))
-    def time_passes(self, seconds: float) -> None:
-        self.now += seconds
-        self.happens(Tick())
-
-    @invariant()
-    def no_failure_is_lost(self) -> None:
-        assert len(getattr(self, "state", State(*[frozenset()] * 4)).failures) >= getattr(self, "failed", 0)
-
-    @invariant()
-    def ended_means_nobody_is_alive(self) -> None:
-        if hasattr(self, "state"):
-            assert (self.state.phase == "ended") == (not self.state.alive)
-
-    @invariant()
-    def time_changes_something_when_it_is_said_and_not_before(self) -> None:
-        if not hasattr(self, "state"):
-            return
-        at, now = next_at(self.state), getattr(self, "now", 0.0)
-        before, after = min(at - 1e-6, 1e9), at + 1e-6
-        assert before < now or decide(self.state, Tick(), before) == (self.state, ())
-        assert at == math.inf or decide(self.state, Tick(), max(after, now)) != (self.state, ())
-
-    def teardown(self) -> None:
-        """Whatever has happened: once stopped, the run ends by the passing of time alone. Killed processes
-        die."""
-        if not hasattr(self, "state"):
-            return
-        self.happens(StopAsked())
-        for _ in range(1000):
-            if self.state.phase == "ended":
-                return
-            self.now += 1.0
-            self.happens(Tick())
-            for worker in sorted((self.killed | self.state.bereft.keys()) & self.living, key=str):
-                if worker in self.living:
-                    self.goes(worker)
-        raise AssertionError(f"stuck: {self.state}")
-
-
-TestRuns = Runs.TestCase
