@@ -39,22 +39,10 @@ uint32_t most_pauses(uint32_t members) {
 }
 constexpr uint32_t INSIDE = 1u << 31;
 
-// As measured. With more members than cores a round costs context switches, so there are few of them; with a
-// core for each, chunks are so small that all that is read again lies in its second cache. In chunks one that
-// has something and one that reads it are both at work; reading its own memory, only the reader is.
-Plan plan_for(uint32_t size) {
-    constexpr uint64_t DIRECT = 256 * 1024;
-    const bool crowded = size > std::thread::hardware_concurrency();
-    return {.exchange = size == 2 ? 256 * 1024u : 32 * 1024u,
-            .chunk = crowded ? BIG : 128 * 1024,
-            .direct = DIRECT,
-            .from_one = crowded ? DIRECT : NEVER,
-            .past = 8 << 20};
-}
-
 size_t rounded(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
+const size_t HEADER = rounded(sizeof(GroupHeader), PAGE);
 size_t seats_length(uint32_t size) { return rounded(sizeof(Seat) * size, PAGE); }
-size_t control_length(uint32_t size) { return PAGE + seats_length(size) + SMALL * 2 * size; }
+size_t control_length(uint32_t size) { return HEADER + seats_length(size) + SMALL * 2 * size; }
 size_t result_length(uint32_t size) { return rounded(BIG / size + LINE, PAGE); }
 size_t big_length(uint32_t size) { return (BIG + result_length(size)) * 2 * size; }
 size_t lanes_length(uint32_t size) { return rounded(sizeof(Lane) * TABLES * size * size, PAGE); }
@@ -70,8 +58,9 @@ int Member::make(uint32_t size) {
     need_proc();
     const int fd = make_memory(control_length(size) + big_length(size) + lanes_length(size));
     const size_t length = control_length(size);
-    void* at = reserve_memory(fd, 0, length) ? mmap(nullptr, PAGE, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0)
-                                             : MAP_FAILED;
+    void* at = reserve_memory(fd, 0, length)
+                   ? mmap(nullptr, HEADER, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0)
+                   : MAP_FAILED;
     if (at == MAP_FAILED) {
         const int error = errno;
         ::close(fd);
@@ -79,8 +68,8 @@ int Member::make(uint32_t size) {
     }
     auto* header = new (at) GroupHeader;
     header->size = size;
-    header->plan = plan_for(size);
-    munmap(at, PAGE);
+    header->crowded = size > std::thread::hardware_concurrency();
+    munmap(at, HEADER);
     return fd;
 }
 
@@ -115,14 +104,12 @@ Member::Member(int fd, uint32_t rank) : rank(rank), size(size_of_group(fd)), fd_
         fail(error, "memory for a group");
     }
     header_ = static_cast<GroupHeader*>(at);
-    plan_ = header_->plan;
-    seats_ = reinterpret_cast<Seat*>(static_cast<unsigned char*>(at) + PAGE);
+    seats_ = reinterpret_cast<Seat*>(static_cast<unsigned char*>(at) + HEADER);
     small_ = reinterpret_cast<unsigned char*>(seats_) + seats_length(size);
     big_ = static_cast<unsigned char*>(at) + control_;
     lanes_ = reinterpret_cast<Lane*>(big_ + big_length_);
     pauses_ = most_pauses(size);
-    std::fill_n(by_slices_, TRIED, size > 2);  // two read as much either way, and copy less by exchange
-    std::fill_n(trials_, TRIED, Trial(size > 2));
+    for (uint32_t doing = 0; doing < OPERATIONS; ++doing) choose(doing, Way::Any);
     identity_ = number_of_memory(fd);
 }
 
@@ -243,6 +230,7 @@ End Member::finish(End end) {
     Seat& mine = seat(rank);
     prefetch(&mine.cell[(round_ + 1) & 1]);  // for the next operation: it is in the others' caches
     const bool goes_on = end == End::Done || end == End::Mismatch || end == End::NoMemory;
+    end_trial(end == End::Done);
     if (goes_on)
         mine.doing.store(mine.doing.load(std::memory_order_relaxed) & ~INSIDE, std::memory_order_relaxed);
     if (!joined()) return end;
@@ -258,6 +246,8 @@ void Member::publish(Call call, uint32_t flags, uint64_t bytes) {
     mine.flags = flags | says_;
     mine.key = key_of(call);
     mine.bytes = bytes;
+    mine.filled = filled_;
+    mine.took = took_;
     fault_point();
     mine.round.store(round_, std::memory_order_release);  // partner: is_here
     fault_point();

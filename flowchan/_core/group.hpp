@@ -28,6 +28,7 @@
 #pragma once
 
 #include "kernels.hpp"
+#include "manners.hpp"
 #include "trial.hpp"
 #include "waiting.hpp"
 
@@ -35,13 +36,13 @@
 #include <bit>
 #include <memory>
 #include <thread>
+#include <vector>
 
 namespace flowchan {
 
 constexpr size_t LINE = 64;
-constexpr size_t INLINE = 40;        // bytes that fit beside the round's number
+constexpr size_t INLINE = 32;        // bytes that fit beside the round's number
 constexpr size_t SMALL = 16 * 1024;  // bytes of a small slot
-constexpr size_t BIG = 512 * 1024;   // bytes of a big slot: of a chunk of what is larger
 constexpr uint32_t MOST_MEMBERS = 1024;
 
 // One for each member; hardly ever are there so many that they need the heap.
@@ -72,14 +73,17 @@ struct alignas(LINE) Cell {
     uint32_t flags = 0;
     uint64_t key = 0;  // what the call is; those of one operation are equal
     uint64_t bytes = 0;
+    uint32_t filled = 0;  // ns that it took to write what this operation shows, if that is timed
+    uint32_t took = 0;    // ns of the last one that was, from when all had come
     unsigned char data[INLINE] = {};
 };
 static_assert(sizeof(Cell) == LINE);
 
 enum Gone : uint32_t { HERE, LEFT, GAVE_UP };
 // What a cell says besides. IN_PLACE: what is to be read lies in its owner's memory.
-// BY_SLICES: of rank 0 in an allreduce, that the next one of about this size is done so.
-constexpr uint32_t NO_MEMORY = 1, IN_PLACE = 2, COULD_NOT = 4, BY_SLICES = 8;
+// TELLS: of rank 0, in which manner the next one of about this size is done. Besides, everybody says its own.
+constexpr uint32_t NO_MEMORY = 1, IN_PLACE = 2, COULD_NOT = 4, TELLS = 8;
+constexpr uint32_t OWN_MANNER = 8, NEXT_MANNER = 16;  // from which bit on
 
 struct Seat {
     Cell cell[2];
@@ -94,27 +98,16 @@ struct Seat {
     std::atomic<uint64_t> proof{0};      // where in its own memory `proof_of` this seat lies
 };
 
-// Which sizes are done in which way: see plan_for.
-struct Plan {
-    uint64_t exchange = 0;  // up to so many bytes everybody reads all inputs, and combines them for itself
-    uint64_t chunk = 0;     // in pieces of so many bytes larger ones are moved
-    uint64_t direct = 0;    // from so many on, members read each other's own memory
-    uint64_t from_one = 0;  // the same where all read what one member has
-    uint64_t past = 0;      // from so many on, what is only moved is written past the caches
-};
-
-// Sizes of which the quicker way is found by trial, up to twice as much each; larger ones are like the last.
-constexpr uint64_t UNTRIED = 32 * 1024;
-constexpr uint32_t TRIED = 16;
+constexpr uint32_t OPERATIONS = 16;  // kinds of them
 
 struct GroupHeader {
     static constexpr uint64_t MAGIC = 0x33707567'776f6c66;  // "flowgrup"3
     uint64_t magic = MAGIC;
-    Plan plan;  // the same for all, so it is its maker's
     uint32_t size = 0;
+    uint32_t crowded = 0;  // there are more members than cores; the same for all, so it is its maker's word
     std::atomic<uint32_t> fenced{0};
-    std::atomic<uint32_t> disbanded{0};        // nobody begins an operation any more
-    std::atomic<int64_t> took[TRIED][2] = {};  // by exchange and by slices, in ns, when both were last tried
+    std::atomic<uint32_t> disbanded{0};                               // nobody begins an operation any more
+    std::atomic<uint32_t> took[OPERATIONS][TRIED][ALL_MANNERS] = {};  // ns, when it was last tried; 0: never
 };
 
 // Where a member has something for another one, a channel or the memory of another group: a descriptor of its
@@ -124,9 +117,6 @@ struct Lane {
     uint64_t pid = 0, fd = 0;
     std::atomic<uint64_t> inode{0};  // 0: there is none yet; partner: Member::lane_from
 };
-
-// How an operation is done: see Member::way.
-enum class Way : uint8_t { Any, Exchange, Slices, Chunks, Direct };
 
 // How an operation ended.
 // Not begun: Closed; Taken, by another process; Within one, as the handler of a signal; Busy, another thread
@@ -185,25 +175,17 @@ class Member {
     }
     bool broken() const { return broken_; }
 
-    // How an operation on so many bytes is done: as chosen, where that can be, else by the plan.
-    Way way_of_combining(uint32_t doing, uint64_t bytes, bool for_all) const {
-        if (const Way way = chosen_[doing % OPERATIONS]; way != Way::Any) return way;
-        if (for_all && bytes > UNTRIED) return by_slices_[class_of(bytes)] ? Way::Slices : Way::Exchange;
-        return bytes <= plan_.exchange ? Way::Exchange : Way::Slices;
-    }
-    // How long an allreduce of about that size took at least, when both ways were last tried; 0: not yet.
-    int64_t took(uint64_t bytes, Way way) const {
-        if (bytes <= UNTRIED) return 0;
-        return header_->took[class_of(bytes)][way == Way::Slices].load(std::memory_order_relaxed);
-    }
-    Way way_of_moving(uint32_t doing, uint64_t bytes, bool from_one = false) const {
-        const Way way = chosen_[doing % OPERATIONS];
-        const uint64_t planned = from_one ? plan_.from_one : plan_.direct;
-        const uint64_t least = way == Way::Direct ? 1 : way == Way::Chunks ? NEVER : planned;
-        return size > 1 && direct_ && bytes >= least ? Way::Direct : Way::Chunks;
+    // How an operation on so many bytes is done: as chosen, where that can be, else as is best.
+    const Manner& manner_of(uint32_t doing, uint64_t bytes) const { return MANNERS[number_of(doing, bytes)]; }
+    // How many ns one of about that size took at least, when it was last tried in that manner; 0: never yet, or it
+    // can't be any more.
+    uint32_t took(uint32_t doing, uint64_t bytes, uint32_t manner) const {
+        const uint32_t kind = kind_of(bytes);
+        if (kind == UNTRIED || !(possible(doing, kind) >> manner & 1)) return 0;
+        return header_->took[doing % OPERATIONS][kind][manner].load(std::memory_order_relaxed);
     }
     // All members choose the same, or their calls do not match.
-    void choose(uint32_t doing, Way way) { chosen_[doing % OPERATIONS] = way; }
+    void choose(uint32_t doing, Way way);
 
     // One operation at a time, by the thread that has this.
     class Use {
@@ -259,7 +241,6 @@ class Member {
                  const Sizes& out_sizes, Patience& patience);
 
   private:
-    static constexpr uint32_t OPERATIONS = 16;  // kinds of them
     static uint64_t process_number_now();
     uint64_t key_of(Call call) const {
         return call.key + uint64_t(chosen_[call.doing % OPERATIONS]) * 0x9e3779b97f4a7c15;
@@ -287,9 +268,8 @@ class Member {
     unsigned char* payload(uint32_t member, size_t bytes) const {
         return bytes <= INLINE ? cell(member).data : bytes <= SMALL ? small(member) : big(member);
     }
-    static uint32_t class_of(uint64_t bytes) {
-        return std::min<uint32_t>(std::bit_width((bytes - 1) / UNTRIED) - 1, TRIED - 1);
-    }
+    // Which kind an operation on so many bytes is of those that are tried; UNTRIED: all manners are alike.
+    static uint32_t kind_of(uint64_t bytes);
     uint64_t shown_at(uint32_t member) const { return *reinterpret_cast<const uint64_t*>(cell(member).data); }
     End begin(Call call);
     End finish(End end);
@@ -315,26 +295,36 @@ class Member {
     bool may_join(uint32_t member) const;
     bool any_is_lost(uint32_t from) const;
     bool reserve_big();  // this member's big slots
-    End try_next(Call call, const void* in, void* out, size_t count, Element element, Op op,
-                 Patience& patience);
-    End combine(Way way, Call call, const void* in, void* out, size_t count, Element element, Op op, int root,
-                Patience& patience);
+    uint32_t number_of(uint32_t doing, uint64_t bytes) const;
+    uint32_t possible(uint32_t doing, uint32_t kind) const;
+    uint32_t first_of(uint32_t doing, uint32_t kind) const;
+    const Manner& begin_trial(uint32_t doing, uint64_t bytes);
+    void have_come(Call call);
+    void end_trial(bool done);
+    const Manner& its_manner(uint32_t member) const { return MANNERS[cell(member).flags >> OWN_MANNER & 15]; }
     End alone(Call call, const void* in, void* out, size_t bytes);
-    End exchange(Call call, const void* in, void* out, size_t count, Element element, Op op, int root,
-                 Patience&);
-    End slices(Call call, const void* in, void* out, size_t count, Element element, Op op, int root,
-               Patience&);
+    End exchange(const Manner& manner, Call call, const void* in, void* out, size_t count, Element element,
+                 Op op, int root, Patience& patience);
+    End slices(const Manner& manner, Call call, const void* in, void* out, size_t count, Element element,
+               Op op, int root, Patience& patience);
 
     int fd_ = -1;
     uint64_t joined_ = 0;
     GroupHeader* header_ = nullptr;
-    Plan plan_;
     Way chosen_[OPERATIONS] = {};
-    bool by_slices_[TRIED];  // the next allreduce: the same for all, as rank 0 has said in the last one
-    Trial trials_[TRIED];    // of rank 0
-    bool timed_ = false;
-    int64_t since_ = 0;  // when all had come, less what was done before that
-    uint32_t says_ = 0;  // flags of all rounds
+    // In which manner the next operation is done: the same for all, as rank 0 has said in the last one.
+    uint8_t next_[OPERATIONS][TRIED];
+    std::vector<Trial> trials_;  // of rank 0
+    struct Timed {
+        bool is = false;
+        uint32_t doing = 0, kind = 0, manner = 0;
+        uint32_t filled = 0;  // ns that it took whoever took longest to write what it shows
+        int64_t since = 0;    // when all had come
+    };
+    Timed timed_;                     // this operation
+    Timed before_;                    // the last one, where it isn't known yet how long it took the others
+    uint32_t took_ = 0, filled_ = 0;  // for the cell
+    uint32_t says_ = 0;               // flags of all rounds
     Seat* seats_ = nullptr;
     unsigned char* small_ = nullptr;
     unsigned char* big_ = nullptr;

@@ -149,6 +149,19 @@ nb::tuple see(PyGroup& group, uint32_t member) {
                           s.arrived, s.over);
 }
 
+nb::tuple as_tuple(const Manner& manner) {
+    return nb::make_tuple(int(manner.way), manner.piece, manner.shows_past, manner.keeps_past);
+}
+
+// In which manners operations on so many bytes have been done by trial, and how many ns each took.
+nb::list times(PyGroup& group, uint32_t doing, uint64_t bytes) {
+    nb::list found;
+    for (uint32_t i = 0; i < ALL_MANNERS; ++i)
+        if (const uint32_t ns = group.took(doing, bytes, i))
+            found.append(nb::make_tuple(as_tuple(MANNERS[i]), ns));
+    return found;
+}
+
 void show_lane(PyGroup& group, uint32_t member, uint64_t fd, uint64_t inode, bool offer) {
     if (group.show_lane(offer ? OFFERS : CHANNELS, member, fd, inode)) return;
     PyErr_SetFromErrno(PyExc_OSError);
@@ -188,18 +201,12 @@ void bind_group(nb::module_& m) {
             "_choose", [](PyGroup& group, uint32_t doing, int way) { group.choose(doing, Way(way)); },
             "doing"_a, "way"_a)
         .def(
-            "_way",
-            [](PyGroup& group, uint32_t doing, uint64_t bytes, bool combining) {
-                return int(combining ? group.way_of_combining(doing, bytes, doing == ALLREDUCE)
-                                     : group.way_of_moving(doing, bytes, doing == BROADCAST));
+            "_manner",
+            [](PyGroup& group, uint32_t doing, uint64_t bytes) {
+                return as_tuple(group.manner_of(doing, bytes));
             },
-            "doing"_a, "size"_a, "combining"_a)
-        .def(
-            "_took",
-            [](PyGroup& group, uint64_t bytes) {
-                return nb::make_tuple(group.took(bytes, Way::Exchange), group.took(bytes, Way::Slices));
-            },
-            "size"_a)
+            "doing"_a, "size"_a)
+        .def("_took", times, "doing"_a, "size"_a)
         .def("_disband", &PyGroup::disband)
         .def_prop_ro("_disbanded", &PyGroup::disbanded)
         .def("_count_out", &PyGroup::count_out, "member"_a)

@@ -21,14 +21,21 @@ constexpr size_t LEAST_CHUNK = 32 * 1024;
 constexpr size_t WARM = 2 * 1024;  // bytes that are still in the nearest cache when they are copied on
 
 // So large that there are two of them at least.
-size_t chunk_of(size_t bytes, size_t most) {
+size_t halves_of(size_t bytes, size_t most) {
     return std::clamp((bytes / 2 + LINE - 1) / LINE * LINE, std::min(LEAST_CHUNK, most), most);
 }
 
-// What a chunk has for each member.
-size_t part_of(size_t chunk, uint32_t size) {
-    return std::min(std::max(chunk / size, LEAST_CHUNK / 2), BIG / size) / LINE * LINE;
+// One, where it is no larger than a piece.
+size_t chunk_of(size_t bytes, size_t most) {
+    return bytes <= most ? std::max<size_t>(bytes, 1) : halves_of(bytes, most);
 }
+
+// What a chunk has for each of the others, and where it has that for `to`.
+size_t part_of(size_t chunk, uint32_t size) {
+    const uint32_t others = std::max(size - 1, 1u);
+    return std::min(std::max(chunk / others, LEAST_CHUNK / 2), BIG / others) / LINE * LINE;
+}
+size_t place_of_part(uint32_t from, uint32_t to, size_t part) { return (to - (to > from)) * part; }
 
 size_t chunks(size_t bytes, size_t chunk) { return std::max<size_t>(1, (bytes + chunk - 1) / chunk); }
 
@@ -75,14 +82,16 @@ End Member::show(Call call, uint64_t bytes, size_t payload_size, Fill fill, Pati
     if (payload_size > SMALL) patience.waits();
     const bool fits = payload_size <= SMALL || reserve_big();
     unsigned char* to = payload(rank, payload_size);
-    for (size_t i = LINE; payload_size <= SMALL && i < payload_size; i += LINE) prefetch(to + i);
-    const int64_t began = timed_ ? now_ns() : 0;
+    const bool past = timed_.is && MANNERS[timed_.manner].shows_past;
+    for (size_t i = LINE; !past && payload_size <= SMALL && i < payload_size; i += LINE) prefetch(to + i);
+    const int64_t began = timed_.is ? now_ns() : 0;
     if (fits) fill(to);
-    const int64_t filled = timed_ ? now_ns() - began : 0;
+    if (timed_.is) filled_ = uint32_t(now_ns() - began);
     publish(call, flags | (fits ? 0 : NO_MEMORY), bytes);
-    if (const End end = await_all(patience); end != End::Done) return end;
-    if (timed_) since_ = now_ns() - filled;
-    return judge(call);
+    End end = await_all(patience);
+    if (end == End::Done) end = judge(call);
+    if (end == End::Done) have_come(call);
+    return end;
 }
 
 End Member::next(Call call, Patience& patience) {
@@ -139,47 +148,22 @@ End Member::alone(Call call, const void* in, void* out, size_t bytes) {
 End Member::allreduce(Call call, const void* in, void* out, size_t count, Element element, Op op, int root,
                       Patience& patience) {
     if (size == 1) return alone(call, in, out, count * size_of_element(element));
-    const uint64_t bytes = count * size_of_element(element);
-    if (root < 0 && bytes > UNTRIED && chosen_[call.doing % OPERATIONS] == Way::Any)
-        return finish(try_next(call, in, out, count, element, op, patience));
-    const Way way = way_of_combining(call.doing, bytes, root < 0);
-    return finish(combine(way, call, in, out, count, element, op, root, patience));
-}
-
-End Member::combine(Way way, Call call, const void* in, void* out, size_t count, Element element, Op op,
-                    int root, Patience& patience) {
-    return way == Way::Exchange ? exchange(call, in, out, count, element, op, root, patience)
-                                : slices(call, in, out, count, element, op, root, patience);
-}
-
-// Rank 0 sees which way is the quicker one, and says in each operation how the next one is done: so all know it
-// when they begin that, and no word more is sent. Who has failed in one begins no other.
-End Member::try_next(Call call, const void* in, void* out, size_t count, Element element, Op op,
-                     Patience& patience) {
-    const uint32_t kind = class_of(count * size_of_element(element));
-    const bool sliced = by_slices_[kind];
-    timed_ = rank == 0;
-    if (timed_ && trials_[kind].next()) says_ = BY_SLICES;
-    const End end =
-        combine(sliced ? Way::Slices : Way::Exchange, call, in, out, count, element, op, -1, patience);
-    says_ = 0;
-    if (end == End::Done) by_slices_[kind] = cell(0).flags & BY_SLICES;
-    if (end == End::Done && timed_ && trials_[kind].took(sliced, now_ns() - since_))
-        for (const bool way : {false, true})
-            header_->took[kind][way].store(trials_[kind].least(way), std::memory_order_relaxed);
-    timed_ = false;
-    return end;
+    const Manner& manner = begin_trial(call.doing, count * size_of_element(element));
+    return finish(manner.way == Way::Exchange
+                      ? exchange(manner, call, in, out, count, element, op, root, patience)
+                      : slices(manner, call, in, out, count, element, op, root, patience));
 }
 
 // Chunk by chunk, where it is large.
-End Member::exchange(Call call, const void* in, void* out, size_t count, Element element, Op op, int root,
-                     Patience& patience) {
+End Member::exchange(const Manner& manner, Call call, const void* in, void* out, size_t count,
+                     Element element, Op op, int root, Patience& patience) {
     const size_t width = size_of_element(element), bytes = count * width;
-    const size_t chunk = bytes <= plan_.exchange ? std::max<size_t>(bytes, 1) : chunk_of(bytes, plan_.chunk);
+    const size_t chunk = chunk_of(bytes, manner.piece);
     const size_t rounds = chunks(bytes, chunk), shown = std::min(bytes, chunk);
+    const auto write = manner.shows_past ? copy_past : copy;
     const Kernel kernel = find_kernel(element, op);
     const auto length = [&](size_t t) { return std::min(chunk, bytes - t * chunk); };
-    const auto stage = [&](size_t t) { copy(payload(rank, shown), at(in, t * chunk), length(t)); };
+    const auto stage = [&](size_t t) { write(payload(rank, shown), at(in, t * chunk), length(t)); };
     Inputs inputs(size);
     End end = show(call, bytes, shown, [&](void*) { stage(0); }, patience);
     for (size_t t = 0; end == End::Done; ++t) {
@@ -195,28 +179,32 @@ End Member::exchange(Call call, const void* in, void* out, size_t count, Element
 }
 
 // Round t stages chunk t, but for this member's own part, and shows the result of its part of chunk t - 1.
-End Member::slices(Call call, const void* in, void* out, size_t count, Element element, Op op, int root,
-                   Patience& patience) {
+End Member::slices(const Manner& manner, Call call, const void* in, void* out, size_t count, Element element,
+                   Op op, int root, Patience& patience) {
     const size_t width = size_of_element(element), bytes = count * width,
-                 chunk = chunk_of(bytes, plan_.chunk);
+                 chunk = halves_of(bytes, manner.piece);
     const size_t rounds = chunks(bytes, chunk);
     const bool gets = root < 0 || uint32_t(root) == rank;
+    const auto write = manner.shows_past ? copy_past : copy;
     const Kernel kernel = find_kernel(element, op);
     const auto length = [&](size_t t) { return std::min(chunk, bytes - t * chunk); };
     const auto stage = [&](size_t t, void* to) {
         const size_t from = cut(length(t), rank, size), upto = cut(length(t), rank + 1, size);
-        copy(to, at(in, t * chunk), from);
-        copy(at(to, upto), at(in, t * chunk + upto), length(t) - upto);
+        write(to, at(in, t * chunk), from);
+        write(at(to, upto), at(in, t * chunk + upto), length(t) - upto);
     };
     const auto reduce = [&](size_t t) {
         const size_t from = cut(length(t), rank, size), upto = cut(length(t), rank + 1, size);
         unsigned char* to = result(rank, round_ + 1);
+        alignas(LINE) unsigned char near[WARM];
         Inputs inputs(size);
         for (size_t p = from; p < upto; p += WARM, to += WARM) {
             const size_t piece = std::min(WARM, upto - p);
             for (uint32_t r = 0; r < size; ++r) inputs[r] = r == rank ? at(in, t * chunk + p) : at(big(r), p);
-            kernel(to, inputs.data(), size, piece / width);
-            if (gets) copy(at(out, t * chunk + p), to, piece);
+            unsigned char* found = manner.shows_past ? near : to;
+            kernel(found, inputs.data(), size, piece / width);
+            if (manner.shows_past) copy_past(to, near, piece);
+            if (gets) copy(at(out, t * chunk + p), found, piece);
         }
     };
     const auto gather = [&](size_t t) {
@@ -242,19 +230,23 @@ End Member::slices(Call call, const void* in, void* out, size_t count, Element e
 End Member::reduce_scatter(Call call, const void* in, void* out, size_t count, Element element, Op op,
                            Patience& patience) {
     const size_t width = size_of_element(element), bytes = count * width;
-    const size_t part = std::min(part_of(plan_.chunk, size), (bytes + LINE - 1) / LINE * LINE);
+    const Manner& manner = begin_trial(call.doing, bytes);
+    const auto write = manner.shows_past ? copy_past : copy;
+    const size_t part = std::min(part_of(manner.piece, size), (bytes + LINE - 1) / LINE * LINE);
     const size_t rounds = part ? chunks(bytes, part) : 1;
     const auto length = [&](size_t t) { return std::min(part, bytes - t * part); };
     const auto stage = [&](size_t t, void* to) {
         for (uint32_t r = 0; r < size; ++r)
-            if (r != rank) copy(at(to, r * part), at(in, r * bytes + t * part), length(t));
+            if (r != rank)
+                write(at(to, place_of_part(rank, r, part)), at(in, r * bytes + t * part), length(t));
     };
     Inputs inputs(size);
-    const size_t shown = part * size;
+    const size_t shown = part * std::max(size - 1, 1u);
     End end = show(call, bytes, shown, [&](void* to) { stage(0, to); }, patience);
     for (size_t t = 0; end == End::Done; ++t) {
         for (uint32_t r = 0; r < size; ++r)
-            inputs[r] = r == rank ? at(in, rank * bytes + t * part) : at(payload(r, shown), rank * part);
+            inputs[r] = r == rank ? at(in, rank * bytes + t * part)
+                                  : at(payload(r, shown), place_of_part(r, rank, part));
         find_kernel(element, op)(at(out, t * part), inputs.data(), size, length(t) / width);
         if (t + 1 == rounds) break;
         round_ += 1;
@@ -266,13 +258,13 @@ End Member::reduce_scatter(Call call, const void* in, void* out, size_t count, E
 
 End Member::broadcast(Call call, void* data, size_t bytes, uint32_t root, Patience& patience) {
     if (size == 1) return alone(call, data, data, bytes);
-    const bool direct = way_of_moving(call.doing, bytes, true) == Way::Direct;
-    const size_t chunk = bytes <= plan_.exchange ? std::max<size_t>(bytes, 1) : chunk_of(bytes, plan_.chunk);
-    const size_t rounds = chunks(bytes, chunk);
-    const auto give = bytes < plan_.past ? copy : copy_past;
+    const Manner& manner = begin_trial(call.doing, bytes);
+    const bool direct = manner.way == Way::Direct;
+    const size_t chunk = chunk_of(bytes, manner.piece), rounds = chunks(bytes, chunk);
+    const auto write = manner.shows_past ? copy_past : copy, give = manner.keeps_past ? copy_past : copy;
     const auto length = [&](size_t t) { return std::min(chunk, bytes - t * chunk); };
     const auto stage = [&](size_t t) {
-        if (rank == root) copy(payload(rank, chunk), at(data, t * chunk), length(t));
+        if (rank == root) write(payload(rank, chunk), at(data, t * chunk), length(t));
     };
     const uint64_t from = reinterpret_cast<uint64_t>(data);
     const auto tell = [&](void* to) { direct ? copy(to, &from, sizeof from) : stage(0); };
@@ -298,12 +290,13 @@ End Member::broadcast(Call call, void* data, size_t bytes, uint32_t root, Patien
 
 // What is large is shown where it lies, of what is small all, and of anything else the first chunk.
 End Member::allgather(Call call, const void* in, size_t bytes, Place& place, Patience& patience) {
-    const size_t chunk = plan_.chunk;
-    const bool direct = way_of_moving(call.doing, bytes) == Way::Direct;
-    const uint64_t from = reinterpret_cast<uint64_t>(in), first = std::min(bytes, chunk);
-    const auto tell = [&](void* slot) { direct ? copy(slot, &from, sizeof from) : copy(slot, in, first); };
+    const Manner& manner = begin_trial(call.doing, bytes);
+    const bool direct = manner.way == Way::Direct;
+    const auto write = manner.shows_past ? copy_past : copy, give = manner.keeps_past ? copy_past : copy;
+    const uint64_t from = reinterpret_cast<uint64_t>(in), first = std::min(bytes, manner.piece);
+    const auto tell = [&](void* slot) { direct ? copy(slot, &from, sizeof from) : write(slot, in, first); };
     End end = show(call, bytes, direct ? sizeof from : first, tell, patience, direct ? IN_PLACE : 0);
-    Sizes sizes(size), moved(size);
+    Sizes sizes(size), moved(size), pieces(size);
     ByRank<void*> to(size);
     ByRank<const void*> shown(size);
     bool any_direct = false;
@@ -311,14 +304,14 @@ End Member::allgather(Call call, const void* in, size_t bytes, Place& place, Pat
         sizes[r] = cell(r).bytes;
         const bool its = cell(r).flags & IN_PLACE;
         any_direct = any_direct || its;
-        moved[r] = its ? 0 : std::min(sizes[r], chunk);
-        if (!its && sizes[r] <= chunk) shown[r] = payload(r, sizes[r]);
+        pieces[r] = its_manner(r).piece;
+        moved[r] = its ? 0 : std::min(sizes[r], pieces[r]);
+        if (!its && sizes[r] <= pieces[r]) shown[r] = payload(r, sizes[r]);
     }
     if (end == End::Done && !place(sizes, shown, to)) end = End::Interrupted;
     if (end != End::Done) return finish(end);
     const uint64_t most = *std::max_element(sizes.begin(), sizes.end());
     if (most > SMALL) patience.waits();
-    const auto give = most < plan_.past ? copy : copy_past;
     if (to[rank] && to[rank] != in) give(to[rank], in, bytes);
     bool could = true;
     for (uint32_t i = 1; i < size; ++i) {
@@ -331,23 +324,22 @@ End Member::allgather(Call call, const void* in, size_t bytes, Place& place, Pat
         end = have_read(call, could, patience);
         if (end != End::Done) return finish(end);
     }
-    uint64_t rest = 0;
+    uint64_t rounds = 0;
     for (uint32_t r = 0; r < size; ++r) {
         if (!moved[r] && direct_) moved[r] = sizes[r];
-        rest = std::max(rest, sizes[r] - moved[r]);
+        if (sizes[r] > moved[r]) rounds = std::max<uint64_t>(rounds, chunks(sizes[r] - moved[r], pieces[r]));
     }
-    for (uint64_t t = 0; t * chunk < rest; ++t) {
-        const auto length = [&](uint32_t r) {
-            return sizes[r] > moved[r] + t * chunk ? std::min(chunk, sizes[r] - moved[r] - t * chunk) : 0;
-        };
+    for (uint64_t t = 0; t < rounds; ++t) {
+        const auto from = [&](uint32_t r) { return std::min(sizes[r], moved[r] + t * pieces[r]); };
+        const auto length = [&](uint32_t r) { return std::min(pieces[r], sizes[r] - from(r)); };
         round_ += 1;
         const bool fits = !length(rank) || reserve_big();
-        if (fits) copy(big(rank), at(in, moved[rank] + t * chunk), length(rank));
+        if (fits) write(big(rank), at(in, from(rank)), length(rank));
         end = show_big(call, fits, patience);
         if (end != End::Done) break;
         for (uint32_t i = 1; i < size; ++i) {
             const uint32_t r = (rank + i) % size;
-            if (to[r]) give(at(to[r], moved[r] + t * chunk), big(r), length(r));
+            if (to[r]) give(at(to[r], from(r)), big(r), length(r));
         }
     }
     return finish(end);
@@ -357,13 +349,14 @@ End Member::allgather(Call call, const void* in, size_t bytes, Place& place, Pat
 // what a member sends, where that is little, or where it lies, where it is large.
 End Member::alltoall(Call call, const ByRank<const void*>& in, const Sizes& in_sizes,
                      const ByRank<void*>& out, const Sizes& out_sizes, Patience& patience) {
-    const size_t row = size * sizeof(uint64_t), part = part_of(plan_.chunk, size);
+    const size_t row = size * sizeof(uint64_t);
     const auto is_little = [&](const uint64_t* sends) {
         return 2 * row + std::accumulate(sends, sends + size, uint64_t{}) <= SMALL;
     };
     const bool little = is_little(in_sizes.data());
     const uint64_t most = *std::max_element(in_sizes.begin(), in_sizes.end());
-    const bool direct = !little && 3 * row <= SMALL && way_of_moving(call.doing, most) == Way::Direct;
+    const Manner& manner = begin_trial(call.doing, little ? 0 : most);
+    const bool direct = !little && 3 * row <= SMALL && manner.way == Way::Direct;
     const auto tell = [&](void* slot) {
         memcpy(slot, in_sizes.data(), row);
         memcpy(at(slot, row), out_sizes.data(), row);
@@ -377,12 +370,16 @@ End Member::alltoall(Call call, const ByRank<const void*>& in, const Sizes& in_s
     for (uint32_t r = 0; r < size; ++r)
         for (uint32_t q = 0; q < size; ++q)
             if (sends(r)[q] != sends(q)[size + r]) return finish(End::Mismatch);
-    Sizes rests(size);  // what each has for anybody at most, and has not shown
+    Sizes rests(size),
+        parts(size);  // what each has for anybody at most, and has not shown; what it shows at a time
     ByRank<bool> lies(size);
-    for (uint32_t r = 0; r < size; ++r) rests[r] = cell(r).bytes, lies[r] = cell(r).flags & IN_PLACE;
+    for (uint32_t r = 0; r < size; ++r) {
+        rests[r] = cell(r).bytes, lies[r] = cell(r).flags & IN_PLACE;
+        parts[r] = part_of(its_manner(r).piece, size);
+    }
     const uint64_t large = *std::max_element(rests.begin(), rests.end());
     if (large) patience.waits();
-    const auto give = large < plan_.past ? copy : copy_past;
+    const auto write = manner.shows_past ? copy_past : copy, give = manner.keeps_past ? copy_past : copy;
     give(out[rank], in[rank], out_sizes[rank]);
     bool could = true;
     for (uint32_t i = 1; i < size; ++i) {
@@ -399,20 +396,27 @@ End Member::alltoall(Call call, const ByRank<const void*>& in, const Sizes& in_s
         for (uint32_t r = 0; direct_ && r < size; ++r)
             if (lies[r]) rests[r] = 0;
     }
-    const uint64_t rest = *std::max_element(rests.begin(), rests.end());
-    for (uint64_t t = 0; t * part < rest; ++t) {
-        const auto length = [&](uint64_t bytes) {
-            return bytes > t * part ? std::min<uint64_t>(part, bytes - t * part) : 0;
+    uint64_t rounds = 0;
+    for (uint32_t r = 0; r < size; ++r)
+        if (rests[r]) rounds = std::max<uint64_t>(rounds, chunks(rests[r], parts[r]));
+    for (uint64_t t = 0; t < rounds; ++t) {
+        const auto from = [&](uint32_t r, uint64_t bytes) { return std::min(bytes, t * parts[r]); };
+        const auto length = [&](uint32_t r, uint64_t bytes) {
+            return std::min(parts[r], bytes - from(r, bytes));
         };
         round_ += 1;
         const bool fits = !rests[rank] || reserve_big();
         for (uint32_t r = 0; fits && rests[rank] && r < size; ++r)
-            if (r != rank) copy(big(rank) + r * part, at(in[r], t * part), length(in_sizes[r]));
+            if (r != rank)
+                write(big(rank) + place_of_part(rank, r, parts[rank]), at(in[r], from(rank, in_sizes[r])),
+                      length(rank, in_sizes[r]));
         end = show_big(call, fits, patience);
         if (end != End::Done) break;
         for (uint32_t i = 1; i < size; ++i) {
             const uint32_t r = (rank + i) % size;
-            if (rests[r]) give(at(out[r], t * part), big(r) + rank * part, length(out_sizes[r]));
+            if (rests[r])
+                give(at(out[r], from(r, out_sizes[r])), big(r) + place_of_part(r, rank, parts[r]),
+                     length(r, out_sizes[r]));
         }
     }
     return finish(end);

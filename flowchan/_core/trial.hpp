@@ -1,6 +1,7 @@
-// Which of two ways to do what is done again and again is the quicker one. Some are done in either way, then many
-// in that which took least; then both are tried anew, for that changes: with what else uses the caches, and with
-// the cores that the system gives.
+// Which of some ways to do what is done again and again is the quickest one. A few are done in the best way known
+// and a few in another one, and the better of both is the best from then on. Each of the others is tried anew after
+// a while, the longer the clearer it lost; and all are when the best one takes much longer than it did: that
+// changes with what else uses the caches, and with the cores that the system gives.
 #pragma once
 
 #include <algorithm>
@@ -10,31 +11,64 @@ namespace flowchan {
 
 class Trial {
   public:
-    explicit Trial(bool best = false) : best_(best) {}
+    static constexpr uint32_t MOST_WAYS = 16;
 
-    // The way of the one after that which is done now: all have to know it before they begin it.
-    bool next() const { return best_ != (done_ + 1 >= TRIES && done_ + 1 < 2 * TRIES); }
+    Trial() = default;
+    // `ways`: a bit for each that there is.
+    Trial(uint32_t ways, uint32_t best) : ways_(ways), best_(best) {}
 
-    // One has been done. True: both ways have been tried now, and took so long at least.
-    bool took(bool way, int64_t ns) {
-        if (done_ == 0 || done_ == 2 * TRIES + rest_) done_ = 0, least_[0] = least_[1] = INT64_MAX;
-        least_[way] = std::min(least_[way], ns);
-        if (++done_ != 2 * TRIES) return false;
-        const bool other = !best_, wins = least_[other] < least_[best_];
-        const bool clear = !wins && least_[other] / 5 * 4 > least_[best_];
-        if (wins) best_ = other;
-        rest_ = clear ? std::min(rest_ * 2, MOST) : FEWEST;
-        return true;
+    // The way of the next one. How long the last ones took may not be known yet.
+    uint32_t next() {
+        ++count_;
+        if (left_ && --left_ == 0) judge();
+        if (!left_) begin();
+        return LATE < left_ && left_ <= LATE + TRIES ? other_ : best_;
     }
-    int64_t least(bool way) const { return least_[way]; }
+    void took(uint32_t way, int64_t ns) {
+        now_[way] = std::min(now_[way], ns);
+        if (way != best_ || left_ || !least_[way]) return;
+        slow_ = 3 * ns > 4 * least_[way] ? slow_ + 1 : 0;
+        if (slow_ < SLOW || count_ < patient_until_) return;
+        patient_until_ = count_ + PATIENT;
+        std::fill_n(rest_, MOST_WAYS, 0);
+        std::fill_n(due_, MOST_WAYS, 0);
+    }
+    // The least that it took when it was last tried; 0: it has not been.
+    int64_t least(uint32_t way) const { return least_[way]; }
 
   private:
-    static constexpr uint32_t TRIES = 4;                 // the least of some is hardly ever disturbed
-    static constexpr uint32_t FEWEST = 64, MOST = 1024;  // between trials
+    static constexpr uint32_t TRIES = 4;                  // the least of some is hardly ever disturbed
+    static constexpr uint32_t LATE = 2;                   // until it is known how long the last ones took
+    static constexpr uint32_t FEWEST = 128, MOST = 2048;  // until the same is tried again
+    static constexpr uint32_t SLOW = 8;                   // so many in a row mean that something has changed
+    static constexpr uint64_t PATIENT = 1024;             // or it is just loaded
 
-    bool best_;
-    uint32_t done_ = 0, rest_ = FEWEST;
-    int64_t least_[2] = {INT64_MAX, INT64_MAX};
+    void begin() {
+        for (uint32_t way = 0; way < MOST_WAYS; ++way) {
+            if (way == best_ || !(ways_ >> way & 1) || count_ < due_[way]) continue;
+            other_ = way;
+            now_[best_] = now_[other_] = INT64_MAX;
+            left_ = 2 * TRIES + LATE;
+            return;
+        }
+    }
+    void judge() {
+        const int64_t best = now_[best_], other = now_[other_];
+        uint32_t loser = other_;
+        if (best != INT64_MAX && other != INT64_MAX) {  // else some have failed
+            least_[best_] = best, least_[other_] = other;
+            if (other < best) std::swap(best_, loser);
+        }
+        const bool clear = std::min(best, other) < std::max(best, other) / 5 * 4;
+        rest_[loser] = clear ? std::clamp(2 * rest_[loser], FEWEST, MOST) : FEWEST;
+        due_[loser] = count_ + rest_[loser];
+        slow_ = 0;
+    }
+
+    uint32_t ways_ = 1, best_ = 0, other_ = 0, left_ = 0, slow_ = 0;
+    uint32_t rest_[MOST_WAYS] = {};
+    uint64_t count_ = 0, patient_until_ = 0, due_[MOST_WAYS] = {};
+    int64_t now_[MOST_WAYS] = {}, least_[MOST_WAYS] = {};  // in the trial that goes on, and in the last one
 };
 
 }  // namespace flowchan

@@ -18,7 +18,7 @@ from flowchan.collective.countdown import countdown
 from flowchan.collective.given import called, received
 from flowchan.collective.group import Group
 from flowchan.collective.lanes import Lanes
-from flowchan.collective.operations import ALLREDUCE, COMBINING, MOVING, NAMES, REDUCE_SCATTER, TELL
+from flowchan.collective.operations import ALLTOALL, COMBINING, MOVING, NAMES, REDUCE_SCATTER, TELL
 from flowchan.collective.shrinking import Shrinking
 from flowchan.collective.values import dumps, loads
 from flowchan.collective.ways import not_here, number_of
@@ -36,6 +36,7 @@ _HOW = {
     "chunks": "read where they were written, one after the other",
     "direct": "everybody reads it where it lies in the memory of the others",
 }
+_OF_PARTS = "everybody combines its own part of each"
 _OF_VALUES = {
     "barrier": "everybody waits until all have come, and nothing is moved",
     "broadcast": "the root's value is written down as bytes, and everybody reads these",
@@ -50,6 +51,15 @@ _OF_VALUES = {
 _OF_ANY_VALUE = "values are written down as bytes, and everybody reads those of the others"
 _WAYS = ("", *_HOW)
 """In the order of the core."""
+
+
+def _manner(way: int, piece: int, shows_past: bool, keeps_past: bool) -> str:
+    """A manner of the core in words."""
+    if _WAYS[way] == "direct":
+        return "direct"
+    past = " shown past the caches" * shows_past + " received past the caches" * keeps_past
+    return f"{_WAYS[way]} of {piece >> 10} KB{past}"
+
 
 log = logging.getLogger("flowchan.collective")
 
@@ -170,14 +180,15 @@ class SharedGroup(_core.Group, Group):
             how = _OF_VALUES.get(operation, _OF_ANY_VALUE)
         elif not arrays.is_here(x):
             how = not_here(operation, x)
-        elif number == REDUCE_SCATTER:
-            how = "chunks: everybody combines its own part of each"
         else:
-            way = _WAYS[self._way(number, size, operation in COMBINING)]
-            how = f"{way}: {_HOW[way]}"
-            if number == ALLREDUCE and not self._chosen.get(number) and all(took := self._took(size)):
-                exchange, slices = (round(one / 1000) for one in took)
-                how += f", as measured: exchange {exchange} µs, slices {slices} µs"
+            size //= self.size if number in (REDUCE_SCATTER, ALLTOALL) else 1
+            manner = self._manner(number, size)
+            way = _WAYS[manner[0]]
+            took = {_manner(*one): f"{round(ns / 1000)} µs" for one, ns in self._took(number, size)}
+            how = f"{_manner(*manner) if took else way}: "
+            how += _OF_PARTS if number == REDUCE_SCATTER else _HOW[way]
+            if took:
+                how += ", as measured: " + ", ".join(map(" ".join, took.items()))
         members = "1 member" if self.size == 1 else f"{self.size} members"
         return f"{operation}: {how}; shared memory, {members} on this host"
 

@@ -401,6 +401,8 @@ def test_what_would_be_done_is_said_in_a_sentence() -> None:
     )
     assert "slices" in second.explain("reduce", large)
     assert "chunks" in second.explain("broadcast", small)
+    assert "chunks" in second.explain("allgather", large)
+    second.select("allgather", "direct")
     assert "direct" in second.explain("allgather", large)
     assert "written down" in second.explain("allgather", {})
     for operation, how in {

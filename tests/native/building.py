@@ -23,7 +23,9 @@ LINK = (
     *(CORE / f"link{part}.cpp" for part in ("", "_again", "_ports", "_receive", "_send")),
     *(CORE / f"{name}.cpp" for name in ("hmac", "lookouts", "sleeping")),
 )
-GROUP = tuple(CORE / f"{name}.cpp" for name in ("group", "group_ops", "kernels", "memory", "process"))
+GROUP = tuple(
+    CORE / f"{name}.cpp" for name in ("group", "group_manners", "group_ops", "kernels", "memory", "process")
+)
 WARNINGS = ("-Wall", "-Wextra", "-Wno-missing-field-initializers")
 FLAGS = ("-std=c++20", "-g1", "-DFLOWCHAN_FAULTS", *WARNINGS, f"-I{CORE}", f"-I{HERE / 'stub'}")
 """With fault points, also where nobody dies at them: so the core is compiled once for both."""

@@ -125,10 +125,13 @@ struct Walk {
             case 4:
                 return scatter(right);
             case 5:
+                member.choose(2, Way::Direct);
                 return broadcast(right);
             case 6:
+                member.choose(6, Way::Direct);
                 return allgather(right);
             case 7:
+                member.choose(9, Way::Direct);
                 return alltoall(right);
             case 8:
                 member.choose(2, Way::Chunks);

@@ -18,9 +18,9 @@ OPERATIONS = (
     "allreduce by exchange",
     "allreduce by slices",
     "reduce_scatter",
-    "broadcast",
-    "allgather, uneven",
-    "alltoall",
+    "direct broadcast",
+    "direct allgather, uneven",
+    "direct alltoall",
     "broadcast by chunks",
     "allgather by chunks",
     "alltoall by chunks",
@@ -39,7 +39,9 @@ def test_a_death_at_any_point_has_the_same_outcome_for_all(
     assert done.returncode == 0, f"{done.stdout}{done.stderr}"
 
 
-@pytest.mark.parametrize("operation", ["barrier", "allreduce by slices", "broadcast", "alltoall"])
+@pytest.mark.parametrize(
+    "operation", ["barrier", "allreduce by slices", "direct broadcast", "direct alltoall"]
+)
 def test_a_close_at_any_point_has_the_same_outcome_for_all_others(
     builder: Builder, request: pytest.FixtureRequest, operation: str
 ) -> None:

@@ -1,23 +1,28 @@
-// A trial of two ways. Arguments: the ns that each takes in the first half, those in the second half, and how many
-// operations a half has. Prints how many of each half were done in the second way.
+// A trial of some ways. Arguments: how many operations a half has, how many ways there are, the ns that each takes in
+// the first half, and those in the second half. Prints how many of each half were done in each way. How long one took
+// is known when the next one is done.
 #include <cstdio>
 #include <cstdlib>
+#include <vector>
 
 #include "trial.hpp"
 
 int main(int argc, char** argv) {
-    if (argc != 6) return 2;
-    const int half = std::atoi(argv[5]);
-    flowchan::Trial trial;
-    bool way = false;
+    if (argc < 3) return 2;
+    const int half = std::atoi(argv[1]), ways = std::atoi(argv[2]);
+    if (argc != 3 + 2 * ways) return 2;
+    flowchan::Trial trial((1u << ways) - 1, 0);
+    uint32_t way = 0, before = 0;
     for (int part = 0; part < 2; ++part) {
-        int second = 0;
+        std::vector<int> done(ways);
+        const auto time = [&](uint32_t of) { return std::atoll(argv[3 + part * ways + int(of)]); };
         for (int i = 0; i < half; ++i) {
-            const bool next = trial.next();
-            second += way;
-            trial.took(way, std::atoll(argv[1 + 2 * part + way]));
+            const uint32_t next = trial.next();
+            if (i || part) trial.took(before, time(before));
+            done[way] += 1;
+            before = way;
             way = next;
         }
-        printf("%d ", second);
+        for (const int count : done) printf("%d ", count);
     }
 }
