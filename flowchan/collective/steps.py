@@ -211,9 +211,11 @@ class Step:
         while peer.out:
             try:
                 sent = sock.sendmsg(peer.next_out())
-            except BlockingIOError:
-                return
             except OSError as error:
+                if raised_by_a_handler(error):
+                    raise
+                if isinstance(error, BlockingIOError):
+                    return
                 self._hear_last_word(host, error)
                 peer.out.clear()
                 peer.waits = False
@@ -249,10 +251,11 @@ class Step:
                 count = sock.recv_into(piece)
                 self._take(host, count)
                 self._pass_on(host, piece[:count])
-        except BlockingIOError:
-            return
         except OSError as error:
-            raise self._gone(host, error.strerror or "") from error
+            if raised_by_a_handler(error):
+                raise
+            if not isinstance(error, BlockingIOError):
+                raise self._gone(host, error.strerror or "") from error
 
     def _take(self, host: int, count: int) -> None:
         if not count:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from flowchan import _core
 from flowchan.collective import arrays
 from flowchan.collective.operations import COMBINING, MOVING, NAMES, REDUCE_SCATTER, TELL
 
@@ -11,6 +12,7 @@ BACKENDS = ("gloo", "mpi", "nccl")
 """Those of torch.distributed."""
 BY_DEVICE = {"cuda": "nccl"}
 """Which of them does what lies on a device."""
+COMBINED = (*COMBINING, NAMES[REDUCE_SCATTER])
 
 
 def ways_of(operation: str) -> tuple[str, ...]:
@@ -41,11 +43,13 @@ class Ways:
         """How an operation would be done, in a sentence."""
         try:
             arrays.is_dense(x)
+            backend = self._backend_for(number_of(operation), x) if arrays.is_array(x) else None
+            if backend is None:
+                if operation in COMBINED and arrays.is_array(x) and arrays.is_here(x):
+                    check_combined(x)
+                return self._explain(operation, x)
         except TypeError as error:
             return f"{operation}: not at all: {error}"
-        backend = self._backend_for(number_of(operation), x) if arrays.is_array(x) else None
-        if backend is None:
-            return self._explain(operation, x)
         return f"{operation}: {backend} of torch.distributed, among all {self.size} members"
 
     def select(self, operation: str, way: str | None) -> None:
@@ -104,6 +108,15 @@ def not_here(call: str, x: Any) -> str:
         f"{call} takes arrays and tensors in this machine's memory, and CUDA tensors, not "
         f"{arrays.described(x)}: {remedy}"
     )
+
+
+def check_combined(x: Any) -> None:
+    """Raises ``TypeError`` where arrays of this type are only moved."""
+    one = arrays.contiguous(x[(*[slice(1)] * x.ndim, ...)])
+    try:
+        _core._combine(one, [], "min")
+    except TypeError:  # as of complex numbers
+        _core._combine(one, [], "sum")
 
 
 def number_of(operation: str) -> int:

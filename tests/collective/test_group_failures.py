@@ -417,6 +417,17 @@ def test_what_would_be_done_is_said_in_a_sentence() -> None:
         assert "written down" in first.explain(operation, large)
     assert "everybody combines its own part of each" in first.explain("reduce_scatter", large)
     assert "not at all: a group's operations take no masked" in first.explain("allreduce", np.ma.ones(2))
+    for moved in (np.array(["a"]), np.ones(2, ">f8"), np.ones(2, np.clongdouble)):
+        assert "not at all: there is no sum" in first.explain("allreduce", moved)
+        assert "chunks" in first.explain("broadcast", moved)
+    for combined in (
+        np.ones(()),
+        np.ones((2, 0)),
+        np.ones((3, 3)).T,
+        np.array(["2020"], "M8[D]"),
+        1j * small,
+    ):
+        assert "exchange" in first.explain("allreduce", combined)
     with pytest.raises(ValueError, match=r"operation must be one of barrier, .* not 'sum'"):
         first.explain("sum")
 

@@ -15,6 +15,7 @@ from collective_members import SECRET, free_address
 
 from flowchan import MemberDied, collective
 from flowchan.collective.at_address import meet_at
+from flowchan.collective.steps import Connections, Peer, Step
 
 
 class TimeIsUp(TimeoutError):
@@ -138,3 +139,37 @@ def test_it_comes_out_of_a_backend_of_torch(interrupted: Any, monkeypatch: pytes
     with pytest.raises(TimeIsUp):
         g.allreduce(np.ones(2))
     g._abandon()
+
+
+class Interrupted:
+    """A connection in the middle of whose call of that name the handler is called."""
+
+    def __init__(self, sock: socket.socket, call: str) -> None:
+        self._sock, self._call = sock, call
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._call:
+            signal.raise_signal(signal.SIGALRM)
+        return getattr(self._sock, name)
+
+
+@pytest.mark.parametrize("kind", [TimeIsUp, BlockingIOError, ConnectionResetError])
+@pytest.mark.parametrize("call", ["sendmsg", "recv_into"])
+def test_it_is_not_taken_for_a_connections(interrupted: Any, call: str, kind: type[OSError]) -> None:
+    def handler(*_: Any) -> None:
+        raise kind
+
+    signal.signal(signal.SIGALRM, handler)
+    here, there = socket.socketpair()
+    with here, there:
+        there.send(b"x")
+        sockets: Any = {1: Interrupted(here, call)}
+        step = Step(
+            Connections(sockets, {0: 0, 1: 1}, 0),
+            ("barrier", 1, 1),
+            {1: Peer(("", 1, 1), [])},
+            lambda _: None,
+            None,
+        )
+        with pytest.raises(kind):
+            step.run()

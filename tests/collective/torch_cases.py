@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import nn
+from torch.distributed import get_rank as rank
+from torch.distributed import get_world_size as size
 from torch.nn.parallel import DistributedDataParallel
 
 import flowchan.collective.torch_backend  # noqa: F401
@@ -31,14 +33,6 @@ def case(function: Case) -> Case:
 
 def mine(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(100 * seed + dist.get_rank()))
-
-
-def rank() -> int:
-    return dist.get_rank()
-
-
-def size() -> int:
-    return dist.get_world_size()
 
 
 @case
@@ -324,17 +318,25 @@ def fsdp1() -> Any:
     return found
 
 
-def fsdp2() -> Any:
+def fsdp2(net: Any = None, **policy: Any) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    net = model()
-    fully_shard(net, mesh=init_device_mesh("cpu", (size(),)))
+    net = net or model()
+    fully_shard(net, mesh=init_device_mesh("cpu", (size(),)), **policy)
     return [p.full_tensor() for p in trained(net)]  # type: ignore[attr-defined]
 
 
-if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 6):  # before, it wanted CUDA
-    case(fsdp2)
+def fsdp2_in_halves() -> Any:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
+    return fsdp2(model()[::3], mp_policy=policy)  # its norm wants float32
+
+
+VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
+CASES |= {"fsdp2": fsdp2} if VERSION >= (2, 6) else {}  # before, it wanted CUDA
+CASES |= {"fsdp2_in_halves": fsdp2_in_halves} if VERSION >= (2, 13) else {}  # whose gloo gives the mean
 
 
 @case
