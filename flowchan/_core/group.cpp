@@ -109,7 +109,7 @@ Member::Member(int fd, uint32_t rank) : rank(rank), size(size_of_group(fd)), fd_
     big_ = static_cast<unsigned char*>(at) + control_;
     lanes_ = reinterpret_cast<Lane*>(big_ + big_length_);
     pauses_ = most_pauses(size);
-    for (uint32_t doing = 0; doing < OPERATIONS; ++doing) choose(doing, Way::Any);
+    memset(next_, UNKNOWN, sizeof next_);
     identity_ = number_of_memory(fd);
 }
 

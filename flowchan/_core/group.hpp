@@ -185,7 +185,7 @@ class Member {
         return header_->took[doing % OPERATIONS][kind][manner].load(std::memory_order_relaxed);
     }
     // All members choose the same, or their calls do not match.
-    void choose(uint32_t doing, Way way);
+    void choose(uint32_t doing, Way way) { chosen_[doing % OPERATIONS] = way; }
 
     // One operation at a time, by the thread that has this.
     class Use {
@@ -312,7 +312,10 @@ class Member {
     uint64_t joined_ = 0;
     GroupHeader* header_ = nullptr;
     Way chosen_[OPERATIONS] = {};
-    // In which manner the next operation is done: the same for all, as rank 0 has said in the last one.
+    // In which manner the next operation is done, if that is possible then: the same for all, as rank 0 has said in
+    // the last one that all called alike. So is what is possible; what was chosen for one that was not done is no part
+    // of it.
+    static constexpr uint8_t UNKNOWN = 0xff;
     uint8_t next_[OPERATIONS][TRIED];
     std::vector<Trial> trials_;  // of rank 0
     struct Timed {

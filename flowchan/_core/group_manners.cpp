@@ -12,13 +12,18 @@ namespace {
 // As in flowchan/collective/operations.py.
 enum Doing : uint32_t { BROADCAST = 2, REDUCE, ALLREDUCE, REDUCE_SCATTER };
 
-constexpr uint8_t UNKNOWN = 0xff;
 // By exchange each reads what all have. Of so many members that is so much that it isn't tried, but for what is small.
 constexpr uint32_t MOST_EXCHANGE = 7;
 constexpr uint32_t SMALL_KINDS = 2;
 // Bytes of the smallest kind; of no more than these all manners are alike.
 constexpr uint64_t LEAST = 8 * 1024;
 constexpr uint32_t IN_ONE_PIECE = 4;  // kinds of what is no more than a small piece
+
+constexpr uint32_t KEPT_PAST = manners([](const Manner& one) { return one.keeps_past; });
+// In large pieces, and as in small ones else.
+constexpr uint32_t IN_LARGE = manners([](const Manner& one) {
+    return one.way != Way::Direct && one.piece == BIG && !one.shows_past && !one.keeps_past;
+});
 
 bool is_small(uint32_t kind) { return kind < SMALL_KINDS || kind == UNTRIED; }
 
@@ -30,39 +35,32 @@ uint32_t Member::kind_of(uint64_t bytes) {
     return bytes <= LEAST ? UNTRIED : std::min<uint32_t>(std::bit_width((bytes - 1) / LEAST) - 1, TRIED - 1);
 }
 
-void Member::choose(uint32_t doing, Way way) {
-    chosen_[doing % OPERATIONS] = way;
-    std::fill_n(next_[doing % OPERATIONS], TRIED, UNKNOWN);
-    if (!trials_.empty()) std::fill_n(&trials_[doing % OPERATIONS * TRIED], TRIED, Trial());
-}
-
-// A bit for each manner that this can be done in; the same for all. Without those that come to the same as others.
+// A bit for each manner that this can be done in, without those that come to the same as others; the same for all who
+// call the same.
 uint32_t Member::possible(uint32_t doing, uint32_t kind) const {
-    constexpr uint32_t LARGE = manners([](const Manner& one) { return one.piece == BIG && !one.shows_past; });
-    constexpr uint32_t KEEP = manners([](const Manner& one) { return one.keeps_past; });
-    const uint32_t sensible = ~(doing == REDUCE_SCATTER ? KEEP : 0);
-    if (const Way way = chosen_[doing % OPERATIONS]; way != Way::Any)
-        return sensible & manners_of(way == Way::Direct && !direct_ ? Way::Chunks : way);
+    const bool combines = doing == REDUCE || doing == ALLREDUCE;
+    const bool in_one_piece = kind < IN_ONE_PIECE || kind == UNTRIED;
     uint32_t found = manners_of(Way::Chunks);
-    if (doing == REDUCE || doing == ALLREDUCE) {
+    if (const Way way = chosen_[doing % OPERATIONS]; way != Way::Any) {
+        found = manners_of(way == Way::Direct && !direct_ ? Way::Chunks : way);
+    } else if (combines) {
         // Two read as much either way, and copy less by exchange.
         const bool by_slices = size > 2 || doing == REDUCE;
         const bool by_exchange = size <= MOST_EXCHANGE || is_small(kind);
         found = (by_slices ? manners_of(Way::Slices) : 0) | (by_exchange ? manners_of(Way::Exchange) : 0);
-    } else if (direct_ && size > 1 && doing != REDUCE_SCATTER) {
+    } else if (direct_ && size > 1 && doing != REDUCE_SCATTER && !is_small(kind)) {
         found |= manners_of(Way::Direct);
     }
-    const bool one_piece = kind < IN_ONE_PIECE || kind == UNTRIED;
-    return found & sensible & ~(one_piece ? LARGE & ~(is_small(kind) ? 0 : manners_of(Way::Direct)) : 0);
+    if (in_one_piece) found &= ~IN_LARGE;
+    if (in_one_piece || doing == REDUCE_SCATTER) found &= ~KEPT_PAST;
+    return found;
 }
 
 // The one to begin with. With more members than cores a round costs context switches, so there are few of them.
 uint32_t Member::first_of(uint32_t doing, uint32_t kind) const {
-    constexpr uint32_t LARGE =
-        manners([](const Manner& one) { return one.piece == BIG && !one.shows_past && !one.keeps_past; });
     uint32_t found = possible(doing, kind);
     if (const uint32_t slices = found & manners_of(Way::Slices); !is_small(kind) && slices) found = slices;
-    if (const uint32_t large = found & LARGE; header_->crowded && large) found = large;
+    if (const uint32_t large = found & IN_LARGE; header_->crowded && large) found = large;
     return uint32_t(std::countr_zero(found));
 }
 
@@ -82,7 +80,7 @@ const Manner& Member::begin_trial(uint32_t doing, uint64_t bytes) {
     if (rank != 0) return MANNERS[manner];
     if (trials_.empty()) trials_.resize(OPERATIONS * TRIED);
     Trial& trial = trials_[timed_.doing * TRIED + kind];
-    if (next_[timed_.doing][kind] == UNKNOWN) trial = Trial(possible(doing, kind), manner);
+    if (const uint32_t ways = possible(doing, kind); ways != trial.ways()) trial = Trial(ways, manner);
     says_ |= TELLS | trial.next() << NEXT_MANNER;
     return MANNERS[manner];
 }

@@ -17,6 +17,8 @@ class Trial {
     // `ways`: a bit for each that there is.
     Trial(uint32_t ways, uint32_t best) : ways_(ways), best_(best) {}
 
+    uint32_t ways() const { return ways_; }
+
     // The way of the next one. How long the last ones took may not be known yet.
     uint32_t next() {
         ++count_;
@@ -65,7 +67,7 @@ class Trial {
         slow_ = 0;
     }
 
-    uint32_t ways_ = 1, best_ = 0, other_ = 0, left_ = 0, slow_ = 0;
+    uint32_t ways_ = 0, best_ = 0, other_ = 0, left_ = 0, slow_ = 0;
     uint32_t rest_[MOST_WAYS] = {};
     uint64_t count_ = 0, patient_until_ = 0, due_[MOST_WAYS] = {};
     int64_t now_[MOST_WAYS] = {}, least_[MOST_WAYS] = {};  // in the trial that goes on, and in the last one

@@ -191,6 +191,25 @@ def test_ways_that_differ_do_not_match() -> None:
     assert in_threads(2, body) == [2, 2]
 
 
+def test_what_has_been_found_is_known_to_all_also_after_ways_that_differ(run_on_one_host: Any) -> None:
+    def body(g: Any) -> None:
+        lengths = (5_000, 30_000, 300_000, 700_000)
+        for turn in range(120):
+            for length in lengths:
+                if turn % 40 == 39:
+                    if g.rank == 1:
+                        g.select("allreduce", "slices")
+                    with pytest.raises(Mismatch):
+                        g.allreduce(np.ones(length, np.float32))
+                    if g.rank == 1:
+                        g.select("allreduce", None)
+                x = np.full(length, turn + g.rank, np.float32)
+                assert set(g.allreduce(x, timeout=60).tolist()) == {g.size * turn + sum(range(g.size))}
+
+    for size in (2, 3):
+        run_on_one_host(size, body)
+
+
 def test_what_can_be_chosen_is_said() -> None:
     (g,) = collective.members(1)
     with pytest.raises(ValueError, match=r"allreduce has 'exchange' or 'slices' or .*, not 'direct'"):
