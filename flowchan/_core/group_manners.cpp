@@ -106,7 +106,9 @@ void Member::have_come(Call call) {
 
 void Member::end_trial(bool done) {
     took_ = timed_.is && done ? saturated(now_ns() - timed_.since) : 0;
-    if (rank == 0 && took_) before_ = timed_;
+    before_ = timed_;
+    before_.is =
+        rank == 0 && took_;  // not after one that failed, whose cells say nothing of the one before it
     timed_.is = false;
     filled_ = says_ = 0;
 }

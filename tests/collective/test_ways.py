@@ -167,6 +167,39 @@ def test_what_was_chosen_is_taken_in_its_quickest_manner(run_on_one_host: Any) -
     run_on_one_host(3, body)
 
 
+def test_where_direct_reads_fail_the_quickest_of_the_other_manners_is_found() -> None:
+    if os.getuid():
+        pytest.skip("only root can become somebody whose memory others may not read")
+
+    def body(g: Any) -> Any:
+        g.select("broadcast", "direct")
+        g.barrier()
+        os.setuid(65534)
+        x = np.ones(LARGE)
+        for _ in range(60):
+            g.broadcast(x)
+        g.barrier()
+        return g.explain("broadcast", x)
+
+    for said in raised(list(Processes(3, body).results(3).values())):
+        assert "as measured: " in said
+
+
+def test_an_operation_before_one_that_fails_is_not_taken_for_quick(run_on_one_host: Any) -> None:
+    """How long it took is said in the next one that all call alike, where by then another one has been."""
+
+    def body(g: Any) -> Any:
+        x = np.ones(300_000, np.float32)
+        for _ in range(60):
+            g.allreduce(x, op="max")
+            with pytest.raises(Mismatch):
+                g.allreduce(x[: 10 + g.rank])
+        g.barrier()
+        assert "measured" not in g.explain("allreduce", x)
+
+    run_on_one_host(3, body)
+
+
 def test_members_that_come_late_take_the_same_ways(run_on_one_host: Any) -> None:
     def body(g: Any) -> None:
         sizes, mine = random.Random(1), random.Random(g.rank)
