@@ -98,8 +98,6 @@ struct Seat {
     std::atomic<uint64_t> proof{0};      // where in its own memory `proof_of` this seat lies
 };
 
-constexpr uint32_t OPERATIONS = 16;  // kinds of them
-
 struct GroupHeader {
     static constexpr uint64_t MAGIC = 0x33707567'776f6c66;  // "flowgrup"3
     uint64_t magic = MAGIC;
@@ -284,7 +282,8 @@ class Member {
     End show(Call call, uint64_t bytes, size_t payload, Fill fill, Patience& patience, uint32_t flags = 0);
     // A round in which this member shows what it has written into its big slot, if there is memory.
     End show_big(Call call, bool fits, Patience& patience);
-    bool pull(uint32_t member, uint64_t from, void* to, size_t bytes) const;
+    bool pull(const Manner& manner, uint32_t member, uint64_t from, void* to, size_t bytes) const;
+    bool pull_by_one(uint32_t member, uint64_t from, void* to, size_t bytes) const;
     // The round after members have read each other's memory, this one with success or not.
     End have_read(Call call, bool could, Patience& patience);
     End await_all(Patience& patience);

@@ -150,7 +150,7 @@ nb::tuple see(PyGroup& group, uint32_t member) {
 }
 
 nb::tuple as_tuple(const Manner& manner) {
-    return nb::make_tuple(int(manner.way), manner.piece, manner.shows_past, manner.keeps_past);
+    return nb::make_tuple(int(manner.way), manner.piece, manner.shows_past, manner.keeps_past, manner.by_two);
 }
 
 // In which manners operations on so many bytes have been done by trial, and how many ns each took.

@@ -16,8 +16,6 @@ namespace flowchan {
 
 using namespace nb::literals;
 
-// The numbers of the operations; flowchan/collective/operations.py has their names.
-enum Doing : uint32_t { BARRIER = 1, BROADCAST, REDUCE, ALLREDUCE, REDUCE_SCATTER, ALLGATHER, ALLTOALL = 9 };
 // What the members of an operation give, as flowchan/collective/operations.py has it: arrays of one type, or values
 // of Python.
 constexpr uint64_t TYPED = 0, VALUES = 1, KINDS = 4;

@@ -9,16 +9,15 @@ namespace flowchan {
 
 namespace {
 
-// As in flowchan/collective/operations.py.
-enum Doing : uint32_t { BROADCAST = 2, REDUCE, ALLREDUCE, REDUCE_SCATTER };
-
 // By exchange each reads what all have. Of so many members that is so much that it isn't tried, but for what is small.
 constexpr uint32_t MOST_EXCHANGE = 7;
 constexpr uint32_t SMALL_KINDS = 2;
 // Bytes of the smallest kind; of no more than these all manners are alike.
 constexpr uint64_t LEAST = 8 * 1024;
 constexpr uint32_t IN_ONE_PIECE = 4;  // kinds of what is no more than a small piece
+constexpr uint32_t BY_ONE = 8;        // and of what is read while a thread begins
 
+constexpr uint32_t BY_TWO = manners([](const Manner& one) { return one.by_two; });
 constexpr uint32_t KEPT_PAST = manners([](const Manner& one) { return one.keeps_past; });
 // In large pieces, and as in small ones else.
 constexpr uint32_t IN_LARGE = manners([](const Manner& one) {
@@ -26,8 +25,6 @@ constexpr uint32_t IN_LARGE = manners([](const Manner& one) {
 });
 
 bool is_small(uint32_t kind) { return kind < SMALL_KINDS || kind == UNTRIED; }
-
-uint32_t saturated(int64_t ns) { return uint32_t(std::min<int64_t>(ns, UINT32_MAX)); }
 
 }  // namespace
 
@@ -53,6 +50,7 @@ uint32_t Member::possible(uint32_t doing, uint32_t kind) const {
     }
     if (in_one_piece) found &= ~IN_LARGE;
     if (in_one_piece || doing == REDUCE_SCATTER) found &= ~KEPT_PAST;
+    if (kind < BY_ONE || kind == UNTRIED || header_->crowded) found &= ~BY_TWO;
     return found;
 }
 

@@ -2,6 +2,7 @@
 // alike; what does not fit into that round follows in more of them, chunk by chunk. A chunk is staged in one
 // of the two slots while others still read the one before.
 #include "group.hpp"
+#include "process.hpp"
 
 #include <sys/uio.h>
 
@@ -86,7 +87,7 @@ End Member::show(Call call, uint64_t bytes, size_t payload_size, Fill fill, Pati
     for (size_t i = LINE; !past && payload_size <= SMALL && i < payload_size; i += LINE) prefetch(to + i);
     const int64_t began = timed_.is ? now_ns() : 0;
     if (fits) fill(to);
-    if (timed_.is) filled_ = uint32_t(now_ns() - began);
+    if (timed_.is) filled_ = saturated(now_ns() - began);
     publish(call, flags | (fits ? 0 : NO_MEMORY), bytes);
     End end = await_all(patience);
     if (end == End::Done) end = judge(call);
@@ -105,8 +106,24 @@ End Member::show_big(Call call, bool fits, Patience& patience) {
     return end == End::Done ? judge(call) : end;
 }
 
+// Where no thread can be had, by one.
+bool Member::pull(const Manner& manner, uint32_t member, uint64_t from, void* to, size_t bytes) const {
+    const size_t half = manner.by_two ? bytes / 2 / LINE * LINE : 0;
+    bool could = true;
+    std::thread other;
+    try {
+        NoSignals none;
+        if (half) other = std::thread([&] { could = pull_by_one(member, from, to, half); });
+    } catch (const std::system_error&) {
+        return pull_by_one(member, from, to, bytes);
+    }
+    const bool could_too = pull_by_one(member, from + half, at(to, half), bytes - half);
+    if (half) other.join();
+    return could && could_too;
+}
+
 // Together with the proof that it is that member's memory.
-bool Member::pull(uint32_t member, uint64_t from, void* to, size_t bytes) const {
+bool Member::pull_by_one(uint32_t member, uint64_t from, void* to, size_t bytes) const {
     constexpr size_t PIECE = 16 << 20;
     if (!bytes) return true;
     const Seat& its = seat(member);
@@ -271,7 +288,7 @@ End Member::broadcast(Call call, void* data, size_t bytes, uint32_t root, Patien
     End end = show(call, bytes, direct ? sizeof from : chunk, tell, patience);
     if (end == End::Done && direct) {
         patience.waits();
-        end = have_read(call, rank == root || pull(root, shown_at(root), data, bytes), patience);
+        end = have_read(call, rank == root || pull(manner, root, shown_at(root), data, bytes), patience);
         if (end != End::Done || direct_) return finish(end);
         round_ += 1;
         const bool fits = reserve_big();
@@ -318,7 +335,7 @@ End Member::allgather(Call call, const void* in, size_t bytes, Place& place, Pat
         const uint32_t r = (rank + i) % size;
         if (!to[r]) continue;
         if (moved[r]) give(to[r], payload(r, moved[r]), moved[r]);
-        if (cell(r).flags & IN_PLACE) could = could && pull(r, shown_at(r), to[r], sizes[r]);
+        if (cell(r).flags & IN_PLACE) could = could && pull(manner, r, shown_at(r), to[r], sizes[r]);
     }
     if (any_direct) {
         end = have_read(call, could, patience);
@@ -354,7 +371,8 @@ End Member::alltoall(Call call, const ByRank<const void*>& in, const Sizes& in_s
         return 2 * row + std::accumulate(sends, sends + size, uint64_t{}) <= SMALL;
     };
     const bool little = is_little(in_sizes.data());
-    const uint64_t most = *std::max_element(in_sizes.begin(), in_sizes.end());
+    uint64_t most = 0;  // of what goes to anybody else
+    for (uint32_t r = 0; r < size; ++r) most = r == rank ? most : std::max(most, in_sizes[r]);
     const Manner& manner = begin_trial(call.doing, little ? 0 : most);
     const bool direct = !little && 3 * row <= SMALL && manner.way == Way::Direct;
     const auto tell = [&](void* slot) {
@@ -384,7 +402,7 @@ End Member::alltoall(Call call, const ByRank<const void*>& in, const Sizes& in_s
     bool could = true;
     for (uint32_t i = 1; i < size; ++i) {
         const uint32_t r = (rank + i) % size;
-        if (lies[r]) could = could && pull(r, sends(r)[2 * size + rank], out[r], out_sizes[r]);
+        if (lies[r]) could = could && pull(manner, r, sends(r)[2 * size + rank], out[r], out_sizes[r]);
         if (!rests[r]) {
             const uint64_t before = std::accumulate(sends(r), sends(r) + rank, uint64_t{});
             copy(out[r], at(small(r), 2 * row + before), out_sizes[r]);

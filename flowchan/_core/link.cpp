@@ -1,8 +1,8 @@
 // The connection of a link, and which lines it serves. link_send.cpp and link_receive.cpp are its two threads.
 #include "link.hpp"
+#include "process.hpp"
 
 #include <pthread.h>
-#include <signal.h>
 #include <sys/socket.h>
 #include <unistd.h>
 #include <cstring>
@@ -11,20 +11,6 @@
 namespace flowchan {
 
 namespace {
-
-// The threads of a link take no signal: those are for Python's main thread.
-class NoSignals {
-  public:
-    NoSignals() {
-        sigset_t all;
-        sigfillset(&all);
-        pthread_sigmask(SIG_SETMASK, &all, &before_);
-    }
-    ~NoSignals() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
-
-  private:
-    sigset_t before_;
-};
 
 std::mutex live_mutex;
 std::unordered_set<Link*> live;

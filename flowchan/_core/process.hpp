@@ -1,6 +1,8 @@
-// Whether a process lives, whoever started it, and which of all that ever had its number it is.
+// Whether a process lives, whoever started it, and which of all that ever had its number it is. Besides, its threads.
 #pragma once
 
+#include <pthread.h>
+#include <signal.h>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -50,5 +52,19 @@ extern uint32_t own_number;
 inline uint32_t process_number() { return own_number; }
 // And when it started.
 uint64_t own_start();
+
+// Threads that are begun meanwhile take no signal: those are for Python's main thread.
+class NoSignals {
+  public:
+    NoSignals() {
+        sigset_t all;
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before_);
+    }
+    ~NoSignals() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+
+  private:
+    sigset_t before_;
+};
 
 }  // namespace flowchan

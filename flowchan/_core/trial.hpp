@@ -9,6 +9,9 @@
 
 namespace flowchan {
 
+// Nanoseconds in 32 bits: up to 4.3 s.
+inline uint32_t saturated(int64_t ns) { return uint32_t(std::min<int64_t>(ns, UINT32_MAX)); }
+
 class Trial {
   public:
     static constexpr uint32_t MOST_WAYS = 16;

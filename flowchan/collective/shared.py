@@ -53,10 +53,10 @@ _WAYS = ("", *_HOW)
 """In the order of the core."""
 
 
-def _manner(way: int, piece: int, shows_past: bool, keeps_past: bool) -> str:
+def _manner(way: int, piece: int, shows_past: bool, keeps_past: bool, by_two: bool) -> str:
     """A manner of the core in words."""
     if _WAYS[way] == "direct":
-        return "direct"
+        return "direct" + " by two threads" * by_two
     past = " shown past the caches" * shows_past + " received past the caches" * keeps_past
     return f"{_WAYS[way]} of {piece >> 10} KB{past}"
 

@@ -21,7 +21,7 @@ def ways_of(operation: str) -> tuple[str, ...]:
         return ("exchange", "slices", *BACKENDS)
     if operation in MOVING:
         return ("chunks", "direct", *BACKENDS)
-    return BACKENDS if operation == NAMES[REDUCE_SCATTER] else ()
+    return ("chunks", *BACKENDS) if operation == NAMES[REDUCE_SCATTER] else ()
 
 
 class Ways:
@@ -56,8 +56,8 @@ class Ways:
         """Has an operation on arrays done in one way from now on, whatever their size; with None as is best
         for it. ``allreduce`` and ``reduce``: "exchange" (up to 512 KB) or "slices". ``broadcast``,
         ``allgather``, ``gather`` and ``alltoall``: "chunks", or "direct" where members may read each other's
-        memory. All of these, and ``reduce_scatter``: "gloo", "mpi" or "nccl", which are torch's. All members
-        choose the same. Raises ``ValueError`` where there is no such way."""
+        memory. ``reduce_scatter``: "chunks". All of these: "gloo", "mpi" or "nccl", which are torch's. All
+        members choose the same. Raises ``ValueError`` where there is no such way."""
         doing, ways = number_of(operation), ways_of(operation)
         if way is not None and way not in ways:
             those = " or ".join(map(repr, ways)) or "no way but one"

@@ -223,11 +223,9 @@ def decide(state: State, happening: Happening, now: float) -> tuple[State, tuple
     if state.phase == "ended":
         return state, ()
     state, actions = _decide(state, happening, now)
-    if state.fallen:
-        state, more = _settle_gangs(state, now)
-        actions = (*actions, *more)
-    if state.waiting:
-        state, more = _let_meet(state, now)
+    # Again: when one gang breaks the run off, those before it wait for their mates no more.
+    for follow in (_settle_gangs, _let_meet, _settle_gangs):
+        state, more = follow(state, now)
         actions = (*actions, *more)
     return state, actions
 

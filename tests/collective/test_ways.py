@@ -126,7 +126,8 @@ def test_an_alltoall_may_fill_what_it_sends(way: str | None) -> None:
     raised(in_processes(3, body))
 
 
-QUICKEST = re.compile(r"(direct|\S+ of \d+ KB(?: \w+ past the caches)?): .*, as measured: (.*); shared")
+_MANNER = r"(direct(?: by two threads)?|\S+ of \d+ KB(?: \w+ past the caches)?)"
+QUICKEST = re.compile(_MANNER + ": .*, as measured: (.*); shared")
 
 
 @pytest.mark.parametrize("operation", ["allreduce", "reduce_scatter", "broadcast"])
@@ -152,6 +153,29 @@ def test_the_quickest_way_is_found_and_all_take_it(run_on_one_host: Any, operati
     figures = dict(re.findall(r"([a-z][^,]*?) (\d+) µs", measured[2]))
     assert len(figures) >= (6 if operation == "allreduce" else 3)
     assert measured[1] in figures
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="who has one core does not try two threads")
+@pytest.mark.parametrize("operation", ["broadcast", "allgather", "alltoall"])
+def test_what_two_threads_read_is_whole(run_on_one_host: Any, operation: str) -> None:
+    def given(rank: int, turn: int) -> Any:
+        return np.arange(LARGE + 77 * rank) + 10 * turn + rank
+
+    def body(g: Any) -> Any:
+        g.select(operation, "direct")
+        for turn in range(60):
+            mine = given(g.rank, turn)
+            if operation == "broadcast":
+                found = [mine if g.rank else np.empty(LARGE + 77, int)]
+                g.broadcast(found[0], root=1)
+            else:
+                found = g.allgather(mine) if operation == "allgather" else g.alltoall([mine] * 2)
+            senders = [1] if operation == "broadcast" else [0, 1]
+            for sender, x in zip(senders, found, strict=True):
+                np.testing.assert_array_equal(x, given(sender, turn))
+        return g.explain(operation, np.resize(mine, 2 * mine.size) if operation == "alltoall" else mine)
+
+    assert "direct by two threads" in run_on_one_host(2, body)[0]
 
 
 def test_what_was_chosen_is_taken_in_its_quickest_manner(run_on_one_host: Any) -> None:
@@ -247,6 +271,9 @@ def test_what_can_be_chosen_is_said() -> None:
     (g,) = collective.members(1)
     with pytest.raises(ValueError, match=r"allreduce has 'exchange' or 'slices' or .*, not 'direct'"):
         g.select("allreduce", "direct")
+    g.select("reduce_scatter", "chunks")
+    with pytest.raises(ValueError, match=r"reduce_scatter has 'chunks' or .*, not 'slices'"):
+        g.select("reduce_scatter", "slices")
     with pytest.raises(ValueError, match="barrier has no way but one, not 'direct'"):
         g.select("barrier", "direct")
     with pytest.raises(ValueError, match="operation must be one of barrier"):

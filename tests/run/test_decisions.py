@@ -232,6 +232,18 @@ def test_a_run_that_fails_waits_for_no_gang() -> None:
     assert (state.phase, [one.worker for one in state.failures]) == ("ended", [first])
 
 
+def test_when_a_gang_breaks_the_run_off_the_gangs_before_it_wait_for_nobody_either() -> None:
+    left, here, *others = (WorkerId(stage, number) for stage in ("a", "b") for number in (1, 2))
+    workers = frozenset({left, here, *others})
+    state = State(workers, workers, frozenset(), workers, gangs=frozenset({"a", "b"}))
+    actions: tuple[Any, ...] = ()
+    for worker in (left, *others):
+        state, _ = decide(state, missing(worker), 0.0)
+        state, actions = decide(state, Fell(worker), 0.0)
+    assert (state.phase, state.alive, state.fallen) == ("failing", {here}, frozenset())
+    assert ReleasePorts(left) in actions
+
+
 ELASTIC = dataclasses.replace(GANG_AT_WORK, elastic=frozenset({"gang"}))
 
 
