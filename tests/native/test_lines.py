@@ -7,6 +7,8 @@ import re
 import pytest
 from building import Builder, run
 
+pytestmark = pytest.mark.timeout(600)  # a test compiles what it runs
+
 
 def numbers(output: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", output)]

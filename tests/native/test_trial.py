@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from building import Builder, run
 
+pytestmark = pytest.mark.timeout(600)  # a test compiles what it runs
+
 HALF = 20_000
 
 
