@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pytest
 from deciding import died, failure, missing
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -179,4 +180,4 @@ class Runs(RuleBasedStateMachine):
         raise AssertionError(f"stuck: {self.state}")
 
 
-TestRuns = Runs.TestCase
+TestRuns = pytest.mark.timeout(400)(Runs.TestCase)  # a failure is made simpler for up to 300 s, then shown
