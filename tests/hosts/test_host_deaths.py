@@ -122,9 +122,14 @@ def test_of_agents_that_have_died_nothing_stays_while_the_run_goes_on() -> None:
     graph = Graph("lasting")
     result = graph.source(range(2)).map(gate.wait, on=local(1)).collect()
     run = graph.start()
-    for number in range(4):
+
+    def is_at_work(agent: int) -> bool:
+        (host,) = run.stats().hosts or (None,)
+        return host is not None and (host.agents, host.state) == (agent, "connected") and len(agents()) == 1
+
+    for number in range(1, 5):
+        wait_until(lambda number=number: is_at_work(number))
         gate.wait_held(1)
-        wait_until(lambda born=number + 1: run.stats().hosts[0].agents == born and len(agents()) == 1)
         agents()[0].kill()
     wait_until(lambda: lives() <= 2, what=lives)
     gate.open()
