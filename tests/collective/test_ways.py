@@ -126,6 +126,21 @@ def test_an_alltoall_may_fill_what_it_sends(way: str | None) -> None:
     raised(in_processes(3, body))
 
 
+@pytest.mark.parametrize("way", [None, *WAYS["alltoall"]])
+@pytest.mark.parametrize("others", [0, 5, 6000])
+def test_in_an_alltoall_the_part_for_oneself_may_be_much_larger(way: str | None, others: int) -> None:
+    def body(g: Any) -> None:
+        g.select("alltoall", way)
+        for _ in range(3):
+            sizes = [LARGE if to == g.rank else others for to in range(g.size)]
+            outs = [np.empty(size, int) for size in sizes]
+            g.alltoall([np.full(size, 10 * g.rank + to) for to, size in enumerate(sizes)], out=outs)
+            for source, x in enumerate(outs):
+                assert (x == 10 * source + g.rank).all()
+
+    raised(in_processes(3, body))
+
+
 _MANNER = r"(direct(?: by two threads)?|\S+ of \d+ KB(?: \w+ past the caches)?)"
 QUICKEST = re.compile(_MANNER + ": .*, as measured: (.*); shared")
 
