@@ -75,7 +75,7 @@ def train(batches: In[Batch], group: Group, losses: Out[float], trained: Out[Sta
             loss.backward()
             together.step()
             losses.put(loss.item())
-        together.rest()
+        together.join()
         check_equal(replica, group)
         if group.rank == 0:
             trained.put(replica.state_dict())

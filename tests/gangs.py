@@ -19,9 +19,9 @@ T = TypeVar("T")
 def in_step(items: In[T], group: Group, out: Out[T]) -> None:
     """Its workers wait for each other after every item."""
     for item in items:
-        group.combine(1, operator.add)
+        group.allreduce_with(1, operator.add)
         out.put(item)
-    for _ in group.rest(operator.add):
+    for _ in group.join(operator.add):
         pass
 
 

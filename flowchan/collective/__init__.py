@@ -14,14 +14,14 @@ from flowchan.collective.handles import Handle
 from flowchan.collective.meeting import meet
 from flowchan.collective.seats import Seat
 from flowchan.collective.shared import make_all
-from flowchan.collective.steps import Edge
+from flowchan.collective.steps import ConnectionStats
 from flowchan.declare.arguments import secret_bytes, text
 from flowchan.errors import GroupError, MemberDied, MemberLeft, Mismatch
 from flowchan.items.misspelt import refuses_misspelt
 from flowchan.items.whole import whole
 
 __all__ = [
-    "Edge",
+    "ConnectionStats",
     "Group",
     "GroupError",
     "Handle",

@@ -94,7 +94,7 @@ class Engine:
                     self._update()
             self.state.sample = self.state.output = self.state.loss = None
             if self._together:
-                self._together.rest()
+                self._together.join()
             self.state.epoch += 1
             self._call("on_end_epoch")
 

@@ -37,7 +37,7 @@ def op_argument(call: str, op: Any) -> None:
 
 def function_argument(call: str, function: Any) -> None:
     if not callable(function):
-        raise TypeError(f"{call}: function must be a function of two, not {shown(function)}")
+        raise TypeError(f"{call}: fn must be a function of two values, got {shown(function)}")
 
 
 def array_argument(call: str, argument: str, x: Any) -> None:

@@ -22,9 +22,9 @@ from flowchan.collective.once import REPEATABLE, number_of_function, run_once
 from flowchan.collective.operations import (
     ALLGATHER,
     ALLREDUCE,
+    ALLREDUCE_WITH,
     ALLTOALL,
     BROADCAST,
-    COMBINE,
     GATHER,
     NAMES,
     REDUCE,
@@ -32,7 +32,7 @@ from flowchan.collective.operations import (
     SPLIT,
     VALUES,
 )
-from flowchan.collective.steps import Edge
+from flowchan.collective.steps import ConnectionStats
 from flowchan.collective.values import dumps, loads
 from flowchan.collective.ways import not_here
 from flowchan.errors import MemberDied
@@ -101,7 +101,7 @@ class Group(Moving, Starting):
         bits. An array or tensor is overwritten with the result and returned; with ``out`` it stays, and that
         one is returned. Any other value is combined by Python's operators. ``op``: ``sum``, ``mean``,
         ``prod``, ``min``, ``max``, ``and``, ``or``, ``xor``, for values also a function of two, run as that
-        of ``combine``. ``wait=False`` gives a handle."""
+        of ``allreduce_with``. ``wait=False`` gives a handle."""
         return self._allreduce(x, op, out, timeout, wait)
 
     def broadcast(self, x: Any = None, root: int = 0, timeout: float | None = None, wait: bool = True) -> Any:
@@ -176,27 +176,34 @@ class Group(Moving, Starting):
 
     # --- values from members that may run out of them ---
 
-    def combine(
+    def allreduce_with(
         self,
         value: Any,
-        function: Callable[[Any, Any], Any],
+        fn: Callable[[Any, Any], Any],
         *,
         timeout: float | None = None,
         wait: bool = True,
     ) -> Any:
-        """Combine ``value`` with those of all who contribute, by a function of two: leaf by leaf through
-        dictionaries, lists and tuples, in the order of the ranks. Returns the result and how many have
-        contributed. The function may change its first argument. Rank 0 runs it for all, and what it raises is
-        raised on all; Python's operators, ``min`` and ``max`` are run by everybody, in one step less.
-        """
-        return self._combine((True, value), function, timeout, wait)
+        """Combine the values of all members that contribute, by a function of two values.
 
-    def rest(
-        self, function: Callable[[Any, Any], Any], *, timeout: float | None = None
+        The function is applied leaf by leaf through dictionaries, lists and tuples, in the order of the
+        ranks. It may change its first argument. Rank 0 runs it for all members, and an exception is raised on
+        all of them. Python's operators, ``min`` and ``max`` run on each member, in one step less.
+
+        Returns:
+            The result, and the number of members that contributed.
+        """
+        return self._allreduce_with((True, value), fn, timeout, wait)
+
+    def join(
+        self, fn: Callable[[Any, Any], Any], *, timeout: float | None = None
     ) -> Iterator[tuple[Any, int]]:
-        """For a member that has run out: takes part in ``combine`` without contributing until all have run
-        out, and gives what ``combine`` gives the others. ``timeout``: for each of these."""
-        while (found := self._combine((False, None), function, timeout))[1]:
+        """Take part in ``allreduce_with`` without a value, until all members have run out of values.
+
+        Yields:
+            What ``allreduce_with`` returns on the members that still contribute. ``timeout`` limits each.
+        """
+        while (found := self._allreduce_with((False, None), fn, timeout))[1]:
             yield found
 
     def sendreceive(self, x: Any, *, to: int, source: int, timeout: float | None = None) -> Any:
@@ -258,7 +265,7 @@ class Group(Moving, Starting):
             self._settle()
         self.close()
 
-    def stats(self) -> dict[int, Edge]:
+    def stats(self) -> dict[int, ConnectionStats]:
         """What the connections between hosts have carried, by the rank at their other end. Only the first
         member of each host has such."""
         return {}
@@ -379,21 +386,22 @@ class Group(Moving, Starting):
         found = self._tell(BROADCAST, VALUES + 4 * root, mine, root, timeout, x, root)
         return x if self.rank == root else loads(found)
 
-    def _combine(
-        self, mine: tuple[bool, Any], function: Any, timeout: float | None, wait: bool = True
+    def _allreduce_with(
+        self, mine: tuple[bool, Any], fn: Any, timeout: float | None, wait: bool = True
     ) -> Any:
-        function_argument("combine", function)
+        function_argument("allreduce_with", fn)
 
         def result(found: list[bytes]) -> tuple[Any, int]:
             values = [value for contributes, value in map(loads, found) if contributes]
-            return combined(values, function), len(values)
+            return combined(values, fn), len(values)
 
-        given, number = dumps(mine), number_of_function(function)
+        given, number = dumps(mine), number_of_function(fn)
 
         def do(left: float | None) -> Any:
             if number == len(REPEATABLE):
-                return run_once(self, COMBINE, given, result, left, mine[1], function)
-            return result(self._exchange(COMBINE, VALUES + 4 * number, given, -1, left, mine[1], function))
+                return run_once(self, ALLREDUCE_WITH, given, result, left, mine[1], fn)
+            key = VALUES + 4 * number
+            return result(self._exchange(ALLREDUCE_WITH, key, given, -1, left, mine[1], fn))
 
         return self._do(do, timeout, wait)
 

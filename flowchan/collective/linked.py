@@ -37,7 +37,7 @@ from flowchan.collective.operations import (
     key_of,
 )
 from flowchan.collective.shared import SharedGroup
-from flowchan.collective.steps import Call, Differs, Edge, interrupts
+from flowchan.collective.steps import Call, ConnectionStats, Differs, interrupts
 from flowchan.collective.values import dumps, loads
 from flowchan.errors import GroupError, MemberDied, MemberLeft, Mismatch
 from flowchan.transport.handlers import raised_by_a_handler
@@ -157,11 +157,11 @@ class LinkedGroup(Group):
                 how += f" by what was measured: {tree}"
         return f"{here}; over connections between the {hosts} hosts' leaders, {how}"
 
-    def _select(self, doing: int, way: str | None) -> None:
+    def _set_algorithm(self, doing: int, name: str | None) -> None:
         """How the parts that share memory do it."""
-        self._node._select(doing, way)
+        self._node._set_algorithm(doing, name)
 
-    def stats(self) -> dict[int, Edge]:
+    def stats(self) -> dict[int, ConnectionStats]:
         """See :meth:`Group.stats`."""
         return {} if self._links is None else self._links.edges
 

@@ -20,8 +20,8 @@ from flowchan.collective.steps import (
     LEFT,
     Call,
     Connections,
+    ConnectionStats,
     Differs,
-    Edge,
     Gathering,
     Leaves,
     Peer,
@@ -49,7 +49,7 @@ class Links(Connections):
         self._in_use = threading.RLock()
 
     @property
-    def edges(self) -> dict[int, Edge]:
+    def edges(self) -> dict[int, ConnectionStats]:
         """By the ranks of the leaders."""
         return {self.ranks[host]: replace(edge) for host, edge in self.edges_by_host.items()}
 
@@ -102,7 +102,9 @@ class Links(Connections):
         self._table = trees.table_of({self.host: mine} | {host: bytes(row) for host, row in rows.items()})
         for host in self.sockets:
             times = self._table[min(host, self.host), max(host, self.host)]
-            self.edges_by_host[host] = Edge(delay=times.delay, bytes_per_second=times.bytes_per_second)
+            self.edges_by_host[host] = ConnectionStats(
+                delay=times.delay, bytes_per_second=times.bytes_per_second
+            )
 
     def _time_with(self, host: int, call: Call, data: bytes, timeout: float | None) -> float:
         begun = time.perf_counter()

@@ -9,14 +9,14 @@ from flowchan.collective import arrays
 
 NAMES = (
     "nothing", "barrier", "broadcast", "reduce", "allreduce", "reduce_scatter", "allgather", "gather",
-    "scatter", "alltoall", "split", "comparing the calls", "combine",
+    "scatter", "alltoall", "split", "comparing the calls", "allreduce_with",
 )  # fmt: skip
 """By their numbers, as the core knows them."""
 BARRIER, BROADCAST, REDUCE, ALLREDUCE, REDUCE_SCATTER, ALLGATHER, GATHER, SCATTER, ALLTOALL = range(1, 10)
-SPLIT, TELL, COMBINE = 10, 11, 12
+SPLIT, TELL, ALLREDUCE_WITH = 10, 11, 12
 
 COMBINING = (NAMES[ALLREDUCE], NAMES[REDUCE])
-ALONG_TREES = (NAMES[BROADCAST], NAMES[GATHER], NAMES[COMBINE])
+ALONG_TREES = (NAMES[BROADCAST], NAMES[GATHER], NAMES[ALLREDUCE_WITH])
 MOVING = (NAMES[BROADCAST], NAMES[ALLGATHER], NAMES[GATHER], NAMES[ALLTOALL])
 
 TYPED, VALUES, ARRAYS, KNOWN = range(4)

@@ -234,7 +234,7 @@ class AllReduceSGD:
             optimizer.zero_grad()
             loss(module, batch).backward()
             training.step()
-        training.rest()
+        training.join()
 
     All members do the same steps, so parameters that were equal stay so, bit for bit.
     """
@@ -250,7 +250,7 @@ class AllReduceSGD:
             buffer.complete()
         return self._do(contributes=True)
 
-    def rest(self) -> None:
+    def join(self) -> None:
         """This member has no batch left: takes part in the steps of the others until nobody has one."""
         while self._do(contributes=False):
             pass
@@ -276,7 +276,7 @@ class ElasticAverage:
             ...
             optimizer.step()
             average.step()
-        average.rest()
+        average.join()
         average.to_centre()
 
     It begins with the parameters of rank 0, and the centre is the same on all members, bit for bit.
@@ -309,7 +309,7 @@ class ElasticAverage:
         for parameter, pull in mine:  # now that the centre has moved: a member may have died
             parameter.sub_(pull)
 
-    def rest(self) -> None:
+    def join(self) -> None:
         """This member has no batch left: its centre follows that of the others until nobody has one."""
         while self._move(contributes=False):
             pass

@@ -45,8 +45,8 @@ _OF_VALUES = {
     "scatter": "the root's values are written down as bytes, and everybody reads its own",
     "alltoall": "values are written down as bytes, and everybody reads those for it",
     "reduce_scatter": "it takes arrays and tensors only",
-    "combine": "values are written down as bytes, and everybody reads those of the others; with a function "
-    "of your own rank 0 does, and tells all",
+    "allreduce_with": "values are written down as bytes, and everybody reads those of the others; with a "
+    "function of your own rank 0 does, and tells all",
 }
 _OF_ANY_VALUE = "values are written down as bytes, and everybody reads those of the others"
 _WAYS = ("", *_HOW)
@@ -192,9 +192,9 @@ class SharedGroup(_core.Group, Group):
         members = "1 member" if self.size == 1 else f"{self.size} members"
         return f"{operation}: {how}; shared memory, {members} on this host"
 
-    def _select(self, doing: int, way: str | None) -> None:
-        self._choose(doing, 0 if way is None else _WAYS.index(way))
-        self._chosen[doing] = way
+    def _set_algorithm(self, doing: int, name: str | None) -> None:
+        self._choose(doing, 0 if name is None else _WAYS.index(name))
+        self._chosen[doing] = name
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._joined or self._broken:

@@ -41,7 +41,7 @@ class Differs(Exception):
 
 
 @dataclass(slots=True)
-class Edge:
+class ConnectionStats:
     """What has crossed between two hosts' leaders: bytes sent and received, in how many steps of operations,
     and the seconds that these took from their beginning on this side. An operation has one step or more.
     ``delay`` (seconds until a byte is there) and ``bytes_per_second`` were measured when the group met, if it
@@ -63,7 +63,7 @@ class Connections:
         self.sockets = dict(sockets)
         self.ranks = ranks
         self.host = host
-        self.edges_by_host = {host: Edge() for host in self.sockets}
+        self.edges_by_host = {host: ConnectionStats() for host in self.sockets}
         self.leaves = os.fdopen(os.eventfd(0, os.EFD_CLOEXEC), "r+b", 0)
         """Is readable once this member is about to leave."""
         for sock in self.sockets.values():

@@ -60,7 +60,7 @@ def check(name: str) -> None:
         else "it needs a CUDA device that torch can see, and a torch that was built for CUDA",
     }
     if why := lacks.get(name, ""):
-        raise ValueError(f"{name} of torch.distributed can't be a way here: {why}; choose another one")
+        raise ValueError(f"{name} of torch.distributed is not available here: {why}; choose another one")
 
 
 def _gloo(store: Any, rank: int, size: int, host: str, device: torch.device) -> Any:
@@ -109,7 +109,7 @@ class TorchWay:
     def _reduce(self, doing: int, x: Any, out: Any, op: str, root: int, timeout: float | None) -> Any:
         mine = root in (-1, self._group.rank)
         if arrays.is_numpy(x) and x.dtype.kind in "Mm":
-            raise TypeError(f"{self.name} combines no elements of type {x.dtype}: select another way")
+            raise TypeError(f"{self.name} combines no elements of type {x.dtype}: set another algorithm")
         wide = arrays.widened(x) if op == "mean" else x  # the sum of halves may be too large for one
         given, result = _tensor(wide), out if wide is x else wide
         reduction = _reduction(op, given)

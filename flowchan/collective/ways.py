@@ -33,7 +33,7 @@ class Ways:
         def size(self) -> int: ...
         def _queue(self, change: int) -> None: ...
         def _explain(self, operation: str, x: Any) -> str: ...
-        def _select(self, doing: int, way: str | None) -> None: ...
+        def _set_algorithm(self, doing: int, name: str | None) -> None: ...
 
     def _begin_ways(self) -> None:
         self._chosen_backends: dict[int, str] = {}
@@ -52,20 +52,28 @@ class Ways:
             return f"{operation}: not at all: {error}"
         return f"{operation}: {backend} of torch.distributed, among all {self.size} members"
 
-    def select(self, operation: str, way: str | None) -> None:
-        """Has an operation on arrays done in one way from now on, whatever their size; with None as is best
-        for it. ``allreduce`` and ``reduce``: "exchange" (up to 512 KB) or "slices". ``broadcast``,
-        ``allgather``, ``gather`` and ``alltoall``: "chunks", or "direct" where members may read each other's
-        memory. ``reduce_scatter``: "chunks". All of these: "gloo", "mpi" or "nccl", which are torch's. All
-        members choose the same. Raises ``ValueError`` where there is no such way."""
-        doing, ways = number_of(operation), ways_of(operation)
-        if way is not None and way not in ways:
-            those = " or ".join(map(repr, ways)) or "no way but one"
-            raise ValueError(f"{operation} has {those}, not {way!r}")
-        backend = way if way in BACKENDS else None
+    def set_algorithm(self, operation: str, name: str | None) -> None:
+        """Do an operation on arrays by one algorithm from now on, whatever their size.
+
+        Args:
+            operation: ``allreduce``, ``reduce``, ``reduce_scatter``, ``broadcast``, ``allgather``,
+                ``gather`` or ``alltoall``.
+            name: "exchange" (up to 512 KB) or "slices" for ``allreduce`` and ``reduce``; "chunks" for the
+                others; "direct" for these but ``reduce_scatter``, where members may read each other's memory;
+                "gloo", "mpi" or "nccl" of torch for all of them. None: the quickest one. All members give the
+                same name.
+
+        Raises:
+            ValueError: The operation has no such algorithm.
+        """
+        doing, known = number_of(operation), ways_of(operation)
+        if name is not None and name not in known:
+            those = " or ".join(map(repr, known)) or "no other algorithm"
+            raise ValueError(f"{operation} has {those}, not {name!r}")
+        backend = name if name in BACKENDS else None
         if backend is not None:
             check_backend(backend)
-        self._select(doing, None if backend is not None else way)
+        self._set_algorithm(doing, None if backend is not None else name)
         before = bool(self._chosen_backends)
         if backend is None:
             self._chosen_backends.pop(doing, None)
@@ -88,7 +96,7 @@ class Ways:
         if name == "nccl" and arrays.is_here(x):
             raise TypeError(
                 f"{NAMES[doing]} by nccl takes CUDA tensors, not {arrays.described(x)}: move it to a device, "
-                "or select another way"
+                "or set another algorithm"
             )
         if name not in self._backends:
             check_backend(name)
@@ -131,5 +139,7 @@ def check_backend(name: str) -> None:
     try:
         from flowchan.collective.torch_ways import check
     except ImportError as error:
-        raise ValueError(f"{name} is a way of torch.distributed, which can't be imported: {error}") from error
+        raise ValueError(
+            f"{name} is an algorithm of torch.distributed, which can't be imported: {error}"
+        ) from error
     check(name)

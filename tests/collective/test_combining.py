@@ -27,10 +27,10 @@ def test_all_have_the_same_after_every_round_until_all_have_run_out(size: int) -
     def body(g: Any) -> Any:
         weights, counts = np.zeros(3), []
         for step in range(g.rank % 4):
-            total, n = g.combine({"g": [np.full(3, g.rank + step / 7)], "loss": float(g.rank)}, add)
+            total, n = g.allreduce_with({"g": [np.full(3, g.rank + step / 7)], "loss": float(g.rank)}, add)
             weights += total["g"][0] / n
             counts.append(n)
-        for total, n in g.rest(add):
+        for total, n in g.join(add):
             weights += total["g"][0] / n
             counts.append(n)
         return weights.tobytes(), counts, g.allreduce(1)
@@ -47,7 +47,7 @@ def test_a_function_that_gives_each_something_else_gives_all_the_same(run: Any) 
         def draw(a: Any, b: Any) -> Any:
             return g.rank, random.SystemRandom().random()
 
-        return g.combine(1, draw), g.allreduce(1, draw), g.allreduce(np.zeros(2), draw).tolist()
+        return g.allreduce_with(1, draw), g.allreduce(1, draw), g.allreduce(np.zeros(2), draw).tolist()
 
     first, *others = run(3, body)
     assert others == [first] * 2
@@ -61,13 +61,13 @@ def test_a_function_that_raises_raises_on_all_and_the_group_goes_on(run: Any) ->
         def broken(a: int, b: int) -> int:
             return a // g.rank
 
-        for call in (g.combine, g.allreduce):
+        for call in (g.allreduce_with, g.allreduce):
             with pytest.raises(ZeroDivisionError) as info:
                 call(g.rank, broken)
             assert info.value.__notes__[0].startswith("raised at rank 0, which runs the function of ")
         with pytest.raises(TypeError, match="lock"):
-            g.combine(g.rank, lambda a, b: threading.Lock())
-        return g.combine(str(g.rank), lambda a, b: a + b)
+            g.allreduce_with(g.rank, lambda a, b: threading.Lock())
+        return g.allreduce_with(str(g.rank), lambda a, b: a + b)
 
     assert run(3, body) == [("012", 3)] * 3
 
@@ -78,7 +78,7 @@ def test_ctrl_c_in_the_function_ends_the_group_as_a_death_does(run: Any) -> None
             raise KeyboardInterrupt
 
         with pytest.raises(MemberDied if g.rank else KeyboardInterrupt) as info:
-            g.combine(1, interrupted)
+            g.allreduce_with(1, interrupted)
         return getattr(info.value, "ranks", None)
 
     assert run(2, body) == [None, (0,)]
@@ -89,13 +89,13 @@ def test_an_operator_for_one_and_a_function_for_another_do_not_match() -> None:
 
     def body(g: Any) -> str:
         with pytest.raises(Mismatch) as info:
-            g.combine(1, add if g.rank else operator.add)
-        assert g.combine(1, operator.add) == (2, 2)
+            g.allreduce_with(1, add if g.rank else operator.add)
+        assert g.allreduce_with(1, operator.add) == (2, 2)
         return str(info.value)
 
     first, second = in_threads(2, body)
     assert first == second
-    assert "rank 0 called combine(int, <built-in function add>); rank 1 called combine(int, <funct" in first
+    assert "rank 0 called allreduce_with(int, <built-in function add>); rank 1" in first
 
 
 def test_values_of_another_shape_raise_on_all_and_are_named() -> None:
@@ -103,7 +103,7 @@ def test_values_of_another_shape_raise_on_all_and_are_named() -> None:
         said = []
         for value in ({"a": {"b": 1, f"c{g.rank}": 2}}, {"a": [1] * (1 + g.rank)}):
             with pytest.raises(ValueError, match=r"in \['a'\]") as info:
-                g.combine(value, add)
+                g.allreduce_with(value, add)
             said.append(str(info.value))
         return said
 

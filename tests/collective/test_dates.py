@@ -106,7 +106,7 @@ def test_a_backend_of_torch_does_not_take_them_for_integers() -> None:
     pytest.importorskip("torch")
 
     def body(g: Any) -> Any:
-        g.select("allreduce", "gloo")
+        g.set_algorithm("allreduce", "gloo")
         with pytest.raises(TypeError, match=r"gloo combines no elements of type timedelta64\[s\]: select"):
             g.allreduce(np.ones(2, "m8[s]"))
         return g.allreduce(1)

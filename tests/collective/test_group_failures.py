@@ -402,7 +402,7 @@ def test_what_would_be_done_is_said_in_a_sentence() -> None:
     assert "slices" in second.explain("reduce", large)
     assert "chunks" in second.explain("broadcast", small)
     assert "chunks" in second.explain("allgather", large)
-    second.select("allgather", "direct")
+    second.set_algorithm("allgather", "direct")
     assert "direct" in second.explain("allgather", large)
     assert "written down" in second.explain("allgather", {})
     for operation, how in {
@@ -413,7 +413,7 @@ def test_what_would_be_done_is_said_in_a_sentence() -> None:
         "reduce_scatter": "it takes arrays and tensors only",
     }.items():
         assert first.explain(operation) == f"{operation}: {how}; shared memory, 2 members on this host"
-    for operation in ("scatter", "split", "combine"):
+    for operation in ("scatter", "split", "allreduce_with"):
         assert "written down" in first.explain(operation, large)
     assert "everybody combines its own part of each" in first.explain("reduce_scatter", large)
     assert "not at all: a group's operations take no masked" in first.explain("allreduce", np.ma.ones(2))

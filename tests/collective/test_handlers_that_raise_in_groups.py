@@ -135,7 +135,7 @@ def test_it_comes_out_of_a_backend_of_torch(interrupted: Any, monkeypatch: pytes
     monkeypatch.setattr(TorchWay, "_address", lambda _: "")
     monkeypatch.setattr(TorchWay, "_connect", lambda *_: signal.raise_signal(signal.SIGALRM))
     (g,) = collective.members(1)
-    g.select("allreduce", "gloo")
+    g.set_algorithm("allreduce", "gloo")
     with pytest.raises(TimeIsUp):
         g.allreduce(np.ones(2))
     g._abandon()

@@ -244,8 +244,8 @@ def test_every_operation_can_be_started_and_carries_its_error(run: Any) -> None:
             "scatter": lambda **now: g.scatter(["a", x] if g.rank == 1 else None, 1, **now),
             "alltoall": lambda **now: g.alltoall(["b", g.rank], **now),
             "alltoall into": lambda **now: g.alltoall(list(x.reshape(2, 2)), out=room, **now),
-            "combine": lambda **now: g.combine({"c": g.rank}, operator.add, **now),
-            "combine by a function": lambda **now: g.combine(x, lambda a, b: a + b, **now),
+            "allreduce_with": lambda **now: g.allreduce_with({"c": g.rank}, operator.add, **now),
+            "allreduce_with by a function": lambda **now: g.allreduce_with(x, lambda a, b: a + b, **now),
         }
         right = {name: str(call()) for name, call in calls.items()}
         handles = {name: call(wait=False) for name, call in calls.items()}
@@ -255,7 +255,7 @@ def test_every_operation_can_be_started_and_carries_its_error(run: Any) -> None:
             g.reduce_scatter(x, ["sum", "max"][g.rank], wait=False),
             g.scatter(["a", "b"], g.rank, wait=False),
             g.alltoall([np.ones(2 + g.rank)] * 2, out=[np.ones(2)] * 2, wait=False),
-            g.combine(1, lambda a, b: a / 0, wait=False),
+            g.allreduce_with(1, lambda a, b: a / 0, wait=False),
         ]
         raised = [type(handle._future.exception()).__name__ for handle in wrong]
         return raised, g.allreduce(1)

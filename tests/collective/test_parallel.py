@@ -245,7 +245,7 @@ def test_members_with_more_batches_go_on_and_all_stay_equal(run: Any, size: int,
             optimizer.zero_grad()
             loss_of(net, x[g.rank :: size], y[g.rank :: size]).backward()
             counts.append(training.step())
-        training.rest()
+        training.join()
         check_equal(net, g)
         return counts, [p.detach() for p in net.parameters()]
 
@@ -281,7 +281,7 @@ def test_mean_gradients_lie_in_one_piece_for_each_type() -> None:
             loss = net[0](torch.tensor([g.rank])).sum() + net[3].bias.sum() * 3  # type: ignore[operator]
             (loss + (net[1].bias * (g.rank + 1)).sum()).backward()  # type: ignore[operator]
             training.step()
-        training.rest()
+        training.join()
         check_equal(net, g)
         grads = [p.grad for p in net.parameters() if p.grad is not None]
         return len({one.untyped_storage().data_ptr() for one in grads}), [x.flatten().tolist() for x in grads]
@@ -304,7 +304,7 @@ def test_elastic_averaging_keeps_one_centre_that_learns(run: Any, digits: Any) -
                 loss_of(net, x[g.rank :: 2], y[g.rank :: 2]).backward()
                 optimizer.step()
                 average.step()
-        average.rest()
+        average.join()
         with pytest.raises(Mismatch, match="has other values at rank 1"):
             check_equal(net, g)
         average.to_centre()

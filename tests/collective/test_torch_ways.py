@@ -37,7 +37,7 @@ def used_before(one_compute_thread: None) -> None:
 
 def by(g: Any, way: str | None) -> None:
     for operation in OPERATIONS:
-        g.select(operation, way)
+        g.set_algorithm(operation, way)
 
 
 def all_results(g: Any, make: Callable[[Any], Any]) -> list[Any]:
@@ -206,12 +206,12 @@ def test_calls_that_differ_raise_on_all_and_the_group_goes_on(run: Any) -> None:
         with pytest.raises(Mismatch, match=r"called allreduce\(float32\[3\].*called allreduce\(float32\[4\]"):
             g.allreduce(torch.ones(3 + g.rank % 2))
         if g.rank:
-            g.select("allreduce", None)
+            g.set_algorithm("allreduce", None)
         with pytest.raises(Mismatch):
             g.allreduce(torch.ones(3))
         with pytest.raises(Mismatch, match=r"rank 0 gives 12 bytes to rank 0, which has room for 16"):
             g.alltoall([torch.ones(3)] * 2, out=[torch.ones(4)] * 2)
-        g.select("allreduce", "gloo")
+        g.set_algorithm("allreduce", "gloo")
         return g.allreduce(torch.ones(3)).tolist()
 
     assert run(2, body) == [[2.0] * 3] * 2
@@ -346,21 +346,21 @@ def test_what_can_not_be_chosen_is_said_with_the_remedy(monkeypatch: pytest.Monk
     (g,) = collective.members(1)
     with g:
         with pytest.raises(
-            ValueError, match=r"mpi of torch.distributed can't be a way here: torch was built"
+            ValueError, match=r"mpi of torch.distributed is not available here: torch was built"
         ):
-            g.select("allreduce", "mpi")
+            g.set_algorithm("allreduce", "mpi")
         with pytest.raises(ValueError, match=r"nccl .* needs a CUDA device .*; choose another one"):
-            g.select("allreduce", "nccl")
-        with pytest.raises(ValueError, match="barrier has no way but one, not 'gloo'"):
-            g.select("barrier", "gloo")
+            g.set_algorithm("allreduce", "nccl")
+        with pytest.raises(ValueError, match="barrier has no other algorithm, not 'gloo'"):
+            g.set_algorithm("barrier", "gloo")
         assert "exchange" in g.explain("allreduce", torch.ones(1))
-        g.select("allreduce", "gloo")
+        g.set_algorithm("allreduce", "gloo")
         assert (
             g.explain("allreduce", torch.ones(1))
             == "allreduce: gloo of torch.distributed, among all 1 members"
         )
         assert "written down as bytes" in g.explain("allreduce", 1)
-        g.select("allreduce", None)
+        g.set_algorithm("allreduce", None)
         with pytest.raises(TypeError, match=r"allreduce takes .*, not float32\[2\] on meta: it has no"):
             g.allreduce(torch.ones(2, device="meta"))
 
@@ -413,12 +413,12 @@ def test_mpi_is_for_all_that_mpirun_has_started(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(dist, "ProcessGroupMPI", SimpleNamespace(create=lambda ranks: made), raising=False)
     (g,) = collective.members(1)
     with g:
-        g.select("allreduce", "mpi")
+        g.set_algorithm("allreduce", "mpi")
         g.allreduce(torch.ones(3))
         assert made.calls == ["allreduce"]
 
     def body(g: Any) -> None:
-        g.select("allreduce", "mpi")
+        g.set_algorithm("allreduce", "mpi")
         with pytest.raises(GroupError, match="mpi joins all processes that mpirun has started"):
             g.allreduce(torch.ones(3))
 

@@ -218,7 +218,7 @@ class Willing(socket.socket):
 
 
 def test_what_several_have_comes_whole_however_much_a_connection_takes_at_once() -> None:
-    links, call, sizes = joined(3), ("combine", 12, 0), [0, 3 * steps.PIECE // 2, 2 * steps.PIECE + 1]
+    links, call, sizes = joined(3), ("allreduce_with", 12, 0), [0, 3 * steps.PIECE // 2, 2 * steps.PIECE + 1]
     for one in links:
         one.sockets = {host: Willing(fileno=sock.detach()) for host, sock in one.sockets.items()}
     tree = grown(3, 0, {(0, 1): NEAR, (1, 2): NEAR, (0, 2): Times(10, 10)})
@@ -246,7 +246,7 @@ def uneven(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("uneven")
 def test_the_tree_is_shown_where_it_is_known() -> None:
     def body(g: Any) -> Any:
-        return g.explain("broadcast", np.ones(10)), g.explain("combine")
+        return g.explain("broadcast", np.ones(10)), g.explain("allreduce_with")
 
     found = OverHosts("aabcd", body).results(5)
     along = "over connections between the 4 hosts' leaders, along a tree"
@@ -257,10 +257,10 @@ def test_the_tree_is_shown_where_it_is_known() -> None:
 @pytest.mark.usefixtures("uneven")
 def test_functions_and_broadcasts_leave_out_a_slow_connection_and_give_the_same() -> None:
     def body(g: Any) -> Any:
-        texts = g.combine({"x": f"{g.rank}{'.' * 100_000}"}, lambda a, b: f"({a[:9]}{b[:9]})")
-        rests = list(g.rest(max)) if g.rank == 2 else g.combine(g.rank, max)
+        texts = g.allreduce_with({"x": f"{g.rank}{'.' * 100_000}"}, lambda a, b: f"({a[:9]}{b[:9]})")
+        rests = list(g.join(max)) if g.rank == 2 else g.allreduce_with(g.rank, max)
         if g.rank != 2:
-            rests = [rests, *g.rest(max)]
+            rests = [rests, *g.join(max)]
         arrays = []
         for root in range(g.size):
             x = np.full(100_000, g.rank)
@@ -288,7 +288,7 @@ def test_a_death_of_whoever_passes_on_is_told_to_all(victim: int) -> None:
         for number in itertools.count():
             if (g.rank, number) == (victim, 3):
                 os.kill(os.getpid(), signal.SIGKILL)
-            g.combine(np.ones(100), np.maximum)
+            g.allreduce_with(np.ones(100), np.maximum)
 
     def body(g: Any) -> Any:
         with pytest.raises(MemberDied) as died:
@@ -308,12 +308,12 @@ def test_what_a_function_raises_and_calls_that_differ_are_told_to_all_and_the_gr
 
     def body(g: Any) -> Any:
         with pytest.raises(LookupError, match="no such thing"):
-            g.combine("x" * 100_000, fails)
+            g.allreduce_with("x" * 100_000, fails)
         with pytest.raises(Mismatch) as info:
-            g.allreduce(np.ones(3)) if g.rank == 3 else g.combine(1, lambda a, b: a)
+            g.allreduce(np.ones(3)) if g.rank == 3 else g.allreduce_with(1, lambda a, b: a)
         with pytest.raises(Mismatch):
             g.broadcast(np.ones(100_000 if g.rank != 1 else 100_001), root=2)
-        return str(info.value), g.combine(1, lambda a, b: a + b)
+        return str(info.value), g.allreduce_with(1, lambda a, b: a + b)
 
     for text, total in OverHosts("abcdd", body).results(5).values():
         assert "rank 3" in text or "ranks 3, 4" in text
@@ -330,7 +330,7 @@ def test_who_is_late_is_named_and_not_who_waits_for_it(
         (1, 2): NEAR,
         (0, 3): NEAR,
     }
-    tree, call = grown(4, 0, table), ("combine", 12, 0)
+    tree, call = grown(4, 0, table), ("allreduce_with", 12, 0)
     assert tree.parent == {1: 0, 2: 1, 3: 0}
 
     def do(one: Links) -> Any:

@@ -52,7 +52,7 @@ def right(rank: int, size: int, length: int) -> list[Any]:
 @pytest.mark.parametrize("operation", WAYS)
 def test_each_way_gives_the_same(run: Any, operation: str) -> None:
     def body(g: Any, way: str | None) -> list[bytes]:
-        g.select(operation, way)
+        g.set_algorithm(operation, way)
         found = []
         for length in (0, 1, 3000, 60_000, LARGE):
             x = (np.arange(length) + g.rank) / np.float32(7)
@@ -73,7 +73,7 @@ def test_who_may_not_read_the_others_memory_gets_all_the_same(way: str | None, t
 
     def body(g: Any) -> Any:
         for operation in ("broadcast", "allgather", "alltoall"):
-            g.select(operation, way)
+            g.set_algorithm(operation, way)
         g.barrier()
         os.setuid(65534)
         x = np.arange(LARGE)
@@ -109,7 +109,7 @@ def test_an_alltoall_may_fill_what_it_sends(way: str | None) -> None:
     whose arrays are large go together with some whose are small."""
 
     def body(g: Any) -> None:
-        g.select("alltoall", way)
+        g.set_algorithm("alltoall", way)
         for length in (3, 3000, 24_000, 40_000):
             xs = [np.full(length, 10 * g.rank + to) for to in range(g.size)]
             assert g.alltoall(xs, out=xs)[0] is xs[0]
@@ -130,7 +130,7 @@ def test_an_alltoall_may_fill_what_it_sends(way: str | None) -> None:
 @pytest.mark.parametrize("others", [0, 5, 6000])
 def test_in_an_alltoall_the_part_for_oneself_may_be_much_larger(way: str | None, others: int) -> None:
     def body(g: Any) -> None:
-        g.select("alltoall", way)
+        g.set_algorithm("alltoall", way)
         for _ in range(3):
             sizes = [LARGE if to == g.rank else others for to in range(g.size)]
             outs = [np.empty(size, int) for size in sizes]
@@ -177,7 +177,7 @@ def test_what_two_threads_read_is_whole(run_on_one_host: Any, operation: str) ->
         return np.arange(LARGE + 77 * rank) + 10 * turn + rank
 
     def body(g: Any) -> Any:
-        g.select(operation, "direct")
+        g.set_algorithm(operation, "direct")
         for turn in range(60):
             mine = given(g.rank, turn)
             if operation == "broadcast":
@@ -197,7 +197,7 @@ def test_what_was_chosen_is_taken_in_its_quickest_manner(run_on_one_host: Any) -
     def body(g: Any) -> Any:
         x = np.ones(300_000, np.float32)
         for way in ("exchange", "slices"):
-            g.select("allreduce", way)
+            g.set_algorithm("allreduce", way)
             assert f"allreduce: {way}: " in g.explain("allreduce", x)
             for _ in range(60):
                 g.allreduce(x)
@@ -211,7 +211,7 @@ def test_where_direct_reads_fail_the_quickest_of_the_other_manners_is_found() ->
         pytest.skip("only root can become somebody whose memory others may not read")
 
     def body(g: Any) -> Any:
-        g.select("broadcast", "direct")
+        g.set_algorithm("broadcast", "direct")
         g.barrier()
         os.setuid(65534)
         x = np.ones(LARGE)
@@ -254,10 +254,10 @@ def test_members_that_come_late_take_the_same_ways(run_on_one_host: Any) -> None
 def test_ways_that_differ_do_not_match() -> None:
     def body(g: Any) -> Any:
         if g.rank:
-            g.select("allreduce", "slices")
+            g.set_algorithm("allreduce", "slices")
         with pytest.raises(Mismatch, match=r"rank 0 called allreduce\(.*\); rank 1 called .* by slices"):
             g.allreduce(np.ones(3))
-        g.select("allreduce", None)
+        g.set_algorithm("allreduce", None)
         return g.allreduce(1)
 
     assert in_threads(2, body) == [2, 2]
@@ -270,11 +270,11 @@ def test_what_has_been_found_is_known_to_all_also_after_ways_that_differ(run_on_
             for length in lengths:
                 if turn % 40 == 39:
                     if g.rank == 1:
-                        g.select("allreduce", "slices")
+                        g.set_algorithm("allreduce", "slices")
                     with pytest.raises(Mismatch):
                         g.allreduce(np.ones(length, np.float32))
                     if g.rank == 1:
-                        g.select("allreduce", None)
+                        g.set_algorithm("allreduce", None)
                 x = np.full(length, turn + g.rank, np.float32)
                 assert (g.allreduce(x, timeout=60) == g.size * turn + sum(range(g.size))).all()
 
@@ -285,15 +285,15 @@ def test_what_has_been_found_is_known_to_all_also_after_ways_that_differ(run_on_
 def test_what_can_be_chosen_is_said() -> None:
     (g,) = collective.members(1)
     with pytest.raises(ValueError, match=r"allreduce has 'exchange' or 'slices' or .*, not 'direct'"):
-        g.select("allreduce", "direct")
-    g.select("reduce_scatter", "chunks")
+        g.set_algorithm("allreduce", "direct")
+    g.set_algorithm("reduce_scatter", "chunks")
     with pytest.raises(ValueError, match=r"reduce_scatter has 'chunks' or .*, not 'slices'"):
-        g.select("reduce_scatter", "slices")
-    with pytest.raises(ValueError, match="barrier has no way but one, not 'direct'"):
-        g.select("barrier", "direct")
+        g.set_algorithm("reduce_scatter", "slices")
+    with pytest.raises(ValueError, match="barrier has no other algorithm, not 'direct'"):
+        g.set_algorithm("barrier", "direct")
     with pytest.raises(ValueError, match="operation must be one of barrier"):
-        g.select("sum", None)
-    g.select("allreduce", "slices")
+        g.set_algorithm("sum", None)
+    g.set_algorithm("allreduce", "slices")
     assert "slices" in g.explain("allreduce", np.ones(1))
     g.close()
 
