@@ -57,7 +57,7 @@ class Linked(Flowchan):
     """Each rank believes to be on a host of its own, and is connected to the others over loopback."""
 
     def made(self) -> Any:
-        from flowchan.collective.at_address import meet_at
+        from flowchan.collective.rendezvous.address import meet_at
 
         at, rank = f"127.0.0.1:{os.environ['MASTER_PORT']}", int(os.environ["RANK"])
         return meet_at(at, bytes(16), rank, int(os.environ["WORLD_SIZE"]), 60, host=str(rank))

@@ -15,7 +15,7 @@ import pytest
 
 from flowchan import Channel, collective
 from flowchan.collective import GroupError, MemberDied
-from flowchan.collective.at_address import meet_at
+from flowchan.collective.rendezvous.address import meet_at
 
 Body = Callable[..., Any]
 

@@ -220,12 +220,17 @@ class Member {
         uint64_t key;
     };
     End barrier(Call call, Patience& patience);
-    // `in` may be `out`. root < 0: everybody gets the result.
-    End allreduce(Call call, const void* in, void* out, size_t count, Element element, Op op, int root,
-                  Patience& patience);
+    struct Combining {
+        const void* in;
+        void* out;  // may be `in`
+        size_t count;
+        Element element;
+        Op op;
+        int root = -1;  // below 0: all members get the result
+    };
+    End allreduce(Call call, const Combining& what, Patience& patience);
     // `in` has `count` elements for each member; `out` gets those for this one.
-    End reduce_scatter(Call call, const void* in, void* out, size_t count, Element element, Op op,
-                       Patience& patience);
+    End reduce_scatter(Call call, const Combining& what, Patience& patience);
     End broadcast(Call call, void* data, size_t bytes, uint32_t root, Patience& patience);
     // What each member has, of any size. `place` is called once, with the sizes, and says where each goes;
     // null entries are left out; false: it is given up. `shown`: where it lies meanwhile, null if it is large.
@@ -235,8 +240,13 @@ class Member {
     };
     End allgather(Call call, const void* in, size_t bytes, Place& place, Patience& patience);
     // in[j] of in_sizes[j] bytes goes to member j; out[i] of out_sizes[i] bytes comes from member i.
-    End alltoall(Call call, const ByRank<const void*>& in, const Sizes& in_sizes, const ByRank<void*>& out,
-                 const Sizes& out_sizes, Patience& patience);
+    struct Parts {
+        const ByRank<const void*>& in;
+        const Sizes& in_sizes;
+        const ByRank<void*>& out;
+        const Sizes& out_sizes;
+    };
+    End alltoall(Call call, const Parts& parts, Patience& patience);
 
   private:
     static uint64_t process_number_now();
@@ -302,10 +312,18 @@ class Member {
     void end_trial(bool done);
     const Manner& its_manner(uint32_t member) const { return MANNERS[cell(member).flags >> OWN_MANNER & 15]; }
     End alone(Call call, const void* in, void* out, size_t bytes);
-    End exchange(const Manner& manner, Call call, const void* in, void* out, size_t count, Element element,
-                 Op op, int root, Patience& patience);
-    End slices(const Manner& manner, Call call, const void* in, void* out, size_t count, Element element,
-               Op op, int root, Patience& patience);
+    End exchange(const Manner& manner, Call call, const Combining& what, Patience& patience);
+    End slices(const Manner& manner, Call call, const Combining& what, Patience& patience);
+    struct Gathering;
+    End take_shown(Call call, Gathering& all, Patience& patience);
+    struct Swapping;
+    bool sizes_match() const;
+    End take_shown(Call call, Swapping& all, Patience& patience);
+    // What has not been shown follows in rounds: in round t `write` puts what this member has into its big slot,
+    // if it `has` something, and `read` takes that of another one.
+    template <class Has, class Write, class Read>
+    End follow(Call call, uint64_t rounds, Patience& patience, Has has, Write write, Read read);
+    uint32_t ways_of(uint32_t doing, uint32_t kind) const;
 
     int fd_ = -1;
     uint64_t joined_ = 0;

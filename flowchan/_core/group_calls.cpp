@@ -19,7 +19,7 @@ PyObject* reduce_scatter_array(PyObject* self, PyObject* x, PyObject* out, PyObj
     const uint64_t key = mixed(mixed(in.what, REDUCE_SCATTER), uint64_t(op));
     Calling calling(self, REDUCE_SCATTER, deadline);
     const End end = calling.run([&](Patience& patience) {
-        return group.reduce_scatter({REDUCE_SCATTER, key}, in.data, to.data, to.count, in.element, op,
+        return group.reduce_scatter({REDUCE_SCATTER, key}, {in.data, to.data, to.count, in.element, op},
                                     patience);
     });
     return end == End::Done ? Py_NewRef(out) : raise_end(self, end, REDUCE_SCATTER, x, op_name);
@@ -44,7 +44,8 @@ PyObject* reduce_arrays(PyObject* self, uint32_t doing, PyObject* x, PyObject* o
         mixed(mixed(mixed(mixed(in.what, doing), uint64_t(op)), uint64_t(root + 1)), part_of);
     Calling calling(self, doing, deadline);
     const End end = calling.run([&](Patience& patience) {
-        return group.allreduce({doing, key}, in.data, result.data, in.count, in.element, op, root, patience);
+        return group.allreduce({doing, key}, {in.data, result.data, in.count, in.element, op, root},
+                               patience);
     });
     if (end != End::Done) return raise_end(self, end, doing, x, op_name, doing == REDUCE ? root : -1);
     return Py_NewRef(is_default(out) ? x : out);
@@ -71,10 +72,9 @@ End swap_arrays(PyObject* self, Member::Call call, const Arrays& in, const Array
     std::vector<std::vector<char>> copies(in.size());
     for (size_t i = 0; i < in.size(); ++i)
         from[i] = out.kept(in[i], i == group.rank ? i : in.size(), copies[i]);
+    const Member::Parts parts{from, in.sizes(), out.places<void*>(), out.sizes()};
     Calling calling(self, call.doing, deadline);
-    return calling.run([&](Patience& patience) {
-        return group.alltoall(call, from, in.sizes(), out.places<void*>(), out.sizes(), patience);
-    });
+    return calling.run([&](Patience& patience) { return group.alltoall(call, parts, patience); });
 }
 
 namespace {
@@ -210,36 +210,21 @@ PyObject* reduce_scatter(PyObject* self, PyObject* const* args, Py_ssize_t n, Py
     });
 }
 
+// What they do is described at Group, of which a core's member is one.
 PyMethodDef group_methods[] = {
     {"allreduce", fast(allreduce), FASTCALL,
-     "allreduce($self, /, x, op='sum', out=None, timeout=None, wait=True)\n--\n\n"
-     "Combine what all members give, element by element, in the order of their ranks: all get the same "
-     "bits.\n\n"
-     "An array or tensor is overwritten with the result and returned; with ``out`` it stays, and that one is "
-     "returned. Any other value is combined by Python's operators, and the result returned. ``op``: 'sum', "
-     "'mean', 'prod', 'min', 'max', 'and', 'or', 'xor', for values also a function of two. ``wait=False`` "
-     "gives "
-     "a handle."},
+     "allreduce($self, /, x, op='sum', out=None, timeout=None, wait=True)\n--\n\nSee Group.allreduce."},
     {"broadcast", fast(broadcast), FASTCALL,
-     "broadcast($self, /, x=None, root=0, timeout=None, wait=True)\n--\n\n"
-     "Give all members what ``root`` has: an array or tensor of the same shape and type is overwritten and "
-     "returned; any other value is returned."},
+     "broadcast($self, /, x=None, root=0, timeout=None, wait=True)\n--\n\nSee Group.broadcast."},
     {"barrier", fast(barrier), FASTCALL,
-     "barrier($self, /, timeout=None, wait=True)\n--\n\nReturn when all members have called it."},
+     "barrier($self, /, timeout=None, wait=True)\n--\n\nSee Group.barrier."},
     {"allgather", fast(allgather), FASTCALL,
-     "allgather($self, /, x, out=None, timeout=None, wait=True)\n--\n\n"
-     "What every member gives, as a list in the order of the ranks. Arrays and tensors may differ in shape. "
-     "``out``: an array of ``size`` times as many elements, or a list of arrays, to be filled instead and "
-     "returned; raises ValueError where what a member gave does not fit. ``wait=False`` gives a handle."},
+     "allgather($self, /, x, out=None, timeout=None, wait=True)\n--\n\nSee Group.allgather."},
     {"alltoall", fast(alltoall), FASTCALL,
-     "alltoall($self, /, xs, out=None, timeout=None, wait=True)\n--\n\n"
-     "What each member has for this one: a list in the order of the ranks. ``xs[i]`` goes to member i. "
-     "``out``: arrays to be filled instead, then all of ``xs`` are arrays, too. ``wait=False`` gives a "
-     "handle."},
+     "alltoall($self, /, xs, out=None, timeout=None, wait=True)\n--\n\nSee Group.alltoall."},
     {"reduce_scatter", fast(reduce_scatter), FASTCALL,
-     "reduce_scatter($self, /, x, op='sum', out=None, timeout=None, wait=True)\n--\n\n"
-     "Combine arrays as ``allreduce`` does, and give each member its part of the result: the first of "
-     "``size`` equal parts along the first dimension to rank 0, and so on. ``wait=False`` gives a handle."},
+     "reduce_scatter($self, /, x, op='sum', out=None, timeout=None, wait=True)\n--\n\nSee "
+     "Group.reduce_scatter."},
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace

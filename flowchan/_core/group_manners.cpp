@@ -35,23 +35,26 @@ uint32_t Member::kind_of(uint64_t bytes) {
 // A bit for each manner that this can be done in, without those that come to the same as others; the same for all who
 // call the same.
 uint32_t Member::possible(uint32_t doing, uint32_t kind) const {
-    const bool combines = doing == REDUCE || doing == ALLREDUCE;
     const bool in_one_piece = kind < IN_ONE_PIECE || kind == UNTRIED;
-    uint32_t found = manners_of(Way::Chunks);
-    if (const Way way = chosen_[doing % OPERATIONS]; way != Way::Any) {
-        found = manners_of(way == Way::Direct && !direct_ ? Way::Chunks : way);
-    } else if (combines) {
-        // Two read as much either way, and copy less by exchange.
-        const bool by_slices = size > 2 || doing == REDUCE;
-        const bool by_exchange = size <= MOST_EXCHANGE || is_small(kind);
-        found = (by_slices ? manners_of(Way::Slices) : 0) | (by_exchange ? manners_of(Way::Exchange) : 0);
-    } else if (direct_ && size > 1 && doing != REDUCE_SCATTER && !is_small(kind)) {
-        found |= manners_of(Way::Direct);
-    }
+    uint32_t found = ways_of(doing, kind);
     if (in_one_piece) found &= ~IN_LARGE;
     if (in_one_piece || doing == REDUCE_SCATTER) found &= ~KEPT_PAST;
     if (kind < BY_ONE || kind == UNTRIED || header_->crowded) found &= ~BY_TWO;
     return found;
+}
+
+// The same, with those that come to the same.
+uint32_t Member::ways_of(uint32_t doing, uint32_t kind) const {
+    if (const Way way = chosen_[doing % OPERATIONS]; way != Way::Any)
+        return manners_of(way == Way::Direct && !direct_ ? Way::Chunks : way);
+    if (doing == REDUCE || doing == ALLREDUCE) {
+        // Two read as much either way, and copy less by exchange.
+        const bool by_slices = size > 2 || doing == REDUCE;
+        const bool by_exchange = size <= MOST_EXCHANGE || is_small(kind);
+        return (by_slices ? manners_of(Way::Slices) : 0) | (by_exchange ? manners_of(Way::Exchange) : 0);
+    }
+    const bool may_read = direct_ && size > 1 && doing != REDUCE_SCATTER && !is_small(kind);
+    return manners_of(Way::Chunks) | (may_read ? manners_of(Way::Direct) : 0);
 }
 
 // The one to begin with. With more members than cores a round costs context switches, so there are few of them.

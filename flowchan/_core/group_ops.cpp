@@ -162,31 +162,30 @@ End Member::alone(Call call, const void* in, void* out, size_t bytes) {
     return finish(end);
 }
 
-End Member::allreduce(Call call, const void* in, void* out, size_t count, Element element, Op op, int root,
-                      Patience& patience) {
-    if (size == 1) return alone(call, in, out, count * size_of_element(element));
-    const Manner& manner = begin_trial(call.doing, count * size_of_element(element));
-    return finish(manner.way == Way::Exchange
-                      ? exchange(manner, call, in, out, count, element, op, root, patience)
-                      : slices(manner, call, in, out, count, element, op, root, patience));
+End Member::allreduce(Call call, const Combining& what, Patience& patience) {
+    const size_t bytes = what.count * size_of_element(what.element);
+    if (size == 1) return alone(call, what.in, what.out, bytes);
+    const Manner& manner = begin_trial(call.doing, bytes);
+    return finish(manner.way == Way::Exchange ? exchange(manner, call, what, patience)
+                                              : slices(manner, call, what, patience));
 }
 
 // Chunk by chunk, where it is large.
-End Member::exchange(const Manner& manner, Call call, const void* in, void* out, size_t count,
-                     Element element, Op op, int root, Patience& patience) {
-    const size_t width = size_of_element(element), bytes = count * width;
+End Member::exchange(const Manner& manner, Call call, const Combining& what, Patience& patience) {
+    const size_t width = size_of_element(what.element), bytes = what.count * width;
     const size_t chunk = chunk_of(bytes, manner.piece);
     const size_t rounds = chunks(bytes, chunk), shown = std::min(bytes, chunk);
     const auto write = manner.shows_past ? copy_past : copy;
-    const Kernel kernel = find_kernel(element, op);
+    const Kernel kernel = find_kernel(what.element, what.op);
     const auto length = [&](size_t t) { return std::min(chunk, bytes - t * chunk); };
-    const auto stage = [&](size_t t) { write(payload(rank, shown), at(in, t * chunk), length(t)); };
+    const auto stage = [&](size_t t) { write(payload(rank, shown), at(what.in, t * chunk), length(t)); };
     Inputs inputs(size);
     End end = show(call, bytes, shown, [&](void*) { stage(0); }, patience);
     for (size_t t = 0; end == End::Done; ++t) {
-        for (uint32_t r = 0; r < size; ++r) inputs[r] = r == rank ? at(in, t * chunk) : payload(r, shown);
-        if (root < 0 || uint32_t(root) == rank)
-            kernel(at(out, t * chunk), inputs.data(), size, length(t) / width);
+        for (uint32_t r = 0; r < size; ++r)
+            inputs[r] = r == rank ? at(what.in, t * chunk) : payload(r, shown);
+        if (what.root < 0 || uint32_t(what.root) == rank)
+            kernel(at(what.out, t * chunk), inputs.data(), size, length(t) / width);
         if (t + 1 == rounds) break;
         round_ += 1;
         stage(t + 1);
@@ -196,19 +195,18 @@ End Member::exchange(const Manner& manner, Call call, const void* in, void* out,
 }
 
 // Round t stages chunk t, but for this member's own part, and shows the result of its part of chunk t - 1.
-End Member::slices(const Manner& manner, Call call, const void* in, void* out, size_t count, Element element,
-                   Op op, int root, Patience& patience) {
-    const size_t width = size_of_element(element), bytes = count * width,
+End Member::slices(const Manner& manner, Call call, const Combining& what, Patience& patience) {
+    const size_t width = size_of_element(what.element), bytes = what.count * width,
                  chunk = halves_of(bytes, manner.piece);
     const size_t rounds = chunks(bytes, chunk);
-    const bool gets = root < 0 || uint32_t(root) == rank;
+    const bool gets = what.root < 0 || uint32_t(what.root) == rank;
     const auto write = manner.shows_past ? copy_past : copy;
-    const Kernel kernel = find_kernel(element, op);
+    const Kernel kernel = find_kernel(what.element, what.op);
     const auto length = [&](size_t t) { return std::min(chunk, bytes - t * chunk); };
     const auto stage = [&](size_t t, void* to) {
         const size_t from = cut(length(t), rank, size), upto = cut(length(t), rank + 1, size);
-        write(to, at(in, t * chunk), from);
-        write(at(to, upto), at(in, t * chunk + upto), length(t) - upto);
+        write(to, at(what.in, t * chunk), from);
+        write(at(to, upto), at(what.in, t * chunk + upto), length(t) - upto);
     };
     const auto reduce = [&](size_t t) {
         const size_t from = cut(length(t), rank, size), upto = cut(length(t), rank + 1, size);
@@ -217,18 +215,19 @@ End Member::slices(const Manner& manner, Call call, const void* in, void* out, s
         Inputs inputs(size);
         for (size_t p = from; p < upto; p += WARM, to += WARM) {
             const size_t piece = std::min(WARM, upto - p);
-            for (uint32_t r = 0; r < size; ++r) inputs[r] = r == rank ? at(in, t * chunk + p) : at(big(r), p);
+            for (uint32_t r = 0; r < size; ++r)
+                inputs[r] = r == rank ? at(what.in, t * chunk + p) : at(big(r), p);
             unsigned char* found = manner.shows_past ? near : to;
             kernel(found, inputs.data(), size, piece / width);
             if (manner.shows_past) copy_past(to, near, piece);
-            if (gets) copy(at(out, t * chunk + p), found, piece);
+            if (gets) copy(at(what.out, t * chunk + p), found, piece);
         }
     };
     const auto gather = [&](size_t t) {
         for (uint32_t i = 1; gets && i < size; ++i) {
             const uint32_t r = (rank + i) % size;
             const size_t from = cut(length(t), r, size), upto = cut(length(t), r + 1, size);
-            copy(at(out, t * chunk + from), result(r, round_), upto - from);
+            copy(at(what.out, t * chunk + from), result(r, round_), upto - from);
         }
     };
     End end = show(call, bytes, chunk, [&](void*) { stage(0, big(rank)); }, patience);
@@ -244,9 +243,8 @@ End Member::slices(const Manner& manner, Call call, const void* in, void* out, s
 }
 
 // Each slot holds a part for each member.
-End Member::reduce_scatter(Call call, const void* in, void* out, size_t count, Element element, Op op,
-                           Patience& patience) {
-    const size_t width = size_of_element(element), bytes = count * width;
+End Member::reduce_scatter(Call call, const Combining& what, Patience& patience) {
+    const size_t width = size_of_element(what.element), bytes = what.count * width;
     const Manner& manner = begin_trial(call.doing, bytes);
     const auto write = manner.shows_past ? copy_past : copy;
     const size_t part = std::min(part_of(manner.piece, size), (bytes + LINE - 1) / LINE * LINE);
@@ -255,16 +253,16 @@ End Member::reduce_scatter(Call call, const void* in, void* out, size_t count, E
     const auto stage = [&](size_t t, void* to) {
         for (uint32_t r = 0; r < size; ++r)
             if (r != rank)
-                write(at(to, place_of_part(rank, r, part)), at(in, r * bytes + t * part), length(t));
+                write(at(to, place_of_part(rank, r, part)), at(what.in, r * bytes + t * part), length(t));
     };
     Inputs inputs(size);
     const size_t shown = part * std::max(size - 1, 1u);
     End end = show(call, bytes, shown, [&](void* to) { stage(0, to); }, patience);
     for (size_t t = 0; end == End::Done; ++t) {
         for (uint32_t r = 0; r < size; ++r)
-            inputs[r] = r == rank ? at(in, rank * bytes + t * part)
+            inputs[r] = r == rank ? at(what.in, rank * bytes + t * part)
                                   : at(payload(r, shown), place_of_part(r, rank, part));
-        find_kernel(element, op)(at(out, t * part), inputs.data(), size, length(t) / width);
+        find_kernel(what.element, what.op)(at(what.out, t * part), inputs.data(), size, length(t) / width);
         if (t + 1 == rounds) break;
         round_ += 1;
         stage(t + 1, payload(rank, shown));
@@ -305,6 +303,54 @@ End Member::broadcast(Call call, void* data, size_t bytes, uint32_t root, Patien
     return finish(end);
 }
 
+template <class Has, class Write, class Read>
+End Member::follow(Call call, uint64_t rounds, Patience& patience, Has has, Write write, Read read) {
+    for (uint64_t t = 0; t < rounds; ++t) {
+        round_ += 1;
+        const bool fits = !has(t) || reserve_big();
+        if (fits && has(t)) write(t);
+        if (const End end = show_big(call, fits, patience); end != End::Done) return end;
+        for (uint32_t i = 1; i < size; ++i) read(t, (rank + i) % size);
+    }
+    return End::Done;
+}
+
+// What members have for all others, by their ranks.
+struct Member::Gathering {
+    Gathering(const Member& member, const Manner& manner, const void* in)
+        : manner(manner),
+          in(in),
+          sizes(member.size),
+          moved(member.size),
+          pieces(member.size),
+          in_place(member.size),
+          to(member.size),
+          shown(member.size) {
+        for (uint32_t r = 0; r < member.size; ++r) {
+            sizes[r] = member.cell(r).bytes;
+            in_place[r] = member.cell(r).flags & IN_PLACE;
+            pieces[r] = member.its_manner(r).piece;
+            moved[r] = in_place[r] ? 0 : std::min(sizes[r], pieces[r]);
+            if (!in_place[r] && sizes[r] <= pieces[r]) shown[r] = member.payload(r, sizes[r]);
+        }
+    }
+    uint64_t from(uint32_t r, uint64_t t) const { return std::min(sizes[r], moved[r] + t * pieces[r]); }
+    uint64_t length(uint32_t r, uint64_t t) const { return std::min(pieces[r], sizes[r] - from(r, t)); }
+    uint64_t rounds() const {
+        uint64_t most = 0;
+        for (uint32_t r = 0; r < sizes.size(); ++r)
+            if (sizes[r] > moved[r]) most = std::max<uint64_t>(most, chunks(sizes[r] - moved[r], pieces[r]));
+        return most;
+    }
+
+    const Manner& manner;
+    const void* const in;
+    Sizes sizes, moved, pieces;  // moved: bytes that the first round has shown, and others have taken
+    ByRank<bool> in_place;
+    ByRank<void*> to;
+    ByRank<const void*> shown;
+};
+
 // What is large is shown where it lies, of what is small all, and of anything else the first chunk.
 End Member::allgather(Call call, const void* in, size_t bytes, Place& place, Patience& patience) {
     const Manner& manner = begin_trial(call.doing, bytes);
@@ -313,69 +359,75 @@ End Member::allgather(Call call, const void* in, size_t bytes, Place& place, Pat
     const uint64_t from = reinterpret_cast<uint64_t>(in), first = std::min(bytes, manner.piece);
     const auto tell = [&](void* slot) { direct ? copy(slot, &from, sizeof from) : write(slot, in, first); };
     End end = show(call, bytes, direct ? sizeof from : first, tell, patience, direct ? IN_PLACE : 0);
-    Sizes sizes(size), moved(size), pieces(size);
-    ByRank<void*> to(size);
-    ByRank<const void*> shown(size);
-    bool any_direct = false;
-    for (uint32_t r = 0; end == End::Done && r < size; ++r) {
-        sizes[r] = cell(r).bytes;
-        const bool its = cell(r).flags & IN_PLACE;
-        any_direct = any_direct || its;
-        pieces[r] = its_manner(r).piece;
-        moved[r] = its ? 0 : std::min(sizes[r], pieces[r]);
-        if (!its && sizes[r] <= pieces[r]) shown[r] = payload(r, sizes[r]);
-    }
-    if (end == End::Done && !place(sizes, shown, to)) end = End::Interrupted;
     if (end != End::Done) return finish(end);
-    const uint64_t most = *std::max_element(sizes.begin(), sizes.end());
-    if (most > SMALL) patience.waits();
-    if (to[rank] && to[rank] != in) give(to[rank], in, bytes);
+    Gathering all(*this, manner, in);
+    if (!place(all.sizes, all.shown, all.to)) return finish(End::Interrupted);
+    end = take_shown(call, all, patience);
+    if (end != End::Done) return finish(end);
+    const auto has = [&](uint64_t t) { return all.length(rank, t) > 0; };
+    const auto stage = [&](uint64_t t) { write(big(rank), at(in, all.from(rank, t)), all.length(rank, t)); };
+    const auto take = [&](uint64_t t, uint32_t r) {
+        if (all.to[r]) give(at(all.to[r], all.from(r, t)), big(r), all.length(r, t));
+    };
+    return finish(follow(call, all.rounds(), patience, has, stage, take));
+}
+
+End Member::take_shown(Call call, Gathering& all, Patience& patience) {
+    const auto give = all.manner.keeps_past ? copy_past : copy;
+    if (*std::max_element(all.sizes.begin(), all.sizes.end()) > SMALL) patience.waits();
+    if (all.to[rank] && all.to[rank] != all.in) give(all.to[rank], all.in, all.sizes[rank]);
     bool could = true;
     for (uint32_t i = 1; i < size; ++i) {
         const uint32_t r = (rank + i) % size;
-        if (!to[r]) continue;
-        if (moved[r]) give(to[r], payload(r, moved[r]), moved[r]);
-        if (cell(r).flags & IN_PLACE) could = could && pull(manner, r, shown_at(r), to[r], sizes[r]);
+        if (!all.to[r]) continue;
+        if (all.moved[r]) give(all.to[r], payload(r, all.moved[r]), all.moved[r]);
+        if (all.in_place[r]) could = could && pull(all.manner, r, shown_at(r), all.to[r], all.sizes[r]);
     }
-    if (any_direct) {
-        end = have_read(call, could, patience);
-        if (end != End::Done) return finish(end);
-    }
-    uint64_t rounds = 0;
-    for (uint32_t r = 0; r < size; ++r) {
-        if (!moved[r] && direct_) moved[r] = sizes[r];
-        if (sizes[r] > moved[r]) rounds = std::max<uint64_t>(rounds, chunks(sizes[r] - moved[r], pieces[r]));
-    }
-    for (uint64_t t = 0; t < rounds; ++t) {
-        const auto from = [&](uint32_t r) { return std::min(sizes[r], moved[r] + t * pieces[r]); };
-        const auto length = [&](uint32_t r) { return std::min(pieces[r], sizes[r] - from(r)); };
-        round_ += 1;
-        const bool fits = !length(rank) || reserve_big();
-        if (fits) write(big(rank), at(in, from(rank)), length(rank));
-        end = show_big(call, fits, patience);
-        if (end != End::Done) break;
-        for (uint32_t i = 1; i < size; ++i) {
-            const uint32_t r = (rank + i) % size;
-            if (to[r]) give(at(to[r], from(r)), big(r), length(r));
+    if (std::find(all.in_place.begin(), all.in_place.end(), true) == all.in_place.end()) return End::Done;
+    const End end = have_read(call, could, patience);
+    for (uint32_t r = 0; direct_ && r < size; ++r)
+        if (all.in_place[r]) all.moved[r] = all.sizes[r];
+    return end;
+}
+
+// What each member has for each other one, by their ranks.
+struct Member::Swapping {
+    Swapping(const Member& member, const Manner& manner, const Parts& parts)
+        : manner(manner), parts(parts), rests(member.size), pieces(member.size), in_place(member.size) {
+        for (uint32_t r = 0; r < member.size; ++r) {
+            rests[r] = member.cell(r).bytes;
+            in_place[r] = member.cell(r).flags & IN_PLACE;
+            pieces[r] = part_of(member.its_manner(r).piece, member.size);
         }
     }
-    return finish(end);
-}
+    uint64_t from(uint32_t r, uint64_t t, uint64_t bytes) const { return std::min(bytes, t * pieces[r]); }
+    uint64_t length(uint32_t r, uint64_t t, uint64_t bytes) const {
+        return std::min(pieces[r], bytes - from(r, t, bytes));
+    }
+    uint64_t rounds() const {
+        uint64_t most = 0;
+        for (uint32_t r = 0; r < rests.size(); ++r)
+            if (rests[r]) most = std::max<uint64_t>(most, chunks(rests[r], pieces[r]));
+        return most;
+    }
+
+    const Manner& manner;
+    const Parts& parts;
+    Sizes rests, pieces;  // what each has for anybody at most, and has not shown; what it shows at a time
+    ByRank<bool> in_place;
+};
 
 // The first round shows what each sends to and expects from each, so that all find alike whether that fits; and
 // what a member sends, where that is little, or where it lies, where it is large.
-End Member::alltoall(Call call, const ByRank<const void*>& in, const Sizes& in_sizes,
-                     const ByRank<void*>& out, const Sizes& out_sizes, Patience& patience) {
+End Member::alltoall(Call call, const Parts& parts, Patience& patience) {
     const size_t row = size * sizeof(uint64_t);
-    const auto is_little = [&](const uint64_t* sends) {
-        return 2 * row + std::accumulate(sends, sends + size, uint64_t{}) <= SMALL;
-    };
-    const bool little = is_little(in_sizes.data());
+    const auto& [in, in_sizes, out, out_sizes] = parts;
+    const bool little = 2 * row + std::accumulate(in_sizes.begin(), in_sizes.end(), uint64_t{}) <= SMALL;
     uint64_t most = 0;  // of what goes to anybody else
     for (uint32_t r = 0; r < size; ++r) most = r == rank ? most : std::max(most, in_sizes[r]);
     const Manner& manner = begin_trial(call.doing, little ? 0 : most);
     const bool direct = !little && 3 * row <= SMALL && manner.way == Way::Direct;
-    const auto tell = [&](void* slot) {
+    const auto tell = [&, &in = in, &in_sizes = in_sizes, &out_sizes = out_sizes](void* slot) {
         memcpy(slot, in_sizes.data(), row);
         memcpy(at(slot, row), out_sizes.data(), row);
         unsigned char* to = at(slot, 2 * row);
@@ -383,61 +435,59 @@ End Member::alltoall(Call call, const ByRank<const void*>& in, const Sizes& in_s
         for (uint32_t r = 0; little && r < size; to += in_sizes[r++]) copy(to, in[r], in_sizes[r]);
     };
     End end = show(call, little ? 0 : most, SMALL, tell, patience, direct ? IN_PLACE : 0);
+    if (end == End::Done && !sizes_match()) end = End::Mismatch;
     if (end != End::Done) return finish(end);
-    const auto sends = [&](uint32_t r) { return reinterpret_cast<const uint64_t*>(small(r)); };
+    Swapping all(*this, manner, parts);
+    end = take_shown(call, all, patience);
+    if (end != End::Done) return finish(end);
+    const auto write = manner.shows_past ? copy_past : copy, give = manner.keeps_past ? copy_past : copy;
+    const auto has = [&](uint64_t) { return all.rests[rank] > 0; };
+    const auto stage = [&](uint64_t t) {
+        for (uint32_t r = 0; r < size; ++r) {
+            const uint64_t bytes = parts.in_sizes[r];
+            if (r != rank)
+                write(big(rank) + place_of_part(rank, r, all.pieces[rank]),
+                      at(parts.in[r], all.from(rank, t, bytes)), all.length(rank, t, bytes));
+        }
+    };
+    const auto take = [&](uint64_t t, uint32_t r) {
+        const uint64_t bytes = parts.out_sizes[r];
+        if (all.rests[r])
+            give(at(parts.out[r], all.from(r, t, bytes)), big(r) + place_of_part(r, rank, all.pieces[r]),
+                 all.length(r, t, bytes));
+    };
+    return finish(follow(call, all.rounds(), patience, has, stage, take));
+}
+
+// In the first round of an alltoall, whose small slots begin with what each sends and what each expects.
+bool Member::sizes_match() const {
+    const auto told = [&](uint32_t r) { return reinterpret_cast<const uint64_t*>(small(r)); };
     for (uint32_t r = 0; r < size; ++r)
         for (uint32_t q = 0; q < size; ++q)
-            if (sends(r)[q] != sends(q)[size + r]) return finish(End::Mismatch);
-    Sizes rests(size),
-        parts(size);  // what each has for anybody at most, and has not shown; what it shows at a time
-    ByRank<bool> lies(size);
-    for (uint32_t r = 0; r < size; ++r) {
-        rests[r] = cell(r).bytes, lies[r] = cell(r).flags & IN_PLACE;
-        parts[r] = part_of(its_manner(r).piece, size);
-    }
-    const uint64_t large = *std::max_element(rests.begin(), rests.end());
-    if (large) patience.waits();
-    const auto write = manner.shows_past ? copy_past : copy, give = manner.keeps_past ? copy_past : copy;
+            if (told(r)[q] != told(q)[size + r]) return false;
+    return true;
+}
+
+End Member::take_shown(Call call, Swapping& all, Patience& patience) {
+    const auto& [in, in_sizes, out, out_sizes] = all.parts;
+    const auto give = all.manner.keeps_past ? copy_past : copy;
+    if (*std::max_element(all.rests.begin(), all.rests.end())) patience.waits();
     give(out[rank], in[rank], out_sizes[rank]);
     bool could = true;
     for (uint32_t i = 1; i < size; ++i) {
         const uint32_t r = (rank + i) % size;
-        if (lies[r]) could = could && pull(manner, r, sends(r)[2 * size + rank], out[r], out_sizes[r]);
-        if (!rests[r]) {
-            const uint64_t before = std::accumulate(sends(r), sends(r) + rank, uint64_t{});
-            copy(out[r], at(small(r), 2 * row + before), out_sizes[r]);
-        }
+        const uint64_t* sends = reinterpret_cast<const uint64_t*>(small(r));
+        if (all.in_place[r])
+            could = could && pull(all.manner, r, sends[2 * size + rank], out[r], out_sizes[r]);
+        if (all.rests[r]) continue;
+        const uint64_t before = std::accumulate(sends, sends + rank, uint64_t{});
+        copy(out[r], at(small(r), 2 * size * sizeof(uint64_t) + before), out_sizes[r]);
     }
-    if (std::find(lies.begin(), lies.end(), true) != lies.end()) {
-        end = have_read(call, could, patience);
-        if (end != End::Done) return finish(end);
-        for (uint32_t r = 0; direct_ && r < size; ++r)
-            if (lies[r]) rests[r] = 0;
-    }
-    uint64_t rounds = 0;
-    for (uint32_t r = 0; r < size; ++r)
-        if (rests[r]) rounds = std::max<uint64_t>(rounds, chunks(rests[r], parts[r]));
-    for (uint64_t t = 0; t < rounds; ++t) {
-        const auto from = [&](uint32_t r, uint64_t bytes) { return std::min(bytes, t * parts[r]); };
-        const auto length = [&](uint32_t r, uint64_t bytes) {
-            return std::min(parts[r], bytes - from(r, bytes));
-        };
-        round_ += 1;
-        const bool fits = !rests[rank] || reserve_big();
-        for (uint32_t r = 0; fits && rests[rank] && r < size; ++r)
-            if (r != rank)
-                write(big(rank) + place_of_part(rank, r, parts[rank]), at(in[r], from(rank, in_sizes[r])),
-                      length(rank, in_sizes[r]));
-        end = show_big(call, fits, patience);
-        if (end != End::Done) break;
-        for (uint32_t i = 1; i < size; ++i) {
-            const uint32_t r = (rank + i) % size;
-            if (rests[r])
-                give(at(out[r], from(r, out_sizes[r])), big(r) + place_of_part(r, rank, parts[r]),
-                     length(r, out_sizes[r]));
-        }
-    }
-    return finish(end);
+    if (std::find(all.in_place.begin(), all.in_place.end(), true) == all.in_place.end()) return End::Done;
+    const End end = have_read(call, could, patience);
+    for (uint32_t r = 0; direct_ && r < size; ++r)
+        if (all.in_place[r]) all.rests[r] = 0;
+    return end;
 }
 
 }  // namespace flowchan

@@ -6,13 +6,13 @@ import itertools
 import os
 from collections import defaultdict
 
-from flowchan.collective.at_address import meet_at
 from flowchan.collective.environment import Launched, place
 from flowchan.collective.given import seconds_argument
 from flowchan.collective.group import Group
 from flowchan.collective.handles import Handle
-from flowchan.collective.meeting import meet
-from flowchan.collective.seats import Seat
+from flowchan.collective.membership import Membership
+from flowchan.collective.rendezvous.address import meet_at
+from flowchan.collective.rendezvous.host import meet
 from flowchan.collective.shared import make_all
 from flowchan.collective.steps import ConnectionStats
 from flowchan.declare.arguments import secret_bytes, text
@@ -32,7 +32,7 @@ __all__ = [
     "members",
 ]
 
-Group._seat = Seat
+Group._seat = Membership
 
 MOST = 1024
 """Members of a group."""
@@ -82,7 +82,7 @@ def _launched(mine: Launched, name: str, timeout: float) -> Group:
             at, secret_bytes("FLOWCHAN_SECRET", secret.encode()), mine.rank, mine.size, timeout, name
         )
     if mine.launcher == "torchrun":
-        from flowchan.collective.torch_store import meet_by_torchrun
+        from flowchan.collective.rendezvous.store import meet_by_torchrun
 
         return meet_by_torchrun(number, timeout, name)
     raise GroupError(

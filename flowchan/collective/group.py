@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from flowchan.collective import arrays
 from flowchan.collective.countdown import countdown
-from flowchan.collective.given import array_argument, function_argument, op_argument, parts_argument
+from flowchan.collective.given import array_argument, function_argument, op_argument, parts_argument, received
 from flowchan.collective.handles import Starting
+from flowchan.collective.messages import Messages
 from flowchan.collective.moving import Moving
 from flowchan.collective.once import REPEATABLE, number_of_function, run_once
 from flowchan.collective.operations import (
@@ -75,13 +76,11 @@ class Group(Moving, Starting):
     """Makes a place in a new group over hosts, likewise."""
 
     if TYPE_CHECKING:  # what a group on one host and one over several have, each in its own way
+        _messages: Messages
 
         def close(self) -> None: ...
-        def send(self, x: Any, to: int, *, timeout: float | None = None) -> None: ...
-        def receive(self, source: int, *, out: Any = None, timeout: float | None = None) -> Any: ...
         def _shrunk(self, name: str, give_up: float) -> Group: ...
         def _part(self, key: Any, name: str, timeout: float | None) -> Group | None: ...
-        def receive_any(self, *, timeout: float | None = None) -> tuple[Any, int]: ...
         def _reached_at(self) -> str: ...
         def _has_lost_any(self) -> bool: ...
         def _cut_off(self, call: str) -> None: ...
@@ -205,6 +204,42 @@ class Group(Moving, Starting):
         """
         while (found := self._allreduce_with((False, None), fn, timeout))[1]:
             yield found
+
+    # --- between two members ---
+
+    def send(self, x: Any, to: int, *, timeout: float | None = None) -> None:
+        """Send any value to one member. Returns when it is on its way: up to 64 of them, and half of the
+        machine's memory, wait for their receiver."""
+        self._check_other("to", to)
+        self._take_seat()
+        self._messages.send(x, to, timeout)
+
+    def receive(self, source: int, *, out: Any = None, timeout: float | None = None) -> Any:
+        """Receive the next value that the member ``source`` has sent to this one.
+
+        Args:
+            source: The rank of another member.
+            out: An array of the same type and number of elements, to be filled and returned.
+            timeout: Seconds.
+
+        Raises:
+            MemberDied: All that it has sent is received, and it is gone.
+        """
+        self._check_receive(source, out)
+        self._take_seat()
+        return received(self._messages.receive(source, timeout), source, out, self.rank)
+
+    def receive_any(self, *, timeout: float | None = None) -> tuple[Any, int]:
+        """Receive the next value that any other member has sent to this one, and the rank of that.
+
+        Raises:
+            MemberDied: All that has come is received, and one of them died, or all are gone. A member on
+                another host that was gone before this one first looked for it counts as one that has left.
+        """
+        self._take_seat()
+        if self.size == 1:
+            raise ValueError("receive_any takes what other members have sent, and here is no other one")
+        return self._messages.receive_any(timeout)
 
     def sendreceive(self, x: Any, *, to: int, source: int, timeout: float | None = None) -> Any:
         """Send ``x`` to one member, and return what another one, or the same, sends to this one."""

@@ -10,9 +10,8 @@ the others.
 
 from __future__ import annotations
 
-import math
 import pickle
-import time
+import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -20,10 +19,11 @@ from typing import Any, TypeVar
 from flowchan import _core
 from flowchan.collective import arrays, slicing
 from flowchan.collective.countdown import Left, countdown
-from flowchan.collective.far_lanes import FarLanes
-from flowchan.collective.given import called, check_sizes, received
+from flowchan.collective.given import called, check_sizes
 from flowchan.collective.group import Group
 from flowchan.collective.links import Links
+from flowchan.collective.messages import Messages, Peer
+from flowchan.collective.messages_remote import RemotePeers
 from flowchan.collective.operations import (
     ALONG_TREES,
     BARRIER,
@@ -39,8 +39,7 @@ from flowchan.collective.operations import (
 from flowchan.collective.shared import SharedGroup
 from flowchan.collective.steps import Call, ConnectionStats, Differs, interrupts
 from flowchan.collective.values import dumps, loads
-from flowchan.errors import GroupError, MemberDied, MemberLeft, Mismatch
-from flowchan.transport.handlers import raised_by_a_handler
+from flowchan.errors import GroupError, Mismatch
 from flowchan.transport.tcp import split
 
 DONE, FAILED = b"\0", b"\1"
@@ -61,16 +60,23 @@ class LinkedGroup(Group):
         hosts: Sequence[Sequence[int]],
         host: int,
         links: Links | None,
-        lanes: FarLanes,
+        remote: RemotePeers,
         link_up: Callable[[LinkedGroup, SharedGroup | None, Any, str, float | None], Group | None],
         name: str = "",
     ) -> None:
         self._begin(name)
         self._node, self._hosts, self._host, self._links = node, hosts, host, links
-        self._lanes, self._link_up = lanes, link_up
+        self._remote, self._link_up = remote, link_up
         self._meet_again: Callable[[LinkedGroup, str, float], Group] | None = None
         self._rank, self._size = hosts[host][node.rank], sum(map(len, hosts))
         node._ranks = hosts[host]
+        ours, local = hosts[host], node._local
+
+        def peer(rank: int) -> Peer:
+            return local.peer(ours.index(rank)) if rank in ours else remote.peer(rank)
+
+        self._messages = Messages(self._rank, self._size, peer)
+        weakref.finalize(self, remote.drop).atexit = False  # who drops a member leaves at once
 
     @property
     def rank(self) -> int:
@@ -81,52 +87,6 @@ class LinkedGroup(Group):
     def size(self) -> int:
         """How many members there are."""
         return self._size
-
-    def send(self, x: Any, to: int, *, timeout: float | None = None) -> None:
-        """As on one host."""
-        self._check_other("to", to)
-        ours = self._hosts[self._host]
-        if to in ours:
-            self._node.send(x, ours.index(to), timeout=timeout)
-        else:
-            self._lanes.send(x, to, timeout)
-
-    def receive(self, source: int, *, out: Any = None, timeout: float | None = None) -> Any:
-        """As on one host."""
-        self._check_receive(source, out)
-        ours = self._hosts[self._host]
-        if source in ours:
-            return self._node.receive(ours.index(source), out=out, timeout=timeout)
-        return received(self._lanes.receive(source, timeout), source, out, self.rank)
-
-    def receive_any(self, *, timeout: float | None = None) -> tuple[Any, int]:
-        """As on one host; who is on another one, and has never sent anything to this member, has left."""
-        give_up = math.inf if timeout is None else time.monotonic() + timeout
-        ours = self._hosts[self._host]
-        others = [rank for rank in range(self.size) if rank not in ours]
-
-        def near() -> tuple[Any, int]:
-            x, local = self._node._lanes.receive_any(0.0)
-            return x, ours[local]
-
-        def far() -> tuple[Any, int]:
-            return self._lanes.receive_any(others, NEAR if len(ours) > 1 else FAR, give_up)
-
-        while True:
-            over: list[MemberDied] = []
-            for heard in (near, far) if len(ours) > 1 else (far,):
-                try:
-                    return heard()
-                except (MemberDied, TimeoutError) as error:
-                    if raised_by_a_handler(error):
-                        raise
-                    if isinstance(error, MemberDied):
-                        over.append(error)
-            died = [error for error in over if not isinstance(error, MemberLeft)]
-            if died or len(over) > (len(ours) > 1):
-                raise (died or over)[0]
-            if time.monotonic() > give_up:
-                raise TimeoutError(f"nobody has sent anything to rank {self.rank} in time")
 
     def close(self) -> None:
         """As on one host."""
@@ -141,7 +101,7 @@ class LinkedGroup(Group):
         if self._links is not None:
             self._links.leave()
         self._node.close()
-        self._lanes.close()
+        self._remote.close()
         self._close_backends()
 
     def _explain(self, operation: str, x: Any) -> str:
@@ -207,11 +167,11 @@ class LinkedGroup(Group):
     def _let_go_of_all(self) -> None:
         """So those that still work with it hear of it."""
         self._node._give_up()
-        self._node._lanes.close(wait=False)
+        self._node._local.close(wait=False)
         if self._links is not None:
             self._links.interrupt()
             self._links.close()
-        self._lanes.close(wait=False)
+        self._remote.close(wait=False)
 
     def _disbanding(self) -> Callable[[], None]:
         """As on one host."""
@@ -457,7 +417,7 @@ class LinkedGroup(Group):
     # --- for one of torch's backends, while it does an operation ---
 
     def _reached_at(self) -> str:
-        return split(self._lanes.addresses[self.rank])[0]
+        return split(self._remote.addresses[self.rank])[0]
 
     def _has_lost_any(self) -> bool:
         return self._node._has_lost_any() or (self._links is not None and self._links.ended() is not None)

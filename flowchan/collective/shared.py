@@ -15,9 +15,9 @@ from typing import Any, NoReturn
 from flowchan import _core
 from flowchan.collective import arrays
 from flowchan.collective.countdown import countdown
-from flowchan.collective.given import called, received
+from flowchan.collective.given import called
 from flowchan.collective.group import Group
-from flowchan.collective.lanes import Lanes
+from flowchan.collective.messages import LocalPeers, Messages
 from flowchan.collective.operations import ALLTOALL, COMBINING, MOVING, NAMES, REDUCE_SCATTER, TELL
 from flowchan.collective.shrinking import Shrinking
 from flowchan.collective.values import dumps, loads
@@ -29,6 +29,9 @@ GONE, MISMATCH, NO_MEMORY, TIMED_OUT, _INTERRUPTED, CLOSED, TAKEN, WITHIN, BUSY 
 """How an operation ended, as the core says it."""
 
 HERE, LEFT, _GAVE_UP = range(3)
+
+Gather = Callable[[Any], list[Any]]
+"""Tells all members a value that JSON has, and gives what all have told, by rank."""
 
 _HOW = {
     "exchange": "everybody reads the inputs of the others",
@@ -75,38 +78,14 @@ class SharedGroup(_core.Group, Group):
     def __init__(self, fd: int, rank: int, name: str = "") -> None:
         super().__init__(fd, rank)
         self._begin(name)
-        self._lanes = Lanes(self)
+        self._local = LocalPeers(self)
+        self._messages = Messages(rank, self.size, self._local.peer)
         self._maker: int | None = None
         self._family = 0
         self._ranks: Sequence[int] = range(self.size)
         self._chosen: dict[int, str | None] = {}
         self._stands_for: tuple[Any, Any] | None = None
         """What the call of a group over hosts was given, of which this one does a part in another way."""
-
-    # --- between two members ---
-
-    def send(self, x: Any, to: int, *, timeout: float | None = None) -> None:
-        """Send any value to one member. Returns when it is on its way: up to 64 of them, and half of the
-        machine's memory, wait for their receiver."""
-        self._check_other("to", to)
-        self._take_seat()
-        self._lanes.send(x, to, timeout)
-
-    def receive(self, source: int, *, out: Any = None, timeout: float | None = None) -> Any:
-        """The next value that the member ``source`` has sent to this one. ``out``: an array of the same type
-        and number of elements to be filled and returned. Raises :class:`MemberDied` when all that it sent is
-        received, and it is gone."""
-        self._check_receive(source, out)
-        self._take_seat()
-        return received(self._lanes.receive(source, timeout), source, out, self.rank)
-
-    def receive_any(self, *, timeout: float | None = None) -> tuple[Any, int]:
-        """The next value that any other member has sent to this one, and the rank of that. Raises
-        :class:`MemberDied` when all that has come is received, and one of them died, or all are gone."""
-        self._take_seat()
-        if self.size == 1:
-            raise ValueError("receive_any takes what other members have sent, and here is no other one")
-        return self._lanes.receive_any(timeout)
 
     # --- groups within it, and after it ---
 
@@ -118,28 +97,12 @@ class SharedGroup(_core.Group, Group):
 
     def _part(self, key: Any, name: str, timeout: float | None) -> SharedGroup | None:
         left = countdown(timeout)
-        keys = self._gathered(key, left())
-        mates = [rank for rank, other in enumerate(keys) if other == key and key is not None]
-        mine, place, error = None, None, ""
-        try:
-            if mates and self.rank == mates[0]:
-                mine = SharedGroup(_core.Group._make(len(mates)), 0, name)
-                place = Borrowed(os.getpid(), mine._fd, -1, os.fstat(mine._fd).st_ino)
-        except OSError as failed:
-            error = f"rank {self.rank} can't make the memory: {failed}"
-        places = self._gathered(place, left())
-        try:
-            if mates and mine is None and places[mates[0]] is not None:
-                opened, _ = take_over(places[mates[0]])
-                mine = SharedGroup(opened, mates.index(self.rank), name)
-        except OSError as failed:
-            error = f"rank {self.rank} can't open the memory of rank {mates[0]}: {failed}"
-        if mine is not None:
-            mine._take_seat()  # before the others rely on it: now they hear of its end
-        errors = [text for text in self._gathered(error, left()) if text]
-        if errors:
-            raise GroupError("; ".join(errors))
-        return mine
+
+        def gather(value: Any) -> list[Any]:
+            return self._gathered(value, left())
+
+        mates = [rank for rank, other in enumerate(gather(key)) if other == key and key is not None]
+        return share(gather, self.rank, mates, name)
 
     # --- the life of a member ---
 
@@ -154,14 +117,14 @@ class SharedGroup(_core.Group, Group):
         if self._later is not None:
             self._later.close()
             self._later = None
-        self._lanes.close()
+        self._local.close()
         self._close_backends()
 
     def _abandon(self) -> None:
         """Leave, as who has given up: what the others still call raises :class:`MemberDied`."""
         self._take_seat()
         self._give_up()
-        self._lanes.close(wait=False)
+        self._local.close(wait=False)
         self.close()
 
     def _overseer(self) -> Overseer:
@@ -359,6 +322,39 @@ def _arrive(handle: Inherited | Sent | Borrowed, rank: int, name: str) -> Shared
     fd, _ = take_over(handle)
     member = SharedGroup(fd, rank, name)
     member._take_seat()
+    return member
+
+
+def share(gather: Gather, rank: int, mates: Sequence[int], name: str) -> SharedGroup | None:
+    """Return the member of a new group of those ``mates``, by their ranks, that have this one's memory.
+
+    All that ``gather`` call it; those without mates get None. Raises :class:`GroupError` on all of them where
+    one can't make or open the memory, and what ``gather`` raises.
+    """
+    member, place, error = None, None, ""
+    try:
+        try:
+            if rank in mates[:1]:
+                member = SharedGroup(_core.Group._make(len(mates)), 0, name)
+                place = os.getpid(), member._fd, os.fstat(member._fd).st_ino
+        except OSError as failed:
+            error = f"rank {rank} can't make the memory: {failed}"
+        places = gather(place)
+        try:
+            if mates and member is None and places[mates[0]] is not None:
+                pid, fd, inode = places[mates[0]]
+                opened, _ = take_over(Borrowed(pid, fd, -1, inode))
+                member = SharedGroup(opened, mates.index(rank), name)
+        except OSError as failed:
+            error = f"rank {rank} can't open the memory of rank {mates[0]}: {failed}"
+        if member is not None:
+            member._take_seat()  # before the others rely on it: now they hear of its end
+        if errors := [text for text in gather(error) if text]:
+            raise GroupError("; ".join(errors))
+    except BaseException:
+        if member is not None:
+            member._abandon()
+        raise
     return member
 
 

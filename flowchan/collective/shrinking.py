@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from flowchan import _core
-from flowchan.collective.lanes import Lanes
+from flowchan.collective.messages import LocalPeers
 from flowchan.errors import GroupError
 from flowchan.transport.descriptors import Borrowed, take_over
 
@@ -31,7 +31,7 @@ class Member(Protocol):
     """Of a group on one host."""
 
     _ranks: Sequence[int]
-    _lanes: Lanes
+    _local: LocalPeers
 
     @property
     def rank(self) -> int: ...
@@ -72,7 +72,7 @@ class Shrinking(Generic[M]):
         old._take_seat()
         try:
             old._give_up()  # so those that still work with it hear of it
-            old._lanes.close(wait=False)  # and those that wait in a channel of this one
+            old._local.close(wait=False)  # and those that wait in a channel of this one
             for member in self._others:
                 old._show_lane(member, 0, COME, True)
             while (new := self._try()) is None:

@@ -29,7 +29,7 @@ from flowchan.collective.given import parts_argument
 from flowchan.collective.group import Group
 from flowchan.collective.handles import end_before_threads
 from flowchan.collective.operations import ALLREDUCE, ALLTOALL, GATHER, REDUCE, REDUCE_SCATTER, SCATTER
-from flowchan.collective.torch_store import meet_by_store
+from flowchan.collective.rendezvous.store import meet_by_store
 from flowchan.errors import GroupError, Mismatch
 
 _LATER = 64 * 1024

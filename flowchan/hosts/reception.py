@@ -12,8 +12,8 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 from flowchan.transport.authentication import Hello
-from flowchan.transport.circle import Circle
 from flowchan.transport.door import Door
+from flowchan.transport.rendezvous import Coordinator
 
 CLOSE = 0
 LOOK = 1000  # milliseconds; now and then those are sent away who say nothing
@@ -32,7 +32,7 @@ class Reception:
     ) -> None:
         self.address = door.address
         self._door, self._agent = door, agent
-        self._circles: dict[int, Circle] = {}
+        self._circles: dict[int, Coordinator] = {}
         self._groups = CLOSE
         # Groups that are to end, and whether only if they still meet.
         self._orders: SimpleQueue[tuple[int, bool]] = SimpleQueue()
@@ -43,7 +43,7 @@ class Reception:
     def expect(self, size: int) -> int:
         """So many workers are to form a group, which has this number here."""
         self._groups += 1
-        self._circles[self._groups] = Circle(size)
+        self._circles[self._groups] = Coordinator(size)
         return self._groups
 
     def dismiss(self, group: int, if_meeting: bool = False) -> None:

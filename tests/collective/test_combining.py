@@ -96,6 +96,7 @@ def test_an_operator_for_one_and_a_function_for_another_do_not_match() -> None:
     first, second = in_threads(2, body)
     assert first == second
     assert "rank 0 called allreduce_with(int, <built-in function add>); rank 1" in first
+    assert "rank 1 called allreduce_with(int, <funct" in first
 
 
 def test_values_of_another_shape_raise_on_all_and_are_named() -> None:

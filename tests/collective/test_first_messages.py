@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
@@ -11,11 +10,11 @@ from typing import Any
 import pytest
 from collective_members import SECRET
 from peers import ThreadPeer
-from waiting import wait_until
 
 from flowchan import GroupError, MemberDied
-from flowchan.collective import far_lanes, members
-from flowchan.collective.far_lanes import FarLanes, Way
+from flowchan.collective import members, messages_remote
+from flowchan.collective.messages import Messages
+from flowchan.collective.messages_remote import RemotePeers, Way
 from flowchan.transport.door import Door
 from flowchan.transport.tcp import listen as listen_at
 
@@ -28,16 +27,16 @@ def near(stack: ExitStack) -> Pair:
     mine, other = (stack.enter_context(member) for member in members(2))
     mine._take_seat()
     other._take_seat()
-    return mine._lanes, other._lanes  # type: ignore[attr-defined]
+    return mine._messages, other._messages
 
 
 def far(stack: ExitStack) -> Pair:
     """Those of two members on two hosts."""
     doors = [WAY.door({"rank": rank}) for rank in (0, 1)]
-    both = [FarLanes(rank, doors[rank], [door.address for door in doors], WAY) for rank in (0, 1)]
+    both = [RemotePeers(rank, doors[rank], [door.address for door in doors], WAY) for rank in (0, 1)]
     for one in both:
         stack.callback(one.close, wait=False)
-    return both[0], both[1]
+    return Messages(0, 2, both[0].peer), Messages(1, 2, both[1].peer)
 
 
 @pytest.fixture(params=[near, far])
@@ -82,7 +81,8 @@ class Interrupted:
 def test_after_a_first_message_that_ctrl_c_cut_off_the_next_ones_arrive(when: str) -> None:
     with ExitStack() as stack:
         mine, other = near(stack)
-        mine._member = Interrupted(mine._member, when)
+        peer = mine.peer(1)
+        peer._member = Interrupted(peer._member, when)
         with pytest.raises(KeyboardInterrupt):
             mine.send("cut off", 1, None)
         mine.send("next", 1, None)
@@ -93,30 +93,33 @@ def test_after_a_first_message_to_another_host_that_ctrl_c_cut_off_the_next_ones
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """There must be no other connection: that might be the one that is listened to."""
-    threads: list[threading.Thread] = []
+    begun = messages_remote.start
 
-    class Outgoing(far_lanes._Outgoing):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
-            threads.append(self._thread)
-            if len(threads) == 1:
-                raise KeyboardInterrupt
+    def cut_off(what: str, *given: Any) -> Any:
+        thread = begun(what, *given)
+        if what == "send":
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+        return thread
 
-    monkeypatch.setattr(far_lanes, "_Outgoing", Outgoing)
     with ExitStack() as stack:
         mine, other = far(stack)
+        monkeypatch.setattr(messages_remote, "start", cut_off)
         with pytest.raises(KeyboardInterrupt):
             mine.send("cut off", 1, None)
-        wait_until(lambda: not threads[0].is_alive())
         mine.send("next", 1, None)
-        assert other.receive(0, 20.0) == "next"
+        mine.send("last", 1, None)
+        assert [other.receive(0, 20.0) for _ in range(2)] == ["next", "last"]
 
 
 def test_who_has_left_sends_nothing_to_another_host() -> None:
     with ExitStack() as stack:
-        mine, _ = far(stack)
+        doors = [WAY.door({"rank": rank}) for rank in (0, 1)]
+        peers = RemotePeers(0, doors[0], [door.address for door in doors], WAY)
+        mine = Messages(0, 2, peers.peer)
+        stack.callback(doors[1].close)
         mine.send("before", 1, None)
-        mine.close(wait=False)
+        peers.close(wait=False)
         with pytest.raises(GroupError, match="send was not done: this member has left"):
             mine.send("after", 1, None)
 
@@ -140,45 +143,23 @@ def stranger() -> Iterator[Door]:
             listener.result()
 
 
-def test_a_member_whose_port_another_program_has_now_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who has sent to it ends, and waits no longer for it."""
-    monkeypatch.setattr(far_lanes, "STRANGE", 0.0)
-    with stranger() as there, WAY.door({}) as door:
-        mine = FarLanes(0, door, ["", there.address], WAY)
-        mine.send("in vain", 1, None)
+def test_close_does_not_wait_for_another_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which has the port of a member that is gone."""
+    monkeypatch.setattr(messages_remote, "STRANGER_TIMEOUT_S", 0.0)
+    with stranger() as there:
+        mine = RemotePeers(0, WAY.door({}), ["", there.address], WAY)
+        mine.peer(1).send("in vain", None)
         ThreadPeer(mine.close).result()
     assert there.refused
 
 
 @pytest.mark.parametrize("call", ["receive", "receive_any"])
-def test_nor_is_it_waited_for_by_who_receives(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(far_lanes, "STRANGE", 0.0)
-    monkeypatch.setattr(far_lanes, "BRIEF", 20.0)
-
-    def receive() -> Any:
-        if call == "receive":
-            return mine.receive(1, None)
-        while True:
-            with suppress(TimeoutError):
-                return mine.receive_any([1], 0.1, far_lanes.LONG + time.monotonic())
-
-    with stranger() as there, WAY.door({}) as door:
-        mine = FarLanes(0, door, ["", there.address], WAY)
+def test_receive_does_not_wait_for_another_program(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages_remote, "STRANGER_TIMEOUT_S", 0.0)
+    with stranger() as there:
+        mine = RemotePeers(0, WAY.door({}), ["", there.address], WAY)
+        messages = Messages(0, 2, mine.peer)
+        receive = messages.receive_any if call == "receive_any" else lambda _: messages.receive(1, None)
         with pytest.raises(MemberDied, match=r"rank 1, on another host, (died|has left)"):
-            ThreadPeer(receive).result()
+            ThreadPeer(receive, None).result()
         mine.close()
-
-
-def test_who_only_looks_is_none_who_has_something(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is let in by a member that is there, waits for one that is not, and either way that is not gone."""
-    monkeypatch.setattr(far_lanes, "STRANGE", 0.0)
-    with ExitStack() as stack:
-        mine, other = far(stack)
-        give_up = time.monotonic() + 1000
-        assert not mine._is_gone(1, give_up)  # it does not look at its door now
-        monkeypatch.setattr(far_lanes, "BRIEF", 20.0)
-        peer = ThreadPeer(other.receive, 0, None)
-        assert not mine._is_gone(1, give_up)
-        assert not mine._strange_since
-        mine.send("at last", 1, None)
-        assert peer.result() == "at last"

@@ -19,7 +19,7 @@ from warm import Template
 
 from flowchan import GroupError, collective
 from flowchan.collective.environment import place
-from flowchan.collective.meeting import meet
+from flowchan.collective.rendezvous.host import meet
 from flowchan.collective.shared import SharedGroup
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
@@ -182,7 +182,7 @@ def test_who_joins_just_when_rank_0_is_killed_joins_the_next_one(monkeypatch: py
     monkeypatch.setattr(SharedGroup, "_take_seat", take_seat_late)
     peer = ThreadPeer(meet, "killed", 1, 2, 60.0)
     wait_until(lambda: bool(seen))
-    with meet("killed", 0, 2, 60.0, wanted=peer.running) as first, peer.result() as second:
+    with meet("killed", 0, 2, 60.0) as first, peer.result() as second:
         sent = ThreadPeer(first.allreduce, 1)
         assert second.allreduce(2) == sent.result() == 3
 

@@ -14,7 +14,7 @@ import pytest
 from collective_members import SECRET, free_address
 
 from flowchan import MemberDied, collective
-from flowchan.collective.at_address import meet_at
+from flowchan.collective.rendezvous.address import meet_at
 from flowchan.collective.steps import Connections, Peer, Step
 
 

@@ -16,8 +16,9 @@ from collective_members import SECRET, OverHosts, free_address, over_hosts, rais
 from waiting import wait_until
 
 from flowchan import collective
-from flowchan.collective import GroupError, MemberDied, MemberLeft, Mismatch, gathering, slicing
+from flowchan.collective import GroupError, MemberDied, MemberLeft, Mismatch, slicing
 from flowchan.collective.links import Links
+from flowchan.collective.rendezvous import forming
 
 
 @pytest.mark.parametrize("hosts", ["ab", "aab", "abb", "abcabc", "aaaab"])
@@ -214,7 +215,7 @@ def test_a_death_while_parts_connect_is_told(victim: int, monkeypatch: pytest.Mo
             os.kill(os.getpid(), signal.SIGKILL)
 
         if g.rank == victim:
-            monkeypatch.setattr(gathering, "FarLanes" if victim == 3 else "connect", die)
+            monkeypatch.setattr(forming, "RemotePeers" if victim == 3 else "connect", die)
         with pytest.raises(MemberDied), g.split("all") as part:
             part.barrier()
 

@@ -13,7 +13,7 @@ from collective_members import Processes, in_threads, over_hosts, raised
 from waiting import wait_blocked
 
 from flowchan import Full, GroupError, MemberDied, MemberLeft, Mismatch
-from flowchan.collective import lanes, members
+from flowchan.collective import members, messages
 
 
 def test_messages_of_any_kind_arrive_in_order(run: Any) -> None:
@@ -167,7 +167,7 @@ def test_who_sends_when_its_own_group_is_closed_is_told_so() -> None:
     with other:
         sender.start()
         other.receive(0)
-        wait_blocked(mine._lanes._out[1].channel, writers=1)  # type: ignore[attr-defined]
+        wait_blocked(mine._messages.peer(1)._out.channel, writers=1)  # type: ignore[attr-defined]
         mine.close()
         sender.join()
     assert [(type(error), str(error)) for error in told] == [
@@ -192,7 +192,7 @@ def test_messages_of_anybody_arrive_with_their_sender_and_each_senders_in_order(
     run: Any, monkeypatch: pytest.MonkeyPatch, at_once: int
 ) -> None:
     """Also from more members than one select takes."""
-    monkeypatch.setattr(lanes, "_AT_ONCE", at_once)
+    monkeypatch.setattr(messages, "CHANNELS_OF_ONE_SELECT", at_once)
 
     def body(g: Any) -> Any:
         if g.rank:

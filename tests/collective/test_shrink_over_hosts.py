@@ -8,7 +8,8 @@ import pytest
 from collective_members import OverHosts, die, shrunk, work
 
 from flowchan import Channel
-from flowchan.collective import GroupError, MemberDied, at_address
+from flowchan.collective import GroupError, MemberDied
+from flowchan.collective.rendezvous import address
 
 
 @pytest.mark.parametrize(
@@ -27,7 +28,7 @@ def test_the_survivors_become_a_group_in_their_order(
     hosts: str, victims: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On one host or several. A host of which nobody comes is waited for, but not for ever."""
-    monkeypatch.setattr(at_address, "PATIENCE", 2.0)
+    monkeypatch.setattr(address, "PATIENCE", 2.0)
 
     def body(g: Any) -> Any:
         g.barrier()
@@ -43,14 +44,14 @@ def test_the_survivors_become_a_group_in_their_order(
 @pytest.mark.parametrize("at", ["meet_by", "_follow"])
 def test_a_death_during_it_is_survived(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before it has come, or when all are about to meet."""
-    monkeypatch.setattr(at_address, "PATIENCE", 1.0)
+    monkeypatch.setattr(address, "PATIENCE", 1.0)
 
     def body(g: Any) -> Any:
         g.barrier()
         if g.rank == 1:
             die()
         if g.rank == 3:
-            monkeypatch.setattr(at_address, at, die)
+            monkeypatch.setattr(address, at, die)
         return shrunk(g)
 
     left = [0, 2]
@@ -59,7 +60,7 @@ def test_a_death_during_it_is_survived(at: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_group_that_has_been_shrunk_can_be_shrunk_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(at_address, "PATIENCE", 1.0)
+    monkeypatch.setattr(address, "PATIENCE", 1.0)
 
     def body(g: Any) -> Any:
         g.barrier()
@@ -80,9 +81,9 @@ def test_a_group_that_has_been_shrunk_can_be_shrunk_again(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(("late", "hosts"), [(0, "abb"), (2, "aab"), (3, "aaab")])
 def test_who_is_late_is_waited_for(late: int, hosts: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long: it can be dialled, so it lives. Those that wait are not given up meanwhile."""
-    monkeypatch.setattr(at_address, "PATIENCE", 0.2)
+    monkeypatch.setattr(address, "PATIENCE", 0.2)
     asked: Channel[None] = Channel(across="processes")
-    is_late = at_address._is_late
+    is_late = address._is_late
 
     def tells(old: Any, ranks: list[int], give_up: float) -> bool:
         found = is_late(old, ranks, give_up)
@@ -90,7 +91,7 @@ def test_who_is_late_is_waited_for(late: int, hosts: str, monkeypatch: pytest.Mo
             asked.put(None)
         return found
 
-    monkeypatch.setattr(at_address, "_is_late", tells)
+    monkeypatch.setattr(address, "_is_late", tells)
 
     def body(g: Any) -> Any:
         g.barrier()
@@ -108,9 +109,9 @@ def test_who_is_late_is_waited_for(late: int, hosts: str, monkeypatch: pytest.Mo
 
 def test_who_stops_when_all_have_come_is_met_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """No time-out was given, so none is raised."""
-    monkeypatch.setattr(at_address, "PATIENCE", 1.0)
+    monkeypatch.setattr(address, "PATIENCE", 1.0)
     was_late: Channel[None] = Channel(across="processes")
-    meet_by = at_address.meet_by
+    meet_by = address.meet_by
 
     def body(g: Any) -> Any:
         tries: list[int] = []
@@ -128,7 +129,7 @@ def test_who_stops_when_all_have_come_is_met_once_more(monkeypatch: pytest.Monke
         g.barrier()
         if g.rank == 1:
             die()
-        monkeypatch.setattr(at_address, "meet_by", meets)
+        monkeypatch.setattr(address, "meet_by", meets)
         return shrunk(g), len(tries)
 
     found = OverHosts("aab", body).results(2)
@@ -137,7 +138,7 @@ def test_who_stops_when_all_have_come_is_met_once_more(monkeypatch: pytest.Monke
 
 def test_a_time_out_ends_the_wait_for_who_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of who has come to rank 0, too."""
-    monkeypatch.setattr(at_address, "PATIENCE", 1.0)
+    monkeypatch.setattr(address, "PATIENCE", 1.0)
     ended: Channel[None] = Channel(across="processes")
 
     def body(g: Any) -> Any:
@@ -161,7 +162,7 @@ def test_a_time_out_ends_the_wait_for_who_is_late(monkeypatch: pytest.MonkeyPatc
 
 
 def test_without_rank_0_nobody_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(at_address, "PATIENCE", 0.5)
+    monkeypatch.setattr(address, "PATIENCE", 0.5)
 
     def body(g: Any) -> Any:
         g.barrier()
@@ -178,7 +179,7 @@ def test_without_rank_0_nobody_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_who_cannot_reach_rank_0_fails_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """So of a network that is cut in two parts one goes on."""
-    monkeypatch.setattr(at_address, "PATIENCE", 1.0)
+    monkeypatch.setattr(address, "PATIENCE", 1.0)
 
     def cut(*_: Any, why: str, **__: Any) -> Any:
         raise OSError(why)
@@ -189,7 +190,7 @@ def test_who_cannot_reach_rank_0_fails_and_the_others_go_on(monkeypatch: pytest.
             die()
         if g.rank < 3:
             return shrunk(g)
-        monkeypatch.setattr(at_address, "reach", cut)
+        monkeypatch.setattr(address, "reach", cut)
         with pytest.raises(MemberDied):
             work(g)
         with pytest.raises(GroupError, match="rank 3 can't go on in a smaller group"):

@@ -42,7 +42,7 @@ def steps_of(g: Any, call: Calls) -> list[float]:
 
         return noted
 
-    for one in (g, g._lanes, getattr(g, "_node", None), getattr(g, "_links", None)):
+    for one in (g, g._messages, getattr(g, "_node", None), getattr(g, "_links", None)):
         for name in STEPS:
             if hasattr(one, name):
                 setattr(one, name, noting(getattr(one, name)))

@@ -19,7 +19,7 @@ from torch_cases import CASES, LACKS
 from warm import Template
 
 from flowchan.collective import gathering
-from flowchan.collective.torch_store import meet_by_store
+from flowchan.collective.rendezvous.store import meet_by_store
 
 PROGRAM = Path(__file__).with_name("torch_cases.py")
 

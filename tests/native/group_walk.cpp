@@ -76,14 +76,14 @@ struct Walk {
     End reduce(size_t count, bool& right) {
         std::vector<float> x(count, value());
         const End end =
-            member.allreduce({4, 1}, x.data(), x.data(), count, Element::F32, Op::Sum, -1, patience);
+            member.allreduce({4, 1}, {x.data(), x.data(), count, Element::F32, Op::Sum}, patience);
         right = all(x, sum());
         return end;
     }
     End scatter(bool& right) {
         std::vector<float> x(LARGE * member.size, value()), part(LARGE);
         const End end =
-            member.reduce_scatter({5, 1}, x.data(), part.data(), LARGE, Element::F32, Op::Sum, patience);
+            member.reduce_scatter({5, 1}, {x.data(), part.data(), LARGE, Element::F32, Op::Sum}, patience);
         right = all(part, sum());
         return end;
     }
@@ -108,7 +108,7 @@ struct Walk {
         const ByRank<const void*> in(member.size, x.data());
         ByRank<void*> out(member.size);
         for (size_t r = 0; r < got.size(); ++r) out[r] = got[r].data();
-        const End end = member.alltoall({9, 1}, in, sizes, out, sizes, patience);
+        const End end = member.alltoall({9, 1}, {in, sizes, out, sizes}, patience);
         for (size_t r = 0; r < got.size(); ++r) right = right && all(got[r], float(r + 1));
         return end;
     }

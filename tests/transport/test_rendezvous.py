@@ -1,4 +1,4 @@
-"""Those of a circle hear what all of them say, or that it is over, and why."""
+"""Participants hear what all of them say, or that it is over, and why."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from flowchan.transport.circle import Circle, Over, Voice
+from flowchan.transport.rendezvous import Coordinator, Ended, Participant
 
 
 @pytest.fixture
@@ -18,22 +18,22 @@ def ends() -> Iterator[contextlib.ExitStack]:
         yield stack
 
 
-def voice(circle: Circle, rank: int, ends: contextlib.ExitStack) -> Voice:
+def voice(coordinator: Coordinator, rank: int, ends: contextlib.ExitStack) -> Participant:
     here, there = socket.socketpair()
-    circle.come(rank, here)
-    ends.callback(circle.close)
-    return ends.enter_context(contextlib.closing(Voice(there, "the driver")))
+    coordinator.come(rank, here)
+    ends.callback(coordinator.close)
+    return ends.enter_context(contextlib.closing(Participant(there, "the driver")))
 
 
 def test_each_hears_what_all_have_said_in_each_round(ends: contextlib.ExitStack) -> None:
-    circle = Circle(3)
-    voices = [voice(circle, rank, ends) for rank in range(3)]
+    coordinator = Coordinator(3)
+    voices = [voice(coordinator, rank, ends) for rank in range(3)]
     with ThreadPoolExecutor(3) as pool:
         for number in range(2):
             heard = [pool.submit(one.gather, [rank, number]) for rank, one in enumerate(voices)]
             while not all(future.done() for future in heard):
                 for rank in range(3):
-                    circle.hear(rank)
+                    coordinator.hear(rank)
             assert [one.result() for one in heard] == [[[0, number], [1, number], [2, number]]] * 3
     assert all(one.goes_on() for one in voices)
 
@@ -41,20 +41,20 @@ def test_each_hears_what_all_have_said_in_each_round(ends: contextlib.ExitStack)
 def test_when_one_has_left_the_others_hear_who_it_was_also_those_that_come_later(
     ends: contextlib.ExitStack,
 ) -> None:
-    circle = Circle(3)
-    first, second = (voice(circle, rank, ends) for rank in range(2))
+    coordinator = Coordinator(3)
+    first, second = (voice(coordinator, rank, ends) for rank in range(2))
     second.close()
-    assert circle.hear(1) == b""
-    late = voice(circle, 2, ends)
+    assert coordinator.hear(1) == b""
+    late = voice(coordinator, 2, ends)
     for one in (first, late):
         assert not one.goes_on()
-        with pytest.raises(Over, match="rank 1 ended while the members met"):
+        with pytest.raises(Ended, match="rank 1 ended while the members met"):
             one.gather("never heard")
 
 
 def test_who_comes_twice_is_sent_away(ends: contextlib.ExitStack) -> None:
-    circle = Circle(2)
-    first, again = voice(circle, 0, ends), voice(circle, 0, ends)
-    with pytest.raises(Over, match="the driver ended while the members met"):
+    coordinator = Coordinator(2)
+    first, again = voice(coordinator, 0, ends), voice(coordinator, 0, ends)
+    with pytest.raises(Ended, match="the driver ended while the members met"):
         again.gather(None)
     assert first.goes_on()

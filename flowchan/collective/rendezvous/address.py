@@ -20,15 +20,15 @@ import time
 from dataclasses import dataclass, field, replace
 
 from flowchan.collective.countdown import countdown
-from flowchan.collective.far_lanes import Way
-from flowchan.collective.gathering import Middle, Rendezvous, meet_by
 from flowchan.collective.group import Group
 from flowchan.collective.linked import LinkedGroup
+from flowchan.collective.messages_remote import Way
+from flowchan.collective.rendezvous.forming import meet_by
 from flowchan.errors import GroupError, MemberDied
-from flowchan.transport.circle import Circle, Over, Voice
 from flowchan.transport.dialling import reach
 from flowchan.transport.door import Door
 from flowchan.transport.handlers import raised_by_a_handler
+from flowchan.transport.rendezvous import Coordinator, Ended, Participant
 from flowchan.transport.tcp import Listener, dial, listen, route_to, split
 
 PATIENCE = 10.0
@@ -46,8 +46,10 @@ def meet_at(
     left = countdown(timeout)
     try:
         if rank == 0:
-            with contextlib.closing(Rendezvous(at, secret, size, timeout)) as rendezvous:
-                met = meet_by(rendezvous.gather, 0, Way(secret, where), left() or 0.0, name, host)
+            with contextlib.closing(Coordinator(size, time.monotonic() + timeout)) as coordinator:
+                with Door(listen(at), secret, {"rank": 0}) as door:
+                    coordinator.assemble(door.accept)
+                met = meet_by(coordinator.gather, 0, Way(secret, where), left() or 0.0, name, host)
         else:
             why = f"rank {rank} of {size} has waited in vain for rank 0"
             try:
@@ -57,11 +59,11 @@ def meet_at(
                     raise
                 raise TimeoutError(str(error)) from None
             sock.settimeout(max(0.001, left() or 0.0))
-            with contextlib.closing(Voice(sock, "rank 0")) as voice:
+            with contextlib.closing(Participant(sock, "rank 0")) as participant:
                 way = Way(secret, route_to(where))
-                met = meet_by(voice.gather, rank, way, left() or 0.0, name, host)
-    except Over as over:
-        raise GroupError(str(over)) from None
+                met = meet_by(participant.gather, rank, way, left() or 0.0, name, host)
+    except Ended as ended:
+        raise GroupError(str(ended)) from None
     return Place(at, secret, host).of(met)
 
 
@@ -90,7 +92,7 @@ class Place:
                 met = meet(old, self, secret, name, give_up)
                 if met._has_met(_patience(give_up)):
                     return replace(self, number=number).of(met)
-            except (Over, MemberDied):
+            except (Ended, MemberDied):
                 continue
             except TimeoutError as error:  # one that had come is late
                 if raised_by_a_handler(error) or time.monotonic() >= give_up:
@@ -109,14 +111,13 @@ def _lead(old: LinkedGroup, place: Place, secret: bytes, name: str, give_up: flo
         with Door(_listener(old, place.at), secret, {"rank": 0}) as door:
             _let_in(old, door, came, give_up)
         left = sorted([0, *came])
-        circle = Circle(len(left))
-        for rank, sock in came.items():
-            circle.come(left.index(rank), sock)
         within = _patience(give_up)
-        with contextlib.closing(Middle(circle, time.monotonic() + within)) as middle:
-            circle.tell(left)
-            way = Way(secret, split(place.at)[0])
-            return meet_by(middle.gather, 0, way, within, name, place.host)
+        coordinator = Coordinator(len(left), time.monotonic() + within)
+        for rank, sock in came.items():
+            coordinator.come(left.index(rank), sock)
+        coordinator.tell(left)
+        way = Way(secret, split(place.at)[0])
+        return meet_by(coordinator.gather, 0, way, within, name, place.host)
     finally:
         for sock in came.values():
             sock.close()
@@ -165,7 +166,7 @@ def _is_late(old: LinkedGroup, ranks: list[int], give_up: float) -> bool:
     not come. Where one does not answer at all, none does."""
     for rank in ranks:
         try:
-            dial(old._lanes.addresses[rank], max(0.0, min(1.0, give_up - time.monotonic()))).close()
+            dial(old._remote.addresses[rank], max(0.0, min(1.0, give_up - time.monotonic()))).close()
             return True
         except OSError as error:
             if raised_by_a_handler(error):
@@ -196,11 +197,11 @@ def _follow(old: LinkedGroup, place: Place, secret: bytes, name: str, give_up: f
                 raise TimeoutError(f"shrink of {old._title()} was not done in time: {error}") from None
             if not late:
                 raise GroupError(f"{error}; {REMEDY}") from None
-    with contextlib.closing(Voice(sock, "rank 0")) as voice:
+    with contextlib.closing(Participant(sock, "rank 0")) as participant:
         # Rank 0 waits for who is late, however long; when it dies, the connection ends.
         sock.settimeout(None if give_up == math.inf else max(0.001, give_up - time.monotonic()))
         try:
-            left = voice.hear()
+            left = participant.hear()
         except TimeoutError as error:
             if raised_by_a_handler(error):
                 raise
@@ -208,4 +209,4 @@ def _follow(old: LinkedGroup, place: Place, secret: bytes, name: str, give_up: f
         within = _patience(give_up)
         sock.settimeout(max(0.001, min(2 * PATIENCE, give_up - time.monotonic())))
         way = Way(secret, route_to(split(place.at)[0]))
-        return meet_by(voice.gather, left.index(old.rank), way, within, name, place.host)
+        return meet_by(participant.gather, left.index(old.rank), way, within, name, place.host)

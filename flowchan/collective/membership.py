@@ -9,12 +9,12 @@ import hmac
 import threading
 from dataclasses import dataclass
 
-from flowchan.collective.far_lanes import Way
-from flowchan.collective.gathering import meet_by
 from flowchan.collective.group import Group
+from flowchan.collective.messages_remote import Way
+from flowchan.collective.rendezvous.forming import meet_by
 from flowchan.errors import MemberDied
-from flowchan.transport.circle import Over, Voice
 from flowchan.transport.dialling import reach
+from flowchan.transport.rendezvous import Ended, Participant
 from flowchan.transport.tcp import route_to, split
 
 WITHIN = 60.0
@@ -23,7 +23,7 @@ that come late the driver waits, which hears of deaths."""
 
 
 @dataclass
-class Seat:
+class Membership:
     """A place in ``group``, as the driver numbers it, which takes part on ``host``. ``elastic``: the driver
     may end the group. ``at``, ``secret``, ``tls``: how it is reached."""
 
@@ -39,7 +39,7 @@ class Seat:
     _member: Group | None = None
     _listener: _Listener | None = None
 
-    def reached(self, at: str, secret: bytes, tls: bool) -> Seat:
+    def reached(self, at: str, secret: bytes, tls: bool) -> Membership:
         """The same on its host, which knows the way to the driver. So the secret does not cross."""
         return dataclasses.replace(self, at=at, secret=secret, tls=tls)
 
@@ -51,18 +51,17 @@ class Seat:
         secret = hmac.digest(self.secret, f"group {self.group}".encode(), "sha256")
         way = Way(secret, route_to(split(self.at)[0]), self.tls)
         with contextlib.ExitStack() as stack:
-            voice = stack.enter_context(contextlib.closing(Voice(sock, "the driver")))
-            meeting = self.name, self.host, voice.goes_on
+            participant = stack.enter_context(contextlib.closing(Participant(sock, "the driver")))
             try:
-                self._member = meet_by(voice.gather, self.rank, way, WITHIN, *meeting)
+                self._member = meet_by(participant.gather, self.rank, way, WITHIN, self.name, self.host)
                 if self.elastic:
-                    voice.settle()
-                    self._listener = _Listener(voice, self._member)
+                    participant.settle()
+                    self._listener = _Listener(participant, self._member)
                     stack.pop_all()
-            except (Over, TimeoutError) as error:
+            except (Ended, TimeoutError) as error:
                 if self._member is not None:
                     self._member._abandon()
-                if not isinstance(error, Over) and voice.goes_on():
+                if not isinstance(error, Ended) and participant.goes_on():
                     raise
                 raise MemberDied(f"group {self.name!r} can't begin: {error}", (), "joining") from None
         return self._member
@@ -89,19 +88,19 @@ class _Listener:
     """Ends a member's group when the driver says so, or can't be heard any more: the members may not see
     who has died on another host, nor that one has come who is to join them."""
 
-    def __init__(self, voice: Voice, member: Group) -> None:
-        self._voice, self._disband = voice, member._disbanding()
+    def __init__(self, participant: Participant, member: Group) -> None:
+        self._participant, self._disband = participant, member._disbanding()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="flowchan-collective-seat", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        self._voice.wait_for_end()
+        self._participant.wait_for_end()
         if not self._closing:
             self._disband()
 
     def close(self) -> None:
         self._closing = True
-        self._voice.interrupt()
+        self._participant.interrupt()
         self._thread.join()
-        self._voice.close()
+        self._participant.close()

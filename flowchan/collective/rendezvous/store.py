@@ -13,9 +13,9 @@ from typing import Any
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from flowchan.collective.far_lanes import Way
-from flowchan.collective.gathering import meet_by
 from flowchan.collective.group import Group
+from flowchan.collective.messages_remote import Way
+from flowchan.collective.rendezvous.forming import meet_by
 from flowchan.transport.tcp import route_to
 
 

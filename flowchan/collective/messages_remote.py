@@ -1,0 +1,406 @@
+"""Messages to members on other hosts: a connection for each pair and direction that is used.
+
+Every member listens, in a thread of its own. What it sends waits in a channel for a thread that connects and
+passes it on; a thread of the receiver puts it into the channel that is received from. So a sender does not
+wait for the receiver, until these are full. A member that waits for one that has not sent anything yet
+*watches* it: it keeps a connection that carries nothing but the word that its other end leaves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import math
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from flowchan.channel.channel import Channel
+from flowchan.collective.values import dumps, loads
+from flowchan.errors import Broken, ChannelError, Closed, GroupError, MemberDied, MemberLeft, Refused
+from flowchan.transport.authentication import Hello, meet
+from flowchan.transport.descriptors import lacks
+from flowchan.transport.door import Door
+from flowchan.transport.handlers import raised_by_a_handler
+from flowchan.transport.tcp import dial, joined, listen
+
+SIZE = struct.Struct("<q")
+LEFT_WORD = -1  # in place of a message's size: its sender has left
+READ_AHEAD = 8  # messages that the receiver's thread has ready
+BUFFER = 1 << 16
+PAUSE_S, TRY_S = 0.01, 5.0
+"""Seconds between two tries to connect, and those that one may take."""
+REFUSED_QUICKLY_S, STRANGER_TIMEOUT_S = 1.0, 30.0
+"""A peer that rejects us so quickly, for so many seconds, is another program. A member does so while too many
+dial at once."""
+POLL_INTERVAL_S, LOOK_AT_DOOR_S, WATCH_AFTER_S = 0.05, 1.0, 0.2
+
+LEFT, DIED, UNKNOWN = "left", "died", "unknown"
+"""How a peer has ended. Unknown: it was not there any more when this member first looked."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How members reach those on other hosts: who knows the secret dials where they listen, each at
+    ``listen_at`` and a port of its own."""
+
+    secret: bytes = field(repr=False)
+    listen_at: str
+    tls: bool = False
+
+    def door(self, hello: Hello) -> Door:
+        """Listen for one of them."""
+        return Door(listen(joined((self.listen_at, 0))), self.secret, hello, tls=self.tls)
+
+    def connect(
+        self, address: str, hello: Hello, wanted: Callable[[], bool], give_up: float = math.inf
+    ) -> socket.socket:
+        """Return a connection to the member that listens there.
+
+        Raises:
+            ConnectionRefusedError: The member is gone, or another program has its port now.
+            OSError: It is out of reach, or time is up, or the connection is not ``wanted`` any more.
+        """
+        refused_since = math.inf
+        while wanted() and (left := give_up - (begun := time.monotonic())) > 0:
+            try:
+                sock = dial(address, min(TRY_S, left))
+            except TimeoutError as error:
+                if raised_by_a_handler(error):
+                    raise
+                continue
+            try:
+                within = min(TRY_S, left)
+                return meet(sock, self.secret, dialled=True, hello=hello, timeout=within, tls=self.tls)[0]
+            except OSError as error:  # it is gone, or sent us away, or another program has its port
+                if raised_by_a_handler(error):
+                    raise
+                is_quick = isinstance(error, Refused) and time.monotonic() - begun < REFUSED_QUICKLY_S
+                refused_since = min(refused_since, begun) if is_quick else math.inf
+                if time.monotonic() - refused_since > STRANGER_TIMEOUT_S:
+                    reason = f"another program has {address} now: {error}"
+                    raise ConnectionRefusedError(errno.ECONNREFUSED, reason) from error
+            time.sleep(PAUSE_S)
+        raise TimeoutError(f"{address} has not answered in time")
+
+
+class RemotePeers:
+    """The members on other hosts, as member ``rank`` sends to them and hears of them. It listens at ``door``,
+    the others at ``addresses``."""
+
+    def __init__(self, rank: int, door: Door, addresses: Sequence[str], way: Way) -> None:
+        self.rank, self.addresses, self.way = rank, addresses, way
+        self.is_closed = self._is_leaving = False
+        self.leaders: SimpleQueue[tuple[int, socket.socket]] = SimpleQueue()
+        self._door = door
+        self._peers: dict[int, RemotePeer] = {}
+        self._watchers: list[socket.socket] = []  # over which others watch this member
+        self._lock = threading.RLock()  # a collector may drop these within it
+        self._wake = os.fdopen(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK), "r+b", 0)
+        self._thread = start("door", self._serve)
+
+    def peer(self, rank: int) -> RemotePeer:
+        with self._lock:
+            if rank not in self._peers:
+                self._peers[rank] = RemotePeer(self, rank)
+                if self._is_leaving:
+                    self._peers[rank].receive_no_more()
+            return self._peers[rank]
+
+    def adopt(self, sock: socket.socket, hello: Hello) -> None:
+        """Take a connection of one that sends to this member, watches it, or is a leader."""
+        if "host" in hello:
+            self.leaders.put((hello["host"], sock))
+        elif "watches" in hello:
+            self._watchers.append(sock)
+        else:
+            self.peer(hello["rank"]).hear(sock)
+
+    def next_leader(self, missing: Sequence[int], give_up: float) -> tuple[int, socket.socket]:
+        """Wait for one of the ``missing`` leaders, and return its host and the connection to it.
+
+        Raises:
+            MemberDied: One of them is gone.
+            TimeoutError: None of them has come in time.
+        """
+        watch_at = time.monotonic() + WATCH_AFTER_S
+        while True:
+            gone = [peer for peer in map(self.peer, missing) if peer.is_gone()]
+            left = give_up - time.monotonic()
+            with contextlib.suppress(Empty):
+                return self.leaders.get(timeout=0.0 if gone else max(0.0, min(POLL_INTERVAL_S, left)))
+            if gone:
+                raise gone[0].gone("connecting")
+            if left <= 0:
+                raise TimeoutError(f"of the leaders of other hosts {missing} have not connected in time")
+            if time.monotonic() > watch_at:
+                for peer in map(self.peer, missing):
+                    peer.incoming()
+
+    def _serve(self) -> None:
+        """Let in who dials, and hear of the ends of those that are watched."""
+        while not self.is_closed:
+            peers = [*self._peers.values()]
+            watched = {peer.watch.fileno(): peer for peer in peers if peer.watch is not None}
+            waiting = select.poll()
+            for fd in (self._wake.fileno(), self._door.fileno(), *watched):
+                waiting.register(fd, select.POLLIN)
+            ended = [watched[fd] for fd, _ in waiting.poll(LOOK_AT_DOOR_S * 1000) if fd in watched]
+            ended += [peer for peer in peers if peer.was_refused]
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wake.fileno())
+            with contextlib.suppress(TimeoutError):
+                while True:
+                    self._door.accept(0.0, self.adopt)
+            for peer in ended:  # now that all are in that have dialled before
+                peer.hear_end()
+        for sock in self._watchers:
+            with contextlib.suppress(OSError), sock:
+                sock.send(SIZE.pack(LEFT_WORD))
+        for peer in [*self._peers.values()]:
+            peer.end()
+        self._door.close()
+        while not self.leaders.empty():
+            self.leaders.get()[1].close()
+        with self._lock:
+            self._wake.close()
+
+    def stir(self) -> None:
+        with self._lock:
+            if not self._wake.closed:
+                os.eventfd_write(self._wake.fileno(), 1)
+
+    def drop(self) -> None:
+        """Leave, and do not wait until what was sent has been taken."""
+        for peer in [*self._peers.values()]:
+            peer.send_no_more()
+        self._stop()
+
+    def close(self, wait: bool = True) -> None:
+        """Leave. Returns when all that was sent has been taken, or nobody will take it; or does not
+        ``wait``, and nothing more is sent."""
+        with self._lock:
+            self._is_leaving = True
+            peers = [*self._peers.values()]
+        for peer in peers:
+            peer.receive_no_more()
+            peer.send_no_more() if wait else peer.abandon()
+        for peer in peers:
+            peer.join()
+        self._stop()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _stop(self) -> None:
+        with self._lock:
+            if not self.is_closed:
+                self.is_closed = True
+                self.stir()
+
+
+class RemotePeer:
+    """See :class:`Peer`. It is member ``rank`` on another host, as the ``owner`` of these sees it."""
+
+    def __init__(self, owner: RemotePeers, rank: int) -> None:
+        self.watch: socket.socket | None = None
+        self.was_refused = False  # when it was to be watched
+        self._owner, self._rank = owner, rank
+        self._in: Channel[bytearray] = Channel(READ_AHEAD)
+        self._again: list[bytearray] = []  # what could not be unpickled when it was received
+        self._out: Channel[bytes] | None = None
+        self._sender: threading.Thread | None = None
+        self._heard: socket.socket | None = None
+        self._sock: socket.socket | None = None  # over which it is sent to
+        self._ended = ""
+        self._is_watched = self._sends_no_more = self._is_abandoned = self._receives_no_more = False
+        self._lock = threading.Lock()  # guards the flags: there is one connection each way
+
+    # --- sending ---
+
+    def send(self, x: Any, timeout: float | None) -> None:
+        with self._lock:
+            if self._sends_no_more:
+                raise self.gone("send")
+            if self._out is None:
+                self._out = Channel()
+            if self._sender is None:
+                self._sender = start("send", self._pass_on, self._out)
+        try:
+            self._out.put(dumps(x), timeout)
+        except (Broken, Closed) as error:
+            raise self.gone("send") from error
+
+    def _pass_on(self, messages: Channel[bytes]) -> None:
+        """Send what comes. It dials when there is a message."""
+        try:
+            first = messages.get()
+            hello = {"rank": self._owner.rank}
+            with self._connect(hello, lambda: not self._is_abandoned) as self._sock:
+                if self._is_abandoned:
+                    return
+                for message in itertools.chain([first], messages):
+                    self._sock.sendall(SIZE.pack(len(message)))
+                    self._sock.sendall(message)
+                self._sock.sendall(SIZE.pack(LEFT_WORD))
+        except OSError as error:
+            messages.abort(error)
+        except ChannelError:
+            pass  # nothing has been sent, or nobody is to wait for it
+
+    def _connect(self, hello: Hello, wanted: Callable[[], bool]) -> socket.socket:
+        return self._owner.way.connect(self._owner.addresses[self._rank], hello, wanted)
+
+    def connect_leader(self, host: int, give_up: float) -> socket.socket:
+        """Return a connection to it, a leader, from that of ``host``. Raises :class:`MemberDied`."""
+        try:
+            address = self._owner.addresses[self._rank]
+            return self._owner.way.connect(address, {"host": host}, lambda: True, give_up)
+        except ConnectionRefusedError:
+            raise self.gone("connecting") from None
+
+    def send_no_more(self) -> None:
+        with self._lock:
+            self._sends_no_more = True
+        if self._out is not None:
+            self._out.close()
+
+    def abandon(self) -> None:
+        """Send nothing more of what waits."""
+        self._is_abandoned = True
+        self.send_no_more()
+        if self._out is not None:
+            self._out.abort()
+        _shut_down(self._sock)
+
+    def join(self) -> None:
+        """Wait until all is sent, or can't be."""
+        if self._sender is not None and not self._is_abandoned:
+            self._sender.join()
+
+    # --- receiving ---
+
+    def incoming(self) -> Channel[bytearray]:
+        """See :class:`Peer`. Watch one that has sent nothing yet."""
+        if not self._is_watched and self._heard is None and not self._ended:
+            with self._lock:
+                if not self._is_watched:
+                    self._is_watched = True
+                    start("watch", self._watch)
+        return self._in
+
+    def _watch(self) -> None:
+        def wanted() -> bool:
+            return self._heard is None and not self._receives_no_more
+
+        while wanted():
+            try:
+                self.watch = self._connect({"watches": self._owner.rank}, wanted)
+                self._owner.stir()
+                return
+            except ConnectionRefusedError:
+                self.was_refused = True
+                self._owner.stir()
+                return
+            except OSError:  # perhaps the way there is cut
+                time.sleep(LOOK_AT_DOOR_S)
+
+    def hear_end(self) -> None:
+        """Of one that is watched, when all are in that have dialled before."""
+        watch, self.watch, self.was_refused = self.watch, None, False
+        how = DIED if watch is not None else UNKNOWN
+        if watch is not None:
+            with contextlib.suppress(OSError), watch:
+                how = LEFT if watch.recv(SIZE.size) else DIED
+        if self._heard is None:
+            self._end(how)
+
+    def hear(self, sock: socket.socket) -> None:
+        """Receive what it sends over this connection."""
+        self._heard = sock
+        start("receive", self._read, sock)
+
+    def _read(self, sock: socket.socket) -> None:
+        how = DIED
+        sock.settimeout(None)
+        with contextlib.suppress(OSError, EOFError), sock, sock.makefile("rb", BUFFER) as stream:
+            while (size := SIZE.unpack(_exactly(stream, SIZE.size))[0]) != LEFT_WORD:
+                message = _exactly(stream, size)
+                with contextlib.suppress(ChannelError):  # this member receives no more
+                    self._in.put(message)
+            how = LEFT
+        self._end(how)
+
+    def _end(self, how: str) -> None:
+        self._ended = self._ended or how
+        self._in.close()
+
+    def take(self, channel: Any, timeout: float | None) -> Any:
+        return self.loads(self._again.pop(0) if self._again else channel.get(timeout))
+
+    def loads(self, item: bytearray) -> Any:
+        """See :class:`Peer`. What can't be unpickled now, because the call was interrupted or this process
+        lacks something, is received again."""
+        try:
+            return loads(item)
+        except BaseException as error:
+            if lacks(error) or raised_by_a_handler(error):
+                self._again.insert(0, item)
+            raise
+
+    def receive_no_more(self) -> None:
+        """End what waits for a message. What still comes is dropped, so its sender can end."""
+        self._receives_no_more = True
+        self._in.abort()
+
+    def end(self) -> None:
+        """Nobody listens any more."""
+        _shut_down(self._heard)
+        if self.watch is not None:
+            self.watch.close()
+
+    # --- its end ---
+
+    def is_gone(self) -> bool:
+        return bool(self._ended)
+
+    def has_left(self) -> bool:
+        """See :class:`Peer`. One that was not there when this member first looked may have left."""
+        return self._ended in (LEFT, UNKNOWN)
+
+    def gone(self, call: str) -> GroupError:
+        if self._sends_no_more:
+            return GroupError(f"{call} was not done: this member has left")
+        left = self._ended == LEFT or (self._ended == UNKNOWN and call == "receive_any")
+        kind, word = (MemberLeft, "has left") if left else (MemberDied, "died, has left, or is out of reach")
+        rank = self._rank
+        return kind(f"{call} can't be done: rank {rank}, on another host, {word}", (rank,), call)
+
+
+def start(what: str, work: Callable[..., None], *given: Any) -> threading.Thread:
+    """Start a thread that ends with the program."""
+    thread = threading.Thread(target=work, args=given, name=f"flowchan-collective-{what}", daemon=True)
+    thread.start()
+    return thread
+
+
+def _shut_down(sock: socket.socket | None) -> None:
+    """End what waits for it. That of an encrypted one would let others go on in plain text."""
+    if sock is not None:
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
+
+def _exactly(stream: Any, size: int) -> bytearray:
+    """Read so many bytes. Raises ``EOFError``."""
+    data = bytearray(size)
+    if stream.readinto(data) != size:
+        raise EOFError
+    return data

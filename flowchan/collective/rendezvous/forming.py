@@ -1,0 +1,121 @@
+"""How processes on several hosts become members of one group.
+
+They need a way to tell each other a few words beforehand, which may be any: :data:`Gather`. Those that
+can open the same memory, as :func:`this_host` says, share it. Each part's leader connects to those of the
+other parts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from typing import Any
+
+from flowchan.collective.countdown import Left, countdown
+from flowchan.collective.group import Group
+from flowchan.collective.linked import LinkedGroup
+from flowchan.collective.links import Links
+from flowchan.collective.messages_remote import RemotePeers, Way
+from flowchan.collective.shared import Gather, SharedGroup, share
+
+WITHIN = 60.0
+
+
+def meet_by(
+    gather: Gather, rank: int, way: Way, timeout: float, name: str = "", host: str | None = None
+) -> Group:
+    """Return the member of the group of all that ``gather``. ``host``: which one it is on."""
+    left = countdown(timeout)
+    by_host: dict[str, list[int]] = {}
+    for other, place in enumerate(gather(host or this_host())):
+        by_host.setdefault(place, []).append(other)
+    hosts = list(by_host.values())
+    (mine,) = (number for number, ranks in enumerate(hosts) if rank in ranks)
+    size = sum(map(len, hosts))
+    title = name if len(hosts) == 1 else name or f"of {size} over {len(hosts)} hosts"
+    node = share(gather, rank, hosts[mine], title)
+    assert node is not None
+    return linked(node, hosts, mine, gather, way, left, name)
+
+
+def linked(
+    node: SharedGroup,
+    hosts: list[list[int]],
+    host: int,
+    gather: Gather,
+    way: Way,
+    left: Left,
+    name: str,
+) -> Group:
+    """A group of these parts; of one, that part. Who does not connect within ``WITHIN`` seconds is late, also
+    where there is no limit."""
+    if len(hosts) == 1:
+        gather(None)
+        return node
+    rank = hosts[host][node.rank]
+    door = way.door({"rank": rank})
+    try:
+        addresses = gather(door.address)
+    except BaseException:
+        door.close()
+        raise
+    remote, limit = RemotePeers(rank, door, addresses, way), left()
+    try:
+        links = connect(remote, hosts, host, WITHIN if limit is None else limit) if node.rank == 0 else None
+    except BaseException:
+        remote.close(wait=False)
+        raise
+
+    def link_up(
+        whole: LinkedGroup, part: SharedGroup | None, key: Any, name: str, timeout: float | None
+    ) -> Group | None:
+        return within(whole, part, key, way, name, countdown(timeout))
+
+    return LinkedGroup(node, hosts, host, links, remote, link_up, name)
+
+
+def connect(remote: RemotePeers, hosts: list[list[int]], host: int, timeout: float) -> Links:
+    """A leader dials those of the hosts before its own, and lets in those of the hosts behind."""
+    give_up = time.monotonic() + timeout
+    with contextlib.ExitStack() as stack:
+        sockets = {}
+        for other in range(host):
+            sockets[other] = stack.enter_context(remote.peer(hosts[other][0]).connect_leader(host, give_up))
+        while missing := set(range(len(hosts))) - {host, *sockets}:
+            other, sock = remote.next_leader([hosts[one][0] for one in missing], give_up)
+            sockets[other] = stack.enter_context(sock)
+        links = Links(dict(sorted(sockets.items())), {other: hosts[other][0] for other in sockets}, host)
+        if len(hosts) > 2:
+            links.measure(max(0.0, give_up - time.monotonic()))
+        stack.pop_all()
+    return links
+
+
+def within(
+    whole: LinkedGroup, part: SharedGroup | None, key: Any, way: Way, name: str, left: Left
+) -> Group | None:
+    """The group of all members of ``whole`` that have an equal key. ``part``: those of this host."""
+    keys = whole._gathered(key, left())
+    mates = [rank for rank, other in enumerate(keys) if other == key]
+
+    def gather(value: Any) -> list[Any]:
+        said = whole._gathered(value, left())
+        return [said[rank] for rank in mates]
+
+    if part is None:
+        gather(None)
+        return None
+    hosts = [[mates.index(rank) for rank in of_host if rank in mates] for of_host in whole._hosts]
+    host = sum(map(bool, hosts[: whole._host]))
+    return linked(part, [ranks for ranks in hosts if ranks], host, gather, way, left, name)
+
+
+def this_host() -> str:
+    """Which boot of which machine, which namespaces, and which user: a Unix socket leads no farther than that
+    of its network, a process's number says nothing outside its own, and no user opens another one's
+    memory."""
+    with open("/proc/sys/kernel/random/boot_id") as boot:
+        paths = (f"/proc/self/ns/{kind}" for kind in ("net", "pid", "user"))
+        spaces = (os.stat(path).st_ino if os.path.exists(path) else 0 for path in paths)  # or all have one
+        return "/".join([boot.read().strip(), *map(str, spaces), str(os.getuid())])

@@ -1,0 +1,114 @@
+"""Processes of one host that only know their numbers, and the name of their job, become members of a group.
+
+Rank 0 listens on a Unix socket without a file, whose name is derived from the job's. So there is no port to
+choose, nothing to remove, and nobody of another user is let in: the kernel says who dialled. The socket
+exists only while they meet. When one of them ends before all have met, it may come again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import select
+import socket
+import struct
+import time
+from typing import Any
+
+from flowchan.collective.shared import SharedGroup, share
+from flowchan.errors import GroupError
+from flowchan.transport.handlers import raised_by_a_handler
+from flowchan.transport.rendezvous import Coordinator, Ended, Participant
+
+PAUSE_S, HELLO_S = 0.02, 5.0
+_HELLO = struct.Struct("<ii")  # rank, size
+
+
+def meet(job: str, rank: int, size: int, timeout: float, name: str = "") -> SharedGroup:
+    """Return this process's member of the group of ``size`` that all processes with the same ``job`` form.
+
+    Raises:
+        TimeoutError: Not all have come; rank 0 names them.
+        GroupError: Two have come as the same rank, or with other sizes.
+    """
+    address = "\0flowchan-group-" + hashlib.sha256(f"{os.getuid()}\n{job}".encode()).hexdigest()[:32]
+    give_up = time.monotonic() + timeout
+    while True:
+        try:
+            member = (_lead if rank == 0 else _follow)(address, rank, size, give_up, name)
+            if member is not None:
+                return member
+        except Ended as ended:
+            if ended.refused:
+                raise GroupError(str(ended)) from None
+        if time.monotonic() > give_up:
+            raise TimeoutError(
+                f"rank {rank} of {size} waited in vain for rank 0 to listen, or for the others"
+            )
+        time.sleep(PAUSE_S)
+
+
+def _lead(address: str, rank: int, size: int, give_up: float, name: str) -> SharedGroup:
+    with contextlib.closing(Coordinator(size, give_up)) as coordinator:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+            _listen(listener, address, give_up)
+            coordinator.assemble(lambda wait: _accept(listener, wait))
+        return share(coordinator.gather, rank, range(size), name)
+
+
+def _listen(listener: socket.socket, address: str, give_up: float) -> None:
+    while True:
+        try:
+            listener.bind(address)
+            listener.listen(1024)
+            return
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() > give_up:
+                raise GroupError(
+                    "another group with the same name of its job is meeting on this host; give this one "
+                    "another MASTER_PORT, or at="
+                ) from error
+        time.sleep(PAUSE_S)
+
+
+def _accept(listener: socket.socket, wait: float) -> tuple[socket.socket, dict[str, Any]]:
+    """The next process of this user that says who it is."""
+    give_up = time.monotonic() + wait
+    waiting = select.poll()
+    waiting.register(listener, select.POLLIN)
+    while waiting.poll(max(0.0, give_up - time.monotonic()) * 1000):
+        sock, _ = listener.accept()
+        sock.settimeout(HELLO_S)
+        try:
+            said = sock.recv(_HELLO.size, socket.MSG_WAITALL)
+        except OSError as error:
+            if raised_by_a_handler(error):
+                raise
+            said = b""
+        if _user_of(sock) == os.getuid() and len(said) == _HELLO.size:
+            rank, size = _HELLO.unpack(said)
+            sock.settimeout(None)
+            return sock, {"rank": rank, "size": size}
+        sock.close()
+    raise TimeoutError
+
+
+def _follow(address: str, rank: int, size: int, give_up: float, name: str) -> SharedGroup | None:
+    """None: rank 0 does not listen, or listens no more."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.settimeout(max(0.001, give_up - time.monotonic()))
+        try:
+            sock.connect(address)
+            sock.send(_HELLO.pack(rank, size))
+        except (ConnectionError, BlockingIOError):
+            return None
+        if _user_of(sock) != os.getuid():
+            raise GroupError("another user of this host has taken the name of this job's meeting")
+        return share(Participant(sock, "rank 0").gather, rank, range(size), name)
+
+
+def _user_of(sock: socket.socket) -> int:
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return int(struct.unpack("3i", credentials)[1])
