@@ -58,15 +58,17 @@ def parts_argument(call: str, argument: str, xs: Any, size: int) -> Sequence[Any
     return parts
 
 
-def check_sizes(title: str, call: str, sizes: dict[int, tuple[list[int], list[int]]]) -> None:
-    """``sizes``: how many bytes each rank has for the others, and room for of them."""
+def sizes_differ(call: str, sizes: dict[int, tuple[list[int], list[int]]]) -> str:
+    """Say where what a rank has for another one does not fit into its room. ``sizes``: how many bytes each
+    rank has for the others, and room for of them."""
     for source, to in itertools.product(range(len(sizes)), repeat=2):
         given, room = sizes[source][0][to], sizes[to][1][source : source + 1]
         if room != [given]:
-            raise Mismatch(
-                f"the members of {title} did not call the same: in {call} rank {source} gives {given} bytes "
-                f"to rank {to}, which has room for {sum(room)} from it"
+            return (
+                f"in {call} rank {source} gives {given} bytes to rank {to}, which has room for {sum(room)} "
+                "from it"
             )
+    return ""
 
 
 def received(x: Any, source: int, out: Any, rank: int) -> Any:

@@ -17,11 +17,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from flowchan import _core
-from flowchan.collective import arrays, slicing
+from flowchan.collective import arrays, leader_links
 from flowchan.collective.countdown import Left, countdown
-from flowchan.collective.given import called, check_sizes
+from flowchan.collective.given import called, sizes_differ
 from flowchan.collective.group import Group
-from flowchan.collective.links import Links
+from flowchan.collective.leader_links import Links
 from flowchan.collective.messages import Messages, Peer
 from flowchan.collective.messages_remote import RemotePeers
 from flowchan.collective.operations import (
@@ -108,11 +108,11 @@ class LinkedGroup(Group):
         size, hosts = arrays.size_of(x), len(self._hosts)
         by = NAMES[REDUCE] if operation == NAMES[REDUCE_SCATTER] and size is not None else operation
         here = operation + self._node._explain(by, x).removeprefix(by)
-        how = slicing.shown(operation, size, hosts)
+        how = leader_links.shown(operation, size, hosts)
         if hosts > 2 and (operation in ALONG_TREES or (operation == NAMES[REDUCE] and size is None)):
             how = "along a tree"
             if self._links is not None:
-                small = operation == NAMES[BROADCAST] and size is not None and size <= slicing.WHOLE
+                small = operation == NAMES[BROADCAST] and size is not None and size <= leader_links.WHOLE
                 tree = self._links.tree(0, small).shown([ranks[0] for ranks in self._hosts])
                 how += f" by what was measured: {tree}"
         return f"{here}; over connections between the {hosts} hosts' leaders, {how}"
@@ -288,7 +288,8 @@ class LinkedGroup(Group):
                 parts, theirs = pickle.loads(said)
                 found |= parts
                 all_sizes |= theirs
-            check_sizes(self._title(), call[0], all_sizes)  # all leaders know them, so all raise or none
+            if why := sizes_differ(call[0], all_sizes):  # all leaders know them, so all raise or none
+                raise Mismatch(f"the members of {self._title()} did not call the same: {why}")
             return pickle.dumps(found, 5)
 
         found = pickle.loads(self._over_links(call, swap, (ins, more), left))
@@ -312,7 +313,7 @@ class LinkedGroup(Group):
             self._node._stands_for = None
 
         def swap(links: Links) -> bytes:
-            slicing.combine(links, call, total, of_sum, left)
+            links.combine(call, total, of_sum, left)
             if op == "mean":
                 arrays.divide(total, self.size)
             return b""
@@ -344,7 +345,7 @@ class LinkedGroup(Group):
             self._on_node(call, lambda: self._node._exchange(*call[1:], b"", 0, left(), x, root), first=True)
 
         def spread(links: Links) -> bytes:
-            links.spread(call, memory, links.tree(source, small=len(memory) <= slicing.WHOLE), left())
+            links.spread(call, memory, links.tree(source, small=len(memory) <= leader_links.WHOLE), left())
             return b""
 
         self._over_links(call, spread, (x, root), left)

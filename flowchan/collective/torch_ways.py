@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from flowchan.collective import arrays
 from flowchan.collective.countdown import Left, countdown
+from flowchan.collective.given import sizes_differ
 from flowchan.collective.operations import BROADCAST, NAMES, REDUCE_SCATTER, key_of
 from flowchan.collective.values import dumps, loads
 from flowchan.errors import GroupError, Mismatch
@@ -176,13 +177,8 @@ class TorchWay:
         found: Any = rooms[0].new_empty(sum(sizes[1]))
 
         def hear(tables: list[tuple[list[int], list[int]]]) -> None:
-            for giver, (gives, _) in enumerate(tables):
-                for taker, (_, takes) in enumerate(tables):
-                    if gives[taker] != takes[giver]:
-                        raise Mismatch(
-                            f"rank {giver} gives {gives[taker]} bytes to rank {taker}, which has room for "
-                            f"{takes[giver]}"
-                        )
+            if why := sizes_differ(NAMES[doing], dict(enumerate(tables))):
+                raise Mismatch(why)
 
         def start(backend: Any) -> Any:
             swap = getattr(backend, "alltoall_base", None) or backend.all_to_all_single

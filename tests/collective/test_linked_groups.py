@@ -16,8 +16,8 @@ from collective_members import SECRET, OverHosts, free_address, over_hosts, rais
 from waiting import wait_until
 
 from flowchan import collective
-from flowchan.collective import GroupError, MemberDied, MemberLeft, Mismatch, slicing
-from flowchan.collective.links import Links
+from flowchan.collective import GroupError, MemberDied, MemberLeft, Mismatch, leader_links
+from flowchan.collective.leader_links import Links
 from flowchan.collective.rendezvous import forming
 
 
@@ -41,7 +41,7 @@ def test_a_sum_is_the_same_whole_in_slices_and_piece_by_piece(
     hosts: str, whole: int, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, size in (("WHOLE", whole), ("WHOLE_OF_TWO", whole), ("BLOCK", block)):
-        monkeypatch.setattr(slicing, name, size)
+        monkeypatch.setattr(leader_links, name, size)
     parts = [np.random.default_rng(rank).standard_normal(100_003, np.float32) for rank in range(len(hosts))]
 
     def body(g: Any) -> Any:
@@ -362,8 +362,8 @@ def test_stats_say_what_each_connection_has_carried() -> None:
 
 
 def test_a_time_out_is_for_all_pieces_of_an_operation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slicing, "WHOLE_OF_TWO", 0)
-    monkeypatch.setattr(slicing, "BLOCK", 4096)
+    monkeypatch.setattr(leader_links, "WHOLE_OF_TWO", 0)
+    monkeypatch.setattr(leader_links, "BLOCK", 4096)
 
     def body(g: Any) -> Any:
         lefts: list[float] = []

@@ -21,7 +21,7 @@ from waiting import wait_until
 from wires import Wire
 
 from flowchan.collective import MemberDied, Mismatch, steps, trees
-from flowchan.collective.links import Links
+from flowchan.collective.leader_links import Links
 from flowchan.collective.steps import HEADER
 from flowchan.collective.trees import Table, Times, Tree, grown, meetings
 from flowchan.transport.tcp import dial

@@ -14,8 +14,8 @@ from typing import Any
 
 from flowchan.collective.countdown import Left, countdown
 from flowchan.collective.group import Group
+from flowchan.collective.leader_links import Links
 from flowchan.collective.linked import LinkedGroup
-from flowchan.collective.links import Links
 from flowchan.collective.messages_remote import RemotePeers, Way
 from flowchan.collective.shared import Gather, SharedGroup, share
 

@@ -50,7 +50,7 @@ def meet(job: str, rank: int, size: int, timeout: float, name: str = "") -> Shar
         time.sleep(PAUSE_S)
 
 
-def _lead(address: str, rank: int, size: int, give_up: float, name: str) -> SharedGroup:
+def _lead(address: str, rank: int, size: int, give_up: float, name: str) -> SharedGroup | None:
     with contextlib.closing(Coordinator(size, give_up)) as coordinator:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             _listen(listener, address, give_up)

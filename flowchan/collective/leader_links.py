@@ -11,8 +11,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from flowchan.collective import trees
-from flowchan.collective.countdown import countdown
+from flowchan import _core
+from flowchan.collective import arrays, trees
+from flowchan.collective.countdown import Left, countdown
+from flowchan.collective.operations import (
+    ALLTOALL,
+    BARRIER,
+    BROADCAST,
+    COMBINING,
+    NAMES,
+    REDUCE_SCATTER,
+    SCATTER,
+)
 from flowchan.collective.steps import (
     DATA,
     FAILED,
@@ -35,6 +45,29 @@ from flowchan.errors import GroupError, MemberDied
 
 LAST = 1.0
 """Seconds for a last word to come that has begun to."""
+WHOLE, WHOLE_OF_TWO = 64 * 1024, 1 << 20
+"""Bytes up to which leaders give each other all they have; of more, each combines a slice for all. Two
+send as much either way, and the first way is one step in place of two."""
+BLOCK = 8 << 20
+"""Bytes that are sliced at a time: what comes is combined while it is still in the caches."""
+_BETWEEN_HOSTS = {
+    NAMES[BARRIER]: "a word of each",
+    NAMES[BROADCAST]: "what the root has",
+    NAMES[SCATTER]: "to each what is for it",
+    NAMES[ALLTOALL]: "to each what is for it",
+}
+
+
+def whole(hosts: int) -> int:
+    """Up to how many bytes so many hosts combine whole arrays."""
+    return WHOLE_OF_TWO if hosts == 2 else WHOLE
+
+
+def shown(operation: str, size: int | None, hosts: int) -> str:
+    """What goes over the connections, where that is not along a tree. ``size``: of arrays, in bytes."""
+    if operation in (*COMBINING, NAMES[REDUCE_SCATTER]) and size is not None and size > whole(hosts):
+        return "a slice for each"
+    return _BETWEEN_HOSTS.get(operation, "all that each has")
 
 
 class Links(Connections):
@@ -65,6 +98,38 @@ class Links(Connections):
         ``TimeoutError``, :class:`MemberDied`."""
         peers = {host: Peer(call, out(host)) for host in self.sockets}
         return self._heard(Step(self, call, peers, into, timeout))
+
+    def combine(self, call: Call, total: Any, op: str, left: Left) -> None:
+        """``total``, which holds what this host has, becomes the combination of all hosts', in several steps:
+        of small ones each leader combines the whole, of large ones a slice for all."""
+        flat, size = total.reshape(-1), int(total.nbytes)
+        if size <= whole(len(self.sockets) + 1):
+            self._add_others(call, lambda _: flat, flat, op, left)
+            return
+        length = BLOCK * len(flat) // size
+        for at in range(0, len(flat), length):
+            self._combine_slices(call, flat[at : at + length], op, left)
+
+    def _combine_slices(self, call: Call, flat: Any, op: str, left: Left) -> None:
+        hosts, count = len(self.sockets) + 1, len(flat)
+        slices = [flat[count * i // hosts : count * (i + 1) // hosts] for i in range(hosts)]
+        mine = slices[self.host]
+        self._add_others(call, slices.__getitem__, mine, op, left)
+        self.swap(
+            call, lambda _: [arrays.memory(mine)], lambda host: arrays.memory(slices[host]), timeout=left()
+        )
+
+    def _add_others(self, call: Call, out: Callable[[int], Any], mine: Any, op: str, left: Left) -> None:
+        """Gives each other host ``out(host)``, and combines ``mine`` with what they give, in the order of the
+        hosts."""
+        found = {host: arrays.empty_like(mine) for host in self.sockets}
+        self.swap(
+            call,
+            lambda host: [arrays.memory(out(host))],
+            lambda host: arrays.memory(found[host]),
+            timeout=left(),
+        )
+        _core._combine(mine, [found.get(host, mine) for host in range(len(found) + 1)], op)
 
     def gather(self, call: Call, mine: Any, tree: Tree, timeout: float | None) -> dict[int, memoryview]:
         """One step: at the tree's root what every other leader has given as ``mine``, by host. Raises what
