@@ -200,17 +200,12 @@ class LinkedGroup(Group):
         self, doing: int, key: int, data: Any, only: int, timeout: float | None, x: Any, more: Any
     ) -> list[bytes]:
         call, left = (NAMES[doing], doing, key), countdown(timeout)
-        here = self._on_node(
-            call, lambda: self._node._exchange(doing, key, data, -1, left(), x, more), first=True
-        )
+        mine = pickle.dumps(self._first(call, data, -1, left, (x, more)), 5)
 
         def swap(links: Links) -> bytes:
-            mine = pickle.dumps(here, 5)
-            found = links.swap(call, lambda _: [mine], timeout=left())
-            return pickle.dumps({host: bytes(part) for host, part in found.items()}, 5)
+            return _packed(links.swap(call, lambda _: [mine], timeout=left()) | {self._host: mine})
 
-        there = pickle.loads(self._over_links(call, swap, (x, more), left))
-        parts = self._by_rank({host: pickle.loads(part) for host, part in there.items()} | {self._host: here})
+        parts = self._by_rank(self._over_links(call, swap, (x, more), left))
         return parts if only < 0 else [parts[only]]
 
     def _collect(
@@ -218,19 +213,13 @@ class LinkedGroup(Group):
     ) -> list[bytes]:
         call, left, source = (NAMES[doing], doing, key), countdown(timeout), self._host_of(root)
         only = -1 if self._links is not None else self._node.rank
-        here = self._on_node(
-            call, lambda: self._node._exchange(doing, key, data, only, left(), x, more), first=True
-        )
+        mine = pickle.dumps(self._first(call, data, only, left, (x, more)), 5)
 
         def gather(links: Links) -> bytes:
-            mine = pickle.dumps(here, 5)
-            found = links.gather(call, mine, links.tree(source), left())
-            return pickle.dumps({host: bytes(part) for host, part in found.items()} | {source: mine}, 5)
+            return _packed(links.gather(call, mine, links.tree(source), left()) | {source: mine})
 
-        there = self._over_links(call, gather, (x, more), left)
-        if self.rank != root:
-            return []
-        return self._by_rank({host: pickle.loads(part) for host, part in pickle.loads(there).items()})
+        found = self._over_links(call, gather, (x, more), left)
+        return self._by_rank(found) if self.rank == root else []
 
     def _tell(
         self, doing: int, key: int, data: Any, root: int, timeout: float | None, x: Any, more: Any
@@ -238,9 +227,7 @@ class LinkedGroup(Group):
         call, left, source = (NAMES[doing], doing, key), countdown(timeout), self._host_of(root)
         mine = source == self._host
         only = self._hosts[source].index(root) if mine else self._node.rank
-        (said,) = self._on_node(
-            call, lambda: self._node._exchange(doing, key, data, only, left(), x, more), first=True
-        )
+        (said,) = self._first(call, data, only, left, (x, more))
 
         def spread(links: Links) -> bytes:
             found = links.spread(call, said if mine else None, links.tree(source), left())
@@ -269,9 +256,7 @@ class LinkedGroup(Group):
         sizes = [*map(len, parts)], [len(arrays.memory(out)) for out in outs]
         mine = pickle.dumps((parts, sizes), 5)
         only = -1 if self._links is not None else self._node.rank
-        bundles = self._on_node(
-            call, lambda: self._node._exchange(*call[1:], mine, only, left(), ins, more), first=True
-        )
+        bundles = self._first(call, mine, only, left, (ins, more))
 
         def swap(links: Links) -> bytes:
             from_here = dict(zip(ours, map(pickle.loads, bundles), strict=True))
@@ -342,7 +327,7 @@ class LinkedGroup(Group):
             local = self._hosts[source].index(root)
             self._on_node(call, lambda: self._node._spread(x, local, left()), first=True)
         elif self._node.size > 1:  # before it comes, to see that all wait for it
-            self._on_node(call, lambda: self._node._exchange(*call[1:], b"", 0, left(), x, root), first=True)
+            self._first(call, b"", 0, left, (x, root))
 
         def spread(links: Links) -> bytes:
             links.spread(call, memory, links.tree(source, small=len(memory) <= leader_links.WHOLE), left())
@@ -355,11 +340,18 @@ class LinkedGroup(Group):
 
     # --- parts of these ---
 
-    def _by_rank(self, found: Mapping[int, Sequence[bytes]]) -> list[bytes]:
-        """``found``: what the members of each host have."""
-        parts: list[bytes] = [b""] * self.size
+    def _first(self, call: Call, data: Any, only: int, left: Left, given: tuple[Any, Any]) -> list[bytes]:
+        """The first part of an operation: what the members of this host have."""
+        _, doing, key = call
+        return self._on_node(
+            call, lambda: self._node._exchange(doing, key, data, only, left(), *given), first=True
+        )
+
+    def _by_rank(self, packed: bytes) -> list[bytes]:
+        """What the members of each host have."""
+        found, parts = pickle.loads(packed), [b""] * self.size
         for host, ranks in enumerate(self._hosts):
-            for rank, part in zip(ranks, found[host], strict=True):
+            for rank, part in zip(ranks, pickle.loads(found[host]), strict=True):
                 parts[rank] = part
         return parts
 
@@ -448,6 +440,10 @@ class LinkedGroup(Group):
             texts = {host: bytes(part).decode() for host, part in found.items()} | {self._host: text}
             calls = "; ".join(f"{_those(self._hosts[host])} called {texts[host]}" for host in sorted(texts))
             raise Mismatch(f"the members of {self._title()} did not call the same: {calls}") from None
+
+
+def _packed(found: Mapping[int, Any]) -> bytes:
+    return pickle.dumps({host: bytes(part) for host, part in found.items()}, 5)
 
 
 def _key(x: Any, op: str, root: int) -> int:

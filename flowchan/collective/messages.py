@@ -8,7 +8,6 @@ channels (``messages_remote.py``). Receiving is the same for both, so a member c
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import random
 import threading
@@ -20,6 +19,7 @@ from typing import Any, Protocol
 from flowchan.channel.channel import Channel, In, Out
 from flowchan.channel.channel import _arrive as arrive
 from flowchan.channel.select import NothingReady, select
+from flowchan.collective.countdown import countdown
 from flowchan.errors import Broken, Closed, Drained, Empty, Full, GroupError, MemberDied, MemberLeft
 from flowchan.transport.descriptors import Borrowed
 
@@ -71,42 +71,47 @@ class Messages:
         self.peer(to).send(x, timeout)
 
     def receive(self, source: int, timeout: float | None) -> Any:
-        give_up = math.inf if timeout is None else time.monotonic() + timeout
+        left = countdown(timeout)
         peer = self.peer(source)
         try:
             while (channel := peer.incoming()) is None:
                 if peer.is_gone() and peer.incoming() is None:
                     raise peer.gone("receive")
-                if time.monotonic() > give_up:
+                if left() == 0:
                     raise Empty
                 time.sleep(POLL_INTERVAL_S)
-            return peer.take(channel, _left(give_up))
+            return peer.take(channel, left())
         except Empty:
             raise TimeoutError(f"rank {source} has sent nothing to rank {self._rank} in time") from None
         except (Broken, Drained) as error:
             raise peer.gone("receive") from error
 
     def receive_any(self, timeout: float | None) -> tuple[Any, int]:
-        give_up = math.inf if timeout is None else time.monotonic() + timeout
+        left = countdown(timeout)
         others = {rank: self.peer(rank) for rank in range(self._size) if rank != self._rank}
         while True:
             gone = {rank for rank, peer in others.items() if peer.is_gone()}  # they have sent all
             died = {rank for rank in gone if not others[rank].has_left()}
             over = died or (gone if len(gone) == len(others) else set())
-            channels = {}
-            for rank, peer in others.items():
-                with contextlib.suppress(MemberDied):
-                    channels[rank] = peer.incoming()
-            left = 0.0 if over else _left(give_up)
-            if any(channel is None and rank not in gone for rank, channel in channels.items()):
-                left = POLL_INTERVAL_S if left is None else min(POLL_INTERVAL_S, left)
-            opened = {rank: channel for rank, channel in channels.items() if channel is not None}
-            if (found := self._from_one(opened, opened.keys() - gone, left)) is not None:
+            opened = self._opened(others)
+            wait = 0.0 if over else left()
+            if not others.keys() <= opened.keys() | gone:  # one of these may open its channel
+                wait = POLL_INTERVAL_S if wait is None else min(POLL_INTERVAL_S, wait)
+            if (found := self._from_one(opened, opened.keys() - gone, wait)) is not None:
                 return found
             if over:
                 raise others[min(over)].gone("receive_any")
-            if time.monotonic() > give_up:
+            if left() == 0:
                 raise TimeoutError(f"nobody has sent anything to rank {self._rank} in time")
+
+    def _opened(self, peers: dict[int, Peer]) -> dict[int, Any]:
+        """The channels of those that have one."""
+        channels = {}
+        for rank, peer in peers.items():
+            with contextlib.suppress(MemberDied):
+                if (channel := peer.incoming()) is not None:
+                    channels[rank] = channel
+        return channels
 
     def _from_one(
         self, channels: dict[int, Any], here: set[int], wait: float | None
@@ -192,7 +197,7 @@ class LocalPeer:
     def _put_unfound(self, port: Out[Any], x: Any, timeout: float | None) -> None:
         """Put it for a receiver that may end without having opened the channel, which would not show that.
         Wait until it is opened if it is full: each put would pack the item once more."""
-        give_up = math.inf if timeout is None else time.monotonic() + timeout
+        left = countdown(timeout)
         if self.is_gone():
             raise self.gone("send")
         try:
@@ -203,11 +208,11 @@ class LocalPeer:
             while not self._is_open(port):
                 if self.is_gone():
                     raise self.gone("send") from None
-                if (left := give_up - time.monotonic()) <= 0:
+                if left() == 0:
                     raise
-                time.sleep(min(pause, left))
+                time.sleep(pause)
                 pause = min(2 * pause, LONGEST_INTERVAL_S)
-        port.put(x, _left(give_up))
+        port.put(x, left())
 
     def incoming(self) -> In[Any] | None:
         """See :class:`Peer`. Raises :class:`MemberDied` where it can't be opened any more."""
@@ -259,7 +264,3 @@ class LocalPeer:
         kind, how = (MemberLeft, "has left") if self.has_left() else (MemberDied, "died")
         rank = self._member._ranks[self._place]
         return kind(f"{call} can't be done: rank {rank} {how}", (rank,), call)
-
-
-def _left(give_up: float) -> float | None:
-    return None if give_up == math.inf else max(0.0, give_up - time.monotonic())

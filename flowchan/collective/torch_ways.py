@@ -129,7 +129,7 @@ class TorchWay:
             return backend.reduce([flat], options)
 
         more = op if root < 0 else (root, op)
-        self._do(doing, (arrays.kind(x), op, root), start, given.device, timeout, x, more)
+        self._do(doing, (arrays.kind(x), op, root), start, given.device, timeout, (x, more))
         if op == "mean" and mine:
             arrays.divide(result, self._group.size)
             if result is not out:
@@ -144,7 +144,7 @@ class TorchWay:
             options.rootRank = root
             return backend.broadcast([flat], options)
 
-        self._do(BROADCAST, (arrays.kind(x), root), start, flat.device, timeout, x, root)
+        self._do(BROADCAST, (arrays.kind(x), root), start, flat.device, timeout, (x, root))
         return x
 
     def _allgather_into(
@@ -162,7 +162,7 @@ class TorchWay:
             whole = given if len(given) == largest else torch.cat([given, found[0][len(given) :]])
             return backend.allgather([found], [whole])
 
-        self._do(doing, what, start, given.device, timeout, mine[0], None, len(given), sizes.extend)
+        self._do(doing, what, start, given.device, timeout, (mine[0], None), len(given), sizes.extend)
         for rank, (room, part, size) in enumerate(zip(rooms, found, sizes, strict=True)):
             if room is not None:
                 arrays.check_room(rank, size, len(room))
@@ -184,7 +184,7 @@ class TorchWay:
             swap = getattr(backend, "alltoall_base", None) or backend.all_to_all_single
             return swap(found, torch.cat(given), sizes[1], sizes[0])
 
-        self._do(doing, what, start, given[0].device, timeout, ins, more, sizes, hear)
+        self._do(doing, what, start, given[0].device, timeout, (ins, more), sizes, hear)
         for room, part in zip(rooms, found.split(sizes[1]), strict=True):
             room.copy_(part)
 
@@ -205,16 +205,16 @@ class TorchWay:
         start: Callable[[Any], Any],
         device: torch.device,
         timeout: float | None,
-        x: Any,
-        more: Any,
+        given: tuple[Any, Any],
         say: Any = None,
         hear: Callable[[list[Any]], None] | None = None,
     ) -> None:
-        """``what`` is the same for all. What each has to ``say``, all ``hear`` before ``start``."""
+        """``what`` is the same for all, ``given`` is what the operation was called with. What each has to
+        ``say``, all ``hear`` before ``start``."""
         left, key = countdown(timeout), zlib.crc32(repr((self.name, what)).encode())
 
         def all_say(word: Any) -> list[Any]:
-            return list(map(loads, self._group._exchange(doing, key, dumps(word), -1, left(), x, more)))
+            return list(map(loads, self._group._exchange(doing, key, dumps(word), -1, left(), *given)))
 
         def act() -> None:
             if failed is not None:
