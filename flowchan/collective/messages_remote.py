@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from flowchan.channel.channel import Channel
+from flowchan.channel.channel import Channel, Out
 from flowchan.collective.values import dumps, loads
 from flowchan.errors import Broken, ChannelError, Closed, GroupError, MemberDied, MemberLeft, Refused
 from flowchan.transport.authentication import Hello, meet
@@ -160,6 +160,8 @@ class RemotePeers:
             with contextlib.suppress(TimeoutError):
                 while True:
                     self._door.accept(0.0, self.adopt)
+            for peer in peers:
+                peer.begin_watch()
             for peer in ended:  # now that all are in that have dialled before
                 peer.hear_end()
         for sock in self._watchers:
@@ -215,12 +217,13 @@ class RemotePeer:
         self._owner, self._rank = owner, rank
         self._in: Channel[bytearray] = Channel(READ_AHEAD)
         self._again: list[bytearray] = []  # what could not be unpickled when it was received
-        self._out: Channel[bytes] | None = None
-        self._sender: threading.Thread | None = None
+        self._out: tuple[Channel[bytes], Out[bytes], threading.Thread] | None = None
         self._heard: socket.socket | None = None
         self._sock: socket.socket | None = None  # over which it is sent to
         self._ended = ""
-        self._is_watched = self._sends_no_more = self._is_abandoned = self._receives_no_more = False
+        self.wants_watch = self._is_watched = self._sends_no_more = self._is_abandoned = (
+            self._receives_no_more
+        ) = False
         self._lock = threading.Lock()  # guards the flags: there is one connection each way
 
     # --- sending ---
@@ -230,16 +233,18 @@ class RemotePeer:
             if self._sends_no_more:
                 raise self.gone("send")
             if self._out is None:
-                self._out = Channel()
-            if self._sender is None:
-                self._sender = start("send", self._pass_on, self._out)
+                messages: Channel[bytes] = Channel()
+                writer = messages.writer()
+                sender = start("send", self._pass_on, messages)
+                # In one: where Ctrl-C comes before, the thread ends when its channel has no writer.
+                self._out = messages, writer, sender
         try:
-            self._out.put(dumps(x), timeout)
+            self._out[0].put(dumps(x), timeout)
         except (Broken, Closed) as error:
             raise self.gone("send") from error
 
     def _pass_on(self, messages: Channel[bytes]) -> None:
-        """Send what comes. It dials when there is a message."""
+        """Send what comes. It dials when there is a message: there must be no other connection."""
         try:
             first = messages.get()
             hello = {"rank": self._owner.rank}
@@ -270,31 +275,35 @@ class RemotePeer:
         with self._lock:
             self._sends_no_more = True
         if self._out is not None:
-            self._out.close()
+            self._out[0].close()
 
     def abandon(self) -> None:
         """Send nothing more of what waits."""
         self._is_abandoned = True
         self.send_no_more()
         if self._out is not None:
-            self._out.abort()
+            self._out[0].abort()
         _shut_down(self._sock)
 
     def join(self) -> None:
         """Wait until all is sent, or can't be."""
-        if self._sender is not None and not self._is_abandoned:
-            self._sender.join()
+        if self._out is not None and not self._is_abandoned:
+            self._out[2].join()
 
     # --- receiving ---
 
     def incoming(self) -> Channel[bytearray]:
         """See :class:`Peer`. Watch one that has sent nothing yet."""
-        if not self._is_watched and self._heard is None and not self._ended:
-            with self._lock:
-                if not self._is_watched:
-                    self._is_watched = True
-                    start("watch", self._watch)
+        if not self.wants_watch and self._heard is None and not self._ended:
+            self.wants_watch = True
+            self._owner.stir()
         return self._in
+
+    def begin_watch(self) -> None:
+        """By the thread that serves, for Ctrl-C may come in the midst of starting one."""
+        if self.wants_watch and not self._is_watched:
+            self._is_watched = True
+            start("watch", self._watch)
 
     def _watch(self) -> None:
         def wanted() -> bool:
