@@ -43,14 +43,14 @@ def test_the_others_go_on_with_fewer_and_the_group_becomes_whole_again() -> None
             group.broadcast(self.sum)  # of one that has it, whoever else is new
             for number in numbers:
                 self.deaths.at(number)
-                total, n = group.combine(np.array([0.1 * number]), add)
+                total, n = group.allreduce_with(np.array([0.1 * number]), add)
                 self.sum += total
-                same = group.combine({self.sum.tobytes()}, set.union)[0]
+                same = group.allreduce_with({self.sum.tobytes()}, set.union)[0]
                 seen = {(3, 2): self.fewer, (3, 2, 3): self.whole}.get(tuple(self.sizes))
                 if seen is not None and not seen.stats().items_in:
                     seen.put(None)
                 out.put((number, worker().number, os.getpid(), tuple(self.sizes), len(same), n))
-            for _ in group.rest(lambda a, b: a | b if isinstance(a, set) else a + b):
+            for _ in group.join(lambda a, b: a | b if isinstance(a, set) else a + b):
                 pass
 
     def numbers() -> Iterator[int]:
@@ -84,9 +84,9 @@ def test_each_output_comes_once_wherever_they_die(workers: int) -> None:
         for item in items:
             for k in range(3):
                 deaths.at((item, k))
-                group.combine(item, add)
+                group.allreduce_with(item, add)
                 out.put((item, k))
-        for _ in group.rest(add):
+        for _ in group.join(add):
             pass
 
     graph = Graph("outputs")
@@ -104,7 +104,7 @@ def test_who_is_ahead_with_many_items_gets_them_all_again() -> None:
         while items_now := items.get_many(4):
             for item in items_now:
                 deaths.at(item)
-                group.combine(item, add)
+                group.allreduce_with(item, add)
                 out.put(item)
 
     def until_drained(items: In[int], group: Group, out: Out[int]) -> None:
@@ -113,7 +113,7 @@ def test_who_is_ahead_with_many_items_gets_them_all_again() -> None:
         try:
             work(items, group, out)
         except Drained:
-            for _ in group.rest(add):
+            for _ in group.join(add):
                 pass
 
     graph = Graph("many")
@@ -146,8 +146,8 @@ def test_a_death_without_restarts_left_ends_the_run() -> None:
     def work(items: In[int], group: Group, out: Out[int]) -> None:
         for item in items:
             deaths.at(item)
-            group.combine(item, add)
-        for _ in group.rest(add):
+            group.allreduce_with(item, add)
+        for _ in group.join(add):
             pass
 
     graph = Graph("spent")

@@ -21,9 +21,9 @@ def test_one_death_lets_all_begin_again_with_what_they_had_in_hand() -> None:
     def work(numbers: In[int], group: Group, out: Out[int]) -> None:
         for number in numbers:
             deaths.at(number)
-            group.combine(number, add)
+            group.allreduce_with(number, add)
             out.put(number)
-        for _ in group.rest(add):
+        for _ in group.join(add):
             pass
 
     graph = Graph("gang")

@@ -42,7 +42,7 @@ def test_all_reduce_sgd(size: int) -> None:
                 optimizer.zero_grad()
                 module(torch.full((2, 7), chance.gauss(0, 1))).sum().backward()
                 counts.append(training.step())
-            training.rest()
+            training.join()
             after.append(bits(module))
         return after, counts
 
@@ -67,7 +67,7 @@ def test_all_reduce_ea(size: int) -> None:
                     for p in module.parameters():
                         p.add_(chance.gauss(0, 1) / 2 ** (epoch + step))
                 average.step()
-            average.rest()
+            average.join()
             walked = bits(module)
             average.to_centre()
             apart.append(walked != bits(module))

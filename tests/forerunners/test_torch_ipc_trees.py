@@ -1,5 +1,5 @@
-"""What torch-ipc tests of its ``Tree``, asked of groups: ``combine``, ``rest`` and ``broadcast``. The members
-are threads, as there.
+"""What torch-ipc tests of its ``Tree``, asked of groups: ``allreduce_with``, ``join`` and ``broadcast``. The
+members are threads, as there.
 
 Each test has the name it has there, and none of its code. What has no counterpart, or another answer:
 
@@ -7,7 +7,7 @@ Each test has the name it has there, and none of its code. What has no counterpa
     There is no tree to shape: on one host members read each other's values in shared memory, between hosts
     one member of each does. So the sizes here go beyond those at which a base of 4 and of 8 lost nodes there.
 results in place
-    ``combine`` leaves what it is given as it is, and returns the result.
+    ``allreduce_with`` leaves what it is given as it is, and returns the result.
 ``zero``
     The function gets contributed values only. Who has run out gets the results, which it did not there.
 ``tree.netStats``
@@ -40,12 +40,12 @@ def run(request: pytest.FixtureRequest) -> Run:
 
 @pytest.mark.parametrize("size", [1, 2, 8, 9, 17])
 def test_tree_numbers_base2(run: Run, size: int) -> None:
-    found = run(size, lambda g: g.combine(g.rank + 1, add))
+    found = run(size, lambda g: g.allreduce_with(g.rank + 1, add))
     assert found == [(sum(range(size + 1)), size)] * size
 
 
 def test_tree_numbers_array_base2(run: Run) -> None:
-    found = run(4, lambda g: g.combine([g.rank + 1, 2 * (g.rank + 1)], add))
+    found = run(4, lambda g: g.allreduce_with([g.rank + 1, 2 * (g.rank + 1)], add))
     assert found == [([10, 20], 4)] * 4
 
 
@@ -54,7 +54,7 @@ def test_tree_numbers_array_base2(run: Run) -> None:
 def test_tree_tensors_base2_base4_base8(run: Run, size: int, function: Any) -> None:
     def body(g: Any) -> Any:
         mine = np.full(10, g.rank + 1)
-        total, n = g.combine(mine, function)
+        total, n = g.allreduce_with(mine, function)
         assert (mine == g.rank + 1).all()
         return total.sum(), n
 
@@ -63,7 +63,7 @@ def test_tree_tensors_base2_base4_base8(run: Run, size: int, function: Any) -> N
 
 def test_tree_multiple_tensors(run: Run) -> None:
     def body(g: Any) -> Any:
-        total, _ = g.combine({"a": np.full(10, g.rank + 1), "b": np.full(10, g.rank)}, add)
+        total, _ = g.allreduce_with({"a": np.full(10, g.rank + 1), "b": np.full(10, g.rank)}, add)
         return total["a"].sum(), total["b"].sum()
 
     assert run(8, body) == [(360, 280)] * 8
@@ -74,8 +74,8 @@ def test_uneven_number_of_steps(run: Run) -> None:
     size = 6
 
     def body(g: Any) -> Any:
-        found = [g.combine(g.rank + 1, add) for _ in range(g.rank + 1)]
-        return found + list(g.rest(add)), g.combine(0, add)[1]
+        found = [g.allreduce_with(g.rank + 1, add) for _ in range(g.rank + 1)]
+        return found + list(g.join(add)), g.allreduce_with(0, add)[1]
 
     steps = [(sum(range(step, size + 1)), size + 1 - step) for step in range(1, size + 1)]
     assert run(size, body) == [(steps, size)] * size
@@ -98,7 +98,7 @@ def test_walk_table(run: Run) -> None:
 
     def body(g: Any) -> Any:
         items = [("w", [g.rank, (g.rank, {"deep": g.rank})]), ("b", str(g.rank)), (3, {})]
-        return g.combine(dict(items if g.rank % 2 else reversed(items)), add)[0]
+        return g.allreduce_with(dict(items if g.rank % 2 else reversed(items)), add)[0]
 
     right = {"w": [3, (3, {"deep": 3})], "b": "012", 3: {}}
     assert run(3, body) == [right] * 3
@@ -108,11 +108,11 @@ def test_the_constructors() -> None:
     """``NullTree``, ``LocalhostTree`` and ``StaticTree``; ``DiscoveredTree`` when an address is found in any
     other way. That of Slurm is in tests/collective/test_group_meeting.py."""
     with collective.group() as alone:
-        assert (alone.combine("x", add), alone.broadcast("x"), alone.rank) == (("x", 1), "x", 0)
+        assert (alone.allreduce_with("x", add), alone.broadcast("x"), alone.rank) == (("x", 1), "x", 0)
 
     def body(_: Any, rank: int, **given: Any) -> Any:
         with collective.group(rank=rank, size=3, **given) as g:
-            return g.combine(1, add)
+            return g.allreduce_with(1, add)
 
     for given in ({"at": "the trees of a test"}, {"at": free_address(), "secret": SECRET}):
         found = in_threads(3, lambda g, given=given: body(g, g.rank, **given))

@@ -48,12 +48,12 @@ def test_the_others_go_on_with_fewer_and_the_group_becomes_whole_again(tmp_path:
             for number in numbers:
                 if number == 5:
                     once(tmp_path, number, kill_worker)
-                total, _ = group.combine(np.array([0.1 * number]), add)
+                total, _ = group.allreduce_with(np.array([0.1 * number]), add)
                 self.sum += total
-                same, _ = group.combine({self.sum.tobytes()}, add)
+                same, _ = group.allreduce_with({self.sum.tobytes()}, add)
                 {sizes[:2]: fewer, sizes: whole}.get(tuple(self.sizes), tmp_path / "other").touch()
                 out.put((number, worker().number, os.getpid(), tuple(self.sizes), len(same)))
-            for _ in group.rest(add):
+            for _ in group.join(add):
                 pass
 
     def numbers() -> Iterator[int]:
@@ -87,9 +87,9 @@ def test_each_output_comes_once_wherever_they_die(
             for k in range(3):
                 if (item, k) in points:
                     once(tmp_path, (item, k), deed)
-                group.combine(item, add)
+                group.allreduce_with(item, add)
                 out.put((item, k))
-        for _ in group.rest(add):
+        for _ in group.join(add):
             pass
 
     graph = Graph("outputs")
@@ -105,9 +105,9 @@ def test_connections_between_hosts_that_break_let_all_meet_again(tmp_path: Path)
         for item in items:
             if item == 20:
                 once(tmp_path, item, lambda: group._links.cut())  # type: ignore[attr-defined]
-            group.combine(item, add)
+            group.allreduce_with(item, add)
             out.put((item, os.getpid()))
-        for _ in group.rest(add):
+        for _ in group.join(add):
             pass
 
     graph = Graph("cut")

@@ -54,9 +54,9 @@ def test_each_worker_has_its_member_of_one_group() -> None:
 def summed(numbers: In[int], group: Group, out: Out[int]) -> None:
     """They wait for each other after every number, until none has any."""
     for number in numbers:
-        group.combine(number, add)
+        group.allreduce_with(number, add)
         out.put(number)
-    for _ in group.rest(add):
+    for _ in group.join(add):
         pass
 
 
@@ -165,9 +165,9 @@ def test_one_death_lets_all_begin_again_with_what_they_had_in_hand(
         for number in numbers:
             if number in (0, 11, 12, 40):
                 once(tmp_path, number, deed)
-            group.combine(number, add)
+            group.allreduce_with(number, add)
             out.put(number)
-        for _ in group.rest(add):
+        for _ in group.join(add):
             pass
 
     graph = Graph("gang")
@@ -231,9 +231,9 @@ def test_connections_between_hosts_that_break_let_all_begin_again(tmp_path: Path
         for number in numbers:
             if number == 20:
                 once(tmp_path, number, lambda: cut(group))
-            group.combine(number, add)
+            group.allreduce_with(number, add)
             out.put(number)
-        for _ in group.rest(add):
+        for _ in group.join(add):
             pass
 
     graph = Graph("gang")

@@ -39,8 +39,8 @@ from flowchan import collective
 rank, address = int(sys.argv[1]), sys.argv[2]
 with collective.group(rank=rank, size=3, at=address, secret=b"only members know it") as g:
     if rank == 0:
-        print(g.explain("combine").rpartition(": ")[2])
-    total, count = g.combine(np.full(1_000_000, g.rank + 1.0), np.add)
+        print(g.explain("allreduce_with").rpartition(": ")[2])
+    total, count = g.allreduce_with(np.full(1_000_000, g.rank + 1.0), np.add)
     assert count == 3 and total.min() == total.max() == 6, (count, total.min(), total.max())
     slow = g.stats().get(2 - rank)
     print(slow and slow.sent + slow.received < 10_000)

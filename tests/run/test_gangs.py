@@ -42,9 +42,9 @@ def add(a: int, b: int) -> int:
 def summed(numbers: In[int], group: Group, out: Out[tuple[int, int]]) -> None:
     """What each gives out is the sum of what all have, until none has anything."""
     for number in numbers:
-        _, n = group.combine(number, add)
+        _, n = group.allreduce_with(number, add)
         out.put((number, n))
-    for _ in group.rest(add):
+    for _ in group.join(add):
         pass
 
 
@@ -114,7 +114,7 @@ def test_who_ends_because_nobody_reads_what_it_puts_is_gone_for_its_mates() -> N
             ports.outputs["out"].put(1)
         one.close(caught.value)
         with pytest.raises(MemberDied) as missed:
-            second.combine(1, operator.add)
+            second.allreduce_with(1, operator.add)
     assert not isinstance(missed.value, MemberLeft)
 
 
