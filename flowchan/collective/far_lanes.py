@@ -27,7 +27,7 @@ from flowchan.errors import Broken, Closed, Drained, GroupError, MemberDied, Mem
 from flowchan.transport.authentication import Hello, meet
 from flowchan.transport.descriptors import lacks
 from flowchan.transport.door import Door
-from flowchan.transport.handlers import raised_by_a_handler
+from flowchan.transport.interrupts import append_result, is_interrupt, unless_interrupted
 from flowchan.transport.tcp import dial, joined, listen
 
 SIZE = struct.Struct("<q")
@@ -93,7 +93,7 @@ def _dialled(address: str, give_up: float, wire: _Wire) -> socket.socket:
         try:
             return dial(address, max(0.001, min(SLICE, give_up - time.monotonic())))
         except TimeoutError as error:
-            if raised_by_a_handler(error) or wire.is_cut or time.monotonic() > give_up:
+            if is_interrupt(error) or wire.is_cut or time.monotonic() > give_up:
                 raise
 
 
@@ -113,7 +113,7 @@ def _let_in(address: str, way: Way, hello: Hello, give_up: float, wire: _Wire | 
                 finally:
                     wire.hold(None)
         except OSError as error:  # it is gone, or sent us away, or another program has its port
-            if raised_by_a_handler(error) or wire.is_cut:
+            if is_interrupt(error) or wire.is_cut:
                 raise
             now = time.monotonic()
             is_quick = isinstance(error, Refused) and now - begun < QUICK
@@ -164,9 +164,7 @@ class FarLanes:
         give_up = time.monotonic() + (LONG if timeout is None else timeout)
         try:
             return self._from(source, give_up).receive(source, give_up)
-        except TimeoutError as error:
-            if raised_by_a_handler(error):
-                raise
+        except unless_interrupted(TimeoutError):
             raise TimeoutError(f"rank {source} has sent nothing to rank {self._rank} in time") from None
 
     def _from(self, source: int, give_up: float) -> _Incoming:
@@ -175,7 +173,7 @@ class FarLanes:
                 raise _left("receive")
             held: list[bool] = []
             try:
-                _hold(self._lock, held, min(LOOK, max(0.0, give_up - time.monotonic())))
+                append_result(held, self._lock.acquire, True, min(LOOK, max(0.0, give_up - time.monotonic())))
                 if held != [True]:  # another thread is at it
                     if time.monotonic() > give_up:
                         raise TimeoutError
@@ -205,12 +203,9 @@ class FarLanes:
                 if source is not None:
                     return self._in[source].receive(source, until), source
                 self._let_in_now()
-            except TimeoutError as error:
-                if raised_by_a_handler(error):
-                    raise
-            except MemberDied as error:
-                if raised_by_a_handler(error):
-                    raise
+            except unless_interrupted(TimeoutError):
+                pass
+            except unless_interrupted(MemberDied) as error:
                 assert source is not None
                 self._over[source] = error
         self._look_for_silent(others, give_up)
@@ -224,7 +219,7 @@ class FarLanes:
         """Who has dialled, unless another thread is at it."""
         held: list[bool] = []
         try:
-            _hold(self._lock, held, 0.0)
+            append_result(held, self._lock.acquire, True, 0.0)
             if held == [True]:
                 self.door.accept(0.0, self.adopt)
         finally:
@@ -259,9 +254,7 @@ class FarLanes:
             left = max(0.0, give_up - time.monotonic())
             try:
                 return self.door.accept(0.0 if gone else min(wait, left), take)
-            except TimeoutError as error:
-                if raised_by_a_handler(error):
-                    raise
+            except unless_interrupted(TimeoutError):
                 if gone:
                     raise _gone(gone[0], call) from None
                 if not left:
@@ -303,9 +296,7 @@ class FarLanes:
             sock = dial(self.addresses[member], min(1.0, give_up - begun))
         except ConnectionRefusedError:
             return True
-        except OSError as error:
-            if raised_by_a_handler(error):
-                raise
+        except unless_interrupted(OSError):
             return False  # perhaps the way there is cut
         now = time.monotonic()
         if not self._sends_us_away(sock, min(BRIEF + 6 * (now - begun), give_up - now)):
@@ -322,9 +313,7 @@ class FarLanes:
         begun = time.monotonic()
         try:
             meet(sock, self._way.secret, dialled=True, hello={"looks": self._rank}, timeout=wait)[0].close()
-        except OSError as error:
-            if raised_by_a_handler(error):
-                raise
+        except unless_interrupted(OSError):
             return time.monotonic() - begun < wait
         return False
 
@@ -408,7 +397,7 @@ class _Incoming:
     def receive(self, source: int, give_up: float) -> Any:
         held: list[bool] = []
         try:
-            _hold(self._lock, held, max(0.0, give_up - time.monotonic()))
+            append_result(held, self._lock.acquire, True, max(0.0, give_up - time.monotonic()))
             if held != [True]:
                 raise TimeoutError  # another thread is at it
             now = self._now
@@ -442,8 +431,7 @@ class _Incoming:
             piece = memoryview(room)[at : at + PIECE]
             self._sock.settimeout(max(0.001, give_up - time.monotonic()))
             try:
-                # Received and counted in one call of the interpreter: Ctrl-C is raised before or behind it.
-                came.extend(map(self._sock.recv_into, (piece,)))
+                append_result(came, self._sock.recv_into, piece)
             except TimeoutError:
                 raise
             except OSError as error:
@@ -466,15 +454,10 @@ class _Incoming:
             self._lock.release()
 
 
-def _hold(lock: threading.Lock, held: list[bool], wait: float) -> None:
-    """Takes it within so many seconds, which then ``held`` says, whether Ctrl-C comes or not."""
-    held.extend(map(lock.acquire, (True,), (wait,)))
-
-
 def _may_be_received_later(error: BaseException) -> bool:
     """Whether it says nothing of the message: the call was interrupted, or this process lacks something."""
     short = lacks(error)
-    return short or raised_by_a_handler(error)
+    return short or is_interrupt(error)
 
 
 def _left(call: str) -> GroupError:

@@ -26,7 +26,7 @@ from flowchan.collective.shared import SharedGroup
 from flowchan.errors import GroupError
 from flowchan.transport.circle import LATE, Circle, Over
 from flowchan.transport.door import Door
-from flowchan.transport.handlers import raised_by_a_handler
+from flowchan.transport.interrupts import unless_interrupted
 from flowchan.transport.tcp import listen
 
 WITHIN = 60.0
@@ -81,9 +81,7 @@ class Rendezvous(Middle):
     def _welcome(self, door: Door, missing: list[int]) -> None:
         try:
             sock, hello = door.accept(max(0.0, self._give_up - time.monotonic()))
-        except TimeoutError as error:
-            if raised_by_a_handler(error):
-                raise
+        except unless_interrupted(TimeoutError):
             raise TimeoutError(f"of {self._size} members, these have not come in time: {missing}") from None
         rank, size = hello.get("rank"), hello.get("size")
         if size == self._size and rank in missing:

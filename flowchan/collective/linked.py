@@ -40,7 +40,7 @@ from flowchan.collective.shared import SharedGroup
 from flowchan.collective.steps import Call, Differs, Edge, interrupts
 from flowchan.collective.values import dumps, loads
 from flowchan.errors import GroupError, MemberDied, MemberLeft, Mismatch
-from flowchan.transport.handlers import raised_by_a_handler
+from flowchan.transport.interrupts import unless_interrupted
 from flowchan.transport.tcp import split
 
 DONE, FAILED = b"\0", b"\1"
@@ -117,9 +117,7 @@ class LinkedGroup(Group):
             for heard in (near, far) if len(ours) > 1 else (far,):
                 try:
                     return heard()
-                except (MemberDied, TimeoutError) as error:
-                    if raised_by_a_handler(error):
-                        raise
+                except unless_interrupted(MemberDied, TimeoutError) as error:
                     if isinstance(error, MemberDied):
                         over.append(error)
             died = [error for error in over if not isinstance(error, MemberLeft)]

@@ -26,7 +26,7 @@ from typing import Any
 from flowchan import _core
 from flowchan.collective.shared import SharedGroup
 from flowchan.errors import GroupError
-from flowchan.transport.handlers import raised_by_a_handler
+from flowchan.transport.interrupts import unless_interrupted
 
 _PAUSE = 0.02
 _LONGEST = 1024
@@ -177,9 +177,7 @@ def _receive(sock: socket.socket, wait: float) -> bytes:
     sock.settimeout(max(0.001, wait))
     try:
         return sock.recv(_LONGEST)
-    except OSError as error:
-        if raised_by_a_handler(error):
-            raise
+    except unless_interrupted(OSError):
         return b""
 
 
@@ -189,9 +187,7 @@ def _receive_memory(sock: socket.socket, left: Left) -> tuple[bytes, int]:
     sock.settimeout(0.001)
     try:
         data, ancillary, _, _ = sock.recvmsg(_LONGEST, socket.CMSG_SPACE(4))
-    except TimeoutError as error:
-        if raised_by_a_handler(error):
-            raise
+    except unless_interrupted(TimeoutError):
         return b"", -1
     for level, kind, content in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:

@@ -33,7 +33,7 @@ from flowchan.hosts.home import home_at, home_of
 from flowchan.items.misspelt import refuses_misspelt
 from flowchan.items.whole import is_whole
 from flowchan.transport import descriptors
-from flowchan.transport.handlers import raised_by_a_handler
+from flowchan.transport.interrupts import unless_interrupted
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -235,9 +235,7 @@ class FarChannel(Channel[T]):
         try:
             for item in found:
                 items.append(opened(item))
-        except Exception as error:
-            if raised_by_a_handler(error):
-                raise
+        except unless_interrupted(Exception) as error:
             stays = bool(items) or is_not_now(error)
             back = found[len(items) + (not stays) :]
             found.clear()  # nobody puts it back again

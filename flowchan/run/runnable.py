@@ -20,7 +20,7 @@ from flowchan.run.memory import budget
 from flowchan.run.plan import Plan, plan
 from flowchan.run.results import Results
 from flowchan.run.run import Run
-from flowchan.run.signals import interrupts_held, terminate_as_interrupt
+from flowchan.transport.interrupts import interrupts_deferred, terminate_as_interrupt
 
 
 class Runnable(ABC):
@@ -50,7 +50,7 @@ class Runnable(ABC):
         raise_for(graph)
         run = None
         try:
-            with interrupts_held():
+            with interrupts_deferred():
                 most = budget() if memory is None else whole("run", "memory", memory, 1)
                 run = self._begin(plan(graph, chosen, most))
                 graph._started.update(stage.name for stage in graph.stages)
@@ -77,7 +77,7 @@ class Runnable(ABC):
         ):
             run = None
             try:
-                with interrupts_held():
+                with interrupts_deferred():
                     run = self.start(seed=seed, memory=memory)
                     for out in run._crew.inputs.values():
                         out.close()  # nobody has the handle to put anything

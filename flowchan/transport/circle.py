@@ -12,7 +12,7 @@ import select
 import socket
 from typing import Any
 
-from flowchan.transport.handlers import raised_by_a_handler
+from flowchan.transport.interrupts import unless_interrupted
 
 AT_ONCE = 1 << 16
 SETTLED = b'"settled"\n'
@@ -119,9 +119,7 @@ class Voice:
         try:
             self._sock.sendall(words)
             line = self._line()
-        except OSError as error:
-            if raised_by_a_handler(error):
-                raise
+        except unless_interrupted(OSError) as error:
             if isinstance(error, TimeoutError):
                 raise TimeoutError(LATE) from None
             line = b""
