@@ -9,13 +9,13 @@ from typing import Any, Concatenate, TypeVar, TypeVarTuple, overload
 
 from flowchan.channel.ports import Out
 from flowchan.declare.annotations import ports_of, seat_of
-from flowchan.declare.arguments import callable_argument, flag, no_misspelt_option
 from flowchan.declare.builder import Builder
 from flowchan.declare.options import SOURCE_OPTIONS
 from flowchan.declare.places import Placement
 from flowchan.declare.shapes import Untold
 from flowchan.declare.stream import Stream, origins, streams_argument, streams_of
 from flowchan.declare.values import DEFAULT_CAPACITY, DEFAULT_RESTARTS, Gang
+from flowchan.items.arguments import callable_argument, flag, no_misspelt_option
 
 STAGE_OPTIONS = (*SOURCE_OPTIONS, "workers", "elastic")
 

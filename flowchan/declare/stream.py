@@ -13,7 +13,6 @@ from types import GenericAlias
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, Unpack, overload
 
 from flowchan.declare.annotations import element_type, returned_type, type_name
-from flowchan.declare.arguments import callable_argument, seconds
 from flowchan.declare.builder import Builder
 from flowchan.declare.options import (
     ItemOptions,
@@ -25,11 +24,10 @@ from flowchan.declare.options import (
 )
 from flowchan.declare.shapes import AnyFunction, Awaited, Built, Effect, Fold, Many
 from flowchan.declare.values import Origin, Stage
+from flowchan.items.arguments import callable_argument, known_options, refuses_misspelt, seconds, whole
 from flowchan.items.combining import OPERATIONS, Function, Named, Reduced
 from flowchan.items.failed import Failed
-from flowchan.items.misspelt import known_options, refuses_misspelt
 from flowchan.items.text import shown
-from flowchan.items.whole import whole
 
 _MISSING: Any = object()
 

@@ -17,10 +17,9 @@ from typing import Any, NoReturn, TypeVar, cast
 
 from flowchan import _core
 from flowchan.channel.channel import Out
-from flowchan.declare.arguments import seconds
 from flowchan.declare.stream import Input, Stream
 from flowchan.errors import Broken, Deadlock, Interrupted, RunError, StageError
-from flowchan.items.misspelt import refuses_misspelt
+from flowchan.items.arguments import refuses_misspelt, seconds
 from flowchan.run.asking import NOTHING, Asking, answering_ends
 from flowchan.run.decisions import AbortAsked, StopAsked
 from flowchan.run.events import Failure, WorkerId

@@ -10,11 +10,9 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from flowchan.check.rules import raise_for
-from flowchan.declare.arguments import flag
 from flowchan.declare.blueprint import Blueprint
 from flowchan.errors import Interrupted
-from flowchan.items.misspelt import refuses_misspelt
-from flowchan.items.whole import whole
+from flowchan.items.arguments import flag, refuses_misspelt, whole
 from flowchan.run.guard import leave_if_unguarded
 from flowchan.run.memory import budget
 from flowchan.run.plan import Plan, plan
