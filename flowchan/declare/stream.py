@@ -33,9 +33,6 @@ _MISSING: Any = object()
 
 A = TypeVar("A")
 B = TypeVar("B")
-C = TypeVar("C")
-D = TypeVar("D")
-E = TypeVar("E")
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 F_co = TypeVar("F_co", covariant=True)
@@ -170,25 +167,6 @@ class Stream(Generic[T_co]):
     def zip(
         self, a: Stream[A], b: Stream[B], /, **options: Unpack[PlainOptions]
     ) -> Stream[tuple[T_co, A, B]]: ...
-    @overload
-    def zip(
-        self, a: Stream[A], b: Stream[B], c: Stream[C], /, **options: Unpack[PlainOptions]
-    ) -> Stream[tuple[T_co, A, B, C]]: ...
-    @overload
-    def zip(
-        self, a: Stream[A], b: Stream[B], c: Stream[C], d: Stream[D], /, **options: Unpack[PlainOptions]
-    ) -> Stream[tuple[T_co, A, B, C, D]]: ...
-    @overload
-    def zip(
-        self,
-        a: Stream[A],
-        b: Stream[B],
-        c: Stream[C],
-        d: Stream[D],
-        e: Stream[E],
-        /,
-        **options: Unpack[PlainOptions],
-    ) -> Stream[tuple[T_co, A, B, C, D, E]]: ...
     @overload
     def zip(self, *others: Stream[Any], **options: Unpack[PlainOptions]) -> Stream[tuple[Any, ...]]: ...
     @shows(PlainOptions)
