@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowchan import Broken, Channel, Closed, Empty, In, NothingReady, Out, select
-from flowchan.declare.arguments import flag
 from flowchan.hosts.joining import Clients, Member, join, sealed_once
-from flowchan.items.misspelt import refuses_misspelt
+from flowchan.items.arguments import flag, refuses_misspelt
 
 LATE = 300.0
 """Seconds for which a client waits for its server, and a server for its clients."""

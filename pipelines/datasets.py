@@ -11,8 +11,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from flowchan import Graph, Stream, WorkerPool
-from flowchan.declare.arguments import flag
-from flowchan.items.misspelt import refuses_misspelt
+from flowchan.items.arguments import flag, refuses_misspelt
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)

@@ -12,8 +12,7 @@ import threading
 import time
 
 from flowchan import Channel, Empty, In
-from flowchan.items.misspelt import refuses_misspelt
-from flowchan.items.whole import whole
+from flowchan.items.arguments import refuses_misspelt, whole
 from flowchan.pipelines.sharing import Among, Held, Shared, check_among, give_back
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from flowchan import Channel, Empty, Failed, Graph, RunError, StageError
 from flowchan.declare.places import Placement
-from flowchan.items.misspelt import refuses_misspelt
+from flowchan.items.arguments import refuses_misspelt
 from flowchan.pipelines.calls import call, name_of, reason
 
 

@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from flowchan import Broken, Channel, ChannelError, Closed, Drained, Empty, Full
-from flowchan.items.misspelt import refuses_misspelt
-from flowchan.items.whole import whole
+from flowchan.items.arguments import refuses_misspelt, whole
 from flowchan.pipelines.locks import Lock
 from flowchan.pipelines.shared_dict import SharedDict
 from flowchan.pipelines.sharing import Among, Held, check_among

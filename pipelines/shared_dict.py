@@ -13,7 +13,7 @@ from pickle import PickleBuffer
 from typing import Any, TypeVar
 
 from flowchan import Channel, pack, unpack
-from flowchan.items.misspelt import refuses_misspelt
+from flowchan.items.arguments import refuses_misspelt
 from flowchan.pipelines.locks import Lock
 from flowchan.pipelines.sharing import Among, Shared, arrive, check_among, give_back
 

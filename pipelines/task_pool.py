@@ -21,10 +21,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar
 
 from flowchan import Broken, ChannelError, Failed, Graph, Run, pack, unpack, worker
-from flowchan.declare.arguments import placed
-from flowchan.declare.places import Place, Placement
-from flowchan.items.misspelt import refuses_misspelt
-from flowchan.items.whole import whole
+from flowchan.declare.places import Place, Placement, placed
+from flowchan.items.arguments import refuses_misspelt, whole
 from flowchan.pipelines.calls import call, name_of, reason
 from flowchan.run.failures import Retires
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from flowchan import Channel, Drained, Empty, In
 from flowchan.channel.media import MEDIA, Across
-from flowchan.items.misspelt import refuses_misspelt
+from flowchan.items.arguments import refuses_misspelt
 from flowchan.pipelines.names import claim, find, naming
 from flowchan.pipelines.sharing import Shared
 

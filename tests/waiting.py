@@ -7,13 +7,14 @@ promise fails one test and not the whole suite.
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from typing import Any
 
-from flowchan.channel.loops import GIL
+GIL: bool = getattr(sys, "_is_gil_enabled", lambda: True)()
 
 PATIENCE = 60.0
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from flowchan.declare.blueprint import Blueprint
 from flowchan.run.report import count, rate
-from flowchan.run.signals import interrupts_held
 from flowchan.run.starting import start_server
 from flowchan.run.stats import RunStats
+from flowchan.transport.interrupts import interrupts_deferred
 from flowchan.viz.captured import claim, draw_on
 from flowchan.viz.live import LivePicture
 from flowchan.viz.render import RenderError
@@ -78,12 +78,12 @@ class Watching:
 def watching(graph: Blueprint) -> Iterator[Watching]:
     """From before the run starts until it has ended: what is printed meanwhile appears above the bars."""
     with contextlib.ExitStack() as ends:
-        with interrupts_held():
+        with interrupts_deferred():
             progress = _progress(graph, ends)
         try:
             yield Watching(graph, progress)
         finally:
-            with interrupts_held():
+            with interrupts_deferred():
                 ends.close()
 
 

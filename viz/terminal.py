@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, TextIO
 from flowchan.declare.verbs import VERBS
 from flowchan.run.failures import text_of
 from flowchan.run.report import count, rate, share
-from flowchan.run.signals import interrupts_held
 from flowchan.run.stats import LinkStats, RunStats, StageStats
+from flowchan.transport.interrupts import interrupts_deferred
 from flowchan.viz.captured import claim, draw_on
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class LiveView:
 
     def __enter__(self) -> LiveView:
         with contextlib.ExitStack() as ends:
-            with interrupts_held():
+            with interrupts_deferred():
                 if claim(self._stream, ends):
                     self._live, self._lock = draw_on(self._stream, _table_on, ends)
             self._ends = ends.pop_all()
@@ -59,7 +59,7 @@ class LiveView:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._live = None
-        with interrupts_held():
+        with interrupts_deferred():
             self._ends.close()  # what was printed last comes out now
 
     def show(self, stats: RunStats) -> None:

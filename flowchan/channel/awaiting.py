@@ -40,7 +40,7 @@ class Watcher:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = weakref.ref(loop)  # while something waits, its future holds the loop
         self._lock = threading.Lock()
-        self._waits: dict[asyncio.Future[None], Await] = {}
+        self._waits: dict[asyncio.Future[None], tuple[Await, asyncio.Task[Any] | None]] = {}
         self._watch = Watch()
         self._thread: threading.Thread | None = None
         self._over = False
@@ -49,8 +49,10 @@ class Watcher:
         return len(self._waits) < MOST
 
     def add(self, future: asyncio.Future[None], wait: Await) -> None:
+        from asyncio import current_task
+
         with self._lock:
-            self._waits[future] = wait
+            self._waits[future] = wait, current_task()
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="flowchan async")
                 thread.start()
@@ -70,10 +72,10 @@ class Watcher:
         if thread is not None:
             thread.join()
 
-    def channels(self) -> dict[asyncio.Future[None], Any]:
-        """The channel that each future waits for."""
+    def waits(self) -> list[tuple[asyncio.Task[Any] | None, Any]]:
+        """Give each task that awaits a channel, with the channel."""
         with self._lock:
-            return {future: wait.channel for future, wait in self._waits.items()}
+            return [(task, wait.channel) for wait, task in self._waits.values()]
 
     def _run(self) -> None:
         idle_since = time.monotonic()
@@ -83,7 +85,7 @@ class Watcher:
                 break
             with self._lock:
                 heard = self._watch.heard
-                waits = list(self._waits.items())
+                waits = [(future, wait) for future, (wait, _) in self._waits.items()]
                 if not waits and time.monotonic() - idle_since > self.IDLE:
                     self._thread = None
                     return
@@ -98,7 +100,7 @@ class Watcher:
                     break  # the loop was closed
             del loop, waits, futures  # nothing that is over is kept while this sleeps
         with self._lock:
-            left = list(self._waits.values())
+            left = [wait for wait, _ in self._waits.values()]
             self._waits.clear()  # nobody hears of them any more, and they hold the loop
         for wait in left:
             wait.leave(True)
@@ -260,10 +262,10 @@ def aiter_items(self: T) -> T:
     return self
 
 
-def waits_of_loops() -> list[tuple[asyncio.AbstractEventLoop, dict[asyncio.Future[None], Any]]]:
-    """Every event loop of this process in which somebody may wait for a channel, with the futures of those
-    who do, and the channels."""
+def waits_of_loops() -> list[tuple[asyncio.AbstractEventLoop, list[tuple[asyncio.Task[Any] | None, Any]]]]:
+    """Give every event loop of this process that has awaited a channel, with the tasks that do so now, and
+    their channels."""
     return [
-        (loop, {future: channel for watcher in watchers for future, channel in watcher.channels().items()})
+        (loop, [wait for watcher in watchers for wait in watcher.waits()])
         for loop, watchers in list(_watchers.items())
     ]

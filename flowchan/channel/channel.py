@@ -22,8 +22,7 @@ from flowchan.channel.media import MEDIA, Across, Medium
 from flowchan.channel.ports import In, Out
 from flowchan.errors import Broken, ChannelError
 from flowchan.items import arrays
-from flowchan.items.misspelt import refuses_misspelt
-from flowchan.items.whole import is_whole, whole
+from flowchan.items.arguments import is_whole, refuses_misspelt, whole
 from flowchan.transport.descriptors import (
     Beside,
     Handle,

@@ -45,7 +45,7 @@ from flowchan.declare.callables import is_async
 from flowchan.declare.values import Link, Origin, Stage
 from flowchan.declare.verbs import VERBS
 from flowchan.errors import GraphError, Problem
-from flowchan.items.whole import is_whole
+from flowchan.items.arguments import is_whole
 
 MEMINFO = Path("/proc/meminfo")
 _BYTES_PER_ITEM = 64

@@ -15,10 +15,8 @@ from flowchan.collective.rendezvous.address import meet_at
 from flowchan.collective.rendezvous.host import meet
 from flowchan.collective.shared import make_all
 from flowchan.collective.steps import ConnectionStats
-from flowchan.declare.arguments import secret_bytes, text
 from flowchan.errors import GroupError, MemberDied, MemberLeft, Mismatch
-from flowchan.items.misspelt import refuses_misspelt
-from flowchan.items.whole import whole
+from flowchan.items.arguments import refuses_misspelt, secret_bytes, text, whole
 
 __all__ = [
     "ConnectionStats",

@@ -37,8 +37,8 @@ from flowchan.collective.steps import ConnectionStats
 from flowchan.collective.values import dumps, loads
 from flowchan.collective.ways import not_here
 from flowchan.errors import MemberDied
+from flowchan.items.arguments import is_whole
 from flowchan.items.combining import OPERATIONS, combined, of_one_shape
-from flowchan.items.whole import is_whole
 
 Op = str | Callable[[Any, Any], Any]
 

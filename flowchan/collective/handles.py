@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from flowchan.collective import arrays
 from flowchan.collective.countdown import countdown
-from flowchan.transport.handlers import raised_by_a_handler
+from flowchan.transport.interrupts import unless_interrupted
 
 T = TypeVar("T")
 
@@ -75,9 +75,7 @@ class Later:
         if self._last is not None:
             try:
                 self._last.exception(timeout)
-            except TimeoutError as error:
-                if raised_by_a_handler(error):
-                    raise
+            except unless_interrupted(TimeoutError):
                 raise TimeoutError("what was started before, with wait=False, was not done in time") from None
             self._last = None
 

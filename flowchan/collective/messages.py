@@ -22,6 +22,7 @@ from flowchan.channel.select import NothingReady, select
 from flowchan.collective.countdown import countdown
 from flowchan.errors import Broken, Closed, Drained, Empty, Full, GroupError, MemberDied, MemberLeft
 from flowchan.transport.descriptors import Borrowed
+from flowchan.transport.interrupts import append_result
 
 POLL_INTERVAL_S, LONGEST_INTERVAL_S = 0.001, 0.02
 CHANNELS_OF_ONE_SELECT = 128
@@ -224,7 +225,7 @@ class LocalPeer:
                     if not self._in:
                         channel = arrive(Borrowed(pid, fd, socket - 1, inode), "")
                         # Kept as it is made, in one call: a reader that Ctrl-C drops would end the sender's.
-                        self._in.extend(map(In, (channel,)))
+                        append_result(self._in, In, channel)
                 except (Broken, OSError) as error:
                     raise self.gone("receive") from error
         return self._in[0] if self._in else None

@@ -29,7 +29,7 @@ from flowchan.errors import Broken, ChannelError, Closed, GroupError, MemberDied
 from flowchan.transport.authentication import Hello, meet
 from flowchan.transport.descriptors import lacks
 from flowchan.transport.door import Door
-from flowchan.transport.handlers import raised_by_a_handler
+from flowchan.transport.interrupts import is_interrupt, unless_interrupted
 from flowchan.transport.tcp import dial, joined, listen
 
 SIZE = struct.Struct("<q")
@@ -73,16 +73,12 @@ class Way:
         while wanted() and (left := give_up - (begun := time.monotonic())) > 0:
             try:
                 sock = dial(address, min(TRY_S, left))
-            except TimeoutError as error:
-                if raised_by_a_handler(error):
-                    raise
+            except unless_interrupted(TimeoutError):
                 continue
             try:
                 within = min(TRY_S, left)
                 return meet(sock, self.secret, dialled=True, hello=hello, timeout=within, tls=self.tls)[0]
-            except OSError as error:  # it is gone, or sent us away, or another program has its port
-                if raised_by_a_handler(error):
-                    raise
+            except unless_interrupted(OSError) as error:  # it is gone, or sent us away, or another program has its port
                 is_quick = isinstance(error, Refused) and time.monotonic() - begun < REFUSED_QUICKLY_S
                 refused_since = min(refused_since, begun) if is_quick else math.inf
                 if time.monotonic() - refused_since > STRANGER_TIMEOUT_S:
@@ -360,7 +356,7 @@ class RemotePeer:
         try:
             return loads(item)
         except BaseException as error:
-            if lacks(error) or raised_by_a_handler(error):
+            if lacks(error) or is_interrupt(error):
                 self._again.insert(0, item)
             raise
 

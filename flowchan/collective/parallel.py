@@ -21,7 +21,7 @@ from flowchan.collective.codes import Code, TopK, mean_by
 from flowchan.collective.group import Group
 from flowchan.collective.handles import Handle
 from flowchan.errors import Mismatch
-from flowchan.items.whole import whole
+from flowchan.items.arguments import whole
 
 __all__ = ["AllReduceSGD", "Code", "ElasticAverage", "Gradients", "TopK", "check_equal", "synchronize"]
 

@@ -21,7 +21,7 @@ from typing import Any
 from flowchan.collective.trees import Tree
 from flowchan.collective.values import loads
 from flowchan.errors import GroupError, MemberDied, MemberLeft
-from flowchan.transport.handlers import raised_by_a_handler
+from flowchan.transport.interrupts import is_interrupt, unless_interrupted
 
 HEADER = struct.Struct("<BIQQ")  # kind, operation, what the call is, bytes that follow
 SEGMENT = struct.Struct("<IQ")  # of a message that brings what several hosts have: which one, its bytes
@@ -138,7 +138,7 @@ class Peer:
 def interrupts(error: BaseException) -> bool:
     """Whether it says nothing of the operation in the middle of which it came: Ctrl-C, or what the handler of
     another signal has raised."""
-    return not isinstance(error, GroupError | TimeoutError | MemoryError) or raised_by_a_handler(error)
+    return not isinstance(error, GroupError | TimeoutError | MemoryError) or is_interrupt(error)
 
 
 class Leaves(Exception):
@@ -211,9 +211,7 @@ class Step:
         while peer.out:
             try:
                 sent = sock.sendmsg(peer.next_out())
-            except OSError as error:
-                if raised_by_a_handler(error):
-                    raise
+            except unless_interrupted(OSError) as error:
                 if isinstance(error, BlockingIOError):
                     return
                 self._hear_last_word(host, error)
@@ -251,9 +249,7 @@ class Step:
                 count = sock.recv_into(piece)
                 self._take(host, count)
                 self._pass_on(host, piece[:count])
-        except OSError as error:
-            if raised_by_a_handler(error):
-                raise
+        except unless_interrupted(OSError) as error:
             if not isinstance(error, BlockingIOError):
                 raise self._gone(host, error.strerror or "") from error
 

@@ -29,7 +29,7 @@ from flowchan.collective.given import sizes_differ
 from flowchan.collective.operations import BROADCAST, NAMES, REDUCE_SCATTER, key_of
 from flowchan.collective.values import dumps, loads
 from flowchan.errors import GroupError, Mismatch
-from flowchan.transport.handlers import raised_by_a_handler
+from flowchan.transport.interrupts import unless_interrupted
 from flowchan.transport.tcp import joined, split
 
 LOOK = 0.02
@@ -239,15 +239,12 @@ class TorchWay:
         """What ``act`` has raised, after which the backend has ended."""
         try:
             act()
-        except Exception as error:  # whatever torch raises, all are told
-            if raised_by_a_handler(error):
-                self._give_up()
-                raise
+        except unless_interrupted(Exception) as error:  # whatever torch raises, all are told
             self._end(stuck=isinstance(error, Stuck | TimeoutError))
             if isinstance(error, Stuck):
                 self._group._cut_off(NAMES[doing])
             return error.with_traceback(None)  # whose frames keep connections
-        except BaseException:  # Ctrl-C
+        except BaseException:
             self._give_up()
             raise
         return None

@@ -6,14 +6,13 @@ from collections.abc import AsyncIterable, Callable, Iterable
 from typing import Any, TypeVar, Unpack
 
 from flowchan.declare.annotations import element_type, returned_type
-from flowchan.declare.arguments import no_misspelt_option, text
 from flowchan.declare.general import General
 from flowchan.declare.options import SOURCE_OPTIONS, PlainOptions, shows
 from flowchan.declare.places import Placement
 from flowchan.declare.shapes import Many, Opened
 from flowchan.declare.stream import Feedback, Input, Stream, origins, streams_argument, streams_of
 from flowchan.declare.values import DEFAULT_CAPACITY, DEFAULT_RESTARTS
-from flowchan.items.misspelt import known_options, refuses_misspelt
+from flowchan.items.arguments import known_options, no_misspelt_option, refuses_misspelt, text
 from flowchan.items.text import shown
 
 T = TypeVar("T")

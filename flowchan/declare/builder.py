@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from flowchan.declare.arguments import errors_argument, flag, pause, placed, seconds, text
 from flowchan.declare.callables import is_async, name_of
-from flowchan.declare.places import Place, Placement
+from flowchan.declare.places import Place, Placement, placed
 from flowchan.declare.values import (
     DEFAULT_CAPACITY,
     DEFAULT_MAX_DEATHS,
@@ -30,7 +29,7 @@ from flowchan.declare.values import (
 )
 from flowchan.declare.verbs import VERBS
 from flowchan.errors import Where
-from flowchan.items.whole import whole
+from flowchan.items.arguments import errors_argument, flag, pause, seconds, text, whole
 
 _PACKAGE = __name__.partition(".")[0]
 

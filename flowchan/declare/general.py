@@ -1,6 +1,6 @@
-"""The general stage: a function with ports. To type checkers its streams follow from the ports that the
-function writes: up to six of them at its end, or behind at most two other parameters and before any more. Of
-more than six they know nothing, so they object to nothing."""
+"""The general stage: a function with ports. Type checkers infer its streams from the ports that the function
+writes: up to three of them, as its last parameters, or behind at most two other parameters. Of four or more
+they know nothing, so they object to nothing."""
 
 from __future__ import annotations
 
@@ -9,22 +9,19 @@ from typing import Any, Concatenate, TypeVar, TypeVarTuple, overload
 
 from flowchan.channel.ports import Out
 from flowchan.declare.annotations import ports_of, seat_of
-from flowchan.declare.arguments import callable_argument, flag, no_misspelt_option
 from flowchan.declare.builder import Builder
 from flowchan.declare.options import SOURCE_OPTIONS
 from flowchan.declare.places import Placement
 from flowchan.declare.shapes import Untold
 from flowchan.declare.stream import Stream, origins, streams_argument, streams_of
 from flowchan.declare.values import DEFAULT_CAPACITY, DEFAULT_RESTARTS, Gang
+from flowchan.items.arguments import callable_argument, flag, no_misspelt_option
 
 STAGE_OPTIONS = (*SOURCE_OPTIONS, "workers", "elastic")
 
 A = TypeVar("A")
 B = TypeVar("B")
 C = TypeVar("C")
-D = TypeVar("D")
-E = TypeVar("E")
-F = TypeVar("F")
 P = TypeVar("P")
 Q = TypeVar("Q")
 Others = TypeVarTuple("Others")
@@ -38,33 +35,10 @@ class General(Builder):
     @overload
     def stage(
         self,
-        function: Callable[
-            [*Others, Out[Any], Out[Any], Out[Any], Out[Any], Out[Any], Out[Any], Out[Any]], object
-        ],
+        function: Callable[[*Others, Out[Any], Out[Any], Out[Any], Out[Any]], object],
         *streams: Stream[Any],
         **options: Any,
     ) -> Any: ...
-    @overload
-    def stage(
-        self,
-        function: Callable[[*Others, Out[A], Out[B], Out[C], Out[D], Out[E], Out[F]], object],
-        *streams: Stream[Any],
-        **options: Any,
-    ) -> tuple[Stream[A], Stream[B], Stream[C], Stream[D], Stream[E], Stream[F]]: ...
-    @overload
-    def stage(
-        self,
-        function: Callable[[*Others, Out[A], Out[B], Out[C], Out[D], Out[E]], object],
-        *streams: Stream[Any],
-        **options: Any,
-    ) -> tuple[Stream[A], Stream[B], Stream[C], Stream[D], Stream[E]]: ...
-    @overload
-    def stage(
-        self,
-        function: Callable[[*Others, Out[A], Out[B], Out[C], Out[D]], object],
-        *streams: Stream[Any],
-        **options: Any,
-    ) -> tuple[Stream[A], Stream[B], Stream[C], Stream[D]]: ...
     @overload
     def stage(
         self,
@@ -74,109 +48,33 @@ class General(Builder):
     ) -> tuple[Stream[A], Stream[B], Stream[C]]: ...
     @overload
     def stage(
-        self,
-        function: Callable[[*Others, Out[A], Out[B]], object],
-        *streams: Stream[Any],
-        **options: Any,
+        self, function: Callable[[*Others, Out[A], Out[B]], object], *streams: Stream[Any], **options: Any
     ) -> tuple[Stream[A], Stream[B]]: ...
     @overload
     def stage(
-        self,
-        function: Callable[[*Others, Out[A]], object],
-        *streams: Stream[Any],
-        **options: Any,
+        self, function: Callable[[*Others, Out[A]], object], *streams: Stream[Any], **options: Any
     ) -> Stream[A]: ...
     @overload
     def stage(
         self,
-        function: Callable[
-            Concatenate[Out[Any], Out[Any], Out[Any], Out[Any], Out[Any], Out[Any], Out[Any], ...], object
-        ],
+        function: Callable[Concatenate[Out[Any], Out[Any], Out[Any], Out[Any], ...], object],
         *streams: Stream[Any],
         **options: Any,
     ) -> Any: ...
     @overload
     def stage(
         self,
-        function: Callable[
-            Concatenate[P, Out[Any], Out[Any], Out[Any], Out[Any], Out[Any], Out[Any], Out[Any], ...], object
-        ],
+        function: Callable[Concatenate[P, Out[Any], Out[Any], Out[Any], Out[Any], ...], object],
         *streams: Stream[Any],
         **options: Any,
     ) -> Any: ...
     @overload
     def stage(
         self,
-        function: Callable[
-            Concatenate[P, Q, Out[Any], Out[Any], Out[Any], Out[Any], Out[Any], Out[Any], Out[Any], ...],
-            object,
-        ],
+        function: Callable[Concatenate[P, Q, Out[Any], Out[Any], Out[Any], Out[Any], ...], object],
         *streams: Stream[Any],
         **options: Any,
     ) -> Any: ...
-    @overload
-    def stage(
-        self,
-        function: Callable[Concatenate[Out[A], Out[B], Out[C], Out[D], Out[E], Out[F], ...], object],
-        *streams: Stream[Any],
-        **options: Any,
-    ) -> tuple[Stream[A], Stream[B], Stream[C], Stream[D], Stream[E], Stream[F]]: ...
-    @overload
-    def stage(
-        self,
-        function: Callable[Concatenate[P, Out[A], Out[B], Out[C], Out[D], Out[E], Out[F], ...], object],
-        *streams: Stream[Any],
-        **options: Any,
-    ) -> tuple[Stream[A], Stream[B], Stream[C], Stream[D], Stream[E], Stream[F]]: ...
-    @overload
-    def stage(
-        self,
-        function: Callable[Concatenate[P, Q, Out[A], Out[B], Out[C], Out[D], Out[E], Out[F], ...], object],
-        *streams: Stream[Any],
-        **options: Any,
-    ) -> tuple[Stream[A], Stream[B], Stream[C], Stream[D], Stream[E], Stream[F]]: ...
-    @overload
-    def stage(
-        self,
-        function: Callable[Concatenate[Out[A], Out[B], Out[C], Out[D], Out[E], ...], object],
-        *streams: Stream[Any],
-        **options: Any,
-    ) -> tuple[Stream[A], Stream[B], Stream[C], Stream[D], Stream[E]]: ...
-    @overload
-    def stage(
-        self,
-        function: Callable[Concatenate[P, Out[A], Out[B], Out[C], Out[D], Out[E], ...], object],
-        *streams: Stream[Any],
-        **options: Any,
-    ) -> tuple[Stream[A], Stream[B], Stream[C], Stream[D], Stream[E]]: ...
-    @overload
-    def stage(
-        self,
-        function: Callable[Concatenate[P, Q, Out[A], Out[B], Out[C], Out[D], Out[E], ...], object],
-        *streams: Stream[Any],
-        **options: Any,
-    ) -> tuple[Stream[A], Stream[B], Stream[C], Stream[D], Stream[E]]: ...
-    @overload
-    def stage(
-        self,
-        function: Callable[Concatenate[Out[A], Out[B], Out[C], Out[D], ...], object],
-        *streams: Stream[Any],
-        **options: Any,
-    ) -> tuple[Stream[A], Stream[B], Stream[C], Stream[D]]: ...
-    @overload
-    def stage(
-        self,
-        function: Callable[Concatenate[P, Out[A], Out[B], Out[C], Out[D], ...], object],
-        *streams: Stream[Any],
-        **options: Any,
-    ) -> tuple[Stream[A], Stream[B], Stream[C], Stream[D]]: ...
-    @overload
-    def stage(
-        self,
-        function: Callable[Concatenate[P, Q, Out[A], Out[B], Out[C], Out[D], ...], object],
-        *streams: Stream[Any],
-        **options: Any,
-    ) -> tuple[Stream[A], Stream[B], Stream[C], Stream[D]]: ...
     @overload
     def stage(
         self,
@@ -221,17 +119,11 @@ class General(Builder):
     ) -> tuple[Stream[A], Stream[B]]: ...
     @overload
     def stage(
-        self,
-        function: Callable[Concatenate[Out[A], ...], object],
-        *streams: Stream[Any],
-        **options: Any,
+        self, function: Callable[Concatenate[Out[A], ...], object], *streams: Stream[Any], **options: Any
     ) -> Stream[A]: ...
     @overload
     def stage(
-        self,
-        function: Callable[Concatenate[P, Out[A], ...], object],
-        *streams: Stream[Any],
-        **options: Any,
+        self, function: Callable[Concatenate[P, Out[A], ...], object], *streams: Stream[Any], **options: Any
     ) -> Stream[A]: ...
     @overload
     def stage(

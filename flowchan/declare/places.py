@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 from flowchan.channel.media import PROCESSES, THREADS, Medium
+from flowchan.items.text import shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,3 +57,15 @@ PLACES: Mapping[str, Place] = MappingProxyType({place.name: place for place in (
 """Every place that has a word for ``on=``."""
 
 Placement = Literal["thread", "process", "hosts"] | Place
+
+
+def placed(call: str, value: Any) -> Place:
+    """A place, or the one that a word of ``on=`` names."""
+    if isinstance(value, Place):
+        return value
+    place = PLACES.get(value) if isinstance(value, str) else None
+    if place is None:
+        error = ValueError if isinstance(value, str) else TypeError
+        allowed = ", ".join(f'"{word}"' for word in PLACES)
+        raise error(f"{call}: on must be {allowed} or a pool of flowchan.hosts, not {shown(value)}")
+    return place

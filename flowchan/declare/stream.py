@@ -13,7 +13,6 @@ from types import GenericAlias
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, Unpack, overload
 
 from flowchan.declare.annotations import element_type, returned_type, type_name
-from flowchan.declare.arguments import callable_argument, seconds
 from flowchan.declare.builder import Builder
 from flowchan.declare.options import (
     ItemOptions,
@@ -25,19 +24,15 @@ from flowchan.declare.options import (
 )
 from flowchan.declare.shapes import AnyFunction, Awaited, Built, Effect, Fold, Many
 from flowchan.declare.values import Origin, Stage
+from flowchan.items.arguments import callable_argument, known_options, refuses_misspelt, seconds, whole
 from flowchan.items.combining import OPERATIONS, Function, Named, Reduced
 from flowchan.items.failed import Failed
-from flowchan.items.misspelt import known_options, refuses_misspelt
 from flowchan.items.text import shown
-from flowchan.items.whole import whole
 
 _MISSING: Any = object()
 
 A = TypeVar("A")
 B = TypeVar("B")
-C = TypeVar("C")
-D = TypeVar("D")
-E = TypeVar("E")
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 F_co = TypeVar("F_co", covariant=True)
@@ -172,25 +167,6 @@ class Stream(Generic[T_co]):
     def zip(
         self, a: Stream[A], b: Stream[B], /, **options: Unpack[PlainOptions]
     ) -> Stream[tuple[T_co, A, B]]: ...
-    @overload
-    def zip(
-        self, a: Stream[A], b: Stream[B], c: Stream[C], /, **options: Unpack[PlainOptions]
-    ) -> Stream[tuple[T_co, A, B, C]]: ...
-    @overload
-    def zip(
-        self, a: Stream[A], b: Stream[B], c: Stream[C], d: Stream[D], /, **options: Unpack[PlainOptions]
-    ) -> Stream[tuple[T_co, A, B, C, D]]: ...
-    @overload
-    def zip(
-        self,
-        a: Stream[A],
-        b: Stream[B],
-        c: Stream[C],
-        d: Stream[D],
-        e: Stream[E],
-        /,
-        **options: Unpack[PlainOptions],
-    ) -> Stream[tuple[T_co, A, B, C, D, E]]: ...
     @overload
     def zip(self, *others: Stream[Any], **options: Unpack[PlainOptions]) -> Stream[tuple[Any, ...]]: ...
     @shows(PlainOptions)

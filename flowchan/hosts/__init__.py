@@ -21,7 +21,7 @@ from flowchan.hosts.ray import ray as _ray
 from flowchan.hosts.slurm import slurm as _slurm
 from flowchan.hosts.spec import parse as _parse
 from flowchan.hosts.ssh import ssh as _ssh
-from flowchan.items.misspelt import refuses_misspelt
+from flowchan.items.arguments import refuses_misspelt
 
 if TYPE_CHECKING:
     from flowchan.hosts.far import open_channel

@@ -15,7 +15,7 @@ from flowchan.errors import Broken, ChannelError, Closed, HostError
 from flowchan.hosts.asking import Answer, Ask, Cancel, Recalled, wrong
 from flowchan.run.latch import Latch
 from flowchan.transport.descriptors import lacks
-from flowchan.transport.handlers import raised_by_a_handler
+from flowchan.transport.interrupts import is_interrupt
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ class Unanswered(Exception):
 def is_not_now(error: BaseException) -> bool:
     """Whether an error in the making of an item says nothing of the item: the call was interrupted, or this
     process lacks memory or descriptors."""
-    return raised_by_a_handler(error) or lacks(error)
+    return is_interrupt(error) or lacks(error)
 
 
 class Asked:

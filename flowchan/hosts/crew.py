@@ -52,10 +52,10 @@ from flowchan.run.decisions import Terminate
 from flowchan.run.events import Aborted, Began, Bereft, CrossedOff, Ended, Event, Failure, Gone, WorkerId
 from flowchan.run.plan import PlannedWorker
 from flowchan.run.recovery import Death, deaths_in_hand
-from flowchan.run.signals import interrupts_let_through
 from flowchan.run.stats import HostStats
 from flowchan.run.worker import join_ports
 from flowchan.transport.door import Door
+from flowchan.transport.interrupts import interrupts_allowed
 from flowchan.transport.tcp import joined, listen
 
 LIVES, WITHIN, TRIES = 10, 60.0, 3
@@ -115,7 +115,7 @@ class HostCrew:
         for worker in self._workers.values():
             self._pack(worker.stage)  # while the agents start
         for life in lives:
-            with interrupts_let_through():
+            with interrupts_allowed():
                 life.is_decided.wait()
             if life.why:
                 raise HostError(f"host {life.host!r} can't be used: {life.why}", life.host)

@@ -22,7 +22,6 @@ from flowchan import _core
 from flowchan.channel.channel import Channel, ChannelStats, beside_packed, hears_aborts
 from flowchan.channel.media import HOSTS
 from flowchan.channel.ports import In, Out, moved
-from flowchan.declare.arguments import flag, secret_bytes
 from flowchan.errors import Broken, ChannelError, Drained, Empty, FlowchanError, HostError
 from flowchan.hosts import choosing
 from flowchan.hosts.addresses import channel_address, mark_of, number_in, place_in
@@ -30,10 +29,9 @@ from flowchan.hosts.asking import Answer, Recalled, opened, seal, sealed_cause
 from flowchan.hosts.calls import Unanswered, is_not_now
 from flowchan.hosts.connection import PATIENCE, Connection, Line, using
 from flowchan.hosts.home import home_at, home_of
-from flowchan.items.misspelt import refuses_misspelt
-from flowchan.items.whole import is_whole
+from flowchan.items.arguments import flag, is_whole, refuses_misspelt, secret_bytes
 from flowchan.transport import descriptors
-from flowchan.transport.handlers import raised_by_a_handler
+from flowchan.transport.interrupts import unless_interrupted
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -235,9 +233,7 @@ class FarChannel(Channel[T]):
         try:
             for item in found:
                 items.append(opened(item))
-        except Exception as error:
-            if raised_by_a_handler(error):
-                raise
+        except unless_interrupted(Exception) as error:
             stays = bool(items) or is_not_now(error)
             back = found[len(items) + (not stays) :]
             found.clear()  # nobody puts it back again

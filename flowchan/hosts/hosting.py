@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowchan.channel.channel import Channel
-from flowchan.declare.arguments import finite_seconds, flag, secret_bytes
 from flowchan.errors import ChannelError
 from flowchan.hosts.addresses import channel_address, mark_of
 from flowchan.hosts.connection import using
 from flowchan.hosts.far import arrive, make_elsewhere
 from flowchan.hosts.home import ANYWHERE, Home, chosen
 from flowchan.hosts.pool import PATIENCE
-from flowchan.items.misspelt import refuses_misspelt
+from flowchan.items.arguments import finite_seconds, flag, refuses_misspelt, secret_bytes
 from flowchan.transport import descriptors
 from flowchan.transport.tcp import split
 

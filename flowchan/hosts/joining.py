@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowchan.channel.channel import Channel, In, Out
-from flowchan.declare.arguments import secret_bytes
 from flowchan.errors import Closed, HostError
 from flowchan.hosts.asking import sealed, to_put
 from flowchan.hosts.connection import using
 from flowchan.hosts.far import far_channel
 from flowchan.hosts.guest import Guest
 from flowchan.hosts.home import Home
+from flowchan.items.arguments import secret_bytes
 from flowchan.transport.tcp import split
 
 LOOK = 0.005

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from flowchan.hosts.forked import Forked
 from flowchan.hosts.provider import Launch
-from flowchan.items.whole import whole
+from flowchan.items.arguments import whole
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from flowchan.declare.arguments import finite_seconds, flag
 from flowchan.declare.places import Place
 from flowchan.errors import HostError
 from flowchan.hosts.provider import Provider
+from flowchan.items.arguments import finite_seconds, flag, whole
 from flowchan.items.text import shown
-from flowchan.items.whole import whole
 
 if TYPE_CHECKING:
     from flowchan.hosts.crew import HostCrew  # slow to import, and there where a run begins

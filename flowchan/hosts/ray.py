@@ -16,14 +16,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from flowchan.declare.arguments import text
 from flowchan.errors import HostError
 from flowchan.hosts.addresses import address_towards
 from flowchan.hosts.provider import Launch
 from flowchan.hosts.relay import LAST, Said
 from flowchan.hosts.remote import how_it_ended
+from flowchan.items.arguments import text, whole
 from flowchan.items.text import shown
-from flowchan.items.whole import whole
 
 SAY = 10.0
 """Seconds after which a log line says what is waited for: a cluster may have to grow, or others to end."""

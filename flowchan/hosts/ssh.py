@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from flowchan.declare.arguments import text
 from flowchan.errors import HostError
 from flowchan.hosts.addresses import address_towards
 from flowchan.hosts.child import Child
 from flowchan.hosts.provider import Launch
 from flowchan.hosts.relay import Said
 from flowchan.hosts.remote import around, as_text, explainer
+from flowchan.items.arguments import text
 
 OPTIONS = (
     "-T",

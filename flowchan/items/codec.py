@@ -23,7 +23,7 @@ from flowchan.items.device import crossing
 from flowchan.items.refusal import smallest
 from flowchan.items.text import short
 from flowchan.transport import descriptors
-from flowchan.transport.handlers import raised_by_a_handler
+from flowchan.transport.interrupts import is_interrupt, unless_interrupted
 
 # Names of modules whose functions and classes other processes can't import.
 by_value_modules: set[str] = {"__main__", "__mp_main__"}
@@ -81,9 +81,7 @@ def _pack(value: object) -> Packed:
         pickler.dispatch_table = reducers()
         pickler.dump(value)
         data = out.getvalue()
-    except Exception as error:
-        if raised_by_a_handler(error):
-            raise
+    except unless_interrupted(Exception):
         data = None
     if data is None or _names_what_is_only_here(data):
         del buffers[:]
@@ -147,9 +145,7 @@ def _dumps_by_value(item: object, aside: Any) -> bytes:
     out = io.BytesIO()
     try:
         _by_value_pickler()(out, protocol=5, buffer_callback=aside).dump(item)
-    except Exception as error:
-        if raised_by_a_handler(error):
-            raise
+    except unless_interrupted(Exception) as error:
         raise TypeError(f"can't send {short(item)} to another process: {_culprit(item, error)}") from error
     return out.getvalue()
 
@@ -248,4 +244,4 @@ def _culprit(item: object, error: BaseException) -> str:
     return f"{where} can't be pickled ({reason})"
 
 
-_core._set_codec(dumps, loads, Unreadable, raised_by_a_handler)
+_core._set_codec(dumps, loads, Unreadable, is_interrupt)

@@ -1,15 +1,24 @@
-"""The workers of an ``async def`` stage: tasks of one event loop on one thread of this process."""
+"""The workers of an ``async def`` stage: tasks of one event loop on one thread of this process.
+
+The supervisor asks whether they can still move. A loop that waits without a time limit, for nothing but its
+channels, has no timer, no socket and no callback that is due: asyncio tells its selector so. If besides each
+of its tasks itself awaits a channel of the graph, then only a channel can move it. All else counts as work: a
+task that awaits another one, an event or a future, and whatever awaits a channel in an event loop of the
+user's.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import os
+import selectors
 import threading
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Collection, Coroutine, Iterable
 from typing import Any
 
-from flowchan.channel.awaiting import end_waits
+from flowchan.channel.awaiting import end_waits, waits_of_loops
 from flowchan.channel.channel import Channel
 from flowchan.declare.values import Stage
 from flowchan.errors import Closed
@@ -21,6 +30,61 @@ from flowchan.run.events import Began, Event, Failure, WorkerId
 from flowchan.run.leaving import Leaving
 from flowchan.run.opening import Ports
 from flowchan.run.worker import end, job_of, join_ports, let_go, tell_aborts
+
+ANSWER_WITHIN_S = 0.05
+"""An event loop that does not answer in this time has work."""
+
+
+class _Selector(selectors.DefaultSelector):
+    """Notes whether the event loop has nothing to wait for but calls from other threads."""
+
+    is_idle = False
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        self.is_idle = timeout is None and len(self.get_map()) == 1  # the loop's own, which wakes it up
+        return super().select(timeout)
+
+
+class StageLoop(asyncio.SelectorEventLoop):
+    """An event loop that can tell whether only channels can move it. ``starter``: the task that waits for the
+    workers."""
+
+    def __init__(self) -> None:
+        self._waiting = _Selector()
+        super().__init__(self._waiting)
+        self.starter: asyncio.Task[Any] | None = None
+
+    def has_only(self, tasks: Collection[asyncio.Task[Any] | None]) -> bool:
+        """Tell another thread whether the loop waits, and has no other tasks."""
+        answer: concurrent.futures.Future[bool] = concurrent.futures.Future()
+
+        def look() -> None:  # in the loop: without a GIL no other thread may read its tasks
+            answer.set_result(self._waiting.is_idle and asyncio.all_tasks() <= {*tasks, self.starter})
+
+        try:
+            self.call_soon_threadsafe(look)
+            return answer.result(ANSWER_WITHIN_S)
+        except (TimeoutError, RuntimeError):  # it works, or has ended
+            return False
+
+
+def _stage_loop() -> asyncio.AbstractEventLoop:
+    """A loop of the program's kind, and a :class:`StageLoop` if that is asyncio's own."""
+    loop = asyncio.new_event_loop()
+    if type(loop) is not asyncio.SelectorEventLoop:
+        return loop
+    loop.close()
+    return StageLoop()
+
+
+def only_wait_for(channels: Collection[Channel[Any]]) -> bool:
+    """Tell whether every event loop that awaits one of the channels can be moved by them alone."""
+    known = {id(channel) for channel in channels}
+    for loop, waits in waits_of_loops():
+        tasks = {task for task, channel in waits if id(channel) in known}
+        if tasks and not (isinstance(loop, StageLoop) and loop.has_only(tasks)):
+            return False
+    return True
 
 
 class Tasks:
@@ -51,10 +115,13 @@ class Tasks:
             task.cancel()
 
     async def run(self, workers: Iterable[Coroutine[Any, Any, None]]) -> None:
+        loop = asyncio.get_running_loop()
+        if isinstance(loop, StageLoop):
+            loop.starter = asyncio.current_task()
         everybody = [asyncio.ensure_future(worker) for worker in workers]
         self._tasks = everybody
         with self._lock:
-            self._loop = asyncio.get_running_loop()
+            self._loop = loop
             cancelled = self._cancelled
         await asyncio.sleep(0)  # a task that is cancelled before it began would never say how it ended
         if cancelled:
@@ -95,7 +162,8 @@ def work_together(
     silent = {WorkerId(here.stage, here.number) for here in workers}
     together = tasks.run(one(here, ports) for here, ports in workers.items())
     try:
-        asyncio.run(together)
+        with asyncio.Runner(loop_factory=_stage_loop) as runner:
+            runner.run(together)
     except BaseException as error:  # no event loop was to be had: all must say so, or the run waits for ever
         together.close()
         for worker in sorted(silent, key=str):

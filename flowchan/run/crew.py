@@ -327,7 +327,7 @@ class LocalCrew:
         dying = self._apart is not None and any(map(self._apart.ended, alive))
         if dying or not waits_of_loops():
             return dying
-        from flowchan.channel.loops import only_wait_for  # needs asyncio, which is there now
+        from flowchan.run.async_worker import only_wait_for  # needs asyncio, which is there now
 
         return not only_wait_for(list(self.channels.values()))
 

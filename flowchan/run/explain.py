@@ -23,7 +23,7 @@ def all_wait(stats: RunStats) -> bool:
     somebody from outside does. The channels are looked at one after the other, so one look proves nothing.
     One that selects waits at several channels and can't be told from several that wait, one with a timeout
     will go on, one that has been woken may go on: then the answer is no. Coroutines count as waiting; whether
-    their event loops go on by themselves is for ``loops.only_wait_for`` to say."""
+    their event loops go on by themselves is for ``async_worker.only_wait_for`` to say."""
     if any(link.selecting > link.awaiting or link.woken for link in stats.links):
         return False
     alive = [stage for stage in stats.stages if stage.alive]

@@ -29,10 +29,10 @@ from flowchan.run.guard import ProcessName
 from flowchan.run.logs import Logged, log_here
 from flowchan.run.plan import PlannedWorker
 from flowchan.run.processes import WorkerProcess
-from flowchan.run.signals import interrupts_held
 from flowchan.run.starting import terminals
 from flowchan.run.worker_main import Left, Order, lasting_main
 from flowchan.run.worker_processes import WorkerProcesses, end_all
+from flowchan.transport.interrupts import interrupts_deferred
 
 LOOK = 0.05
 """Seconds between two looks whether a process whose word is waited for has ended."""
@@ -175,7 +175,7 @@ class LastingProcesses:
             self.kill()
             raise
         finally:
-            with interrupts_held():
+            with interrupts_deferred():
                 _end_leaving(self._leaving)
         return self._failed
 

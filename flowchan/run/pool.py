@@ -24,9 +24,9 @@ from flowchan.run.lasting import LastingProcesses
 from flowchan.run.plan import Plan, plan
 from flowchan.run.run import Run
 from flowchan.run.runnable import Runnable
-from flowchan.run.signals import interrupts_held
 from flowchan.run.supervisor import Supervisor
 from flowchan.transport.descriptors import CHANNELS_IN_AN_ITEM
+from flowchan.transport.interrupts import interrupts_deferred
 
 MOST_PORTS = CHANNELS_IN_AN_ITEM - 1
 """A worker's ports come as one item, and with them the channel by which it tells. One of an elastic gang
@@ -77,7 +77,7 @@ class WorkerPool(Runnable):
         """Processes that last would keep the terminal of this run's progress."""
         self._refuse_strangers()
         raise_for(self._graph)
-        with interrupts_held(), self._lock:
+        with interrupts_deferred(), self._lock:
             self._made_ready(plan(self._graph, seed=0, memory=1))
         return super()._watching()
 
@@ -165,7 +165,7 @@ class WorkerPool(Runnable):
         if lasting is None:
             return []
         try:
-            with interrupts_held(), self._lock:
+            with interrupts_deferred(), self._lock:
                 self._lasting = None
                 _open.discard(self)
                 if (supervisor := self._going_on()) is not None:  # Ctrl-C has come, for the last time

@@ -17,10 +17,9 @@ from typing import Any, NoReturn, TypeVar, cast
 
 from flowchan import _core
 from flowchan.channel.channel import Out
-from flowchan.declare.arguments import seconds
 from flowchan.declare.stream import Input, Stream
 from flowchan.errors import Broken, Deadlock, Interrupted, RunError, StageError
-from flowchan.items.misspelt import refuses_misspelt
+from flowchan.items.arguments import refuses_misspelt, seconds
 from flowchan.run.asking import NOTHING, Asking, answering_ends
 from flowchan.run.decisions import AbortAsked, StopAsked
 from flowchan.run.events import Failure, WorkerId
@@ -34,10 +33,10 @@ from flowchan.run.measure import state_of
 from flowchan.run.plan import Plan
 from flowchan.run.report import render
 from flowchan.run.results import Gathering, Results
-from flowchan.run.signals import Ears, interrupts_held
 from flowchan.run.spread import crew_of
 from flowchan.run.stats import RunState, RunStats
 from flowchan.run.supervisor import Supervisor
+from flowchan.transport.interrupts import InterruptWatch, interrupts_deferred
 
 T = TypeVar("T")
 
@@ -60,7 +59,7 @@ class Run:
         self._supervisor = Supervisor(plan, self._crew)
         self._gathering = Gathering(plan, self._crew, self._supervisor)
         interrupted = weakref.WeakMethod(self._interrupted)  # a run needs no garbage collector to go
-        self._ears = Ears(lambda: method() if (method := interrupted()) is not None else None)
+        self._interrupts = InterruptWatch(lambda: method() if (method := interrupted()) is not None else None)
         self._in_block = False
         self._answering: set[str] = set()  # inputs whose items were asked
         self._told: Results | None = None  # by Interrupted
@@ -152,18 +151,18 @@ class Run:
     def _leave(self, stage: str) -> None:
         """The loop over items that come later is left; if by a Ctrl-C in a block, the rest comes into the
         results."""
-        if self._in_block and self._ears.handled:
+        if self._in_block and self._interrupts.handled:
             self._gathering.keep(stage)
         self._gathering.leave(stage)
 
     def _items(self, stage: str) -> Iterator[Any]:
         gathering = self._gathering
-        self._ears.open()
+        self._interrupts.open()
         try:
             for item in gathering.items(stage):
                 yield item
                 gathering.asked(stage)
-                self._ears.heard = False
+                self._interrupts.seen = False
             gathering.raise_if_broken(stage)
         except Broken:
             gathering.leave(stage)  # the run does not end before its last reader
@@ -173,14 +172,14 @@ class Run:
             self._end_interrupted()
         except GeneratorExit:
             if self._in_block:
-                if self._ears.heard:
+                if self._interrupts.seen:
                     gathering.keep(stage)
-            elif error := self._ears.still_raised():  # it is on its way out of the loop
+            elif error := self._interrupts.still_raised():  # it is on its way out of the loop
                 self._finish()
                 error.__cause__ = self._failure()
             raise
         finally:
-            self._ears.close()
+            self._interrupts.close()
             gathering.leave(stage)
 
     def _owns(self, stream: Stream[Any]) -> bool:
@@ -194,7 +193,7 @@ class Run:
         ``timeout`` seconds, ``RunError`` when a stage failed, and :class:`~flowchan.Interrupted` after a
         Ctrl-C."""
         try:
-            with interrupts_held():
+            with interrupts_deferred():
                 if self._told is None:
                     self._gathering.leave_kept()
                 self._gathering.begin()
@@ -218,7 +217,7 @@ class Run:
         return self._ended().__await__()
 
     async def _ended(self) -> Results:
-        with interrupts_held():
+        with interrupts_deferred():
             self._gathering.leave_kept()
             self._gathering.begin()
         await self._supervisor.ended.awaited()
@@ -277,7 +276,7 @@ class Run:
         """Stops the run and waits until everything in flight is finished; a Ctrl-C meanwhile breaks it off,
         another one does not wait even for that. Says so in a line each."""
         try:
-            with interrupts_held():
+            with interrupts_deferred():
                 if self._supervisor.state.phase == "running":
                     _say("stopping, what is in flight is being finished (Ctrl-C again to break off)")
                 self.stop()
@@ -304,14 +303,14 @@ class Run:
                 self._meanwhile()
 
     def __enter__(self) -> Run:
-        self._ears.open()
+        self._interrupts.open()
         self._in_block = True
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        self._ears.close()
+        self._interrupts.close()
         self._in_block = False
         if isinstance(error, KeyboardInterrupt):
             if self._told is None or not isinstance(error, Interrupted) or error.results is not self._told:
@@ -321,7 +320,7 @@ class Run:
             self._end_block()
             return
         cancelled = getattr(sys.modules.get("asyncio"), "CancelledError", ())
-        if isinstance(error, cancelled) and self._ears.handled:  # what asyncio makes of Ctrl-C
+        if isinstance(error, cancelled) and self._interrupts.handled:  # what asyncio makes of Ctrl-C
             self._finish()
             return
         self._break_block(error)

@@ -10,17 +10,15 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from flowchan.check.rules import raise_for
-from flowchan.declare.arguments import flag
 from flowchan.declare.blueprint import Blueprint
 from flowchan.errors import Interrupted
-from flowchan.items.misspelt import refuses_misspelt
-from flowchan.items.whole import whole
+from flowchan.items.arguments import flag, refuses_misspelt, whole
 from flowchan.run.guard import leave_if_unguarded
 from flowchan.run.memory import budget
 from flowchan.run.plan import Plan, plan
 from flowchan.run.results import Results
 from flowchan.run.run import Run
-from flowchan.run.signals import interrupts_held, terminate_as_interrupt
+from flowchan.transport.interrupts import interrupts_deferred, terminate_as_interrupt
 
 
 class Runnable(ABC):
@@ -50,7 +48,7 @@ class Runnable(ABC):
         raise_for(graph)
         run = None
         try:
-            with interrupts_held():
+            with interrupts_deferred():
                 most = budget() if memory is None else whole("run", "memory", memory, 1)
                 run = self._begin(plan(graph, chosen, most))
                 graph._started.update(stage.name for stage in graph.stages)
@@ -77,7 +75,7 @@ class Runnable(ABC):
         ):
             run = None
             try:
-                with interrupts_held():
+                with interrupts_deferred():
                     run = self.start(seed=seed, memory=memory)
                     for out in run._crew.inputs.values():
                         out.close()  # nobody has the handle to put anything

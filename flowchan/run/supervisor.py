@@ -102,8 +102,8 @@ from flowchan.run.journal import Journal
 from flowchan.run.latch import Latch
 from flowchan.run.measure import Account, Spans, summarise
 from flowchan.run.plan import Plan
-from flowchan.run.signals import interrupts_held
 from flowchan.run.stats import RunStats
+from flowchan.transport.interrupts import interrupts_deferred
 
 LOOK = 0.05
 """Seconds between two looks at what nobody announces: whether all has been heard. Nothing that time decides
@@ -199,7 +199,7 @@ class Supervisor:
             return False
         thread, us = self._thread, threading.current_thread()
         if thread is not None and thread is not us and not self.state.abandoned:
-            with interrupts_held():
+            with interrupts_deferred():
                 thread.join()
         return True
 

@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowchan.errors import Refused
+from flowchan.transport.interrupts import append_result
 from flowchan.transport.tcp import joined
 from flowchan.transport.tls import Certificate, Relay, certificate
 
@@ -195,8 +196,7 @@ class Guest:
         sent = [] if sent is None else sent
         try:
             if not sent:
-                # Sent and noted in one call of the interpreter: Ctrl-C is raised before or behind it.
-                sent.extend(map(self.sock.send, (message,)))
+                append_result(sent, self.sock.send, message)
         except OSError as error:
             self._refuse(self._why_it_ended(error))
         if sent[0] < len(message):

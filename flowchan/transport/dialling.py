@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from flowchan.transport.authentication import Hello, meet
-from flowchan.transport.handlers import raised_by_a_handler
+from flowchan.transport.interrupts import unless_interrupted
 from flowchan.transport.tcp import dial
 
 SHORTEST, LONGEST = 0.002, 1.0
@@ -41,9 +41,7 @@ def reach(
             pause = SHORTEST  # somebody is there
             left = max(0.0, give_up - time.monotonic())
             return meet(sock, secret, dialled=True, hello=hello, timeout=left, tls=tls)
-        except OSError as error:
-            if raised_by_a_handler(error):
-                raise
+        except unless_interrupted(OSError) as error:
             if failed is None or time.monotonic() < give_up:
                 failed = error
             wait.wait(min(pause, max(0.0, give_up - time.monotonic())))

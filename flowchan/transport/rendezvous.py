@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from flowchan.transport.handlers import raised_by_a_handler
+from flowchan.transport.interrupts import unless_interrupted
 
 AT_ONCE = 1 << 16
 SETTLED = b'"settled"\n'
@@ -105,9 +105,7 @@ class Coordinator:
         while missing := set(range(1, size)) - self.sockets.keys():
             try:
                 sock, hello = accept(max(0.0, self._give_up - time.monotonic()))
-            except TimeoutError as error:
-                if raised_by_a_handler(error):
-                    raise
+            except unless_interrupted(TimeoutError):
                 late = f"of {size} members, these have not come in time: {sorted(missing)}"
                 raise TimeoutError(late) from None
             rank, its_size = hello.get("rank", -1), hello.get("size")
@@ -189,9 +187,7 @@ class Participant:
         try:
             self._sock.sendall(words)
             line = self._line()
-        except OSError as error:
-            if raised_by_a_handler(error):
-                raise
+        except unless_interrupted(OSError) as error:
             if isinstance(error, TimeoutError):
                 raise TimeoutError(LATE) from None
             line = b""

@@ -14,7 +14,7 @@ import select
 import socket
 import time
 
-from flowchan.transport.handlers import raised_by_a_handler
+from flowchan.transport.interrupts import unless_interrupted
 
 UNSENT = 256 * 1024
 """Bytes that wait in a connection: more would leave the processor's cache, and hold up what is small."""
@@ -140,10 +140,8 @@ def dial(address: str, timeout: float) -> socket.socket:
                 raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
             sock.settimeout(None)
             return sock
-        except OSError as error:
+        except unless_interrupted(OSError) as error:
             sock.close()
-            if raised_by_a_handler(error):
-                raise
             failure = error
         except BaseException:
             sock.close()

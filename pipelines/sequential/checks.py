@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from flowchan.declare.places import Place
+from flowchan.items.arguments import is_whole
 from flowchan.items.refusal import refusal, smallest
 from flowchan.items.text import short, shown
-from flowchan.items.whole import is_whole
 from flowchan.pipelines.sequential.parts import Part, forks, run_part
 from flowchan.pipelines.sequential.skip import Pop, Stash
 from flowchan.pipelines.sequential.values import batch_size, leaves, mapped

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from flowchan.declare.places import PLACES
-from flowchan.items.whole import is_whole
+from flowchan.items.arguments import is_whole
 from flowchan.pipelines.sequential.balance import best_split, costs, step_seconds
 from flowchan.pipelines.sequential.checks import checked_module
 from flowchan.pipelines.sequential.cut import CHUNKS, PASSING

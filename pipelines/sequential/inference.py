@@ -54,6 +54,7 @@ from flowchan.pipelines.sequential.timeline import Event
 from flowchan.pipelines.sequential.values import Micro, mapped
 from flowchan.run.failures import ItemFailed
 from flowchan.run.latch import Latch
+from flowchan.transport.interrupts import append_result
 
 
 @dataclass
@@ -239,12 +240,11 @@ class _Line:
         """Takes in outputs, of whatever batch, until one of the other operations is done; gives its item."""
         if self._outputs is None and self._opened.wait() and self._outputs is None:
             raise Closed("the run has ended")
-        operations = ([self._outputs, *gets],), (puts,), (None,)
+        operations = [self._outputs, *gets], puts, None
         came: deque[tuple[int, Any]] = deque()
         try:
             while True:
-                # In one step, which Ctrl-C can't cut in two: what was taken out of the channel is in `came`.
-                came.extend(map(_core._select, *operations))
+                append_result(came, _core._select, *operations)
                 number, item = came[0]
                 if number:
                     return item

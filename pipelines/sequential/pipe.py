@@ -15,9 +15,8 @@ from torch._compile import _disable_dynamo
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from flowchan import Graph
-from flowchan.declare.arguments import placed
-from flowchan.declare.places import Place
-from flowchan.items.misspelt import refuses_misspelt
+from flowchan.declare.places import Place, placed
+from flowchan.items.arguments import refuses_misspelt
 from flowchan.pipelines.sequential import balance as balancing
 from flowchan.pipelines.sequential.autograd import Differentiable
 from flowchan.pipelines.sequential.checks import (

@@ -77,8 +77,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
+from flowchan.items.arguments import whole
 from flowchan.items.text import short
-from flowchan.items.whole import whole
 
 Op = Literal["F", "B", "I", "W"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zbh1", "zbv", "dualpipev"]

@@ -18,7 +18,7 @@ from collections.abc import Callable
 import pytest
 
 from flowchan import Channel, ChannelError, Graph
-from flowchan.channel.loops import only_wait_for
+from flowchan.run.async_worker import StageLoop, only_wait_for
 
 AT_ONCE = 6
 free_threaded = pytest.mark.skipif(
@@ -209,4 +209,5 @@ def test_an_event_loop_may_be_looked_at_while_it_goes_on() -> None:
         assert sorted(await asyncio.gather(*waiting)) == [0, 1, 2]
         looks.join()
 
-    asyncio.run(main())
+    with asyncio.Runner(loop_factory=StageLoop) as runner:
+        runner.run(main())

@@ -37,16 +37,15 @@ def test_every_public_name_and_method_has_a_docstring(name: str) -> None:
 # for everybody.
 SHARED = {
     "flowchan.channel.media",
-    "flowchan.declare.arguments",
+    "flowchan.items.arguments",
     "flowchan.declare.callables",
     "flowchan.declare.places",
-    "flowchan.items.misspelt",
     "flowchan.items.refusal",
     "flowchan.hosts.joining",
     "flowchan.items.text",
-    "flowchan.items.whole",
     "flowchan.run.failures",
     "flowchan.run.latch",
+    "flowchan.transport.interrupts",
 }
 # The core itself, where something must be a single step in C, or touch memory without a copy.
 NATIVE = {"inference.py": {"_core"}, "passing.py": {"View"}}

@@ -3,7 +3,6 @@ ever move again ends with that explanation; one that only looks like it for a wh
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import os
 import re
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import Gate, everywhere, feedback, script, start, together, waits
+from runs import Gate, everywhere, feedback, script, start, waits
 from waiting import wait_until
 
 from flowchan import Deadlock, Graph, In, Out, Run, RunError, StageError
@@ -220,35 +219,6 @@ def test_a_deadlock_is_recognised_beside_async_stages(where: str) -> None:
     _, cause = deadlock_of(graph.start())
     assert "'pairs' waits for an item from 'fours' (0 of 64)" in str(cause)
     assert "raise the capacity of a channel with a blocked writer (`stream.buffer(n)`)" in str(cause)
-
-
-@pytest.mark.usefixtures("looks")
-def test_a_deadlock_of_helping_tasks_is_recognised() -> None:
-    """A worker's task waits for two others, and they for the channels."""
-
-    async def both(left: In[int], right: In[int], out: Out[int]) -> None:
-        helper = asyncio.create_task(right.aget())
-        await asyncio.gather(helper, left.aget())
-
-    def only_left(left: Out[int], right: Out[int]) -> None:
-        for number in itertools.count():
-            left.put(number)
-
-    graph = Graph("stuck")
-    left, right = graph.stage(only_left, name="giver")
-    graph.stage(both, left, right, name="asker").sink(same)
-    _, cause = deadlock_of(graph.start())
-    assert "'asker' waits for an item from 'giver.right'" in str(cause)
-
-
-@pytest.mark.usefixtures("looks")
-@together
-def test_a_deadlock_is_recognised_however_coroutines_are_awaited(together: Callable[..., Any]) -> None:
-    async def first(back: In[int], out: Out[int]) -> None:
-        await together(*[asyncio.ensure_future(back.aget()) for _ in range(2)])
-
-    _, cause = deadlock_of(feedback(first).start())
-    assert "'first' waits for an item from 'second'" in str(cause)
 
 
 @pytest.mark.usefixtures("looks")

@@ -15,7 +15,7 @@ from waiting import wait_until
 
 import flowchan
 from flowchan import Graph, Interrupted, RunError
-from flowchan.run.signals import Ears
+from flowchan.transport.interrupts import InterruptWatch
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
@@ -280,12 +280,12 @@ def test_ctrl_c_is_what_it_was_once_a_loop_has_ended() -> None:
 def test_ctrl_c_is_what_it_was_after_loops_in_turn_without_number() -> None:
     """As ``zip`` of two datasets has them: each begins its next epoch while the other goes on."""
     before = signal.getsignal(signal.SIGINT)
-    one, other = Ears(lambda: None), Ears(lambda: None)
+    one, other = InterruptWatch(lambda: None), InterruptWatch(lambda: None)
     one.open()
     for _ in range(1000):
         other.open()
         one.close()
-        one, other = other, Ears(lambda: None)
+        one, other = other, InterruptWatch(lambda: None)
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
     one.close()

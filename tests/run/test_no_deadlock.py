@@ -155,6 +155,38 @@ def test_a_loop_that_has_other_work_is_no_deadlock(works: Any, looks: Callable[[
     run.wait()
 
 
+def test_worker_that_awaits_another_task_counts_as_working(looks: Callable[[], int]) -> None:
+    """Even if that task awaits a channel: only a worker's own waits are seen."""
+
+    async def first(back: In[int], out: Out[int]) -> None:
+        waiting = asyncio.create_task(back.aget())
+        await asyncio.gather(waiting, return_exceptions=True)
+
+    run = feedback(first).start()
+    waits(run, "first", readers=1)
+    wait_until(lambda: run.stats().links[0].waiting_readers + run.stats().links[1].waiting_readers == 2)
+    assert goes_on(run, looks)
+    run.abort()
+    run.wait()
+
+
+def test_coroutine_with_a_time_limit_is_no_deadlock(looks: Callable[[], int]) -> None:
+    """The task itself awaits the channel, and only its event loop knows of the limit."""
+    over = threading.Event()
+
+    async def first(back: In[int], out: Out[int]) -> None:
+        while not over.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.2):
+                    await back.aget()
+
+    run = feedback(first).start()
+    waits(run, "first", readers=1)
+    assert goes_on(run, looks)
+    over.set()
+    run.wait()
+
+
 @together
 def test_a_loop_that_waits_for_a_future_from_outside_is_no_deadlock(
     together: Callable[..., Any], looks: Callable[[], int]

@@ -76,11 +76,11 @@ def split(numbers: In[int], small: Out[int], large: Out[str], limit: int = 3) ->
             large.put(str(number))
 
 
-def sorted_out(numbers: In[int], a: Out[int], b: Out[str], c: Out[int], d: Out[bytes], most: int = 9) -> None:
-    for number, port in zip(numbers, (a, c, a, c), strict=False):
-        port.put(min(number, most))
+def sorted_out(numbers: In[int], a: Out[int], b: Out[str], c: Out[bytes], most: int = 9) -> None:
+    for number in numbers:
+        a.put(min(number, most))
     b.put("b")
-    d.put(b"d")
+    c.put(b"c")
 
 
 def seven(a: Out[int], b: Out[int], c: Out[int], d: Out[int], e: Out[int], f: Out[int], g: Out[int]) -> None:
@@ -167,10 +167,10 @@ def blamed() -> list[str]:
 def stages(graph: Graph) -> tuple[Stream[list[str]], Stream[float]]:
     small, large = graph.stage(split, graph.source(range(6)))
     assert_type(large, Stream[str])
-    a, b, c, rest = graph.stage(sorted_out, graph.source(range(6)))
+    a, b, rest = graph.stage(sorted_out, graph.source(range(6)))
     assert_type(rest, Stream[bytes])
     of_seven = graph.stage(seven)
-    for stream in (a, b, c, rest, *of_seven):
+    for stream in (a, b, rest, *of_seven):
         stream.sink(id)
     means = graph.stage(sums, small, workers=2)
     total = means.reduce(operator.add)

@@ -27,7 +27,7 @@ from flowchan.collective.rendezvous.forming import meet_by
 from flowchan.errors import GroupError, MemberDied
 from flowchan.transport.dialling import reach
 from flowchan.transport.door import Door
-from flowchan.transport.handlers import raised_by_a_handler
+from flowchan.transport.interrupts import is_interrupt, unless_interrupted
 from flowchan.transport.rendezvous import Coordinator, Ended, Participant
 from flowchan.transport.tcp import Listener, dial, listen, route_to, split
 
@@ -54,9 +54,7 @@ def meet_at(
             why = f"rank {rank} of {size} has waited in vain for rank 0"
             try:
                 sock, _ = reach(at, secret, {"rank": rank, "size": size}, why=why, within=timeout, tls=False)
-            except OSError as error:
-                if raised_by_a_handler(error):
-                    raise
+            except unless_interrupted(OSError) as error:
                 raise TimeoutError(str(error)) from None
             sock.settimeout(max(0.001, left() or 0.0))
             with contextlib.closing(Participant(sock, "rank 0")) as participant:
@@ -95,7 +93,7 @@ class Place:
             except (Ended, MemberDied):
                 continue
             except TimeoutError as error:  # one that had come is late
-                if raised_by_a_handler(error) or time.monotonic() >= give_up:
+                if is_interrupt(error) or time.monotonic() >= give_up:
                     raise
         raise GroupError(
             f"{old!r} can't be shrunk: again and again one of those that are left ended; {REMEDY}"
@@ -150,9 +148,7 @@ def _let_in(old: LinkedGroup, door: Door, came: dict[int, socket.socket], give_u
             raise TimeoutError(f"shrink of {old._title()} was not done in time: {late} have not come")
         try:
             sock, hello = door.accept(min(LOOK, left))
-        except TimeoutError as error:
-            if raised_by_a_handler(error):
-                raise
+        except unless_interrupted(TimeoutError):
             continue
         rank = hello["rank"]
         if rank in came:
@@ -168,9 +164,7 @@ def _is_late(old: LinkedGroup, ranks: list[int], give_up: float) -> bool:
         try:
             dial(old._remote.addresses[rank], max(0.0, min(1.0, give_up - time.monotonic()))).close()
             return True
-        except OSError as error:
-            if raised_by_a_handler(error):
-                raise
+        except unless_interrupted(OSError) as error:
             if isinstance(error, TimeoutError):
                 return False
     return False
@@ -189,9 +183,7 @@ def _follow(old: LinkedGroup, place: Place, secret: bytes, name: str, give_up: f
         try:
             sock, _ = reach(place.at, secret, hello, why=why, within=within, tls=False)
             break
-        except OSError as error:
-            if raised_by_a_handler(error):
-                raise
+        except unless_interrupted(OSError) as error:
             late = _is_late(old, [0], give_up)
             if time.monotonic() > give_up:
                 raise TimeoutError(f"shrink of {old._title()} was not done in time: {error}") from None
@@ -202,9 +194,7 @@ def _follow(old: LinkedGroup, place: Place, secret: bytes, name: str, give_up: f
         sock.settimeout(None if give_up == math.inf else max(0.001, give_up - time.monotonic()))
         try:
             left = participant.hear()
-        except TimeoutError as error:
-            if raised_by_a_handler(error):
-                raise
+        except unless_interrupted(TimeoutError) as error:
             raise TimeoutError(f"shrink of {old._title()} was not done in time: {error}") from None
         within = _patience(give_up)
         sock.settimeout(max(0.001, min(2 * PATIENCE, give_up - time.monotonic())))

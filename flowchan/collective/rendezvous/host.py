@@ -19,7 +19,7 @@ from typing import Any
 
 from flowchan.collective.shared import SharedGroup, share
 from flowchan.errors import GroupError
-from flowchan.transport.handlers import raised_by_a_handler
+from flowchan.transport.interrupts import unless_interrupted
 from flowchan.transport.rendezvous import Coordinator, Ended, Participant
 
 PAUSE_S, HELLO_S = 0.02, 5.0
@@ -83,9 +83,7 @@ def _accept(listener: socket.socket, wait: float) -> tuple[socket.socket, dict[s
         sock.settimeout(HELLO_S)
         try:
             said = sock.recv(_HELLO.size, socket.MSG_WAITALL)
-        except OSError as error:
-            if raised_by_a_handler(error):
-                raise
+        except unless_interrupted(OSError):
             said = b""
         if _user_of(sock) == os.getuid() and len(said) == _HELLO.size:
             rank, size = _HELLO.unpack(said)

@@ -1,23 +1,40 @@
-"""The checks that every declaring call makes on its arguments, at once, so that the error stands at the
-user's line.
+"""The checks that calls make on their arguments at once, so that the error appears at the caller's line.
 
 Each function returns the value it was given, and raises ``TypeError`` (wrong kind) or ``ValueError`` (not
-allowed) with the name of the call, the argument, the value and what is allowed.
+allowed) with the name of the call, the argument, what is allowed and the value.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import numbers
 import threading
 from collections.abc import Callable, Iterable
 from decimal import Decimal
-from typing import Any
+from typing import Any, TypeGuard, TypeVar, cast
 
-from flowchan.declare.places import PLACES, Place
-from flowchan.items.misspelt import known_options, near_misses
 from flowchan.items.text import shown
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def is_whole(value: Any) -> TypeGuard[int]:
+    """Whether it is an int; a bool is one by descent only."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def whole(call: str, argument: str, value: Any, least: int, most: int | None = None) -> int:
+    """The value, if it is an int within these bounds; else ``TypeError`` or ``ValueError``, which name the
+    call, the argument, the value and what is allowed."""
+    if not is_whole(value):
+        raise TypeError(f"{call}: {argument} must be an int of at least {least}, not {shown(value)}")
+    if value < least:
+        raise ValueError(f"{call}: {argument} must be at least {least}, not {value}")
+    if most is not None and value > most:
+        raise ValueError(f"{call}: {argument} must be at most {most:,}, not {value}")
+    return value
 
 
 def seconds(call: str, argument: str, value: Any) -> float | None:
@@ -57,6 +74,30 @@ def _number(call: str, argument: str, value: Any, or_none: str) -> float:
     return min(length, threading.TIMEOUT_MAX)
 
 
+def flag(call: str, argument: str, value: Any) -> bool:
+    """A bool, and nothing that merely is true or false."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{call}: {argument} must be True or False, not {shown(value)}")
+    return value
+
+
+def text(call: str, argument: str, value: Any) -> str:
+    """A string that is not empty."""
+    if not isinstance(value, str):
+        raise TypeError(f"{call}: {argument} must be a string, not {shown(value)}")
+    if not value.strip():
+        raise ValueError(f"{call}: {argument} must not be empty")
+    return value
+
+
+def callable_argument(call: str, argument: str, value: Any) -> Callable[..., Any]:
+    """Anything that can be called: a function, a class, a callable object."""
+    if not callable(value):
+        raise TypeError(f"{call}: {argument} must be a function or a callable class, not {shown(value)}")
+    called: Callable[..., Any] = value
+    return called
+
+
 def errors_argument(call: str, argument: str, value: Any) -> tuple[type[Exception], ...]:
     """A class of exceptions, or several in a tuple: as a tuple."""
     classes = value if isinstance(value, tuple) else (value,)
@@ -66,25 +107,6 @@ def errors_argument(call: str, argument: str, value: Any) -> tuple[type[Exceptio
                 f"{call}: {argument} must be a subclass of Exception, or a tuple of them, not {shown(one)}"
             )
     return classes
-
-
-def placed(call: str, value: Any) -> Place:
-    """A place, or the one that a word of ``on=`` names."""
-    if isinstance(value, Place):
-        return value
-    place = PLACES.get(value) if isinstance(value, str) else None
-    if place is None:
-        error = ValueError if isinstance(value, str) else TypeError
-        allowed = ", ".join(f'"{word}"' for word in PLACES)
-        raise error(f"{call}: on must be {allowed} or a pool of flowchan.hosts, not {shown(value)}")
-    return place
-
-
-def flag(call: str, argument: str, value: Any) -> bool:
-    """A bool, and nothing that merely is true or false."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{call}: {argument} must be True or False, not {shown(value)}")
-    return value
 
 
 def secret_bytes(call: str, secret: Any, advice: str = "secrets.token_bytes(16) makes some") -> bytes:
@@ -103,13 +125,45 @@ def secret_bytes(call: str, secret: Any, advice: str = "secrets.token_bytes(16) 
     return secret
 
 
-def text(call: str, argument: str, value: Any) -> str:
-    """A string that is not empty."""
-    if not isinstance(value, str):
-        raise TypeError(f"{call}: {argument} must be a string, not {shown(value)}")
-    if not value.strip():
-        raise ValueError(f"{call}: {argument} must not be empty")
-    return value
+# --- Options that a call does not have ---
+
+
+def known_options(call: str, options: Iterable[str], known: Iterable[str]) -> None:
+    """``TypeError`` for an option that the call does not have, with the one that was meant."""
+    known = tuple(known)
+    for name in options:
+        if name not in known:
+            near = near_misses(name, known)
+            rest = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}"
+            raise TypeError(f"{call}: has no option {name!r}; {rest}")
+
+
+def near_misses(name: str, known: Iterable[str]) -> list[str]:
+    """The one of them that ``name`` is most like, or none."""
+    from difflib import get_close_matches  # slow to import, and there where something is misspelt
+
+    return get_close_matches(name, list(known), 1)
+
+
+def refuses_misspelt(call: str) -> Callable[[Function], Function]:
+    """Has a function, or a method, say of an option that it does not have which one was meant, under the name
+    by which users know it. Python does so by itself from 3.13 on, but names the function where it is defined.
+    It costs a call of Python's, so that nothing has it that is called for each item."""
+
+    def refusing(function: Function) -> Function:
+        code = function.__code__
+        taken = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        known = tuple(name for name in taken if name != "self")
+
+        @functools.wraps(function)
+        def checked(*args: Any, **options: Any) -> Any:
+            if options:
+                known_options(call, options, known)
+            return function(*args, **options)
+
+        return cast(Function, checked)
+
+    return refusing
 
 
 def no_misspelt_option(
@@ -131,11 +185,3 @@ def no_misspelt_option(
         (name for name in passed if name not in names and near_misses(name, known)),
         known,
     )
-
-
-def callable_argument(call: str, argument: str, value: Any) -> Callable[..., Any]:
-    """Anything that can be called: a function, a class, a callable object."""
-    if not callable(value):
-        raise TypeError(f"{call}: {argument} must be a function or a callable class, not {shown(value)}")
-    called: Callable[..., Any] = value
-    return called

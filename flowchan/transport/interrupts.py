@@ -1,0 +1,290 @@
+"""Safety from Ctrl-C and from signal handlers that raise.
+
+Python runs signal handlers between two bytecodes of the main thread. Most programs have handlers that raise:
+``KeyboardInterrupt`` for Ctrl-C, ``TimeoutError`` for a time limit. This file is the only one that knows how
+code stays correct although such an exception may come at any point:
+
+- ``interrupts_deferred()``: a block that Ctrl-C and SIGTERM don't cut in two. They count when it is left.
+- ``interrupts_allowed()``: a long wait within such a block, during which they count at once.
+- ``append_result(results, call, …)``: one native call whose result is never lost.
+- ``unless_interrupted(OSError)``: in an ``except`` clause, the errors of the call itself and not those of a
+  signal handler that ran during it; ``is_interrupt(error)`` is the same question as a function.
+- ``InterruptWatch``: notices that a Ctrl-C came, and may replace what it raises.
+- ``terminate_as_interrupt()``: a block in which SIGTERM means what Ctrl-C means.
+
+Algorithm. While a block defers or a watch is open, a ``_Layer`` is the handler of the signal; it calls the
+handler below it, which is the program's own. All blocks and watches share one layer, so they may end in any
+order. A handler that the program sets on top gets a layer of its own above it, and is never removed.
+
+Invariants. A layer without blocks and watches only passes on, so one that an exception left installed does
+no harm, and the next block removes it. A signal that was deferred is kept until it has been delivered. Of
+several deferred signals the first counts: they all ask for the same end. Blocks belong to the main thread,
+the only one that runs handlers; elsewhere they do nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import signal
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, MutableSequence
+from types import CodeType, FunctionType, MethodType
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+E = TypeVar("E", bound=BaseException)
+
+DEFERRED = (signal.SIGINT, signal.SIGTERM)
+
+
+# --- Blocks that are not interrupted ---
+
+
+@contextlib.contextmanager
+def interrupts_deferred() -> Iterator[None]:
+    """Defer Ctrl-C and SIGTERM until the block has ended."""
+    if not _in_main_thread():
+        yield
+        return
+    block = _Block()
+    _blocks.append(block)
+    try:
+        for number in DEFERRED:
+            _install(number)
+        yield
+    finally:
+        _blocks.remove(block)
+        try:
+            for number in DEFERRED:
+                _restore(number)
+        finally:
+            _deliver()
+
+
+@contextlib.contextmanager
+def interrupts_allowed() -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM count at once, within a block that defers them: for a long wait that leaves
+    nothing half done."""
+    blocks = list(_blocks) if _in_main_thread() else []
+    try:
+        for block in blocks:
+            block.allows = True
+        if blocks:
+            _deliver()
+        yield
+    finally:
+        for block in blocks:
+            block.allows = False
+
+
+def append_result(results: MutableSequence[T], call: Callable[..., T], *args: Any) -> None:
+    """Call a native function and append its result in one step of the interpreter. An interrupt comes before
+    the call or when ``results`` has its result, so nothing that it took or sent is forgotten."""
+    results.extend(itertools.starmap(call, (args,)))
+
+
+@contextlib.contextmanager
+def terminate_as_interrupt() -> Iterator[None]:
+    """Make SIGTERM raise ``KeyboardInterrupt``, unless the program has its own handler or this is not the
+    main thread."""
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL or not _in_main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+# --- Errors of signal handlers ---
+
+
+def unless_interrupted(*kinds: type[E]) -> tuple[type[E], ...]:
+    """Give the exception types for an ``except`` clause that lets an interrupt pass::
+
+        except unless_interrupted(OSError) as error:
+
+    A ``TimeoutError`` of the call is caught there; one that a signal handler raised during the call is not.
+    """
+    error = sys.exception()
+    return () if error is not None and is_interrupt(error) else kinds
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Tell whether a signal handler of this process raised the error, or it ends the program as
+    ``KeyboardInterrupt`` does. Then it says nothing about the call in which it came."""
+    if not isinstance(error, Exception):
+        return True
+    called = list(_called(error))
+    if not called:  # raised by native code, as most errors of pickling are
+        return False
+    handlers = {_code(handler) for number in signal.valid_signals() if (handler := _handler(number))}
+    return not handlers.isdisjoint(called)
+
+
+def _called(error: BaseException) -> Iterator[CodeType]:
+    """The code of every Python function below the one that catches the error."""
+    trace = error.__traceback__ and error.__traceback__.tb_next
+    while trace is not None:
+        yield trace.tb_frame.f_code
+        trace = trace.tb_next
+
+
+def _handler(number: int) -> Any:
+    """The program's own handler of a signal."""
+    handler = None
+    with contextlib.suppress(ValueError):  # some systems keep a signal for themselves
+        handler = signal.getsignal(number)
+        while isinstance(handler, _Layer):
+            handler = handler.below
+    return handler
+
+
+def _code(handler: Any) -> CodeType | None:
+    while isinstance(handler, functools.partial):
+        handler = handler.func
+    if isinstance(handler, MethodType):
+        handler = handler.__func__
+    elif callable(handler) and not isinstance(handler, FunctionType):
+        handler = type(handler).__call__
+    code: CodeType | None = getattr(handler, "__code__", None)
+    return code
+
+
+# --- Noticing a Ctrl-C ---
+
+
+class InterruptWatch:
+    """Notices a Ctrl-C while it is open. A generator that is closed because the loop over it was interrupted
+    can't see that otherwise. It may be opened several times, and ends when it was closed as often.
+
+    Attributes:
+        seen: A Ctrl-C has raised ``KeyboardInterrupt``.
+        handled: A Ctrl-C came, and the program's own handler dealt with it, as that of asyncio does.
+    """
+
+    def __init__(self, instead: Callable[[], KeyboardInterrupt | None]) -> None:
+        """``instead`` makes what a Ctrl-C raises in place of a plain ``KeyboardInterrupt``, or None."""
+        self.seen = self.handled = False
+        self._instead = instead
+        self._raised: Callable[[], KeyboardInterrupt | None] = lambda: None
+        self._opened = 0
+        self._layer: _Layer | None = None
+
+    def open(self) -> None:
+        self._opened += 1
+        if self._opened == 1 and _in_main_thread():
+            self._layer = _install(signal.SIGINT)
+            if self._layer is not None:
+                self._layer.watches.append(self)
+
+    def close(self) -> None:
+        self._opened -= 1
+        if self._opened == 0 and self._layer is not None:
+            self._layer.watches.remove(self)
+            self._layer = None
+            _restore(signal.SIGINT)
+
+    def still_raised(self) -> KeyboardInterrupt | None:
+        """Give what was raised in place of ``KeyboardInterrupt``, unless it was caught and forgotten."""
+        return self._raised()
+
+    def _replace(self, error: KeyboardInterrupt) -> KeyboardInterrupt:
+        """What to raise for this error: it, or what one watch makes of it for all of them."""
+        self.seen = True
+        if type(error) is KeyboardInterrupt:
+            error = self._instead() or error
+        if type(error) is not KeyboardInterrupt:  # which can't be referred to weakly
+            self._raised = weakref.ref(error)
+        return error
+
+
+# --- The handlers ---
+
+
+class _Block:
+    """A block that defers interrupts."""
+
+    allows = False  # it is in a wait that may be interrupted
+
+
+class _Layer:
+    """The handler of a signal while anything here is in use. ``below``: the handler before it."""
+
+    def __init__(self, below: Callable[[int, Any], object]) -> None:
+        self.below = below
+        self.watches: list[InterruptWatch] = []
+
+    def __call__(self, number: int, frame: Any) -> None:
+        if _defers():
+            _deferred.append((self, number, frame))
+        else:
+            self.deliver(number, frame)
+
+    def deliver(self, number: int, frame: Any) -> None:
+        """Call the program's handler, and say so to the watches, the first opened one first."""
+        watches = list(self.watches)
+        try:
+            self.below(number, frame)
+            for watch in watches:
+                watch.handled = True
+            return
+        except KeyboardInterrupt as error:
+            instead: KeyboardInterrupt = error
+            for watch in watches:
+                instead = watch._replace(instead)
+            if instead is error:
+                del instead
+                raise
+        try:
+            raise instead
+        finally:
+            del instead  # this frame is in its traceback, and would keep it "still raised"
+
+
+_blocks: list[_Block] = []
+_deferred: list[tuple[_Layer, int, Any]] = []
+
+
+def _defers() -> bool:
+    return bool(_blocks) and not _blocks[-1].allows
+
+
+def _deliver() -> None:
+    """Deliver the first deferred signal, unless a block around this one still defers it."""
+    if _deferred and not _defers():
+        layer, number, frame = _deferred[0]
+        _deferred.clear()
+        layer.deliver(number, frame)
+
+
+def _install(number: int) -> _Layer | None:
+    """The layer on top of the handlers of a signal, or None where the signal calls no Python function."""
+    handler = signal.getsignal(number)
+    if isinstance(handler, _Layer):
+        return handler
+    if not callable(handler):
+        return None
+    layer = _Layer(handler)
+    signal.signal(number, layer)
+    return layer
+
+
+def _restore(number: int) -> None:
+    """Remove the layer on top, if nothing uses it."""
+    layer = signal.getsignal(number)
+    if isinstance(layer, _Layer) and not layer.watches and not _blocks and _in_main_thread():
+        signal.signal(number, layer.below)
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
