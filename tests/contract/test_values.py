@@ -318,9 +318,9 @@ VALUES = st.recursive(
 )
 
 
-def test_any_values_arrive_as_they_were_sent(medium, pytestconfig):
+def test_any_values_arrive_as_they_were_sent(medium, long_walk):
     """Whatever small built-ins are nested in whatever way, one by one and in batches."""
-    examples = 150 if pytestconfig.getoption("--long") else 50
+    examples = 150 if long_walk else 50
 
     slow = [HealthCheck.too_slow]  # of the machine it tells, not of the test
 
