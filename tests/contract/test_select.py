@@ -344,6 +344,7 @@ def test_of_several_ready_channels_each_is_chosen_about_equally_often(several):
     assert all(190 < chosen[index] < 410 for index in range(3)), chosen
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("before", [2, 8])
 def test_channels_that_are_not_ready_favour_none_of_those_that_are(several, before):
     """C10: each of two ready ones behind empty ones has half of 900 choices, within eight standard

@@ -161,6 +161,7 @@ def test_values_arrive_as_they_were_sent(make, group):
         assert same(sent, arrived), f"{sent!r:.200} arrived as {arrived!r:.200}"
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("group", GROUPS)
 def test_values_go_through_a_peer_and_back(make, spawn_peer, group):
     """Both directions, in a row, with batches."""
