@@ -25,19 +25,20 @@ demo: .venv/installed
 	mkdir -p out
 	$(BIN)/flowchan viz examples/wordcount.py -o out/wordcount.svg || $(BIN)/flowchan viz examples/wordcount.py -o out/wordcount.mmd
 
-# Five processes share the test files, more than two cores need, for tests wait as often as they compute. Each looks
-# at what its own tests leave, and a hang ends it.
-SIDE_BY_SIDE := -n 5 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+# Several processes share the test files; a test that fails runs once more, alone (see tools/run_tests.py).
+RUN_TESTS := $(BIN)/python tools/run_tests.py
+
+# What tests/native runs, so that no test waits for a compiler.
+NATIVE := $(MAKE) --no-print-directory --silent --jobs=$(shell nproc) --file=tests/native/Makefile
 
 # Twice: processes that have not loaded torch are forked at a quarter of the cost.
 test: .venv/installed-test
-	@failed=0; for large in without with; do \
-	    $(BIN)/python -m pytest $(SIDE_BY_SIDE) --large $$large || failed=1; \
-	done; exit $$failed
+	$(NATIVE)
+	$(RUN_TESTS) --part="--large without" --part="--large with"
 
 # On every Python that is here, or on those named: PYTHONS="python3.13 python3.14t" TESTS=tests/run. The rest needs torch.
 test-pythons:
-	sh tools/pythons.sh $(SIDE_BY_SIDE)
+	sh tools/pythons.sh
 
 # Agents on hosts for real: an sshd, a Slurm cluster and a Ray cluster on this machine, started and ended by the tests.
 # It installs what is missing (Debian's packages as root); what can't be had is skipped, with the reason in the last lines.
@@ -67,7 +68,8 @@ coverage: .venv/installed-test
 	    tests/run/test_handle.py tests/run/test_decisions.py tests/run/test_decisions_at_random.py tests/run/test_async_stages.py tests/run/test_explain.py \
 	    tests/crash/test_exactly_once.py tests/pipelines tests/contract/test_values.py
 
-# What takes too long for every change: models, crash walks and stress in full; then random graphs and random kills,
+# What takes too long for every change and `make test` has not run: models, crash walks, stress and combinations of
+# parameters in full; then random graphs and random kills,
 # for MINUTES from SEED, whose result is compared exactly. FRAMES: from a peer of each kind that may send anything.
 # MODELS: nothing, where no model has changed: it finds what it found. On a slow machine one search takes minutes.
 # SKIP: tests by a part of their names, as pytest's -k has them.
@@ -77,11 +79,9 @@ FRAMES ?= 3000000
 MODELS ?= tests/model
 SKIP ?=
 soak: .venv/installed-test
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) --timeout 1200 --durations 12 --long --frames $(FRAMES) $(if $(SKIP),-k "not ($(SKIP))") $(MODELS) tests/native tests/transport tests/run/test_residue.py tests/run/test_random_breaks.py tests/run/test_lasting_after_harm.py tests/run/test_lasting_ends.py \
-	    tests/run/test_blame.py tests/run/test_own_ends.py tests/hosts/test_host_chaos.py tests/channel/test_damage.py \
-	    tests/contract/test_a_new_medium.py tests/contract/test_model.py tests/contract/test_select.py \
-	    tests/contract/test_shared_ports.py tests/contract/test_stress.py tests/contract/test_values.py \
-	    tests/items/test_views_model.py tests/sequential/test_programs.py
+	$(NATIVE) sanitized
+	$(RUN_TESTS) --part="--large without" --part="--large with" --long --only-long --timeout 1200 --durations 12 \
+	    --frames $(FRAMES) $(if $(SKIP),-k "not ($(SKIP))") $(if $(MODELS),,--ignore=tests/model)
 	$(BIN)/python -m tests.crash.soak --minutes $(MINUTES) --seed $(SEED)
 	$(BIN)/python -m tests.hosts.soak --minutes $(MINUTES) --seed $(SEED)
 

@@ -15,6 +15,8 @@ there.
 
 *Large libraries.* To fork a process costs four times as much once it has loaded torch, and most tests fork.
 So ``make test`` runs the files that load such libraries after all others, by other processes.
+
+*Outcomes.* With ``--outcomes`` a run writes what it came to, for ``tools/run_tests.py``.
 """
 
 from __future__ import annotations
@@ -29,20 +31,20 @@ import re
 import signal
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
-import halves
 import psutil
 import pytest
 import pytest_timeout
 import scripts
 from optional import LARGE, LOADED, optional
 from peers import Apart
+from support import combinations
+from support.outcomes import Outcomes
 from waiting import wait_until
 from warm import TORCH, OurTemplate, SharedTemplate, Template
 
@@ -59,12 +61,12 @@ ENDING = ("thread ", "process ")
 """What ends by itself a moment after a test has seen the last of it; descriptors and mappings have owners."""
 PASSED = pytest.StashKey[bool]()
 STDERR = pytest.StashKey[int]()
-BEGAN = pytest.StashKey[float]()
 SHARED = pytest.StashKey[SharedTemplate]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="the longest walks too, and the others whole")
+    parser.addoption("--only-long", action="store_true", help="with --long: only what it changes")
     parser.addoption(
         "--frames", type=int, default=3_000_000, help="so many from a peer of each kind, with --long"
     )
@@ -72,6 +74,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--large", choices=["with", "without"], help="only files that load large libraries, or not"
     )
+    parser.addoption("--outcomes", help="file for what the run came to (see tools/run_tests.py)")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -117,20 +120,34 @@ def files_of(config: pytest.Config) -> list[Path]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--long"):
+    long, only = config.getoption("--long"), config.getoption("--only-long")
+    extra = combinations.left_out(items)
+    runs = {item: long if item in extra else not only or is_longer(item) for item in items}
+    config.hook.pytest_deselected(items=[item for item in items if not runs[item]])
+    items[:] = [item for item in items if runs[item]]
+    if not long:
         skip = pytest.mark.skip(reason="one of the longest: make soak runs it")
         for item in items:
             if item.get_closest_marker("long"):
                 item.add_marker(skip)
 
 
+def is_longer(item: pytest.Item) -> bool:
+    """Whether the option ``--long`` makes a difference to the test."""
+    return item.get_closest_marker("long") is not None or "long_walk" in getattr(item, "fixturenames", ())
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Makes SIGUSR1 dump the stacks of this process and of every process forked from it, past pytest's
     capturing."""
-    config.stash[BEGAN] = time.monotonic()
     config.addinivalue_line("markers", "long: only with --long, as make soak runs it")
+    for marker in combinations.MARKERS:
+        config.addinivalue_line("markers", f"{marker}: few combinations of parameters; all with --long")
     config.stash[STDERR] = os.dup(sys.__stderr__.fileno() if sys.__stderr__ else 2)
     faulthandler.register(signal.SIGUSR1, file=config.stash[STDERR], all_threads=True)
+    outcomes = config.getoption("--outcomes")
+    if outcomes and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Outcomes(Path(outcomes)))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -202,6 +219,12 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         Apart.end()
         if seeds_of_agents():
             sys.modules["flowchan.hosts.forked"].end_seeds()
+
+
+@pytest.fixture(scope="session")
+def long_walk(pytestconfig: pytest.Config) -> bool:
+    """Whether a test should do more. ``make soak`` runs the tests that use it, and those marked ``long``."""
+    return bool(pytestconfig.getoption("--long"))
 
 
 @pytest.fixture
@@ -395,12 +418,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """After pytest's own last line; but not in the processes that share the tests."""
     if shared := config.stash.get(SHARED, None):
         shared.close()
-    half, reporter = config.getoption("--large"), config.pluginmanager.get_plugin("terminalreporter")
-    if half and not hasattr(config, "workerinput") and not config.getoption("collectonly"):
-        halves.tell(half, reporter, config.rootpath, time.monotonic() - config.stash[BEGAN])
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import HealthCheck, settings
 
 
-def histories(config: pytest.Config, quick: int, long: int) -> settings:
-    """How many there are, of 60 steps at most: `quick`, or `long` with the option --long."""
+def histories(longer: bool, quick: int, long: int) -> settings:
+    """How many there are, of 60 steps at most: `quick`, or `long` if they are to be ``longer``."""
     return settings(
-        max_examples=long if config.getoption("--long") else quick,
+        max_examples=long if longer else quick,
         stateful_step_count=60,
         deadline=None,
         database=None,

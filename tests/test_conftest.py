@@ -4,6 +4,7 @@ skipped too."""
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import re
 import subprocess
@@ -19,6 +20,7 @@ from warm import OurTemplate, SharedTemplate
 from flowchan import Channel
 
 HERE = Path(__file__).parent
+RUN_TESTS = HERE.parent / "tools" / "run_tests.py"
 
 
 def run_tests(folder: Path, text: str, *options: str) -> str:
@@ -115,29 +117,106 @@ def test_files_that_load_large_libraries_are_told_by_their_lines(pytestconfig: p
     assert pytestconfig.getoption("--large") != "without" or pytestconfig.stash[LOADED] == []
 
 
-FAILS = """
-def test_fails():
+RERUNS = """
+import pathlib, pytest
+
+def test_always_fails():
     assert False
+
+def test_fails_once():
+    here = pathlib.Path(__file__)
+    before = here.with_name("before")
+    if not before.exists():
+        before.touch()
+        pytest.fail("for the first time")
 
 def test_passes(): ...
 """
 LARGE = "'''\n" + "import torch\n" + "'''\ndef test_passes_too(): ..."
 
 
-def test_the_end_of_the_second_half_says_what_both_came_to(tmp_path: Path) -> None:
-    run_tests(tmp_path, FAILS, "--large", "without", "-n1")
-    *_, failed, both, closing = run_tests(tmp_path, LARGE, "--large", "with", "-n1").splitlines()
-    assert (failed, both) == ("FAILED test_small.py::test_fails", "in both halves:")
-    assert re.fullmatch(r"1 failed, 2 passed in \d+\.\d\ds \(0:00:\d\d\)", closing)
-    assert run_tests(tmp_path, LARGE, "--large", "with").endswith("has not come to its end\n")
+def run_all(folder: Path, *options: str) -> tuple[int, list[str]]:
+    """Run the files of the folder by tools/run_tests.py; return its exit status and the lines it prints."""
+    done = subprocess.run(
+        [sys.executable, RUN_TESTS, "-n1", "-p", "conftest", f"--rootdir={folder}", "-q", *options],
+        env={**os.environ, "PYTHONPATH": str(HERE)},
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    return done.returncode, done.stdout.splitlines()
 
 
+def test_failed_tests_run_once_more_alone(tmp_path: Path) -> None:
+    (tmp_path / "test_small.py").write_text(RERUNS)
+    (tmp_path / "test_large.py").write_text(LARGE)
+    status, said = run_all(tmp_path, "--part=--large without", "--part=--large with")
+    assert status == 1
+    at = r"\d+\.\d s at load \d+\.\d"
+    assert [re.sub(at, "AT", line) for line in said[-5:-1]] == [
+        "failed beside others, passed alone:",
+        "  test_small.py::test_fails_once: AT; alone AT",
+        "failed beside others and alone:",
+        "  test_small.py::test_always_fails: AT; alone AT",
+    ]
+    assert re.fullmatch(r"1 failed, 3 passed in \d+\.\d\ds \(0:00:\d\d\)", said[-1])
+    assert [line.split(maxsplit=1)[1] for line in said if line.startswith("E ")] == [
+        "assert False",
+        "Failed: for the first time",
+        "assert False",
+    ]
+
+
+def test_failure_beside_others_alone_fails_no_run(tmp_path: Path) -> None:
+    (tmp_path / "test_small.py").write_text(RERUNS)
+    status, said = run_all(tmp_path, "-k", "not always")
+    assert status == 0
+    assert said[-3] == "failed beside others, passed alone:"
+    assert re.fullmatch(r"2 passed in \d+\.\d\ds \(0:00:\d\d\)", said[-1])
+
+
+DIES_ONCE = """
+import os, pathlib
+
+def test_dies_once():
+    here = pathlib.Path(__file__)
+    before = here.with_name("before")
+    if not before.exists():
+        before.touch()
+        os._exit(3)
+"""
 HANGS = """
 import signal
 
 def test_hangs():
     signal.pause()
 """
+
+
+def test_crashed_worker_fails_the_run_though_its_test_passes_alone(tmp_path: Path) -> None:
+    (tmp_path / "test_small.py").write_text(DIES_ONCE)
+    status, said = run_all(tmp_path)
+    assert status == 1
+    assert "failed beside others, passed alone:" in said
+    assert said[-3] == "not all tests have run:"
+    assert "a worker crashed" in said[-2]
+    assert said[-1].startswith("1 passed in")
+
+
+def test_pytest_that_is_killed_fails_the_run(tmp_path: Path) -> None:
+    (tmp_path / "test_small.py").write_text(HANGS)
+    status, said = run_all(tmp_path, "-n0", "--timeout=1")
+    assert status == 1
+    assert "hang in test_small.py::test_hangs" in "\n".join(said)
+    assert said[-2] == "  pytest ended with status 1 before all tests had run"
+
+
+def test_file_that_cannot_be_collected_fails_the_run(tmp_path: Path) -> None:
+    (tmp_path / "test_small.py").write_text("import there_is_no_such_module")
+    status, said = run_all(tmp_path)
+    assert status == 1
+    assert "  test_small.py could not be collected" in said
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -147,28 +226,78 @@ def test_a_hang_ends_in_stacks(tmp_path: Path, workers: int) -> None:
     assert re.search(r'test_small.py", line \d+ in test_hangs', said)
 
 
+COMBINES = """
+import pytest
+
+@pytest.fixture(params="ab")
+def letter(request):
+    return request.param
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("number", range(5))
+def test_combines(letter, number):
+    print("ran", letter, number)
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_method(method): ...
+
+@pytest.mark.parametrize(("how", "only"), [("fork", 1), ("forkserver", 2), ("spawn", 3)])
+def test_method_that_is_tested_in_another_way(how, only): ...
+
+@pytest.mark.parametrize("more", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_longer(more): ...
+
+def test_looks(long_walk):
+    print("long", long_walk)
+"""
+PAIRS = """
+import pytest
+
+@pytest.mark.each_pair
+@pytest.mark.parametrize("third", range(3))
+@pytest.mark.parametrize("second", range(3))
+@pytest.mark.parametrize("first", range(3))
+def test_combines(first, second, third):
+    print("ran", first, second, third)
+"""
+
+
+def test_few_combinations_have_each_value_and_long_runs_all(tmp_path: Path) -> None:
+    few = run_tests(tmp_path, COMBINES, "-s")
+    assert "12 passed, 1 skipped, 6 deselected" in few
+    assert "long False" in few
+    pairs = set(re.findall(r"ran (\w) (\d)", few))
+    assert {letter for letter, _ in pairs} == {*"ab"}
+    assert {number for _, number in pairs} == {*"01234"}
+    assert "19 passed" in run_tests(tmp_path, COMBINES, "--long")
+    rest = run_tests(tmp_path, COMBINES, "--long", "--only-long", "-s")
+    assert "8 passed, 11 deselected" in rest
+    assert not pairs & set(re.findall(r"ran (\w) (\d)", rest))
+
+
+def test_few_combinations_have_each_pair_of_values(tmp_path: Path) -> None:
+    ran = re.findall(r"ran (\d) (\d) (\d)", run_tests(tmp_path, PAIRS, "-s"))
+    assert 9 <= len(ran) <= 15
+    for one, other in itertools.combinations(range(3), 2):
+        assert len({(combination[one], combination[other]) for combination in ran}) == 9
+
+
+def test_combination_that_is_named_runs(tmp_path: Path) -> None:
+    (tmp_path / "test_small.py").write_text(COMBINES)
+    for method in ("forkserver", "spawn"):
+        assert run_all(tmp_path, "--files", f"test_small.py::test_method[{method}]")[0] == 0
+
+
 def test_no_two_test_files_have_one_name() -> None:
     """Their folders are no packages, so pytest could not collect the second."""
     names = Counter(path.name for path in HERE.rglob("test_*.py"))
     assert [name for name, count in names.items() if count > 1] == []
 
 
-def test_the_soak_runs_each_file_that_has_longer_walks() -> None:
-    """Those that are marked, and those that look at the option."""
-    longer = re.compile(r"pytest\.mark\.long|getoption\(.--long")
-    files = [path for path in HERE.rglob("test_*.py") if longer.search(path.read_text())]
-    makefile = (HERE.parent / "Makefile").read_text()
-    models = re.search(r"^MODELS \?= (.*)", makefile, re.MULTILINE)
-    assert models
-    soak = makefile.partition("\nsoak:")[2].partition("\n\n")[0].replace("$(MODELS)", models[1])
-    assert len(files) > 5
-    assert [path for path in files if not any(f" {part}" in soak for part in parts_of(path))] == []
-
-
-def parts_of(path: Path) -> list[str]:
-    """The file and the folders that it is in, from the top of the repository."""
-    inner = path.relative_to(HERE.parent)
-    return [str(part) for part in (inner, *inner.parents[:-2])]
+def test_tests_that_do_more_in_the_soak_use_the_fixture() -> None:
+    """Otherwise ``--only-long`` leaves them out."""
+    looks = [path.name for path in HERE.rglob("test_*.py") if "getoption(" + '"--long"' in path.read_text()]
+    assert looks == []
 
 
 BEGINS = """

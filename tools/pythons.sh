@@ -17,7 +17,7 @@ for python in ${PYTHONS:-python3.11 python3.12 python3.13 python3.13t python3.14
         $install -c constraints.txt -e '.[test-anywhere]' && for package in $wheels; do
             env -u PIP_CONSTRAINT $install --only-binary :all: "$package" 2>/dev/null || echo "no wheel of $package"
         done &&
-        PYTHON_GIL=$([ "$tag" = "${tag%t}" ] || echo 0) "$venv/bin/python" -m pytest --large without "$@" ${TESTS:-$without_torch} &&
+        PYTHON_GIL=$([ "$tag" = "${tag%t}" ] || echo 0) "$venv/bin/python" tools/run_tests.py --large without "$@" ${TESTS:+--files} ${TESTS:-$without_torch} &&
         done="$done $python" || failed="$failed $python"
 done
 echo "passed:${done:- none}${failed:+; failed or not here:$failed}"

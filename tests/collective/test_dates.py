@@ -28,6 +28,7 @@ def by_numpy(op: str, parts: list[Any]) -> Any:
     return total / len(parts) if op == "mean" else total
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", MEANT)
 @pytest.mark.parametrize("length", [8, 120_000])
 def test_they_are_combined_as_by_numpy(run: Any, dtype: str, length: int) -> None:
@@ -70,6 +71,7 @@ def test_they_are_moved(run: Any, dtype: str) -> None:
                 np.testing.assert_array_equal(part, want, err_msg=name)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("dtype", "op", "said"),
     [

@@ -71,6 +71,7 @@ def after_what_was_started(g: Any) -> None:
     g.barrier()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("hosts", [None, "ab"], ids=["one host", "two hosts"])
 @pytest.mark.parametrize(
     "call",

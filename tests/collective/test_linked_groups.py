@@ -108,6 +108,7 @@ def test_calls_that_differ_between_hosts_raise_on_all_name_both_and_the_group_go
         assert total == 4
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("most", "one"),
     [

@@ -27,6 +27,7 @@ def test_a_result_comes_into_an_out_that_does_not_lie_in_one_piece(run: Any, len
     assert run(2, body) == [True, True]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("listed", [True, False])
 def test_what_lies_in_the_place_of_another_member_comes_whole_to_the_others(
@@ -85,6 +86,7 @@ def shared(length: int) -> Any:
     return np.lib.stride_tricks.as_strided(np.zeros(1), (length,), (0,))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("call", "said"),
     [

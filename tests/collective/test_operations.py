@@ -48,6 +48,7 @@ def test_allreduce_gives_everybody_the_same_sum(run: Any, size: int) -> None:
         np.testing.assert_allclose(np.frombuffer(found, np.float32), right, rtol=1e-5)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("length", [3, 200_000])
 @pytest.mark.parametrize("dtype", ["?", "b", "B", "h", "H", "i", "I", "q", "Q", "e", "f", "d", "F", "D"])
 def test_each_type_and_each_op(run: Any, dtype: str, length: int) -> None:
@@ -114,6 +115,7 @@ def test_values_are_combined_by_pythons_operators_in_the_order_of_the_ranks(run:
         assert found == (6, Fraction(11, 6), "((01)2)", {0, 1, 2}, 1.0, 2 if rank == 1 else None)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("size", SIZES)
 def test_reduce_gives_the_result_to_the_root_and_leaves_the_others_alone(run: Any, size: int) -> None:
     def body(g: Any) -> bool:
@@ -130,6 +132,7 @@ def test_reduce_gives_the_result_to_the_root_and_leaves_the_others_alone(run: An
     assert all(run(size, body))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("size", SIZES)
 def test_broadcast_gives_everybody_what_the_root_has(run: Any, size: int) -> None:
     def body(g: Any) -> bool:
@@ -142,6 +145,7 @@ def test_broadcast_gives_everybody_what_the_root_has(run: Any, size: int) -> Non
     assert all(run(size, body))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("size", SIZES)
 def test_allgather_gives_everybody_a_list_of_arrays_of_any_shape_or_of_values(run: Any, size: int) -> None:
     def body(g: Any) -> bool:
@@ -180,6 +184,7 @@ def test_what_does_not_fit_into_out_is_refused_where_it_is_and_nothing_is_writte
     assert run(2, both) == ["rank 0 gives 12 bytes, and out has room for 8 from it 2", "2"]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("size", SIZES)
 def test_gather_scatter_and_alltoall_take_arrays_and_values_of_any_size(run: Any, size: int) -> None:
     def body(g: Any) -> bool:
@@ -204,6 +209,7 @@ def test_gather_scatter_and_alltoall_take_arrays_and_values_of_any_size(run: Any
     assert all(run(size, body))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("size", SIZES)
 def test_reduce_scatter_gives_each_its_part_of_the_sum(run: Any, size: int) -> None:
     def body(g: Any) -> bool:

@@ -131,6 +131,7 @@ def test_tensors_that_do_not_lie_in_memory_as_they_are_are_refused_with_a_remedy
     assert raised(over_hosts(2, body)) == [2, 2]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("dtype", "remedy"),
     [("float8_e4m3fn", "float32"), ("float8_e5m2", "float32"), ("complex32", "complex64")],

@@ -31,6 +31,7 @@ def test_the_survivors_become_a_group_in_their_order(victims: set[int]) -> None:
     assert found == {old: (new, len(left), len(left), left) for new, old in enumerate(left)}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("victim", "at"),
     [

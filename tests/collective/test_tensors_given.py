@@ -41,6 +41,7 @@ def elsewhere(length: int) -> Any:
     return torch.empty(length, device="meta")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("call", "said"),
     [
@@ -89,6 +90,7 @@ def nested(layout: Any) -> Any:
     return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("call", ["allreduce", "broadcast", "allgather", "gather", "reduce_scatter"])
 @pytest.mark.parametrize(
     ("make", "said"),

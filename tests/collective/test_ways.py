@@ -48,6 +48,7 @@ def right(rank: int, size: int, length: int) -> list[Any]:
     ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("run", [in_threads, in_processes], ids=["threads", "processes"])
 @pytest.mark.parametrize("operation", WAYS)
 def test_each_way_gives_the_same(run: Any, operation: str) -> None:
@@ -126,6 +127,7 @@ def test_an_alltoall_may_fill_what_it_sends(way: str | None) -> None:
     raised(in_processes(3, body))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("way", [None, *WAYS["alltoall"]])
 @pytest.mark.parametrize("others", [0, 5, 6000])
 def test_in_an_alltoall_the_part_for_oneself_may_be_much_larger(way: str | None, others: int) -> None:
@@ -170,6 +172,7 @@ def test_the_quickest_way_is_found_and_all_take_it(run_on_one_host: Any, operati
     assert measured[1] in figures
 
 
+@pytest.mark.each_value
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="who has one core does not try two threads")
 @pytest.mark.parametrize("operation", ["broadcast", "allgather", "alltoall"])
 def test_what_two_threads_read_is_whole(run_on_one_host: Any, operation: str) -> None:

@@ -55,6 +55,7 @@ def test_every_later_call_raises_broken_from_the_cause(make, call):
     assert ch.broken
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("call", CALLS)
 def test_a_peer_sees_the_same_cause(make, spawn_peer, call):
     """C6: on either side."""
@@ -139,6 +140,7 @@ def test_a_cause_that_cannot_be_serialised_still_breaks_the_channel(make, spawn_
     assert "held a lock" in spawn_peer(words).result()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("size", [100, 1 << 20, 17 << 20])
 def test_a_cause_is_told_of_however_large_it_is(make, spawn_peer, size):
     """C6: itself, or else its text, where it is too large for the channel's memory."""

@@ -219,9 +219,9 @@ class Machine(RuleBasedStateMachine):
             port.close()
 
 
-def test_a_channel_answers_like_its_model(medium, pytestconfig):
+def test_a_channel_answers_like_its_model(medium, long_walk):
     """C1 to C7, C15, over many random histories of one caller."""
     run_state_machine_as_test(
         lambda: Machine(medium.make),
-        settings=histories(pytestconfig, 50, 150),
+        settings=histories(long_walk, 50, 150),
     )

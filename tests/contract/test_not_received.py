@@ -96,6 +96,7 @@ NOT_NOW = [(MemoryError,), (KeyboardInterrupt,)]
 NOT_NOW += [(OSError, number, "") for number in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)]
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("error", NOT_NOW, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("port", [False, True])

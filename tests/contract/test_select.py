@@ -344,6 +344,7 @@ def test_of_several_ready_channels_each_is_chosen_about_equally_often(several):
     assert all(190 < chosen[index] < 410 for index in range(3)), chosen
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("before", [2, 8])
 def test_channels_that_are_not_ready_favour_none_of_those_that_are(several, before):
     """C10: each of two ready ones behind empty ones has half of 900 choices, within eight standard
@@ -390,10 +391,10 @@ def test_gets_and_puts_are_chosen_about_equally_often(several):
     assert 200 < puts < 400
 
 
-def test_no_item_is_lost_or_taken_twice_by_many_selects_at_once(several, pytestconfig):
+def test_no_item_is_lost_or_taken_twice_by_many_selects_at_once(several, long_walk):
     """C8, C10: selecting readers and selecting writers over the same channels; every item is accounted
     for."""
-    channels, each, parties = several(3, capacity=2), 600 if pytestconfig.getoption("--long") else 200, 4
+    channels, each, parties = several(3, capacity=2), 600 if long_walk else 200, 4
 
     def write(number):
         for i in range(each):

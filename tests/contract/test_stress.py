@@ -55,16 +55,17 @@ def into_batches(into):
             return
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("how", ["single", "many"])
 @pytest.mark.parametrize("capacity", [1, 3, 1_000])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_item_is_got_once_and_in_its_writers_order(
-    make, spawn_peer, make_gate, peer_kind, shape, capacity, how, pytestconfig
+    make, spawn_peer, make_gate, peer_kind, shape, capacity, how, long_walk
 ):
     """C1, C4, C5, C8: single-capacity channels wake for each item; large ones run free. What was called back
     from one of several readers elsewhere may come after later items."""
     writers, readers = SHAPES[shape]
-    items = ITEMS if pytestconfig.getoption("--long") else FEWER
+    items = ITEMS if long_walk else FEWER
     each = items // writers // (4 if capacity == 1 else 1)
     each -= each % 50
     ch = make(capacity)
@@ -157,9 +158,9 @@ def test_a_ring_of_stages_passes_everything_around(make, spawn_peer):
         peer.result()
 
 
-def test_close_races_with_writers_and_readers(make, spawn_peer, make_gate, pytestconfig):
+def test_close_races_with_writers_and_readers(make, spawn_peer, make_gate, long_walk):
     """C3, C4: whatever was put before the close is read, and whatever was not put raised Closed."""
-    for _ in range(10 if pytestconfig.getoption("--long") else 3):
+    for _ in range(10 if long_walk else 3):
         ch = make(4)
         gate = make_gate(4)
 

@@ -161,6 +161,7 @@ def test_values_arrive_as_they_were_sent(make, group):
         assert same(sent, arrived), f"{sent!r:.200} arrived as {arrived!r:.200}"
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("group", GROUPS)
 def test_values_go_through_a_peer_and_back(make, spawn_peer, group):
     """Both directions, in a row, with batches."""
@@ -318,9 +319,9 @@ VALUES = st.recursive(
 )
 
 
-def test_any_values_arrive_as_they_were_sent(medium, pytestconfig):
+def test_any_values_arrive_as_they_were_sent(medium, long_walk):
     """Whatever small built-ins are nested in whatever way, one by one and in batches."""
-    examples = 150 if pytestconfig.getoption("--long") else 50
+    examples = 150 if long_walk else 50
 
     slow = [HealthCheck.too_slow]  # of the machine it tells, not of the test
 

@@ -12,7 +12,6 @@ from collections import deque
 from typing import Any
 
 import numpy
-import pytest
 from histories import histories
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -217,9 +216,9 @@ class Machine(RuleBasedStateMachine):
 
 
 def test_c1_arrays_in_shared_memory_keep_their_contents_in_any_order_of_use(
-    pytestconfig: pytest.Config,
+    long_walk: bool,
 ) -> None:
     run_state_machine_as_test(
         Machine,
-        settings=histories(pytestconfig, 70, 200),
+        settings=histories(long_walk, 70, 200),
     )

@@ -14,21 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from building import Builder, run
+from building import program, run
 
 pytestmark = pytest.mark.timeout(600)  # the first test compiles what all of them need
-
-SOURCES = (
-    *(
-        "walk.cpp",
-        "walk_items.cpp",
-        "walk_sessions.cpp",
-        "walk_stages.cpp",
-        "walk_views.cpp",
-        "walk_memory.cpp",
-    ),
-    "walk_parcels.cpp",
-)
 
 OPERATIONS = (
     "put small",
@@ -130,8 +118,8 @@ Points = tuple[int, int]
 
 
 @pytest.fixture(scope="module")
-def walk(builder: Builder) -> Path:
-    return builder.program(*SOURCES)
+def walk() -> Path:
+    return program("plain/walk")
 
 
 class Walked:
@@ -173,8 +161,8 @@ class Walked:
 
 
 @pytest.fixture(scope="module")
-def walked(walk: Path, pytestconfig: pytest.Config) -> Walked:
-    return Walked(walk, every=1 if pytestconfig.getoption("--long") else 8)
+def walked(walk: Path, long_walk: bool) -> Walked:
+    return Walked(walk, every=1 if long_walk else 8)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)

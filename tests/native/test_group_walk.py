@@ -8,7 +8,7 @@ that another thread of its process closes there.
 from __future__ import annotations
 
 import pytest
-from building import GROUP, Builder, run
+from building import program, run
 
 pytestmark = pytest.mark.timeout(600)  # the first test compiles what all of them need
 
@@ -29,23 +29,17 @@ OPERATIONS = (
 
 @pytest.mark.parametrize("who", ["the first", "the last", "two"])
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_a_death_at_any_point_has_the_same_outcome_for_all(
-    builder: Builder, request: pytest.FixtureRequest, operation: str, who: str
-) -> None:
-    program = builder.program("group_walk.cpp", core=GROUP)
+def test_a_death_at_any_point_has_the_same_outcome_for_all(long_walk: bool, operation: str, who: str) -> None:
     dies = {"the first": "0", "the last": "2", "two": "3"}[who]
-    every = "1" if request.config.getoption("--long") else "5"
-    done = run(program, str(OPERATIONS.index(operation)), "3", dies, every, "dies")
+    every = "1" if long_walk else "5"
+    done = run(program("plain/group_walk"), str(OPERATIONS.index(operation)), "3", dies, every, "dies")
     assert done.returncode == 0, f"{done.stdout}{done.stderr}"
 
 
 @pytest.mark.parametrize(
     "operation", ["barrier", "allreduce by slices", "direct broadcast", "direct alltoall"]
 )
-def test_a_close_at_any_point_has_the_same_outcome_for_all_others(
-    builder: Builder, request: pytest.FixtureRequest, operation: str
-) -> None:
-    program = builder.program("group_walk.cpp", core=GROUP)
-    every = "1" if request.config.getoption("--long") else "3"
-    done = run(program, str(OPERATIONS.index(operation)), "3", "0", every, "closes")
+def test_a_close_at_any_point_has_the_same_outcome_for_all_others(long_walk: bool, operation: str) -> None:
+    every = "1" if long_walk else "3"
+    done = run(program("plain/group_walk"), str(OPERATIONS.index(operation)), "3", "0", every, "closes")
     assert done.returncode == 0, f"{done.stdout}{done.stderr}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from building import Builder, run
+from building import program, run
 
 pytestmark = pytest.mark.timeout(600)  # a test compiles what it runs
 
@@ -14,36 +14,36 @@ def numbers(output: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", output)]
 
 
-def test_a_put_and_a_get_write_two_lines_both_and_the_slot_that_is_used_again(builder: Builder) -> None:
+def test_a_put_and_a_get_write_two_lines_both_and_the_slot_that_is_used_again() -> None:
     """The lock's and that of the counts; and each goes on in its own redo record."""
-    ended = run(builder.program("lines.cpp"))
+    ended = run(program("plain/lines"))
     assert ended.returncode == 0, ended.stderr
     *_, in_both, with_the_next = numbers(ended.stdout)
     assert in_both == 2
     assert with_the_next == 3
 
 
-def pace(builder: Builder, one: int, other: int) -> tuple[int, int]:
+def pace(one: int, other: int) -> tuple[int, int]:
     """The runs that 20,000 operations make, and the rests; each side does something else for so many ns
     between two of its own."""
-    ended = run(builder.program("pace.cpp"), str(one), str(other), "20000")
+    ended = run(program("plain/pace"), str(one), str(other), "20000")
     assert ended.returncode == 0, ended.stderr
     runs, rests = numbers(ended.stdout)
     return runs, rests
 
 
 @pytest.mark.parametrize("elsewhere", [0, 100, 150])
-def test_two_sides_in_tight_loops_take_turns_in_runs(builder: Builder, elsewhere: int) -> None:
-    runs, _ = pace(builder, elsewhere, elsewhere)
+def test_two_sides_in_tight_loops_take_turns_in_runs(elsewhere: int) -> None:
+    runs, _ = pace(elsewhere, elsewhere)
     assert runs < 20_000 / 12
 
 
 @pytest.mark.parametrize("elsewhere", [(2_000, 2_000), (5_000, 5_000)])
-def test_who_does_much_else_never_rests(builder: Builder, elsewhere: tuple[int, int]) -> None:
-    assert pace(builder, *elsewhere)[1] == 0
+def test_who_does_much_else_never_rests(elsewhere: tuple[int, int]) -> None:
+    assert pace(*elsewhere)[1] == 0
 
 
 @pytest.mark.parametrize("elsewhere", [(400, 400), (600, 600), (100, 2_000), (10_000, 100), (50, 300)])
-def test_rests_that_do_not_pay_become_rare(builder: Builder, elsewhere: tuple[int, int]) -> None:
-    runs, rests = pace(builder, *elsewhere)
+def test_rests_that_do_not_pay_become_rare(elsewhere: tuple[int, int]) -> None:
+    runs, rests = pace(*elsewhere)
     assert rests < 20 + runs / 100

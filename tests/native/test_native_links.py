@@ -6,12 +6,11 @@ from __future__ import annotations
 import re
 
 import pytest
-from building import LINK, Builder, run
-from test_native_stress import OPTIONS, SANITIZERS, flags, planted
+from building import program, run
+from test_native_stress import OPTIONS, SANITIZERS, planted
 
 pytestmark = pytest.mark.timeout(600)  # the first test compiles what all of them need
 
-SOURCES = ("links.cpp", "plants.cpp")
 # The thread sanitizer notes what was sent when the call is over. By then it may have arrived, so that its
 # memory is used again.
 ENVIRONMENTS = OPTIONS | {"thread": {"TSAN_OPTIONS": OPTIONS["thread"]["TSAN_OPTIONS"] + ":intercept_send=0"}}
@@ -24,10 +23,8 @@ WALKS = [
 
 
 @pytest.mark.parametrize("walk", WALKS, ids=" ".join)
-def test_r4_workers_over_a_link_that_breaks_end_in_exact_totals(
-    builder: Builder, walk: tuple[str, ...]
-) -> None:
-    ended = run(builder.program(*SOURCES, core=LINK), "3000", *walk)
+def test_r4_workers_over_a_link_that_breaks_end_in_exact_totals(walk: tuple[str, ...]) -> None:
+    ended = run(program("plain/links"), "3000", *walk)
     assert ended.returncode == 0, ended.stderr
     found = re.fullmatch(r"all totals are exact: 4500 outputs over (\d+) breaks\n", ended.stdout)
     assert found is not None, ended.stdout
@@ -35,22 +32,21 @@ def test_r4_workers_over_a_link_that_breaks_end_in_exact_totals(
 
 
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
-def test_a_link_is_clean_under_each_sanitizer(builder: Builder, sanitizer: str) -> None:
-    program = builder.program(*SOURCES, flags=flags(sanitizer), core=LINK)
+def test_a_link_is_clean_under_each_sanitizer(sanitizer: str) -> None:
     for walk in WALKS[:3]:
-        ended = run(program, "400", *walk, **ENVIRONMENTS[sanitizer])
+        ended = run(program(f"{sanitizer}/links"), "400", *walk, **ENVIRONMENTS[sanitizer])
         assert ended.returncode == 0, ended.stderr
         assert "all totals are exact" in ended.stdout
 
 
 @planted
 def test_each_sanitizer_finds_a_fault_that_is_planted_beside_a_link(
-    builder: Builder, sanitizer: str, plant: str, report: str
+    sanitizer: str, plant: str, report: str
 ) -> None:
-    program = builder.program(*SOURCES, flags=flags(sanitizer), planted=plant, core=LINK)
+    harmed = program(f"{sanitizer}/links-{plant}")
     # the planted race needs two threads at one moment, which a busy machine may not give at once
     for _ in range(10):
-        ended = run(program, "200", "2", "unordered", "0", **ENVIRONMENTS[sanitizer])
+        ended = run(harmed, "200", "2", "unordered", "0", **ENVIRONMENTS[sanitizer])
         if ended.returncode != 0:
             break
     assert ended.returncode != 0
@@ -58,9 +54,9 @@ def test_each_sanitizer_finds_a_fault_that_is_planted_beside_a_link(
 
 
 @pytest.mark.parametrize("copied", [24, 3000, 15_000])
-def test_what_was_sent_is_not_kept_while_there_is_always_more_to_send(builder: Builder, copied: int) -> None:
+def test_what_was_sent_is_not_kept_while_there_is_always_more_to_send(copied: int) -> None:
     """Else a host that sends faster than its wire takes would need ever more memory."""
-    ended = run(builder.program("outgoing.cpp", core=LINK), "500", str(copied))
+    ended = run(program("plain/outgoing"), "500", str(copied))
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == f"all {500 * (copied + 100_000)} bytes came\n"
 
@@ -68,17 +64,14 @@ def test_what_was_sent_is_not_kept_while_there_is_always_more_to_send(builder: B
 @pytest.mark.timeout(3 * 3600)  # for as many frames as somebody wants
 @pytest.mark.parametrize("world", ["model", "home", "away"])
 def test_whatever_a_peer_sends_is_put_if_it_is_right_and_else_ends_the_connection(
-    builder: Builder, pytestconfig: pytest.Config, world: str
+    pytestconfig: pytest.Config, long_walk: bool, world: str
 ) -> None:
     """C1, C4: nothing wrong is put, nothing right is lost, nothing crashes or hangs."""
-    sanitizer, seeds, frames = "address,undefined", 2, 2000
-    if pytestconfig.getoption("--long"):
-        program = builder.program("frames.cpp", flags=flags(sanitizer), core=LINK)
-        seeds, frames = 100, pytestconfig.getoption("--frames") // 100
-    else:  # with the core that other tests have compiled already
-        program = builder.program("frames.cpp", core=LINK)
+    how, seeds, frames = "plain", 2, 2000
+    if long_walk:
+        how, seeds, frames = "address", 100, pytestconfig.getoption("--frames") // 100
     for seed in range(seeds):
-        ended = run(program, world, str(seed), str(frames), **OPTIONS[sanitizer])
+        ended = run(program(f"{how}/frames"), world, str(seed), str(frames), **OPTIONS["address"])
         assert ended.returncode == 0, f"seed {seed}: {ended.stderr}"
         found = re.fullmatch(r"all connections of (\d+) frames have ended\n", ended.stdout)
         assert found is not None, ended.stdout

@@ -6,31 +6,26 @@ import re
 from typing import Any
 
 import pytest
-from building import Builder, run
+from building import program, run
 
 pytestmark = pytest.mark.timeout(600)  # the first test compiles what all of them need
 
-SOURCES = ("stress.cpp", "plants.cpp")
 OPTIONS = {
-    "address,undefined": {"ASAN_OPTIONS": "detect_leaks=1", "UBSAN_OPTIONS": "print_stacktrace=1"},
+    "address": {"ASAN_OPTIONS": "detect_leaks=1", "UBSAN_OPTIONS": "print_stacktrace=1"},
     "thread": {"TSAN_OPTIONS": "halt_on_error=1"},
 }
-"""By sanitizers that go together."""
+"""By folder of build/native-tests; the address sanitizer goes together with that of undefined behaviour."""
 SANITIZERS = [pytest.param(name, marks=pytest.mark.long) for name in OPTIONS]
 """The core has to be compiled for each anew, and a core that has not changed is as clean as it was."""
 REPORTS = [
-    ("address,undefined", "PLANT_ASAN", "heap-buffer-overflow"),
-    ("address,undefined", "PLANT_UBSAN", "runtime error: shift exponent"),
+    ("address", "PLANT_ASAN", "heap-buffer-overflow"),
+    ("address", "PLANT_UBSAN", "runtime error: shift exponent"),
     ("thread", "PLANT_TSAN", "ThreadSanitizer: data race"),
 ]
 """The fault to plant under these sanitizers, and what they must say of it."""
 planted = pytest.mark.parametrize(
     ("sanitizer", "plant", "report"), [pytest.param(*found, marks=pytest.mark.long) for found in REPORTS]
 )
-
-
-def flags(sanitizer: str) -> list[str]:
-    return [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
 
 
 def seeds(number: int) -> Any:
@@ -40,15 +35,15 @@ def seeds(number: int) -> Any:
 
 
 @pytest.mark.parametrize("who", ["threads", "processes"])
-def test_c1_c4_c5_c8_many_parties_over_one_ring_end_in_exact_totals(builder: Builder, who: str) -> None:
-    ended = run(builder.program(*SOURCES), who, "20000")
+def test_c1_c4_c5_c8_many_parties_over_one_ring_end_in_exact_totals(who: str) -> None:
+    ended = run(program("plain/stress"), who, "20000")
     assert ended.returncode == 0, ended.stderr
     assert "all totals are exact" in ended.stdout
 
 
 @seeds(3)
-def test_c11_random_kills_of_sources_and_workers_lose_and_repeat_nothing(builder: Builder, seed: int) -> None:
-    ended = run(builder.program("kills.cpp"), str(seed), "2000")
+def test_c11_random_kills_of_sources_and_workers_lose_and_repeat_nothing(seed: int) -> None:
+    ended = run(program("plain/kills"), str(seed), "2000")
     assert ended.returncode == 0, ended.stderr
     found = re.findall(r"^(ordered|unordered): (\d+) passed, (\d+) kills$", ended.stdout, re.MULTILINE)
     assert [(kind, passed) for kind, passed, _ in found] == [("ordered", "3000"), ("unordered", "3000")]
@@ -57,10 +52,8 @@ def test_c11_random_kills_of_sources_and_workers_lose_and_repeat_nothing(builder
 
 
 @seeds(4)
-def test_c11_random_kills_of_who_reads_and_fills_in_place_write_over_nothing(
-    builder: Builder, seed: int
-) -> None:
-    ended = run(builder.program("kills_views.cpp"), str(seed), "2000")
+def test_c11_random_kills_of_who_reads_and_fills_in_place_write_over_nothing(seed: int) -> None:
+    ended = run(program("plain/kills_views"), str(seed), "2000")
     assert ended.returncode == 0, ended.stderr
     found = re.findall(r"^(ordered|unordered): (\d+) passed, (\d+) kills$", ended.stdout, re.MULTILINE)
     assert [(kind, passed) for kind, passed, _ in found] == [("ordered", "2000"), ("unordered", "2000")]
@@ -69,8 +62,8 @@ def test_c11_random_kills_of_who_reads_and_fills_in_place_write_over_nothing(
 
 
 @seeds(5)
-def test_c2_whatever_was_cut_before_memory_that_is_free_is_found(builder: Builder, seed: int) -> None:
-    ended = run(builder.program("memory.cpp"), str(seed), "5000")
+def test_c2_whatever_was_cut_before_memory_that_is_free_is_found(seed: int) -> None:
+    ended = run(program("plain/memory"), str(seed), "5000")
     assert ended.returncode == 0, ended.stderr
     found, not_found = map(int, re.findall(r"\d+", ended.stdout)[:2])
     assert found > 0
@@ -79,22 +72,18 @@ def test_c2_whatever_was_cut_before_memory_that_is_free_is_found(builder: Builde
 
 
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
-def test_the_stress_is_clean_under_each_sanitizer(builder: Builder, sanitizer: str) -> None:
-    program = builder.program(*SOURCES, flags=flags(sanitizer))
+def test_the_stress_is_clean_under_each_sanitizer(sanitizer: str) -> None:
     for who in ("threads",) if sanitizer == "thread" else ("threads", "processes"):
-        ended = run(program, who, "2000", **OPTIONS[sanitizer])
+        ended = run(program(f"{sanitizer}/stress"), who, "2000", **OPTIONS[sanitizer])
         assert ended.returncode == 0, ended.stderr
         assert "all totals are exact" in ended.stdout
 
 
 @planted
-def test_each_sanitizer_finds_a_planted_fault(
-    builder: Builder, sanitizer: str, plant: str, report: str
-) -> None:
-    program = builder.program(*SOURCES, flags=flags(sanitizer), planted=plant)
+def test_each_sanitizer_finds_a_planted_fault(sanitizer: str, plant: str, report: str) -> None:
     # the planted race needs two threads at one moment, which a busy machine may not give at once
     for _ in range(10):
-        ended = run(program, "threads", "200", **OPTIONS[sanitizer])
+        ended = run(program(f"{sanitizer}/stress-{plant}"), "threads", "200", **OPTIONS[sanitizer])
         if ended.returncode != 0:
             break
     assert ended.returncode != 0

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from building import Builder, run
+from building import program, run
 
 pytestmark = pytest.mark.timeout(600)  # a test compiles what it runs
 
 HALF = 20_000
 
 
-def shares(builder: Builder, before: tuple[int, ...], after: tuple[int, ...]) -> list[list[float]]:
+def shares(before: tuple[int, ...], after: tuple[int, ...]) -> list[list[float]]:
     """Of each way in both halves of a trial. ``before`` and ``after``: how long each takes then, in ns."""
-    program = builder.program("trial.cpp", core=())
-    ended = run(program, *map(str, (HALF, len(before), *before, *after)))
+    ended = run(program("plain/trial"), *map(str, (HALF, len(before), *before, *after)))
     assert ended.returncode == 0, ended.stderr
     counts = [int(count) / HALF for count in ended.stdout.split()]
     return [counts[: len(before)], counts[len(before) :]]
@@ -32,18 +31,18 @@ def shares(builder: Builder, before: tuple[int, ...], after: tuple[int, ...]) ->
     ],
 )
 def test_nearly_all_operations_are_done_in_the_quickest_way(
-    builder: Builder, before: tuple[int, ...], after: tuple[int, ...]
+    before: tuple[int, ...], after: tuple[int, ...]
 ) -> None:
-    for times, found in zip((before, after), shares(builder, before, after), strict=True):
+    for times, found in zip((before, after), shares(before, after), strict=True):
         assert found[times.index(min(times))] > 0.85
 
 
-def test_all_ways_are_tried_however_clear_it_is(builder: Builder) -> None:
-    for found in shares(builder, (1, 10**6, 10**6), (1, 10**6, 10**6)):
+def test_all_ways_are_tried_however_clear_it_is() -> None:
+    for found in shares((1, 10**6, 10**6), (1, 10**6, 10**6)):
         assert all(0 < share < 0.01 for share in found[1:])
 
 
-def test_all_ways_are_tried_at_once_when_the_quickest_one_becomes_slow(builder: Builder) -> None:
+def test_all_ways_are_tried_at_once_when_the_quickest_one_becomes_slow() -> None:
     """Long before their time has come."""
-    _, after = shares(builder, (100, 500, 500, 500), (400, 500, 100, 500))
+    _, after = shares((100, 500, 500, 500), (400, 500, 100, 500))
     assert after[2] > 0.99

@@ -170,6 +170,7 @@ def main():
 """
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 @pytest.mark.parametrize(
     "body",

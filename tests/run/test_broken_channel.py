@@ -69,6 +69,7 @@ def failure_of(graph: Graph) -> StageError:
     return error
 
 
+@pytest.mark.each_value
 @everywhere
 @pytest.mark.parametrize(
     ("breaker", "channel"),

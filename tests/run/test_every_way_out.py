@@ -192,6 +192,7 @@ def run_to_its_end(command: list[Any], ending: Ending) -> tuple[subprocess.Popen
         return process, out, said + err
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("name", "method", "kind"), list(cases()))
 def test_every_way_out_leaves_nothing(
     name: str, method: str, kind: str, tmp_path: Path, temporary: Path

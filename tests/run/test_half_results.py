@@ -217,6 +217,7 @@ def fail(numbers: In[int], out: Out[int]) -> None:
     raise Lost
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "harm",
     [
@@ -249,6 +250,7 @@ def test_what_is_behind_a_stage_that_does_harm_gets_nothing(
     assert not any(early)
 
 
+@pytest.mark.each_value
 @pytest.mark.usefixtures("_method")
 @pytest.mark.parametrize("lasting", [False, True])
 def test_a_process_that_fails_ends_nothing_by_its_own_end(lasting: bool, before_the_break: Any) -> None:

@@ -89,13 +89,13 @@ def test_an_abort_is_no_failure_of_a_stage_that_waits_to_put(verb: str) -> None:
 
 
 @busy
-def test_only_the_guilty_stage_is_named_however_often(verb: str, request: pytest.FixtureRequest) -> None:
+def test_only_the_guilty_stage_is_named_however_often(verb: str, long_walk: bool) -> None:
     def fail_at_three(item: Any) -> None:
         seen.append(item)
         if len(seen) == 3:
             raise ValueError("guilty")
 
-    for _ in range(TIMES[request.config.getoption("--long")]):
+    for _ in range(TIMES[long_walk]):
         seen: list[Any] = []
         graph = Graph("r3")
         VERBS[verb](graph, graph.source(itertools.count(1))).sink(fail_at_three)

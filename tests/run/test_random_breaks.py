@@ -6,8 +6,6 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import pytest
-
 from flowchan import Broken, Drained, Graph, In, Out, RunError, Stream, select
 
 WAYS = ("raise", "break the input", "break the output")
@@ -116,9 +114,9 @@ def added(chance: random.Random, graph: Any, one: Any, harm: Harm, on: Any) -> I
         yield done
 
 
-def test_what_random_graphs_give_is_whole_when_they_break_off(pytestconfig: pytest.Config) -> None:
+def test_what_random_graphs_give_is_whole_when_they_break_off(long_walk: bool) -> None:
     broken = 0
-    for seed in range(400 if pytestconfig.getoption("--long") else 25):
+    for seed in range(400 if long_walk else 25):
         whole: dict[str, Any] = {}
         grown(seed, False, whole).run()
         seen: dict[str, Any] = {}

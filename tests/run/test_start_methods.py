@@ -343,6 +343,7 @@ def test_an_early_end_and_a_stop() -> None:
     assert run.stats().state == "stopped"
 
 
+@pytest.mark.each_value
 @pytest.mark.usefixtures("_method")
 @pytest.mark.parametrize(
     "key", [str, lambda item: (str(item), item % 2), lambda item: str(item) if item else None]

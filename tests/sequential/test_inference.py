@@ -34,6 +34,7 @@ class Turned(nn.Module):
 # --- the same answers ---
 
 
+@pytest.mark.each_pair
 @everywhere
 @pytest.mark.parametrize("make", [dense, conv])
 @pytest.mark.parametrize("parts", [1, 2, 3, [1, 1, 3], [4, 1]])

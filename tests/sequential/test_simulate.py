@@ -35,6 +35,7 @@ def plans(draw: st.DrawFn) -> list[list[Step]]:
 # What is known
 
 
+@pytest.mark.each_pair
 @sized
 @timed
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

@@ -24,6 +24,7 @@ SIZES = [8, 8, 7, 3, 1, 9]
 # every schedule
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("recompute", [False, True])
 @schedules

@@ -19,6 +19,7 @@ from flowchan.pipelines.sequential.schedule import SCHEDULES, Step, plan, steps,
 WRITTEN = "F0 F1 I0 F2 B1 F3 W0 B2 B3\nF0 B0 F1 B1 F2 I2 F3 W2 B3"
 
 
+@pytest.mark.each_pair
 @everywhere
 @pytest.mark.parametrize("parts", [2, 3, 4])
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -144,9 +144,9 @@ HOSTILE = [
 ]
 
 
-def test_thousands_of_hostile_connections_are_survived(request: pytest.FixtureRequest) -> None:
+def test_thousands_of_hostile_connections_are_survived(long_walk: bool) -> None:
     """Reset or closed, at any message; then one comes in that knows the secret."""
-    number = 30_000 if request.config.getoption("--long") else 600
+    number = 30_000 if long_walk else 600
     with opened(patience=1) as door:
 
         def attack() -> None:

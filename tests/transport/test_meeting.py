@@ -195,9 +195,9 @@ def some_of(places: list[tuple[int, int]], every: bool) -> list[tuple[int, int]]
 
 
 @pytest.mark.parametrize("from_dialled", [True, False])
-def test_who_changes_a_byte_on_the_way_is_found_out(from_dialled: bool, request: Any) -> None:
+def test_who_changes_a_byte_on_the_way_is_found_out(from_dialled: bool, long_walk: bool) -> None:
     """By the end that gets it, or is to get the next message; and no hello gets through changed."""
-    for number, place in some_of(PLACES, request.config.getoption("--long")):
+    for number, place in some_of(PLACES, long_walk):
 
         def change(dialled: bool, n: int, message: bytes, number: int = number, place: int = place) -> bytes:
             if (dialled, n) != (from_dialled, number):

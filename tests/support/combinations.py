@@ -1,0 +1,63 @@
+"""Choose few combinations of a test's parameters; ``--long`` runs all.
+
+A test with the marker ``each_value`` keeps combinations that together have each value of each parameter, one
+with ``each_pair`` those that have each pair of values of two parameters. A test that runs under every start
+method of processes keeps one of ``forkserver`` and ``spawn``, which cost seconds. The choice depends on
+nothing but the name of the test and its parameters, so all processes of a run agree.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import defaultdict
+from collections.abc import Iterable
+
+import pytest
+
+MARKERS = {"each_value": 1, "each_pair": 2}
+"""With how many parameters whose values belong together."""
+COSTLY = ("forkserver", "spawn")
+
+
+def left_out(items: Iterable[pytest.Item]) -> set[pytest.Item]:
+    """Return the combinations that do not run without ``--long``."""
+    tests: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if hasattr(item, "callspec"):
+            tests[item.nodeid.partition("[")[0]].append(item)
+    return {item for name, combinations in tests.items() for item in not_needed(name, combinations)}
+
+
+def not_needed(name: str, combinations: list[pytest.Item]) -> list[pytest.Item]:
+    for marker, together in MARKERS.items():
+        if combinations[0].get_closest_marker(marker):
+            return beyond(random.Random(name).sample(combinations, len(combinations)), together)
+    by_method = {method: [one for one in combinations if method in texts(one)] for method in COSTLY}
+    left = by_method[random.Random(name).choice(COSTLY)] if all(by_method.values()) else []
+    lost = all_values(left) - all_values(one for one in combinations if one not in left)
+    return left if len(lost) == 1 else []  # the method, and nothing that only its combinations have
+
+
+def beyond(combinations: list[pytest.Item], together: int) -> list[pytest.Item]:
+    """Take the combination that adds most until each value, or pair, is there; return the others."""
+    missing = all_values(combinations, together)
+    while missing:
+        best = max(combinations, key=lambda item: len(missing & values(item, together)))
+        combinations.remove(best)
+        missing -= values(best, together)
+    return combinations
+
+
+def all_values(items: Iterable[pytest.Item], together: int = 1) -> set[frozenset[tuple[str, int]]]:
+    return set().union(*(values(item, together) for item in items))
+
+
+def values(item: pytest.Item, together: int) -> set[frozenset[tuple[str, int]]]:
+    """Return each parameter, those of fixtures too, with the identity of its value; or so many together."""
+    given = [(name, id(value)) for name, value in item.callspec.params.items()]  # type: ignore[attr-defined]
+    return {frozenset(some) for some in itertools.combinations(given, together)}
+
+
+def texts(item: pytest.Item) -> list[str]:
+    return [value for value in item.callspec.params.values() if isinstance(value, str)]  # type: ignore[attr-defined]
