@@ -29,6 +29,7 @@ using Change = ChangeOf<Windows>;
 // What a port remembers between two operations. Everything that must survive its process lies in Session.
 struct ReaderState {
     uint32_t session = 0;
+    mutable PortClock clock;  // between threads; a ring has it in the session
     uint64_t number = 0;  // of the first item in hand
     uint32_t in_hand = 0;
     bool lazy =
@@ -42,6 +43,7 @@ struct ReaderState {
 };
 struct WriterState {
     uint32_t session = 0;
+    mutable PortClock clock;  // as a reader's
     bool ordered = false;  // outputs for item i wait for i's turn
     bool single = false;   // each item has exactly one output, so the output also completes the item
     bool keyed = false;    // outputs belong to the item `number`, as numbered by the reader it follows
