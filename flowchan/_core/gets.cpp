@@ -188,7 +188,8 @@ Step await_place(LocalQueue& queue, Out& out) {
     nb::object kept = nb::find(out);          // others may close and drop it meanwhile
     if (!kept.is_valid()) return Step::Done;  // they just do
     return perform(
-        queue, [&](bool) { return Caller{Side::Writer, &out, 0, 0, true, ANY_TURN, false, &out.state.clock}; },
+        queue,
+        [&](bool) { return Caller{Side::Writer, &out, 0, 0, true, ANY_TURN, false, &out.state.clock}; },
         [&](Wakes&) { return waits() ? Step::Wait : Step::Done; }, Deadline{});
 }
 

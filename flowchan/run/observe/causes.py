@@ -153,7 +153,7 @@ def _stage(view: _View, least: float = BUSY) -> Cause | None:
     if not busy:
         return None
     visits = _visits(view.stats) if len(busy) > 1 else {}
-    slow = min(busy, key=lambda load: load.bound(visits.get(load.stage.name, 1.0)))
+    slow = min(busy, key=lambda load: load.bound(visits.get(load.stage.name) or 1.0))
     name = slow.stage.name
     if slow.is_read_by_program:
         return Cause("consumer", name, f"the program is busy with what it reads from {name!r}")
@@ -167,7 +167,7 @@ def _visits(stats: RunStats) -> dict[str, float]:
     """Items that each stage takes for each item of the sources. In a loop: of so many rounds as it has
     stages."""
     taken = {stage.name: stage.items_in for stage in stats.stages}
-    first = {stage.name for stage in stats.stages if VERBS[stage.kind].begins or VERBS[stage.kind].outside}
+    first = taken.keys() - {link.reader for link in stats.links}
     visits = {name: float(name in first) for name in taken}
     for _ in taken:
         found = {name: float(name in first) for name in taken}
@@ -273,7 +273,7 @@ def _input(view: _View) -> Cause | None:
 
 
 def _slowest(view: _View) -> Cause | None:
-    """Nothing else is to be seen. In a short run the time before the first item and after the last one counts."""
+    """Nothing else is to be seen. In a short run start and end take a large part."""
     return _stage(view, SLOWEST)
 
 

@@ -10,6 +10,7 @@ thinned out, so that any window has a look near its beginning.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import sys
 import time
@@ -23,8 +24,8 @@ EVERY_S = 0.5
 """Seconds between two looks at a run."""
 COST = 1000
 """A look may take this part of the time between two of them."""
-MOST = 64
-"""How many looks are kept."""
+FINENESS = 8
+"""A look is dropped if those next to it are not farther apart than their age divided by this."""
 
 
 def cores_here() -> int:
@@ -89,10 +90,13 @@ class History:
         began = time.monotonic()
         if began < self._next_at:
             return
-        looks = [*self._looks, take()]
-        if len(looks) > MOST:
-            looks = looks[: MOST // 2 : 2] + looks[MOST // 2 :]
-        self._looks = looks  # replaced as a whole: other threads read it
+        newest = take()
+        looks, old = [newest], self._looks[::-1]
+        for look, older in itertools.pairwise(old):
+            if looks[-1].elapsed - older.elapsed > (newest.elapsed - older.elapsed) / FINENESS:
+                looks.append(look)
+        looks += old[-1:]
+        self._looks = looks[::-1]  # replaced as a whole: other threads read it
         now = time.monotonic()
         self._next_at = now + max(EVERY_S, COST * (now - began))
 
