@@ -60,6 +60,7 @@ Await::Await(nb::object target_, bool reading, bool again) : target(std::move(ta
     if (!ch.usable()) throw nb::python_error();
     Caller caller =
         reading ? Caller{Side::Reader, in, in ? in->state.session : 0} : writing(ch, out, 0, true);
+    if (in) caller.clock = &in->state.clock;
     if (!caller.session) caller.session = ch.plain_session();
     place.emplace(&ch, caller);
     place->enter(again);

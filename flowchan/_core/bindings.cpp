@@ -75,6 +75,25 @@ void supervise(Port& port) {
     locked_ring(*port.ch, [&](Ring& ring, Wakes&) { ring.session(port.state.session).supervised = 1; });
 }
 
+// For how many seconds calls through this port have waited, and of these for a turn. Nothing for a port whose
+// session has ended.
+template <class Port>
+nb::tuple waited(Port& port) {
+    const auto seconds = [](const PortClock& clock) {
+        const int64_t now = now_ns();
+        return std::pair(double(clock.all.total(now)) / 1e9, double(clock.turn.total(now)) / 1e9);
+    };
+    const auto [all, turn] = locked(*port.ch, [&]<class M>(M& m, Wakes&) {
+        if constexpr (Traits<M>::processes) {
+            const Session& s = m.session(port.state.session);
+            return seconds(s.generation == port.generation ? s.clock : PortClock());
+        } else {
+            return seconds(port.state.clock);
+        }
+    });
+    return nb::make_tuple(all, turn);
+}
+
 template <class Port>
 nb::tuple hand_over(Port& port) {
     if (!port.ch->reaches_processes()) {
@@ -286,6 +305,7 @@ NB_MODULE(_core, m) {
         .def(
             "_give_up", [](In& in) { in.close(false); }, nb::lock_self())
         .def("_supervise", supervise<In>)
+        .def("_waited", waited<In>)
         .def("_wake_lazily", [](In& in) { in.state.lazy = true; })
         .def("_remain",  // the session belongs to no process from now on, and ends with the channel
              [](In& in) {
@@ -337,6 +357,7 @@ NB_MODULE(_core, m) {
                 out.follows()->feeds.push_back(&out);
             },
             "reader"_a, "ordered"_a, "single"_a)
+        .def("_waited", waited<Out>)
         .def("_replay", [](Out& out) { out.replays = true; })
         .def("_fall", fall, "pid"_a)
         .def(

@@ -26,7 +26,8 @@ struct Traits<LocalQueue> {
     using Waiting = Node;
     static std::atomic<uint32_t>& word(LocalQueue&, const Caller&, Node& node) { return node.word; }
     static void enter(LocalQueue& q, const Caller& caller, Node& node, bool selecting, bool again) {
-        q.line(caller.side).enter(node, caller, selecting, again);
+        const bool for_turn = caller.ordered && caller.number > q.turn && q.inside() == 0;
+        q.line(caller.side).enter(node, caller, selecting, again, for_turn);
     }
     static bool leave(LocalQueue& q, const Caller& caller, Node& node, bool) {
         return q.line(caller.side).leave(node);
@@ -100,6 +101,7 @@ struct Traits<Ring> {
         if (caller.exchangeable) gate(r, caller.side).idle |= waiting.rank = 1u << caller.session % 32;
         if (waiting.selecting) gate(r, caller.side).ends_by_itself(+1);
         (caller.side == Side::Reader ? s.at_reader_gate : s.at_writer_gate) += 1;
+        s.clock.begin(false);
         if (caller.side == Side::Reader && r.header().heard)
             futex_wake(r.header().writer_gate.seq, r.header().writer_gate.call(1), true);
     }
@@ -115,6 +117,7 @@ struct Traits<Ring> {
         uint32_t& n = caller.side == Side::Reader ? s.at_reader_gate : s.at_writer_gate;
         const bool counted = n > 0;
         if (counted) n -= 1;
+        if (counted) s.clock.end(false);
         if (caller.exchangeable) gate(r, caller.side).idle &= ~waiting.rank;
         // as in Ring::drop_copies: dead in between, it counts as waiting once too often, never too seldom
         keep_order();

@@ -139,6 +139,7 @@ nb::dict channel_stats(Channel& ch) {
     stats["writers"] = c.writers;
     stats["read_wait"] = seconds(c.read_wait_ns);
     stats["write_wait"] = seconds(c.write_wait_ns);
+    stats["turn_wait"] = seconds(c.turn_wait_ns);
     stats["readers_waiting_for"] = seconds(c.readers_waiting_for_ns);
     stats["writers_waiting_for"] = seconds(c.writers_waiting_for_ns);
     stats["selecting"] = c.selecting;

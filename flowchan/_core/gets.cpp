@@ -188,7 +188,8 @@ Step await_place(LocalQueue& queue, Out& out) {
     nb::object kept = nb::find(out);          // others may close and drop it meanwhile
     if (!kept.is_valid()) return Step::Done;  // they just do
     return perform(
-        queue, [&](bool) { return Caller{Side::Writer, &out, 0, 0, true, ANY_TURN}; },
+        queue,
+        [&](bool) { return Caller{Side::Writer, &out, 0, 0, true, ANY_TURN, false, &out.state.clock}; },
         [&](Wakes&) { return waits() ? Step::Wait : Step::Done; }, Deadline{});
 }
 
@@ -217,7 +218,10 @@ Step get(LocalQueue& queue, Channel&, In* in, Deadline deadline, Taking taking, 
     Step step = perform(
         queue,
         [&](bool) {
-            return Caller{.side = Side::Reader, .port = in, .exchangeable = reader && reader->lazy};
+            return Caller{.side = Side::Reader,
+                          .port = in,
+                          .exchangeable = reader && reader->lazy,
+                          .clock = reader ? &reader->clock : nullptr};
         },
         [&](Wakes& wakes) {
             if (in && !in->open) return queue.state == BROKEN ? Step::Broken : Step::PortClosed;

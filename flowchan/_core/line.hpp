@@ -40,17 +40,21 @@ struct Node {
     Node *before = nullptr, *after = nullptr;
     Caller caller{};
     bool selecting = false;
+    bool for_turn = false;  // it waits for the order, and not for a place
 };
 
 class Line {
   public:
-    void enter(Node& node, const Caller& caller, bool selecting, bool again) {
+    void enter(Node& node, const Caller& caller, bool selecting, bool again, bool for_turn = false) {
         const int64_t now = now_ns();
         if (waiting == 0 && !again) since_ns_ = now;
         waited_ns_ -= now;
         waiting += 1;
         node.caller = caller;
         node.selecting = selecting;
+        node.for_turn = for_turn;
+        turns.set(turns.waiting + for_turn, now);
+        if (caller.clock) caller.clock->begin(for_turn);
         selecting_ += selecting;
         with_turn_ += has_turn(node);
         node.seen = node.word.load(std::memory_order_relaxed);
@@ -67,7 +71,10 @@ class Line {
         selecting_ -= node.selecting;
         with_turn_ -= has_turn(node);
         waiting -= 1;
-        waited_ns_ += now_ns();
+        const int64_t now = now_ns();
+        waited_ns_ += now;
+        turns.set(turns.waiting - node.for_turn, now);
+        if (node.caller.clock) node.caller.clock->end(node.for_turn);
         return called;
     }
 
@@ -112,6 +119,7 @@ class Line {
     int64_t total_wait_ns() const { return waited_ns_ + int64_t(waiting) * now_ns(); }
 
     uint32_t waiting = 0;
+    WaitClock turns;           // of those who wait for their turn and not for a place
     Node* starving = nullptr;  // newcomers must not overtake it while it could go on
 
   private:

@@ -17,7 +17,8 @@ struct Counts {
     uint64_t items_in, items_out, bytes_in, bytes_inside;
     uint64_t inside, leased, readers, writers;
     uint64_t waiting_readers, waiting_writers;
-    int64_t read_wait_ns, write_wait_ns;                     // in all
+    int64_t read_wait_ns, write_wait_ns;  // in all
+    int64_t turn_wait_ns;  // of the latter: for a turn, while no item was inside that a reader could take
     int64_t readers_waiting_for_ns, writers_waiting_for_ns;  // somebody has waited since
     uint64_t selecting;                                      // of those waiting, who may go on without it
     uint64_t woken;                                          // and who is on its way

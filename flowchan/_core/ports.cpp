@@ -25,7 +25,10 @@ bool done_with(M& m, Out& out, uint64_t number) {
         return true;
     }
     Step step = perform(
-        m, [&](bool) { return Caller{Side::Writer, &out, out.state.session, 0, true, number}; },
+        m,
+        [&](bool) {
+            return Caller{Side::Writer, &out, out.state.session, 0, true, number, false, &out.state.clock};
+        },
         [&](Wakes& wakes) { return out.open ? finish_item(m, out.state, number, wakes) : Step::Done; },
         Deadline{});
     return step != Step::Interrupted;

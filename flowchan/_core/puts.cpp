@@ -188,6 +188,7 @@ bool has_its_output(In& in) {
 
 Caller writing(Channel& ch, const Out* out, uint64_t size, bool waits) {
     Caller caller{Side::Writer, out, 0, size};
+    caller.clock = out ? &out->state.clock : nullptr;
     if (waits) caller.session = out ? out->state.session : ch.plain_session();
     if (out && out->state.ordered && out->state.keyed) {
         caller.ordered = true;

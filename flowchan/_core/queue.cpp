@@ -183,6 +183,7 @@ Counts LocalQueue::counts() const {
             .waiting_writers = writer_line.waiting,
             .read_wait_ns = reader_line.total_wait_ns(),
             .write_wait_ns = writer_line.total_wait_ns(),
+            .turn_wait_ns = writer_line.turns.total(now_ns()),
             .readers_waiting_for_ns = reader_line.waiting_for_ns(),
             .writers_waiting_for_ns = writer_line.waiting_for_ns(),
             .selecting = reader_line.selecting() + writer_line.selecting(),

@@ -227,6 +227,7 @@ Counts Ring::counts() const {
             .waiting_writers = writers.everybody(),
             .read_wait_ns = readers.total_wait_ns(),
             .write_wait_ns = writers.total_wait_ns(),
+            .turn_wait_ns = writers.turns.total(now_ns()),
             .readers_waiting_for_ns = readers.waiting_for_ns(),
             .writers_waiting_for_ns = writers.waiting_for_ns(),
             .selecting = readers.selecting + writers.selecting,

@@ -29,7 +29,8 @@ using Change = ChangeOf<Windows>;
 // What a port remembers between two operations. Everything that must survive its process lies in Session.
 struct ReaderState {
     uint32_t session = 0;
-    uint64_t number = 0;  // of the first item in hand
+    mutable PortClock clock;  // between threads; a ring has it in the session
+    uint64_t number = 0;      // of the first item in hand
     uint32_t in_hand = 0;
     bool lazy =
         false;  // a stage's reader. It wakes writers when a quarter of the places is free, not for each place:
@@ -42,9 +43,10 @@ struct ReaderState {
 };
 struct WriterState {
     uint32_t session = 0;
-    bool ordered = false;  // outputs for item i wait for i's turn
-    bool single = false;   // each item has exactly one output, so the output also completes the item
-    bool keyed = false;    // outputs belong to the item `number`, as numbered by the reader it follows
+    mutable PortClock clock;  // as a reader's
+    bool ordered = false;     // outputs for item i wait for i's turn
+    bool single = false;      // each item has exactly one output, so the output also completes the item
+    bool keyed = false;       // outputs belong to the item `number`, as numbered by the reader it follows
     uint64_t number = 0;
     uint64_t count = 0;  // outputs made for it so far, those skipped included
     uint64_t skip = 0;   // of them a dead predecessor has put already

@@ -22,6 +22,7 @@ uint32_t Ring::free_session(Wakes& wakes) {
             s.supervised = s.lease_head = s.lease_tail = s.leased = s.committed_item = s.committed_count =
                 s.views = s.forked = 0;
             s.at_reader_gate = s.at_writer_gate = s.called = 0;
+            s.clock = PortClock();
             s.awaits = s.at = s.begun = s.again_head = s.again_tail = s.again = s.again_at = 0;
             fault_point();
             return i;
@@ -117,12 +118,15 @@ void Ring::drop_copies(uint32_t index, bool views, Wakes& wakes) {
     };
     wakes.readers += leave(h_->reader_gate, s.at_reader_gate);
     wakes.writers += leave(h_->writer_gate, s.at_writer_gate);
+    s.clock.all.set(s.awaits != 0, now);
     if (s.awaits) {
         s.word.store(s.word.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
         wakes.add(s.word, true);  // a thread that waits in the port that is being closed must hear of it
         have_turn(s);
         const auto waits = [](const Session& one) { return one.awaits != 0; };
         h_->writer_gate.ordered = uint32_t(std::ranges::count_if(h_->sessions(), waits));
+        const auto for_turn = [](const Session& one) { return one.clock.turn.waiting != 0; };
+        h_->writer_gate.turns.set(uint32_t(std::ranges::count_if(h_->sessions(), for_turn)), now);
         call_turns(wakes);
     }
     if (s.pid == uint64_t(getpid())) return;

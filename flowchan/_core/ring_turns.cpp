@@ -94,6 +94,9 @@ uint32_t Ring::await_turn(Session& s, uint64_t number, bool again) {
     s.called = 0;
     s.awaits = number + 1;
     h_->writer_gate.ordered += 1;
+    const bool for_turn = number > h_->turn && inside() == 0;
+    s.clock.begin(for_turn);
+    h_->writer_gate.turns.set(h_->writer_gate.turns.waiting + for_turn, now_ns());
     return s.word.load(std::memory_order_relaxed);
 }
 
@@ -101,7 +104,11 @@ void Ring::have_turn(Session& s) {
     if (!s.awaits) return;  // its port was closed meanwhile
     s.awaits = s.called = 0;
     h_->writer_gate.ordered -= std::min(h_->writer_gate.ordered, 1u);
-    h_->writer_gate.waited_ns += now_ns();
+    const int64_t now = now_ns();
+    h_->writer_gate.waited_ns += now;
+    const uint32_t in_turn = h_->writer_gate.turns.waiting;
+    h_->writer_gate.turns.set(in_turn - std::min(in_turn, s.clock.turn.waiting), now);
+    s.clock.end(true);
 }
 
 // Whether the output of item `number` has a place when `more` others are still to take theirs.

@@ -55,6 +55,7 @@ struct Operation {
     Caller caller() const {
         Caller caller = side == Side::Writer ? writing(*ch, out, 0, false) : Caller{Side::Reader, in};
         caller.session = session;
+        if (in) caller.clock = &in->state.clock;
         return caller;
     }
 };

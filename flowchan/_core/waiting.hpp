@@ -123,6 +123,36 @@ inline void prefetch(const void* at) {
 
 struct Wakes;
 
+// How long callers have waited, in nanoseconds, all of them together. It adds up at each change, so a process
+// that dies between two lines costs the time since the last change and not more.
+struct WaitClock {
+    int64_t ns = 0, since = 0;
+    uint32_t waiting = 0;
+
+    void set(uint32_t number, int64_t now) {
+        ns += int64_t(waiting) * (now - since);
+        since = now;
+        waiting = number;
+    }
+    int64_t total(int64_t now) const { return ns + int64_t(waiting) * (now - since); }
+};
+
+// The waits through one port, and those among them for a turn (`Counts::turn_wait_ns`).
+struct PortClock {
+    WaitClock all, turn;
+
+    void begin(bool for_turn) {
+        const int64_t now = now_ns();
+        all.set(all.waiting + 1, now);
+        turn.set(turn.waiting + for_turn, now);
+    }
+    void end(bool for_turn) {
+        const int64_t now = now_ns();
+        all.set(all.waiting - (all.waiting > 0), now);
+        turn.set(turn.waiting - (for_turn && turn.waiting > 0), now);
+    }
+};
+
 struct Gate {
     std::atomic<uint32_t> seq{0};  // the futex word; its partner is the sleeper's compare in the kernel
     uint32_t waiting = 0;
@@ -136,6 +166,7 @@ struct Gate {
     uint64_t starving_size = 0;  // of the item that the starving one wants to put
     int64_t waited_ns = 0;       // total time waited: minus the start of each wait, plus its end
     int64_t since_ns = 0;        // when somebody began to wait here, with somebody waiting ever since
+    WaitClock turns;             // of those who wait for their turn and not for a place
 
     // Under the lock: how many sleepers to wake for k new chances. The caller passes the result to
     // `futex_wake` after it has dropped the lock. The lock's release orders the change of `seq` before it, so
@@ -227,7 +258,8 @@ struct Caller {
     uint64_t size = 0;
     bool ordered = false;
     uint64_t number = 0;
-    bool exchangeable = false;  // whoever waits through another port may as well go on in its place
+    bool exchangeable = false;   // whoever waits through another port may as well go on in its place
+    PortClock* clock = nullptr;  // between threads: of its port, which outlives the call
 };
 
 // How an operation on a channel ended. `Wait` never leaves the core: it becomes NotNow or a sleep.

@@ -62,6 +62,8 @@ class Holder:
 class ChannelStats:
     """One moment of a channel (C15). Counts are items since its creation; ``read_wait`` and ``write_wait``
     are the seconds that all its readers and writers together have spent waiting, those waiting now included;
+    ``turn_wait`` is the part of ``write_wait`` in which ordered writers waited for their turn while nothing
+    was inside;
     ``readers_waiting_for`` and ``writers_waiting_for`` are the seconds for which somebody has been waiting
     without a break until now. ``selecting``: waiters that something else may release (``select``, ``await``,
     a timeout), ``awaiting`` of them coroutines of this process; ``woken``: signalled, not yet running.
@@ -79,6 +81,7 @@ class ChannelStats:
     writers: int
     read_wait: float
     write_wait: float
+    turn_wait: float
     readers_waiting_for: float
     writers_waiting_for: float
     selecting: int

@@ -24,7 +24,7 @@ import click
 if TYPE_CHECKING:
     from flowchan.declare.blueprint import Blueprint
     from flowchan.errors import Problem, RunError
-    from flowchan.viz.terminal import LiveView
+    from flowchan.viz.live.terminal import LiveView
 
 DONE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
 REFRESH = 0.25
@@ -114,7 +114,7 @@ def run(file: str, args: tuple[str, ...], debug: bool, seed: int | None, hosts: 
     from flowchan.cli.results import result_lines
     from flowchan.errors import RunError
     from flowchan.run.report import render
-    from flowchan.viz.terminal import LiveView
+    from flowchan.viz.live.terminal import LiveView
 
     with _Interrupts() as interrupts, _logging():
         graph: Any = load(file, args)
@@ -131,7 +131,11 @@ def run(file: str, args: tuple[str, ...], debug: bool, seed: int | None, hosts: 
         failure: RunError | None = None
         results: Any = {}
         try:
-            with LiveView() as view, graph.start(seed=seed) as running:
+            with (
+                LiveView() as view,
+                graph.start(seed=seed) as running,
+                running.subscribe(stats=view.show, every=REFRESH),
+            ):
                 results = _follow(running, view, interrupts)
         except RunError as error:
             failure = error
@@ -333,8 +337,7 @@ class _Interrupts:
 
 
 def _follow(running: Any, view: LiveView, interrupts: _Interrupts) -> Any:
-    """Shows the run until it ends, and passes interrupts on to it. Gives its results; raises what it
-    raises."""
+    """Wait for the end of the run, and pass interrupts on to it. Gives its results; raises what it raises."""
     heard = 0
     while True:
         if interrupts.count > heard:
@@ -343,10 +346,8 @@ def _follow(running: Any, view: LiveView, interrupts: _Interrupts) -> Any:
         if interrupts.asked:
             interrupts.asked = False
             view.say(running.explain())
-        try:
+        with contextlib.suppress(TimeoutError):
             return running.wait(timeout=REFRESH)
-        except TimeoutError:
-            view.show(running.stats())
 
 
 def _interrupt(running: Any, view: LiveView, times: int) -> None:

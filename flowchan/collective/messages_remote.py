@@ -78,7 +78,8 @@ class Way:
             try:
                 within = min(TRY_S, left)
                 return meet(sock, self.secret, dialled=True, hello=hello, timeout=within, tls=self.tls)[0]
-            except unless_interrupted(OSError) as error:  # it is gone, or sent us away, or another program has its port
+            # The peer is gone, sent us away, or another program has its port.
+            except unless_interrupted(OSError) as error:
                 is_quick = isinstance(error, Refused) and time.monotonic() - begun < REFUSED_QUICKLY_S
                 refused_since = min(refused_since, begun) if is_quick else math.inf
                 if time.monotonic() - refused_since > STRANGER_TIMEOUT_S:

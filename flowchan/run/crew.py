@@ -310,7 +310,7 @@ class LocalCrew:
         return error.__cause__ or error
 
     def snapshots(self) -> tuple[Snapshot, ...]:
-        return measure(self.plan, self.channels)
+        return measure(self.plan, self.channels, self._opened.ports)
 
     def hosts(self) -> tuple[HostStats, ...]:
         return ()

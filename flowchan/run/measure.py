@@ -3,59 +3,36 @@ costs the workers nothing."""
 
 from __future__ import annotations
 
-import time
+import dataclasses
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from flowchan.channel.channel import ChannelStats
 from flowchan.declare.values import Link, Stage
-from flowchan.declare.verbs import VERBS
 from flowchan.run.decisions import State
 from flowchan.run.events import WorkerId
-from flowchan.run.opening import Channels
+from flowchan.run.observe.clocks import Worked
+from flowchan.run.opening import Channels, Ports
 from flowchan.run.plan import Plan
-from flowchan.run.stats import HostStats, LinkStats, RunState, RunStats, StageStats
-
-IDLE = 0.005
-"""A stage that is busy for a smaller part of the run than this holds nobody up."""
-
-
-class Spans:
-    """From when to when each worker worked: since it had built what the user declared, until it ended."""
-
-    def __init__(self) -> None:
-        self._began: dict[WorkerId, float] = {}  # of those that work now
-        self._ended: Counter[str] = Counter()  # seconds of those that have ended, by stage
-
-    def begin(self, worker: WorkerId) -> None:
-        self._began[worker] = time.monotonic()
-
-    def end(self, worker: WorkerId) -> None:
-        began = self._began.pop(worker, None)
-        if began is not None:
-            self._ended[worker.stage] += time.monotonic() - began  # type: ignore[assignment]
-
-    def seconds(self, now: float) -> Counter[str]:
-        """What the workers of each stage have worked until ``now``."""
-        found = Counter(self._ended)
-        for worker, began in list(self._began.items()):
-            found[worker.stage] += max(0.0, now - began)  # type: ignore[assignment]
-        return found
+from flowchan.run.stats import HostStats, LinkStats, RunState, RunStats, Seconds, StageStats, WorkerStats
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """One link with the counts of its channel."""
+    """One link with the counts of its channel, and how many seconds each worker has waited at its port: to
+    read, and to write, in all and for its turn."""
 
     link: Link
     stats: ChannelStats
+    read_waits: Mapping[int, float] = field(default_factory=dict)
+    write_waits: Mapping[int, tuple[float, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """What is known of a run beside the counts of its channels: its state, its seconds so far, and by stage
-    the items tried again, those that nobody wanted, and the seconds that its workers have worked. ``pids``
+    """What is known of a run besides the counts of its channels: its state, its seconds so far, and by stage
+    the items tried again, those that nobody wanted, and what its workers have worked. ``pids``
     are those of worker processes, by worker; ``last_error`` is that of :class:`RunStats`. ``refused``
     items failed and were asked."""
 
@@ -63,21 +40,31 @@ class Account:
     elapsed: float
     retried: Mapping[str, int]
     unwanted: Mapping[str, int]
-    worked: Mapping[str, float]
+    worked: Mapping[str, Worked]
     pids: Mapping[WorkerId, int] = field(default_factory=dict)
     last_error: str = ""
     refused: Mapping[str, int] = field(default_factory=dict)
 
 
-def measure(plan: Plan, channels: Channels) -> tuple[Snapshot, ...]:
-    """The counts of all channels now."""
-    return tuple(Snapshot(link, channels[link.name].stats()) for link in plan.links)
+def measure(plan: Plan, channels: Channels, ports: Mapping[WorkerId, Ports]) -> tuple[Snapshot, ...]:
+    """The counts of all channels now, and the waits at all ``ports``."""
+    read: dict[str, dict[int, float]] = {}
+    written: dict[str, dict[int, tuple[float, float]]] = {}
+    for id, mine in ports.items():
+        for reader in mine.inputs.values():
+            read.setdefault(reader.channel._name, {})[id.number] = reader._waited()[0]
+        for writer in mine.writers():
+            written.setdefault(writer.channel._name, {})[id.number] = writer._waited()
+    return tuple(
+        Snapshot(link, channels[link.name].stats(), read.get(link.name, {}), written.get(link.name, {}))
+        for link in plan.links
+    )
 
 
 def summarise(
     plan: Plan, account: Account, snapshots: tuple[Snapshot, ...], hosts: tuple[HostStats, ...] = ()
 ) -> RunStats:
-    """The statistics of a run."""
+    """The statistics of a run: counters, without rates and shares, which :func:`between` gives."""
     state, elapsed = account.state, account.elapsed
     reading: dict[str | None, list[Snapshot]] = {}
     writing: dict[str, list[Snapshot]] = {}
@@ -100,18 +87,18 @@ def summarise(
             retried=account.retried.get(stage.name, 0),
             restarts=state.restarts.get(stage.name, 0),
             unwanted=account.unwanted.get(stage.name, 0),
-            worked=account.worked.get(stage.name, 0.0),
+            worked=account.worked.get(stage.name, Worked()),
             pids=tuple(pids.get(stage.name, ())),
         )
-        stages.append(_stage(about, elapsed))
-    links = tuple(_link(snapshot, elapsed, plan.share) for snapshot in snapshots)
+        stages.append(_stage(about))
+    links = tuple(_link(snapshot, plan.share) for snapshot in snapshots)
     return RunStats(
         plan.graph.name,
         state_of(state),
         elapsed,
         tuple(stages),
         links,
-        _bottleneck(stages),
+        None,
         plan.seed,
         plan.memory,
         hosts,
@@ -119,11 +106,11 @@ def summarise(
     )
 
 
-def _link(snapshot: Snapshot, elapsed: float, share: int) -> LinkStats:
+def _link(snapshot: Snapshot, share: int) -> LinkStats:
     link, stats = snapshot.link, snapshot.stats
     return LinkStats(
         name=link.name, writer=link.writer, reader=link.reader, medium=link.medium.name,
-        inside=stats.inside, capacity=link.capacity, passed=stats.items_out, rate=stats.items_out / elapsed,
+        inside=stats.inside, capacity=link.capacity, passed=stats.items_out, rate=0.0,
         waiting_readers=stats.waiting_readers, waiting_writers=stats.waiting_writers,
         readers_waiting_for=stats.readers_waiting_for, writers_waiting_for=stats.writers_waiting_for,
         selecting=stats.selecting, woken=stats.woken, awaiting=stats.awaiting, bytes=stats.bytes_inside,
@@ -133,8 +120,8 @@ def _link(snapshot: Snapshot, elapsed: float, share: int) -> LinkStats:
 
 @dataclass(frozen=True, slots=True)
 class _About:
-    """What is known of one stage. ``broken`` items failed and ended the run, or were asked; ``worked`` are
-    the seconds between the beginnings and the ends of its workers, waits included."""
+    """What is known of one stage. ``broken`` items failed and ended the run, or were asked;
+    ``worked`` is what the clocks of its workers say."""
 
     stage: Stage
     reads: list[Snapshot]
@@ -144,14 +131,12 @@ class _About:
     retried: int
     restarts: int
     unwanted: int
-    worked: float
+    worked: Worked
     pids: tuple[int, ...]
 
 
-def _stage(about: _About, elapsed: float) -> StageStats:
+def _stage(about: _About) -> StageStats:
     stage, reads, writes = about.stage, about.reads, about.writes
-    workers = stage.worker_count
-    whole = workers * elapsed
     items_in = sum(s.stats.items_out for s in reads)
     in_hand = sum(s.stats.leased for s in reads)
     failed = about.broken + sum(s.stats.items_in for s in writes if s.link.errors)
@@ -168,17 +153,45 @@ def _stage(about: _About, elapsed: float) -> StageStats:
     if "members" in stage.options:  # a batch that failed as a whole has no output
         members = max(0, failed - max(0, items_in - items_out - in_hand - unwanted))
         failed -= members
-    worked = min(1.0, about.worked / whole)
-    waiting_in = min(worked, sum(s.stats.read_wait for s in reads) / whole)
-    waiting_out = min(worked - waiting_in, sum(s.stats.write_wait for s in writes) / whole)
     return StageStats(
-        name=stage.name, kind=stage.kind, on=stage.place.name, workers=workers,
+        name=stage.name, kind=stage.kind, on=stage.place.name, workers=stage.worker_count,
         alive=about.alive, items_in=items_in, items_out=items_out, failed=failed, retried=about.retried,
         restarts=about.restarts, unwanted=unwanted, in_hand=in_hand,
-        rate=(items_in if reads else items_out) / elapsed,
-        busy=worked - waiting_in - waiting_out, waiting_input=waiting_in, waiting_output=waiting_out,
+        rate=0.0, busy=0.0, waiting_input=0.0, waiting_output=0.0,
         hosts=stage.place.hosts, pids=about.pids, members_failed=members,
+        working=len(about.worked.now), seconds=_seconds(about),
+        per_worker=tuple(_worker(worker, about) for worker in about.worked.now),
     )  # fmt: skip
+
+
+def _seconds(about: _About) -> Seconds:
+    """The waits of all workers that the stage has had, by what its channels say."""
+    return _with_waits(
+        about.worked.total,
+        sum(snapshot.stats.read_wait for snapshot in about.reads),
+        sum(snapshot.stats.write_wait for snapshot in about.writes),
+        sum(snapshot.stats.turn_wait for snapshot in about.writes),
+    )
+
+
+def _worker(worker: WorkerStats, about: _About) -> WorkerStats:
+    """The same of one worker, by what its ports say."""
+    reads = sum(snapshot.read_waits.get(worker.number, 0.0) for snapshot in about.reads)
+    writes = [snapshot.write_waits.get(worker.number, (0.0, 0.0)) for snapshot in about.writes]
+    seconds = _with_waits(
+        worker.seconds, reads, sum(wait for wait, _ in writes), sum(turn for _, turn in writes)
+    )
+    return WorkerStats(worker.number, worker.working, seconds)
+
+
+def _with_waits(worked: Seconds, reads: float, writes: float, turns: float) -> Seconds:
+    """Waits of a worker that waits at several channels at once count several times: never more than it has
+    worked. The end of one that just waits is known before the end of its wait, so neither are they
+    negative."""
+    reads = min(max(0.0, reads), worked.working)
+    writes = min(max(0.0, writes), worked.working - reads)
+    turn = min(max(0.0, turns), writes)
+    return dataclasses.replace(worked, input=reads, place=writes - turn, turn=turn)
 
 
 def _readers_left(about: _About, outs: list[Snapshot]) -> bool:
@@ -195,11 +208,3 @@ def state_of(state: State) -> RunState:
     if state.phase == "aborting" or state.aborted:
         return "aborted"
     return "stopped" if state.stopped else "done"
-
-
-def _bottleneck(stages: list[StageStats]) -> str | None:
-    """The stage whose workers are busy for the largest part of the run: the others wait for it, before it to
-    put and behind it to get. None where all are idle."""
-    candidates = [stage for stage in stages if not VERBS[stage.kind].outside]
-    slowest = max(candidates, key=lambda stage: stage.busy, default=None)
-    return slowest.name if slowest is not None and len(candidates) > 1 and slowest.busy >= IDLE else None

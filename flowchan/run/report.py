@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from flowchan.declare.verbs import VERBS
 from flowchan.run.explain import amount
-from flowchan.run.stats import HostStats, LinkStats, RunState, RunStats, StageStats
+from flowchan.run.stats import CauseKind, HostStats, LinkStats, RunState, RunStats, StageStats
 
 
 def render(stats: RunStats, width: int = 10**6) -> str:
@@ -29,7 +29,10 @@ def render(stats: RunStats, width: int = 10**6) -> str:
 
 
 def bottleneck_text(stats: RunStats) -> str:
-    """Names the stage that holds the others up, and shows why."""
+    """Name what limits the run, and why: the stage that holds the others up, or another cause."""
+    cause = stats.cause
+    if cause is not None and cause.kind != "bottleneck":
+        return f"bottleneck: {_CAUSES[cause.kind]} ({cause.why})"
     slow = next((stage for stage in stats.stages if stage.name == stats.bottleneck), None)
     if slow is None:
         return "bottleneck: none to be seen"
@@ -38,6 +41,18 @@ def bottleneck_text(stats: RunStats) -> str:
         f"bottleneck: {slow.name} (busy {share(slow.busy)} of the time, {workers} "
         f"on={slow.on!r}, {rate(slow.rate)})"
     )
+
+
+_CAUSES: dict[CauseKind, str] = {
+    "input": "the input",
+    "consumer": "the program",
+    "order": "the order",
+    "gil": "the interpreter lock",
+    "cores": "the cores",
+    "memory": "the memory",
+    "in_flight": "the items under way",
+    "starting": "the start",
+}
 
 
 def count(number: int) -> str:

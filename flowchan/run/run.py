@@ -19,7 +19,7 @@ from flowchan import _core
 from flowchan.channel.channel import Out
 from flowchan.declare.stream import Input, Stream
 from flowchan.errors import Broken, Deadlock, Interrupted, RunError, StageError
-from flowchan.items.arguments import refuses_misspelt, seconds
+from flowchan.items.arguments import finite_seconds, refuses_misspelt, seconds
 from flowchan.run.asking import NOTHING, Asking, answering_ends
 from flowchan.run.decisions import AbortAsked, StopAsked
 from flowchan.run.events import Failure, WorkerId
@@ -30,6 +30,7 @@ from flowchan.run.guard import Unguarded
 from flowchan.run.lasting import LastingProcesses
 from flowchan.run.limits import say
 from flowchan.run.measure import state_of
+from flowchan.run.observe.feed import Subscription
 from flowchan.run.plan import Plan
 from flowchan.run.report import render
 from flowchan.run.results import Gathering, Results
@@ -39,9 +40,6 @@ from flowchan.run.supervisor import Supervisor
 from flowchan.transport.interrupts import InterruptWatch, interrupts_deferred
 
 T = TypeVar("T")
-
-LOOK = 0.1
-"""Seconds between two looks at a run that is being finished."""
 
 
 class Run:
@@ -63,7 +61,6 @@ class Run:
         self._in_block = False
         self._answering: set[str] = set()  # inputs whose items were asked
         self._told: Results | None = None  # by Interrupted
-        self._meanwhile: Callable[[], None] | None = None  # shows how it goes while it is finished
         take_in = weakref.WeakMethod(self._gathering.take_in)
         self._supervisor.take_in = lambda ids: method(ids) if (method := take_in()) is not None else None
         failure = weakref.WeakMethod(self._failure)
@@ -284,7 +281,7 @@ class Run:
                     out.close()
                 self._gathering.take_in_the_rest()
                 self._gathering.begin()
-            self._await_end()
+            self._supervisor.wait()
             if self._supervisor.state.aborted:
                 _say("broken off, what was in flight is discarded: nothing moved any more")
         except KeyboardInterrupt:
@@ -295,12 +292,6 @@ class Run:
         ended = self._supervisor.ended.is_set()
         self._told = self._gathering.results() if ended else Results(self._plan.graph.name, {})
         self._supervisor.unheard.clear()
-
-    def _await_end(self) -> None:
-        """Without a bound on time."""
-        while not self._supervisor.wait(None if self._meanwhile is None else LOOK):
-            if self._meanwhile is not None:
-                self._meanwhile()
 
     def __enter__(self) -> Run:
         self._interrupts.open()
@@ -349,9 +340,45 @@ class Run:
         """ "running", "stopping", "done", "failed", "stopped" or "aborted"."""
         return state_of(self._supervisor.state)
 
-    def stats(self) -> RunStats:
-        """The run at this moment (R8)."""
-        return self._supervisor.stats()
+    @refuses_misspelt("stats")
+    def stats(self, *, window: float | None = None) -> RunStats:
+        """Look at the run at this moment (R8).
+
+        Args:
+            window: The rates, shares and cause are those of the last so many seconds. The value's ``window``
+                says how many these were: up to half a second more, and fewer if the run is younger. Without
+                it they are those of the whole run.
+        """
+        return self._supervisor.stats(seconds("stats", "window", window))
+
+    @refuses_misspelt("subscribe")
+    def subscribe(
+        self,
+        *,
+        stats: Callable[[RunStats], object] | None = None,
+        events: Callable[[Any], object] | None = None,
+        every: float = 1.0,
+    ) -> Subscription:
+        """Tell a subscriber how the run goes, on a thread that all subscribers of the run share.
+
+        A subscriber must not wait for the run. One that raises gets no more, and the run goes on.
+
+        Args:
+            stats: Gets what :meth:`stats` returns, at once, every so often, and once after the end.
+            events: Gets each event of the run: workers that start, begin, end, fail or die, items that are
+                tried again, stops and aborts.
+            every: Seconds between two statistics.
+
+        Returns:
+            The subscription. Close it, or leave its ``with`` block, to get no more.
+
+        Example:
+            >>> with run.subscribe(stats=lambda stats: print(stats.bottleneck)):
+            ...     run.wait()
+        """
+        return self._supervisor.feed.subscribe(
+            stats=stats, events=events, every=finite_seconds("subscribe", "every", every)
+        )
 
     def report(self) -> str:
         """The run in tables: stages, channels, the bottleneck, and the account of items."""

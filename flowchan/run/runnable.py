@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import pkgutil
 from abc import ABC, abstractmethod
@@ -20,6 +19,9 @@ from flowchan.run.results import Results
 from flowchan.run.run import Run
 from flowchan.transport.interrupts import interrupts_deferred, terminate_as_interrupt
 
+SHOWN_EVERY_S = 0.1
+"""Seconds between two looks at a run whose progress is shown."""
+
 
 class Runnable(ABC):
     """Has a graph that can be started and run."""
@@ -32,7 +34,7 @@ class Runnable(ABC):
 
     def _watching(self) -> contextlib.AbstractContextManager[Any]:
         """What shows how far a run is. It is built upon runs, so it is found when it is needed."""
-        watching = pkgutil.resolve_name("flowchan.viz.progress:watching")
+        watching = pkgutil.resolve_name("flowchan.viz.live:watching")
         return watching(self._blueprint())  # type: ignore[no-any-return]
 
     @refuses_misspelt("start")
@@ -71,7 +73,8 @@ class Runnable(ABC):
         leave_if_unguarded(graph)  # before anything is drawn
         with (
             terminate_as_interrupt(),
-            self._watching() if progress else contextlib.nullcontext() as watching,
+            self._watching() if progress else contextlib.nullcontext() as view,
+            contextlib.ExitStack() as subscription,
         ):
             run = None
             try:
@@ -79,9 +82,9 @@ class Runnable(ABC):
                     run = self.start(seed=seed, memory=memory)
                     for out in run._crew.inputs.values():
                         out.close()  # nobody has the handle to put anything
-                    if watching is not None:
-                        run._meanwhile = functools.partial(watching.show, run)
-                return run.wait() if watching is None else watching.wait(run)
+                    if view is not None:
+                        subscription.enter_context(run.subscribe(stats=view.show, every=SHOWN_EVERY_S))
+                return run.wait()
             except KeyboardInterrupt as interrupt:
                 if run is not None and not isinstance(interrupt, Interrupted):
                     run._end_interrupted()

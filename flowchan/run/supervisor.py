@@ -54,6 +54,7 @@ import math
 import os
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -100,7 +101,10 @@ from flowchan.run.events import (
 from flowchan.run.failures import text_of
 from flowchan.run.journal import Journal
 from flowchan.run.latch import Latch
-from flowchan.run.measure import Account, Spans, summarise
+from flowchan.run.measure import Account, summarise
+from flowchan.run.observe.clocks import WorkerClocks
+from flowchan.run.observe.feed import Feed
+from flowchan.run.observe.windows import History, between
 from flowchan.run.plan import Plan
 from flowchan.run.stats import RunStats
 from flowchan.transport.interrupts import interrupts_deferred
@@ -141,7 +145,9 @@ class Supervisor:
         self.unheard: list[Any] = []
         self._retried: Counter[str] = Counter()
         self._unwanted: Counter[str] = Counter()
-        self._spans = Spans()
+        self._clocks = WorkerClocks()
+        self._history = History()
+        self.feed = Feed(f"flowchan {plan.graph.name}", weakref.WeakMethod(self.stats))
         self._pids: dict[WorkerId, int] = {}  # of worker processes, also of some that are gone
         self._journal = Journal(plan)
         self._last_error = ""
@@ -184,12 +190,17 @@ class Supervisor:
 
     def tell(self, event: Event) -> None:
         """Takes what a worker tells."""
+        if isinstance(event, Began | Started):
+            self.feed.tell(event)
         if isinstance(event, Began):
-            self._spans.begin(event.worker)
+            self._clocks.begin(event.worker)
         elif isinstance(event, Started):
             self._pids[event.worker] = event.pid
+            self._clocks.started(event)
             self._journal.started(event)
         else:
+            if isinstance(event, Ended | Failure):
+                self._clocks.look(event.worker)
             self._events.put(event)
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -220,18 +231,19 @@ class Supervisor:
         who asked, or ``NOTHING``."""
         return item if self.asking is None else answers_in(item, self.asking.settle)
 
-    def stats(self) -> RunStats:
-        """The run at this moment (R8)."""
+    def stats(self, window: float | None = None) -> RunStats:
+        """The run at this moment (R8), with rates and shares of its last ``window`` seconds or of all."""
+        now = self._counters()
+        return between(None if window is None else self._history.before(now, window), now)
+
+    def _counters(self) -> RunStats:
         now = time.monotonic() if self.ended_at is None else self.ended_at
-        elapsed = max(now - self.started_at, 1e-9)
-        worked = self._spans.seconds(now)
-        retried, unwanted = Counter(self._retried), Counter(self._unwanted)
         account = Account(
             self.state,
-            elapsed,
-            retried,
-            unwanted,
-            worked,
+            max(now - self.started_at, 1e-9),
+            Counter(self._retried),
+            Counter(self._unwanted),
+            self._clocks.until(now),
             dict(self._pids),
             self._last_error,
             Counter(self._refused),
@@ -259,6 +271,7 @@ class Supervisor:
                 if self.asking is not None:
                     self.asking.end()
                 self.ended.set()
+                self.feed.end()
                 if self.crashed is None and not self.state.failures:
                     self.unheard.clear()  # until now the end of a pool's block has to find it
         # Comes last: it may raise, and the run must have ended for all who wait.
@@ -301,12 +314,14 @@ class Supervisor:
         self._cancel_tasks()
         self._handle(decisions.Tick())
         self._start_due()
+        self._history.look(self._counters)
 
     def _hear(self, event: Happening | Event) -> None:
         if isinstance(event, Result):
             self.results[event.stage] = event.value
         elif isinstance(event, Retried):
             self._retried[event.worker.stage] += 1
+            self.feed.tell(event)
         elif isinstance(event, Answered):
             self._refused[event.worker.stage] += event.failed
             if self.asking is not None:
@@ -315,6 +330,7 @@ class Supervisor:
             self.crew.cross_off(event.question)
         elif isinstance(event, Troubled):
             self._last_error = event.text
+            self.feed.tell(event)
         elif isinstance(event, Began | Started):
             self.tell(event)
         elif isinstance(event, Aborted):
@@ -345,7 +361,7 @@ class Supervisor:
             isinstance(happening, Ended | Failure | Fell | decisions.Died)
             and happening.worker in self.state.alive
         ):
-            self._spans.end(happening.worker)
+            self._clocks.end(happening.worker)
             self._pids.pop(happening.worker, None)
             if isinstance(happening, decisions.Died) and happening.how:
                 self._last_error = f"worker {happening.worker} {happening.how}"
@@ -355,6 +371,8 @@ class Supervisor:
         before = self.state
         self.state, actions = decide(before, happening, now)
         self._journal.decided(happening, before, self.state)
+        if not isinstance(happening, decisions.Tick):
+            self.feed.tell(happening)
         for action in actions:
             if isinstance(action, Terminate) and self.state.phase not in ("running", "stopping"):
                 self._journal.slow(action)

@@ -8,7 +8,9 @@ from typing import Any
 
 from flowchan.run.report import account_text, render
 from flowchan.run.stats import LinkStats, RunState, RunStats, StageStats
-from flowchan.viz.terminal import PLAIN_EVERY, LiveView, plain_line
+from flowchan.viz.live.lines import PLAIN_EVERY
+from flowchan.viz.live.model import plain_line
+from flowchan.viz.live.terminal import LiveView
 
 
 def stage(name: str, kind: str = "map", **values: Any) -> StageStats:

@@ -15,7 +15,7 @@ from flowchan.declare.stream import origins, streams_of
 from flowchan.declare.verbs import VERBS, Verb
 from flowchan.run.bodies import SKIPPED, Job
 from flowchan.viz import to_dot, to_mermaid
-from flowchan.viz.terminal import plain_line
+from flowchan.viz.live.model import plain_line
 
 
 def every_other(job: Job, *, items: In[Any], out: Out[Any]) -> None:

@@ -9,11 +9,11 @@ import pytest
 from scripts import script
 from terminals import on_terminal
 
-from flowchan.viz.captured import Captured
+from flowchan.viz.live.terminal import Captured
 
 PRINTED = """
     import subprocess, threading
-    from flowchan.viz.captured import Captured
+    from flowchan.viz.live.terminal import Captured
 
     def show(line):
         if line == "wrong":
@@ -49,8 +49,8 @@ ENDS = """
     import io, os, signal, sys, threading
     from rich.live import Live
     from flowchan import Graph
-    from flowchan.viz.progress import watching
-    from flowchan.viz.terminal import LiveView
+    from flowchan.viz.live import watching
+    from flowchan.viz.live.terminal import LiveView
 
     class Stdout(io.StringIO):
         pid = 0
@@ -114,8 +114,7 @@ def test_the_streams_lead_back_to_the_terminal_however_it_ends(tmp_path: Path) -
 LATE = """
     import contextlib, sys, threading
     from rich.live import Live
-    from flowchan.viz.captured import Captured, draw_on
-    from flowchan.viz.progress import _bars_on
+    from flowchan.viz.live.terminal import Captured, draw_on
 
     came, ending = threading.Event(), threading.Event()
     process, stop, end_reader = Live.process_renderables, Live.stop, Captured._end_reader
@@ -137,10 +136,9 @@ LATE = """
 
     Live.process_renderables, Live.stop, Captured._end_reader = drawn, stopped, reader_ended
     with contextlib.ExitStack() as ends:
-        bars, lock = draw_on(sys.stderr, _bars_on, ends)
+        bars, lock = draw_on(sys.stderr, True, ends)
         with lock:
-            bars.add_task("bar", total=None, told="")
-            bars.refresh()
+            bars.update("bar", refresh=True)
         print("said last")
         came.wait()
     print("alone")
@@ -157,8 +155,7 @@ def test_what_is_printed_last_does_not_draw_the_bars_once_more(tmp_path: Path) -
 AT_A_TIME = """
     import contextlib, sys, threading
     from rich.live import Live
-    from flowchan.viz.captured import draw_on
-    from flowchan.viz.progress import _bars_on
+    from flowchan.viz.live.terminal import draw_on
 
     drawing, process = [], Live.process_renderables
 
@@ -168,7 +165,7 @@ AT_A_TIME = """
         return process(live, renderables)
 
     with contextlib.ExitStack() as ends:
-        bars, lock = draw_on(sys.stderr, _bars_on, ends)
+        bars, lock = draw_on(sys.stderr, True, ends)
         held = []
         Live.process_renderables = drawn
         print("said")

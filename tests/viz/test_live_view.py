@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from flowchan import Graph
-from flowchan.viz.terminal import LiveView
+from flowchan.viz.live.terminal import LiveView
 
 
 class Stream(io.StringIO):

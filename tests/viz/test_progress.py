@@ -25,9 +25,10 @@ from terminals import on_terminal
 
 from flowchan import Graph, Interrupted, RunError, RunStats, Stream
 from flowchan.run import starting
-from flowchan.viz import captured, progress
-from flowchan.viz.terminal import LiveView
-from flowchan.viz.totals import Bar, bars
+from flowchan.viz import live
+from flowchan.viz.live import lines, terminal
+from flowchan.viz.live.model import bars
+from flowchan.viz.live.terminal import LiveView
 
 GRAPHS: dict[str, tuple[Callable[[Graph], Any], list[tuple[str, int | None]]]] = {
     "a map": (lambda graph: numbers(graph).map(abs).sink(held, name="end"), [("end", 100)]),
@@ -134,14 +135,14 @@ class Seen:
     def __init__(self) -> None:
         self.stopping = threading.Event()
 
-    def show(self, bars: list[Bar], stats: RunStats) -> None:
+    def show(self, stats: RunStats) -> None:
         if stats.state == "stopping":
             self.stopping.set()
 
 
 def test_what_is_in_flight_after_ctrl_c_is_shown_too(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = Seen()
-    monkeypatch.setattr(progress, "_progress", lambda graph, ends: seen)
+    monkeypatch.setattr(live, "watching", lambda graph: contextlib.nullcontext(seen))
 
     def pressed(number: int) -> int:
         if number == 0:
@@ -289,7 +290,7 @@ class Gone(io.StringIO):
 
 
 def test_a_display_that_fails_hides_nothing_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "PLAIN_EVERY", 0.0)
+    monkeypatch.setattr(lines, "PLAIN_EVERY", 0.0)
     monkeypatch.setattr(sys, "stderr", Gone())
     graph = Graph("far")
     graph.source([0]).sink(lambda number: 1 / number, name="end")
@@ -300,7 +301,7 @@ def test_a_display_that_fails_hides_nothing_of_the_run(monkeypatch: pytest.Monke
 def test_elsewhere_there_is_a_plain_line_now_and_then(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(progress, "PLAIN_EVERY", 0.0)
+    monkeypatch.setattr(lines, "PLAIN_EVERY", 0.0)
     graph = Graph("far")
     graph.source(range(10)).sink(abs, name="end")
     graph.run(progress=True)
@@ -311,13 +312,13 @@ def test_of_several_runs_at_a_time_one_has_the_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The others write lines, whoever has it."""
-    monkeypatch.setattr(progress, "PLAIN_EVERY", 0.0)
+    monkeypatch.setattr(lines, "PLAIN_EVERY", 0.0)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
     graph = Graph("second")
     graph.source(range(10)).sink(abs, name="end")
     with contextlib.ExitStack() as ends:
-        assert captured.claim(sys.stderr, ends)
+        assert terminal.claim(sys.stderr, ends)
         graph.run(progress=True)
         with LiveView() as view:
             view.show(graph.start().stats())

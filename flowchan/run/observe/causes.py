@@ -1,0 +1,286 @@
+"""Decides what limits a run: a pure function of two moments of it.
+
+Algorithm. The utilisation of a stage is the share of the time of its *working* workers (begun and not ended)
+in which they neither wait for an item nor for a place nor for their turn. A stage with a utilisation of at
+least ``BUSY`` is a bottleneck. Of several, the one with the smallest bound W / (s · v) is: W working workers,
+s busy seconds an item, v items for each item of the sources. v is the product of what each stage on the way
+puts for each item that it takes; rates would mislead while channels still fill. Stages before the bottleneck
+are busy too while their channels have places, so a tie is common.
+
+If threads of this process use a whole core together, they share one interpreter lock: their stages look busy
+and are not. If the kernel leaves workers without a core, more of them would not help. Both are looked for
+first. If no stage is a bottleneck, everybody waits, and the causes for that are tried in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from flowchan.declare.places import PLACES
+from flowchan.declare.verbs import VERBS
+from flowchan.run.stats import Cause, LinkStats, RunStats, Seconds, StageStats
+
+BUSY = 0.85
+"""From this utilisation on a stage is a bottleneck, and a core or a lock is used up."""
+SLOWEST = 0.25
+"""From this utilisation on a stage is named if there is no other cause. No stage is named that was busy for a
+smaller part of the window."""
+SEEN = 0.1
+"""The smallest share of the time that counts as a cause."""
+ONE_CORE = 1.15
+"""Threads that share a lock use no more cores than this."""
+CROWDED = 4.0
+"""At most this many times its CPU time may a thread have waited for a core for the lock's sake."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """One stage in the window, with the seconds of its workers in it."""
+
+    stage: StageStats
+    worked: Seconds
+    window: float
+
+    @property
+    def workers(self) -> int:
+        """How many work, or how many did, if all have ended."""
+        return self.stage.working or self.stage.workers
+
+    @property
+    def is_here(self) -> bool:
+        """Whether its workers are threads of this process."""
+        place = PLACES.get(self.stage.on)
+        return place is not None and not place.apart and not self.stage.hosts
+
+    @property
+    def is_read_by_program(self) -> bool:
+        return VERBS[self.stage.kind].gathers
+
+    @property
+    def occupied(self) -> float:
+        """The share of the window in which it was busy. A source that is over at once was so for a moment."""
+        return self.worked.work / (self.workers * self.window)
+
+    def bound(self, visits: float) -> float:
+        """Items of the sources a second that it can do."""
+        items = self.stage.rate * self.window
+        each = self.worked.work / items if items else self.worked.work
+        return self.workers / max(each * visits, 1e-12)
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """What the causes are read off."""
+
+    stats: RunStats
+    loads: dict[str, _Load]  # of stages that have worked in the window
+    cores: int
+    gil: bool
+
+    @property
+    def window(self) -> float:
+        return self.stats.window
+
+    def into(self, stage: str) -> list[LinkStats]:
+        return [link for link in self.stats.links if link.reader == stage]
+
+
+def cause_of(stats: RunStats, worked: Mapping[str, Seconds], cores: int, gil: bool) -> Cause | None:
+    """Find what has limited a run in a window.
+
+    Args:
+        stats: The run at the end of the window, with rates and shares of it.
+        worked: By stage, what its workers have spent in it.
+        cores: How many cores the run may use.
+        gil: Whether the threads of this process share one interpreter lock.
+    """
+    loads = {
+        stage.name: _Load(stage, worked[stage.name], stats.window)
+        for stage in stats.stages
+        if not VERBS[stage.kind].outside and worked[stage.name].working > 0
+    }
+    view = _View(stats, loads, cores, gil)
+    for find in _FINDERS:
+        if (cause := find(view)) is not None:
+            return cause
+    return None
+
+
+def _gil(view: _View) -> Cause | None:
+    here = [load for load in view.loads.values() if load.is_here and load.worked.cpu is not None]
+    if not view.gil or not here:
+        return None
+    cpu = {load.stage.name: (load.worked.cpu or 0.0) / view.window for load in here}
+    used = sum(cpu.values())
+    # who holds the lock may have waited for a core meanwhile
+    held = used + sum(
+        min((load.worked.ready or 0.0) / view.window, CROWDED * cpu[load.stage.name]) for load in here
+    )
+    most = max(here, key=lambda load: cpu[load.stage.name] / load.workers)
+    alone = cpu[most.stage.name] / most.workers >= BUSY * used
+    if held < BUSY or used > ONE_CORE or used < SEEN or alone:
+        return None
+    users = [name for name in sorted(cpu, key=cpu.__getitem__, reverse=True) if cpu[name] > SEEN * used]
+    names = " and ".join(map(repr, users[:2]))
+    return Cause(
+        "gil",
+        None,
+        f"threads share one interpreter lock (used {_percent(min(1.0, held))} of the time, by {names}); "
+        "move a stage to processes",
+    )
+
+
+def _cores(view: _View) -> Cause | None:
+    known = [load.worked for load in view.loads.values() if load.worked.cpu is not None]
+    used = sum(worked.cpu or 0.0 for worked in known) / view.window
+    if used >= BUSY * view.cores and used > ONE_CORE:
+        return Cause("cores", None, f"workers use {used:.1f} of {view.cores} cores")
+    waited = sum(min(worked.ready or 0.0, worked.work) for worked in known)
+    work = sum(worked.work for worked in known)
+    if used > SEEN and waited >= 0.5 * work > 0:
+        share = _percent(waited / work)
+        return Cause("cores", None, f"workers that could run wait for a core {share} of their time")
+    return None
+
+
+def _stage(view: _View, least: float = BUSY) -> Cause | None:
+    busy = [
+        load
+        for load in view.loads.values()
+        if load.stage.busy >= least and load.stage.rate and load.occupied >= SLOWEST
+    ]
+    if not busy:
+        return None
+    visits = _visits(view.stats) if len(busy) > 1 else {}
+    slow = min(busy, key=lambda load: load.bound(visits.get(load.stage.name) or 1.0))
+    name = slow.stage.name
+    if slow.is_read_by_program:
+        return Cause("consumer", name, f"the program is busy with what it reads from {name!r}")
+    why = f"its workers are busy {_percent(slow.stage.busy)} of the time"
+    if missing := slow.stage.alive - slow.stage.working:
+        why += f"; {missing} of {slow.stage.workers} have not begun"
+    return Cause("bottleneck", name, why)
+
+
+def _visits(stats: RunStats) -> dict[str, float]:
+    """Items that each stage takes for each item of the sources. In a loop: of so many rounds as it has
+    stages."""
+    taken = {stage.name: stage.items_in for stage in stats.stages}
+    first = taken.keys() - {link.reader for link in stats.links}
+    visits = {name: float(name in first) for name in taken}
+    for _ in taken:
+        found = {name: float(name in first) for name in taken}
+        for link in stats.links:
+            if link.reader is not None:
+                put = link.passed + link.inside
+                each = put / taken[link.writer] if link.writer not in first and taken[link.writer] else 1.0
+                found[link.reader] += visits[link.writer] * each
+        if found == visits:
+            break
+        visits = found
+    return visits
+
+
+def _consumer(view: _View) -> Cause | None:
+    """The program does not read a result, or slowly, and writers have no place."""
+    for stage in view.stats.stages:
+        if VERBS[stage.kind].gathers and stage.alive:
+            full = [
+                link for link in view.into(stage.name) if link.waiting_writers or link.inside >= link.capacity
+            ]
+            if full:
+                return Cause("consumer", stage.name, f"{stage.name!r} waits for the program to read it")
+    return None
+
+
+def _order(view: _View) -> Cause | None:
+    def held(load: _Load) -> float:
+        return load.stage.busy + load.stage.waiting_turn
+
+    ordered = [load for load in view.loads.values() if load.stage.waiting_turn >= SEEN and held(load) >= BUSY]
+    if not ordered:
+        return None
+    worst = max(ordered, key=held).stage
+    return Cause(
+        "order",
+        worst.name,
+        f"workers of {worst.name!r} wait {_percent(worst.waiting_turn)} of the time until the items before "
+        "theirs are out; give it a larger buffer, or ordered=False",
+    )
+
+
+def _memory(view: _View) -> Cause | None:
+    short = next((link for link in view.stats.links if link.short_of_bytes), None)
+    if short is None:
+        return None
+    return Cause("memory", short.writer, f"channel {short.name!r} is short of memory, not of places")
+
+
+def _in_flight(view: _View) -> Cause | None:
+    """A loop whose stages wait for items, though there is something to do before it."""
+    loop = _loop(view.stats)
+    waiting = [view.loads[name].stage for name in loop if name in view.loads]
+    if not waiting or not all(stage.waiting_input >= stage.waiting_output for stage in waiting):
+        return None
+    before = [link for link in view.stats.links if link.reader in loop and link.writer not in loop]
+    if before and not any(link.inside or link.waiting_writers for link in before):
+        return None
+    names = ", ".join(repr(name) for name in loop)
+    return Cause("in_flight", None, f"the loop of {names} lets too few items in at a time")
+
+
+def _loop(stats: RunStats) -> list[str]:
+    """The stages that items come back to."""
+    behind: dict[str, set[str]] = {}
+    for link in stats.links:
+        if link.reader is not None:
+            behind.setdefault(link.writer, set()).add(link.reader)
+
+    def comes_back(stage: str) -> bool:
+        seen: set[str] = set()
+        left = [stage]
+        while left:
+            new = behind.get(left.pop(), set()) - seen
+            seen |= new
+            left += new
+        return stage in seen
+
+    return [stage.name for stage in stats.stages if comes_back(stage.name)]
+
+
+def _starting(view: _View) -> Cause | None:
+    for stage in view.stats.stages:
+        verb = VERBS[stage.kind]
+        if stage.alive and not stage.working and not verb.outside and not verb.gathers:
+            return Cause("starting", stage.name, f"no worker of {stage.name!r} has begun yet")
+    return None
+
+
+def _input(view: _View) -> Cause | None:
+    """The program fills an input, and whoever reads that waits."""
+    for stage in view.stats.stages:
+        if VERBS[stage.kind].outside:
+            links = [link for link in view.stats.links if link.writer == stage.name]
+            readers = [view.loads[link.reader].stage for link in links if link.reader in view.loads]
+            if stage.rate and readers and all(reader.waiting_input >= 0.5 for reader in readers):
+                return Cause(
+                    "input",
+                    stage.name,
+                    f"the program puts {stage.rate:,.3g} items a second into {stage.name!r}",
+                )
+    return None
+
+
+def _slowest(view: _View) -> Cause | None:
+    """Nothing else is to be seen. In a short run start and end take a large part."""
+    return _stage(view, SLOWEST)
+
+
+_FINDERS: tuple[Callable[[_View], Cause | None], ...] = (
+    _gil, _cores, _stage, _consumer, _order, _memory, _starting, _in_flight, _input, _slowest,
+)  # fmt: skip
+
+
+def _percent(part: float) -> str:
+    return f"{100 * part:.0f} %"

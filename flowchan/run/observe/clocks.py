@@ -1,0 +1,147 @@
+"""Measures for how long each worker has worked, and how much CPU time it has used.
+
+Both are counted from the moment at which the worker has built what the user declared (``Began``). The kernel
+is asked by clock number, which costs about a microsecond and is safe for threads and processes that are gone:
+``clock_gettime`` then fails, and the last value stands. (``time.pthread_getcpuclockid`` is not safe for
+them.)
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from flowchan.run.events import Started, WorkerId
+from flowchan.run.stats import Seconds, WorkerStats
+
+
+@dataclass(slots=True)
+class CpuClock:
+    """The CPU time of a process, or of a thread of this one, since the first look at it."""
+
+    pid: int = 0
+    thread: int = 0
+    _first: tuple[float, float] = (0.0, 0.0)
+    _last: tuple[float, float] = (0.0, 0.0)
+
+    def __post_init__(self) -> None:
+        self.look()
+        self._first = self._last
+
+    def look(self) -> None:
+        """Reads the clock, if the process or thread is still there."""
+        # how the kernel numbers the clocks of others: CPUCLOCK_SCHED, and 4 for one thread
+        clock = (~self.thread << 3) | 6 if self.thread else (~self.pid << 3) | 2
+        place = f"self/task/{self.thread}" if self.thread else str(self.pid)
+        try:
+            cpu, ready = time.clock_gettime(clock), 0.0
+            with open(f"/proc/{place}/schedstat", "rb") as file:
+                ready = int(file.read().split()[1]) / 1e9
+        except (OSError, ValueError, IndexError):
+            return
+        self._last = cpu, ready
+
+    @property
+    def cpu(self) -> float:
+        return self._last[0] - self._first[0]
+
+    @property
+    def ready(self) -> float:
+        return self._last[1] - self._first[1]
+
+
+@dataclass(slots=True)
+class _Working:
+    """One worker that has begun. Without a ``clock`` its CPU time is unknown, or that of another worker on
+    the same thread (``shares``)."""
+
+    began: float
+    clock: CpuClock | None
+    shares: bool = False
+
+    def seconds(self, now: float) -> Seconds:
+        if self.clock is not None:
+            self.clock.look()
+            return Seconds(max(0.0, now - self.began), cpu=self.clock.cpu, ready=self.clock.ready)
+        unknown = 0.0 if self.shares else None
+        return Seconds(max(0.0, now - self.began), cpu=unknown, ready=unknown)
+
+
+@dataclass(frozen=True, slots=True)
+class Worked:
+    """What the workers of one stage have worked: all that have ever begun, and those that work now."""
+
+    total: Seconds = field(default_factory=Seconds)
+    now: tuple[WorkerStats, ...] = ()
+
+
+@dataclass
+class WorkerClocks:
+    """The clocks of all workers of a run. Workers begin on their own threads, and end on the supervisor's."""
+
+    _pids: dict[WorkerId, int] = field(default_factory=dict)  # 0: on another host
+    _working: dict[WorkerId, _Working] = field(default_factory=dict)
+    _ended: defaultdict[str, Seconds] = field(
+        default_factory=lambda: defaultdict(lambda: Seconds(cpu=0.0, ready=0.0))
+    )
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def started(self, event: Started) -> None:
+        """A worker's process has been started."""
+        with self._lock:
+            self._pids[event.worker] = 0 if event.host else event.pid
+
+    def begin(self, worker: WorkerId) -> None:
+        """A worker works from now on. One without a process calls this on its own thread."""
+        now = time.monotonic()
+        with self._lock:
+            self._end(worker, now)
+            pid, thread = self._pids.get(worker), 0
+            if pid is None:
+                thread = threading.get_native_id()
+            same = any(one.clock is not None and one.clock.thread == thread for one in self._working.values())
+            shares = bool(thread) and same
+            clock = None if pid == 0 or shares else CpuClock(pid or os.getpid(), thread)
+            self._working[worker] = _Working(now, clock, shares)
+
+    def look(self, worker: WorkerId) -> None:
+        """A worker is about to end: after that its clock may be gone."""
+        with self._lock:
+            working = self._working.get(worker)
+            if working is not None and working.clock is not None:
+                working.clock.look()
+
+    def end(self, worker: WorkerId) -> None:
+        """A worker has ended."""
+        with self._lock:
+            self._end(worker, time.monotonic())
+            self._pids.pop(worker, None)
+
+    def _end(self, worker: WorkerId, now: float) -> None:
+        working = self._working.pop(worker, None)
+        if working is not None:
+            self._ended[worker.stage] = added(self._ended[worker.stage], working.seconds(now))
+
+    def until(self, now: float) -> dict[str, Worked]:
+        """What the workers of each stage have worked."""
+        with self._lock:
+            totals = dict(self._ended)
+            working: dict[str, list[WorkerStats]] = {}
+            for id, one in self._working.items():
+                seconds = one.seconds(now)
+                totals[id.stage] = added(totals.get(id.stage, Seconds(cpu=0.0, ready=0.0)), seconds)
+                working.setdefault(id.stage, []).append(WorkerStats(id.number, True, seconds))
+        return {
+            stage: Worked(total, tuple(sorted(working.get(stage, ()), key=lambda one: one.number)))
+            for stage, total in totals.items()
+        }
+
+
+def added(one: Seconds, other: Seconds) -> Seconds:
+    """The sum of the times that :class:`WorkerClocks` measures. What is unknown of one is unknown of both."""
+    cpu = None if one.cpu is None or other.cpu is None else one.cpu + other.cpu
+    ready = None if one.ready is None or other.ready is None else one.ready + other.ready
+    return Seconds(one.working + other.working, cpu=cpu, ready=ready)

@@ -1,0 +1,192 @@
+"""The feed of a run: it tells subscribers what happens and how the run goes, so that no view looks into the
+supervisor.
+
+Algorithm. One thread serves all subscribers. It starts with the first one and ends with the last one or with
+the run, so a run that nobody watches pays one test of a flag for an event. It takes statistics only when one
+is due, and the same value goes to all who are due. Events are collected in between, so a slow subscriber
+holds up other subscribers and never a worker. At the end each subscriber gets the events that are left and
+one last look at the run.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import logging
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from flowchan.run.failures import text_of
+from flowchan.run.stats import RunStats
+from flowchan.transport.interrupts import interrupts_deferred
+
+log = logging.getLogger("flowchan.run")
+
+EVENTS_EVERY_S = 0.1
+"""Seconds between two deliveries of events."""
+MOST_EVENTS = 10_000
+"""How many events are kept for a subscriber that is slow; then the oldest are dropped."""
+
+
+class Subscription:
+    """One subscriber, until it is closed. Use it as a context manager."""
+
+    def __init__(
+        self,
+        feed: Feed,
+        stats: Callable[[RunStats], object] | None,
+        events: Callable[[Any], object] | None,
+        every: float,
+    ) -> None:
+        self._feed, self._stats, self._events = feed, stats, events
+        self._every = every
+        self._kept: deque[Any] = deque(maxlen=MOST_EVENTS)
+        self._context = contextvars.copy_context()  # a notebook knows by it which cell is meant
+        self.due = 0.0 if stats is not None else float("inf")
+
+    def keep(self, event: Any) -> None:
+        if self.listens:
+            self._kept.append(event)
+
+    @property
+    def listens(self) -> bool:
+        return self._events is not None
+
+    def serve(self, now: float, stats: Callable[[], RunStats], last: bool = False) -> None:
+        """Passes on what there is: events, and statistics if they are due."""
+        while self._kept:
+            self._call(self._events, self._kept.popleft())
+        if self._stats is not None and (last or now >= self.due):
+            self.due = now + self._every
+            self._call(self._stats, stats())
+
+    def _call(self, subscriber: Callable[[Any], object] | None, value: Any) -> None:
+        """A subscriber that fails gets no more; the run goes on."""
+        if subscriber is None:
+            return
+        try:
+            self._context.run(subscriber, value)
+        except Exception as error:
+            self._stats = self._events = None
+            self.due = float("inf")
+            log.warning("a subscriber of a run's feed failed, and gets no more: %s", text_of(error))
+
+    def close(self) -> None:
+        """Leaves. If the run has ended, the subscriber has had its last look when this returns."""
+        self._feed._leave(self)
+
+    def __enter__(self) -> Subscription:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with interrupts_deferred():
+            self.close()
+
+
+class Feed:
+    """The feed of one run. ``stats`` refers to what takes a look at it: the run must not need a garbage
+    collector to go."""
+
+    def __init__(self, name: str, stats: weakref.ref[Callable[[], RunStats]]) -> None:
+        self._name, self._ref = name, stats
+        self._changed = threading.Condition()
+        self._subscriptions: tuple[Subscription, ...] = ()
+        self._thread: threading.Thread | None = None
+        self._over = False
+
+    def subscribe(
+        self,
+        *,
+        stats: Callable[[RunStats], object] | None = None,
+        events: Callable[[Any], object] | None = None,
+        every: float = 1.0,
+    ) -> Subscription:
+        """Tell a subscriber how the run goes, on the feed's own thread.
+
+        Args:
+            stats: Gets the statistics of the whole run, at once, every so often, and once after the run has
+                ended.
+            events: Gets what the supervisor hears of workers and decides on (``flowchan.run.events``), in
+                order and not later than the statistics that follow it.
+            every: Seconds between two statistics.
+        """
+        new = Subscription(self, stats, events, every)
+        with self._changed:
+            over = self._over
+            if not over:
+                self._subscriptions += (new,)
+                if self._thread is None:
+                    self._thread = threading.Thread(
+                        target=self._serve, name=f"{self._name} feed", daemon=True
+                    )
+                    self._thread.start()
+                self._changed.notify_all()
+        if over:
+            new.serve(time.monotonic(), self._stats, last=True)
+        return new
+
+    def _stats(self) -> RunStats:
+        look = self._ref()
+        assert look is not None  # whoever subscribes, or supervises, has the run
+        return look()
+
+    def tell(self, event: Any) -> None:
+        """Something has happened."""
+        for subscription in self._subscriptions:
+            subscription.keep(event)
+
+    def end(self) -> None:
+        """The run has ended. Returns when all subscribers have had their last look."""
+        with self._changed:
+            self._over = True
+            thread = self._thread
+            self._changed.notify_all()
+        _join(thread)
+
+    def _leave(self, one: Subscription) -> None:
+        with self._changed:
+            thread = self._thread
+            if not self._over:
+                self._subscriptions = tuple(other for other in self._subscriptions if other is not one)
+                if self._subscriptions:
+                    return
+                self._thread = None
+                self._changed.notify_all()
+        _join(thread)
+
+    def _serve(self) -> None:
+        me = threading.current_thread()
+        while True:
+            with self._changed:
+                if self._over or self._thread is not me:
+                    break
+                served = self._subscriptions
+            now, look = time.monotonic(), functools.cache(self._stats)
+            for subscription in served:
+                subscription.serve(now, look)
+            with self._changed:
+                if not self._over and self._thread is me and served == self._subscriptions:
+                    self._changed.wait(max(0.0, self._next(served) - time.monotonic()))
+        if self._over:
+            look = functools.cache(self._stats)
+            for subscription in self._subscriptions:
+                subscription.serve(0.0, look, last=True)
+            self._subscriptions = ()
+
+    def _next(self, served: tuple[Subscription, ...]) -> float:
+        """When to look again."""
+        listen = any(one.listens for one in served)
+        soon = time.monotonic() + (EVENTS_EVERY_S if listen else 60.0)
+        return min([soon, *(one.due for one in served)])
+
+
+def _join(thread: threading.Thread | None) -> None:
+    if thread is not None and thread is not threading.current_thread():
+        thread.join()

@@ -1,0 +1,106 @@
+"""Windows of statistics: rates and shares between two moments of a run, and the moments that are kept for
+that.
+
+Algorithm. Counters in :class:`RunStats` only grow, so what happened in a window is the difference of two of
+them. A run takes a look at itself every half second, on the supervisor's thread, which is awake then anyway;
+less often if a look is so expensive that it would cost more than a thousandth of a core. Old looks are
+thinned out, so that any window has a look near its beginning.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import sys
+import time
+from collections.abc import Callable
+
+from flowchan.declare.verbs import VERBS
+from flowchan.run.observe.causes import cause_of
+from flowchan.run.stats import LinkStats, RunStats, Seconds, StageStats
+
+EVERY_S = 0.5
+"""Seconds between two looks at a run."""
+COST = 1000
+"""A look may take this part of the time between two of them."""
+FINENESS = 8
+"""A look is dropped if those next to it are not farther apart than their age divided by this."""
+
+
+def cores_here() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def has_gil() -> bool:
+    """Whether the threads of this process share one lock of the interpreter."""
+    return bool(getattr(sys, "_is_gil_enabled", lambda: True)())
+
+
+def between(earlier: RunStats | None, later: RunStats) -> RunStats:
+    """``later``, with rates, shares and cause of the time since ``earlier``, or since the start of the
+    run."""
+    window = max(later.elapsed - (0.0 if earlier is None else earlier.elapsed), 1e-9)
+    stages_before = {} if earlier is None else {stage.name: stage for stage in earlier.stages}
+    links_before = {} if earlier is None else {link.name: link for link in earlier.links}
+    stages = tuple(_stage(stages_before.get(stage.name), stage, window) for stage in later.stages)
+    links = tuple(_link(links_before.get(link.name), link, window) for link in later.links)
+    now = dataclasses.replace(later, stages=stages, links=links, window=window)
+    worked = {
+        stage.name: stage.seconds.since(stages_before[stage.name].seconds if stages_before else Seconds())
+        for stage in stages
+    }
+    cause = cause_of(now, worked, cores_here(), has_gil())
+    bottleneck = cause.stage if cause is not None and cause.kind in ("bottleneck", "consumer") else None
+    return dataclasses.replace(now, cause=cause, bottleneck=bottleneck)
+
+
+def _stage(before: StageStats | None, now: StageStats, window: float) -> StageStats:
+    worked = now.seconds if before is None else now.seconds.since(before.seconds)
+    whole = max(worked.working, 1e-9)
+    takes_in = not VERBS[now.kind].begins
+    items = now.items_in if takes_in else now.items_out
+    if before is not None:
+        items -= before.items_in if takes_in else before.items_out
+    return dataclasses.replace(
+        now,
+        rate=max(0, items) / window,
+        busy=min(1.0, worked.work / whole),
+        waiting_input=min(1.0, worked.input / whole),
+        waiting_output=min(1.0, (worked.place + worked.turn) / whole),
+        waiting_turn=min(1.0, worked.turn / whole),
+        cores=None if worked.cpu is None else worked.cpu / window,
+    )
+
+
+def _link(before: LinkStats | None, now: LinkStats, window: float) -> LinkStats:
+    return dataclasses.replace(now, rate=max(0, now.passed - (before.passed if before else 0)) / window)
+
+
+class History:
+    """What a run looked like at moments in the past."""
+
+    def __init__(self) -> None:
+        self._looks: list[RunStats] = []
+        self._next_at = time.monotonic() + EVERY_S
+
+    def look(self, take: Callable[[], RunStats]) -> None:
+        """Keeps what ``take`` returns, if a look is due."""
+        began = time.monotonic()
+        if began < self._next_at:
+            return
+        newest = take()
+        looks, old = [newest], self._looks[::-1]
+        for look, older in itertools.pairwise(old):
+            if looks[-1].elapsed - older.elapsed > (newest.elapsed - older.elapsed) / FINENESS:
+                looks.append(look)
+        looks += old[-1:]
+        self._looks = looks[::-1]  # replaced as a whole: other threads read it
+        now = time.monotonic()
+        self._next_at = now + max(EVERY_S, COST * (now - began))
+
+    def before(self, now: RunStats, window: float) -> RunStats | None:
+        """The last look that was at least ``window`` seconds before ``now``; ``None``: the run is younger."""
+        old = [look for look in self._looks if now.elapsed - look.elapsed >= window]
+        return old[-1] if old else None

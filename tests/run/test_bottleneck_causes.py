@@ -1,0 +1,327 @@
+"""What limits a run, in the nine cases in which shares of the whole run named the wrong thing, and in the
+simple ones. Each case is a real graph of which only the named cause is asserted. The pure rule is also asked
+with snapshots by hand, for what a loaded machine could hide."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from waiting import wait_until
+
+from flowchan import Drained, Graph, In, Out, Run, RunStats, select
+from flowchan.run.observe.causes import cause_of
+from flowchan.run.observe.windows import between
+from flowchan.run.stats import Cause, LinkStats, Seconds, StageStats
+
+MS = 0.001
+
+
+def naps(ms: float) -> Callable[[Any], Any]:
+    def nap(item: Any) -> Any:
+        time.sleep(ms * MS)
+        return item
+
+    return nap
+
+
+def counting() -> Iterator[int]:
+    number = 0
+    while True:
+        yield number
+        number += 1
+
+
+def burn(item: Any) -> Any:
+    """About 2 ms of computing that holds the interpreter lock."""
+    ends = time.thread_time() + 2 * MS
+    while time.thread_time() < ends:
+        pass
+    return item
+
+
+def cause_in(run: Run, window: float, is_it: Callable[[Cause], bool]) -> Cause:
+    """The cause in some window, as soon as it is the one that is meant."""
+    found: list[Cause | None] = [None]
+
+    def named() -> bool:
+        before = run._supervisor._counters()
+        time.sleep(window)
+        found[0] = between(before, run._supervisor._counters()).cause
+        return found[0] is not None and is_it(found[0])
+
+    wait_until(named, what=lambda: f"{found[0]}\n{run.report()}")
+    assert found[0] is not None
+    return found[0]
+
+
+def is_stage(name: str) -> Callable[[Cause], bool]:
+    return lambda cause: (cause.kind, cause.stage) == ("bottleneck", name)
+
+
+def is_kind(kind: str) -> Callable[[Cause], bool]:
+    return lambda cause: cause.kind == kind
+
+
+# --- by hand ---
+
+
+def load(
+    name: str, work: float = 0.0, waits: float = 0.0, place: float = 0.0, turn: float = 0.0,
+    cpu: float | None = 0.0, ready: float = 0.0, **values: Any,
+) -> tuple[StageStats, Seconds]:  # fmt: skip
+    """A stage that has worked so many seconds of a window of one."""
+    worked = Seconds(work + waits + place + turn, waits, place, turn, cpu, None if cpu is None else ready)
+    whole = worked.working or 1.0
+    known = {
+        "kind": "map", "on": "thread", "workers": 1, "alive": 1, "items_in": 100, "items_out": 100,
+        "failed": 0, "retried": 0, "restarts": 0, "unwanted": 0, "in_hand": 0, "rate": 100.0, "working": 1,
+        "busy": work / whole, "waiting_input": waits / whole, "waiting_output": (place + turn) / whole,
+        "waiting_turn": turn / whole,
+    }  # fmt: skip
+    return StageStats(name=name, **(known | values)), worked
+
+
+def chain(*loads: tuple[StageStats, Seconds], **links: dict[str, Any]) -> Cause | None:
+    """The cause of stages one behind the other; ``links`` are values of the channel behind the stage of that
+    name."""
+    stages = tuple(stage for stage, _ in loads)
+    between_two = itertools.pairwise(stages)
+    edges = tuple(
+        dataclasses.replace(
+            LinkStats(one.name, one.name, other.name, "threads", 0, 64, 100, 100.0), **links.get(one.name, {})
+        )
+        for one, other in between_two
+    )
+    stats = RunStats("graph", "running", 10.0, stages, edges, None, window=1.0)
+    return cause_of(stats, {stage.name: worked for stage, worked in loads}, cores=8, gil=True)
+
+
+def kind_of(cause: Cause | None) -> tuple[str, str | None] | None:
+    return None if cause is None else (cause.kind, cause.stage)
+
+
+def test_busy_stage_is_the_bottleneck() -> None:
+    found = chain(load("a", 0.3, place=0.7), load("b", 0.95, waits=0.05), load("c", 0.1, waits=0.9))
+    assert kind_of(found) == ("bottleneck", "b")
+
+
+def test_ties_are_decided_by_what_each_stage_could_do() -> None:
+    """Both are busy while the channel between them fills; b does 6 ms for each of a's 5 ms."""
+    found = chain(load("a", 1.0, rate=200.0), load("b", 1.0, rate=166.0), load("c", 0.1, waits=0.9))
+    assert kind_of(found) == ("bottleneck", "b")
+
+
+def test_items_that_a_stage_adds_count_for_those_behind() -> None:
+    """b takes 10 items for each of a's, of 1 ms each: less than a's 5 ms would allow."""
+    found = chain(
+        load("source", 0.1, place=0.9, kind="source", items_in=0),
+        load("a", 1.0, rate=200.0, items_out=1000),
+        load("b", 1.0, rate=1000.0, items_in=1000),
+        a={"passed": 1000},
+    )
+    assert kind_of(found) == ("bottleneck", "b")
+
+
+def test_threads_that_share_the_lock_are_named_and_not_their_stage() -> None:
+    burning = load("burn", 2.4, place=1.6, cpu=0.95, workers=4, working=4)
+    assert kind_of(chain(burning, load("nap", 0.98, waits=0.02, cpu=0.01))) == ("gil", None)
+    crowded = load("burn", 2.4, place=1.6, cpu=0.4, ready=0.5, workers=4, working=4)
+    assert kind_of(chain(crowded, load("nap", 0.98, waits=0.02, cpu=0.01))) == ("gil", None)
+
+
+def test_one_thread_that_computes_alone_is_the_bottleneck() -> None:
+    found = chain(load("burn", 0.98, waits=0.02, cpu=0.97), load("nap", 0.3, waits=0.7, cpu=0.01))
+    assert kind_of(found) == ("bottleneck", "burn")
+
+
+def test_used_up_cores_are_named() -> None:
+    burning = load("burn", 7.9, waits=0.1, cpu=7.8, on="process", workers=8, working=8)
+    assert kind_of(chain(burning, load("end", 0.1, waits=0.9))) == ("cores", None)
+
+
+def test_workers_that_wait_for_a_core_are_named() -> None:
+    waiting = load("burn", 3.9, waits=0.1, cpu=1.4, ready=2.5, on="process", workers=4, working=4)
+    assert kind_of(chain(waiting, load("end", 0.1, waits=0.9))) == ("cores", None)
+
+
+def test_channel_short_of_memory_is_named() -> None:
+    found = chain(load("a", 0.2, place=0.8), load("b", 0.2, waits=0.8), a={"short_of_bytes": True})
+    assert kind_of(found) == ("memory", "a")
+
+
+def test_stage_without_a_working_worker_is_starting() -> None:
+    found = chain(load("a", 0.01, place=0.99), load("b", working=0, rate=0.0, items_in=0))
+    assert kind_of(found) == ("starting", "b")
+
+
+def test_run_in_which_nothing_moves_has_no_cause() -> None:
+    found = chain(load("in", kind="input", working=0, rate=0.0), load("b", 0.0, waits=1.0, rate=0.0))
+    assert found is None
+
+
+def test_order_is_named_if_workers_wait_for_turns() -> None:
+    found = chain(load("a", 3.0, turn=5.0, workers=8, working=8), load("b", 0.1, waits=0.9))
+    assert kind_of(found) == ("order", "a")
+
+
+# --- the nine cases ---
+
+
+def test_stage_that_became_slow_is_named_though_another_was_slower_before() -> None:
+    """Case 1, a change of phase."""
+    phase = threading.Event()
+
+    def first(item: int) -> int:
+        if not phase.is_set():
+            time.sleep(2 * MS)
+        return item
+
+    def second(item: int) -> int:
+        if phase.is_set():
+            time.sleep(2 * MS)
+        return item
+
+    graph = Graph("phases")
+    graph.source(counting, capacity=4).map(first, name="a", capacity=4).map(second, name="b").sink(abs)
+    with graph.start() as run:
+        cause_in(run, 0.3, is_stage("a"))
+        assert run.stats().elapsed > 0.3
+        phase.set()
+        wait_until(lambda: run.stats(window=0.5).bottleneck == "b")
+        run.abort()
+
+
+def test_stage_is_named_while_most_of_its_workers_still_start() -> None:
+    """Case 2, three of four workers load a model."""
+    loaded, turns = threading.Event(), iter([True])
+
+    class Model:
+        def __init__(self) -> None:
+            if not next(turns, False):
+                loaded.wait()
+
+        def __call__(self, item: int) -> int:
+            time.sleep(5 * MS)
+            return item
+
+    graph = Graph("starting")
+    items = graph.source(counting, capacity=4).map(Model, workers=4, name="model")
+    items.map(naps(2), name="post").sink(abs)
+    with graph.start() as run:
+        found = cause_in(run, 0.3, is_stage("model"))
+        assert "3 of 4 have not begun" in found.why
+        loaded.set()
+        run.abort()
+
+
+def test_slowest_stage_is_named_while_channels_still_fill() -> None:
+    """Case 3, ten stages: all before the slowest are as busy as that."""
+    graph = Graph("filling")
+    stream = graph.source(counting)
+    for number in range(10):
+        stream = stream.map(naps(10 if number == 8 else 5), name=f"s{number}", capacity=10_000)
+    stream.sink(abs)
+    with graph.start() as run:
+        cause_in(run, 0.4, is_stage("s8"))
+        run.abort()
+
+
+@pytest.mark.parametrize("on", ["thread", "process"])
+def test_order_is_named_if_items_vary_and_places_are_few(on: Any) -> None:
+    """Case 4."""
+    graph = Graph("ordered")
+    numbers = graph.source(counting, capacity=16)
+    numbers.map(varied, workers=8, name="s0", capacity=2, on=on).sink(abs)
+    with graph.start() as run:
+        found = cause_in(run, 0.4, is_kind("order"))
+        assert found.stage == "s0"
+        stage = next(stage for stage in run.stats().stages if stage.name == "s0")
+        assert stage.seconds.turn > stage.seconds.place
+        run.abort()
+
+
+def varied(item: int) -> int:
+    time.sleep(random.expovariate(1 / (10 * MS)))
+    return item
+
+
+@pytest.mark.parametrize("nap", [True, False])
+def test_lock_is_named_if_threads_compute(nap: bool) -> None:
+    """Cases 5 and 6, with a stage that sleeps behind them and without."""
+    graph = Graph("burning")
+    stream = graph.source(counting, capacity=4).map(burn, workers=4, name="burn", capacity=4)
+    (stream.map(naps(1), name="nap") if nap else stream).sink(abs)
+    with graph.start() as run:
+        cause_in(run, 0.5, is_kind("gil"))
+        run.abort()
+
+
+def test_input_is_named_if_the_program_puts_slowly() -> None:
+    """Case 7."""
+    graph = Graph("input")
+    numbers = graph.input(name="numbers")
+    numbers.map(naps(1), name="work").sink(abs)
+    with graph.start() as run:
+        stop = threading.Event()
+
+        def put() -> None:
+            while not stop.wait(20 * MS):
+                run[numbers].put(1)
+
+        putting = threading.Thread(target=put)
+        putting.start()
+        found = cause_in(run, 0.4, is_kind("input"))
+        stop.set()
+        putting.join()
+        assert found.stage == "numbers"
+
+
+def test_program_is_named_if_it_reads_slowly() -> None:
+    """Case 8."""
+    graph = Graph("consumer")
+    result = graph.source(counting, capacity=4).map(naps(1), name="work", capacity=4).collect()
+    with graph.start() as run:
+        found: list[RunStats] = []
+        for _ in run.iter(result):
+            time.sleep(20 * MS)
+            stats = run.stats(window=0.5)
+            if stats.cause is not None and stats.cause.kind == "consumer" and stats.elapsed > 1:
+                found.append(stats)
+                break
+        run.abort()
+    assert found[0].cause is not None
+    assert "the program" in found[0].cause.why
+
+
+def test_loop_is_named_if_it_lets_few_items_in() -> None:
+    """Case 9, two items at a time for 4 + 4 workers."""
+
+    def steer(fresh: In[int], again: In[int], work: Out[int], done: Out[int]) -> None:
+        under_way = 0
+        while True:
+            try:
+                taken = select([again] if under_way == 2 else [fresh, again])
+            except Drained:
+                return
+            if taken.channel is again:
+                under_way -= 1
+                done.put(taken.item)
+            else:
+                under_way += 1
+                work.put(taken.item)
+
+    graph = Graph("loop")
+    again = graph.feedback("again")
+    work, done = graph.stage(steer, graph.source(counting), again, name="steer")
+    again.feed(work.map(naps(4), workers=4, name="p").map(naps(4), workers=4, name="q"))
+    done.sink(abs)
+    with graph.start() as run:
+        cause_in(run, 0.4, is_kind("in_flight"))
+        run.abort()

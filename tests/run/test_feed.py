@@ -1,0 +1,158 @@
+"""Subscribers of a run's feed: what they get, when, and what becomes of those that fail or leave."""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from typing import Any
+
+import pytest
+from gates import Gate
+
+from flowchan import Graph, RunStats
+from flowchan.run.decisions import StopAsked
+from flowchan.run.events import Began, Ended, Retried, WorkerId
+
+
+def fed() -> Graph:
+    graph = Graph("fed")
+    graph.source(range(20), name="numbers").map(abs, name="work").sink(abs, name="end")
+    return graph
+
+
+def feed_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.endswith(" feed")]
+
+
+def test_subscriber_gets_a_look_at_once_and_one_after_the_end() -> None:
+    seen: list[RunStats] = []
+    came = threading.Event()
+
+    def see(stats: RunStats) -> None:
+        seen.append(stats)
+        came.set()
+
+    graph = Graph("fed")
+    gate = Gate()
+    graph.source([1]).sink(lambda _: gate.wait(), name="end")
+    with graph.start() as run, run.subscribe(stats=see, every=600):
+        came.wait()
+        gate.open()
+        run.wait()
+        assert [stats.state for stats in seen] == ["running", "done"]
+        assert seen[-1] == run.stats()
+
+
+def test_subscriber_of_a_run_that_has_ended_gets_one_look() -> None:
+    run = fed().start()
+    run.wait()
+    seen: list[RunStats] = []
+    run.subscribe(stats=seen.append).close()
+    assert [stats.state for stats in seen] == ["done"]
+    assert not feed_threads()
+
+
+def test_run_without_subscribers_has_no_feed_thread() -> None:
+    gate = Gate()
+    graph = Graph("fed")
+    graph.source([1]).sink(lambda _: gate.wait())
+    with graph.start() as run:
+        assert not feed_threads()
+        with run.subscribe(stats=lambda stats: None):
+            assert len(feed_threads()) == 1
+        assert not feed_threads()
+        gate.open()
+        run.wait()
+
+
+def test_events_tell_of_each_worker_in_order() -> None:
+    seen: list[Any] = []
+    graph, gate = Graph("fed"), Gate()
+    graph.source([1], name="held").map(lambda _: gate.wait() or 1, name="work").sink(abs, name="last")
+    with graph.start() as run, run.subscribe(events=seen.append):
+        gate.open()
+        run.wait()
+    for stage in ("work", "last"):
+        mine = [event for event in seen if getattr(event, "worker", None) == WorkerId(stage, 1)]
+        kinds = [type(event) for event in mine]
+        assert kinds[-1:] == [Ended]
+        assert kinds in ([Began, Ended], [Ended])  # it may have begun before anybody subscribed
+
+
+def test_events_tell_of_retries_and_stops() -> None:
+    seen: list[Any] = []
+    graph, gate, failed = Graph("fed"), Gate(), []
+
+    def work(number: int) -> int:
+        gate.wait()
+        if not failed:
+            failed.append(number)
+            raise ValueError(number)
+        return number
+
+    graph.source([1]).map(work, retries=1, name="work").sink(abs)
+    with graph.start() as run, run.subscribe(events=seen.append):
+        run.stop()
+        gate.open()
+        run.wait()
+    assert Retried(WorkerId("work", 1)) in seen
+    assert any(isinstance(event, StopAsked) for event in seen)
+
+
+def test_subscriber_that_fails_gets_no_more_and_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    calls: list[RunStats] = []
+    looks = threading.Semaphore(0)
+
+    def fail(stats: RunStats) -> None:
+        calls.append(stats)
+        raise OSError("nobody reads this")
+
+    graph, gate = Graph("fed"), Gate()
+    end = graph.source([1, 2]).map(lambda number: gate.wait() or number).collect()
+    with (
+        graph.start() as run,
+        run.subscribe(stats=fail, every=0.01),
+        run.subscribe(stats=lambda stats: looks.release(), every=0.01),
+    ):
+        for _ in range(3):
+            looks.acquire()
+        gate.open()
+        assert run.wait()[end] == [1, 2]
+    assert len(calls) == 1
+    assert [record.getMessage() for record in caplog.records if "subscriber" in record.getMessage()] == [
+        "a subscriber of a run's feed failed, and gets no more: OSError: nobody reads this"
+    ]
+
+
+def test_subscriber_that_left_gets_no_more() -> None:
+    seen: list[RunStats] = []
+    came = threading.Event()
+    graph, gate = Graph("fed"), Gate()
+    graph.source([1]).sink(lambda _: gate.wait())
+    with graph.start() as run:
+        with run.subscribe(stats=lambda stats: (seen.append(stats), came.set()), every=0.01):
+            came.wait()
+        left = len(seen)
+        gate.open()
+        run.wait()
+    assert len(seen) == left
+
+
+def test_subscribers_share_one_thread_and_have_their_own_context() -> None:
+    """A notebook knows by its context in which cell it shows."""
+    cell: contextvars.ContextVar[str] = contextvars.ContextVar("cell")
+    seen: set[tuple[str, str]] = set()
+    run = fed().start()
+    for name in ("one", "other"):
+        cell.set(name)
+        run.subscribe(stats=lambda stats, me=name: seen.add((me, cell.get())))
+    run.wait()
+    assert seen == {("one", "one"), ("other", "other")}
+    assert not feed_threads()
+
+
+def test_every_must_be_a_number_of_seconds() -> None:
+    run = fed().start()
+    with pytest.raises(ValueError, match="subscribe: every must be"):
+        run.subscribe(every=0)
+    run.wait()

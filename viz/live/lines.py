@@ -1,0 +1,32 @@
+"""A line every few seconds that says how a run goes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+from flowchan.run.stats import RunStats
+
+PLAIN_EVERY = 5.0
+"""Seconds between two lines."""
+
+
+class Lines:
+    """Writes to ``stream`` what ``words`` makes of a run. ``clock`` tells the time that spaces the lines."""
+
+    def __init__(
+        self, stream: TextIO, words: Callable[[RunStats], str], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._stream, self._words, self._clock = stream, words, clock
+        self._next = clock() + PLAIN_EVERY
+
+    def show(self, stats: RunStats) -> None:
+        """Write a line, if one is due."""
+        if self._clock() >= self._next:
+            self._next = self._clock() + PLAIN_EVERY
+            self.say(self._words(stats))
+
+    def say(self, line: str) -> None:
+        """Write this line."""
+        print(line, file=self._stream, flush=True)

@@ -1,0 +1,84 @@
+"""A run in the output of a notebook's cell: the graph with what its stages do, and bars. The picture is drawn
+once: what changes is written over words that keep the room for it."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from html import escape
+from typing import Any
+
+from flowchan.declare.blueprint import Blueprint
+from flowchan.run.report import count, rate, share
+from flowchan.run.stats import RunStats, StageStats
+from flowchan.viz.dot import INK, LIVE, to_dot
+from flowchan.viz.live.model import Bar, bars, headline, items_of, times, troubles
+from flowchan.viz.render import RenderError, render
+
+SLOW = "#b7791f"
+PICTURES_EVERY = 0.5
+"""Seconds between two pictures."""
+
+
+def in_notebook() -> bool:
+    """Whether this program is the kernel of a notebook."""
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
+
+
+class Notebook:
+    """The output of a cell, which is changed in place."""
+
+    def __init__(self, graph: Blueprint) -> None:
+        self._graph = graph
+        self._shown: Any = None
+        self._next = 0.0
+        self._picture = ""
+        with contextlib.suppress(RenderError):
+            drawn = render(to_dot(graph, live=True), "svg").decode()
+            self._picture = drawn[drawn.index("<svg") :]  # it stands within a page
+
+    def show(self, stats: RunStats) -> None:
+        """Draw a run, if a picture is due."""
+        from IPython.display import display
+
+        going_on = stats.state in ("running", "stopping")
+        if going_on and time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + PICTURES_EVERY
+        known = bars(self._graph, stats)
+        html = f"<div>{_filled(self._picture, stats)}</div>" if self._picture else ""
+        html += "".join(_row(bar, stats) for bar in known)
+        if trouble := ", ".join(troubles(stats)):
+            html += f"<div>{escape(trouble)}</div>"
+        plain = ", ".join(f"{bar.stage} {headline(bar)}" for bar in known)
+        both = {"text/html": html, "text/plain": plain}
+        if self._shown is None:
+            self._shown = display(both, raw=True, display_id=True)  # type: ignore[no-untyped-call]
+        else:
+            self._shown.update(both, raw=True)
+
+
+def _row(bar: Bar, stats: RunStats) -> str:
+    full = "" if bar.total is None else f' value="{bar.done}" max="{max(bar.total, 1)}"'
+    words = f"{escape(bar.stage)} <progress{full}></progress> {headline(bar)}"
+    return f"<div>{words}, {times(bar, stats)}</div>"
+
+
+def _filled(picture: str, stats: RunStats) -> str:
+    """The picture, as SVG, of the run at that moment."""
+    for number, stage in enumerate(stats.stages):
+        color = SLOW if stage.name == stats.bottleneck else INK  # the ground is light in a dark page too
+        does = _does(stage)
+        room = " " * (len(LIVE.format(0)) - len(does))  # a space is half as wide, so this is the middle
+        words = f'<tspan fill="{color}">{room}{escape(does)}</tspan>'
+        picture = picture.replace(LIVE.format(number), words)
+    return picture
+
+
+def _does(stage: StageStats) -> str:
+    words = [f"{count(items_of(stage))} at {rate(stage.rate)}", f"busy {share(stage.busy)}"]
+    if wrong := stage.failed + stage.members_failed:
+        words.append(f"{count(wrong)} failed")
+    return ", ".join(words)
