@@ -197,7 +197,24 @@ def check_joining(dim: Any, join: Any) -> None:
 def check_choices(
     on: Any, chunks: Any, balance: Any, sample: Any, param_scale: Any, dim: int, counts: int | list[int]
 ) -> None:
-    """The arguments that are words and numbers."""
+    """Raise ``TypeError`` or ``ValueError`` for an argument that is a wrong word or number."""
+    _check_placement(on)
+    if chunks is not None and not is_whole(chunks):
+        raise TypeError(f"Sequential: chunks must be an int of at least 1, or None, not {shown(chunks)}")
+    if chunks is not None and chunks < 1:
+        raise ValueError(
+            f"Sequential: chunks must be at least 1, not {chunks}; 1 sends each batch as a whole"
+        )
+    _check_balance(balance, sample, counts)
+    if isinstance(param_scale, bool) or not isinstance(param_scale, (int, float)) or not param_scale >= 0:
+        raise ValueError(f"Sequential: param_scale must be a number of at least 0, not {shown(param_scale)}")
+    if param_scale != 1 and balance != "memory":
+        raise ValueError('Sequential: param_scale is for balance="memory"')
+    if sample is not None:
+        batch_size(sample, "Sequential: sample", dim)
+
+
+def _check_placement(on: Any) -> None:
     if isinstance(on, Place) and on.missing:
         raise ValueError(f"Sequential: {on.missing}")
     is_word = isinstance(on, str) and on in PLACEMENTS
@@ -209,32 +226,25 @@ def check_choices(
         raise ValueError(
             f"Sequential: a part goes to each host of the pool in turn, so {on} can't have shares of workers"
         )
-    if chunks is not None and not is_whole(chunks):
-        raise TypeError(f"Sequential: chunks must be an int of at least 1, or None, not {shown(chunks)}")
-    if chunks is not None and chunks < 1:
-        raise ValueError(
-            f"Sequential: chunks must be at least 1, not {chunks}; 1 sends each batch as a whole"
-        )
-    if balance is not None and (not isinstance(balance, str) or balance not in BALANCES):
+
+
+def _check_balance(balance: Any, sample: Any, counts: int | list[int]) -> None:
+    if balance is None:
+        if sample is not None:
+            raise ValueError(
+                'Sequential: sample is for measuring the layers; say balance="time" or "memory" with it'
+            )
+        return
+    if not isinstance(balance, str) or balance not in BALANCES:
         raise ValueError(f'Sequential: balance must be "time", "memory" or None, not {shown(balance)}')
-    if balance is not None and not isinstance(counts, int):
+    if not isinstance(counts, int):
         raise ValueError(
             f"Sequential: balance={balance!r} finds the layers of each part, but "
             f"parts={counts} says them already; "
             f"give parts={len(counts)}"
         )
-    if balance is not None and sample is None:
+    if sample is None:
         raise ValueError(f"Sequential: balance={balance!r} measures the layers; give sample=, a usual batch")
-    if isinstance(param_scale, bool) or not isinstance(param_scale, (int, float)) or not param_scale >= 0:
-        raise ValueError(f"Sequential: param_scale must be a number of at least 0, not {shown(param_scale)}")
-    if param_scale != 1 and balance != "memory":
-        raise ValueError('Sequential: param_scale is for balance="memory"')
-    if balance is None and sample is not None:
-        raise ValueError(
-            'Sequential: sample is for measuring the layers; say balance="time" or "memory" with it'
-        )
-    if sample is not None:
-        batch_size(sample, "Sequential: sample", dim)
 
 
 def checked_devices(devices: Any, parts: int, on: Place) -> list[torch.device] | None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowchan.pipelines.sequential.shared import Lent
+from flowchan.pipelines.sequential.shared_memory import Lent
 from flowchan.pipelines.sequential.skip import Skips, shelf
 from flowchan.pipelines.sequential.values import Inputs, mapped
 

@@ -35,17 +35,17 @@ from flowchan.pipelines.sequential.checks import (
     without_gradient,
 )
 from flowchan.pipelines.sequential.cut import CHUNKS, Cut
-from flowchan.pipelines.sequential.execution import casting_here
+from flowchan.pipelines.sequential.engine.commands import Loss, Optimizers
+from flowchan.pipelines.sequential.engine.execution import casting_here
+from flowchan.pipelines.sequential.engine.plans import Function, Written
+from flowchan.pipelines.sequential.engine.schedule import Schedule
 from flowchan.pipelines.sequential.inference import Inference
 from flowchan.pipelines.sequential.parts import Part, compute_threads
-from flowchan.pipelines.sequential.plans import Function, Written
-from flowchan.pipelines.sequential.schedule import Schedule
 from flowchan.pipelines.sequential.sharded import refuse_sharded, refuse_sharded_layers
 from flowchan.pipelines.sequential.timeline import REMEMBERED, Event, Timeline
 from flowchan.pipelines.sequential.tracing import Traced
-from flowchan.pipelines.sequential.training import Training
+from flowchan.pipelines.sequential.training import Training, TrainingOptions
 from flowchan.pipelines.sequential.values import Inputs, split, tensors
-from flowchan.pipelines.sequential.worker import Loss, Optimizers
 
 
 class Sequential(nn.Module):
@@ -297,17 +297,9 @@ class Sequential(nn.Module):
                 f"Sequential: a training splits along dimension 0, not dim={self._cut.dim}; "
                 "take the loss of pipe(x)"
             )
-        self._training = Training(
-            self._cut,
-            loss=loss,
-            optimizer=optimizer,
-            schedule=schedule,
-            workers=workers,
-            recompute=self._recompute if recompute is None else recompute,
-            clip=clip,
-            autocast=autocast,
-            deferred=self._deferred,
-        )
+        again = self._recompute if recompute is None else recompute
+        options = TrainingOptions(loss, optimizer, again, clip, autocast, self._deferred)
+        self._training = Training(self._cut, options, schedule, workers)
         return self._training
 
     @property

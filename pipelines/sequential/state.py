@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from flowchan.items.text import short
 from flowchan.pipelines.sequential.parts import Part
-from flowchan.pipelines.sequential.shared import place_of, settings
+from flowchan.pipelines.sequential.shared_memory import place_of, settings
 
 _EVERY_MODULES = frozenset({*vars(nn.Module()), "training"})
 _HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowchan.pipelines.sequential import schedule as module
-from flowchan.pipelines.sequential.schedule import IN_A_V, SCHEDULES, Step, parse, plan, steps, text
+from flowchan.pipelines.sequential.engine.schedule import IN_A_V, SCHEDULES, Step, parse, plan, steps, text
 from flowchan.pipelines.sequential.simulate import simulate
 
 SMALL = st.integers(1, 6)

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from flowchan.items.text import short, shown
-from flowchan.pipelines.sequential.schedule import (
+from flowchan.pipelines.sequential.engine.schedule import (
     SCHEDULES,
     STEP,
     Schedule,

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from flowchan.pipelines.sequential.batchnorm import DeferredBatchNorm
-from flowchan.pipelines.sequential.halves import Halves
+from flowchan.pipelines.sequential.engine.split_backward import SplitBackward
 from flowchan.pipelines.sequential.parts import Part, run_part
 from flowchan.pipelines.sequential.segments import Owned, Segment
 from flowchan.pipelines.sequential.skip import Skips
@@ -113,7 +113,7 @@ class Execution:
         self._shared = shared
         self._may_draw = may_draw(part.module)
         self._held: dict[Key, _Forward | _Again] = {}
-        self._halves: dict[Key, Halves] = {}  # of which the second one is to come
+        self._halves: dict[Key, SplitBackward] = {}  # of which the second one is to come
 
     def forward(
         self,
@@ -170,9 +170,9 @@ class Execution:
         held = self._held.pop(key)
         assert isinstance(held, _Forward)
         if gradients is None:
-            halves = Halves([loss for loss in held.outputs if loss.requires_grad], None, held.leaves)
+            halves = SplitBackward([loss for loss in held.outputs if loss.requires_grad], None, held.leaves)
         else:
-            halves = Halves(*_roots(held, gradients), held.leaves)
+            halves = SplitBackward(*_roots(held, gradients), held.leaves)
         halves.first()
         self._halves[key] = halves
         return tuple(leaf.grad for leaf in held.leaves)
