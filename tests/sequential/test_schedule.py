@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowchan.pipelines.sequential import schedule as module
+from flowchan.pipelines.sequential.engine import schedule as module
 from flowchan.pipelines.sequential.engine.schedule import IN_A_V, SCHEDULES, Step, parse, plan, steps, text
 from flowchan.pipelines.sequential.simulate import simulate
 
