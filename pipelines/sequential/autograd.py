@@ -30,18 +30,18 @@ from torch import Tensor
 
 from flowchan import Broken, Closed, Drained
 from flowchan.pipelines.sequential.cut import CHUNKS, Cut
-from flowchan.pipelines.sequential.engine.commands import (
-    Answer,
+from flowchan.pipelines.sequential.engine.driver import WorkersRun, part_error
+from flowchan.pipelines.sequential.engine.execution import may_draw
+from flowchan.pipelines.sequential.engine.plans import PartOwners
+from flowchan.pipelines.sequential.engine.worker_messages import (
     Assignment,
     Backward,
     Forward,
     Key,
     PartFailure,
+    WorkerAnswer,
 )
-from flowchan.pipelines.sequential.engine.driver import WorkersRun, part_error
-from flowchan.pipelines.sequential.engine.execution import casting_here, may_draw
-from flowchan.pipelines.sequential.engine.plans import Places
-from flowchan.pipelines.sequential.parts import Part
+from flowchan.pipelines.sequential.parts import Part, casting_here
 from flowchan.pipelines.sequential.shared_memory import share
 from flowchan.pipelines.sequential.state import modes_of, state_of
 from flowchan.pipelines.sequential.timeline import Event
@@ -56,9 +56,9 @@ class _Workers:
         self.dropped: deque[int] = deque()  # calls whose graphs nobody needs
         self._lock = threading.Lock()
         self._modes: Any = None
-        places = Places(len(parts), tuple(range(len(parts))))
+        owners = PartOwners(len(parts), tuple(range(len(parts))))
         jobs = [
-            Assignment(part.number, places, (part,), recompute, deferred, cut.on.apart, len(cut.on.hosts))
+            Assignment(part.number, owners, (part,), recompute, deferred, cut.on.apart, len(cut.on.hosts))
             for part in parts
         ]
         self.run = WorkersRun(name, jobs, cut.on, cut.chunks or CHUNKS)
@@ -110,7 +110,7 @@ class _Workers:
         return now
 
 
-_Answers = tuple[list[Answer], dict[Key, Any]]
+_Answers = tuple[list[WorkerAnswer], dict[Key, Any]]
 
 
 class Differentiable:
@@ -230,11 +230,11 @@ class _Through:
         self._raise_for(answers, "the backward pass of ")
         return [items.get(("B", -1, chunk), ()) for chunk in range(len(given))], self._of_parameters(answers)
 
-    def _note(self, answers: list[Answer]) -> None:
+    def _note(self, answers: list[WorkerAnswer]) -> None:
         for answer in answers:
             self.events.extend(answer.events)
 
-    def _raise_for(self, answers: list[Answer], of: str) -> None:
+    def _raise_for(self, answers: list[WorkerAnswer], of: str) -> None:
         for answer in answers:
             if answer.failure is not None:
                 self._fail(answer.failure, of)
@@ -242,7 +242,7 @@ class _Through:
     def _fail(self, failure: PartFailure, of: str) -> NoReturn:
         raise part_error(self.workers.parts[failure.part], f"{of}batch {self.number}", failure.error)
 
-    def _of_parameters(self, answers: list[Answer]) -> list[Tensor | None]:
+    def _of_parameters(self, answers: list[WorkerAnswer]) -> list[Tensor | None]:
         """The gradients of all parameters; of one that several parts have, the sum."""
         found: dict[int, Tensor] = {}
         for asked, answer in zip(self._asked, answers, strict=True):

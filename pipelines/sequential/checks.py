@@ -4,6 +4,7 @@ is allowed, and the remedy."""
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
@@ -25,6 +26,7 @@ from flowchan.pipelines.sequential.values import batch_size, leaves, mapped
 
 BALANCES = ("time", "memory")
 PLACEMENTS = ("thread", "process")
+FSDP = "torch.distributed.fsdp"
 
 
 def checked_module(module: Any) -> nn.Sequential:
@@ -94,23 +96,11 @@ def raise_for_own_ways(module: nn.Sequential) -> None:
         )
 
 
-def without_gradient(value: Any, remedy: str) -> Any:
-    """The value. ``ValueError`` if a tensor in it requires a gradient, which would end here."""
-    if torch.is_grad_enabled():
-        for path, leaf in leaves(value):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                raise ValueError(
-                    f"Sequential: {path} requires a gradient, but none goes back from here to what made it: "
-                    f"{remedy}, or give {path}.detach()"
-                )
-    return value
-
-
 def _check_skips(module: nn.Sequential) -> None:
     """``ValueError`` for a ``Pop`` with nothing to pop, a ``Stash`` that nobody pops, and two without a
     ``Pop`` between. What a layer other than an ``nn.Sequential`` does with those within it is not known, so
     nothing is said of their names from there on."""
-    stashed: dict[str, str] = {}  # what is on the shelf, and the layer that put it there
+    stashed: dict[str, str] = {}  # what is in the skip store, and the layer that put it there
     unknown: set[str] = set()
     for path, layer in _in_a_row(module):
         if isinstance(layer, Stash):
@@ -289,6 +279,57 @@ def _device(name: Any) -> torch.device:
             f"are {', '.join(there)}"
         ) from error
     return device
+
+
+# --- FSDP: it gathers parameters for a whole call and reduces their gradients once. That works around a pipe
+# whose parts are threads; within a pipe it would do so for each micro-batch, with wrong gradients ---
+
+
+def refuse_sharded_layers(module: nn.Module) -> None:
+    """``TypeError`` for layers that are sharded by themselves."""
+    fsdp = sys.modules.get(FSDP)
+    kinds = tuple(
+        kind
+        for kind in (getattr(fsdp, "FSDPModule", None), getattr(fsdp, "FullyShardedDataParallel", None))
+        if kind is not None
+    )
+    if not kinds:
+        return
+    if "_flat_param" in module._parameters:
+        raise TypeError(
+            "Sequential: FSDP has taken the parameters out of the layers, so a pipe does not see them; make "
+            "it with use_orig_params=True"
+        )
+    for name, layer in module.named_modules():
+        if isinstance(layer, kinds):
+            what = f"layer {name!r}" if name else "module"
+            raise TypeError(
+                f"Sequential: {what} is sharded by FSDP, which would gather its parameters and reduce their "
+                "gradients for each micro-batch; shard the pipe as a whole: fully_shard(pipe)"
+            )
+
+
+def refuse_sharded(module: nn.Module, pipe: str, remedy: str) -> None:
+    """``TypeError`` for parameters that FSDP around the pipe shards, where ``pipe`` can't have that."""
+    if FSDP not in sys.modules:
+        return
+    for name, layer in module.named_modules():
+        if _is_sharded(layer):
+            whose = f"layer {name!r}" if name else "module"
+            raise TypeError(
+                f"Sequential: the parameters of {whose} are sharded by FSDP around the pipe, which {pipe} "
+                f"does not see; {remedy}"
+            )
+
+
+def _is_sharded(layer: nn.Module) -> bool:
+    """Whether FSDP of either version has the layer's parameters, gathered at this moment or not."""
+    hooks = layer._state_dict_pre_hooks.values()
+    return any(getattr(hook, "__module__", "").startswith(FSDP) for hook in hooks) or any(
+        hasattr(tensor, "_local_tensor") or getattr(tensor._base, "_fsdp_flattened", False)
+        for tensor in layer._parameters.values()
+        if tensor is not None
+    )
 
 
 # --- what can be sent to a process ---

@@ -30,8 +30,8 @@ from flowchan import Broken, Channel, Closed, Failed, Full, Graph, In, Stream, _
 from flowchan.pipelines.sequential.cut import CHUNKS, Cut
 from flowchan.pipelines.sequential.engine.driver import PipelineRun, part_error
 from flowchan.pipelines.sequential.parts import Part, called, is_torchs_own, run_part, take_cores
-from flowchan.pipelines.sequential.shared_memory import State, share
-from flowchan.pipelines.sequential.state import modes_of, state_of
+from flowchan.pipelines.sequential.shared_memory import share
+from flowchan.pipelines.sequential.state import PartState, modes_of, state_of
 from flowchan.pipelines.sequential.timeline import Event
 from flowchan.pipelines.sequential.values import Micro, mapped
 from flowchan.pipelines.sequential.wire_format import (
@@ -66,7 +66,7 @@ class PartWorker:
         if self.processes:
             take_cores(self.part.number, self.processes, self.hosts)
             expect_reading()
-            self.state = State(self.part.module, self.part.device)
+            self.state = PartState(self.part.module, self.part.device)
 
     def __call__(self, item: Sent) -> Sent:
         begin = time.monotonic()
@@ -95,21 +95,21 @@ class PartWorker:
 
 @dataclass(slots=True)
 class Batch:
-    """One batch that is out. ``sizes`` are the samples of its micro-batches, ``values`` what has come back of
-    them, but for the ``missing`` ones."""
+    """One batch that is in flight. ``sizes`` are the samples of its micro-batches, ``values`` their outputs,
+    without those of the ``missing`` ones."""
 
     run: InferenceRun
     sizes: list[int]
     values: list[Any]
     missing: set[int]
     outcome: Channel[list[Any] | BaseException] = field(default_factory=lambda: Channel(1))
-    """Gets all values, or the exception that ended the batch, once. It is no ``concurrent.futures.Future``,
-    for a Ctrl-C while one waits may leave that locked, and who sets it stuck."""
+    """Gets all values, or the exception that ended the batch, once. Not a ``concurrent.futures.Future``:
+    Ctrl-C in a thread that waits may leave a future locked, and block the thread that sets it."""
 
 
 class InferenceRun(PipelineRun):
-    """One run of the parts, each of them a ``map``, and the batches that are out, by number. A Ctrl-C may
-    break off what is noted of a batch, and have it noted again from the start."""
+    """One run of the parts, each of them a ``map``, and the batches in flight, by number. Ctrl-C may break
+    off what notes a result; the same result is then noted again from the start."""
 
     def __init__(self, name: str, cut: Cut, room: int, events: deque[Event]) -> None:
         super().__init__(name)

@@ -20,9 +20,11 @@ import torch
 from torch import Tensor
 
 from flowchan import ChannelError, Graph, RunError, StageError, WorkerDied
-from flowchan.pipelines.sequential.checks import without_gradient
 from flowchan.pipelines.sequential.cut import CHUNKS, Cut
-from flowchan.pipelines.sequential.engine.commands import (
+from flowchan.pipelines.sequential.engine.driver import WorkersRun
+from flowchan.pipelines.sequential.engine.plans import Function, Plans, Written
+from flowchan.pipelines.sequential.engine.schedule import Schedule, Step, text
+from flowchan.pipelines.sequential.engine.worker_messages import (
     Assignment,
     Evaluate,
     Loss,
@@ -30,17 +32,13 @@ from flowchan.pipelines.sequential.engine.commands import (
     Scale,
     Train,
 )
-from flowchan.pipelines.sequential.engine.driver import WorkersRun
-from flowchan.pipelines.sequential.engine.execution import casting_here
-from flowchan.pipelines.sequential.engine.plans import Function, Plans, Written
-from flowchan.pipelines.sequential.engine.schedule import Schedule, Step, text
-from flowchan.pipelines.sequential.parts import Part
+from flowchan.pipelines.sequential.parts import Part, casting_here
 from flowchan.pipelines.sequential.report import Kept, TrainingReport, measured, report
 from flowchan.pipelines.sequential.shared_memory import share
 from flowchan.pipelines.sequential.state import modes_of, state_of
 from flowchan.pipelines.sequential.timeline import Event, Timeline
 from flowchan.pipelines.sequential.training_checks import check_training
-from flowchan.pipelines.sequential.values import batch_size, mapped, split
+from flowchan.pipelines.sequential.values import batch_size, mapped, split, without_gradient
 
 KEPT = 10
 """The number of last steps whose timeline is kept."""
@@ -82,14 +80,14 @@ class Training:
         check_training(parts, *options[:5])
         self._outside = options.optimizer is None
         self._seen: Any = None  # the state of the layers that the processes have
-        self._places = self._plans.places
+        self._owners = self._plans.owners
         self._options, self._chunks = options, chunks
         self._declare(parts)
         self.schedule = [text(steps) for steps in self._plans.of(chunks)]
         """What each worker does in a step of ``chunks`` micro-batches, or of eight, as text."""
         self._begun = self._over = False
         self._steps = 0
-        self._sent = [{1: 0, -1: 0} for _ in range(self._places.workers)]  # to the neighbours' sides
+        self._sent = [{1: 0, -1: 0} for _ in range(self._owners.workers)]  # to the neighbours' sides
         self._done: deque[list[tuple[tuple[Event, ...], float]]] = deque(maxlen=KEPT)
         self._first_micro: Any = None
         self._kept: list[Kept] | None = None
@@ -105,10 +103,10 @@ class Training:
         return self
 
     def _declare(self, parts: Sequence[Part]) -> None:
-        options, last = self._options, self._places.of[-1]
+        options, last = self._options, self._owners.of[-1]
         job = Assignment(
             worker=0,
-            places=self._places,
+            owners=self._owners,
             parts=(),
             recompute=options.recompute,
             deferred=options.deferred,
@@ -124,10 +122,10 @@ class Training:
             replace(
                 job,
                 worker=number,
-                parts=tuple(parts[part] for part in self._places.parts(number)),
+                parts=tuple(parts[part] for part in self._owners.parts(number)),
                 loss=options.loss if number == last else None,
             )
-            for number in range(self._places.workers)
+            for number in range(self._owners.workers)
         ]
         self._run = WorkersRun("Sequential training", self._jobs, self._on, self._chunks)
 
@@ -203,7 +201,7 @@ class Training:
         self._count_changes()
         for job, answer in zip(self._jobs, answers, strict=True):
             add_gradients(job.parameters, answer.gradients)
-        loss = answers[self._places.of[-1]].loss
+        loss = answers[self._owners.of[-1]].loss
         assert loss is not None
         return loss
 
@@ -279,7 +277,7 @@ class Training:
             yield self._run
             for job, sent in zip(self._jobs, self._sent, strict=True):
                 for step in plan[job.worker]:
-                    if side := self._places.sends(job.worker, step):
+                    if side := self._owners.sends(job.worker, step):
                         sent[side] += 1
         except ChannelError:
             self._over = True
@@ -311,7 +309,7 @@ class Training:
         left = {side: taken.get(side, 0) - self._sent[job.worker][side] for side in (1, -1)}
         done = None
         for step in plan[job.worker]:
-            side = self._places.sends(job.worker, step)
+            side = self._owners.sends(job.worker, step)
             if side and left[side] > 0:
                 left[side] -= 1
                 done = step

@@ -28,12 +28,12 @@ from flowchan import (
     select,
 )
 from flowchan.declare.places import Place
-from flowchan.pipelines.sequential.copies import Copies, Numbers
-from flowchan.pipelines.sequential.engine.commands import Answer, Assignment, Item, Key
 from flowchan.pipelines.sequential.engine.execution import Passed
 from flowchan.pipelines.sequential.engine.stages import declare
+from flowchan.pipelines.sequential.engine.worker_messages import Assignment, Item, Key, WorkerAnswer
 from flowchan.pipelines.sequential.parts import Part
 from flowchan.pipelines.sequential.shared_memory import state_tensors
+from flowchan.pipelines.sequential.state import Numbers, SyncedTensors
 from flowchan.pipelines.sequential.values import mapped
 from flowchan.run.latch import Latch
 
@@ -146,12 +146,13 @@ class WorkersRun(PipelineRun):
         self.jobs, self.apart = jobs, on.apart
         self._commands, answers = declare(self.graph, jobs, on, chunks)
         self.lend(*answers)
-        self._copies: list[list[Copies]] = []  # of each worker's parts, where these are on other hosts
+        self._synced: list[list[SyncedTensors]] = []  # of each worker's parts, where these are on other hosts
 
     def begin(self) -> None:
         """Start the workers."""
-        self._copies = [
-            [Copies(state_tensors(part.module)) for part in job.parts if part.away] for job in self.jobs
+        self._synced = [
+            [SyncedTensors(state_tensors(part.module)) for part in job.parts if part.away]
+            for job in self.jobs
         ]
         self.start(self._commands)
 
@@ -161,7 +162,7 @@ class WorkersRun(PipelineRun):
 
     def put_inputs(self, pieces: Sequence[Any], wants: tuple[bool, ...] = ()) -> None:
         """Send the micro-batches of a batch to the worker of the first part."""
-        worker = self.jobs[0].places.of[0]
+        worker = self.jobs[0].owners.of[0]
         for chunk, piece in enumerate(pieces):
             self.put(worker, Item(("F", 0, chunk), Passed(self.light(piece), {}, wants)))
 
@@ -169,7 +170,7 @@ class WorkersRun(PipelineRun):
         """Send what the last part needs for each micro-batch: a gradient, or a target."""
         last = self.jobs[0].total - 1
         for chunk, piece in enumerate(pieces):
-            self.put(self.jobs[0].places.of[-1], Item((what, last, chunk), self.light(piece)))
+            self.put(self.jobs[0].owners.of[-1], Item((what, last, chunk), self.light(piece)))
 
     def light(self, value: Any) -> Any:
         """A value as it is sent: in main memory, if it goes to another process."""
@@ -179,14 +180,14 @@ class WorkersRun(PipelineRun):
 
     def changed(self, job: Assignment) -> list[Numbers]:
         """For each part of a worker on another host, what the program has changed since the last command."""
-        return [copies.changed() for copies in self._copies[job.worker]]
+        return [tensors.changed() for tensors in self._synced[job.worker]]
 
-    def answers(self) -> tuple[list[Answer], dict[Key, Any]]:
+    def answers(self) -> tuple[list[WorkerAnswer], dict[Key, Any]]:
         """Receive one answer of each worker, by worker, and what the parts send to the program before."""
         self.opened.wait()
         if not self.ports:
             raise Closed("the run has ended")
-        answers: dict[int, Answer] = {}
+        answers: dict[int, WorkerAnswer] = {}
         items: dict[Key, Any] = {}
         for port, count in zip(self.ports, (1, len(self.jobs) - 1), strict=False):
             wanted = len(answers) + count
@@ -196,8 +197,8 @@ class WorkersRun(PipelineRun):
                     items[got.key] = got.content
                     continue
                 answers[got.worker] = got
-                for copies, numbers in zip(self._copies[got.worker], got.changed, strict=False):
-                    copies.take(numbers)
+                for tensors, numbers in zip(self._synced[got.worker], got.changed, strict=False):
+                    tensors.take(numbers)
         return [answers[worker] for worker in range(len(self.jobs))], items
 
 

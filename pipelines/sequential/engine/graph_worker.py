@@ -16,18 +16,24 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from flowchan import In, Out
-from flowchan.pipelines.sequential.engine.commands import Answer, Assignment, Backward, Forward, PartFailure
 from flowchan.pipelines.sequential.engine.execution import Execution, Passed
+from flowchan.pipelines.sequential.engine.pipeline_worker import PipelineWorker
 from flowchan.pipelines.sequential.engine.schedule import Step
-from flowchan.pipelines.sequential.engine.worker import PipelineWorker
+from flowchan.pipelines.sequential.engine.worker_messages import (
+    Assignment,
+    Backward,
+    Forward,
+    PartFailure,
+    WorkerAnswer,
+)
 from flowchan.run.failures import Portable
 
 Swap = tuple[dict[str, Any], str, Tensor, Tensor]
 """Where a parameter is, its name, itself, and what takes its place."""
 
 
-class _Held(NamedTuple):
-    """Of a call: the parameters that get gradients, and what took their places."""
+class _CallState(NamedTuple):
+    """Of a call: the parameters that get gradients, and what took their owners."""
 
     parameters: list[Tensor]
     swaps: list[Swap]
@@ -40,14 +46,14 @@ class GraphWorker(PipelineWorker):
         super().__init__(job, commands, answers, **neighbours)
         (self.part,) = job.parts
         self.failure: PartFailure | None = None
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, _CallState] = {}
 
     @property
     def execution(self) -> Execution:
         """That of the part."""
         return self.executions[self.part.number]
 
-    def follow(self, command: Any) -> Answer:
+    def follow(self, command: Any) -> WorkerAnswer:
         """Carry out a :class:`Forward` or a :class:`Backward`."""
         self.failure = None
         gradients = None
@@ -55,7 +61,7 @@ class GraphWorker(PipelineWorker):
             self._go_forward(command)
         else:
             gradients = self._go_back(command)
-        return Answer(
+        return WorkerAnswer(
             self.job.worker,
             tuple(self.events),
             gradients=gradients,
@@ -95,7 +101,7 @@ class GraphWorker(PipelineWorker):
             swaps = [] if self.job.own_process else _swaps(module)
             twins = {id(own): twin for _, _, own, twin in swaps}
             parameters = [twins.get(id(one), one) for one in module.parameters() if one.requires_grad]
-            self._held[call.number] = _Held(parameters, swaps)
+            self._held[call.number] = _CallState(parameters, swaps)
 
     def _passed(self, call: Forward, step: Step, passed: Passed) -> Passed:
         if not call.keeps_graph:

@@ -16,9 +16,9 @@ from typing import Any
 
 from flowchan import Feedback, Graph, In, Input, Out, Stream
 from flowchan.declare.places import Place
-from flowchan.pipelines.sequential.engine.commands import Assignment
 from flowchan.pipelines.sequential.engine.graph_worker import GraphWorker
 from flowchan.pipelines.sequential.engine.training_worker import TrainingWorker
+from flowchan.pipelines.sequential.engine.worker_messages import Assignment
 
 
 def declare(
@@ -27,7 +27,7 @@ def declare(
     """Declare the workers of ``jobs`` in ``graph``. Returns the command inputs by worker, and the streams of
     answers: of the worker of the last part, and of all others together if there are any."""
     size = len(jobs)
-    ring = jobs[0].places.ring
+    ring = jobs[0].owners.ring
     # Room for all that a worker sends in a step: nobody waits for room, so no order can lock workers up.
     capacity = 2 * chunks * max(len(job.parts) for job in jobs) + 8
     commands = [graph.input(f"commands {number}", capacity) for number in range(size)]
@@ -56,7 +56,7 @@ def declare(
         backs = [*backs[1:], backs[0]]
     for feedback, back in zip(gradients, backs, strict=True):
         feedback.feed(back)
-    streams = [answers.pop(jobs[0].places.of[-1])]
+    streams = [answers.pop(jobs[0].owners.of[-1])]
     if answers:
         streams.append(graph.merge(*answers, name="answers") if len(answers) > 1 else answers[0])
     graph.drawn |= dict.fromkeys([*(f"commands {number}" for number in range(size)), "answers", "results"])

@@ -17,11 +17,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from flowchan import In, Out
-from flowchan.pipelines.sequential.engine.commands import Answer, Assignment, Evaluate, Loss, Scale, Train
-from flowchan.pipelines.sequential.engine.execution import GENERATOR, Casting, Execution, Tail
+from flowchan.pipelines.sequential.engine.execution import GENERATOR, Execution, Tail
+from flowchan.pipelines.sequential.engine.pipeline_worker import PipelineWorker
 from flowchan.pipelines.sequential.engine.schedule import Step, parse
-from flowchan.pipelines.sequential.engine.worker import PipelineWorker
-from flowchan.pipelines.sequential.parts import Part
+from flowchan.pipelines.sequential.engine.worker_messages import (
+    Assignment,
+    Evaluate,
+    Loss,
+    Scale,
+    Train,
+    WorkerAnswer,
+)
+from flowchan.pipelines.sequential.parts import Casting, Part
 from flowchan.pipelines.sequential.timeline import Event
 from flowchan.pipelines.sequential.values import join, mapped, tensors
 
@@ -44,7 +51,7 @@ class TrainingWorker(PipelineWorker):
             with at(part, "making its optimizer"):
                 self.optimizers.append((part, self.job.optimizer(parameters)))  # type: ignore[arg-type]
 
-    def follow(self, command: Any) -> Answer:
+    def follow(self, command: Any) -> WorkerAnswer:
         """Carry out a :class:`Train` or an :class:`Evaluate`."""
         self.take_changes(command.changed)
         if isinstance(command, Train):
@@ -54,7 +61,7 @@ class TrainingWorker(PipelineWorker):
 
     # --- a training step ---
 
-    def _train(self, train: Train) -> Answer:
+    def _train(self, train: Train) -> WorkerAnswer:
         job = self.job
         self.losses = []
         if job.optimizer is not None or job.own_process:  # else they add up where the user has them
@@ -82,7 +89,7 @@ class TrainingWorker(PipelineWorker):
             self._update(train)
         self.give_changes()
         sends = job.optimizer is None and job.own_process
-        return Answer(
+        return WorkerAnswer(
             job.worker,
             tuple(self.events),
             loss=torch.stack(self.losses).sum() if self.losses else None,
@@ -172,7 +179,7 @@ class TrainingWorker(PipelineWorker):
         scale = Scale(1.0)
         if self.job.clips:
             norms = [float(torch.linalg.vector_norm(gradient)) for gradient in gradients]
-            self.answers.put(Answer(self.job.worker, square=sum(norm * norm for norm in norms)))
+            self.answers.put(WorkerAnswer(self.job.worker, square=sum(norm * norm for norm in norms)))
             scale = self.commands.get()
         begin = time.monotonic()
         if scale.factor != 1.0:
@@ -187,14 +194,14 @@ class TrainingWorker(PipelineWorker):
 
     # --- evaluation ---
 
-    def _evaluate(self, command: Evaluate) -> Answer:
+    def _evaluate(self, command: Evaluate) -> WorkerAnswer:
         for step in self._steps(command.plan):
             execution = self.executions[step.part]
             with at(execution.part, f"evaluation, step F{step.chunk}", step.chunk, command.chunks):
                 passed = self.take(("F", step.part, step.chunk))
                 output = execution.evaluate(passed, self._casting(execution))
             self.put(("F", step.part + 1, step.chunk), self.packed(output))
-        return Answer(self.job.worker)
+        return WorkerAnswer(self.job.worker)
 
 
 @contextlib.contextmanager

@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 
 from flowchan import Drained, In, Out
-from flowchan.pipelines.sequential.copies import Numbers
-from flowchan.pipelines.sequential.engine.commands import Answer, Assignment, Item, Key
 from flowchan.pipelines.sequential.engine.execution import Execution, Passed
 from flowchan.pipelines.sequential.engine.schedule import Step
+from flowchan.pipelines.sequential.engine.worker_messages import Assignment, Item, Key, WorkerAnswer
 from flowchan.pipelines.sequential.parts import Part, take_cores
-from flowchan.pipelines.sequential.shared_memory import State
+from flowchan.pipelines.sequential.state import Numbers, PartState
 from flowchan.pipelines.sequential.timeline import Event, Op
 from flowchan.pipelines.sequential.values import mapped
 
@@ -48,7 +47,7 @@ class PipelineWorker(abc.ABC):
         self.job = job
         self.commands, self.answers = commands, answers
         self._forward, self._backward, self._onward, self._back = forward, backward, onward, back
-        self.states: list[State] = []
+        self.states: list[PartState] = []
         self.executions: dict[int, Execution] = {}
         self.events: list[Event] = []
         self.communication = 0.0
@@ -58,7 +57,7 @@ class PipelineWorker(abc.ABC):
         """Follow commands until no more can come."""
         torch.set_grad_enabled(True)  # of this thread, which is the worker's own
         if self.job.own_process:
-            take_cores(self.job.worker, self.job.places.workers, self.job.hosts)
+            take_cores(self.job.worker, self.job.owners.workers, self.job.hosts)
         try:
             for part in self.job.parts:
                 self.begin(part)
@@ -74,13 +73,13 @@ class PipelineWorker(abc.ABC):
         """Prepare a part before the first command."""
         job = self.job
         if job.own_process:
-            self.states.append(State(part.module, part.device))
+            self.states.append(PartState(part.module, part.device))
         self.executions[part.number] = Execution(
             part, recompute=job.recompute, shared=not job.own_process, deferred=job.deferred
         )
 
     @abc.abstractmethod
-    def follow(self, command: Any) -> Answer:
+    def follow(self, command: Any) -> WorkerAnswer:
         """Carry out one command."""
 
     # --- what the program sees of parameters and buffers ---
@@ -106,7 +105,7 @@ class PipelineWorker(abc.ABC):
         maker = key[1] + {"F": -1, "B": 1, "T": 1}[key[0]]
         port: In[Any] | None = self.commands
         if 0 <= maker < self.job.total:
-            ahead = self.job.places.towards(self.job.worker, maker) < 0
+            ahead = self.job.owners.towards(self.job.worker, maker) < 0
             port = self._forward if ahead else self._backward
         begin = time.thread_time()  # which stands still while it waits
         while key not in self._early:
@@ -120,7 +119,7 @@ class PipelineWorker(abc.ABC):
         """Send something to the worker of part ``key[1]``, or to the program where there is no such part."""
         port: Out[Any] | None = self.answers
         if 0 <= key[1] < self.job.total:
-            side = self.job.places.towards(self.job.worker, key[1])
+            side = self.job.owners.towards(self.job.worker, key[1])
             if not side:
                 self._early[key] = content
                 return

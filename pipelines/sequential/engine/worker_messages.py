@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from flowchan.pipelines.sequential.copies import Numbers
-from flowchan.pipelines.sequential.engine.execution import Casting
-from flowchan.pipelines.sequential.engine.plans import Places
-from flowchan.pipelines.sequential.parts import Part
+from flowchan.pipelines.sequential.engine.plans import PartOwners
+from flowchan.pipelines.sequential.parts import Casting, Part
+from flowchan.pipelines.sequential.state import Numbers
 from flowchan.pipelines.sequential.timeline import Event
 
 Loss = Callable[[Any, Any], Tensor]
@@ -34,7 +33,7 @@ class Assignment:
     """
 
     worker: int
-    places: Places
+    owners: PartOwners
     parts: tuple[Part, ...]
     recompute: bool
     deferred: bool
@@ -50,7 +49,7 @@ class Assignment:
     @property
     def total(self) -> int:
         """The number of parts of all workers."""
-        return len(self.places.of)
+        return len(self.owners.of)
 
     @property
     def name(self) -> str:
@@ -142,7 +141,7 @@ class PartFailure(NamedTuple):
 # Answers
 
 
-class Answer(NamedTuple):
+class WorkerAnswer(NamedTuple):
     """The result of a command.
 
     ``loss`` of the step comes from the worker of the last part; ``square`` is the sum of the squares of all
