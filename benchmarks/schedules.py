@@ -16,7 +16,7 @@ from benchmarks.harness import Case, Effort, Report, Result, Row, in_words
 from benchmarks.pipes import CHUNKS, SAMPLES, batch, model, one_thread, sgd, timed
 from flowchan.pipelines import Sequential
 from flowchan.pipelines.sequential.balance import step_seconds
-from flowchan.pipelines.sequential.schedule import plan
+from flowchan.pipelines.sequential.engine.schedule import plan
 from flowchan.pipelines.sequential.simulate import simulate
 
 ISOLATES = (

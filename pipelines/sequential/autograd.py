@@ -8,11 +8,11 @@ parameters, whose backward pass goes back through the parts, micro-batch by micr
 
 So what comes before the pipe and behind it, the loss over the whole batch, hooks of parameters, wrappers that
 reduce gradients, and accumulation are autograd's own affair, as with the plain module. The workers
-(:mod:`passes`) keep what the backward pass of a call needs until it was done without ``retain_graph``, or
-nobody can ask for it any more.
+(:mod:`graph_worker`) keep what the backward pass of a call needs until it was done without ``retain_graph``,
+or no caller can ask for it any more.
 
-One call at a time goes forward or back. A :class:`_Line` is one run of the workers; it lives as long as
-outputs that came through it do, also when there is a newer one, because a layer has changed.
+One call at a time goes forward or back. :class:`_Workers` live as long as outputs that came through them do,
+also when there are newer ones, because a layer has changed.
 """
 
 from __future__ import annotations
@@ -23,195 +23,94 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from flowchan import (
-    Broken,
-    Channel,
-    Closed,
-    Drained,
-    Full,
-    Graph,
-    In,
-    Input,
-    Out,
-    RunError,
-    StageError,
-    Stream,
-)
-from flowchan.declare.places import Place
-from flowchan.pipelines.sequential import passes
-from flowchan.pipelines.sequential.copies import Copies
+from flowchan import Broken, Closed, Drained
 from flowchan.pipelines.sequential.cut import CHUNKS, Cut
-from flowchan.pipelines.sequential.execution import Passed, casting_here, may_draw
-from flowchan.pipelines.sequential.parts import Part
-from flowchan.pipelines.sequential.passes import Ahead, Answer, Back, Call, Drop, Failure, Gradients, PartJob
-from flowchan.pipelines.sequential.shared import share, state_tensors
+from flowchan.pipelines.sequential.engine.driver import WorkersRun, part_error
+from flowchan.pipelines.sequential.engine.execution import may_draw
+from flowchan.pipelines.sequential.engine.plans import PartOwners
+from flowchan.pipelines.sequential.engine.worker_messages import (
+    Assignment,
+    Backward,
+    Forward,
+    Key,
+    PartFailure,
+    WorkerAnswer,
+)
+from flowchan.pipelines.sequential.parts import Part, casting_here
+from flowchan.pipelines.sequential.shared_memory import share
 from flowchan.pipelines.sequential.state import modes_of, state_of
 from flowchan.pipelines.sequential.timeline import Event
 from flowchan.pipelines.sequential.values import mapped, tensors
-from flowchan.run.latch import Latch
 
 
-class _Ends:
-    """The ends of a run's channels, which the program holds: what goes in, and the ports that a stage of the
-    run lends. It doesn't know the line, which can so be forgotten while the run goes on."""
+class _Workers:
+    """The workers of some parts. They end when nobody has this object any more."""
 
-    def __init__(self) -> None:
-        self.error: BaseException = Closed(
-            "the pipe was closed, and the workers that hold its graphs have ended"
-        )
-        self.closed = False
-        self.outputs: In[Any]
-        self.answers: In[Any]
-        self.inputs: list[Out[Any]] = []
-        self.over, self.opened = Latch(), Latch()
-        self._ending: Channel[None] = Channel(1)
-
-    def attend(self, outputs: In[Any], answers: In[Any]) -> None:
-        """The last stage: lends its ports until the end."""
-        self.outputs, self.answers = outputs, answers
-        self.opened.set()
-        with contextlib.suppress(Drained):
-            self._ending.get()
-
-    def watch(self, run: Any) -> None:
-        """Waits for the end of the run, whatever it ends by."""
-        try:
-            run.wait()
-        except RunError as failed:
-            self.error = failed.exceptions[0]
-        except BaseException as failed:
-            self.error = failed
-        self.opened.set()
-        self.over.set()
-
-    def close(self) -> None:
-        """Lets the run end. Takes no lock, and does not wait."""
-        self.closed = True
-        for port in self.inputs:
-            port.close()
-        with contextlib.suppress(Full, Closed):
-            self._ending.put_nowait(None)
-
-
-class _Line:
-    """One run of workers with the parts of then."""
-
-    def __init__(
-        self, parts: Sequence[Part], on: Place, chunks: int, recompute: bool, deferred: bool, name: str
-    ) -> None:
+    def __init__(self, cut: Cut, parts: Sequence[Part], recompute: bool, deferred: bool, name: str) -> None:
         self.parts = parts
-        self.apart = on.apart
-        self._copies = [Copies(state_tensors(part.module)) for part in parts if part.away]
-        self.dropped: deque[int] = deque()  # calls that nobody will go back through
-        self.lock = threading.Lock()
+        self.dropped: deque[int] = deque()  # calls whose graphs nobody needs
+        self._lock = threading.Lock()
         self._modes: Any = None
-        self._ends = ends = _Ends()
-        self._graph = Graph(name)
-        inputs = self._declare(on, chunks, recompute, deferred)
-        run = self._graph.start()
-        ends.inputs = [run[stream] for stream in inputs]
-        self._forward, self._backward = ends.inputs
-        watcher = threading.Thread(target=ends.watch, args=(run,), name=f"{name} watcher", daemon=True)
-        watcher.start()
-        self._run, self._watcher = run, watcher
-        weakref.finalize(self, ends.close)
+        owners = PartOwners(len(parts), tuple(range(len(parts))))
+        jobs = [
+            Assignment(part.number, owners, (part,), recompute, deferred, cut.on.apart, len(cut.on.hosts))
+            for part in parts
+        ]
+        self.run = WorkersRun(name, jobs, cut.on, cut.chunks or CHUNKS)
+        self.run.begin()
+        weakref.finalize(self, self.run.close)
 
-    def _declare(
-        self, on: Place, chunks: int, recompute: bool, deferred: bool
-    ) -> tuple[Input[Any], Input[Any]]:
-        graph, last, capacity = self._graph, len(self.parts) - 1, 2 * chunks + 8
-        stream = forward = graph.input("micro-batches", capacity)
-        backward = graph.input("gradients", capacity)
-        answers: list[Stream[Any]] = []
-        after: Any = None
-        for part in self.parts:
-            gradients = backward if part.number == last else graph.feedback(f"gradients for {part.name}")
-            job = PartJob(part, last + 1, recompute, deferred, self.apart, len(on.hosts))
-            function = passes.other if part.number else passes.first
-            outs = graph.stage(function, stream, gradients, name=part.name, on=on, capacity=capacity, job=job)
-            named = {out.port: out for out in outs}
-            if after is not None:
-                after.feed(named["back"])
-            stream, after = named["onward"], gradients
-            answers.append(named["answers"])
-        answered = graph.merge(*answers, name="answers") if last else answers[0]
-        graph.stage(self._ends.attend, stream, answered, name="results")
-        return forward, backward
+    def forward(self, call: Forward, pieces: Sequence[Any], wants: tuple[bool, ...]) -> _Answers:
+        """The outputs of the micro-batches, among the items that come with the answers."""
+        with self._using() as run:
+            modes = self._changed_modes()
+            dropped = tuple(self.dropped.popleft() for _ in range(len(self.dropped)))
+            for job in run.jobs:
+                own = None if modes is None else [modes[part.number] for part in job.parts]
+                run.put(job.worker, call._replace(modes=own, dropped=dropped, changed=run.changed(job)))
+            run.put_inputs(pieces, wants)
+            return run.answers()
 
-    @property
-    def runs(self) -> bool:
-        return not self._ends.over.is_set()
-
-    # --- a call ---
-
-    def ahead(self, call: Call, pieces: Sequence[Any], wants: tuple[bool, ...]) -> list[Ahead]:
-        """What comes out for each micro-batch."""
-        with self.lock, self._using():
-            if modes := self._changed_modes():
-                call = call._replace(modes=modes)
-            if self.dropped:
-                self._forward.put(Drop(tuple(self.dropped.popleft() for _ in range(len(self.dropped)))))
-            first = call._replace(changed=tuple(copies.changed() for copies in self._copies))
-            for chunk, piece in enumerate(pieces):
-                passed = Passed(self._light(piece), {}, wants)
-                self._forward.put(Ahead(call if chunk else first, chunk, passed, ()))
-            found = [self._ends.outputs.get() for _ in pieces]
-            for number, changed in (each for item in found for each in item.changed):
-                self._copies[number].take(changed)
-            return found
-
-    def back(
-        self, number: int, gradients: Sequence[tuple[Tensor | None, ...]], keep: bool
-    ) -> dict[int, Answer]:
-        """The answers of all parts."""
-        with self.lock, self._using():
-            self._forward.put(Back(number, len(gradients), keep))
-            for chunk, values in enumerate(gradients):
-                self._backward.put(Gradients(chunk, self._light(values)))
-            found = [self._ends.answers.get() for _ in self.parts]
-        return {answer.part: answer for answer in found}
+    def backward(self, back: Backward, gradients: Sequence[tuple[Tensor | None, ...]]) -> _Answers:
+        """The gradients of the parameters, and among the items those of the inputs."""
+        with self._using() as run:
+            for job in run.jobs:
+                run.put(job.worker, back)
+            run.put_behind("B", gradients)
+            return run.answers()
 
     @contextlib.contextmanager
-    def _using(self) -> Iterator[None]:
-        """What breaks this off ends the line: nobody would take out what is on its way."""
-        self._ends.opened.wait()
-        try:
-            if self._ends.over.is_set():
-                raise Closed("the run has ended")
-            yield
-        except BaseException as error:
-            ended = isinstance(error, (Broken, Closed, Drained)) or self._ends.closed
-            self.end(at_once=True)
-            if not ended:
-                raise
-        else:
-            return
-        # another one each time, for its traceback holds this frame
-        raise copy.copy(self._ends.error) from self._ends.error.__cause__
+    def _using(self) -> Iterator[WorkersRun]:
+        """Hold the workers for one command. What breaks it off ends them: what is on its way would be taken
+        for the answer to the next command."""
+        with self._lock:
+            try:
+                if self.run.over.is_set():
+                    raise Closed("the run has ended")
+                yield self.run
+            except BaseException as error:
+                ended = isinstance(error, (Broken, Closed, Drained)) or self.run.closed
+                self.run.end(at_once=True)
+                if not ended:
+                    raise
+            else:
+                return
+            # another one each time, for its traceback holds this frame
+            raise copy.copy(self.run.error) from self.run.error.__cause__
 
     def _changed_modes(self) -> Any:
-        if not self.apart or (now := modes_of(self.parts)) == self._modes:
+        if not self.run.apart or (now := modes_of(self.parts)) == self._modes:
             return None
         self._modes = now
         return now
 
-    def _light(self, value: Any) -> Any:
-        if not self.apart:
-            return value
-        return mapped(lambda tensor: tensor.detach().cpu().contiguous(), value)
 
-    def end(self, at_once: bool = False) -> None:
-        """Ends the run and waits for it."""
-        self._ends.close()
-        if at_once:
-            self._run.abort()
-        self._ends.over.wait()
-        self._watcher.join()
+_Answers = tuple[list[WorkerAnswer], dict[Key, Any]]
 
 
 class Differentiable:
@@ -228,88 +127,96 @@ class Differentiable:
     ) -> None:
         self.cut, self._name, self._options = cut, name, (recompute, deferred)
         self._numbers, self._events = numbers, events
-        self._lock = threading.Lock()  # around what begins and ends lines
-        self._line: _Line | None = None
-        self._lines: weakref.WeakSet[_Line] = weakref.WeakSet()
+        self._lock = threading.Lock()  # around what begins and ends workers
+        self._workers: _Workers | None = None
+        self._every: weakref.WeakSet[_Workers] = weakref.WeakSet()
         self._seen: Any = None  # the state of the modules that the processes have
         self._closed = False
 
     def call(self, value: Any) -> Any:
-        """The module's output for a batch, with a graph where the plain module's has one."""
+        """Compute the module's output for a batch, with a graph where the plain module's has one."""
         if self._closed:
             raise Closed(f"the pipe {self._name!r} is closed; make another one")
         pieces = self.cut.pieces(value, back=torch.is_grad_enabled())
         self.cut.measure(mapped(Tensor.detach, pieces[0]))
         parts = self.cut.parts
-        through = _Through(self._line_for(parts), next(self._numbers), self._events)
+        through = _Through(self._workers_for(parts), next(self._numbers), self._events)
         # As torch's own layers do: a module that draws nothing leaves the program's generator alone.
         draws = any(may_draw(part.module) for part in parts)
         seed = int(torch.randint(2**31, ())) if draws else 0
-        call = Call(through.number, len(pieces), seed, casting_here(), torch.is_grad_enabled(), None)
-        outputs = _applied(through, call, pieces) if call.graph else through.ahead(call, pieces, ())
+        graph = torch.is_grad_enabled()
+        call = Forward(through.number, len(pieces), seed, [], casting_here(), graph, None, ())
+        outputs = _applied(through, call, pieces) if graph else through.forward(call, pieces, ())
         return self.cut.joined(outputs, list(map(self.cut.samples, pieces)), f"batch {call.number}")
 
-    def _line_for(self, parts: Sequence[Part]) -> _Line:
+    def _workers_for(self, parts: Sequence[Part]) -> _Workers:
         """The workers; new ones where there are none, they have ended, or the parts have changed since."""
         with self._lock:
-            line = self._line
-            if line is not None and (not line.runs or line.parts is not parts):
-                line = None
+            workers = self._workers
+            if workers is not None and (not workers.run.alive or workers.parts is not parts):
+                workers = None
             if self.cut.on.apart:
                 share(part.module for part in parts if not part.away)
                 now = state_of(parts)
-                line = line if now == self._seen else None
+                workers = workers if now == self._seen else None
                 self._seen = now
-            if line is None:
-                chunks = self.cut.chunks or CHUNKS
-                line = self._line = _Line(parts, self.cut.on, chunks, *self._options, self._name)
-                self._lines.add(line)
-            return line
+            if workers is None:
+                workers = self._workers = _Workers(self.cut, parts, *self._options, self._name)
+                self._every.add(workers)
+            return workers
 
     def close(self) -> None:
-        """Ends the workers; backward passes of what is out raise ``Closed``."""
+        """End the workers; backward passes of what is out raise ``Closed``."""
         with self._lock:
             self._closed = True
-            lines = list(self._lines)  # the last one too, which may go with its name here
-            self._line = None
-            for line in lines:
-                line.end()
+            every = list(self._every)  # the last ones too, which may go with their name here
+            self._workers = None
+            for workers in every:
+                workers.run.end()
 
     def forget(self) -> None:
-        """Ends the workers without waiting, as soon as nobody has an output of theirs."""
-        self._line = None
+        """End the workers without waiting, as soon as no output of theirs is left."""
+        self._workers = None
 
 
 class _Through:
-    """What a call and its backward passes know of each other."""
+    """A call and its backward passes."""
 
-    def __init__(self, line: _Line, number: int, events: deque[Event]) -> None:
-        self.line, self.number, self.events = line, number, events
+    def __init__(self, workers: _Workers, number: int, events: deque[Event]) -> None:
+        self.workers, self.number, self.events = workers, number, events
         self.wants: list[tuple[bool, ...]] = []  # of each micro-batch's outputs
-        self._asked = [[one for one in part.module.parameters() if one.requires_grad] for part in line.parts]
+        self._asked = [
+            [one for one in part.module.parameters() if one.requires_grad] for part in workers.parts
+        ]
         self.parameters = list({id(one): one for asked in self._asked for one in asked}.values())
         self._versions: list[tuple[Tensor, int]] = []
         self._dropping: Any = None
 
-    def ahead(self, call: Call, pieces: Sequence[Any], wants: tuple[bool, ...]) -> list[Any]:
-        """The outputs of the micro-batches. Raises ``StageError`` for the first that failed."""
-        if call.graph:  # the workers hold it as long as anybody has this
-            self._dropping = weakref.finalize(self, self.line.dropped.append, self.number)
+    def forward(self, call: Forward, pieces: Sequence[Any], wants: tuple[bool, ...]) -> list[Any]:
+        """Compute the outputs of the micro-batches. Raises ``StageError`` for the first that failed."""
+        if call.keeps_graph:  # the workers hold it as long as this object is in use
+            self._dropping = weakref.finalize(self, self.workers.dropped.append, self.number)
             self._dropping.atexit = False
-            if self.line.apart:
-                every = {id(one): one for part in self.line.parts for one in part.module.parameters()}
+            if self.workers.run.apart:
+                every = {id(one): one for part in self.workers.parts for one in part.module.parameters()}
                 self._versions = [(one, one._version) for one in every.values() if not one.is_inference()]
-        values = []
-        for item in self.line.ahead(call, pieces, wants):
-            self.events.extend(item.events)
-            if isinstance(item.passed, Failure):
-                raise self._told(item.passed, f"micro-batch {item.chunk} of {len(pieces)} of ")
-            values.append(item.passed.value)
-            self.wants.append(item.passed.wants)
+        answers, items = self.workers.forward(call, pieces, wants)
+        self._note(answers)
+        last, values = len(answers), []
+        for chunk in range(len(pieces)):
+            passed = items["F", last, chunk]
+            if isinstance(passed, PartFailure):
+                self._fail(passed, f"micro-batch {chunk} of {len(pieces)} of ")
+            values.append(passed.value)
+            self.wants.append(passed.wants)
+        self._raise_for(answers, "")
         return values
 
-    def back(self, gradients: Sequence[Tensor | None], keep: bool) -> dict[int, Answer]:
-        """What the parts answer to the gradients of the outputs."""
+    def backward(
+        self, gradients: Sequence[Tensor | None], keep: bool
+    ) -> tuple[list[tuple[Tensor | None, ...]], list[Tensor | None]]:
+        """Compute the gradients of the inputs, by micro-batch, and of the parameters, from the gradients of
+        the outputs."""
         self._raise_if_changed()
         every = iter(gradients)
         given = [
@@ -318,19 +225,28 @@ class _Through:
         ]
         if not keep:
             self._dropping.detach()
-        answers = self.line.back(self.number, given, keep)
-        for answer in answers.values():
-            self.events.extend(answer.events)
-        for answer in answers.values():
-            if answer.failure is not None:
-                raise self._told(answer.failure, "the backward pass of ")
-        return answers
+        answers, items = self.workers.backward(Backward(self.number, len(given), keep), given)
+        self._note(answers)
+        self._raise_for(answers, "the backward pass of ")
+        return [items.get(("B", -1, chunk), ()) for chunk in range(len(given))], self._of_parameters(answers)
 
-    def of_parameters(self, answers: dict[int, Answer]) -> list[Tensor | None]:
+    def _note(self, answers: list[WorkerAnswer]) -> None:
+        for answer in answers:
+            self.events.extend(answer.events)
+
+    def _raise_for(self, answers: list[WorkerAnswer], of: str) -> None:
+        for answer in answers:
+            if answer.failure is not None:
+                self._fail(answer.failure, of)
+
+    def _fail(self, failure: PartFailure, of: str) -> NoReturn:
+        raise part_error(self.workers.parts[failure.part], f"{of}batch {self.number}", failure.error)
+
+    def _of_parameters(self, answers: list[WorkerAnswer]) -> list[Tensor | None]:
         """The gradients of all parameters; of one that several parts have, the sum."""
         found: dict[int, Tensor] = {}
-        for asked, number in zip(self._asked, sorted(answers), strict=True):
-            for parameter, gradient in zip(asked, answers[number].gradients, strict=True):
+        for asked, answer in zip(self._asked, answers, strict=True):
+            for parameter, gradient in zip(asked, answer.gradients or (), strict=True):
                 if gradient is not None:
                     so_far = found.get(id(parameter))
                     here = gradient.to(parameter.device)
@@ -348,19 +264,8 @@ class _Through:
                     "optimizer's step(), or the pipe once more after it"
                 )
 
-    def _told(self, failure: Failure, of: str) -> StageError:
-        part = self.line.parts[failure.part]
-        where = f"{of}batch {self.number}"
-        cause = failure.error
-        error = StageError(
-            f"{part} failed on {where}: {type(cause).__name__}: {cause}",
-            stage=part.name, worker=part.name, item=where,
-        )  # fmt: skip
-        error.__cause__ = cause
-        return error
 
-
-def _applied(through: _Through, call: Call, pieces: Sequence[Any]) -> list[Any]:
+def _applied(through: _Through, call: Forward, pieces: Sequence[Any]) -> list[Any]:
     """The outputs of the micro-batches with their graph."""
     inputs = [one for piece in pieces for one in tensors(piece)]
     holder: list[Any] = []
@@ -373,11 +278,11 @@ class _Parts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, through: _Through, call: Call, pieces: Any, holder: list[Any], count: int, *given: Tensor
+        ctx: Any, through: _Through, call: Forward, pieces: Any, holder: list[Any], count: int, *given: Tensor
     ) -> tuple[Tensor, ...]:
         """The tensors of the outputs; the outputs as they are go into ``holder``."""
         wants = tuple(one.requires_grad for one in given[: count // len(pieces)])
-        holder.extend(through.ahead(call, [mapped(Tensor.detach, piece) for piece in pieces], wants))
+        holder.extend(through.forward(call, [mapped(Tensor.detach, piece) for piece in pieces], wants))
         # Autograd lets nobody change a function's output in place where it is a view, and ties its node to
         # the tensors, of which the workers may hold the one that they have made.
         flat = tuple(one.clone() if one._is_view() else one.detach() for one in tensors(holder))
@@ -398,11 +303,12 @@ class _Parts(torch.autograd.Function):
                 "create_graph=True has reached a Sequential in parts, through which second derivatives "
                 "do not go; compute them with the plain module, pipe.module"
             )
-        answers = ctx.through.back(gradients, torch._C._autograd._get_current_graph_task_keep_graph())
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        pieces, parameters = ctx.through.backward(gradients, keep)
         inputs: list[Tensor | None] = []
-        for found in map(iter, answers[0].inputs):
+        for found in map(iter, pieces):
             inputs.extend(next(found) if want else None for want in ctx.wants)
         there = [
             one if one is None else one.to(device) for one, device in zip(inputs, ctx.devices, strict=True)
         ]
-        return None, None, None, None, None, *there, *ctx.through.of_parameters(answers)
+        return None, None, None, None, None, *there, *parameters

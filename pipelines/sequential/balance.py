@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowchan.pipelines.sequential.halves import Halves
+from flowchan.pipelines.sequential.engine.split_backward import SplitBackward
 from flowchan.pipelines.sequential.parts import Part, run_part
 from flowchan.pipelines.sequential.skip import Skips
 from flowchan.pipelines.sequential.values import mapped, tensors
@@ -101,7 +101,7 @@ def _halves(part: Part, value: Any, skips: Skips) -> tuple[float, float, float]:
     moments.append(time.thread_time())
     ends = [tensor for tensor in tensors((out, list(left.values()))) if tensor.requires_grad]
     inputs = [tensor for tensor in tensors((value, list(skips.values()))) if tensor.requires_grad]
-    halves = Halves(ends, [torch.ones_like(end) for end in ends], inputs)
+    halves = SplitBackward(ends, [torch.ones_like(end) for end in ends], inputs)
     halves.first()
     moments.append(time.thread_time())
     halves.second()

@@ -4,6 +4,7 @@ is allowed, and the remedy."""
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
@@ -25,6 +26,7 @@ from flowchan.pipelines.sequential.values import batch_size, leaves, mapped
 
 BALANCES = ("time", "memory")
 PLACEMENTS = ("thread", "process")
+FSDP = "torch.distributed.fsdp"
 
 
 def checked_module(module: Any) -> nn.Sequential:
@@ -94,23 +96,11 @@ def raise_for_own_ways(module: nn.Sequential) -> None:
         )
 
 
-def without_gradient(value: Any, remedy: str) -> Any:
-    """The value. ``ValueError`` if a tensor in it requires a gradient, which would end here."""
-    if torch.is_grad_enabled():
-        for path, leaf in leaves(value):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                raise ValueError(
-                    f"Sequential: {path} requires a gradient, but none goes back from here to what made it: "
-                    f"{remedy}, or give {path}.detach()"
-                )
-    return value
-
-
 def _check_skips(module: nn.Sequential) -> None:
     """``ValueError`` for a ``Pop`` with nothing to pop, a ``Stash`` that nobody pops, and two without a
     ``Pop`` between. What a layer other than an ``nn.Sequential`` does with those within it is not known, so
     nothing is said of their names from there on."""
-    stashed: dict[str, str] = {}  # what is on the shelf, and the layer that put it there
+    stashed: dict[str, str] = {}  # what is in the skip store, and the layer that put it there
     unknown: set[str] = set()
     for path, layer in _in_a_row(module):
         if isinstance(layer, Stash):
@@ -197,7 +187,24 @@ def check_joining(dim: Any, join: Any) -> None:
 def check_choices(
     on: Any, chunks: Any, balance: Any, sample: Any, param_scale: Any, dim: int, counts: int | list[int]
 ) -> None:
-    """The arguments that are words and numbers."""
+    """Raise ``TypeError`` or ``ValueError`` for an argument that is a wrong word or number."""
+    _check_placement(on)
+    if chunks is not None and not is_whole(chunks):
+        raise TypeError(f"Sequential: chunks must be an int of at least 1, or None, not {shown(chunks)}")
+    if chunks is not None and chunks < 1:
+        raise ValueError(
+            f"Sequential: chunks must be at least 1, not {chunks}; 1 sends each batch as a whole"
+        )
+    _check_balance(balance, sample, counts)
+    if isinstance(param_scale, bool) or not isinstance(param_scale, (int, float)) or not param_scale >= 0:
+        raise ValueError(f"Sequential: param_scale must be a number of at least 0, not {shown(param_scale)}")
+    if param_scale != 1 and balance != "memory":
+        raise ValueError('Sequential: param_scale is for balance="memory"')
+    if sample is not None:
+        batch_size(sample, "Sequential: sample", dim)
+
+
+def _check_placement(on: Any) -> None:
     if isinstance(on, Place) and on.missing:
         raise ValueError(f"Sequential: {on.missing}")
     is_word = isinstance(on, str) and on in PLACEMENTS
@@ -209,32 +216,25 @@ def check_choices(
         raise ValueError(
             f"Sequential: a part goes to each host of the pool in turn, so {on} can't have shares of workers"
         )
-    if chunks is not None and not is_whole(chunks):
-        raise TypeError(f"Sequential: chunks must be an int of at least 1, or None, not {shown(chunks)}")
-    if chunks is not None and chunks < 1:
-        raise ValueError(
-            f"Sequential: chunks must be at least 1, not {chunks}; 1 sends each batch as a whole"
-        )
-    if balance is not None and (not isinstance(balance, str) or balance not in BALANCES):
+
+
+def _check_balance(balance: Any, sample: Any, counts: int | list[int]) -> None:
+    if balance is None:
+        if sample is not None:
+            raise ValueError(
+                'Sequential: sample is for measuring the layers; say balance="time" or "memory" with it'
+            )
+        return
+    if not isinstance(balance, str) or balance not in BALANCES:
         raise ValueError(f'Sequential: balance must be "time", "memory" or None, not {shown(balance)}')
-    if balance is not None and not isinstance(counts, int):
+    if not isinstance(counts, int):
         raise ValueError(
             f"Sequential: balance={balance!r} finds the layers of each part, but "
             f"parts={counts} says them already; "
             f"give parts={len(counts)}"
         )
-    if balance is not None and sample is None:
+    if sample is None:
         raise ValueError(f"Sequential: balance={balance!r} measures the layers; give sample=, a usual batch")
-    if isinstance(param_scale, bool) or not isinstance(param_scale, (int, float)) or not param_scale >= 0:
-        raise ValueError(f"Sequential: param_scale must be a number of at least 0, not {shown(param_scale)}")
-    if param_scale != 1 and balance != "memory":
-        raise ValueError('Sequential: param_scale is for balance="memory"')
-    if balance is None and sample is not None:
-        raise ValueError(
-            'Sequential: sample is for measuring the layers; say balance="time" or "memory" with it'
-        )
-    if sample is not None:
-        batch_size(sample, "Sequential: sample", dim)
 
 
 def checked_devices(devices: Any, parts: int, on: Place) -> list[torch.device] | None:
@@ -279,6 +279,57 @@ def _device(name: Any) -> torch.device:
             f"are {', '.join(there)}"
         ) from error
     return device
+
+
+# --- FSDP: it gathers parameters for a whole call and reduces their gradients once. That works around a pipe
+# whose parts are threads; within a pipe it would do so for each micro-batch, with wrong gradients ---
+
+
+def refuse_sharded_layers(module: nn.Module) -> None:
+    """``TypeError`` for layers that are sharded by themselves."""
+    fsdp = sys.modules.get(FSDP)
+    kinds = tuple(
+        kind
+        for kind in (getattr(fsdp, "FSDPModule", None), getattr(fsdp, "FullyShardedDataParallel", None))
+        if kind is not None
+    )
+    if not kinds:
+        return
+    if "_flat_param" in module._parameters:
+        raise TypeError(
+            "Sequential: FSDP has taken the parameters out of the layers, so a pipe does not see them; make "
+            "it with use_orig_params=True"
+        )
+    for name, layer in module.named_modules():
+        if isinstance(layer, kinds):
+            what = f"layer {name!r}" if name else "module"
+            raise TypeError(
+                f"Sequential: {what} is sharded by FSDP, which would gather its parameters and reduce their "
+                "gradients for each micro-batch; shard the pipe as a whole: fully_shard(pipe)"
+            )
+
+
+def refuse_sharded(module: nn.Module, pipe: str, remedy: str) -> None:
+    """``TypeError`` for parameters that FSDP around the pipe shards, where ``pipe`` can't have that."""
+    if FSDP not in sys.modules:
+        return
+    for name, layer in module.named_modules():
+        if _is_sharded(layer):
+            whose = f"layer {name!r}" if name else "module"
+            raise TypeError(
+                f"Sequential: the parameters of {whose} are sharded by FSDP around the pipe, which {pipe} "
+                f"does not see; {remedy}"
+            )
+
+
+def _is_sharded(layer: nn.Module) -> bool:
+    """Whether FSDP of either version has the layer's parameters, gathered at this moment or not."""
+    hooks = layer._state_dict_pre_hooks.values()
+    return any(getattr(hook, "__module__", "").startswith(FSDP) for hook in hooks) or any(
+        hasattr(tensor, "_local_tensor") or getattr(tensor._base, "_fsdp_flattened", False)
+        for tensor in layer._parameters.values()
+        if tensor is not None
+    )
 
 
 # --- what can be sent to a process ---

@@ -17,8 +17,8 @@ from flowchan.items.arguments import is_whole
 from flowchan.pipelines.sequential.balance import best_split, costs, step_seconds
 from flowchan.pipelines.sequential.checks import checked_module
 from flowchan.pipelines.sequential.cut import CHUNKS, PASSING
+from flowchan.pipelines.sequential.engine.schedule import IN_A_V, SCHEDULES, Schedule, plan
 from flowchan.pipelines.sequential.parts import compute_threads
-from flowchan.pipelines.sequential.schedule import IN_A_V, SCHEDULES, Schedule, plan
 from flowchan.pipelines.sequential.simulate import simulate
 from flowchan.pipelines.sequential.values import split
 

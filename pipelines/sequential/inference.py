@@ -4,12 +4,9 @@
                                       └─────────────┴──errors────────^
 
 Each item is a :class:`Micro`. A ``map`` keeps nothing between items, so a part whose process is killed is
-replaced and the micro-batch in its hands is done again. The run begins with the first batch and stays until
-:meth:`Inference.close`; what is out is noted in a :class:`Book`, into which goes what comes back.
-
-Whoever waits for a batch takes outputs in, of whatever batch, until its own is there: a thread between the
-parts and the program would take a core from a part twice for each batch, to wake up and to wake the program.
-The stage ``results`` only lends its port for that, and looks after failures.
+replaced and its micro-batch is done again. The run begins with the first batch and stays until
+:meth:`Inference.close`. A thread that waits for its batch takes outputs in, of whatever batch, until its own
+is there; the stage ``results`` lends its port for that, and looks after failures.
 
 A call's batch is split into micro-batches, which keep all parts at work; a stream's batches do that as they
 are. A stream has at most ``2 * parts + 2`` batches out before it asks for one more: enough for every part to
@@ -22,38 +19,30 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
-from flowchan import (
-    Broken,
-    Channel,
-    Closed,
-    Drained,
-    Failed,
-    Full,
-    Graph,
-    In,
-    Input,
-    RunError,
-    StageError,
-    Stream,
-    _core,
-    select,
-)
+from flowchan import Broken, Channel, Closed, Failed, Full, Graph, In, Stream, _core
 from flowchan.pipelines.sequential.cut import CHUNKS, Cut
+from flowchan.pipelines.sequential.engine.driver import PipelineRun, part_error
 from flowchan.pipelines.sequential.parts import Part, called, is_torchs_own, run_part, take_cores
-from flowchan.pipelines.sequential.passing import Sent, closed, expect_reading, only_reads, opened, received
-from flowchan.pipelines.sequential.shared import State, share
-from flowchan.pipelines.sequential.state import modes_of, state_of
+from flowchan.pipelines.sequential.shared_memory import share
+from flowchan.pipelines.sequential.state import PartState, modes_of, state_of
 from flowchan.pipelines.sequential.timeline import Event
 from flowchan.pipelines.sequential.values import Micro, mapped
+from flowchan.pipelines.sequential.wire_format import (
+    Sent,
+    closed,
+    expect_reading,
+    only_reads,
+    opened,
+    received,
+)
 from flowchan.run.failures import ItemFailed
-from flowchan.run.latch import Latch
 from flowchan.transport.interrupts import append_result
 
 
@@ -78,7 +67,7 @@ class PartWorker:
         if self.processes:
             take_cores(self.part.number, self.processes, self.hosts)
             expect_reading()
-            self.state = State(self.part.module, self.part.device)
+            self.state = PartState(self.part.module, self.part.device)
 
     def __call__(self, item: Sent) -> Sent:
         begin = time.monotonic()
@@ -107,129 +96,106 @@ class PartWorker:
 
 @dataclass(slots=True)
 class Batch:
-    """One batch that is out. ``sizes`` are the samples of its micro-batches, ``values`` what has come back of
-    them, but for the ``missing`` ones."""
+    """One batch that is in flight. ``sizes`` are the samples of its micro-batches, ``values`` their outputs,
+    without those of the ``missing`` ones."""
 
-    line: _Line
+    run: InferenceRun
     sizes: list[int]
     values: list[Any]
     missing: set[int]
     outcome: Channel[list[Any] | BaseException] = field(default_factory=lambda: Channel(1))
-    """Gets all values, or the exception that ended the batch, once. It is no ``concurrent.futures.Future``,
-    for a Ctrl-C while one waits may leave that locked, and who sets it stuck."""
+    """Gets all values, or the exception that ended the batch, once. Not a ``concurrent.futures.Future``:
+    Ctrl-C in a thread that waits may leave a future locked, and block the thread that sets it."""
 
 
-class Book:
-    """The batches that are out, by number, and what has come back of them. A Ctrl-C may break off any of this
-    and have it done again from the start."""
+class InferenceRun(PipelineRun):
+    """One run of the parts, each of them a ``map``, and the batches in flight, by number. Ctrl-C may break
+    off what notes a result; the same result is then noted again from the start."""
 
-    def __init__(self, parts: list[Part], events: deque[Event]) -> None:
-        self.parts, self.events = parts, events
+    def __init__(self, name: str, cut: Cut, room: int, events: deque[Event]) -> None:
+        super().__init__(name)
+        self.events = events
         self.out: dict[int, Batch] = {}
+        self.parts = parts = cut.parts
+        processes, hosts = len(parts) if cut.on.apart else 0, len(cut.on.hosts)
+        chunks = cut.chunks or CHUNKS
+        self._input = self.graph.input("micro-batches", capacity=room)
+        stream: Stream[Any] = self._input
+        failures = []
+        for part in parts:
+            worker = partial(PartWorker, part, processes, hosts)
+            capacity = chunks if part is not parts[-1] else room
+            stream = stream.map(worker, name=part.name, on=cut.on, capacity=capacity, restarts=10**9)
+            failures.append(stream.errors)
+        failed = self.graph.merge(*failures, name="errors") if len(failures) > 1 else failures[0]
+        self.lend(stream, failed)
+        self.graph.drawn |= {part.name: part.drawn for part in parts} | {"errors": None, "results": "outputs"}
 
-    def receive(self, item: Sent) -> None:
-        """A micro-batch is through. Nobody waits for those of a stream that was left."""
+    def begin(self) -> None:
+        """Start the parts."""
+        self.start([self._input])
+
+    def watched(self) -> Sequence[In[Any]]:
+        """The failures, which the last stage hears of at any time."""
+        return self.ports[1:]
+
+    def receive(self, port: Any, item: Any) -> None:
+        """Note what the last stage has read."""
+        if port is self.ports[0]:
+            self._note_output(item)
+        else:
+            self._note_failure(item)
+
+    def _note_output(self, item: Sent) -> None:
+        """Note a micro-batch that is through, unless its stream was left."""
         micro = received(item)
-        self._note(micro)
+        self._note_times(micro)
         batch = self.out.get(micro.batch)
         if batch is None:
             return
         batch.values[micro.chunk] = micro.value
         batch.missing.discard(micro.chunk)
         if not batch.missing:
-            self._end(micro.batch, batch.values)
+            self._end_batch(micro.batch, batch.values)
 
-    def fail(self, failed: Failed[Any]) -> None:
-        """A part failed on a micro-batch, or its process died with it again and again."""
+    def _note_failure(self, failed: Failed[Any]) -> None:
+        """Note that a part failed on a micro-batch, or that its process died with it again and again."""
         micro = Micro(*failed.item[: len(Micro._fields)])
-        self._note(micro)
+        self._note_times(micro)
         part = self.parts[len(micro.events)]  # each part that is done has left its times
-        error = StageError(
-            f"{part} failed on {micro}: {type(failed.error).__name__}: {failed.error}",
-            stage=part.name, worker=part.name, item=repr(micro),
-        )  # fmt: skip
-        error.__cause__ = failed.error
-        self.end(error, micro.batch)
+        self._end_batch(micro.batch, part_error(part, repr(micro), failed.error))
 
-    def end(self, error: BaseException, number: int | None = None) -> None:
-        """Batch ``number``, or every one, ends by ``error``, if it has not ended."""
-        for one in list(self.out) if number is None else [number]:
-            self._end(one, error)
+    def _note_times(self, micro: Micro) -> None:
+        for part, (begin, end) in enumerate(micro.events):
+            self.events.append(Event(part, part, "F", micro.batch, micro.chunk, begin, end))
 
-    def _end(self, number: int, outcome: list[Any] | BaseException) -> None:
+    def end_batches(self, error: BaseException) -> None:
+        """End all batches that are out by ``error``."""
+        for number in list(self.out):
+            self._end_batch(number, error)
+
+    def _end_batch(self, number: int, outcome: list[Any] | BaseException) -> None:
         batch = self.out.get(number)
         if batch is not None:
             with contextlib.suppress(Full):
                 batch.outcome.put_nowait(outcome)
             self.out.pop(number, None)
 
-    def _note(self, micro: Micro) -> None:
-        for part, (begin, end) in enumerate(micro.events):
-            self.events.append(Event(part, part, "F", micro.batch, micro.chunk, begin, end))
+    def ended(self) -> None:
+        """End all batches that are out."""
+        self.end_batches(self.error)
 
-
-class _Line:
-    """One run of the graph, with a thread that waits for its end: whatever it ends by, nobody waits for a
-    batch in vain."""
-
-    def __init__(self, book: Book) -> None:
-        self.book = book
-        self.error: BaseException = Closed("the run has ended")
-        self._watcher: threading.Thread | None = None
-        self._over = Latch()  # Ctrl-C in Thread.join() or is_alive() makes a thread look as if it had ended
-        self._outputs: In[Any] | None = None
-        self._opened = Latch()
-        self._ending: Channel[None] = Channel(1)
-
-    def start(self, graph: Graph, batches: Input[Any]) -> None:
-        run = self._run = graph.start()
-        self._port = run[batches]
-        watcher = threading.Thread(target=self._watch, name=f"{graph.name} watcher", daemon=True)
-        watcher.start()
-        self._watcher = watcher
-
-    @property
-    def runs(self) -> bool:
-        return self._watcher is not None and not self._over.is_set()
-
-    def _watch(self) -> None:
-        try:
-            self._run.wait()
-        except RunError as failed:
-            self.error = failed.exceptions[0]
-        except BaseException as failed:
-            self.error = failed
-        self._opened.set()
-        self.book.end(self.error)
-        self._over.set()
-
-    def attend(self, outputs: In[Any], failures: In[Failed[Any]]) -> None:
-        """The last stage: lends its port to who waits, and hears of failures. What nobody has taken in when
-        the line ends is taken in here."""
-        self._outputs = outputs
-        self._opened.set()
-        gets: list[Any] = [failures, self._ending]
-        with contextlib.suppress(Drained):
-            while True:
-                found = select(gets)
-                if found.channel is failures:
-                    self.book.fail(found.item)
-                elif found.channel is outputs:
-                    self.book.receive(found.item)
-                else:
-                    gets = [failures, outputs]
-
-    # --- called by whoever has batches ---
+    # --- called by the threads that have batches ---
 
     def put(self, item: Sent) -> None:
-        """Puts a micro-batch in. Where there is no room it takes outputs in meanwhile."""
+        """Put a micro-batch in; where there is no room, take outputs in until there is."""
         try:
-            self._port.put_nowait(item)
+            self.inputs[0].put_nowait(item)
         except Full:
-            self._take_in([], [(self._port, item)])
+            self._take_in([], [(self.inputs[0], item)])
 
     def outcome(self, batch: Batch) -> list[Any] | BaseException:
-        """What has become of a batch, once that is known."""
+        """Wait for what becomes of a batch."""
         try:
             found: list[Any] | BaseException = self._take_in([batch.outcome], [])
         except (Closed, Broken, ValueError):  # the run has ended, and the watcher ends all batches
@@ -237,10 +203,10 @@ class _Line:
         return found
 
     def _take_in(self, gets: list[Any], puts: list[Any]) -> Any:
-        """Takes in outputs, of whatever batch, until one of the other operations is done; gives its item."""
-        if self._outputs is None and self._opened.wait() and self._outputs is None:
+        """Take in outputs, of whatever batch, until one of the other operations is done; returns its item."""
+        if not self.ports and self.opened.wait() and not self.ports:
             raise Closed("the run has ended")
-        operations = [self._outputs, *gets], puts, None
+        operations = [self.ports[0], *gets], puts, None
         came: deque[tuple[int, Any]] = deque()
         try:
             while True:
@@ -248,40 +214,23 @@ class _Line:
                 number, item = came[0]
                 if number:
                     return item
-                self.book.receive(item)
+                self._note_output(item)
                 came.clear()
         except ItemFailed as failed:  # it can't be unpickled, so nobody knows whose output it was
-            self.book.end(failed.__cause__ or failed)
-            self._run.abort()
-            self._over.wait()
+            self.end_batches(failed.__cause__ or failed)
+            self.run.abort()
+            self.over.wait()
             return self._take_in(gets, puts)
         finally:
             for number, item in came:
                 if not number:
-                    self.book.receive(item)
+                    self._note_output(item)
 
-    def failed(self, number: int) -> None:
-        """Batch ``number`` met the end of the run, whose watcher may have ended all batches before it
-        came."""
-        if self._watcher is not None:
-            self._over.wait()
-        self.book.end(self.error, number)
-
-    def close(self) -> None:
-        """Lets what is out be finished, and then the run end. Takes no lock, and does not wait."""
-        if self._watcher is not None:
-            self._port.close()
-            with contextlib.suppress(Full):
-                self._ending.put_nowait(None)
-
-    def end(self, at_once: bool = False) -> None:
-        """Ends the run and waits for it. What is out is finished first, unless it shall end ``at_once``."""
-        if self._watcher is not None:
-            self.close()
-            if at_once:
-                self._run.abort()
-            self._over.wait()
-            self._watcher.join()
+    def fail(self, number: int) -> None:
+        """End a batch that met the end of the run, whose watcher may have ended all batches before."""
+        if self.started:
+            self.over.wait()
+        self._end_batch(number, self.error)
 
 
 class Inference:
@@ -292,35 +241,21 @@ class Inference:
         self._numbers, self.events = numbers, events
         self._most = 2 * len(cut.parts) + 2
         self._lock = threading.Lock()  # around what begins and ends runs, and feeds them
-        self._line: _Line | None = None
         self._seen: object = None  # the state of the module that the processes have
         self._closed = False
-        self._declare()
+        self.run = self._declared()
 
-    def _declare(self) -> None:
-        """The graph and the book, for the parts of now."""
-        parts = self._parts = self.cut.parts
-        processes, hosts = len(parts) if self.cut.on.apart else 0, len(self.cut.on.hosts)
-        self.book, self.graph = Book(parts, self.events), Graph(self.name)
-        chunks = self.cut.chunks or CHUNKS
-        # for all that one stream or call has out, so that it need not wait for room, nor a part for the
+    def _declared(self) -> InferenceRun:
+        """A run of the parts of now, which has not begun."""
+        # room for all that one stream or call has out, so that it need not wait for room, nor a part for the
         # program
-        room = max(self._most, 2 * chunks)
-        self._input = self.graph.input("micro-batches", capacity=room)
-        stream: Stream[Any] = self._input
-        failures = []
-        for part in parts:
-            worker = partial(PartWorker, part, processes, hosts)
-            capacity = chunks if part is not parts[-1] else room
-            stream = stream.map(worker, name=part.name, on=self.cut.on, capacity=capacity, restarts=10**9)
-            failures.append(stream.errors)
-        failed = self.graph.merge(*failures, name="errors") if len(failures) > 1 else failures[0]
-        self.graph.stage(self._attend, stream, failed, name="results")
-        self.graph.drawn |= {part.name: part.drawn for part in parts} | {"errors": None, "results": "outputs"}
+        room = max(self._most, 2 * (self.cut.chunks or CHUNKS))
+        return InferenceRun(self.name, self.cut, room, self.events)
 
-    def _attend(self, outputs: In[Any], failures: In[Failed[Any]]) -> None:
-        assert self._line is not None
-        self._line.attend(outputs, failures)
+    @property
+    def graph(self) -> Graph:
+        """The graph of the run."""
+        return self.run.graph
 
     # --- batches ---
 
@@ -330,7 +265,7 @@ class Inference:
         try:
             return _outcome(self.cut, number, batch)
         finally:
-            self.book.out.pop(number, None)
+            batch.run.out.pop(number, None)
 
     def stream(self, batches: Iterable[Any], keep: object = None) -> Iterator[Any]:
         """The output of each batch, in order. ``keep`` is kept alive as long as the stream is."""
@@ -357,8 +292,8 @@ class Inference:
                 raise ended_by
         finally:
             ended_by = None  # its traceback holds this frame
-            for number, _ in out:
-                self.book.out.pop(number, None)
+            for number, batch in out:
+                batch.run.out.pop(number, None)
 
     def _send(self, value: Any, fresh: bool, whole: bool) -> tuple[int, Batch]:
         """Puts a batch into the graph, ``whole`` or in micro-batches, and notes it. ``fresh``: nothing of
@@ -369,45 +304,41 @@ class Inference:
         sizes = [self.cut.samples(piece) for piece in pieces]
         with self._lock:
             self._raise_if_closed()
-            line = self._started(fresh)
+            run = self._started(fresh)
             number = next(self._numbers)
-            batch = Batch(line, sizes, [None] * len(pieces), set(range(len(pieces))))
-            self.book.out[number] = batch
+            batch = Batch(run, sizes, [None] * len(pieces), set(range(len(pieces))))
+            run.out[number] = batch
             try:
                 for chunk, piece in enumerate(pieces):
                     value, form = closed(piece) if self.cut.on.apart else (piece, None)
-                    line.put((number, chunk, len(pieces), value, {}, (), form))
+                    run.put((number, chunk, len(pieces), value, {}, (), form))
             except (Closed, Broken):
-                line.failed(number)
+                run.fail(number)
             except BaseException:
-                self.book.out.pop(number, None)
+                run.out.pop(number, None)
                 raise
         return number, batch
 
     # --- the run ---
 
-    def _started(self, fresh: bool) -> _Line:
-        """The line; a new one where there is none, the last has failed, or its processes hold an old
-        state."""
-        line = self._line
-        if self._parts is not self.cut.parts:  # it was measured where to cut
-            if line is not None:
-                line.end()
-            line = None
-            self._declare()
-        if line is not None and not line.runs:
-            line = None
-        if self.cut.on.apart and (line is None or fresh):
-            share(part.module for part in self._parts if not part.away)
-            now = state_of(self._parts, copied=True), [modes for modes, _ in modes_of(self._parts)]
-            if line is not None and now != self._seen:
-                line.end()  # it finishes what is out first
-                line = None
+    def _started(self, fresh: bool) -> InferenceRun:
+        """The run; a new one where there is none, the last has ended, or its processes hold an old state."""
+        run = self.run
+        stale = run.parts is not self.cut.parts or (run.started and not run.alive)
+        if stale:  # it was measured where to cut, or it failed
+            run.end()
+        if self.cut.on.apart and (stale or fresh or not run.started):
+            share(part.module for part in self.cut.parts if not part.away)
+            now = state_of(self.cut.parts, copied=True), [modes for modes, _ in modes_of(self.cut.parts)]
+            if run.alive and now != self._seen:
+                run.end()  # it finishes what is out first
+                stale = True
             self._seen = now
-        if line is None:
-            line = self._line = _Line(self.book)
-            line.start(self.graph, self._input)
-        return line
+        if stale:
+            run = self.run = self._declared()
+        if not run.started:
+            run.begin()
+        return run
 
     def _raise_if_closed(self) -> None:
         if self._closed:
@@ -417,22 +348,18 @@ class Inference:
         """Ends the run. Batches that are out end with ``Closed``."""
         with self._lock:
             self._closed = True
-            busy = bool(self.book.out)
-            self.book.end(Closed(f"the pipe {self.graph.name!r} was closed"))
-            if self._line is not None:
-                self._line.end(at_once=busy)
-                self._line = None
+            busy = bool(self.run.out)
+            self.run.end_batches(Closed(f"the pipe {self.graph.name!r} was closed"))
+            self.run.end(at_once=busy)
 
     def forget(self) -> None:
         """Ends the run without waiting for it, and without a lock: the collector may call this anywhere."""
-        line = self._line
-        if line is not None:
-            line.close()
+        self.run.close()
 
 
 def _outcome(cut: Cut, number: int, batch: Batch) -> Any:
     """The output of a batch when it is there. Raises what ended the batch."""
-    found = batch.line.outcome(batch)
+    found = batch.run.outcome(batch)
     if isinstance(found, BaseException):
         try:
             raise found

@@ -7,7 +7,7 @@ import contextlib
 import multiprocessing
 import os
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowchan.pipelines.sequential.shared import Lent
-from flowchan.pipelines.sequential.skip import Skips, shelf
+from flowchan.pipelines.sequential.shared_memory import Lent
+from flowchan.pipelines.sequential.skip import Skips, skip_store
 from flowchan.pipelines.sequential.values import Inputs, mapped
 
 MOST_DRAWN = 6
@@ -57,6 +57,30 @@ class Part:
         return f"part {self.number} ({layers})"
 
 
+Casting = tuple[tuple[str, torch.dtype, bool], ...]
+"""The arguments of ``torch.autocast``: the type of device, the type that operations are cast to if they can
+take it, and whether casts are kept."""
+
+
+def casting_here() -> Casting:
+    """The state of ``torch.autocast`` in this thread."""
+    keeps = torch.is_autocast_cache_enabled()
+    return tuple(
+        (name, torch.get_autocast_dtype(name), keeps)
+        for name in ("cpu", "cuda", "xpu", "mps")
+        if torch.is_autocast_enabled(name)
+    )
+
+
+@contextlib.contextmanager
+def cast_as(casting: Casting) -> Iterator[None]:
+    """Enter ``torch.autocast`` for each device."""
+    with contextlib.ExitStack() as stack:
+        for device, kind, keeps in casting:
+            stack.enter_context(torch.autocast(device, dtype=kind, cache_enabled=keeps))
+        yield
+
+
 def run_part(part: Part, value: Any, skips: Skips, keep: bool = True) -> tuple[Any, Skips]:
     """What comes out of a part, and the skips that travel on behind it. ``keep``: the value that came in is
     left as it is, for others may read it too; what came from another process is the part's own."""
@@ -64,7 +88,7 @@ def run_part(part: Part, value: Any, skips: Skips, keep: bool = True) -> tuple[A
         value, skips = mapped(lambda tensor: tensor.to(part.device), (value, skips))
     if keep and may_write(part.module):
         value = mapped(Tensor.clone, value)
-    with shelf(skips) as left:
+    with skip_store(skips) as left:
         return called(part.module, value), left
 
 

@@ -31,20 +31,19 @@ from flowchan.pipelines.sequential.checks import (
     has_own_way,
     raise_for_own_ways,
     raise_if_lazy,
-    without_gradient,
+    refuse_sharded,
+    refuse_sharded_layers,
 )
 from flowchan.pipelines.sequential.cut import CHUNKS, Cut
-from flowchan.pipelines.sequential.execution import casting_here
+from flowchan.pipelines.sequential.engine.plans import Function, Written
+from flowchan.pipelines.sequential.engine.schedule import Schedule
+from flowchan.pipelines.sequential.engine.worker_messages import Loss, Optimizers
 from flowchan.pipelines.sequential.inference import Inference
-from flowchan.pipelines.sequential.parts import Part, compute_threads
-from flowchan.pipelines.sequential.plans import Function, Written
-from flowchan.pipelines.sequential.schedule import Schedule
-from flowchan.pipelines.sequential.sharded import refuse_sharded, refuse_sharded_layers
+from flowchan.pipelines.sequential.parts import Part, casting_here, compute_threads
 from flowchan.pipelines.sequential.timeline import REMEMBERED, Event, Timeline
 from flowchan.pipelines.sequential.tracing import Traced
-from flowchan.pipelines.sequential.training import Training
-from flowchan.pipelines.sequential.values import Inputs, split, tensors
-from flowchan.pipelines.sequential.worker import Loss, Optimizers
+from flowchan.pipelines.sequential.training import Training, TrainingOptions
+from flowchan.pipelines.sequential.values import Inputs, split, tensors, without_gradient
 
 
 class Sequential(nn.Module):
@@ -75,7 +74,7 @@ class Sequential(nn.Module):
 
     module: nn.Module
     """The plain module. Its layers are the pipe's."""
-    _line: nn.Sequential
+    _layers: nn.Sequential
     _traced: Traced | None
 
     @refuses_misspelt("Sequential")
@@ -101,10 +100,10 @@ class Sequential(nn.Module):
         if has_own_way(module):
             raise_if_lazy(cast("nn.Module", module))
             traced = Traced(cast("nn.Module", module), names)
-        line = checked_module(module) if traced is None else traced.line
+        layers = checked_module(module) if traced is None else traced.layers
         if names:
-            parts = counts_by_name(names, list(line._modules)) if traced is None else [1] * len(line)
-        counts = checked_counts(parts, len(line))
+            parts = counts_by_name(names, list(layers._modules)) if traced is None else [1] * len(layers)
+        counts = checked_counts(parts, len(layers))
         check_joining(dim, join)
         check_choices(on, chunks, balance, sample, param_scale, dim, counts)
         check_switches(recompute=recompute, deferred_batch_norm=deferred_batch_norm)
@@ -115,13 +114,13 @@ class Sequential(nn.Module):
         if isinstance(counts, int) and balance is not None:
             threads = compute_threads(number) if place.apart else torch.get_num_threads()
             micro = split(sample, chunks or CHUNKS, "sample", dim)[0]
-            costs = balancing.costs(line, micro, balance, threads, param_scale=param_scale)
+            costs = balancing.costs(layers, micro, balance, threads, param_scale=param_scale)
             counts = balancing.best_split(costs, number)
         self.on, self.chunks = on, chunks
         self._recompute, self._deferred = recompute, deferred_batch_norm
         # Not registered as layers of the pipe: the pipe has the module's own layers, under their names.
-        module = line if traced is None else traced.module
-        vars(self).update(module=module, _line=line, _traced=traced)
+        module = layers if traced is None else traced.module
+        vars(self).update(module=module, _layers=layers, _traced=traced)
         for own in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             vars(self)[own] = vars(module)[own]
         self._begin(counts, places, dim, join)
@@ -143,7 +142,7 @@ class Sequential(nn.Module):
         self._events: deque[Event] = deque(maxlen=REMEMBERED)
         on = placed(name, self.on)
         verify = None if self._traced is None else self._traced.verify
-        self._cut = Cut(self._line, counts, on, self.chunks, places, dim, join, verify)
+        self._cut = Cut(self._layers, counts, on, self.chunks, places, dim, join, verify)
         self._inference = Inference(self._cut, name, numbers, self._events)
         options = self._recompute, self._deferred
         self._graphs = Differentiable(self._cut, name, *options, numbers, self._events)
@@ -169,21 +168,21 @@ class Sequential(nn.Module):
             self.module.training = mode
 
     def __len__(self) -> int:
-        return len(self._line)
+        return len(self._layers)
 
     def __iter__(self) -> Iterator[nn.Module]:
-        return iter(self._line)
+        return iter(self._layers)
 
     def __getitem__(self, index: int | slice) -> Any:
         """A layer, or some of them as a plain ``nn.Sequential``."""
-        return self._line[index]
+        return self._layers[index]
 
     def __setitem__(self, index: int, layer: nn.Module) -> None:
         if self._traced is not None:
             raise TypeError(
                 "Sequential: the segments of a traced module can't be replaced; make another pipe"
             )
-        self._line[index] = layer
+        self._layers[index] = layer
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy: all but what runs."""
@@ -232,7 +231,7 @@ class Sequential(nn.Module):
         if self._traced is not None:
             self._traced.check()
         else:
-            raise_for_own_ways(self._line)
+            raise_for_own_ways(self._layers)
 
     def _has_graph(self, x: Any) -> bool:
         return any(one.requires_grad for one in self.module.parameters()) or any(
@@ -296,17 +295,9 @@ class Sequential(nn.Module):
                 f"Sequential: a training splits along dimension 0, not dim={self._cut.dim}; "
                 "take the loss of pipe(x)"
             )
-        self._training = Training(
-            self._cut,
-            loss=loss,
-            optimizer=optimizer,
-            schedule=schedule,
-            workers=workers,
-            recompute=self._recompute if recompute is None else recompute,
-            clip=clip,
-            autocast=autocast,
-            deferred=self._deferred,
-        )
+        again = self._recompute if recompute is None else recompute
+        options = TrainingOptions(loss, optimizer, again, clip, autocast, self._deferred)
+        self._training = Training(self._cut, options, schedule, workers)
         return self._training
 
     @property

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flowchan.pipelines.sequential.balance import costs
-from flowchan.pipelines.sequential.execution import listed
+from flowchan.pipelines.sequential.engine.execution import listed
 from flowchan.pipelines.sequential.parts import Part, run_part
 from flowchan.pipelines.sequential.skip import Skips
 from flowchan.pipelines.sequential.timeline import Event
@@ -95,24 +95,21 @@ class Kept:
     inputs: float
 
 
-def report(
-    steps: Sequence[Sequence[tuple[tuple[Event, ...], float]]], parts: Sequence[Part], kept: Sequence[Kept]
-) -> TrainingReport:
-    """Of steps with the events of each worker, and the seconds that it spent on communication."""
-    spans = [_span(event for events, _ in step for event in events) for step in steps]
-    total = sum(spans)
-    workers = []
-    for number in range(len(steps[0]) if steps else 0):
-        mine = [step[number] for step in steps]
-        busy = sum(event.end - event.begin for events, _ in mine for event in events)
-        own = {event.part for events, _ in mine for event in events if event.part is not None}
-        communication = sum(seconds for _, seconds in mine)
-        workers.append(WorkerShares(tuple(sorted(own)), busy / total, communication / total))
+Recorded = Sequence[Sequence[tuple[tuple[Event, ...], float]]]
+"""For each step and each worker: the events, and the seconds that it spent on communication."""
+
+
+def report(steps: Recorded, parts: Sequence[Part], kept: Sequence[Kept]) -> TrainingReport:
+    """Sum up steps."""
+    total = sum(_span(event for events, _ in step for event in events) for step in steps)
     held = [_peak([event for events, _ in step for event in events], kept) for step in steps]
     return TrainingReport(
         len(steps),
         total / len(steps) if steps else 0.0,
-        tuple(workers),
+        tuple(
+            _shares([step[number] for step in steps], total)
+            for number in range(len(steps[0]) if steps else 0)
+        ),
         tuple(
             PartBytes(
                 part.number,
@@ -123,6 +120,14 @@ def report(
             for part in parts
         ),
     )
+
+
+def _shares(steps: Sequence[tuple[tuple[Event, ...], float]], total: float) -> WorkerShares:
+    """How one worker spent ``total`` seconds."""
+    events = [event for own, _ in steps for event in own]
+    parts = {event.part for event in events if event.part is not None}
+    busy = sum(event.end - event.begin for event in events)
+    return WorkerShares(tuple(sorted(parts)), busy / total, sum(seconds for _, seconds in steps) / total)
 
 
 def measured(parts: Sequence[Part], micro: Any) -> list[Kept]:

@@ -18,7 +18,7 @@ import math
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from flowchan.pipelines.sequential.schedule import Op, Step
+from flowchan.pipelines.sequential.engine.schedule import Op, Step
 from flowchan.pipelines.sequential.timeline import Event, Timeline
 
 

@@ -1,9 +1,9 @@
 """Skip connections: a tensor that one layer stashes and a later layer pops, in the same part or in another
 one.
 
-The layers find each other through a shelf. In a pipeline it belongs to one micro-batch: each part finds on it
-what travels along, and what it leaves there travels on. In the plain module it belongs to the thread, for
-nothing tells where a batch ends: what is not popped, because a layer between has raised or there is no
+The layers find each other through a skip store. In a pipeline it belongs to one micro-batch: each part finds
+in it what travels along, and what it leaves there travels on. In the plain module it belongs to the thread,
+for nothing tells where a batch ends: what is not popped, because a layer between has raised or there is no
 ``Pop``, stays until the next ``Stash`` of its name. ``Sequential`` checks that each ``Stash`` has its
 ``Pop``.
 
@@ -28,8 +28,8 @@ Skips = dict[str, Tensor | None]
 
 class _Here(threading.local):
     def __init__(self) -> None:
-        self.shelf: Skips = {}
-        self.in_pipe = False  # then the shelf holds nothing of an earlier batch
+        self.store: Skips = {}
+        self.in_pipe = False  # then the store holds nothing of an earlier batch
 
 
 _here = _Here()
@@ -49,12 +49,12 @@ class Stash(nn.Module):
         ``RuntimeError`` when something is stashed under its name already."""
         if x is not None and not isinstance(x, Tensor):
             raise TypeError(f"Stash({self.name!r}) takes a tensor or None, not a {type(x).__name__}")
-        if _here.in_pipe and self.name in _here.shelf:
+        if _here.in_pipe and self.name in _here.store:
             raise RuntimeError(
                 f"Stash({self.name!r}) would replace what another one has stashed and no "
                 f"Pop({self.name!r}) has popped"
             )
-        _here.shelf[self.name] = x
+        _here.store[self.name] = x
         return x
 
     def extra_repr(self) -> str:
@@ -74,7 +74,7 @@ class Pop(nn.Module):
     def forward(self, x: Any) -> Any:
         """``combine(x, stashed)``. Raises ``RuntimeError`` when nothing is stashed under its name."""
         try:
-            stashed = _here.shelf.pop(self.name)
+            stashed = _here.store.pop(self.name)
         except KeyError:
             raise RuntimeError(
                 f"Pop({self.name!r}) finds nothing: no Stash({self.name!r}) came before it"
@@ -87,11 +87,11 @@ class Pop(nn.Module):
 
 
 @contextlib.contextmanager
-def shelf(skips: Skips) -> Iterator[Skips]:
+def skip_store(skips: Skips) -> Iterator[Skips]:
     """Within it ``Pop`` finds ``skips``; gives a dictionary that holds, at the end, what travels on."""
-    before = _here.shelf, _here.in_pipe
-    _here.shelf, _here.in_pipe = dict(skips), True
+    before = _here.store, _here.in_pipe
+    _here.store, _here.in_pipe = dict(skips), True
     try:
-        yield _here.shelf
+        yield _here.store
     finally:
-        _here.shelf, _here.in_pipe = before
+        _here.store, _here.in_pipe = before

@@ -1,15 +1,22 @@
-"""What processes must know of the parts' modules, to see when it is no longer so."""
+"""What the processes of a pipe have of its module: whether that is still so, and how both sides keep equal.
+
+Within a host the tensors are the same memory. On another host there are copies: both sides have the tensors
+of a part in the same order, and each notes up to which version of a tensor the other side has its numbers,
+for torch counts the changes of every tensor. What has changed since travels with the next command or answer.
+Torch does not count changes through ``tensor.data``, so these are not seen.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from flowchan.items.text import short
 from flowchan.pipelines.sequential.parts import Part
-from flowchan.pipelines.sequential.shared import place_of, settings
+from flowchan.pipelines.sequential.shared_memory import place_of, settings, state_tensors
 
 _EVERY_MODULES = frozenset({*vars(nn.Module()), "training"})
 _HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
@@ -48,7 +55,7 @@ def _seen(module: nn.Module, away: bool, numbers: bool) -> Iterator[Any]:
     for name, value in vars(module).items():
         if name not in _EVERY_MODULES:
             yield name
-            yield value if type(value) in _VALUES else _version(value)
+            yield value if type(value) in _VALUES else _identity(value)
     own = vars(module)
     for hooks in [own[name] for name in _HOOKS if own[name]]:
         for hook in hooks.values():
@@ -69,10 +76,10 @@ def _seen(module: nn.Module, away: bool, numbers: bool) -> Iterator[Any]:
                 yield place, tensor.dtype, tensor.shape, tensor.stride()
             else:
                 yield tensor.data_ptr()
-                yield _version(tensor) if numbers else _Same(tensor)
+                yield _identity(tensor) if numbers else _Same(tensor)
 
 
-def _version(value: Any) -> Any:
+def _identity(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return _Same(value)
     return object() if value.is_inference() else (_Same(value), value._version)
@@ -87,3 +94,85 @@ def modes_of(parts: Sequence[Part]) -> tuple[tuple[list[bool], list[bool]], ...]
         )
         for part in parts
     )
+
+
+Numbers = list[tuple[int, Tensor]]
+"""What has changed: the places of tensors in their order, and what is in them now."""
+
+
+class SyncedTensors:
+    """One side of it. The numbers are the same on both when this is made."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._tensors = list(tensors)
+        self._known = [_version(tensor) for tensor in self._tensors]
+
+    def changed(self) -> Numbers:
+        """What the other side does not have yet. It counts as sent."""
+        found: Numbers = []
+        for place, tensor in enumerate(self._tensors):
+            if (now := _version(tensor)) is None or now != self._known[place]:
+                self._known[place] = now
+                found.append((place, tensor.detach().cpu()))
+        return found
+
+    def take(self, numbers: Numbers) -> None:
+        """What the other side has sent."""
+        with torch.no_grad():
+            for place, values in numbers:
+                self._tensors[place].copy_(values)
+                self._known[place] = _version(self._tensors[place])
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+class PartState:
+    """Parameters and buffers of a part's module in its process: what the layers compute with there, and what
+    the program sees. These are the same memory, but where the part is on another device, or a layer has
+    replaced a buffer instead of writing into it. On another host the program sees what is sent to it."""
+
+    def __init__(self, module: nn.Module, device: torch.device | None) -> None:
+        self._module = module
+        self._seen = [tensor.detach() for tensor in state_tensors(module)]
+        if device is not None:
+            module.to(device)
+        self._buffers = [
+            (layer, name, tensor) for layer in module.modules() for name, tensor in layer._buffers.items()
+        ]
+        self._on_device = any(
+            one.device != seen.device for one, seen in zip(state_tensors(module), self._seen, strict=True)
+        )
+        self._synced = SyncedTensors(self._seen)
+
+    def changed(self) -> Numbers:
+        """What a program elsewhere does not have yet."""
+        return self._synced.changed()
+
+    def take(self, numbers: Numbers | None = None) -> None:
+        """Has the numbers of now; a program elsewhere has sent those that it has changed."""
+        self._synced.take(numbers or [])
+        if self._on_device:
+            with torch.no_grad():
+                for own, seen in zip(state_tensors(self._module), self._seen, strict=True):
+                    own.copy_(seen)
+
+    def give(self) -> None:
+        """Lets the program see the numbers of now. ``ValueError`` where that can't be."""
+        for layer, name, tensor in self._buffers:
+            now = layer._buffers.get(name)
+            if now is tensor:
+                continue
+            if now is None or tensor is None or now.shape != tensor.shape:
+                raise ValueError(
+                    f"the buffer {name!r} of a {type(layer).__name__} was replaced by one of another shape, "
+                    "which the program does not see; write into the buffer, or use on='thread'"
+                )
+            with torch.no_grad():
+                tensor.copy_(now)
+            layer._buffers[name] = tensor
+        if self._on_device:
+            with torch.no_grad():
+                for own, seen in zip(state_tensors(self._module), self._seen, strict=True):
+                    seen.copy_(own)

@@ -34,7 +34,7 @@ HOOKS = "_forward_hooks", "_forward_pre_hooks"
 
 
 class Traced:
-    """A module as ``line``, an ``nn.Sequential`` of segments. Each begins with an operation that
+    """A module as ``layers``, an ``nn.Sequential`` of segments. Each begins with an operation that
     has parameters, or, where ``names`` are given, with the first operation of the layer of that name. Raises
     ``TypeError`` for a module that can't be traced, ``ValueError`` for a name of no layer."""
 
@@ -53,11 +53,11 @@ class Traced:
                 f"Sequential: parts={short(list(names))} must name layers in the order in which they begin "
                 "to work, each once, and not the first one, with which part 0 begins"
             )
-        self.line = nn.Sequential()
-        self.line.training = module.training
+        self.layers = nn.Sequential()
+        self.layers.training = module.training
         cutting = _Cutting(module, graph, nodes, _Own(module, constants))
         for begin, end in pairwise([0, *begins, len(nodes)]):
-            self.line._modules[_label(nodes[begin], self.line)] = cutting.segment(begin, end)
+            self.layers._modules[_label(nodes[begin], self.layers)] = cutting.segment(begin, end)
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy, which has other modules."""
@@ -78,7 +78,7 @@ class Traced:
     def verify(self, value: Any) -> None:
         """Whether the segments give what the module gives for a micro-batch, on copies of both and in
         ``eval`` mode. ``ValueError`` if they don't. What fails by itself says so when it runs."""
-        plain, line = copy.deepcopy(self.module).eval(), copy.deepcopy(self.line).eval()
+        plain, line = copy.deepcopy(self.module).eval(), copy.deepcopy(self.layers).eval()
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             try:
                 outputs = [

@@ -128,6 +128,18 @@ def batch_size(value: Any, name: str = "x", dim: int = 0) -> int:
     return first[1]
 
 
+def without_gradient(value: Any, remedy: str) -> Any:
+    """The value. ``ValueError`` if a tensor in it requires a gradient, which would end here."""
+    if torch.is_grad_enabled():
+        for path, leaf in leaves(value):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                raise ValueError(
+                    f"Sequential: {path} requires a gradient, but none goes back from here to what made it: "
+                    f"{remedy}, or give {path}.detach()"
+                )
+    return value
+
+
 def join(values: list[Any], dim: int = 0) -> Any:
     """One value again: the tensors of the micro-batches, concatenated along the batch."""
     if len(values) == 1:

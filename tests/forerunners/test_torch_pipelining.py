@@ -50,7 +50,7 @@ from torch.nn.functional import mse_loss
 
 from flowchan import StageError
 from flowchan.pipelines import Sequential
-from flowchan.pipelines.sequential.schedule import SCHEDULES, Step, parse, plan, text
+from flowchan.pipelines.sequential.engine.schedule import SCHEDULES, Step, parse, plan, text
 from flowchan.pipelines.sequential.simulate import simulate
 
 pytestmark = [

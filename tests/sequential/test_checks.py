@@ -283,7 +283,7 @@ class WithNumber(nn.Module):
 
 
 def started(pipe: Sequential) -> bool:
-    return pipe._inference._line is not None
+    return pipe._inference.run.started
 
 
 CHANGES: dict[str, tuple[list[nn.Module], str, tuple[int, ...]]] = {

@@ -11,8 +11,8 @@ from torch.nn.functional import mse_loss
 
 from flowchan.pipelines import Pop, Sequential, Stash
 from flowchan.pipelines.sequential import forecast
+from flowchan.pipelines.sequential.engine.schedule import SCHEDULES, plan
 from flowchan.pipelines.sequential.forecast import forecasts
-from flowchan.pipelines.sequential.schedule import SCHEDULES, plan
 from flowchan.pipelines.sequential.simulate import simulate
 
 

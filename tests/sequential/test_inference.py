@@ -222,7 +222,7 @@ def test_a_stream_that_is_left_early_ends(on: Any) -> None:
         source.close()
         x = torch.randn(9, 6)
         assert is_same(pipe(x), plain(module, x), on)
-        assert not pipe._inference.book.out
+        assert not pipe._inference.run.out
 
 
 @everywhere

@@ -207,8 +207,8 @@ def test_ctrl_c_ends_a_call_that_waits_and_the_pipe_goes_on() -> None:
     leave = threading.Event()
 
     def interrupt() -> None:
-        wait_until(lambda: 0 in pipe._inference.book.out)
-        wait_blocked(pipe._inference.book.out[0].outcome, readers=1)
+        wait_until(lambda: 0 in pipe._inference.run.out)
+        wait_blocked(pipe._inference.run.out[0].outcome, readers=1)
         os.kill(os.getpid(), signal.SIGINT)
 
     with Sequential([nn.Identity(), Watched(lambda x: leave.wait())]) as pipe:

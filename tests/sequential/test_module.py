@@ -276,22 +276,22 @@ def test_the_statistics_of_batch_norm_are_those_of_the_whole_batch(on: Any) -> N
 
 
 def test_memory_goes_with_the_last_tensor_in_it() -> None:
-    from flowchan.pipelines.sequential import shared
+    from flowchan.pipelines.sequential import shared_memory
 
     gc.collect()
-    before = set(shared._blocks)
+    before = set(shared_memory._blocks)
     pipe = Sequential(dense(), on="process")
     pipe(torch.randn(8, 6))
-    assert len(set(shared._blocks) - before) == 1
+    assert len(set(shared_memory._blocks) - before) == 1
     pipe.close()
     weight = pipe[0].weight.detach()
     del pipe
     gc.collect()
     assert weight.isfinite().all()
-    assert len(set(shared._blocks) - before) == 1
+    assert len(set(shared_memory._blocks) - before) == 1
     del weight
     gc.collect()
-    assert set(shared._blocks) == before
+    assert set(shared_memory._blocks) == before
 
 
 @pytest.mark.skipif(

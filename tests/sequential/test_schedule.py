@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowchan.pipelines.sequential import schedule as module
-from flowchan.pipelines.sequential.schedule import IN_A_V, SCHEDULES, Step, parse, plan, steps, text
+from flowchan.pipelines.sequential.engine import schedule as module
+from flowchan.pipelines.sequential.engine.schedule import IN_A_V, SCHEDULES, Step, parse, plan, steps, text
 from flowchan.pipelines.sequential.simulate import simulate
 
 SMALL = st.integers(1, 6)

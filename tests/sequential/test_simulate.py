@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowchan.pipelines.sequential.schedule import SCHEDULES, Step, parse, plan
+from flowchan.pipelines.sequential.engine.schedule import SCHEDULES, Step, parse, plan
 from flowchan.pipelines.sequential.simulate import Simulated, simulate
 
 SIZES = [(workers, chunks) for workers in (1, 2, 3, 4, 7) for chunks in (1, 2, 3, 4, 8, 16)]

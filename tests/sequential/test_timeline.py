@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from flowchan.pipelines.sequential.schedule import plan
+from flowchan.pipelines.sequential.engine.schedule import plan
 from flowchan.pipelines.sequential.simulate import simulate
 from flowchan.pipelines.sequential.timeline import Event, Timeline
 

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.optim import SGD, Adam
 
 from flowchan.pipelines import Sequential
-from flowchan.pipelines.sequential.execution import may_draw
+from flowchan.pipelines.sequential.engine.execution import may_draw
 
 
 def image_batch(generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from trained import OPTIMIZERS, assert_same_state, batches, in_parts, perceptron, plainly, schedules
 
 from flowchan.pipelines.sequential import Sequential
-from flowchan.pipelines.sequential.execution import Execution, Passed
+from flowchan.pipelines.sequential.engine.execution import Execution, Passed
 from flowchan.pipelines.sequential.parts import Part
 
 SIZES = [8, 8, 7, 3, 1, 9]

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from trained import OPTIMIZERS, assert_same_state, batches, perceptron, plainly
 
 from flowchan.pipelines import Sequential
-from flowchan.pipelines.sequential.schedule import plan
+from flowchan.pipelines.sequential.engine.schedule import plan
 
 
 class Sizes(nn.Module):

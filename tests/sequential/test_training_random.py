@@ -12,7 +12,7 @@ from torch import nn
 from trained import OPTIMIZERS, assert_same_state, batches, in_parts, plainly
 
 from flowchan.pipelines import Pop, Stash
-from flowchan.pipelines.sequential.schedule import SCHEDULES
+from flowchan.pipelines.sequential.engine.schedule import SCHEDULES
 
 WIDTH = 6
 LAYERS = ["linear", "linear", "tanh", "relu", "norm", "stash", "pop"]

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from trained import OPTIMIZERS, assert_same_state, batches, in_parts, perceptron, plainly
 
-from flowchan.pipelines.sequential.schedule import SCHEDULES, Step, plan, steps, text
+from flowchan.pipelines.sequential.engine.schedule import SCHEDULES, Step, plan, steps, text
 
 WRITTEN = "F0 F1 I0 F2 B1 F3 W0 B2 B3\nF0 B0 F1 B1 F2 I2 F3 W2 B3"
 
@@ -41,7 +41,7 @@ def test_gradients_in_double_are_those_of_the_plain_module(schedule: Any, parts:
 @pytest.mark.parametrize("schedule", ["zbv", "dualpipev"])
 def test_in_a_v_each_worker_has_two_parts(schedule: Any) -> None:
     training = in_parts(perceptron(), 6, schedule=schedule)
-    names = [stage.name for stage in training.graph.stages if stage.kind == "stage"]
+    names = [stage.name for stage in training.graph.stages if stage.name.startswith("part")]
     assert names == ["parts 0 and 5", "parts 1 and 4", "parts 2 and 3"]
     assert training.graph.check() == ()
 
@@ -82,7 +82,7 @@ def test_what_a_training_prints_as_its_schedule_may_be_given_as_one(schedule: An
 def test_parts_of_a_written_schedule_are_with_the_workers_that_it_says() -> None:
     written = ["0:F0 3:F0 3:B0 0:B0", "1:F0 2:F0 2:B0 1:B0"]
     training = in_parts(perceptron(), 4, chunks=1, schedule=written)
-    names = [stage.name for stage in training.graph.stages if stage.kind == "stage"]
+    names = [stage.name for stage in training.graph.stages if stage.name.startswith("part")]
     assert names == ["parts 0 and 3", "parts 1 and 2"]
 
 

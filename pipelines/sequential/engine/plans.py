@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from flowchan.items.text import short, shown
-from flowchan.pipelines.sequential.schedule import (
+from flowchan.pipelines.sequential.engine.schedule import (
     SCHEDULES,
     STEP,
     Schedule,
@@ -28,7 +28,7 @@ Function = Callable[[int, int, int, int], str | Iterable[Step]]
 
 
 @dataclass(frozen=True)
-class Places:
+class PartOwners:
     """Which worker has each part. Workers stand in a row, and in a ring where a part's next one is not with a
     neighbour."""
 
@@ -82,15 +82,15 @@ class Plans:
             check("training", named, workers, parts, chunks)
         self.workers = workers
         self.of = lru_cache(8)(self._of)
-        self.places = Places(workers, _owners(self.of(chunks), parts))
+        self.owners = PartOwners(workers, _owners(self.of(chunks), parts))
         if named is not schedule:
-            _check_neighbours(self.places)
+            _check_neighbours(self.owners)
 
     def _of(self, chunks: int) -> list[list[Step]]:
         schedule: Any = self._schedule
         if self._lines is not None:
             found = [parse(line, worker) for worker, line in enumerate(self._lines)]
-            if not hasattr(self, "places"):  # the whole one, which those for fewer micro-batches are cut from
+            if not hasattr(self, "owners"):  # the whole one, which those for fewer micro-batches are cut from
                 _check_whole(found, self._total, chunks)
             return [[step for step in steps if step.chunk < chunks] for steps in found]
         if callable(schedule):
@@ -155,9 +155,9 @@ def _owners(plan: list[list[Step]], parts: int) -> tuple[int, ...]:
     return tuple(owners[part] for part in range(parts))
 
 
-def _check_neighbours(places: Places) -> None:
-    for part, (one, other) in enumerate(zip(places.of, places.of[1:], strict=False)):
-        if (other - one) % places.workers not in (0, 1, places.workers - 1):
+def _check_neighbours(owners: PartOwners) -> None:
+    for part, (one, other) in enumerate(zip(owners.of, owners.of[1:], strict=False)):
+        if (other - one) % owners.workers not in (0, 1, owners.workers - 1):
             raise ValueError(
                 f"training: the schedule has part {part} with worker {one} and part {part + 1} with worker "
                 f"{other}: give them to one worker, or to two that stand side by side"

@@ -30,7 +30,7 @@ from torch.autograd.graph import GradientEdge, Node
 Gradients = tuple[Tensor | None, ...]
 
 
-class Halves:
+class SplitBackward:
     """The backward pass from ``roots``, with their gradients ``given`` or as losses, to the leaves ``inputs``
     and to all weights. Adds to the ``grad`` of both: :meth:`first` to that of the inputs, :meth:`second` to
     that of the weights."""

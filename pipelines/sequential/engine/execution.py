@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from flowchan.pipelines.sequential.batchnorm import DeferredBatchNorm
-from flowchan.pipelines.sequential.halves import Halves
-from flowchan.pipelines.sequential.parts import Part, run_part
+from flowchan.pipelines.sequential.engine.split_backward import SplitBackward
+from flowchan.pipelines.sequential.parts import Casting, Part, cast_as, run_part
 from flowchan.pipelines.sequential.segments import Owned, Segment
 from flowchan.pipelines.sequential.skip import Skips
 from flowchan.pipelines.sequential.values import mapped, tensors
@@ -61,21 +61,6 @@ class _Forward(NamedTuple):
 
     leaves: list[Tensor]
     outputs: list[Tensor]
-
-
-Casting = tuple[tuple[str, torch.dtype, bool], ...]
-"""What ``torch.autocast`` is told: the type of device, the type that operations are cast to which can take
-it, and whether casts are kept."""
-
-
-def casting_here() -> Casting:
-    """What ``torch.autocast`` is told where this is called."""
-    keeps = torch.is_autocast_cache_enabled()
-    return tuple(
-        (name, torch.get_autocast_dtype(name), keeps)
-        for name in ("cpu", "cuda", "xpu", "mps")
-        if torch.is_autocast_enabled(name)
-    )
 
 
 class _Again(NamedTuple):
@@ -113,7 +98,7 @@ class Execution:
         self._shared = shared
         self._may_draw = may_draw(part.module)
         self._held: dict[Key, _Forward | _Again] = {}
-        self._halves: dict[Key, Halves] = {}  # of which the second one is to come
+        self._halves: dict[Key, SplitBackward] = {}  # of which the second one is to come
 
     def forward(
         self,
@@ -170,9 +155,9 @@ class Execution:
         held = self._held.pop(key)
         assert isinstance(held, _Forward)
         if gradients is None:
-            halves = Halves([loss for loss in held.outputs if loss.requires_grad], None, held.leaves)
+            halves = SplitBackward([loss for loss in held.outputs if loss.requires_grad], None, held.leaves)
         else:
-            halves = Halves(*_roots(held, gradients), held.leaves)
+            halves = SplitBackward(*_roots(held, gradients), held.leaves)
         halves.first()
         self._halves[key] = halves
         return tuple(leaf.grad for leaf in held.leaves)
@@ -197,7 +182,7 @@ class Execution:
 
     def infer(self, passed: Passed, casting: Casting = ()) -> Passed:
         """A forward pass that leaves nothing behind."""
-        with torch.no_grad(), self._counting(), _cast(casting):
+        with torch.no_grad(), self._counting(), cast_as(casting):
             value, skips = run_part(self.part, passed.value, passed.skips, keep=self._shared)
         return Passed(value, skips, ())
 
@@ -240,7 +225,7 @@ class Execution:
         skips = mapped(cut, {name: passed.skips[name] for name in sorted(passed.skips)})
         # Of the function behind the last part it is not known whether it draws.
         drawing = self._drawing(seed) if self._may_draw or tail is not None else contextlib.nullcontext()
-        with drawing, _cast(casting):
+        with drawing, cast_as(casting):
             value, skips = run_part(self.part, value, skips)
             if tail is not None:
                 value, skips = tail(value), {}
@@ -280,15 +265,6 @@ def _roots(held: _Forward, gradients: tuple[Tensor | None, ...]) -> tuple[list[T
     pairs = zip(held.outputs, gradients, strict=True)
     roots = [(output, given) for output, given in pairs if given is not None and output.requires_grad]
     return [output for output, _ in roots], [given.to(output.device) for output, given in roots]
-
-
-@contextlib.contextmanager
-def _cast(casting: Casting) -> Iterator[None]:
-    """Within it ``torch.autocast`` is as told."""
-    with contextlib.ExitStack() as stack:
-        for device, kind, keeps in casting:
-            stack.enter_context(torch.autocast(device, dtype=kind, cache_enabled=keeps))
-        yield
 
 
 def _chosen(values: list[Tensor], wants: list[bool]) -> list[Tensor]:

@@ -26,8 +26,6 @@ import cloudpickle
 import torch
 from torch import Tensor, nn
 
-from flowchan.pipelines.sequential.copies import Copies, Numbers
-
 ALIGNED = 64
 """Tensors begin at multiples of so many bytes, as where torch allocates them."""
 
@@ -205,53 +203,3 @@ def _rebuilt(
     kind, *where = shape
     tensor = torch.empty(0, dtype=kind).set_(storage, *where)
     return tensor if parameter is None else nn.Parameter(tensor, parameter)
-
-
-class State:
-    """Parameters and buffers of a part's module in its process: what the layers compute with there, and what
-    the program sees. These are the same memory, but where the part is on another device, or a layer has
-    replaced a buffer instead of writing into it. On another host the program sees what is sent to it."""
-
-    def __init__(self, module: nn.Module, device: torch.device | None) -> None:
-        self._module = module
-        self._seen = [tensor.detach() for tensor in state_tensors(module)]
-        if device is not None:
-            module.to(device)
-        self._buffers = [
-            (layer, name, tensor) for layer in module.modules() for name, tensor in layer._buffers.items()
-        ]
-        self._apart = any(
-            one.device != seen.device for one, seen in zip(state_tensors(module), self._seen, strict=True)
-        )
-        self._copies = Copies(self._seen)
-
-    def changed(self) -> Numbers:
-        """What a program elsewhere does not have yet."""
-        return self._copies.changed()
-
-    def take(self, numbers: Numbers | None = None) -> None:
-        """Has the numbers of now; a program elsewhere has sent those that it has changed."""
-        self._copies.take(numbers or [])
-        if self._apart:
-            with torch.no_grad():
-                for own, seen in zip(state_tensors(self._module), self._seen, strict=True):
-                    own.copy_(seen)
-
-    def give(self) -> None:
-        """Lets the program see the numbers of now. ``ValueError`` where that can't be."""
-        for layer, name, tensor in self._buffers:
-            now = layer._buffers.get(name)
-            if now is tensor:
-                continue
-            if now is None or tensor is None or now.shape != tensor.shape:
-                raise ValueError(
-                    f"the buffer {name!r} of a {type(layer).__name__} was replaced by one of another shape, "
-                    "which the program does not see; write into the buffer, or use on='thread'"
-                )
-            with torch.no_grad():
-                tensor.copy_(now)
-            layer._buffers[name] = tensor
-        if self._apart:
-            with torch.no_grad():
-                for own, seen in zip(state_tensors(self._module), self._seen, strict=True):
-                    seen.copy_(own)

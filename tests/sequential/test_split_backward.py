@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from flowchan.pipelines.sequential.halves import Halves
+from flowchan.pipelines.sequential.engine.split_backward import SplitBackward
 
 WIDTH = 4
 
@@ -142,11 +142,11 @@ class Gru(nn.Module):
         return self.inner(x)[0]  # type: ignore[no-any-return]
 
 
-def both(module: nn.Module, x: Tensor, given: Tensor) -> tuple[Halves, list[Tensor | None]]:
+def both(module: nn.Module, x: Tensor, given: Tensor) -> tuple[SplitBackward, list[Tensor | None]]:
     """The first half done, and the gradients that the plain module's parameters get."""
     plain = copy.deepcopy(module)
     plain(x.detach()).backward(given) if not x.requires_grad else plain(x).backward(given)
-    halves = Halves([module(x)], [given], [x] if x.requires_grad else [])
+    halves = SplitBackward([module(x)], [given], [x] if x.requires_grad else [])
     return halves, [one.grad for one in plain.parameters()]
 
 
@@ -171,7 +171,7 @@ def test_two_halves_give_the_gradients_of_a_whole_backward_pass(name: str, wants
 def test_the_first_half_makes_no_gradient_of_a_weight_where_the_layer_allows_it(name: str) -> None:
     module = LAYERS[name]()
     x = torch.randn(5, WIDTH, requires_grad=True)
-    halves = Halves([module(x)], [torch.ones(5, WIDTH)], [x])
+    halves = SplitBackward([module(x)], [torch.ones(5, WIDTH)], [x])
     halves.first()
     assert x.grad is not None
     assert all(one.grad is None for one in module.parameters())
@@ -184,7 +184,7 @@ def test_a_layer_that_does_not_allow_it_does_both_at_once(name: str) -> None:
     module = LAYERS[name]()
     x = torch.randn(5, WIDTH, requires_grad=True)
     Doubled.calls = 0
-    halves = Halves([module(x)], [torch.ones(5, WIDTH)], [x])
+    halves = SplitBackward([module(x)], [torch.ones(5, WIDTH)], [x])
     halves.first()
     assert all(one.grad is not None for one in module.parameters())
     halves.second()
@@ -194,7 +194,7 @@ def test_a_layer_that_does_not_allow_it_does_both_at_once(name: str) -> None:
 def test_a_loss_is_a_root_without_a_gradient() -> None:
     module = nn.Linear(WIDTH, 1)
     x = torch.randn(5, WIDTH, requires_grad=True)
-    halves = Halves([module(x).mean()], None, [x])
+    halves = SplitBackward([module(x).mean()], None, [x])
     halves.first()
     halves.second()
     torch.testing.assert_close(module.weight.grad, x.detach().mean(0, keepdim=True))
@@ -203,7 +203,7 @@ def test_a_loss_is_a_root_without_a_gradient() -> None:
 def test_an_output_may_be_the_input_or_a_weight_itself() -> None:
     weight = nn.Parameter(torch.ones(3))
     x = torch.ones(3, requires_grad=True)
-    halves = Halves([x, weight], [torch.full((3,), 2.0), torch.full((3,), 3.0)], [x])
+    halves = SplitBackward([x, weight], [torch.full((3,), 2.0), torch.full((3,), 3.0)], [x])
     halves.first()
     assert (x.grad is not None and x.grad.tolist(), weight.grad) == ([2, 2, 2], None)
     halves.second()
@@ -214,7 +214,7 @@ def test_what_an_output_needs_is_freed_with_the_second_half() -> None:
     x = torch.randn(5, WIDTH, requires_grad=True)
     weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
     y = functional.linear(x, weight)
-    halves = Halves([y], [torch.ones_like(y)], [x])
+    halves = SplitBackward([y], [torch.ones_like(y)], [x])
     halves.first()
     halves.second()
     with pytest.raises(RuntimeError, match="second time"):

@@ -10,7 +10,7 @@ from torch import nn
 
 from flowchan import Channel
 from flowchan.pipelines.sequential.parts import Part
-from flowchan.pipelines.sequential.passing import closed, expect_reading, only_reads, opened, received
+from flowchan.pipelines.sequential.wire_format import closed, expect_reading, only_reads, opened, received
 
 pytestmark = pytest.mark.filterwarnings("ignore:The given buffer is not writable")
 

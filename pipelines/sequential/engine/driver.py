@@ -1,0 +1,212 @@
+"""The program's side of a run of parts: it starts the run, sends and receives, and sees to its end.
+
+The last stage, ``results``, only lends its ports to the program: a thread between the parts and the program
+would take a core from a part twice for each batch, to wake up and to wake the program. A watcher thread waits
+for the end of the run, so that no caller waits in vain, whatever the run ends by.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from flowchan import (
+    Channel,
+    Closed,
+    Drained,
+    Full,
+    Graph,
+    In,
+    Input,
+    Out,
+    Run,
+    RunError,
+    StageError,
+    Stream,
+    select,
+)
+from flowchan.declare.places import Place
+from flowchan.pipelines.sequential.engine.execution import Passed
+from flowchan.pipelines.sequential.engine.stages import declare
+from flowchan.pipelines.sequential.engine.worker_messages import Assignment, Item, Key, WorkerAnswer
+from flowchan.pipelines.sequential.parts import Part
+from flowchan.pipelines.sequential.shared_memory import state_tensors
+from flowchan.pipelines.sequential.state import Numbers, SyncedTensors
+from flowchan.pipelines.sequential.values import mapped
+from flowchan.run.latch import Latch
+
+
+class PipelineRun:
+    """One run of a graph, which a subclass declares.
+
+    The run's threads hold this object, so it must not refer to an object whose end is to close the run.
+    """
+
+    run: Run
+
+    def __init__(self, name: str) -> None:
+        self.graph = Graph(name)
+        self.error: BaseException = Closed("the pipe was closed, and its workers have ended")
+        self.failure: RunError | None = None
+        self.ports: list[In[Any]] = []  # that the last stage lends
+        self.inputs: list[Out[Any]] = []
+        self.closed = False
+        # Latches: Ctrl-C in Thread.join() or is_alive() makes a thread look as if it had ended
+        self.opened, self.over = Latch(), Latch()
+        self._watcher: threading.Thread | None = None
+        self._ending: Channel[None] = Channel(1)
+
+    def lend(self, *streams: Stream[Any]) -> None:
+        """Declare the last stage, which lends the ports of one or two streams."""
+        self.graph.stage(self._lend if len(streams) > 1 else self._lend_one, *streams, name="results")
+
+    def _lend(self, outputs: In[Any], others: In[Any]) -> None:
+        self._serve([outputs, others])
+
+    def _lend_one(self, outputs: In[Any]) -> None:
+        self._serve([outputs])
+
+    def _serve(self, ports: list[In[Any]]) -> None:
+        """Run the last stage: lend the ports until the end, then take in what is left."""
+        self.ports = ports
+        self.opened.set()
+        gets: list[Any] = [*self.watched(), self._ending]
+        with contextlib.suppress(Drained):
+            while True:
+                found = select(gets)
+                if found.channel is self._ending:
+                    gets = list(ports)
+                else:
+                    self.receive(found.channel, found.item)
+
+    def watched(self) -> Sequence[In[Any]]:
+        """The ports that the last stage itself reads from the beginning on."""
+        return ()
+
+    def receive(self, port: Any, item: Any) -> None:
+        """Take in an item that the last stage has read."""
+
+    def start(self, inputs: Sequence[Input[Any]]) -> None:
+        """Start the run, which ends when all of ``inputs`` are closed."""
+        run = self.run = self.graph.start()
+        self.inputs = [run[stream] for stream in inputs]
+        watcher = threading.Thread(target=self._watch, name=f"{self.graph.name} watcher", daemon=True)
+        watcher.start()
+        self._watcher = watcher
+
+    def _watch(self) -> None:
+        try:
+            self.run.wait()
+        except RunError as failed:
+            self.failure, self.error = failed, failed.exceptions[0]
+        except BaseException as failed:
+            self.error = failed
+        self.opened.set()
+        self.ended()
+        self.over.set()
+
+    def ended(self) -> None:
+        """Do what is due at the end of the run, before :attr:`over` is set."""
+
+    @property
+    def started(self) -> bool:
+        """Whether the run has begun."""
+        return self._watcher is not None
+
+    @property
+    def alive(self) -> bool:
+        """Whether the run has begun and is not over."""
+        return self.started and not self.over.is_set()
+
+    def close(self) -> None:
+        """Let what is in flight be finished, and then the run end. Takes no lock, and does not wait."""
+        self.closed = True
+        for port in self.inputs:
+            port.close()
+        with contextlib.suppress(Full):
+            self._ending.put_nowait(None)
+
+    def end(self, at_once: bool = False) -> None:
+        """End the run and wait for it. What is in flight is finished first, unless ``at_once``."""
+        if self._watcher is not None:
+            self.close()
+            if at_once:
+                self.run.abort()
+            self.over.wait()
+            self._watcher.join()
+
+
+class WorkersRun(PipelineRun):
+    """A run of workers that follow commands."""
+
+    def __init__(self, name: str, jobs: Sequence[Assignment], on: Place, chunks: int) -> None:
+        super().__init__(name)
+        self.jobs, self.apart = jobs, on.apart
+        self._commands, answers = declare(self.graph, jobs, on, chunks)
+        self.lend(*answers)
+        self._synced: list[list[SyncedTensors]] = []  # of each worker's parts, where these are on other hosts
+
+    def begin(self) -> None:
+        """Start the workers."""
+        self._synced = [
+            [SyncedTensors(state_tensors(part.module)) for part in job.parts if part.away]
+            for job in self.jobs
+        ]
+        self.start(self._commands)
+
+    def put(self, worker: int, item: Any) -> None:
+        """Send a command, or what a step needs, to a worker."""
+        self.inputs[worker].put(item)
+
+    def put_inputs(self, pieces: Sequence[Any], wants: tuple[bool, ...] = ()) -> None:
+        """Send the micro-batches of a batch to the worker of the first part."""
+        worker = self.jobs[0].owners.of[0]
+        for chunk, piece in enumerate(pieces):
+            self.put(worker, Item(("F", 0, chunk), Passed(self.light(piece), {}, wants)))
+
+    def put_behind(self, what: str, pieces: Sequence[Any]) -> None:
+        """Send what the last part needs for each micro-batch: a gradient, or a target."""
+        last = self.jobs[0].total - 1
+        for chunk, piece in enumerate(pieces):
+            self.put(self.jobs[0].owners.of[-1], Item((what, last, chunk), self.light(piece)))
+
+    def light(self, value: Any) -> Any:
+        """A value as it is sent: in main memory, if it goes to another process."""
+        if not self.apart:
+            return value
+        return mapped(lambda tensor: tensor.detach().cpu().contiguous(), value)
+
+    def changed(self, job: Assignment) -> list[Numbers]:
+        """For each part of a worker on another host, what the program has changed since the last command."""
+        return [tensors.changed() for tensors in self._synced[job.worker]]
+
+    def answers(self) -> tuple[list[WorkerAnswer], dict[Key, Any]]:
+        """Receive one answer of each worker, by worker, and what the parts send to the program before."""
+        self.opened.wait()
+        if not self.ports:
+            raise Closed("the run has ended")
+        answers: dict[int, WorkerAnswer] = {}
+        items: dict[Key, Any] = {}
+        for port, count in zip(self.ports, (1, len(self.jobs) - 1), strict=False):
+            wanted = len(answers) + count
+            while len(answers) < wanted:
+                got = port.get()
+                if isinstance(got, Item):
+                    items[got.key] = got.content
+                    continue
+                answers[got.worker] = got
+                for tensors, numbers in zip(self._synced[got.worker], got.changed, strict=False):
+                    tensors.take(numbers)
+        return [answers[worker] for worker in range(len(self.jobs))], items
+
+
+def part_error(part: Part, where: str, cause: BaseException) -> StageError:
+    """The error of a part that failed on a micro-batch or a batch."""
+    error = StageError(
+        f"{part} failed on {where}: {type(cause).__name__}: {cause}",
+        stage=part.name, worker=part.name, item=where,
+    )  # fmt: skip
+    error.__cause__ = cause
+    return error

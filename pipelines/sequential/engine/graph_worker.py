@@ -1,0 +1,204 @@
+"""The worker of one part in calls whose outputs have a graph: it goes forward, holds the part's own graph,
+and goes back when the program does.
+
+No ``grad`` of the module is touched here: the program gets the gradients of the parameters with the answer,
+and what becomes of them is autograd's affair there, with its hooks. An exception of a layer ends neither the
+worker nor the call: it travels on as a :class:`PartFailure`, and the graphs of other calls stay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from flowchan import In, Out
+from flowchan.pipelines.sequential.engine.execution import Execution, Passed
+from flowchan.pipelines.sequential.engine.pipeline_worker import PipelineWorker
+from flowchan.pipelines.sequential.engine.schedule import Step
+from flowchan.pipelines.sequential.engine.worker_messages import (
+    Assignment,
+    Backward,
+    Forward,
+    PartFailure,
+    WorkerAnswer,
+)
+from flowchan.run.failures import Portable
+
+Swap = tuple[dict[str, Any], str, Tensor, Tensor]
+"""Where a parameter is, its name, itself, and what takes its place."""
+
+
+class _CallState(NamedTuple):
+    """Of a call: the parameters that get gradients, and what took their owners."""
+
+    parameters: list[Tensor]
+    swaps: list[Swap]
+
+
+class GraphWorker(PipelineWorker):
+    """The worker of one part, for calls and their backward passes."""
+
+    def __init__(self, job: Assignment, commands: In[Any], answers: Out[Any], **neighbours: Any) -> None:
+        super().__init__(job, commands, answers, **neighbours)
+        (self.part,) = job.parts
+        self.failure: PartFailure | None = None
+        self._held: dict[int, _CallState] = {}
+
+    @property
+    def execution(self) -> Execution:
+        """That of the part."""
+        return self.executions[self.part.number]
+
+    def follow(self, command: Any) -> WorkerAnswer:
+        """Carry out a :class:`Forward` or a :class:`Backward`."""
+        self.failure = None
+        gradients = None
+        if isinstance(command, Forward):
+            self._go_forward(command)
+        else:
+            gradients = self._go_back(command)
+        return WorkerAnswer(
+            self.job.worker,
+            tuple(self.events),
+            gradients=gradients,
+            changed=self.sent_changes(),
+            failure=self.failure,
+        )
+
+    # --- forward ---
+
+    def _go_forward(self, call: Forward) -> None:
+        for number in call.dropped:
+            self._drop(number)
+        self._begin(call)
+        for chunk in range(call.chunks):
+            step = Step("F", chunk, self.part.number)
+            passed = self.take(("F", step.part, chunk))
+            if not isinstance(passed, PartFailure):
+                with self.timed("F", call.number, step):
+                    passed = self._tried(functools.partial(self._passed, call, step, passed))
+            if isinstance(passed, PartFailure):
+                self.failure = self.failure or passed
+            self.put(("F", step.part + 1, chunk), passed)
+        if self.failure is None:
+            self.failure = self._tried(self._commit)
+
+    def _begin(self, call: Forward) -> None:
+        module = self.part.module
+        self.execution.norms.forget()
+        self.take_changes(call.changed)
+        if call.modes is not None:
+            trains, requires = call.modes[0]
+            for layer, mode in zip(module.modules(), trains, strict=True):
+                layer.training = mode
+            for parameter, required in zip(module.parameters(), requires, strict=True):
+                parameter.requires_grad_(required)
+        if call.keeps_graph:
+            swaps = [] if self.job.own_process else _swaps(module)
+            twins = {id(own): twin for _, _, own, twin in swaps}
+            parameters = [twins.get(id(one), one) for one in module.parameters() if one.requires_grad]
+            self._held[call.number] = _CallState(parameters, swaps)
+
+    def _passed(self, call: Forward, step: Step, passed: Passed) -> Passed:
+        if not call.keeps_graph:
+            return self.packed(self.execution.infer(passed, call.casting))
+        seed = call.seed + (step.part << 16) + step.chunk
+        with _swapped(self._held[call.number].swaps):
+            key = call.number, step.chunk
+            return self.packed(self.execution.forward(key, passed, seed, casting=call.casting))
+
+    def _commit(self) -> None:
+        self.execution.norms.commit()
+        self.give_changes()
+
+    # --- backward ---
+
+    def _go_back(self, back: Backward) -> list[Tensor | None]:
+        parameters = self._held[back.number].parameters
+        sums: list[Tensor | None] = [None] * len(parameters)
+        own: set[int] = set()  # those that are memory of ours
+        for chunk in range(back.chunks):
+            step = Step("B", chunk, self.part.number)
+            given = self.take(("B", step.part, chunk))
+            found = given
+            if not isinstance(given, PartFailure):
+                found = self._tried(functools.partial(self._gradients, back, step, given))
+            if isinstance(found, PartFailure):
+                self.failure = self.failure or found
+                values: Any = found
+            else:
+                values = tuple(found[: len(found) - len(parameters)])
+                _add(sums, own, found[len(values) :])
+            if step.part or (values and self.failure is None):
+                self.put(("B", step.part - 1, chunk), self.light(values))
+        if not back.keep:
+            self._drop(back.number)
+        light: list[Tensor | None] = self.light(sums)
+        return light
+
+    def _gradients(
+        self, back: Backward, step: Step, given: tuple[Tensor | None, ...]
+    ) -> tuple[Tensor | None, ...]:
+        key = back.number, step.chunk
+        parameters, swaps = self._held[back.number]
+        if self.execution.is_to_be_done_again(key):
+            with self.timed("recompute", back.number, step), _swapped(swaps):
+                self.execution.again(key)
+        with self.timed("B", back.number, step):
+            return self.execution.gradients(key, given, parameters, back.keep)
+
+    # --- both ---
+
+    def _drop(self, number: int) -> None:
+        """Forget the graphs of a call."""
+        self._held.pop(number, None)
+        self.execution.drop(number)
+
+    def _tried(self, function: Callable[[], Any]) -> Any:
+        try:
+            return function()
+        except Exception as error:
+            return PartFailure(self.part.number, Portable(error) if self.job.own_process else error)
+
+
+def _add(sums: list[Tensor | None], own: set[int], found: tuple[Tensor | None, ...]) -> None:
+    """Add the gradients of a micro-batch. What autograd gave may be memory of others."""
+    for place, gradient in enumerate(found):
+        so_far = sums[place]
+        if gradient is None:
+            continue
+        if so_far is None:
+            sums[place] = gradient
+        elif place in own:
+            so_far.add_(gradient)
+        else:
+            sums[place] = so_far + gradient
+            own.add(place)
+
+
+def _swaps(module: nn.Module) -> list[Swap]:
+    """Parameters with hooks of their own, which are for the gradient of the whole batch: the micro-batches
+    see a twin of them, with the same memory, that has none."""
+    twins: dict[int, Tensor] = {}
+    found: list[Swap] = []
+    for layer in module.modules():
+        for name, parameter in layer._parameters.items():
+            if parameter is not None and parameter.requires_grad and parameter._backward_hooks:
+                twin = twins.setdefault(id(parameter), nn.Parameter(parameter.detach()))
+                found.append((layer._parameters, name, parameter, twin))
+    return found
+
+
+@contextlib.contextmanager
+def _swapped(swaps: list[Swap]) -> Iterator[None]:
+    for parameters, name, _, twin in swaps:
+        parameters[name] = twin
+    try:
+        yield
+    finally:
+        for parameters, name, parameter, _ in swaps:
+            parameters[name] = parameter

@@ -1,0 +1,104 @@
+"""The graph of a pipe's workers: a stage for each worker, and a channel in each direction between neighbours.
+
+    commands ──> [parts 0] ──> [parts 1] ──> … ──> [parts n]     activations
+                     │    <──────   │   <──── … <────   │        gradients
+                     └───────────┬──┴───────────────────┘
+                              answers
+
+In a ring the activations of the last worker go on to the first one, and the first one's gradients back to the
+last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from flowchan import Feedback, Graph, In, Input, Out, Stream
+from flowchan.declare.places import Place
+from flowchan.pipelines.sequential.engine.graph_worker import GraphWorker
+from flowchan.pipelines.sequential.engine.training_worker import TrainingWorker
+from flowchan.pipelines.sequential.engine.worker_messages import Assignment
+
+
+def declare(
+    graph: Graph, jobs: Sequence[Assignment], on: Place, chunks: int
+) -> tuple[list[Input[Any]], list[Stream[Any]]]:
+    """Declare the workers of ``jobs`` in ``graph``. Returns the command inputs by worker, and the streams of
+    answers: of the worker of the last part, and of all others together if there are any."""
+    size = len(jobs)
+    ring = jobs[0].owners.ring
+    # Room for all that a worker sends in a step: nobody waits for room, so no order can lock workers up.
+    capacity = 2 * chunks * max(len(job.parts) for job in jobs) + 8
+    commands = [graph.input(f"commands {number}", capacity) for number in range(size)]
+    round_about = graph.feedback("activations of the last worker") if ring else None
+    onward: Stream[Any] | None = round_about
+    gradients: list[Feedback[Any]] = []
+    backs: list[Stream[Any]] = []
+    answers: list[Stream[Any]] = []
+    for job in jobs:
+        inputs = [commands[job.worker], *([onward] if onward is not None else [])]
+        if ring or job.worker < size - 1:
+            gradients.append(graph.feedback(f"gradients for {job.name}"))
+            inputs.append(gradients[-1])
+        function = _FUNCTIONS[onward is not None, ring or job.worker < size - 1]
+        outs = graph.stage(function, *inputs, name=job.name, on=on, capacity=capacity, job=job)
+        named = {stream.port: stream for stream in (outs if isinstance(outs, tuple) else (outs,))}
+        answers.append(named["answers"])
+        onward = named.get("onward")
+        if "back" in named:
+            backs.append(named["back"])
+        graph.drawn[job.name] = "\n".join(part.drawn for part in job.parts)
+    if ring:
+        assert round_about is not None
+        assert onward is not None
+        round_about.feed(onward)
+        backs = [*backs[1:], backs[0]]
+    for feedback, back in zip(gradients, backs, strict=True):
+        feedback.feed(back)
+    streams = [answers.pop(jobs[0].owners.of[-1])]
+    if answers:
+        streams.append(graph.merge(*answers, name="answers") if len(answers) > 1 else answers[0])
+    graph.drawn |= dict.fromkeys([*(f"commands {number}" for number in range(size)), "answers", "results"])
+    return commands, streams
+
+
+def _work(job: Assignment, commands: In[Any], answers: Out[Any], **neighbours: Any) -> None:
+    (TrainingWorker if job.trains else GraphWorker)(job, commands, answers, **neighbours).run()
+
+
+def alone(commands: In[Any], answers: Out[Any], job: Assignment) -> None:
+    """Run the only worker."""
+    _work(job, commands, answers)
+
+
+def first(commands: In[Any], backward: In[Any], answers: Out[Any], onward: Out[Any], job: Assignment) -> None:
+    """Run the worker of the first part."""
+    _work(job, commands, answers, backward=backward, onward=onward)
+
+
+def middle(
+    commands: In[Any],
+    forward: In[Any],
+    backward: In[Any],
+    answers: Out[Any],
+    onward: Out[Any],
+    back: Out[Any],
+    job: Assignment,
+) -> None:
+    """Run a worker between two others, as all are in a ring."""
+    _work(job, commands, answers, forward=forward, backward=backward, onward=onward, back=back)
+
+
+def last(commands: In[Any], forward: In[Any], answers: Out[Any], back: Out[Any], job: Assignment) -> None:
+    """Run the worker of the last part."""
+    _work(job, commands, answers, forward=forward, back=back)
+
+
+_FUNCTIONS: dict[tuple[bool, bool], Callable[..., None]] = {
+    (False, False): alone,
+    (False, True): first,
+    (True, True): middle,
+    (True, False): last,
+}
+"""By whether there is a worker before, and one behind."""
