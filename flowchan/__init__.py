@@ -27,11 +27,25 @@ from flowchan.errors import (
 )
 from flowchan.items.codec import Unreadable, pack, unpack
 from flowchan.items.combining import Reduced
-from flowchan.run import Failed, Graph, HostStats, LinkStats, Results, Run, RunStats, StageStats, WorkerPool
+from flowchan.run import (
+    Cause,
+    Failed,
+    Graph,
+    HostStats,
+    LinkStats,
+    Results,
+    Run,
+    RunStats,
+    StageStats,
+    WorkerPool,
+    WorkerStats,
+    WorkSeconds,
+)
 from flowchan.run.chance import Worker, worker
 
 __all__ = [
     "Broken",
+    "Cause",
     "Channel",
     "ChannelError",
     "ChannelStats",
@@ -70,9 +84,11 @@ __all__ = [
     "StageStats",
     "Stream",
     "Unreadable",
+    "WorkSeconds",
     "Worker",
     "WorkerDied",
     "WorkerPool",
+    "WorkerStats",
     "pack",
     "select",
     "unpack",

@@ -5,9 +5,10 @@ from flowchan.run.graph import Graph
 from flowchan.run.pool import WorkerPool
 from flowchan.run.results import Results
 from flowchan.run.run import Run
-from flowchan.run.stats import HostStats, LinkStats, RunStats, StageStats
+from flowchan.run.stats import Cause, HostStats, LinkStats, RunStats, StageStats, WorkerStats, WorkSeconds
 
 __all__ = [
+    "Cause",
     "Failed",
     "Graph",
     "HostStats",
@@ -16,5 +17,7 @@ __all__ = [
     "Run",
     "RunStats",
     "StageStats",
+    "WorkSeconds",
     "WorkerPool",
+    "WorkerStats",
 ]

@@ -15,7 +15,7 @@ from flowchan.run.events import WorkerId
 from flowchan.run.observe.clocks import Worked
 from flowchan.run.opening import Channels, Ports
 from flowchan.run.plan import Plan
-from flowchan.run.stats import HostStats, LinkStats, RunState, RunStats, Seconds, StageStats, WorkerStats
+from flowchan.run.stats import HostStats, LinkStats, RunState, RunStats, StageStats, WorkerStats, WorkSeconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ def _stage(about: _About) -> StageStats:
     )  # fmt: skip
 
 
-def _seconds(about: _About) -> Seconds:
+def _seconds(about: _About) -> WorkSeconds:
     """The waits of all workers that the stage has had, by what its channels say."""
     return _with_waits(
         about.worked.total,
@@ -184,7 +184,7 @@ def _worker(worker: WorkerStats, about: _About) -> WorkerStats:
     return WorkerStats(worker.number, worker.working, seconds)
 
 
-def _with_waits(worked: Seconds, reads: float, writes: float, turns: float) -> Seconds:
+def _with_waits(worked: WorkSeconds, reads: float, writes: float, turns: float) -> WorkSeconds:
     """Waits of a worker that waits at several channels at once count several times: never more than it has
     worked. The end of one that just waits is known before the end of its wait, so neither are they
     negative."""

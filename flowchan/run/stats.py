@@ -17,7 +17,7 @@ CauseKind = Literal[
 
 
 @dataclass(frozen=True, slots=True)
-class Seconds:
+class WorkSeconds:
     """Counters of one worker, or of all workers of a stage, in seconds since the run began.
 
     ``working``: since the worker had built what the user declared, until it ended or until now. Parts of it
@@ -38,9 +38,9 @@ class Seconds:
     def work(self) -> float:
         return max(0.0, self.working - self.input - self.place - self.turn)
 
-    def since(self, earlier: Seconds) -> Seconds:
+    def since(self, earlier: WorkSeconds) -> WorkSeconds:
         """What was added after ``earlier``."""
-        return Seconds(
+        return WorkSeconds(
             max(0.0, self.working - earlier.working),
             max(0.0, self.input - earlier.input),
             max(0.0, self.place - earlier.place),
@@ -57,7 +57,7 @@ class WorkerStats:
 
     number: int
     working: bool
-    seconds: Seconds
+    seconds: WorkSeconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class StageStats:
     waiting_turn: float = 0.0
     cores: float | None = None
     working: int = 0
-    seconds: Seconds = Seconds()
+    seconds: WorkSeconds = WorkSeconds()
     per_worker: tuple[WorkerStats, ...] = ()
 
 

@@ -18,7 +18,7 @@ from waiting import wait_until
 from flowchan import Drained, Graph, In, Out, Run, RunStats, select
 from flowchan.run.observe.causes import cause_of
 from flowchan.run.observe.windows import between
-from flowchan.run.stats import Cause, LinkStats, Seconds, StageStats
+from flowchan.run.stats import Cause, LinkStats, StageStats, WorkSeconds
 
 MS = 0.001
 
@@ -75,9 +75,9 @@ def is_kind(kind: str) -> Callable[[Cause], bool]:
 def load(
     name: str, work: float = 0.0, waits: float = 0.0, place: float = 0.0, turn: float = 0.0,
     cpu: float | None = 0.0, ready: float = 0.0, **values: Any,
-) -> tuple[StageStats, Seconds]:  # fmt: skip
+) -> tuple[StageStats, WorkSeconds]:  # fmt: skip
     """A stage that has worked so many seconds of a window of one."""
-    worked = Seconds(work + waits + place + turn, waits, place, turn, cpu, None if cpu is None else ready)
+    worked = WorkSeconds(work + waits + place + turn, waits, place, turn, cpu, None if cpu is None else ready)
     whole = worked.working or 1.0
     known = {
         "kind": "map", "on": "thread", "workers": 1, "alive": 1, "items_in": 100, "items_out": 100,
@@ -88,7 +88,7 @@ def load(
     return StageStats(name=name, **(known | values)), worked
 
 
-def chain(*loads: tuple[StageStats, Seconds], **links: dict[str, Any]) -> Cause | None:
+def chain(*loads: tuple[StageStats, WorkSeconds], **links: dict[str, Any]) -> Cause | None:
     """The cause of stages one behind the other; ``links`` are values of the channel behind the stage of that
     name."""
     stages = tuple(stage for stage, _ in loads)

@@ -15,7 +15,7 @@ from waiting import wait_until
 
 from flowchan import Channel, Graph, RunStats
 from flowchan.run.observe.windows import EVERY_S, History, between
-from flowchan.run.stats import Seconds, StageStats
+from flowchan.run.stats import StageStats, WorkSeconds
 
 
 def same(item: int) -> int:
@@ -34,7 +34,7 @@ def burn(item: int) -> int:
     return item
 
 
-def counted(elapsed: float, items: int, seconds: Seconds) -> RunStats:
+def counted(elapsed: float, items: int, seconds: WorkSeconds) -> RunStats:
     """A run of one stage."""
     stage = StageStats(
         "work", "map", "thread", 2, 2, items, items, 0, 0, 0, 0, 0, 0.0, 0.0, 0.0, 0.0, seconds=seconds
@@ -43,8 +43,8 @@ def counted(elapsed: float, items: int, seconds: Seconds) -> RunStats:
 
 
 def test_window_is_the_difference_of_two_looks() -> None:
-    before = counted(10.0, 1000, Seconds(20.0, 5.0, 5.0, 0.0, 3.0, 0.0))
-    now = between(before, counted(12.0, 1100, Seconds(24.0, 6.0, 5.0, 1.0, 4.0, 0.0)))
+    before = counted(10.0, 1000, WorkSeconds(20.0, 5.0, 5.0, 0.0, 3.0, 0.0))
+    now = between(before, counted(12.0, 1100, WorkSeconds(24.0, 6.0, 5.0, 1.0, 4.0, 0.0)))
     (stage,) = now.stages
     assert now.window == 2.0
     assert (stage.rate, stage.cores) == (50.0, 0.5)
@@ -54,11 +54,11 @@ def test_window_is_the_difference_of_two_looks() -> None:
         0.25,
         0.25,
     )
-    assert stage.seconds == Seconds(24.0, 6.0, 5.0, 1.0, 4.0, 0.0)  # counters count from the start
+    assert stage.seconds == WorkSeconds(24.0, 6.0, 5.0, 1.0, 4.0, 0.0)  # counters count from the start
 
 
 def test_whole_run_is_a_window_from_its_start() -> None:
-    now = between(None, counted(10.0, 1000, Seconds(20.0, 5.0, 5.0, 0.0)))
+    now = between(None, counted(10.0, 1000, WorkSeconds(20.0, 5.0, 5.0, 0.0)))
     assert (now.window, now.stages[0].rate, now.stages[0].busy) == (10.0, 100.0, 0.5)
     assert now.stages[0].cores is None
 
@@ -234,8 +234,8 @@ def test_history_keeps_old_looks_with_wider_gaps(monkeypatch: pytest.MonkeyPatch
     history = History()
     for step in range(1000):
         clock[0] = step * EVERY_S
-        history.look(lambda: counted(clock[0], 0, Seconds()))
-    now = counted(clock[0], 0, Seconds())
+        history.look(lambda: counted(clock[0], 0, WorkSeconds()))
+    now = counted(clock[0], 0, WorkSeconds())
     assert len(history._looks) < 80
     for window in (1.0, 10.0, 100.0):
         before = history.before(now, window)

@@ -17,7 +17,7 @@ PLAIN_STAGES = 6
 """How many stages one line has room for."""
 
 
-class View(Protocol):
+class ProgressView(Protocol):
     """Where a run is shown."""
 
     def show(self, stats: RunStats) -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from flowchan.declare.places import PLACES
 from flowchan.declare.verbs import VERBS
-from flowchan.run.stats import Cause, LinkStats, RunStats, Seconds, StageStats
+from flowchan.run.stats import Cause, LinkStats, RunStats, StageStats, WorkSeconds
 
 BUSY = 0.85
 """From this utilisation on a stage is a bottleneck, and a core or a lock is used up."""
@@ -39,7 +39,7 @@ class _Load:
     """One stage in the window, with the seconds of its workers in it."""
 
     stage: StageStats
-    worked: Seconds
+    worked: WorkSeconds
     window: float
 
     @property
@@ -86,7 +86,7 @@ class _View:
         return [link for link in self.stats.links if link.reader == stage]
 
 
-def cause_of(stats: RunStats, worked: Mapping[str, Seconds], cores: int, gil: bool) -> Cause | None:
+def cause_of(stats: RunStats, worked: Mapping[str, WorkSeconds], cores: int, gil: bool) -> Cause | None:
     """Find what has limited a run in a window.
 
     Args:

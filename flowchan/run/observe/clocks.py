@@ -15,7 +15,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from flowchan.run.events import Started, WorkerId
-from flowchan.run.stats import Seconds, WorkerStats
+from flowchan.run.stats import WorkerStats, WorkSeconds
 
 
 @dataclass(slots=True)
@@ -62,19 +62,19 @@ class _Working:
     clock: CpuClock | None
     shares: bool = False
 
-    def seconds(self, now: float) -> Seconds:
+    def seconds(self, now: float) -> WorkSeconds:
         if self.clock is not None:
             self.clock.look()
-            return Seconds(max(0.0, now - self.began), cpu=self.clock.cpu, ready=self.clock.ready)
+            return WorkSeconds(max(0.0, now - self.began), cpu=self.clock.cpu, ready=self.clock.ready)
         unknown = 0.0 if self.shares else None
-        return Seconds(max(0.0, now - self.began), cpu=unknown, ready=unknown)
+        return WorkSeconds(max(0.0, now - self.began), cpu=unknown, ready=unknown)
 
 
 @dataclass(frozen=True, slots=True)
 class Worked:
     """What the workers of one stage have worked: all that have ever begun, and those that work now."""
 
-    total: Seconds = field(default_factory=Seconds)
+    total: WorkSeconds = field(default_factory=WorkSeconds)
     now: tuple[WorkerStats, ...] = ()
 
 
@@ -84,8 +84,8 @@ class WorkerClocks:
 
     _pids: dict[WorkerId, int] = field(default_factory=dict)  # 0: on another host
     _working: dict[WorkerId, _Working] = field(default_factory=dict)
-    _ended: defaultdict[str, Seconds] = field(
-        default_factory=lambda: defaultdict(lambda: Seconds(cpu=0.0, ready=0.0))
+    _ended: defaultdict[str, WorkSeconds] = field(
+        default_factory=lambda: defaultdict(lambda: WorkSeconds(cpu=0.0, ready=0.0))
     )
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -132,7 +132,7 @@ class WorkerClocks:
             working: dict[str, list[WorkerStats]] = {}
             for id, one in self._working.items():
                 seconds = one.seconds(now)
-                totals[id.stage] = added(totals.get(id.stage, Seconds(cpu=0.0, ready=0.0)), seconds)
+                totals[id.stage] = added(totals.get(id.stage, WorkSeconds(cpu=0.0, ready=0.0)), seconds)
                 working.setdefault(id.stage, []).append(WorkerStats(id.number, True, seconds))
         return {
             stage: Worked(total, tuple(sorted(working.get(stage, ()), key=lambda one: one.number)))
@@ -140,8 +140,8 @@ class WorkerClocks:
         }
 
 
-def added(one: Seconds, other: Seconds) -> Seconds:
+def added(one: WorkSeconds, other: WorkSeconds) -> WorkSeconds:
     """The sum of the times that :class:`WorkerClocks` measures. What is unknown of one is unknown of both."""
     cpu = None if one.cpu is None or other.cpu is None else one.cpu + other.cpu
     ready = None if one.ready is None or other.ready is None else one.ready + other.ready
-    return Seconds(one.working + other.working, cpu=cpu, ready=ready)
+    return WorkSeconds(one.working + other.working, cpu=cpu, ready=ready)

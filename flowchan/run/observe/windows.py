@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from flowchan.declare.verbs import VERBS
 from flowchan.run.observe.causes import cause_of
-from flowchan.run.stats import LinkStats, RunStats, Seconds, StageStats
+from flowchan.run.stats import LinkStats, RunStats, StageStats, WorkSeconds
 
 EVERY_S = 0.5
 """Seconds between two looks at a run."""
@@ -48,7 +48,7 @@ def between(earlier: RunStats | None, later: RunStats) -> RunStats:
     links = tuple(_link(links_before.get(link.name), link, window) for link in later.links)
     now = dataclasses.replace(later, stages=stages, links=links, window=window)
     worked = {
-        stage.name: stage.seconds.since(stages_before[stage.name].seconds if stages_before else Seconds())
+        stage.name: stage.seconds.since(stages_before[stage.name].seconds if stages_before else WorkSeconds())
         for stage in stages
     }
     cause = cause_of(now, worked, cores_here(), has_gil())
