@@ -34,6 +34,7 @@ from flowchan.transport.tcp import dial, joined, listen
 
 SIZE = struct.Struct("<q")
 LEFT_WORD = -1  # in place of a message's size: its sender has left
+SENT_AT_ONCE = 16 * 1024  # bytes of a message that needs no thread where nothing waits before it
 READ_AHEAD = 8  # messages that the receiver's thread has ready
 BUFFER = 1 << 16
 PAUSE_S, TRY_S = 0.01, 5.0
@@ -45,6 +46,10 @@ POLL_INTERVAL_S, LOOK_AT_DOOR_S, WATCH_AFTER_S = 0.05, 1.0, 0.2
 
 LEFT, DIED, UNKNOWN = "left", "died", "unknown"
 """How a peer has ended. Unknown: it was not there any more when this member first looked."""
+
+
+Framed = tuple[bytes, bytes]
+"""A message behind its size."""
 
 
 @dataclass(frozen=True)
@@ -214,7 +219,8 @@ class RemotePeer:
         self._owner, self._rank = owner, rank
         self._in: Channel[bytearray] = Channel(READ_AHEAD)
         self._again: list[bytearray] = []  # what could not be unpickled when it was received
-        self._out: tuple[Channel[bytes], Out[bytes], threading.Thread] | None = None
+        self._out: tuple[Channel[Framed], Out[Framed], threading.Thread] | None = None
+        self._waiting = 0  # messages that the thread has not sent
         self._heard: socket.socket | None = None
         self._sock: socket.socket | None = None  # over which it is sent to
         self._ended = ""
@@ -226,21 +232,48 @@ class RemotePeer:
     # --- sending ---
 
     def send(self, x: Any, timeout: float | None) -> None:
+        message = dumps(x)
+        framed = SIZE.pack(len(message)), message
         with self._lock:
             if self._sends_no_more:
                 raise self.gone("send")
+            if len(message) <= SENT_AT_ONCE and not self._waiting and self._send_now(b"".join(framed)):
+                return
             if self._out is None:
-                messages: Channel[bytes] = Channel()
+                messages: Channel[Framed] = Channel()
                 writer = messages.writer()
                 sender = start("send", self._pass_on, messages)
                 # In one: where Ctrl-C comes before, the thread ends when its channel has no writer.
                 self._out = messages, writer, sender
+            self._waiting += 1
         try:
-            self._out[0].put(dumps(x), timeout)
+            self._out[0].put(framed, timeout)
         except (Broken, Closed) as error:
             raise self.gone("send") from error
+        except BaseException:
+            with self._lock:
+                self._waiting -= 1
+            raise
 
-    def _pass_on(self, messages: Channel[bytes]) -> None:
+    def _send_now(self, data: bytes) -> bool:
+        """Send what the kernel takes at once, and have the thread send the rest. Return whether it has taken
+        anything."""
+        if self._sock is None or self._out is None:
+            return False
+        sent: list[int] = []  # Ctrl-C is raised before it is sent, or behind its count
+        try:
+            sent.extend(map(self._sock.send, (data,), (socket.MSG_DONTWAIT,)))
+            if rest := data[sent[0] :]:
+                self._waiting += 1
+                self._out[0].put((b"", rest), 0.0)
+        except BaseException as error:
+            if sent and sent[0] < len(data):
+                _shut_down(self._sock)  # it ends within a message
+            if sent or not isinstance(error, OSError) or raised_by_a_handler(error):
+                raise
+        return bool(sent)
+
+    def _pass_on(self, messages: Channel[Framed]) -> None:
         """Send what comes. It dials when there is a message: there must be no other connection."""
         try:
             first = messages.get()
@@ -248,9 +281,11 @@ class RemotePeer:
             with self._connect(hello, lambda: not self._is_abandoned) as self._sock:
                 if self._is_abandoned:
                     return
-                for message in itertools.chain([first], messages):
-                    self._sock.sendall(SIZE.pack(len(message)))
-                    self._sock.sendall(message)
+                for parts in itertools.chain([first], messages):
+                    for part in parts:
+                        self._sock.sendall(part)
+                    with self._lock:
+                        self._waiting -= 1
                 self._sock.sendall(SIZE.pack(LEFT_WORD))
         except OSError as error:
             messages.abort(error)

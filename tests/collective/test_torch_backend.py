@@ -18,7 +18,7 @@ import torch
 from torch_cases import CASES, LACKS
 from warm import Template
 
-from flowchan.collective import gathering
+from flowchan.collective.rendezvous import forming
 from flowchan.collective.rendezvous.store import meet_by_store
 
 PROGRAM = Path(__file__).with_name("torch_cases.py")
@@ -97,7 +97,7 @@ def test_groups_that_meet_by_one_store_leave_nothing_in_it(
     """Else who begins again with it, as under torchrun, would take what the last group told for the new one's
     words."""
     store, ranks = torch.distributed.HashStore(), {}
-    monkeypatch.setattr(gathering, "this_host", lambda: f"host {ranks[threading.get_ident()] % hosts}")
+    monkeypatch.setattr(forming, "this_host", lambda: f"host {ranks[threading.get_ident()] % hosts}")
 
     def member(rank: int) -> Any:
         ranks[threading.get_ident()] = rank

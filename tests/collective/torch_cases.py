@@ -18,7 +18,7 @@ from torch.distributed import get_world_size as size
 from torch.nn.parallel import DistributedDataParallel
 
 import flowchan.collective.torch_backend  # noqa: F401
-from flowchan.collective import gathering
+from flowchan.collective.rendezvous import forming
 
 Case = Callable[[], Any]
 FOLDER: list[str] = []  # the path that checkpoints' folders begin with
@@ -480,7 +480,7 @@ def main(backend: str, number: str, count: str, store: str) -> None:
     torch.set_num_threads(1)
     FOLDER.append(store)
     if backend == "over hosts":
-        backend, gathering.this_host = "flowchan", lambda: f"host {number}"
+        backend, forming.this_host = "flowchan", lambda: f"host {number}"
     dist.init_process_group(backend, init_method=f"file://{store}", rank=int(number), world_size=int(count))
     found = {}
     for name, function in CASES.items():
