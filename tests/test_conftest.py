@@ -199,8 +199,7 @@ def test_crashed_worker_fails_the_run_though_its_test_passes_alone(tmp_path: Pat
     status, said = run_all(tmp_path)
     assert status == 1
     assert "failed beside others, passed alone:" in said
-    assert said[-3] == "not all tests have run:"
-    assert "a worker crashed" in said[-2]
+    assert "a worker crashed" in "\n".join(said[said.index("not all tests have run:") :])
     assert said[-1].startswith("1 passed in")
 
 
