@@ -190,10 +190,9 @@ class Link:
         those only who wait for one, or work on one."""
     def drop(self, number: int) -> None:
         """Serves them no more; their sessions stay as they are. Does nothing when there is no such line."""
-    def wait(self, timeout: float | None = None) -> str:
-        """What has happened: 'broken: why' once for each connection that ended; at home 'finished: line' when
-        nothing more comes from its worker and all is put, and 'refused: line port' when an item can't go to
-        another host; 'closed'; '' when nothing has by then."""
+    def wait(self, timeout: float | None = None) -> tuple[Any, ...]:
+        """Wait for the next event and return its kind and values; () when there is none by then.
+        flowchan.transport.link_events makes typed events of them."""
     def state(self) -> dict[str, Any]:
         """Whether it is connected, and its counts."""
     def close(self) -> None:

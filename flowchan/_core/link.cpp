@@ -142,7 +142,7 @@ void Link::leave_connection(int fd, const std::string& why) {
         breaks.fetch_add(1, std::memory_order_relaxed);
         broke_ = true;
         again_.why = why;
-        if (!closed_ && (home_ || !again_.is_ready())) tell("broken: " + why);
+        if (!closed_ && (home_ || !again_.is_ready())) tell({.kind = LinkEvent::Kind::Broken, .why = why});
     }
     if (fd == fd_ && lost_ && users_ == 0 && !closed_) ::close(std::exchange(fd_, -1));
     changed_.notify_all();
@@ -206,12 +206,12 @@ void Link::ring_bell() {
     if (asleep_.load(std::memory_order_seq_cst)) futex_wake(bell_, 1, false);
 }
 
-void Link::tell(std::string event) {
+void Link::tell(LinkEvent event) {
     events_.push_back(std::move(event));
     told_.notify_all();
 }
 
-std::string Link::next_event(int64_t until) {
+LinkEvent Link::next_event(int64_t until) {
     std::unique_lock lock(mutex_);
     while (events_.empty() && !closed_) {
         const int64_t now = now_ns(), left = until - now;
@@ -219,12 +219,12 @@ std::string Link::next_event(int64_t until) {
             // Who wakes late was held up itself, and that time says nothing about the other side.
             heard_at_.store(std::min(now, heard_at_.load(std::memory_order_relaxed) - left),
                             std::memory_order_relaxed);
-            return "";
+            return {};
         }
         told_.wait_for(lock, std::chrono::nanoseconds(left));
     }
-    if (events_.empty()) return "closed";
-    std::string event = std::move(events_.front());
+    if (events_.empty()) return {.kind = LinkEvent::Kind::Closed};
+    LinkEvent event = std::move(events_.front());
     events_.pop_front();
     return event;
 }

@@ -44,6 +44,18 @@ struct LinkLine {
     std::deque<Sink> sinks;      // the other ones
 };
 
+// What has happened to a link: flowchan/transport/link_events.py says what each kind means. Only the fields of
+// its kind are set.
+struct LinkEvent {
+    enum class Kind : uint8_t { None, Broken, Finished, Refused, TooLarge, Closed };
+
+    Kind kind = Kind::None;
+    uint32_t line = 0;
+    uint16_t port = 0;
+    uint64_t size = 0;
+    std::string why;
+};
+
 // The counts of one line at this moment, by input port.
 struct LineCounts {
     uint32_t number;
@@ -99,7 +111,7 @@ class Link {
                    bool on_demand);
     void drop_line(uint32_t number);
     void close();
-    std::string next_event(int64_t until);  // "" when there is none by then
+    LinkEvent next_event(int64_t until);  // of kind None when there is none by then
 
     // Since the last byte came, and there and back; in ns.
     int64_t silent_for() const { return now_ns() - heard_at_.load(std::memory_order_relaxed); }
@@ -168,7 +180,7 @@ class Link {
         if (std::exchange(stirred_, false)) ring_bell();
     }
     void leave_connection(int fd, const std::string& why);
-    void tell(std::string event);
+    void tell(LinkEvent event);
     void take_over(std::unique_lock<std::mutex>& lock, int fd);
     void come_back(std::unique_lock<std::mutex>& lock);  // link_again.cpp
 
@@ -209,7 +221,7 @@ class Link {
     std::atomic<uint32_t> bell_{0};
     std::atomic<bool> asleep_{false};
     std::atomic<int64_t> heard_at_{0}, round_trip_{200'000};
-    std::deque<std::string> events_;
+    std::deque<LinkEvent> events_;
     std::condition_variable& told_ = *new std::condition_variable;  // likewise
     std::thread sender_, receiver_;
     Lookouts lookouts_{[this] { ring_bell(); }};  // the sender's

@@ -239,7 +239,7 @@ void Link::come_back(std::unique_lock<std::mutex>& lock) {
         if (const int fd = again_.serve(); fd >= 0) take_over(lock, fd);
     }
     again_.end();
-    if (!is_over()) tell("broken: " + again_.why);
+    if (!is_over()) tell({.kind = LinkEvent::Kind::Broken, .why = again_.why});
 }
 
 }  // namespace flowchan

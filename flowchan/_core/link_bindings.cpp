@@ -63,16 +63,35 @@ Digest key_of(nb::bytes key) {
     return made;
 }
 
-std::string wait_for_event(PyLink& link, nb::handle timeout) {
+nb::tuple tuple_of(const LinkEvent& event) {
+    switch (event.kind) {
+        case LinkEvent::Kind::None:
+            return nb::make_tuple();
+        case LinkEvent::Kind::Broken:
+            return nb::make_tuple("broken", event.why);
+        case LinkEvent::Kind::Finished:
+            return nb::make_tuple("finished", event.line);
+        case LinkEvent::Kind::Refused:
+            return nb::make_tuple("refused", event.line, event.port);
+        case LinkEvent::Kind::TooLarge:
+            return nb::make_tuple("too large", event.line, event.port, event.size);
+        case LinkEvent::Kind::Closed:
+            break;
+    }
+    return nb::make_tuple("closed");
+}
+
+nb::tuple wait_for_event(PyLink& link, nb::handle timeout) {
     Deadline deadline;
     if (!parse_deadline(timeout.ptr(), deadline)) throw nb::python_error();
     for (;;) {
-        std::string event;
+        LinkEvent event;
         {
             WithoutGil without;
             event = link.next_event(now_ns() + deadline.slice());
         }
-        if (!event.empty() || deadline.now_only() || deadline.passed()) return event;
+        if (event.kind != LinkEvent::Kind::None || deadline.now_only() || deadline.passed())
+            return tuple_of(event);
         if (PyErr_CheckSignals()) throw nb::python_error();
     }
 }
@@ -154,9 +173,8 @@ void bind_link(nb::module_& m) {
             "number"_a,
             "Serves them no more; their sessions stay as they are. Does nothing when there is no such line.")
         .def("wait", wait_for_event, "timeout"_a = nb::none(),
-             "What has happened: 'broken: why' once for each connection that ended; at home 'finished: line' "
-             "when nothing more comes from its worker and all is put, and 'refused: line port' when an item "
-             "can't go to another host; 'closed'; '' when nothing has by then.")
+             "Wait for the next event and return its kind and values; () when there is none by then. "
+             "flowchan.transport.link_events makes typed events of them.")
         .def("state", state_of, "Whether it is connected, and its counts.")
         .def(
             "close",

@@ -251,8 +251,10 @@ void Link::refuse(const LinkLine& line, Sink& sink, uint64_t size) {
     sink.refuses = true;
     sink.forget_staged();
     const auto port = std::ranges::find(line.sinks, &sink, [](const Sink& one) { return &one; });
-    tell("too large: " + std::to_string(line.number) + " " + std::to_string(port - line.sinks.begin()) + " " +
-         std::to_string(size));
+    tell({.kind = LinkEvent::Kind::TooLarge,
+          .line = line.number,
+          .port = uint16_t(port - line.sinks.begin()),
+          .size = size});
 }
 
 // A large item, of which `size` bytes have come: into the ring without a copy in between, if there is room.

@@ -55,6 +55,7 @@ from flowchan.run.failures import Portable
 from flowchan.run.opening import Ports, open_ports
 from flowchan.run.recovery import take_up
 from flowchan.run.worker_processes import WorkerProcesses
+from flowchan.transport import link_events
 from flowchan.transport.authentication import key_to_come_back
 from flowchan.transport.dialling import reach
 
@@ -248,17 +249,17 @@ class Agent:
     def _keep_link(self) -> None:
         """Dials again when the connection breaks, and the core has not come back by itself."""
         patience = self._orders.patience
-        while (word := self._link.wait(patience / 4)) != "closed":
-            what, _, about = word.partition(": ")
-            if what == "refused":
-                self._refused(*map(int, about.split()))
-            elif what == "too large":
-                self._too_large(*map(int, about.split()))
-            elif what == "broken":
-                silent = self._link.state()["heard_ago"]
-                self._link.attach(self._dial(f"lost the driver ({about})", silent).detach())
-            elif (silent := self._link.state()["heard_ago"]) > patience:
-                self._give_up(f"has not heard the driver for {silent:.1f} s")
+        for event in link_events.watch(self._link, patience / 4):
+            match event:
+                case link_events.ItemRefused(line, port):
+                    self._refused(line, port)
+                case link_events.ItemTooLarge(line, port, size):
+                    self._too_large(line, port, size)
+                case link_events.LinkBroken(why):
+                    silent = self._link.state()["heard_ago"]
+                    self._link.attach(self._dial(f"lost the driver ({why})", silent).detach())
+                case link_events.LinkIdle(silent=silent) if silent > patience:
+                    self._give_up(f"has not heard the driver for {silent:.1f} s")
 
     def _on_line(self, number: int) -> Iterator[_Worker]:
         return (worker for worker in list(self._workers.values()) if worker.start.line == number)

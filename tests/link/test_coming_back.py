@@ -20,6 +20,7 @@ from sockets import receive
 from benchmarks.far import cut
 from flowchan import Channel, _core
 from flowchan.transport.authentication import key_to_come_back
+from flowchan.transport.link_events import LinkBroken, LinkClosed, next_event
 from flowchan.transport.tcp import dial, joined, listen, split
 from tests.link.linked import FarWorker, Linked, feeding
 from tests.waiting import PATIENCE, wait_until
@@ -42,7 +43,7 @@ class Home:
         here, there = socket.socketpair()
         self.link.attach(here.detach())
         there.close()
-        assert self.link.wait(PATIENCE).startswith("broken: ")
+        assert isinstance(next_event(self.link, PATIENCE), LinkBroken)
 
     def dial(self) -> socket.socket:
         sock = dial(self.address, PATIENCE)
@@ -122,7 +123,7 @@ def test_a_proof_counts_once(home: Home) -> None:
         right = proof(b"dialled", ours + answers[0][:32])
         sock.sendall(right)
         wait_until(home.is_connected)
-    assert home.link.wait(PATIENCE).startswith("broken: ")
+    assert isinstance(next_event(home.link, PATIENCE), LinkBroken)
     again = home.dial()
     again.sendall(GREETING + ours)
     answers.append(receive(again, 64))
@@ -158,7 +159,7 @@ def test_strangers_do_not_keep_the_right_one_from_coming_back(home: Home) -> Non
         with home.dial() as sock:
             sock.sendall(proof(b"dialled", greet(sock)))
             wait_until(home.is_connected)
-        assert home.link.wait(PATIENCE).startswith("broken: ")
+        assert isinstance(next_event(home.link, PATIENCE), LinkBroken)
 
 
 def test_whatever_strangers_say_nobody_of_them_is_let_in(home: Home) -> None:
@@ -247,7 +248,7 @@ def test_who_does_not_prove_the_key_is_not_come_back_to(
         assert greeting.startswith(GREETING)
         sock.sendall(answer(sock, greeting[16:] + secrets.token_bytes(32)))
         assert is_sent_away(sock)
-        assert away.wait(PATIENCE).startswith("broken: ")
+        assert isinstance(next_event(away, PATIENCE), LinkBroken)
         assert away.state()["bytes_in"] == 0
 
 
@@ -291,8 +292,8 @@ class Returning(Linked):
         self.first.close()
 
     def _keep(self) -> None:
-        while (word := self.away.wait(PATIENCE)) != "closed":
-            if word.startswith("broken: "):
+        while not isinstance(event := next_event(self.away, PATIENCE), LinkClosed):
+            if isinstance(event, LinkBroken):
                 self.helped += 1
                 self.connect()
 
