@@ -179,12 +179,6 @@ class Link:
     def attach(self, fd: int) -> None:
         """Goes on over this connected socket, which belongs to the link from now on; what was sent over the
         former one and has not arrived is sent again."""
-    def listen_again(self, fd: int, key: bytes) -> None:
-        """At home: after a break the other end comes back to this listening socket, which belongs to the link
-        from now on, and both prove the key of 32 bytes."""
-    def dial_again(self, port: int, key: bytes) -> None:
-        """Away from home: after a break this end dials that port where its connection led. 'broken' is told
-        only if that fails."""
     def line(self, number: int, inputs: list[Any], outputs: list[Any], on_demand: bool = False) -> None:
         """Serves the ports of one worker, under a number that both sides know. on_demand: items come for
         those only who wait for one, or work on one."""

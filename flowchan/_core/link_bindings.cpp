@@ -55,14 +55,6 @@ void open_line(PyLink& link, uint32_t number, nb::list inputs, nb::list outputs,
     link.open_line(number, takes, puts, on_demand);
 }
 
-Digest key_of(nb::bytes key) {
-    Digest made{};
-    if (key.size() != made.size())
-        throw nb::value_error(("a key has 32 bytes, not " + std::to_string(key.size())).c_str());
-    memcpy(made.data(), key.c_str(), made.size());
-    return made;
-}
-
 nb::tuple tuple_of(const LinkEvent& event) {
     switch (event.kind) {
         case LinkEvent::Kind::None:
@@ -141,26 +133,6 @@ void bind_link(nb::module_& m) {
             "fd"_a,
             "Goes on over this connected socket, which belongs to the link from now on; what was sent over "
             "the former one and has not arrived is sent again.")
-        .def(
-            "listen_again",
-            [](PyLink& link, int fd, nb::bytes key) {
-                const Digest made = key_of(key);
-                WithoutGil without;
-                link.listen_again(fd, made);
-            },
-            "fd"_a, "key"_a,
-            "At home: after a break the other end comes back to this listening socket, which belongs to the "
-            "link from now on, and both prove the key of 32 bytes.")
-        .def(
-            "dial_again",
-            [](PyLink& link, uint16_t port, nb::bytes key) {
-                const Digest made = key_of(key);
-                WithoutGil without;
-                link.dial_again(port, made);
-            },
-            "port"_a, "key"_a,
-            "Away from home: after a break this end dials that port where its connection led. "
-            "'broken' is told only if that fails.")
         .def("line", open_line, "number"_a, "inputs"_a, "outputs"_a, "on_demand"_a = false,
              "Serves the ports of one worker, under a number that both sides know. on_demand: items come for "
              "those only who wait for one, or work on one.")

@@ -56,7 +56,6 @@ from flowchan.run.opening import Ports, open_ports
 from flowchan.run.recovery import take_up
 from flowchan.run.worker_processes import WorkerProcesses
 from flowchan.transport import link_events
-from flowchan.transport.authentication import key_to_come_back
 from flowchan.transport.dialling import reach
 
 
@@ -72,7 +71,6 @@ class Orders:
     graph: str
     tls: bool
     levels: dict[str, int]  # of the program's loggers
-    back: int  # the port to which the core comes back after a break; 0: it does not
 
     @classmethod
     def read(cls, line: str) -> Orders:
@@ -128,10 +126,6 @@ class Agent:
     def run(self) -> None:
         """Until the driver says that the run is over."""
         self._link.attach(self._dial("can't reach the driver").detach())
-        orders = self._orders
-        if orders.back:
-            key = key_to_come_back(orders.secret, orders.number, orders.epoch)
-            self._link.dial_again(orders.back, key)
         for work in (self._keep_link, self._processes.watch):
             threading.Thread(target=_or_end, args=(work,), daemon=True).start()
         for command in self._commands:
@@ -247,7 +241,7 @@ class Agent:
     # --- the link ---
 
     def _keep_link(self) -> None:
-        """Dials again when the connection breaks, and the core has not come back by itself."""
+        """Dial again when the connection breaks; the link then sends what has not arrived."""
         patience = self._orders.patience
         for event in link_events.watch(self._link, patience / 4):
             match event:

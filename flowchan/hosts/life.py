@@ -17,8 +17,6 @@ from flowchan.errors import Broken, Closed, Empty, Full
 from flowchan.hosts.messages import Command, Leave, Told, Waiting
 from flowchan.hosts.provider import AGENT, Launch, Provider, Started
 from flowchan.transport import link_events
-from flowchan.transport.authentication import key_to_come_back
-from flowchan.transport.tcp import joined, listen, split
 
 START = 60.0
 """Seconds within which an agent must have dialled, from when it has a place."""
@@ -74,7 +72,6 @@ class Life:
         """Starts the agent, in the background. ``launch``: what it has to know."""
         self._address = launch["address"]
         said = {**launch, "number": self.number, "epoch": self.epoch, "patience": self._patience}
-        said["back"] = 0 if launch["tls"] else self._let_come_back(launch)
         line = json.dumps(said).encode() + b"\n"
         watch = functools.partial(self._watch, Launch(AGENT, line))
         for work, what in ((watch, "watch"), (self._listen, "letters")):
@@ -83,20 +80,8 @@ class Life:
             thread.start()
             self._threads.append(thread)
 
-    def _let_come_back(self, launch: dict[str, Any]) -> int:
-        """The port of this life alone, at which its agent comes back after a break; 0: there is none, and it
-        dials as it did first."""
-        try:
-            listener = listen(joined((split(launch["address"])[0], 0)))
-        except OSError:
-            return 0
-        port = split(listener.address)[1]
-        key = key_to_come_back(bytes.fromhex(launch["secret"]), self.number, self.epoch)
-        self.link.listen_again(listener.detach(), key)
-        return port
-
     def meet(self, sock: socket.socket) -> None:
-        """The agent has dialled, and proved that it is this one."""
+        """Go on over ``sock``: the agent has dialled, at first or after a break, and has proved itself."""
         with self._lock:
             if self.why or self._closed:
                 sock.close()

@@ -20,8 +20,8 @@ RING = (
 )
 LINK = (
     *RING,
-    *(CORE / f"link{part}.cpp" for part in ("", "_again", "_ports", "_receive", "_send")),
-    *(CORE / f"{name}.cpp" for name in ("hmac", "lookouts", "sleeping")),
+    *(CORE / f"link{part}.cpp" for part in ("", "_ports", "_receive", "_send")),
+    *(CORE / f"{name}.cpp" for name in ("lookouts", "sleeping")),
 )
 GROUP = tuple(
     CORE / f"{name}.cpp" for name in ("group", "group_manners", "group_ops", "kernels", "memory", "process")
